@@ -1,0 +1,17 @@
+# Compile flags of each CPU kernel file. The files are chosen at run time, so nothing but kernel code may be compiled with them.
+# 512-bit vectors are asked for explicitly: the default tuning of several compilers prefers 256.
+set(kernels ${PROJECT_SOURCE_DIR}/src/cpu/kernels)
+set(avx2_flags -mavx2 -mfma -mf16c)
+set(avx512_flags -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
+set(amx_flags ${avx512_flags} -mavx512vbmi -mavx512bf16)
+foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "amx_emulated;amx_flags" "amx;amx_flags")
+  list(GET pair 0 stem)
+  list(GET pair 1 flags)
+  file(GLOB files CONFIGURE_DEPENDS ${kernels}/${stem}.cpp ${kernels}/*_${stem}.cpp)
+  if(files)
+    set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${${flags}};-O3;-fno-exceptions;-fno-math-errno")
+  endif()
+endforeach()
+set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
+file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp)
+set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno")

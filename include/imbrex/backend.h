@@ -1,0 +1,72 @@
+#pragma once
+// The interface a backend implements: it says what it supports, and makes plans. Also all that a caller of a plan needs.
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "imbrex/batch.h"
+#include "imbrex/device.h"
+#include "imbrex/kv_cache.h"
+#include "imbrex/parallel.h"
+#include "imbrex/spec.h"
+
+namespace imbrex {
+
+struct Inputs {
+  TensorView q;              // [>= num_tokens, num_q_heads, head_dim_qk], spec.q_dtype, innermost stride 1
+  KvCache kv;                // this layer's pages
+  TensorView sinks;          // f32 [num_q_heads]; only with ScoreMod::sinks
+  TensorView alibi_slopes;   // f32 [num_q_heads]; only with ScoreMod::alibi
+  TensorView head_scales;    // f32 [num_q_heads]; only with ScoreMod::head_scales
+  TensorView relative_bias;  // f32 [relative_buckets, num_q_heads]; only with ScoreMod::relative_buckets
+};
+
+struct Outputs {
+  TensorView out;  // [>= num_tokens, num_q_heads, head_dim_v], spec.q_dtype or f32, innermost stride 1
+  TensorView lse;  // optional f32 [>= num_tokens, num_q_heads], natural log of the denominator (sink included); -inf and out 0 for
+                   // a query that sees no key
+};
+
+struct PlanOptions {
+  PlanLimits limits;
+  ParallelFor threads;    // CPU backends; default: the calling thread
+  bool balanced = false;  // split by load: faster for few long requests, results then depend on the batch
+  bool validate = true;   // check every batch in update
+};
+
+// Everything one step needs, decided once and reused by every layer of the same spec. Not thread-safe; belongs to one stream.
+class Plan {
+ public:
+  virtual ~Plan() = default;
+  // Reads the batch's host arrays and keeps views of its device arrays, which must live until the next update.
+  virtual void update(const Batch&, Stream = nullptr) = 0;
+  // Writes this step's k [num_tokens, num_kv_heads, head_dim_qk] and v (q_dtype or kv_dtype) to the slots of slot_mapping.
+  virtual void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream = nullptr) const = 0;
+  // Allocates nothing, compiles nothing.
+  virtual void run(const Inputs&, const Outputs&, Stream = nullptr) const = 0;
+  virtual std::string str() const = 0;  // "cpu_amx: 264 work items, 12 merges"
+};
+
+// One thing that keeps a backend from running a spec on a device.
+struct Reason {
+  std::string code;    // stable: "spec.head_dim_qk"; listed in docs/errors.md
+  std::string wanted;  // "a multiple of 16, at most 256"
+  std::string actual;  // "80"
+  std::string str() const;
+  friend bool operator==(const Reason&, const Reason&) = default;
+};
+
+// Stateless; one object a backend. Backends outside this library derive from it too and register at run time.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string_view name() const = 0;         // "cpu_amx"
+  virtual std::string_view description() const = 0;  // one line for `imbrex select`
+  // Every reason why this backend cannot run the spec on the device; empty when it can. Must not touch the device.
+  virtual std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const = 0;
+  // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise).
+  virtual std::unique_ptr<Plan> plan(const AttentionSpec&, const DeviceInfo&, const PlanOptions&) const = 0;
+};
+
+}  // namespace imbrex

@@ -1,0 +1,46 @@
+#pragma once
+// One scheduler step, as every backend sees it (vLLM: CommonAttentionMetadata; SGLang: ForwardBatch; FlashInfer: indptr arrays).
+#include <cstdint>
+#include <span>
+
+#include "imbrex/spec.h"
+#include "imbrex/tensor.h"
+
+namespace imbrex {
+
+// Any mix of prefill, chunked prefill, decode and verify. Requests with no query tokens and padded requests (seq_len 0, no
+// tokens) are allowed anywhere and cost nothing. Tokens from query_start_loc.back() on are padding: their outputs are not written.
+struct Batch {
+  std::span<const int32_t> query_start_loc;  // [num_reqs + 1], host; starts at 0, monotone (qo_indptr, cu_seqlens_q)
+  std::span<const int32_t> seq_lens;         // [num_reqs], host; keys of each request, this step's tokens included
+
+  // Where the keys are: exactly one of the three.
+  TensorView block_table;        // dense: i32 [num_reqs, max_blocks]; entries past the request's last block are not read
+  TensorView kv_indptr;          // CSR: i32 [num_reqs + 1], with kv_indices i32 [>= kv_indptr.back()]
+  TensorView kv_indices;
+  TensorView kv_last_page_len;   // CSR, optional: i32 [num_reqs]; checked against seq_lens where given
+  TensorView kv_start_loc;       // ragged (block_size 0): i32 [num_reqs + 1]; request r's keys are rows [r], [r+1) of k and v
+
+  TensorView slot_mapping;       // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
+  TensorView custom_mask;        // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
+
+  int num_reqs() const { return int(seq_lens.size()); }
+  int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
+  int query_len(int r) const { return query_start_loc[r + 1] - query_start_loc[r]; }
+  int context_len(int r) const { return seq_lens[r] - query_len(r); }  // position of the first query
+  int max_query_len() const;
+  int max_seq_len() const;
+};
+
+// Upper bounds of every later Plan::update: scratch is sized once, from these.
+struct PlanLimits {
+  int max_num_reqs = 256;
+  int max_num_tokens = 8192;  // query tokens of a step
+  int max_seq_len = 131072;
+};
+
+// Throws Error batch.* at the first thing that is wrong. num_blocks bounds block ids and slots; < 0 when there are no blocks.
+// Costs O(tokens + blocks in use); backends call it in Plan::update unless PlanOptions::validate is false.
+void validate(const Batch&, const AttentionSpec&, const PlanLimits&, int64_t num_blocks);
+
+}  // namespace imbrex

@@ -1,0 +1,61 @@
+#pragma once
+// Who owns which block of a KV cache: reference counts, prefix hashes and sharing, eviction. Used by schedulers; not thread-safe.
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <vector>
+
+namespace imbrex {
+
+using BlockHash = uint64_t;  // of a full block's tokens and of all before it; 0 is not a valid hash
+
+struct BlockPoolStats {
+  int64_t lookups = 0, hits = 0;  // blocks asked for by hash, and found
+  int64_t evictions = 0;          // cached blocks given to somebody else
+};
+
+// Block ids in [0, num_blocks). A block is free (no references), or in use. A free block may still be *cached* under its hash and
+// be revived by a later lookup; free blocks are handed out uncached first, then least recently used first.
+// Exhausted memory is an answer: allocate returns false and changes nothing.
+class BlockPool {
+ public:
+  explicit BlockPool(int num_blocks);  // Error block_pool.size when not positive
+  ~BlockPool();
+  BlockPool(BlockPool&&) noexcept;
+  BlockPool& operator=(BlockPool&&) noexcept;
+
+  int num_blocks() const;
+  int num_free() const;    // blocks without references, cached ones included
+  int num_cached() const;  // blocks with a hash, in use or free
+  int ref_count(int32_t block) const;
+
+  bool allocate(int count, std::vector<int32_t>& blocks);  // appends `count` blocks with one reference each, hashes forgotten
+  void retain(std::span<const int32_t> blocks);            // one more reference each (Error block_pool.* for a free or bad id)
+  void release(std::span<const int32_t> blocks);           // one less; the last block of the span is evicted first
+
+  // Longest prefix of `hashes` that is cached; retains those blocks and appends them.
+  int lookup(std::span<const BlockHash> hashes, std::vector<int32_t>& blocks);
+  int peek(std::span<const BlockHash> hashes) const;       // the same without effect
+  void publish(int32_t block, BlockHash hash);             // a full block can now be shared; first one under a hash stays
+  // A block that may be written: itself when nobody else has it, otherwise a new one (the caller copies the contents with
+  // copy_block and drops its reference to the old one is done here). nullopt: no block is free, nothing changed.
+  std::optional<int32_t> make_writable(int32_t block);
+  void clear_cache();                                      // forget all hashes
+  const BlockPoolStats& stats() const;
+  void check() const;                                      // Error block_pool.invariant if the books do not balance; O(num_blocks)
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+BlockHash hash_block(BlockHash parent, std::span<const uint64_t> token_ids);  // chained; parent 0 for the first block
+
+// Slots of tokens [begin, end) of a request whose blocks are given: block * block_size + offset. Appends.
+void append_slots(std::span<const int32_t> blocks, int block_size, int begin, int end, std::vector<int64_t>& slots);
+
+// First block that a layer with this window still needs when the next query is at `position`; blocks before it can be given back.
+int first_needed_block(int position, int window_left, int chunk, int block_size);
+
+}  // namespace imbrex

@@ -1,0 +1,39 @@
+#pragma once
+// What selection and planning may know about a device. Probed, or described by a string for hardware that is absent.
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "imbrex/tensor.h"
+
+namespace imbrex {
+
+using Stream = void*;  // a CUstream on CUDA, unused on CPU
+
+// Instruction sets a CPU kernel file exists for; each includes the ones before it.
+// `amx_emulated` runs the AMX kernels on AVX-512 with tiles in memory: for tests on machines without AMX, never selected.
+enum class CpuIsa : uint8_t { generic, avx2, avx512, amx_emulated, amx };
+const char* to_string(CpuIsa);
+
+struct DeviceInfo {
+  Device device;
+  std::string name;              // "Intel(R) Xeon(R) Processor", "NVIDIA H200"
+  bool present = true;           // false: only described; plans for it can be made but not run
+  CpuIsa isa = CpuIsa::generic;  // CPU: the best set this process may use (IMBREX_CPU_ISA lowers it)
+  int sm = 0;                    // CUDA: 90 for compute capability 9.0
+  int num_workers = 1;           // threads (CPU) or multiprocessors (CUDA)
+  int64_t l2_bytes = 0;          // CPU: of one core; CUDA: of the chip
+  int64_t l3_bytes = 0;          // CPU only
+  int64_t memory_bytes = 0;
+  int max_smem_bytes = 0;        // CUDA: opt-in shared memory of a thread block
+  std::string isa_note;          // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
+  std::string str() const;
+};
+
+DeviceInfo probe_cpu();  // cpuid, and tile permission from the kernel for AMX
+
+// "cpu" (this machine), "h200", "b200", "a100", "h100", "rtx5090", "l40s", or a list of CPU properties:
+// "avx512,32 threads", "amx,64 threads". Throws Error device.unknown naming what exists.
+DeviceInfo describe_device(std::string_view text);
+
+}  // namespace imbrex

@@ -1,0 +1,15 @@
+#pragma once
+// Everything, for users who do not care which header a name is in.
+#include "imbrex/backend.h"
+#include "imbrex/batch.h"
+#include "imbrex/block_pool.h"
+#include "imbrex/device.h"
+#include "imbrex/error.h"
+#include "imbrex/kv_cache.h"
+#include "imbrex/merge.h"
+#include "imbrex/model.h"
+#include "imbrex/parallel.h"
+#include "imbrex/schedule.h"
+#include "imbrex/select.h"
+#include "imbrex/spec.h"
+#include "imbrex/tensor.h"

@@ -1,0 +1,48 @@
+#pragma once
+// A paged KV cache: one layer's pages as kernels see them, and an allocation that holds them for all layers of a group.
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "imbrex/spec.h"
+#include "imbrex/tensor.h"
+
+namespace imbrex {
+
+// One layer's keys and values; views, not ownership.
+//   strided:    k [num_blocks, block_size, num_kv_heads, head_dim_qk], v [.., head_dim_v], any strides
+//   ragged:     k [num_rows, num_kv_heads, head_dim_qk], v likewise (block_size 0)
+//   amx_packed: k, v u8 [num_blocks, num_kv_heads, bytes of a head's block], see docs/kv-formats.md
+// An fp8 element e stands for e * scale.
+struct KvCache {
+  TensorView k, v;
+  TensorView k_scale, v_scale;  // f32 [1] or [num_kv_heads], host or device like k; empty: 1
+
+  int64_t num_blocks(const AttentionSpec& spec) const { return spec.block_size == 0 ? -1 : k.size(0); }
+  // Throws Error kv_cache.* unless the views fit the spec.
+  void validate(const AttentionSpec&) const;
+};
+
+// Owned, zeroed memory for `num_layers` layers of one spec, on huge pages where the system has them.
+// `order` names the physical order of the dimensions, outermost first, one letter each: l(ayer), b(lock), h(ead), t(oken), d(im).
+// K and V are separate regions inside. Packed formats have only l, b, h to order ("lbh") and ignore the rest.
+class KvAllocation {
+ public:
+  // Throws Error kv_cache.order.* for a bad order, kv_cache.size.* for sizes that overflow or memory that cannot be had.
+  KvAllocation(const AttentionSpec&, int num_layers, int64_t num_blocks, std::string_view order = "lbhtd");
+  KvCache layer(int index) const;
+  int64_t bytes() const { return bytes_; }
+  int num_layers() const { return num_layers_; }
+
+ private:
+  AttentionSpec spec_;
+  int num_layers_ = 0;
+  int64_t num_blocks_ = 0, bytes_ = 0;
+  TensorView k_, v_;  // [layer, block, token, head, dim], or [layer, block, head, bytes] when packed
+  std::shared_ptr<void> memory_;
+};
+
+// Bytes of one kv head's block of keys (or values) in KvFormat::amx_packed; head_dim is padded to a multiple of 32.
+int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype);
+
+}  // namespace imbrex

@@ -1,0 +1,50 @@
+#pragma once
+// The attention layers of a model, read from its Hugging Face config.json or from a preset: per-layer specs and KV groups.
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "imbrex/spec.h"
+
+namespace imbrex {
+
+struct ModelLayer {
+  AttentionSpec spec;    // kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
+  std::string name;      // "decoder.3", "decoder.3.cross", "encoder.0"
+  int kv_group = 0;      // index into ModelSpec::kv_groups; -1: no cache
+};
+
+// Layers whose cache blocks live and die together: same spec as far as the cache goes, same window.
+struct KvGroup {
+  std::string name;           // "full", "window 4096", "chunk 8192", "cross"
+  std::vector<int> layers;    // indices into ModelSpec::layers
+  int64_t bytes_per_token = 0;  // all layers of the group
+};
+
+struct ModelSpec {
+  std::string name;          // "llama-3.1-8b" or the config's own
+  std::string family;        // "llama": the config's model_type
+  int hidden_size = 0;
+  std::vector<ModelLayer> layers;  // softmax-attention layers only, in the order they run
+  std::vector<KvGroup> kv_groups;
+  std::vector<std::string> notes;  // what was assumed or left out ("sliding_window 32768 present but use_sliding_window is false")
+
+  // The distinct specs, each with the layers that have it: what `imbrex select` prints a block for.
+  struct Kind { AttentionSpec spec; std::vector<int> layers; };
+  std::vector<Kind> kinds() const;
+  // The same model as deployed: activations and cache in these formats.
+  ModelSpec with_kv(DType q_dtype, DType kv_dtype, KvFormat, int block_size) const;
+  std::string str() const;
+};
+
+// Error model.json.* for text that is not JSON or has fields of the wrong type or range (with the field's path),
+// model.family.later for a family that imbrex knows and does not run yet (MLA, linear, state-space, sparse; the message says
+// which), model.family.unknown for any other.
+ModelSpec parse_model_config(std::string_view json, std::string_view name = {});
+ModelSpec load_model(std::string_view preset_or_path);  // a preset's name, a config.json, or a folder with one
+
+struct ModelPreset { std::string_view name; std::string_view hf_id; std::string_view config; };
+std::span<const ModelPreset> model_presets();  // sorted by name; `config` is a trimmed config.json
+
+}  // namespace imbrex

@@ -1,0 +1,19 @@
+#pragma once
+// The pieces a batch is cut into. Plain ints and no includes: host code, CPU kernels and CUDA kernels all read this file.
+
+namespace imbrex {
+
+struct WorkItem {
+  int request;
+  int q_begin, q_end;    // query tokens, counted within the batch
+  int kv_begin, kv_end;  // keys, counted within the request; kv_begin is a multiple of the policy's tile_kv
+  int partial;           // first row of the partial buffers (row of token q_begin; the others follow); -1: write the output
+};
+
+// Joins the partial results of tokens [q_begin, q_end): split s of token t is row first_partial + s * (q_end - q_begin) + t - q_begin.
+struct MergeItem {
+  int q_begin, q_end;
+  int first_partial, num_splits;
+};
+
+}  // namespace imbrex
