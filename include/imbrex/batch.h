@@ -15,14 +15,14 @@ struct Batch {
   std::span<const int32_t> seq_lens;         // [num_reqs], host; keys of each request, this step's tokens included
 
   // Where the keys are: exactly one of the three.
-  TensorView block_table;        // dense: i32 [num_reqs, max_blocks]; entries past the request's last block are not read
-  TensorView kv_indptr;          // CSR: i32 [num_reqs + 1], with kv_indices i32 [>= kv_indptr.back()]
+  TensorView block_table;  // dense: i32 [num_reqs, max_blocks]; entries past the request's last block are not read
+  TensorView kv_indptr;    // CSR: i32 [num_reqs + 1], with kv_indices i32 [>= kv_indptr.back()]
   TensorView kv_indices;
-  TensorView kv_last_page_len;   // CSR, optional: i32 [num_reqs]; checked against seq_lens where given
-  TensorView kv_start_loc;       // ragged (block_size 0): i32 [num_reqs + 1]; request r's keys are rows [r], [r+1) of k and v
+  TensorView kv_last_page_len;  // CSR, optional: i32 [num_reqs]; checked against seq_lens where given
+  TensorView kv_start_loc;      // ragged (block_size 0): i32 [num_reqs + 1]; request r's keys are rows [r], [r+1) of k and v
 
-  TensorView slot_mapping;       // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
-  TensorView custom_mask;        // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
+  TensorView slot_mapping;  // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
+  TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
 
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }

@@ -36,14 +36,14 @@ class BlockPool {
 
   // Longest prefix of `hashes` that is cached; retains those blocks and appends them.
   int lookup(std::span<const BlockHash> hashes, std::vector<int32_t>& blocks);
-  int peek(std::span<const BlockHash> hashes) const;       // the same without effect
-  void publish(int32_t block, BlockHash hash);             // a full block can now be shared; first one under a hash stays
+  int peek(std::span<const BlockHash> hashes) const;  // the same without effect
+  void publish(int32_t block, BlockHash hash);        // a full block can now be shared; first one under a hash stays
   // A block that may be written: itself when nobody else has it, otherwise a new one (the caller copies the contents with
   // copy_block and drops its reference to the old one is done here). nullopt: no block is free, nothing changed.
   std::optional<int32_t> make_writable(int32_t block);
-  void clear_cache();                                      // forget all hashes
+  void clear_cache();  // forget all hashes
   const BlockPoolStats& stats() const;
-  void check() const;                                      // Error block_pool.invariant if the books do not balance; O(num_blocks)
+  void check() const;  // Error block_pool.invariant if the books do not balance; O(num_blocks)
 
  private:
   struct State;

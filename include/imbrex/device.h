@@ -25,8 +25,8 @@ struct DeviceInfo {
   int64_t l2_bytes = 0;          // CPU: of one core; CUDA: of the chip
   int64_t l3_bytes = 0;          // CPU only
   int64_t memory_bytes = 0;
-  int max_smem_bytes = 0;        // CUDA: opt-in shared memory of a thread block
-  std::string isa_note;          // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
+  int max_smem_bytes = 0;  // CUDA: opt-in shared memory of a thread block
+  std::string isa_note;    // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
   std::string str() const;
 };
 

@@ -10,28 +10,31 @@
 namespace imbrex {
 
 struct ModelLayer {
-  AttentionSpec spec;    // kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
-  std::string name;      // "decoder.3", "decoder.3.cross", "encoder.0"
-  int kv_group = 0;      // index into ModelSpec::kv_groups; -1: no cache
+  AttentionSpec spec;  // kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
+  std::string name;    // "decoder.3", "decoder.3.cross", "encoder.0"
+  int kv_group = 0;    // index into ModelSpec::kv_groups; -1: no cache
 };
 
 // Layers whose cache blocks live and die together: same spec as far as the cache goes, same window.
 struct KvGroup {
-  std::string name;           // "full", "window 4096", "chunk 8192", "cross"
-  std::vector<int> layers;    // indices into ModelSpec::layers
+  std::string name;             // "full", "window 4096", "chunk 8192", "cross"
+  std::vector<int> layers;      // indices into ModelSpec::layers
   int64_t bytes_per_token = 0;  // all layers of the group
 };
 
 struct ModelSpec {
-  std::string name;          // "llama-3.1-8b" or the config's own
-  std::string family;        // "llama": the config's model_type
+  std::string name;    // "llama-3.1-8b" or the config's own
+  std::string family;  // "llama": the config's model_type
   int hidden_size = 0;
   std::vector<ModelLayer> layers;  // softmax-attention layers only, in the order they run
   std::vector<KvGroup> kv_groups;
   std::vector<std::string> notes;  // what was assumed or left out ("sliding_window 32768 present but use_sliding_window is false")
 
   // The distinct specs, each with the layers that have it: what `imbrex select` prints a block for.
-  struct Kind { AttentionSpec spec; std::vector<int> layers; };
+  struct Kind {
+    AttentionSpec spec;
+    std::vector<int> layers;
+  };
   std::vector<Kind> kinds() const;
   // The same model as deployed: activations and cache in these formats.
   ModelSpec with_kv(DType q_dtype, DType kv_dtype, KvFormat, int block_size) const;
@@ -44,7 +47,11 @@ struct ModelSpec {
 ModelSpec parse_model_config(std::string_view json, std::string_view name = {});
 ModelSpec load_model(std::string_view preset_or_path);  // a preset's name, a config.json, or a folder with one
 
-struct ModelPreset { std::string_view name; std::string_view hf_id; std::string_view config; };
+struct ModelPreset {
+  std::string_view name;
+  std::string_view hf_id;
+  std::string_view config;
+};
 std::span<const ModelPreset> model_presets();  // sorted by name; `config` is a trimmed config.json
 
 }  // namespace imbrex

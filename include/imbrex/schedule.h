@@ -10,10 +10,10 @@
 namespace imbrex {
 
 struct SchedulePolicy {
-  int tile_q = 64;       // query tokens of an item at most
-  int tile_kv = 128;     // key ranges begin at multiples of this (counted from the request's first key)
-  int split_kv = 4096;   // a split boundary is a multiple of this; a multiple of tile_kv
-  int split_max_q = 16;  // requests with more query tokens than this are not split
+  int tile_q = 64;        // query tokens of an item at most
+  int tile_kv = 128;      // key ranges begin at multiples of this (counted from the request's first key)
+  int split_kv = 4096;    // a split boundary is a multiple of this; a multiple of tile_kv
+  int split_max_q = 16;   // requests with more query tokens than this are not split
   bool balanced = false;  // split by load over num_workers instead: faster for few long requests, not batch-invariant
   int num_workers = 1;    // only looked at when balanced: workers times heads share the items
 };
@@ -22,14 +22,12 @@ struct Schedule {
   std::vector<WorkItem> work;     // longest first
   std::vector<MergeItem> merges;  // empty when nothing was split
   int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
+  std::vector<WorkItem> unsorted;  // scratch, kept for its capacity
 };
 
 // Cuts every request by its queries (tile_q) and, where it has few of them, by its keys (split_kv). Keys that the mask hides
 // from a whole item are left out. By default the cut of a request depends on that request alone. Items do not name a kv head:
 // every item is run for every kv head. `out` keeps its capacity, so that a warm call allocates nothing.
 void schedule(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
-
-// Rows of partial results that any batch within the limits can need.
-int64_t max_partial_rows(const PlanLimits&, const SchedulePolicy&);
 
 }  // namespace imbrex

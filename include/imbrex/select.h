@@ -12,16 +12,16 @@ namespace imbrex {
 
 // Built-in backends best first, then registered ones in front of them in the order of registration. `reference` is the last.
 std::vector<const Backend*> backends();
-const Backend* find_backend(std::string_view name);       // nullptr when there is none of that name
-void register_backend(std::shared_ptr<const Backend>);   // Error registry.duplicate when the name is taken; thread-safe
-void unregister_backend(std::string_view name);           // only registered ones; Error registry.unknown
+const Backend* find_backend(std::string_view name);     // nullptr when there is none of that name
+void register_backend(std::shared_ptr<const Backend>);  // Error registry.duplicate when the name is taken; thread-safe
+void unregister_backend(std::string_view name);         // only registered ones; Error registry.unknown
 
 // A name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know, and which of ours serve it, in order of preference.
 struct BackendAlias {
-  std::string_view origin;                // "vllm", "sglang"
-  std::string_view name;                  // compared without case
+  std::string_view origin;                 // "vllm", "sglang"
+  std::string_view name;                   // compared without case
   std::vector<std::string_view> backends;  // of ours; empty: nothing yet, see `note`
-  std::string_view note;                  // what that backend is for, and which later part of imbrex it waits for
+  std::string_view note;                   // what that backend is for, and which later part of imbrex it waits for
 };
 std::span<const BackendAlias> backend_aliases();
 
@@ -41,11 +41,11 @@ struct Candidate {
 };
 
 struct Selection {
-  const Backend* backend = nullptr;     // null when nothing runs it
-  std::string rule;                     // "first of 2 that run it", "forced by IMBREX_BACKEND"
-  std::vector<Candidate> candidates;    // every backend, in order
-  std::vector<std::string> proposals;   // changes of the spec after which something runs ("kv_dtype bf16: cpu_amx")
-  std::string str() const;              // the table that `imbrex select` prints
+  const Backend* backend = nullptr;    // null when nothing runs it
+  std::string rule;                    // "first of 2 that run it", "forced by IMBREX_BACKEND"
+  std::vector<Candidate> candidates;   // every backend, in order
+  std::vector<std::string> proposals;  // changes of the spec after which something runs ("kv_dtype bf16: cpu_amx")
+  std::string str() const;             // the table that `imbrex select` prints
 };
 
 // Never throws for a spec that nothing runs: `backend` is null then. Throws Error select.forced when a forced backend does not

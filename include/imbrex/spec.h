@@ -19,11 +19,11 @@ const char* to_string(AttentionKind);
 // Which keys a query sees. The query at index i of a request with q_len queries and seq_len keys has position
 // p = seq_len - q_len + i (bottom-right alignment); a key has its index j as position. A key is seen if all parts allow it.
 struct Mask {
-  bool causal = true;      // j <= p
-  int window_left = -1;    // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
-  int window_right = -1;   // j <= p + window_right; -1: no limit
-  int chunk = 0;           // floor(j / chunk) == floor(p / chunk) (Llama 4); 0: off
-  bool custom = false;     // Batch::custom_mask has a byte for every (query, key); zero hides the key
+  bool causal = true;       // j <= p
+  int window_left = -1;     // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
+  int window_right = -1;    // j <= p + window_right; -1: no limit
+  int chunk = 0;            // floor(j / chunk) == floor(p / chunk) (Llama 4); 0: off
+  bool custom = false;      // Batch::custom_mask has a byte for every (query, key); zero hides the key
   std::string str() const;  // "causal window 128"
   friend bool operator==(const Mask&, const Mask&) = default;
 };
@@ -31,14 +31,14 @@ struct Mask {
 // What happens to a logit between q.k and the softmax, in this order:
 //   scale, head scale, soft cap, position bias (ALiBi or T5), mask. A sink then joins the denominator only.
 struct ScoreMod {
-  float scale = 0.f;            // multiplies q.k; 0 means 1 / sqrt(head_dim_qk)
-  bool head_scales = false;     // Inputs::head_scales multiplies the scaled logit (a temperature per q head)
-  float soft_cap = 0.f;         // logit = cap * tanh(logit / cap); 0: off
-  bool alibi = false;           // logit += Inputs::alibi_slopes[head] * (j - p)
-  int relative_buckets = 0;     // T5: logit += Inputs::relative_bias[bucket(j - p), head]; 0: off
-  int relative_max_distance = 0;  // T5: distances from here on share the last bucket
+  float scale = 0.f;                    // multiplies q.k; 0 means 1 / sqrt(head_dim_qk)
+  bool head_scales = false;             // Inputs::head_scales multiplies the scaled logit (a temperature per q head)
+  float soft_cap = 0.f;                 // logit = cap * tanh(logit / cap); 0: off
+  bool alibi = false;                   // logit += Inputs::alibi_slopes[head] * (j - p)
+  int relative_buckets = 0;             // T5: logit += Inputs::relative_bias[bucket(j - p), head]; 0: off
+  int relative_max_distance = 0;        // T5: distances from here on share the last bucket
   bool relative_bidirectional = false;  // T5 encoders: half of the buckets are for keys after the query
-  bool sinks = false;           // Inputs::sinks[head] is one more logit, with value 0 (gpt-oss)
+  bool sinks = false;                   // Inputs::sinks[head] is one more logit, with value 0 (gpt-oss)
   std::string str() const;
   friend bool operator==(const ScoreMod&, const ScoreMod&) = default;
 };
@@ -54,9 +54,9 @@ const char* to_string(KvFormat);
 struct AttentionSpec {
   AttentionKind kind = AttentionKind::decoder;
   int num_q_heads = 0;
-  int num_kv_heads = 0;  // divides num_q_heads
-  int head_dim_qk = 0;   // a multiple of 8, at most 576
-  int head_dim_v = 0;    // a multiple of 8, at most 576
+  int num_kv_heads = 0;          // divides num_q_heads
+  int head_dim_qk = 0;           // a multiple of 8, at most 576
+  int head_dim_v = 0;            // a multiple of 8, at most 576
   DType q_dtype = DType::bf16;   // f32, bf16, f16; the output has it too, or f32
   DType kv_dtype = DType::bf16;  // f32, bf16, f16, fp8_e4m3, fp8_e5m2
   KvFormat kv_format = KvFormat::strided;

@@ -52,7 +52,9 @@ struct TensorView {
   bool empty() const { return data == nullptr; }
   int64_t num_elements() const;
   template <class T>
-  T* as() const { return static_cast<T*>(data); }  // the caller has checked the dtype
+  T* as() const {
+    return static_cast<T*>(data);
+  }  // the caller has checked the dtype
   TensorView slice(int dim, int64_t begin, int64_t end) const;
   TensorView select(int dim, int64_t index) const;  // drops `dim`
   std::string str() const;                          // "bf16[512, 32, 128] on cuda:0", for messages

@@ -18,7 +18,8 @@ template <class... Args>
 // The message is only formatted when the check fails.
 template <class... Args>
 void check(bool ok, std::string_view code, fmt::format_string<Args...> text, Args&&... args) {
-  if (!ok) [[unlikely]] fail(code, text, std::forward<Args>(args)...);
+  if (!ok) [[unlikely]]
+    fail(code, text, std::forward<Args>(args)...);
 }
 
 // 64-bit product of sizes; Error `code` when it overflows or a factor is negative.
