@@ -1,0 +1,179 @@
+#pragma once
+// Replays a trace through the attention layers of a model: scheduler, plans, KV writes and attention are real, q, k, v are synthetic.
+// What `imbrex run` is made of; the report is printed from ReplayResult alone.
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "imbrex/model.h"
+#include "imbrex/select.h"
+#include "serve/percentiles.h"
+#include "serve/trace.h"
+
+namespace imbrex::serve {
+
+enum class Pacing : uint8_t {
+  arrival,  // a request can be scheduled from its arrival on; idle time is skipped, not slept
+  saturate  // every request is there at time 0
+};
+const char* to_string(Pacing);
+
+// The state of a replay that is under way. Times in seconds.
+struct ReplayProgress {
+  int64_t finished_requests = 0, total_requests = 0;
+  int64_t finished_tokens = 0, total_tokens = 0;  // prompt and output tokens of finished requests; of all requests. For the bar
+  int64_t steps = 0;
+  int running = 0, waiting = 0;
+  double wall_s = 0;   // since the replay began, synthesis and verification included
+  double clock_s = 0;  // the replay's clock
+};
+
+struct ReplayOptions {
+  int num_layers = 0;  // the model's first layers; 0: all
+  uint64_t seed = 1;
+  int max_num_batched_tokens = 2048;
+  int max_num_seqs = 128;
+  bool prefix_sharing = true;
+  Pacing pacing = Pacing::arrival;
+  double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
+  double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
+
+  int64_t kv_bytes = 0;        // cache memory for all layers; 0: a quarter of the device's memory
+  int64_t num_blocks = 0;      // > 0: blocks of every KV group instead
+  bool skip_too_long = false;  // leave out requests that the cache could never hold, instead of an error
+  int block_size = 16;
+  DType q_dtype = DType::bf16;     // bf16 is the only one that synthesis makes; Error replay.q_dtype for others
+  DType kv_dtype = DType::bf16;    // f32, bf16, f16, fp8_e4m3, fp8_e5m2
+  std::string kv_format = "auto";  // "strided", "amx_packed", or "auto": packed where a backend other than reference runs it
+
+  SelectOptions select;  // forced backends; `phase` is set by the replay
+  int num_threads = 0;   // 0: every core this process may use
+  bool validate = true;  // PlanOptions::validate
+
+  double verify_fraction = 0;   // of (computed token, layer) pairs; in each, one kv head with its q heads is recomputed
+  double time_limit_s = 0;      // wall time after which the replay stops between two steps; 0: none
+  int max_series_points = 512;  // steps are merged until the time series has no more points than this
+  double progress_interval_s = 0.2;
+  std::function<bool(const ReplayProgress&)> progress;  // false stops the replay between two steps
+};
+
+// One kind of layer: same spec, same KV group, same plan.
+struct ReplayKind {
+  std::string spec;         // AttentionSpec::str()
+  std::string group;        // KvGroup::name
+  std::vector<int> layers;  // indices into the model's layers
+  std::string backend;      // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
+  std::string rule;         // why: Selection::rule
+  std::string selection;    // Selection::str(): every candidate with its reasons
+  std::string plan;         // Plan::str() of the last step
+  double attention_s = 0, kv_write_s = 0, plan_s = 0;
+  double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double kv_read_bytes = 0;  // every request's visible keys and values, once a step
+};
+
+struct ReplayGroup {
+  std::string name;  // KvGroup::name
+  int num_layers = 0;
+  int64_t num_blocks = 0;
+  int64_t bytes = 0;          // of the allocation
+  double mean_occupancy = 0;  // blocks in use / num_blocks, weighted by step time
+  double peak_occupancy = 0;
+  int64_t evictions = 0;  // cached blocks given to somebody else
+};
+
+// Several consecutive steps; times in seconds, sums over the steps where not said otherwise.
+struct ReplayPoint {
+  double clock_s = 0;  // end of the last step on the replay's clock
+  int64_t steps = 0;
+  double step_s = 0;  // scheduling + planning + KV writes + attention
+  double attention_s = 0;
+  int64_t prefill_tokens = 0, decode_tokens = 0;
+  double running = 0, waiting = 0;  // means over the steps
+  std::vector<double> occupancy;    // per group, mean over the steps, 0..1
+};
+
+struct ReplayTimes {
+  double schedule_s = 0;  // scheduler: admission, blocks, tables
+  double plan_s = 0;      // Plan::update of every kind
+  double kv_write_s = 0;
+  double attention_s = 0;
+  double synth_s = 0;   // making q, k, v: not part of a step
+  double verify_s = 0;  // digest and recomputation: not part of a step
+  double step_s() const { return schedule_s + plan_s + kv_write_s + attention_s; }
+};
+
+// Attention work of the steps of one sort.
+struct ReplayWork {
+  int64_t steps = 0;
+  int64_t tokens = 0;  // query tokens
+  double attention_s = 0;
+  double flops = 0;  // useful ones, all layers
+  double kv_read_bytes = 0;
+  double flop_per_s() const { return attention_s > 0 ? flops / attention_s : 0; }
+  double bytes_per_s() const { return attention_s > 0 ? kv_read_bytes / attention_s : 0; }
+};
+
+struct ReplayResult {
+  // What ran
+  std::string model, family, trace, trace_format, device;
+  std::vector<std::string> notes;  // of the model, and what the replay assumed ("kv_format strided: ...")
+  int num_layers = 0, model_layers = 0;
+  uint64_t seed = 0;
+  int num_threads = 0, max_num_batched_tokens = 0, max_num_seqs = 0, block_size = 0;
+  std::string q_dtype, kv_dtype, kv_format, pacing;
+  double rate_scale = 1;
+  bool prefix_sharing = true;
+  std::vector<ReplayKind> kinds;
+  std::vector<ReplayGroup> groups;
+  int64_t kv_bytes = 0;
+
+  // What happened
+  bool complete = false;  // every request finished
+  std::string stopped;    // why not: "time limit", "cancelled"
+  int64_t requests = 0, finished_requests = 0, skipped_requests = 0;
+  int64_t steps = 0, preemptions = 0;
+  int64_t prompt_tokens = 0;      // of admitted requests
+  int64_t prefix_hit_tokens = 0;  // of those, found in the cache at first admission
+  int64_t prefill_tokens = 0;     // computed in chunks, recomputation included
+  int64_t decode_tokens = 0;      // computed one a step
+  int64_t recomputed_tokens = 0;  // computed again after a preemption
+  int64_t output_tokens = 0;      // made
+  double wall_s = 0;              // of the whole replay
+  double clock_s = 0;             // the replay's clock at the end; idle time included
+  double idle_s = 0;              // clock time without anything to do
+  ReplayTimes times;
+  double prefix_hit_rate() const { return prompt_tokens > 0 ? double(prefix_hit_tokens) / double(prompt_tokens) : 0; }
+  double busy_s() const { return clock_s - idle_s; }
+
+  // Latencies on the replay's clock, in seconds, of finished requests
+  Percentiles ttft;   // arrival to first token
+  Percentiles tpot;   // (last token - first token) / (output - 1), requests with two tokens or more
+  Percentiles e2e;    // arrival to last token
+  Percentiles queue;  // arrival to first scheduled
+  Percentiles step;   // scheduling + planning + KV writes + attention, all steps
+  Percentiles batch;  // requests a step
+
+  // Work
+  ReplayWork decode_steps;   // steps with one query token a request
+  ReplayWork prefill_steps;  // all others: chunks of prompts, with or without decodes
+  double kv_written_bytes = 0;
+
+  // Proof
+  uint64_t digest = 0;         // of the attention outputs of every token that an output token was made from, in every layer;
+                               // does not depend on batching, chunking, preemption or threads
+  uint64_t decode_digest = 0;  // the same without the prompts' last tokens
+  double verify_fraction = 0;
+  int64_t verified_outputs = 0;  // (token, layer, q head) outputs recomputed
+  int64_t verified_values = 0;
+  double verify_max_error = 0;  // largest |actual - expected|
+  double verify_max_ratio = 0;  // largest |actual - expected| / bound; a ratio above 1 ends the replay with Error replay.verify
+
+  std::vector<ReplayPoint> series;
+};
+
+// Error replay.model.* for models it cannot drive (encoders, cross attention), replay.* for bad options, select.forced, and
+// replay.verify when a recomputed output differs by more than the bound (the message says where and by how much).
+ReplayResult replay(const ModelSpec&, const Trace&, const ReplayOptions&);
+
+}  // namespace imbrex::serve

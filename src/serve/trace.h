@@ -1,0 +1,43 @@
+#pragma once
+// Request traces (arrival, input and output lengths, shared prefixes): what `imbrex run` replays and `imbrex trace` looks at.
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace imbrex::serve {
+
+struct TraceRequest {
+  double arrival_s = 0;              // seconds after the first request of the trace, or after its own zero; never decreasing
+  int input_length = 0;              // tokens, >= 1
+  int output_length = 0;             // tokens, >= 1
+  std::vector<uint64_t> prefix_ids;  // one per Trace::prefix_block input tokens, the last one partly used; equal leading ids: shared prefix
+};
+
+struct Trace {
+  std::string source;    // the file's name, for messages and reports
+  std::string format;    // "mooncake", "azure", "csv", "jsonl"
+  int prefix_block = 0;  // input tokens per prefix id: 512 for Mooncake, 0: the format has none
+  std::vector<TraceRequest> requests;
+};
+
+struct TraceLimits {
+  int64_t max_bytes = int64_t(4) << 30;  // of the file
+  int64_t max_line_bytes = int64_t(1) << 24;
+  int64_t max_requests = 50'000'000;
+  int64_t max_tokens = 16'777'216;  // input or output of one request
+};
+
+// Tells the format from the first line:
+//   Mooncake JSONL  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one per 512 input tokens]}
+//   plain JSONL     {"arrival": seconds, "input": n, "output": n}
+//   Azure CSV       TIMESTAMP,ContextTokens,GeneratedTokens     with times like 2023-11-16 18:17:03.9799600
+//   plain CSV       arrival,input,output                        with arrival in seconds
+// LF or CRLF, with or without a newline at the end; empty lines are skipped; unknown JSON fields are ignored.
+// Error trace.* naming file, line and column (1-based, in bytes), with the expected and the actual text.
+Trace parse_trace(std::string_view text, std::string_view name, const TraceLimits& = {});
+Trace read_trace(const std::string& path, const TraceLimits& = {});  // Error trace.file.* when it cannot be read
+
+constexpr int kMooncakeBlock = 512;
+
+}  // namespace imbrex::serve
