@@ -1,0 +1,260 @@
+// The reference backend: double precision, plain loops, every feature. Written to be read against spec.h, not to be fast.
+#include "attention/reference.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention/mask.h"
+#include "attention/relative_bias.h"
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+int64_t offset(const TensorView& t, int64_t a, int64_t b = 0, int64_t c = 0, int64_t d = 0) {
+  return a * t.strides[0] + b * t.strides[1] + c * t.strides[2] + d * t.strides[3];
+}
+
+// One row of `count` elements, `stride` apart, as doubles.
+void load_row(const TensorView& t, int64_t first, int64_t stride, int count, double scale, double* row) {
+  for (int d = 0; d < count; ++d) row[d] = scale * load_as_double(t.data, t.dtype, first + d * stride);
+}
+
+double parameter(const TensorView& t, int64_t index) { return t.as<const float>()[index * t.strides[0]]; }
+
+// What an fp8 element is multiplied by.
+float head_scale(const TensorView& scales, DType kv_dtype, int head) {
+  const bool fp8 = kv_dtype == DType::fp8_e4m3 || kv_dtype == DType::fp8_e5m2;
+  if (!fp8 || scales.empty()) return 1.f;
+  return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];
+}
+
+// [>= tokens, heads, dim] in one of two dtypes, with innermost stride 1.
+void check_tokens(const char* name, std::string_view code, const TensorView& t, DType a, DType b, int tokens, int heads, int dim) {
+  if (tokens == 0) return;
+  check(!t.empty() && (t.dtype == a || t.dtype == b) && t.device.type == DeviceType::cpu && t.rank == 3 && t.size(0) >= tokens &&
+            t.size(1) == heads && t.size(2) == dim,
+        code, "{}: expected {} or {} [>= {}, {}, {}] on cpu, got {}", name, to_string(a), to_string(b), tokens, heads, dim, t.str());
+  check(t.stride(2) == 1, "run.stride", "{}: expected innermost stride 1, got {}", name, t.stride(2));
+}
+
+// A parameter of the score modification: there exactly when the spec has it.
+void check_parameter(const char* name, std::string_view code, const TensorView& t, bool wanted, int rank, int size0, int size1 = 1) {
+  check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
+  check(!wanted || (t.dtype == DType::f32 && t.rank == rank && t.size(0) == size0 && (rank == 1 || t.size(1) == size1)), code,
+        "{}: expected f32 of rank {} with {} x {} elements, got {}", name, rank, size0, size1, t.str());
+}
+
+void check_run(const AttentionSpec& spec, int tokens, const Inputs& in, const Outputs& out) {
+  const int heads = spec.num_q_heads;
+  check_tokens("q", "run.q", in.q, spec.q_dtype, spec.q_dtype, tokens, heads, spec.head_dim_qk);
+  check_tokens("out", "run.out", out.out, spec.q_dtype, DType::f32, tokens, heads, spec.head_dim_v);
+  check_parameter("head_scales", "run.head_scales", in.head_scales, spec.score.head_scales, 1, heads);
+  check_parameter("alibi_slopes", "run.alibi_slopes", in.alibi_slopes, spec.score.alibi, 1, heads);
+  check_parameter("sinks", "run.sinks", in.sinks, spec.score.sinks, 1, heads);
+  const int buckets = spec.score.relative_buckets;
+  check_parameter("relative_bias", "run.relative_bias", in.relative_bias, buckets > 0, 2, buckets, heads);
+  const TensorView& lse = out.lse;
+  check(lse.empty() || (lse.rank == 2 && lse.dtype == DType::f32 && lse.size(0) >= tokens && lse.size(1) == heads), "run.lse",
+        "lse: expected f32[>= {}, {}], got {}", tokens, heads, lse.str());
+  in.kv.validate(spec);
+}
+
+class ReferencePlan final : public Plan {
+ public:
+  ReferencePlan(const AttentionSpec& spec, const PlanOptions& options) : spec_(spec), options_(options) {
+    k_row_.resize(spec.head_dim_qk);
+    v_row_.resize(spec.head_dim_v);
+    q_rows_.resize(size_t(spec.group_size()) * spec.head_dim_qk);
+    sums_.resize(size_t(spec.group_size()) * spec.head_dim_v);
+  }
+
+  void update(const Batch& batch, Stream) override {
+    if (options_.validate) validate(batch, spec_, options_.limits, -1);
+    batch_ = batch;
+    query_start_loc_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
+    seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+    batch_.query_start_loc = query_start_loc_;
+    batch_.seq_lens = seq_lens_;
+    mask_start_.assign(1, 0);
+    for (int r = 0; r < batch.num_reqs(); ++r) mask_start_.push_back(mask_start_[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
+    weights_.resize(size_t(spec_.group_size()) * size_t(batch.max_seq_len()));
+    seen_.reserve(size_t(batch.max_seq_len()));
+  }
+
+  void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const override {
+    const int tokens = batch_.num_tokens();
+    check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
+    check_tokens("k", "write_kv.k", k, spec_.q_dtype, spec_.kv_dtype, tokens, spec_.num_kv_heads, spec_.head_dim_qk);
+    check_tokens("v", "write_kv.v", v, spec_.q_dtype, spec_.kv_dtype, tokens, spec_.num_kv_heads, spec_.head_dim_v);
+    check(tokens == 0 || !batch_.slot_mapping.empty(), "write_kv.slot_mapping",
+          "write_kv needs Batch::slot_mapping, none was given to update");
+    cache.validate(spec_);
+    const int64_t slots = cache.num_blocks(spec_) * spec_.block_size;
+    for (int t = 0; t < tokens; ++t) {
+      const int64_t slot = batch_.slot_mapping.as<int64_t>()[t * batch_.slot_mapping.stride(0)];
+      if (slot == -1) continue;
+      check(slot >= 0 && slot < slots, "batch.slot_mapping.range", "slot of token {} must be in [0, {}), is {}", t, slots, slot);
+      write_token(cache.k, cache.k_scale, k, t, slot);
+      write_token(cache.v, cache.v_scale, v, t, slot);
+    }
+  }
+
+  void run(const Inputs& in, const Outputs& out, Stream) const override {
+    check_run(spec_, batch_.num_tokens(), in, out);
+    for (int r = 0; r < batch_.num_reqs(); ++r)
+      for (int token = batch_.query_start_loc[r]; token < batch_.query_start_loc[r + 1]; ++token)
+        for (int head = 0; head < spec_.num_kv_heads; ++head) attend(in, out, r, token, head);
+  }
+
+  std::string str() const override { return fmt::format("reference: {} requests, {} tokens", batch_.num_reqs(), batch_.num_tokens()); }
+
+ private:
+  void write_token(const TensorView& cache, const TensorView& scales, const TensorView& source, int token, int64_t slot) const {
+    for (int h = 0; h < spec_.num_kv_heads; ++h) {
+      const int64_t to = offset(cache, slot / spec_.block_size, slot % spec_.block_size, h), from = offset(source, token, h);
+      const float scale = head_scale(scales, cache.dtype, h);
+      for (int64_t d = 0; d < cache.size(3); ++d) {
+        const int64_t target = to + d * cache.stride(3);
+        if (source.dtype == cache.dtype) {  // bits as they are: an fp8 source has the scale in it
+          const int64_t size = size_of(cache.dtype);
+          std::memcpy(cache.as<char>() + target * size, source.as<const char>() + (from + d) * size, size);
+        } else {
+          store_from_float(cache.data, cache.dtype, target, load_as_float(source.data, source.dtype, from + d) / scale);
+        }
+      }
+    }
+  }
+
+  // Where key `j` of request `r` begins in k or v.
+  int64_t key_offset(const TensorView& t, int r, int64_t j, int head) const {
+    if (spec_.block_size == 0) {
+      const TensorView& start = batch_.kv_start_loc;
+      return offset(t, start.as<int32_t>()[r * start.stride(0)] + j, head);
+    }
+    const int64_t index = j / spec_.block_size;
+    const TensorView &table = batch_.block_table, &indptr = batch_.kv_indptr, &indices = batch_.kv_indices;
+    const int64_t block = table.empty() ? indices.as<int32_t>()[(indptr.as<int32_t>()[r * indptr.stride(0)] + index) * indices.stride(0)]
+                                        : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
+    check(block >= 0 && block < t.size(0), "batch.block.range", "block {} of request {} must be in [0, {}), is {}", index, r, t.size(0),
+          block);
+    return offset(t, block, j % spec_.block_size, head);
+  }
+
+  bool visible(int r, int64_t query, int64_t j) const {
+    if (!mask_allows(spec_.mask, batch_.context_len(r) + query, j)) return false;
+    if (!spec_.mask.custom) return true;
+    const TensorView& custom = batch_.custom_mask;
+    return custom.as<uint8_t>()[(mask_start_[r] + query * batch_.seq_lens[r] + j) * custom.stride(0)] != 0;
+  }
+
+  // The logit of one query and key, from their dot product to the position bias.
+  double logit(const Inputs& in, double dot, int q_head, int64_t distance) const {
+    const ScoreMod& score = spec_.score;
+    double x = dot * double(spec_.scale());
+    if (score.head_scales) x *= parameter(in.head_scales, q_head);
+    if (score.soft_cap > 0.f) x = score.soft_cap * std::tanh(x / score.soft_cap);
+    if (score.alibi) x += parameter(in.alibi_slopes, q_head) * double(distance);
+    if (score.relative_buckets > 0) {
+      const TensorView& bias = in.relative_bias;
+      x += bias.as<const float>()[offset(bias, relative_bucket(score, int(distance)), q_head)];
+    }
+    return x;
+  }
+
+  // The outputs of one token for the q heads that share kv head `head`.
+  void attend(const Inputs& in, const Outputs& out, int r, int token, int head) const {
+    const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
+    const int64_t keys = batch_.seq_lens[r], query = token - batch_.query_start_loc[r], position = batch_.context_len(r) + query;
+    const KvCache& kv = in.kv;
+    const int dim_axis = spec_.block_size == 0 ? 2 : 3;
+    const double k_scale = head_scale(kv.k_scale, spec_.kv_dtype, head), v_scale = head_scale(kv.v_scale, spec_.kv_dtype, head);
+
+    for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, 1.0, &q_rows_[size_t(g) * dim_qk]);
+    seen_.clear();
+    for (int64_t j = 0; j < keys; ++j)
+      if (visible(r, query, j)) seen_.push_back(j);
+    for (int64_t j : seen_) {
+      load_row(kv.k, key_offset(kv.k, r, j, head), kv.k.stride(dim_axis), dim_qk, k_scale, k_row_.data());
+      for (int g = 0; g < group; ++g) {
+        double dot = 0;
+        for (int d = 0; d < dim_qk; ++d) dot += q_rows_[size_t(g) * dim_qk + d] * k_row_[d];
+        weights_[size_t(g) * keys + j] = logit(in, dot, first_head + g, j - position);
+      }
+    }
+
+    for (int g = 0; g < group; ++g) {
+      double* weights = &weights_[size_t(g) * keys];
+      double maximum = -kInfinity, denominator = 0;
+      bool empty = true;  // a sink alone does not make a distribution over keys
+      for (int64_t j : seen_) {
+        if (weights[j] != -kInfinity) empty = false;
+        if (weights[j] > maximum) maximum = weights[j];
+      }
+      if (spec_.score.sinks && !empty) {
+        const double sink = parameter(in.sinks, first_head + g);
+        maximum = std::max(maximum, sink);
+        denominator = std::exp(sink - maximum);
+      }
+      for (int64_t j : seen_) denominator += weights[j] = empty ? 0.0 : std::exp(weights[j] - maximum);
+      for (int64_t j : seen_) weights[j] = empty ? 0.0 : weights[j] / denominator;
+      if (!out.lse.empty())
+        store_from_float(out.lse.data, DType::f32, offset(out.lse, token, first_head + g),
+                         float(empty ? -kInfinity : maximum + std::log(denominator)));
+    }
+
+    std::fill(sums_.begin(), sums_.end(), 0.0);
+    for (int64_t j : seen_) {
+      load_row(kv.v, key_offset(kv.v, r, j, head), kv.v.stride(dim_axis), dim_v, v_scale, v_row_.data());
+      for (int g = 0; g < group; ++g)
+        for (int d = 0; d < dim_v; ++d) sums_[size_t(g) * dim_v + d] += weights_[size_t(g) * keys + j] * v_row_[d];
+    }
+    for (int g = 0; g < group; ++g)
+      for (int d = 0; d < dim_v; ++d)
+        store_from_double(out.out.data, out.out.dtype, offset(out.out, token, first_head + g) + d, sums_[size_t(g) * dim_v + d]);
+  }
+
+  AttentionSpec spec_;
+  PlanOptions options_;
+  Batch batch_;
+  std::vector<int32_t> query_start_loc_{0}, seq_lens_;
+  std::vector<int64_t> mask_start_;                            // first byte of each request's custom mask
+  mutable std::vector<double> k_row_, v_row_, q_rows_, sums_;  // scratch of attend
+  mutable std::vector<double> weights_;                        // [group, keys of the request]: logits, then probabilities
+  mutable std::vector<int64_t> seen_;                          // keys that the query sees
+};
+
+class ReferenceBackend final : public Backend {
+ public:
+  std::string_view name() const override { return "reference"; }
+  std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
+
+  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
+    std::vector<Reason> reasons;
+    if (device.device.type != DeviceType::cpu)
+      reasons.push_back({"device.type", to_string(DeviceType::cpu), to_string(device.device.type)});
+    if (spec.kv_format != KvFormat::strided) reasons.push_back({"spec.kv_format", to_string(KvFormat::strided), to_string(spec.kv_format)});
+    return reasons;
+  }
+
+  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    spec.validate();
+    for (const Reason& reason : unsupported(spec, device))
+      fail("backend.unsupported", "reference cannot run {}: {}", spec.str(), reason.str());
+    return std::make_unique<ReferencePlan>(spec, options);
+  }
+};
+
+}  // namespace
+
+const Backend& reference_backend() {
+  static const ReferenceBackend backend;
+  return backend;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,11 @@
+#pragma once
+// The reference backend: what every other backend has to compute. The registry lists it last; tests and `imbrex verify` judge by it.
+#include "imbrex/backend.h"
+
+namespace imbrex {
+
+// Double precision, plain loops, every feature of the spec; no speed. Runs on any CPU; refuses packed KV formats.
+// Reads only keys and values that a query sees, and only memory that the batch's requests own.
+const Backend& reference_backend();
+
+}  // namespace imbrex
