@@ -33,6 +33,8 @@ class KvAllocation {
   KvCache layer(int index) const;
   int64_t bytes() const { return bytes_; }
   int num_layers() const { return num_layers_; }
+  int64_t num_blocks() const { return num_blocks_; }
+  const AttentionSpec& spec() const { return spec_; }
 
  private:
   AttentionSpec spec_;

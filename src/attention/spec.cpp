@@ -1,0 +1,129 @@
+// AttentionSpec: printing, and the rules that hold for every backend.
+#include "imbrex/spec.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "core/check.h"
+
+namespace imbrex {
+
+const char* to_string(AttentionKind kind) {
+  switch (kind) {
+    case AttentionKind::decoder: return "decoder";
+    case AttentionKind::encoder: return "encoder";
+    case AttentionKind::encoder_only: return "encoder_only";
+    case AttentionKind::encoder_decoder: return "encoder_decoder";
+  }
+  return "unknown";
+}
+
+const char* to_string(KvFormat format) {
+  switch (format) {
+    case KvFormat::strided: return "strided";
+    case KvFormat::amx_packed: return "amx_packed";
+  }
+  return "unknown";
+}
+
+static void append(std::string& text, std::string_view word) {
+  if (word.empty()) return;
+  if (!text.empty()) text += ' ';
+  text += word;
+}
+
+std::string Mask::str() const {
+  std::string text;
+  if (causal) append(text, "causal");
+  if (window_left >= 0) append(text, fmt::format("window_left={}", window_left));
+  if (window_right >= 0) append(text, fmt::format("window_right={}", window_right));
+  if (chunk > 0) append(text, fmt::format("chunk={}", chunk));
+  if (custom) append(text, "custom");
+  return text.empty() ? "full" : text;
+}
+
+std::string ScoreMod::str() const {
+  std::string text;
+  if (scale != 0.f) append(text, fmt::format("scale={:.6g}", scale));
+  if (head_scales) append(text, "head_scales");
+  if (soft_cap != 0.f) append(text, fmt::format("soft_cap={:.6g}", soft_cap));
+  if (alibi) append(text, "alibi");
+  if (relative_buckets > 0)
+    append(text, fmt::format("relative={}/{}{}", relative_buckets, relative_max_distance, relative_bidirectional ? "/bidirectional" : ""));
+  if (sinks) append(text, "sinks");
+  return text;
+}
+
+float AttentionSpec::scale() const { return score.scale != 0.f ? score.scale : float(1.0 / std::sqrt(double(head_dim_qk))); }
+
+std::string AttentionSpec::str() const {
+  std::string text = fmt::format("{} q{}/kv{} d{}", to_string(kind), num_q_heads, num_kv_heads, head_dim_qk);
+  if (head_dim_v != head_dim_qk) text += fmt::format("/{}", head_dim_v);
+  append(text, to_string(q_dtype));
+  if (kv_dtype != q_dtype) append(text, fmt::format("kv={}", to_string(kv_dtype)));
+  append(text, block_size == 0 ? "ragged" : fmt::format("block{}", block_size));
+  if (kv_format != KvFormat::strided) append(text, to_string(kv_format));
+  append(text, mask.str());
+  append(text, score.str());
+  return text;
+}
+
+// Bounds that keep products of a few sizes within an int; no model comes near them.
+static constexpr int kMaxHeads = 4096, kMaxHeadDim = 576, kMaxBlockSize = 65536;
+
+static void check_head_dim(std::string_view code, int head_dim) {
+  check(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}", kMaxHeadDim,
+        head_dim);
+}
+
+static void validate_mask(const Mask& mask) {
+  check(mask.window_left >= -1, "spec.mask.window_left", "expected -1 (no limit) or more, got {}", mask.window_left);
+  check(mask.window_right >= -1, "spec.mask.window_right", "expected -1 (no limit) or more, got {}", mask.window_right);
+  check(mask.chunk >= 0, "spec.mask.chunk", "expected 0 (off) or more, got {}", mask.chunk);
+}
+
+static void validate_score(const ScoreMod& score) {
+  check(std::isfinite(score.scale), "spec.score.scale", "expected a finite scale, got {}", score.scale);
+  check(std::isfinite(score.soft_cap) && score.soft_cap >= 0, "spec.score.soft_cap", "expected 0 (off) or a finite positive cap, got {}",
+        score.soft_cap);
+  check(score.relative_buckets >= 0, "spec.score.relative_buckets.negative", "expected 0 (off) or more, got {}", score.relative_buckets);
+  if (score.relative_buckets == 0) {
+    check(score.relative_max_distance == 0 && !score.relative_bidirectional, "spec.score.relative_unused",
+          "relative_max_distance {} and relative_bidirectional {} mean nothing with 0 buckets", score.relative_max_distance,
+          score.relative_bidirectional);
+    return;
+  }
+  check(!score.alibi, "spec.score.two_biases", "alibi and {} relative buckets exclude each other", score.relative_buckets);
+  // Half of the buckets of a direction are for exact distances, the others grow by logarithms of distance / exact.
+  const int directions = score.relative_bidirectional ? 2 : 1, exact = score.relative_buckets / directions / 2;
+  check(score.relative_buckets % directions == 0 && exact >= 1, "spec.score.relative_buckets.count", "expected {} or more{}, got {}",
+        2 * directions, directions == 2 ? " and even" : "", score.relative_buckets);
+  check(score.relative_max_distance > exact, "spec.score.relative_max_distance", "expected more than {} (the exact buckets), got {}", exact,
+        score.relative_max_distance);
+}
+
+void AttentionSpec::validate() const {
+  check(kind <= AttentionKind::encoder_decoder, "spec.kind", "{} is no attention kind", int(kind));
+  check(kv_format <= KvFormat::amx_packed, "spec.kv_format", "{} is no KV format", int(kv_format));
+  check(num_q_heads > 0 && num_q_heads <= kMaxHeads, "spec.num_q_heads", "expected 1 to {}, got {}", kMaxHeads, num_q_heads);
+  check(num_kv_heads > 0, "spec.num_kv_heads.positive", "expected 1 or more, got {}", num_kv_heads);
+  check(num_q_heads % num_kv_heads == 0, "spec.num_kv_heads.divides", "expected a divisor of num_q_heads {}, got {}", num_q_heads,
+        num_kv_heads);
+  check_head_dim("spec.head_dim_qk", head_dim_qk);
+  check_head_dim("spec.head_dim_v", head_dim_v);
+  check(q_dtype == DType::f32 || q_dtype == DType::bf16 || q_dtype == DType::f16, "spec.q_dtype", "expected f32, bf16 or f16, got {}",
+        to_string(q_dtype));
+  const bool is_fp8 = kv_dtype == DType::fp8_e4m3 || kv_dtype == DType::fp8_e5m2;
+  check(is_fp8 || kv_dtype == DType::f32 || kv_dtype == DType::bf16 || kv_dtype == DType::f16, "spec.kv_dtype",
+        "expected f32, bf16, f16, fp8_e4m3 or fp8_e5m2, got {}", to_string(kv_dtype));
+  check(block_size >= 0 && block_size <= kMaxBlockSize, "spec.block_size", "expected 0 (ragged) to {}, got {}", kMaxBlockSize, block_size);
+  if (kv_format == KvFormat::amx_packed) {
+    check(block_size > 0 && block_size % 16 == 0, "spec.block_size.packed", "expected a multiple of 16 for amx_packed, got {}", block_size);
+    check(is_fp8 || kv_dtype == DType::bf16, "spec.kv_dtype.packed", "expected bf16 or fp8 for amx_packed, got {}", to_string(kv_dtype));
+  }
+  validate_mask(mask);
+  validate_score(score);
+}
+
+}  // namespace imbrex

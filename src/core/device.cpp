@@ -1,0 +1,230 @@
+// What the machine can do, asked from it, or from a description of one that is absent.
+#include "imbrex/device.h"
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <fmt/ranges.h>
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <vector>
+
+#include "core/check.h"
+#include "core/cores.h"
+#include "core/env.h"
+#include "core/text.h"
+
+namespace imbrex {
+
+const char* to_string(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::generic: return "generic";
+    case CpuIsa::avx2: return "avx2";
+    case CpuIsa::avx512: return "avx512";
+    case CpuIsa::amx_emulated: return "amx_emulated";
+    case CpuIsa::amx: return "amx";
+  }
+  return "unknown";
+}
+
+namespace {
+
+constexpr CpuIsa kAllIsas[] = {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx_emulated, CpuIsa::amx};
+
+bool parse_isa(std::string_view text, CpuIsa& isa) {
+  for (CpuIsa candidate : kAllIsas)
+    if (to_string(candidate) == text) return isa = candidate, true;
+  return false;
+}
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+// Register sets that the operating system saves on a task switch (XCR0); without its bit an instruction set must not be used.
+uint64_t enabled_state() {
+  if (!(cpuid(1).ecx & (1u << 27))) return 0;  // OSXSAVE
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t(high) << 32) | low;
+}
+
+// The kernel hands out the 8 KiB of tile state per process, on request.
+bool request_tiles() {
+#ifdef SYS_arch_prctl
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+// What the processor has; for each instruction set the first thing that is missing, or nothing.
+struct Missing {
+  std::string avx2, avx512, amx_emulated, amx;
+  const std::string& of(CpuIsa isa) const {
+    static const std::string nothing;
+    switch (isa) {
+      case CpuIsa::generic: return nothing;
+      case CpuIsa::avx2: return avx2;
+      case CpuIsa::avx512: return avx512;
+      case CpuIsa::amx_emulated: return amx_emulated;
+      case CpuIsa::amx: return amx;
+    }
+    return nothing;
+  }
+};
+
+Missing probe_missing() {
+  struct Flag {
+    const char* name;
+    bool present;
+  };
+  const auto first_missing = [](std::initializer_list<Flag> flags) -> std::string {
+    for (const Flag& flag : flags)
+      if (!flag.present) return std::string(flag.name) + " not in cpuid";
+    return {};
+  };
+  const Registers base = cpuid(1), extended = cpuid(7), more = cpuid(7, 1);
+  const uint64_t state = enabled_state();
+  const auto has = [](unsigned word, int bit) { return ((word >> bit) & 1) != 0; };
+  constexpr uint64_t kVector = 0x6, kVector512 = 0xe6, kTiles = 0x60000;
+
+  Missing missing;
+  missing.avx2 = first_missing({{"avx2", has(extended.ebx, 5)}, {"fma", has(base.ecx, 12)}, {"f16c", has(base.ecx, 29)}});
+  if (missing.avx2.empty() && (state & kVector) != kVector) missing.avx2 = "avx state not enabled by the system";
+  missing.avx512 = missing.avx2;
+  if (missing.avx512.empty())
+    missing.avx512 = first_missing({{"avx512f", has(extended.ebx, 16)},
+                                    {"avx512bw", has(extended.ebx, 30)},
+                                    {"avx512dq", has(extended.ebx, 17)},
+                                    {"avx512vl", has(extended.ebx, 31)}});
+  if (missing.avx512.empty() && (state & kVector512) != kVector512) missing.avx512 = "avx512 state not enabled by the system";
+  missing.amx_emulated = missing.avx512;
+  if (missing.amx_emulated.empty())
+    missing.amx_emulated = first_missing({{"avx512vbmi", has(extended.ecx, 1)}, {"avx512bf16", has(more.eax, 5)}});
+  missing.amx = missing.amx_emulated;
+  if (missing.amx.empty()) missing.amx = first_missing({{"amx-tile", has(extended.edx, 24)}, {"amx-bf16", has(extended.edx, 22)}});
+  if (missing.amx.empty() && (state & kTiles) != kTiles) missing.amx = "tile state not enabled by the system";
+  if (missing.amx.empty() && !request_tiles()) missing.amx = "the system refused tile state to this process";
+  return missing;
+}
+
+std::string brand_string() {
+  if (unsigned(__get_cpuid_max(0x80000000u, nullptr)) < 0x80000004u) return "x86 CPU";
+  char text[49] = {};
+  for (unsigned i = 0; i < 3; ++i) {
+    const Registers r = cpuid(0x80000002u + i);
+    std::memcpy(text + 16 * i, &r, 16);
+  }
+  return std::string(trim(text));
+}
+
+struct Gpu {
+  const char *key, *name;
+  int sm, multiprocessors;
+  int64_t l2_mib, memory_gib;
+  int smem_kib;
+};
+// NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities; H200: as the driver reports it.
+constexpr Gpu kGpus[] = {
+    {"a100", "NVIDIA A100", 80, 108, 40, 80, 163},        {"h100", "NVIDIA H100", 90, 132, 50, 80, 227},
+    {"h200", "NVIDIA H200", 90, 132, 60, 141, 227},       {"b200", "NVIDIA B200", 100, 148, 126, 180, 227},
+    {"rtx5090", "NVIDIA RTX 5090", 120, 170, 96, 32, 99}, {"l40s", "NVIDIA L40S", 89, 142, 96, 48, 99},
+};
+
+[[noreturn]] void fail_unknown(std::string_view text) {
+  std::vector<std::string_view> names;
+  for (const Gpu& gpu : kGpus) names.push_back(gpu.key);
+  std::vector<std::string_view> isas;
+  for (CpuIsa isa : kAllIsas) isas.push_back(to_string(isa));
+  fail("device.unknown", "expected cpu, one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"",
+       fmt::join(names, ", "), fmt::join(isas, ", "), text);
+}
+
+// "32 threads" or "1 thread"
+bool parse_threads(std::string_view item, int& threads) {
+  const auto [end, error] = std::from_chars(item.data(), item.data() + item.size(), threads);
+  if (error != std::errc() || threads < 1 || threads > 4096) return false;
+  const std::string_view unit = trim(item.substr(size_t(end - item.data())));
+  return unit == "threads" || unit == "thread";
+}
+
+}  // namespace
+
+DeviceInfo probe_cpu() {
+  static const Missing missing = probe_missing();
+  DeviceInfo info;
+  info.name = brand_string();
+  for (CpuIsa isa : {CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx})
+    if (missing.of(isa).empty()) info.isa = isa;
+  if (info.isa != CpuIsa::amx) info.isa_note = "amx: " + missing.amx;
+  if (const auto wanted = env::get(env::kCpuIsa)) {
+    CpuIsa isa = CpuIsa::generic;
+    check(parse_isa(*wanted, isa), "device.cpu_isa.unknown", "expected generic, avx2, avx512, amx_emulated or amx in {}, got \"{}\"",
+          env::kCpuIsa, *wanted);
+    check(missing.of(isa).empty(), "device.cpu_isa.absent", "{} asks for {}, but this CPU cannot: {}", env::kCpuIsa, *wanted,
+          missing.of(isa));
+    if (isa != info.isa) info.isa_note = fmt::format("{}: set by {}", *wanted, env::kCpuIsa);
+    info.isa = isa;
+  }
+  info.num_workers = default_num_threads();
+  info.l2_bytes = std::max(0l, sysconf(_SC_LEVEL2_CACHE_SIZE));
+  info.l3_bytes = std::max(0l, sysconf(_SC_LEVEL3_CACHE_SIZE));
+  info.memory_bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+  return info;
+}
+
+DeviceInfo describe_device(std::string_view text) {
+  const std::string lower = to_lower(trim(text));
+  if (lower == "cpu") return probe_cpu();
+  for (const Gpu& gpu : kGpus)
+    if (lower == gpu.key)
+      return {.device = {DeviceType::cuda, 0},
+              .name = gpu.name,
+              .present = false,
+              .sm = gpu.sm,
+              .num_workers = gpu.multiprocessors,
+              .l2_bytes = gpu.l2_mib << 20,
+              .memory_bytes = gpu.memory_gib << 30,
+              .max_smem_bytes = gpu.smem_kib << 10,
+              .isa_note = {}};
+  // Caches and memory of a described CPU are those of a common server part; nothing but sizes of tiles depends on them.
+  DeviceInfo info;
+  info.name = "described CPU";
+  info.present = false;
+  info.l2_bytes = int64_t(2) << 20;
+  info.l3_bytes = int64_t(64) << 20;
+  info.memory_bytes = int64_t(256) << 30;
+  bool has_isa = false;
+  for (std::string_view rest = lower; !rest.empty();) {
+    const size_t comma = rest.find(',');
+    const std::string_view item = trim(rest.substr(0, comma));
+    rest = comma == std::string_view::npos ? std::string_view{} : rest.substr(comma + 1);
+    if (!has_isa && parse_isa(item, info.isa)) {
+      has_isa = true;
+    } else if (!parse_threads(item, info.num_workers)) {
+      fail_unknown(text);
+    }
+  }
+  if (!has_isa) fail_unknown(text);
+  return info;
+}
+
+std::string DeviceInfo::str() const {
+  const char* absent = present ? "" : ", described";
+  if (device.type == DeviceType::cuda)
+    return fmt::format("{} ({}, sm_{}, {} multiprocessors, {} MiB L2{})", name, device.str(), sm, num_workers, l2_bytes >> 20, absent);
+  return fmt::format("{} ({}, {} thread{}{}{}{})", name, to_string(isa), num_workers, num_workers == 1 ? "" : "s", absent,
+                     isa_note.empty() ? "" : "; ", isa_note);
+}
+
+}  // namespace imbrex
