@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Checks that README.md and docs/ speak of things that exist: paths, links, anchors, and the names of the "In imbrex" columns.
+
+Run by ctest. The columns "In imbrex" of docs/coming-from-*.md name types, members, functions, environment variables, options and
+labels of later parts; a renamed member or a new alias without a row fails here.
+"""
+import re
+import sys
+from pathlib import Path
+
+SPAN = re.compile(r"`([^`\n]+)`")
+PATH = re.compile(r"(include|src|docs|tests)/[\w./-]*")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def without_code_blocks(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def documents(root):
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        yield path, without_code_blocks(path.read_text())
+
+
+def without_comments(text):
+    return re.sub(r"//.*", "", text)
+
+
+def type_bodies(header):
+    """Name and text between the braces of every struct, class and enum."""
+    for match in re.finditer(r"\b(?:struct|class|enum class)\s+(\w+)\b[^;{()]*{", header):
+        depth, at = 1, match.end()
+        while depth > 0:
+            depth += {"{": 1, "}": -1}.get(header[at], 0)
+            at += 1
+        yield match.group(1), header[match.end() : at - 1]
+
+
+class Names:
+    """What the public headers, the program and the environment table define."""
+
+    def __init__(self, root):
+        self.text = "\n".join(without_comments(p.read_text()) for p in sorted((root / "include/imbrex").glob("*.h*")))
+        self.types = {}
+        for name, body in type_bodies(self.text):
+            self.types[name] = self.types.get(name, "") + body
+        for name in re.findall(r"\busing\s+(\w+)\s*=", self.text):
+            self.types.setdefault(name, "")
+        self.environment = (root / "src/core/env.h").read_text()
+        self.program = "\n".join(p.read_text() for p in sorted((root / "src/cli").glob("*.cpp")))
+
+    def problem(self, token):
+        """Why this token of an "In imbrex" column is wrong, or None. Unknown kinds of tokens pass."""
+        if match := re.fullmatch(r"(\w+)::(\w+)(\(\))?", token):
+            name, member, call = match.groups()
+            if name not in self.types:
+                return f"no type {name} in the public headers"
+            if not re.search(rf"\b{member}\b" + (r"\s*\(" if call else ""), self.types[name]):
+                return f"no {member} in {name}"
+        elif match := re.fullmatch(r"(\w+)\(\)", token):
+            if not re.search(rf"\b{match.group(1)}\s*\(", self.text):
+                return "no such function in the public headers"
+        elif re.fullmatch(r"[A-Z][a-z]+[A-Z]?\w*", token):
+            if token not in self.types:
+                return "no such type in the public headers"
+        elif re.fullmatch(r"IMBREX_\w+", token):
+            if f'"{token}"' not in self.environment:
+                return "no such variable in src/core/env.h"
+        elif re.fullmatch(r"--[\w-]+", token) or re.fullmatch(r"imbrex \w+", token):
+            if self.program and f"{token.removeprefix('imbrex ')}" not in self.program:
+                return "not in src/cli"
+        return None
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def in_imbrex_cells(text):
+    """Line number and text of every cell below a header "In imbrex"."""
+    column = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.startswith("|"):
+            column = None
+            continue
+        row = cells(line)
+        if column is None:
+            lower = [cell.lower() for cell in row]
+            column = lower.index("in imbrex") if "in imbrex" in lower else -1
+        elif column >= 0 and not re.fullmatch(r"[\s|:-]+", line):
+            yield number, row[column] if len(row) == 4 else None
+
+
+def check_paths(root):
+    for path, text in documents(root):
+        for token in SPAN.findall(text):
+            if PATH.fullmatch(token) and not (root / token).exists():
+                yield f"{path.relative_to(root)}: {token} does not exist"
+
+
+def anchors(path):
+    for heading in re.findall(r"^#+ (.+)$", without_code_blocks(path.read_text()), re.M):
+        yield re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def check_links(root):
+    for path, text in documents(root):
+        for link in LINK.findall(text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            target, _, anchor = link.partition("#")
+            file = path.parent / target if target else path
+            if not file.exists():
+                yield f"{path.relative_to(root)}: the link {link} leads nowhere"
+            elif anchor and file.suffix == ".md" and anchor not in anchors(file):
+                yield f"{path.relative_to(root)}: {link} is not a heading of {file.name}"
+
+
+def check_columns(root):
+    names = Names(root)
+    for path in sorted((root / "docs").glob("coming-from-*.md")):
+        text = path.read_text()
+        labels = set(re.findall(r"^\| (later: [^|]+?|gone|caller) \|", text, re.M))
+        rows = 0
+        for number, cell in in_imbrex_cells(text):
+            rows += 1
+            where = f"{path.relative_to(root)}:{number}"
+            if not cell:
+                yield f"{where}: the row does not have four cells, or says nothing in the third"
+                continue
+            if re.match(r"later|gone|caller", cell) and cell not in labels:
+                yield f"{where}: {cell} is not a label of the legend"
+            for token in SPAN.findall(cell):
+                if problem := names.problem(token):
+                    yield f"{where}: {token}: {problem}"
+        if rows == 0:
+            yield f"{path.relative_to(root)}: no table with a column In imbrex"
+
+
+def check_aliases(root):
+    """Every name that select() knows from vLLM or SGLang has a row in that document."""
+    source = (root / "src/attention/aliases.cpp").read_text()
+    for origin in ("vllm", "sglang"):
+        section = (root / f"docs/coming-from-{origin}.md").read_text().split("## Backend names", 1)[-1].split("\n## ", 1)[0]
+        known = set(re.findall(r"\w+", section))
+        names = [n for call in re.findall(rf"\b{origin}\(([^;]*)\);", source) for n in re.findall(r'"([^"]+)"', call[call.rfind("{") :])]
+        if not names:
+            yield f"src/attention/aliases.cpp: no names of {origin} found"
+        for name in names:
+            if name not in known:
+                yield f"docs/coming-from-{origin}.md: the alias {name} is missing under Backend names"
+
+
+def main():
+    root = Path(__file__).resolve().parents[1]
+    problems = [p for check in (check_paths, check_links, check_columns, check_aliases) for p in check(root)]
+    for problem in problems:
+        print(problem)
+    print(f"docs: {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
