@@ -173,6 +173,8 @@ struct Parser {
       const size_t column = std::min(e.byte > 0 ? e.byte - 1 : 0, line.size());
       fail_at(column, "trace.json.syntax", "expected JSON, got {}",
               column < line.size() ? excerpt(line.substr(column)) : "the end of the line");
+    } catch (const nlohmann::json::out_of_range&) {
+      fail_at(0, "trace.json.number", "expected numbers that fit a double, got {}", excerpt(line));
     }
   }
 
