@@ -1,0 +1,165 @@
+// See case_inputs.h. Contents come from a hash of (seed, tensor, request, position, head, dim), so that they do not depend on the batch.
+#include "attention/case_inputs.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+uint64_t mix(uint64_t x) {  // splitmix64
+  x += 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return x ^ (x >> 31);
+}
+
+// Sum of four uniforms, mean 0 and variance 1: near enough to a normal, and the same on every machine.
+double normal(uint64_t hash) {
+  const double sum = double(hash & 0xffff) + double((hash >> 16) & 0xffff) + double((hash >> 32) & 0xffff) + double(hash >> 48);
+  return (sum / 65535.0 - 2.0) * 1.7320508075688772;
+}
+
+double uniform(uint64_t hash) { return double(hash >> 11) * 0x1p-53; }
+
+enum Stream : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
+
+// Rows of one request: row i has position `first + i`.
+void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain) {
+  const int64_t heads = t.sizes[1], dim = t.sizes[2];
+  for (int i = 0; i < count; ++i)
+    for (int64_t h = 0; h < heads; ++h) {
+      const uint64_t key = mix(mix(seed + uint64_t(first + i)) + uint64_t(h));
+      for (int64_t d = 0; d < dim; ++d) t.set(((row + i) * heads + h) * dim + d, gain * normal(mix(key + uint64_t(d))));
+    }
+}
+
+// Whether the custom mask shows key j to query i.
+bool custom_shows(const Case& c, const CaseRequest& r, int i, int j) {
+  const int position = r.seq_len - r.q_len + i, context = r.seq_len - r.q_len;
+  switch (c.custom) {
+    case CustomPattern::none: return true;
+    case CustomPattern::tree: {
+      if (j < context) return true;
+      int node = i;  // heap order: the parent of node n is (n - 1) / 2
+      while (node > 0 && node > j - context) node = (node - 1) / 2;
+      return node == j - context;
+    }
+    case CustomPattern::blind:
+      if (position % 3 == 1) return false;
+      [[fallthrough]];
+    case CustomPattern::random:
+      return j == position || mix(c.seed * 1000003 + uint64_t(r.id) * 10007 + uint64_t(position) * 131071 + uint64_t(j)) % 3 != 0;
+  }
+  return true;
+}
+
+HostTensor head_vector(const Case& c, Stream stream, double low, double high) {
+  HostTensor t = HostTensor::make(DType::f32, {c.spec.num_q_heads});
+  for (int h = 0; h < c.spec.num_q_heads; ++h) t.set(h, low + (high - low) * uniform(mix(mix(c.seed + stream) + uint64_t(h))));
+  return t;
+}
+
+}  // namespace
+
+HostTensor HostTensor::make(DType dtype, std::vector<int64_t> sizes) {
+  HostTensor t{.dtype = dtype, .sizes = std::move(sizes), .bytes = {}};
+  int64_t count = 1;
+  for (int64_t size : t.sizes) count = checked_mul("case.size.overflow", count, size);
+  t.bytes.resize(size_t(checked_mul("case.size.overflow", count, size_of(dtype))));
+  return t;
+}
+
+int64_t HostTensor::num_elements() const { return int64_t(bytes.size()) / size_of(dtype); }
+double HostTensor::get(int64_t index) const { return load_as_double(bytes.data(), dtype, index); }
+
+void HostTensor::set(int64_t index, double value) {
+  if (dtype == DType::u8) {
+    bytes[size_t(index)] = char(value);
+  } else {
+    store_from_double(bytes.data(), dtype, index, value);
+  }
+}
+
+TensorView HostTensor::view() const {
+  TensorView t;
+  if (empty()) return t;
+  t.data = const_cast<char*>(bytes.data());
+  t.dtype = dtype;
+  t.rank = int(sizes.size());
+  int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.sizes[d] = sizes[d];
+    t.strides[d] = stride;
+    stride *= sizes[d];
+  }
+  return t;
+}
+
+bool is_fp8(const AttentionSpec& spec) { return spec.kv_dtype == DType::fp8_e4m3 || spec.kv_dtype == DType::fp8_e5m2; }
+
+CaseInputs make_inputs(const Case& c) {
+  const AttentionSpec& spec = c.spec;
+  CaseInputs in;
+  in.spec = spec;
+  in.requests = c.requests;
+  in.q = HostTensor::make(spec.q_dtype, {c.num_tokens(), spec.num_q_heads, spec.head_dim_qk});
+  in.k = HostTensor::make(spec.q_dtype, {c.num_keys(), spec.num_kv_heads, spec.head_dim_qk});
+  in.v = HostTensor::make(spec.q_dtype, {c.num_keys(), spec.num_kv_heads, spec.head_dim_v});
+  int64_t token = 0, key = 0;
+  for (const CaseRequest& r : c.requests) {
+    const uint64_t seed = mix(c.seed * 0x10001 + uint64_t(r.id));
+    fill_rows(in.q, token, r.q_len, r.seq_len - r.q_len, mix(seed ^ kQ), c.q_gain);
+    fill_rows(in.k, key, r.seq_len, 0, mix(seed ^ kK), 1.0);
+    fill_rows(in.v, key, r.seq_len, 0, mix(seed ^ kV), 1.0);
+    token += r.q_len;
+    key += r.seq_len;
+  }
+  // A sink far above and far below the logits, so that a wrong one shows.
+  if (spec.score.sinks) in.sinks = head_vector(c, kSinks, -4.0, 9.0);
+  if (spec.score.head_scales) in.head_scales = head_vector(c, kHeadScales, 0.5, 2.0);
+  if (spec.score.alibi) {
+    in.alibi_slopes = HostTensor::make(DType::f32, {spec.num_q_heads});
+    for (int h = 0; h < spec.num_q_heads; ++h) in.alibi_slopes.set(h, std::exp2(-8.0 * (h + 1) / spec.num_q_heads));
+  }
+  if (spec.score.relative_buckets > 0) {
+    in.relative_bias = HostTensor::make(DType::f32, {spec.score.relative_buckets, spec.num_q_heads});
+    for (int64_t i = 0; i < in.relative_bias.num_elements(); ++i)
+      in.relative_bias.set(i, 2.0 * normal(mix(mix(c.seed + kBias * 77) + uint64_t(i))));
+  }
+  if (spec.mask.custom) {
+    int64_t bytes = 0, at = 0;
+    for (const CaseRequest& r : c.requests) bytes += int64_t(r.q_len) * r.seq_len;
+    in.custom_mask = HostTensor::make(DType::u8, {bytes});
+    for (const CaseRequest& r : c.requests)
+      for (int i = 0; i < r.q_len; ++i)
+        for (int j = 0; j < r.seq_len; ++j) in.custom_mask.bytes[size_t(at++)] = custom_shows(c, r, i, j);
+  }
+  if (is_fp8(spec)) {
+    const int count = c.scale_per_head ? spec.num_kv_heads : 1;
+    in.k_scale = HostTensor::make(DType::f32, {count});
+    in.v_scale = HostTensor::make(DType::f32, {count});
+    for (int h = 0; h < count; ++h) {
+      in.k_scale.set(h, double(c.kv_scale) * (1.0 + h / 4.0));
+      in.v_scale.set(h, double(c.kv_scale) * (1.5 - h / 8.0));
+    }
+  }
+  return in;
+}
+
+HostTensor as_cached(const HostTensor& t, DType kv_dtype, const HostTensor& scale) {
+  if (t.dtype == kv_dtype) return t;
+  HostTensor cached = HostTensor::make(kv_dtype, t.sizes);
+  const int64_t heads = t.sizes[1], dim = t.sizes[2];
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    const int64_t head = i / dim % heads;
+    const float divisor = scale.empty() ? 1.f : float(scale.get(scale.sizes[0] == 1 ? 0 : head));
+    store_from_float(cached.bytes.data(), kv_dtype, i, float(t.get(i)) / divisor);
+  }
+  return cached;
+}
+
+}  // namespace imbrex

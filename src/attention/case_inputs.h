@@ -1,0 +1,45 @@
+#pragma once
+// The tensors of one case, in host memory: made from the table's seeds or read from a case file; run and judged by conformance.h.
+#include <string>
+#include <vector>
+
+#include "attention/cases.h"
+#include "imbrex/tensor.h"
+
+namespace imbrex {
+
+// Owned, row-major host memory.
+struct HostTensor {
+  DType dtype = DType::f32;
+  std::vector<int64_t> sizes;
+  std::vector<char> bytes;
+
+  static HostTensor make(DType, std::vector<int64_t> sizes);  // zeroed
+  bool empty() const { return sizes.empty(); }
+  int64_t num_elements() const;
+  double get(int64_t index) const;
+  void set(int64_t index, double value);
+  TensorView view() const;  // empty view when there is no tensor; kernels only read it
+};
+
+struct CaseInputs {
+  AttentionSpec spec;
+  std::vector<CaseRequest> requests;
+  HostTensor q;     // [T, num_q_heads, head_dim_qk], q_dtype
+  HostTensor k, v;  // [S, num_kv_heads, head_dim_qk or head_dim_v], q_dtype or kv_dtype: all keys of request 0, then of request 1, ...
+  HostTensor sinks, alibi_slopes, head_scales;  // f32 [num_q_heads], where the spec has them
+  HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
+  HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
+  HostTensor k_scale, v_scale;                  // f32 [1] or [num_kv_heads], fp8 caches only
+
+  int num_tokens() const { return int(q.sizes[0]); }
+};
+
+// The same case gives the same bits everywhere.
+CaseInputs make_inputs(const Case&);
+
+// k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8.
+HostTensor as_cached(const HostTensor& k_or_v, DType kv_dtype, const HostTensor& scale);
+bool is_fp8(const AttentionSpec&);
+
+}  // namespace imbrex

@@ -1,0 +1,427 @@
+// See case_runner.h. Context tokens are written in two steps, then the case's queries run in one step or in chunks.
+#include "attention/case_runner.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <random>
+
+#include "attention/reference.h"
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+// Quiet NaN of a type, little-endian; u8 stands for packed bf16.
+std::array<unsigned char, 4> nan_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::f32: return {0x00, 0x00, 0xc0, 0x7f};
+    case DType::f16: return {0x00, 0x7e, 0x00, 0x7e};
+    case DType::u8:
+    case DType::bf16: return {0xc0, 0x7f, 0xc0, 0x7f};
+    default: return {0x7f, 0x7f, 0x7f, 0x7f};
+  }
+}
+
+void fill_poison(char* bytes, size_t count, DType dtype, Poison poison) {
+  const auto pattern = nan_bytes(dtype);
+  for (size_t i = 0; i < count; ++i) bytes[i] = poison == Poison::zero ? 0 : poison == Poison::ones ? char(0xff) : char(pattern[i % 4]);
+}
+
+int32_t poison_index(Poison poison) { return poison == Poison::zero ? 0 : poison == Poison::ones ? -1 : INT32_MAX; }
+
+// [rows, heads, dim] with gaps between rows and heads that hold poison.
+struct SpreadTensor {
+  std::vector<char> bytes;
+  TensorView view;
+
+  SpreadTensor(const SpreadTensor&) = delete;
+  SpreadTensor(DType dtype, int64_t rows, int64_t heads, int64_t dim, Poison poison) {
+    const int64_t head_stride = dim + 8, row_stride = heads * head_stride + 16;
+    bytes.resize(size_t(std::max<int64_t>(1, rows) * row_stride * size_of(dtype)));
+    fill_poison(bytes.data(), bytes.size(), dtype, poison);
+    view = TensorView::contiguous(bytes.data(), dtype, {rows, heads, dim});
+    view.strides[0] = row_stride;
+    view.strides[1] = head_stride;
+  }
+  char* at(int64_t row, int64_t head) { return bytes.data() + (row * view.stride(0) + head * view.stride(1)) * size_of(view.dtype); }
+  void copy_row(int64_t row, const HostTensor& source, int64_t source_row) {
+    const int64_t heads = view.size(1), size = view.size(2) * size_of(view.dtype);
+    for (int64_t h = 0; h < heads; ++h) std::memcpy(at(row, h), source.bytes.data() + (source_row * heads + h) * size, size_t(size));
+  }
+};
+
+// Positions [q_begin, q_end) of a request's query tokens, counted from its first one in the case; seq_len after the step.
+struct StepRequest {
+  int q_begin = 0, q_end = 0, seq_len = 0;
+  int64_t first_key = 0;  // position of the key of token q_begin
+};
+
+// A Batch and the arrays it views.
+struct Step {
+  std::vector<int32_t> query_start_loc{0}, seq_lens, table, indptr{0}, indices, last_page_len, start_loc;
+  std::vector<int64_t> slots;
+  std::vector<uint8_t> mask;
+  Batch batch;
+};
+
+TensorView row_vector(void* data, DType dtype, size_t size) { return TensorView::contiguous(data, dtype, {int64_t(size)}); }
+
+class Runner {
+ public:
+  Runner(const Backend& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options)
+      : backend_(backend), device_(device), in_(in), options_(options), spec_(run_spec(in, options)) {
+    int64_t token = 0, key = 0;
+    for (const CaseRequest& r : in.requests) {
+      first_token_.push_back(token);
+      first_key_.push_back(key);
+      token += r.q_len;
+      key += r.seq_len;
+    }
+    num_tokens_ = token;
+    num_keys_ = key;
+    limits_.max_num_reqs = std::max(1, int(in.requests.size()));
+    limits_.max_num_tokens = std::max<int>(1, int(std::max(token, key)));
+    for (const CaseRequest& r : in.requests) limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);
+  }
+
+  RunResult run() {
+    if (spec_.block_size > 0) hand_out_pages();
+    make_cache();
+    write_context();
+    result_.out.assign(size_t(num_tokens_) * spec_.num_q_heads * spec_.head_dim_v, 0.f);
+    result_.lse.assign(size_t(num_tokens_) * spec_.num_q_heads, 0.f);
+    run_steps();
+    compare_caches();
+    return std::move(result_);
+  }
+
+ private:
+  bool cross() const { return spec_.kind == AttentionKind::encoder_decoder; }
+  int context_len(const CaseRequest& r) const { return cross() ? r.seq_len : r.seq_len - r.q_len; }
+
+  void hand_out_pages() {
+    int64_t count = 3;
+    for (const CaseRequest& r : in_.requests) count += (r.seq_len + spec_.block_size - 1) / spec_.block_size;
+    std::vector<int32_t> ids(static_cast<size_t>(count));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::mt19937_64 random(options_.page_seed);
+    for (size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[random() % i]);  // std::shuffle differs between libraries
+    num_blocks_ = count;
+    size_t next = 0;
+    for (const CaseRequest& r : in_.requests) {
+      blocks_.emplace_back();
+      for (int b = 0; b * spec_.block_size < r.seq_len; ++b) blocks_.back().push_back(ids[next++]);
+    }
+  }
+
+  KvCache with_scales(KvCache cache) const {
+    cache.k_scale = in_.k_scale.view();
+    cache.v_scale = in_.v_scale.view();
+    return cache;
+  }
+
+  void make_cache() {
+    if (spec_.block_size == 0) {
+      const HostTensor k = as_cached(in_.k, spec_.kv_dtype, in_.k_scale), v = as_cached(in_.v, spec_.kv_dtype, in_.v_scale);
+      ragged_k_.emplace(spec_.kv_dtype, num_keys_ + 2 * kRaggedMargin, spec_.num_kv_heads, spec_.head_dim_qk, options_.poison);
+      ragged_v_.emplace(spec_.kv_dtype, num_keys_ + 2 * kRaggedMargin, spec_.num_kv_heads, spec_.head_dim_v, options_.poison);
+      for (int64_t row = 0; row < num_keys_; ++row) {
+        ragged_k_->copy_row(row + kRaggedMargin, k, row);
+        ragged_v_->copy_row(row + kRaggedMargin, v, row);
+      }
+      cache_ = with_scales({.k = ragged_k_->view, .v = ragged_v_->view, .k_scale = {}, .v_scale = {}});
+      return;
+    }
+    const std::string order = spec_.kv_format == KvFormat::strided ? options_.order : packed_order();
+    const int copies = spec_.kv_format == KvFormat::strided && options_.check_cache ? 2 : 1;  // the second is written by the reference
+    for (int i = 0; i < copies; ++i) {
+      memory_.emplace_back(spec_, 2, num_blocks_, order);
+      for (int layer = 0; layer < 2; ++layer)
+        for (const TensorView& t : {memory_[i].layer(layer).k, memory_[i].layer(layer).v}) poison_view(t);
+    }
+    cache_ = with_scales(memory_[0].layer(1));
+  }
+
+  std::string packed_order() const {
+    std::string order;
+    for (char c : options_.order)
+      if (c == 'l' || c == 'b' || c == 'h') order += c;
+    return order;
+  }
+
+  // All elements of a view of any strides; packed pages are bytes of kv_dtype elements.
+  void poison_view(const TensorView& t) const {
+    const bool packed = spec_.kv_format == KvFormat::amx_packed;
+    const DType dtype = packed ? spec_.kv_dtype : t.dtype;
+    const int64_t run = packed ? t.size(2) : 1, size = packed ? 1 : size_of(t.dtype);
+    for_each_element(t, packed,
+                     [&](int64_t offset) { fill_poison(t.as<char>() + offset * size, size_t(run * size), dtype, options_.poison); });
+  }
+
+  template <class Visit>
+  static void for_each_element(const TensorView& t, bool packed, Visit visit) {
+    for (int64_t a = 0; a < t.size(0); ++a)
+      for (int64_t b = 0; b < t.size(1); ++b) {
+        const int64_t base = a * t.stride(0) + b * t.stride(1);
+        if (packed) {
+          visit(base);
+          continue;
+        }
+        for (int64_t c = 0; c < t.size(2); ++c)
+          for (int64_t d = 0; d < t.size(3); ++d) visit(base + c * t.stride(2) + d * t.stride(3));
+      }
+  }
+
+  // Arrays of one step. Context steps have no custom mask.
+  Step make_step(const std::vector<StepRequest>& requests, bool custom, bool write) const {
+    Step step;
+    const int padding = options_.padding_tokens;
+    size_t width = 1;
+    for (const auto& blocks : blocks_) width = std::max(width, blocks.size() + 1);
+    if (spec_.block_size > 0 && !options_.csr)
+      step.table.assign(std::max<size_t>(1, requests.size()) * width, poison_index(options_.poison));
+    for (size_t r = 0; r < requests.size(); ++r) {
+      const StepRequest& s = requests[r];
+      step.query_start_loc.push_back(step.query_start_loc.back() + s.q_end - s.q_begin);
+      step.seq_lens.push_back(s.seq_len);
+      step.start_loc.push_back(int32_t(kRaggedMargin + first_key_[r]));
+      if (spec_.block_size > 0) {
+        const int used = (s.seq_len + spec_.block_size - 1) / spec_.block_size;
+        if (options_.csr) {
+          step.indices.insert(step.indices.end(), blocks_[r].begin(), blocks_[r].begin() + used);
+          step.indptr.push_back(int32_t(step.indices.size()));
+          step.last_page_len.push_back(s.seq_len == 0 ? 0 : (s.seq_len - 1) % spec_.block_size + 1);
+        } else {
+          std::copy_n(blocks_[r].begin(), used, step.table.begin() + int64_t(r * width));
+        }
+        for (int t = s.q_begin; t < s.q_end; ++t) {
+          const int64_t j = s.first_key + t - s.q_begin;
+          step.slots.push_back(write ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size : -1);
+        }
+      }
+      if (!custom) continue;
+      const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
+      const int stride = in_.requests[r].seq_len;
+      for (int t = s.q_begin; t < s.q_end; ++t)
+        step.mask.insert(step.mask.end(), rows + int64_t(t) * stride, rows + int64_t(t) * stride + s.seq_len);
+    }
+    step.start_loc.push_back(int32_t(kRaggedMargin + num_keys_));
+    step.indices.insert(step.indices.end(), 2, poison_index(options_.poison));
+    step.slots.insert(step.slots.end(), size_t(padding), options_.poison == Poison::ones ? -1 : 0);
+
+    Batch& b = step.batch;
+    b.query_start_loc = step.query_start_loc;
+    b.seq_lens = step.seq_lens;
+    if (spec_.block_size == 0) {
+      b.kv_start_loc = row_vector(step.start_loc.data(), DType::i32, step.start_loc.size());
+    } else if (options_.csr) {
+      b.kv_indptr = row_vector(step.indptr.data(), DType::i32, step.indptr.size());
+      b.kv_indices = row_vector(step.indices.data(), DType::i32, step.indices.size());
+      if (!requests.empty()) b.kv_last_page_len = row_vector(step.last_page_len.data(), DType::i32, step.last_page_len.size());
+    } else {
+      b.block_table = TensorView::contiguous(step.table.data(), DType::i32, {int64_t(requests.size()), int64_t(width) - 1});
+      b.block_table.strides[0] = int64_t(width);
+    }
+    if (spec_.block_size > 0) b.slot_mapping = row_vector(step.slots.data(), DType::i64, step.slots.size());
+    if (custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
+    return step;
+  }
+
+  int64_t mask_start(size_t request) const {
+    int64_t start = 0;
+    for (size_t r = 0; r < request; ++r) start += int64_t(in_.requests[r].q_len) * in_.requests[r].seq_len;
+    return start;
+  }
+
+  std::unique_ptr<Plan> make_plan(const Backend& backend, const DeviceInfo& device, const AttentionSpec& spec) const {
+    PlanOptions options;
+    options.limits = limits_;
+    options.threads = options_.threads;
+    return backend.plan(spec, device, options);
+  }
+
+  // The keys and values of a step's tokens to their slots, by the backend and for comparison by the reference.
+  void write(const Step& step, const std::vector<StepRequest>& requests, const Plan& plan, const AttentionSpec& spec) {
+    const int64_t rows = step.batch.num_tokens() + options_.padding_tokens;
+    SpreadTensor k(in_.k.dtype, rows, spec_.num_kv_heads, spec_.head_dim_qk, options_.poison);
+    SpreadTensor v(in_.v.dtype, rows, spec_.num_kv_heads, spec_.head_dim_v, options_.poison);
+    int64_t row = 0;
+    for (size_t r = 0; r < requests.size(); ++r)
+      for (int t = requests[r].q_begin; t < requests[r].q_end; ++t, ++row) {
+        const int64_t key = first_key_[r] + requests[r].first_key + t - requests[r].q_begin;
+        k.copy_row(row, in_.k, key);
+        v.copy_row(row, in_.v, key);
+      }
+    plan.write_kv(cache_, k.view, v.view);
+    if (memory_.size() < 2) return;
+    const auto law = make_plan(reference_backend(), probe_cpu(), spec);
+    law->update(step.batch);
+    law->write_kv(with_scales(memory_[1].layer(1)), k.view, v.view);
+  }
+
+  void write_context() {
+    if (spec_.block_size == 0) return;
+    AttentionSpec spec = spec_;
+    spec.kind = AttentionKind::decoder;
+    spec.mask = {};
+    spec.score = {};
+    const auto plan = make_plan(backend_, device_, spec);
+    for (int part = 0; part < 2; ++part) {
+      std::vector<StepRequest> requests;
+      for (const CaseRequest& r : in_.requests) {
+        const int context = context_len(r), half = context * 3 / 5, begin = part == 0 ? 0 : half, end = part == 0 ? half : context;
+        requests.push_back({.q_begin = begin, .q_end = end, .seq_len = end, .first_key = begin});
+      }
+      const Step step = make_step(requests, false, true);
+      plan->update(step.batch);
+      write(step, requests, *plan, spec);
+    }
+  }
+
+  void run_steps() {
+    const auto plan = make_plan(backend_, device_, spec_);
+    std::vector<int> done(in_.requests.size(), 0);
+    for (bool more = true; more;) {
+      more = false;
+      std::vector<StepRequest> requests;
+      for (size_t r = 0; r < in_.requests.size(); ++r) {
+        const CaseRequest& request = in_.requests[r];
+        const int end = options_.chunk > 0 ? std::min(request.q_len, done[r] + options_.chunk) : request.q_len;
+        const int seq_len = cross() ? request.seq_len : context_len(request) + end;
+        requests.push_back({.q_begin = done[r], .q_end = end, .seq_len = seq_len, .first_key = context_len(request) + done[r]});
+        more = more || end < request.q_len;
+        done[r] = end;
+      }
+      const Step step = make_step(requests, spec_.mask.custom, !cross());
+      plan->update(step.batch);
+      if (spec_.block_size > 0 && !cross()) write(step, requests, *plan, spec_);
+      attend(step, requests, *plan);
+    }
+  }
+
+  void attend(const Step& step, const std::vector<StepRequest>& requests, const Plan& plan) {
+    const int heads = spec_.num_q_heads, dim = spec_.head_dim_v;
+    const int64_t tokens = step.batch.num_tokens(), rows = tokens + options_.padding_tokens;
+    SpreadTensor q(spec_.q_dtype, rows, heads, spec_.head_dim_qk, options_.poison),
+        out(options_.out_dtype, rows, heads, dim, options_.poison);
+    SpreadTensor lse(DType::f32, rows, 1, heads, options_.poison);
+    int64_t row = 0;
+    for (size_t r = 0; r < requests.size(); ++r)
+      for (int t = requests[r].q_begin; t < requests[r].q_end; ++t) q.copy_row(row++, in_.q, first_token_[r] + t);
+    Inputs inputs{.q = q.view,
+                  .kv = cache_,
+                  .sinks = in_.sinks.view(),
+                  .alibi_slopes = in_.alibi_slopes.view(),
+                  .head_scales = in_.head_scales.view(),
+                  .relative_bias = in_.relative_bias.view()};
+    Outputs outputs{.out = out.view, .lse = lse.view};
+    outputs.lse.rank = 2;
+    outputs.lse.sizes = {rows, heads};
+    outputs.lse.strides = {lse.view.stride(0), 1};
+    plan.run(inputs, outputs);
+
+    row = 0;
+    for (size_t r = 0; r < requests.size(); ++r)
+      for (int t = requests[r].q_begin; t < requests[r].q_end; ++t, ++row) {
+        const int64_t token = first_token_[r] + t;
+        for (int h = 0; h < heads; ++h) {
+          for (int d = 0; d < dim; ++d)
+            result_.out[size_t((token * heads + h) * dim + d)] = load_as_float(out.at(row, h), options_.out_dtype, d);
+          fill_poison(out.at(row, h), size_t(dim * size_of(options_.out_dtype)), options_.out_dtype, options_.poison);
+        }
+        std::memcpy(&result_.lse[size_t(token * heads)], lse.at(row, 0), size_t(heads) * sizeof(float));
+        fill_poison(lse.at(row, 0), size_t(heads) * sizeof(float), DType::f32, options_.poison);
+      }
+    expect_poison("out", out, tokens);
+    expect_poison("lse", lse, tokens);
+  }
+
+  // With the tokens' own values put back to poison, nothing else may be left.
+  void expect_poison(const char* what, const SpreadTensor& t, int64_t tokens) {
+    const SpreadTensor clean(t.view.dtype, t.view.size(0), t.view.size(1), t.view.size(2), options_.poison);
+    for (size_t i = 0; i < t.bytes.size(); ++i)
+      if (t.bytes[i] != clean.bytes[i]) {
+        const int64_t row = int64_t(i) / size_of(t.view.dtype) / t.view.stride(0);
+        result_.violations.push_back(fmt::format("{}: byte {} of row {} was written, the batch has {} tokens", what,
+                                                 int64_t(i) - row * t.view.stride(0) * size_of(t.view.dtype), row, tokens));
+        return;
+      }
+  }
+
+  void compare_caches() {
+    if (memory_.size() < 2) return;
+    for (int layer = 0; layer < 2; ++layer)
+      for (bool values : {false, true}) {
+        const KvCache a = memory_[0].layer(layer), b = memory_[1].layer(layer);
+        const TensorView &mine = values ? a.v : a.k, &law = values ? b.v : b.k;
+        const int64_t size = size_of(mine.dtype);
+        int64_t different = 0, first = -1;
+        for_each_element(mine, false, [&](int64_t offset) {
+          if (std::memcmp(mine.as<char>() + offset * size, law.as<char>() + offset * size, size_t(size)) == 0) return;
+          if (different++ == 0) first = offset;
+        });
+        if (different > 0)
+          result_.violations.push_back(fmt::format(
+              "write_kv: {} elements of {} of layer {} differ from the reference's, the first is {}, not {}", different, values ? "v" : "k",
+              layer, load_as_float(mine.data, mine.dtype, first), load_as_float(law.data, law.dtype, first)));
+      }
+  }
+
+  static constexpr int64_t kRaggedMargin = 2;  // poisoned rows before and after the ragged keys
+
+  const Backend& backend_;
+  const DeviceInfo& device_;
+  const CaseInputs& in_;
+  const RunOptions& options_;
+  AttentionSpec spec_;
+  PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
+  std::vector<int64_t> first_token_, first_key_;  // rows of each request in in_.q and in_.k
+  int64_t num_tokens_ = 0, num_keys_ = 0, num_blocks_ = 0;
+  std::vector<std::vector<int32_t>> blocks_;
+  std::vector<KvAllocation> memory_;
+  std::optional<SpreadTensor> ragged_k_, ragged_v_;
+  KvCache cache_;
+  RunResult result_;
+};
+
+}  // namespace
+
+const char* to_string(Poison poison) {
+  switch (poison) {
+    case Poison::zero: return "zero";
+    case Poison::nan: return "nan";
+    case Poison::ones: return "ones";
+  }
+  return "unknown";
+}
+
+RunOptions default_options(const Case& c) {
+  RunOptions options;
+  options.block_size = c.spec.block_size;
+  options.csr = c.csr;
+  options.order = c.order;
+  options.page_seed = c.seed;
+  options.padding_tokens = c.padding_tokens;
+  options.out_dtype = c.out_dtype;
+  return options;
+}
+
+AttentionSpec run_spec(const CaseInputs& in, const RunOptions& options) {
+  AttentionSpec spec = in.spec;
+  spec.kv_format = options.kv_format;
+  spec.block_size = options.block_size;
+  return spec;
+}
+
+RunResult run_case(const Backend& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
+  return Runner(backend, device, in, options).run();
+}
+
+bool bit_identical(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+}  // namespace imbrex

@@ -1,0 +1,44 @@
+#pragma once
+// Runs one case through one backend the way a server would: poisoned pages in shuffled order, keys written by the backend itself.
+// Used by the conformance tests, `imbrex verify` and the bench.
+#include <string>
+#include <vector>
+
+#include "attention/case_inputs.h"
+#include "imbrex/backend.h"
+
+namespace imbrex {
+
+// What is in every byte that no request owns: free pages, page tails, padding rows, gaps between rows, outputs before the run.
+enum class Poison : uint8_t { zero, nan, ones };  // ones: 0xff bytes, another NaN in every float type
+const char* to_string(Poison);
+
+// How a case is run; none of it may change the result.
+struct RunOptions {
+  KvFormat kv_format = KvFormat::strided;
+  int block_size = 16;          // 0: ragged
+  bool csr = false;             // kv_indptr and kv_indices instead of a dense table
+  std::string order = "lbhtd";  // of the cache
+  uint64_t page_seed = 1;       // order in which pages are handed out
+  Poison poison = Poison::nan;
+  int padding_tokens = 2;        // rows after the batch's tokens
+  DType out_dtype = DType::f32;  // q_dtype or f32
+  int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
+  ParallelFor threads;
+  bool check_cache = true;  // compare what write_kv wrote with what the reference writes (strided formats)
+};
+RunOptions default_options(const Case&);
+
+struct RunResult {
+  std::vector<float> out;               // [T, num_q_heads, head_dim_v]
+  std::vector<float> lse;               // [T, num_q_heads]
+  std::vector<std::string> violations;  // bytes written that are not the request's, cache contents that differ
+};
+
+// The spec as this run has it: the case's, with format and block size of the options.
+AttentionSpec run_spec(const CaseInputs&, const RunOptions&);
+RunResult run_case(const Backend&, const DeviceInfo&, const CaseInputs&, const RunOptions&);
+
+bool bit_identical(const std::vector<float>&, const std::vector<float>&);
+
+}  // namespace imbrex

@@ -1,0 +1,297 @@
+// The one table of attention cases, made by composing axes. A new feature gets an axis here, and every backend is tested on it.
+#include "attention/cases.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace imbrex {
+namespace {
+
+using Requests = std::vector<CaseRequest>;
+
+struct Dims {
+  int qk, v;
+};
+struct DTypes {
+  DType q, kv;
+};
+constexpr DTypes kDTypes[] = {{DType::bf16, DType::bf16},     {DType::f32, DType::f32},  {DType::f16, DType::f16},
+                              {DType::bf16, DType::fp8_e4m3}, {DType::f32, DType::bf16}, {DType::f16, DType::fp8_e5m2}};
+
+const Requests kDecode{{1, 19}, {1, 131}, {1, 1}}, kPrefill{{70, 70}, {3, 3}}, kChunked{{20, 150}, {33, 40}},
+    kVerify{{5, 140}, {2, 2}, {4, 33}}, kMixed{{1, 100}, {0, 0}, {40, 40}, {0, 25}, {6, 71}, {1, 1}, {0, 0}};
+struct Phase {
+  const char* name;
+  const Requests& requests;
+};
+const Phase kPhases[] = {{"decode", kDecode}, {"prefill", kPrefill}, {"chunked", kChunked}, {"verify", kVerify}, {"mixed", kMixed}};
+
+// Collects cases; gives each its seed and its requests their ids.
+struct Table {
+  std::vector<Case> cases;
+
+  Case& add(std::string name, int group, int kv_heads, Dims dims, DTypes types, const Requests& requests) {
+    Case c;
+    c.name = std::move(name);
+    c.spec.num_q_heads = group * kv_heads;
+    c.spec.num_kv_heads = kv_heads;
+    c.spec.head_dim_qk = dims.qk;
+    c.spec.head_dim_v = dims.v;
+    c.spec.q_dtype = types.q;
+    c.spec.kv_dtype = types.kv;
+    c.requests = requests;
+    for (int r = 0; r < int(requests.size()); ++r) c.requests[r].id = r;
+    c.seed = cases.size() + 1;
+    c.out_dtype = cases.size() % 4 == 3 ? DType::f32 : types.q;
+    c.padding_tokens = int(cases.size() % 3);
+    cases.push_back(std::move(c));
+    return cases.back();
+  }
+  DTypes types() const { return kDTypes[cases.size() % std::size(kDTypes)]; }  // another one for each case
+};
+
+std::string dims_name(Dims dims) { return dims.qk == dims.v ? fmt::format("d{}", dims.qk) : fmt::format("d{}_{}", dims.qk, dims.v); }
+
+// Group sizes and head dimensions of all models known, short sequences.
+void add_shapes(Table& table) {
+  const Requests short_ones[] = {{{1, 37}, {1, 5}}, {{9, 9}, {1, 2}}, {{5, 29}}, {{3, 21}, {0, 0}, {1, 1}}};
+  for (int group : {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 71})
+    for (Dims dims : {Dims{8, 8},
+                      {24, 24},
+                      {64, 64},
+                      {72, 72},
+                      {80, 80},
+                      {96, 96},
+                      {112, 112},
+                      {128, 128},
+                      {192, 128},
+                      {224, 224},
+                      {256, 256},
+                      {512, 512},
+                      {576, 512}})
+      table.add(fmt::format("shape_g{}_{}", group, dims_name(dims)), group, group > 8 ? 1 : 2, dims, table.types(),
+                short_ones[table.cases.size() % 4]);
+}
+
+// Lengths around the sizes of tiles and pages.
+void add_lengths(Table& table) {
+  for (int length : {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 300})
+    for (bool prefill : {false, true})
+      for (DTypes types : {kDTypes[0], kDTypes[1]})
+        table.add(fmt::format("length_{}_{}_{}", length, prefill ? "prefill" : "decode", to_string(types.q)), prefill ? 2 : 4, 1, {64, 64},
+                  types, {{prefill ? length : 1, length}});
+}
+
+void add_dtypes(Table& table) {
+  for (DType q : {DType::f32, DType::bf16, DType::f16})
+    for (DType kv : {DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3, DType::fp8_e5m2})
+      for (const Phase& phase : kPhases)
+        table.add(fmt::format("dtype_{}_{}_{}", to_string(q), to_string(kv), phase.name), 3, 2, {64, 48}, {q, kv}, phase.requests);
+  for (DType kv : {DType::fp8_e4m3, DType::fp8_e5m2})
+    for (const Phase& phase : kPhases) {
+      table.add(fmt::format("dtype_heads_{}_{}", to_string(kv), phase.name), 2, 3, {64, 64}, {DType::bf16, kv}, phase.requests)
+          .scale_per_head = true;
+      // Saturates: values beyond 448 (57344) times the scale are cut.
+      table.add(fmt::format("dtype_saturated_{}_{}", to_string(kv), phase.name), 2, 1, {64, 64}, {DType::bf16, kv}, phase.requests)
+          .kv_scale = kv == DType::fp8_e4m3 ? 0.004f : 0.00003f;
+    }
+  for (const Phase& phase : kPhases)  // a peaked softmax shows errors of the logits
+    for (DTypes types : {kDTypes[0], kDTypes[1], kDTypes[2]})
+      table.add(fmt::format("dtype_peaked_{}_{}", to_string(types.q), phase.name), 2, 1, {128, 128}, types, phase.requests).q_gain = 6.f;
+}
+
+struct NamedMask {
+  const char* name;
+  Mask mask;
+  CustomPattern custom = CustomPattern::none;
+};
+
+void add_masks(Table& table) {
+  const NamedMask masks[] = {
+      {"bidirectional", {.causal = false}},
+      {"window_1", {.window_left = 0}},
+      {"window_4", {.window_left = 3}},
+      {"window_128", {.window_left = 127}},
+      {"window_both", {.causal = false, .window_left = 8, .window_right = 8}},
+      {"window_right", {.causal = false, .window_right = 4}},
+      {"chunk_16", {.chunk = 16}},
+      {"chunk_100", {.chunk = 100}},
+      {"chunk_bidirectional", {.causal = false, .chunk = 32}},
+      {"window_chunk", {.window_left = 20, .chunk = 48}},
+      {"custom_random", {.causal = false, .custom = true}, CustomPattern::random},
+      {"custom_causal", {.causal = true, .custom = true}, CustomPattern::random},
+      {"custom_tree", {.causal = true, .custom = true}, CustomPattern::tree},
+      {"custom_blind", {.causal = false, .custom = true}, CustomPattern::blind},
+      {"custom_window", {.causal = true, .window_left = 30, .custom = true}, CustomPattern::random},
+  };
+  for (const NamedMask& m : masks)
+    for (const Phase& phase : kPhases) {
+      Case& c = table.add(fmt::format("mask_{}_{}", m.name, phase.name), 4, 1, {64, 64}, table.types(), phase.requests);
+      c.spec.mask = m.mask;
+      c.custom = m.custom;
+    }
+
+  const Requests encoded{{50, 50}, {0, 0}, {131, 131}, {1, 1}}, crossed{{1, 60}, {0, 0}, {9, 3}, {30, 129}, {4, 0}};
+  for (AttentionKind kind : {AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder})
+    for (DTypes types : {kDTypes[0], kDTypes[1], kDTypes[2]})
+      for (int variant = 0; variant < 4; ++variant) {
+        const bool cross = kind == AttentionKind::encoder_decoder;
+        const char* names[] = {"full", cross ? "paged" : "window", "alibi", "relative"};
+        Case& c = table.add(fmt::format("mask_{}_{}_{}", to_string(kind), names[variant], to_string(types.q)), 1, 2, {64, 64}, types,
+                            cross ? crossed : encoded);
+        c.spec.kind = kind;
+        c.spec.mask.causal = false;
+        c.spec.block_size = cross && variant == 1 ? 16 : 0;
+        if (!cross && variant == 1) c.spec.mask.window_left = c.spec.mask.window_right = 20;
+        if (variant == 2) c.spec.score.alibi = true;
+        if (variant == 3) {
+          c.spec.score.relative_buckets = 32;
+          c.spec.score.relative_max_distance = 128;
+          c.spec.score.relative_bidirectional = true;
+        }
+      }
+}
+
+// Page sizes, tables and physical orders; ragged keys too.
+void add_pages(Table& table) {
+  for (int block_size : {0, 1, 3, 16, 32, 64, 128, 544})
+    for (bool csr : {false, true})
+      for (const char* order : {"lbhtd", "lbthd", "blhtd", "hlbtd", "lbhdt"}) {
+        if (block_size == 0 && (csr || std::string_view(order) != "lbhtd")) continue;
+        Case& c = table.add(fmt::format("page_b{}_{}_{}", block_size, csr ? "csr" : "dense", order), 2, 2, {64, 64}, table.types(), kMixed);
+        c.spec.block_size = block_size;
+        c.csr = csr;
+        c.order = order;
+      }
+}
+
+struct NamedScore {
+  const char* name;
+  ScoreMod score;
+  int window_left = -1;
+  bool causal = true;
+};
+
+void add_scores(Table& table) {
+  const NamedScore scores[] = {
+      {"scale", {.scale = 0.3f}},
+      {"cap_30", {.soft_cap = 30.f}},
+      {"cap_2", {.soft_cap = 2.f}},
+      {"head_scales", {.head_scales = true}},
+      {"alibi", {.alibi = true}},
+      {"relative", {.relative_buckets = 32, .relative_max_distance = 128}},
+      {"relative_both", {.relative_buckets = 32, .relative_max_distance = 64, .relative_bidirectional = true}, -1, false},
+      {"sinks", {.sinks = true}},
+      {"sinks_window", {.sinks = true}, 31},
+      {"cap_sinks", {.soft_cap = 20.f, .sinks = true}},
+      {"cap_window", {.soft_cap = 50.f}, 63},
+      {"head_scales_cap_alibi", {.head_scales = true, .soft_cap = 10.f, .alibi = true}},
+      {"alibi_sinks", {.alibi = true, .sinks = true}},
+      {"relative_sinks", {.relative_buckets = 16, .relative_max_distance = 40, .sinks = true}},
+  };
+  for (const NamedScore& s : scores)
+    for (const Phase& phase : kPhases)
+      for (int group : {1, 6}) {
+        Case& c = table.add(fmt::format("score_{}_g{}_{}", s.name, group, phase.name), group, 2, {64, 64}, table.types(), phase.requests);
+        c.spec.score = s.score;
+        c.spec.mask.window_left = s.window_left;
+        c.spec.mask.causal = s.causal;
+      }
+}
+
+// Contexts around multiples of 4096 keys, where CPU plans split.
+void add_long(Table& table) {
+  for (int length : {4095, 4096, 4097, 8193, 12289})
+    for (int q_len : {1, 4, 17})
+      for (const char* what : {"causal", "window", "sinks", "fp8", "f32"}) {
+        const std::string_view kind = what;
+        if (q_len == 17 && (length > 4097 || kind != "causal")) continue;
+        const DTypes types = kind == "fp8" ? kDTypes[3] : kind == "f32" ? kDTypes[1] : kDTypes[0];
+        Case& c = table.add(fmt::format("long_{}_q{}_{}", length, q_len, what), q_len == 1 ? 2 : 1, 1, {64, 64}, types,
+                            {{q_len, length}, {1, 50}});
+        c.spec.block_size = 64;
+        if (kind == "window") c.spec.mask.window_left = 4200;
+        if (kind == "sinks") c.spec.score.sinks = true;
+      }
+}
+
+// Batches of everything at once, in an order that a seed decides.
+void add_mixed(Table& table) {
+  uint64_t state = 12345;
+  const auto below = [&](int n) { return int((state = state * 6364136223846793005ull + 1442695040888963407ull) >> 33) % n; };
+  for (int i = 0; i < 24; ++i) {
+    Requests requests;
+    for (int r = 0, count = 1 + below(9); r < count; ++r) {
+      const int context = below(120);
+      switch (below(6)) {
+        case 0: requests.push_back({0, 0}); break;
+        case 1: requests.push_back({0, context}); break;
+        case 2: requests.push_back({1, context + 1}); break;
+        case 3: requests.push_back({2 + below(15), context + 20}); break;
+        case 4: requests.push_back({context + 1, context + 1}); break;
+        case 5: requests.push_back({1 + below(40), context + 41}); break;
+      }
+    }
+    Case& c = table.add(fmt::format("mixed_{}", i), 1 + below(5), 1 + below(2), {64, 64}, table.types(), requests);
+    c.csr = i % 2 == 1;
+    if (i % 3 == 1) c.spec.mask.window_left = 40;
+    if (i % 4 == 2) c.spec.score.sinks = true;
+    if (i % 5 == 3) c.spec.block_size = 128;
+  }
+  table.add("mixed_only_padding", 2, 1, {64, 64}, kDTypes[0], {{0, 0}, {0, 0}});
+  table.add("mixed_no_request", 2, 1, {64, 64}, kDTypes[0], {});
+}
+
+void add_verifies(Table& table) {
+  for (int q_len = 2; q_len <= 16; ++q_len)
+    for (int group : {1, 5})
+      table.add(fmt::format("verify_q{}_g{}", q_len, group), group, 1, {128, 128}, table.types(), {{q_len, 130 + q_len}, {q_len, q_len}});
+}
+
+std::vector<Case> make_cases() {
+  Table table;
+  add_shapes(table);
+  add_lengths(table);
+  add_dtypes(table);
+  add_masks(table);
+  add_pages(table);
+  add_scores(table);
+  add_long(table);
+  add_mixed(table);
+  add_verifies(table);
+  return std::move(table.cases);
+}
+
+}  // namespace
+
+int Case::num_tokens() const {
+  int sum = 0;
+  for (const CaseRequest& r : requests) sum += r.q_len;
+  return sum;
+}
+
+int Case::num_keys() const {
+  int sum = 0;
+  for (const CaseRequest& r : requests) sum += r.seq_len;
+  return sum;
+}
+
+int64_t Case::work() const {
+  int64_t pairs = 0;
+  for (const CaseRequest& r : requests) pairs += int64_t(r.q_len) * r.seq_len;
+  return pairs * spec.num_q_heads * (spec.head_dim_qk + spec.head_dim_v);
+}
+
+std::span<const Case> cases() {
+  static const std::vector<Case> table = make_cases();
+  return table;
+}
+
+const Case* find_case(std::string_view name) {
+  for (const Case& c : cases())
+    if (c.name == name) return &c;
+  return nullptr;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,50 @@
+#pragma once
+// The one table of attention cases: the conformance test runs every backend over it, the bench times it.
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "imbrex/spec.h"
+
+namespace imbrex {
+
+// Which bytes of Batch::custom_mask are set.
+enum class CustomPattern : uint8_t {
+  none,
+  random,  // two of three keys, the query itself always
+  tree,    // the context, and of this step's tokens the ancestors in a binary tree (speculative decoding)
+  blind    // random, and every third query sees nothing
+};
+
+struct CaseRequest {
+  int q_len = 0;
+  int seq_len = 0;  // keys, this step's tokens included; {0, 0} is a padded request
+  int id = 0;       // seeds the contents: the same id and position give the same numbers in any batch
+};
+
+struct Case {
+  std::string name;    // letters, digits, underscores; "page_b32_csr_lbthd"
+  AttentionSpec spec;  // strided; block_size 0: ragged keys
+  std::vector<CaseRequest> requests;
+  bool csr = false;              // kv_indptr and kv_indices instead of a dense table
+  std::string order = "lbhtd";   // of the cache, see KvAllocation
+  int padding_tokens = 0;        // rows of q, k, v and out after the batch's tokens
+  DType out_dtype = DType::f32;  // q_dtype or f32
+  float q_gain = 1.f;            // standard deviation of q: above 1 the softmax is peaked
+  float kv_scale = 0.02f;        // fp8 caches: k_scale and v_scale of head 0
+  bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)
+  CustomPattern custom = CustomPattern::none;
+  uint64_t seed = 1;
+
+  int num_tokens() const;
+  int num_keys() const;
+  int64_t work() const;  // multiply-adds, hidden keys included
+};
+
+// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify (first part of the name).
+std::span<const Case> cases();
+const Case* find_case(std::string_view name);  // nullptr when there is none
+
+}  // namespace imbrex

@@ -1,0 +1,195 @@
+// See conformance.h.
+#include "attention/conformance.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/mask.h"
+#include "attention/reference.h"
+#include "attention/relative_bias.h"
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+// Relative error that a kernel's exponential may have. For 16-bit types it is hidden under the rounding of probabilities (2^-9, 2^-12).
+constexpr double kExpErrorFloat = 1e-6, kExpErrorHalf = 2e-4;
+
+float round_to(DType dtype, float x) {
+  char bytes[4];
+  store_from_float(bytes, dtype, 0, x);
+  return load_as_float(bytes, dtype, 0);
+}
+
+std::vector<float> rounded(const HostTensor& t, DType dtype, const HostTensor& scale) {
+  std::vector<float> values(static_cast<size_t>(t.num_elements()));
+  const int64_t heads = t.sizes[1], dim = t.sizes[2];
+  for (int64_t i = 0; i < t.num_elements(); ++i) {
+    const float factor = scale.empty() ? 1.f : float(scale.get(scale.sizes[0] == 1 ? 0 : i / dim % heads));
+    values[size_t(i)] = round_to(dtype, float(t.get(i)) * factor);
+  }
+  return values;
+}
+
+// Sixteen sums at once, as any library's dot product has them.
+float dot(const float* a, const float* b, int count) {
+  float sums[16] = {};
+  int d = 0;
+  for (; d + 16 <= count; d += 16)
+    for (int i = 0; i < 16; ++i) sums[i] += a[d + i] * b[d + i];
+  float sum = 0;
+  for (; d < count; ++d) sum += a[d] * b[d];
+  for (float s : sums) sum += s;
+  return sum;
+}
+
+// One query row against the keys of its request.
+class NaiveRow {
+ public:
+  NaiveRow(const CaseInputs& in, const float* keys, const float* values) : in_(in), spec_(in.spec), keys_(keys), values_(values) {}
+
+  // `first_key` is the request's first row in k and v, `shown` its custom mask row or null.
+  void compute(const CaseRequest& r, int query, int head, const float* q, int64_t first_key, const char* shown, float* out) {
+    const int heads = spec_.num_kv_heads, kv_head = head / spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v;
+    const int64_t position = int64_t(r.seq_len) - r.q_len + query;
+    seen_.clear();
+    logits_.clear();
+    for (int64_t j = 0; j < r.seq_len; ++j) {
+      if (!mask_allows(spec_.mask, position, j) || (shown != nullptr && shown[j] == 0)) continue;
+      seen_.push_back(first_key + j);
+      logits_.push_back(logit(dot(q, keys_ + ((first_key + j) * heads + kv_head) * dim_qk, dim_qk), head, j - position));
+    }
+    std::fill_n(out, dim_v, 0.f);
+    if (seen_.empty()) return;
+    float maximum = *std::max_element(logits_.begin(), logits_.end()), denominator = 0;
+    if (spec_.score.sinks) {
+      const float sink = float(in_.sinks.get(head));
+      maximum = std::max(maximum, sink);
+      denominator = std::exp(sink - maximum);
+    }
+    for (float& x : logits_) denominator += x = std::exp(x - maximum);
+    for (size_t i = 0; i < seen_.size(); ++i) {
+      const float weight = round_to(spec_.q_dtype, logits_[i] / denominator);
+      const float* row = values_ + (seen_[i] * heads + kv_head) * dim_v;
+      for (int d = 0; d < dim_v; ++d) out[d] += weight * row[d];
+    }
+    for (int d = 0; d < dim_v; ++d) out[d] = round_to(spec_.q_dtype, out[d]);
+  }
+
+ private:
+  float logit(float product, int head, int64_t distance) const {
+    const ScoreMod& score = spec_.score;
+    float x = product * spec_.scale();
+    if (score.head_scales) x *= float(in_.head_scales.get(head));
+    x = round_to(spec_.q_dtype, x);
+    if (score.soft_cap > 0.f) x = round_to(spec_.q_dtype, score.soft_cap * std::tanh(x / score.soft_cap));
+    if (score.alibi) x += float(in_.alibi_slopes.get(head)) * float(distance);
+    if (score.relative_buckets > 0)
+      x += float(in_.relative_bias.get(int64_t(relative_bucket(score, int(distance))) * spec_.num_q_heads + head));
+    return x;
+  }
+
+  const CaseInputs& in_;
+  const AttentionSpec& spec_;
+  const float *keys_, *values_;
+  std::vector<int64_t> seen_;
+  std::vector<float> logits_;
+};
+
+Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const ErrorStats& naive) {
+  double max_factor = 2, mean_factor = 1.5, largest_value = 0, storing = 0;
+  if (in.spec.score.soft_cap > 0.f) max_factor = 3;
+  if (is_fp8(in.spec)) max_factor = 4, mean_factor = 3;
+  const std::vector<float> values = rounded(as_cached(in.v, in.spec.kv_dtype, in.v_scale), in.spec.q_dtype, in.v_scale);
+  for (float v : values) largest_value = std::max(largest_value, double(std::abs(v)));
+  for (float x : expected) storing = std::max(storing, std::abs(double(round_to(in.spec.q_dtype, x + 0.3f)) - (double(x) + 0.3)));
+  const bool half = in.spec.q_dtype != DType::f32;
+  const double exp_error = half ? kExpErrorHalf : kExpErrorFloat, floor = 2 * storing + exp_error * largest_value;
+  return {.max = max_factor * naive.max + floor,
+          .mean = mean_factor * naive.mean + floor / 4,
+          .lse_absolute = half ? 1.5 * kExpErrorHalf : 4 * kExpErrorFloat,
+          .lse_relative = 0x1p-21};  // four roundings of a float of the logits' size
+}
+
+}  // namespace
+
+ErrorStats compare(const std::vector<float>& actual, const std::vector<float>& expected) {
+  check(actual.size() == expected.size(), "conformance.size", "expected {} values, got {}", expected.size(), actual.size());
+  ErrorStats stats;
+  double sum = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const double a = actual[i], b = expected[i];
+    double error = std::abs(a - b);
+    if (a == b || (std::isnan(a) && std::isnan(b))) error = 0;
+    if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
+    stats.max = std::max(stats.max, error);
+    sum += error;
+  }
+  stats.mean = actual.empty() ? 0 : sum / double(actual.size());
+  return stats;
+}
+
+std::vector<float> naive_attention(const CaseInputs& in) {
+  const AttentionSpec& spec = in.spec;
+  const int heads = spec.num_q_heads;
+  const std::vector<float> q = rounded(in.q, spec.q_dtype, {});
+  const std::vector<float> k = rounded(as_cached(in.k, spec.kv_dtype, in.k_scale), spec.q_dtype, in.k_scale);
+  const std::vector<float> v = rounded(as_cached(in.v, spec.kv_dtype, in.v_scale), spec.q_dtype, in.v_scale);
+  std::vector<float> out(size_t(in.num_tokens()) * heads * spec.head_dim_v);
+  NaiveRow row(in, k.data(), v.data());
+  int64_t token = 0, key = 0, mask = 0;
+  for (const CaseRequest& r : in.requests) {
+    for (int i = 0; i < r.q_len; ++i, ++token, mask += r.seq_len)
+      for (int h = 0; h < heads; ++h)
+        row.compute(r, i, h, &q[size_t((token * heads + h) * spec.head_dim_qk)], key,
+                    spec.mask.custom ? in.custom_mask.bytes.data() + mask : nullptr, &out[size_t((token * heads + h) * spec.head_dim_v)]);
+    key += r.seq_len;
+  }
+  return out;
+}
+
+Expected expect(const CaseInputs& in) {
+  RunOptions options;
+  options.block_size = in.spec.block_size;
+  options.poison = Poison::nan;
+  options.out_dtype = DType::f32;
+  options.check_cache = false;
+  RunResult law = run_case(reference_backend(), probe_cpu(), in, options);
+  return expect(in, std::move(law.out), std::move(law.lse));
+}
+
+Expected expect(const CaseInputs& in, std::vector<float> out, std::vector<float> lse) {
+  Expected expected{.out = std::move(out), .lse = std::move(lse), .naive = {}, .bounds = {}};
+  expected.naive = compare(naive_attention(in), expected.out);
+  expected.bounds = bounds_of(in, expected.out, expected.naive);
+  return expected;
+}
+
+Judgement judge(const Expected& expected, const RunResult& result) {
+  const Bounds& bounds = expected.bounds;
+  Judgement j{.out = compare(result.out, expected.out), .lse = 0, .failure = {}};
+  if (!expected.lse.empty()) {
+    check(result.lse.size() == expected.lse.size(), "conformance.size", "expected {} values, got {}", expected.lse.size(),
+          result.lse.size());
+    for (size_t i = 0; i < expected.lse.size(); ++i) {
+      const double a = result.lse[i], b = expected.lse[i];
+      if (a == b) continue;
+      const double share = std::abs(a - b) / (bounds.lse_absolute + bounds.lse_relative * std::abs(b));
+      j.lse = std::max(j.lse, std::isfinite(a) && std::isfinite(b) ? share : std::numeric_limits<double>::infinity());
+    }
+  }
+  // Negated, so that a NaN fails.
+  if (!result.violations.empty())
+    j.failure = result.violations.front();
+  else if (!(j.out.max <= bounds.max))
+    j.failure = fmt::format("max error {:.3g} is above {:.3g} (naive: {:.3g})", j.out.max, bounds.max, expected.naive.max);
+  else if (!(j.out.mean <= bounds.mean))
+    j.failure = fmt::format("mean error {:.3g} is above {:.3g} (naive: {:.3g})", j.out.mean, bounds.mean, expected.naive.mean);
+  else if (!(j.lse <= 1))
+    j.failure = fmt::format("log-sum-exp error is {:.3g} times what is allowed", j.lse);
+  return j;
+}
+
+}  // namespace imbrex

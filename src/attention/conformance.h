@@ -1,0 +1,47 @@
+#pragma once
+// The tolerance rule: how far a backend may be from float64, measured against a naive implementation in the case's own dtype.
+// Used by the conformance tests, `imbrex verify`, `imbrex run --verify` and the bench.
+#include <string>
+#include <vector>
+
+#include "attention/case_inputs.h"
+#include "attention/case_runner.h"
+
+namespace imbrex {
+
+struct ErrorStats {
+  double max = 0, mean = 0;  // of |actual - expected|; infinite when only one of the two is NaN or infinite
+};
+ErrorStats compare(const std::vector<float>& actual, const std::vector<float>& expected);
+
+// Attention as one would write it in a framework in q_dtype: logits rounded to q_dtype after q.k and after the soft cap, softmax in
+// float, probabilities rounded to q_dtype, their product with v accumulated in float and rounded to q_dtype. Keys and values are what
+// the cache holds, times the scale, rounded to q_dtype. Returns out [T, num_q_heads, head_dim_v].
+std::vector<float> naive_attention(const CaseInputs&);
+
+// max <= 2x and mean <= 1.5x the naive implementation's error (soft cap: 3x the maximum; fp8 cache: 4x and 3x), the factors of
+// FlashAttention-3's tests, plus a floor: twice what storing the expected value + 0.3 in q_dtype loses (theirs too) and, because a
+// kernel's exponential is not the C library's, kExpError times the largest value. The mean gets a quarter of the floor.
+// The log-sum-exp has no naive version: float arithmetic on exact products leaves only the exponential's error and rounding.
+struct Bounds {
+  double max = 0, mean = 0;
+  double lse_absolute = 0, lse_relative = 0;
+};
+
+struct Expected {
+  std::vector<float> out, lse;  // lse empty: not compared
+  ErrorStats naive;
+  Bounds bounds;
+};
+Expected expect(const CaseInputs&);                                                  // computed by the reference backend
+Expected expect(const CaseInputs&, std::vector<float> out, std::vector<float> lse);  // given, as in a case file
+
+struct Judgement {
+  ErrorStats out;
+  double lse = 0;       // largest error of the log-sum-exp, as a share of what is allowed
+  std::string failure;  // empty: it passed
+  bool pass() const { return failure.empty(); }
+};
+Judgement judge(const Expected&, const RunResult&);
+
+}  // namespace imbrex

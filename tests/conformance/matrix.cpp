@@ -1,0 +1,135 @@
+// See matrix.h.
+#include "matrix.h"
+
+#include <set>
+
+#include "imbrex/error.h"
+
+namespace imbrex::test {
+namespace {
+
+std::map<std::string, Totals>& mutable_totals() {
+  static std::map<std::string, Totals> totals;
+  return totals;
+}
+
+// The kernels a backend uses on a device, as its plans print them; empty when it runs nothing of the table there.
+std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvFormat format) {
+  const Target target{.backend = &backend, .device = device, .kv_format = format};
+  for (const Case& c : cases()) {
+    if (!runs(c, target)) continue;
+    RunOptions options;
+    options_for(c, target, options);
+    AttentionSpec spec = c.spec;
+    spec.kv_format = format;
+    spec.block_size = options.block_size;
+    const std::string text = backend.plan(spec, device, {.limits = {1, 1, 1}, .threads = {}})->str();
+    return text.substr(0, text.find(':'));
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string Target::name() const {
+  std::string name = std::string(backend->name()) + "__" + to_string(device.isa);
+  if (kv_format != KvFormat::strided) name += std::string("__") + to_string(kv_format);
+  return name;
+}
+
+std::vector<DeviceInfo> test_devices() {
+  const DeviceInfo probed = probe_cpu();
+  std::vector<DeviceInfo> devices;
+  for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx_emulated, CpuIsa::amx}) {
+    const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&
+                          __builtin_cpu_supports("avx512bf16");
+    if (isa > probed.isa && !emulated) continue;
+    if (isa == CpuIsa::amx_emulated && !emulated) continue;
+    devices.push_back(probed);
+    devices.back().isa = isa;
+  }
+  return devices;
+}
+
+const std::vector<Target>& targets() {
+  static const std::vector<Target> all = [] {
+    std::vector<Target> result;
+    for (const Backend* backend : backends())
+      for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed}) {
+        std::set<std::string> seen;
+        for (const DeviceInfo& device : test_devices()) {
+          const std::string kernels = kernels_of(*backend, device, format);
+          if (!kernels.empty() && seen.insert(kernels).second)
+            result.push_back({.backend = backend, .device = device, .kv_format = format});
+        }
+      }
+    return result;
+  }();
+  return all;
+}
+
+bool options_for(const Case& c, const Target& target, RunOptions& options) {
+  options = default_options(c);
+  options.kv_format = target.kv_format;
+  if (target.kv_format == KvFormat::strided) return true;
+  if (c.spec.block_size == 0) return false;
+  options.block_size = (c.spec.block_size + 15) / 16 * 16;
+  AttentionSpec spec = c.spec;
+  spec.kv_format = target.kv_format;
+  spec.block_size = options.block_size;
+  try {
+    spec.validate();
+  } catch (const Error&) {
+    return false;
+  }
+  return true;
+}
+
+bool runs(const Case& c, const Target& target) {
+  RunOptions options;
+  if (!options_for(c, target, options)) return false;
+  AttentionSpec spec = c.spec;
+  spec.kv_format = target.kv_format;
+  spec.block_size = options.block_size;
+  return target.backend->unsupported(spec, target.device).empty();
+}
+
+std::vector<Combination> combinations() {
+  std::vector<Combination> all;
+  mutable_totals().clear();
+  for (const Case& c : cases())
+    for (const Target& target : targets()) {
+      Totals& totals = mutable_totals()[target.name()];
+      RunOptions options;
+      if (!options_for(c, target, options)) {
+        ++totals.refused["(not a case of this KV format)"];
+        continue;
+      }
+      AttentionSpec spec = c.spec;
+      spec.kv_format = target.kv_format;
+      spec.block_size = options.block_size;
+      const auto reasons = target.backend->unsupported(spec, target.device);
+      if (!reasons.empty()) {
+        ++totals.refused[reasons.front().code];
+        continue;
+      }
+      ++totals.run;
+      all.push_back({.c = &c, .target = &target});
+    }
+  return all;
+}
+
+const std::map<std::string, Totals>& totals() { return mutable_totals(); }
+
+const Prepared& prepare(const Case& c) {
+  static const Case* last = nullptr;
+  static Prepared prepared;
+  if (last != &c) {
+    prepared.inputs = make_inputs(c);
+    prepared.expected = expect(prepared.inputs);
+    last = &c;
+  }
+  return prepared;
+}
+
+}  // namespace imbrex::test

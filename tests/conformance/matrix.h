@@ -1,0 +1,49 @@
+#pragma once
+// Which (case, backend, instruction set, KV format) combinations this machine can run; the conformance tests walk over them.
+#include <map>
+#include <string>
+#include <vector>
+
+#include "attention/case_runner.h"
+#include "attention/cases.h"
+#include "attention/conformance.h"
+#include "imbrex/select.h"
+
+namespace imbrex::test {
+
+struct Target {
+  const Backend* backend = nullptr;
+  DeviceInfo device;
+  KvFormat kv_format = KvFormat::strided;
+  std::string name() const;  // "cpu_avx512__avx2", "cpu_amx__amx__amx_packed"
+};
+
+struct Combination {
+  const Case* c = nullptr;
+  const Target* target = nullptr;
+  std::string name() const { return c->name + "__" + target->name(); }
+};
+
+struct Totals {
+  int run = 0;
+  std::map<std::string, int> refused;  // reason code -> cases
+};
+
+// This CPU once for every instruction set it can run, amx_emulated included.
+std::vector<DeviceInfo> test_devices();
+// Every backend on every device that changes its kernels, in every KV format.
+const std::vector<Target>& targets();
+// The options that run a case in a target's format; nothing when the format cannot hold the case.
+bool options_for(const Case&, const Target&, RunOptions&);
+bool runs(const Case&, const Target&);
+// Case by case, so that the expected result of one case serves all its combinations.
+std::vector<Combination> combinations();
+const std::map<std::string, Totals>& totals();  // by target; filled by combinations()
+
+struct Prepared {
+  CaseInputs inputs;
+  Expected expected;
+};
+const Prepared& prepare(const Case&);  // keeps the last one
+
+}  // namespace imbrex::test
