@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 step=${1:-all}
 
 if [ "$step" = all ] || [ "$step" = format ]; then
-  find include src tests bench -name '*.cpp' -o -name '*.h' -o -name '*.hpp' | sort | xargs clang-format --dry-run -Werror
+  find include src tests bench -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' | sort | xargs clang-format --dry-run -Werror
 fi
 if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py
