@@ -1,0 +1,61 @@
+// Families that imbrex knows by name and refuses: what each waits for; used by parse_model_config().
+#include <algorithm>
+
+#include "model/families.h"
+
+namespace imbrex {
+
+namespace {
+
+constexpr std::string_view kMla = kWaitsForMla;
+constexpr std::string_view kLinear = kWaitsForLinear;
+constexpr std::string_view kSparse = "sparse attention (an indexer picks the keys of each query) on top of MLA";
+constexpr std::string_view kLinearMla = "linear layers (a recurrent state instead of a KV cache) and MLA";
+constexpr std::string_view kBlocks = "layers that differ in heads from block to block (block_configs)";
+
+constexpr LaterFamily kLater[] = {
+    {"deepseek_v2", kMla},
+    {"deepseek_v3", kMla},
+    {"deepseek_vl_v2", kMla},
+    {"kimi_k2", kMla},
+    {"kimi_k25", kMla},
+    {"kimi_vl", kMla},
+    {"glm4_moe_lite", kMla},
+    {"longcat_flash", kMla},
+    {"minicpm3", kMla},
+    {"deepseek_v32", kSparse},
+    {"glm_moe_dsa", kSparse},
+    {"deepseek_v4", "compressed sparse attention (shared keys and values, compressed at a ratio that differs by layer)"},
+    {"qwen3_next", kLinear},
+    {"qwen3_5", kLinear},
+    {"qwen3_5_text", kLinear},
+    {"qwen3_5_moe", kLinear},
+    {"qwen3_5_moe_text", kLinear},
+    {"minimax", kLinear},
+    {"minimax_m1", kLinear},
+    {"minimax_text_01", kLinear},
+    {"jamba", kLinear},
+    {"nemotron_h", kLinear},
+    {"zamba", kLinear},
+    {"zamba2", kLinear},
+    {"mamba", kLinear},
+    {"mamba2", kLinear},
+    {"falcon_mamba", kLinear},
+    {"falcon_h1", kLinear},
+    {"bamba", kLinear},
+    {"granitemoehybrid", kLinear},
+    {"lfm2", kLinear},
+    {"recurrent_gemma", kLinear},
+    {"rwkv", kLinear},
+    {"kimi_linear", kLinearMla},
+    {"nemotron-nas", kBlocks},
+};
+
+}  // namespace
+
+const LaterFamily* find_later_family(std::string_view model_type) {
+  const auto it = std::find_if(std::begin(kLater), std::end(kLater), [&](const LaterFamily& f) { return f.model_type == model_type; });
+  return it == std::end(kLater) ? nullptr : it;
+}
+
+}  // namespace imbrex

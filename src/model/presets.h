@@ -1,0 +1,10 @@
+#pragma once
+// The two halves of the preset table, joined by model_presets().
+#include "imbrex/model.h"
+
+namespace imbrex {
+
+std::span<const ModelPreset> decoder_presets();
+std::span<const ModelPreset> other_presets();
+
+}  // namespace imbrex

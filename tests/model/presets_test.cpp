@@ -1,0 +1,164 @@
+// Every preset that imbrex runs against the facts known of the model; the facts come from another source than the presets.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+
+#include "expect_error.h"
+#include "imbrex/model.h"
+
+namespace imbrex {
+namespace {
+
+struct Facts {
+  const char* name;
+  int hidden, layers, q_heads, kv_heads, qk_dim, v_dim;
+  int full, local;         // layers whose cache grows without bound, layers with a window or chunks
+  int window, chunk, cap;  // of the local layers; 0: none. The window counts the query itself
+  bool sinks;
+  double scale;                     // 0: 1 / sqrt(qk_dim)
+  int64_t layer_bytes, full_bytes;  // KV bytes a token in bf16: of one layer, of all full layers
+};
+
+// Models with an encoder list their decoder; BERT has no cache and so no full layer.
+constexpr Facts kFacts[] = {
+    {"llama-2-7b", 4096, 32, 32, 32, 128, 128, 32, 0, 0, 0, 0, false, 0, 16384, 524288},
+    {"llama-2-70b", 8192, 80, 64, 8, 128, 128, 80, 0, 0, 0, 0, false, 0, 4096, 327680},
+    {"llama-3.1-8b", 4096, 32, 32, 8, 128, 128, 32, 0, 0, 0, 0, false, 0, 4096, 131072},
+    {"llama-3.3-70b", 8192, 80, 64, 8, 128, 128, 80, 0, 0, 0, 0, false, 0, 4096, 327680},
+    {"llama-3.1-405b", 16384, 126, 128, 8, 128, 128, 126, 0, 0, 0, 0, false, 0, 4096, 516096},
+    {"llama-3.2-1b", 2048, 16, 32, 8, 64, 64, 16, 0, 0, 0, 0, false, 0, 2048, 32768},
+    {"llama-3.2-3b", 3072, 28, 24, 8, 128, 128, 28, 0, 0, 0, 0, false, 0, 4096, 114688},
+    {"llama-4-scout", 5120, 48, 40, 8, 128, 128, 12, 36, 0, 8192, 0, false, 0, 4096, 49152},
+    {"mistral-7b-v0.1", 4096, 32, 32, 8, 128, 128, 0, 32, 4096, 0, 0, false, 0, 4096, 0},
+    {"mixtral-8x7b", 4096, 32, 32, 8, 128, 128, 32, 0, 0, 0, 0, false, 0, 4096, 131072},
+    {"mistral-nemo-12b", 5120, 40, 32, 8, 128, 128, 40, 0, 0, 0, 0, false, 0, 4096, 163840},
+    {"ministral-3-3b", 3072, 26, 32, 8, 128, 128, 26, 0, 0, 0, 0, false, 0, 4096, 106496},
+    {"qwen2-0.5b", 896, 24, 14, 2, 64, 64, 24, 0, 0, 0, 0, false, 0, 512, 12288},
+    {"qwen2-7b", 3584, 28, 28, 4, 128, 128, 28, 0, 0, 0, 0, false, 0, 2048, 57344},
+    {"qwen2.5-72b", 8192, 80, 64, 8, 128, 128, 80, 0, 0, 0, 0, false, 0, 4096, 327680},
+    {"qwen3-0.6b", 1024, 28, 16, 8, 128, 128, 28, 0, 0, 0, 0, false, 0, 4096, 114688},
+    {"qwen3-8b", 4096, 36, 32, 8, 128, 128, 36, 0, 0, 0, 0, false, 0, 4096, 147456},
+    {"qwen3-32b", 5120, 64, 64, 8, 128, 128, 64, 0, 0, 0, 0, false, 0, 4096, 262144},
+    {"qwen3-30b-a3b", 2048, 48, 32, 4, 128, 128, 48, 0, 0, 0, 0, false, 0, 2048, 98304},
+    {"qwen3-235b-a22b", 4096, 94, 64, 4, 128, 128, 94, 0, 0, 0, 0, false, 0, 2048, 192512},
+    {"gemma-2b", 2048, 18, 8, 1, 256, 256, 18, 0, 0, 0, 0, false, 0, 1024, 18432},
+    {"gemma-2-2b", 2304, 26, 8, 4, 256, 256, 13, 13, 4096, 0, 50, false, 1 / 16.0, 4096, 53248},
+    {"gemma-2-9b", 3584, 42, 16, 8, 256, 256, 21, 21, 4096, 0, 50, false, 1 / 16.0, 8192, 172032},
+    {"gemma-2-27b", 4608, 46, 32, 16, 128, 128, 23, 23, 4096, 0, 50, false, 1 / 12.0, 8192, 188416},
+    {"gemma-3-1b", 1152, 26, 4, 1, 256, 256, 4, 22, 512, 0, 0, false, 1 / 16.0, 1024, 4096},
+    {"gemma-3-4b", 2560, 34, 8, 4, 256, 256, 5, 29, 1024, 0, 0, false, 1 / 16.0, 4096, 20480},
+    {"gemma-3-12b", 3840, 48, 16, 8, 256, 256, 8, 40, 1024, 0, 0, false, 1 / 16.0, 8192, 65536},
+    {"gemma-3-27b", 5376, 62, 32, 16, 128, 128, 10, 52, 1024, 0, 0, false, 1 / 12.9614814, 8192, 81920},
+    {"gpt-oss-20b", 2880, 24, 64, 8, 64, 64, 12, 12, 128, 0, 0, true, 0, 2048, 24576},
+    {"gpt-oss-120b", 2880, 36, 64, 8, 64, 64, 18, 18, 128, 0, 0, true, 0, 2048, 36864},
+    {"glm-4.5", 5120, 92, 96, 8, 128, 128, 92, 0, 0, 0, 0, false, 0, 4096, 376832},
+    {"glm-4.5-air", 4096, 46, 96, 8, 128, 128, 46, 0, 0, 0, 0, false, 0, 4096, 188416},
+    {"minimax-m2", 3072, 62, 48, 8, 128, 128, 62, 0, 0, 0, 0, false, 0, 4096, 253952},
+    {"phi-2", 2560, 32, 32, 32, 80, 80, 32, 0, 0, 0, 0, false, 0, 10240, 327680},
+    {"phi-3.5-mini", 3072, 32, 32, 32, 96, 96, 32, 0, 0, 0, 0, false, 0, 12288, 393216},
+    {"phi-4-mini", 3072, 32, 24, 8, 128, 128, 32, 0, 0, 0, 0, false, 0, 4096, 131072},
+    {"falcon-7b", 4544, 32, 71, 1, 64, 64, 32, 0, 0, 0, 0, false, 0, 256, 8192},
+    {"falcon-40b", 8192, 60, 128, 8, 64, 64, 60, 0, 0, 0, 0, false, 0, 2048, 122880},
+    {"falcon-rw-1b", 2048, 24, 32, 32, 64, 64, 24, 0, 0, 0, 0, false, 0, 8192, 196608},
+    {"bloom-7b1", 4096, 30, 32, 32, 128, 128, 30, 0, 0, 0, 0, false, 0, 16384, 491520},
+    {"bloom", 14336, 70, 112, 112, 128, 128, 70, 0, 0, 0, 0, false, 0, 57344, 4014080},
+    {"mpt-7b", 4096, 32, 32, 32, 128, 128, 32, 0, 0, 0, 0, false, 0, 16384, 524288},
+    {"starcoder2-7b", 4608, 32, 36, 4, 128, 128, 0, 32, 4096, 0, 0, false, 0, 2048, 0},
+    {"bert-base", 768, 12, 12, 12, 64, 64, 0, 0, 0, 0, 0, false, 0, 3072, 0},
+    {"bert-large", 1024, 24, 16, 16, 64, 64, 0, 0, 0, 0, 0, false, 0, 4096, 0},
+    {"t5-small", 512, 6, 8, 8, 64, 64, 6, 0, 0, 0, 0, false, 1.0, 2048, 12288},
+    {"bart-large", 1024, 12, 16, 16, 64, 64, 12, 0, 0, 0, 0, false, 0, 4096, 49152},
+    {"whisper-large-v3", 1280, 32, 20, 20, 64, 64, 32, 0, 0, 0, 0, false, 0, 5120, 163840},
+    {"whisper-tiny", 384, 4, 6, 6, 64, 64, 4, 0, 0, 0, 0, false, 0, 1536, 6144},
+    {"gpt-j-6b", 4096, 28, 16, 16, 256, 256, 28, 0, 0, 0, 0, false, 0, 16384, 458752},
+};
+
+void expect_facts(const Facts& facts) {
+  SCOPED_TRACE(facts.name);
+  const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
+  EXPECT_EQ(model.name, facts.name);
+  EXPECT_EQ(model.hidden_size, facts.hidden);
+  const bool encoder_only = model.layers[0].spec.kind == AttentionKind::encoder_only;
+  int layers = 0, full = 0, local = 0;
+  int64_t full_bytes = 0;
+  for (const ModelLayer& layer : model.layers) {
+    const AttentionSpec& spec = layer.spec;
+    EXPECT_EQ(spec.num_q_heads, facts.q_heads);
+    EXPECT_EQ(spec.num_kv_heads, facts.kv_heads);
+    EXPECT_EQ(spec.head_dim_qk, facts.qk_dim);
+    EXPECT_EQ(spec.head_dim_v, facts.v_dim);
+    EXPECT_EQ(spec.score.soft_cap, float(facts.cap));
+    EXPECT_EQ(spec.score.sinks, facts.sinks);
+    EXPECT_NEAR(spec.scale(), facts.scale != 0 ? facts.scale : 1 / std::sqrt(facts.qk_dim), 1e-6);
+    EXPECT_EQ(spec.kv_bytes_per_token(), facts.layer_bytes);
+    if (spec.kind != AttentionKind::decoder && !encoder_only) continue;
+    ++layers;
+    if (encoder_only) {
+      EXPECT_FALSE(spec.mask.causal);
+      EXPECT_EQ(layer.kv_group, -1);
+      continue;
+    }
+    EXPECT_TRUE(spec.mask.causal);
+    ASSERT_GE(layer.kv_group, 0);
+    const bool bounded = spec.mask.window_left >= 0 || spec.mask.chunk > 0;
+    bounded ? ++local : ++full;
+    if (bounded) {
+      EXPECT_EQ(spec.mask.window_left, facts.window - 1);
+      EXPECT_EQ(spec.mask.chunk, facts.chunk);
+    }
+  }
+  for (const KvGroup& group : model.kv_groups)
+    if (group.name == "full") full_bytes += group.bytes_per_token;
+  EXPECT_EQ(layers, facts.layers);
+  EXPECT_EQ(full, facts.full);
+  EXPECT_EQ(local, facts.local);
+  EXPECT_EQ(full_bytes, facts.full_bytes);
+}
+
+TEST(Presets, MatchTheFacts) {
+  for (const Facts& facts : kFacts) expect_facts(facts);
+}
+
+TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
+  std::set<std::string_view> checked{"gemma-4-class-default"};  // below: its layers differ in shape
+  for (const Facts& facts : kFacts) checked.insert(facts.name);
+  size_t later = 0;
+  for (const ModelPreset& preset : model_presets()) {
+    SCOPED_TRACE(preset.name);
+    const std::string code = test::error_code([&] { load_model(preset.name); });
+    if (checked.count(preset.name)) {
+      EXPECT_EQ(code, "nothing thrown");
+    } else {
+      EXPECT_EQ(code, "model.family.later");
+      ++later;
+    }
+  }
+  EXPECT_EQ(checked.size() + later, model_presets().size());
+  EXPECT_EQ(model_presets().size(), 67u);
+  EXPECT_EQ(later, 16u);
+}
+
+TEST(Presets, AreSortedAndNamedOnce) {
+  const auto presets = model_presets();
+  for (size_t i = 1; i < presets.size(); ++i) EXPECT_LT(presets[i - 1].name, presets[i].name);
+  std::set<std::string_view> ids;
+  for (const ModelPreset& preset : presets) EXPECT_TRUE(ids.insert(preset.hf_id).second) << preset.hf_id;
+}
+
+TEST(Presets, Gemma4HasTwoShapesOfLayers) {
+  const ModelSpec model = load_model("gemma-4-class-default");
+  ASSERT_EQ(model.layers.size(), 30u);
+  ASSERT_EQ(model.kv_groups.size(), 2u);
+  EXPECT_EQ(model.kv_groups[0].name, "window 512");
+  EXPECT_EQ(model.kv_groups[0].layers.size(), 25u);
+  EXPECT_EQ(model.kv_groups[1].name, "full");
+  EXPECT_EQ(model.kv_groups[1].layers, (std::vector<int>{5, 11, 17, 23, 29}));
+  EXPECT_EQ(model.layers[0].spec.head_dim_qk, 256);
+  EXPECT_EQ(model.layers[5].spec.head_dim_qk, 512);
+  EXPECT_EQ(model.layers[5].spec.scale(), 1.f);
+  EXPECT_EQ(model.kv_groups[1].bytes_per_token, 5 * 4 * (512 + 512) * 2);
+}
+
+}  // namespace
+}  // namespace imbrex
