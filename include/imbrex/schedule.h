@@ -19,9 +19,9 @@ struct SchedulePolicy {
 };
 
 struct Schedule {
-  std::vector<WorkItem> work;     // longest first
-  std::vector<MergeItem> merges;  // empty when nothing was split
-  int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
+  std::vector<WorkItem> work;      // longest first
+  std::vector<MergeItem> merges;   // empty when nothing was split
+  int num_partial_rows = 0;        // rows (token, split) of the partial buffers in use
   std::vector<WorkItem> unsorted;  // scratch, kept for its capacity
 };
 

@@ -7,10 +7,15 @@
 #include "imbrex/select.h"
 
 namespace imbrex {
+
+const Backend& cpu_amx();  // cpu/backend.cpp
+const Backend& cpu_avx512();
+const Backend& cpu_generic();
+
 namespace {
 
 // Built-in backends, best first.
-std::vector<const Backend*> built_in_backends() { return {&reference_backend()}; }
+std::vector<const Backend*> built_in_backends() { return {&cpu_amx(), &cpu_avx512(), &cpu_generic(), &reference_backend()}; }
 
 struct Registered {
   std::mutex mutex;

@@ -1,0 +1,19 @@
+#pragma once
+// T5's relative position bias: bucket of a distance, and the expansion to one bias per distance that the CPU kernels read.
+#include <vector>
+
+#include "imbrex/spec.h"
+
+namespace imbrex {
+
+// Bucket of distance = key position - query position. Half of the (one-sided) buckets are exact, the others logarithmic up to
+// relative_max_distance. Source: "Exploring the limits of transfer learning", section 2.1, and the released implementation.
+int relative_bucket(const ScoreMod&, int distance);
+
+// Distances beyond +-width/2 share the bias of the last one.
+int relative_bias_width(const ScoreMod&);
+
+// out [num_q_heads, width]: bias of head h at distance d is out[h * width + d + width / 2]. Checks the table's shape (run.relative_bias).
+void expand_relative_bias(const AttentionSpec&, const TensorView& table, std::vector<float>& out);
+
+}  // namespace imbrex

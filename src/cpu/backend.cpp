@@ -1,0 +1,77 @@
+// The CPU backends: one class, told apart by their limits and by the kernel table they hand to the plan.
+#include "imbrex/backend.h"
+
+#include "core/check.h"
+#include "cpu/plan.h"
+
+namespace imbrex {
+namespace {
+
+using cpu::Kernels;
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(std::string_view name, std::string_view description, CpuIsa needs) : name_(name), description_(description), needs_(needs) {}
+  std::string_view name() const override { return name_; }
+  std::string_view description() const override { return description_; }
+
+  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
+    std::vector<Reason> reasons;
+    const auto refuse = [&](std::string code, std::string wanted, std::string actual) {
+      reasons.push_back({std::move(code), std::move(wanted), std::move(actual)});
+    };
+    const bool amx = needs_ == CpuIsa::amx_emulated;
+    if (device.device.type != DeviceType::cpu) {
+      refuse("device.type", "cpu", to_string(device.device.type));
+    } else if (device.isa < needs_) {
+      std::string actual = to_string(device.isa);
+      if (!device.isa_note.empty()) actual += " (" + device.isa_note + ")";
+      refuse("device.isa", amx ? "amx" : to_string(needs_), std::move(actual));
+    }
+    if (!amx) {
+      if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
+      return reasons;
+    }
+    // Tile products take bf16 operands: f16 and f32 would lose bits that the caller paid for.
+    if (spec.q_dtype != DType::bf16) refuse("spec.q_dtype", "bf16", to_string(spec.q_dtype));
+    if (spec.kv_dtype == DType::f32 || spec.kv_dtype == DType::f16) {
+      refuse("spec.kv_dtype", "bf16, fp8_e4m3 or fp8_e5m2", to_string(spec.kv_dtype));
+    }
+    return reasons;
+  }
+
+  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    spec.validate();
+    const std::vector<Reason> reasons = unsupported(spec, device);
+    check(reasons.empty(), "backend.unsupported", "{} cannot run {}: {}", name_, spec.str(), reasons.empty() ? "" : reasons[0].str());
+    check(device.present, "backend.device_absent", "{} cannot make a runnable plan for {}, which is only described", name_, device.name);
+    return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
+  }
+
+ private:
+  const Kernels& kernels(CpuIsa isa) const {
+    if (needs_ == CpuIsa::generic) return isa >= CpuIsa::avx2 ? cpu::kernels_avx2 : cpu::kernels_generic;
+    if (needs_ == CpuIsa::avx512) return cpu::kernels_avx512;
+    return isa == CpuIsa::amx ? cpu::kernels_amx : cpu::kernels_amx_emulated;
+  }
+
+  std::string_view name_, description_;
+  CpuIsa needs_;
+};
+
+}  // namespace
+
+const Backend& cpu_amx() {
+  static const CpuBackend backend("cpu_amx", "bf16 tile products (AMX), softmax in their shadow", CpuIsa::amx_emulated);
+  return backend;
+}
+const Backend& cpu_avx512() {
+  static const CpuBackend backend("cpu_avx512", "fp32 register tiles (AVX-512), every element type", CpuIsa::avx512);
+  return backend;
+}
+const Backend& cpu_generic() {
+  static const CpuBackend backend("cpu_generic", "portable C++, also compiled for AVX2", CpuIsa::generic);
+  return backend;
+}
+
+}  // namespace imbrex

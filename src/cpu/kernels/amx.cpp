@@ -1,0 +1,9 @@
+// Kernel table `amx`: bf16 tile products on the AMX unit.
+#include "cpu/kernels/amx.inl"
+
+namespace imbrex::cpu {
+
+extern const Kernels kernels_amx;
+const Kernels kernels_amx = {"amx", kMaxRows, scratch_bytes, enter, leave, attention, merge, write_kv};
+
+}  // namespace imbrex::cpu

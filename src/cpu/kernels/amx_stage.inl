@@ -1,0 +1,213 @@
+// Keys and values of one block as tiles: pointers into a packed cache where it can be used as it is, staged copies elsewhere
+// (strided caches, fp8, groups that are only partly visible, blocks of 16 modulo 32 tokens).
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr int kGroups = kBlockKeys / 16;  // key groups of 16 keys
+constexpr int kChunks = kBlockKeys / 32;  // value groups of 32 keys
+
+// One block's tiles. keys[g]: `steps` tiles of 16 dim pairs x 16 keys. values[c]: `dim_tiles` tiles of 16 key pairs x 16 dims.
+struct BlockTiles {
+  const char* keys[kGroups];
+  const char* values[kChunks];
+};
+
+// Where staging writes, and the shape of what it writes.
+struct Stage {
+  int steps, dim_tiles;  // of K: padded dim / 32; of V: padded dim / 16
+  char *keys, *values;   // kGroups * steps KiB, kChunks * dim_tiles KiB
+  const char* zero;      // a row of zeros, and a key group of zeros
+  const char **key_rows, **value_rows;
+  char *key_compact, *value_compact;
+};
+
+// bf16 of 128 fp8 codes without sign: lower and upper bytes, each a table that vpermi2b looks up.
+struct Fp8Table {
+  alignas(64) u8 low[128], high[128];
+};
+constexpr Fp8Table make_fp8_table(int mantissa, int bias, bool has_infinity) {
+  Fp8Table t{};
+  for (int code = 0; code < 128; ++code) {
+    const int e = code >> mantissa, m = code & ((1 << mantissa) - 1), top = (128 >> mantissa) - 1;
+    u32 bits = 0;
+    if (has_infinity && e == top) {
+      bits = 0x7f80u | (m ? 0x40u : 0u);
+    } else if (!has_infinity && code == 127) {
+      bits = 0x7fc0u;
+    } else if (e > 0) {
+      bits = u32(e - bias + 127) << 7 | u32(m) << (7 - mantissa);
+    } else if (m > 0) {  // subnormal: shift the leading one into place
+      int shift = 0;
+      while (!(m << shift >> mantissa)) ++shift;
+      bits = u32(1 - bias - shift + 127) << 7 | (u32(m << shift) & ((1u << mantissa) - 1)) << (7 - mantissa);
+    }
+    t.low[code] = u8(bits & 0xff);
+    t.high[code] = u8(bits >> 8);
+  }
+  return t;
+}
+constexpr Fp8Table kE4m3Table = make_fp8_table(3, 7, false), kE5m2Table = make_fp8_table(2, 15, true);
+
+// 64 fp8 elements to 64 bf16 (exact: bf16 has more of both mantissa and exponent).
+IMBREX_INLINE void widen_fp8(vi codes, const Fp8Table& t, vi* first32, vi* last32) {
+  codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);  // unpacking works within 16 bytes
+  const vi low = _mm512_permutex2var_epi8(_mm512_load_si512(t.low), codes, _mm512_load_si512(t.low + 64));
+  vi high = _mm512_permutex2var_epi8(_mm512_load_si512(t.high), codes, _mm512_load_si512(t.high + 64));
+  high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (codes & sign)
+  *first32 = _mm512_unpacklo_epi8(low, high);
+  *last32 = _mm512_unpackhi_epi8(low, high);
+}
+inline void widen_tile(const char* from, const Fp8Table& t, int bytes, char* to) {
+  for (int i = 0; i < bytes; i += 64, to += 128) {
+    vi a, b;
+    widen_fp8(_mm512_loadu_si512(from + i), t, &a, &b);
+    _mm512_store_si512(to, a);
+    _mm512_store_si512(to + 64, b);
+  }
+}
+
+// 32 elements of a row (fewer at its end: the rest is zero) as bf16.
+template <int type>
+IMBREX_INLINE vi load_bf16(const char* row, int d, int dim) {
+  const __mmask32 m = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
+  if constexpr (type == kBf16) return _mm512_maskz_loadu_epi16(m, row + 2L * d);
+  vi a, b;
+  widen_fp8(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(m, row + d)), type == kE4m3 ? kE4m3Table : kE5m2Table, &a, &b);
+  return a;
+}
+
+template <int type>
+void stage_strided_keys(const Stage& s, int dim, int group) {
+  char* to = s.keys + long(group) * s.steps * 1024;
+  for (int k = 0; k < s.steps; ++k, to += 1024) {
+    vi r[16];
+    IMBREX_UNROLL(16)
+    for (int i = 0; i < 16; ++i) r[i] = load_bf16<type>(s.key_rows[group * 16 + i], 32 * k, dim);
+    transpose(r);
+    IMBREX_UNROLL(16)
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(to + 64 * i, r[i]);
+  }
+}
+
+IMBREX_INLINE vi interleave_index(int half) {
+  alignas(64) u16 index[32];
+  for (int i = 0; i < 32; ++i) index[i] = u16(half * 16 + i / 2 + (i % 2) * 32);
+  return _mm512_load_si512(index);
+}
+
+template <int type>
+void stage_strided_values(const Stage& s, int dim, int chunk) {
+  char* to = s.values + long(chunk) * s.dim_tiles * 1024;
+  const vi low = interleave_index(0), high = interleave_index(1);
+  for (int r = 0; r < 16; ++r) {
+    const char *even = s.value_rows[chunk * 32 + 2 * r], *odd = s.value_rows[chunk * 32 + 2 * r + 1];
+    for (int t = 0; t < s.dim_tiles; t += 2) {
+      const vi a = load_bf16<type>(even, 16 * t, dim), b = load_bf16<type>(odd, 16 * t, dim);
+      _mm512_store_si512(to + t * 1024 + r * 64, _mm512_permutex2var_epi16(a, low, b));
+      _mm512_store_si512(to + (t + 1) * 1024 + r * 64, _mm512_permutex2var_epi16(a, high, b));
+    }
+  }
+}
+
+void stage_strided(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
+  const int count = keys.hi - kb < kBlockKeys ? (keys.hi - kb + 31) / 32 * 32 : kBlockKeys;
+  find_rows(a, a.k, item.request, kv_head, kb, count, keys, s.zero, s.key_rows);
+  compact_rows(a.k, count, s.zero, s.key_rows, s.key_compact);
+  find_rows(a, a.v, item.request, kv_head, kb, count, keys, s.zero, s.value_rows);
+  compact_rows(a.v, count, s.zero, s.value_rows, s.value_compact);
+  for (int g = 0; g < kGroups; ++g) {
+    if (16 * g < count) {
+      if (a.k.type == kBf16) stage_strided_keys<kBf16>(s, a.k.dim, g);
+      if (a.k.type == kE4m3) stage_strided_keys<kE4m3>(s, a.k.dim, g);
+      if (a.k.type == kE5m2) stage_strided_keys<kE5m2>(s, a.k.dim, g);
+    }
+    out->keys[g] = s.keys + long(g) * s.steps * 1024;
+  }
+  for (int c = 0; c < kChunks; ++c) {
+    if (32 * c < count) {
+      if (a.v.type == kBf16) stage_strided_values<kBf16>(s, a.v.dim, c);
+      if (a.v.type == kE4m3) stage_strided_values<kE4m3>(s, a.v.dim, c);
+      if (a.v.type == kE5m2) stage_strided_values<kE5m2>(s, a.v.dim, c);
+    }
+    out->values[c] = s.values + long(c) * s.dim_tiles * 1024;
+  }
+}
+
+// 16 values (8 pair rows of every dim tile) of a packed block to one half of a staged group; pairs outside `keys` become zero.
+void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_head, int key, Visible keys, const Stage& s, char* to) {
+  if (key + 16 <= keys.lo || key >= keys.hi) {
+    for (int t = 0; t < s.dim_tiles; ++t) __builtin_memset(to + t * 1024, 0, 512);
+    return;
+  }
+  const long size = element_size(a.v.type);
+  const int offset = key % a.block_size, group = offset / 32 * 32;
+  const char* from = a.v.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.v.block_stride +
+                     kv_head * a.v.head_stride + long(group) * s.dim_tiles * 16 * size;
+  const bool tail = group + 32 > (a.block_size + 15) / 16 * 16;
+  const long tile_bytes = (tail ? 256 : 512) * size;
+  from += offset % 32 / 16 * 256 * size;
+  for (int t = 0; t < s.dim_tiles; ++t, from += tile_bytes) {
+    if (a.v.type == kBf16) {
+      for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + t * 1024 + i, _mm512_loadu_si512(from + i));
+    } else {
+      widen_tile(from, a.v.type == kE4m3 ? kE4m3Table : kE5m2Table, 256, to + t * 1024);
+    }
+  }
+  if (key >= keys.lo && key + 16 <= keys.hi) return;
+  for (int r = 0; r < 8; ++r) {
+    const int even = key + 2 * r;
+    const bool keep_even = even >= keys.lo && even < keys.hi, keep_odd = even + 1 >= keys.lo && even + 1 < keys.hi;
+    const vi keep = _mm512_set1_epi32(int((keep_even ? 0xffffu : 0u) | (keep_odd ? 0xffff0000u : 0u)));
+    for (int t = 0; t < s.dim_tiles; ++t) {
+      char* p = to + t * 1024 + r * 64;
+      _mm512_store_si512(p, _mm512_and_si512(_mm512_load_si512(p), keep));
+    }
+  }
+}
+
+// Hidden keys need no cleaning (their logits are replaced), hidden values do: a probability of zero times NaN is NaN.
+void stage_packed(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
+  const int* blocks = a.block_ids + a.block_start[item.request];
+  const long k_group_bytes = 512L * s.steps * element_size(a.k.type), v_group_bytes = 512L * s.dim_tiles * element_size(a.v.type);
+  for (int g = 0; g < kGroups; ++g) {
+    const int key = kb + 16 * g;
+    if (key + 16 <= keys.lo || key >= keys.hi) {
+      out->keys[g] = s.zero;
+      continue;
+    }
+    const char* from =
+        a.k.data + blocks[key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride + key % a.block_size / 16 * k_group_bytes;
+    if (a.k.type == kBf16) {
+      out->keys[g] = from;
+    } else {
+      char* to = s.keys + long(g) * s.steps * 1024;
+      widen_tile(from, a.k.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * s.steps, to);
+      out->keys[g] = to;
+    }
+  }
+  for (int c = 0; c < kChunks; ++c) {
+    const int key = kb + 32 * c;
+    if (a.v.type == kBf16 && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi) {
+      out->values[c] =
+          a.v.data + blocks[key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride + key % a.block_size / 32 * v_group_bytes;
+      continue;
+    }
+    char* to = s.values + long(c) * s.dim_tiles * 1024;
+    stage_half_group(a, item, kv_head, key, keys, s, to);
+    stage_half_group(a, item, kv_head, key + 16, keys, s, to + 512);
+    out->values[c] = to;
+  }
+}
+
+inline void stage_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s,
+                        BlockTiles* out) {
+  if (a.packed) {
+    stage_packed(a, item, kv_head, kb, keys, s, out);
+  } else {
+    stage_strided(a, item, kv_head, kb, keys, s, out);
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cpu

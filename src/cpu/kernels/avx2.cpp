@@ -1,0 +1,9 @@
+// Kernel table `avx2`: the portable kernels, compiled for AVX2 and FMA.
+#include "cpu/kernels/generic.inl"
+
+namespace imbrex::cpu {
+
+extern const Kernels kernels_avx2;
+const Kernels kernels_avx2 = {"avx2", kMaxRows, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+
+}  // namespace imbrex::cpu

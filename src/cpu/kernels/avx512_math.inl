@@ -1,0 +1,108 @@
+// Vector vocabulary of the AVX-512 and AMX kernels: exp2, tanh, transposition, loads of 16 elements of any type.
+#include <immintrin.h>
+
+namespace imbrex::cpu {
+namespace {
+
+typedef __m512 vf;
+typedef __m512i vi;
+
+#define IMBREX_INLINE inline __attribute__((always_inline))
+#define IMBREX_PRAGMA(x) _Pragma(#x)
+#ifdef __clang__
+#define IMBREX_UNROLL(n) IMBREX_PRAGMA(unroll n)
+#else
+#define IMBREX_UNROLL(n) IMBREX_PRAGMA(GCC unroll n)
+#endif
+
+// 2^x from the fraction in [0, 1) (imm 1 = floor, which vscalef needs). -inf gives 0, 0 gives exactly 1. Minimax, 2^0 exact.
+IMBREX_INLINE vf exp2_f32(vf x) {  // relative error 8e-8
+  const vf f = _mm512_reduce_ps(x, 1);
+  vf p = _mm512_set1_ps(0.00186713057f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.00901702925f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0557999139f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.24016445f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693151312f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, x);
+}
+IMBREX_INLINE vf exp2_bf16(vf x) {  // relative error 9e-5: a twentieth of the rounding to bf16 that follows
+  const vf f = _mm512_reduce_ps(x, 1);
+  vf p = _mm512_set1_ps(0.0770670732f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.227644957f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.695116794f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.f));
+  return _mm512_scalef_ps(p, x);
+}
+
+// 1 - 2 / (exp(2y) + 1); absolute error 1e-7.
+IMBREX_INLINE vf tanh_f32(vf y) {
+  const vf e = exp2_f32(_mm512_mul_ps(y, _mm512_set1_ps(2 * kLog2e)));
+  return _mm512_sub_ps(_mm512_set1_ps(1.f), _mm512_div_ps(_mm512_set1_ps(2.f), _mm512_add_ps(e, _mm512_set1_ps(1.f))));
+}
+
+IMBREX_INLINE __mmask16 first(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1); }
+
+// 16 x 16 transposition of 32-bit elements, in place.
+IMBREX_INLINE void transpose(vi r[16]) {
+  vi t[16];
+  IMBREX_UNROLL(8)
+  for (int i = 0; i < 8; ++i) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  IMBREX_UNROLL(4)
+  for (int i = 0; i < 4; ++i) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  IMBREX_UNROLL(4)
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  IMBREX_UNROLL(4)
+  for (int i = 0; i < 4; ++i) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+  }
+}
+
+// The 16 elements at p as floats; elements outside `lanes` are not read and come out as zero.
+template <int type>
+IMBREX_INLINE vf load16(const char* p, __mmask16 lanes) {
+  if constexpr (type == kF32) return _mm512_maskz_loadu_ps(lanes, p);
+  if constexpr (type == kF16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
+  if constexpr (type == kBf16) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
+  }
+  if constexpr (type == kE5m2) {  // the upper byte of an f16
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(lanes, p)), 8));
+  }
+  if constexpr (type == kE4m3) {  // as in convert.inl: shift into place, scale the exponent bias away, patch NaN
+    const vi b = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, p));
+    const vi magnitude = _mm512_and_si512(b, _mm512_set1_epi32(0x7f));
+    vi u = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), _mm512_set1_ps(0x1p120f)));
+    u = _mm512_mask_mov_epi32(u, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f)), _mm512_set1_epi32(0x7fc00000));
+    return _mm512_castsi512_ps(_mm512_or_si512(u, _mm512_slli_epi32(_mm512_and_si512(b, _mm512_set1_epi32(0x80)), 24)));
+  }
+}
+
+// f with its template argument taken from a run-time element type.
+#define IMBREX_BY_TYPE(type, f, ...)          \
+  switch (type) {                             \
+    case kF32: f<kF32>(__VA_ARGS__); break;   \
+    case kF16: f<kF16>(__VA_ARGS__); break;   \
+    case kBf16: f<kBf16>(__VA_ARGS__); break; \
+    case kE4m3: f<kE4m3>(__VA_ARGS__); break; \
+    default: f<kE5m2>(__VA_ARGS__); break;    \
+  }
+
+}  // namespace
+}  // namespace imbrex::cpu

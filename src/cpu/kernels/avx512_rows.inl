@@ -1,0 +1,126 @@
+// What the AVX-512 and AMX kernels do to one row of kBlockKeys logits, and to finished rows.
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr int kVecs = kBlockKeys / 16;
+constexpr float kLazy = 8.f;  // log2 units by which a row may outgrow its maximum before its sums are rescaled
+
+// Logits that are not just q.k * scale become so, in log2 units (the caller then goes on with scale 1).
+__attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row& row, int kb, float* const s[kVecs]) {
+  const vf lane = _mm512_cvtepi32_ps(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  for (int t = 0; t < kVecs; ++t) {
+    vf x = _mm512_mul_ps(_mm512_load_ps(s[t]), _mm512_set1_ps(row.scale));
+    if (a.soft_cap > 0.f) {
+      x = _mm512_mul_ps(tanh_f32(_mm512_mul_ps(x, _mm512_set1_ps(1.f / a.soft_cap))), _mm512_set1_ps(a.soft_cap));
+    }
+    const int distance = kb + 16 * t - row.position;  // of the first lane
+    if (row.slope != 0.f) x = _mm512_fmadd_ps(_mm512_set1_ps(row.slope), _mm512_add_ps(lane, _mm512_set1_ps(float(distance))), x);
+    if (row.bias) {
+      vi index = _mm512_add_epi32(_mm512_set1_epi32(distance), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+      index = _mm512_max_epi32(_mm512_min_epi32(index, _mm512_set1_epi32(a.bias_reach)), _mm512_set1_epi32(-a.bias_reach));
+      x = _mm512_add_ps(x, _mm512_i32gather_ps(index, row.bias, 4));
+    }
+    _mm512_store_ps(s[t], _mm512_mul_ps(x, _mm512_set1_ps(kLog2e)));
+  }
+}
+
+// Keys of a block that a row sees, 16 to a mask.
+IMBREX_INLINE void row_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
+  for (int t = 0; t < kVecs; ++t) {
+    const int j = kb + 16 * t;
+    seen[t] = first(row.hi - j) & ~first(row.lo - j);
+    if (row.custom && seen[t]) {
+      seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + j), _mm_set1_epi8(-1));
+    }
+  }
+}
+
+IMBREX_INLINE bool sees_all(const Row& row, int kb) { return row.lo <= kb && row.hi >= kb + kBlockKeys && !row.custom; }
+// Scales of zero or below would turn a hidden key's -inf around; they take the general path.
+IMBREX_INLINE bool is_plain(const AttentionParams& a, const Row& row) { return plain_logits(a) && row.scale > 0.f; }
+
+// (max, sum, out) of all keys before joins those of one split. Not inlined, so that items and merges run the same instructions.
+// The sums come reduced: merging is between complete splits.
+__attribute__((noinline)) void fold(float* into, float* into_max, float* into_sum, const float* part, float part_max, float part_sum,
+                                    int v) {
+  const float top = part_max > *into_max ? part_max : *into_max;
+  const float old_weight = exp2_exact(*into_max - top), new_weight = exp2_exact(part_max - top);
+  for (int d = 0; d < v; d += 16) {
+    const __mmask16 m = first(v - d);
+    const vf x = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, part + d), _mm512_set1_ps(new_weight));
+    _mm512_mask_storeu_ps(into + d, m, _mm512_fmadd_ps(_mm512_maskz_loadu_ps(m, into + d), _mm512_set1_ps(old_weight), x));
+  }
+  *into_sum = __builtin_fmaf(*into_sum, old_weight, part_sum * new_weight);
+  *into_max = top;
+}
+
+// Divides by the sum, joins the sink, writes output and LSE of one row.
+__attribute__((noinline)) void write_row(const AttentionParams& a, int token, int head, const float* out, float max, float sum) {
+  const int v = a.v.dim;
+  const float v_scale = a.v.scales ? a.v.scales[head / a.group * a.v.scale_stride] : 1.f;
+  float lse = -__builtin_inff(), factor = 0.f;
+  if (sum > 0.f) {
+    float weight = 1.f;
+    if (a.sinks) {
+      const float sink = a.sinks[head] * kLog2e, top = sink > max ? sink : max;
+      weight = exp2_exact(max - top);
+      sum = sum * weight + exp2_exact(sink - top);
+      max = top;
+    }
+    factor = weight / sum * v_scale;
+    lse = (max + __builtin_log2f(sum)) * kLn2;
+  } else if (sum != sum) {
+    factor = lse = sum;  // NaN among the visible keys
+  }
+  char* to = a.out + token * a.out_token_stride + head * a.out_head_stride;
+  const bool empty = factor == 0.f;
+  for (int d = 0; d < v; d += 16) {
+    const __mmask16 m = first(v - d), from = empty ? 0 : m;
+    const vf x = _mm512_mul_ps(_mm512_maskz_loadu_ps(from, out + d), _mm512_set1_ps(factor));
+    if (a.out_type == kF32) {
+      _mm512_mask_storeu_ps(to + 4L * d, m, x);
+    } else if (a.out_type == kF16) {
+      _mm256_mask_storeu_epi16(to + 2L * d, m, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    } else {
+      vi u = _mm512_castps_si512(x);
+      const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+      const vi odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+      u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+      u = _mm512_mask_mov_epi32(_mm512_srli_epi32(u, 16), nan, _mm512_set1_epi32(0x7fc0));
+      _mm256_mask_storeu_epi16(to + 2L * d, m, _mm512_cvtepi32_epi16(u));
+    }
+  }
+  if (a.lse) a.lse[token * a.lse_token_stride + head * a.lse_head_stride] = lse;
+}
+
+// A finished row of an item: to the output, or to the partial buffers.
+IMBREX_INLINE void finish_row(const AttentionParams& a, const WorkItem& item, const Row& row, const float* out, float max, float sum) {
+  if (item.partial < 0) {
+    write_row(a, row.token, row.head, out, max, sum);
+    return;
+  }
+  const long at = long(item.partial + row.token - item.q_begin) * a.num_q_heads + row.head;
+  __builtin_memcpy(a.partial_out + at * a.v.dim, out, 4ul * a.v.dim);
+  a.partial_state[2 * at] = max;
+  a.partial_state[2 * at + 1] = sum;
+}
+
+void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {
+  const int tokens = item.q_end - item.q_begin, v = a.v.dim;
+  float out[kMaxDim];
+  for (int t = 0; t < tokens; ++t) {
+    for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head) {
+      float max = kEmptyMax, sum = 0.f;
+      for (int d = 0; d < v; ++d) out[d] = 0.f;
+      for (int split = 0; split < item.num_splits; ++split) {
+        const long at = long(item.first_partial + split * tokens + t) * a.num_q_heads + head;
+        fold(out, &max, &sum, a.partial_out + at * v, a.partial_state[2 * at], a.partial_state[2 * at + 1], v);
+      }
+      write_row(a, item.q_begin + t, head, out, max, sum);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cpu

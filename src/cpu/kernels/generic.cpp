@@ -1,0 +1,9 @@
+// Kernel table `generic`: the portable kernels, compiled for any machine.
+#include "cpu/kernels/generic.inl"
+
+namespace imbrex::cpu {
+
+extern const Kernels kernels_generic;
+const Kernels kernels_generic = {"generic", kMaxRows, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+
+}  // namespace imbrex::cpu

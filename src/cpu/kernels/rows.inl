@@ -1,0 +1,112 @@
+// The rows of a work item (one for each query token and q head of the kv head's group), as every kernel file sees them.
+// A row's result is a function of its own query and keys alone: blocks of kBlockKeys at absolute positions, taken in order, folded at
+// multiples of kSplitKeys. That is what makes results independent of batch, prompt chunking, tiles and threads.
+
+namespace imbrex::cpu {
+namespace {
+
+struct Row {
+  int token, head;              // of the batch; q head
+  int position;                 // of the query among the request's keys
+  int lo, hi;                   // visible keys, custom mask aside
+  float scale;                  // of q.k, everything folded in but log2(e)
+  float slope;                  // ALiBi, natural log units
+  const float* bias;            // by distance, centred, or null
+  const unsigned char* custom;  // this query's bytes, or null
+};
+
+inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_head, Row* rows) {
+  const int r = item.request, q0 = a.query_start[r], q_len = a.query_start[r + 1] - q0, seq_len = a.seq_lens[r];
+  const float k_scale = a.k.scales ? a.k.scales[kv_head * a.k.scale_stride] : 1.f;
+  for (int t = item.q_begin; t < item.q_end; ++t) {
+    const int position = seq_len - q_len + (t - q0);
+    const Visible visible = visible_keys(a, position, seq_len);
+    for (int g = 0; g < a.group; ++g) {
+      const int head = kv_head * a.group + g;
+      Row& row = *rows++;
+      row.token = t;
+      row.head = head;
+      row.position = position;
+      row.lo = visible.lo;
+      row.hi = visible.hi;
+      row.scale = a.scale * k_scale * (a.head_scales ? a.head_scales[head] : 1.f);
+      row.slope = a.alibi_slopes ? a.alibi_slopes[head] : 0.f;
+      row.bias = a.bias_by_distance ? a.bias_by_distance + head * (2L * a.bias_reach + 1) + a.bias_reach : nullptr;
+      row.custom = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - q0) * seq_len : nullptr;
+    }
+  }
+}
+
+// True where a logit is q.k * scale and nothing else.
+inline bool plain_logits(const AttentionParams& a) { return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance; }
+
+// Keys that at least one row of the item sees: nothing else of the cache may be read, or multiplied even by zero (it may hold NaN).
+inline Visible item_keys(const WorkItem& item, const Row* rows, int num_rows) {
+  Visible keys = {item.kv_end, item.kv_begin};
+  for (int i = 0; i < num_rows; ++i) {
+    if (rows[i].lo >= rows[i].hi) continue;
+    keys.lo = rows[i].lo < keys.lo ? rows[i].lo : keys.lo;
+    keys.hi = rows[i].hi > keys.hi ? rows[i].hi : keys.hi;
+  }
+  keys.lo = keys.lo > item.kv_begin ? keys.lo : item.kv_begin;
+  keys.hi = keys.hi < item.kv_end ? keys.hi : item.kv_end;
+  return keys;
+}
+
+// rows[j] = where key (or value) kb + j of the request is; `zero` for keys outside `keys`, whose memory and table are not touched.
+inline void find_rows(const AttentionParams& a, const KvSide& side, int request, int kv_head, int kb, int count, Visible keys,
+                      const char* zero, const char** rows) {
+  const char* base = side.data + kv_head * side.head_stride;
+  for (int j = 0; j < count;) {
+    const int key = kb + j;
+    if (key < keys.lo || key >= keys.hi) {
+      rows[j++] = zero;
+      continue;
+    }
+    int run = keys.hi - key;
+    const char* p;
+    if (a.block_size == 0) {
+      p = base + (a.block_start[request] + key) * side.token_stride;
+    } else {
+      const int offset = key % a.block_size;
+      p = base + a.block_ids[a.block_start[request] + key / a.block_size] * side.block_stride + offset * side.token_stride;
+      run = run < a.block_size - offset ? run : a.block_size - offset;
+    }
+    for (; run > 0 && j < count; --run, ++j, p += side.token_stride) rows[j] = p;
+  }
+}
+
+// Rows whose elements are not neighbours are copied to `buffer` first: the slow way, for layouts that no engine uses on a CPU.
+inline void compact_rows(const KvSide& side, int count, const char* zero, const char** rows, char* buffer) {
+  const long size = element_size(side.type);
+  if (side.dim_stride == size) return;
+  for (int j = 0; j < count; ++j, buffer += side.dim * size) {
+    if (rows[j] == zero) continue;
+    for (int d = 0; d < side.dim; ++d) __builtin_memcpy(buffer + d * size, rows[j] + d * side.dim_stride, size);
+    rows[j] = buffer;
+  }
+}
+inline long compact_bytes(const KvSide& side) { return kBlockKeys * side.dim * element_size(side.type); }
+
+inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi : x; }
+
+// exp2 to 1e-7, exact for integers; 0 far below zero. Scalar, for merges and the portable kernels; loops over it vectorise.
+inline float exp2_exact(float x) {
+  const float clamped = x < -150.f ? -150.f : x > 127.f ? 127.f : x;
+  const float magic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float shifted = clamped + magic;
+  const float n = shifted - magic, f = clamped - n;
+  float p = 1.535336188e-4f;  // minimax on [-1/2, 1/2], relative error 1.7e-7 (Cephes exp2f)
+  p = p * f + 1.339887440e-3f;
+  p = p * f + 9.618437357e-3f;
+  p = p * f + 5.550332471e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472028e-1f;
+  p = p * f + 1.f;
+  // 2^n in two factors, so that results below 2^-126 come out as subnormals or zero.
+  const int i = int(n), half = i >> 1;
+  return p * as_float(u32(half + 127) << 23) * as_float(u32(i - half + 127) << 23);
+}
+
+}  // namespace
+}  // namespace imbrex::cpu

@@ -1,0 +1,104 @@
+#pragma once
+// What crosses into a CPU kernel: plain structs, no standard header, strides in bytes. Filled by cpu/plan.cpp, read by kernels/*.
+#include "imbrex/work.h"
+
+namespace imbrex::cpu {
+
+enum ElementType : int { kF32, kF16, kBf16, kE4m3, kE5m2 };  // the first five of DType, in its order
+
+constexpr int kBlockKeys = 128;   // keys a kernel works on at a time; blocks begin at multiples of it, counted from a request's first key
+constexpr int kSplitKeys = 4096;  // the running sums are folded at multiples of this, whether or not the item is split there
+constexpr float kLog2e = 1.44269504088896340736f;
+constexpr float kLn2 = 0.69314718055994530942f;
+constexpr float kEmptyMax = -1e30f;  // running maximum (in log2 units) of a row that has seen no key
+
+struct KvSide {  // keys or values of one layer
+  const char* data;
+  long block_stride, token_stride, head_stride, dim_stride;  // bytes; packed: block and head only
+  const float* scales;                                       // dequantisation, null: 1
+  int scale_stride;                                          // 0: one for all heads, 1: one for each
+  int type;                                                  // ElementType
+  int dim;                                                   // elements of a row
+};
+
+struct AttentionParams {
+  const char* q;
+  char* out;
+  float* lse;                                                             // or null
+  long q_token_stride, q_head_stride, out_token_stride, out_head_stride;  // bytes
+  long lse_token_stride, lse_head_stride;                                 // elements
+  int q_type, out_type;
+  KvSide k, v;
+  bool packed;     // KvFormat::amx_packed
+  int block_size;  // 0: ragged
+
+  const int* query_start;            // [num_reqs + 1]
+  const int* seq_lens;               // [num_reqs]
+  const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
+  const long* block_start;           // [num_reqs]; ragged: the request's first row
+  const unsigned char* custom_mask;  // or null
+  const long* custom_start;          // [num_reqs]: where the request's bytes begin
+
+  int num_q_heads, num_kv_heads, group;
+  float scale, soft_cap;  // soft_cap 0: off
+  bool causal;
+  int window_left, window_right, chunk;             // as in Mask
+  const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
+  const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
+  int bias_reach;
+
+  float* partial_out;    // [partial rows, num_q_heads, v.dim], not normalised
+  float* partial_state;  // [partial rows, num_q_heads, 2]: running maximum (log2 units), sum
+};
+
+struct WriteKvParams {
+  KvSide k, v;  // the cache; data is written
+  const char *src_k, *src_v;
+  long k_token_stride, k_head_stride, k_dim_stride, v_token_stride, v_head_stride, v_dim_stride;  // bytes
+  int src_type;
+  const long long* slots;
+  long slot_stride;  // elements
+  int block_size, num_kv_heads;
+  bool packed;
+};
+
+// The kernels of one instruction set. `attention` runs one work item for one kv head.
+struct Kernels {
+  const char* isa;
+  int row_tile;                                                 // rows (query token, q head) an item should have at most
+  long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
+  void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
+  void (*leave)();
+  void (*attention)(const AttentionParams&, const WorkItem&, int kv_head, char* scratch);
+  void (*merge)(const AttentionParams&, const MergeItem&, int kv_head);
+  void (*write_kv)(const WriteKvParams&, int token_begin, int token_end);
+};
+
+// Keys [lo, hi) that the query at position p sees, custom mask aside.
+struct Visible {
+  int lo, hi;
+};
+static inline Visible visible_keys(const AttentionParams& a, int p, int seq_len) {
+  long lo = 0, hi = seq_len;
+  if (a.causal && hi > p + 1L) hi = p + 1L;
+  if (a.window_right >= 0 && hi > p + 1L + a.window_right) hi = p + 1L + a.window_right;
+  if (a.window_left >= 0 && lo < long(p) - a.window_left) lo = long(p) - a.window_left;
+  if (a.chunk > 0) {
+    const long chunk_begin = p < 0 ? -1 : long(p) / a.chunk * a.chunk;
+    if (chunk_begin < 0) return {0, 0};
+    if (lo < chunk_begin) lo = chunk_begin;
+    if (hi > chunk_begin + a.chunk) hi = chunk_begin + a.chunk;
+  }
+  if (lo >= hi) return {0, 0};
+  return {int(lo), int(hi)};
+}
+
+// Where key (or value) row j of a request lies.
+static inline const char* kv_row(const AttentionParams& a, const KvSide& side, int request, int kv_head, int j) {
+  const char* base = side.data + kv_head * side.head_stride;
+  if (a.block_size == 0) return base + (a.block_start[request] + j) * side.token_stride;
+  const int block = a.block_ids[a.block_start[request] + j / a.block_size];
+  return base + block * side.block_stride + (j % a.block_size) * side.token_stride;
+}
+
+}  // namespace imbrex::cpu

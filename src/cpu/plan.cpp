@@ -1,0 +1,291 @@
+// See plan.h. Everything that depends on the batch happens in update(); run() checks shapes, fills one POD and starts the workers.
+#include "cpu/plan.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <thread>
+
+#include "attention/relative_bias.h"
+#include "core/check.h"
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr long kPage = 4096;
+constexpr int kWriteTokens = 32;              // tokens a worker takes at a time in write_kv
+constexpr long kSerialWriteBytes = 64 << 10;  // below this, waking the pool costs more than the copy
+
+static_assert(int(DType::f32) == kF32 && int(DType::f16) == kF16 && int(DType::bf16) == kBf16 && int(DType::fp8_e4m3) == kE4m3 &&
+              int(DType::fp8_e5m2) == kE5m2);
+
+void invoke(const ParallelFor& threads, ParallelFor::Body body, void* argument) {
+  if (threads.invoke != nullptr && threads.num_workers > 1) {
+    threads.invoke(threads.context, threads.num_workers, body, argument);
+  } else {
+    body(argument, 0);
+  }
+}
+
+KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, int dim) {
+  KvSide side{};
+  side.data = t.as<const char>();
+  const long size = size_of(t.dtype);
+  if (spec.kv_format == KvFormat::amx_packed) {
+    side.block_stride = t.stride(0) * size;
+    side.head_stride = t.stride(1) * size;
+  } else if (spec.block_size == 0) {
+    side.token_stride = t.stride(0) * size;
+    side.head_stride = t.stride(1) * size;
+    side.dim_stride = t.stride(2) * size;
+  } else {
+    side.block_stride = t.stride(0) * size;
+    side.token_stride = t.stride(1) * size;
+    side.head_stride = t.stride(2) * size;
+    side.dim_stride = t.stride(3) * size;
+  }
+  side.scales = scale.as<const float>();
+  side.scale_stride = !scale.empty() && scale.size(0) > 1 ? int(scale.stride(0)) : 0;
+  side.type = int(spec.kv_dtype);
+  side.dim = dim;
+  return side;
+}
+
+void check_tokens(const TensorView& t, const char* name, std::string_view code, DType dtype, int64_t tokens, int64_t heads, int64_t dim) {
+  check(t.rank == 3 && t.dtype == dtype && t.device.type == DeviceType::cpu && t.size(0) >= tokens && t.size(1) == heads &&
+            t.size(2) == dim && (t.data != nullptr || tokens == 0),
+        code, "{}: expected {}[>= {}, {}, {}] on cpu, got {}", name, to_string(dtype), tokens, heads, dim, t.str());
+}
+
+const float* head_vector(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads) {
+  check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
+  if (!wanted) return nullptr;
+  check(t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1, code, "{}: expected contiguous f32[{}], got {}",
+        name, num_heads, t.str());
+  return t.as<const float>();
+}
+
+}  // namespace
+
+Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec& spec, const PlanOptions& options)
+    : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {
+  const int group = spec.group_size();
+  policy_.tile_q = std::max(1, kernels.row_tile / group);
+  policy_.tile_kv = kBlockKeys;
+  policy_.split_kv = kSplitKeys;
+  policy_.split_max_q = std::max(1, std::min(16, policy_.tile_q));
+  policy_.balanced = options.balanced;
+  // Every item is run for all heads, so fewer items than threads are enough.
+  policy_.num_workers = (options.threads.num_workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
+  query_start_.reserve(size_t(options.limits.max_num_reqs) + 1);
+  seq_lens_.reserve(options.limits.max_num_reqs);
+  block_start_.reserve(options.limits.max_num_reqs);
+
+  AttentionParams shape{};
+  shape.q_type = int(spec.q_dtype);
+  shape.k.dim = spec.head_dim_qk;
+  shape.v.dim = spec.head_dim_v;
+  shape.k.type = shape.v.type = int(spec.kv_dtype);
+  shape.packed = spec.kv_format == KvFormat::amx_packed;
+  shape.group = group;
+  scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
+  scratch_memory_ = std::make_unique_for_overwrite<char[]>(scratch_bytes_ * std::max(1, options.threads.num_workers) + kPage);
+  scratch_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scratch_memory_.get()) + kPage - 1) / kPage * kPage);
+  if (spec.score.relative_buckets > 0) bias_by_distance_.resize(size_t(spec.num_q_heads) * relative_bias_width(spec.score));
+}
+
+void Plan::update(const Batch& batch, Stream) {
+  if (options_.validate) validate(batch, spec_, options_.limits, -1);
+  const int num_reqs = batch.num_reqs();
+  query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
+  seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+  num_tokens_ = batch.num_tokens();
+  slot_mapping_ = batch.slot_mapping;
+  custom_mask_ = batch.custom_mask;
+  block_start_.resize(num_reqs);
+  if (spec_.block_size == 0) {
+    block_ids_ = {};
+    for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_start_loc.as<const int>()[r];
+  } else if (!batch.block_table.empty()) {
+    block_ids_ = batch.block_table;
+    for (int r = 0; r < num_reqs; ++r) block_start_[r] = r * batch.block_table.stride(0);
+  } else {
+    block_ids_ = batch.kv_indices;
+    for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_indptr.as<const int>()[r];
+  }
+  if (spec_.mask.custom) {
+    custom_start_.resize(num_reqs);
+    long start = 0;
+    for (int r = 0; r < num_reqs; ++r) {
+      custom_start_[r] = start;
+      start += long(batch.query_len(r)) * batch.seq_lens[r];
+    }
+  }
+  schedule(batch, spec_.mask, policy_, schedule_);
+  const size_t rows = size_t(schedule_.num_partial_rows) * spec_.num_q_heads;
+  if (partial_state_.size() < rows * 2) {
+    partial_state_.resize(rows * 2);
+    partial_out_.resize(rows * spec_.head_dim_v);
+  }
+}
+
+AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
+  const int heads = spec_.num_q_heads;
+  check_tokens(in.q, "q", "run.q", spec_.q_dtype, num_tokens_, heads, spec_.head_dim_qk);
+  const DType out_dtype = out.out.dtype == DType::f32 ? DType::f32 : spec_.q_dtype;
+  check_tokens(out.out, "out", "run.out", out_dtype, num_tokens_, heads, spec_.head_dim_v);
+  check(num_tokens_ == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
+        "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
+  in.kv.validate(spec_);
+
+  AttentionParams a{};
+  const long q_size = size_of(in.q.dtype), out_size = size_of(out_dtype);
+  a.q = in.q.as<const char>();
+  a.q_token_stride = in.q.stride(0) * q_size;
+  a.q_head_stride = in.q.stride(1) * q_size;
+  a.q_type = int(in.q.dtype);
+  a.out = out.out.as<char>();
+  a.out_token_stride = out.out.stride(0) * out_size;
+  a.out_head_stride = out.out.stride(1) * out_size;
+  a.out_type = int(out_dtype);
+  if (!out.lse.empty()) {
+    check(out.lse.rank == 2 && out.lse.dtype == DType::f32 && out.lse.size(0) >= num_tokens_ && out.lse.size(1) == heads, "run.lse",
+          "lse: expected f32[>= {}, {}], got {}", num_tokens_, heads, out.lse.str());
+    a.lse = out.lse.as<float>();
+    a.lse_token_stride = out.lse.stride(0);
+    a.lse_head_stride = out.lse.stride(1);
+  }
+  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_, spec_.head_dim_qk);
+  a.v = kv_side(in.kv.v, in.kv.v_scale, spec_, spec_.head_dim_v);
+  a.packed = spec_.kv_format == KvFormat::amx_packed;
+  a.block_size = spec_.block_size;
+  a.query_start = query_start_.data();
+  a.seq_lens = seq_lens_.data();
+  a.block_ids = block_ids_.as<const int>();
+  a.block_start = block_start_.data();
+  if (spec_.mask.custom) {
+    a.custom_mask = custom_mask_.as<const unsigned char>();
+    a.custom_start = custom_start_.data();
+  }
+  a.num_q_heads = heads;
+  a.num_kv_heads = spec_.num_kv_heads;
+  a.group = spec_.group_size();
+  a.scale = spec_.scale();
+  a.soft_cap = spec_.score.soft_cap;
+  a.causal = spec_.mask.causal;
+  a.window_left = spec_.mask.window_left;
+  a.window_right = spec_.mask.window_right;
+  a.chunk = spec_.mask.chunk;
+  a.head_scales = head_vector(spec_.score.head_scales, in.head_scales, "head_scales", "run.head_scales", heads);
+  a.alibi_slopes = head_vector(spec_.score.alibi, in.alibi_slopes, "alibi_slopes", "run.alibi_slopes", heads);
+  a.sinks = head_vector(spec_.score.sinks, in.sinks, "sinks", "run.sinks", heads);
+  if (spec_.score.relative_buckets > 0) {
+    expand_relative_bias(spec_, in.relative_bias, bias_by_distance_);
+    a.bias_by_distance = bias_by_distance_.data();
+    a.bias_reach = relative_bias_width(spec_.score) / 2;
+  } else {
+    check(in.relative_bias.empty(), "run.relative_bias", "relative_bias is given, but the spec has no relative_buckets");
+  }
+  a.partial_out = partial_out_.data();
+  a.partial_state = partial_state_.data();
+  return a;
+}
+
+namespace {
+
+struct Run {
+  const AttentionParams& params;
+  const Kernels& kernels;
+  const Schedule& schedule;
+  char* scratch;
+  long scratch_bytes;
+  int num_tasks, num_merges;  // items times heads, merges times heads
+  std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
+
+  void work(int worker) {
+    const int heads = params.num_kv_heads;
+    kernels.enter();
+    for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+      kernels.attention(params, schedule.work[t / heads], t % heads, scratch + worker * scratch_bytes);
+      if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
+    }
+    kernels.leave();
+    if (num_merges == 0) return;
+    // Whoever took a task is running, so this wait ends; it is short because the longest items went first.
+    while (tasks_done.load(std::memory_order_acquire) < num_tasks) std::this_thread::yield();
+    for (int m; (m = next_merge.fetch_add(1, std::memory_order_relaxed)) < num_merges;) {
+      kernels.merge(params, schedule.merges[m / heads], m % heads);
+    }
+  }
+};
+
+struct Write {
+  const WriteKvParams& params;
+  const Kernels& kernels;
+  int num_tokens;
+  std::atomic<int> next{0};
+
+  void work() {
+    for (int t; (t = next.fetch_add(kWriteTokens, std::memory_order_relaxed)) < num_tokens;) {
+      kernels.write_kv(params, t, std::min(t + kWriteTokens, num_tokens));
+    }
+  }
+};
+
+}  // namespace
+
+void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
+  const AttentionParams a = params(in, out);
+  const int heads = spec_.num_kv_heads;
+  Run run{.params = a,
+          .kernels = kernels_,
+          .schedule = schedule_,
+          .scratch = scratch_,
+          .scratch_bytes = scratch_bytes_,
+          .num_tasks = int(schedule_.work.size()) * heads,
+          .num_merges = int(schedule_.merges.size()) * heads};
+  if (run.num_tasks == 0) return;
+  invoke(
+      options_.threads, [](void* r, int worker) { static_cast<Run*>(r)->work(worker); }, &run);
+}
+
+void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {
+  cache.validate(spec_);
+  const int heads = spec_.num_kv_heads;
+  const DType dtype = k.dtype == spec_.kv_dtype ? spec_.kv_dtype : spec_.q_dtype;
+  check_tokens(k, "k", "write_kv.k", dtype, num_tokens_, heads, spec_.head_dim_qk);
+  check_tokens(v, "v", "write_kv.v", dtype, num_tokens_, heads, spec_.head_dim_v);
+  check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
+  check(num_tokens_ == 0 || !slot_mapping_.empty(), "write_kv.slot_mapping",
+        "write_kv needs Batch::slot_mapping, none was given to update");
+  WriteKvParams w{};
+  w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
+  w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
+  w.src_k = k.as<const char>();
+  w.src_v = v.as<const char>();
+  const long size = size_of(dtype);
+  w.k_token_stride = k.stride(0) * size;
+  w.k_head_stride = k.stride(1) * size;
+  w.k_dim_stride = k.stride(2) * size;
+  w.v_token_stride = v.stride(0) * size;
+  w.v_head_stride = v.stride(1) * size;
+  w.v_dim_stride = v.stride(2) * size;
+  w.src_type = int(dtype);
+  w.slots = slot_mapping_.as<const long long>();
+  w.slot_stride = slot_mapping_.rank == 1 ? slot_mapping_.stride(0) : 1;
+  w.block_size = spec_.block_size;
+  w.num_kv_heads = heads;
+  w.packed = spec_.kv_format == KvFormat::amx_packed;
+  Write write{.params = w, .kernels = kernels_, .num_tokens = num_tokens_};
+  const long bytes = long(num_tokens_) * heads * (spec_.head_dim_qk + spec_.head_dim_v) * size;
+  const ParallelFor threads = bytes < kSerialWriteBytes ? ParallelFor{} : options_.threads;
+  invoke(
+      threads, [](void* x, int) { static_cast<Write*>(x)->work(); }, &write);
+}
+
+std::string Plan::str() const {
+  return fmt::format("{} ({}): {} work items x {} kv heads, {} merges", backend_, kernels_.isa, schedule_.work.size(), spec_.num_kv_heads,
+                     schedule_.merges.size());
+}
+
+}  // namespace imbrex::cpu
