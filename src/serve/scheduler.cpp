@@ -1,0 +1,412 @@
+// Continuous batching over paged KV caches (see scheduler.h).
+#include "serve/scheduler.h"
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+#include "core/check.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+int blocks_of(int64_t tokens, int block_size) { return int((tokens + block_size - 1) / block_size); }
+
+std::atomic<uint64_t> next_identity{1};
+
+}  // namespace
+
+struct Scheduler::Group {
+  Group(int num_blocks, const Mask& mask) : pool(num_blocks), window_left(mask.window_left), chunk(mask.chunk) {}
+  BlockPool pool;
+  int window_left, chunk;
+
+  bool limited() const { return window_left >= 0 || chunk > 0; }
+  // Blocks that a request can hold at once while its `tokens` are computed in pieces of at most `piece`.
+  int peak_blocks(int tokens, int piece, int block_size) const {
+    const int all = blocks_of(tokens, block_size);
+    if (!limited()) return all;
+    int64_t reach = std::numeric_limits<int>::max();  // keys before a query that it may see
+    if (window_left >= 0) reach = window_left;
+    if (chunk > 0) reach = std::min<int64_t>(reach, chunk - 1);
+    return int(std::min<int64_t>(all, (reach + std::min(tokens, piece) - 1) / block_size + 2));
+  }
+};
+
+struct Scheduler::Request {
+  struct Table {
+    std::vector<int32_t> blocks;  // entry per block of tokens
+    int first_held = 0;           // entries before it were given back, or never held
+    int published = 0;
+    int held() const { return int(blocks.size()) - first_held; }
+  };
+
+  const TraceRequest* trace = nullptr;
+  RequestRecord record;
+  int64_t stamp = -1;             // of this admission
+  int computed = 0;               // tokens whose k and v are in the caches
+  int ever_computed = 0;          // the same, before preemptions
+  int generated = 0;              // output tokens
+  int scheduled = 0;              // tokens of the step under way
+  bool admitted = false;          // ever
+  std::vector<BlockHash> hashes;  // of full blocks, as far as they were needed
+  std::vector<Table> tables;      // per group
+
+  int num_tokens() const { return trace->input_length + generated; }
+  int remaining() const { return num_tokens() - computed; }
+};
+
+Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options_(std::move(options)), identity_(next_identity++) {
+  imbrex::check(options_.max_num_batched_tokens >= 1, "scheduler.max_num_batched_tokens", "max_num_batched_tokens must be >= 1, is {}",
+                options_.max_num_batched_tokens);
+  imbrex::check(options_.max_num_seqs >= 1, "scheduler.max_num_seqs", "max_num_seqs must be >= 1, is {}", options_.max_num_seqs);
+  imbrex::check(options_.max_seq_len >= 2, "scheduler.max_seq_len", "max_seq_len must be >= 2, is {}", options_.max_seq_len);
+  imbrex::check(!model.kv_groups.empty(), "scheduler.groups", "{} must have at least one KV group, has none", model.name);
+  imbrex::check(options_.num_blocks.size() == model.kv_groups.size(), "scheduler.num_blocks",
+                "num_blocks must have one entry for each of the {} KV groups, has {}", model.kv_groups.size(), options_.num_blocks.size());
+  for (size_t g = 0; g < model.kv_groups.size(); ++g) {
+    const AttentionSpec& spec = model.layers[size_t(model.kv_groups[g].layers.front())].spec;
+    imbrex::check(spec.block_size >= 1, "scheduler.block_size", "group {} must have paged caches, has block_size {}",
+                  model.kv_groups[g].name, spec.block_size);
+    if (g == 0) block_size_ = spec.block_size;
+    imbrex::check(spec.block_size == block_size_, "scheduler.block_size.mixed", "all groups must have block_size {}, {} has {}",
+                  block_size_, model.kv_groups[g].name, spec.block_size);
+    groups_.emplace_back(options_.num_blocks[g], spec.mask);
+  }
+}
+Scheduler::~Scheduler() = default;
+
+const BlockPool& Scheduler::pool(int group) const { return groups_[size_t(group)].pool; }
+
+double Scheduler::occupancy(int group) const {
+  const BlockPool& p = pool(group);
+  return double(p.num_blocks() - p.num_free()) / double(p.num_blocks());
+}
+
+std::string Scheduler::too_long(const TraceRequest& request) const {
+  // The last output token is made, but nothing is computed from it.
+  const int64_t tokens = int64_t(request.input_length) + request.output_length - 1;
+  if (tokens > options_.max_seq_len) return fmt::format("{} tokens, max_seq_len is {}", tokens, options_.max_seq_len);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const int needed = groups_[g].peak_blocks(int(tokens), options_.max_num_batched_tokens, block_size_);
+    if (needed > groups_[g].pool.num_blocks()) {
+      return fmt::format("{} tokens need {} blocks of {} in KV group {}, which has {}", tokens, needed, block_size_, g,
+                         groups_[g].pool.num_blocks());
+    }
+  }
+  return {};
+}
+
+void Scheduler::add(const TraceRequest& request, int id, double arrival_s) {
+  imbrex::check(request.input_length >= 1 && request.output_length >= 1, "scheduler.request.length",
+                "request {}: input and output must be >= 1, are {} and {}", id, request.input_length, request.output_length);
+  imbrex::check(options_.prefix_block == 0 || request.prefix_ids.size() == size_t(blocks_of(request.input_length, options_.prefix_block)),
+                "scheduler.request.prefix_ids", "request {}: {} input tokens need {} prefix ids, got {}", id, request.input_length,
+                options_.prefix_block == 0 ? 0 : blocks_of(request.input_length, options_.prefix_block), request.prefix_ids.size());
+  imbrex::check(arrival_s >= last_arrival_, "scheduler.request.order", "request {}: arrival must be >= {} s, is {} s", id, last_arrival_,
+                arrival_s);
+  const std::string reason = too_long(request);
+  imbrex::check(reason.empty(), "scheduler.request.too_long", "request {} can never run: {}", id, reason);
+  auto r = std::make_unique<Request>();
+  r->trace = &request;
+  r->record = {.id = id,
+               .arrival_s = arrival_s,
+               .first_scheduled_s = 0,
+               .first_token_s = 0,
+               .last_token_s = 0,
+               .input_length = request.input_length,
+               .output_length = request.output_length};
+  r->tables.resize(groups_.size());
+  last_arrival_ = arrival_s;
+  future_.push_back(std::move(r));
+}
+
+std::optional<double> Scheduler::next_arrival() const {
+  if (future_.empty()) return std::nullopt;
+  return future_.front()->record.arrival_s;
+}
+
+void Scheduler::extend_hashes(Request& r, int tokens) const {
+  const size_t wanted = size_t(tokens / block_size_);
+  ids_.resize(size_t(block_size_));
+  while (r.hashes.size() < wanted) {
+    const int begin = int(r.hashes.size()) * block_size_;
+    for (int i = 0; i < block_size_; ++i) {
+      ids_[size_t(i)] = token_id(options_.seed, *r.trace, options_.prefix_block, r.record.id, begin + i);
+    }
+    r.hashes.push_back(hash_block(r.hashes.empty() ? 0 : r.hashes.back(), ids_));
+  }
+}
+
+// Blocks, counted from the first, that every group has cached as far as a query after them needs them. Groups without a window
+// need all of them; the others only those that the next query sees.
+int Scheduler::find_hit(const Request& r, int tokens) const {
+  const std::span<const BlockHash> hashes = std::span(r.hashes).first(size_t((tokens - 1) / block_size_));  // one token must be computed
+  int hit = int(hashes.size());
+  for (const Group& group : groups_) {
+    if (!group.limited()) hit = std::min(hit, group.pool.peek(hashes.first(size_t(hit))));
+  }
+  // Every missing block moves the hit in front of it, so that the walk is linear.
+  for (bool moved = true; moved && hit > 0;) {
+    moved = false;
+    for (const Group& group : groups_) {
+      if (!group.limited()) continue;
+      int first = first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_);
+      for (int j = hit - 1; j >= first; --j) {
+        if (group.pool.peek(hashes.subspan(size_t(j), 1)) == 1) continue;
+        hit = j;
+        first = first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_);
+        moved = true;
+      }
+    }
+  }
+  return hit;
+}
+
+// Blocks for the next `tokens`, in every group or in none. Gives back blocks that no later query of the request sees.
+bool Scheduler::reserve(Request& r, int tokens) {
+  const int wanted = blocks_of(int64_t(r.computed) + tokens, block_size_);
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    Request::Table& table = r.tables[g];
+    if (group.limited()) {
+      const int needed = std::min(first_needed_block(r.computed, group.window_left, group.chunk, block_size_), int(table.blocks.size()));
+      if (needed > table.first_held) {
+        group.pool.release(std::span(table.blocks).subspan(size_t(table.first_held), size_t(needed - table.first_held)));
+        table.first_held = needed;
+      }
+    }
+    if (wanted - int(table.blocks.size()) > group.pool.num_free()) return false;
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Request::Table& table = r.tables[g];
+    if (wanted > int(table.blocks.size())) groups_[g].pool.allocate(wanted - int(table.blocks.size()), table.blocks);
+  }
+  return true;
+}
+
+// A waiting request may run when its whole prompt finds room beside what running prompts still need: a prompt that is preempted
+// half-way is work lost. With nothing else running every request that add() took finds room.
+bool Scheduler::admit(Request& r, int budget) {
+  if (blocked_free_) {  // nothing to hope for before blocks were given back
+    bool more = running_.empty();
+    for (size_t g = 0; g < groups_.size(); ++g) more |= groups_[g].pool.num_free() > (*blocked_free_)[g];
+    if (!more) return false;
+  }
+  const int tokens = r.num_tokens();
+  int hit = 0;
+  if (options_.prefix_sharing) {
+    extend_hashes(r, tokens);
+    hit = find_hit(r, tokens);
+  }
+  bool room = true;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Group& group = groups_[g];
+    Request::Table& table = r.tables[g];
+    table.blocks.reserve(size_t(blocks_of(int64_t(r.trace->input_length) + r.trace->output_length, block_size_)));
+    table.first_held = hit > 0 ? first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_) : 0;
+    table.blocks.assign(size_t(table.first_held), 0);
+    group.pool.lookup(std::span(r.hashes).subspan(size_t(table.first_held), size_t(hit - table.first_held)), table.blocks);
+    table.published = hit;
+    int64_t needed = group.peak_blocks(tokens, options_.max_num_batched_tokens, block_size_) - table.held();
+    for (const auto& other : running_) {
+      needed += std::max(0, group.peak_blocks(other->num_tokens(), options_.max_num_batched_tokens, block_size_) - other->tables[g].held());
+    }
+    room &= needed <= group.pool.num_free();
+  }
+  if (!room && !running_.empty()) {
+    release_blocks(r);
+    blocked_free_.emplace();
+    for (const Group& group : groups_) blocked_free_->push_back(group.pool.num_free());
+    return false;
+  }
+  blocked_free_.reset();
+  r.computed = hit * block_size_;
+  r.stamp = next_stamp_++;
+  r.scheduled = std::min(r.remaining(), budget);
+  imbrex::check(reserve(r, r.scheduled), "scheduler.invariant", "request {} must find room for {} tokens, does not", r.record.id,
+                r.scheduled);
+  if (!r.admitted) {
+    ++stats_.admitted;
+    stats_.prompt_tokens += r.trace->input_length;
+    stats_.prefix_hit_tokens += r.computed;
+    r.record.hit_tokens = r.computed;
+    r.admitted = true;
+  } else {
+    stats_.resumed_hit_tokens += r.computed;
+  }
+  return true;
+}
+
+void Scheduler::release_blocks(Request& r) {
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Request::Table& table = r.tables[g];
+    groups_[g].pool.release(std::span(table.blocks).subspan(size_t(table.first_held)));
+    table.blocks.clear();
+    table.first_held = table.published = 0;
+  }
+}
+
+void Scheduler::preempt_newest() {
+  Request& r = *newest();
+  release_blocks(r);
+  r.computed = 0;
+  r.scheduled = 0;
+  r.stamp = -1;
+  ++r.record.preemptions;
+  ++stats_.preemptions;
+  waiting_.push_front(std::move(running_.back()));
+  running_.pop_back();
+  blocked_free_.reset();
+}
+
+bool Scheduler::step(double now, StepPlan& out) {
+  imbrex::check(!in_step_, "scheduler.step.order", "finish_step must follow a step before the next one");
+  while (!future_.empty() && future_.front()->record.arrival_s <= now) {
+    waiting_.push_back(std::move(future_.front()));
+    future_.pop_front();
+  }
+  int budget = options_.max_num_batched_tokens;
+  bool preempted = false;
+  for (const bool decode : {true, false}) {
+    for (size_t i = 0; i < running_.size() && budget > 0; ++i) {
+      Request& r = *running_[i];
+      if (r.scheduled > 0 || (r.remaining() == 1) != decode) continue;
+      const int tokens = std::min(r.remaining(), budget);
+      bool room = reserve(r, tokens);
+      while (!room) {
+        budget += newest()->scheduled;
+        const bool itself = newest() == &r;
+        preempt_newest();
+        preempted = true;
+        if (itself) break;
+        room = reserve(r, tokens);
+      }
+      if (!room) break;
+      r.scheduled = tokens;
+      budget -= tokens;
+    }
+  }
+  while (!preempted && !waiting_.empty() && int(running_.size()) < options_.max_num_seqs && budget > 0) {
+    Request& r = *waiting_.front();
+    if (!admit(r, budget)) break;
+    if (r.record.preemptions == 0) r.record.first_scheduled_s = now;
+    budget -= r.scheduled;
+    running_.push_back(std::move(waiting_.front()));
+    waiting_.pop_front();
+  }
+  imbrex::check(!preempted || !running_.empty(), "scheduler.invariant", "a request that is alone must find room");
+  if (running_.empty()) return false;
+  write_plan(out);
+  in_step_ = true;
+  ++stats_.steps;
+  return true;
+}
+
+void Scheduler::write_plan(StepPlan& out) const {
+  const size_t max_seqs = size_t(options_.max_num_seqs);
+  if (out.owner != identity_) {
+    out.owner = identity_;
+    out.stride = blocks_of(options_.max_seq_len, block_size_);
+    out.groups.resize(groups_.size());
+    for (StepPlan::Group& group : out.groups) {
+      group.rows.assign(max_seqs, {});
+      group.block_table.assign(max_seqs * size_t(out.stride), 0);
+    }
+  }
+  out.query_start_loc.assign(1, 0);
+  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from}) array->clear();
+  out.makes_token.clear();
+  for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
+
+  for (const bool decode : {true, false}) {
+    for (const auto& request : running_) {
+      const Request& r = *request;
+      if (r.scheduled == 0 || (r.remaining() == 1) != decode) continue;
+      const size_t row = out.seq_lens.size();
+      const int end = r.computed + r.scheduled;
+      out.query_start_loc.push_back(out.query_start_loc.back() + r.scheduled);
+      out.seq_lens.push_back(end);
+      out.request_ids.push_back(r.record.id);
+      out.first_positions.push_back(r.computed);
+      out.fresh_from.push_back(r.ever_computed);
+      out.makes_token.push_back(end == r.num_tokens());
+      for (size_t g = 0; g < groups_.size(); ++g) {
+        StepPlan::Group& group = out.groups[g];
+        const std::vector<int32_t>& blocks = r.tables[g].blocks;
+        StepPlan::Group::Row& up_to_date = group.rows[row];
+        if (up_to_date.stamp != r.stamp) up_to_date = {.stamp = r.stamp, .filled = 0};
+        std::copy(blocks.begin() + int64_t(up_to_date.filled), blocks.end(),
+                  group.block_table.begin() + int64_t(row) * out.stride + int64_t(up_to_date.filled));
+        up_to_date.filled = blocks.size();
+        append_slots(blocks, block_size_, r.computed, end, group.slot_mapping);
+      }
+    }
+  }
+}
+
+void Scheduler::publish_blocks(Request& r) {
+  if (!options_.prefix_sharing) return;
+  extend_hashes(r, r.computed);
+  const int full = r.computed / block_size_;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    Request::Table& table = r.tables[g];
+    for (int j = std::max(table.published, table.first_held); j < full; ++j) {
+      groups_[g].pool.publish(table.blocks[size_t(j)], r.hashes[size_t(j)]);
+    }
+    table.published = std::max(table.published, full);
+  }
+}
+
+void Scheduler::finish_step(double now) {
+  imbrex::check(in_step_, "scheduler.step.order", "finish_step needs a step under way");
+  in_step_ = false;
+  for (auto& request : running_) {
+    Request& r = *request;
+    if (r.scheduled == 0) continue;
+    (r.remaining() == 1 ? stats_.decode_tokens : stats_.prefill_tokens) += r.scheduled;
+    stats_.recomputed_tokens += std::clamp(r.ever_computed - r.computed, 0, r.scheduled);
+    r.computed += r.scheduled;
+    r.scheduled = 0;
+    r.ever_computed = std::max(r.ever_computed, r.computed);
+    publish_blocks(r);
+    if (r.remaining() > 0) continue;
+    if (++r.generated == 1) r.record.first_token_s = now;
+    ++stats_.output_tokens;
+    if (r.generated < r.trace->output_length) continue;
+    r.record.last_token_s = now;
+    finished_.push_back(r.record);
+    release_blocks(r);
+    request.reset();
+  }
+  std::erase(running_, nullptr);
+}
+
+void Scheduler::check() const {
+  std::vector<std::vector<int>> refs;
+  for (const Group& group : groups_) {
+    group.pool.check();
+    refs.emplace_back(size_t(group.pool.num_blocks()), 0);
+  }
+  int64_t stamp = -1;
+  for (const auto& r : running_) {
+    imbrex::check(r->stamp > stamp, "scheduler.invariant", "admissions must be in order: expected more than {}, is {}", stamp, r->stamp);
+    stamp = r->stamp;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const Request::Table& table = r->tables[g];
+      const int expected = blocks_of(int64_t(r->computed) + r->scheduled, block_size_);
+      imbrex::check(int(table.blocks.size()) == expected, "scheduler.invariant", "request {} must have {} blocks, has {}", r->record.id,
+                    expected, table.blocks.size());
+      for (size_t j = size_t(table.first_held); j < table.blocks.size(); ++j) ++refs[g][size_t(table.blocks[j])];
+    }
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    for (size_t b = 0; b < refs[g].size(); ++b) {
+      imbrex::check(groups_[g].pool.ref_count(int32_t(b)) == refs[g][b], "scheduler.invariant",
+                    "block {} of group {} must have {} references, has {}", b, g, refs[g][b], groups_[g].pool.ref_count(int32_t(b)));
+    }
+  }
+}
+
+}  // namespace imbrex::serve

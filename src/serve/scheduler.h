@@ -1,0 +1,100 @@
+#pragma once
+// Continuous batching over paged KV caches: which tokens of which requests are computed in the next step, and in which blocks.
+// Used by the replay. Like vLLM V1: running requests first, then waiting ones, prompts in chunks, preemption by recomputation.
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "imbrex/block_pool.h"
+#include "imbrex/model.h"
+#include "serve/step_plan.h"
+#include "serve/trace.h"
+
+namespace imbrex::serve {
+
+struct SchedulerOptions {
+  int max_num_batched_tokens = 2048;
+  int max_num_seqs = 128;
+  int max_seq_len = 131072;     // input and output of a request; sizes the block tables
+  std::vector<int> num_blocks;  // of each of the model's KV groups
+  int prefix_block = 0;         // Trace::prefix_block
+  bool prefix_sharing = true;
+  uint64_t seed = 1;
+};
+
+struct RequestRecord {
+  int id = 0;
+  double arrival_s = 0, first_scheduled_s = 0, first_token_s = 0, last_token_s = 0;
+  int input_length = 0, output_length = 0;
+  int hit_tokens = 0;  // found in the cache at first admission
+  int preemptions = 0;
+};
+
+struct SchedulerStats {
+  int64_t steps = 0, preemptions = 0;
+  int64_t admitted = 0;
+  int64_t prompt_tokens = 0, prefix_hit_tokens = 0;  // of admitted requests; hits of first admissions
+  int64_t prefill_tokens = 0, decode_tokens = 0;     // computed; recomputation is prefill
+  int64_t recomputed_tokens = 0;                     // computed again after a preemption
+  int64_t resumed_hit_tokens = 0;                    // found in the cache after a preemption, so not computed again
+  int64_t output_tokens = 0;
+};
+
+class Scheduler {
+ public:
+  // Error scheduler.* for options that do not fit the model.
+  Scheduler(const ModelSpec&, SchedulerOptions);
+  ~Scheduler();
+
+  // Why the caches could never hold the request; empty when they can.
+  std::string too_long(const TraceRequest&) const;
+  // Arrivals must not decrease. The request must outlive the scheduler. Error scheduler.request.* when it is too long.
+  void add(const TraceRequest&, int id, double arrival_s);
+
+  // The next step at time `now`; false when no request that has arrived is left. finish_step() must follow.
+  bool step(double now, StepPlan& out);
+  void finish_step(double now);  // the step's tokens are computed
+
+  std::optional<double> next_arrival() const;  // of a request that has not been looked at yet
+  int num_running() const { return int(running_.size()); }
+  int num_waiting() const { return int(waiting_.size()); }  // arrived, not running
+  bool done() const { return running_.empty() && waiting_.empty() && future_.empty(); }
+  const SchedulerStats& stats() const { return stats_; }
+  std::span<const RequestRecord> finished() const { return finished_; }
+  const BlockPool& pool(int group) const;
+  double occupancy(int group) const;  // share of blocks in use
+  void check() const;                 // Error scheduler.invariant or block_pool.invariant if the books do not balance
+
+ private:
+  struct Group;
+  struct Request;
+  Request* newest() { return running_.back().get(); }
+  void extend_hashes(Request&, int tokens) const;
+  int find_hit(const Request&, int tokens) const;
+  bool reserve(Request&, int tokens);
+  bool admit(Request&, int budget);
+  void preempt_newest();
+  void release_blocks(Request&);
+  void publish_blocks(Request&);
+  void write_plan(StepPlan&) const;
+
+  SchedulerOptions options_;
+  uint64_t identity_;  // of this scheduler among all, so that a StepPlan of another one is not taken for up to date
+  int block_size_ = 0;
+  int64_t next_stamp_ = 0;
+  bool in_step_ = false;
+  double last_arrival_ = 0;
+  std::vector<Group> groups_;
+  std::deque<std::unique_ptr<Request>> future_, waiting_;  // in order of arrival; the preempted are in front of the others
+  std::vector<std::unique_ptr<Request>> running_;          // in order of arrival
+  std::vector<RequestRecord> finished_;
+  std::optional<std::vector<int>> blocked_free_;  // free blocks per group when the first waiting request was last turned away
+  mutable std::vector<uint64_t> ids_;             // scratch of extend_hashes
+  SchedulerStats stats_;
+};
+
+}  // namespace imbrex::serve

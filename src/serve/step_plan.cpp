@@ -1,0 +1,31 @@
+// One scheduler step as arrays (see step_plan.h).
+#include "serve/step_plan.h"
+
+#include "serve/hash.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+constexpr uint64_t kSharedToken = 1, kOwnToken = 2;  // domains of token_id
+
+}  // namespace
+
+uint64_t token_id(uint64_t seed, const TraceRequest& request, int prefix_block, int id, int position) {
+  if (position < request.input_length && prefix_block > 0) {
+    return hash_numbers(seed, kSharedToken, request.prefix_ids[size_t(position / prefix_block)], uint64_t(position % prefix_block));
+  }
+  return hash_numbers(seed, kOwnToken, uint64_t(id), uint64_t(position));
+}
+
+Batch StepPlan::batch(int group) const {
+  const Group& g = groups[size_t(group)];
+  Batch batch;
+  batch.query_start_loc = query_start_loc;
+  batch.seq_lens = seq_lens;
+  batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});
+  batch.slot_mapping = TensorView::contiguous(const_cast<int64_t*>(g.slot_mapping.data()), DType::i64, {num_tokens()});
+  return batch;
+}
+
+}  // namespace imbrex::serve

@@ -1,0 +1,41 @@
+#pragma once
+// One scheduler step as arrays: what the scheduler writes, a Batch views, and the replay makes q, k, v from.
+#include <cstdint>
+#include <vector>
+
+#include "imbrex/batch.h"
+#include "serve/trace.h"
+
+namespace imbrex::serve {
+
+// Identity of a request's token: equal where requests share a prefix, different everywhere else.
+uint64_t token_id(uint64_t seed, const TraceRequest&, int prefix_block, int id, int position);
+
+// Requests with one token left to compute (they decode) come first, then those with a piece of their prompt; the arrays are per
+// request in that order. Kept by the caller from step to step, so that a step writes only what changed.
+struct StepPlan {
+  struct Group {
+    struct Row {
+      int64_t stamp = -1;  // admission that the row belongs to
+      size_t filled = 0;   // entries that are up to date
+    };
+    std::vector<int32_t> block_table;   // [max_num_seqs, stride]; entries before a window are valid ids that nobody reads
+    std::vector<int64_t> slot_mapping;  // [num_tokens]
+    std::vector<Row> rows;              // [max_num_seqs]
+  };
+  std::vector<int32_t> query_start_loc;  // [num_reqs + 1]
+  std::vector<int32_t> seq_lens;         // [num_reqs], this step's tokens included
+  std::vector<int32_t> request_ids;      // [num_reqs], as given to Scheduler::add
+  std::vector<int32_t> first_positions;  // [num_reqs], of the first query
+  std::vector<int32_t> fresh_from;       // [num_reqs], tokens before this position were computed before, ahead of a preemption
+  std::vector<uint8_t> makes_token;      // [num_reqs], 1: an output token is made from the last query
+  std::vector<Group> groups;             // per KV group
+  int64_t stride = 0;                    // entries of a block table row
+  uint64_t owner = 0;                    // the scheduler that keeps the rows up to date; 0: none yet
+
+  int num_reqs() const { return int(seq_lens.size()); }
+  int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
+  Batch batch(int group) const;  // views of this plan
+};
+
+}  // namespace imbrex::serve

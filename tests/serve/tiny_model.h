@@ -1,0 +1,65 @@
+#pragma once
+// Small models and traces made by hand, for the tests of the scheduler and the replay.
+#include <random>
+#include <string>
+#include <vector>
+
+#include "imbrex/model.h"
+#include "serve/trace.h"
+
+namespace imbrex::serve {
+
+// One layer per mask and repeat; layers with the same mask share a KV group.
+inline ModelSpec tiny_model(const std::vector<Mask>& masks, int block_size, int num_q_heads = 4, int num_kv_heads = 2, int head_dim = 16) {
+  ModelSpec model;
+  model.name = "tiny";
+  model.family = "tiny";
+  model.hidden_size = num_q_heads * head_dim;
+  for (const Mask& mask : masks) {
+    ModelLayer layer;
+    layer.spec.num_q_heads = num_q_heads;
+    layer.spec.num_kv_heads = num_kv_heads;
+    layer.spec.head_dim_qk = layer.spec.head_dim_v = head_dim;
+    layer.spec.block_size = block_size;
+    layer.spec.mask = mask;
+    layer.name = "decoder." + std::to_string(model.layers.size());
+    size_t group = 0;
+    while (group < model.kv_groups.size() && model.kv_groups[group].name != mask.str()) ++group;
+    if (group == model.kv_groups.size()) model.kv_groups.push_back({.name = mask.str(), .layers = {}, .bytes_per_token = 0});
+    layer.kv_group = int(group);
+    model.kv_groups[group].layers.push_back(int(model.layers.size()));
+    model.kv_groups[group].bytes_per_token += layer.spec.kv_bytes_per_token();
+    model.layers.push_back(layer);
+  }
+  return model;
+}
+
+inline Mask full_mask() { return {}; }
+inline Mask window_mask(int keys) { return {.causal = true, .window_left = keys - 1}; }
+inline Mask chunk_mask(int keys) { return {.causal = true, .chunk = keys}; }
+
+// Requests that share prefixes in a random tree, in blocks of `prefix_block` tokens.
+inline Trace tree_trace(int num_requests, int prefix_block, int max_input, int max_output, uint64_t seed, double gap_s = 0) {
+  std::mt19937_64 rng(seed);
+  Trace trace;
+  trace.source = "tree";
+  trace.format = "mooncake";
+  trace.prefix_block = prefix_block;
+  uint64_t next_id = 0;
+  for (int i = 0; i < num_requests; ++i) {
+    TraceRequest r;
+    r.arrival_s = gap_s * i;
+    r.input_length = 1 + int(rng() % uint64_t(max_input));
+    r.output_length = 1 + int(rng() % uint64_t(max_output));
+    const size_t blocks = size_t((r.input_length + prefix_block - 1) / prefix_block);
+    if (i > 0 && rng() % 4 != 0) {
+      const auto& parent = trace.requests[rng() % uint64_t(i)].prefix_ids;
+      r.prefix_ids.assign(parent.begin(), parent.begin() + int64_t(std::min<size_t>(rng() % (parent.size() + 1), blocks)));
+    }
+    while (r.prefix_ids.size() < blocks) r.prefix_ids.push_back(next_id++);
+    trace.requests.push_back(r);
+  }
+  return trace;
+}
+
+}  // namespace imbrex::serve
