@@ -53,7 +53,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     const std::string first = argc > 1 ? argv[1] : "";
-    const bool unknown = !first.empty() && first[0] != '-' && app.get_subcommand_no_throw(first) == nullptr;
+    const bool unknown =
+        !first.empty() && first[0] != '-' && app.get_subcommands([&](const CLI::App* sub) { return sub->get_name() == first; }).empty();
     report_error(unknown ? fmt::format("there is no subcommand \"{}\", see imbrex --help", first) : error.what(), "usage");
     return kUsage;
   } catch (const imbrex::Error& error) {
