@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.h"
+#include "core/tensor_format.h"
 
 namespace imbrex {
 
@@ -53,10 +54,9 @@ struct ArrayCodes {
 };
 
 void check_array(const TensorView& t, DType dtype, int rank, const ArrayCodes& codes) {
-  check(t.dtype == dtype, codes.dtype, "expected {}, got {}", to_string(dtype), t.str());
-  check(t.rank == rank, codes.rank, "expected {} dimensions, got {}", rank, t.str());
-  check(t.size(rank - 1) <= 1 || t.stride(rank - 1) == 1, codes.stride, "expected innermost stride 1, got {} in {}", t.stride(rank - 1),
-        t.str());
+  check(t.dtype == dtype, codes.dtype, "expected {}, got {}", to_string(dtype), t);
+  check(t.rank == rank, codes.rank, "expected {} dimensions, got {}", rank, t);
+  check(t.size(rank - 1) <= 1 || t.stride(rank - 1) == 1, codes.stride, "expected innermost stride 1, got {} in {}", t.stride(rank - 1), t);
 }
 
 // Block ids are checked without a branch in the loop: the sign bit of `seen` says that some id is not in [0, last].
@@ -74,11 +74,13 @@ uint32_t last_block(int64_t num_blocks) { return num_blocks < 0 ? INT32_MAX : ui
 void validate_dense(const Batch& batch, const AttentionSpec& spec, int64_t num_blocks) {
   const TensorView& table = batch.block_table;
   check_array(table, DType::i32, 2, {"batch.block_table.dtype", "batch.block_table.rank", "batch.block_table.stride"});
-  check(table.size(0) >= batch.num_reqs(), "batch.block_table.rows", "expected {} rows, got {}", batch.num_reqs(), table.str());
+  check(table.size(0) <= 1 || table.stride(0) >= 0, "batch.block_table.stride", "expected a row stride of 0 or more, got {} in {}",
+        table.stride(0), table);
+  check(table.size(0) >= batch.num_reqs(), "batch.block_table.rows", "expected {} rows, got {}", batch.num_reqs(), table);
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int needed = ceil_div(batch.seq_lens[r], spec.block_size);
     check(needed <= table.size(1), "batch.block_table.columns", "request {} with {} keys needs {} blocks of {}, got {}", r,
-          batch.seq_lens[r], needed, spec.block_size, table.str());
+          batch.seq_lens[r], needed, spec.block_size, table);
     if (needed == 0 || !on_host(table)) continue;
     check(num_blocks != 0, "batch.block_table.no_blocks", "request {} needs {} blocks, the cache has none", r, needed);
     check_block_ids(table.as<const int32_t>() + r * table.stride(0), needed, last_block(num_blocks), "batch.block_table.id", r);
@@ -91,11 +93,11 @@ void validate_csr(const Batch& batch, const AttentionSpec& spec, int64_t num_blo
   check(!indptr.empty(), "batch.kv_indptr.missing", "kv_indices or kv_last_page_len given without kv_indptr");
   check_array(indptr, DType::i32, 1, {"batch.kv_indptr.dtype", "batch.kv_indptr.rank", "batch.kv_indptr.stride"});
   check(indptr.size(0) == num_reqs + 1, "batch.kv_indptr.size", "expected {} entries for {} requests, got {}", num_reqs + 1, num_reqs,
-        indptr.str());
+        indptr);
   if (!indices.empty()) check_array(indices, DType::i32, 1, {"batch.kv_indices.dtype", "batch.kv_indices.rank", "batch.kv_indices.stride"});
   if (!last_page.empty()) {
     check_array(last_page, DType::i32, 1, {"batch.kv_last_page_len.dtype", "batch.kv_last_page_len.rank", "batch.kv_last_page_len.stride"});
-    check(last_page.size(0) == num_reqs, "batch.kv_last_page_len.size", "expected {} entries, got {}", num_reqs, last_page.str());
+    check(last_page.size(0) == num_reqs, "batch.kv_last_page_len.size", "expected {} entries, got {}", num_reqs, last_page);
   }
   if (!on_host(indptr)) return;
   const int32_t* starts = indptr.as<const int32_t>();
@@ -106,7 +108,7 @@ void validate_csr(const Batch& batch, const AttentionSpec& spec, int64_t num_blo
   check(starts[num_reqs] == 0 || !indices.empty(), "batch.kv_indices.missing", "kv_indptr names {} blocks, kv_indices is not given",
         starts[num_reqs]);
   check(indices.empty() || indices.size(0) >= starts[num_reqs], "batch.kv_indices.size", "expected {} entries (kv_indptr.back()), got {}",
-        starts[num_reqs], indices.str());
+        starts[num_reqs], indices);
   for (int r = 0; r < num_reqs; ++r) {
     const int count = starts[r + 1] - starts[r], seq_len = batch.seq_lens[r], needed = ceil_div(seq_len, spec.block_size);
     check(count >= needed, "batch.kv_indptr.too_few", "request {} with {} keys needs {} blocks of {}, got {}", r, seq_len, needed,
@@ -130,7 +132,7 @@ void validate_ragged(const Batch& batch) {
   const TensorView& loc = batch.kv_start_loc;
   check_array(loc, DType::i32, 1, {"batch.kv_start_loc.dtype", "batch.kv_start_loc.rank", "batch.kv_start_loc.stride"});
   check(loc.size(0) == batch.num_reqs() + 1, "batch.kv_start_loc.size", "expected {} entries for {} requests, got {}", batch.num_reqs() + 1,
-        batch.num_reqs(), loc.str());
+        batch.num_reqs(), loc);
   if (!on_host(loc)) return;
   const int32_t* starts = loc.as<const int32_t>();
   check(starts[0] >= 0, "batch.kv_start_loc.negative", "kv_start_loc[0] is {}", starts[0]);
@@ -184,7 +186,7 @@ void validate_slots(const Batch& batch, const AttentionSpec& spec, int64_t num_b
   check(spec.block_size > 0, "batch.slot_mapping.ragged", "slot_mapping given for a spec without blocks (block_size 0)");
   check_array(slots, DType::i64, 1, {"batch.slot_mapping.dtype", "batch.slot_mapping.rank", "batch.slot_mapping.stride"});
   const int count = batch.num_tokens();
-  check(slots.size(0) >= count, "batch.slot_mapping.size", "expected {} entries, got {}", count, slots.str());
+  check(slots.size(0) >= count, "batch.slot_mapping.size", "expected {} entries, got {}", count, slots);
   if (!on_host(slots) || count == 0) return;
   const int64_t blocks = num_blocks < 0 ? INT32_MAX : std::min<int64_t>(num_blocks, INT32_MAX), end = blocks * spec.block_size;
   const int64_t* values = slots.as<const int64_t>();
@@ -197,7 +199,7 @@ void validate_slots(const Batch& batch, const AttentionSpec& spec, int64_t num_b
 void validate_custom_mask(const Batch& batch, const AttentionSpec& spec) {
   const TensorView& mask = batch.custom_mask;
   if (!spec.mask.custom) {
-    check(mask.empty(), "batch.custom_mask.unexpected", "custom_mask given for a spec whose mask is {}", spec.mask.str());
+    if (!mask.empty()) fail("batch.custom_mask.unexpected", "custom_mask given for a spec whose mask is {}", spec.mask.str());
     return;
   }
   int64_t bytes = 0;  // sum of products below 2^62 each; the token limit keeps the sum in range
@@ -207,7 +209,7 @@ void validate_custom_mask(const Batch& batch, const AttentionSpec& spec) {
     return;
   }
   check_array(mask, DType::u8, 1, {"batch.custom_mask.dtype", "batch.custom_mask.rank", "batch.custom_mask.stride"});
-  check(mask.size(0) == bytes, "batch.custom_mask.size", "expected {} bytes (sum of q_len * seq_len), got {}", bytes, mask.str());
+  check(mask.size(0) == bytes, "batch.custom_mask.size", "expected {} bytes (sum of q_len * seq_len), got {}", bytes, mask);
 }
 
 void validate_devices(const Batch& batch) {
@@ -216,7 +218,7 @@ void validate_devices(const Batch& batch) {
                               &batch.slot_mapping, &batch.custom_mask}) {
     if (t->empty()) continue;
     if (first == nullptr) first = t;
-    check(t->device == first->device, "batch.device", "expected all arrays on {}, got {}", first->device.str(), t->str());
+    check(t->device == first->device, "batch.device", "expected all arrays on {}, got {}", first->device, *t);
   }
 }
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "core/check.h"
-#include "core/float_types.h"
+#include "core/tensor_format.h"
 
 namespace imbrex {
 
@@ -34,29 +34,29 @@ constexpr SideCodes kValueCodes{
 void check_strides(const TensorView& t, const char* code) {
   int64_t last = size_of(t.dtype);
   for (int d = 0; d < t.rank; ++d) {
-    check(t.size(d) <= 1 || t.stride(d) > 0, code, "stride of dimension {} of {} is {}", d, t.str(), t.stride(d));
+    check(t.size(d) <= 1 || t.stride(d) > 0, code, "stride of dimension {} of {} is {}", d, t, t.stride(d));
     if (t.size(d) <= 1) continue;
     int64_t reach = 0;
     const bool fits = !__builtin_mul_overflow(t.size(d) - 1, t.stride(d), &reach) &&
                       !__builtin_mul_overflow(reach, size_of(t.dtype), &reach) && !__builtin_add_overflow(last, reach, &last);
-    check(fits, code, "stride {} of dimension {} of {} reaches past 63 bits", t.stride(d), d, t.str());
+    check(fits, code, "stride {} of dimension {} of {} reaches past 63 bits", t.stride(d), d, t);
   }
 }
 
 void check_side(const TensorView& t, const AttentionSpec& spec, int head_dim, const SideCodes& codes) {
-  check(!t.empty(), codes.missing, "expected a tensor for {}, got none", spec.str());
+  if (t.empty()) fail(codes.missing, "expected a tensor for {}, got none", spec.str());
   const bool packed = spec.kv_format == KvFormat::amx_packed, ragged = !packed && spec.block_size == 0;
   const DType dtype = packed ? DType::u8 : spec.kv_dtype;
   const int rank = packed || ragged ? 3 : 4, head = packed || ragged ? 1 : 2;
-  check(t.dtype == dtype, codes.dtype, "expected {}, got {}", to_string(dtype), t.str());
-  check(t.rank == rank, codes.rank, "expected {} dimensions, got {}", rank, t.str());
-  if (rank == 4) check(t.size(1) == spec.block_size, codes.block_size, "expected {} tokens in a block, got {}", spec.block_size, t.str());
-  check(t.size(head) == spec.num_kv_heads, codes.num_heads, "expected {} heads, got {}", spec.num_kv_heads, t.str());
+  check(t.dtype == dtype, codes.dtype, "expected {}, got {}", to_string(dtype), t);
+  check(t.rank == rank, codes.rank, "expected {} dimensions, got {}", rank, t);
+  if (rank == 4) check(t.size(1) == spec.block_size, codes.block_size, "expected {} tokens in a block, got {}", spec.block_size, t);
+  check(t.size(head) == spec.num_kv_heads, codes.num_heads, "expected {} heads, got {}", spec.num_kv_heads, t);
   if (packed) {
     const int64_t bytes = packed_block_bytes(spec.block_size, head_dim, spec.kv_dtype);
-    check(t.size(2) == bytes, codes.packed_bytes, "expected {} bytes for a head's block, got {}", bytes, t.str());
+    check(t.size(2) == bytes, codes.packed_bytes, "expected {} bytes for a head's block, got {}", bytes, t);
   } else {
-    check(t.size(head + 1) == head_dim, codes.head_dim, "expected head dimension {}, got {}", head_dim, t.str());
+    check(t.size(head + 1) == head_dim, codes.head_dim, "expected head dimension {}, got {}", head_dim, t);
   }
   check_strides(t, codes.strides);
 }
@@ -64,11 +64,11 @@ void check_side(const TensorView& t, const AttentionSpec& spec, int head_dim, co
 void check_scale(const TensorView& scale, const TensorView& t, const AttentionSpec& spec, const SideCodes& codes) {
   if (scale.empty()) return;
   check(is_fp8(spec.kv_dtype), codes.scale_unexpected, "a scale is given for {} elements, only fp8 has one", to_string(spec.kv_dtype));
-  check(scale.dtype == DType::f32, codes.scale_dtype, "expected f32, got {}", scale.str());
+  check(scale.dtype == DType::f32, codes.scale_dtype, "expected f32, got {}", scale);
   check(scale.rank == 1 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads), codes.scale_size, "expected [1] or [{}], got {}",
-        spec.num_kv_heads, scale.str());
+        spec.num_kv_heads, scale);
   const bool host = scale.device.type == DeviceType::cpu;
-  check(host || scale.device == t.device, codes.scale_device, "expected a scale on the host or on {}, got {}", t.device.str(), scale.str());
+  check(host || scale.device == t.device, codes.scale_device, "expected a scale on the host or on {}, got {}", t.device, scale);
   if (!host) return;
   for (int64_t h = 0; h < scale.size(0); ++h) {
     const float value = scale.as<const float>()[h * scale.stride(0)];
@@ -81,11 +81,10 @@ void check_scale(const TensorView& scale, const TensorView& t, const AttentionSp
 void KvCache::validate(const AttentionSpec& spec) const {
   check_side(k, spec, spec.head_dim_qk, kKeyCodes);
   check_side(v, spec, spec.head_dim_v, kValueCodes);
-  check(k.device == v.device, "kv_cache.device", "expected k and v on one device, got {} and {}", k.str(), v.str());
-  check(k.size(0) == v.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of v, got {} and {}", k.str(),
-        v.str());
+  check(k.device == v.device, "kv_cache.device", "expected k and v on one device, got {} and {}", k, v);
+  check(k.size(0) == v.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of v, got {} and {}", k, v);
   check(k.size(0) >= 0 && k.size(0) <= std::numeric_limits<int32_t>::max(), "kv_cache.num_blocks.range",
-        "expected a number of blocks (or rows) that an i32 can count, got {}", k.str());
+        "expected a number of blocks (or rows) that an i32 can count, got {}", k);
   check_scale(k_scale, k, spec, kKeyCodes);
   check_scale(v_scale, v, spec, kValueCodes);
 }

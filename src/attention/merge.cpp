@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/float_types.h"
 #include "core/run_parallel.h"
+#include "core/tensor_format.h"
 
 namespace imbrex {
 
@@ -17,22 +18,22 @@ namespace {
 bool is_result_dtype(DType t) { return t == DType::f32 || t == DType::bf16 || t == DType::f16; }
 
 void check_host(const TensorView& t) {
-  check(t.device.type == DeviceType::cpu, "merge.device", "expected host memory, got {}", t.str());
+  check(t.device.type == DeviceType::cpu, "merge.device", "expected host memory, got {}", t);
   for (int d = 0; d < t.rank; ++d)
     check(t.size(d) >= 0 && (t.size(d) <= 1 || t.stride(d) > 0), "merge.strides", "size {} and stride {} of dimension {} of {}", t.size(d),
-          t.stride(d), d, t.str());
+          t.stride(d), d, t);
 }
 
 void check_result(const TensorView& out, const TensorView& lse, const TensorView& like) {
-  check(is_result_dtype(out.dtype), "merge.out.dtype", "expected f32, bf16 or f16, got {}", out.str());
-  check(out.rank == 3, "merge.out.rank", "expected [num_tokens, num_heads, head_dim_v], got {}", out.str());
-  check(lse.dtype == DType::f32, "merge.lse.dtype", "expected f32, got {}", lse.str());
-  check(lse.rank == 2, "merge.lse.rank", "expected [num_tokens, num_heads], got {}", lse.str());
-  check(out.sizes == like.sizes, "merge.out.shape", "expected the shape of {}, got {}", like.str(), out.str());
+  check(is_result_dtype(out.dtype), "merge.out.dtype", "expected f32, bf16 or f16, got {}", out);
+  check(out.rank == 3, "merge.out.rank", "expected [num_tokens, num_heads, head_dim_v], got {}", out);
+  check(lse.dtype == DType::f32, "merge.lse.dtype", "expected f32, got {}", lse);
+  check(lse.rank == 2, "merge.lse.rank", "expected [num_tokens, num_heads], got {}", lse);
+  check(out.sizes == like.sizes, "merge.out.shape", "expected the shape of {}, got {}", like, out);
   check(lse.size(0) == out.size(0) && lse.size(1) == out.size(1), "merge.lse.shape", "expected [{}, {}], got {}", out.size(0), out.size(1),
-        lse.str());
-  check(out.num_elements() == 0 || !out.empty(), "merge.out.missing", "expected memory for {}, got none", out.str());
-  check(lse.num_elements() == 0 || !lse.empty(), "merge.lse.missing", "expected memory for {}, got none", lse.str());
+        lse);
+  check(out.num_elements() == 0 || !out.empty(), "merge.out.missing", "expected memory for {}, got none", out);
+  check(lse.num_elements() == 0 || !lse.empty(), "merge.lse.missing", "expected memory for {}, got none", lse);
   check_host(out);
   check_host(lse);
 }

@@ -5,11 +5,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <fmt/ranges.h>
 #include <algorithm>
 #include <charconv>
 #include <cstring>
-#include <vector>
 
 #include "core/check.h"
 #include "core/cores.h"
@@ -142,12 +140,11 @@ constexpr Gpu kGpus[] = {
 };
 
 [[noreturn]] void fail_unknown(std::string_view text) {
-  std::vector<std::string_view> names;
-  for (const Gpu& gpu : kGpus) names.push_back(gpu.key);
-  std::vector<std::string_view> isas;
-  for (CpuIsa isa : kAllIsas) isas.push_back(to_string(isa));
-  fail("device.unknown", "expected cpu, one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"",
-       fmt::join(names, ", "), fmt::join(isas, ", "), text);
+  std::string gpus, isas;
+  for (const Gpu& gpu : kGpus) gpus += (gpus.empty() ? "" : ", ") + std::string(gpu.key);
+  for (CpuIsa isa : kAllIsas) isas += (isas.empty() ? "" : ", ") + std::string(to_string(isa));
+  fail("device.unknown", "expected cpu, one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"", gpus, isas,
+       text);
 }
 
 // "32 threads" or "1 thread"

@@ -1,12 +1,11 @@
 // TensorView and the element types: the views that every other file takes and hands on.
 #include "imbrex/tensor.h"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
-#include <span>
+#include <string>
 
 #include "core/check.h"
+#include "core/tensor_format.h"
 #include "core/text.h"
 
 namespace imbrex {
@@ -82,7 +81,7 @@ int64_t TensorView::num_elements() const {
 }
 
 static void check_dim(const TensorView& view, int dim) {
-  check(dim >= 0 && dim < view.rank, "tensor.dim", "{} has no dimension {}", view.str(), dim);
+  check(dim >= 0 && dim < view.rank, "tensor.dim", "{} has no dimension {}", view, dim);
 }
 
 static void* advanced(const TensorView& view, int64_t elements) {
@@ -92,7 +91,7 @@ static void* advanced(const TensorView& view, int64_t elements) {
 TensorView TensorView::slice(int dim, int64_t begin, int64_t end) const {
   check_dim(*this, dim);
   check(0 <= begin && begin <= end && end <= sizes[dim], "tensor.slice", "[{}, {}) is no range of dimension {} of {}", begin, end, dim,
-        str());
+        *this);
   TensorView view = *this;
   view.data = advanced(*this, begin * strides[dim]);
   view.sizes[dim] = end - begin;
@@ -101,7 +100,7 @@ TensorView TensorView::slice(int dim, int64_t begin, int64_t end) const {
 
 TensorView TensorView::select(int dim, int64_t index) const {
   check_dim(*this, dim);
-  check(0 <= index && index < sizes[dim], "tensor.select", "{} is no index of dimension {} of {}", index, dim, str());
+  check(0 <= index && index < sizes[dim], "tensor.select", "{} is no index of dimension {} of {}", index, dim, *this);
   TensorView view = *this;
   view.data = advanced(*this, index * strides[dim]);
   for (int d = dim; d + 1 < rank; ++d) {
@@ -115,8 +114,9 @@ TensorView TensorView::select(int dim, int64_t index) const {
 
 std::string TensorView::str() const {
   if (rank == 0 && data == nullptr) return "no tensor";
-  const std::span<const int64_t> shape(sizes.data(), size_t(std::clamp(rank, 0, kMaxRank)));
-  return fmt::format("{}[{}] on {}", to_string(dtype), fmt::join(shape, ", "), device.str());
+  std::string text = std::string(to_string(dtype)) + '[';
+  for (int d = 0; d < std::clamp(rank, 0, kMaxRank); ++d) text += (d > 0 ? ", " : "") + std::to_string(sizes[d]);
+  return text + "] on " + device.str();
 }
 
 }  // namespace imbrex

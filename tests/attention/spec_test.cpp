@@ -1,0 +1,132 @@
+// AttentionSpec: printing, the effective scale, and one refusal for every rule.
+#include "imbrex/spec.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "expect_error.h"
+
+namespace imbrex {
+namespace {
+
+AttentionSpec good_spec() { return {.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128, .head_dim_v = 128, .mask = {}, .score = {}}; }
+
+TEST(Spec, Prints) {
+  AttentionSpec spec = good_spec();
+  EXPECT_EQ(spec.str(), "decoder q32/kv8 d128 bf16 block16 causal");
+  spec.kv_dtype = DType::fp8_e4m3;
+  EXPECT_EQ(spec.str(), "decoder q32/kv8 d128 bf16 kv=fp8_e4m3 block16 causal");
+  spec.kind = AttentionKind::encoder_only;
+  spec.head_dim_v = 64;
+  spec.block_size = 0;
+  spec.mask = {.causal = false};
+  spec.score = {.scale = 0.25f, .soft_cap = 50, .sinks = true};
+  EXPECT_EQ(spec.str(), "encoder_only q32/kv8 d128/64 bf16 kv=fp8_e4m3 ragged full scale=0.25 soft_cap=50 sinks");
+  const Mask mask{.window_left = 127, .window_right = 0, .chunk = 8192, .custom = true};
+  EXPECT_EQ(mask.str(), "causal window_left=127 window_right=0 chunk=8192 custom");
+  const ScoreMod score{.head_scales = true, .relative_buckets = 32, .relative_max_distance = 128, .relative_bidirectional = true};
+  EXPECT_EQ(score.str(), "head_scales relative=32/128/bidirectional");
+}
+
+TEST(Spec, EveryEnumValuePrints) {
+  for (int i = 0; i <= int(AttentionKind::encoder_decoder); ++i) EXPECT_STRNE(to_string(AttentionKind(i)), "unknown");
+  for (int i = 0; i <= int(KvFormat::amx_packed); ++i) EXPECT_STRNE(to_string(KvFormat(i)), "unknown");
+}
+
+TEST(Spec, ScaleDefaultsToTheRootOfTheHeadDimension) {
+  AttentionSpec spec = good_spec();
+  EXPECT_FLOAT_EQ(spec.scale(), 1.f / std::sqrt(128.f));
+  spec.score.scale = 0.5f;
+  EXPECT_EQ(spec.scale(), 0.5f);
+}
+
+TEST(Spec, UsualModelsAreValid) {
+  std::vector<std::function<void(AttentionSpec&)>> changes = {
+      [](AttentionSpec&) {},
+      [](AttentionSpec& s) { s.num_q_heads = 128, s.num_kv_heads = 1, s.head_dim_qk = 576, s.head_dim_v = 512; },
+      [](AttentionSpec& s) { s.head_dim_qk = 80, s.head_dim_v = 80, s.block_size = 1; },
+      [](AttentionSpec& s) { s.score = {.scale = 1, .relative_buckets = 32, .relative_max_distance = 128}; },
+      [](AttentionSpec& s) { s.mask.window_left = 0; },
+      [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed, s.block_size = 32, s.kv_dtype = DType::fp8_e5m2; },
+      [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::f32, s.block_size = 0; },
+  };
+  for (const auto& change : changes) {
+    AttentionSpec spec = good_spec();
+    change(spec);
+    EXPECT_NO_THROW(spec.validate()) << spec.str();
+  }
+}
+
+struct BadSpec {
+  const char* code;
+  std::function<void(AttentionSpec&)> spoil;
+};
+
+const std::vector<BadSpec>& bad_specs() {
+  using S = AttentionSpec&;
+  static const std::vector<BadSpec> all = {
+      {"spec.kind", [](S s) { s.kind = AttentionKind(9); }},
+      {"spec.kv_format", [](S s) { s.kv_format = KvFormat(9); }},
+      {"spec.num_q_heads", [](S s) { s.num_q_heads = 0; }},
+      {"spec.num_q_heads", [](S s) { s.num_q_heads = -32; }},
+      {"spec.num_q_heads", [](S s) { s.num_q_heads = INT32_MAX; }},
+      {"spec.num_kv_heads.positive", [](S s) { s.num_kv_heads = 0; }},
+      {"spec.num_kv_heads.positive", [](S s) { s.num_kv_heads = INT32_MIN; }},
+      {"spec.num_kv_heads.divides", [](S s) { s.num_kv_heads = 5; }},
+      {"spec.num_kv_heads.divides", [](S s) { s.num_kv_heads = 64; }},
+      {"spec.head_dim_qk", [](S s) { s.head_dim_qk = 0; }},
+      {"spec.head_dim_qk", [](S s) { s.head_dim_qk = -8; }},
+      {"spec.head_dim_qk", [](S s) { s.head_dim_qk = 100; }},
+      {"spec.head_dim_qk", [](S s) { s.head_dim_qk = 584; }},
+      {"spec.head_dim_v", [](S s) { s.head_dim_v = 0; }},
+      {"spec.head_dim_v", [](S s) { s.head_dim_v = 4; }},
+      {"spec.head_dim_v", [](S s) { s.head_dim_v = INT32_MAX; }},
+      {"spec.q_dtype", [](S s) { s.q_dtype = DType::fp8_e4m3; }},
+      {"spec.q_dtype", [](S s) { s.q_dtype = DType::i32; }},
+      {"spec.kv_dtype", [](S s) { s.kv_dtype = DType::u8; }},
+      {"spec.kv_dtype", [](S s) { s.kv_dtype = DType::i64; }},
+      {"spec.block_size", [](S s) { s.block_size = -1; }},
+      {"spec.block_size", [](S s) { s.block_size = INT32_MAX; }},
+      {"spec.block_size.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.block_size = 24; }},
+      {"spec.block_size.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.block_size = 0; }},
+      {"spec.kv_dtype.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.kv_dtype = DType::f16; }},
+      {"spec.mask.window_left", [](S s) { s.mask.window_left = -2; }},
+      {"spec.mask.window_right", [](S s) { s.mask.window_right = INT32_MIN; }},
+      {"spec.mask.chunk", [](S s) { s.mask.chunk = -1; }},
+      {"spec.score.scale", [](S s) { s.score.scale = NAN; }},
+      {"spec.score.scale", [](S s) { s.score.scale = INFINITY; }},
+      {"spec.score.soft_cap", [](S s) { s.score.soft_cap = -1; }},
+      {"spec.score.soft_cap", [](S s) { s.score.soft_cap = NAN; }},
+      {"spec.score.relative_buckets.negative", [](S s) { s.score.relative_buckets = -1; }},
+      {"spec.score.relative_unused", [](S s) { s.score.relative_max_distance = 128; }},
+      {"spec.score.relative_unused", [](S s) { s.score.relative_bidirectional = true; }},
+      {"spec.score.two_biases", [](S s) { s.score = {.alibi = true, .relative_buckets = 32, .relative_max_distance = 128}; }},
+      {"spec.score.relative_buckets.count", [](S s) { s.score = {.relative_buckets = 1, .relative_max_distance = 128}; }},
+      {"spec.score.relative_buckets.count",
+       [](S s) { s.score = {.relative_buckets = 31, .relative_max_distance = 128, .relative_bidirectional = true}; }},
+      {"spec.score.relative_buckets.count",
+       [](S s) { s.score = {.relative_buckets = 2, .relative_max_distance = 128, .relative_bidirectional = true}; }},
+      {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32, .relative_max_distance = 16}; }},
+      {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32}; }},
+  };
+  return all;
+}
+
+TEST(Spec, EveryBrokenRuleHasItsCode) {
+  std::set<std::string> codes;
+  for (const BadSpec& bad : bad_specs()) {
+    AttentionSpec spec = good_spec();
+    bad.spoil(spec);
+    EXPECT_EQ(test::error_code([&] { spec.validate(); }), bad.code) << spec.str();
+    codes.insert(bad.code);
+  }
+  EXPECT_EQ(codes.size(), 22u);  // every code of spec.cpp is in the table
+}
+
+}  // namespace
+}  // namespace imbrex
