@@ -86,15 +86,17 @@ ModelSpec ModelSpec::with_kv(DType q_dtype, DType kv_dtype, KvFormat kv_format, 
 }
 
 std::string ModelSpec::str() const {
-  int64_t bytes = 0;
-  for (const KvGroup& group : kv_groups) bytes += group.bytes_per_token;
+  const auto is_cross = [&](const KvGroup& group) { return layers[group.layers[0]].spec.kind == AttentionKind::encoder_decoder; };
+  int64_t bytes = 0;  // that one more token of the decoder takes
+  for (const KvGroup& group : kv_groups) bytes += is_cross(group) ? 0 : group.bytes_per_token;
   std::string text =
       fmt::format("{} ({}): {} attention layers, hidden {}, KV {} B/token\n", name, family, layers.size(), hidden_size, bytes);
   for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), kind.spec.str());
   size_t width = 0;
   for (const KvGroup& group : kv_groups) width = std::max(width, group.name.size());
   for (const KvGroup& group : kv_groups)
-    text += fmt::format("  KV group {:<{}}  {:>4} layers  {:>8} B/token\n", group.name, width, group.layers.size(), group.bytes_per_token);
+    text += fmt::format("  KV group {:<{}}  {:>4} layers  {:>8} B/{}token\n", group.name, width, group.layers.size(), group.bytes_per_token,
+                        is_cross(group) ? "encoder " : "");
   for (const std::string& note : notes) text += fmt::format("  note: {}\n", note);
   text.pop_back();
   return text;

@@ -94,6 +94,15 @@ TEST(Str, IsAnAlignedSummary) {
             "llama-3.1-8b (llama): 32 attention layers, hidden 4096, KV 131072 B/token\n"
             "    32 x decoder q32/kv8 d128 bf16 block16 causal\n"
             "  KV group full    32 layers    131072 B/token");
+  EXPECT_EQ(load_model("whisper-tiny").with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16).str(),
+            "whisper-tiny (whisper): 12 attention layers, hidden 384, KV 6144 B/token\n"
+            "     4 x encoder q6/kv6 d64 bf16 ragged full\n"
+            "     4 x decoder q6/kv6 d64 bf16 block16 causal\n"
+            "     4 x encoder_decoder q6/kv6 d64 bf16 block16 full\n"
+            "  KV group full      4 layers      6144 B/token\n"
+            "  KV group cross     4 layers      6144 B/encoder token\n"
+            "  note: the encoder, and so every cross attention, has 1500 tokens\n"
+            "  note: the decoder has at most 448 tokens");
   const std::string text = load_model("falcon-rw-1b").str();
   EXPECT_NE(text.find("\n  note: Falcon scales the ALiBi bias"), std::string::npos) << text;
 }
