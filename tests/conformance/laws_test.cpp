@@ -1,0 +1,212 @@
+// Laws that hold for every backend: what must not change a result does not change a bit of it, and split results join to the whole.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "imbrex/merge.h"
+#include "matrix.h"
+
+namespace imbrex::test {
+namespace {
+
+class Laws : public testing::TestWithParam<Target> {
+ protected:
+  // The case in a type that the target runs; nothing is left to skip, since every target runs one of them.
+  Case fit(Case c) const {
+    for (DType kv : {c.spec.kv_dtype, DType::bf16, DType::fp8_e4m3})
+      for (DType q : {c.spec.q_dtype, DType::bf16}) {
+        c.spec.q_dtype = q;
+        c.spec.kv_dtype = kv;
+        c.out_dtype = DType::f32;
+        if (runs(c, GetParam())) return c;
+      }
+    ADD_FAILURE() << GetParam().name() << " runs no version of " << c.spec.str();
+    return c;
+  }
+  RunOptions options(const Case& c) const {
+    RunOptions o;
+    EXPECT_TRUE(options_for(c, GetParam(), o));
+    o.check_cache = false;
+    return o;
+  }
+  RunResult run(const Case& c, const RunOptions& o) const {
+    RunResult result = run_case(*GetParam().backend, GetParam().device, make_inputs(c), o);
+    EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+    return result;
+  }
+  bool packed() const { return GetParam().kv_format == KvFormat::amx_packed; }
+};
+
+Case base_case(DType q, DType kv, std::vector<CaseRequest> requests) {
+  Case c;
+  c.name = "law";
+  c.spec.num_q_heads = 6;
+  c.spec.num_kv_heads = 2;
+  c.spec.head_dim_qk = c.spec.head_dim_v = 64;
+  c.spec.q_dtype = q;
+  c.spec.kv_dtype = kv;
+  c.requests = std::move(requests);
+  for (int r = 0; r < int(c.requests.size()); ++r) c.requests[r].id = r;
+  c.seed = 99;
+  return c;
+}
+
+std::vector<Case> law_cases() {
+  std::vector<Case> cases;
+  const std::vector<CaseRequest> mixed{{1, 100}, {0, 0}, {150, 150}, {0, 25}, {6, 271}, {1, 1}, {33, 65}};
+  cases.push_back(base_case(DType::bf16, DType::bf16, mixed));
+  cases.push_back(base_case(DType::f32, DType::f32, mixed));
+  cases.push_back(base_case(DType::bf16, DType::fp8_e4m3, mixed));
+  cases.push_back(base_case(DType::f16, DType::f16, mixed));
+  cases.push_back(base_case(DType::bf16, DType::bf16, mixed));
+  cases.back().spec.mask.window_left = 40;
+  cases.back().spec.score.sinks = true;
+  cases.push_back(base_case(DType::bf16, DType::bf16, mixed));
+  cases.back().spec.mask.chunk = 48;
+  cases.back().spec.score.soft_cap = 20.f;
+  cases.back().spec.head_dim_v = 40;
+  return cases;
+}
+
+void expect_same(const RunResult& a, const RunResult& b, const std::string& what) {
+  EXPECT_TRUE(bit_identical(a.out, b.out)) << what << " changes out";
+  EXPECT_TRUE(bit_identical(a.lse, b.lse)) << what << " changes lse";
+}
+
+TEST_P(Laws, PagesDoNotMatter) {
+  for (const Case& wanted : law_cases()) {
+    const Case c = fit(wanted);
+    const RunOptions first = options(c);
+    const RunResult expected = run(c, first);
+    for (int block_size : {0, 1, 3, 16, 32, 48, 64, 128, 544}) {
+      if (packed() && (block_size == 0 || block_size % 16 != 0)) continue;
+      RunOptions o = first;
+      o.block_size = block_size;
+      o.csr = block_size % 32 == 0;
+      o.page_seed = 1000 + uint64_t(block_size);
+      expect_same(run(c, o), expected, c.spec.str() + " block_size " + std::to_string(block_size));
+    }
+    for (const char* order : {"lbthd", "blhtd", "hlbtd", "dbtlh"}) {
+      RunOptions o = first;
+      o.order = order;
+      expect_same(run(c, o), expected, c.spec.str() + " order " + order);
+    }
+  }
+}
+
+// out and lse of request r as a result of its own.
+RunResult rows_of(const RunResult& all, const Case& c, size_t r) {
+  size_t token = 0;
+  for (size_t i = 0; i < r; ++i) token += size_t(c.requests[i].q_len);
+  const size_t heads = size_t(c.spec.num_q_heads), width = heads * size_t(c.spec.head_dim_v), count = size_t(c.requests[r].q_len);
+  const auto cut = [](const std::vector<float>& v, size_t begin, size_t size) {
+    return std::vector<float>(v.begin() + long(begin), v.begin() + long(begin + size));
+  };
+  return {.out = cut(all.out, token * width, count * width), .lse = cut(all.lse, token * heads, count * heads), .violations = {}};
+}
+
+TEST_P(Laws, NeighboursAndOrderDoNotMatter) {
+  for (const Case& wanted : law_cases()) {
+    const Case c = fit(wanted);
+    const RunResult together = run(c, options(c));
+    for (size_t r = 0; r < c.requests.size(); ++r) {
+      Case alone = c;
+      alone.requests = {c.requests[r]};
+      expect_same(run(alone, options(alone)), rows_of(together, c, r), c.spec.str() + " being alone, request " + std::to_string(r));
+    }
+    std::mt19937_64 random(5);
+    for (int trial = 0; trial < 3; ++trial) {
+      std::vector<size_t> order(c.requests.size());
+      for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+      for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random() % i]);
+      Case permuted = c;
+      for (size_t i = 0; i < order.size(); ++i) permuted.requests[i] = c.requests[order[i]];
+      const RunResult result = run(permuted, options(permuted));
+      for (size_t i = 0; i < order.size(); ++i)
+        expect_same(rows_of(result, permuted, i), rows_of(together, c, order[i]), c.spec.str() + " a permutation");
+    }
+  }
+}
+
+TEST_P(Laws, ChunksOfAPromptDoNotMatter) {
+  std::vector<Case> cases = law_cases();
+  for (Case& c : cases) c.requests = {{300, 300, 0}, {70, 170, 1}, {1, 40, 2}};
+  cases.push_back(base_case(DType::bf16, DType::bf16, {{14, 4100}}));  // crosses a split
+  cases.back().spec.num_q_heads = 2;
+  cases.back().spec.num_kv_heads = 1;
+  for (const Case& wanted : cases) {
+    const Case c = fit(wanted);
+    const RunResult expected = run(c, options(c));
+    for (int chunk : {1, 7, 64, 129}) {
+      RunOptions o = options(c);
+      o.chunk = chunk;
+      expect_same(run(c, o), expected, c.spec.str() + " chunk " + std::to_string(chunk));
+    }
+  }
+}
+
+TEST_P(Laws, ThreadsDoNotMatter) {
+  std::vector<Case> cases = law_cases();
+  cases.push_back(base_case(DType::bf16, DType::bf16, {{1, 9000}, {1, 100}, {3, 5000}}));  // merges
+  cases.back().spec.num_q_heads = 2;
+  cases.back().spec.num_kv_heads = 1;
+  for (const Case& wanted : cases) {
+    const Case c = fit(wanted);
+    const RunResult expected = run(c, options(c));
+    expect_same(run(c, options(c)), expected, c.spec.str() + " a second run");
+    for (int count : {2, 3, 5}) {
+      ThreadPool pool(count);
+      RunOptions o = options(c);
+      o.threads = pool.parallel_for();
+      expect_same(run(c, o), expected, c.spec.str() + " " + std::to_string(count) + " threads");
+    }
+  }
+}
+
+TensorView view(std::vector<float>& v, std::initializer_list<int64_t> sizes) { return TensorView::contiguous(v.data(), DType::f32, sizes); }
+
+// Keys are dealt out to parts at random, by a custom mask for each; a sink is one more part, whose output is 0.
+TEST_P(Laws, SplitAnywhereAndMergeIsTheWhole) {
+  std::mt19937_64 random(17);
+  for (const Case& wanted : law_cases())
+    for (int trial = 0; trial < 6; ++trial) {
+      Case c = fit(wanted);
+      c.spec.mask.custom = true;
+      c.custom = CustomPattern::random;
+      c.seed = 500 + uint64_t(trial);
+      const CaseInputs whole = make_inputs(c);
+      const Expected expected = expect(whole);
+      const size_t parts = 1 + random() % 5;
+      std::vector<CaseInputs> inputs(parts, whole);
+      for (size_t i = 0; i < whole.custom_mask.bytes.size(); ++i) {
+        const size_t owner = trial % 2 == 0 ? random() % parts : i / 37 % parts;  // scattered, or runs of keys
+        for (size_t p = 0; p < parts; ++p)
+          if (p != owner) inputs[p].custom_mask.bytes[i] = 0;
+      }
+      std::vector<RunResult> results;
+      for (CaseInputs& part : inputs) {
+        part.spec.score.sinks = false;
+        part.sinks = {};
+        results.push_back(run_case(*GetParam().backend, GetParam().device, part, options(c)));
+      }
+      const int64_t tokens = whole.num_tokens(), heads = c.spec.num_q_heads, dim = c.spec.head_dim_v;
+      RunResult merged = results[0];
+      if (c.spec.score.sinks) {
+        RunResult sink = results[0];
+        std::fill(sink.out.begin(), sink.out.end(), 0.f);
+        for (size_t i = 0; i < sink.lse.size(); ++i) sink.lse[i] = float(whole.sinks.get(int64_t(i) % heads));
+        results.push_back(std::move(sink));
+      }
+      std::vector<PartialResult> partial;
+      for (RunResult& r : results) partial.push_back({view(r.out, {tokens, heads, dim}), view(r.lse, {tokens, heads})});
+      merge_partial_results(partial, view(merged.out, {tokens, heads, dim}), view(merged.lse, {tokens, heads}));
+      const Judgement judgement = judge(expected, merged);
+      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ", " << parts << " parts: " << judgement.failure;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
+
+}  // namespace
+}  // namespace imbrex::test

@@ -1,0 +1,81 @@
+// Each limit of a backend has a line here that expects its code; a code that no line names fails the last test.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "expect_error.h"
+#include "matrix.h"
+
+namespace imbrex::test {
+namespace {
+
+struct Refusal {
+  const char* backend;
+  const char* code;
+  const char* device;
+  void (*change)(AttentionSpec&);
+};
+
+constexpr auto nothing = [](AttentionSpec&) {};
+constexpr auto packed = [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed; };
+
+const Refusal kRefusals[] = {
+    {"reference", "device.type", "h200", nothing},
+    {"reference", "spec.kv_format", "cpu", packed},
+    {"cpu_generic", "device.type", "h200", nothing},
+    {"cpu_generic", "spec.kv_format", "cpu", packed},
+    {"cpu_avx512", "device.type", "a100", nothing},
+    {"cpu_avx512", "device.isa", "avx2,4 threads", nothing},
+    {"cpu_avx512", "spec.kv_format", "avx512,4 threads", packed},
+    {"cpu_amx", "device.type", "b200", nothing},
+    {"cpu_amx", "device.isa", "avx512,4 threads", nothing},
+    {"cpu_amx", "spec.q_dtype", "amx,4 threads", [](AttentionSpec& s) { s.q_dtype = DType::f32; }},
+    {"cpu_amx", "spec.q_dtype", "amx,4 threads", [](AttentionSpec& s) { s.q_dtype = DType::f16; }},
+    {"cpu_amx", "spec.kv_dtype", "amx,4 threads", [](AttentionSpec& s) { s.kv_dtype = DType::f32; }},
+    {"cpu_amx", "spec.kv_dtype", "amx,4 threads", [](AttentionSpec& s) { s.kv_dtype = DType::f16; }},
+};
+
+AttentionSpec plain_spec() {
+  AttentionSpec spec;
+  spec.num_q_heads = 8;
+  spec.num_kv_heads = 2;
+  spec.head_dim_qk = spec.head_dim_v = 64;
+  return spec;
+}
+
+TEST(Refusals, HaveTheirCodes) {
+  for (const Refusal& r : kRefusals) {
+    const Backend* backend = find_backend(r.backend);
+    ASSERT_NE(backend, nullptr) << r.backend;
+    AttentionSpec spec = plain_spec();
+    r.change(spec);
+    const DeviceInfo device = describe_device(r.device);
+    const auto reasons = backend->unsupported(spec, device);
+    ASSERT_EQ(reasons.size(), 1u) << r.backend << " " << r.code << " on " << r.device;
+    EXPECT_EQ(reasons[0].code, r.code) << r.backend;
+    EXPECT_FALSE(reasons[0].wanted.empty());
+    EXPECT_FALSE(reasons[0].actual.empty());
+    EXPECT_NE(reasons[0].wanted, reasons[0].actual);
+    EXPECT_EQ(error_code([&] { backend->plan(spec, device, {}); }), "backend.unsupported") << r.backend;
+  }
+}
+
+TEST(Refusals, NoOtherCodeOccurs) {
+  for (const Backend* backend : backends())
+    for (const char* name : {"cpu", "h200", "avx512,4 threads", "avx2,4 threads", "amx,4 threads"}) {
+      const DeviceInfo device = describe_device(name);
+      for (const Case& c : cases())
+        for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed}) {
+          AttentionSpec spec = c.spec;
+          spec.kv_format = format;
+          for (const Reason& reason : backend->unsupported(spec, device)) {
+            const bool listed = std::any_of(std::begin(kRefusals), std::end(kRefusals),
+                                            [&](const Refusal& r) { return r.backend == backend->name() && r.code == reason.code; });
+            ASSERT_TRUE(listed) << backend->name() << " refuses " << spec.str() << " on " << name << ": " << reason.str();
+          }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace imbrex::test
