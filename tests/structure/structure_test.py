@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the rules of the house that a compiler does not: include arrows, kernel isolation, file length, leftovers, links.
+"""Checks the rules of the house that a compiler does not: include arrows, kernel isolation, file length, leftovers.
 
 Run by ctest and scripts/lint.sh. Each check takes the repository root and returns the list of its complaints;
 structure_selftest.py plants a violation of every rule and expects it to be found.
@@ -191,17 +191,6 @@ def check_environment(root):
     return problems
 
 
-def check_links(root):
-    """Every relative link of a Markdown file leads to a file."""
-    problems = []
-    for path in sorted(root.glob("*.md")) + sorted((root / "docs").rglob("*.md")):
-        for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(errors="replace")):
-            target = link.split("#")[0]
-            if target and not re.match(r"[a-z]+:", target) and not (path.parent / target).exists():
-                problems.append(f"{path.relative_to(root).as_posix()}: the link {link} leads nowhere")
-    return problems
-
-
 def nm_symbols(path):
     """(type, demangled name) of every symbol of an object file."""
     out = subprocess.run(["nm", "-C", str(path)], check=True, capture_output=True, text=True).stdout
@@ -230,7 +219,7 @@ def check_kernel_objects(objects):
     return problems
 
 
-TREE_CHECKS = [check_arrows, check_public_headers, check_kernels, check_shape, check_leftovers, check_environment, check_links]
+TREE_CHECKS = [check_arrows, check_public_headers, check_kernels, check_shape, check_leftovers, check_environment]
 
 
 def main():
