@@ -12,6 +12,11 @@
 
 namespace imbrex::cli {
 
+std::string& command_line() {
+  static std::string text;
+  return text;
+}
+
 std::string format_ranges(const std::vector<int>& numbers) {
   std::string text;
   for (size_t i = 0; i < numbers.size();) {

@@ -19,6 +19,9 @@ inline constexpr int kUnsupported = 3;  // understood, but nothing here can do i
 // Set by the subcommand that was given; main calls it after parsing. Returns the exit code.
 using Action = std::function<int()>;
 
+// The program's arguments as they were typed; set by main.
+std::string& command_line();
+
 // One a file: adds a subcommand to the program.
 void add_info(CLI::App&, Action&);
 void add_select(CLI::App&, Action&);

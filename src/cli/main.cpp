@@ -42,7 +42,10 @@ int main(int argc, char** argv) {
       "  imbrex bench 2q2k,32q1s1k                          time attention on a batch\n"
       "  imbrex SUBCOMMAND --help                           all options, with examples\n\n"
       "Exit codes: 0 done, 1 a check failed, 2 bad arguments or input, 3 not supported here.");
+  command_line() = "imbrex";
+  for (int i = 1; i < argc; ++i) command_line() += std::string(" ") + argv[i];
   Action action;
+  add_run(app, action);
   add_select(app, action);
   add_trace(app, action);
   add_info(app, action);

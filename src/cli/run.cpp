@@ -1,0 +1,131 @@
+// `imbrex run`: replays a serving trace through the attention layers of a model, and reports.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <ctime>
+
+#include "cli/cli.h"
+#include "core/check.h"
+#include "imbrex/model.h"
+#include "serve/replay.h"
+#include "serve/report.h"
+
+namespace imbrex::cli {
+namespace {
+
+struct Options {
+  std::string model, trace, device = "cpu", q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
+  int64_t num_requests = 0;
+  serve::ReplayOptions replay;
+  bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
+};
+
+// One line on a terminal, redrawn in place; nothing at all when stderr is not one.
+class ProgressBar {
+ public:
+  explicit ProgressBar(bool wanted) : on_(wanted && isatty(STDERR_FILENO)) {}
+  ~ProgressBar() { clear(); }
+  void show(const serve::ReplayProgress& p) {
+    if (!on_) return;
+    constexpr int kWidth = 28;
+    const double done = p.total_tokens > 0 ? double(p.finished_tokens) / double(p.total_tokens) : 0;
+    const int full = int(done * kWidth);
+    fmt::print(stderr, "\r\033[K[{:█<{}}{:·<{}}] {:3.0f} %  {}/{} requests  {} running, {} waiting  {}", "", full, "", kWidth - full,
+               100 * done, p.finished_requests, p.total_requests, p.running, p.waiting, serve::format_seconds(p.wall_s));
+    fflush(stderr);
+    shown_ = true;
+  }
+  void clear() {
+    if (shown_) fmt::print(stderr, "\r\033[K");
+    shown_ = false;
+  }
+
+ private:
+  bool on_, shown_ = false;
+};
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%d %H:%M UTC", std::gmtime(&now));
+  return text;
+}
+
+int run(Options& o) {
+  const DeviceInfo device = describe_device(o.device);
+  check(device.present && device.device.type == DeviceType::cpu, "backend.unsupported", "--device: the replay runs on cpu, got {}",
+        device.str());
+  serve::ReplayOptions& r = o.replay;
+  r.q_dtype = parse_dtype(o.q_dtype);
+  r.kv_dtype = parse_dtype(o.kv_dtype);
+  r.prefix_sharing = !o.no_prefix_sharing;
+  r.verify_fraction = parse_fraction(o.verify);
+  r.pacing = o.pacing == "saturate" ? serve::Pacing::saturate : serve::Pacing::arrival;
+  if (!o.kv_memory.empty()) r.kv_bytes = parse_size(o.kv_memory);
+  const ModelSpec model = load_model(o.model);
+  serve::Trace trace = serve::read_trace(o.trace);
+  if (o.num_requests > 0 && o.num_requests < int64_t(trace.requests.size())) trace.requests.resize(size_t(o.num_requests));
+
+  serve::ReportContext context{IMBREX_VERSION, command_line(), utc_now(), {}};
+  if (!o.no_ceilings) context.ceilings = serve::measure_ceilings(device, r.num_threads, 1.5);
+  serve::ReplayResult result;
+  {
+    ProgressBar bar(!o.quiet);
+    r.progress = [&](const serve::ReplayProgress& progress) {
+      bar.show(progress);
+      return true;
+    };
+    result = serve::replay(model, trace, r);
+  }
+  if (!o.quiet) fmt::print("{}", serve::report_text(result, context));
+  if (!o.json.empty()) write_file(o.json, serve::report_json(result, context));
+  if (!o.report.empty()) write_file(o.report, serve::report_html(result, context));
+  if (!o.quiet && !o.report.empty()) fmt::print("report: {}\n", o.report);
+  return kOk;
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, Action& action) {
+  auto o = std::make_shared<Options>();
+  serve::ReplayOptions& r = o->replay;
+  CLI::App* sub = app.add_subcommand("run", "Replay a serving trace through a model's attention layers, and report");
+  sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
+  sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
+  sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--device", o->device, "Where to run: cpu")->capture_default_str();
+  sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--max-num-batched-tokens", r.max_num_batched_tokens, "Query tokens of a step at most")->capture_default_str();
+  sub->add_option("--max-num-seqs", r.max_num_seqs, "Requests of a step at most")->capture_default_str();
+  sub->add_option("--block-size", r.block_size, "Tokens in a cache block (page)")->capture_default_str();
+  sub->add_option("--q-dtype", o->q_dtype, "Activations: bf16")->capture_default_str();
+  sub->add_option("--kv-dtype", o->kv_dtype, "Cache: f32, bf16, f16, fp8_e4m3, fp8_e5m2")->capture_default_str();
+  sub->add_option("--kv-format", r.kv_format, "strided, amx_packed, or auto: packed where a fast backend takes it")->capture_default_str();
+  sub->add_option("--kv-memory", o->kv_memory, "Memory of the cache, such as 2GiB (default: a quarter of the machine's)");
+  sub->add_option("--backend", r.select.forced, "Force a backend, by its name or one that vLLM or SGLang users know");
+  sub->add_option("--prefill-backend", r.select.forced_prefill, "The same for prefill only");
+  sub->add_option("--decode-backend", r.select.forced_decode, "The same for decode only");
+  sub->add_option("--threads", r.num_threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--pacing", o->pacing, "arrival: as the trace says; saturate: all requests at once")
+      ->check(CLI::IsMember({"arrival", "saturate"}))
+      ->capture_default_str();
+  sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
+  sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes");
+  sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
+  sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--verify", o->verify, "Share of outputs that the reference backend recomputes, such as 1%");
+  sub->add_option("--seed", r.seed, "Same seed, same bits: whatever the batch size and the number of threads")->capture_default_str();
+  sub->add_option("--report", o->report, "Write the report as one HTML page");
+  sub->add_option("--json", o->json, "Write the report as JSON");
+  sub->add_flag("--no-ceilings", o->no_ceilings, "Do not measure the machine's ceilings first");
+  sub->add_flag("--quiet", o->quiet, "No progress bar and no report on the terminal");
+  sub->footer(
+      "Examples:\n"
+      "  imbrex run --model llama-3.1-8b --trace trace.jsonl --layers 2 --verify 1% --report out.html\n"
+      "  imbrex run --model gpt-oss-20b --trace azure.csv --num-requests 1000 --kv-dtype fp8_e4m3 --kv-memory 2GiB\n"
+      "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n\n"
+      "Exit code 1 when a verified output differs from the reference.");
+  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+}
+
+}  // namespace imbrex::cli
