@@ -22,7 +22,7 @@ const char* to_string(Pacing);
 // The state of a replay that is under way. Times in seconds.
 struct ReplayProgress {
   int64_t finished_requests = 0, total_requests = 0;
-  int64_t finished_tokens = 0, total_tokens = 0;  // prompt and output tokens of finished requests; of all requests. For the bar
+  int64_t finished_tokens = 0, total_tokens = 0;  // prompt and output tokens: how far the replay is, for the bar
   int64_t steps = 0;
   int running = 0, waiting = 0;
   double wall_s = 0;   // since the replay began, synthesis and verification included

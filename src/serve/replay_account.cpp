@@ -1,0 +1,95 @@
+// The books of a replay (see replay_account.h).
+#include "serve/replay_account.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "serve/hash.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+int first_visible(const Mask& mask, int position) {
+  int first = 0;
+  if (mask.window_left >= 0) first = std::max(first, position - mask.window_left);
+  if (mask.chunk > 0) first = std::max(first, position / mask.chunk * mask.chunk);
+  return first;
+}
+
+void add_to(ReplayPoint& sum, const ReplayPoint& p) {
+  sum.clock_s = p.clock_s;
+  sum.steps += p.steps;
+  sum.step_s += p.step_s;
+  sum.attention_s += p.attention_s;
+  sum.prefill_tokens += p.prefill_tokens;
+  sum.decode_tokens += p.decode_tokens;
+  sum.running += p.running;
+  sum.waiting += p.waiting;
+  for (size_t g = 0; g < sum.occupancy.size(); ++g) sum.occupancy[g] += p.occupancy[g];
+}
+
+}  // namespace
+
+LayerWork layer_work(const AttentionSpec& spec, const StepPlan& plan) {
+  int64_t pairs = 0, keys = 0;  // (query, visible key); keys that any query of a request sees
+  for (int r = 0; r < plan.num_reqs(); ++r) {
+    const int begin = plan.first_positions[size_t(r)], end = plan.seq_lens[size_t(r)];
+    for (int p = begin; p < end; ++p) pairs += p + 1 - first_visible(spec.mask, p);
+    keys += end - first_visible(spec.mask, begin);
+  }
+  return {.flops = double(pairs) * 2.0 * double(spec.num_q_heads) * double(spec.head_dim_qk + spec.head_dim_v),
+          .kv_read_bytes = double(keys) * double(spec.kv_bytes_per_token())};
+}
+
+void Series::add(ReplayPoint step) {
+  if (!points_.empty() && points_.back().steps < steps_per_point_) {
+    add_to(points_.back(), step);
+    return;
+  }
+  if (points_.size() == max_points_) {
+    std::vector<ReplayPoint> merged;
+    for (size_t i = 0; i < points_.size(); ++i) {
+      if (i % 2 == 0) {
+        merged.push_back(std::move(points_[i]));
+      } else {
+        add_to(merged.back(), points_[i]);
+      }
+    }
+    points_ = std::move(merged);
+    steps_per_point_ *= 2;
+    add(std::move(step));
+    return;
+  }
+  points_.push_back(std::move(step));
+}
+
+std::vector<ReplayPoint> Series::points() const {
+  std::vector<ReplayPoint> means = points_;
+  for (ReplayPoint& p : means) {
+    p.running /= double(p.steps);
+    p.waiting /= double(p.steps);
+    for (double& share : p.occupancy) share /= double(p.steps);
+  }
+  return means;
+}
+
+uint64_t digest_row(int request, int position, int layer, const void* row, size_t bytes) {
+  // Four chains, because one is bound by the latency of its product.
+  uint64_t chain[4] = {1, 2, 3, 4};
+  const char* at = static_cast<const char*>(row);
+  while (bytes > 0) {
+    for (uint64_t& c : chain) {
+      uint64_t word = 0;
+      const size_t n = std::min<size_t>(bytes, sizeof(word));
+      std::memcpy(&word, at, n);
+      at += n;
+      bytes -= n;
+      c = (c ^ word) * 0x9e3779b97f4a7c15u;
+      c ^= c >> 32;
+    }
+  }
+  return hash_numbers(uint64_t(request), uint64_t(position), uint64_t(layer), chain[0], chain[1], chain[2], chain[3]);
+}
+
+}  // namespace imbrex::serve

@@ -1,0 +1,36 @@
+#pragma once
+// The books of a replay: useful work of a step, time series, output digests.
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "imbrex/spec.h"
+#include "serve/replay.h"
+#include "serve/step_plan.h"
+
+namespace imbrex::serve {
+
+// What the attention of one layer has to do in a step, however a backend does it.
+struct LayerWork {
+  double flops = 0;          // 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double kv_read_bytes = 0;  // of every request's visible keys and values, once
+};
+LayerWork layer_work(const AttentionSpec&, const StepPlan&);
+
+// Steps, merged two by two whenever there are more points than the limit.
+class Series {
+ public:
+  explicit Series(int max_points) : max_points_(size_t(max_points)) {}
+  void add(ReplayPoint step);  // of one step
+  std::vector<ReplayPoint> points() const;
+
+ private:
+  size_t max_points_;
+  int64_t steps_per_point_ = 1;
+  std::vector<ReplayPoint> points_;  // sums instead of means
+};
+
+// Of one output row; rows are combined by addition, so their order does not matter.
+uint64_t digest_row(int request, int position, int layer, const void* row, size_t bytes);
+
+}  // namespace imbrex::serve

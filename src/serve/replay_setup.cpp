@@ -1,0 +1,157 @@
+// What a replay decides before its first step (see replay_setup.h).
+#include "serve/replay_setup.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/check.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+constexpr int64_t kDefaultMemory = int64_t(16) << 30;  // of a device that does not tell
+
+KvFormat parse_format(const std::string& text) {
+  if (text == "strided") return KvFormat::strided;
+  if (text == "amx_packed") return KvFormat::amx_packed;
+  fail("replay.kv_format", "kv_format must be auto, strided or amx_packed, is \"{}\"", text);
+}
+
+// Whether every kind of layer is run by something else than the reference.
+bool runs_well(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device) {
+  for (const ModelSpec::Kind& kind : model.kinds()) {
+    for (const Phase phase : {Phase::prefill, Phase::decode}) {
+      SelectOptions select_options = options.select;
+      select_options.phase = phase;
+      try {
+        const Selection selection = select(kind.spec, device, select_options);
+        if (selection.backend == nullptr || selection.backend->name() == "reference") return false;
+      } catch (const Error&) {
+        return false;  // the forced backend does not run it
+      }
+    }
+  }
+  return true;
+}
+
+bool can_pack(const ModelSpec& model, const ReplayOptions& options) {
+  const bool dtype = options.kv_dtype == DType::bf16 || options.kv_dtype == DType::fp8_e4m3 || options.kv_dtype == DType::fp8_e5m2;
+  return dtype && options.block_size % 16 == 0 && !model.layers.empty();
+}
+
+}  // namespace
+
+const char* to_string(Pacing pacing) {
+  switch (pacing) {
+    case Pacing::arrival: return "arrival";
+    case Pacing::saturate: return "saturate";
+  }
+  return "?";
+}
+
+void check_options(const ReplayOptions& o) {
+  check(o.num_layers >= 0, "replay.num_layers", "num_layers must be >= 0, is {}", o.num_layers);
+  check(o.max_num_batched_tokens >= 1 && o.max_num_batched_tokens <= 1 << 20, "replay.max_num_batched_tokens",
+        "max_num_batched_tokens must be in [1, {}], is {}", 1 << 20, o.max_num_batched_tokens);
+  check(o.max_num_seqs >= 1 && o.max_num_seqs <= 1 << 16, "replay.max_num_seqs", "max_num_seqs must be in [1, {}], is {}", 1 << 16,
+        o.max_num_seqs);
+  check(std::isfinite(o.rate_scale) && o.rate_scale > 0, "replay.rate_scale", "rate_scale must be positive, is {}", o.rate_scale);
+  check(std::isfinite(o.fixed_step_s) && o.fixed_step_s >= 0, "replay.fixed_step_s", "fixed_step_s must be >= 0, is {}", o.fixed_step_s);
+  check(o.kv_bytes >= 0, "replay.kv_bytes", "kv_bytes must be >= 0, is {}", o.kv_bytes);
+  check(o.num_blocks >= 0 && o.num_blocks <= std::numeric_limits<int32_t>::max(), "replay.num_blocks",
+        "num_blocks must be in [0, {}], is {}", std::numeric_limits<int32_t>::max(), o.num_blocks);
+  check(o.block_size >= 1 && o.block_size <= 65536, "replay.block_size", "block_size must be in [1, 65536], is {}", o.block_size);
+  check(o.q_dtype == DType::bf16, "replay.q_dtype", "q_dtype must be bf16, is {}", to_string(o.q_dtype));
+  check(o.kv_dtype == DType::f32 || o.kv_dtype == DType::bf16 || o.kv_dtype == DType::f16 || o.kv_dtype == DType::fp8_e4m3 ||
+            o.kv_dtype == DType::fp8_e5m2,
+        "replay.kv_dtype", "kv_dtype must be f32, bf16, f16, fp8_e4m3 or fp8_e5m2, is {}", to_string(o.kv_dtype));
+  check(o.num_threads >= 0, "replay.num_threads", "num_threads must be >= 0, is {}", o.num_threads);
+  check(o.verify_fraction >= 0 && o.verify_fraction <= 1, "replay.verify_fraction", "verify_fraction must be in [0, 1], is {}",
+        o.verify_fraction);
+  check(std::isfinite(o.time_limit_s) && o.time_limit_s >= 0, "replay.time_limit_s", "time_limit_s must be >= 0, is {}", o.time_limit_s);
+  check(o.max_series_points >= 2, "replay.max_series_points", "max_series_points must be >= 2, is {}", o.max_series_points);
+}
+
+ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device, std::string& note) {
+  for (const ModelLayer& layer : model.layers) {
+    check(layer.spec.kind != AttentionKind::encoder_decoder && layer.spec.kind != AttentionKind::encoder, "replay.model.encoder_decoder",
+          "{} has {} layers ({}); a replay drives decoder-only models", model.name, to_string(layer.spec.kind), layer.name);
+    check(layer.spec.kind == AttentionKind::decoder, "replay.model.encoder_only",
+          "{} has {} layers ({}) and makes no tokens; a replay drives decoder-only models", model.name, to_string(layer.spec.kind),
+          layer.name);
+    check(layer.spec.mask.causal && !layer.spec.mask.custom, "replay.model.mask", "layer {} must be causal without a custom mask, is {}",
+          layer.name, layer.spec.mask.str());
+  }
+  check(!model.layers.empty(), "replay.model.layers", "{} has no softmax-attention layers", model.name);
+  check(options.num_layers <= int(model.layers.size()), "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
+        model.layers.size(), options.num_layers);
+  ModelSpec part = model;
+  if (options.num_layers > 0) part.layers.resize(size_t(options.num_layers));
+
+  const auto deployed = [&](KvFormat format) { return part.with_kv(options.q_dtype, options.kv_dtype, format, options.block_size); };
+  if (options.kv_format != "auto") return deployed(parse_format(options.kv_format));
+  if (can_pack(part, options)) {
+    ModelSpec packed = deployed(KvFormat::amx_packed);
+    if (runs_well(packed, options, device)) {
+      note = "kv_format amx_packed: the AMX backend reads it without rearranging";
+      return packed;
+    }
+  }
+  note = "kv_format strided: nothing but the reference runs amx_packed here";
+  return deployed(KvFormat::strided);
+}
+
+int64_t longest_request(const Trace& trace) {
+  int64_t longest = 0;
+  for (const TraceRequest& r : trace.requests) longest = std::max(longest, int64_t(r.input_length) + r.output_length);
+  return longest;
+}
+
+std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, const DeviceInfo& device) {
+  const size_t num_groups = model.kv_groups.size();
+  if (options.num_blocks > 0) return std::vector<int>(num_groups, int(options.num_blocks));
+  const int64_t memory = device.memory_bytes > 0 ? device.memory_bytes : kDefaultMemory;
+  const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory / 4;
+  const int64_t block_size = options.block_size;
+
+  // Of every group for `blocks` blocks in the groups without a window.
+  const auto blocks_for = [&](int64_t blocks) {
+    std::vector<int> result;
+    for (const KvGroup& group : model.kv_groups) {
+      const Mask& mask = model.layers[size_t(group.layers.front())].spec.mask;
+      int64_t count = blocks;
+      int64_t reach = mask.window_left >= 0 ? mask.window_left : std::numeric_limits<int32_t>::max();
+      if (mask.chunk > 0) reach = std::min<int64_t>(reach, mask.chunk - 1);
+      if (mask.window_left >= 0 || mask.chunk > 0) {
+        const int64_t enough = options.max_num_seqs * (reach / block_size + 3) + (reach + options.max_num_batched_tokens) / block_size + 3;
+        count = std::min(count, 2 * enough);
+      }
+      result.push_back(int(count));
+    }
+    return result;
+  };
+  const auto bytes_for = [&](int64_t blocks) {
+    const std::vector<int> counts = blocks_for(blocks);
+    double bytes = 0;  // as a double, because it is only compared
+    for (size_t g = 0; g < num_groups; ++g) bytes += double(counts[g]) * double(model.kv_groups[g].bytes_per_token) * double(block_size);
+    return bytes;
+  };
+  int64_t most = 0;  // that the whole trace can use at once
+  for (const TraceRequest& r : trace.requests) most += (int64_t(r.input_length) + r.output_length + block_size - 1) / block_size;
+  int64_t low = 0, high = std::clamp<int64_t>(most, 1, std::numeric_limits<int32_t>::max());
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    if (bytes_for(middle) <= double(budget)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens in every layer takes {} bytes, the cache may have {}", block_size,
+        int64_t(bytes_for(1)), budget);
+  return blocks_for(low);
+}
+
+}  // namespace imbrex::serve

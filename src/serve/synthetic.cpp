@@ -1,0 +1,71 @@
+// Synthetic q, k, v for the replay (see synthetic.h).
+#include "serve/synthetic.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/float_types.h"
+#include "core/run_parallel.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+// Close to a standard normal number: the sum of four 16-bit numbers. Integers and one product, so the same bits everywhere.
+float normal(uint64_t bits) {
+  const auto sum = int64_t((bits & 0xffff) + ((bits >> 16) & 0xffff) + ((bits >> 32) & 0xffff) + (bits >> 48));
+  return float(sum - 2 * 0xffff) * (1.f / 37837.f);  // sqrt(4 * (2^32 - 1) / 12)
+}
+
+}  // namespace
+
+Synthetic::Synthetic(uint64_t seed) : seed_(hash_numbers(seed, 0x716b76u)), pool_(size_t(kOffsets) + kMaxDim) {
+  for (size_t i = 0; i < pool_.size(); ++i) pool_[i] = float_to_bf16(normal(hash_numbers(seed_, i)));
+}
+
+void Synthetic::fill(Side side, int layer, std::span<const uint64_t> keys, int num_heads, int dim, uint16_t* out,
+                     const ParallelFor& threads) const {
+  check(dim >= 1 && dim <= kMaxDim, "replay.synthetic.dim", "head dimension must be in [1, {}], is {}", kMaxDim, dim);
+  run_parallel(threads, [&](int worker) {
+    const size_t begin = keys.size() * size_t(worker) / size_t(threads.num_workers);
+    const size_t end = keys.size() * (size_t(worker) + 1) / size_t(threads.num_workers);
+    uint16_t* row = out + begin * size_t(num_heads) * size_t(dim);
+    for (size_t t = begin; t < end; ++t) {
+      for (int h = 0; h < num_heads; ++h, row += dim) {
+        std::memcpy(row, pool_.data() + offset(side, layer, h, keys[t]), size_t(dim) * sizeof(uint16_t));
+      }
+    }
+  });
+}
+
+LayerParameters::LayerParameters(const AttentionSpec& spec, uint64_t seed, int layer) : num_q_heads(spec.num_q_heads) {
+  const auto numbers = [&](int count, uint64_t what, float mean, float deviation) {
+    std::vector<float> values;
+    for (int i = 0; i < count; ++i) values.push_back(mean + deviation * normal(hash_numbers(seed, what, uint64_t(layer), uint64_t(i))));
+    return values;
+  };
+  const int heads = spec.num_q_heads;
+  if (spec.score.sinks) sinks = numbers(heads, 1, 0.f, 1.f);
+  if (spec.score.head_scales) head_scales = numbers(heads, 2, 1.f, 0.1f);
+  if (spec.score.relative_buckets > 0) relative_bias = numbers(spec.score.relative_buckets * heads, 3, 0.f, 1.f);
+  if (spec.score.alibi) {
+    for (int h = 0; h < heads; ++h) alibi_slopes.push_back(std::exp2(-8.f * float(h + 1) / float(heads)));
+  }
+}
+
+void LayerParameters::view(Inputs& inputs, int first, int count) const {
+  const auto heads = [&](const std::vector<float>& values) {
+    return values.empty() ? TensorView{} : TensorView::contiguous(const_cast<float*>(values.data()) + first, DType::f32, {count});
+  };
+  inputs.sinks = heads(sinks);
+  inputs.alibi_slopes = heads(alibi_slopes);
+  inputs.head_scales = heads(head_scales);
+  if (!relative_bias.empty()) {
+    const int64_t buckets = int64_t(relative_bias.size()) / num_q_heads;
+    inputs.relative_bias =
+        TensorView::contiguous(const_cast<float*>(relative_bias.data()), DType::f32, {buckets, num_q_heads}).slice(1, first, first + count);
+  }
+}
+
+}  // namespace imbrex::serve

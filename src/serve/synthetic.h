@@ -1,0 +1,57 @@
+#pragma once
+// Synthetic q, k, v: a function of (seed, layer, token identity, position, head) and nothing else, so that shared prefixes really
+// share, a recomputed request sees the same numbers, and a check can make any key again without looking into the cache.
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "imbrex/backend.h"
+#include "imbrex/parallel.h"
+#include "serve/hash.h"
+
+namespace imbrex::serve {
+
+enum class Side : uint8_t { q, k, v };
+
+// What all heads and layers of a token derive from.
+constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
+
+// A pool of bf16 numbers with mean 0 and variance 1. A head's row is a stretch of it that begins where a hash says: as cheap as a
+// copy, and two different rows are equal with a chance of one in kOffsets.
+class Synthetic {
+ public:
+  static constexpr int kOffsets = 1 << 18;
+  static constexpr int kMaxDim = 576;
+
+  explicit Synthetic(uint64_t seed);
+
+  // Of the row's first number in the pool.
+  int64_t offset(Side side, int layer, int head, uint64_t key) const {
+    const uint64_t base =
+        seed_ + uint64_t(side) * 0x9e3779b97f4a7c15u + uint64_t(layer) * 0xd1342543de82ef95u + uint64_t(head) * 0xf1357aea2e62a9c5u;
+    return int64_t(mix_bits(key ^ mix_bits(base)) & (kOffsets - 1));
+  }
+  std::span<const uint16_t> pool() const { return pool_; }  // [kOffsets + kMaxDim]
+  // Rows of every head of tokens with these keys: out [keys.size(), num_heads, dim], contiguous.
+  void fill(Side, int layer, std::span<const uint64_t> keys, int num_heads, int dim, uint16_t* out, const ParallelFor&) const;
+
+ private:
+  uint64_t seed_;
+  std::vector<uint16_t> pool_;
+};
+
+// What a layer has besides q, k, v, where its spec asks for it.
+struct LayerParameters {
+  int num_q_heads = 0;
+  std::vector<float> sinks, alibi_slopes, head_scales;  // [num_q_heads]
+  std::vector<float> relative_bias;                     // [relative_buckets, num_q_heads]
+
+  LayerParameters(const AttentionSpec&, uint64_t seed, int layer);
+  // Sets the parameters of Inputs for q heads [first, first + count).
+  void view(Inputs&, int first, int count) const;
+};
+
+// fp8 elements stand for themselves times this. A power of two, so that dividing by it loses nothing.
+constexpr float kFp8Scale = 0.0625f;
+
+}  // namespace imbrex::serve

@@ -1,0 +1,184 @@
+// Recomputes sampled attention outputs of a replay (see verify.h).
+#include "serve/verify.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <exception>
+#include <optional>
+
+#include "core/check.h"
+#include "core/float_types.h"
+#include "core/run_parallel.h"
+#include "imbrex/select.h"
+#include "serve/step_plan.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+constexpr int kNoiseColumns = 64;  // enough to know the root mean square to about 10 %
+constexpr uint64_t kSignTag = 0x7369676e;
+
+int noise_columns(const AttentionSpec& spec) { return std::min(kNoiseColumns, spec.head_dim_v); }
+
+bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
+
+// One kv head of a layer with ragged keys; the noise columns are behind the values.
+AttentionSpec head_spec(const AttentionSpec& spec) {
+  AttentionSpec head = spec;
+  head.num_q_heads = spec.group_size();
+  head.num_kv_heads = 1;
+  head.head_dim_v = spec.head_dim_v + noise_columns(spec);
+  head.kv_format = KvFormat::strided;
+  head.block_size = 0;
+  return head;
+}
+
+}  // namespace
+
+struct Verifier::Worker {
+  std::optional<AttentionSpec> spec;  // that the plan is for
+  std::unique_ptr<Plan> plan;
+  int plan_keys = 0;
+  std::vector<uint16_t> q;
+  std::vector<char> k, v;
+  std::vector<float> out;
+};
+
+Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor& threads)
+    : synthetic_(synthetic), seed_(seed), prefix_block_(prefix_block), kv_dtype_(kv_dtype), threads_(threads) {
+  const auto pool = synthetic.pool();
+  const float scale = is_fp8(kv_dtype) ? kFp8Scale : 1.f;
+  pool_.resize(pool.size() * size_t(size_of(kv_dtype)));
+  negative_pool_.resize(pool_.size());
+  for (size_t i = 0; i < pool.size(); ++i) {
+    const float value = bf16_to_float(pool[i]) / scale;
+    store_from_float(pool_.data(), kv_dtype, int64_t(i), value);
+    store_from_float(negative_pool_.data(), kv_dtype, int64_t(i), -value);
+  }
+  for (int w = 0; w < threads.num_workers; ++w) workers_.push_back(std::make_unique<Worker>());
+}
+Verifier::~Verifier() = default;
+
+void Verifier::check_spec(const AttentionSpec& spec) {
+  const int limit = Synthetic::kMaxDim - noise_columns(spec);
+  check(spec.head_dim_v <= limit, "replay.verify.head_dim_v", "verification needs head_dim_v <= {}, {} has {}", limit, spec.str(),
+        spec.head_dim_v);
+}
+
+Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) const {
+  const AttentionSpec& spec = *sample.spec;
+  const int group = spec.group_size(), dim_qk = spec.head_dim_qk, dim_v = spec.head_dim_v, noise = noise_columns(spec);
+  // Keys that the mask hides are left out; a multiple of the chunk, so that positions keep their chunk.
+  int first = 0;
+  if (spec.mask.window_left >= 0) first = std::max(first, sample.position - spec.mask.window_left);
+  if (spec.mask.chunk > 0) first = std::max(first / spec.mask.chunk, sample.position / spec.mask.chunk) * spec.mask.chunk;
+  const int keys = sample.position + 1 - first;
+
+  const AttentionSpec wanted = head_spec(spec);
+  if (!w.spec || !(*w.spec == wanted) || w.plan_keys < keys) {
+    w.spec = wanted;
+    w.plan_keys = std::max(2 * keys, 1024);
+    PlanOptions options;
+    options.limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = w.plan_keys};
+    w.plan = find_backend("reference")->plan(wanted, describe_device("cpu"), options);
+  }
+
+  const size_t size = size_t(size_of(kv_dtype_)), k_bytes = size * size_t(dim_qk), v_bytes = size * size_t(dim_v);
+  const size_t noise_bytes = size * size_t(noise);
+  w.q.resize(size_t(group) * size_t(dim_qk));
+  w.k.resize(size_t(keys) * k_bytes);
+  w.v.resize(size_t(keys) * (v_bytes + noise_bytes));
+  w.out.assign(size_t(group) * size_t(dim_v + noise), 0.f);
+  const auto key_of = [&](int position) {
+    return token_key(token_id(seed_, *sample.trace, prefix_block_, sample.request, position), position);
+  };
+  for (int h = 0; h < group; ++h) {
+    const int64_t offset = synthetic_.offset(Side::q, sample.layer, sample.kv_head * group + h, key_of(sample.position));
+    std::memcpy(w.q.data() + size_t(h) * size_t(dim_qk), synthetic_.pool().data() + offset, size_t(dim_qk) * sizeof(uint16_t));
+  }
+  char *k = w.k.data(), *v = w.v.data();
+  for (int j = first; j <= sample.position; ++j, k += k_bytes, v += v_bytes + noise_bytes) {
+    const uint64_t key = key_of(j);
+    const size_t from_k = size_t(synthetic_.offset(Side::k, sample.layer, sample.kv_head, key)) * size;
+    const size_t from_v = size_t(synthetic_.offset(Side::v, sample.layer, sample.kv_head, key)) * size;
+    const bool negative = (hash_numbers(key, kSignTag) & 1) != 0;
+    std::memcpy(k, pool_.data() + from_k, k_bytes);
+    std::memcpy(v, pool_.data() + from_v, v_bytes);
+    std::memcpy(v + v_bytes, (negative ? negative_pool_ : pool_).data() + from_v, noise_bytes);
+  }
+
+  const int32_t query_start_loc[] = {0, 1}, seq_lens[] = {keys};
+  int32_t kv_start_loc[] = {0, keys};
+  Batch batch;
+  batch.query_start_loc = query_start_loc;
+  batch.seq_lens = seq_lens;
+  batch.kv_start_loc = TensorView::contiguous(kv_start_loc, DType::i32, {2});
+  w.plan->update(batch);
+  float scale = kFp8Scale;
+  Inputs inputs;
+  inputs.q = TensorView::contiguous(w.q.data(), DType::bf16, {1, group, dim_qk});
+  inputs.kv.k = TensorView::contiguous(w.k.data(), kv_dtype_, {keys, 1, dim_qk});
+  inputs.kv.v = TensorView::contiguous(w.v.data(), kv_dtype_, {keys, 1, dim_v + noise});
+  if (is_fp8(kv_dtype_)) inputs.kv.k_scale = inputs.kv.v_scale = TensorView::contiguous(&scale, DType::f32, {1});
+  sample.parameters->view(inputs, sample.kv_head * group, group);
+  Outputs outputs;
+  outputs.out = TensorView::contiguous(w.out.data(), DType::f32, {1, group, dim_v + noise});
+  w.plan->run(inputs, outputs);
+
+  Outcome worst;
+  for (int h = 0; h < group; ++h) {
+    const float* expected = w.out.data() + size_t(h) * size_t(dim_v + noise);
+    double squares = 0;
+    for (int d = dim_v; d < dim_v + noise; ++d) squares += double(expected[d]) * expected[d];
+    const double rounding = 4 * 0x1p-8 * std::sqrt(squares / noise);
+    for (int d = 0; d < dim_v; ++d) {
+      const double actual = bf16_to_float(sample.actual[size_t(h) * size_t(dim_v) + size_t(d)]);
+      const double error = std::abs(actual - double(expected[d]));
+      const double bound = 0x1p-8 * std::abs(double(expected[d])) + rounding + 1e-6;
+      const double ratio = std::isfinite(error) ? error / bound : HUGE_VAL;
+      worst.max_error = std::max(worst.max_error, std::isfinite(error) ? error : HUGE_VAL);
+      if (ratio > worst.max_ratio) {
+        worst.max_ratio = ratio;
+        worst.head = sample.kv_head * group + h;
+        worst.dim = d;
+        worst.expected = expected[d];
+        worst.actual = actual;
+        worst.bound = bound;
+      }
+    }
+  }
+  return worst;
+}
+
+void Verifier::run(const std::vector<VerifySample>& samples) {
+  if (samples.empty()) return;
+  std::vector<Outcome> outcomes(samples.size());
+  std::vector<std::exception_ptr> errors(workers_.size());  // a worker must not throw through the pool
+  std::atomic<size_t> next{0};
+  run_parallel(threads_, [&](int worker) {
+    try {
+      for (size_t i = next++; i < samples.size(); i = next++) outcomes[i] = recompute(samples[i], *workers_[size_t(worker)]);
+    } catch (...) {
+      errors[size_t(worker)] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : errors) {
+    if (error) std::rethrow_exception(error);
+  }
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const Outcome& o = outcomes[i];
+    const VerifySample& s = samples[i];
+    check(o.max_ratio <= 1, "replay.verify",
+          "request {}, token {} of {} + {}, layer {}, q head {}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request,
+          s.position, s.trace->input_length, s.trace->output_length, s.layer, o.head, o.dim, o.expected, o.bound, o.actual, s.spec->str());
+    summary_.outputs += s.spec->group_size();
+    summary_.values += int64_t(s.spec->group_size()) * s.spec->head_dim_v;
+    summary_.max_error = std::max(summary_.max_error, o.max_error);
+    summary_.max_ratio = std::max(summary_.max_ratio, o.max_ratio);
+  }
+}
+
+}  // namespace imbrex::serve

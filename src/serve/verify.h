@@ -1,0 +1,68 @@
+#pragma once
+// Recomputes sampled attention outputs of a replay with the reference backend, from the synthetic definition of the request's own
+// keys and values: nothing is read from the cache, so a wrong block, slot, shared prefix or stale page shows.
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "imbrex/backend.h"
+#include "serve/synthetic.h"
+#include "serve/trace.h"
+
+namespace imbrex::serve {
+
+// One (token, layer, kv head) to recompute, and what the backend made of it.
+struct VerifySample {
+  int request = 0;  // for messages and token identities
+  const TraceRequest* trace = nullptr;
+  int position = 0;  // of the query
+  int layer = 0;     // of the model: what synthesis depends on
+  int kv_head = 0;
+  const AttentionSpec* spec = nullptr;
+  const LayerParameters* parameters = nullptr;
+  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]
+};
+
+struct VerifySummary {
+  int64_t outputs = 0, values = 0;
+  double max_error = 0, max_ratio = 0;
+};
+
+class Verifier {
+ public:
+  // Error replay.verify.head_dim_v for specs whose values are too long to be measured beside their noise.
+  Verifier(const Synthetic&, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor&);
+  ~Verifier();
+
+  static void check_spec(const AttentionSpec&);
+  // Recomputes all samples in parallel. Error replay.verify for the first one, in order, that differs by more than its bound:
+  //   |actual - expected| <= 2^-8 |expected| + 4 * 2^-8 sqrt(sum p_i^2 v_i^2) + 1e-6
+  // The first term is twice the rounding of the output to bf16. The second bounds what rounding every probability to bf16 (2^-9)
+  // does: such errors are independent, so they add up by their squares, and the root is their scale for this very output. It is
+  // measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context like the
+  // outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
+  // that would hide it.
+  void run(const std::vector<VerifySample>&);
+  const VerifySummary& summary() const { return summary_; }
+
+ private:
+  struct Worker;
+  struct Outcome {
+    double max_error = 0, max_ratio = 0;
+    int head = 0, dim = 0;  // of the worst value
+    double expected = 0, actual = 0, bound = 0;
+  };
+  Outcome recompute(const VerifySample&, Worker&) const;
+
+  const Synthetic& synthetic_;
+  uint64_t seed_;
+  int prefix_block_;
+  DType kv_dtype_;
+  ParallelFor threads_;
+  std::vector<char> pool_, negative_pool_;  // Synthetic::pool as the cache stores it, and with the other sign
+  std::vector<std::unique_ptr<Worker>> workers_;
+  VerifySummary summary_;
+};
+
+}  // namespace imbrex::serve
