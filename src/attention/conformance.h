@@ -33,8 +33,9 @@ struct Expected {
   ErrorStats naive;
   Bounds bounds;
 };
-Expected expect(const CaseInputs&);                                                  // computed by the reference backend
-Expected expect(const CaseInputs&, std::vector<float> out, std::vector<float> lse);  // given, as in a case file
+Expected expect(const CaseInputs&);  // computed by the reference backend
+// Given, as in a case file. The bounds still come from the reference: a wrong result must not widen them.
+Expected expect(const CaseInputs&, std::vector<float> out, std::vector<float> lse);
 
 struct Judgement {
   ErrorStats out;

@@ -1,0 +1,72 @@
+// verify_case: a case file through every backend, in every layout that must not matter.
+#include <fmt/format.h>
+
+#include "attention/case_file.h"
+
+namespace imbrex {
+namespace {
+
+std::vector<RunOptions> variants_of(const CaseInputs& in) {
+  std::vector<RunOptions> all;
+  const auto add = [&](int block_size, const char* order, bool csr, KvFormat format) {
+    RunOptions o;
+    o.block_size = block_size;
+    o.order = order;
+    o.csr = csr;
+    o.kv_format = format;
+    o.page_seed = all.size() + 1;
+    o.out_dtype = all.size() % 2 == 0 ? in.spec.q_dtype : DType::f32;
+    all.push_back(o);
+  };
+  add(0, "lbhtd", false, KvFormat::strided);
+  if (in.spec.block_size == 0) return all;  // encoders have no cache
+  add(1, "lbthd", true, KvFormat::strided);
+  add(16, "lbhtd", false, KvFormat::strided);
+  add(16, "lbthd", true, KvFormat::strided);
+  add(64, "blhtd", false, KvFormat::strided);
+  add(128, "hlbtd", true, KvFormat::strided);
+  const bool packable = in.spec.kv_dtype == DType::bf16 || is_fp8(in.spec);
+  for (int block_size : {16, 64, 128})
+    if (packable) add(block_size, "lbh", block_size == 64, KvFormat::amx_packed);
+  return all;
+}
+
+std::string name_of(const RunOptions& o) {
+  if (o.block_size == 0) return "ragged";
+  return fmt::format("page {} {} {}", o.block_size, o.csr ? "csr" : "dense",
+                     o.kv_format == KvFormat::strided ? o.order : to_string(o.kv_format));
+}
+
+}  // namespace
+
+std::vector<VerifyRow> verify_case(const CaseFile& file, const DeviceInfo& device, std::span<const Backend* const> backends) {
+  const Expected expected = expect(file.inputs, file.out, file.lse);
+  std::vector<VerifyRow> rows;
+  for (const Backend* backend : backends) {
+    std::string refused;
+    bool ran = false;
+    for (RunOptions options : variants_of(file.inputs)) {
+      const auto reasons = backend->unsupported(run_spec(file.inputs, options), device);
+      if (!reasons.empty()) {
+        if (refused.empty())
+          for (const Reason& reason : reasons) refused += (refused.empty() ? "" : "; ") + reason.str();
+        continue;
+      }
+      ran = true;
+      VerifyRow row{
+          .backend = std::string(backend->name()), .variant = name_of(options), .refused = {}, .judgement = {}, .bounds = expected.bounds};
+      options.poison = Poison::nan;
+      const RunResult result = run_case(*backend, device, file.inputs, options);
+      row.judgement = judge(expected, result);
+      options.poison = Poison::ones;
+      const RunResult again = run_case(*backend, device, file.inputs, options);
+      if (row.judgement.pass() && !(bit_identical(result.out, again.out) && bit_identical(result.lse, again.lse)))
+        row.judgement.failure = "bytes that no request owns change the result";
+      rows.push_back(std::move(row));
+    }
+    if (!ran) rows.push_back({.backend = std::string(backend->name()), .variant = {}, .refused = refused, .judgement = {}, .bounds = {}});
+  }
+  return rows;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,22 @@
+// Fuzzes the readers of .safetensors and case files: any bytes are either refused with a code or survive a round trip.
+#include <cstdint>
+#include <cstdlib>
+#include <string_view>
+
+#include "attention/case_file.h"
+#include "imbrex/error.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  using namespace imbrex;
+  try {
+    const Safetensors file = parse_safetensors({reinterpret_cast<const char*>(data), size});
+    const Safetensors again = parse_safetensors(write_safetensors(file));
+    if (again.tensors.size() != file.tensors.size() || again.metadata != file.metadata) abort();
+    to_safetensors(parse_case(file));
+  } catch (const Error& error) {
+    const std::string_view code = error.code();
+    if (!code.starts_with("safetensors.") && !code.starts_with("case_file.") && !code.starts_with("spec.") && code != "dtype.unknown")
+      abort();
+  }
+  return 0;
+}
