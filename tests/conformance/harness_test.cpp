@@ -124,6 +124,18 @@ TEST(Harness, FindsWrongCacheContents) {
   EXPECT_NE(judgement.failure.find("write_kv"), std::string::npos) << judgement.failure;
 }
 
+// Two implementations that share nothing but the mask and the bucket function: a mistake in the law would show as a large difference.
+TEST(Harness, NaiveImplementationInFloatAgreesWithTheReference) {
+  int count = 0;
+  for (const Case& c : cases()) {
+    if (c.spec.q_dtype != DType::f32 || c.q_gain != 1.f) continue;
+    ++count;
+    const Expected& expected = prepare(c).expected;
+    EXPECT_LT(expected.naive.max, 1e-5) << c.name;
+  }
+  EXPECT_GT(count, 100);
+}
+
 TEST(Harness, ContentsDoNotDependOnTheBatch) {
   Case c = *find_case("dtype_bf16_bf16_mixed");
   const CaseInputs all = make_inputs(c);
