@@ -47,6 +47,8 @@ int main(int argc, char** argv) {
   Action action;
   add_run(app, action);
   add_select(app, action);
+  add_bench(app, action);
+  add_verify(app, action);
   add_trace(app, action);
   add_info(app, action);
   add_completion(app, action);

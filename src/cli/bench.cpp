@@ -1,0 +1,197 @@
+// `imbrex bench`: times backends on batches written in vLLM's notation, or on cases of the conformance table.
+#include "serve/bench.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <regex>
+
+#include "attention/cases.h"
+#include "cli/cli.h"
+#include "cli/spec_options.h"
+#include "core/check.h"
+#include "imbrex/select.h"
+#include "serve/batch_grammar.h"
+#include "serve/ceilings.h"
+
+namespace imbrex::cli {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct Options {
+  SpecOptions spec;
+  serve::BenchOptions bench;
+  std::vector<std::string> batches;
+  std::string backends, cases, format = "table";
+  int threads = 0;
+  double min_time = 0.3, max_time = 10, noise = 1;
+  bool json = false, no_ceilings = false, no_check = false;
+};
+
+// One thing to time.
+struct Job {
+  std::string name;
+  AttentionSpec spec;
+  std::vector<serve::BenchRequest> requests;
+};
+
+std::vector<Job> jobs_of(const Options& o) {
+  std::vector<Job> jobs;
+  if (!o.cases.empty()) {
+    std::regex pattern;
+    try {
+      pattern.assign(o.cases);
+    } catch (const std::regex_error& error) {
+      fail("cli.cases", "a regular expression, got \"{}\" ({})", o.cases, error.what());
+    }
+    for (const Case& c : cases()) {
+      if (!std::regex_search(c.name, pattern)) continue;
+      Job job{c.name, c.spec, {}};
+      for (const CaseRequest& r : c.requests) job.requests.push_back({r.q_len, r.seq_len});
+      jobs.push_back(std::move(job));
+    }
+    check(!jobs.empty(), "cli.cases", "a pattern that some of the {} cases match, got \"{}\"", cases().size(), o.cases);
+    return jobs;
+  }
+  // Prefill, chunked prefill, decode of few and of many requests, and a mix.
+  static const std::vector<std::string> kDefault{"q2k", "q512s4k", "q1s8k", "32q1s1k", "q1k,16q1s1k"};
+  for (const NamedSpec& named : specs_of(o.spec)) {
+    for (const std::string& text : o.batches.empty() ? kDefault : o.batches) {
+      const auto items = serve::parse_batch(text);
+      Job job{named.name.empty() ? serve::to_string(items) : fmt::format("{}, {}", serve::to_string(items), named.name), named.spec, {}};
+      for (const auto& item : items) job.requests.insert(job.requests.end(), size_t(item.count), {item.q_len, item.seq_len});
+      jobs.push_back(std::move(job));
+    }
+  }
+  return jobs;
+}
+
+// Those asked for (names or aliases; each must run the job), or the one that selection takes.
+std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& device, const Options& o) {
+  std::vector<const Backend*> list;
+  SelectOptions options;
+  auto names = split(o.backends, ",");
+  if (names.empty()) names.emplace_back();
+  for (const std::string& name : names) {
+    options.forced = name;
+    const Selection selection = select(job.spec, device, options);
+    if (selection.backend) list.push_back(selection.backend);
+  }
+  return list;
+}
+
+// The nearer ceiling: arithmetic, or reading keys from where they are.
+struct Share {
+  double of_ceiling = 0;
+  const char* bound = "";
+};
+Share share_of(const serve::BenchResult& r, const Backend& backend, const serve::Ceilings& c, const DeviceInfo& device, int copies) {
+  if (c.dram_read <= 0) return {};
+  const bool in_cache = c.l3_read > 0 && r.cache_bytes * copies < device.l3_bytes / 2;
+  const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
+  const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name() == "cpu_amx");
+  if (arithmetic >= memory) return {arithmetic, "flop"};
+  return {memory, in_cache ? "L3" : "DRAM"};
+}
+
+int run(Options& o) {
+  const DeviceInfo device = probe_cpu();
+  ThreadPool pool(o.threads);
+  o.bench.threads = pool.parallel_for();
+  o.bench.min_seconds = o.min_time;
+  o.bench.max_seconds = std::max(o.max_time, o.min_time);
+  o.bench.target_noise = o.noise / 100;
+  o.bench.check = !o.no_check;
+  const std::vector<Job> jobs = jobs_of(o);
+  serve::Ceilings ceilings;
+  if (!o.no_ceilings) ceilings = serve::measure_ceilings(device, o.threads);
+
+  serve::Table table{{"case", "backend", ">µs", ">best µs", ">noise %", ">KV GB/s", ">GFLOP/s", ">of ceiling", ">plan µs"}, {}};
+  ordered_json j = ordered_json::array();
+  int timed = 0;
+  for (const Job& job : jobs) {
+    const auto list = backends_for(job, device, o);
+    if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
+    for (const Backend* backend : list) {
+      const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
+      const Share share = share_of(r, *backend, ceilings, device, o.bench.kv_copies);
+      ++timed;
+      table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
+                            fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
+                            fmt::format("{:.2f}", r.kv_bytes / r.median_s / 1e9), fmt::format("{:.1f}", r.flops / r.median_s / 1e9),
+                            share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-",
+                            fmt::format("{:.1f}", r.plan_s * 1e6)});
+      j.push_back({{"case", job.name},
+                   {"spec", job.spec.str()},
+                   {"backend", backend->name()},
+                   {"threads", pool.num_threads()},
+                   {"median_s", r.median_s},
+                   {"best_s", r.best_s},
+                   {"noise", r.noise},
+                   {"samples", r.samples},
+                   {"plan_s", r.plan_s},
+                   {"kv_bytes", r.kv_bytes},
+                   {"flops", r.flops},
+                   {"kv_bytes_per_s", r.kv_bytes / r.median_s},
+                   {"flop_per_s", r.flops / r.median_s},
+                   {"share_of_ceiling", share.of_ceiling},
+                   {"ceiling", share.bound},
+                   {"cache_bytes", r.cache_bytes},
+                   {"kv_copies", o.bench.kv_copies},
+                   {"check_error", r.check_error},
+                   {"check_allowed", r.check_allowed},
+                   {"plan", r.plan}});
+    }
+  }
+  if (o.json || o.format == "json") {
+    fmt::print("{}\n", j.dump(2));
+  } else {
+    if (o.format == "table")
+      fmt::print("{}, {} threads{}\n\n", device.name, pool.num_threads(),
+                 o.no_check ? "" : "; every row checked against the reference first");
+    fmt::print("{}", print_as(table, o.format));
+  }
+  return timed > 0 ? kOk : kUnsupported;
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Action& action) {
+  auto o = std::make_shared<Options>();
+  CLI::App* sub = app.add_subcommand("bench", "Time attention on batches, with a check against the reference first");
+  sub->add_option("BATCH", o->batches,
+                  "vLLM's notation: items [count]q<queries>[k][s<keys>[k]] joined by ',' or '_', k is 1024 (default: five typical ones)");
+  add_spec_options(*sub, o->spec);
+  sub->add_option("--cases", o->cases, "Time the cases of the conformance table whose name matches this regular expression instead");
+  sub->add_option("--backend", o->backends, "Backends or aliases, separated by commas (default: the one that select takes)");
+  sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--kv-copies", o->bench.kv_copies, "Rotate over so many caches, as the layers of a model do: keys then come from DRAM")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  sub->add_option("--min-time", o->min_time, "Seconds to repeat at least")->check(CLI::NonNegativeNumber)->capture_default_str();
+  sub->add_option("--max-time", o->max_time, "Seconds to repeat at most")->check(CLI::NonNegativeNumber)->capture_default_str();
+  sub->add_option("--min-samples", o->bench.min_samples, "Samples at least")->check(CLI::Range(1, 1000000))->capture_default_str();
+  sub->add_option("--noise", o->noise, "Stop when the median is known to so many per cent")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_option("--seed", o->bench.seed, "Of the data and of the order of pages")->capture_default_str();
+  sub->add_flag("--no-check", o->no_check, "Do not compare with the reference first");
+  sub->add_flag("--no-ceilings", o->no_ceilings, "Do not measure the machine's ceilings");
+  sub->add_option("--format", o->format, "table, markdown, csv, json")
+      ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
+      ->capture_default_str();
+  sub->add_flag("--json", o->json, "Like --format json");
+  sub->footer(
+      "Examples:\n"
+      "  imbrex bench q2k 32q1s1k \"q512s4k,16q1s2k\"\n"
+      "  imbrex bench 32q1s4k --kv-dtype fp8_e4m3 --kv-copies 8 --backend cpu_avx512,cpu_generic\n"
+      "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
+      "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n\n"
+      "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
+      "useful FLOP/s; share of the nearer measured ceiling (flop, L3 or DRAM); best time of planning. Exit code 1: a check failed.");
+  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+}
+
+}  // namespace imbrex::cli

@@ -1,0 +1,131 @@
+// Times one attention spec on one batch, after a check against the reference. Used by `imbrex bench`.
+#include "serve/bench.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "attention/conformance.h"
+#include "core/check.h"
+#include "serve/bench_problem.h"
+
+namespace imbrex::serve {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// First and one past the last key that the mask lets a query at position p see; the custom mask apart.
+std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_t seq_len) {
+  const Mask& mask = spec.mask;
+  int64_t begin = 0, end = seq_len;
+  if (mask.causal) end = std::min(end, p + 1);
+  if (mask.window_right >= 0) end = std::min(end, p + mask.window_right + 1);
+  if (mask.window_left >= 0) begin = std::max(begin, p - mask.window_left);
+  if (mask.chunk > 0 && p >= 0) {
+    begin = std::max(begin, p / mask.chunk * mask.chunk);
+    end = std::min(end, (p / mask.chunk + 1) * mask.chunk);
+  }
+  return {begin, std::max(begin, end)};
+}
+
+void count_work(const AttentionSpec& spec, const std::vector<BenchRequest>& requests, BenchResult& result) {
+  double pairs = 0, keys = 0;
+  for (const BenchRequest& r : requests) {
+    int64_t seen_begin = r.seq_len, seen_end = 0;
+    for (int i = 0; i < r.q_len; ++i) {
+      const auto [begin, end] = visible(spec, r.seq_len - r.q_len + i, r.seq_len);
+      pairs += double(end - begin);
+      if (end == begin) continue;
+      seen_begin = std::min(seen_begin, begin);
+      seen_end = std::max(seen_end, end);
+    }
+    keys += double(std::max<int64_t>(seen_end - seen_begin, 0));
+  }
+  result.flops = pairs * spec.num_q_heads * 2.0 * (spec.head_dim_qk + spec.head_dim_v);
+  result.kv_bytes = keys * double(spec.kv_bytes_per_token());
+}
+
+// Some queries of the timed batch itself: the last of a few requests and one in the middle, over all kv heads in turn.
+void check_outputs(const Backend& backend, const BenchProblem& problem, const AttentionSpec& spec,
+                   const std::vector<BenchRequest>& requests, BenchResult& result) {
+  constexpr int kSamples = 4;
+  int taken = 0;
+  for (size_t r = 0; r < requests.size() && taken < kSamples; r += std::max<size_t>(1, requests.size() / kSamples)) {
+    if (requests[r].q_len == 0) continue;
+    const bool middle = spec.mask.causal && taken % 2 == 1;
+    const int request = int(r), query = middle ? requests[r].q_len / 2 : requests[r].q_len - 1, kv_head = taken % spec.num_kv_heads;
+    const Expected expected = expect(problem.sample(request, query, kv_head));
+    RunResult actual;
+    problem.actual(request, query, kv_head, problem.sample_queries(request, query), actual.out, actual.lse);
+    const Judgement judgement = judge(expected, actual);
+    check(judgement.pass(), "bench.check", "{} on {}: request {}, query {}, kv head {} differs from the reference: {}", backend.name(),
+          spec.str(), request, query, kv_head, judgement.failure);
+    result.check_error = std::max(result.check_error, judgement.out.max);
+    result.check_allowed = std::max(result.check_allowed, expected.bounds.max);
+    ++taken;
+  }
+}
+
+// The 95 % interval of a median is about 1.25 * 1.96 standard errors wide; the spread comes from the quartiles, which outliers
+// do not move.
+void summarise(std::vector<double>& times, BenchResult& result) {
+  std::sort(times.begin(), times.end());
+  const size_t n = times.size();
+  result.samples = int(n);
+  result.best_s = times[0];
+  result.median_s = n % 2 ? times[n / 2] : (times[n / 2 - 1] + times[n / 2]) / 2;
+  const double spread = (times[n * 3 / 4] - times[n / 4]) / 1.35;
+  result.noise = 1.25 * 1.96 * spread / std::sqrt(double(n)) / result.median_s;
+}
+
+}  // namespace
+
+BenchResult bench(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
+                  const BenchOptions& options) {
+  BenchResult result;
+  count_work(spec, requests, result);
+  const BenchProblem problem(backend, spec, device, requests, options);
+  result.cache_bytes = problem.cache_bytes();
+  PlanOptions plan_options;
+  plan_options.limits = problem.limits();
+  plan_options.threads = options.threads;
+  const auto plan = backend.plan(spec, device, plan_options);
+  result.plan_s = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto start = Clock::now();
+    plan->update(problem.batch());
+    result.plan_s = std::min(result.plan_s, seconds_since(start));
+  }
+  result.plan = plan->str();
+  const Outputs outputs = problem.outputs();
+  const int copies = spec.block_size == 0 ? 1 : options.kv_copies;
+  plan->run(problem.inputs(0), outputs);
+  if (options.check) check_outputs(backend, problem, spec, requests, result);
+
+  // A sample is long enough that reading the clock does not matter.
+  constexpr double kMinSample = 50e-6;
+  int copy = 0, runs = 1;
+  const auto sample = [&] {
+    const auto start = Clock::now();
+    for (int i = 0; i < runs; ++i) {
+      plan->run(problem.inputs(copy), outputs);
+      copy = (copy + 1) % copies;
+    }
+    return seconds_since(start) / runs;
+  };
+  const double first = sample();
+  if (first < kMinSample) runs = int(kMinSample / std::max(first, 1e-8)) + 1;
+  std::vector<double> times;
+  const auto start = Clock::now();
+  for (;;) {
+    times.push_back(sample());
+    const double elapsed = seconds_since(start);
+    if (int(times.size()) < options.min_samples && elapsed < options.max_seconds) continue;
+    summarise(times, result);
+    if ((elapsed >= options.min_seconds && result.noise <= options.target_noise) || elapsed >= options.max_seconds) return result;
+  }
+}
+
+}  // namespace imbrex::serve

@@ -1,0 +1,42 @@
+#pragma once
+// Times one attention spec on one batch: shuffled pages, random data, a check against the reference first, noise-aware repetition.
+// Used by `imbrex bench`.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "imbrex/backend.h"
+
+namespace imbrex::serve {
+
+struct BenchRequest {
+  int q_len = 0, seq_len = 0;
+};
+
+struct BenchOptions {
+  uint64_t seed = 1;
+  int kv_copies = 1;  // caches to rotate over, as the layers of a model do: enough of them keep keys out of the CPU's caches
+  bool check = true;  // compare sampled outputs with the reference first
+  ParallelFor threads;
+  int min_samples = 5;
+  double min_seconds = 0.3, max_seconds = 10;
+  double target_noise = 0.01;  // stop when the median is known this well
+};
+
+struct BenchResult {
+  double median_s = 0, best_s = 0;
+  double noise = 0;  // half-width of the median's 95 % interval, as a share of the median
+  int samples = 0;
+  double plan_s = 0;         // Plan::update, best
+  double kv_bytes = 0;       // keys and values that some query sees, each once
+  double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  int64_t cache_bytes = 0;   // of one copy
+  double check_error = 0;    // largest error of the sampled outputs
+  double check_allowed = 0;  // and what the tolerance rule allows; 0: not checked
+  std::string plan;          // Plan::str()
+};
+
+// Error bench.check when a sampled output is wrong (nothing is timed then), otherwise what validation, planning and memory throw.
+BenchResult bench(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&);
+
+}  // namespace imbrex::serve

@@ -1,0 +1,201 @@
+// Tests of the program as its users run it: help, exit codes, bad input, selection, completion, and small runs end to end.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Ran {
+  int code = -1;
+  std::string out, err;
+};
+
+// A folder of its own for each test, under the system's.
+class Cli : public testing::Test {
+ protected:
+  void SetUp() override {
+    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = fs::temp_directory_path() / ("imbrex_cli_" + std::to_string(getpid()) + "_" + info->name());
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+  static std::string read(const std::string& path) {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+  }
+  Ran run(const std::string& arguments, const std::string& environment = "") const {
+    const std::string command = environment + " '" IMBREX_CLI "' " + arguments + " >" + path("out") + " 2>" + path("err") + " </dev/null";
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(path("out")), read(path("err"))};
+  }
+  fs::path folder_;
+};
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+TEST_F(Cli, HelpOfEverySubcommand) {
+  for (const char* sub : {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "completion"}) {
+    const Ran ran = run(std::string(sub) + " --help");
+    EXPECT_EQ(ran.code, 0) << sub;
+    EXPECT_TRUE(contains(ran.out, "Usage:")) << sub;
+    EXPECT_TRUE(std::string(sub) == "trace" || contains(ran.out, "Example")) << sub;
+    EXPECT_TRUE(ran.err.empty()) << ran.err;
+  }
+  EXPECT_EQ(run("--version").out, "0.1.0\n");
+}
+
+TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
+  std::ofstream(path("bad.csv")) << "arrival,input,output\n0,10,5\n1,ten,5\n";
+  std::ofstream(path("bad.json")) << "{\"model_type\": ";
+  std::ofstream(path("good.csv")) << "arrival,input,output\n0,10,5\n";
+  struct Row {
+    std::string arguments;
+    int code;
+    const char* error;
+  };
+  const Row rows[] = {
+      {"", 2, "[usage]"},
+      {"nonsense", 2, "\"nonsense\""},
+      {"select --nonsense", 2, "[usage]"},
+      {"select --heads 0/3", 2, "[cli.heads]"},
+      {"select --heads 3/2", 2, "[spec."},
+      {"select --head-dim x", 2, "[cli.head_dim]"},
+      {"select --kv-format z", 2, "[cli.kv_format]"},
+      {"select --kind z", 2, "[cli.kind]"},
+      {"select --q-dtype z", 2, "[dtype.unknown]"},
+      {"select --device z80", 2, "[device.unknown]"},
+      {"select --model no-such-model", 2, "[model."},
+      {"select --model " + path("bad.json"), 2, "[model.json"},
+      {"select --backend no_such", 3, "[select.forced]"},
+      {"select --backend fa3", 3, "[select.forced]"},
+      {"trace stats " + path("bad.csv"), 2, "bad.csv"},
+      {"trace stats " + path("missing"), 2, "[trace.file"},
+      {"trace gen -n 0", 2, "[trace_gen."},
+      {"verify " + path("missing"), 2, "missing"},
+      {"verify " + path("good.csv") + " --backend no_such", 2, "[cli.backend]"},
+      {"bench q1x", 2, "[batch_grammar.syntax]"},
+      {"bench --cases '('", 2, "[cli.cases]"},
+      {"bench --cases no_such_case", 2, "[cli.cases]"},
+      {"bench q1 --format pdf", 2, "[usage]"},
+      {"completion tcsh", 2, "[usage]"},
+      {"run --model llama-3.1-8b", 2, "[usage]"},
+      {"run --model llama-3.1-8b --trace " + path("good.csv") + " --verify 200%", 2, "[cli.fraction]"},
+      {"run --model llama-3.1-8b --trace " + path("good.csv") + " --kv-memory lots", 2, "[cli.size]"},
+      {"run --model llama-3.1-8b --trace " + path("good.csv") + " --device h200", 3, "[backend.unsupported]"},
+      {"run --model deepseek-v3 --trace " + path("good.csv"), 3, "[model.family.later]"},
+  };
+  for (const Row& row : rows) {
+    const Ran ran = run(row.arguments);
+    EXPECT_EQ(ran.code, row.code) << row.arguments << "\n" << ran.err;
+    EXPECT_TRUE(ran.out.empty()) << row.arguments << "\n" << ran.out;
+    EXPECT_TRUE(ran.err.starts_with("error: ") && contains(ran.err, row.error)) << row.arguments << "\n" << ran.err;
+  }
+}
+
+TEST_F(Cli, SelectExplains) {
+  const Ran ran = run("select --model gpt-oss-20b --json");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  EXPECT_EQ(j["kinds"].size(), 2u);
+  for (const auto& kind : j["kinds"]) {
+    EXPECT_TRUE(kind["backend"].is_string());
+    EXPECT_FALSE(kind["candidates"].empty());
+  }
+  EXPECT_TRUE(contains(run("select --heads 64/8 --head-dim 80 --device 'avx512,32 threads'").out, "32 threads"));
+}
+
+TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
+  const Ran ran = run("select --model deepseek-v3 --device h200");
+  EXPECT_EQ(ran.code, 3);
+  for (const char* part : {"deepseek-v3", "H200", "MLA", "model.family.later", "device.type", "reference"}) {
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  }
+  const auto j = nlohmann::json::parse(run("select --model deepseek-v3 --device h200 --json").out);
+  EXPECT_TRUE(j["backend"].is_null());
+  EXPECT_FALSE(j["candidates"].empty());
+}
+
+TEST_F(Cli, EnvironmentForcesABackend) {
+  const Ran ran = run("select", "IMBREX_BACKEND=reference");
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_TRUE(contains(ran.out, "forced by IMBREX_BACKEND")) << ran.out;
+}
+
+TEST_F(Cli, InfoListsWhatIsHere) {
+  const auto j = nlohmann::json::parse(run("info --json").out);
+  EXPECT_EQ(j["version"], "0.1.0");
+  EXPECT_EQ(j["devices"][0]["device"], "cpu");
+  EXPECT_EQ(j["backends"].back()["name"], "reference");
+  EXPECT_TRUE(contains(run("info").out, "IMBREX_CPU_ISA"));
+}
+
+TEST_F(Cli, TraceIsTheSameForTheSameSeed) {
+  ASSERT_EQ(run("trace gen -n 50 --seed 3 --out " + path("a.jsonl")).code, 0);
+  EXPECT_EQ(run("trace gen -n 50 --seed 3").out, read(path("a.jsonl")));
+  const auto j = nlohmann::json::parse(run("trace stats --json " + path("a.jsonl")).out);
+  EXPECT_EQ(j[0]["requests"], 50);
+  EXPECT_EQ(j[0]["format"], "mooncake");
+}
+
+TEST_F(Cli, CompletionScriptsKnowTheOptions) {
+  for (const char* shell : {"bash", "zsh", "fish"}) {
+    const Ran ran = run(std::string("completion ") + shell);
+    ASSERT_EQ(ran.code, 0);
+    for (const char* word : {"max-num-batched-tokens", "llama-3.1-8b", "trace", "gen", "fp8_e4m3"})
+      EXPECT_TRUE(contains(ran.out, word)) << shell << " " << word;
+    std::ofstream(path(shell)) << ran.out;
+  }
+  if (std::system("command -v bash >/dev/null") == 0) {
+    const std::string ask = "bash -c 'source " + path("bash") +
+                            "; COMP_WORDS=(imbrex trace g); COMP_CWORD=2; _imbrex; echo \"${COMPREPLY[@]}\"' >" + path("reply");
+    ASSERT_EQ(std::system(ask.c_str()), 0);
+    EXPECT_EQ(read(path("reply")), "gen\n");
+  }
+}
+
+TEST_F(Cli, BenchChecksAndTimes) {
+  const Ran ran = run("bench 2q1s40,q8s24 --heads 4/2 --head-dim 32 --no-ceilings --min-time 0 --max-time 0.01 --json");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  ASSERT_EQ(j.size(), 1u);
+  EXPECT_GT(j[0]["median_s"].get<double>(), 0);
+  EXPECT_GT(j[0]["check_allowed"].get<double>(), 0);
+  EXPECT_LE(j[0]["check_error"].get<double>(), j[0]["check_allowed"].get<double>());
+  // 2 x 40 + 24 keys, two kv heads, k and v of 32 bf16; pairs: 2 x 40 + (17 + ... + 24)
+  EXPECT_EQ(j[0]["kv_bytes"].get<double>(), 104.0 * 2 * 64 * 2);
+  EXPECT_EQ(j[0]["flops"].get<double>(), (80.0 + 164) * 4 * 2 * 64);
+  const Ran cases = run("bench --cases window --heads 4/2 --no-ceilings --min-time 0 --max-time 0.001 --format csv --backend cpu_generic");
+  EXPECT_EQ(cases.code, 0) << cases.err;
+  EXPECT_TRUE(cases.out.starts_with("case,backend,")) << cases.out;
+}
+
+TEST_F(Cli, RunReplaysATraceAndReports) {
+  ASSERT_EQ(
+      run("trace gen -n 5 --rate 50 --system-length 300 --message-median 30 --output-median 4 --max-output 8 --out " + path("t.jsonl"))
+          .code,
+      0);
+  const std::string common = "run --model llama-3.2-1b --layers 1 --trace " + path("t.jsonl") + " --no-ceilings --verify 5% ";
+  const Ran ran = run(common + "--report " + path("r.html") + " --json " + path("r.json"));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_TRUE(ran.err.empty()) << "no progress bar without a terminal: " << ran.err;
+  EXPECT_TRUE(contains(ran.out, "5 of 5 requests")) << ran.out;
+  EXPECT_TRUE(contains(read(path("r.html")), "llama-3.2-1b"));
+  const auto a = nlohmann::json::parse(read(path("r.json")));
+  EXPECT_TRUE(a["complete"].get<bool>());
+  EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
+  ASSERT_EQ(run(common + "--quiet --threads 1 --max-num-batched-tokens 64 --json " + path("s.json")).code, 0);
+  EXPECT_EQ(nlohmann::json::parse(read(path("s.json")))["digest"]["outputs"], a["digest"]["outputs"]);
+}
+
+}  // namespace
