@@ -2,7 +2,6 @@
 #include "serve/replay.h"
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 
 #include "core/check.h"
@@ -13,6 +12,7 @@
 #include "serve/replay_setup.h"
 #include "serve/scheduler.h"
 #include "serve/synthetic.h"
+#include "serve/timer.h"
 #include "serve/verify.h"
 
 namespace imbrex::serve {
@@ -20,20 +20,6 @@ namespace imbrex::serve {
 namespace {
 
 constexpr uint64_t kSampleTag = 0x73616d70;
-
-class Timer {
- public:
-  double lap() {  // seconds since the last lap
-    const auto now = std::chrono::steady_clock::now();
-    const double seconds = std::chrono::duration<double>(now - start_).count();
-    start_ = now;
-    return seconds;
-  }
-  double elapsed() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count(); }
-
- private:
-  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
-};
 
 struct Kind {
   AttentionSpec spec;
@@ -126,6 +112,7 @@ void Replay::allocate() {
     const KvGroup& group = model_.kv_groups[g];
     const AttentionSpec& spec = model_.layers[size_t(group.layers.front())].spec;
     caches_.emplace_back(spec, int(group.layers.size()), num_blocks_[g]);
+    touch_pages(caches_.back(), parallel_);
     result_.groups.push_back(
         {.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = caches_.back().bytes()});
     result_.kv_bytes += caches_.back().bytes();
@@ -399,42 +386,14 @@ void Replay::finish() {
   r.trace_format = trace_.format;
   r.device = device_.str();
   r.num_layers = int(layers_.size());
-  r.seed = options_.seed;
   r.num_threads = threads_.num_threads();
-  r.max_num_batched_tokens = options_.max_num_batched_tokens;
-  r.max_num_seqs = options_.max_num_seqs;
-  r.block_size = options_.block_size;
-  r.q_dtype = to_string(options_.q_dtype);
-  r.kv_dtype = to_string(options_.kv_dtype);
   r.kv_format = to_string(kinds_.front().spec.kv_format);
-  r.pacing = to_string(options_.pacing);
-  r.rate_scale = options_.rate_scale;
-  r.prefix_sharing = options_.prefix_sharing;
-
-  const SchedulerStats& s = scheduler_->stats();
+  add_options(options_, r);
   r.complete = scheduler_->done();
-  r.finished_requests = int64_t(scheduler_->finished().size());
-  r.steps = s.steps;
-  r.preemptions = s.preemptions;
-  r.prompt_tokens = s.prompt_tokens;
-  r.prefix_hit_tokens = s.prefix_hit_tokens;
-  r.prefill_tokens = s.prefill_tokens;
-  r.decode_tokens = s.decode_tokens;
-  r.recomputed_tokens = s.recomputed_tokens;
-  r.output_tokens = s.output_tokens;
+  add_counts(scheduler_->stats(), r);
   r.clock_s = clock_;
 
-  std::vector<double> ttft, tpot, e2e, queue;
-  for (const RequestRecord& record : scheduler_->finished()) {
-    ttft.push_back(record.first_token_s - record.arrival_s);
-    e2e.push_back(record.last_token_s - record.arrival_s);
-    queue.push_back(record.first_scheduled_s - record.arrival_s);
-    if (record.output_length > 1) tpot.push_back((record.last_token_s - record.first_token_s) / (record.output_length - 1));
-  }
-  r.ttft = percentiles(std::move(ttft));
-  r.tpot = percentiles(std::move(tpot));
-  r.e2e = percentiles(std::move(e2e));
-  r.queue = percentiles(std::move(queue));
+  add_latencies(scheduler_->finished(), r);
   r.step = percentiles(std::move(step_seconds_));
   r.batch = percentiles(std::move(step_requests_));
   for (size_t g = 0; g < caches_.size(); ++g) {
@@ -446,7 +405,6 @@ void Replay::finish() {
     r.digest += digests_[w];
     r.decode_digest += decode_digests_[w];
   }
-  r.verify_fraction = options_.verify_fraction;
   if (verifier_) {
     r.verified_outputs = verifier_->summary().outputs;
     r.verified_values = verifier_->summary().values;

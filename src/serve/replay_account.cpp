@@ -92,4 +92,43 @@ uint64_t digest_row(int request, int position, int layer, const void* row, size_
   return hash_numbers(uint64_t(request), uint64_t(position), uint64_t(layer), chain[0], chain[1], chain[2], chain[3]);
 }
 
+void add_options(const ReplayOptions& options, ReplayResult& r) {
+  r.seed = options.seed;
+  r.max_num_batched_tokens = options.max_num_batched_tokens;
+  r.max_num_seqs = options.max_num_seqs;
+  r.block_size = options.block_size;
+  r.q_dtype = to_string(options.q_dtype);
+  r.kv_dtype = to_string(options.kv_dtype);
+  r.pacing = to_string(options.pacing);
+  r.rate_scale = options.rate_scale;
+  r.prefix_sharing = options.prefix_sharing;
+  r.verify_fraction = options.verify_fraction;
+}
+
+void add_counts(const SchedulerStats& s, ReplayResult& r) {
+  r.steps = s.steps;
+  r.preemptions = s.preemptions;
+  r.prompt_tokens = s.prompt_tokens;
+  r.prefix_hit_tokens = s.prefix_hit_tokens;
+  r.prefill_tokens = s.prefill_tokens;
+  r.decode_tokens = s.decode_tokens;
+  r.recomputed_tokens = s.recomputed_tokens;
+  r.output_tokens = s.output_tokens;
+}
+
+void add_latencies(std::span<const RequestRecord> finished, ReplayResult& r) {
+  std::vector<double> ttft, tpot, e2e, queue;
+  for (const RequestRecord& record : finished) {
+    ttft.push_back(record.first_token_s - record.arrival_s);
+    e2e.push_back(record.last_token_s - record.arrival_s);
+    queue.push_back(record.first_scheduled_s - record.arrival_s);
+    if (record.output_length > 1) tpot.push_back((record.last_token_s - record.first_token_s) / (record.output_length - 1));
+  }
+  r.finished_requests = int64_t(finished.size());
+  r.ttft = percentiles(std::move(ttft));
+  r.tpot = percentiles(std::move(tpot));
+  r.e2e = percentiles(std::move(e2e));
+  r.queue = percentiles(std::move(queue));
+}
+
 }  // namespace imbrex::serve

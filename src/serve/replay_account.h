@@ -1,11 +1,12 @@
 #pragma once
-// The books of a replay: useful work of a step, time series, output digests.
+// The books of a replay: useful work of a step, time series, output digests, parts of the result.
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "imbrex/spec.h"
 #include "serve/replay.h"
+#include "serve/scheduler.h"
 #include "serve/step_plan.h"
 
 namespace imbrex::serve {
@@ -32,5 +33,10 @@ class Series {
 
 // Of one output row; rows are combined by addition, so their order does not matter.
 uint64_t digest_row(int request, int position, int layer, const void* row, size_t bytes);
+
+// Parts of the result.
+void add_options(const ReplayOptions&, ReplayResult&);
+void add_counts(const SchedulerStats&, ReplayResult&);
+void add_latencies(std::span<const RequestRecord>, ReplayResult&);
 
 }  // namespace imbrex::serve

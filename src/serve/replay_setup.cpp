@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
+#include "core/run_parallel.h"
 
 namespace imbrex::serve {
 
@@ -152,6 +153,20 @@ std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, co
   check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens in every layer takes {} bytes, the cache may have {}", block_size,
         int64_t(bytes_for(1)), budget);
   return blocks_for(low);
+}
+
+void touch_pages(const KvAllocation& cache, const ParallelFor& threads) {
+  constexpr int64_t kPage = 4096;
+  for (int layer = 0; layer < cache.num_layers(); ++layer) {
+    const KvCache views = cache.layer(layer);
+    for (const TensorView& side : {views.k, views.v}) {
+      const int64_t bytes = side.size(0) * side.stride(0) * size_of(side.dtype);  // within a layer the block is the outermost dimension
+      run_parallel(threads, [&](int worker) {
+        const int64_t end = bytes * (worker + 1) / threads.num_workers;
+        for (int64_t at = bytes * worker / threads.num_workers; at < end; at += kPage) static_cast<volatile char*>(side.data)[at] = 0;
+      });
+    }
+  }
 }
 
 }  // namespace imbrex::serve

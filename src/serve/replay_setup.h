@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "imbrex/device.h"
+#include "imbrex/kv_cache.h"
 #include "imbrex/model.h"
+#include "imbrex/parallel.h"
 #include "serve/replay.h"
 
 namespace imbrex::serve {
@@ -22,5 +24,8 @@ ModelSpec deploy_model(const ModelSpec&, const ReplayOptions&, const DeviceInfo&
 std::vector<int> blocks_per_group(const ModelSpec& deployed, const Trace&, const ReplayOptions&, const DeviceInfo&);
 
 int64_t longest_request(const Trace&);  // tokens
+
+// The system hands out pages at the first write. A server has that behind it; in a replay it would be counted as KV writes.
+void touch_pages(const KvAllocation&, const ParallelFor&);
 
 }  // namespace imbrex::serve
