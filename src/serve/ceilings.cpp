@@ -35,7 +35,7 @@ template <class V>
   V sum = sums[0];
   for (int s = 1; s < 8; ++s) sum += sums[s];
   uint64_t total = 0;
-  for (size_t i = 0; i < sizeof(V) / sizeof(uint64_t); ++i) total += reinterpret_cast<const uint64_t*>(&sum)[i];
+  for (size_t i = 0; i < sizeof(V); i += 8) total += reinterpret_cast<const uint64_t*>(&sum)[i / 8];
   return total;
 }
 
