@@ -8,6 +8,7 @@
 
 #include "attention/relative_bias.h"
 #include "core/check.h"
+#include "core/tensor_format.h"
 
 namespace imbrex::cpu {
 namespace {
@@ -54,14 +55,14 @@ KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec
 void check_tokens(const TensorView& t, const char* name, std::string_view code, DType dtype, int64_t tokens, int64_t heads, int64_t dim) {
   check(t.rank == 3 && t.dtype == dtype && t.device.type == DeviceType::cpu && t.size(0) >= tokens && t.size(1) == heads &&
             t.size(2) == dim && (t.data != nullptr || tokens == 0),
-        code, "{}: expected {}[>= {}, {}, {}] on cpu, got {}", name, to_string(dtype), tokens, heads, dim, t.str());
+        code, "{}: expected {}[>= {}, {}, {}] on cpu, got {}", name, to_string(dtype), tokens, heads, dim, t);
 }
 
 const float* head_vector(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads) {
   check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
   if (!wanted) return nullptr;
   check(t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1, code, "{}: expected contiguous f32[{}], got {}",
-        name, num_heads, t.str());
+        name, num_heads, t);
   return t.as<const float>();
 }
 
@@ -121,12 +122,28 @@ void Plan::update(const Batch& batch, Stream) {
       start += long(batch.query_len(r)) * batch.seq_lens[r];
     }
   }
+  max_block_ = options_.validate ? largest_block() : -1;
+  max_slot_ = -1;
+  for (int64_t t = 0; options_.validate && !slot_mapping_.empty() && t < num_tokens_; ++t) {
+    max_slot_ = std::max(max_slot_, slot_mapping_.as<const int64_t>()[t * slot_mapping_.stride(0)]);
+  }
   schedule(batch, spec_.mask, policy_, schedule_);
   const size_t rows = size_t(schedule_.num_partial_rows) * spec_.num_q_heads;
   if (partial_state_.size() < rows * 2) {
     partial_state_.resize(rows * 2);
     partial_out_.resize(rows * spec_.head_dim_v);
   }
+}
+
+// The batch does not know how large the cache is: the largest block id is remembered here and compared in run().
+int Plan::largest_block() const {
+  int largest = -1;
+  for (size_t r = 0; spec_.block_size > 0 && r < seq_lens_.size(); ++r) {
+    const int* ids = block_ids_.as<const int>() + block_start_[r];
+    const int count = (seq_lens_[r] + spec_.block_size - 1) / spec_.block_size;
+    for (int b = 0; b < count; ++b) largest = std::max(largest, ids[b]);
+  }
+  return largest;
 }
 
 AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
@@ -137,6 +154,8 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   check(num_tokens_ == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
         "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
   in.kv.validate(spec_);
+  check(spec_.block_size == 0 || max_block_ < in.kv.num_blocks(spec_), "run.block_id", "block ids must be below {}, the batch has {}",
+        in.kv.num_blocks(spec_), max_block_);
 
   AttentionParams a{};
   const long q_size = size_of(in.q.dtype), out_size = size_of(out_dtype);
@@ -150,7 +169,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.out_type = int(out_dtype);
   if (!out.lse.empty()) {
     check(out.lse.rank == 2 && out.lse.dtype == DType::f32 && out.lse.size(0) >= num_tokens_ && out.lse.size(1) == heads, "run.lse",
-          "lse: expected f32[>= {}, {}], got {}", num_tokens_, heads, out.lse.str());
+          "lse: expected f32[>= {}, {}], got {}", num_tokens_, heads, out.lse);
     a.lse = out.lse.as<float>();
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
@@ -258,6 +277,8 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
   check(num_tokens_ == 0 || !slot_mapping_.empty(), "write_kv.slot_mapping",
         "write_kv needs Batch::slot_mapping, none was given to update");
+  const int64_t num_slots = cache.num_blocks(spec_) * spec_.block_size;
+  check(max_slot_ < num_slots, "write_kv.slot", "slots must be below {}, the batch has {}", num_slots, max_slot_);
   WriteKvParams w{};
   w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
   w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
@@ -272,7 +293,7 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   w.v_dim_stride = v.stride(2) * size;
   w.src_type = int(dtype);
   w.slots = slot_mapping_.as<const long long>();
-  w.slot_stride = slot_mapping_.rank == 1 ? slot_mapping_.stride(0) : 1;
+  w.slot_stride = slot_mapping_.stride(0);
   w.block_size = spec_.block_size;
   w.num_kv_heads = heads;
   w.packed = spec_.kv_format == KvFormat::amx_packed;

@@ -23,9 +23,12 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kRowBlock = 32;    // rows of a job: two row tiles
-constexpr int kMaxRows = 256;    // rows of an item, unless one token's group is larger
+constexpr int kMaxRows = 512;    // rows of an item, unless one token's group is larger
 constexpr int kNarrowRows = 16;  // items with so few rows (decode) use tiles with just these rows
 constexpr int kRing = 3;         // blocks in flight: PV of one, softmax of the next, QK of the one after
+// A row keeps the reference that its exponentials are taken against until they sum to more than this: bf16 and fp32 are equally
+// precise at 2^20 and at 1, so the maximum is not computed for blocks that do not need a new one.
+constexpr float kLargeSum = 0x1p20f;
 
 // What is known of 32 rows before any key is read.
 struct RowBlock {
@@ -38,8 +41,9 @@ struct Job {
   int block;  // of rows
   int kb;
   int c0, c1;  // chunks of 32 keys that some row sees
-  bool full;   // every row sees all keys, and its logits are plain
+  bool full;   // every row sees all keys, and its logits are plain or only capped
   const BlockTiles* tiles;
+  const Stage* stage;
 };
 
 // One worker's memory, cut from `scratch`. A row tile of scores is 8 tiles of 16 x 16 floats, one of outputs dim_tiles of them.
@@ -111,20 +115,19 @@ long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullp
 // Row i's 16 elements of column tile t are at tiles[...][t]: where it begins, in floats.
 IMBREX_INLINE long row_offset(int row, int tiles) { return (row / 16) * (tiles * 256L) + row % 16 * 16; }
 
-// Scores of one row to probabilities (bf16, in the even tiles). `full`: all keys seen, chunks 0 to 4, plain logits.
-template <bool full>
+enum Logits { kAny, kPlain, kCapped };  // kPlain, kCapped: all keys are seen too
+
+// Scores of one row to probabilities (bf16, in the even tiles).
+template <Logits logits>
 IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const Job& job, float* s, float* max, float* sum,
                                const float* scale, float* out, int dim_tiles) {
-  vf x[kVecs];
+  vf x[kVecs], p[kVecs];
   float factor = *scale;
-  if constexpr (full) {
-    IMBREX_UNROLL(8)
-    for (int t = 0; t < kVecs; ++t) x[t] = _mm512_load_ps(s + t * 256);
-  } else {
+  if constexpr (logits == kAny) {
     if (!is_plain(a, row)) {
       float* parts[kVecs];
       for (int t = 0; t < kVecs; ++t) parts[t] = s + 256 * t;
-      modify_logits(a, row, job.kb, parts);
+      modify_logits<true>(a, row, job.kb, parts);
       factor = 1.f;
     }
     __mmask16 seen[kVecs];
@@ -133,26 +136,36 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const J
       if (t < 2 * job.c0 || t >= 2 * job.c1) seen[t] = 0;  // not computed
       x[t] = _mm512_mask_load_ps(_mm512_set1_ps(-__builtin_inff()), seen[t], s + 256 * t);
     }
+  } else {
+    IMBREX_UNROLL(8)
+    for (int t = 0; t < kVecs; ++t) x[t] = _mm512_load_ps(s + t * 256);
+    if constexpr (logits == kCapped) {
+      const float twice = row.scale * 2 * kLog2e / a.soft_cap, cap = a.soft_cap * kLog2e;
+      IMBREX_UNROLL(8)
+      for (int t = 0; t < kVecs; ++t) x[t] = soft_cap_bf16(x[t], twice, cap);
+      factor = 1.f;
+    }
   }
-  const vf top = _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])),
-                               _mm512_max_ps(_mm512_max_ps(x[4], x[5]), _mm512_max_ps(x[6], x[7])));
-  const vf vscale = _mm512_set1_ps(factor);
-  const float old_max = *max;
-  if (__builtin_expect(_mm512_cmp_ps_mask(_mm512_mul_ps(top, vscale), _mm512_set1_ps(old_max + kLazy), _CMP_GT_OQ), 0)) {
+  const vf vscale = _mm512_set1_ps(factor), m = _mm512_set1_ps(*max);
+  IMBREX_UNROLL(8)
+  for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, m));
+  vf total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
+                           _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
+  if (__builtin_expect(_mm512_cmp_ps_mask(total, _mm512_set1_ps(kLargeSum), _CMP_GT_OQ), 0)) {
+    const vf top = _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])),
+                                 _mm512_max_ps(_mm512_max_ps(x[4], x[5]), _mm512_max_ps(x[6], x[7])));
     const float new_max = _mm512_reduce_max_ps(top) * factor;
-    const vf rescale = _mm512_set1_ps(exp2_exact(old_max - new_max));
+    const vf rescale = _mm512_set1_ps(exp2_exact(*max - new_max)), n = _mm512_set1_ps(new_max);
     *max = new_max;
     _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), rescale));
     for (int t = 0; t < dim_tiles; ++t) _mm512_store_ps(out + 256 * t, _mm512_mul_ps(_mm512_load_ps(out + 256 * t), rescale));
+    for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, n));
+    total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
+                          _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
   }
-  const vf m = _mm512_set1_ps(*max);
-  IMBREX_UNROLL(8)
-  for (int t = 0; t < kVecs; ++t) x[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, m));
-  const vf total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])),
-                                 _mm512_add_ps(_mm512_add_ps(x[4], x[5]), _mm512_add_ps(x[6], x[7])));
   _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), total));
   IMBREX_UNROLL(4)
-  for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s + 512 * c, (vi)_mm512_cvtne2ps_pbh(x[2 * c + 1], x[2 * c]));
+  for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s + 512 * c, (vi)_mm512_cvtne2ps_pbh(p[2 * c + 1], p[2 * c]));
 }
 
 // Slice `step` of the scores of chunk c: 32 rows x 32 keys += 32 dims. The last step stores.
@@ -215,7 +228,8 @@ struct JobList {
   const Shape& n;
   int kv_head;
   Visible keys;
-  bool plain;
+  bool regular;      // all rows have plain logits, or all capped ones
+  bool stage_later;  // the caller stages the parts of a block itself, between its products
   int kb, end, block = 0, slot = 0;
   bool staged = false;
   BlockTiles* tiles;
@@ -227,15 +241,19 @@ struct JobList {
         if (rows.lo >= kb + kBlockKeys || rows.hi <= kb) continue;
         if (!staged) {
           slot = (slot + 1) % kRing;
-          stage_block(a, item, kv_head, kb, keys, s.stage[slot], tiles + slot);
+          find_block(a, item, kv_head, kb, keys, s.stage[slot], tiles + slot);
+          if (!stage_later) {
+            for (int part = 0; part < kGroups; ++part) stage_part(a, item, kv_head, kb, keys, s.stage[slot], part);
+          }
           staged = true;
         }
         job->block = block;
         job->kb = kb;
         job->c0 = rows.lo > kb ? (rows.lo - kb) / 32 : 0;
         job->c1 = rows.hi < kb + kBlockKeys ? (rows.hi - kb + 31) / 32 : kChunks;
-        job->full = plain && rows.all_lo <= kb && rows.all_hi >= kb + kBlockKeys;
+        job->full = regular && rows.all_lo <= kb && rows.all_hi >= kb + kBlockKeys;
         job->tiles = tiles + slot;
+        job->stage = s.stage + slot;
         ++block;
         return true;
       }
@@ -245,7 +263,7 @@ struct JobList {
 };
 
 // All jobs of [begin, end), pipelined. kSteps and kDims (pairs of dim tiles) are compile-time where the shape is common, else 0.
-template <int kSteps, int kDims>
+template <int kSteps, int kDims, Logits kLogits>
 void run_jobs(JobList& list) {
   const AttentionParams& a = list.a;
   const Scratch& s = list.s;
@@ -275,8 +293,8 @@ void run_jobs(JobList& list) {
         for (int i = r * 4 * kDims / 16; i < (r + 1) * 4 * kDims / 16; ++i) {
           pv_slice(i / 4, i % 4, 0, kChunks, 2 * kDims, (const char*)other, values, out_before);
         }
-        softmax_row<true>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
-                          2 * kDims);
+        softmax_row<kLogits>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r,
+                             out + row_offset(r, 2 * kDims), 2 * kDims);
       }
       IMBREX_UNROLL(16)
       for (int r = 16; r < 32; ++r) {
@@ -284,8 +302,8 @@ void run_jobs(JobList& list) {
         for (int i = (r - 16) * 4 * kSteps / 16; i < (r - 15) * 4 * kSteps / 16; ++i) {
           qk_slice(i / (kSteps ? kSteps : 1), i % (kSteps ? kSteps : 1), kSteps, q, keys, (char*)other);
         }
-        softmax_row<true>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
-                          2 * kDims);
+        softmax_row<kLogits>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r,
+                             out + row_offset(r, 2 * kDims), 2 * kDims);
       }
     } else {
       // The same order of work, slice by slice, whatever is hidden.
@@ -303,9 +321,9 @@ void run_jobs(JobList& list) {
         }
         float* row_scores = mine + row_offset(r, kGroups);
         if (now->full) {
-          softmax_row<true>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
+          softmax_row<kLogits>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
         } else {
-          softmax_row<false>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
+          softmax_row<kAny>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
         }
       }
     }
@@ -325,6 +343,7 @@ void run_jobs(JobList& list) {
 
 // Decode: at most 16 rows, so a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
 // a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going.
+template <Logits kLogits>
 void run_narrow(JobList& list) {
   const AttentionParams& a = list.a;
   const Scratch& s = list.s;
@@ -349,7 +368,9 @@ void run_narrow(JobList& list) {
         TILE_STORE(2, out);
       }
       for (int g = i * kGroups / turns; more && g < (i + 1) * kGroups / turns; ++g) {
+        stage_part(a, list.item, list.kv_head, now->kb, list.keys, *now->stage, g);
         if (g < 2 * now->c0 || g >= 2 * now->c1) continue;
+        TILE_FENCE();
         TILE_ZERO(0);
         for (int k = 0; k < steps; ++k) {
           TILE_LOAD(5, s.q + k * 1024);
@@ -364,9 +385,9 @@ void run_narrow(JobList& list) {
     for (int r = 0; r < num_rows; ++r) {
       float *row_scores = (float*)mine + r * 16, *out = s.out + r * 16;
       if (now->full) {
-        softmax_row<true>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
+        softmax_row<kLogits>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
       } else {
-        softmax_row<false>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
+        softmax_row<kAny>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
       }
     }
     Job* free = before ? before : jobs + 1;
@@ -399,6 +420,23 @@ IMBREX_INLINE void gather_out(const float* tiles, int dim_tiles, float* row) {
   for (int t = 0; t < dim_tiles; ++t) _mm512_storeu_ps(row + 16 * t, _mm512_load_ps(tiles + 256 * t));
 }
 
+// The loop that fits the shape: compile-time trip counts for head dims 64, 128 and 256.
+template <Logits logits>
+void run_list(JobList& list, bool narrow) {
+  const int steps = list.n.steps, dims = list.n.dim_tiles / 2;
+  if (narrow) {
+    run_narrow<logits>(list);
+  } else if (steps == 4 && dims == 4) {
+    run_jobs<4, 4, logits>(list);
+  } else if (steps == 2 && dims == 2) {
+    run_jobs<2, 2, logits>(list);
+  } else if (steps == 8 && dims == 8) {
+    run_jobs<8, 8, logits>(list);
+  } else {
+    run_jobs<0, 0, logits>(list);
+  }
+}
+
 void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   const Shape n = shape_of(a, num_rows);
@@ -406,12 +444,13 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   layout(memory, a, num_rows, &s);
   fill_rows(a, item, kv_head, s.rows);
   const Visible keys = item_keys(item, s.rows, num_rows);
-  bool plain = plain_logits(a) && !a.custom_mask;
+  const bool capped = a.soft_cap > 0.f;
+  bool regular = !a.alibi_slopes && !a.bias_by_distance && !a.custom_mask;
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     if (i >= num_rows) s.rows[i] = s.rows[num_rows - 1];  // padding does what the last row does, so that it needs no mask
     const Row& row = s.rows[i];
     s.scale[i] = row.scale * kLog2e;
-    plain = plain && row.scale > 0.f;
+    regular = regular && (capped || row.scale > 0.f);
     RowBlock& b = s.blocks[i / kRowBlock];
     if (i % kRowBlock == 0) b = {row.lo, row.hi, row.lo, row.hi};
     if (row.lo < row.hi && row.lo < b.lo) b.lo = row.lo;
@@ -449,18 +488,21 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       clear(s, n);
       folded = true;
     }
-    JobList list{
-        .a = a, .item = item, .s = s, .n = n, .kv_head = kv_head, .keys = keys, .plain = plain, .kb = begin, .end = end, .tiles = s.tiles};
-    if (narrow) {
-      run_narrow(list);
-    } else if (n.steps == 4 && n.dim_tiles == 8) {
-      run_jobs<4, 4>(list);
-    } else if (n.steps == 2 && n.dim_tiles == 4) {
-      run_jobs<2, 2>(list);
-    } else if (n.steps == 8 && n.dim_tiles == 16) {
-      run_jobs<8, 8>(list);
+    JobList list{.a = a,
+                 .item = item,
+                 .s = s,
+                 .n = n,
+                 .kv_head = kv_head,
+                 .keys = keys,
+                 .regular = regular,
+                 .stage_later = narrow,
+                 .kb = begin,
+                 .end = end,
+                 .tiles = s.tiles};
+    if (capped) {
+      run_list<kCapped>(list, narrow);
     } else {
-      run_jobs<0, 0>(list);
+      run_list<kPlain>(list, narrow);
     }
     begin = end;
   }

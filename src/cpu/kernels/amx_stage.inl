@@ -77,6 +77,14 @@ IMBREX_INLINE vi load_bf16(const char* row, int d, int dim) {
   return a;
 }
 
+// f with its template argument taken from the element types an AMX cache can have.
+#define IMBREX_BY_TYPE8(type, f, ...)         \
+  switch (type) {                             \
+    case kBf16: f<kBf16>(__VA_ARGS__); break; \
+    case kE4m3: f<kE4m3>(__VA_ARGS__); break; \
+    default: f<kE5m2>(__VA_ARGS__); break;    \
+  }
+
 template <int type>
 void stage_strided_keys(const Stage& s, int dim, int group) {
   char* to = s.keys + long(group) * s.steps * 1024;
@@ -96,12 +104,13 @@ IMBREX_INLINE vi interleave_index(int half) {
   return _mm512_load_si512(index);
 }
 
+// Values of 16 keys: half of the pair rows of a chunk's tiles.
 template <int type>
-void stage_strided_values(const Stage& s, int dim, int chunk) {
-  char* to = s.values + long(chunk) * s.dim_tiles * 1024;
+void stage_strided_values(const Stage& s, int dim, int half) {
+  char* to = s.values + long(half / 2) * s.dim_tiles * 1024 + half % 2 * 512;
   const vi low = interleave_index(0), high = interleave_index(1);
-  for (int r = 0; r < 16; ++r) {
-    const char *even = s.value_rows[chunk * 32 + 2 * r], *odd = s.value_rows[chunk * 32 + 2 * r + 1];
+  for (int r = 0; r < 8; ++r) {
+    const char *even = s.value_rows[half * 16 + 2 * r], *odd = s.value_rows[half * 16 + 2 * r + 1];
     for (int t = 0; t < s.dim_tiles; t += 2) {
       const vi a = load_bf16<type>(even, 16 * t, dim), b = load_bf16<type>(odd, 16 * t, dim);
       _mm512_store_si512(to + t * 1024 + r * 64, _mm512_permutex2var_epi16(a, low, b));
@@ -110,31 +119,7 @@ void stage_strided_values(const Stage& s, int dim, int chunk) {
   }
 }
 
-void stage_strided(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
-  const int count = keys.hi - kb < kBlockKeys ? (keys.hi - kb + 31) / 32 * 32 : kBlockKeys;
-  find_rows(a, a.k, item.request, kv_head, kb, count, keys, s.zero, s.key_rows);
-  compact_rows(a.k, count, s.zero, s.key_rows, s.key_compact);
-  find_rows(a, a.v, item.request, kv_head, kb, count, keys, s.zero, s.value_rows);
-  compact_rows(a.v, count, s.zero, s.value_rows, s.value_compact);
-  for (int g = 0; g < kGroups; ++g) {
-    if (16 * g < count) {
-      if (a.k.type == kBf16) stage_strided_keys<kBf16>(s, a.k.dim, g);
-      if (a.k.type == kE4m3) stage_strided_keys<kE4m3>(s, a.k.dim, g);
-      if (a.k.type == kE5m2) stage_strided_keys<kE5m2>(s, a.k.dim, g);
-    }
-    out->keys[g] = s.keys + long(g) * s.steps * 1024;
-  }
-  for (int c = 0; c < kChunks; ++c) {
-    if (32 * c < count) {
-      if (a.v.type == kBf16) stage_strided_values<kBf16>(s, a.v.dim, c);
-      if (a.v.type == kE4m3) stage_strided_values<kE4m3>(s, a.v.dim, c);
-      if (a.v.type == kE5m2) stage_strided_values<kE5m2>(s, a.v.dim, c);
-    }
-    out->values[c] = s.values + long(c) * s.dim_tiles * 1024;
-  }
-}
-
-// 16 values (8 pair rows of every dim tile) of a packed block to one half of a staged group; pairs outside `keys` become zero.
+// 16 values (8 pair rows of every dim tile) of a packed block to one half of a staged chunk; values outside `keys` become zero.
 void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_head, int key, Visible keys, const Stage& s, char* to) {
   if (key + 16 <= keys.lo || key >= keys.hi) {
     for (int t = 0; t < s.dim_tiles; ++t) __builtin_memset(to + t * 1024, 0, 512);
@@ -166,46 +151,59 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
 }
 
-// Hidden keys need no cleaning (their logits are replaced), hidden values do: a probability of zero times NaN is NaN.
-void stage_packed(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
+// Whether chunk c of a packed block can be read where it is. Hidden keys need no cleaning (their logits are replaced), hidden values do:
+// a probability of zero times NaN is NaN.
+inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
+  return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi;
+}
+
+// The first half of staging a block: where its tiles are, or will be.
+void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
+  if (!a.packed) {
+    find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.key_rows);
+    compact_rows(a.k, kBlockKeys, s.zero, s.key_rows, s.key_compact);
+    find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.value_rows);
+    compact_rows(a.v, kBlockKeys, s.zero, s.value_rows, s.value_compact);
+  }
   const int* blocks = a.block_ids + a.block_start[item.request];
-  const long k_group_bytes = 512L * s.steps * element_size(a.k.type), v_group_bytes = 512L * s.dim_tiles * element_size(a.v.type);
   for (int g = 0; g < kGroups; ++g) {
     const int key = kb + 16 * g;
-    if (key + 16 <= keys.lo || key >= keys.hi) {
+    const bool seen = key + 16 > keys.lo && key < keys.hi;
+    if (!seen) {
       out->keys[g] = s.zero;
-      continue;
-    }
-    const char* from =
-        a.k.data + blocks[key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride + key % a.block_size / 16 * k_group_bytes;
-    if (a.k.type == kBf16) {
-      out->keys[g] = from;
+    } else if (a.packed && a.k.type == kBf16) {
+      out->keys[g] = a.k.data + blocks[key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride +
+                     key % a.block_size / 16 * (s.steps * 1024L);
     } else {
-      char* to = s.keys + long(g) * s.steps * 1024;
-      widen_tile(from, a.k.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * s.steps, to);
-      out->keys[g] = to;
+      out->keys[g] = s.keys + long(g) * s.steps * 1024;
     }
   }
   for (int c = 0; c < kChunks; ++c) {
     const int key = kb + 32 * c;
-    if (a.v.type == kBf16 && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi) {
-      out->values[c] =
-          a.v.data + blocks[key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride + key % a.block_size / 32 * v_group_bytes;
-      continue;
+    out->values[c] = s.values + long(c) * s.dim_tiles * 1024;
+    if (values_in_place(a, key, keys)) {
+      out->values[c] = a.v.data + blocks[key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride +
+                       key % a.block_size / 32 * (s.dim_tiles * 1024L);
     }
-    char* to = s.values + long(c) * s.dim_tiles * 1024;
-    stage_half_group(a, item, kv_head, key, keys, s, to);
-    stage_half_group(a, item, kv_head, key + 16, keys, s, to + 512);
-    out->values[c] = to;
   }
 }
 
-inline void stage_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s,
-                        BlockTiles* out) {
-  if (a.packed) {
-    stage_packed(a, item, kv_head, kb, keys, s, out);
-  } else {
-    stage_strided(a, item, kv_head, kb, keys, s, out);
+// The second half, for 16 of its keys at a time, so that decode can do it between products.
+inline void stage_part(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, int g) {
+  const int key = kb + 16 * g;
+  const bool seen = key + 16 > keys.lo && key < keys.hi;
+  if (!a.packed) {
+    if (seen) IMBREX_BY_TYPE8(a.k.type, stage_strided_keys, s, a.k.dim, g)
+    IMBREX_BY_TYPE8(a.v.type, stage_strided_values, s, a.v.dim, g)
+    return;
+  }
+  if (a.k.type != kBf16 && seen) {
+    const char* from = a.k.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.k.block_stride +
+                       kv_head * a.k.head_stride + key % a.block_size / 16 * (s.steps * 512L);
+    widen_tile(from, a.k.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * s.steps, s.keys + long(g) * s.steps * 1024);
+  }
+  if (!values_in_place(a, kb + g / 2 * 32, keys)) {
+    stage_half_group(a, item, kv_head, key, keys, s, s.values + long(g / 2) * s.dim_tiles * 1024 + g % 2 * 512);
   }
 }
 

@@ -15,6 +15,7 @@ namespace {
 
 constexpr int kTileRows = 6;
 constexpr int kMaxRows = 192;   // rows of an item, unless one token's group is larger
+constexpr float kLazy = 8.f;    // log2 units by which a row may outgrow its maximum before its sums are rescaled
 constexpr int kDirectRows = 6;  // items with so few rows read values where they are instead of widening them first
 
 inline int pad16(int n) { return (n + 15) / 16 * 16; }
@@ -178,7 +179,7 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb,
   if (!is_plain(a, row)) {
     float* parts[kVecs];
     for (int t = 0; t < kVecs; ++t) parts[t] = s + 16 * t;
-    modify_logits(a, row, kb, parts);
+    modify_logits<false>(a, row, kb, parts);
     scale = 1.f;
   }
   if (sees_all(row, kb)) {

@@ -4,24 +4,33 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kVecs = kBlockKeys / 16;
-constexpr float kLazy = 8.f;  // log2 units by which a row may outgrow its maximum before its sums are rescaled
 
-// Logits that are not just q.k * scale become so, in log2 units (the caller then goes on with scale 1).
+// Logits that are not just q.k * scale become so, in log2 units (the caller then goes on with scale 1). `bf16`: the precision of the
+// caller's products makes the short soft cap enough.
+template <bool bf16>
 __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row& row, int kb, float* const s[kVecs]) {
-  const vf lane = _mm512_cvtepi32_ps(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const bool biased = row.slope != 0.f || row.bias;
+  const float unit = biased ? 1.f : kLog2e;  // biases come in natural units and are added before the change of base
   for (int t = 0; t < kVecs; ++t) {
-    vf x = _mm512_mul_ps(_mm512_load_ps(s[t]), _mm512_set1_ps(row.scale));
+    vf x = _mm512_load_ps(s[t]);
     if (a.soft_cap > 0.f) {
-      x = _mm512_mul_ps(tanh_f32(_mm512_mul_ps(x, _mm512_set1_ps(1.f / a.soft_cap))), _mm512_set1_ps(a.soft_cap));
+      const float twice = row.scale * 2 * kLog2e / a.soft_cap, cap = a.soft_cap * unit;
+      x = bf16 ? soft_cap_bf16(x, twice, cap) : soft_cap_f32(x, twice, cap);
+    } else {
+      x = _mm512_mul_ps(x, _mm512_set1_ps(row.scale * unit));
     }
-    const int distance = kb + 16 * t - row.position;  // of the first lane
-    if (row.slope != 0.f) x = _mm512_fmadd_ps(_mm512_set1_ps(row.slope), _mm512_add_ps(lane, _mm512_set1_ps(float(distance))), x);
-    if (row.bias) {
-      vi index = _mm512_add_epi32(_mm512_set1_epi32(distance), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-      index = _mm512_max_epi32(_mm512_min_epi32(index, _mm512_set1_epi32(a.bias_reach)), _mm512_set1_epi32(-a.bias_reach));
-      x = _mm512_add_ps(x, _mm512_i32gather_ps(index, row.bias, 4));
+    if (biased) {
+      const vi distance = _mm512_add_epi32(lane, _mm512_set1_epi32(kb + 16 * t - row.position));
+      if (row.slope != 0.f) x = _mm512_fmadd_ps(_mm512_set1_ps(row.slope), _mm512_cvtepi32_ps(distance), x);
+      if (row.bias) {
+        const vi reach = _mm512_set1_epi32(a.bias_reach);
+        const vi index = _mm512_max_epi32(_mm512_min_epi32(distance, reach), _mm512_sub_epi32(_mm512_setzero_si512(), reach));
+        x = _mm512_add_ps(x, _mm512_i32gather_ps(index, row.bias, 4));
+      }
+      x = _mm512_mul_ps(x, _mm512_set1_ps(kLog2e));
     }
-    _mm512_store_ps(s[t], _mm512_mul_ps(x, _mm512_set1_ps(kLog2e)));
+    _mm512_store_ps(s[t], x);
   }
 }
 

@@ -27,7 +27,7 @@ inline void write_side(const KvSide& side, const char* src, long src_dim_stride,
   const long size = element_size(side.type);
   float row[kMaxDim + 32];
   load_row(src, src_dim_stride, src_type, side.dim, row);
-  if (scale != 1.f)
+  if (scale != 1.f && src_type != side.type)  // values that are quantised already are copied
     for (int d = 0; d < side.dim; ++d) row[d] /= scale;
   if (!packed) {
     store_row(base + offset * side.token_stride, side.dim_stride, side.type, side.dim, row);
