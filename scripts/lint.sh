@@ -6,7 +6,9 @@ cd "$(dirname "$0")/.."
 step=${1:-all}
 
 if [ "$step" = all ] || [ "$step" = format ]; then
-  find include src tests bench -name '*.cpp' -o -name '*.h' -o -name '*.hpp' -o -name '*.inl' | sort | xargs clang-format --dry-run -Werror
+  folders=(include src tests)
+  [ ! -d bench ] || folders+=(bench)
+  find "${folders[@]}" -regex '.*\.\(cpp\|h\|hpp\|inl\)' | sort | xargs clang-format --dry-run -Werror
 fi
 if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py
