@@ -3,7 +3,7 @@
 # libraries) and, with the argument `ci`, by .ci/run (clang and its tools too). Says nothing when there is nothing to do.
 set -euo pipefail
 
-packages=(g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev libbenchmark-dev python3)
+packages=(g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev python3)
 if [ "${1:-}" = ci ]; then
   packages+=(binutils clang clang-format clang-tidy libclang-rt-dev)
 fi
