@@ -10,6 +10,8 @@
 namespace imbrex {
 namespace {
 
+constexpr int kMaxTile = 1 << 20;  // far beyond any kernel; keeps sums of tiles within an int
+
 struct KeyRange {
   int begin, end;
 };
@@ -59,7 +61,8 @@ int balanced_piece(const Batch& batch, const SchedulePolicy& policy) {
 }  // namespace
 
 void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {
-  check(policy.tile_q > 0 && policy.tile_kv > 0, "schedule.tile", "tiles must be positive, got {} x {}", policy.tile_q, policy.tile_kv);
+  check(policy.tile_q > 0 && policy.tile_kv > 0 && policy.tile_q <= kMaxTile && policy.tile_kv <= kMaxTile, "schedule.tile",
+        "tiles must be 1 to {}, got {} x {}", kMaxTile, policy.tile_q, policy.tile_kv);
   check(policy.split_kv > 0 && policy.split_kv % policy.tile_kv == 0, "schedule.split_kv",
         "split_kv must be a positive multiple of tile_kv {}, got {}", policy.tile_kv, policy.split_kv);
   out.merges.clear();
