@@ -40,7 +40,8 @@ inline u16 to_bf16(float f) {
 }
 
 // Rounds to `mantissa` bits and an exponent of `exponent` bits, ties to even. `top` is the largest finite magnitude as a float's
-// bits; larger finite values become `overflow`, infinities `infinite`, NaN `nan` (codes without sign).
+// bits; larger finite values become `overflow`, infinities `infinite`, NaN `nan` and the upper bits of the
+// payload (codes without sign).
 template <int exponent, int mantissa, int sign_shift, u32 top, u32 overflow, u32 infinite, u32 nan>
 inline u32 to_small_float(float f) {
   constexpr int shift = 23 - mantissa, bias = (1 << (exponent - 1)) - 1;
@@ -53,7 +54,7 @@ inline u32 to_small_float(float f) {
   u32 code = magnitude < smallest_normal ? subnormal : normal - (u32(127 - bias) << mantissa);
   code = magnitude > top ? overflow : code;
   code = magnitude == 0x7f800000u ? infinite : code;
-  code = magnitude > 0x7f800000u ? nan : code;
+  code = magnitude > 0x7f800000u ? nan | (magnitude >> shift & ((1u << mantissa) - 1)) : code;
   return code | (u >> 31) << sign_shift;
 }
 
