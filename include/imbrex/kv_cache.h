@@ -2,8 +2,10 @@
 // A paged KV cache: one layer's pages as kernels see them, and an allocation that holds them for all layers of a group.
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 
+#include "imbrex/parallel.h"
 #include "imbrex/spec.h"
 #include "imbrex/tensor.h"
 
@@ -43,6 +45,15 @@ class KvAllocation {
   TensorView k_, v_;  // [layer, block, token, head, dim], or [layer, block, head, bytes] when packed
   std::shared_ptr<void> memory_;
 };
+
+struct BlockCopy {
+  int32_t from, to;  // block ids
+};
+
+// Copies whole blocks of one layer's k and v, any strides, any format: for copy on write and for moving blocks together. The copies
+// are done in no particular order, so a list that would depend on it is refused: Error kv_cache.copy.chained when a block is both
+// read and written, kv_cache.copy.twice when one is written twice. Host memory only (kv_cache.copy.device).
+void copy_blocks(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, const ParallelFor& = {});
 
 // Bytes of one kv head's block of keys (or values) in KvFormat::amx_packed; head_dim is padded to a multiple of 32.
 int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype);

@@ -1,0 +1,100 @@
+// copy_blocks(): whole blocks of a paged KV cache from one place to another, in as few and as long pieces as the layout allows.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "core/check.h"
+#include "core/run_parallel.h"
+#include "core/tensor_format.h"
+#include "imbrex/kv_cache.h"
+
+namespace imbrex {
+namespace {
+
+constexpr int64_t kSerialBytes = 64 << 10;  // below this, waking other threads costs more than the copy
+
+// One block as pieces of `piece` bytes, at every offset that the three loops give.
+struct BlockShape {
+  char* base = nullptr;
+  int64_t block_stride = 0, piece = 0;                      // bytes
+  std::array<int64_t, 3> sizes{1, 1, 1}, strides{0, 0, 0};  // innermost first, strides in bytes
+  int64_t bytes() const { return piece * sizes[0] * sizes[1] * sizes[2]; }
+};
+
+// Dimensions that follow each other in memory become one, whatever their order in the tensor.
+BlockShape block_shape(const TensorView& t) {
+  struct Dim {
+    int64_t size, stride;
+  };
+  std::array<Dim, 3> dims{};
+  int count = 0;
+  const int64_t element = size_of(t.dtype);
+  for (int d = 1; d < t.rank; ++d)
+    if (t.size(d) != 1) dims[count++] = {t.size(d), t.stride(d) * element};
+  std::sort(dims.begin(), dims.begin() + count, [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
+  BlockShape shape{.base = t.as<char>(), .block_stride = t.stride(0) * element, .piece = element};
+  int loops = 0;
+  for (int d = 0; d < count; ++d) {
+    if (loops == 0 && dims[d].stride == shape.piece) {
+      shape.piece *= dims[d].size;
+    } else if (loops > 0 && dims[d].stride == shape.strides[loops - 1] * shape.sizes[loops - 1]) {
+      shape.sizes[loops - 1] *= dims[d].size;
+    } else {
+      shape.sizes[loops] = dims[d].size;
+      shape.strides[loops++] = dims[d].stride;
+    }
+  }
+  return shape;
+}
+
+void copy_block(const BlockShape& shape, BlockCopy copy) {
+  const char* const from = shape.base + copy.from * shape.block_stride;
+  char* const to = shape.base + copy.to * shape.block_stride;
+  for (int64_t outer = 0; outer < shape.sizes[2]; ++outer)
+    for (int64_t middle = 0; middle < shape.sizes[1]; ++middle)
+      for (int64_t inner = 0; inner < shape.sizes[0]; ++inner) {
+        const int64_t at = outer * shape.strides[2] + middle * shape.strides[1] + inner * shape.strides[0];
+        std::memcpy(to + at, from + at, size_t(shape.piece));
+      }
+}
+
+void check_copies(std::span<const BlockCopy> copies, int64_t num_blocks) {
+  std::vector<int32_t> destinations;
+  destinations.reserve(copies.size());
+  for (const BlockCopy& c : copies) {
+    check(c.from >= 0 && c.from < num_blocks, "kv_cache.copy.from", "expected a source from 0 to {}, got {}", num_blocks - 1, c.from);
+    check(c.to >= 0 && c.to < num_blocks, "kv_cache.copy.to", "expected a destination from 0 to {}, got {}", num_blocks - 1, c.to);
+    destinations.push_back(c.to);
+  }
+  std::sort(destinations.begin(), destinations.end());
+  const auto twice = std::adjacent_find(destinations.begin(), destinations.end());
+  check(twice == destinations.end(), "kv_cache.copy.twice", "block {} is the destination of more than one copy",
+        twice == destinations.end() ? -1 : *twice);
+  for (const BlockCopy& c : copies)
+    check(!std::binary_search(destinations.begin(), destinations.end(), c.from), "kv_cache.copy.chained",
+          "block {} is the source of one copy and the destination of another", c.from);
+}
+
+}  // namespace
+
+void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const ParallelFor& threads) {
+  check(spec.block_size > 0, "kv_cache.copy.ragged", "a spec without blocks (block_size 0) has none to copy");
+  cache.validate(spec);
+  check(cache.k.device.type == DeviceType::cpu, "kv_cache.copy.device", "expected a cache on cpu, got {}", cache.k);
+  check_copies(copies, cache.num_blocks(spec));
+  const BlockShape k = block_shape(cache.k), v = block_shape(cache.v);
+  std::atomic<size_t> next{0};
+  // Both sides of a block are one task: v may be a part of k, and two threads may not write the same bytes.
+  const auto work = [&](int) {
+    for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < copies.size();) {
+      copy_block(k, copies[i]);
+      copy_block(v, copies[i]);
+    }
+  };
+  const int64_t bytes = int64_t(copies.size()) * (k.bytes() + v.bytes());
+  run_parallel(bytes < kSerialBytes ? ParallelFor{} : threads, work);
+}
+
+}  // namespace imbrex
