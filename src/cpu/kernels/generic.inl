@@ -10,9 +10,17 @@
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kRowTile = 4;   // rows of a register tile
-constexpr int kColTile = 16;  // keys (or value dims) of a register tile
-constexpr int kMaxRows = 64;  // rows of an item, unless one token's group is larger
+constexpr int kRowTile = 4;  // rows of a register tile
+// One vector register, unaligned; two of them by four rows, and their operands, fit the 16 registers that both sets have.
+#ifdef __AVX2__
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int VecInt __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+constexpr int kColTile = 2 * kLanes;  // keys (or value dims) of a register tile
+constexpr int kMaxRows = 64;          // rows of an item, unless one token's group is larger
 
 inline int pad16(int n) { return (n + 15) / 16 * 16; }
 
@@ -55,62 +63,105 @@ long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullp
 // Keys [kb, kb + kBlockKeys) as floats; those outside `keys` are zero and their memory is not touched.
 void load_block(const AttentionParams& a, int request, int kv_head, int kb, Visible keys, const Scratch& s) {
   const int qk = a.k.dim, v = a.v.dim, v_stride = pad16(v);
-  float row[kMaxDim];
+  constexpr int kGroup = 16;  // keys transposed at a time: a cache line of every dim's row
+  float rows[kGroup][kMaxDim];
   for (int j = 0; j < kBlockKeys; ++j) {
     const bool seen = kb + j >= keys.lo && kb + j < keys.hi;
+    float *k_row = rows[j % kGroup], *v_row = s.v + long(j) * v_stride;
     if (seen) {
-      load_row(kv_row(a, a.k, request, kv_head, kb + j), a.k.dim_stride, a.k.type, qk, row);
-      load_row(kv_row(a, a.v, request, kv_head, kb + j), a.v.dim_stride, a.v.type, v, s.v + long(j) * v_stride);
-      for (int d = v; d < v_stride; ++d) s.v[long(j) * v_stride + d] = 0.f;
+      load_row(kv_row(a, a.k, request, kv_head, kb + j), a.k.dim_stride, a.k.type, qk, k_row);
+      load_row(kv_row(a, a.v, request, kv_head, kb + j), a.v.dim_stride, a.v.type, v, v_row);
     } else {
-      for (int d = 0; d < v_stride; ++d) s.v[long(j) * v_stride + d] = 0.f;
+      for (int d = 0; d < qk; ++d) k_row[d] = 0.f;
     }
-    for (int d = 0; d < qk; ++d) s.k[d * kBlockKeys + j] = seen ? row[d] : 0.f;
+    for (int d = seen ? v : 0; d < v_stride; ++d) v_row[d] = 0.f;
+    if (j % kGroup != kGroup - 1) continue;
+    for (int d = 0; d < qk; ++d) {
+      float* to = s.k + d * kBlockKeys + j + 1 - kGroup;
+      for (int i = 0; i < kGroup; ++i) to[i] = rows[i][d];
+    }
   }
 }
 
-// out[i][0..16) (+)= sum over n of left[i * left_stride + n] * right[n * right_stride + 0..16), for four rows i.
+// out[i][0..kColTile) (+)= sum over n of left[i * left_stride + n] * right[n * right_stride + 0..kColTile), for four rows i.
 inline void tile(const float* left, long left_stride, const float* right, long right_stride, int n, float* out, long out_stride,
                  bool accumulate) {
-  float acc[kRowTile][kColTile];
-  for (int i = 0; i < kRowTile; ++i)
-    for (int c = 0; c < kColTile; ++c) acc[i][c] = accumulate ? out[i * out_stride + c] : 0.f;
-  for (int x = 0; x < n; ++x) {
-    const float* r = right + x * right_stride;
-    for (int i = 0; i < kRowTile; ++i) {
-      const float l = left[i * left_stride + x];
-      for (int c = 0; c < kColTile; ++c) acc[i][c] += l * r[c];
-    }
+  const auto at = [&](int i, int half) { return reinterpret_cast<Vec*>(out + i * out_stride + half * kLanes); };
+  Vec a0 = {}, a1 = {}, b0 = {}, b1 = {}, c0 = {}, c1 = {}, d0 = {}, d1 = {};  // rows a to d; arrays would live in memory
+  if (accumulate) {
+    a0 = *at(0, 0), a1 = *at(0, 1), b0 = *at(1, 0), b1 = *at(1, 1);
+    c0 = *at(2, 0), c1 = *at(2, 1), d0 = *at(3, 0), d1 = *at(3, 1);
   }
-  for (int i = 0; i < kRowTile; ++i)
-    for (int c = 0; c < kColTile; ++c) out[i * out_stride + c] = acc[i][c];
+  for (int x = 0; x < n; ++x, right += right_stride, ++left) {
+    const Vec r0 = *reinterpret_cast<const Vec*>(right), r1 = *reinterpret_cast<const Vec*>(right + kLanes);
+    const float a = left[0], b = left[left_stride], c = left[2 * left_stride], d = left[3 * left_stride];
+    a0 += a * r0, a1 += a * r1;
+    b0 += b * r0, b1 += b * r1;
+    c0 += c * r0, c1 += c * r1;
+    d0 += d * r0, d1 += d * r1;
+  }
+  *at(0, 0) = a0, *at(0, 1) = a1, *at(1, 0) = b0, *at(1, 1) = b1;
+  *at(2, 0) = c0, *at(2, 1) = c1, *at(3, 0) = d0, *at(3, 1) = d1;
+}
+
+// exp2_exact() of every lane; 0 for -inf.
+inline Vec exp2_lanes(Vec x) {
+  const Vec low = Vec{} - 150.f, high = Vec{} + 127.f, magic = Vec{} + 12582912.f;
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  const Vec shifted = x + magic, n = shifted - magic, f = x - n;
+  Vec p = Vec{} + 1.535336188e-4f;
+  p = p * f + 1.339887440e-3f;
+  p = p * f + 9.618437357e-3f;
+  p = p * f + 5.550332471e-2f;
+  p = p * f + 2.402264791e-1f;
+  p = p * f + 6.931472028e-1f;
+  p = p * f + 1.f;
+  const VecInt i = __builtin_convertvector(n, VecInt), half = i >> 1;
+  return p * (Vec)((half + 127) << 23) * (Vec)((i - half + 127) << 23);
 }
 
 // Logits to probabilities, in place; rescales the row's sums where its maximum grows.
 void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, float* max, float* sum, float* out, int v) {
   const int lo = clamp_int(row.lo - kb, 0, kBlockKeys), hi = clamp_int(row.hi - kb, 0, kBlockKeys);
-  for (int j = 0; j < kBlockKeys; ++j) s[j] *= row.scale;
-  if (a.soft_cap > 0.f)
-    for (int j = lo; j < hi; ++j) s[j] = a.soft_cap * __builtin_tanhf(s[j] / a.soft_cap);
-  if (row.slope != 0.f)
-    for (int j = 0; j < kBlockKeys; ++j) s[j] += row.slope * float(kb + j - row.position);
-  if (row.bias)
-    for (int j = lo; j < hi; ++j) s[j] += row.bias[clamp_int(kb + j - row.position, -a.bias_reach, a.bias_reach)];
-  float top = *max;
-  for (int j = 0; j < kBlockKeys; ++j) {
-    const bool seen = j >= lo && j < hi && (!row.custom || row.custom[kb + j]);
-    s[j] = seen ? s[j] * kLog2e : -__builtin_inff();
-    top = s[j] > top ? s[j] : top;
+  const bool plain = plain_logits(a);
+  const float scale = plain ? row.scale * kLog2e : row.scale;
+  for (int j = 0; j < kBlockKeys; ++j) s[j] *= scale;
+  if (!plain) {
+    for (int j = lo; j < hi; ++j) {
+      float x = s[j];
+      if (a.soft_cap > 0.f) x = a.soft_cap * __builtin_tanhf(x / a.soft_cap);
+      if (row.slope != 0.f) x += row.slope * float(kb + j - row.position);
+      if (row.bias) x += row.bias[clamp_int(kb + j - row.position, -a.bias_reach, a.bias_reach)];
+      s[j] = x * kLog2e;
+    }
   }
+  for (int j = 0; j < lo; ++j) s[j] = -__builtin_inff();
+  for (int j = hi; j < kBlockKeys; ++j) s[j] = -__builtin_inff();
+  if (row.custom) {
+    for (int j = lo; j < hi; ++j) s[j] = row.custom[kb + j] ? s[j] : -__builtin_inff();
+  }
+  Vec tops = Vec{} + *max;
+  for (int j = 0; j < kBlockKeys; j += kLanes) {
+    const Vec x = *reinterpret_cast<Vec*>(s + j);
+    tops = x > tops ? x : tops;
+  }
+  float top = tops[0];
+  for (int l = 1; l < kLanes; ++l) top = tops[l] > top ? tops[l] : top;
   if (top > *max) {
     const float factor = exp2_exact(*max - top);
     *max = top;
     *sum *= factor;
     for (int d = 0; d < v; ++d) out[d] *= factor;
   }
+  Vec totals = {};
+  for (int j = 0; j < kBlockKeys; j += kLanes) {
+    Vec& x = *reinterpret_cast<Vec*>(s + j);
+    x = exp2_lanes(x - top);
+    totals += x;
+  }
   float total = 0.f;
-  for (int j = 0; j < kBlockKeys; ++j) s[j] = s[j] == -__builtin_inff() ? 0.f : exp2_exact(s[j] - top);
-  for (int j = 0; j < kBlockKeys; ++j) total += s[j];
+  for (int l = 0; l < kLanes; ++l) total += totals[l];
   *sum += total;
 }
 
