@@ -31,9 +31,12 @@ BlockShape block_shape(const TensorView& t) {
   std::array<Dim, 3> dims{};
   int count = 0;
   const int64_t element = size_of(t.dtype);
-  for (int d = 1; d < t.rank; ++d)
-    if (t.size(d) != 1) dims[count++] = {t.size(d), t.stride(d) * element};
-  std::sort(dims.begin(), dims.begin() + count, [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
+  for (int d = 1; d < t.rank; ++d) {
+    if (t.size(d) == 1) continue;
+    int at = count++;
+    for (; at > 0 && dims[at - 1].stride > t.stride(d) * element; --at) dims[at] = dims[at - 1];
+    dims[at] = {t.size(d), t.stride(d) * element};  // smallest stride first
+  }
   BlockShape shape{.base = t.as<char>(), .block_stride = t.stride(0) * element, .piece = element};
   int loops = 0;
   for (int d = 0; d < count; ++d) {
