@@ -61,9 +61,29 @@ void check_tokens(const TensorView& t, const char* name, std::string_view code, 
 const float* head_vector(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads) {
   check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
   if (!wanted) return nullptr;
-  check(t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1, code, "{}: expected contiguous f32[{}], got {}",
-        name, num_heads, t);
+  check(t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1 && t.device.type == DeviceType::cpu, code,
+        "{}: expected contiguous f32[{}] on cpu, got {}", name, num_heads, t);
   return t.as<const float>();
+}
+
+// Shapes may be right for another device: a kernel that follows its pointers would crash.
+void check_host(const TensorView& t, const char* name, std::string_view code) {
+  check(t.empty() || t.device.type == DeviceType::cpu, code, "{}: expected memory of cpu, got {}", name, t);
+}
+void check_host(const KvCache& cache, std::string_view code) {
+  check_host(cache.k, "k", code);
+  check_host(cache.v, "v", code);
+  check_host(cache.k_scale, "k_scale", code);
+  check_host(cache.v_scale, "v_scale", code);
+}
+void check_host(const Batch& batch) {
+  constexpr std::string_view code = "update.device";
+  check_host(batch.block_table, "block_table", code);
+  check_host(batch.kv_indptr, "kv_indptr", code);
+  check_host(batch.kv_indices, "kv_indices", code);
+  check_host(batch.kv_start_loc, "kv_start_loc", code);
+  check_host(batch.slot_mapping, "slot_mapping", code);
+  check_host(batch.custom_mask, "custom_mask", code);
 }
 
 }  // namespace
@@ -97,20 +117,21 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
 
 void Plan::update(const Batch& batch, Stream) {
   if (options_.validate) validate(batch, spec_, options_.limits, -1);
+  check_host(batch);
   const int num_reqs = batch.num_reqs();
   query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
   seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
   num_tokens_ = batch.num_tokens();
   slot_mapping_ = batch.slot_mapping;
   custom_mask_ = batch.custom_mask;
-  block_start_.resize(num_reqs);
-  if (spec_.block_size == 0) {
-    block_ids_ = {};
+  block_start_.assign(num_reqs, 0);
+  block_ids_ = {};
+  if (!batch.kv_start_loc.empty()) {
     for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_start_loc.as<const int>()[r];
   } else if (!batch.block_table.empty()) {
     block_ids_ = batch.block_table;
     for (int r = 0; r < num_reqs; ++r) block_start_[r] = r * batch.block_table.stride(0);
-  } else {
+  } else if (!batch.kv_indptr.empty()) {
     block_ids_ = batch.kv_indices;
     for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_indptr.as<const int>()[r];
   }
@@ -154,6 +175,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   check(num_tokens_ == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
         "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
   in.kv.validate(spec_);
+  check_host(in.kv, "run.device");
   check(spec_.block_size == 0 || max_block_ < in.kv.num_blocks(spec_), "run.block_id", "block ids must be below {}, the batch has {}",
         in.kv.num_blocks(spec_), max_block_);
 
@@ -168,8 +190,9 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.out_head_stride = out.out.stride(1) * out_size;
   a.out_type = int(out_dtype);
   if (!out.lse.empty()) {
-    check(out.lse.rank == 2 && out.lse.dtype == DType::f32 && out.lse.size(0) >= num_tokens_ && out.lse.size(1) == heads, "run.lse",
-          "lse: expected f32[>= {}, {}], got {}", num_tokens_, heads, out.lse);
+    check(out.lse.rank == 2 && out.lse.dtype == DType::f32 && out.lse.device.type == DeviceType::cpu && out.lse.size(0) >= num_tokens_ &&
+              out.lse.size(1) == heads,
+          "run.lse", "lse: expected f32[>= {}, {}] on cpu, got {}", num_tokens_, heads, out.lse);
     a.lse = out.lse.as<float>();
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
@@ -199,6 +222,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.alibi_slopes = head_vector(spec_.score.alibi, in.alibi_slopes, "alibi_slopes", "run.alibi_slopes", heads);
   a.sinks = head_vector(spec_.score.sinks, in.sinks, "sinks", "run.sinks", heads);
   if (spec_.score.relative_buckets > 0) {
+    check_host(in.relative_bias, "relative_bias", "run.relative_bias");
     expand_relative_bias(spec_, in.relative_bias, bias_by_distance_);
     a.bias_by_distance = bias_by_distance_.data();
     a.bias_reach = relative_bias_width(spec_.score) / 2;
@@ -270,6 +294,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {
   cache.validate(spec_);
+  check_host(cache, "write_kv.device");
   const int heads = spec_.num_kv_heads;
   const DType dtype = k.dtype == spec_.kv_dtype ? spec_.kv_dtype : spec_.q_dtype;
   check_tokens(k, "k", "write_kv.k", dtype, num_tokens_, heads, spec_.head_dim_qk);
