@@ -18,17 +18,17 @@ bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
 
 // Codes of the rules of one tensor: "kv_cache.k" or "kv_cache.v".
 struct SideCodes {
-  const char *missing, *dtype, *rank, *block_size, *num_heads, *head_dim, *packed_bytes, *strides;
+  const char *missing, *dtype, *rank, *block_size, *num_heads, *head_dim, *packed_bytes, *packed_stride, *strides;
   const char *scale_unexpected, *scale_dtype, *scale_size, *scale_device, *scale_value;
 };
-constexpr SideCodes kKeyCodes{"kv_cache.k.missing",          "kv_cache.k.dtype",       "kv_cache.k.rank",         "kv_cache.k.block_size",
-                              "kv_cache.k.num_heads",        "kv_cache.k.head_dim",    "kv_cache.k.packed_bytes", "kv_cache.k.strides",
-                              "kv_cache.k_scale.unexpected", "kv_cache.k_scale.dtype", "kv_cache.k_scale.size",   "kv_cache.k_scale.device",
-                              "kv_cache.k_scale.value"};
+constexpr SideCodes kKeyCodes{
+    "kv_cache.k.missing",     "kv_cache.k.dtype",        "kv_cache.k.rank",          "kv_cache.k.block_size", "kv_cache.k.num_heads",
+    "kv_cache.k.head_dim",    "kv_cache.k.packed_bytes", "kv_cache.k.packed_stride", "kv_cache.k.strides",    "kv_cache.k_scale.unexpected",
+    "kv_cache.k_scale.dtype", "kv_cache.k_scale.size",   "kv_cache.k_scale.device",  "kv_cache.k_scale.value"};
 constexpr SideCodes kValueCodes{
-    "kv_cache.v.missing",    "kv_cache.v.dtype",        "kv_cache.v.rank",       "kv_cache.v.block_size",       "kv_cache.v.num_heads",
-    "kv_cache.v.head_dim",   "kv_cache.v.packed_bytes", "kv_cache.v.strides",    "kv_cache.v_scale.unexpected", "kv_cache.v_scale.dtype",
-    "kv_cache.v_scale.size", "kv_cache.v_scale.device", "kv_cache.v_scale.value"};
+    "kv_cache.v.missing",     "kv_cache.v.dtype",        "kv_cache.v.rank",          "kv_cache.v.block_size", "kv_cache.v.num_heads",
+    "kv_cache.v.head_dim",    "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides",    "kv_cache.v_scale.unexpected",
+    "kv_cache.v_scale.dtype", "kv_cache.v_scale.size",   "kv_cache.v_scale.device",  "kv_cache.v_scale.value"};
 
 // Element offsets must fit 63 bits as bytes, and no two elements may share an address by a stride of 0.
 void check_strides(const TensorView& t, const char* code) {
@@ -55,6 +55,7 @@ void check_side(const TensorView& t, const AttentionSpec& spec, int head_dim, co
   if (packed) {
     const int64_t bytes = packed_block_bytes(spec.block_size, head_dim, spec.kv_dtype);
     check(t.size(2) == bytes, codes.packed_bytes, "expected {} bytes for a head's block, got {}", bytes, t);
+    check(t.stride(2) == 1, codes.packed_stride, "expected the bytes of a head's block in one piece, got stride {} in {}", t.stride(2), t);
   } else {
     check(t.size(head + 1) == head_dim, codes.head_dim, "expected head dimension {}, got {}", head_dim, t);
   }

@@ -204,10 +204,9 @@ TEST(KvCache, EveryBrokenRuleHasItsCode) {
       {"kv_cache.v_scale.value", [&](C c, S) { c.v_scale = scale(negative_scale, 1); }},
   };
   const std::vector<BadCache> all_packed = {
-      {"kv_cache.k.packed_bytes", [](C c, S) { c.k.sizes[2] -= 1; }},
-      {"kv_cache.v.packed_bytes", [](C c, S) { c.v.sizes[2] *= 2; }},
-      {"kv_cache.k.packed_bytes", [](C, S s) { s.block_size = 16; }},
-      {"kv_cache.k.dtype", [](C c, S) { c.k.dtype = DType::bf16; }},
+      {"kv_cache.k.packed_bytes", [](C c, S) { c.k.sizes[2] -= 1; }},   {"kv_cache.v.packed_bytes", [](C c, S) { c.v.sizes[2] *= 2; }},
+      {"kv_cache.k.packed_bytes", [](C, S s) { s.block_size = 16; }},   {"kv_cache.k.packed_stride", [](C c, S) { c.k.strides[2] = 2; }},
+      {"kv_cache.v.packed_stride", [](C c, S) { c.v.strides[2] = 0; }}, {"kv_cache.k.dtype", [](C c, S) { c.k.dtype = DType::bf16; }},
   };
   AttentionSpec fp8 = small_spec();
   fp8.kv_dtype = DType::fp8_e4m3;
@@ -227,7 +226,7 @@ TEST(KvCache, EveryBrokenRuleHasItsCode) {
   refuse_all(all, small_spec(), false);
   refuse_all(all_fp8, fp8, true);
   refuse_all(all_packed, packed_spec(), false);
-  EXPECT_EQ(codes.size(), 29u);
+  EXPECT_EQ(codes.size(), 31u);
 }
 
 TEST(KvCache, RaggedKeysHaveRowsInsteadOfBlocks) {
