@@ -111,7 +111,8 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   shape.group = group;
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   scratch_memory_ = std::make_unique_for_overwrite<char[]>(scratch_bytes_ * std::max(1, options.threads.num_workers) + kPage);
-  scratch_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(scratch_memory_.get()) + kPage - 1) / kPage * kPage);
+  char* const memory = scratch_memory_.get();
+  scratch_ = memory + (kPage - long(reinterpret_cast<uintptr_t>(memory) % kPage)) % kPage;
   if (spec.score.relative_buckets > 0) bias_by_distance_.resize(size_t(spec.num_q_heads) * relative_bias_width(spec.score));
 }
 
