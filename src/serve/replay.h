@@ -39,10 +39,10 @@ struct ReplayOptions {
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 
-  int64_t kv_bytes = 0;        // cache memory for all layers; 0: a quarter of the device's memory
-  int64_t num_blocks = 0;      // > 0: blocks of every KV group instead
-  bool skip_too_long = false;  // leave out requests that the cache could never hold, instead of an error
-  int block_size = 16;
+  int64_t kv_bytes = 0;            // cache memory for all layers; 0: a quarter of the device's memory
+  int64_t num_blocks = 0;          // > 0: blocks of every KV group instead
+  bool skip_too_long = false;      // leave out requests that the cache could never hold, instead of an error
+  int block_size = 32;             // the packed format is read in place from 32 on
   DType q_dtype = DType::bf16;     // bf16 is the only one that synthesis makes; Error replay.q_dtype for others
   DType kv_dtype = DType::bf16;    // f32, bf16, f16, fp8_e4m3, fp8_e5m2
   std::string kv_format = "auto";  // "strided", "amx_packed", or "auto": packed where a backend other than reference runs it

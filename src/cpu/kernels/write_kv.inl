@@ -20,27 +20,57 @@ inline long packed_v_tail_offset(int offset, int d, int padded_dim, long size) {
   return (long(group) * padded_dim + d / 16 * 256L + (offset - group) / 2 * 32 + d % 16 * 2 + offset % 2) * size;
 }
 
+// A row's pairs of dims, `size` bytes an element, to one token's column of the key tiles.
+template <long size>
+inline void pack_key(const char* row, int padded, int offset, char* block) {
+  char* to = block + packed_k_offset(offset, 0, padded, size);
+  for (int d = 0; d < padded; d += 2) __builtin_memcpy(to + d / 2 * 32 * size, row + d * size, 2 * size);
+}
+// A row's elements to one token's half of a pair row in each value tile.
+template <long size>
+inline void pack_value(const char* row, int padded, int offset, bool tail, char* block) {
+  char* to = block + (tail ? packed_v_tail_offset(offset, 0, padded, size) : packed_v_offset(offset, 0, padded, size));
+  const long tile = (tail ? 256 : 512) * size;
+  for (int d = 0; d < padded; d += 16, to += tile) {
+    for (int i = 0; i < 16; ++i) __builtin_memcpy(to + 2 * i * size, row + (d + i) * size, size);
+  }
+}
+
 inline void write_side(const KvSide& side, const char* src, long src_dim_stride, int src_type, int block_size, bool packed, bool values,
                        int head, int block, int offset) {
   const float scale = side.scales ? side.scales[head * side.scale_stride] : 1.f;
   char* base = const_cast<char*>(side.data) + block * side.block_stride + head * side.head_stride;
   const long size = element_size(side.type);
-  float row[kMaxDim + 32];
-  load_row(src, src_dim_stride, src_type, side.dim, row);
-  if (scale != 1.f && src_type != side.type)  // values that are quantised already are copied
-    for (int d = 0; d < side.dim; ++d) row[d] /= scale;
+  const bool copy = src_type == side.type && src_dim_stride == size;  // values that are quantised already are not scaled again
+  float row[kMaxDim];
+  if (!copy) {
+    load_row(src, src_dim_stride, src_type, side.dim, row);
+    if (scale != 1.f && src_type != side.type)
+      for (int d = 0; d < side.dim; ++d) row[d] /= scale;
+  }
   if (!packed) {
-    store_row(base + offset * side.token_stride, side.dim_stride, side.type, side.dim, row);
+    char* to = base + offset * side.token_stride;
+    if (copy && side.dim_stride == size) {
+      __builtin_memcpy(to, src, side.dim * size);
+    } else {
+      if (copy) load_row(src, src_dim_stride, src_type, side.dim, row);
+      store_row(to, side.dim_stride, side.type, side.dim, row);
+    }
     return;
   }
+  char stored[4 * (kMaxDim + 32)];
   const int padded = (side.dim + 31) / 32 * 32;
-  for (int d = side.dim; d < padded; ++d) row[d] = 0.f;
+  if (copy) {
+    __builtin_memcpy(stored, src, side.dim * size);
+  } else {
+    store_row(stored, size, side.type, side.dim, row);
+  }
+  __builtin_memset(stored + side.dim * size, 0, (padded - side.dim) * size);
   const bool tail = values && offset / 32 * 32 + 32 > (block_size + 15) / 16 * 16;
-  for (int d = 0; d < padded; ++d) {
-    const long at = !values ? packed_k_offset(offset, d, padded, size)
-                    : tail  ? packed_v_tail_offset(offset, d, padded, size)
-                            : packed_v_offset(offset, d, padded, size);
-    store_element(base + at, side.type, row[d]);
+  if (size == 2) {
+    values ? pack_value<2>(stored, padded, offset, tail, base) : pack_key<2>(stored, padded, offset, base);
+  } else {
+    values ? pack_value<1>(stored, padded, offset, tail, base) : pack_key<1>(stored, padded, offset, base);
   }
 }
 
