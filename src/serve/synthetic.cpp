@@ -42,6 +42,7 @@ void Synthetic::fill(Side side, int layer, std::span<const uint64_t> keys, int n
 LayerParameters::LayerParameters(const AttentionSpec& spec, uint64_t seed, int layer) : num_q_heads(spec.num_q_heads) {
   const auto numbers = [&](int count, uint64_t what, float mean, float deviation) {
     std::vector<float> values;
+    values.reserve(size_t(count));
     for (int i = 0; i < count; ++i) values.push_back(mean + deviation * normal(hash_numbers(seed, what, uint64_t(layer), uint64_t(i))));
     return values;
   };
