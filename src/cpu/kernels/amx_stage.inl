@@ -59,6 +59,7 @@ IMBREX_INLINE void widen_fp8(vi codes, const Fp8Table& t, vi* first32, vi* last3
   *last32 = _mm512_unpackhi_epi8(low, high);
 }
 inline void widen_tile(const char* from, const Fp8Table& t, int bytes, char* to) {
+  IMBREX_UNROLL(4)
   for (int i = 0; i < bytes; i += 64, to += 128) {
     vi a, b;
     widen_fp8(_mm512_loadu_si512(from + i), t, &a, &b);
@@ -151,11 +152,12 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
 }
 
-// Whether chunk c of a packed block can be read where it is. Hidden keys need no cleaning (their logits are replaced), hidden values do:
-// a probability of zero times NaN is NaN.
-inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
-  return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi;
+// Whether the 32 values from `key` on lie in one packed chunk and are all seen. Hidden keys need no cleaning (their logits are
+// replaced), hidden values do: a probability of zero times NaN is NaN.
+inline bool whole_chunk(const AttentionParams& a, int key, Visible keys) {
+  return a.packed && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi;
 }
+inline bool values_in_place(const AttentionParams& a, int key, Visible keys) { return a.v.type == kBf16 && whole_chunk(a, key, keys); }
 
 // The first half of staging a block: where its tiles are, or will be.
 void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
@@ -202,7 +204,13 @@ inline void stage_part(const AttentionParams& a, const WorkItem& item, int kv_he
                        kv_head * a.k.head_stride + key % a.block_size / 16 * (s.steps * 512L);
     widen_tile(from, a.k.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * s.steps, s.keys + long(g) * s.steps * 1024);
   }
-  if (!values_in_place(a, kb + g / 2 * 32, keys)) {
+  const int chunk_key = kb + g / 2 * 32;
+  if (a.v.type != kBf16 && whole_chunk(a, chunk_key, keys)) {  // in one run of memory: half of the dims instead of half of the keys
+    const int tiles = s.dim_tiles / 2, first_tile = g % 2 * tiles;
+    const char* from = a.v.data + a.block_ids[a.block_start[item.request] + chunk_key / a.block_size] * a.v.block_stride +
+                       kv_head * a.v.head_stride + (chunk_key % a.block_size / 32 * long(s.dim_tiles) + first_tile) * 512;
+    widen_tile(from, a.v.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * tiles, s.values + (long(g / 2) * s.dim_tiles + first_tile) * 1024);
+  } else if (!values_in_place(a, chunk_key, keys)) {
     stage_half_group(a, item, kv_head, key, keys, s, s.values + long(g / 2) * s.dim_tiles * 1024 + g % 2 * 512);
   }
 }
