@@ -108,6 +108,12 @@ IMBREX_INLINE void pv_slice(int n, int c, int c0, int c1, int dim_tiles, const c
   }
 }
 
+// All of it at once.
+IMBREX_INLINE void pv_job(const Job& job, int dims, const float* p, float* out) {
+  for (int n = 0; n < dims; ++n)
+    for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job.c0, job.c1, 2 * dims, (const char*)p, *job.tiles, (char*)out);
+}
+
 // The jobs of a key range in order: blocks of keys outside, blocks of rows inside. Stages a block of keys when its first job comes up.
 struct JobList {
   const AttentionParams& a;
@@ -173,7 +179,14 @@ void run_jobs(JobList& list) {
     const Row* rows = s.rows + now->block * kRowBlock;
     const char* q = more ? s.q + after->block * q_bytes : nullptr;
     char* out_before = before ? (char*)(s.out + before->block * out_floats) : nullptr;
-    if (kSteps && now->full && before && before->c0 == 0 && before->c1 == kChunks && more && after->c0 == 0 && after->c1 == kChunks) {
+    // A softmax may rescale the output of its rows, so that of the same rows' previous block must be complete.
+    const bool same_rows = before && before->block == now->block;
+    if (same_rows) {
+      pv_job(*before, dims, other, s.out + before->block * out_floats);
+      TILE_FENCE();
+    }
+    if (kSteps && now->full && before && !same_rows && before->c0 == 0 && before->c1 == kChunks && more && after->c0 == 0 &&
+        after->c1 == kChunks) {
       const BlockTiles values = *before->tiles, keys = *after->tiles;
       IMBREX_UNROLL(16)
       for (int r = 0; r < 16; ++r) {
@@ -195,7 +208,7 @@ void run_jobs(JobList& list) {
       }
     } else {
       // The same order of work, slice by slice, whatever is hidden.
-      const int pv = before ? dims * (before->c1 - before->c0) : 0, qk = more ? steps * (after->c1 - after->c0) : 0;
+      const int pv = before && !same_rows ? dims * (before->c1 - before->c0) : 0, qk = more ? steps * (after->c1 - after->c0) : 0;
       for (int r = 0; r < 32; ++r) {
         if (r < 16) {
           for (int i = r * pv / 16; i < (r + 1) * pv / 16; ++i) {
@@ -217,8 +230,7 @@ void run_jobs(JobList& list) {
     }
     TILE_FENCE();
     if (!more) {
-      for (int n = 0; n < dims; ++n)
-        for (int c = now->c0; c < now->c1; ++c) pv_slice(n, c, now->c0, now->c1, dim_tiles, (const char*)mine, *now->tiles, (char*)out);
+      pv_job(*now, dims, mine, out);
       TILE_FENCE();
       return;
     }
