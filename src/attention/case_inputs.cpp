@@ -1,6 +1,7 @@
 // See case_inputs.h. Contents come from a hash of (seed, tensor, request, position, head, dim), so that they do not depend on the batch.
 #include "attention/case_inputs.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -27,14 +28,58 @@ double uniform(uint64_t hash) { return double(hash >> 11) * 0x1p-53; }
 
 enum Stream : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
 
-// Rows of one request: row i has position `first + i`.
-void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain) {
+// Rows of one request: row i has position `first + i`, or all have the first where they are to be equal.
+void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain, bool equal = false) {
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
   for (int i = 0; i < count; ++i)
     for (int64_t h = 0; h < heads; ++h) {
-      const uint64_t key = mix(mix(seed + uint64_t(first + i)) + uint64_t(h));
+      const uint64_t key = mix(mix(seed + uint64_t(equal ? first : first + i)) + uint64_t(h));
       for (int64_t d = 0; d < dim; ++d) t.set(((row + i) * heads + h) * dim + d, gain * normal(mix(key + uint64_t(d))));
     }
+}
+
+bool is_ramp(const Case& c) { return c.values == ValuePattern::rising || c.values == ValuePattern::falling; }
+
+// What a pattern adds to the logit of key j, in steps of step_of(). The largest logits are near 0 where they can be: the bounds come
+// from a computation that rounds logits to q_dtype, so that large ones would make them wide.
+int level_of(const Case& c, const CaseRequest& r, int j) {
+  switch (c.values) {
+    case ValuePattern::rising: return j - (r.seq_len - 1);
+    case ValuePattern::falling: return -j;
+    case ValuePattern::spike: {
+      const int border = (r.seq_len > 4097 ? 4096 : 128) - int(c.seed % 2);
+      return j == r.seq_len - r.q_len - 3 ? 160 : j == border ? 40 : 0;
+    }
+    case ValuePattern::large: return j % 61 == 0 ? 8 * (j / 61 + 1) : -(j * 181 % 256);
+    case ValuePattern::plain:
+    case ValuePattern::constant: return 0;
+  }
+  return 0;
+}
+
+double step_of(const Case& c, const CaseRequest& r, int position, int q_head) {
+  if (c.values == ValuePattern::large) return 32.0;
+  if (!is_ramp(c)) return 1.0;
+  const Mask& mask = c.spec.mask;
+  const int first =
+      std::max(mask.window_left < 0 ? 0 : position - mask.window_left, mask.chunk == 0 ? 0 : position / mask.chunk * mask.chunk);
+  const int top =
+      c.values == ValuePattern::rising ? r.seq_len - 1 - position : first;  // the key in sight with the highest level is at -top
+  return std::min(0.125 * (1 << q_head % 4), 16.0 / std::max(1, top));
+}
+
+// The last dimension of q and k is given over to the pattern, whose share of a logit is then level times step.
+void add_pattern(CaseInputs& in, const Case& c, const CaseRequest& r, int64_t token, int64_t key) {
+  const int last = c.spec.head_dim_qk - 1;
+  // Levels have to fit an fp8 cache.
+  const double unit = (is_fp8(c.spec) ? double(c.kv_scale) : 1.0) * (is_ramp(c) ? 0.125 : 1.0);
+  for (int j = 0; j < r.seq_len; ++j)
+    for (int64_t h = 0; h < c.spec.num_kv_heads; ++h)
+      in.k.set(((key + j) * c.spec.num_kv_heads + h) * (last + 1) + last, level_of(c, r, j) * unit);
+  for (int i = 0; i < r.q_len; ++i)
+    for (int h = 0; h < c.spec.num_q_heads; ++h)
+      in.q.set(((token + i) * c.spec.num_q_heads + h) * (last + 1) + last,
+               step_of(c, r, r.seq_len - r.q_len + i, h) / (unit * double(c.spec.scale())));
 }
 
 // Whether the custom mask shows key j to query i.
@@ -113,8 +158,9 @@ CaseInputs make_inputs(const Case& c) {
   for (const CaseRequest& r : c.requests) {
     const uint64_t seed = mix(c.seed * 0x10001 + uint64_t(r.id));
     fill_rows(in.q, token, r.q_len, r.seq_len - r.q_len, mix(seed ^ kQ), c.q_gain);
-    fill_rows(in.k, key, r.seq_len, 0, mix(seed ^ kK), 1.0);
-    fill_rows(in.v, key, r.seq_len, 0, mix(seed ^ kV), 1.0);
+    fill_rows(in.k, key, r.seq_len, 0, mix(seed ^ kK), 1.0, c.values == ValuePattern::constant);
+    fill_rows(in.v, key, r.seq_len, 0, mix(seed ^ kV), 1.0, c.values == ValuePattern::constant);
+    if (c.values != ValuePattern::plain) add_pattern(in, c, r, token, key);
     token += r.q_len;
     key += r.seq_len;
   }

@@ -249,6 +249,81 @@ void add_verifies(Table& table) {
       table.add(fmt::format("verify_q{}_g{}", q_len, group), group, 1, {128, 128}, table.types(), {{q_len, 130 + q_len}, {q_len, q_len}});
 }
 
+struct NamedValues {
+  const char* name;
+  ValuePattern pattern;
+};
+const NamedValues kValues[] = {{"rising", ValuePattern::rising},
+                               {"falling", ValuePattern::falling},
+                               {"spike", ValuePattern::spike},
+                               {"large", ValuePattern::large},
+                               {"constant", ValuePattern::constant}};
+
+// Logits with a trend: from one row of an item to several blocks of rows, over three to five blocks of keys.
+void add_value_shapes(Table& table, const NamedValues& values) {
+  const Dims few_rows[] = {{128, 128}, {80, 80}, {256, 256}, {64, 64}, {192, 128}}, more_rows[] = {{64, 64}, {128, 128}};
+  const int block_sizes[] = {16, 1, 128};
+  for (int group : {1, 4, 8})
+    for (int q_len : {1, 4, 8, 16, 40, 200}) {
+      const int i = int(table.cases.size()), rows = q_len * group;
+      // Work is limited.
+      const int queries = q_len < 200 ? q_len : group == 1 ? 150 : 66, keys = rows <= 8 ? 260 : rows <= 32 ? 430 : q_len < 200 ? 390 : 270;
+      const Dims dims = rows <= 8 ? few_rows[i % 5] : rows <= 32 ? more_rows[i % 3 == 2] : Dims{rows < 160 ? 64 : 32, 64};
+      Case& c = table.add(fmt::format("value_{}_g{}_q{}", values.name, group, q_len), group, 1, dims, kDTypes[i % 5 == 4 ? 3 : 0],
+                          {{queries, keys + i % 7}});
+      if (i % 3 == 0) c.requests.push_back({.q_len = 1, .seq_len = 130, .id = 1});
+      c.spec.block_size = block_sizes[i % 3];
+      c.values = values.pattern;
+    }
+}
+
+struct NamedFeature {
+  const char* name;
+  int kv_heads;
+  DTypes types;
+  void (*set)(Case&);
+};
+
+// With whatever else moves, hides or weighs logits, and in every element type; 20 rows for the first request and 4 for the second.
+void add_value_features(Table& table, const NamedValues& values) {
+  const DTypes bf16 = kDTypes[0];
+  const NamedFeature features[] = {
+      {"sinks", 1, bf16, [](Case& c) { c.spec.score.sinks = true; }},
+      {"cap", 1, bf16, [](Case& c) { c.spec.score.soft_cap = 30.f; }},
+      {"window", 1, bf16, [](Case& c) { c.spec.mask.window_left = 199; }},
+      {"chunk", 1, bf16, [](Case& c) { c.spec.mask.chunk = 200; }},
+      {"alibi", 1, bf16, [](Case& c) { c.spec.score.alibi = true; }},
+      {"head_scales", 1, bf16, [](Case& c) { c.spec.score.head_scales = true; }},
+      {"custom", 1, bf16, [](Case& c) { c.spec.mask.custom = true, c.custom = CustomPattern::random; }},
+      {"e4m3", 2, kDTypes[3], [](Case& c) { c.scale_per_head = true; }},
+      {"e5m2", 1, {DType::bf16, DType::fp8_e5m2}, [](Case&) {}},
+      {"f32", 1, kDTypes[1], [](Case&) {}},
+      {"f16", 1, kDTypes[2], [](Case&) {}},
+      {"f16_e5m2", 1, kDTypes[5], [](Case& c) { c.spec.score.sinks = true; }},
+  };
+  for (const NamedFeature& f : features) {
+    Case& c = table.add(fmt::format("value_{}_{}", values.name, f.name), 4, f.kv_heads, {64, 64}, f.types, {{5, 390}, {1, 130}});
+    f.set(c);
+    c.values = values.pattern;
+  }
+}
+
+// Across the 4096 keys at which CPU plans split.
+void add_value_split(Table& table, const NamedValues& values, int q_len, int seq_len) {
+  Case& c = table.add(fmt::format("value_{}_split_q{}", values.name, q_len), 4, 1, {64, 64}, kDTypes[0], {{q_len, seq_len}});
+  c.spec.block_size = 64;
+  c.values = values.pattern;
+}
+
+void add_values(Table& table) {
+  for (const NamedValues& values : kValues) {
+    add_value_shapes(table, values);
+    add_value_features(table, values);
+    add_value_split(table, values, 5, 4230);
+    if (values.pattern == ValuePattern::rising || values.pattern == ValuePattern::spike) add_value_split(table, values, 1, 4100);
+  }
+}
+
 std::vector<Case> make_cases() {
   Table table;
   add_shapes(table);
@@ -260,6 +335,7 @@ std::vector<Case> make_cases() {
   add_long(table);
   add_mixed(table);
   add_verifies(table);
+  add_values(table);
   return std::move(table.cases);
 }
 

@@ -18,6 +18,16 @@ enum class CustomPattern : uint8_t {
   blind    // random, and every third query sees nothing
 };
 
+// How the logits of a row go along its keys; whatever follows from the order of an online softmax hides behind `plain` ones.
+enum class ValuePattern : uint8_t {
+  plain,    // no trend
+  rising,   // by 1/8 to 1 a key: every block of keys has a new maximum, which earlier output must be rescaled to
+  falling,  // likewise: what comes after the first block vanishes, but must not disturb
+  spike,    // a key at a border of blocks is 40 above the rest, a late one 160: a float cannot hold its exponential
+  large,    // -8192 to 2048 and more: one key has all the weight, and an exponential of anything but a difference overflows
+  constant  // all keys of a request are equal and all values: the output is that value
+};
+
 struct CaseRequest {
   int q_len = 0;
   int seq_len = 0;  // keys, this step's tokens included; {0, 0} is a padded request
@@ -36,6 +46,7 @@ struct Case {
   float kv_scale = 0.02f;        // fp8 caches: k_scale and v_scale of head 0
   bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)
   CustomPattern custom = CustomPattern::none;
+  ValuePattern values = ValuePattern::plain;
   uint64_t seed = 1;
 
   int num_tokens() const;
@@ -43,7 +54,7 @@ struct Case {
   int64_t work() const;  // multiply-adds, hidden keys included
 };
 
-// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify (first part of the name).
+// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value (first part of the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 
