@@ -43,11 +43,22 @@ void check_tokens(const char* name, std::string_view code, const TensorView& t, 
   check(t.stride(2) == 1, "run.stride", "{}: expected innermost stride 1, got {}", name, t.stride(2));
 }
 
+void check_host(const char* name, std::string_view code, const TensorView& t) {
+  check(t.empty() || t.device.type == DeviceType::cpu, code, "{}: expected memory of cpu, got {}", name, t.str());
+}
+void check_host(const KvCache& cache, std::string_view code) {
+  check_host("k", code, cache.k);
+  check_host("v", code, cache.v);
+  check_host("k_scale", code, cache.k_scale);
+  check_host("v_scale", code, cache.v_scale);
+}
+
 // A parameter of the score modification: there exactly when the spec has it.
 void check_parameter(const char* name, std::string_view code, const TensorView& t, bool wanted, int rank, int size0, int size1 = 1) {
   check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
   check(!wanted || (t.dtype == DType::f32 && t.rank == rank && t.size(0) == size0 && (rank == 1 || t.size(1) == size1)), code,
         "{}: expected f32 of rank {} with {} x {} elements, got {}", name, rank, size0, size1, t.str());
+  check_host(name, code, t);
 }
 
 void check_run(const AttentionSpec& spec, int tokens, const Inputs& in, const Outputs& out) {
@@ -62,7 +73,9 @@ void check_run(const AttentionSpec& spec, int tokens, const Inputs& in, const Ou
   const TensorView& lse = out.lse;
   check(lse.empty() || (lse.rank == 2 && lse.dtype == DType::f32 && lse.size(0) >= tokens && lse.size(1) == heads), "run.lse",
         "lse: expected f32[>= {}, {}], got {}", tokens, heads, lse.str());
+  check_host("lse", "run.lse", lse);
   in.kv.validate(spec);
+  check_host(in.kv, "run.device");
 }
 
 class ReferencePlan final : public Plan {
@@ -76,6 +89,12 @@ class ReferencePlan final : public Plan {
 
   void update(const Batch& batch, Stream) override {
     if (options_.validate) validate(batch, spec_, options_.limits, -1);
+    check_host("block_table", "update.device", batch.block_table);
+    check_host("kv_indptr", "update.device", batch.kv_indptr);
+    check_host("kv_indices", "update.device", batch.kv_indices);
+    check_host("kv_start_loc", "update.device", batch.kv_start_loc);
+    check_host("slot_mapping", "update.device", batch.slot_mapping);
+    check_host("custom_mask", "update.device", batch.custom_mask);
     batch_ = batch;
     query_start_loc_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
@@ -95,18 +114,20 @@ class ReferencePlan final : public Plan {
     check(tokens == 0 || !batch_.slot_mapping.empty(), "write_kv.slot_mapping",
           "write_kv needs Batch::slot_mapping, none was given to update");
     cache.validate(spec_);
+    check_host(cache, "write_kv.device");
     const int64_t slots = cache.num_blocks(spec_) * spec_.block_size;
+    for (int t = 0; t < tokens; ++t)  // all before the first is written
+      check(slot_of(t) >= -1 && slot_of(t) < slots, "write_kv.slot", "slot of token {} must be in [-1, {}), is {}", t, slots, slot_of(t));
     for (int t = 0; t < tokens; ++t) {
-      const int64_t slot = batch_.slot_mapping.as<int64_t>()[t * batch_.slot_mapping.stride(0)];
-      if (slot == -1) continue;
-      check(slot >= 0 && slot < slots, "batch.slot_mapping.range", "slot of token {} must be in [0, {}), is {}", t, slots, slot);
-      write_token(cache.k, cache.k_scale, k, t, slot);
-      write_token(cache.v, cache.v_scale, v, t, slot);
+      if (slot_of(t) == -1) continue;
+      write_token(cache.k, cache.k_scale, k, t, slot_of(t));
+      write_token(cache.v, cache.v_scale, v, t, slot_of(t));
     }
   }
 
   void run(const Inputs& in, const Outputs& out, Stream) const override {
     check_run(spec_, batch_.num_tokens(), in, out);
+    check_blocks(in.kv.num_blocks(spec_));
     for (int r = 0; r < batch_.num_reqs(); ++r)
       for (int token = batch_.query_start_loc[r]; token < batch_.query_start_loc[r + 1]; ++token)
         for (int head = 0; head < spec_.num_kv_heads; ++head) attend(in, out, r, token, head);
@@ -131,19 +152,30 @@ class ReferencePlan final : public Plan {
     }
   }
 
+  int64_t slot_of(int token) const { return batch_.slot_mapping.as<int64_t>()[token * batch_.slot_mapping.stride(0)]; }
+
+  // Block `index` of request `r`.
+  int64_t block_of(int r, int64_t index) const {
+    const TensorView &table = batch_.block_table, &indptr = batch_.kv_indptr, &indices = batch_.kv_indices;
+    return table.empty() ? indices.as<int32_t>()[(indptr.as<int32_t>()[r * indptr.stride(0)] + index) * indices.stride(0)]
+                         : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
+  }
+
+  // The batch does not know how large the cache is.
+  void check_blocks(int64_t num_blocks) const {
+    for (int r = 0; spec_.block_size > 0 && r < batch_.num_reqs(); ++r)
+      for (int64_t index = 0; batch_.query_len(r) > 0 && index * spec_.block_size < batch_.seq_lens[r]; ++index)
+        check(block_of(r, index) >= 0 && block_of(r, index) < num_blocks, "run.block_id",
+              "block {} of request {} must be in [0, {}), is {}", index, r, num_blocks, block_of(r, index));
+  }
+
   // Where key `j` of request `r` begins in k or v.
   int64_t key_offset(const TensorView& t, int r, int64_t j, int head) const {
     if (spec_.block_size == 0) {
       const TensorView& start = batch_.kv_start_loc;
       return offset(t, start.as<int32_t>()[r * start.stride(0)] + j, head);
     }
-    const int64_t index = j / spec_.block_size;
-    const TensorView &table = batch_.block_table, &indptr = batch_.kv_indptr, &indices = batch_.kv_indices;
-    const int64_t block = table.empty() ? indices.as<int32_t>()[(indptr.as<int32_t>()[r * indptr.stride(0)] + index) * indices.stride(0)]
-                                        : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
-    check(block >= 0 && block < t.size(0), "batch.block.range", "block {} of request {} must be in [0, {}), is {}", index, r, t.size(0),
-          block);
-    return offset(t, block, j % spec_.block_size, head);
+    return offset(t, block_of(r, j / spec_.block_size), j % spec_.block_size, head);
   }
 
   bool visible(int r, int64_t query, int64_t j) const {
@@ -246,6 +278,7 @@ class ReferenceBackend final : public Backend {
     spec.validate();
     for (const Reason& reason : unsupported(spec, device))
       fail("backend.unsupported", "reference cannot run {}: {}", spec.str(), reason.str());
+    check(device.present, "backend.device_absent", "reference cannot make a plan for {}, which is only described", device.name);
     return std::make_unique<ReferencePlan>(spec, options);
   }
 };

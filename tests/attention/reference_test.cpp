@@ -167,7 +167,96 @@ TEST(Reference, RefusesWhatItDoesNotRun) {
   EXPECT_EQ(error_code([&] { plan->write_kv(cache.layer(0), {}, in.v.view()); }), "write_kv.k");
   table[0] = 7;
   inputs.kv = cache.layer(0);
-  EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "batch.block.range");
+  EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "run.block_id");
+  EXPECT_EQ(error_code([&] { reference_backend().plan(in.spec, describe_device("avx512,32 threads"), {}); }), "backend.device_absent");
+}
+
+TensorView on_gpu(TensorView t) {
+  t.device = {DeviceType::cuda, 0};
+  return t;
+}
+
+TEST(Reference, RefusesMemoryOfOtherDevices) {
+  CaseInputs in = counting(1, 3, 1.f);
+  in.spec.score.sinks = true;
+  const KvAllocation memory(in.spec, 1, 1);
+  const HostTensor sinks = one_float(1.f), q = HostTensor::make(DType::f32, {1, 1, 8});
+  const std::vector<int32_t> starts{0, 1}, lens{1};
+  std::vector<int32_t> table{0};
+  std::vector<int64_t> slots{0};
+  std::vector<float> out(8), lse(1);
+  Batch batch;
+  batch.query_start_loc = starts;
+  batch.seq_lens = lens;
+  batch.block_table = TensorView::contiguous(table.data(), DType::i32, {1, 1});
+  batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {1});
+  const auto plan = reference_backend().plan(in.spec, probe_cpu(), {});
+  plan->update(batch);
+
+  const KvCache cache = memory.layer(0);
+  KvCache far = cache;
+  far.k = on_gpu(far.k);
+  far.v = on_gpu(far.v);
+  const Inputs inputs{.q = q.view(), .kv = cache, .sinks = sinks.view(), .alibi_slopes = {}, .head_scales = {}, .relative_bias = {}};
+  const Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}),
+                        .lse = TensorView::contiguous(lse.data(), DType::f32, {1, 1})};
+  const auto run = [&](auto spoil) {
+    Inputs i = inputs;
+    Outputs o = outputs;
+    spoil(i, o);
+    return error_code([&] { plan->run(i, o); });
+  };
+  EXPECT_EQ(run([](Inputs&, Outputs&) {}), "nothing thrown");
+  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.q = on_gpu(i.q); }), "run.q");
+  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.sinks = on_gpu(i.sinks); }), "run.sinks");
+  EXPECT_EQ(run([&](Inputs& i, Outputs&) { i.kv = far; }), "run.device");
+  EXPECT_EQ(run([](Inputs&, Outputs& o) { o.out = on_gpu(o.out); }), "run.out");
+  EXPECT_EQ(run([](Inputs&, Outputs& o) { o.lse = on_gpu(o.lse); }), "run.lse");
+  EXPECT_EQ(error_code([&] { plan->write_kv(far, q.view(), q.view()); }), "write_kv.device");
+  EXPECT_EQ(error_code([&] { plan->write_kv(cache, on_gpu(q.view()), q.view()); }), "write_kv.k");
+  batch.block_table = on_gpu(batch.block_table);
+  batch.slot_mapping = on_gpu(batch.slot_mapping);
+  EXPECT_EQ(error_code([&] { plan->update(batch); }), "update.device");
+}
+
+// Nothing is written when some slot or block is wrong, and nothing outside the cache is read: batches may come unvalidated.
+TEST(Reference, ChecksBlocksAndSlotsBeforeItWrites) {
+  CaseInputs in = counting(2, 2, 1.f);
+  in.spec.block_size = 1;
+  const KvAllocation memory(in.spec, 1, 3);
+  const KvCache cache = memory.layer(0);
+  const std::vector<int32_t> starts{0, 2}, lens{2};
+  for (bool validated : {true, false}) {
+    PlanOptions options;
+    options.limits = {.max_num_reqs = 1, .max_num_tokens = 2, .max_seq_len = 2};
+    options.validate = validated;
+    const auto plan = reference_backend().plan(in.spec, probe_cpu(), options);
+    const auto codes = [&](std::vector<int32_t> table, std::vector<int64_t> slots) {
+      Batch batch;
+      batch.query_start_loc = starts;
+      batch.seq_lens = lens;
+      batch.block_table = TensorView::contiguous(table.data(), DType::i32, {1, 2});
+      batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {2});
+      plan->update(batch);
+      std::vector<float> out(16, -7.f);
+      const Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {2, 1, 8}), .lse = {}};
+      Inputs inputs;
+      inputs.q = in.q.view();
+      inputs.kv = cache;
+      cache.k.as<float>()[0] = -7.f;
+      const std::string run = error_code([&] { plan->run(inputs, outputs); });
+      const std::string write = error_code([&] { plan->write_kv(cache, in.k.view(), in.v.view()); });
+      EXPECT_EQ(out[0] == -7.f, run != "nothing thrown");
+      EXPECT_EQ(cache.k.as<float>()[0] == -7.f, write != "nothing thrown");
+      return std::pair(run, write);
+    };
+    const std::pair<std::string, std::string> wrong("run.block_id", "write_kv.slot");
+    EXPECT_EQ(codes({2, 0}, {0, 2}), std::pair(std::string("nothing thrown"), std::string("nothing thrown")));
+    EXPECT_EQ(codes({2, 3}, {0, 3}), wrong);
+    if (validated) continue;  // update refuses those below
+    EXPECT_EQ(codes({2, -1}, {0, -2}), wrong);
+    EXPECT_EQ(codes({2, INT32_MAX}, {0, INT64_MAX}), wrong);
+  }
 }
 
 }  // namespace
