@@ -65,7 +65,8 @@ class Backend {
   virtual std::string_view description() const = 0;  // one line for `imbrex select`
   // Every reason why this backend cannot run the spec on the device; empty when it can. Must not touch the device.
   virtual std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const = 0;
-  // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise).
+  // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise), and only for a device
+  // that is present (Error backend.device_absent): kernels, scratch and threads belong to it.
   virtual std::unique_ptr<Plan> plan(const AttentionSpec&, const DeviceInfo&, const PlanOptions&) const = 0;
 };
 

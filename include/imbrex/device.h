@@ -18,7 +18,7 @@ const char* to_string(CpuIsa);
 struct DeviceInfo {
   Device device;
   std::string name;              // "Intel(R) Xeon(R) Processor", "NVIDIA H200"
-  bool present = true;           // false: only described; plans for it can be made but not run
+  bool present = true;           // false: only described; selection answers for it, plans do not exist for it (backend.device_absent)
   CpuIsa isa = CpuIsa::generic;  // CPU: the best set this process may use (IMBREX_CPU_ISA lowers it)
   int sm = 0;                    // CUDA: 90 for compute capability 9.0
   int num_workers = 1;           // threads (CPU) or multiprocessors (CUDA)
