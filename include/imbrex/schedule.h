@@ -14,7 +14,7 @@ struct SchedulePolicy {
   int tile_kv = 128;      // key ranges begin at multiples of this (counted from the request's first key)
   int split_kv = 4096;    // a split boundary is a multiple of this; a multiple of tile_kv
   int split_max_q = 16;   // requests with more query tokens than this are not split
-  bool balanced = false;  // split by load over num_workers instead: faster for few long requests, not batch-invariant
+  bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
   int num_workers = 1;    // only looked at when balanced: workers times heads share the items
 };
 

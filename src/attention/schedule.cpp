@@ -46,12 +46,23 @@ void sort_longest_first(std::vector<WorkItem>& from, std::vector<WorkItem>& to) 
   for (const WorkItem& w : from) to[start[cost_bucket(w)]++] = w;
 }
 
-// Keys a piece may have when the load is balanced: all splittable keys spread over the workers, in whole tiles.
-int balanced_piece(const Batch& batch, const SchedulePolicy& policy) {
+// What an item of query tokens [t0, t1) of request r reads: the visible keys, from the beginning of a tile.
+KeyRange item_keys(const Batch& batch, const Mask& mask, int tile_kv, int r, int t0, int t1) {
+  const int seq_len = batch.seq_lens[r], context = seq_len - batch.query_len(r);
+  const KeyRange keys = visible_keys(mask, context + t0, context + t1 - 1, seq_len);
+  return {keys.begin / tile_kv * tile_kv, keys.end};
+}
+
+// Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.
+int balanced_piece(const Batch& batch, const Mask& mask, const SchedulePolicy& policy) {
   int64_t keys = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
-    if (q_len > 0 && q_len <= policy.split_max_q) keys += batch.seq_lens[r];
+    if (q_len > policy.split_max_q) continue;
+    for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
+      const KeyRange range = item_keys(batch, mask, policy.tile_kv, r, t0, std::min(q_len, t0 + policy.tile_q));
+      keys += range.end - range.begin;
+    }
   }
   const int64_t share = keys / std::max(policy.num_workers, 1) + 1;
   const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, 2, 1 << 20);
@@ -69,17 +80,17 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
   out.num_partial_rows = 0;
   std::vector<WorkItem>& items = out.unsorted;
   items.clear();
-  const int split_kv = policy.balanced ? balanced_piece(batch, policy) : policy.split_kv;
+  const int split_kv = policy.balanced ? balanced_piece(batch, mask, policy) : policy.split_kv;
 
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
-    const int q0 = batch.query_start_loc[r], seq_len = batch.seq_lens[r], context = seq_len - q_len;
+    const int q0 = batch.query_start_loc[r];
     const bool may_split = q_len <= policy.split_max_q;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
       const int t1 = std::min(q_len, t0 + policy.tile_q);
-      const KeyRange keys = visible_keys(mask, context + t0, context + t1 - 1, seq_len);
-      const int begin = keys.begin / policy.tile_kv * policy.tile_kv, end = keys.end;
-      const int first = begin / split_kv, last = end > begin ? (end - 1) / split_kv : first;
+      const auto [begin, end] = item_keys(batch, mask, policy.tile_kv, r, t0, t1);
+      const int origin = policy.balanced ? begin : 0;  // equal pieces, or boundaries that a growing context does not move
+      const int first = (begin - origin) / split_kv, last = end > begin ? (end - origin - 1) / split_kv : first;
       WorkItem item{.request = r, .q_begin = q0 + t0, .q_end = q0 + t1, .kv_begin = begin, .kv_end = end, .partial = -1};
       if (!may_split || first == last) {
         items.push_back(item);
@@ -87,8 +98,8 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
       }
       out.merges.push_back({item.q_begin, item.q_end, out.num_partial_rows, last - first + 1});
       for (int s = first; s <= last; ++s) {
-        item.kv_begin = std::max(begin, s * split_kv);
-        item.kv_end = std::min<int64_t>(end, (int64_t(s) + 1) * split_kv);
+        item.kv_begin = std::max(begin, origin + s * split_kv);
+        item.kv_end = std::min<int64_t>(end, origin + (int64_t(s) + 1) * split_kv);
         item.partial = out.num_partial_rows;
         out.num_partial_rows += t1 - t0;
         items.push_back(item);

@@ -186,6 +186,21 @@ void expect_cuts_follow_the_policy(const Batch& batch, const SchedulePolicy& pol
   }
 }
 
+// Balanced: no piece has more than a worker's share of the keys that the mask shows, and no item is cut for less.
+void expect_equal_shares(const Batch& batch, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
+  int64_t keys = 0;
+  const auto may_split = [&](const Tile& tile) { return batch.query_len(tile[0].request) <= policy.split_max_q; };
+  for (const Tile& tile : tiles)
+    if (may_split(tile)) keys += tile.back().kv_end - tile[0].kv_begin;
+  const int64_t share = std::max<int64_t>(2, (keys / policy.num_workers + policy.tile_kv) / policy.tile_kv) * policy.tile_kv;
+  for (const Tile& tile : tiles) {
+    if (!may_split(tile)) continue;
+    const int64_t range = tile.back().kv_end - tile[0].kv_begin;
+    ASSERT_EQ(int64_t(tile.size()), std::max<int64_t>(1, (range + share - 1) / share)) << range << " keys, share " << share;
+    for (size_t i = 0; i < tile.size(); ++i) ASSERT_TRUE(i + 1 == tile.size() || tile[i].kv_end - tile[i].kv_begin == share);
+  }
+}
+
 void expect_merges_describe_the_pieces(const Schedule& s, const std::vector<Tile>& tiles) {
   std::vector<int> used(size_t(s.num_partial_rows), 0);
   size_t split_tiles = 0;
@@ -224,6 +239,9 @@ void expect_good(const Batch& batch, const Mask& mask, const SchedulePolicy& pol
   ASSERT_NO_FATAL_FAILURE(expect_tokens_covered_once(batch, policy, tiles));
   ASSERT_NO_FATAL_FAILURE(expect_keys_covered_once(batch, mask, policy, tiles));
   ASSERT_NO_FATAL_FAILURE(expect_cuts_follow_the_policy(batch, policy, tiles));
+  if (policy.balanced) {
+    ASSERT_NO_FATAL_FAILURE(expect_equal_shares(batch, policy, tiles));
+  }
   ASSERT_NO_FATAL_FAILURE(expect_merges_describe_the_pieces(s, tiles));
   ASSERT_NO_FATAL_FAILURE(expect_longest_first(s));
 }
@@ -334,6 +352,26 @@ TEST(Schedule, BalancedSplitsByLoad) {
   EXPECT_EQ(pieces({{1, 200}}, 132).at(0).size(), 1u);
 }
 
+// A long context counts for what a windowed or chunked layer reads of it.
+TEST(Schedule, BalancedCountsVisibleKeysOnly) {
+  for (const Mask& mask : {Mask{.window_left = 4095}, Mask{.chunk = 8192}}) {
+    const auto pieces = [&](size_t count, int seq_len) {
+      Schedule s;
+      const std::vector<Request> requests(count, Request{1, seq_len});
+      schedule(HostBatch(requests).view(), mask, {.balanced = true, .num_workers = 132}, s);
+      return tiles_of(s);
+    };
+    // Keys 126976 to 131071 are visible, or 122880 to 126975: alone, two tiles of 128 for each of 16 workers.
+    const int seq_len = mask.chunk > 0 ? 126976 : 131072;
+    const Tile alone = pieces(1, seq_len).at(0);
+    EXPECT_EQ(alone.size(), 16u);
+    for (const WorkItem& w : alone) EXPECT_EQ(w.kv_end - w.kv_begin, 256);
+    // As many requests as workers: one item each. Half as many: two each.
+    for (const Tile& tile : pieces(132, seq_len)) EXPECT_EQ(tile.size(), 1u);
+    for (const Tile& tile : pieces(66, seq_len)) EXPECT_EQ(tile.size(), 2u);
+  }
+}
+
 TEST(Schedule, WarmCallsAllocateNothing) {
   for (const bool balanced : {false, true}) {
     Random random(7);
@@ -371,12 +409,12 @@ TEST(Schedule, BadPoliciesAreRefused) {
 }
 
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-double best_microseconds(const Batch& batch, const SchedulePolicy& policy) {
+double best_microseconds(const Batch& batch, const Mask& mask, const SchedulePolicy& policy) {
   Schedule s;
   double best = 1e9;
   for (int i = 0; i < 300; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    schedule(batch, {}, policy, s);
+    schedule(batch, mask, policy, s);
     best = std::min(best, std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
   }
   return best;
@@ -387,13 +425,17 @@ TEST(Schedule, TakesMicroseconds) {
   std::vector<Request> decode, mixed;
   for (int i = 0; i < 256; ++i) decode.push_back({1, random.between(1, 8192)});
   for (int i = 0; i < 4096; ++i) mixed.push_back(i % 16 == 0 ? random.request(4000, false) : Request{1, random.between(1, 8192)});
-  for (const bool balanced : {false, true}) {
-    const SchedulePolicy policy{.balanced = balanced, .num_workers = 132};
-    const double small = best_microseconds(HostBatch(decode).view(), policy), large = best_microseconds(HostBatch(mixed).view(), policy);
-    printf("schedule%s: 256 decode requests %.1f us, 4096 mixed requests %.1f us\n", balanced ? " (balanced)" : "", small, large);
-    EXPECT_LT(small, 10);
-    EXPECT_LT(large, 200);
-  }
+  const std::pair<const char*, Mask> layers[] = {{"full", {}}, {"window", {.window_left = 1023}}, {"chunk", {.chunk = 2048}}};
+  for (const bool balanced : {false, true})
+    for (const auto& [name, mask] : layers) {
+      const SchedulePolicy policy{.balanced = balanced, .num_workers = 132};
+      const double small = best_microseconds(HostBatch(decode).view(), mask, policy);
+      const double large = best_microseconds(HostBatch(mixed).view(), mask, policy);
+      printf("schedule (%s%s): 256 decode requests %.1f us, 4096 mixed requests %.1f us\n", name, balanced ? ", balanced" : "", small,
+             large);
+      EXPECT_LT(small, 10);
+      EXPECT_LT(large, 200);
+    }
 }
 #endif
 
