@@ -240,6 +240,7 @@ class Runner {
     PlanOptions options;
     options.limits = limits_;
     options.threads = options_.threads;
+    options.balanced = options_.balanced;
     return backend.plan(spec, device, options);
   }
 

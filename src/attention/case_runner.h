@@ -25,6 +25,7 @@ struct RunOptions {
   DType out_dtype = DType::f32;  // q_dtype or f32
   int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
   ParallelFor threads;
+  bool balanced = false;    // split by load: the one option that may change roundings
   bool check_cache = true;  // compare what write_kv wrote with what the reference writes (strided formats)
 };
 RunOptions default_options(const Case&);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 
 #include "imbrex/merge.h"
@@ -164,46 +165,133 @@ TEST_P(Laws, ThreadsDoNotMatter) {
   }
 }
 
+TEST_P(Laws, SplitsByLoadAreWithinTheBounds) {
+  std::vector<Case> cases;
+  for (ValuePattern values : {ValuePattern::plain, ValuePattern::rising, ValuePattern::spike}) {
+    cases.push_back(base_case(DType::bf16, DType::bf16, {{1, 3000}, {0, 0}, {1, 90}, {3, 1700}, {20, 20}}));
+    cases.back().spec.num_q_heads = 4;
+    cases.back().spec.num_kv_heads = 1;
+    cases.back().values = values;
+    cases.push_back(cases.back());
+    cases.back().spec.mask.window_left = 899;
+    cases.push_back(cases.back());
+    cases.back().spec.mask = {.chunk = 1000};
+    cases.back().spec.score.sinks = true;
+  }
+  for (const Case& wanted : cases) {
+    const Case c = fit(wanted);
+    const CaseInputs inputs = make_inputs(c);
+    const Expected expected = expect(inputs);
+    for (int count : {1, 3, 7}) {
+      ThreadPool pool(count);
+      RunOptions o = options(c);
+      o.threads = pool.parallel_for();
+      o.balanced = true;
+      const Judgement judgement = judge(expected, run_case(*GetParam().backend, GetParam().device, inputs, o));
+      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ", " << count << " threads: " << judgement.failure;
+    }
+  }
+}
+
 TensorView view(std::vector<float>& v, std::initializer_list<int64_t> sizes) { return TensorView::contiguous(v.data(), DType::f32, sizes); }
 
-// Keys are dealt out to parts at random, by a custom mask for each; a sink is one more part, whose output is 0.
+RunResult merge(std::vector<RunResult>& parts, const AttentionSpec& spec, int64_t tokens) {
+  const int64_t heads = spec.num_q_heads, dim = spec.head_dim_v;
+  RunResult merged = parts[0];
+  std::vector<PartialResult> partial;
+  for (RunResult& r : parts) partial.push_back({view(r.out, {tokens, heads, dim}), view(r.lse, {tokens, heads})});
+  merge_partial_results(partial, view(merged.out, {tokens, heads, dim}), view(merged.lse, {tokens, heads}));
+  return merged;
+}
+
+// Two at a time, in an order of its own: a merge is again a part.
+RunResult merge_in_a_chain(std::vector<RunResult> parts, const AttentionSpec& spec, int64_t tokens, std::mt19937_64& random) {
+  while (parts.size() > 1) {
+    std::swap(parts[random() % parts.size()], parts.back());
+    std::vector<RunResult> pair{std::move(parts.back())};
+    parts.pop_back();
+    const size_t other = random() % parts.size();
+    pair.push_back(std::move(parts[other]));
+    parts[other] = merge(pair, spec, tokens);
+  }
+  return std::move(parts[0]);
+}
+
+// Which part has each key of each query: cut at random points, each the same for all queries, or scattered. A part may have none.
+std::vector<size_t> deal_out(const CaseInputs& in, size_t parts, bool scattered, std::mt19937_64& random) {
+  std::vector<size_t> owners;
+  for (const CaseRequest& r : in.requests) {
+    std::vector<size_t> cuts(parts - 1);
+    for (size_t& cut : cuts) cut = random() % size_t(r.seq_len + 1);
+    const size_t spared = random() % parts;  // mostly has nothing when scattered
+    for (int i = 0; i < r.q_len; ++i)
+      for (int j = 0; j < r.seq_len; ++j) {
+        size_t owner = size_t(std::count_if(cuts.begin(), cuts.end(), [&](size_t cut) { return cut <= size_t(j); }));
+        if (scattered) owner = random() % parts;
+        if (scattered && owner == spared) owner = (owner + (random() % 64 > 0)) % parts;
+        owners.push_back(owner);
+      }
+  }
+  return owners;
+}
+
+std::vector<Case> split_cases() {
+  std::vector<Case> cases = law_cases();
+  for (ValuePattern values :
+       {ValuePattern::rising, ValuePattern::falling, ValuePattern::spike, ValuePattern::large, ValuePattern::constant})
+    for (DType dtype : {DType::bf16, DType::f32}) {
+      cases.push_back(base_case(dtype, dtype, {}));
+      cases.back().values = values;
+      cases.back().spec.score.sinks = values == ValuePattern::spike;
+    }
+  for (Case& c : cases) {
+    c.requests = {{1, 61, 0}, {0, 0, 1}, {4, 135, 2}, {2, 2, 3}, {0, 9, 4}};
+    c.spec.num_q_heads = 3;
+    c.spec.num_kv_heads = 1;
+    c.spec.head_dim_v = 24;
+  }
+  cases.push_back(law_cases()[0]);  // one large batch, prefills too
+  return cases;
+}
+
+// Parts are made by a custom mask for each; a sink is one more part, whose output is 0.
 TEST_P(Laws, SplitAnywhereAndMergeIsTheWhole) {
   std::mt19937_64 random(17);
-  for (const Case& wanted : law_cases())
-    for (int trial = 0; trial < 6; ++trial) {
-      Case c = fit(wanted);
-      c.spec.mask.custom = true;
-      c.custom = CustomPattern::random;
-      c.seed = 500 + uint64_t(trial);
-      const CaseInputs whole = make_inputs(c);
-      const Expected expected = expect(whole);
-      const size_t parts = 1 + random() % 5;
+  int splits = 0, empty_rows = 0;
+  for (const Case& wanted : split_cases()) {
+    Case c = fit(wanted);
+    c.spec.mask.custom = true;
+    c.custom = CustomPattern::random;
+    const CaseInputs whole = make_inputs(c);
+    const Expected expected = expect(whole);
+    for (int trial = 0; trial < (c.num_tokens() > 100 ? 4 : 32); ++trial, ++splits) {
+      const size_t parts = 1 + random() % 6;
       std::vector<CaseInputs> inputs(parts, whole);
-      for (size_t i = 0; i < whole.custom_mask.bytes.size(); ++i) {
-        const size_t owner = trial % 2 == 0 ? random() % parts : i / 37 % parts;  // scattered, or runs of keys
+      const std::vector<size_t> owners = deal_out(whole, parts, trial % 2 == 1, random);
+      for (size_t i = 0; i < owners.size(); ++i)
         for (size_t p = 0; p < parts; ++p)
-          if (p != owner) inputs[p].custom_mask.bytes[i] = 0;
-      }
+          if (p != owners[i]) inputs[p].custom_mask.bytes[i] = 0;
       std::vector<RunResult> results;
       for (CaseInputs& part : inputs) {
         part.spec.score.sinks = false;
         part.sinks = {};
         results.push_back(run_case(*GetParam().backend, GetParam().device, part, options(c)));
+        empty_rows += int(std::count(results.back().lse.begin(), results.back().lse.end(), -std::numeric_limits<float>::infinity()));
       }
-      const int64_t tokens = whole.num_tokens(), heads = c.spec.num_q_heads, dim = c.spec.head_dim_v;
-      RunResult merged = results[0];
       if (c.spec.score.sinks) {
         RunResult sink = results[0];
         std::fill(sink.out.begin(), sink.out.end(), 0.f);
-        for (size_t i = 0; i < sink.lse.size(); ++i) sink.lse[i] = float(whole.sinks.get(int64_t(i) % heads));
+        for (size_t i = 0; i < sink.lse.size(); ++i) sink.lse[i] = float(whole.sinks.get(int64_t(i) % c.spec.num_q_heads));
         results.push_back(std::move(sink));
       }
-      std::vector<PartialResult> partial;
-      for (RunResult& r : results) partial.push_back({view(r.out, {tokens, heads, dim}), view(r.lse, {tokens, heads})});
-      merge_partial_results(partial, view(merged.out, {tokens, heads, dim}), view(merged.lse, {tokens, heads}));
-      const Judgement judgement = judge(expected, merged);
-      EXPECT_TRUE(judgement.pass()) << c.spec.str() << ", " << parts << " parts: " << judgement.failure;
+      const Judgement chained = judge(expected, merge_in_a_chain(results, c.spec, whole.num_tokens(), random));
+      EXPECT_TRUE(chained.pass()) << c.spec.str() << ", " << parts << " parts, two at a time: " << chained.failure;
+      const Judgement at_once = judge(expected, merge(results, c.spec, whole.num_tokens()));
+      EXPECT_TRUE(at_once.pass()) << c.spec.str() << ", " << parts << " parts: " << at_once.failure;
     }
+  }
+  EXPECT_GE(splits, 500);
+  EXPECT_GT(empty_rows, 1000);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
