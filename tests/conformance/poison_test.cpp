@@ -26,12 +26,15 @@ TEST_P(PoisonRuns, SameBits) {
   }
 }
 
-// The reference reads element by element, so that a part of the table is enough for it.
+// A part of the table is enough for the reference, which reads element by element, and of the cases whose logits have a trend: they read
+// what the others do.
 std::vector<Combination> poison_combinations() {
   std::vector<Combination> all;
   int index = 0;
-  for (const Combination& combination : combinations())
+  for (const Combination& combination : combinations()) {
+    if (combination.c->values != ValuePattern::plain && combination.c->seed % 4 != 0) continue;
     if (combination.target->backend->name() != "reference" || index++ % 8 == 0) all.push_back(combination);
+  }
   return all;
 }
 
