@@ -1,6 +1,6 @@
 // Kernel table `avx512`: fp32 arithmetic in register tiles of 6 rows x 64 columns, for every element type.
-// Roofline: QK and PV are 24 FMAs for 4 loads and 6 broadcasts, so prefill is bound by the two FMA ports; decode reads each key and
-// value once, transposes keys in registers (about 25 cycles a key of 256 bytes) and stays below the time DRAM needs for them.
+// Roofline: QK and PV are 24 FMAs for 4 loads and 6 broadcasts, so prefill is bound by the two FMA ports. Decode of four bf16 rows a key
+// takes about 100 vector operations for 512 bytes on those ports, 64 of them FMAs: half of what DRAM needs, if it is asked in time.
 #include "cpu/params.h"
 // clang-format off
 #include "cpu/kernels/convert.inl"
@@ -8,33 +8,35 @@
 #include "cpu/kernels/write_kv.inl"
 #include "cpu/kernels/avx512_math.inl"
 #include "cpu/kernels/avx512_rows.inl"
+#include "cpu/kernels/avx512_stage.inl"
+#include "cpu/kernels/avx512_tiles.inl"
 // clang-format on
 
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kTileRows = 6;
-constexpr int kMaxRows = 192;   // rows of an item, unless one token's group is larger
-constexpr float kLazy = 8.f;    // log2 units by which a row may outgrow its maximum before its sums are rescaled
-constexpr int kDirectRows = 6;  // items with so few rows read values where they are instead of widening them first
-
-inline int pad16(int n) { return (n + 15) / 16 * 16; }
+constexpr int kMaxRows = 192;  // rows of an item, unless one token's group is larger
+constexpr int kPassRows = 12;  // rows that go through a block together; items with no more of them use narrow keys and values
+constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maximum before its sums are rescaled
 
 // One worker's memory, cut from `scratch`.
 struct Scratch {
   Row* rows;
-  float *q, *out, *folded;               // [rows, qk], [rows, v16], [rows, v16]
+  float *q, *out, *folded;               // [rows, qk], [rows, v32], [rows, v32]
   float *max, *folded_max, *folded_sum;  // [rows]
   float* sum;                            // [rows, 16]: reduced over lanes at the end of a split
-  float *k, *v;                          // [qk, kBlockKeys] transposed, [kBlockKeys, v16]
-  float* s;                              // [kTileRows, kBlockKeys]
+  char* k;                               // panels of kPanel keys: all of a block when wide, one of them when narrow
+  long key_bytes;                        // of a wide panel
+  char* v;                               // value panels: all when wide, an f16 one for narrow fp8
+  float* s;                              // [kPassRows, kBlockKeys]
   const char **k_rows, **v_rows;         // [kBlockKeys]: where each key and value is; a zero row where there is none
+  const char** next_rows;                // [kBlockKeys]: keys of the next block
   char* zero;                            // a row of zeros
   char *k_compact, *v_compact;           // rows of layouts whose elements are not neighbours
 };
 
 long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
-  const long qk = a.k.dim, v = pad16(a.v.dim);
+  const long qk = a.k.dim, v = pad(a.v.dim, 32);
   long at = 0;
   auto take = [&](long bytes) {
     char* p = base ? base + at : nullptr;
@@ -43,9 +45,10 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
   };
   auto floats = [&](long n) { return reinterpret_cast<float*>(take(n * 4)); };
   Scratch s;
-  s.k = floats(qk * kBlockKeys);
-  s.v = floats(kBlockKeys * v);
-  s.s = floats(kTileRows * kBlockKeys);
+  s.key_bytes = pad(a.k.dim, kPanel) * kPanel * 4L;
+  s.k = take(kBlockKeys / kPanel * s.key_bytes);
+  s.v = take(kBlockKeys * v * 4);
+  s.s = floats(kPassRows * kBlockKeys);
   s.rows = reinterpret_cast<Row*>(take(rows * long(sizeof(Row))));
   s.q = floats(rows * qk);
   s.out = floats(rows * v);
@@ -56,6 +59,7 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
   s.sum = floats(rows * 16);
   s.k_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
   s.v_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
+  s.next_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
   s.zero = take(4 * (kMaxDim + 64));
   s.k_compact = take(compact_bytes(a.k));
   s.v_compact = take(compact_bytes(a.v));
@@ -64,113 +68,6 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
 }
 
 long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
-
-// Keys 16g.. of a block, transposed to [dim][key]. 16-bit types are transposed in pairs and widened afterwards.
-template <int type>
-IMBREX_INLINE void stage_keys(const char* const* rows, int dim, float* to) {
-  constexpr bool pairs = type == kBf16;
-  constexpr int step = pairs ? 32 : 16;
-  vi r[16];
-  for (int d = 0; d < dim; d += step) {
-    if constexpr (pairs) {
-      const __mmask32 m = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
-      IMBREX_UNROLL(16)
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi16(m, rows[i] + 2L * d);
-      transpose(r);
-      IMBREX_UNROLL(16)
-      for (int i = 0; i < 16; ++i) {
-        if (d + 2 * i >= dim) break;
-        _mm512_store_ps(to + (d + 2 * i) * kBlockKeys, _mm512_castsi512_ps(_mm512_slli_epi32(r[i], 16)));
-        _mm512_store_ps(to + (d + 2 * i + 1) * kBlockKeys, _mm512_castsi512_ps(_mm512_and_si512(r[i], _mm512_set1_epi32(int(0xffff0000)))));
-      }
-    } else {
-      const __mmask16 m = first(dim - d);
-      IMBREX_UNROLL(16)
-      for (int i = 0; i < 16; ++i) r[i] = _mm512_castps_si512(load16<type>(rows[i] + d * element_size(type), m));
-      transpose(r);
-      IMBREX_UNROLL(16)
-      for (int i = 0; i < 16; ++i) {
-        if (d + i >= dim) break;
-        _mm512_store_ps(to + (d + i) * kBlockKeys, _mm512_castsi512_ps(r[i]));
-      }
-    }
-  }
-}
-
-template <int type>
-void stage_key_block(const Scratch& s, int dim, int num_keys) {
-  for (int g = 0; g < num_keys; g += 16) stage_keys<type>(s.k_rows + g, dim, s.k + g);
-}
-
-template <int type>
-void stage_value_block(const Scratch& s, int dim, int num_keys) {
-  const int stride = pad16(dim);
-  for (int j = 0; j < num_keys; ++j) {
-    for (int d = 0; d < dim; d += 16) {
-      _mm512_store_ps(s.v + long(j) * stride + d, load16<type>(s.v_rows[j] + d * element_size(type), first(dim - d)));
-    }
-  }
-}
-
-// s.s[r][0..num_keys) = q . k for R rows; num_keys is rounded up to 64.
-template <int R>
-void dot_tile(const float* q, const Scratch& s, int dim, int num_keys) {
-  for (int j = 0; j < num_keys; j += 64) {
-    vf acc[R][4];
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_setzero_ps();
-    const float* k = s.k + j;
-    for (int d = 0; d < dim; ++d, k += kBlockKeys) {
-      const vf k0 = _mm512_load_ps(k), k1 = _mm512_load_ps(k + 16), k2 = _mm512_load_ps(k + 32), k3 = _mm512_load_ps(k + 48);
-      IMBREX_UNROLL(6)
-      for (int r = 0; r < R; ++r) {
-        const vf x = _mm512_set1_ps(q[long(r) * dim + d]);
-        acc[r][0] = _mm512_fmadd_ps(x, k0, acc[r][0]);
-        acc[r][1] = _mm512_fmadd_ps(x, k1, acc[r][1]);
-        acc[r][2] = _mm512_fmadd_ps(x, k2, acc[r][2]);
-        acc[r][3] = _mm512_fmadd_ps(x, k3, acc[r][3]);
-      }
-    }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < 4; ++c) _mm512_store_ps(s.s + r * kBlockKeys + j + 16 * c, acc[r][c]);
-  }
-}
-
-// out[r][16 C dims] += p[r][keys] * v[keys][16 C dims]; values widened (type kF32, from s.v) or where they lie in the cache.
-template <int R, int C, int type, bool direct>
-IMBREX_INLINE void value_tile(const Scratch& s, float* out, int stride, int d, int key_begin, int key_end, __mmask16 last) {
-  vf acc[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) acc[r][c] = _mm512_load_ps(out + long(r) * stride + d + 16 * c);
-  for (int j = key_begin; j < key_end; ++j) {
-    vf v[C];
-    IMBREX_UNROLL(4)
-    for (int c = 0; c < C; ++c) {
-      if constexpr (direct) {
-        v[c] = load16<type>(s.v_rows[j] + (d + 16 * c) * element_size(type), c + 1 == C ? last : 0xffff);
-      } else {
-        v[c] = _mm512_load_ps(s.v + long(j) * stride + d + 16 * c);
-      }
-    }
-    IMBREX_UNROLL(6)
-    for (int r = 0; r < R; ++r) {
-      const vf p = _mm512_set1_ps(s.s[r * kBlockKeys + j]);
-      IMBREX_UNROLL(4)
-      for (int c = 0; c < C; ++c) acc[r][c] = _mm512_fmadd_ps(p, v[c], acc[r][c]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) _mm512_store_ps(out + long(r) * stride + d + 16 * c, acc[r][c]);
-}
-
-template <int R, int type, bool direct>
-void value_tiles(const Scratch& s, float* out, int dim, int key_begin, int key_end) {
-  const int stride = pad16(dim);
-  int d = 0;
-  for (; d + 64 <= dim; d += 64) value_tile<R, 4, type, direct>(s, out, stride, d, key_begin, key_end, 0xffff);
-  for (; d + 16 < dim; d += 32) value_tile<R, 2, type, direct>(s, out, stride, d, key_begin, key_end, first(dim - d - 16));
-  if (d < dim) value_tile<R, 1, type, direct>(s, out, stride, d, key_begin, key_end, first(dim - d));
-}
 
 // Logits of one row to probabilities, in place. num_keys: keys of the block that were computed; the others are hidden from all rows.
 IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, float* max, float* sum, float* out, int v) {
@@ -208,44 +105,96 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb,
   _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), total));
 }
 
-// One register tile of rows against one block of keys.
-template <int R>
-void row_tile(const AttentionParams& a, const Scratch& s, int i, int kb, bool direct) {
-  const int qk = a.k.dim, v = pad16(a.v.dim);
-  int lo = kBlockKeys, hi = 0;
-  for (int r = 0; r < R; ++r) {
-    const Row& row = s.rows[i + r];
-    const int row_lo = clamp_int(row.lo - kb, 0, kBlockKeys), row_hi = clamp_int(row.hi - kb, 0, kBlockKeys);
-    if (row_lo < row_hi) lo = lo < row_lo ? lo : row_lo, hi = hi > row_hi ? hi : row_hi;
+// Rows that are worked on together: their logits fit s.s, and what a tile loads of a key or value panel serves the next one too.
+struct Tile {
+  int first, count;  // rows
+  int lo, hi;        // keys of the block that at least one row sees
+};
+constexpr int kMaxTiles = (kPassRows + kTileRows - 1) / kTileRows;
+
+Tile make_tile(const Scratch& s, int first, int count, int kb) {
+  Tile tile = {first, count, kBlockKeys, 0};
+  for (int i = first; i < first + count; ++i) {
+    const int lo = clamp_int(s.rows[i].lo - kb, 0, kBlockKeys), hi = clamp_int(s.rows[i].hi - kb, 0, kBlockKeys);
+    if (lo < hi) tile.lo = lo < tile.lo ? lo : tile.lo, tile.hi = hi > tile.hi ? hi : tile.hi;
   }
-  if (lo >= hi) return;
-  dot_tile<R>(s.q + long(i) * qk, s, qk, hi);
-  for (int r = 0; r < R; ++r) {
-    softmax_row(a, s.rows[i + r], kb, s.s + r * kBlockKeys, s.max + i + r, s.sum + 16 * (i + r), s.out + long(i + r) * v, v);
-  }
-  float* out = s.out + long(i) * v;
-  if (!direct) {
-    value_tiles<R, kF32, false>(s, out, a.v.dim, lo, hi);
-    return;
-  }
-  switch (a.v.type) {
-    case kF32: value_tiles<R, kF32, true>(s, out, a.v.dim, lo, hi); break;
-    case kF16: value_tiles<R, kF16, true>(s, out, a.v.dim, lo, hi); break;
-    case kBf16: value_tiles<R, kBf16, true>(s, out, a.v.dim, lo, hi); break;
-    case kE4m3: value_tiles<R, kE4m3, true>(s, out, a.v.dim, lo, hi); break;
-    default: value_tiles<R, kE5m2, true>(s, out, a.v.dim, lo, hi);
+  return tile;
+}
+
+template <int type>
+void dot_tiles(const Scratch& s, const Tile* tiles, int num_tiles, const char* panel, int dim, int key, Ahead ahead) {
+  for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
+    if (t->hi <= key || t->lo >= key + kPanel) continue;
+    float* to = s.s + (t->first - tiles->first) * kBlockKeys + key;
+    with_rows(t->count, [&]<int R>() { dot_tile<R, type>(s.q + long(t->first) * dim, panel, dim, to, ahead); });
+    ahead = {};
   }
 }
 
-void load_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, int num_keys, Visible keys, bool direct,
-                const Scratch& s) {
-  const int padded = (num_keys + 63) / 64 * 64;
-  find_rows(a, a.k, item.request, kv_head, kb, padded, keys, s.zero, s.k_rows);
-  compact_rows(a.k, padded, s.zero, s.k_rows, s.k_compact);
-  IMBREX_BY_TYPE(a.k.type, stage_key_block, s, a.k.dim, padded)
-  find_rows(a, a.v, item.request, kv_head, kb, num_keys, keys, s.zero, s.v_rows);
-  compact_rows(a.v, num_keys, s.zero, s.v_rows, s.v_compact);
-  if (!direct) IMBREX_BY_TYPE(a.v.type, stage_value_block, s, a.v.dim, num_keys)
+template <int type>
+void value_tiles(const Scratch& s, const Tile* tiles, int num_tiles, int num_keys, Values v) {
+  const int stride = pad(v.dim, 32);
+  const Ahead ahead = v.ahead;
+  for (int d = 0; d < v.dim; d += kPanel) {
+    if constexpr (type == kE4m3 || type == kE5m2) stage_narrow_values<type>(v.rows, num_keys, v.dim, d, s.v);
+    for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
+      if (t->lo >= t->hi) continue;
+      v.ahead = t == tiles ? ahead : Ahead{};
+      const float* p = s.s + (t->first - tiles->first) * kBlockKeys;
+      float* out = s.out + long(t->first) * stride + d;
+      constexpr int form = type == kE4m3 || type == kE5m2 ? kNarrow : type;
+      with_rows(t->count, [&]<int R>() { value_panel<R, form>(v, p, out, stride, d, t->lo, t->hi); });
+    }
+  }
+}
+
+// Rows [first, first + count), at most kPassRows, against one block of keys.
+void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, int kb, int num_keys, bool narrow) {
+  const int stride = pad(a.v.dim, 32), num_tiles = (count + kTileRows - 1) / kTileRows, tile_rows = (count + num_tiles - 1) / num_tiles;
+  Tile tiles[kMaxTiles];
+  for (int t = 0; t < num_tiles; ++t) {
+    const int at = t * tile_rows;
+    tiles[t] = make_tile(s, first + at, count - at < tile_rows ? count - at : tile_rows, kb);
+  }
+  for (int key = 0; key < num_keys; key += kPanel) {
+    if (narrow) {
+      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, s.k_rows + key, a.k.dim, s.k)
+      const Ahead values = {s.v_rows + key, a.v.dim * element_size(a.v.type)};
+      IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, values)
+    } else {
+      dot_tiles<kF32>(s, tiles, num_tiles, s.k + key / kPanel * s.key_bytes, a.k.dim, key, {});
+    }
+  }
+  for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
+    for (int i = t->first; t->lo < t->hi && i < t->first + t->count; ++i) {
+      softmax_row(a, s.rows[i], kb, s.s + (i - first) * kBlockKeys, s.max + i, s.sum + 16 * i, s.out + long(i) * stride, stride);
+    }
+  }
+  const long key_size = element_size(a.k.type);
+  Values v = {s.v_rows, s.v, a.v.dim, {s.next_rows, a.k.dim * key_size}, key_size};
+  if (narrow) {
+    IMBREX_BY_TYPE(a.v.type, value_tiles, s, tiles, num_tiles, num_keys, v)
+  } else {
+    value_tiles<kWide>(s, tiles, num_tiles, num_keys, v);
+  }
+}
+
+void stage_block(const AttentionParams& a, int num_keys, const Scratch& s) {
+  for (int key = 0; key < num_keys; key += kPanel) {
+    IMBREX_BY_TYPE(a.k.type, stage_wide_keys, s.k_rows + key, a.k.dim, s.k + key / kPanel * s.key_bytes)
+  }
+  IMBREX_BY_TYPE(a.v.type, stage_wide_values, s.v_rows, num_keys, a.v.dim, reinterpret_cast<float*>(s.v))
+}
+
+// Finished sums from the order and the scale in which values were widened to those of the cache.
+void restore(const KvSide& side, float* out) {
+  const vf factor = _mm512_set1_ps(side.type == kE4m3 ? kE4m3Factor : 1.f);
+  const vi low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  for (int d = 0; in_pairs(side.type) && d < side.dim; d += 32) {
+    const vf even = _mm512_mul_ps(_mm512_load_ps(out + d), factor), odd = _mm512_mul_ps(_mm512_load_ps(out + d + 16), factor);
+    _mm512_store_ps(out + d, _mm512_permutex2var_ps(even, low, odd));
+    _mm512_store_ps(out + d + 16, _mm512_permutex2var_ps(even, _mm512_add_epi32(low, _mm512_set1_epi32(8)), odd));
+  }
 }
 
 void clear(const Scratch& s, long rows, int v) {
@@ -257,18 +206,20 @@ void clear(const Scratch& s, long rows, int v) {
 }
 
 void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
-  const int num_rows = (item.q_end - item.q_begin) * a.group, qk = a.k.dim, v = pad16(a.v.dim);
+  const int num_rows = (item.q_end - item.q_begin) * a.group, qk = a.k.dim, v = pad(a.v.dim, 32);
   Scratch s;
   layout(memory, a, num_rows, &s);
   fill_rows(a, item, kv_head, s.rows);
   for (int i = 0; i < 4 * (kMaxDim + 64); i += 64) _mm512_store_si512(s.zero + i, _mm512_setzero_si512());
   for (int i = 0; i < num_rows; ++i) {
-    const Row& row = s.rows[i];
+    Row& row = s.rows[i];
+    if (a.k.type == kE4m3) row.scale *= kE4m3Factor;
     load_row(a.q + row.token * a.q_token_stride + row.head * a.q_head_stride, element_size(a.q_type), a.q_type, qk, s.q + long(i) * qk);
   }
   clear(s, num_rows, v);
-  const bool direct = num_rows <= kDirectRows;
+  const bool narrow = num_rows <= kPassRows;
   const Visible keys = item_keys(item, s.rows, num_rows);
+  find_rows(a, a.k, item.request, kv_head, item.kv_begin, kBlockKeys, keys, s.zero, s.k_rows);
   bool folded = false;
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
     if (kb > item.kv_begin && kb % kSplitKeys == 0 && item.partial < 0) {
@@ -278,6 +229,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
           s.folded_sum[i] = 0.f;
           for (int d = 0; d < v; ++d) s.folded[long(i) * v + d] = 0.f;
         }
+        restore(a.v, s.out + long(i) * v);
         fold(s.folded + long(i) * v, s.folded_max + i, s.folded_sum + i, s.out + long(i) * v, s.max[i],
              _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i)), a.v.dim);
       }
@@ -285,21 +237,22 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       folded = true;
     }
     const int num_keys = item.kv_end - kb < kBlockKeys ? item.kv_end - kb : kBlockKeys;
-    load_block(a, item, kv_head, kb, num_keys, keys, direct, s);
-    int i = 0;
-    for (; i + kTileRows <= num_rows; i += kTileRows) row_tile<kTileRows>(a, s, i, kb, direct);
-    switch (num_rows - i) {
-      case 5: row_tile<5>(a, s, i, kb, direct); break;
-      case 4: row_tile<4>(a, s, i, kb, direct); break;
-      case 3: row_tile<3>(a, s, i, kb, direct); break;
-      case 2: row_tile<2>(a, s, i, kb, direct); break;
-      case 1: row_tile<1>(a, s, i, kb, direct); break;
-      default: break;
+    find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.v_rows);
+    find_rows(a, a.k, item.request, kv_head, kb + kBlockKeys, kBlockKeys, keys, s.zero, s.next_rows);
+    compact_rows(a.k, kBlockKeys, s.zero, s.k_rows, s.k_compact);
+    compact_rows(a.v, kBlockKeys, s.zero, s.v_rows, s.v_compact);
+    if (!narrow) stage_block(a, num_keys, s);
+    for (int i = 0; i < num_rows; i += kPassRows) {
+      row_pass(a, s, i, num_rows - i < kPassRows ? num_rows - i : kPassRows, kb, num_keys, narrow);
     }
+    const char** const rows = s.k_rows;
+    s.k_rows = s.next_rows;
+    s.next_rows = rows;
   }
   for (int i = 0; i < num_rows; ++i) {
-    const float* out = s.out + long(i) * v;
+    float* out = s.out + long(i) * v;
     float max = s.max[i], sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i));
+    restore(a.v, out);
     if (folded) {
       fold(s.folded + long(i) * v, s.folded_max + i, s.folded_sum + i, out, max, sum, a.v.dim);
       out = s.folded + long(i) * v, max = s.folded_max[i], sum = s.folded_sum[i];

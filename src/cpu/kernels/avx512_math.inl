@@ -1,4 +1,4 @@
-// Vector vocabulary of the AVX-512 and AMX kernels: exp2, tanh, transposition, loads of 16 elements of any type.
+// Vector vocabulary of the AVX-512 and AMX kernels: exp2, tanh, transposition.
 #include <immintrin.h>
 
 namespace imbrex::cpu {
@@ -84,26 +84,6 @@ IMBREX_INLINE void transpose(vi r[16]) {
     r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
     r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
     r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
-}
-
-// The 16 elements at p as floats; elements outside `lanes` are not read and come out as zero.
-template <int type>
-IMBREX_INLINE vf load16(const char* p, __mmask16 lanes) {
-  if constexpr (type == kF32) return _mm512_maskz_loadu_ps(lanes, p);
-  if constexpr (type == kF16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
-  if constexpr (type == kBf16) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, p)), 16));
-  }
-  if constexpr (type == kE5m2) {  // the upper byte of an f16
-    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_maskz_loadu_epi8(lanes, p)), 8));
-  }
-  if constexpr (type == kE4m3) {  // as in convert.inl: shift into place, scale the exponent bias away, patch NaN
-    const vi b = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(lanes, p));
-    const vi magnitude = _mm512_and_si512(b, _mm512_set1_epi32(0x7f));
-    vi u = _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(magnitude, 20)), _mm512_set1_ps(0x1p120f)));
-    u = _mm512_mask_mov_epi32(u, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f)), _mm512_set1_epi32(0x7fc00000));
-    return _mm512_castsi512_ps(_mm512_or_si512(u, _mm512_slli_epi32(_mm512_and_si512(b, _mm512_set1_epi32(0x80)), 24)));
   }
 }
 

@@ -1,0 +1,122 @@
+// Register tiles of the AVX-512 kernel: R rows against the keys of a panel, and R rows of probabilities against the values of one.
+// Each product of a row is one chain of FMAs, over dims or over keys in order, whatever the form of the operands and the tile.
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr int kTileRows = 6;
+constexpr int kWide = -1, kNarrow = -2;  // in place of an element type: panels of stage_wide_values, one of stage_narrow_values
+
+// s[r][64] = q . k. type: of the cache when the panel is narrow, else f32. Rows `ahead` are fetched on the way.
+template <int R, int type>
+void dot_tile(const float* q, const char* panel, int dim, float* s, Ahead ahead) {
+  vf acc[R][4];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_setzero_ps();
+  const auto add = [&](int d, const vf* k) {
+    IMBREX_UNROLL(6)
+    for (int r = 0; r < R; ++r) {
+      const vf x = _mm512_set1_ps(q[long(r) * dim + d]);
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_fmadd_ps(x, k[c], acc[r][c]);
+    }
+  };
+  constexpr bool f16 = narrow_type(type) == kF16;
+  constexpr int step = type == kBf16 ? 2 : 1, half = half_group(type);
+  for (int d = 0, owed = 0, row = 0; d < dim; d += step) {
+    if (ahead.rows) {
+      for (owed += step * kPanel; owed >= dim; owed -= dim) ahead.fetch(row++, 0, ahead.bytes);
+    }
+    vf k[4];
+    const char* from = f16 ? panel + (d / (2 * half) * half + d % half) * 256L + d / half % 2 * 32 : panel + d / step * 256L;
+    if constexpr (f16) {
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 4; ++c) k[c] = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from + 64 * c)));
+    } else {
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 4; ++c) k[c] = _mm512_load_ps(from + 64 * c);
+    }
+    if constexpr (type == kBf16) {
+      vf even[4];
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 4; ++c) even[c] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(k[c]), 16));
+      add(d, even);
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 4; ++c) k[c] = _mm512_and_ps(k[c], _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000))));
+    }
+    add(d + step - 1, k);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 4; ++c) _mm512_store_ps(s + r * kBlockKeys + 16 * c, acc[r][c]);
+}
+
+// Where the values of a block are.
+struct Values {
+  const char* const* rows;  // of an element type
+  const char* panels;       // kWide: all; kNarrow: the one at hand
+  int dim;
+  Ahead ahead;      // keys of the next block
+  long ahead_step;  // bytes of a key for each dim
+};
+
+// out[r][d..] += p[r][keys] * v[keys][d..] for 32 C dims, of which `left` are there.
+template <int R, int C, int type, bool full>
+IMBREX_INLINE void value_tile(const Values& v, const float* p, float* out, int stride, int d, int left, int key_begin, int key_end) {
+  const long ahead_begin = d * v.ahead_step, ahead_end = (d + 32 * C) * v.ahead_step;
+  vf acc[R][2 * C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2 * C; ++c) acc[r][c] = _mm512_load_ps(out + long(r) * stride + 16 * c);
+  for (int j = key_begin; j < key_end; ++j) {
+    if constexpr (type != kWide) v.ahead.fetch(j, ahead_begin, ahead_end);
+    vf x[2 * C];
+    IMBREX_UNROLL(2)
+    for (int c = 0; c < C; ++c) {
+      if constexpr (type == kWide) {
+        load32<kF32>(v.panels + (long(d) * kBlockKeys + j * 32 * C + 32 * c) * 4, 32, x + 2 * c);
+      } else if constexpr (type == kNarrow) {
+        const char* row = v.panels + j * 2L * kPanel + 32 * c;
+        x[2 * c] = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(row)));
+        x[2 * c + 1] = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(row + kPanel)));
+      } else {
+        load32<type>(v.rows[j] + (d + 32 * c) * (type == kF32 ? 4 : 2), full || c + 1 < C ? 32 : left - 32 * c, x + 2 * c);
+      }
+    }
+    IMBREX_UNROLL(6)
+    for (int r = 0; r < R; ++r) {
+      const vf weight = _mm512_set1_ps(p[r * kBlockKeys + j]);
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < 2 * C; ++c) acc[r][c] = _mm512_fmadd_ps(weight, x[c], acc[r][c]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < 2 * C; ++c) _mm512_store_ps(out + long(r) * stride + 16 * c, acc[r][c]);
+}
+
+// The value panel at d.
+template <int R, int type>
+void value_panel(const Values& v, const float* p, float* out, int stride, int d, int key_begin, int key_end) {
+  const int left = v.dim - d;
+  if (left >= 64) {
+    value_tile<R, 2, type, true>(v, p, out, stride, d, left, key_begin, key_end);
+  } else if (left > 32) {
+    value_tile<R, 2, type, false>(v, p, out, stride, d, left, key_begin, key_end);
+  } else {
+    value_tile<R, 1, type, false>(v, p, out, stride, d, left, key_begin, key_end);
+  }
+}
+
+// f with the number of rows of a tile as template argument.
+template <class F>
+IMBREX_INLINE void with_rows(int rows, const F& f) {
+  switch (rows) {
+    case 6: f.template operator()<6>(); break;
+    case 5: f.template operator()<5>(); break;
+    case 4: f.template operator()<4>(); break;
+    case 3: f.template operator()<3>(); break;
+    case 2: f.template operator()<2>(); break;
+    default: f.template operator()<1>();
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cpu
