@@ -3,12 +3,17 @@
 namespace imbrex::cpu {
 namespace {
 
-enum Logits { kAny, kPlain, kCapped };  // kPlain, kCapped: all keys are seen too
+enum Logits { kAny, kPlain, kCapped };  // kAny: with biases, or under a custom mask
 
-// Scores of one row to probabilities (bf16, in the even tiles).
-template <Logits logits>
+struct NoProducts {
+  void operator()(int) const {}
+};
+
+// Scores of one row to probabilities (bf16, in the even tiles). `edges`: the row may not see all keys (kAny: it never need).
+// `products` is called kParts times on the way, to issue tile products of other jobs.
+template <Logits logits, bool edges = false, class Products = NoProducts>
 IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const Job& job, float* s, float* max, float* sum,
-                               const float* scale, float* out, int dim_tiles) {
+                               const float* scale, float* out, int dim_tiles, Products products = {}) {
   vf x[kVecs], p[kVecs];
   float factor = *scale;
   if constexpr (logits == kAny) {
@@ -30,13 +35,28 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const J
     if constexpr (logits == kCapped) {
       const float twice = row.scale * 2 * kLog2e / a.soft_cap, cap = a.soft_cap * kLog2e;
       IMBREX_UNROLL(8)
-      for (int t = 0; t < kVecs; ++t) x[t] = soft_cap_bf16(x[t], twice, cap);
+      for (int t = 0; t < kVecs; ++t) {
+        if (t % 2 == 0) products(t / 2);
+        x[t] = soft_cap_bf16(x[t], twice, cap);
+      }
       factor = 1.f;
+    }
+    if constexpr (edges) {
+      const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      IMBREX_UNROLL(8)
+      for (int t = 0; t < kVecs; ++t) {
+        const __mmask16 below = _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(row.hi - job.kb - 16 * t));
+        const __mmask16 seen = _mm512_mask_cmpge_epi32_mask(below, lane, _mm512_set1_epi32(row.lo - job.kb - 16 * t));
+        x[t] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, x[t]);
+      }
     }
   }
   const vf vscale = _mm512_set1_ps(factor), m = _mm512_set1_ps(*max);
   IMBREX_UNROLL(8)
-  for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, m));
+  for (int t = 0; t < kVecs; ++t) {
+    if (logits != kCapped && t % 2 == 0) products(t / 2);
+    p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, m));
+  }
   vf total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
                            _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
   if (__builtin_expect(_mm512_cmp_ps_mask(total, _mm512_set1_ps(kLargeSum), _CMP_GT_OQ), 0)) {
@@ -56,62 +76,90 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const J
   for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s + 512 * c, (vi)_mm512_cvtne2ps_pbh(p[2 * c + 1], p[2 * c]));
 }
 
-// Slice `step` of the scores of chunk c: 32 rows x 32 keys += 32 dims. The last step stores.
-IMBREX_INLINE void qk_slice(int c, int step, int steps, const char* q, const BlockTiles& b, char* scores) {
-  if (step == 0) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-  }
+// Slices of products: 4 accumulators += 2 left operands x 2 right ones, in kParts parts of one product. Where a slice completes its
+// accumulators, each is stored, and filled for the slice after, while the products of the others still run.
+constexpr int kParts = kVecs / 2;
+
+// Slice `step` of the scores of chunk c of [c0, c1): 32 rows x 32 keys += 32 dims.
+IMBREX_INLINE void qk_part(int part, int c, int step, int steps, int c0, int c1, const char* q, const BlockTiles& b, char* scores) {
   const char *q0 = q + step * 1024, *q1 = q0 + steps * 1024;
-  TILE_LOAD(4, q0);
-  TILE_STREAM(6, b.keys[2 * c] + step * 1024);
-  TILE_DOT(0, 4, 6);
-  TILE_STREAM(7, b.keys[2 * c + 1] + step * 1024);
-  TILE_DOT(1, 4, 7);
-  TILE_LOAD(5, q1);
-  TILE_DOT(2, 5, 6);
-  TILE_DOT(3, 5, 7);
-  if (step == steps - 1) {
-    char* to = scores + c * 2048;
-    TILE_STORE(0, to);
-    TILE_STORE(1, to + 1024);
-    TILE_STORE(2, to + kGroups * 1024);
-    TILE_STORE(3, to + kGroups * 1024 + 1024);
+  char *s0 = scores + c * 2048, *s1 = s0 + kGroups * 1024;
+  const bool last = step == steps - 1, more = c + 1 < c1;
+  if (part == 0) {
+    if (c == c0 && step == 0) {
+      TILE_ZERO(0);
+      TILE_ZERO(1);
+      TILE_ZERO(2);
+      TILE_ZERO(3);
+    }
+    TILE_LOAD(4, q0);
+    TILE_STREAM(6, b.keys[2 * c] + step * 1024);
+    TILE_DOT(0, 4, 6);
+  } else if (part == 1) {
+    TILE_STREAM(7, b.keys[2 * c + 1] + step * 1024);
+    TILE_DOT(1, 4, 7);
+    if (last) TILE_STORE(0, s0);
+    if (last && more) TILE_ZERO(0);
+  } else if (part == 2) {
+    TILE_LOAD(5, q1);
+    TILE_DOT(2, 5, 6);
+    if (last) TILE_STORE(1, s0 + 1024);
+    if (last && more) TILE_ZERO(1);
+  } else {
+    TILE_DOT(3, 5, 7);
+    if (last) TILE_STORE(2, s1);
+    if (last && more) TILE_ZERO(2);
+    if (last) TILE_STORE(3, s1 + 1024);
+    if (last && more) TILE_ZERO(3);
   }
 }
 
-// Slice c of the output of dim pair n: 32 rows x 32 dims += 32 keys. The first chunk loads, the last stores.
-IMBREX_INLINE void pv_slice(int n, int c, int c0, int c1, int dim_tiles, const char* p, const BlockTiles& b, char* out) {
-  char *o0 = out + n * 2048, *o1 = o0 + dim_tiles * 1024;
-  if (c == c0) {
-    TILE_LOAD(0, o0);
-    TILE_LOAD(1, o0 + 1024);
-    TILE_LOAD(2, o1);
-    TILE_LOAD(3, o1 + 1024);
-  }
+// Slice c of [c0, c1) of the output of dim pair n of `dims`: 32 rows x 32 dims += 32 keys.
+IMBREX_INLINE void pv_part(int part, int n, int c, int c0, int c1, int dims, const char* p, const BlockTiles& b, char* out) {
+  char *o0 = out + n * 2048, *o1 = o0 + dims * 2048;
   const char *p0 = p + c * 2048, *p1 = p0 + kGroups * 1024, *v = b.values[c] + n * 2048;
-  TILE_LOAD(4, p0);
-  TILE_STREAM(6, v);
-  TILE_DOT(0, 4, 6);
-  TILE_STREAM(7, v + 1024);
-  TILE_DOT(1, 4, 7);
-  TILE_LOAD(5, p1);
-  TILE_DOT(2, 5, 6);
-  TILE_DOT(3, 5, 7);
-  if (c == c1 - 1) {
-    TILE_STORE(0, o0);
-    TILE_STORE(1, o0 + 1024);
-    TILE_STORE(2, o1);
-    TILE_STORE(3, o1 + 1024);
+  const bool last = c == c1 - 1, more = n + 1 < dims;
+  if (part == 0) {
+    if (n == 0 && c == c0) {
+      TILE_LOAD(0, o0);
+      TILE_LOAD(1, o0 + 1024);
+      TILE_LOAD(2, o1);
+      TILE_LOAD(3, o1 + 1024);
+    }
+    TILE_LOAD(4, p0);
+    TILE_STREAM(6, v);
+    TILE_DOT(0, 4, 6);
+  } else if (part == 1) {
+    TILE_STREAM(7, v + 1024);
+    TILE_DOT(1, 4, 7);
+    if (last) TILE_STORE(0, o0);
+    if (last && more) TILE_LOAD(0, o0 + 2048);
+  } else if (part == 2) {
+    TILE_LOAD(5, p1);
+    TILE_DOT(2, 5, 6);
+    if (last) TILE_STORE(1, o0 + 1024);
+    if (last && more) TILE_LOAD(1, o0 + 3072);
+  } else {
+    TILE_DOT(3, 5, 7);
+    if (last) TILE_STORE(2, o1);
+    if (last && more) TILE_LOAD(2, o1 + 2048);
+    if (last) TILE_STORE(3, o1 + 1024);
+    if (last && more) TILE_LOAD(3, o1 + 3072);
   }
+}
+IMBREX_INLINE void qk_slice(int c, int step, int steps, int c0, int c1, const char* q, const BlockTiles& b, char* scores) {
+  IMBREX_UNROLL(4)
+  for (int part = 0; part < kParts; ++part) qk_part(part, c, step, steps, c0, c1, q, b, scores);
+}
+IMBREX_INLINE void pv_slice(int n, int c, int c0, int c1, int dims, const char* p, const BlockTiles& b, char* out) {
+  IMBREX_UNROLL(4)
+  for (int part = 0; part < kParts; ++part) pv_part(part, n, c, c0, c1, dims, p, b, out);
 }
 
 // All of it at once.
 IMBREX_INLINE void pv_job(const Job& job, int dims, const float* p, float* out) {
   for (int n = 0; n < dims; ++n)
-    for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job.c0, job.c1, 2 * dims, (const char*)p, *job.tiles, (char*)out);
+    for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job.c0, job.c1, dims, (const char*)p, *job.tiles, (char*)out);
 }
 
 // The jobs of a key range in order: blocks of keys outside, blocks of rows inside. Stages a block of keys when its first job comes up.
@@ -163,13 +211,14 @@ void run_jobs(JobList& list) {
   const Scratch& s = list.s;
   const int steps = kSteps ? kSteps : list.n.steps, dims = kDims ? kDims : list.n.dim_tiles / 2, dim_tiles = 2 * dims;
   const long q_bytes = 2048L * steps, out_floats = 512L * dim_tiles;
+  constexpr int kSlices = kSteps ? kSteps : 1;  // of a chunk
   float* const scores[2] = {s.scores, s.scores + 2 * kGroups * 256};
   Job jobs[3];
   Job *before = nullptr, *now = jobs, *after = jobs + 1;
   if (!list.next(now)) return;
   TILE_FENCE();
   for (int c = now->c0; c < now->c1; ++c)
-    for (int k = 0; k < steps; ++k) qk_slice(c, k, steps, s.q + now->block * q_bytes, *now->tiles, (char*)scores[0]);
+    for (int k = 0; k < steps; ++k) qk_slice(c, k, steps, now->c0, now->c1, s.q + now->block * q_bytes, *now->tiles, (char*)scores[0]);
   for (int turn = 0; now; turn ^= 1) {
     float *mine = scores[turn], *other = scores[turn ^ 1];
     const bool more = list.next(after);
@@ -188,23 +237,26 @@ void run_jobs(JobList& list) {
     if (kSteps && now->full && before && !same_rows && before->c0 == 0 && before->c1 == kChunks && more && after->c0 == 0 &&
         after->c1 == kChunks) {
       const BlockTiles values = *before->tiles, keys = *after->tiles;
-      IMBREX_UNROLL(16)
-      for (int r = 0; r < 16; ++r) {
-        IMBREX_UNROLL(16)
-        for (int i = r * 4 * kDims / 16; i < (r + 1) * 4 * kDims / 16; ++i) {
-          pv_slice(i / 4, i % 4, 0, kChunks, 2 * kDims, (const char*)other, values, out_before);
+      // Part u of 64 of the products of a phase: as many as there are for the 4 parts of 16 rows.
+      auto multiply_values = [&](int u) __attribute__((always_inline)) {
+        IMBREX_UNROLL(4)
+        for (int i = u * kDims / 4; i < (u + 1) * kDims / 4; ++i) {
+          pv_part(i % 4, i / 16, i / 4 % 4, 0, kChunks, kDims, (const char*)other, values, out_before);
         }
-        softmax_row<kLogits>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r,
-                             out + row_offset(r, 2 * kDims), 2 * kDims);
-      }
-      IMBREX_UNROLL(16)
-      for (int r = 16; r < 32; ++r) {
-        IMBREX_UNROLL(16)
-        for (int i = (r - 16) * 4 * kSteps / 16; i < (r - 15) * 4 * kSteps / 16; ++i) {
-          qk_slice(i / (kSteps ? kSteps : 1), i % (kSteps ? kSteps : 1), kSteps, q, keys, (char*)other);
+      };
+      auto multiply_keys = [&](int u) __attribute__((always_inline)) {
+        IMBREX_UNROLL(4)
+        for (int i = u * kSteps / 4; i < (u + 1) * kSteps / 4; ++i) {
+          qk_part(i % 4, i / 4 / kSlices, i / 4 % kSlices, kSteps, 0, kChunks, q, keys, (char*)other);
         }
-        softmax_row<kLogits>(a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r,
-                             out + row_offset(r, 2 * kDims), 2 * kDims);
+      };
+      IMBREX_UNROLL(32)
+      for (int r = 0; r < 32; ++r) {
+        softmax_row<kLogits>(
+            a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
+            2 * kDims, [&](int part) __attribute__((always_inline)) {
+              r < 16 ? multiply_values(r * 4 + part) : multiply_keys((r - 16) * 4 + part);
+            });
       }
     } else {
       // The same order of work, slice by slice, whatever is hidden.
@@ -213,16 +265,19 @@ void run_jobs(JobList& list) {
         if (r < 16) {
           for (int i = r * pv / 16; i < (r + 1) * pv / 16; ++i) {
             const int width = before->c1 - before->c0;
-            pv_slice(i / width, before->c0 + i % width, before->c0, before->c1, dim_tiles, (const char*)other, *before->tiles, out_before);
+            pv_slice(i / width, before->c0 + i % width, before->c0, before->c1, dims, (const char*)other, *before->tiles, out_before);
           }
         } else {
           for (int i = (r - 16) * qk / 16; i < (r - 15) * qk / 16; ++i) {
-            qk_slice(after->c0 + i / steps, i % steps, steps, q, *after->tiles, (char*)other);
+            qk_slice(after->c0 + i / steps, i % steps, steps, after->c0, after->c1, q, *after->tiles, (char*)other);
           }
         }
         float* row_scores = mine + row_offset(r, kGroups);
         if (now->full) {
           softmax_row<kLogits>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
+        } else if (list.regular) {
+          softmax_row<kLogits, true>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles),
+                                     dim_tiles);
         } else {
           softmax_row<kAny>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
         }
@@ -242,7 +297,9 @@ void run_jobs(JobList& list) {
 }
 
 // Decode: at most 16 rows, so a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
-// a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going.
+// a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going. What has to be
+// turned into tiles first (fp8, pages of 16) goes through a ring in L1, one key group and one dim tile ahead: tile loads cannot be
+// served from the store buffer, so the stores must be done by then.
 template <Logits kLogits>
 void run_narrow(JobList& list) {
   const AttentionParams& a = list.a;
@@ -250,38 +307,60 @@ void run_narrow(JobList& list) {
   const int steps = list.n.steps, dim_tiles = list.n.dim_tiles, num_rows = list.n.rows;
   float* const scores[2] = {s.scores, s.scores + kGroups * 256};
   const int turns = dim_tiles > kGroups ? dim_tiles : kGroups;
-  Job jobs[2];
-  Job *before = nullptr, *now = jobs;
-  bool more = list.next(now);
-  for (int turn = 0; more || before; turn ^= 1) {
+  const bool direct = s.stage[0].direct;
+  char *const key_ring = s.stage[0].keys, *const value_ring = s.stage[1].keys;  // which a direct stage does not use otherwise
+  const char* keys[2];
+  const char* values[2][kChunks];
+  auto prepare_keys = [&](const Job& job, int g) {
+    stage_part(a, list.item, list.kv_head, job.kb, list.keys, *job.stage, g);
+    keys[g % 2] = direct ? ring_keys(a, *job.tiles, g, steps, key_ring + g % 2 * (steps * 1024L)) : job.tiles->keys[g];
+  };
+  auto prepare_values = [&](const Job& job, int t) {
+    ring_values(a, *job.tiles, t, job.c0, job.c1, value_ring + t % 2 * (kChunks * 1024L), values[t % 2]);
+  };
+  Job jobs[3];
+  Job *before = nullptr, *now = jobs, *after = jobs + 1;
+  bool have_now = list.next(now), have_after = have_now && list.next(after);
+  if (have_now) prepare_keys(*now, 0);
+  for (int turn = 0; have_now || before; turn ^= 1) {
     char *mine = (char*)scores[turn], *other = (char*)scores[turn ^ 1];
-    TILE_FENCE();
     for (int i = 0; i < turns; ++i) {
-      for (int t = i * dim_tiles / turns; before && t < (i + 1) * dim_tiles / turns; ++t) {
-        char* out = (char*)s.out + t * 1024;
-        TILE_LOAD(2, out);
-        for (int c = before->c0; c < before->c1; ++c) {
-          TILE_LOAD(4, other + c * 2048);
-          TILE_STREAM(6, before->tiles->values[c] + t * 1024);
-          TILE_DOT(2, 4, 6);
+      for (int g = i * kGroups / turns; have_now && g < (i + 1) * kGroups / turns; ++g) {
+        if (g + 1 < kGroups) {
+          prepare_keys(*now, g + 1);
+        } else if (have_after) {
+          prepare_keys(*after, 0);
         }
-        TILE_STORE(2, out);
-      }
-      for (int g = i * kGroups / turns; more && g < (i + 1) * kGroups / turns; ++g) {
-        stage_part(a, list.item, list.kv_head, now->kb, list.keys, *now->stage, g);
         if (g < 2 * now->c0 || g >= 2 * now->c1) continue;
         TILE_FENCE();
         TILE_ZERO(0);
         for (int k = 0; k < steps; ++k) {
           TILE_LOAD(5, s.q + k * 1024);
-          TILE_STREAM(7, now->tiles->keys[g] + k * 1024);
+          TILE_STREAM(7, keys[g % 2] + k * 1024);
           TILE_DOT(0, 5, 7);
         }
         TILE_STORE(0, mine + g * 1024);
       }
+      for (int t = i * dim_tiles / turns; t < (i + 1) * dim_tiles / turns; ++t) {
+        if (t + 1 < dim_tiles) {
+          if (before) prepare_values(*before, t + 1);
+        } else if (have_now) {
+          prepare_values(*now, 0);
+        }
+        if (!before) continue;
+        TILE_FENCE();
+        char* out = (char*)s.out + t * 1024;
+        TILE_LOAD(2, out);
+        for (int c = before->c0; c < before->c1; ++c) {
+          TILE_LOAD(4, other + c * 2048);
+          TILE_STREAM(6, values[t % 2][c]);
+          TILE_DOT(2, 4, 6);
+        }
+        TILE_STORE(2, out);
+      }
     }
     TILE_FENCE();
-    if (!more) return;
+    if (!have_now) return;
     for (int r = 0; r < num_rows; ++r) {
       float *row_scores = (float*)mine + r * 16, *out = s.out + r * 16;
       if (now->full) {
@@ -290,10 +369,12 @@ void run_narrow(JobList& list) {
         softmax_row<kAny>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
       }
     }
-    Job* free = before ? before : jobs + 1;
+    Job* free = before ? before : jobs + 2;
     before = now;
-    now = free;
-    more = list.next(now);
+    now = after;
+    after = free;
+    have_now = have_after;
+    have_after = have_now && list.next(after);
   }
 }
 

@@ -76,16 +76,16 @@ long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
     stage.keys = take(kGroups * n.steps * tile);
     stage.values = take(kChunks * n.dim_tiles * tile);
     stage.zero = zero;
+    stage.direct = a.packed && num_rows <= kNarrowRows;
   }
-  const char** key_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
-  const char** value_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
   s.folded = floats(n.row_blocks * 2L * n.dim_tiles * 256);
   s.folded_max = floats(rows);
   s.folded_sum = floats(rows);
-  char *key_compact = take(compact_bytes(a.k)), *value_compact = take(compact_bytes(a.v));
   for (Stage& stage : s.stage) {
-    stage.key_rows = key_rows, stage.value_rows = value_rows;
-    stage.key_compact = key_compact, stage.value_compact = value_compact;
+    stage.key_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
+    stage.value_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
+    stage.key_compact = take(compact_bytes(a.k));
+    stage.value_compact = take(compact_bytes(a.v));
   }
   if (out) *out = s;
   return at;

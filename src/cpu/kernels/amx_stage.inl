@@ -1,5 +1,5 @@
 // Keys and values of one block as tiles: pointers into a packed cache where it can be used as it is, staged copies elsewhere
-// (strided caches, fp8, groups that are only partly visible, blocks of 16 modulo 32 tokens).
+// (strided caches, groups that are only partly visible; for many rows also fp8 and blocks of 16 modulo 32 tokens).
 
 namespace imbrex::cpu {
 namespace {
@@ -8,9 +8,12 @@ constexpr int kGroups = kBlockKeys / 16;  // key groups of 16 keys
 constexpr int kChunks = kBlockKeys / 32;  // value groups of 32 keys
 
 // One block's tiles. keys[g]: `steps` tiles of 16 dim pairs x 16 keys. values[c]: `dim_tiles` tiles of 16 key pairs x 16 dims.
+// A direct stage (below) leaves keys as fp8 where they are, and values, as null, in two halves of 16 keys.
 struct BlockTiles {
   const char* keys[kGroups];
   const char* values[kChunks];
+  const char* halves[kGroups];  // 8 rows of each dim tile, `pitch` bytes from one to the next
+  long pitch[kGroups];
 };
 
 // Where staging writes, and the shape of what it writes.
@@ -20,6 +23,7 @@ struct Stage {
   const char* zero;      // a row of zeros, and a key group of zeros
   const char **key_rows, **value_rows;
   char *key_compact, *value_compact;
+  bool direct;  // of a packed cache, what is seen as a whole is not staged: the caller turns it into tiles as it goes
 };
 
 // bf16 of 128 fp8 codes without sign: lower and upper bytes, each a table that vpermi2b looks up.
@@ -49,22 +53,27 @@ constexpr Fp8Table make_fp8_table(int mantissa, int bias, bool has_infinity) {
 }
 constexpr Fp8Table kE4m3Table = make_fp8_table(3, 7, false), kE5m2Table = make_fp8_table(2, 15, true);
 
-// 64 fp8 elements to 64 bf16 (exact: bf16 has more of both mantissa and exponent).
-IMBREX_INLINE void widen_fp8(vi codes, const Fp8Table& t, vi* first32, vi* last32) {
-  codes = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), codes);  // unpacking works within 16 bytes
+// fp8 elements as bf16 (exact: bf16 has more of both mantissa and exponent): those in the even bytes and those in the odd ones.
+struct Widened {
+  vi even, odd;
+};
+IMBREX_INLINE Widened widen_fp8(vi codes, const Fp8Table& t) {
   const vi low = _mm512_permutex2var_epi8(_mm512_load_si512(t.low), codes, _mm512_load_si512(t.low + 64));
   vi high = _mm512_permutex2var_epi8(_mm512_load_si512(t.high), codes, _mm512_load_si512(t.high + 64));
   high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // high | (codes & sign)
-  *first32 = _mm512_unpacklo_epi8(low, high);
-  *last32 = _mm512_unpackhi_epi8(low, high);
+  const vi upper = _mm512_set1_epi16(short(0xff00));
+  return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xf4),  // shifted high | (low & ~upper)
+          _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xf8)};
 }
-inline void widen_tile(const char* from, const Fp8Table& t, int bytes, char* to) {
+inline const Fp8Table& fp8_table(int type) { return type == kE4m3 ? kE4m3Table : kE5m2Table; }
+
+// Packed tiles of fp8, `bytes` long, to tiles of bf16.
+inline void widen(const char* from, const Fp8Table& t, int bytes, char* to) {
   IMBREX_UNROLL(4)
   for (int i = 0; i < bytes; i += 64, to += 128) {
-    vi a, b;
-    widen_fp8(_mm512_loadu_si512(from + i), t, &a, &b);
-    _mm512_store_si512(to, a);
-    _mm512_store_si512(to + 64, b);
+    const Widened rows = widen_fp8(_mm512_loadu_si512(from + i), t);
+    _mm512_store_si512(to, rows.even);
+    _mm512_store_si512(to + 64, rows.odd);
   }
 }
 
@@ -73,9 +82,7 @@ template <int type>
 IMBREX_INLINE vi load_bf16(const char* row, int d, int dim) {
   const __mmask32 m = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1;
   if constexpr (type == kBf16) return _mm512_maskz_loadu_epi16(m, row + 2L * d);
-  vi a, b;
-  widen_fp8(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(m, row + d)), type == kE4m3 ? kE4m3Table : kE5m2Table, &a, &b);
-  return a;
+  return widen_fp8(_mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(m, row + d)), fp8_table(type)).even;
 }
 
 // f with its template argument taken from the element types an AMX cache can have.
@@ -120,24 +127,29 @@ void stage_strided_values(const Stage& s, int dim, int half) {
   }
 }
 
-// 16 values (8 pair rows of every dim tile) of a packed block to one half of a staged chunk; values outside `keys` become zero.
+// Where the 16 values from `key` on (8 pair rows of every dim tile) lie in a packed cache, and how far it is from one dim tile to the next.
+inline const char* find_half(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int dim_tiles, long* pitch) {
+  const long size = element_size(a.v.type);
+  const int offset = key % a.block_size, group = offset / 32 * 32;
+  const bool tail = group + 32 > (a.block_size + 15) / 16 * 16;
+  *pitch = (tail ? 256 : 512) * size;
+  return a.v.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride +
+         (long(group) * dim_tiles + offset % 32) * 16 * size;
+}
+
+// They become one half of a staged chunk, zero outside `keys`.
 void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_head, int key, Visible keys, const Stage& s, char* to) {
   if (key + 16 <= keys.lo || key >= keys.hi) {
     for (int t = 0; t < s.dim_tiles; ++t) __builtin_memset(to + t * 1024, 0, 512);
     return;
   }
-  const long size = element_size(a.v.type);
-  const int offset = key % a.block_size, group = offset / 32 * 32;
-  const char* from = a.v.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.v.block_stride +
-                     kv_head * a.v.head_stride + long(group) * s.dim_tiles * 16 * size;
-  const bool tail = group + 32 > (a.block_size + 15) / 16 * 16;
-  const long tile_bytes = (tail ? 256 : 512) * size;
-  from += offset % 32 / 16 * 256 * size;
-  for (int t = 0; t < s.dim_tiles; ++t, from += tile_bytes) {
+  long pitch;
+  const char* from = find_half(a, item, kv_head, key, s.dim_tiles, &pitch);
+  for (int t = 0; t < s.dim_tiles; ++t, from += pitch) {
     if (a.v.type == kBf16) {
       for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + t * 1024 + i, _mm512_loadu_si512(from + i));
     } else {
-      widen_tile(from, a.v.type == kE4m3 ? kE4m3Table : kE5m2Table, 256, to + t * 1024);
+      widen(from, fp8_table(a.v.type), 256, to + t * 1024);
     }
   }
   if (key >= keys.lo && key + 16 <= keys.hi) return;
@@ -152,12 +164,17 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
 }
 
-// Whether the 32 values from `key` on lie in one packed chunk and are all seen. Hidden keys need no cleaning (their logits are
-// replaced), hidden values do: a probability of zero times NaN is NaN.
-inline bool whole_chunk(const AttentionParams& a, int key, Visible keys) {
-  return a.packed && a.block_size % 32 == 0 && key >= keys.lo && key + 32 <= keys.hi;
+inline const char* find_keys(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int steps) {
+  return a.k.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride +
+         key % a.block_size / 16 * (steps * 512L * element_size(a.k.type));
 }
-inline bool values_in_place(const AttentionParams& a, int key, Visible keys) { return a.v.type == kBf16 && whole_chunk(a, key, keys); }
+
+// Whether the 32 values from `key` on can be used where they are: tiles of a packed cache, all seen. Hidden keys need no cleaning (their
+// logits are replaced), hidden values do: a probability of zero times NaN is NaN.
+inline bool all_seen(int key, int count, Visible keys) { return key >= keys.lo && key + count <= keys.hi; }
+inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
+  return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && all_seen(key, 32, keys);
+}
 
 // The first half of staging a block: where its tiles are, or will be.
 void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
@@ -167,15 +184,12 @@ void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int
     find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.value_rows);
     compact_rows(a.v, kBlockKeys, s.zero, s.value_rows, s.value_compact);
   }
-  const int* blocks = a.block_ids + a.block_start[item.request];
   for (int g = 0; g < kGroups; ++g) {
     const int key = kb + 16 * g;
-    const bool seen = key + 16 > keys.lo && key < keys.hi;
-    if (!seen) {
+    if (key + 16 <= keys.lo || key >= keys.hi) {
       out->keys[g] = s.zero;
-    } else if (a.packed && a.k.type == kBf16) {
-      out->keys[g] = a.k.data + blocks[key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride +
-                     key % a.block_size / 16 * (s.steps * 1024L);
+    } else if (a.packed && (a.k.type == kBf16 || s.direct)) {
+      out->keys[g] = find_keys(a, item, kv_head, key, s.steps);
     } else {
       out->keys[g] = s.keys + long(g) * s.steps * 1024;
     }
@@ -184,34 +198,51 @@ void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int
     const int key = kb + 32 * c;
     out->values[c] = s.values + long(c) * s.dim_tiles * 1024;
     if (values_in_place(a, key, keys)) {
-      out->values[c] = a.v.data + blocks[key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride +
-                       key % a.block_size / 32 * (s.dim_tiles * 1024L);
+      long pitch;
+      out->values[c] = find_half(a, item, kv_head, key, s.dim_tiles, &pitch);
+    } else if (s.direct && all_seen(key, 32, keys)) {
+      out->values[c] = nullptr;
+      for (int g = 2 * c; g < 2 * c + 2; ++g) out->halves[g] = find_half(a, item, kv_head, kb + 16 * g, s.dim_tiles, out->pitch + g);
     }
   }
 }
 
 // The second half, for 16 of its keys at a time, so that decode can do it between products.
 inline void stage_part(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, int g) {
-  const int key = kb + 16 * g;
+  const int key = kb + 16 * g, chunk_key = kb + g / 2 * 32;
   const bool seen = key + 16 > keys.lo && key < keys.hi;
   if (!a.packed) {
     if (seen) IMBREX_BY_TYPE8(a.k.type, stage_strided_keys, s, a.k.dim, g)
     IMBREX_BY_TYPE8(a.v.type, stage_strided_values, s, a.v.dim, g)
     return;
   }
-  if (a.k.type != kBf16 && seen) {
-    const char* from = a.k.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.k.block_stride +
-                       kv_head * a.k.head_stride + key % a.block_size / 16 * (s.steps * 512L);
-    widen_tile(from, a.k.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * s.steps, s.keys + long(g) * s.steps * 1024);
+  if (a.k.type != kBf16 && seen && !s.direct) {
+    widen(find_keys(a, item, kv_head, key, s.steps), fp8_table(a.k.type), 512 * s.steps, s.keys + long(g) * s.steps * 1024);
   }
-  const int chunk_key = kb + g / 2 * 32;
-  if (a.v.type != kBf16 && whole_chunk(a, chunk_key, keys)) {  // in one run of memory: half of the dims instead of half of the keys
-    const int tiles = s.dim_tiles / 2, first_tile = g % 2 * tiles;
-    const char* from = a.v.data + a.block_ids[a.block_start[item.request] + chunk_key / a.block_size] * a.v.block_stride +
-                       kv_head * a.v.head_stride + (chunk_key % a.block_size / 32 * long(s.dim_tiles) + first_tile) * 512;
-    widen_tile(from, a.v.type == kE4m3 ? kE4m3Table : kE5m2Table, 512 * tiles, s.values + (long(g / 2) * s.dim_tiles + first_tile) * 1024);
-  } else if (!values_in_place(a, chunk_key, keys)) {
-    stage_half_group(a, item, kv_head, key, keys, s, s.values + long(g / 2) * s.dim_tiles * 1024 + g % 2 * 512);
+  if (values_in_place(a, chunk_key, keys) || (s.direct && all_seen(chunk_key, 32, keys))) return;
+  stage_half_group(a, item, kv_head, key, keys, s, s.values + long(g / 2) * s.dim_tiles * 1024 + g % 2 * 512);
+}
+
+// Key group g, or dim tile t of the values of chunks [c0, c1), of a direct stage's block: where it is as tiles, or copied to `ring`.
+inline const char* ring_keys(const AttentionParams& a, const BlockTiles& b, int g, int steps, char* ring) {
+  if (a.k.type == kBf16) return b.keys[g];
+  widen(b.keys[g], fp8_table(a.k.type), 512 * steps, ring);
+  return ring;
+}
+inline void ring_values(const AttentionParams& a, const BlockTiles& b, int t, int c0, int c1, char* ring, const char** tiles) {
+  for (int c = c0; c < c1; ++c) {
+    tiles[c] = b.values[c] + t * 1024;
+    if (b.values[c]) continue;
+    tiles[c] = ring + c * 1024;
+    for (int half = 0; half < 2; ++half) {
+      const char* from = b.halves[2 * c + half] + t * b.pitch[2 * c + half];
+      char* to = ring + c * 1024 + half * 512;
+      if (a.v.type == kBf16) {
+        for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + i, _mm512_loadu_si512(from + i));
+      } else {
+        widen(from, fp8_table(a.v.type), 256, to);
+      }
+    }
   }
 }
 

@@ -6,33 +6,29 @@ namespace {
 
 constexpr int kMaxDim = 576;
 
-// Where element d of token `offset` (within a block) of one head lies in the packed format; docs/kv-formats.md has the picture.
-inline long packed_k_offset(int offset, int d, int padded_dim, long size) {
-  const int steps = padded_dim / 32;
-  return (((offset / 16 * steps + d / 32) * 16L + d % 32 / 2) * 32 + offset % 16 * 2 + d % 2) * size;
-}
-inline long packed_v_offset(int offset, int d, int padded_dim, long size) {
-  return ((offset / 32 * long(padded_dim / 16) + d / 16) * 512 + offset % 32 / 2 * 32 + d % 16 * 2 + offset % 2) * size;
-}
-// A block whose size is 16 modulo 32 ends with half a group of values: 8 rows instead of 16.
-inline long packed_v_tail_offset(int offset, int d, int padded_dim, long size) {
-  const int group = offset / 32 * 32;
-  return (long(group) * padded_dim + d / 16 * 256L + (offset - group) / 2 * 32 + d % 16 * 2 + offset % 2) * size;
+// Where the element in a row and column of a packed tile lies; docs/kv-formats.md has the picture. A byte format interleaves two rows, so
+// that widening the even and the odd bytes of a line gives a row each.
+template <long size>
+inline long tile_cell(int row, int column) {
+  return size == 1 ? row / 2 * 64L + column * 2 + row % 2 : (row * 32L + column) * size;
 }
 
-// A row's pairs of dims, `size` bytes an element, to one token's column of the key tiles.
+// A row's pairs of dims to one token's column of the key tiles of a block.
 template <long size>
 inline void pack_key(const char* row, int padded, int offset, char* block) {
-  char* to = block + packed_k_offset(offset, 0, padded, size);
-  for (int d = 0; d < padded; d += 2) __builtin_memcpy(to + d / 2 * 32 * size, row + d * size, 2 * size);
+  char* tile = block + offset / 16 * (padded * 16L * size);
+  for (int d = 0; d < padded; d += 32, tile += 512 * size) {
+    for (int i = 0; i < 32; ++i) __builtin_memcpy(tile + tile_cell<size>(i / 2, offset % 16 * 2 + i % 2), row + (d + i) * size, size);
+  }
 }
-// A row's elements to one token's half of a pair row in each value tile.
+// A row's elements to one token's half of a pair row in each value tile. A block whose size is 16 modulo 32 ends with half a group: tiles
+// of 8 rows instead of 16.
 template <long size>
 inline void pack_value(const char* row, int padded, int offset, bool tail, char* block) {
-  char* to = block + (tail ? packed_v_tail_offset(offset, 0, padded, size) : packed_v_offset(offset, 0, padded, size));
-  const long tile = (tail ? 256 : 512) * size;
-  for (int d = 0; d < padded; d += 16, to += tile) {
-    for (int i = 0; i < 16; ++i) __builtin_memcpy(to + 2 * i * size, row + (d + i) * size, size);
+  const long tile_bytes = (tail ? 256 : 512) * size;
+  char* tile = block + offset / 32 * (padded * 32L * size);
+  for (int d = 0; d < padded; d += 16, tile += tile_bytes) {
+    for (int i = 0; i < 16; ++i) __builtin_memcpy(tile + tile_cell<size>(offset % 32 / 2, i * 2 + offset % 2), row + (d + i) * size, size);
   }
 }
 
