@@ -15,8 +15,8 @@
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kMaxRows = 192;  // rows of an item, unless one token's group is larger
-constexpr int kPassRows = 12;  // rows that go through a block together; items with no more of them use narrow keys and values
+constexpr int kMaxRows = 384;  // rows of an item, unless one token's group is larger
+constexpr int kPassRows = 18;  // rows that go through a block together; items with no more of them use narrow keys and values
 constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maximum before its sums are rescaled
 
 // One worker's memory, cut from `scratch`.
@@ -162,7 +162,7 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
       const Ahead values = {s.v_rows + key, a.v.dim * element_size(a.v.type)};
       IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, values)
     } else {
-      dot_tiles<kF32>(s, tiles, num_tiles, s.k + key / kPanel * s.key_bytes, a.k.dim, key, {});
+      dot_tiles<kWide>(s, tiles, num_tiles, s.k + key / kPanel * s.key_bytes, a.k.dim, key, {});
     }
   }
   for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {

@@ -7,7 +7,7 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int kWide = -1, kNarrow = -2;  // in place of an element type: panels of stage_wide_values, one of stage_narrow_values
 
-// s[r][64] = q . k. type: of the cache when the panel is narrow, else f32. Rows `ahead` are fetched on the way.
+// s[r][64] = q . k. type: of the cache when the panel is narrow, else kWide. Narrow: rows `ahead` are fetched on the way.
 template <int R, int type>
 void dot_tile(const float* q, const char* panel, int dim, float* s, Ahead ahead) {
   vf acc[R][4];
@@ -21,10 +21,10 @@ void dot_tile(const float* q, const char* panel, int dim, float* s, Ahead ahead)
       for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_fmadd_ps(x, k[c], acc[r][c]);
     }
   };
-  constexpr bool f16 = narrow_type(type) == kF16;
+  constexpr bool f16 = type != kWide && narrow_type(type) == kF16;
   constexpr int step = type == kBf16 ? 2 : 1, half = half_group(type);
   for (int d = 0, owed = 0, row = 0; d < dim; d += step) {
-    if (ahead.rows) {
+    if (type != kWide && ahead.rows) {
       for (owed += step * kPanel; owed >= dim; owed -= dim) ahead.fetch(row++, 0, ahead.bytes);
     }
     vf k[4];
