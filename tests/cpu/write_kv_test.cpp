@@ -40,16 +40,20 @@ int64_t value_element(int64_t t, int64_t d, int64_t D, int64_t block_size) {
   return ((t / 32) * (D / 16) + d / 16) * 512 + ((t % 32) / 2) * 32 + (d % 16) * 2 + t % 2;
 }
 
+// Of a byte format, two rows share a line.
+int64_t byte_of_fp8(int64_t e) { return e / 64 * 64 + e % 32 * 2 + e % 64 / 32; }
+
 TEST(PackedFormat, FormulasGiveEveryElementOnePlace) {
   for (int64_t block_size : {16, 32, 48, 64, 128})
     for (int64_t D : {32, 64, 96, 128, 576}) {
-      std::set<int64_t> keys, values;
+      std::set<int64_t> keys, values, bytes;
       for (int64_t t = 0; t < block_size; ++t)
         for (int64_t d = 0; d < D; ++d) {
           keys.insert(key_element(t, d, D));
           values.insert(value_element(t, d, D, block_size));
+          bytes.insert(byte_of_fp8(value_element(t, d, D, block_size)));
         }
-      for (const std::set<int64_t>& places : {keys, values}) {
+      for (const std::set<int64_t>& places : {keys, values, bytes}) {
         EXPECT_EQ(int64_t(places.size()), block_size * D);
         EXPECT_EQ(*places.begin(), 0);
         EXPECT_EQ(*places.rbegin(), block_size * D - 1);
@@ -146,7 +150,7 @@ class Write {
           int64_t element = 0;  // from `start`, in elements of the cache
           if (packed) {
             const int64_t within = values ? value_element(offset, d, D, spec_.block_size) : key_element(offset, d, D);
-            element = (block * side.stride(0) + h * side.stride(1)) / size + within;
+            element = (block * side.stride(0) + h * side.stride(1)) / size + (size == 1 ? byte_of_fp8(within) : within);
           } else {
             element = block * side.stride(0) + offset * side.stride(1) + h * side.stride(2) + d * side.stride(3);
           }

@@ -307,7 +307,7 @@ void run_narrow(JobList& list) {
   const int steps = list.n.steps, dim_tiles = list.n.dim_tiles, num_rows = list.n.rows;
   float* const scores[2] = {s.scores, s.scores + kGroups * 256};
   const int turns = dim_tiles > kGroups ? dim_tiles : kGroups;
-  const bool direct = s.stage[0].direct;
+  const bool direct = s.stage[0].direct, fetch_codes = direct && a.k.type != kBf16;
   char *const key_ring = s.stage[0].keys, *const value_ring = s.stage[1].keys;  // which a direct stage does not use otherwise
   const char* keys[2];
   const char* values[2][kChunks];
@@ -326,6 +326,9 @@ void run_narrow(JobList& list) {
     char *mine = (char*)scores[turn], *other = (char*)scores[turn ^ 1];
     for (int i = 0; i < turns; ++i) {
       for (int g = i * kGroups / turns; have_now && g < (i + 1) * kGroups / turns; ++g) {
+        if (const int ahead = g + 1 + kFetchAhead; fetch_codes && (ahead < kGroups || have_after)) {
+          fetch_keys(ahead < kGroups ? *now->tiles : *after->tiles, ahead % kGroups, steps);
+        }
         if (g + 1 < kGroups) {
           prepare_keys(*now, g + 1);
         } else if (have_after) {
@@ -342,6 +345,10 @@ void run_narrow(JobList& list) {
         TILE_STORE(0, mine + g * 1024);
       }
       for (int t = i * dim_tiles / turns; t < (i + 1) * dim_tiles / turns; ++t) {
+        if (const int ahead = t + 1 + kFetchAhead; fetch_codes && (ahead < dim_tiles ? before != nullptr : have_now)) {
+          const Job& job = ahead < dim_tiles ? *before : *now;
+          fetch_values(*job.tiles, ahead % dim_tiles, job.c0, job.c1);
+        }
         if (t + 1 < dim_tiles) {
           if (before) prepare_values(*before, t + 1);
         } else if (have_now) {

@@ -36,13 +36,14 @@ IMBREX_INLINE vf exp2_bf16(vf x) {  // relative error 9e-5: a twentieth of the r
 }
 
 // cap * tanh(x / cap), as cap - 2 cap / (exp(2x / cap) + 1). `twice` is 2 log2(e) / cap. Absolute error cap * 1e-7.
+// The limit is the first operand of min, which returns the second where one is NaN.
 IMBREX_INLINE vf soft_cap_f32(vf x, float twice, float cap) {
-  const vf e = exp2_f32(_mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(twice)), _mm512_set1_ps(60.f)));
+  const vf e = exp2_f32(_mm512_min_ps(_mm512_set1_ps(60.f), _mm512_mul_ps(x, _mm512_set1_ps(twice))));
   return _mm512_sub_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_set1_ps(2 * cap), _mm512_add_ps(e, _mm512_set1_ps(1.f))));
 }
 // The same with a shorter polynomial and a reciprocal instead of the division: absolute error cap * 1.5e-6.
 IMBREX_INLINE vf soft_cap_bf16(vf x, float twice, float cap) {
-  const vf y = _mm512_min_ps(_mm512_mul_ps(x, _mm512_set1_ps(twice)), _mm512_set1_ps(60.f)), f = _mm512_reduce_ps(y, 1);
+  const vf y = _mm512_min_ps(_mm512_set1_ps(60.f), _mm512_mul_ps(x, _mm512_set1_ps(twice))), f = _mm512_reduce_ps(y, 1);
   vf p = _mm512_set1_ps(0.0134266886f);
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.0522424672f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.241280208f));

@@ -190,6 +190,8 @@ __attribute__((noinline)) void write_row(const AttentionParams& a, int token, in
     }
     factor = weight / sum * v_scale;
     lse = (max + __builtin_log2f(sum)) * kLn2;
+  } else if (sum != sum) {
+    factor = lse = sum;  // NaN among the visible keys
   }
   for (int d = 0; d < v; ++d) result[d] = factor == 0.f ? 0.f : out[d] * factor;
   store_row(a.out + token * a.out_token_stride + head * a.out_head_stride, element_size(a.out_type), a.out_type, v, result);
