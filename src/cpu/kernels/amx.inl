@@ -34,17 +34,18 @@ void pack_queries(const AttentionParams& a, const Scratch& s, const Shape& n) {
 }
 
 void clear(const Scratch& s, const Shape& n) {
-  const long tiles = n.row_blocks * 2L * n.dim_tiles;
-  for (long i = 0; i < tiles * 256; i += 16) _mm512_store_ps(s.out + i, _mm512_setzero_ps());
+  for (int b = 0; b < n.row_blocks; ++b) s.fresh[b] = true;
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     s.max[i] = kEmptyMax;
     _mm512_store_ps(s.sum + 16 * i, _mm512_setzero_ps());
   }
 }
 
-// The row's output from its column tiles to a plain row.
-IMBREX_INLINE void gather_out(const float* tiles, int dim_tiles, float* row) {
-  for (int t = 0; t < dim_tiles; ++t) _mm512_storeu_ps(row + 16 * t, _mm512_load_ps(tiles + 256 * t));
+// Row i's output from its column tiles to a plain row.
+IMBREX_INLINE void gather_out(const Scratch& s, const Shape& n, int i, float* row) {
+  const float* tiles = s.out + row_offset(i, n.dim_tiles);
+  const __mmask16 any = s.fresh[i / kRowBlock] ? 0 : 0xffff;
+  for (int t = 0; t < n.dim_tiles; ++t) _mm512_storeu_ps(row + 16 * t, _mm512_maskz_load_ps(any, tiles + 256 * t));
 }
 
 // The loop that fits the shape: compile-time trip counts for head dims 64, 128 and 256.
@@ -109,7 +110,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
           s.folded_sum[i] = 0.f;
           for (int t = 0; t < n.dim_tiles; ++t) _mm512_storeu_ps(into + 16 * t, _mm512_setzero_ps());
         }
-        gather_out(s.out + row_offset(i, n.dim_tiles), n.dim_tiles, row_out);
+        gather_out(s, n, i, row_out);
         fold(into, s.folded_max + i, s.folded_sum + i, row_out, s.max[i], _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i)), a.v.dim);
       }
       clear(s, n);
@@ -134,7 +135,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     begin = end;
   }
   for (int i = 0; i < num_rows; ++i) {
-    gather_out(s.out + row_offset(i, n.dim_tiles), n.dim_tiles, row_out);
+    gather_out(s, n, i, row_out);
     const float* out = row_out;
     float max = s.max[i], sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i));
     if (folded) {

@@ -3,8 +3,19 @@
 namespace imbrex::cpu {
 namespace {
 
+#define TILE_LOAD_OR_ZERO(t, p, zero) \
+  do {                                \
+    if (zero) {                       \
+      TILE_ZERO(t);                   \
+    } else {                          \
+      TILE_LOAD(t, p);                \
+    }                                 \
+  } while (false)
+
 enum Logits { kAny, kPlain, kCapped };  // kAny: with biases, or under a custom mask
 
+template <bool edges>
+struct Edges {};
 struct NoProducts {
   void operator()(int) const {}
 };
@@ -66,7 +77,9 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const J
     const vf rescale = _mm512_set1_ps(exp2_exact(*max - new_max)), n = _mm512_set1_ps(new_max);
     *max = new_max;
     _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), rescale));
-    for (int t = 0; t < dim_tiles; ++t) _mm512_store_ps(out + 256 * t, _mm512_mul_ps(_mm512_load_ps(out + 256 * t), rescale));
+    for (int t = 0; t < dim_tiles && !job.fresh; ++t) {
+      _mm512_store_ps(out + 256 * t, _mm512_mul_ps(_mm512_load_ps(out + 256 * t), rescale));
+    }
     for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, n));
     total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
                           _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
@@ -115,16 +128,17 @@ IMBREX_INLINE void qk_part(int part, int c, int step, int steps, int c0, int c1,
 }
 
 // Slice c of [c0, c1) of the output of dim pair n of `dims`: 32 rows x 32 dims += 32 keys.
-IMBREX_INLINE void pv_part(int part, int n, int c, int c0, int c1, int dims, const char* p, const BlockTiles& b, char* out) {
+// `fresh`: out is taken for zero, whatever it holds.
+IMBREX_INLINE void pv_part(int part, int n, int c, int c0, int c1, int dims, bool fresh, const char* p, const BlockTiles& b, char* out) {
   char *o0 = out + n * 2048, *o1 = o0 + dims * 2048;
   const char *p0 = p + c * 2048, *p1 = p0 + kGroups * 1024, *v = b.values[c] + n * 2048;
   const bool last = c == c1 - 1, more = n + 1 < dims;
   if (part == 0) {
     if (n == 0 && c == c0) {
-      TILE_LOAD(0, o0);
-      TILE_LOAD(1, o0 + 1024);
-      TILE_LOAD(2, o1);
-      TILE_LOAD(3, o1 + 1024);
+      TILE_LOAD_OR_ZERO(0, o0, fresh);
+      TILE_LOAD_OR_ZERO(1, o0 + 1024, fresh);
+      TILE_LOAD_OR_ZERO(2, o1, fresh);
+      TILE_LOAD_OR_ZERO(3, o1 + 1024, fresh);
     }
     TILE_LOAD(4, p0);
     TILE_STREAM(6, v);
@@ -133,33 +147,33 @@ IMBREX_INLINE void pv_part(int part, int n, int c, int c0, int c1, int dims, con
     TILE_STREAM(7, v + 1024);
     TILE_DOT(1, 4, 7);
     if (last) TILE_STORE(0, o0);
-    if (last && more) TILE_LOAD(0, o0 + 2048);
+    if (last && more) TILE_LOAD_OR_ZERO(0, o0 + 2048, fresh);
   } else if (part == 2) {
     TILE_LOAD(5, p1);
     TILE_DOT(2, 5, 6);
     if (last) TILE_STORE(1, o0 + 1024);
-    if (last && more) TILE_LOAD(1, o0 + 3072);
+    if (last && more) TILE_LOAD_OR_ZERO(1, o0 + 3072, fresh);
   } else {
     TILE_DOT(3, 5, 7);
     if (last) TILE_STORE(2, o1);
-    if (last && more) TILE_LOAD(2, o1 + 2048);
+    if (last && more) TILE_LOAD_OR_ZERO(2, o1 + 2048, fresh);
     if (last) TILE_STORE(3, o1 + 1024);
-    if (last && more) TILE_LOAD(3, o1 + 3072);
+    if (last && more) TILE_LOAD_OR_ZERO(3, o1 + 3072, fresh);
   }
 }
 IMBREX_INLINE void qk_slice(int c, int step, int steps, int c0, int c1, const char* q, const BlockTiles& b, char* scores) {
   IMBREX_UNROLL(4)
   for (int part = 0; part < kParts; ++part) qk_part(part, c, step, steps, c0, c1, q, b, scores);
 }
-IMBREX_INLINE void pv_slice(int n, int c, int c0, int c1, int dims, const char* p, const BlockTiles& b, char* out) {
+IMBREX_INLINE void pv_slice(int n, int c, const Job& job, int dims, const char* p, char* out) {
   IMBREX_UNROLL(4)
-  for (int part = 0; part < kParts; ++part) pv_part(part, n, c, c0, c1, dims, p, b, out);
+  for (int part = 0; part < kParts; ++part) pv_part(part, n, c, job.c0, job.c1, dims, job.fresh, p, *job.tiles, out);
 }
 
 // All of it at once.
 IMBREX_INLINE void pv_job(const Job& job, int dims, const float* p, float* out) {
   for (int n = 0; n < dims; ++n)
-    for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job.c0, job.c1, dims, (const char*)p, *job.tiles, (char*)out);
+    for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job, dims, (const char*)p, (char*)out);
 }
 
 // The jobs of a key range in order: blocks of keys outside, blocks of rows inside. Stages a block of keys when its first job comes up.
@@ -170,8 +184,9 @@ struct JobList {
   const Shape& n;
   int kv_head;
   Visible keys;
-  bool regular;      // all rows have plain logits, or all capped ones
-  bool stage_later;  // the caller stages the parts of a block itself, between its products
+  bool regular;               // all rows have plain logits, or all capped ones
+  bool stage_later;           // the caller stages the parts of a block itself, between its products
+  bool whole_blocks = false;  // jobs take all chunks, seen or not: the loop without counts is faster than what hidden chunks would save
   int kb, end, block = 0, slot = 0;
   bool staged = false;
   BlockTiles* tiles;
@@ -191,9 +206,11 @@ struct JobList {
         }
         job->block = block;
         job->kb = kb;
-        job->c0 = rows.lo > kb ? (rows.lo - kb) / 32 : 0;
-        job->c1 = rows.hi < kb + kBlockKeys ? (rows.hi - kb + 31) / 32 : kChunks;
+        job->c0 = rows.lo > kb && !whole_blocks ? (rows.lo - kb) / 32 : 0;
+        job->c1 = rows.hi < kb + kBlockKeys && !whole_blocks ? (rows.hi - kb + 31) / 32 : kChunks;
         job->full = regular && rows.all_lo <= kb && rows.all_hi >= kb + kBlockKeys;
+        job->fresh = s.fresh[block];
+        s.fresh[block] = false;
         job->tiles = tiles + slot;
         job->stage = s.stage + slot;
         ++block;
@@ -215,6 +232,7 @@ void run_jobs(JobList& list) {
   float* const scores[2] = {s.scores, s.scores + 2 * kGroups * 256};
   Job jobs[3];
   Job *before = nullptr, *now = jobs, *after = jobs + 1;
+  list.whole_blocks = kSteps && list.regular;
   if (!list.next(now)) return;
   TILE_FENCE();
   for (int c = now->c0; c < now->c1; ++c)
@@ -234,14 +252,14 @@ void run_jobs(JobList& list) {
       pv_job(*before, dims, other, s.out + before->block * out_floats);
       TILE_FENCE();
     }
-    if (kSteps && now->full && before && !same_rows && before->c0 == 0 && before->c1 == kChunks && more && after->c0 == 0 &&
-        after->c1 == kChunks) {
+    if (list.whole_blocks && before && !same_rows && more) {
       const BlockTiles values = *before->tiles, keys = *after->tiles;
+      const bool fresh = before->fresh;
       // Part u of 64 of the products of a phase: as many as there are for the 4 parts of 16 rows.
       auto multiply_values = [&](int u) __attribute__((always_inline)) {
         IMBREX_UNROLL(4)
         for (int i = u * kDims / 4; i < (u + 1) * kDims / 4; ++i) {
-          pv_part(i % 4, i / 16, i / 4 % 4, 0, kChunks, kDims, (const char*)other, values, out_before);
+          pv_part(i % 4, i / 16, i / 4 % 4, 0, kChunks, kDims, fresh, (const char*)other, values, out_before);
         }
       };
       auto multiply_keys = [&](int u) __attribute__((always_inline)) {
@@ -250,14 +268,17 @@ void run_jobs(JobList& list) {
           qk_part(i % 4, i / 4 / kSlices, i / 4 % kSlices, kSteps, 0, kChunks, q, keys, (char*)other);
         }
       };
-      IMBREX_UNROLL(32)
-      for (int r = 0; r < 32; ++r) {
-        softmax_row<kLogits>(
-            a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
-            2 * kDims, [&](int part) __attribute__((always_inline)) {
-              r < 16 ? multiply_values(r * 4 + part) : multiply_keys((r - 16) * 4 + part);
-            });
-      }
+      auto all_rows = [&]<bool edges>(Edges<edges>) __attribute__((always_inline)) {
+        IMBREX_UNROLL(32)
+        for (int r = 0; r < 32; ++r) {
+          softmax_row<kLogits, edges>(
+              a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
+              2 * kDims, [&](int part) __attribute__((always_inline)) {
+                r < 16 ? multiply_values(r * 4 + part) : multiply_keys((r - 16) * 4 + part);
+              });
+        }
+      };
+      now->full ? all_rows(Edges<false>{}) : all_rows(Edges<true>{});
     } else {
       // The same order of work, slice by slice, whatever is hidden.
       const int pv = before && !same_rows ? dims * (before->c1 - before->c0) : 0, qk = more ? steps * (after->c1 - after->c0) : 0;
@@ -265,7 +286,7 @@ void run_jobs(JobList& list) {
         if (r < 16) {
           for (int i = r * pv / 16; i < (r + 1) * pv / 16; ++i) {
             const int width = before->c1 - before->c0;
-            pv_slice(i / width, before->c0 + i % width, before->c0, before->c1, dims, (const char*)other, *before->tiles, out_before);
+            pv_slice(i / width, before->c0 + i % width, *before, dims, (const char*)other, out_before);
           }
         } else {
           for (int i = (r - 16) * qk / 16; i < (r - 15) * qk / 16; ++i) {
@@ -357,7 +378,7 @@ void run_narrow(JobList& list) {
         if (!before) continue;
         TILE_FENCE();
         char* out = (char*)s.out + t * 1024;
-        TILE_LOAD(2, out);
+        TILE_LOAD_OR_ZERO(2, out, before->fresh);
         for (int c = before->c0; c < before->c1; ++c) {
           TILE_LOAD(4, other + c * 2048);
           TILE_STREAM(6, values[t % 2][c]);

@@ -22,6 +22,7 @@ struct Job {
   int block;  // of rows
   int kb;
   int c0, c1;  // chunks of 32 keys that some row sees
+  bool fresh;  // the first of these rows: they have no output yet
   bool full;   // every row sees all keys, and its logits are plain or only capped
   const BlockTiles* tiles;
   const Stage* stage;
@@ -37,6 +38,7 @@ struct Scratch {
   float* scale;                                // [rows]: of the logits, log2(e) included
   Row* rows;
   RowBlock* blocks;
+  bool* fresh;  // [row blocks]: no job yet
   Stage stage[kRing];
   BlockTiles tiles[kRing];
 };
@@ -69,6 +71,7 @@ long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
   s.scale = floats(rows);
   s.rows = reinterpret_cast<Row*>(take(rows * long(sizeof(Row))));
   s.blocks = reinterpret_cast<RowBlock*>(take(n.row_blocks * long(sizeof(RowBlock))));
+  s.fresh = reinterpret_cast<bool*>(take(n.row_blocks));
   const char* zero = take(n.steps * tile > kMaxDim * 4L ? n.steps * tile : kMaxDim * 4L);
   for (Stage& stage : s.stage) {
     stage.steps = n.steps;
