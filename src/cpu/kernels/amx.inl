@@ -18,7 +18,9 @@
 #endif
 #include "cpu/kernels/amx_stage.inl"
 #include "cpu/kernels/amx_scratch.inl"
+#include "cpu/kernels/amx_softmax.inl"
 #include "cpu/kernels/amx_jobs.inl"
+#include "cpu/kernels/amx_decode.inl"
 // clang-format on
 
 namespace imbrex::cpu {

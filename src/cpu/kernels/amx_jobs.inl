@@ -1,4 +1,4 @@
-// The inner loops of the AMX kernels: softmax of a row, slices of tile products, and the pipelines that interleave them.
+// The inner loops of AMX prefill: slices of tile products, and the pipeline of jobs that interleaves them with the softmax.
 
 namespace imbrex::cpu {
 namespace {
@@ -12,86 +12,8 @@ namespace {
     }                                 \
   } while (false)
 
-enum Logits { kAny, kPlain, kCapped };  // kAny: with biases, or under a custom mask
-
-template <bool edges>
-struct Edges {};
-struct NoProducts {
-  void operator()(int) const {}
-};
-
-// Scores of one row to probabilities (bf16, in the even tiles). `edges`: the row may not see all keys (kAny: it never need).
-// `products` is called kParts times on the way, to issue tile products of other jobs.
-template <Logits logits, bool edges = false, class Products = NoProducts>
-IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, const Job& job, float* s, float* max, float* sum,
-                               const float* scale, float* out, int dim_tiles, Products products = {}) {
-  vf x[kVecs], p[kVecs];
-  float factor = *scale;
-  if constexpr (logits == kAny) {
-    if (!is_plain(a, row)) {
-      float* parts[kVecs];
-      for (int t = 0; t < kVecs; ++t) parts[t] = s + 256 * t;
-      modify_logits<true>(a, row, job.kb, parts);
-      factor = 1.f;
-    }
-    __mmask16 seen[kVecs];
-    row_masks(row, job.kb, seen);
-    for (int t = 0; t < kVecs; ++t) {
-      if (t < 2 * job.c0 || t >= 2 * job.c1) seen[t] = 0;  // not computed
-      x[t] = _mm512_mask_load_ps(_mm512_set1_ps(-__builtin_inff()), seen[t], s + 256 * t);
-    }
-  } else {
-    IMBREX_UNROLL(8)
-    for (int t = 0; t < kVecs; ++t) x[t] = _mm512_load_ps(s + t * 256);
-    if constexpr (logits == kCapped) {
-      const float twice = row.scale * 2 * kLog2e / a.soft_cap, cap = a.soft_cap * kLog2e;
-      IMBREX_UNROLL(8)
-      for (int t = 0; t < kVecs; ++t) {
-        if (t % 2 == 0) products(t / 2);
-        x[t] = soft_cap_bf16(x[t], twice, cap);
-      }
-      factor = 1.f;
-    }
-    if constexpr (edges) {
-      const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      IMBREX_UNROLL(8)
-      for (int t = 0; t < kVecs; ++t) {
-        const __mmask16 below = _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(row.hi - job.kb - 16 * t));
-        const __mmask16 seen = _mm512_mask_cmpge_epi32_mask(below, lane, _mm512_set1_epi32(row.lo - job.kb - 16 * t));
-        x[t] = _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), seen, x[t]);
-      }
-    }
-  }
-  const vf vscale = _mm512_set1_ps(factor), m = _mm512_set1_ps(*max);
-  IMBREX_UNROLL(8)
-  for (int t = 0; t < kVecs; ++t) {
-    if (logits != kCapped && t % 2 == 0) products(t / 2);
-    p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, m));
-  }
-  vf total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
-                           _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
-  if (__builtin_expect(_mm512_cmp_ps_mask(total, _mm512_set1_ps(kLargeSum), _CMP_GT_OQ), 0)) {
-    const vf top = _mm512_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])),
-                                 _mm512_max_ps(_mm512_max_ps(x[4], x[5]), _mm512_max_ps(x[6], x[7])));
-    const float new_max = _mm512_reduce_max_ps(top) * factor;
-    const vf rescale = _mm512_set1_ps(exp2_exact(*max - new_max)), n = _mm512_set1_ps(new_max);
-    *max = new_max;
-    _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), rescale));
-    for (int t = 0; t < dim_tiles && !job.fresh; ++t) {
-      _mm512_store_ps(out + 256 * t, _mm512_mul_ps(_mm512_load_ps(out + 256 * t), rescale));
-    }
-    for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], vscale, n));
-    total = _mm512_add_ps(_mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])),
-                          _mm512_add_ps(_mm512_add_ps(p[4], p[5]), _mm512_add_ps(p[6], p[7])));
-  }
-  _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), total));
-  IMBREX_UNROLL(4)
-  for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s + 512 * c, (vi)_mm512_cvtne2ps_pbh(p[2 * c + 1], p[2 * c]));
-}
-
 // Slices of products: 4 accumulators += 2 left operands x 2 right ones, in kParts parts of one product. Where a slice completes its
 // accumulators, each is stored, and filled for the slice after, while the products of the others still run.
-constexpr int kParts = kVecs / 2;
 
 // Slice `step` of the scores of chunk c of [c0, c1): 32 rows x 32 keys += 32 dims.
 IMBREX_INLINE void qk_part(int part, int c, int step, int steps, int c0, int c1, const char* q, const BlockTiles& b, char* scores) {
@@ -314,95 +236,6 @@ void run_jobs(JobList& list) {
     before = now;
     now = after;
     after = free;
-  }
-}
-
-// Decode: at most 16 rows, so a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
-// a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going. What has to be
-// turned into tiles first (fp8, pages of 16) goes through a ring in L1, one key group and one dim tile ahead: tile loads cannot be
-// served from the store buffer, so the stores must be done by then.
-template <Logits kLogits>
-void run_narrow(JobList& list) {
-  const AttentionParams& a = list.a;
-  const Scratch& s = list.s;
-  const int steps = list.n.steps, dim_tiles = list.n.dim_tiles, num_rows = list.n.rows;
-  float* const scores[2] = {s.scores, s.scores + kGroups * 256};
-  const int turns = dim_tiles > kGroups ? dim_tiles : kGroups;
-  const bool direct = s.stage[0].direct, fetch_codes = direct && a.k.type != kBf16;
-  char *const key_ring = s.stage[0].keys, *const value_ring = s.stage[1].keys;  // which a direct stage does not use otherwise
-  const char* keys[2];
-  const char* values[2][kChunks];
-  auto prepare_keys = [&](const Job& job, int g) {
-    stage_part(a, list.item, list.kv_head, job.kb, list.keys, *job.stage, g);
-    keys[g % 2] = direct ? ring_keys(a, *job.tiles, g, steps, key_ring + g % 2 * (steps * 1024L)) : job.tiles->keys[g];
-  };
-  auto prepare_values = [&](const Job& job, int t) {
-    ring_values(a, *job.tiles, t, job.c0, job.c1, value_ring + t % 2 * (kChunks * 1024L), values[t % 2]);
-  };
-  Job jobs[3];
-  Job *before = nullptr, *now = jobs, *after = jobs + 1;
-  bool have_now = list.next(now), have_after = have_now && list.next(after);
-  if (have_now) prepare_keys(*now, 0);
-  for (int turn = 0; have_now || before; turn ^= 1) {
-    char *mine = (char*)scores[turn], *other = (char*)scores[turn ^ 1];
-    for (int i = 0; i < turns; ++i) {
-      for (int g = i * kGroups / turns; have_now && g < (i + 1) * kGroups / turns; ++g) {
-        if (const int ahead = g + 1 + kFetchAhead; fetch_codes && (ahead < kGroups || have_after)) {
-          fetch_keys(ahead < kGroups ? *now->tiles : *after->tiles, ahead % kGroups, steps);
-        }
-        if (g + 1 < kGroups) {
-          prepare_keys(*now, g + 1);
-        } else if (have_after) {
-          prepare_keys(*after, 0);
-        }
-        if (g < 2 * now->c0 || g >= 2 * now->c1) continue;
-        TILE_FENCE();
-        TILE_ZERO(0);
-        for (int k = 0; k < steps; ++k) {
-          TILE_LOAD(5, s.q + k * 1024);
-          TILE_STREAM(7, keys[g % 2] + k * 1024);
-          TILE_DOT(0, 5, 7);
-        }
-        TILE_STORE(0, mine + g * 1024);
-      }
-      for (int t = i * dim_tiles / turns; t < (i + 1) * dim_tiles / turns; ++t) {
-        if (const int ahead = t + 1 + kFetchAhead; fetch_codes && (ahead < dim_tiles ? before != nullptr : have_now)) {
-          const Job& job = ahead < dim_tiles ? *before : *now;
-          fetch_values(*job.tiles, ahead % dim_tiles, job.c0, job.c1);
-        }
-        if (t + 1 < dim_tiles) {
-          if (before) prepare_values(*before, t + 1);
-        } else if (have_now) {
-          prepare_values(*now, 0);
-        }
-        if (!before) continue;
-        TILE_FENCE();
-        char* out = (char*)s.out + t * 1024;
-        TILE_LOAD_OR_ZERO(2, out, before->fresh);
-        for (int c = before->c0; c < before->c1; ++c) {
-          TILE_LOAD(4, other + c * 2048);
-          TILE_STREAM(6, values[t % 2][c]);
-          TILE_DOT(2, 4, 6);
-        }
-        TILE_STORE(2, out);
-      }
-    }
-    TILE_FENCE();
-    if (!have_now) return;
-    for (int r = 0; r < num_rows; ++r) {
-      float *row_scores = (float*)mine + r * 16, *out = s.out + r * 16;
-      if (now->full) {
-        softmax_row<kLogits>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
-      } else {
-        softmax_row<kAny>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
-      }
-    }
-    Job* free = before ? before : jobs + 2;
-    before = now;
-    now = after;
-    after = free;
-    have_now = have_after;
-    have_after = have_now && list.next(after);
   }
 }
 

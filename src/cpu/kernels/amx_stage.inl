@@ -231,9 +231,8 @@ inline const char* ring_keys(const AttentionParams& a, const BlockTiles& b, int 
 }
 inline void ring_values(const AttentionParams& a, const BlockTiles& b, int t, int c0, int c1, char* ring, const char** tiles) {
   for (int c = c0; c < c1; ++c) {
-    tiles[c] = b.values[c] + t * 1024;
+    tiles[c] = b.values[c] ? b.values[c] + t * 1024 : ring + c * 1024;
     if (b.values[c]) continue;
-    tiles[c] = ring + c * 1024;
     for (int half = 0; half < 2; ++half) {
       const char* from = b.halves[2 * c + half] + t * b.pitch[2 * c + half];
       char* to = ring + c * 1024 + half * 512;
