@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <random>
 
@@ -292,6 +293,34 @@ TEST_P(Laws, SplitAnywhereAndMergeIsTheWhole) {
   }
   EXPECT_GE(splits, 500);
   EXPECT_GT(empty_rows, 1000);
+}
+
+// A key that is not a number: the rows that see it say so, in the output and in the LSE; no other row changes a bit.
+TEST_P(Laws, ANanAmongTheKeysReachesTheRowsThatSeeIt) {
+  constexpr int kKey = 20;
+  for (float soft_cap : {0.f, 20.f})
+    for (int context : {0, 130}) {  // prefill, and verify after a block of keys
+      const int q_len = context ? 6 : 40;
+      Case c = base_case(DType::bf16, DType::bf16, {{q_len, context + q_len}, {3, 50}});
+      c.spec.score.soft_cap = soft_cap;
+      c = fit(c);
+      const RunOptions o = options(c);
+      const RunResult clean = run(c, o);
+      CaseInputs in = make_inputs(c);
+      const int heads = c.spec.num_q_heads, dim = c.spec.head_dim_v, group = heads / c.spec.num_kv_heads;
+      in.k.set(int64_t(kKey) * c.spec.num_kv_heads * c.spec.head_dim_qk, std::numeric_limits<double>::quiet_NaN());  // head 0, dim 0
+      const RunResult result = run_case(*GetParam().backend, GetParam().device, in, o);
+      for (int t = 0; t < c.num_tokens(); ++t)
+        for (int h = 0; h < heads; ++h) {
+          const size_t row = size_t(t) * heads + h;
+          const bool sees = t < q_len && context + t >= kKey && h < group;
+          ASSERT_EQ(std::isnan(result.lse[row]), sees) << c.spec.str() << " token " << t << " head " << h;
+          for (int d = 0; d < dim; ++d) {
+            const float x = result.out[row * dim + d];
+            ASSERT_TRUE(sees ? std::isnan(x) : x == clean.out[row * dim + d]) << c.spec.str() << " token " << t << " head " << h;
+          }
+        }
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
