@@ -62,14 +62,15 @@ struct WriteKvParams {
   bool packed;
 };
 
-// The kernels of one instruction set. `attention` runs one work item for one kv head.
+// The kernels of one instruction set. `attention` runs one work item for one kv head. It returns false when a row's output is not finite
+// though its weights are: then a value is not, and rows that do not see it may have met it with weight zero, which makes NaN.
 struct Kernels {
   const char* isa;
   int row_tile;                                                 // rows (query token, q head) an item should have at most
   long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();
-  void (*attention)(const AttentionParams&, const WorkItem&, int kv_head, char* scratch);
+  bool (*attention)(const AttentionParams&, const WorkItem&, int kv_head, char* scratch);
   void (*merge)(const AttentionParams&, const MergeItem&, int kv_head);
   void (*write_kv)(const WriteKvParams&, int token_begin, int token_end);
 };

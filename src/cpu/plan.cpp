@@ -246,11 +246,27 @@ struct Run {
   int num_tasks, num_merges;  // items times heads, merges times heads
   std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
 
+  // A value that is not finite spoils every row of its item, also those that give it the weight zero. Smaller items part the rows that
+  // see it from those that do not, and rows are the same bits in any item. Rows of one token see the same keys, custom masks aside.
+  void run(const WorkItem& item, int head, char* memory) const {
+    if (kernels.attention(params, item, head, memory) || item.q_end - item.q_begin == 1) return;
+    const Visible first = visible(item.request, item.q_begin), last = visible(item.request, item.q_end - 1);
+    if (first.lo == last.lo && first.hi == last.hi) return;
+    WorkItem front = item, back = item;
+    front.q_end = back.q_begin = item.q_begin + (item.q_end - item.q_begin) / 2;
+    if (item.partial >= 0) back.partial += back.q_begin - item.q_begin;
+    run(front, head, memory);
+    run(back, head, memory);
+  }
+  Visible visible(int request, int token) const {
+    return visible_keys(params, params.seq_lens[request] - params.query_start[request + 1] + token, params.seq_lens[request]);
+  }
+
   void work(int worker) {
     const int heads = params.num_kv_heads;
     kernels.enter();
     for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      kernels.attention(params, schedule.work[t / heads], t % heads, scratch + worker * scratch_bytes);
+      run(schedule.work[t / heads], t % heads, scratch + worker * scratch_bytes);
       if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
     }
     kernels.leave();

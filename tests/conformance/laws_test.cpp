@@ -323,6 +323,37 @@ TEST_P(Laws, ANanAmongTheKeysReachesTheRowsThatSeeIt) {
     }
 }
 
+// A value that is not finite: the rows that see it have it in its dim. Every other number is the same bits as without it.
+TEST_P(Laws, ANonFiniteValueReachesTheRowsThatSeeItAndNoOther) {
+  constexpr int kKey = 150, kDim = 3;
+  for (double value : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()})
+    for (int context : {0, 145})  // prefill, and verify
+      for (int window : {-1, 30}) {
+        const int q_len = context ? 10 : 300;
+        Case c = base_case(DType::bf16, DType::bf16, {{q_len, context + q_len}, {3, 200}});
+        c.spec.mask.window_left = window;
+        c = fit(c);
+        if (size_of(c.spec.kv_dtype) == 1) value = std::numeric_limits<double>::quiet_NaN();  // e4m3 has no infinity
+        const RunOptions o = options(c);
+        const RunResult clean = run(c, o);
+        CaseInputs in = make_inputs(c);
+        const int heads = c.spec.num_q_heads, dim = c.spec.head_dim_v, group = heads / c.spec.num_kv_heads;
+        in.v.set(int64_t(kKey) * c.spec.num_kv_heads * dim + kDim, value);  // head 0
+        const RunResult result = run_case(*GetParam().backend, GetParam().device, in, o);
+        EXPECT_EQ(result.lse, clean.lse) << c.spec.str();
+        for (int t = 0; t < c.num_tokens(); ++t)
+          for (int h = 0; h < heads; ++h) {
+            const int position = context + t;
+            const bool sees = t < q_len && position >= kKey && (window < 0 || position - window <= kKey) && h < group;
+            for (int d = 0; d < dim; ++d) {
+              const size_t at = (size_t(t) * heads + h) * dim + d;
+              ASSERT_TRUE(sees && d == kDim ? !std::isfinite(result.out[at]) : result.out[at] == clean.out[at])
+                  << c.spec.str() << " token " << t << " head " << h << " dim " << d << ": " << result.out[at];
+            }
+          }
+      }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
 
 }  // namespace

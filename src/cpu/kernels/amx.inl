@@ -67,7 +67,7 @@ void run_list(JobList& list, bool narrow) {
   }
 }
 
-void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   const Shape n = shape_of(a, num_rows);
   Scratch s;
@@ -136,6 +136,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     }
     begin = end;
   }
+  bool finite = true;
   for (int i = 0; i < num_rows; ++i) {
     gather_out(s, n, i, row_out);
     const float* out = row_out;
@@ -145,8 +146,9 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       fold(into, s.folded_max + i, s.folded_sum + i, row_out, max, sum, a.v.dim);
       out = into, max = s.folded_max[i], sum = s.folded_sum[i];
     }
-    finish_row(a, item, s.rows[i], out, max, sum);
+    finite &= finish_row(a, item, s.rows[i], out, max, sum);
   }
+  return finite;
 }
 
 void enter() {}

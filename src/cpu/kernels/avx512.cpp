@@ -205,7 +205,7 @@ void clear(const Scratch& s, long rows, int v) {
   }
 }
 
-void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group, qk = a.k.dim, v = pad(a.v.dim, 32);
   Scratch s;
   layout(memory, a, num_rows, &s);
@@ -249,6 +249,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     s.k_rows = s.next_rows;
     s.next_rows = rows;
   }
+  bool finite = true;
   for (int i = 0; i < num_rows; ++i) {
     float* out = s.out + long(i) * v;
     float max = s.max[i], sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i));
@@ -257,8 +258,9 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       fold(s.folded + long(i) * v, s.folded_max + i, s.folded_sum + i, out, max, sum, a.v.dim);
       out = s.folded + long(i) * v, max = s.folded_max[i], sum = s.folded_sum[i];
     }
-    finish_row(a, item, s.rows[i], out, max, sum);
+    finite &= finish_row(a, item, s.rows[i], out, max, sum);
   }
+  return finite;
 }
 
 void nothing() {}

@@ -103,16 +103,21 @@ __attribute__((noinline)) void write_row(const AttentionParams& a, int token, in
   if (a.lse) a.lse[token * a.lse_token_stride + head * a.lse_head_stride] = lse;
 }
 
-// A finished row of an item: to the output, or to the partial buffers.
-IMBREX_INLINE void finish_row(const AttentionParams& a, const WorkItem& item, const Row& row, const float* out, float max, float sum) {
+// A finished row of an item: to the output, or to the partial buffers. False when its output is not finite though its weights are.
+IMBREX_INLINE bool finish_row(const AttentionParams& a, const WorkItem& item, const Row& row, const float* out, float max, float sum) {
+  vf probe = _mm512_setzero_ps();
+  for (int d = 0; d < a.v.dim; d += 16)
+    probe = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(first(a.v.dim - d), out + d), _mm512_setzero_ps(), probe);
+  const bool finite = sum != sum || _mm512_cmp_ps_mask(probe, probe, _CMP_UNORD_Q) == 0;
   if (item.partial < 0) {
     write_row(a, row.token, row.head, out, max, sum);
-    return;
+    return finite;
   }
   const long at = long(item.partial + row.token - item.q_begin) * a.num_q_heads + row.head;
   __builtin_memcpy(a.partial_out + at * a.v.dim, out, 4ul * a.v.dim);
   a.partial_state[2 * at] = max;
   a.partial_state[2 * at + 1] = sum;
+  return finite;
 }
 
 void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {

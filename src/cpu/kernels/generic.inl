@@ -203,7 +203,13 @@ inline void clear(float* out, long n, float* max, float* sum, int rows) {
   for (int i = 0; i < rows; ++i) max[i] = kEmptyMax, sum[i] = 0.f;
 }
 
-void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+inline bool all_finite(const float* x, int n) {
+  u32 any = 0;
+  for (int i = 0; i < n; ++i) any |= (as_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+  return !any;
+}
+
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   const int rows = (num_rows + kRowTile - 1) / kRowTile * kRowTile, qk = a.k.dim, v = pad16(a.v.dim);
   Scratch s;
@@ -245,6 +251,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       }
     }
   }
+  bool finite = true;
   for (int i = 0; i < num_rows; ++i) {
     const Row& row = s.rows[i];
     float *out = s.out + long(i) * v, *max = s.max + i, *sum = s.sum + i;
@@ -252,6 +259,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       fold(s.folded + long(i) * v, s.folded_max + i, s.folded_sum + i, out, *max, *sum, v);
       out = s.folded + long(i) * v, max = s.folded_max + i, sum = s.folded_sum + i;
     }
+    finite &= *sum != *sum || all_finite(out, a.v.dim);
     if (item.partial < 0) {
       write_row(a, row.token, row.head, out, *max, *sum);
     } else {
@@ -261,6 +269,7 @@ void attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       a.partial_state[2 * at + 1] = *sum;
     }
   }
+  return finite;
 }
 
 void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {
