@@ -1,9 +1,9 @@
-// The inner loop of AMX decode.
+// The inner loop of AMX decode: what amx.inl runs for items of at most 16 rows.
 
 namespace imbrex::cpu {
 namespace {
 
-// Decode: at most 16 rows, so a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
+// With so few rows a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
 // a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going. What has to be
 // turned into tiles first (fp8, pages of 16) goes through a ring in L1, one key group and one dim tile ahead: tile loads cannot be
 // served from the store buffer, so the stores must be done by then.

@@ -127,14 +127,28 @@ void stage_strided_values(const Stage& s, int dim, int half) {
   }
 }
 
+// The block of a packed cache that holds a key.
+inline const char* find_packed(const AttentionParams& a, const KvSide& side, const WorkItem& item, int kv_head, int key) {
+  return side.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * side.block_stride + kv_head * side.head_stride;
+}
+inline const char* find_keys(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int steps) {
+  return find_packed(a, a.k, item, kv_head, key) + key % a.block_size / 16 * (steps * 512L * element_size(a.k.type));
+}
 // Where the 16 values from `key` on (8 pair rows of every dim tile) lie in a packed cache, and how far it is from one dim tile to the next.
 inline const char* find_half(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int dim_tiles, long* pitch) {
   const long size = element_size(a.v.type);
   const int offset = key % a.block_size, group = offset / 32 * 32;
   const bool tail = group + 32 > (a.block_size + 15) / 16 * 16;
   *pitch = (tail ? 256 : 512) * size;
-  return a.v.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.v.block_stride + kv_head * a.v.head_stride +
-         (long(group) * dim_tiles + offset % 32) * 16 * size;
+  return find_packed(a, a.v, item, kv_head, key) + (long(group) * dim_tiles + offset % 32) * 16 * size;
+}
+// One dim tile of them as bf16.
+inline void copy_half(int type, const char* from, char* to) {
+  if (type == kBf16) {
+    for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + i, _mm512_loadu_si512(from + i));
+  } else {
+    widen(from, fp8_table(type), 256, to);
+  }
 }
 
 // They become one half of a staged chunk, zero outside `keys`.
@@ -145,13 +159,7 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
   long pitch;
   const char* from = find_half(a, item, kv_head, key, s.dim_tiles, &pitch);
-  for (int t = 0; t < s.dim_tiles; ++t, from += pitch) {
-    if (a.v.type == kBf16) {
-      for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + t * 1024 + i, _mm512_loadu_si512(from + i));
-    } else {
-      widen(from, fp8_table(a.v.type), 256, to + t * 1024);
-    }
-  }
+  for (int t = 0; t < s.dim_tiles; ++t) copy_half(a.v.type, from + t * pitch, to + t * 1024);
   if (key >= keys.lo && key + 16 <= keys.hi) return;
   for (int r = 0; r < 8; ++r) {
     const int even = key + 2 * r;
@@ -164,16 +172,11 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
 }
 
-inline const char* find_keys(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int steps) {
-  return a.k.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * a.k.block_stride + kv_head * a.k.head_stride +
-         key % a.block_size / 16 * (steps * 512L * element_size(a.k.type));
-}
-
 // Whether the 32 values from `key` on can be used where they are: tiles of a packed cache, all seen. Hidden keys need no cleaning (their
 // logits are replaced), hidden values do: a probability of zero times NaN is NaN.
-inline bool all_seen(int key, int count, Visible keys) { return key >= keys.lo && key + count <= keys.hi; }
+inline bool chunk_seen(int key, Visible keys) { return key >= keys.lo && key + 32 <= keys.hi; }
 inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
-  return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && all_seen(key, 32, keys);
+  return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && chunk_seen(key, keys);
 }
 
 // The first half of staging a block: where its tiles are, or will be.
@@ -200,7 +203,7 @@ void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int
     if (values_in_place(a, key, keys)) {
       long pitch;
       out->values[c] = find_half(a, item, kv_head, key, s.dim_tiles, &pitch);
-    } else if (s.direct && all_seen(key, 32, keys)) {
+    } else if (s.direct && chunk_seen(key, keys)) {
       out->values[c] = nullptr;
       for (int g = 2 * c; g < 2 * c + 2; ++g) out->halves[g] = find_half(a, item, kv_head, kb + 16 * g, s.dim_tiles, out->pitch + g);
     }
@@ -219,7 +222,7 @@ inline void stage_part(const AttentionParams& a, const WorkItem& item, int kv_he
   if (a.k.type != kBf16 && seen && !s.direct) {
     widen(find_keys(a, item, kv_head, key, s.steps), fp8_table(a.k.type), 512 * s.steps, s.keys + long(g) * s.steps * 1024);
   }
-  if (values_in_place(a, chunk_key, keys) || (s.direct && all_seen(chunk_key, 32, keys))) return;
+  if (values_in_place(a, chunk_key, keys) || (s.direct && chunk_seen(chunk_key, keys))) return;
   stage_half_group(a, item, kv_head, key, keys, s, s.values + long(g / 2) * s.dim_tiles * 1024 + g % 2 * 512);
 }
 
@@ -234,13 +237,7 @@ inline void ring_values(const AttentionParams& a, const BlockTiles& b, int t, in
     tiles[c] = b.values[c] ? b.values[c] + t * 1024 : ring + c * 1024;
     if (b.values[c]) continue;
     for (int half = 0; half < 2; ++half) {
-      const char* from = b.halves[2 * c + half] + t * b.pitch[2 * c + half];
-      char* to = ring + c * 1024 + half * 512;
-      if (a.v.type == kBf16) {
-        for (int i = 0; i < 512; i += 64) _mm512_store_si512(to + i, _mm512_loadu_si512(from + i));
-      } else {
-        widen(from, fp8_table(a.v.type), 256, to);
-      }
+      copy_half(a.v.type, b.halves[2 * c + half] + t * b.pitch[2 * c + half], ring + c * 1024 + half * 512);
     }
   }
 }

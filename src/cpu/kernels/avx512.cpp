@@ -69,7 +69,7 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
 
 long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
 
-// Logits of one row to probabilities, in place. num_keys: keys of the block that were computed; the others are hidden from all rows.
+// Logits of one row to probabilities, in place.
 IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, float* max, float* sum, float* out, int v) {
   vf x[kVecs], top = _mm512_set1_ps(-__builtin_inff());
   float scale = row.scale * kLog2e;
