@@ -11,12 +11,12 @@ std::shared_ptr<const Context> Context::of_device(int index) {
   check_cuda(cu.cuDeviceGetCount(&count), "count the CUDA devices");
   check(index >= 0 && index < count, "cuda.device", "expected a CUDA device below {}, got cuda:{}", count, index);
   CUdevice wanted = 0, device = 0;
-  check_cuda(cu.cuDeviceGet(&wanted, index), fmt::format("get cuda:{}", index));
+  check_cuda(cu.cuDeviceGet(&wanted, index), "get cuda:{}", index);
   CUcontext context = nullptr;
   check_cuda(cu.cuCtxGetCurrent(&context), "get the current context");
   if (context != nullptr && cu.cuCtxGetDevice(&device) == kCudaSuccess && device == wanted)
     return std::shared_ptr<const Context>(new Context(context, index, false));
-  check_cuda(cu.cuDevicePrimaryCtxRetain(&context, wanted), fmt::format("retain the primary context of cuda:{}", index));
+  check_cuda(cu.cuDevicePrimaryCtxRetain(&context, wanted), "retain the primary context of cuda:{}", index);
   return std::shared_ptr<const Context>(new Context(context, index, true));
 }
 
@@ -34,8 +34,15 @@ CurrentContext::CurrentContext(const Context& context) {
   CUcontext current = nullptr;
   check_cuda(cu.cuCtxGetCurrent(&current), "get the current context");
   if (current == context.get()) return;
-  check_cuda(cu.cuCtxPushCurrent_v2(context.get()), fmt::format("make the context of cuda:{} current", context.device()));
+  check_cuda(cu.cuCtxPushCurrent_v2(context.get()), "make the context of cuda:{} current", context.device());
   pushed_ = true;
+}
+
+CurrentContext::CurrentContext(const Context& context, std::nothrow_t) noexcept {
+  const DriverApi& cu = need_driver();
+  CUcontext current = nullptr;
+  pushed_ =
+      cu.cuCtxGetCurrent(&current) == kCudaSuccess && current != context.get() && cu.cuCtxPushCurrent_v2(context.get()) == kCudaSuccess;
 }
 
 CurrentContext::~CurrentContext() {

@@ -1,6 +1,7 @@
 #pragma once
 // Which context the calls of a thread go to: borrowed from the caller or retained for a while, never left changed.
 #include <memory>
+#include <new>
 
 #include "cuda/driver.h"
 
@@ -32,6 +33,7 @@ class Context {
 class CurrentContext {
  public:
   explicit CurrentContext(const Context&);
+  CurrentContext(const Context&, std::nothrow_t) noexcept;  // for destructors: does nothing where it fails
   ~CurrentContext();
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;

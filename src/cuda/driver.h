@@ -1,11 +1,14 @@
 #pragma once
 // The functions of the CUDA driver and of NVRTC that we call, declared by hand and opened at run time: building needs no CUDA.
 // Names, signatures and values are those of cuda.h and nvrtc.h; tests/cuda/toolkit_headers_test.cpp compares them where these exist.
+#include <fmt/format.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace imbrex::cuda {
@@ -224,10 +227,11 @@ const DriverApi& need_driver();  // Error cuda.driver_missing with the reason
 const NvrtcApi& need_nvrtc();    // Error cuda.nvrtc_missing
 
 [[noreturn]] void fail_cuda(CUresult, std::string_view what);  // Error cuda.memory for a lack of memory, cuda.driver for all else
-// Throws unless the call succeeded; `what` says what was tried: "copy 4096 bytes to cuda:0".
-inline void check_cuda(CUresult result, std::string_view what) {
+// Throws unless the call succeeded; the text says what was tried, "copy {} bytes to the device", and is only made when it failed.
+template <class... Args>
+void check_cuda(CUresult result, fmt::format_string<Args...> what, Args&&... args) {
   if (result != kCudaSuccess) [[unlikely]]
-    fail_cuda(result, what);
+    fail_cuda(result, fmt::format(what, std::forward<Args>(args)...));
 }
 
 }  // namespace imbrex::cuda

@@ -128,13 +128,14 @@ fs::path dump_texts(const KernelKey& key, std::string_view text, const std::stri
 
 }  // namespace
 
-std::string KernelKey::str() const {
-  std::vector<std::string> constants;
+std::string KernelKey::constants() const {
+  std::string text;
   for (const Constant& c : config)
-    constants.push_back(std::visit([&](auto value) { return fmt::format("{} {}", c.name, value); }, c.value));
-  return fmt::format("{} for {}{}{}{}", path, arch, constants.empty() ? "" : " (", fmt::join(constants, ", "),
-                     constants.empty() ? "" : ")");
+    text += std::visit([&](auto value) { return fmt::format("{}{} {}", text.empty() ? "" : ", ", c.name, value); }, c.value);
+  return text;
 }
+
+std::string KernelKey::str() const { return fmt::format("{} for {}{}", path, arch, config.empty() ? "" : " (" + constants() + ")"); }
 
 std::string arch_of(const DeviceInfo& device) {
   check(device.device.type == DeviceType::cuda && device.sm > 0, "cuda.arch", "expected a CUDA device, got {}", device.str());

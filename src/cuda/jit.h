@@ -23,7 +23,8 @@ struct KernelKey {
   std::string path;  // below src/cuda/kernels: "write_kv.cu"
   std::string arch;  // "sm_80", "sm_90a"
   std::vector<Constant> config;
-  std::string str() const;  // "write_kv.cu for sm_90a (kFrom 2, kTo 3)"
+  std::string constants() const;  // "kFrom 2, kTo 3"
+  std::string str() const;        // "write_kv.cu for sm_90a (kFrom 2, kTo 3)"
 };
 
 struct CompiledKernel {

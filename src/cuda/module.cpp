@@ -47,8 +47,8 @@ std::shared_ptr<const Module> Module::load(const std::shared_ptr<const Context>&
 
 Module::Module(std::shared_ptr<const Context> context, std::string what, std::shared_ptr<const CompiledKernel> compiled)
     : context_(std::move(context)), what_(std::move(what)), compiled_(std::move(compiled)) {
-  check_cuda(need_driver().cuLibraryLoadData(&library_, compiled_->cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-             fmt::format("load {}", what_));
+  check_cuda(need_driver().cuLibraryLoadData(&library_, compiled_->cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "load {}",
+             what_);
 }
 
 // A context that its owner has destroyed, or a process that ends, has unloaded the library already.
@@ -63,16 +63,16 @@ Kernel Module::kernel(const std::string& entry) const {
   CUkernel handle = nullptr;
   const CUresult found = cu.cuLibraryGetKernel(&handle, library_, entry.c_str());
   check(found != kCudaNotFound, "cuda.entry", "{} has no entry point \"{}\"", what_, entry);
-  const std::string what = fmt::format("prepare {} of {}", entry, what_);
-  check_cuda(found, what);
+  const auto prepare = [&](CUresult result) { check_cuda(result, "prepare {} of {}", entry, what_); };
+  prepare(found);
   // In the context and now: the driver would load the code with the first launch, which may be inside a graph capture.
-  check_cuda(cu.cuKernelGetFunction(&kernel.function_, handle), what);
-  check_cuda(cu.cuFuncGetAttribute(&kernel.registers_, kFunctionRegisters, kernel.function_), what);
-  check_cuda(cu.cuFuncGetAttribute(&kernel.local_bytes_, kFunctionLocalBytes, kernel.function_), what);
+  prepare(cu.cuKernelGetFunction(&kernel.function_, handle));
+  prepare(cu.cuFuncGetAttribute(&kernel.registers_, kFunctionRegisters, kernel.function_));
+  prepare(cu.cuFuncGetAttribute(&kernel.local_bytes_, kFunctionLocalBytes, kernel.function_));
   kernel.smem_bytes_ = dynamic_smem_bytes(compiled_->cubin, entry);
   if (kernel.smem_bytes_ > kSmemWithoutAsking) {
     check_cuda(cu.cuFuncSetAttribute(kernel.function_, kFunctionMaxDynamicSmem, int(kernel.smem_bytes_)),
-               fmt::format("{} with {} bytes of shared memory", what, kernel.smem_bytes_));
+               "prepare {} of {} with {} bytes of shared memory", entry, what_, kernel.smem_bytes_);
   }
   return kernel;
 }
@@ -80,7 +80,7 @@ Kernel Module::kernel(const std::string& entry) const {
 int Kernel::blocks_per_multiprocessor(int threads) const {
   int blocks = 0;
   check_cuda(cu_->cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_, threads, smem_bytes_),
-             fmt::format("occupancy of {} with {} threads", name_, threads));
+             "find the occupancy of {} with {} threads", name_, threads);
   return blocks;
 }
 
@@ -103,9 +103,8 @@ void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parame
     const CUlaunchConfig config{shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, attributes, count};
     result = cu_->cuLaunchKernelEx(&config, function_, parameters, nullptr);
   }
-  if (result != kCudaSuccess) [[unlikely]]
-    fail_cuda(result, fmt::format("launch {} with {} x {} x {} blocks of {} threads and {} bytes of shared memory", name_, shape.grid_x,
-                                  shape.grid_y, shape.grid_z, shape.threads, smem_bytes_));
+  check_cuda(result, "launch {} with {} x {} x {} blocks of {} threads and {} bytes of shared memory", name_, shape.grid_x, shape.grid_y,
+             shape.grid_z, shape.threads, smem_bytes_);
 }
 
 }  // namespace imbrex::cuda

@@ -6,12 +6,12 @@ namespace imbrex::cuda {
 
 enum ElementType : int { kF32, kF16, kBf16, kE4m3, kE5m2 };  // the first five of DType, in its order
 
-struct KvSide {  // keys or values of one layer, in a paged cache
+struct KvSide {  // keys or values of one layer
   char* data;
-  long block_stride, token_stride, head_stride, dim_stride;  // bytes
-  const float* scales;                                       // dequantisation, on the device; null: 1
+  long block_stride, token_stride, head_stride, dim_stride;  // bytes; ragged: no blocks
+  const float* scales;                                       // dequantisation, on the device, [1] or [num_kv_heads]; null: `scale`
   int scale_stride;                                          // elements; 0: one for all heads
-  int dim;                                                   // elements of a row
+  float scale;
 };
 
 struct NewRows {  // k or v of this step: [token, head, dim]
@@ -19,24 +19,30 @@ struct NewRows {  // k or v of this step: [token, head, dim]
   long token_stride, head_stride, dim_stride;  // bytes
 };
 
+constexpr int kWriteKvThreads = 128;
+
 struct WriteKvParams {
   KvSide k, v;
   NewRows new_k, new_v;
-  const long* slots;  // [num_tokens], -1: not written
+  const long* slots;  // [num_tokens], on the device; negative: not written
   long slot_stride;   // elements
-  int num_tokens, block_size, num_kv_heads;
+  int num_tokens, num_kv_heads;
 };
 
-struct BlockPieces {  // one block of keys or values as `counts` product pieces of `piece_bytes` each, innermost first
+constexpr int kCopyBlocksThreads = 256, kCopyBlocksAtOnce = 256;
+
+// Every block of keys (or of values) as sizes[0] * sizes[1] * sizes[2] pieces of memory.
+struct BlockPieces {
   char* data;
-  long block_stride, piece_bytes;  // bytes
-  long counts[3], strides[3];      // strides in bytes
+  long block_stride, piece_bytes, strides[3];  // bytes; strides innermost first
+  unsigned sizes[3];
 };
 
 struct CopyBlocksParams {
   BlockPieces k, v;
-  const int* copies;  // [num_copies, 2]: from, to
-  int num_copies;
+  struct {
+    int from, to;
+  } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
 }  // namespace imbrex::cuda
