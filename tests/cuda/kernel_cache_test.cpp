@@ -2,7 +2,6 @@
 #include "cuda/kernel_cache.h"
 
 #include <gtest/gtest.h>
-#include <sys/stat.h>
 
 #include <atomic>
 #include <fstream>
@@ -88,10 +87,7 @@ TEST(KernelCache, AFolderThatCannotBeWrittenCostsNothingElse) {
   EXPECT_FALSE(load_cached(folder.path() / "file", "name"));
   EXPECT_FALSE(store_cached({}, "name", kKernel));
   EXPECT_FALSE(load_cached({}, "name"));
-  if (geteuid() == 0) GTEST_SKIP() << "root may write everywhere: the folder without permission was left out";
-  fs::permissions(folder.path(), fs::perms::owner_read | fs::perms::owner_exec);
-  EXPECT_FALSE(store_cached(folder.path(), "name", kKernel));
-  fs::permissions(folder.path(), fs::perms::owner_all);
+  EXPECT_FALSE(store_cached("/proc/self", "name", kKernel));  // a folder in which nobody may write
 }
 
 TEST(KernelCache, ReadersSeeWholeFilesWhileOthersWrite) {
