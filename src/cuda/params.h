@@ -45,6 +45,8 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
+constexpr int kMergeThreads = 256;
+
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;

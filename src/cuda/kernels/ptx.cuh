@@ -106,6 +106,13 @@ DEVICE uint2 load_once_8(const void* p) {
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
+DEVICE void store_shared(u32 to, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void store_shared(u32 to, const uint2& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
+}
+
 // Copies to shared memory in the background, `size` bytes each (4, 8 or 16). With `valid` false nothing is read and zeros are written;
 // the address must be a readable one all the same for some tools, so callers clamp it.
 template <int size>
