@@ -526,9 +526,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
       if (fetched == last) *p.next_task = 0;
       shared.next_task = blocks + fetched;
     }
-    if (task >= tasks) break;
     __syncthreads();  // it is read before the next item's own barrier, and written after that
     task = shared.next_task;
+    if (task >= tasks) break;
   }
   griddep_launch();
 }
