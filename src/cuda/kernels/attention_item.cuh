@@ -82,6 +82,11 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   return item;
 }
 
+// Where the partial result of an item's row goes, in rows of partial_out and partial_state.
+DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
+  return long(item.partial + item.token_of(row) - item.q_begin) * (p.num_kv_heads * kGroup) + item.head_of(row);
+}
+
 // --- logits: scale, head scale, soft cap, position bias; in log2 units at the end
 
 constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale

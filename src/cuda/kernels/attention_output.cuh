@@ -47,4 +47,18 @@ DEVICE void store_out(char* at, bool wide, const float (&x)[8]) {
   }
 }
 
+// Two neighbours; `aligned`: to both.
+DEVICE void store_pair(char* at, bool aligned, float x, float y) {
+  if constexpr (kOutType == kF32) {
+    reinterpret_cast<float*>(at)[0] = x, reinterpret_cast<float*>(at)[1] = y;
+  } else {
+    const u32 pair = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
+    if (aligned) {
+      *reinterpret_cast<u32*>(at) = pair;
+    } else {
+      reinterpret_cast<u16*>(at)[0] = u16(pair), reinterpret_cast<u16*>(at)[1] = u16(pair >> 16);
+    }
+  }
+}
+
 }  // namespace imbrex::cuda

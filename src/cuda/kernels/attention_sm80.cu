@@ -353,26 +353,9 @@ class Warp {
 
 // --- the end of an item
 
-DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
-  return long(item.partial + item.token_of(row) - item.q_begin) * (p.num_kv_heads * kGroup) + item.head_of(row);
-}
-
 DEVICE void store_state(const AttentionParams& p, const Item& item, int row, float reference, float sum) {
   float2* const state = reinterpret_cast<float2*>(p.partial_state);
   state[partial_row(p, item, row)] = {reference, sum};
-}
-
-DEVICE void store_pair(char* at, bool aligned, float x, float y) {
-  if constexpr (kOutType == kF32) {
-    reinterpret_cast<float*>(at)[0] = x, reinterpret_cast<float*>(at)[1] = y;
-  } else {
-    const u32 pair = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
-    if (aligned) {
-      *reinterpret_cast<u32*>(at) = pair;
-    } else {
-      reinterpret_cast<u16*>(at)[0] = u16(pair), reinterpret_cast<u16*>(at)[1] = u16(pair >> 16);
-    }
-  }
 }
 
 // One team: each warp has all sums of its rows.
