@@ -45,4 +45,37 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
+// One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
+struct PlanCounts {
+  int num_work, num_merges, num_tokens, num_reqs;
+};
+
+// For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
+struct AttentionParams {
+  const char* q;
+  char* out;
+  float* lse;                                                             // or null
+  long q_token_stride, q_head_stride, out_token_stride, out_head_stride;  // bytes
+  long lse_token_stride, lse_head_stride;                                 // elements
+  KvSide k, v;
+  const int* query_start;            // [num_reqs + 1]
+  const int* seq_lens;               // [num_reqs]
+  const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
+  const long* block_start;           // [num_reqs]; ragged: the request's first row
+  const unsigned char* custom_mask;  // or null
+  const long* custom_start;          // [num_reqs]: where the request's bytes begin
+  const WorkItem* work;
+  const MergeItem* merges;
+  const PlanCounts* counts;
+  int* next_task;  // zero before a launch and after it: the last block resets it
+  int num_kv_heads;
+  float scale, soft_cap;                            // soft_cap 0: off
+  int window_left, window_right, chunk;             // as in Mask
+  const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
+  const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
+  int bias_reach;
+  float* partial_out;    // [partial rows, num_q_heads, head_dim_v], not normalised
+  float* partial_state;  // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+};
+
 }  // namespace imbrex::cuda
