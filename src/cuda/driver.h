@@ -1,6 +1,7 @@
 #pragma once
 // The functions of the CUDA driver and of NVRTC that we call, declared by hand and opened at run time: building needs no CUDA.
-// Names, signatures and values are those of cuda.h and nvrtc.h; tests/cuda/toolkit_headers_test.cpp compares them where these exist.
+// Names, signatures and values are those of cuda.h and nvrtc.h; tests/cuda/headers/toolkit_headers_test.cpp compares them where these
+// exist.
 #include <fmt/format.h>
 
 #include <cstddef>
@@ -47,7 +48,7 @@ struct CUlaunchConfig {
   unsigned num_attributes;
 };
 
-struct alignas(64) CUtensorMap {  // opaque; passed to kernels as a __grid_constant__ parameter
+struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_constant__ parameter
   uint64_t opaque[16];
 };
 

@@ -43,13 +43,14 @@ fs::path cached_file(const fs::path& folder, const std::string& name) { return f
 
 std::optional<CompiledKernel> load_cached(const fs::path& folder, const std::string& name) {
   if (folder.empty()) return std::nullopt;
-  std::ifstream file(cached_file(folder, name), std::ios::binary | std::ios::ate);
-  if (!file) return std::nullopt;
-  const std::streamoff size = file.tellg();
-  if (size < std::streamoff(sizeof(Seal))) return std::nullopt;
-  std::string bytes(size_t(size), '\0');
-  file.seekg(0);
-  if (!file.read(bytes.data(), size)) return std::nullopt;
+  const fs::path path = cached_file(folder, name);
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return std::nullopt;  // a folder opens like a file, and is endless
+  const uintmax_t size = fs::file_size(path, error);
+  if (error || size < sizeof(Seal)) return std::nullopt;
+  std::ifstream file(path, std::ios::binary);
+  std::string bytes(size, '\0');
+  if (!file.read(bytes.data(), std::streamsize(size))) return std::nullopt;
   Seal seal;
   std::memcpy(&seal, bytes.data() + bytes.size() - sizeof seal, sizeof seal);
   const uint64_t content = bytes.size() - sizeof seal;

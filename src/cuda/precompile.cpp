@@ -38,7 +38,8 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
   PrecompiledKernel row{.family = shipped.family, .file = key.path, .arch = key.arch, .constants = key.constants()};
   const std::string name = cache_name(key);
   try {
-    auto kernel = load_cached(folder, name);
+    std::optional<CompiledKernel> kernel;
+    if (!env::get(env::kCudaDump)) kernel = load_cached(folder, name);
     if (!kernel) {
       kernel = compile(key);
       check(store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}", cached_file(folder, name).string());

@@ -65,7 +65,7 @@ DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligne
 // --- TMA
 
 // The descriptor that the driver encodes (CUtensorMap); a __grid_constant__ parameter.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   u64 opaque[16];
 };
 

@@ -39,18 +39,22 @@ DEVICE u32 spread_bytes(u32 four, int half) { return pick_bytes(four, 0, half ==
 // All ones below the sign in the halves that hold an e4m3 NaN (magnitude 0x7f in the upper byte), as `bits`.
 DEVICE u32 e4m3_nan(u32 spread, u32 bits) { return ((((spread & 0x7f007f00u) + 0x01000100u) >> 15) & 0x00010001u) * bits; }
 
-DEVICE u32 e4m3_to_f16(u32 four, int half) {
+// For devices without the instruction: the fields fit, only the bias differs, by 8. Exact for subnormals too.
+DEVICE u32 e4m3_to_f16_by_bits(u32 four, int half) {
   u32 d;
+  const u32 spread = spread_bytes(four, half), moved = (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(moved), "r"(0x5c005c00u));
+  return d | e4m3_nan(spread, 0x7e00);
+}
+DEVICE u32 e4m3_to_f16(u32 four, int half) {
   if constexpr (kArch >= 890) {
+    u32 d;
     const u16 pair = u16(half == 0 ? four : four >> 16);
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
+    return d;
   } else {
-    // The fields fit, only the bias differs, by 8: exact for subnormals too.
-    const u32 spread = spread_bytes(four, half), moved = (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 1;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(moved), "r"(0x5c005c00u));
-    d |= e4m3_nan(spread, 0x7e00);
+    return e4m3_to_f16_by_bits(four, half);
   }
-  return d;
 }
 // e5m2 is the upper byte of f16.
 DEVICE u32 e5m2_to_f16(u32 four, int half) { return spread_bytes(four, half); }
@@ -88,13 +92,20 @@ DEVICE u32 round_to_byte(float x) {
   return code | (bits >> 31) << 7;
 }
 
+DEVICE u32 pack_e4m3_by_bits(float low, float high) {
+  return round_to_byte<4, 3, 0x43e00000u, 0x7e, 0x7e, 0x7f>(low) | round_to_byte<4, 3, 0x43e00000u, 0x7e, 0x7e, 0x7f>(high) << 8;
+}
+DEVICE u32 pack_e5m2_by_bits(float low, float high) {
+  return round_to_byte<5, 2, 0x47600000u, 0x7b, 0x7c, 0x7e>(low) | round_to_byte<5, 2, 0x47600000u, 0x7b, 0x7c, 0x7e>(high) << 8;
+}
+
 DEVICE u32 pack_e4m3(float low, float high) {
   if constexpr (kArch >= 890) {
     u16 d;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(d) : "f"(high), "f"(low));
     return d;
   } else {
-    return round_to_byte<4, 3, 0x43e00000u, 0x7e, 0x7e, 0x7f>(low) | round_to_byte<4, 3, 0x43e00000u, 0x7e, 0x7e, 0x7f>(high) << 8;
+    return pack_e4m3_by_bits(low, high);
   }
 }
 DEVICE u32 pack_e5m2(float low, float high) {
@@ -105,7 +116,7 @@ DEVICE u32 pack_e5m2(float low, float high) {
     const u32 low_infinite = (bits_of(low) & 0x7fffffffu) == kInfinityBits, high_infinite = (bits_of(high) & 0x7fffffffu) == kInfinityBits;
     return d + low_infinite + (high_infinite << 8);
   } else {
-    return round_to_byte<5, 2, 0x47600000u, 0x7b, 0x7c, 0x7e>(low) | round_to_byte<5, 2, 0x47600000u, 0x7b, 0x7c, 0x7e>(high) << 8;
+    return pack_e5m2_by_bits(low, high);
   }
 }
 
