@@ -59,8 +59,9 @@ std::optional<AttentionTiles> decode_tiles(const SharedMemory& memory, const Att
   return std::nullopt;
 }
 
+// 32 rows a warp while output and scores leave room in the registers, then 16. Whatever a logit needs besides one scale takes registers
+// too, and so do widened bytes: fewer keys at a time.
 std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const AttentionSpec& spec) {
-  // 32 rows a warp while its output and scores leave room in the registers; then 16, by more warps.
   static constexpr AttentionTiles kUpTo128[] = {
       {128, 64, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 1}, {64, 32, 2, 1, 1, 2, 1}};
   static constexpr AttentionTiles kUpTo256[] = {
@@ -69,6 +70,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
       {64, 32, 4, 1, 2, 2, 1}, {64, 16, 4, 1, 2, 2, 1}, {32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
   static constexpr AttentionTiles kF32[] = {
       {64, 32, 4, 1, 1, 2, 2}, {64, 32, 4, 1, 1, 2, 1}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
+  const ScoreMod& score = spec.score;
+  const bool plain = !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
   std::span<const AttentionTiles> ladder = kUpTo128;
   if (spec.head_dim_v > 256) {
     ladder = kBeyond;
@@ -76,6 +79,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kF32;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
+  } else if (!plain || spec.kv_dtype != spec.q_dtype) {
+    ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)
     if (fits(memory, spec, tiles)) return tiles;

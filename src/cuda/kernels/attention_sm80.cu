@@ -85,12 +85,13 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 
 class Warp {
  public:
-  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared)
+  // `item` is the caller's copy: shared.item is there when the queries are.
+  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared, int warp)
       : p_(p),
-        item_(item),
-        lane_(lane_id()),
-        row_((warp_of_team() % kRowWarps) * kWarpRows),
-        dim_((warp_of_team() / kRowWarps) * kWarpDims) {
+        item_(shared.item),
+        lane_(computed_here(lane_id())),
+        row_(warp % kRowWarps * kWarpRows),
+        dim_(warp / kRowWarps % kDimWarps * kWarpDims) {
     const u32 q_lane = (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
     q_ = shared_address(shared.q) + row_ * kQRowBytes + q_lane;
     k_lane_ = (lane_ % 8 + lane_ / 16 * 8) * kKRowBytes + lane_ / 8 % 2 * 16;
@@ -129,10 +130,10 @@ class Warp {
 
   // Keys [begin, begin + kTeamKeys) and their values, in shared memory at `stage`.
   DEVICE void step(int begin, u32 stage) {
-    if (begin >= some_.hi || begin + kTeamKeys <= some_.lo) return;
+    if (begin >= some_.hi || (kWindow && begin + kTeamKeys <= some_.lo)) return;
     float s[kRowTiles][kKeyTiles][4];
     scores(stage + k_lane_, s);
-    const bool whole = !kCustomMask && begin >= all_.lo && begin + kTeamKeys <= all_.hi;
+    const bool whole = !kCustomMask && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
     if constexpr (!kPlainLogits) modify(begin, s);
     if (!whole) hide(begin, s);
     weigh(s);
@@ -227,7 +228,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int distance = begin + 2 * (lane_ % 4) - item_.position_of(row_of(m, h));
+        const int distance = begin + 2 * (lane_ % 4) - item_.position_of(computed_here(row_of(m, h)));
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
@@ -242,7 +243,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = row_of(m, h), first = begin + 2 * (lane_ % 4);
+        const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
         const KeyRange keys = visible_keys(p_, item_.position_of(row));
         const int lo = max(keys.lo, item_.lo) - first, hi = min(keys.hi, item_.hi) - first;
         const unsigned char* custom = nullptr;
@@ -410,14 +411,15 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
 }
 
 // Several teams: their parts meet in shared memory, and are added in the order of the teams.
-DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& warp, SharedStorage& shared) {
-  team_sync();  // nobody reads the team's values any more
-  float* const part = reinterpret_cast<float*>(shared.team[team_id()]);
+DEVICE void join_teams(const AttentionParams& p, const Warp& warp, int team, SharedStorage& shared) {
+  const Item& item = shared.item;
+  team_sync(team);  // nobody reads the team's values any more
+  float* const part = reinterpret_cast<float*>(shared.team[team]);
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
     const int m = i / 2, h = i % 2, row = warp.row_of(m, h);
     const float sum = warp.total(m, h);
-    if (warp.has_first_dims() && lane_id() % 4 == 0) shared.state[team_id()][row] = {warp.reference(m, h), sum};
+    if (warp.has_first_dims() && lane_id() % 4 == 0) shared.state[team][row] = {warp.reference(m, h), sum};
 #pragma unroll
     for (int pair = 0; pair < kDimTiles; ++pair)
       *reinterpret_cast<float2*>(part + row * kPartRow + warp.dim_of(pair)) = warp.pair_of(m, h, pair);
@@ -426,16 +428,16 @@ DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& w
   constexpr int kEights = kHeadDimV / 8;
   const bool wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
-  for (int i = int(threadIdx.x); i < item.num_rows * kEights; i += kThreads) {
+  for (int i = computed_here(int(threadIdx.x)); i < item.num_rows * kEights; i += kThreads) {
     const int row = i / kEights, d = i % kEights * 8;
     float reference = kEmptyReference, sum = 0.f, x[8] = {};
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) reference = fmaxf(reference, shared.state[team][row].x);
+    for (int t = 0; t < kTeams; ++t) reference = fmaxf(reference, shared.state[t][row].x);
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
-      const float2 state = shared.state[team][row];
+    for (int t = 0; t < kTeams; ++t) {
+      const float2 state = shared.state[t][row];
       const float weight = exp2_approx(state.x - reference);
-      const float4* const from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(shared.team[team]) + row * kPartRow + d);
+      const float4* const from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(shared.team[t]) + row * kPartRow + d);
       const float4 low = from[0], high = from[1];
       const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       sum += state.y * weight;
@@ -460,12 +462,13 @@ DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& w
 
 // --- an item, and all of them
 
-DEVICE void run_item(const AttentionParams& p, const Item& item, bool wide, SharedStorage& shared) {
-  const int team = team_id();
+DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
+  const int team = warp / kTeamWarps;
+  if (threadIdx.x == 0) shared.item = item;
   const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
   const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
   const u32 ring = shared_address(shared.team[team]);
-  KvLoader loader(p, item, wide);
+  KvLoader loader(p, item, warp, wide);
   if (first < end) loader.look_up(begin_of(first));
   QLoader::load(p, item, shared_address(shared.q), shared.q_scale);
   copy_async_commit();
@@ -479,15 +482,15 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, bool wide, Shar
   }
   copy_async_wait<kStages - 1>();
   __syncthreads();
-  Warp warp(p, item, shared);
-  warp.begin(shared);
+  Warp rows(p, item, shared, warp);
+  rows.begin(shared);
 
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
     if constexpr (kStages > 1) {
       copy_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
-      team_sync();  // the tile is there for all of the team, and all are done with the one before
+      team_sync(team);  // the tile is there for all of the team, and all are done with the one before
     }
     if (tile + kStages - 1 < end) {
       loader.load(begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
@@ -496,17 +499,17 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, bool wide, Shar
     copy_async_commit();
     if constexpr (kStages == 1) {
       copy_async_wait<0>();
-      team_sync();
+      team_sync(team);
     }
-    warp.step(begin_of(tile), ring + stage * kStageBytes);
-    if constexpr (kStages == 1) team_sync();
+    rows.step(begin_of(tile), ring + stage * kStageBytes);
+    if constexpr (kStages == 1) team_sync(team);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
   }
   if constexpr (kTeams == 1) {
-    store_rows(p, item, warp);
+    store_rows(p, shared.item, rows);
   } else {
-    join_teams(p, item, warp, shared);
+    join_teams(p, rows, team, shared);
   }
 }
 
@@ -514,14 +517,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
   extern __shared__ char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
-  const int tasks = num_tasks(p);
+  const int tasks = num_tasks(p), warp = warp_id();
   const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
   // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
   // there, so the last to ask is known by its number, and sets the counter back.
   const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   for (int task = int(blockIdx.x);;) {
     const int fetched = threadIdx.x == 0 ? atomicAdd(p.next_task, 1) : 0;
-    if (task < tasks) run_item(p, item_of(p, task), wide, shared);
+    if (task < tasks) run_item(p, item_of(p, task), warp, wide, shared);
     if (threadIdx.x == 0) {
       if (fetched == last) *p.next_task = 0;
       shared.next_task = blocks + fetched;
