@@ -50,6 +50,12 @@ DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// x, of which the compiler knows nothing: what follows from it is computed here, and not kept in registers from before a loop.
+DEVICE int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- bits and approximations
 
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
@@ -105,6 +111,13 @@ DEVICE uint2 load_once_8(const void* p) {
 // --- shared memory
 
 DEVICE u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+DEVICE void store_shared(u32 to, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE void store_shared(u32 to, const uint2& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
+}
 
 // Copies to shared memory in the background, `size` bytes each (4, 8 or 16). With `valid` false nothing is read and zeros are written;
 // the address must be a readable one all the same for some tools, so callers clamp it.
