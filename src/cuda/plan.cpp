@@ -14,7 +14,6 @@ namespace {
 
 constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
 constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
-constexpr unsigned kMergeBlocks = 4;                  // thread blocks of a multiprocessor that merge
 
 bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
 
@@ -41,17 +40,26 @@ int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
   return count;
 }
 
-// Several kernels are compiled at the same time; what is in a cache costs little.
-std::vector<std::shared_ptr<const Module>> load_all(const ContextPtr& context, const std::vector<KernelKey>& keys) {
-  std::vector<std::future<void>> compiled;
-  for (const KernelKey& key : keys) compiled.push_back(std::async(std::launch::async, [&key] { get_kernel(key); }));
-  for (std::future<void>& one : compiled) one.get();
-  std::vector<std::shared_ptr<const Module>> modules;
-  for (const KernelKey& key : keys) modules.push_back(Module::load(context, key));
-  return modules;
+// The types an output may have: q_dtype first, then f32 where that is another one.
+std::vector<DType> output_types(const AttentionSpec& spec) {
+  return spec.q_dtype == DType::f32 ? std::vector{DType::f32} : std::vector{spec.q_dtype, DType::f32};
 }
 
 }  // namespace
+
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+  std::vector<KernelKey> keys;
+  if (spec.kv_format != KvFormat::strided) return keys;
+  for (const DType out : output_types(spec)) {
+    for (const Shape shape : kShapes) {
+      if (table.shape(arch, spec, shape).tile.rows == 0) return {};
+      keys.push_back(table.attention(arch, spec, shape, out));
+    }
+    keys.push_back(table.merge(arch, spec, out));
+  }
+  keys.push_back(plan_tables_key(arch));
+  return keys;
+}
 
 Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options)
     : table_(table),
@@ -66,7 +74,6 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   for (const Shape shape : kShapes) {
     const ShapeKernel kernel = table.shape(arch_, spec, shape);
     tiles[shape] = kernel.tile;
-    shapes_[shape].threads = kernel.threads;
     shapes_[shape].row_blocks = (spec.group_size() + kernel.tile.rows - 1) / kernel.tile.rows;
   }
   const CutPolicy policies = cut_policy(spec, device, tiles, options.limits, options.balanced);
@@ -74,39 +81,49 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     shapes_[shape].policy = policies[shape];
     shapes_[shape].bounds = schedule_bounds(policies[shape], options.limits);
   }
-  load_kernels();
+  name_kernels();
   lay_out();
 }
 
-void Plan::load_kernels() {
-  const std::vector<DType> outputs = spec_.q_dtype == DType::f32 ? std::vector{DType::f32} : std::vector{spec_.q_dtype, DType::f32};
-  std::vector<KernelKey> keys;
-  std::vector<std::pair<Kernel*, const char*>> entries;  // of each key
-  const auto want = [&](Kernels& kernels, const char* entry, const auto& key_of) {
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      keys.push_back(key_of(outputs[i]));
-      entries.push_back({&kernels.by_output[i], entry});
+// And loads them, several at the same time, unless that is to wait.
+void Plan::name_kernels() {
+  std::vector<Specialised*> all;
+  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, const auto& key_of) {
+    size_t i = 0;
+    for (const DType out : output_types(spec_)) {
+      kernels[i] = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
+      all.push_back(&kernels[i++]);
     }
   };
-  const int64_t merges = sum_of_bounds(&ScheduleBounds::num_merges);
   for (const Shape shape : kShapes) {
-    ShapePlan& s = shapes_[shape];
-    if (s.bounds.num_work > 0) want(s.kernels, table_.entry, [&](DType out) { return table_.attention(arch_, spec_, shape, out); });
+    if (shapes_[shape].bounds.num_work == 0) continue;
+    name(shapes_[shape].kernels, table_.entry, table_.shape(arch_, spec_, shape).threads,
+         [&](DType out) { return table_.attention(arch_, spec_, shape, out); });
   }
-  if (merges > 0) want(merge_, "merge", [&](DType out) { return table_.merge(arch_, spec_, out); });
-  modules_ = load_all(context_, keys);
-  for (size_t i = 0; i < keys.size(); ++i) *entries[i].first = modules_[i]->kernel(entries[i].second);
-
-  const unsigned multiprocessors = unsigned(std::max(device_.num_workers, 1));
-  for (ShapePlan& s : shapes_) {
-    int blocks = 1;  // of the output type that needs more; both run with the same grid
-    for (const Kernel& kernel : s.kernels.by_output)
-      if (kernel.function() != nullptr) blocks = std::max(blocks, kernel.blocks_per_multiprocessor(int(s.threads)));
-    s.grid = multiprocessors * unsigned(blocks);
+  if (sum_of_bounds(&ScheduleBounds::num_merges) > 0)
+    name(merge_, "merge", kMergeThreads, [&](DType out) { return table_.merge(arch_, spec_, out); });
+  if (!options_.load_on_demand) {
+    std::vector<std::future<void>> compiled;
+    for (const Specialised* one : all) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
+    for (std::future<void>& one : compiled) one.get();
+    for (Specialised* one : all) load(*one);
   }
-  merge_grid_ = unsigned(std::min<int64_t>(int64_t(multiprocessors) * kMergeBlocks, std::max<int64_t>(merges, 1) * spec_.num_q_heads));
   tables_ = std::make_unique<PlanTables>(context_, arch_, spec_);
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
+}
+
+void Plan::load(Specialised& s) const {
+  s.module = Module::load(context_, s.key);
+  s.kernel = s.module->kernel(s.entry);
+  s.grid = unsigned(std::max(device_.num_workers, 1) * std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1));
+}
+
+const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
+  Specialised& s = kernels[out == DType::f32 && spec_.q_dtype != DType::f32];
+  if (s.module) return s;
+  check(!captured, "run.on_demand", "expected a plan without load_on_demand for a stream that is captured: {} is not loaded", s.key.path);
+  load(s);
+  return s;
 }
 
 int64_t Plan::sum_of_bounds(int64_t ScheduleBounds::*member) const {
@@ -303,6 +320,12 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dty
   return a;
 }
 
+// Thread blocks take tasks until there are none; so many as there are tasks, if these are few.
+void Plan::launch(const Specialised& s, int64_t tasks, const AttentionParams& a, CUstream stream) const {
+  const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks));
+  s.kernel.launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, stream, a);
+}
+
 void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const DType out_dtype = check_run(spec_, device_.device, in, out, num_tokens_, reach_);
   const CurrentContext current(*context_);
@@ -320,10 +343,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.next_task = tasks_.as<int>() + shape;
     const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.work.size())) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks));
-    s.kernels.of(out_dtype).launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, cu, a);
+    launch(loaded(s.kernels, out_dtype, captured), tasks, a, cu);
   }
-  if (merges > 0) merge_.of(out_dtype).launch({.grid_x = merge_grid_, .threads = kMergeThreads, .programmatic = programmatic_}, cu, a);
+  if (merges > 0) launch(loaded(merge_, out_dtype, captured), int64_t(merges) * spec_.num_q_heads, a, cu);
   captured_run_ = captured_run_ || captured;
 }
 

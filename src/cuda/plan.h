@@ -34,6 +34,9 @@ struct AttentionKernels {
 
 extern const AttentionKernels kernels_sm80;  // backend.cpp
 
+// Every kernel that a plan for the spec may load; empty for a spec that the kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
+
 class Plan final : public imbrex::Plan {
  public:
   Plan(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
@@ -45,20 +48,25 @@ class Plan final : public imbrex::Plan {
   std::string str() const override;
 
  private:
-  // In q_dtype and in f32, where that is another type.
-  struct Kernels {
-    std::array<Kernel, 2> by_output;
-    const Kernel& of(DType out) const { return by_output[out == DType::f32 && by_output[1].function() != nullptr]; }
+  // A specialisation: named when the plan is made, loaded then or when it is first needed.
+  struct Specialised {
+    KernelKey key;
+    std::string entry;
+    unsigned threads = 0;
+    std::shared_ptr<const Module> module;  // null: not loaded
+    Kernel kernel;
+    unsigned grid = 0;  // thread blocks that the device holds at a time
   };
+  // For outputs in q_dtype and in f32; only the first where these are the same.
+  using ByOutput = std::array<Specialised, 2>;
   struct ShapePlan {
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
     Schedule schedule;
     ArrayOf<WorkItem> work;
     ArrayOf<PlanCounts> counts;
-    Kernels kernels;
-    unsigned threads = 0, grid = 0;  // grid: thread blocks that the device holds at a time
-    int row_blocks = 1;              // tiles of rows of one token
+    mutable ByOutput kernels;
+    int row_blocks = 1;  // tiles of rows of one token
   };
   // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device.
   struct BatchArrays {
@@ -73,13 +81,16 @@ class Plan final : public imbrex::Plan {
     ArrayOf<unsigned char> custom_mask;
   };
 
-  void load_kernels();
+  void name_kernels();
+  void load(Specialised&) const;
+  const Specialised& loaded(ByOutput&, DType out, bool captured) const;
   int64_t sum_of_bounds(int64_t ScheduleBounds::*) const;
   void lay_out();
   BatchArrays place(const Batch&) const;
   void put_block_starts(const Batch&);
   void put_block_ids(const Batch&);
   AttentionParams params(const Inputs&, const Outputs&, DType out) const;
+  void launch(const Specialised&, int64_t tasks, const AttentionParams&, CUstream) const;
   bool is_captured(CUstream) const;
 
   const AttentionKernels& table_;
@@ -89,9 +100,7 @@ class Plan final : public imbrex::Plan {
   std::string arch_;
   ContextPtr context_;
   std::array<ShapePlan, kNumShapes> shapes_;
-  std::vector<std::shared_ptr<const Module>> modules_;  // behind the kernels
-  Kernels merge_;
-  unsigned merge_grid_ = 0;
+  mutable ByOutput merge_;
   std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
   std::unique_ptr<PlanTables> tables_;
   Arrays arrays_;
