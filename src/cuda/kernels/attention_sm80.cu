@@ -14,10 +14,10 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 constexpr int kWarpRows = kTileRows / kRowWarps, kRowTiles = kWarpRows / 16;  // 16 rows of a product each
 constexpr int kKeyTiles = kTeamKeys / 8;                                      // 8 columns of scores each
 constexpr int kWarpDims = rounded_up(kHeadDimV, 16) / kDimWarps, kDimTiles = kWarpDims / 8;
-constexpr int kSteps = rounded_up(kHeadDimQk, 16) / 16;   // products along the head dimension
-constexpr int kLoadSteps = kBytes ? 2 : 1;                // of them fed by one load of two pieces
-constexpr float kSlack = 8.f;                             // log2 units by which a maximum may outgrow a row's reference
-constexpr bool kRowScales = kHeadScales || kPowerScaled;  // rows do not share one scale
+constexpr int kSteps = rounded_up(kHeadDimQk, 16) / 16;    // products along the head dimension
+constexpr int kLoadSteps = kBytes ? 2 : 1;                 // of them fed by one load of two pieces
+constexpr float kSlack = 8.f;                              // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kOneScale = kPlainLogits && !kPowerScaled;  // of all rows, and nothing else is done to a logit
 static_assert(rounded_up(kHeadDimV, 16) % (16 * kDimWarps) == 0);
 
 // Fragments of queries that stay in registers: as many as leave room for scores and output.
@@ -85,10 +85,12 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 
 class Warp {
  public:
-  // `item` is the caller's copy: shared.item is there when the queries are.
-  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared, int warp)
+  // `item` and `scale` are the caller's; what else is in `shared` is there when the queries are.
+  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared, float scale, int warp)
       : p_(p),
+        shared_(shared),
         item_(shared.item),
+        scale_(scale),
         lane_(computed_here(lane_id())),
         row_(warp % kRowWarps * kWarpRows),
         dim_(warp / kRowWarps % kDimWarps * kWarpDims) {
@@ -115,13 +117,7 @@ class Warp {
   }
 
   // When the queries have arrived.
-  DEVICE void begin(const SharedStorage& shared) {
-    const float scale = p_.scale * kv_scale(p_.k, item_.kv_head);
-#pragma unroll
-    for (int i = 0; i < (kPlainLogits && !kRowScales ? 1 : 2 * kRowTiles); ++i) {
-      const int row = row_of(i / 2, i % 2);
-      terms_[i] = row_terms(p_, item_.head_of(min(row, item_.num_rows - 1)), kPowerScaled ? scale * shared.q_scale[row] : scale);
-    }
+  DEVICE void begin() {
     if constexpr (kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_q(step, q_kept_[step]);
@@ -170,7 +166,12 @@ class Warp {
     }
   }
 
-  DEVICE const RowTerms& terms(int m, int h) const { return terms_[kPlainLogits && !kRowScales ? 0 : 2 * m + h]; }
+  DEVICE RowTerms terms(int row) const {
+    if constexpr (kOneScale) return {scale_, 0.f, nullptr};
+    RowTerms terms = shared_.terms[row];
+    if constexpr (kPowerScaled) terms.scale *= shared_.q_scale[row];
+    return terms;
+  }
 
   DEVICE void scores(u32 k, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll
@@ -181,7 +182,7 @@ class Warp {
         for (float& x : s[m][n]) x = 0.f;
       }
     }
-#pragma unroll
+#pragma unroll(kExact && !kQInRegisters ? 1 : kSteps)
     for (int load = 0; load * kLoadSteps < kSteps; ++load) {
       QFragments a[kLoadSteps];
       if constexpr (!kQInRegisters) {
@@ -228,11 +229,12 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int distance = begin + 2 * (lane_ % 4) - item_.position_of(computed_here(row_of(m, h)));
+        const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - item_.position_of(row);
+        const RowTerms row_terms = terms(row);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, terms(m, h), s[m][n][2 * h + c], distance + 8 * n + c);
+          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, row_terms, s[m][n][2 * h + c], distance + 8 * n + c);
         }
       }
     }
@@ -268,7 +270,7 @@ class Warp {
 
   // Scores become weights relative to each row's reference; where a maximum outgrows it by too much, the row's sums are rescaled.
   DEVICE void weigh(float (&s)[kRowTiles][kKeyTiles][4]) {
-    float factor[kRowTiles][2];
+    float factor[kRowTiles][2], scale[kRowTiles][2];
     bool moved = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -278,7 +280,7 @@ class Warp {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         top = max_over<4>(top);
-        if constexpr (kPlainLogits) top *= terms(m, h).scale;
+        if constexpr (kPlainLogits) top *= scale[m][h] = terms(row_of(m, h)).scale;
         const bool moves = top > reference_[m][h] + kSlack;
         factor[m][h] = moves ? exp2_approx(reference_[m][h] - top) : 1.f;
         if (moves) reference_[m][h] = top;
@@ -303,7 +305,7 @@ class Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s[m][n][i], reference = reference_[m][i / 2];
-          s[m][n][i] = exp2_approx(kPlainLogits ? fmaf(x, terms(m, i / 2).scale, -reference) : x - reference);
+          s[m][n][i] = exp2_approx(kPlainLogits ? fmaf(x, scale[m][i / 2], -reference) : x - reference);
           sum_[m][i / 2] += s[m][n][i];
         }
       }
@@ -343,11 +345,12 @@ class Warp {
   }
 
   const AttentionParams& p_;
+  const SharedStorage& shared_;
   const Item& item_;
   const int lane_, row_, dim_;       // first row of the tile and first dim of the output that are this warp's
   u32 q_, k_lane_, v_lane_;          // where this lane's rows of the fragments begin
   KeyRange some_{0, 0}, all_{0, 0};  // keys that some, and that all of the warp's rows see
-  RowTerms terms_[2 * kRowTiles];
+  float scale_;                      // kOneScale: of all rows
   QFragments q_kept_[kQInRegisters ? kSteps : 1];
   float out_[kRowTiles][kDimTiles][4], reference_[kRowTiles][2], sum_[kRowTiles][2];
 };
@@ -464,26 +467,31 @@ DEVICE void join_teams(const AttentionParams& p, const Warp& warp, int team, Sha
 
 DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
   const int team = warp / kTeamWarps;
+  const float scale = p.scale * kv_scale(p.k, item.kv_head);
   if (threadIdx.x == 0) shared.item = item;
+  if constexpr (!kOneScale) {
+    for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)
+      shared.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
+  }
   const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
   const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
   const u32 ring = shared_address(shared.team[team]);
-  KvLoader loader(p, item, warp, wide);
-  if (first < end) loader.look_up(begin_of(first));
+  KvLoader loader(p, wide);
+  if (first < end) loader.look_up(item, begin_of(first));
   QLoader::load(p, item, shared_address(shared.q), shared.q_scale);
   copy_async_commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (first + i < end) {
-      loader.load(begin_of(first + i), ring + i * kStageBytes);
-      loader.look_up(begin_of(first + i + 1));
+      loader.load(item, begin_of(first + i), ring + i * kStageBytes);
+      loader.look_up(item, begin_of(first + i + 1));
     }
     copy_async_commit();
   }
   copy_async_wait<kStages - 1>();
   __syncthreads();
-  Warp rows(p, item, shared, warp);
-  rows.begin(shared);
+  Warp rows(p, item, shared, scale * kLog2e, warp);
+  rows.begin();
 
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
@@ -493,8 +501,8 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
       team_sync(team);  // the tile is there for all of the team, and all are done with the one before
     }
     if (tile + kStages - 1 < end) {
-      loader.load(begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
-      loader.look_up(begin_of(tile + kStages));
+      loader.load(shared.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
+      loader.look_up(shared.item, begin_of(tile + kStages));
     }
     copy_async_commit();
     if constexpr (kStages == 1) {

@@ -44,6 +44,7 @@ struct alignas(16) SharedStorage {
   char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
   float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
   float q_scale[kTileRows];         // what a row of queries was divided by
+  RowTerms terms[kTileRows];        // where rows differ in them
   Item item;                        // for what needs it seldom: registers are short
   int next_task;
 };
@@ -110,42 +111,35 @@ constexpr bool kOneBlock = kBlockSize > 0 && kBlockSize % kTeamKeys == 0;  // al
 // A team's copies of its keys and values of an item, tile after tile. The block of each row is looked up one tile ahead.
 class KvLoader {
  public:
-  DEVICE KvLoader(const AttentionParams& p, const Item& item, int warp, bool wide)
-      : p_(p),
-        wide_(wide),
-        lo_(item.lo),
-        hi_(item.hi),
-        kv_head_(item.kv_head),
-        thread_(computed_here(warp % kTeamWarps * 32 + lane_id())),
-        first_block_(item.first_block) {}
+  DEVICE KvLoader(const AttentionParams& p, bool wide) : p_(p), wide_(wide) {}
 
   // Before the load of the tile whose keys of this team begin at `begin`, and early: nothing waits for the table then.
-  DEVICE void look_up(int begin) {
+  DEVICE void look_up(const Item& item, int begin) {
     if constexpr (kBlockSize > 0) {
-      const int thread = computed_here(thread_), lane = thread % 32, warp = thread / 32;
+      const int thread = thread_of_team(), lane = thread % 32, warp = thread / 32;
       const int row = kOneBlock ? 0 : lane / kPassRowsOfWarp * kPassRows + warp * kPassRowsOfWarp + lane % kPassRowsOfWarp;
-      block_ = __ldg(p_.block_ids + first_block_ + u32(within(begin + row)) / u32(kPage));
+      block_ = __ldg(p_.block_ids + item.first_block + u32(within(item, begin + row)) / u32(kPage));
     }
   }
 
   // Rows that no row of queries sees become zero, their memory is not touched.
-  DEVICE void load(int begin, u32 stage) const {
+  DEVICE void load(const Item& item, int begin, u32 stage) const {
     if (kDirect && wide_) {
-      copy(begin, stage);
+      copy(item, begin, stage);
     } else {
-      convert(begin, stage);
+      convert(item, begin, stage);
     }
   }
 
  private:
-  DEVICE int within(int key) const { return max(lo_, min(key, hi_ - 1)); }
-
-  DEVICE bool valid(int key) const { return u32(key - lo_) < u32(hi_ - lo_); }
+  DEVICE static int thread_of_team() { return computed_here(int(threadIdx.x)) % (32 * kTeamWarps); }
+  DEVICE static int within(const Item& item, int key) { return max(item.lo, min(key, item.hi - 1)); }
+  DEVICE static bool is_valid(const Item& item, int key) { return u32(key - item.lo) < u32(item.hi - item.lo); }
 
   // Where row `pass * kPassRows + first_row` of the team's keys lies in its side.
-  DEVICE const char* place(const KvSide& side, const char* head, int begin, int pass, int first_row, int block) const {
+  DEVICE const char* place(const Item& item, const KvSide& side, const char* head, int begin, int pass, int first_row, int block) const {
     const int key = begin + pass * kPassRows + first_row;
-    if constexpr (kBlockSize == 0) return head + (first_block_ + within(key)) * side.token_stride;
+    if constexpr (kBlockSize == 0) return head + (item.first_block + within(item, key)) * side.token_stride;
     u32 slot;  // in the block; tiles begin at multiples of their size
     if constexpr (kOneBlock) {
       slot = u32(begin) % u32(kPage) + u32(pass * kPassRows + first_row);
@@ -163,22 +157,22 @@ class KvLoader {
     return kBlockSize == 0 || kOneBlock ? block_ : shuffle(block_, pass * kPassRowsOfWarp + lane_id() / kRowLanes);
   }
 
-  DEVICE void copy(int begin, u32 stage) const {
-    const int thread = computed_here(thread_), first_row = thread / kRowLanes, piece = thread % kRowLanes;
-    const char *k = p_.k.data + kv_head_ * p_.k.head_stride + piece * 16, *v = p_.v.data + kv_head_ * p_.v.head_stride + piece * 16;
-    const char *k_row = place(p_.k, k, begin, 0, first_row, block_), *v_row = place(p_.v, v, begin, 0, first_row, block_);
+  DEVICE void copy(const Item& item, int begin, u32 stage) const {
+    const int thread = thread_of_team(), first_row = thread / kRowLanes, piece = thread % kRowLanes;
+    const char *k = p_.k.data + item.kv_head * p_.k.head_stride + piece * 16, *v = p_.v.data + item.kv_head * p_.v.head_stride + piece * 16;
+    const char *k_row = place(item, p_.k, k, begin, 0, first_row, block_), *v_row = place(item, p_.v, v, begin, 0, first_row, block_);
     const u32 k_to = stage + first_row * kKRowBytes + piece * 16;
     const u32 v_to = stage + kKPlaneBytes * kKvPlanes + first_row * kVRowBytes + piece * 16;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (!kOneBlock) {
         const int block = block_of(pass);
-        k_row = place(p_.k, k, begin, pass, first_row, block), v_row = place(p_.v, v, begin, pass, first_row, block);
+        k_row = place(item, p_.k, k, begin, pass, first_row, block), v_row = place(item, p_.v, v, begin, pass, first_row, block);
       }
       const int row = pass * kPassRows + first_row;
       if (kPasses * kPassRows == kTeamKeys || row < kTeamKeys) {
-        copy_row<kHeadDimQk>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, valid(begin + row));
-        copy_row<kHeadDimV>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, valid(begin + row));
+        copy_row<kHeadDimQk>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, is_valid(item, begin + row));
+        copy_row<kHeadDimV>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
       }
       if constexpr (kOneBlock) k_row += kPassRows * p_.k.token_stride, v_row += kPassRows * p_.v.token_stride;
     }
@@ -195,17 +189,17 @@ class KvLoader {
     }
   }
 
-  DEVICE void convert(int begin, u32 stage) const {
-    const int thread = computed_here(thread_), first_row = thread / kRowLanes;
-    const char *k = p_.k.data + kv_head_ * p_.k.head_stride, *v = p_.v.data + kv_head_ * p_.v.head_stride;
+  DEVICE void convert(const Item& item, int begin, u32 stage) const {
+    const int thread = thread_of_team(), first_row = thread / kRowLanes;
+    const char *k = p_.k.data + item.kv_head * p_.k.head_stride, *v = p_.v.data + item.kv_head * p_.v.head_stride;
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kPassRows + first_row, block = block_of(pass);
       if (row >= kTeamKeys) continue;
-      convert_row<kHeadDimQk>(p_.k, place(p_.k, k, begin, pass, first_row, block), thread % kRowLanes, stage + row * kKRowBytes,
-                              kKPlaneBytes, valid(begin + row));
-      convert_row<kHeadDimV>(p_.v, place(p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
-                             stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, valid(begin + row));
+      convert_row<kHeadDimQk>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes, stage + row * kKRowBytes,
+                              kKPlaneBytes, is_valid(item, begin + row));
+      convert_row<kHeadDimV>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
+                             stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
     }
   }
 
@@ -236,8 +230,6 @@ class KvLoader {
 
   const AttentionParams& p_;
   const bool wide_;
-  const int lo_, hi_, kv_head_, thread_;  // thread of the team
-  const long first_block_;
   int block_ = 0;
 };
 
