@@ -1,6 +1,7 @@
 #pragma once
 // schedule(): the one pure function that cuts a batch into work items. CPU threads and CUDA thread blocks consume the same list.
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "imbrex/batch.h"
@@ -23,7 +24,7 @@ struct SchedulePolicy {
   int growth = 1;          // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more
   int min_q = 0;           // only requests with this many query tokens or more are cut,
   int max_q = INT32_MAX;   // and with this many or fewer: the others belong to the list of another kernel
-  int first_partial = 0;   // first row of the partial buffers to use
+  int first_partial = 0;   // first row of the partial buffers to use: another list may have those before
 };
 
 struct Schedule {
@@ -43,5 +44,7 @@ struct ScheduleBounds {
   int64_t num_work = 0, num_merges = 0, num_partial_rows = 0;
 };
 ScheduleBounds schedule_bounds(const SchedulePolicy&, const PlanLimits&);
+// Of cuts that share the partial rows, each beginning where the one before ended; no request belongs to two of them.
+int64_t partial_rows_bound(std::span<const SchedulePolicy>, const PlanLimits&);
 
 }  // namespace imbrex

@@ -113,7 +113,9 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
       const int origin = policy.balanced ? begin : 0;  // equal pieces, or boundaries that a growing context does not move
       const int64_t piece = pieces == 1 ? 0 : policy.balanced ? balanced : piece_keys(policy, q_len, keys, pieces);
       const int64_t first = piece == 0 ? 0 : (begin - origin) / piece;
-      const int64_t last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
+      int64_t last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
+      // A short last piece is not worth a partial result of its own.
+      if (policy.max_splits > 0 && !policy.balanced && last > first && end - last * piece < piece / 2) --last;
       WorkItem item{.request = r, .q_begin = q0 + t0, .q_end = q0 + t1, .kv_begin = begin, .kv_end = end, .partial = -1};
       if (first == last) {
         items.push_back(item);
@@ -122,7 +124,7 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
       out.merges.push_back({item.q_begin, item.q_end, rows, int(last - first + 1)});
       for (int64_t s = first; s <= last; ++s) {
         item.kv_begin = int(std::max<int64_t>(begin, origin + s * piece));
-        item.kv_end = int(std::min<int64_t>(end, origin + (s + 1) * piece));
+        item.kv_end = s == last ? end : int(origin + (s + 1) * piece);
         item.partial = rows;
         rows += t1 - t0;
         items.push_back(item);
@@ -133,39 +135,71 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
   sort_longest_first(items, out.work);
 }
 
-ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& limits) {
-  const int64_t max_q = std::min({limits.max_num_tokens, policy.max_q, limits.max_query_len > 0 ? limits.max_query_len : INT32_MAX});
-  const int64_t min_q = std::max(policy.min_q, 1), tile = policy.tile_q;
-  if (max_q < min_q || limits.max_num_reqs <= 0) return {};
-  const int64_t requests = std::min<int64_t>(limits.max_num_reqs, limits.max_num_tokens / min_q);
-  const auto tiles = [&](int64_t q) { return (q + tile - 1) / tile; };
-  // Of all requests together: each has at most one tile that is not full.
-  const int64_t all_tiles =
-      std::min<int64_t>(limits.max_num_tokens, std::min(requests * tiles(max_q), requests + limits.max_num_tokens / tile));
-  ScheduleBounds bounds{.num_work = all_tiles, .num_merges = 0, .num_partial_rows = 0};
-  if (policy.balanced) {  // every piece but the last of an item is a worker's share
-    const int64_t split_q = std::min<int64_t>(policy.split_max_q, max_q);
-    if (split_q < min_q) return bounds;
-    bounds.num_merges = std::min(requests * tiles(split_q), all_tiles);
-    bounds.num_work += std::max(policy.num_workers, 1);
-    bounds.num_partial_rows = std::min(tile, split_q) * (bounds.num_merges + std::max(policy.num_workers, 1));
-    return bounds;
-  }
-  int64_t merges = 0, extra = 0, rows = 0, widest = 0;  // of one request; pieces of an item
-  for (int64_t q = min_q; q <= std::min<int64_t>(policy.split_max_q, max_q); ++q) {
-    const int64_t most =
-        (std::max(limits.max_seq_len, 1) - 1) / (int64_t(policy.split_kv) * std::clamp<int64_t>(q, 1, std::max(policy.growth, 1))) + 1;
-    const int64_t pieces = std::min<int64_t>(most_pieces(policy, int(q)), most);
+namespace {
+
+struct QueryRange {
+  int64_t least, most;  // query tokens of the requests that are cut; none when least > most
+};
+QueryRange cut_queries(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const int longest = limits.max_query_len > 0 ? limits.max_query_len : INT32_MAX;
+  return {std::max(policy.min_q, 1), std::min({limits.max_num_tokens, policy.max_q, longest})};
+}
+
+int64_t tiles_of(const SchedulePolicy& policy, int64_t q) { return (q + policy.tile_q - 1) / policy.tile_q; }
+
+// The most that splitting makes of one request.
+struct Splits {
+  int64_t merges = 0, extra_items = 0, partial_rows = 0, pieces = 0;  // pieces: of an item
+};
+Splits most_splits(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const auto [least, most] = cut_queries(policy, limits);
+  Splits splits;
+  for (int64_t q = least; q <= std::min<int64_t>(policy.split_max_q, most); ++q) {
+    const int64_t piece = int64_t(policy.split_kv) * std::min<int64_t>(q, std::max(policy.growth, 1));
+    const int64_t pieces = std::min<int64_t>(most_pieces(policy, int(q)), (std::max(limits.max_seq_len, 1) - 1) / piece + 1);
     if (pieces < 2) continue;
-    merges = std::max(merges, tiles(q));
-    extra = std::max(extra, tiles(q) * (pieces - 1));
-    rows = std::max(rows, q * pieces);
-    widest = std::max(widest, pieces);
+    splits.merges = std::max(splits.merges, tiles_of(policy, q));
+    splits.extra_items = std::max(splits.extra_items, tiles_of(policy, q) * (pieces - 1));
+    splits.partial_rows = std::max(splits.partial_rows, q * pieces);
+    splits.pieces = std::max(splits.pieces, pieces);
   }
-  bounds.num_merges = std::min(requests * merges, all_tiles);
-  bounds.num_work += requests * extra;
-  bounds.num_partial_rows = std::min(requests * rows, limits.max_num_tokens * widest);
-  return bounds;
+  return splits;
+}
+
+}  // namespace
+
+ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const auto [least, most] = cut_queries(policy, limits);
+  if (least > most || limits.max_num_reqs <= 0) return {};
+  const int64_t tokens = limits.max_num_tokens, requests = std::min<int64_t>(limits.max_num_reqs, tokens / least);
+  // Of all requests together: each has at most one tile that is not full.
+  const int64_t items = std::min({tokens, requests * tiles_of(policy, most), requests + tokens / policy.tile_q});
+  if (policy.balanced) {  // every piece but the last of an item is a worker's share
+    const int64_t workers = std::max(policy.num_workers, 1), split_q = std::min<int64_t>(policy.split_max_q, most);
+    if (split_q < least) return {.num_work = items};
+    const int64_t merges = std::min(requests * tiles_of(policy, split_q), items);
+    return {.num_work = items + workers,
+            .num_merges = merges,
+            .num_partial_rows = std::min<int64_t>(policy.tile_q, split_q) * (merges + workers)};
+  }
+  const Splits splits = most_splits(policy, limits);
+  return {.num_work = items + requests * splits.extra_items,
+          .num_merges = std::min(requests * splits.merges, items),
+          .num_partial_rows = std::min(requests * splits.partial_rows, tokens * splits.pieces)};
+}
+
+int64_t partial_rows_bound(std::span<const SchedulePolicy> policies, const PlanLimits& limits) {
+  int64_t sum = 0, rows = 0, pieces = 0;
+  bool balanced = false;
+  for (const SchedulePolicy& policy : policies) {
+    const Splits splits = most_splits(policy, limits);
+    sum += schedule_bounds(policy, limits).num_partial_rows;
+    rows = std::max(rows, splits.partial_rows);
+    pieces = std::max(pieces, splits.pieces);
+    balanced = balanced || policy.balanced;
+  }
+  if (balanced) return sum;
+  return std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
 }
 
 }  // namespace imbrex

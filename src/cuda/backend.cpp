@@ -11,9 +11,11 @@ namespace {
 
 constexpr int kVerifyRows = 64;
 
+// Where the larger tile of verify steps does not fit, decode's serves them too.
 std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  return attention_sm80_tiles(arch, spec, shape == kPrefill ? KernelPhase::prefill : KernelPhase::decode,
-                              shape == kVerify ? kVerifyRows : 1);
+  if (shape == kPrefill) return attention_sm80_tiles(arch, spec, KernelPhase::prefill);
+  const auto larger = shape == kVerify ? attention_sm80_tiles(arch, spec, KernelPhase::decode, kVerifyRows) : std::nullopt;
+  return larger ? larger : attention_sm80_tiles(arch, spec, KernelPhase::decode);
 }
 
 ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
@@ -53,10 +55,10 @@ class CudaBackend final : public Backend {
     }
     if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
     if (gpu && device.sm >= min_sm_ && !has_shapes(spec, device)) {
-      refuse(
-          "device.smem",
-          fmt::format("shared memory for a tile of {} and {} dimensions in {}", spec.head_dim_qk, spec.head_dim_v, to_string(spec.q_dtype)),
-          fmt::format("{} KiB", device.max_smem_bytes >> 10));
+      refuse("spec.head_dim_qk",
+             fmt::format("dimensions of which {} tiles fit {} KiB of shared memory", to_string(spec.q_dtype), device.max_smem_bytes >> 10),
+             spec.head_dim_qk == spec.head_dim_v ? fmt::format("{}", spec.head_dim_qk)
+                                                 : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v));
     }
     return reasons;
   }

@@ -23,12 +23,12 @@ int piece_keys(const AttentionSpec& spec, int tile_keys) {
 
 }  // namespace
 
-CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumShapes>& tiles,
-                     const PlanLimits& limits, bool balanced) {
+CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumShapes>& tiles, bool balanced) {
   const int group = spec.group_size();
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
-  const int most = (workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
+  const int row_blocks = (group + tiles[kDecode].rows - 1) / tiles[kDecode].rows;
+  const int most = (workers + spec.num_kv_heads * row_blocks - 1) / (spec.num_kv_heads * row_blocks);
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];
@@ -46,11 +46,6 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   policies[kVerify].min_q = decode_q + 1;
   policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q);
   policies[kPrefill].min_q = policies[kVerify].max_q + 1;
-  int64_t rows = 0;
-  for (const Shape shape : kShapes) {
-    policies[shape].first_partial = int(rows);
-    rows += schedule_bounds(policies[shape], limits).num_partial_rows;
-  }
   return policies;
 }
 

@@ -76,7 +76,8 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     tiles[shape] = kernel.tile;
     shapes_[shape].row_blocks = (spec.group_size() + kernel.tile.rows - 1) / kernel.tile.rows;
   }
-  const CutPolicy policies = cut_policy(spec, device, tiles, options.limits, options.balanced);
+  const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
+  partial_rows_ = partial_rows_bound(policies, options.limits);
   for (const Shape shape : kShapes) {
     shapes_[shape].policy = policies[shape];
     shapes_[shape].bounds = schedule_bounds(policies[shape], options.limits);
@@ -155,7 +156,7 @@ void Plan::lay_out() {
   tasks_ = DeviceBuffer(context_, kNumShapes * sizeof(int));
   fill_bytes(tasks_.address(), 0, tasks_.bytes(), nullptr);
   check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
-  const size_t rows = size_t(sum_of_bounds(&ScheduleBounds::num_partial_rows)) * size_t(spec_.num_q_heads);
+  const size_t rows = size_t(partial_rows_) * size_t(spec_.num_q_heads);
   partial_out_ = DeviceBuffer(context_, rows * size_t(spec_.head_dim_v) * sizeof(float));
   partial_state_ = DeviceBuffer(context_, rows * 2 * sizeof(float));
 }
@@ -194,12 +195,15 @@ void Plan::update(const Batch& batch, Stream stream) {
   const CUstream cu = cu_stream(stream);
   check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
   const BatchArrays placed = place(batch);
+  int rows = 0;
   for (ShapePlan& s : shapes_) {
+    s.policy.first_partial = rows;
     schedule(batch, spec_.mask, s.policy, s.schedule);
-    check(s.schedule.work.size() <= s.work.capacity && s.schedule.num_partial_rows <= s.bounds.num_partial_rows, "update.limits",
-          "expected a batch within the limits: {} work items and {} partial rows, got {} and {}", s.work.capacity,
-          s.bounds.num_partial_rows, s.schedule.work.size(), s.schedule.num_partial_rows);
+    rows += s.schedule.num_partial_rows;
+    check(s.schedule.work.size() <= s.work.capacity, "update.limits", "expected a batch within the limits: {} work items, got {}",
+          s.work.capacity, s.schedule.work.size());
   }
+  check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
   const int num_reqs = batch.num_reqs(), num_tokens = batch.num_tokens();
   const size_t reqs = size_t(num_reqs);
   size_t merges = 0;

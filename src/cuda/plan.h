@@ -105,6 +105,7 @@ class Plan final : public imbrex::Plan {
   std::unique_ptr<PlanTables> tables_;
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
+  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
   DeviceBuffer tasks_, partial_out_, partial_state_;
   bool programmatic_ = false;  // launches may begin before the ones in front of them have ended
 

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <random>
 #include <vector>
@@ -139,11 +140,13 @@ TEST(ScheduleBounds, TwoListsShareThePartialRows) {
   const PlanLimits limits{.max_num_reqs = 8, .max_num_tokens = 64, .max_seq_len = 2000};
   SchedulePolicy few{.tile_q = 4, .tile_kv = 64, .split_kv = 256, .max_splits = 4, .max_split_rows = 16, .max_q = 4};
   SchedulePolicy many{.tile_q = 16, .tile_kv = 64, .split_kv = 256, .max_splits = 4, .max_split_rows = 16, .min_q = 5};
-  const int64_t rows = schedule_bounds(few, limits).num_partial_rows;
-  many.first_partial = int(rows);
   Schedule a, b;
   schedule(lengths.view(), {}, few, a);
+  const int rows = many.first_partial = a.num_partial_rows;
   schedule(lengths.view(), {}, many, b);
+  EXPECT_LE(a.num_partial_rows + b.num_partial_rows, partial_rows_bound(std::array{few, many}, limits));
+  EXPECT_LT(partial_rows_bound(std::array{few, many}, limits),
+            schedule_bounds(few, limits).num_partial_rows + schedule_bounds(many, limits).num_partial_rows);
   EXPECT_EQ(a.num_partial_rows, 4 * 4);
   EXPECT_EQ(b.num_partial_rows, 4 * 6 * 2);
   EXPECT_EQ(a.work.size(), 16u);
