@@ -1,8 +1,20 @@
-# embed_text(target name file): makes `extern const std::string_view name` (namespace imbrex) with the file's bytes, at build time.
-# Raw string literals are limited to 64 KB by some compilers, so the text is cut into pieces.
+# Text inside the binary, made at build time from files. The bytes are written as numbers: string literals are limited by some compilers.
+
+# embed_text(target name file): `extern const std::string_view name` (namespace imbrex) with the file's bytes.
 function(embed_text target name file)
+  embed_command(${target} ${name} "" "${file}")
+endfunction()
+
+# embed_texts(target name root files...): `extern const std::span<const EmbeddedText> name` (src/core/embedded_text.h), one element a
+# file, with its path below one of the folders in the list `root`.
+function(embed_texts target name root)
+  embed_command(${target} ${name} "${root}" "${ARGN}")
+endfunction()
+
+function(embed_command target name root files)
   set(out ${CMAKE_CURRENT_BINARY_DIR}/embedded_${name}.cpp)
-  add_custom_command(OUTPUT ${out} DEPENDS ${file} ${PROJECT_SOURCE_DIR}/cmake/embed_script.cmake
-    COMMAND ${CMAKE_COMMAND} -DNAME=${name} -DIN=${file} -DOUT=${out} -P ${PROJECT_SOURCE_DIR}/cmake/embed_script.cmake)
+  set(script ${PROJECT_SOURCE_DIR}/cmake/embed_script.cmake)
+  add_custom_command(OUTPUT ${out} DEPENDS ${files} ${script} VERBATIM
+    COMMAND ${CMAKE_COMMAND} -DNAME=${name} "-DFILES=${files}" "-DROOT=${root}" -DOUT=${out} -P ${script})
   target_sources(${target} PRIVATE ${out})
 endfunction()

@@ -1,6 +1,24 @@
-# Writes OUT: a .cpp that defines `const std::string_view imbrex::NAME` with the bytes of IN.
-file(READ ${IN} hex HEX)
-string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${hex}")
-file(WRITE ${OUT} "#include <string_view>\nnamespace imbrex {\nstatic const unsigned char bytes[] = {${bytes}0};\n"
-  "extern const std::string_view ${NAME};\n"
-  "const std::string_view ${NAME}(reinterpret_cast<const char*>(bytes), sizeof bytes - 1);\n}  // namespace imbrex\n")
+# Writes OUT: a .cpp that defines imbrex::NAME with the bytes of FILES, zero-terminated. See embed.cmake; ROOT is empty for embed_text.
+set(number 0)
+foreach(file IN LISTS FILES)
+  file(READ ${file} hex HEX)
+  string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${hex}")
+  string(APPEND data "static const unsigned char bytes_${number}[] = {${bytes}0};\n")
+  set(text "std::string_view(reinterpret_cast<const char*>(bytes_${number}), sizeof bytes_${number} - 1)")
+  foreach(folder IN LISTS ROOT)
+    cmake_path(IS_PREFIX folder ${file} is_below)
+    if(is_below)
+      cmake_path(RELATIVE_PATH file BASE_DIRECTORY ${folder} OUTPUT_VARIABLE path)
+      string(APPEND table "  {\"${path}\", ${text}},\n")
+      break()
+    endif()
+  endforeach()
+  math(EXPR number "${number} + 1")
+endforeach()
+if(ROOT)
+  file(WRITE ${OUT} "#include \"core/embedded_text.h\"\nnamespace imbrex {\n${data}static const EmbeddedText table[] = {\n${table}};\n"
+    "extern const std::span<const EmbeddedText> ${NAME};\nconst std::span<const EmbeddedText> ${NAME}(table);\n}  // namespace imbrex\n")
+else()
+  file(WRITE ${OUT} "#include <string_view>\nnamespace imbrex {\n${data}extern const std::string_view ${NAME};\n"
+    "const std::string_view ${NAME} = ${text};\n}  // namespace imbrex\n")
+endif()

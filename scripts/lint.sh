@@ -8,7 +8,7 @@ step=${1:-all}
 if [ "$step" = all ] || [ "$step" = format ]; then
   folders=(include src tests)
   [ ! -d bench ] || folders+=(bench)
-  find "${folders[@]}" -regex '.*\.\(cpp\|h\|hpp\|inl\)' | sort | xargs clang-format --dry-run -Werror
+  find "${folders[@]}" -regex '.*\.\(cpp\|h\|hpp\|inl\|cu\|cuh\)' | sort | xargs clang-format --dry-run -Werror
 fi
 if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py
@@ -16,6 +16,6 @@ fi
 if [ "$step" = all ] || [ "$step" = tidy ]; then
   # Kernel files are left out: thousands of intrinsics, and nothing in them that clang-tidy knows better than the tests.
   cmake --preset clang -Wno-dev --log-level=WARNING >/dev/null
-  run-clang-tidy -quiet -p build/clang -j "$(nproc)" '/src/(core|attention|model|serve|cli|api|cpu)/[^/]*\.cpp$' 2>&1 |
+  run-clang-tidy -quiet -p build/clang -j "$(nproc)" '/src/(core|attention|model|serve|cli|api|cpu|cuda)/[^/]*\.cpp$' 2>&1 |
     sed -e '/^clang-tidy/d' -e '/warnings generated\.$/d' -e '/^Suppressed/d' -e '/^Use -header-filter/d' -e '/^$/d'
 fi

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "imbrex/tensor.h"
 
@@ -32,8 +33,12 @@ struct DeviceInfo {
 
 DeviceInfo probe_cpu();  // cpuid, and tile permission from the kernel for AMX
 
-// "cpu" (this machine), "h200", "b200", "a100", "h100", "rtx5090", "l40s", or a list of CPU properties:
-// "avx512,32 threads", "amx,64 threads". Throws Error device.unknown naming what exists.
+// The GPUs that the NVIDIA driver has; none, and the reason in `why`, without one. No context is made.
+std::vector<DeviceInfo> probe_cuda(std::string* why = nullptr);
+
+// "cpu", "cuda:1" or "cuda" (cuda:0) of this machine, Error device.absent with the reason when there is no such GPU; or a description:
+// "h200", "b200", "a100", "h100", "rtx5090", "l40s", or a list of CPU properties, "avx512,32 threads", "amx,64 threads".
+// Error device.unknown naming what exists.
 DeviceInfo describe_device(std::string_view text);
 
 }  // namespace imbrex

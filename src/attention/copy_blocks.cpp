@@ -1,10 +1,10 @@
 // copy_blocks(): whole blocks of a paged KV cache from one place to another, in as few and as long pieces as the layout allows.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstring>
 #include <vector>
 
+#include "attention/block_shape.h"
 #include "core/check.h"
 #include "core/run_parallel.h"
 #include "core/tensor_format.h"
@@ -15,15 +15,8 @@ namespace {
 
 constexpr int64_t kSerialBytes = 64 << 10;  // below this, waking other threads costs more than the copy
 
-// One block as pieces of `piece` bytes, at every offset that the three loops give.
-struct BlockShape {
-  char* base = nullptr;
-  int64_t block_stride = 0, piece = 0;                      // bytes
-  std::array<int64_t, 3> sizes{1, 1, 1}, strides{0, 0, 0};  // innermost first, strides in bytes
-  int64_t bytes() const { return piece * sizes[0] * sizes[1] * sizes[2]; }
-};
+}  // namespace
 
-// Dimensions that follow each other in memory become one, whatever their order in the tensor.
 BlockShape block_shape(const TensorView& t) {
   struct Dim {
     int64_t size, stride;
@@ -52,6 +45,7 @@ BlockShape block_shape(const TensorView& t) {
   return shape;
 }
 
+namespace {
 void copy_block(const BlockShape& shape, BlockCopy copy) {
   const char* const from = shape.base + copy.from * shape.block_stride;
   char* const to = shape.base + copy.to * shape.block_stride;
@@ -62,6 +56,8 @@ void copy_block(const BlockShape& shape, BlockCopy copy) {
         std::memcpy(to + at, from + at, size_t(shape.piece));
       }
 }
+
+}  // namespace
 
 void check_copies(std::span<const BlockCopy> copies, int64_t num_blocks) {
   std::vector<int32_t> destinations;
@@ -79,8 +75,6 @@ void check_copies(std::span<const BlockCopy> copies, int64_t num_blocks) {
     check(!std::binary_search(destinations.begin(), destinations.end(), c.from), "kv_cache.copy.chained",
           "block {} is the source of one copy and the destination of another", c.from);
 }
-
-}  // namespace
 
 void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const ParallelFor& threads) {
   check(spec.block_size > 0, "kv_cache.copy.ragged", "a spec without blocks (block_size 0) has none to copy");

@@ -24,7 +24,7 @@ struct Options {
   SpecOptions spec;
   serve::BenchOptions bench;
   std::vector<std::string> batches;
-  std::string backends, cases, format = "table";
+  std::string device = "cpu", backends, cases, format = "table";
   int threads = 0;
   double min_time = 0.3, max_time = 10, noise = 1;
   bool json = false, no_ceilings = false, no_check = false;
@@ -97,7 +97,9 @@ Share share_of(const serve::BenchResult& r, const Backend& backend, const serve:
 }
 
 int run(Options& o) {
-  const DeviceInfo device = probe_cpu();
+  const DeviceInfo device = describe_device(o.device);
+  check(device.present && device.device.type == DeviceType::cpu, "backend.unsupported", "--device: the benchmark runs on cpu, got {}",
+        device.str());
   ThreadPool pool(o.threads);
   o.bench.threads = pool.parallel_for();
   o.bench.min_seconds = o.min_time;
@@ -166,6 +168,7 @@ void add_bench(CLI::App& app, Action& action) {
   add_spec_options(*sub, o->spec);
   sub->add_option("--cases", o->cases, "Time the cases of the conformance table whose name matches this regular expression instead");
   sub->add_option("--backend", o->backends, "Backends or aliases, separated by commas (default: the one that select takes)");
+  sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
   sub->add_option("--kv-copies", o->bench.kv_copies, "Rotate over so many caches, as the layers of a model do: keys then come from DRAM")
       ->check(CLI::Range(1, 1024))

@@ -24,6 +24,7 @@ std::string& command_line();
 
 // One a file: adds a subcommand to the program.
 void add_info(CLI::App&, Action&);
+void add_compile(CLI::App&, Action&);
 void add_select(CLI::App&, Action&);
 void add_trace(CLI::App&, Action&);
 void add_run(CLI::App&, Action&);

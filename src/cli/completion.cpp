@@ -30,13 +30,15 @@ std::vector<std::string> known_values(const std::string& option) {
   } else if (option == "--backend" || option == "--prefill-backend" || option == "--decode-backend") {
     for (const Backend* backend : backends()) values.emplace_back(backend->name());
   } else if (option == "--device") {
-    values = {"cpu", "h200", "b200", "h100", "a100", "rtx5090", "l40s"};
+    values = {"cpu", "cuda:0", "h200", "b200", "h100", "a100", "rtx5090", "l40s"};
   } else if (option == "--q-dtype") {
     values = {"f32", "bf16", "f16"};
   } else if (option == "--kv-dtype") {
     values = {"f32", "bf16", "f16", "fp8_e4m3", "fp8_e5m2"};
   } else if (option == "--kv-format") {
     values = {"strided", "amx_packed"};
+  } else if (option == "--arch") {
+    values = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
   } else if (option == "--phase") {
     values = {"any", "prefill", "decode"};
   } else if (option == "--format") {

@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "attention/precompile.h"
 #include "cli/cli.h"
 #include "core/env.h"
 #include "imbrex/model.h"
@@ -23,11 +24,16 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
 
+std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+
 int run(const Options& o) {
   const DeviceInfo cpu = probe_cpu();
   serve::Ceilings ceilings;
   if (o.measure) ceilings = serve::measure_ceilings(cpu, o.threads);
   const auto names = backends();
+  std::string no_gpu;
+  const auto gpus = probe_cuda(&no_gpu);
+  const KernelCompiler compiler = kernel_compiler();
   if (o.json) {
     nlohmann::ordered_json j;
     j["version"] = IMBREX_VERSION;
@@ -41,6 +47,16 @@ int run(const Options& o) {
                             {"l2_bytes", cpu.l2_bytes},
                             {"l3_bytes", cpu.l3_bytes},
                             {"memory_bytes", cpu.memory_bytes}});
+    for (const DeviceInfo& gpu : gpus) {
+      j["devices"].push_back({{"device", gpu.device.str()},
+                              {"name", gpu.name},
+                              {"sm", gpu.sm},
+                              {"multiprocessors", gpu.num_workers},
+                              {"l2_bytes", gpu.l2_bytes},
+                              {"memory_bytes", gpu.memory_bytes},
+                              {"max_smem_bytes", gpu.max_smem_bytes}});
+    }
+    j["cuda"] = {{"no_device", no_gpu}, {"compiler", compiler.name}, {"no_compiler", compiler.why}, {"kernels", compiler.cache_folder}};
     for (const Backend* backend : names) {
       j["backends"].push_back({{"name", backend->name()}, {"description", backend->description()}});
     }
@@ -64,6 +80,13 @@ int run(const Options& o) {
   fmt::print("imbrex {} ({})\n\nDevices\n  cpu  {}\n", IMBREX_VERSION, kCompiler, cpu.str());
   fmt::print("       L2 {} a core, L3 {}, memory {}\n", serve::format_bytes(double(cpu.l2_bytes)),
              serve::format_bytes(double(cpu.l3_bytes)), serve::format_bytes(double(cpu.memory_bytes)));
+  for (const DeviceInfo& gpu : gpus) {
+    fmt::print("  {}  {}\n          memory {}, shared memory of a thread block {}\n", gpu.device.str(), gpu.str(),
+               serve::format_bytes(double(gpu.memory_bytes)), serve::format_bytes(double(gpu.max_smem_bytes)));
+  }
+  if (gpus.empty()) fmt::print("  cuda {}\n", no_gpu);
+  fmt::print("\nGPU kernels\n  compiler  {}\n  kept in   {}\n", compiler.name.empty() ? first_line(compiler.why) : compiler.name,
+             compiler.cache_folder.empty() ? "no folder: neither a cache folder nor a home is set" : compiler.cache_folder);
   if (o.measure) {
     fmt::print("\nMeasured with {} threads\n  read from DRAM   {:>8.1f} GB/s\n", ceilings.num_threads, ceilings.dram_read / 1e9);
     if (ceilings.l3_read > 0) fmt::print("  read from L3     {:>8.1f} GB/s\n", ceilings.l3_read / 1e9);

@@ -94,7 +94,7 @@ void add_select(CLI::App& app, Action& action) {
   auto o = std::make_shared<Options>();
   CLI::App* sub = app.add_subcommand("select", "Which backend runs each kind of layer, and why not the others");
   add_spec_options(*sub, o->spec);
-  sub->add_option("--device", o->device, "cpu, h200, b200, a100, ..., or a described CPU such as \"avx512,32 threads\"")
+  sub->add_option("--device", o->device, "cpu, cuda:0, h200, b200, a100, ..., or a described CPU such as \"avx512,32 threads\"")
       ->capture_default_str();
   sub->add_option("--backend", o->select.forced, "Force a backend, by its name or one that vLLM or SGLang users know");
   sub->add_option("--prefill-backend", o->select.forced_prefill, "The same for prefill only (with --phase prefill)");

@@ -143,8 +143,24 @@ constexpr Gpu kGpus[] = {
   std::string gpus, isas;
   for (const Gpu& gpu : kGpus) gpus += (gpus.empty() ? "" : ", ") + std::string(gpu.key);
   for (CpuIsa isa : kAllIsas) isas += (isas.empty() ? "" : ", ") + std::string(to_string(isa));
-  fail("device.unknown", "expected cpu, one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"", gpus, isas,
+  fail("device.unknown",
+       "expected cpu, cuda:0 (and so on), one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"", gpus, isas,
        text);
+}
+
+// "cuda" or "cuda:N"; probe_cuda() is in cuda/device.cpp.
+DeviceInfo present_gpu(std::string_view text) {
+  int index = 0;
+  if (text != "cuda") {
+    const std::string_view number = text.substr(std::min(text.size(), std::string_view("cuda:").size()));
+    const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), index);
+    if (!text.starts_with("cuda:") || error != std::errc() || end != number.data() + number.size() || index < 0) fail_unknown(text);
+  }
+  std::string why;
+  const std::vector<DeviceInfo> gpus = probe_cuda(&why);
+  check(!gpus.empty(), "device.absent", "{} is not there: {}", text, why);
+  check(size_t(index) < gpus.size(), "device.absent", "expected a GPU from cuda:0 to cuda:{}, got {}", gpus.size() - 1, text);
+  return gpus[size_t(index)];
 }
 
 // "32 threads" or "1 thread"
@@ -183,6 +199,7 @@ DeviceInfo probe_cpu() {
 DeviceInfo describe_device(std::string_view text) {
   const std::string lower = to_lower(trim(text));
   if (lower == "cpu") return probe_cpu();
+  if (lower.starts_with("cuda")) return present_gpu(lower);
   for (const Gpu& gpu : kGpus)
     if (lower == gpu.key)
       return {.device = {DeviceType::cuda, 0},

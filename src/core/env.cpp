@@ -13,6 +13,10 @@ static constexpr Variable kVariables[] = {
     {kBackend.data(), "backend (or alias) to force for every layer"},
     {kNumThreads.data(), "threads to use; default: one for each core this process may use"},
     {kLog.data(), "what to log to stderr: off, info, debug"},
+    {kCudaCache.data(), "folder of compiled CUDA kernels; default: imbrex in XDG_CACHE_HOME or ~/.cache"},
+    {kCudaDump.data(), "folder to write the text and the cubin of every CUDA kernel to, for profilers"},
+    {kCudaDriver.data(), "NVIDIA driver library to open; default: libcuda.so.1"},
+    {kCudaNvrtc.data(), "NVRTC library to open; default: libnvrtc.so of the system, CUDA_HOME or /usr/local/cuda"},
 };
 
 std::span<const Variable> variables() { return kVariables; }

@@ -45,7 +45,7 @@ class Cli : public testing::Test {
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST_F(Cli, HelpOfEverySubcommand) {
-  for (const char* sub : {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "completion"}) {
+  for (const char* sub : {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "compile", "completion"}) {
     const Ran ran = run(std::string(sub) + " --help");
     EXPECT_EQ(ran.code, 0) << sub;
     EXPECT_TRUE(contains(ran.out, "Usage:")) << sub;
@@ -89,6 +89,10 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench --cases no_such_case", 2, "[cli.cases]"},
       {"bench q1 --format pdf", 2, "[usage]"},
       {"completion tcsh", 2, "[usage]"},
+      {"compile --arch sm_90x", 2, "[cuda.arch]"},
+      {"compile --arch sm_75", 2, "[cuda.arch]"},
+      {"compile --jobs -1", 2, "[usage]"},
+      {"compile --model deepseek-v3", 3, "[model.family.later]"},
       {"run --model llama-3.1-8b", 2, "[usage]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --verify 200%", 2, "[cli.fraction]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --kv-memory lots", 2, "[cli.size]"},
@@ -138,6 +142,52 @@ TEST_F(Cli, InfoListsWhatIsHere) {
   EXPECT_EQ(j["devices"][0]["device"], "cpu");
   EXPECT_EQ(j["backends"].back()["name"], "reference");
   EXPECT_TRUE(contains(run("info").out, "IMBREX_CPU_ISA"));
+}
+
+TEST_F(Cli, AMachineWithoutADriverSaysWhy) {
+  const std::string none = "IMBREX_CUDA_DRIVER=" + path("no_such_library");
+  for (const char* arguments : {"select --device cuda:0", "select --device cuda", "bench q1 --device cuda:0"}) {
+    const Ran ran = run(arguments, none);
+    EXPECT_EQ(ran.code, 3) << arguments;
+    EXPECT_TRUE(contains(ran.err, "no NVIDIA driver") && contains(ran.err, "no_such_library") && contains(ran.err, "[device.absent]"))
+        << arguments << "\n"
+        << ran.err;
+  }
+  EXPECT_EQ(run("select --device cuda:x", none).code, 2);
+  const Ran info = run("info", none);
+  EXPECT_EQ(info.code, 0);
+  EXPECT_TRUE(contains(info.out, "cuda no NVIDIA driver: ")) << info.out;
+  const auto j = nlohmann::json::parse(run("info --json", none).out);
+  EXPECT_EQ(j["devices"].size(), 1u);
+  EXPECT_TRUE(contains(j["cuda"]["no_device"], "no NVIDIA driver"));
+}
+
+TEST_F(Cli, CompileWithoutTheCompilerSaysWhatToDo) {
+  const std::string none = "IMBREX_CUDA_NVRTC=" + path("no_such_library");
+  const Ran ran = run("compile --arch sm_90a --model llama-3.1-8b --out " + path("kernels"), none);
+  EXPECT_EQ(ran.code, 3);
+  for (const char* part : {"[cuda.nvrtc_missing]", "no_such_library", "CUDA_HOME"}) EXPECT_TRUE(contains(ran.err, part)) << ran.err;
+  EXPECT_TRUE(contains(run("info", none).out, "NVRTC is not found"));
+}
+
+TEST_F(Cli, CompileFillsAFolderThatNeedsNoCompiler) {
+  if (nlohmann::json::parse(run("info --json").out)["cuda"]["compiler"] == "") GTEST_SKIP() << "no NVRTC here";
+  const std::string arguments = "compile --arch sm_80,sm_90a --model llama-3.1-8b --kv-dtype fp8_e4m3 --strict --out " + path("kernels");
+  const Ran ran = run(arguments);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_TRUE(contains(ran.out, "4 kernel files in ") && contains(ran.out, "0 failed")) << ran.out;
+  EXPECT_EQ(std::distance(fs::directory_iterator(path("kernels")), fs::directory_iterator()), 4);
+  const Ran again = run(arguments + " --json", "IMBREX_CUDA_NVRTC=" + path("no_such_library"));
+  ASSERT_EQ(again.code, 0) << again.err;
+  const auto j = nlohmann::json::parse(again.out);
+  ASSERT_EQ(j.size(), 4u);
+  EXPECT_EQ(j[0]["family"], "write_kv");
+  EXPECT_EQ(j[0]["arch"], "sm_80");
+  EXPECT_EQ(j[0]["compile_ms"], 0);
+  EXPECT_EQ(j[0]["entries"].size(), 4u);
+  EXPECT_GT(j[0]["entries"][0]["registers"], 0);
+  EXPECT_EQ(j[0]["problems"].size(), 0u);
+  EXPECT_EQ(run("compile --arch sm_80 --model llama-3.1-8b --out " + path("out") + "/x").code, 2);  // below a file
 }
 
 TEST_F(Cli, TraceIsTheSameForTheSameSeed) {

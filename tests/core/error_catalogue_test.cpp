@@ -33,7 +33,8 @@ std::string without_comments(const std::string& text) {
 }
 
 bool is_file_name(const std::string& text) {
-  static const std::set<std::string> endings = {"json", "jsonl", "csv", "md", "txt", "safetensors", "cpp", "h", "cu", "cuh"};
+  static const std::set<std::string> endings = {"json", "jsonl", "csv", "md", "txt", "safetensors", "cpp", "h", "cu", "cuh", "cubin", "so"};
+  if (text.find(".so.") != std::string::npos) return true;
   const size_t dot = text.find('.');
   return dot == text.rfind('.') && endings.count(text.substr(dot + 1)) > 0;
 }

@@ -23,6 +23,9 @@ CLEAN = {
     "src/cpu/params.h": '// Parameters.\n#include "imbrex/work.h"\n',
     "src/cpu/kernels/tile.h": "// Tiles.\n#include <immintrin.h>\n",
     "src/cpu/kernels/avx2.cpp": '// AVX2.\n#include "cpu/kernels/tile.h"\n#include "cpu/params.h"\n',
+    "src/cuda/params.h": '// Parameters.\n#include "imbrex/work.h"\n',
+    "src/cuda/kernels/words.cuh": "// Words.\n",
+    "src/cuda/kernels/sm90/copy.cu": '// Copies.\n#include "cuda/params.h"\n#include "words.cuh"\n',
     "src/cli/main.cpp": '// The program.\n#include <CLI/CLI.hpp>\n#include "model/model.cpp"\n',
 }
 
@@ -50,6 +53,11 @@ VIOLATIONS = [
     ("check_kernels", "src/cpu/kernels/avx2.cpp", '// x\n#include "core/env.cpp"\n', '"core/env.cpp"'),
     ("check_kernels", "src/cpu/params.h", "// x\n#include <vector>\n", "src/cpu/params.h: kernel code may not include <vector>"),
     ("check_kernels", "include/imbrex/work.h", "// x\n#include <array>\n", "work.h: kernel code may not include <array>"),
+    ("check_cuda_kernels", "src/cuda/kernels/words.cuh", "// x\n#include <cuda_bf16.h>\n", "may not include cuda_bf16.h"),
+    ("check_cuda_kernels", "src/cuda/kernels/words.cuh", '// x\n#include "core/env.cpp"\n', "core/env.cpp"),
+    ("check_cuda_kernels", "src/cuda/kernels/sm90/copy.cu", '// x\n#include "../words.cuh"\n', "../words.cuh"),
+    ("check_cuda_kernels", "src/cuda/params.h", "// x\n#include <vector>\n", "params.h: a CUDA kernel may not include vector"),
+    ("check_shape", "src/cuda/kernels/words.cuh", "int x;\n", "does not open with a sentence"),
     ("check_shape", "src/core/tensor.cpp", "// x\n" * 451, "451 lines"),
     ("check_shape", "src/core/tensor.cpp", "#include <vector>\n", "does not open with a sentence"),
     ("check_leftovers", "src/core/tensor.cpp", "// x\n// TO" "DO: later\n", "a note for later"),

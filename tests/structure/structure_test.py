@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCE_SUFFIXES = {".cpp", ".h", ".hpp", ".cuh", ".inl"}
+SOURCE_SUFFIXES = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".inl"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".py", ".sh", ".cmake", ".txt", ".md", ".json", ".yml", ".html", ".js", ".css", ""}
 MAX_LINES = 450
 # Longer on purpose. Each needs a reason.
@@ -63,7 +63,7 @@ def folder_of_public(name):
 
 def resolve(root, path, name):
     """The file that a quoted include means, or None."""
-    for base in (root / "src", root / "include", path.parent):
+    for base in (root / "src", root / "include", path.parent, root / "src/cuda/kernels"):
         if (base / name).is_file():
             return (base / name).resolve()
     return None
@@ -137,6 +137,22 @@ def check_kernels(root):
     return problems
 
 
+def check_cuda_kernels(root):
+    """CUDA kernel texts, and all they include, are compiled without any header but ours: each other and plain structs."""
+    problems = []
+    kernels = root / "src/cuda/kernels"
+    shared = [root / "src/cuda/params.h", root / "include/imbrex/work.h"]
+    allowed = {path.resolve() for path in [*sources(root, "src/cuda/kernels"), *shared]}
+    for path in [*sources(root, "src/cuda/kernels"), *(path for path in shared if path.is_file())]:
+        relative = path.relative_to(root).as_posix()
+        for kind, name in includes(path):
+            # The compiler finds a file by the name it was embedded under, not by where it lies.
+            embedded = [(base / name).resolve() for base in (kernels, root / "include", root / "src")]
+            if kind == "<" or not any(file in allowed for file in embedded):
+                problems.append(f"{relative}: a CUDA kernel may not include {name}")
+    return problems
+
+
 def check_shape(root):
     """Files are short, and open with one sentence that says what they are."""
     problems = []
@@ -166,6 +182,8 @@ def check_leftovers(root):
     paths = [p for f in folders for p in sorted((root / f).rglob("*"))] + sorted(root.glob("*"))
     for path in paths:
         if not path.is_file() or path.suffix not in TEXT_SUFFIXES or path.stat().st_size > 1 << 20 or "corpus" in path.parts:
+            continue
+        if path.name == ".git":  # of a second work tree: it names the first
             continue
         relative = path.relative_to(root).as_posix()
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
@@ -219,7 +237,7 @@ def check_kernel_objects(objects):
     return problems
 
 
-TREE_CHECKS = [check_arrows, check_public_headers, check_kernels, check_shape, check_leftovers, check_environment]
+TREE_CHECKS = [check_arrows, check_public_headers, check_kernels, check_cuda_kernels, check_shape, check_leftovers, check_environment]
 
 
 def main():

@@ -1,0 +1,43 @@
+#pragma once
+// Compiling GPU kernels ahead of time, for `imbrex compile` and `imbrex info`; the folder of the hardware defines it.
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "imbrex/spec.h"
+
+namespace imbrex {
+
+struct PrecompileRequest {
+  std::vector<std::string> archs;    // "sm_90a"
+  std::vector<AttentionSpec> specs;  // what the kernels are for; empty: a set that covers every kernel
+  std::string folder;                // to be filled; empty: the cache of this user
+  int jobs = 1;                      // threads
+};
+
+struct PrecompiledEntry {  // an entry point of a kernel file
+  std::string name;
+  int registers = 0, spill_bytes = 0, stack_bytes = 0;  // of a thread; spills: stores and loads
+  int smem_bytes = 0;                                   // of a thread block, static and dynamic
+};
+
+struct PrecompiledKernel {
+  std::string family, file, arch, constants;
+  std::vector<PrecompiledEntry> entries;
+  std::vector<std::string> problems;  // what --strict refuses: spills, stack, warnings
+  std::string error;                  // not empty: it did not compile
+  double compile_ms = 0;              // 0: it was in the folder already
+  int64_t cubin_bytes = 0;
+};
+
+// Every kernel of the request once, in a fixed order. Throws what concerns them all: Error cuda.nvrtc_missing, cuda.arch, cuda.cache.
+std::vector<PrecompiledKernel> precompile(const PrecompileRequest&);
+
+struct KernelCompiler {
+  std::string name;  // "NVRTC 13.0"; empty: there is none, see `why`
+  std::string why;
+  std::string cache_folder;  // empty: no place to keep kernels
+};
+KernelCompiler kernel_compiler();
+
+}  // namespace imbrex

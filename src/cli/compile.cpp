@@ -1,0 +1,119 @@
+// `imbrex compile`: compiles the GPU kernels of a model ahead of time, without a GPU, and shows what they take.
+#include <fmt/format.h>
+
+#include <nlohmann/json.hpp>
+
+#include "attention/precompile.h"
+#include "cli/cli.h"
+#include "cli/spec_options.h"
+#include "core/cores.h"
+
+namespace imbrex::cli {
+namespace {
+
+using nlohmann::ordered_json;
+
+struct Options {
+  std::string archs, folder, format = "table";
+  SpecOptions spec;
+  int jobs = 0;
+  bool strict = false, json = false;
+};
+
+constexpr const char* kArchs = "sm_80,sm_90a,sm_100a,sm_120";
+
+ordered_json to_json(const PrecompiledKernel& kernel) {
+  ordered_json entries = ordered_json::array();
+  for (const PrecompiledEntry& e : kernel.entries) {
+    entries.push_back({{"entry", e.name},
+                       {"registers", e.registers},
+                       {"spill_bytes", e.spill_bytes},
+                       {"stack_bytes", e.stack_bytes},
+                       {"smem_bytes", e.smem_bytes}});
+  }
+  return {{"family", kernel.family},
+          {"file", kernel.file},
+          {"arch", kernel.arch},
+          {"constants", kernel.constants},
+          {"compile_ms", kernel.compile_ms},
+          {"cubin_bytes", kernel.cubin_bytes},
+          {"entries", entries},
+          {"problems", kernel.problems},
+          {"error", kernel.error}};
+}
+
+serve::Table to_table(const std::vector<PrecompiledKernel>& kernels) {
+  serve::Table table{{"kernel", "arch", "constants", ">registers", ">spills B", ">stack B", ">smem B", ">ms", ">cubin B"}, {}};
+  for (const PrecompiledKernel& k : kernels) {
+    // What belongs to the file stands in the row of its first entry point.
+    std::string ms = !k.error.empty() ? "failed" : k.compile_ms > 0 ? fmt::format("{:.0f}", k.compile_ms) : "cached";
+    std::string bytes = fmt::format("{}", k.cubin_bytes);
+    if (k.entries.empty()) table.rows.push_back({k.file, k.arch, k.constants, "", "", "", "", ms, bytes});
+    for (const PrecompiledEntry& e : k.entries) {
+      table.rows.push_back({e.name, k.arch, k.constants, fmt::format("{}", e.registers), fmt::format("{}", e.spill_bytes),
+                            fmt::format("{}", e.stack_bytes), fmt::format("{}", e.smem_bytes), std::exchange(ms, ""),
+                            std::exchange(bytes, "")});
+    }
+  }
+  return table;
+}
+
+int run(Options& o) {
+  PrecompileRequest request{.archs = split(o.archs, ", "), .specs = {}, .folder = o.folder, .jobs = o.jobs};
+  if (request.archs.empty()) request.archs = split(kArchs, ",");
+  if (request.jobs == 0) request.jobs = default_num_threads();
+  if (!o.spec.model.empty())
+    for (const NamedSpec& named : specs_of(o.spec)) request.specs.push_back(named.spec);
+  const std::vector<PrecompiledKernel> kernels = precompile(request);
+
+  std::string complaints;
+  ordered_json j = ordered_json::array();
+  int failed = 0, refused = 0;
+  for (const PrecompiledKernel& kernel : kernels) {
+    j.push_back(to_json(kernel));
+    failed += !kernel.error.empty();
+    refused += !kernel.problems.empty();
+    if (!kernel.error.empty()) complaints += kernel.error + "\n";
+    for (const std::string& problem : kernel.problems)
+      complaints += fmt::format("{} for {} ({}): {}\n", kernel.file, kernel.arch, kernel.constants, problem);
+  }
+  if (o.json || o.format == "json") {
+    fmt::print("{}\n", j.dump(2));
+  } else {
+    fmt::print("{}", print_as(to_table(kernels), o.format));
+    if (o.format == "table") {
+      fmt::print("\n{} kernel files in {}, {} failed, {} with spills, stack or warnings\n", kernels.size(),
+                 o.folder.empty() ? kernel_compiler().cache_folder : o.folder, failed, refused);
+    }
+  }
+  fmt::print(stderr, "{}", complaints);
+  return failed > 0 || (o.strict && refused > 0) ? kCheckFailed : kOk;
+}
+
+}  // namespace
+
+void add_compile(CLI::App& app, Action& action) {
+  auto o = std::make_shared<Options>();
+  CLI::App* sub = app.add_subcommand("compile", "Compile GPU kernels ahead of time; needs NVRTC, but no GPU");
+  sub->add_option("--arch", o->archs, fmt::format("Architectures, separated by commas (default: {})", kArchs));
+  sub->add_option("--model", o->spec.model, "Only the kernels of a model: preset name, config.json or its folder (default: all kinds)");
+  sub->add_option("--q-dtype", o->spec.q_dtype, "With --model: type of queries")->capture_default_str();
+  sub->add_option("--kv-dtype", o->spec.kv_dtype, "With --model: type of cached keys and values (default: --q-dtype)");
+  sub->add_option("--block-size", o->spec.block_size, "With --model: tokens in a cache block")->capture_default_str();
+  sub->add_option("--out", o->folder, "Folder to fill, for IMBREX_CUDA_CACHE of another machine (default: the cache of this one)");
+  sub->add_flag("--strict", o->strict, "Fail on spills, local memory and warnings of the compiler");
+  sub->add_option("--jobs", o->jobs, "Kernels to compile at the same time (0: one for each core)")->check(CLI::Range(0, 4096));
+  sub->add_option("--format", o->format, "table, markdown, csv, json")
+      ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
+      ->capture_default_str();
+  sub->add_flag("--json", o->json, "Like --format json");
+  sub->footer(
+      "Examples:\n"
+      "  imbrex compile --arch sm_90a --model llama-3.1-8b --kv-dtype fp8_e4m3\n"
+      "  imbrex compile --arch sm_80,sm_90a --out kernels && IMBREX_CUDA_CACHE=kernels imbrex info\n"
+      "  imbrex compile --strict\n\n"
+      "Exit code 1 when a kernel does not compile, or with --strict has spills, local memory or warnings; 3 without NVRTC.");
+  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+}
+
+}  // namespace imbrex::cli

@@ -1,0 +1,35 @@
+#pragma once
+// Which specialisation of kernels/attention_sm80.cu runs a layer: shapes of tiles by architecture, spec and phase. Pure functions.
+#include <optional>
+#include <string_view>
+
+#include "cuda/jit.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+enum class KernelPhase : uint8_t {
+  decode,  // few rows an item: warps share out the keys of a tile, and the memory sets the pace
+  prefill  // many: warps share out the rows
+};
+
+struct AttentionTiles {
+  int rows, keys;                       // of a tile; an item has at most max(rows, group) rows (query token, q head)
+  int row_warps, key_warps, dim_warps;  // that share them and the output's dims
+  int stages;                           // tiles of keys and values in shared memory
+  int blocks;                           // thread blocks a multiprocessor is to hold
+  int threads() const { return 32 * row_warps * key_warps * dim_warps; }
+  friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
+};
+
+// Of the fewest rows >= `rows` that the phase has (decode: 16, 32, 64). nullopt: nothing fits the shared memory of the architecture.
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, KernelPhase, int rows = 1);
+
+// Shared memory of a thread block, bytes.
+int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);
+
+KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec&, DType out, const AttentionTiles&);
+// kernels/merge.cu, for partial results of any attention kernel.
+KernelKey merge_key(std::string_view arch, const AttentionSpec&, DType out);
+
+}  // namespace imbrex::cuda

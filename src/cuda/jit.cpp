@@ -1,0 +1,247 @@
+// compile() and get_kernel(): from the embedded text and the constants of a key to a cubin, through NVRTC or a cache.
+#include "cuda/jit.h"
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <mutex>
+
+#include "core/check.h"
+#include "core/env.h"
+#include "cuda/driver.h"
+#include "cuda/hash.h"
+#include "cuda/kernel_cache.h"
+#include "cuda/kernel_sources.h"
+
+namespace imbrex::cuda {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kConfigPath = "config.cuh";
+
+bool is_constant_name(std::string_view name) {
+  const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
+  const auto digit = [](char c) { return c >= '0' && c <= '9'; };
+  return name.size() >= 2 && name.size() <= 64 && name[0] == 'k' && name[1] >= 'A' && name[1] <= 'Z' &&
+         std::all_of(name.begin(), name.end(), [&](char c) { return letter(c) || digit(c); });
+}
+
+std::string value_text(const Constant& constant) {
+  if (const bool* value = std::get_if<bool>(&constant.value)) return *value ? "true" : "false";
+  if (const int* value = std::get_if<int>(&constant.value)) return fmt::format("{}", *value);
+  const float value = std::get<float>(constant.value);
+  check(std::isfinite(value), "cuda.config.value", "expected a finite {}, got {}", constant.name, value);
+  return fmt::format("{:a}f", value);  // hexadecimal: every bit of it
+}
+
+const char* type_name(const Constant& constant) {
+  constexpr const char* kNames[] = {"bool", "int", "float"};
+  return kNames[constant.value.index()];
+}
+
+// Line numbers are kept for profilers; -v puts registers, spills and shared memory into the log.
+std::vector<std::string> options_of(const KernelKey& key) {
+  return {"--gpu-architecture=" + key.arch, "-std=c++20", "--device-as-default-execution-space", "--generate-line-info",
+          "--ptxas-options=-v"};
+}
+
+void check_arch(const NvrtcApi& rtc, const KernelKey& key) {
+  const int number = arch_number(key.arch) / 10;
+  int count = 0;
+  if (rtc.nvrtcGetNumSupportedArchs(&count) != 0) return;
+  std::vector<int> archs(size_t(std::max(count, 0)));
+  if (rtc.nvrtcGetSupportedArchs(archs.data()) != 0) return;
+  check(std::find(archs.begin(), archs.end(), number) != archs.end(), "cuda.arch", "this NVRTC ({}.{}) compiles for sm_{}, not for {}",
+        rtc.version / 1000, rtc.version % 1000 / 10, fmt::join(archs, ", sm_"), key.arch);
+}
+
+class Program {
+ public:
+  Program(const NvrtcApi& rtc, const std::string& text, const std::string& name, const std::vector<const char*>& headers,
+          const std::vector<const char*>& header_names)
+      : rtc_(rtc) {
+    const nvrtcResult result =
+        rtc.nvrtcCreateProgram(&program_, text.c_str(), name.c_str(), int(headers.size()), headers.data(), header_names.data());
+    check(result == 0, "cuda.compile", "NVRTC makes no program of {}: error {}", name, result);
+  }
+  ~Program() { rtc_.nvrtcDestroyProgram(&program_); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  nvrtcResult compile(const std::vector<std::string>& options) {
+    std::vector<const char*> arguments(options.size());
+    std::transform(options.begin(), options.end(), arguments.begin(), [](const std::string& option) { return option.c_str(); });
+    return rtc_.nvrtcCompileProgram(program_, int(arguments.size()), arguments.data());
+  }
+  std::string log() const { return bytes(rtc_.nvrtcGetProgramLogSize, rtc_.nvrtcGetProgramLog, 1); }
+  std::string cubin() const { return bytes(rtc_.nvrtcGetCUBINSize, rtc_.nvrtcGetCUBIN, 0); }
+
+ private:
+  std::string bytes(nvrtcResult (*size_of)(nvrtcProgram, size_t*), nvrtcResult (*copy)(nvrtcProgram, char*), size_t terminator) const {
+    size_t size = 0;
+    std::string result;
+    if (size_of(program_, &size) != 0 || size <= terminator) return result;
+    result.resize(size);
+    if (copy(program_, result.data()) != 0) return {};
+    result.resize(size - terminator);
+    return result;
+  }
+  const NvrtcApi& rtc_;
+  nvrtcProgram program_ = nullptr;
+};
+
+std::string_view text_of(const KernelKey& key) {
+  for (const EmbeddedText& source : kernel_sources)
+    if (source.path == key.path) return source.text;
+  std::vector<std::string_view> names;
+  for (const EmbeddedText& source : kernel_sources)
+    if (source.path.ends_with(".cu")) names.push_back(source.path);
+  fail("cuda.source", "expected one of {}, got a kernel file \"{}\"", fmt::join(names, ", "), key.path);
+}
+
+Hash128 hash_of_sources() {
+  Hash128 hash;
+  for (const EmbeddedText& source : kernel_sources)
+    if (source.path != kConfigPath) hash.add(source.path).add(source.text);
+  return hash;
+}
+
+// Files a profiler can show: they are compiled from there, so that every line number leads to them.
+fs::path dump_texts(const KernelKey& key, std::string_view text, const std::string& config, const fs::path& folder) {
+  const auto write = [&](const fs::path& path, std::string_view content) {
+    std::error_code ignored;
+    fs::create_directories(path.parent_path(), ignored);
+    std::ofstream file(path, std::ios::binary);
+    file.write(content.data(), std::streamsize(content.size()));
+    file.close();
+    check(bool(file), "cuda.dump", "cannot write {} ({} is set)", path.string(), env::kCudaDump);
+  };
+  for (const EmbeddedText& source : kernel_sources) write(folder / source.path, source.path == kConfigPath ? config : source.text);
+  write(folder / key.path, text);
+  return folder / key.path;
+}
+
+}  // namespace
+
+std::string KernelKey::constants() const {
+  std::string text;
+  for (const Constant& c : config)
+    text += std::visit([&](auto value) { return fmt::format("{}{} {}", text.empty() ? "" : ", ", c.name, value); }, c.value);
+  return text;
+}
+
+std::string KernelKey::str() const { return fmt::format("{} for {}{}", path, arch, config.empty() ? "" : " (" + constants() + ")"); }
+
+std::string arch_of(const DeviceInfo& device) {
+  check(device.device.type == DeviceType::cuda && device.sm > 0, "cuda.arch", "expected a CUDA device, got {}", device.str());
+  // From 12.0 on (GeForce, workstations) nothing here needs the instructions of exactly one architecture.
+  return fmt::format("sm_{}{}", device.sm, device.sm >= 90 && device.sm < 120 ? "a" : "");
+}
+
+int arch_number(std::string_view arch) {
+  int number = 0;
+  const char* const end = arch.data() + arch.size();
+  const bool prefix = arch.starts_with("sm_");
+  const auto [rest, error] = std::from_chars(arch.data() + (prefix ? 3 : 0), end, number);
+  const std::string_view suffix(rest, size_t(end - rest));
+  check(prefix && error == std::errc() && number >= 80 && number < 1000 && (suffix.empty() || suffix == "a" || suffix == "f"), "cuda.arch",
+        "expected an architecture from sm_80 on, such as sm_90a, got \"{}\"", arch);
+  return number * 10;
+}
+
+std::string config_text(const KernelKey& key) {
+  std::string text = fmt::format("#pragma once\n// {}\nconstexpr int kArch = {};\nconstexpr bool kArchFeatures = {};\n", key.path,
+                                 arch_number(key.arch), key.arch.ends_with('a'));
+  std::vector<std::string_view> names{"kArch", "kArchFeatures"};
+  for (const Constant& constant : key.config) {
+    check(is_constant_name(constant.name), "cuda.config.name",
+          "expected the name of a constant, k and a capital letter and then letters and digits, got \"{}\"", constant.name);
+    check(std::find(names.begin(), names.end(), constant.name) == names.end(), "cuda.config.twice", "{} is there twice for {}",
+          constant.name, key.path);
+    names.push_back(constant.name);
+    text += fmt::format("constexpr {} {} = {};\n", type_name(constant), constant.name, value_text(constant));
+  }
+  return text;
+}
+
+std::string cache_name(const KernelKey& key) {
+  static const Hash128 sources = hash_of_sources();
+  Hash128 hash = sources;
+  hash.add(key.path).add(config_text(key));
+  for (const std::string& option : options_of(key)) hash.add(option);
+  return fmt::format("{}-{}-{}", fs::path(key.path).stem().string(), key.arch, hash.hex());
+}
+
+CompiledKernel compile(const KernelKey& key) { return compile_text(key, text_of(key)); }
+
+CompiledKernel compile_text(const KernelKey& key, std::string_view text) {
+  const std::string config = config_text(key);
+  const NvrtcApi& rtc = need_nvrtc();
+  check_arch(rtc, key);
+  std::vector<std::string> options = options_of(key);
+  std::vector<const char*> headers, header_names;
+  std::string name = key.path;
+  const auto dump = env::get(env::kCudaDump);
+  const fs::path dump_folder = dump ? fs::absolute(*dump) / cache_name(key) : fs::path();
+  if (dump) {
+    name = dump_texts(key, text, config, dump_folder).string();
+    options.push_back("--include-path=" + dump_folder.string());
+  } else {
+    for (const EmbeddedText& source : kernel_sources) {
+      headers.push_back(source.path == kConfigPath ? config.c_str() : source.text.data());
+      header_names.push_back(source.path.data());
+    }
+  }
+  Program program(rtc, std::string(text), name, headers, header_names);
+  const auto begin = std::chrono::steady_clock::now();
+  const nvrtcResult result = program.compile(options);
+  CompiledKernel kernel{.cubin = {}, .log = program.log(), .compile_ms = 0};
+  kernel.compile_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  if (result == 0) kernel.cubin = program.cubin();
+  check(!kernel.cubin.empty(), "cuda.compile", "cannot compile {} with {}: NVRTC error {}\n{}", key.str(), fmt::join(options, " "), result,
+        kernel.log);
+  if (dump) {
+    std::ofstream(dump_folder / "kernel.cubin", std::ios::binary) << kernel.cubin;
+    std::ofstream(dump_folder / "log.txt") << kernel.log;
+  }
+  return kernel;
+}
+
+std::shared_ptr<const CompiledKernel> get_kernel(const KernelKey& key) {
+  struct Entry {
+    std::mutex mutex;
+    std::shared_ptr<const CompiledKernel> kernel;
+  };
+  struct Entries {
+    std::mutex mutex;
+    std::map<std::string, std::shared_ptr<Entry>> by_name;
+  };
+  static auto* const entries = new Entries;  // never destroyed: plans may be made while static objects go down
+
+  const std::string name = cache_name(key);
+  std::shared_ptr<Entry> entry;
+  {
+    const std::lock_guard lock(entries->mutex);
+    auto& slot = entries->by_name[name];
+    if (!slot) slot = std::make_shared<Entry>();
+    entry = slot;
+  }
+  const std::lock_guard lock(entry->mutex);
+  if (entry->kernel) return entry->kernel;
+  const fs::path folder = kernel_cache_folder();
+  std::optional<CompiledKernel> kernel;
+  if (!env::get(env::kCudaDump)) kernel = load_cached(folder, name);
+  if (!kernel) {
+    kernel = compile(key);
+    if (!env::get(env::kCudaDump)) store_cached(folder, name, *kernel);  // dumped ones name files of this machine
+  }
+  entry->kernel = std::make_shared<const CompiledKernel>(std::move(*kernel));
+  return entry->kernel;
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,176 @@
+#pragma once
+// What sm_90 brought, for kernels with a producer and consumers: mbarriers, TMA, wgmma's fences, registers handed over, dependent launch.
+#include "ptx.cuh"
+
+namespace imbrex::cuda {
+
+// --- dependent launch (LaunchShape::programmatic); before sm_90 kernels simply follow each other
+
+// Blocks until everything the kernel in front wrote can be seen. Before the first read of it.
+DEVICE void griddep_wait() {
+  if constexpr (kArch >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+// Lets the next kernel begin once every block has come here or ended.
+DEVICE void griddep_launch() {
+  if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// --- mbarriers: 8 bytes of shared memory by their address
+
+DEVICE void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+// After the inits, before the __syncthreads that publishes them: makes them known to TMA and to the cluster.
+DEVICE void mbarrier_fence_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+// Arrives, and makes the phase wait for as many bytes of TMA loads too.
+DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// At the barrier with the same offset in another block of the cluster.
+DEVICE void mbarrier_arrive_remote(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// Until the phase of that parity is over. A fresh barrier is in phase 0: waiting for parity 1 returns at once.
+DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+// --- clusters
+
+DEVICE u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// --- TMA
+
+// The descriptor that the driver encodes (CUtensorMap); a __grid_constant__ parameter.
+struct alignas(128) TensorMap {
+  u64 opaque[16];
+};
+
+DEVICE void tma_prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
+
+// What L2 shall do with the lines of a load, as an operand of the loads below.
+DEVICE u64 l2_keep() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  return policy;
+}
+DEVICE u64 l2_first_out() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+DEVICE u64 l2_normal() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// A box of the tensor to shared memory; `barrier` gets its bytes. Coordinates innermost first; what lies outside of the tensor is zero.
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
+          to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(l2)
+      : "memory");
+}
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], "
+      "%6;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(l2)
+      : "memory");
+}
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], "
+      "%7;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(l2)
+      : "memory");
+}
+DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z, int w, int v) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(l2)
+      : "memory");
+}
+
+// `bytes` (a multiple of 16) in one piece; addresses aligned to 16.
+DEVICE void tma_load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
+// A box from shared memory to the tensor. What threads wrote to shared memory must be fenced (async_proxy_fence) and synchronised before.
+DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from), "r"(x), "r"(y)
+               : "memory");
+}
+DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from), "r"(x), "r"(y),
+               "r"(z)
+               : "memory");
+}
+DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most `pending` groups of stores still read shared memory.
+template <int pending>
+DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+// Makes what this thread wrote to shared memory visible to TMA and wgmma.
+DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- registers and wgmma (sm_90a; registers also sm_100a)
+
+// Registers a thread of this warpgroup may use from here on: a multiple of 8, all four warps together.
+template <int registers>
+DEVICE void registers_grow() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
+}
+template <int registers>
+DEVICE void registers_shrink() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));
+}
+
+// Before the first wgmma that uses registers written by other instructions.
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int pending>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+// Pins an accumulator: the compiler may not move its uses across.
+DEVICE void wgmma_pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+
+// How a tile lies in shared memory: address, distances in bytes (leading and stride dimension), swizzle 1 for 128, 2 for 64, 3 for 32
+// bytes, 0 for none.
+DEVICE u64 wgmma_descriptor(u32 address, u32 leading, u32 stride, u32 swizzle) {
+  return u64((address & 0x3ffff) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | u64(swizzle) << 62;
+}
+
+}  // namespace imbrex::cuda

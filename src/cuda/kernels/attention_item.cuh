@@ -1,0 +1,127 @@
+#pragma once
+// A work item as the attention kernels see it: its rows, the keys they see, and what happens to their logits. No word about tiles of
+// registers: that is the kernels' own.
+//
+// Row r of an item is query token r / kGroup and, of the q heads that share its kv head, number r % kGroup. A result depends on its own
+// query and keys alone: keys are taken in tiles that begin at multiples of kTileKeys, in rising order, and a key that is hidden from a row
+// changes no bit of that row's sums.
+#include "cuda/params.h"
+#include "ptx.cuh"
+
+namespace imbrex::cuda {
+
+constexpr float kEmptyReference = -1e30f;  // of a row that has seen no key: finite, so that no infinities are subtracted
+constexpr int kFar = 1 << 29;              // beyond any sequence, and its sum with a position is still an int
+constexpr int kRowBlocks = (kGroup + kTileRows - 1) / kTileRows;  // tiles of rows that a token may have
+
+struct KeyRange {
+  int lo, hi;  // keys [lo, hi); empty when lo >= hi
+};
+
+// Keys that the query at `position` sees, the length of its request and custom masks aside. Both ends rise with the position.
+DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
+  KeyRange keys{-kFar, kFar};
+  if constexpr (kCausal) keys.hi = position + 1;
+  if constexpr (kWindow) {
+    if (p.window_right >= 0) keys.hi = min(keys.hi, position + 1 + min(p.window_right, kFar));
+    if (p.window_left >= 0) keys.lo = position - min(p.window_left, kFar);
+    if (p.chunk > 0) {
+      const int chunk = min(p.chunk, kFar), below = position >= 0 ? 0 : chunk - 1;  // rounds down
+      const int begin = (position - below) / chunk * chunk;
+      keys.lo = max(keys.lo, begin);
+      keys.hi = min(keys.hi, begin + chunk);
+    }
+  }
+  return keys;
+}
+
+// What one thread block does at a time: up to kTileRows rows of a work item for one kv head. The same in every thread.
+struct Item {
+  int kv_head;
+  int row_begin, num_rows;  // of the item's rows
+  int q_begin;              // query token of the item's row 0, within the batch
+  int position;             // of that token among its request's keys
+  int query_index;          // of that token among its request's queries
+  int request, seq_len;
+  int lo, hi;  // keys that any of the rows sees, within the item's range: nothing else of the cache is read
+  int partial;
+  long first_block;  // of the request's blocks in block_ids; ragged: its first key's row
+
+  DEVICE int token_of(int row) const { return q_begin + (row_begin + row) / kGroup; }
+  DEVICE int head_of(int row) const { return kv_head * kGroup + (row_begin + row) % kGroup; }
+  DEVICE int position_of(int row) const { return position + (row_begin + row) / kGroup; }
+};
+
+DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.num_kv_heads * kRowBlocks; }
+
+DEVICE Item item_of(const AttentionParams& p, int task) {
+  const int row_block = task % kRowBlocks, rest = task / kRowBlocks;
+  int index, kv_head;
+  if constexpr (kTileRows >= 64 && kKeyWarps == 1) {  // prefill: thread blocks that run together share the keys of a head in L2
+    const int num_work = p.counts->num_work;
+    index = rest % num_work, kv_head = rest / num_work;
+  } else {  // decode: the heads of a token are neighbours in most caches
+    index = rest / p.num_kv_heads, kv_head = rest % p.num_kv_heads;
+  }
+  const WorkItem& work = p.work[index];
+  Item item;
+  item.kv_head = kv_head;
+  item.request = work.request;
+  item.q_begin = work.q_begin;
+  item.partial = work.partial;
+  item.row_begin = row_block * kTileRows;
+  item.num_rows = min(kTileRows, (work.q_end - work.q_begin) * kGroup - item.row_begin);
+  const int first_query = p.query_start[work.request], q_len = p.query_start[work.request + 1] - first_query;
+  item.seq_len = p.seq_lens[work.request];
+  item.query_index = work.q_begin - first_query;
+  item.position = item.seq_len - q_len + item.query_index;
+  item.first_block = p.block_start[work.request];
+  const KeyRange first = visible_keys(p, item.position_of(0)), last = visible_keys(p, item.position_of(item.num_rows - 1));
+  item.lo = max(work.kv_begin, first.lo);
+  item.hi = min(min(work.kv_end, item.seq_len), last.hi);
+  return item;
+}
+
+// --- logits: scale, head scale, soft cap, position bias; in log2 units at the end
+
+constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale
+
+DEVICE float kv_scale(const KvSide& side, int kv_head) {
+  return side.scales != nullptr ? side.scales[kv_head * side.scale_stride] : side.scale;
+}
+
+// cap * tanh(x / cap) * log2(e). tanh by exponentials: the instruction for it is off by 2^-11, which a cap of 50 makes visible.
+DEVICE float capped(float x, float cap) {
+  const float y = __fdividef(x, cap);
+  if constexpr (kQType == kF32) return cap * kLog2e * tanhf(y);
+  const float t = 1.f - 2.f * reciprocal_approx(exp2_approx(fabsf(y) * (2.f * kLog2e)) + 1.f);
+  return copysignf(cap * kLog2e * t, x);
+}
+
+struct RowTerms {     // what a row's logits need besides q.k
+  float scale;        // of q.k; log2(e) is in it unless there is a soft cap
+  float slope;        // ALiBi, log2 units
+  const float* bias;  // by distance, centred
+};
+
+DEVICE RowTerms row_terms(const AttentionParams& p, int head, float scale) {
+  RowTerms terms{scale, 0.f, nullptr};
+  if constexpr (kHeadScales) {
+    if (p.head_scales != nullptr) terms.scale *= p.head_scales[head];
+  }
+  if constexpr (!kSoftCap) terms.scale *= kLog2e;
+  if constexpr (kAlibi) terms.slope = p.alibi_slopes[head] * kLog2e;
+  if constexpr (kRelative) terms.bias = p.bias_by_distance + long(head) * (2 * p.bias_reach + 1) + p.bias_reach;
+  return terms;
+}
+
+// `distance` is key position - query position.
+DEVICE float modified(const AttentionParams& p, const RowTerms& row, float product, int distance) {
+  float x = product * row.scale;
+  if constexpr (kSoftCap) x = capped(x, p.soft_cap);
+  if constexpr (kAlibi) x += row.slope * float(distance);
+  if constexpr (kRelative) x += __ldg(row.bias + max(-p.bias_reach, min(p.bias_reach, distance))) * kLog2e;
+  return x;
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,23 @@
+#pragma once
+// The constants a kernel is specialised by, with values that let an editor or nvcc read the files. When a kernel is compiled for use,
+// cuda/jit.cpp puts a text with the real ones in this file's place.
+
+// Every kernel.
+constexpr int kArch = 900;            // 800 for sm_80, 1200 for sm_120
+constexpr bool kArchFeatures = true;  // the instructions of exactly this architecture are there too: sm_90a, sm_100a
+
+// write_kv.cu
+constexpr int kFrom = 2, kTo = 3;  // ElementType
+constexpr int kDimK = 128, kDimV = 128, kBlockSize = 16;
+
+// attention_sm80.cu (cuda/attention_sm80.cpp) and, of these, what merge.cu needs
+constexpr int kHeadDimQk = 128, kHeadDimV = 128, kGroup = 4;  // kBlockSize 0: ragged
+constexpr int kQType = 2, kKvType = 2, kOutType = 2;          // ElementType
+constexpr bool kCausal = true, kWindow = false;               // kWindow: any of window_left, window_right, chunk
+constexpr bool kCustomMask = false;                           //
+constexpr bool kHeadScales = false;                           // a scale for each q head, or one that is not positive
+constexpr bool kSoftCap = false, kAlibi = false, kRelative = false, kSinks = false;
+constexpr int kTileRows = 16, kTileKeys = 64;               // of a thread block at a time
+constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share out rows, keys of a tile, dims of the output
+constexpr int kStages = 3;                                  // tiles of keys and values in shared memory
+constexpr int kBlocks = 2;                                  // thread blocks on a multiprocessor that registers have to suffice for

@@ -1,0 +1,62 @@
+// Device memory, pinned memory, streams, events and copies, through the driver's table.
+#include "cuda/memory.h"
+
+namespace imbrex::cuda {
+
+DeviceBuffer::DeviceBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
+  if (bytes == 0) return;
+  const CurrentContext current(*context_);
+  check_cuda(need_driver().cuMemAlloc_v2(&handle_, bytes), "allocate {} bytes on cuda:{}", bytes, context_->device());
+}
+
+PinnedBuffer::PinnedBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
+  if (bytes == 0) return;
+  const CurrentContext current(*context_);
+  check_cuda(need_driver().cuMemHostAlloc(&handle_, bytes, kHostPortable), "allocate {} bytes of pinned memory", bytes);
+}
+
+OwnedStream::OwnedStream(ContextPtr context) : Owned(std::move(context)) {
+  const CurrentContext current(*context_);
+  check_cuda(need_driver().cuStreamCreate(&handle_, kStreamNonBlocking), "create a stream");
+}
+
+void OwnedStream::synchronize() const { check_cuda(need_driver().cuStreamSynchronize(handle_), "wait for a stream"); }
+
+Event::Event(ContextPtr context, bool timing) : Owned(std::move(context)) {
+  const CurrentContext current(*context_);
+  check_cuda(need_driver().cuEventCreate(&handle_, timing ? kEventDefault : kEventDisableTiming), "create an event");
+}
+
+void Event::record(CUstream stream) const {
+  const CurrentContext current(*context_);  // the null stream is one of the current context
+  check_cuda(need_driver().cuEventRecord(handle_, stream), "record an event");
+}
+
+bool Event::done() const {
+  const CUresult result = need_driver().cuEventQuery(handle_);
+  if (result != kCudaNotReady) check_cuda(result, "look at an event");
+  return result == kCudaSuccess;
+}
+
+void Event::synchronize() const { check_cuda(need_driver().cuEventSynchronize(handle_), "wait for an event"); }
+
+float elapsed_ms(const Event& begin, const Event& end) {
+  float ms = 0;
+  check_cuda(need_driver().cuEventElapsedTime(&ms, begin.get(), end.get()), "time between two events");
+  return ms;
+}
+
+void copy_to_device(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (bytes > 0) check_cuda(need_driver().cuMemcpyHtoDAsync_v2(to, from, bytes, stream), "copy {} bytes to the device", bytes);
+}
+void copy_to_host(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  if (bytes > 0) check_cuda(need_driver().cuMemcpyDtoHAsync_v2(to, from, bytes, stream), "copy {} bytes to the host", bytes);
+}
+void copy_on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  if (bytes > 0) check_cuda(need_driver().cuMemcpyDtoDAsync_v2(to, from, bytes, stream), "copy {} bytes on the device", bytes);
+}
+void fill_bytes(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  if (bytes > 0) check_cuda(need_driver().cuMemsetD8Async(to, value, bytes, stream), "fill {} bytes on the device", bytes);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,105 @@
+#pragma once
+// What a plan holds on a device: memory, pinned host memory, a stream, events. Each belongs to a context and gives itself back.
+// The caller's context is current again after every call.
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "cuda/context.h"
+#include "imbrex/device.h"
+
+namespace imbrex::cuda {
+
+using ContextPtr = std::shared_ptr<const Context>;
+
+// A handle of the driver in a context, given back once by `give_back`; movable.
+template <class Handle, CUresult (*give_back)(const DriverApi&, Handle)>
+class Owned {
+ public:
+  Owned() = default;
+  Owned(Owned&& other) noexcept : context_(std::move(other.context_)), handle_(std::exchange(other.handle_, Handle{})) {}
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(context_, other.context_);
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Owned() {
+    if (handle_ == Handle{}) return;
+    const CurrentContext current(*context_, std::nothrow);
+    // Not checked: when the process ends, or its owner has destroyed the context, it is gone already.
+    give_back(need_driver(), handle_);
+  }
+  Handle get() const { return handle_; }
+  const ContextPtr& context() const { return context_; }
+  explicit operator bool() const { return handle_ != Handle{}; }
+
+ protected:
+  explicit Owned(ContextPtr context) : context_(std::move(context)) {}
+  ContextPtr context_;
+  Handle handle_{};
+};
+
+inline CUresult free_device(const DriverApi& cu, CUdeviceptr address) { return cu.cuMemFree_v2(address); }
+inline CUresult free_pinned(const DriverApi& cu, void* data) { return cu.cuMemFreeHost(data); }
+inline CUresult destroy_stream(const DriverApi& cu, CUstream stream) { return cu.cuStreamDestroy_v2(stream); }
+inline CUresult destroy_event(const DriverApi& cu, CUevent event) { return cu.cuEventDestroy_v2(event); }
+
+// Device memory, not initialised; freeing it waits for the device. Error cuda.memory.
+class DeviceBuffer : public Owned<CUdeviceptr, free_device> {
+ public:
+  DeviceBuffer() = default;
+  DeviceBuffer(ContextPtr, size_t bytes);  // 0 bytes: nothing
+  size_t bytes() const { return bytes_; }
+  CUdeviceptr address() const { return get(); }
+  template <class T = void>
+  T* as() const {
+    return reinterpret_cast<T*>(get());
+  }
+
+ private:
+  size_t bytes_ = 0;
+};
+
+// Host memory that copies to and from every device without a detour. Error cuda.memory.
+class PinnedBuffer : public Owned<void*, free_pinned> {
+ public:
+  PinnedBuffer() = default;
+  PinnedBuffer(ContextPtr, size_t bytes);
+  size_t bytes() const { return bytes_; }
+  template <class T = void>
+  T* as() const {
+    return static_cast<T*>(get());
+  }
+
+ private:
+  size_t bytes_ = 0;
+};
+
+// A stream of our own that does not wait for the legacy default stream. Callers' streams are used as they come: see cu_stream().
+class OwnedStream : public Owned<CUstream, destroy_stream> {
+ public:
+  OwnedStream() = default;
+  explicit OwnedStream(ContextPtr);
+  void synchronize() const;
+};
+
+class Event : public Owned<CUevent, destroy_event> {
+ public:
+  Event() = default;
+  explicit Event(ContextPtr, bool timing = false);
+  void record(CUstream) const;
+  bool done() const;         // everything before the last record()
+  void synchronize() const;  // waits for it
+};
+float elapsed_ms(const Event& begin, const Event& end);  // both with timing, and done
+
+inline CUstream cu_stream(Stream stream) { return static_cast<CUstream>(stream); }
+inline CUdeviceptr device_address(const void* p) { return reinterpret_cast<CUdeviceptr>(p); }
+
+// In the order of the stream. The host side must be pinned for a copy to overlap with the host, and live until it is done.
+void copy_to_device(CUdeviceptr to, const void* from, size_t bytes, CUstream);
+void copy_to_host(void* to, CUdeviceptr from, size_t bytes, CUstream);
+void copy_on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream);
+void fill_bytes(CUdeviceptr to, unsigned char value, size_t bytes, CUstream);
+
+}  // namespace imbrex::cuda

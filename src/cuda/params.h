@@ -1,0 +1,94 @@
+#pragma once
+// What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
+#include "imbrex/work.h"
+
+namespace imbrex::cuda {
+
+enum ElementType : int { kF32, kF16, kBf16, kE4m3, kE5m2 };  // the first five of DType, in its order
+
+struct KvSide {  // keys or values of one layer
+  char* data;
+  long block_stride, token_stride, head_stride, dim_stride;  // bytes; ragged: no blocks
+  const float* scales;                                       // dequantisation, on the device, [1] or [num_kv_heads]; null: `scale`
+  int scale_stride;                                          // elements; 0: one for all heads
+  float scale;
+};
+
+struct NewRows {  // k or v of this step: [token, head, dim]
+  const char* data;
+  long token_stride, head_stride, dim_stride;  // bytes
+};
+
+constexpr int kWriteKvThreads = 128;
+
+struct WriteKvParams {
+  KvSide k, v;
+  NewRows new_k, new_v;
+  const long* slots;  // [num_tokens], on the device; negative: not written
+  long slot_stride;   // elements
+  int num_tokens, num_kv_heads;
+  const int* num_tokens_now;  // on the device, null: all of num_tokens. What a captured launch obeys when the batch is smaller
+};
+
+constexpr int kCopyBlocksThreads = 256, kCopyBlocksAtOnce = 256;
+
+// Every block of keys (or of values) as sizes[0] * sizes[1] * sizes[2] pieces of memory.
+struct BlockPieces {
+  char* data;
+  long block_stride, piece_bytes, strides[3];  // bytes; strides innermost first
+  unsigned sizes[3];
+};
+
+struct CopyBlocksParams {
+  BlockPieces k, v;
+  struct {
+    int from, to;
+  } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
+};
+
+constexpr int kPlanTableThreads = 256;
+
+struct ExpandBiasParams {
+  const float* bias;                // [relative_buckets, num_q_heads]
+  long bucket_stride, head_stride;  // elements
+  const int* buckets;               // [width]: bucket of each distance
+  float* bias_by_distance;          // [num_q_heads, width]
+  int width;
+};
+
+// One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
+struct PlanCounts {
+  int num_work, num_merges, num_tokens, num_reqs;
+};
+
+constexpr int kMergeThreads = 256;
+
+// For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
+struct AttentionParams {
+  const char* q;
+  char* out;
+  float* lse;                                                             // or null
+  long q_token_stride, q_head_stride, out_token_stride, out_head_stride;  // bytes
+  long lse_token_stride, lse_head_stride;                                 // elements
+  KvSide k, v;
+  const int* query_start;            // [num_reqs + 1]
+  const int* seq_lens;               // [num_reqs]
+  const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
+  const long* block_start;           // [num_reqs]; ragged: the request's first row
+  const unsigned char* custom_mask;  // or null
+  const long* custom_start;          // [num_reqs]: where the request's bytes begin
+  const WorkItem* work;
+  const MergeItem* merges;
+  const PlanCounts* counts;
+  int* next_task;  // zero before a launch and after it: the last block resets it
+  int num_kv_heads;
+  float scale, soft_cap;                            // soft_cap 0: off
+  int window_left, window_right, chunk;             // as in Mask
+  const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
+  const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
+  int bias_reach;
+  float* partial_out;    // [partial rows, num_q_heads, head_dim_v], not normalised
+  float* partial_state;  // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+};
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,121 @@
+// Families of kernels, and precompile(): all of them into a cache folder, several at a time.
+#include "cuda/precompile.h"
+
+#include <algorithm>
+#include <atomic>
+#include <set>
+
+#include "attention/precompile.h"
+#include "core/check.h"
+#include "core/env.h"
+#include "core/run_parallel.h"
+#include "cuda/copy_blocks.h"
+#include "cuda/cubin.h"
+#include "cuda/driver.h"
+#include "cuda/kernel_cache.h"
+#include "cuda/plan.h"
+#include "cuda/write_kv.h"
+
+namespace imbrex::cuda {
+namespace {
+
+std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec) {
+  if (spec.block_size == 0 || spec.kv_format != KvFormat::strided) return {};
+  return {write_kv_key(arch, spec)};
+}
+
+std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec) {
+  if (spec.block_size == 0) return {};
+  return {copy_blocks_key(arch)};
+}
+
+std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec) { return plan_kernels(kernels_sm80, arch, spec); }
+
+constexpr KernelFamily kFamilies[] = {
+    {"cuda_sm80", sm80_keys},
+    {"write_kv", write_kv_keys},
+    {"copy_blocks", copy_blocks_keys},
+};
+
+PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
+  const KernelKey& key = shipped.key;
+  PrecompiledKernel row{.family = shipped.family, .file = key.path, .arch = key.arch, .constants = key.constants()};
+  const std::string name = cache_name(key);
+  try {
+    std::optional<CompiledKernel> kernel;
+    if (!env::get(env::kCudaDump)) kernel = load_cached(folder, name);
+    if (!kernel) {
+      kernel = compile(key);
+      check(store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}", cached_file(folder, name).string());
+    }
+    row.compile_ms = kernel->compile_ms;
+    row.cubin_bytes = int64_t(kernel->cubin.size());
+    row.problems = strict_problems(*kernel);
+    for (const EntryReport& e : entry_reports(*kernel)) {
+      row.entries.push_back({.name = e.name,
+                             .registers = e.registers,
+                             .spill_bytes = e.spill_store_bytes + e.spill_load_bytes,
+                             .stack_bytes = e.stack_bytes,
+                             .smem_bytes = e.static_smem_bytes + e.dynamic_smem_bytes});
+    }
+  } catch (const Error& error) {
+    if (error.code() != "cuda.compile") throw;
+    row.error = error.what();
+  }
+  return row;
+}
+
+}  // namespace
+
+std::span<const KernelFamily> kernel_families() { return kFamilies; }
+
+std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs) {
+  std::vector<ShippedKernel> shipped;
+  std::set<std::string> names;
+  for (const std::string& arch : archs)
+    for (const KernelFamily& family : kFamilies)
+      for (const AttentionSpec& spec : specs)
+        for (KernelKey& key : family.keys(arch, spec))
+          if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
+  return shipped;
+}
+
+std::vector<AttentionSpec> covering_specs() {
+  std::vector<AttentionSpec> specs;
+  const auto add = [&](DType q, DType kv, int dim_qk, int dim_v) {
+    specs.push_back({.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = dim_qk, .head_dim_v = dim_v, .q_dtype = q, .kv_dtype = kv});
+  };
+  for (const DType q : {DType::bf16, DType::f16, DType::f32})
+    for (const DType kv : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2}) add(q, kv, 128, 128);
+  constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
+  for (const auto& dims : kDims)
+    for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
+  return specs;
+}
+
+}  // namespace imbrex::cuda
+
+namespace imbrex {
+
+std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
+  const auto shipped = cuda::shipped_kernels(request.archs, request.specs.empty() ? cuda::covering_specs() : request.specs);
+  const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
+  check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,
+        env::kHome);
+  std::vector<PrecompiledKernel> rows(shipped.size());
+  ThreadPool pool(std::max(1, request.jobs));
+  std::atomic<size_t> next{0};
+  run_parallel(pool.parallel_for(), [&](int) {
+    for (size_t i; (i = next.fetch_add(1)) < shipped.size();) rows[i] = cuda::report(shipped[i], folder);
+  });
+  return rows;
+}
+
+KernelCompiler kernel_compiler() {
+  KernelCompiler compiler{.name = {}, .why = {}, .cache_folder = cuda::kernel_cache_folder().string()};
+  if (const cuda::NvrtcApi* rtc = cuda::nvrtc(&compiler.why))
+    compiler.name = fmt::format("NVRTC {}.{}", rtc->version / 1000, rtc->version % 1000 / 10);
+  return compiler;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,29 @@
+#pragma once
+// The table of shipped kernels: which specialisations each family needs for a layer on an architecture. A new backend adds a line.
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "cuda/jit.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+struct KernelFamily {
+  const char* name;
+  // Every kernel that a plan for the spec may load on the architecture; empty: the family does not run it.
+  std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&);
+};
+std::span<const KernelFamily> kernel_families();
+
+struct ShippedKernel {
+  const char* family;
+  KernelKey key;
+};
+// Of all families, for all pairs of architecture and spec, each kernel once.
+std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs);
+
+// Specs that together need every kind of code: all pairs of types, all head dimensions with code of their own.
+std::vector<AttentionSpec> covering_specs();
+
+}  // namespace imbrex::cuda

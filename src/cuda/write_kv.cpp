@@ -1,0 +1,67 @@
+// Host side of kernels/write_kv.cu: checks, parameters, and which of its entry points runs.
+#include "cuda/write_kv.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "cuda/kv_side.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kMaxTokenBlocks = 1 << 16;  // thread blocks of a launch; more tokens take turns
+
+NewRows new_rows(const TensorView& t) {
+  const long size = size_of(t.dtype);
+  return {t.as<const char>(), t.stride(0) * size, t.stride(1) * size, t.stride(2) * size};
+}
+
+// Eight elements are read and written at once, 16 bytes at a time where they have as many.
+bool is_wide(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
+
+}  // namespace
+
+KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec) {
+  return {"write_kv.cu",
+          std::string(arch),
+          {{"kFrom", int(spec.q_dtype)},
+           {"kTo", int(spec.kv_dtype)},
+           {"kDimK", spec.head_dim_qk},
+           {"kDimV", spec.head_dim_v},
+           {"kBlockSize", spec.block_size}}};
+}
+
+WriteKv::WriteKv(const std::shared_ptr<const Context>& context, std::string_view arch, const AttentionSpec& spec)
+    : spec_(spec), device_{DeviceType::cuda, context->device()} {
+  check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
+  module_ = Module::load(context, write_kv_key(arch, spec));
+  convert_ = module_->kernel("write_kv");
+  convert_strided_ = module_->kernel("write_kv_strided");
+  copy_ = module_->kernel("copy_kv");
+  copy_strided_ = module_->kernel("copy_kv_strided");
+}
+
+void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v, const NewTokens& tokens, CUstream stream) const {
+  const TensorView& slots = tokens.slots;
+  check_write(spec_, device_, cache, k, v, slots, tokens.num_tokens, tokens.reach);
+  check(slots.empty() || (slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= tokens.num_tokens),
+        "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
+  const int num_tokens = std::max(tokens.num_tokens, tokens.captured_tokens);
+  if (num_tokens == 0 || slots.empty()) return;
+  const bool copies = k.dtype == spec_.kv_dtype;
+  const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
+                             .v = kv_side(cache.v, cache.v_scale, spec_),
+                             .new_k = new_rows(k),
+                             .new_v = new_rows(v),
+                             .slots = slots.as<const long>(),
+                             .slot_stride = slots.stride(0),
+                             .num_tokens = num_tokens,
+                             .num_kv_heads = spec_.num_kv_heads,
+                             .num_tokens_now = tokens.captured_tokens > 0 ? tokens.now : nullptr};
+  const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
+  const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? convert_ : convert_strided_;
+  kernel.launch({.grid_x = unsigned(std::min(num_tokens, kMaxTokenBlocks)), .threads = kWriteKvThreads}, stream, params);
+}
+
+}  // namespace imbrex::cuda

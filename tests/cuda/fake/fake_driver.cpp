@@ -1,0 +1,294 @@
+// The functions of the fake driver. One lock around each: tests call it from several threads.
+#include "cuda/fake/fake_driver.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+namespace imbrex::cuda {
+
+// What the driver's handles point to.
+struct CUctx_st {
+  unsigned long long id;
+  CUdevice device;
+};
+struct CUstream_st {
+  CUcontext context;
+  CUgraph captured = nullptr;  // what the stream's calls are added to
+};
+struct CUgraph_st {
+  std::vector<fake::Launch> launches;
+};
+struct CUgraphExec_st {
+  std::vector<fake::Launch> launches;
+};
+struct CUevent_st {
+  CUstream recorded;
+};
+struct CUlib_st {
+  std::string code;
+  std::vector<std::unique_ptr<struct CUkern_st>> kernels;
+};
+struct CUkern_st {
+  std::string name, module;
+};
+
+namespace {
+
+fake::State the_state;
+std::mutex mutex;
+constexpr int kMaxDevices = 8;
+struct Primary {
+  CUcontext context = nullptr;
+  int references = 0;
+};
+Primary primaries[kMaxDevices];
+unsigned long long next_id = 1;
+thread_local std::vector<CUcontext> stack;
+
+CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
+
+// For calls that make something: fails when told to, or without a context.
+CUresult begin() {
+  if (the_state.fail_next != 0) return std::exchange(the_state.fail_next, 0);
+  return current() ? kCudaSuccess : kCudaInvalidContext;
+}
+
+CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
+  if (const CUresult result = begin(); result != 0) return result;
+  fake::Launch launch{.entry = reinterpret_cast<CUkernel>(function)->name,
+                      .module = reinterpret_cast<CUkernel>(function)->module,
+                      .grid_x = c.grid_x,
+                      .grid_y = c.grid_y,
+                      .grid_z = c.grid_z,
+                      .threads = c.block_x,
+                      .smem_bytes = c.smem_bytes,
+                      .cluster = 1,
+                      .programmatic = false,
+                      .stream = c.stream,
+                      .context = current(),
+                      .params = {},
+                      .all_params = {}};
+  for (unsigned i = 0; i < c.num_attributes; ++i) {
+    const CUlaunchAttribute& a = c.attributes[i];
+    if (a.id == kLaunchCluster) launch.cluster = a.value.cluster.x;
+    if (a.id == kLaunchProgrammaticSerialization) launch.programmatic = a.value.programmatic_serialization != 0;
+  }
+  const auto bytes_of = [&](size_t i, size_t size) {
+    const auto* bytes = static_cast<const unsigned char*>(params[i]);
+    return std::vector<unsigned char>(bytes, bytes + size);
+  };
+  if (const auto sizes = the_state.param_sizes.find(launch.entry); sizes != the_state.param_sizes.end()) {
+    for (size_t i = 0; i < sizes->second.size(); ++i) launch.all_params.push_back(bytes_of(i, sizes->second[i]));
+  } else {
+    launch.params = bytes_of(0, the_state.params_bytes);
+  }
+  if (c.stream != nullptr && c.stream->captured != nullptr) {
+    c.stream->captured->launches.push_back(std::move(launch));
+    return kCudaSuccess;
+  }
+  if (the_state.on_launch) the_state.on_launch(launch);
+  the_state.launches.push_back(std::move(launch));
+  return kCudaSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+fake::State* fake_driver_state() { return &the_state; }
+
+CUresult cuInit(unsigned) { return the_state.init_result; }
+CUresult cuDriverGetVersion(int* version) { return *version = the_state.version, kCudaSuccess; }
+CUresult cuGetErrorName(CUresult result, const char** text) {
+  *text = result == kCudaOutOfMemory ? "CUDA_ERROR_OUT_OF_MEMORY" : result == kCudaNoDevice ? "CUDA_ERROR_NO_DEVICE" : "CUDA_ERROR_OTHER";
+  return kCudaSuccess;
+}
+CUresult cuGetErrorString(CUresult, const char** text) { return *text = "a fake failure", kCudaSuccess; }
+
+CUresult cuDeviceGetCount(int* count) { return *count = the_state.num_devices, kCudaSuccess; }
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= the_state.num_devices) return kCudaInvalidValue;
+  return *device = ordinal, kCudaSuccess;
+}
+CUresult cuDeviceGetName(char* name, int capacity, CUdevice device) {
+  std::snprintf(name, size_t(capacity), "Fake GPU %d", device);
+  return kCudaSuccess;
+}
+CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) { return *bytes = size_t(141) << 30, kCudaSuccess; }
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice) {
+  switch (attribute) {
+    case kDeviceMajor: *value = 9; return kCudaSuccess;
+    case kDeviceMinor: *value = 0; return kCudaSuccess;
+    case kDeviceMultiprocessors: *value = 132; return kCudaSuccess;
+    case kDeviceL2Bytes: *value = 60 << 20; return kCudaSuccess;
+    case kDeviceSmemPerBlockOptIn: *value = 227 << 10; return kCudaSuccess;
+    default: return kCudaInvalidValue;
+  }
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  const std::lock_guard lock(mutex);
+  Primary& p = primaries[device];
+  if (p.references++ == 0) p.context = new CUctx_st{next_id++, device};
+  ++the_state.contexts;
+  return *context = p.context, kCudaSuccess;
+}
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
+  const std::lock_guard lock(mutex);
+  Primary& p = primaries[device];
+  if (p.references == 0) return kCudaInvalidContext;
+  --the_state.contexts;
+  if (--p.references == 0) delete std::exchange(p.context, nullptr);
+  return kCudaSuccess;
+}
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current(), kCudaSuccess; }
+CUresult cuCtxSetCurrent(CUcontext context) {
+  if (!stack.empty()) stack.pop_back();
+  if (context) stack.push_back(context);
+  return kCudaSuccess;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  const std::lock_guard lock(mutex);
+  ++the_state.context_pushes;
+  stack.push_back(context);
+  return kCudaSuccess;
+}
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  if (stack.empty()) return kCudaInvalidContext;
+  *context = stack.back();
+  stack.pop_back();
+  return kCudaSuccess;
+}
+CUresult cuCtxGetDevice(CUdevice* device) {
+  if (!current()) return kCudaInvalidContext;
+  return *device = current()->device, kCudaSuccess;
+}
+CUresult cuCtxGetId(CUcontext context, unsigned long long* id) { return *id = context->id, kCudaSuccess; }
+
+CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  const std::lock_guard lock(mutex);
+  if (const CUresult result = begin(); result != 0) return result;
+  ++the_state.streams;
+  return *stream = new CUstream_st{current(), nullptr}, kCudaSuccess;
+}
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  const std::lock_guard lock(mutex);
+  --the_state.streams;
+  return delete stream, kCudaSuccess;
+}
+CUresult cuStreamSynchronize(CUstream) { return kCudaSuccess; }
+
+CUresult cuStreamIsCapturing(CUstream stream, int* status) {
+  return *status = stream != nullptr && stream->captured != nullptr ? 1 : kCaptureStatusNone, kCudaSuccess;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, int) { return stream->captured = new CUgraph_st, kCudaSuccess; }
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) { return *graph = std::exchange(stream->captured, nullptr), kCudaSuccess; }
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
+  return *exec = new CUgraphExec_st{graph->launches}, kCudaSuccess;
+}
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream) {
+  for (const fake::Launch& launch : exec->launches)
+    if (the_state.on_launch) the_state.on_launch(launch);
+  return kCudaSuccess;
+}
+CUresult cuGraphDestroy(CUgraph graph) { return delete graph, kCudaSuccess; }
+CUresult cuGraphExecDestroy(CUgraphExec exec) { return delete exec, kCudaSuccess; }
+
+CUresult cuEventCreate(CUevent* event, unsigned) {
+  const std::lock_guard lock(mutex);
+  if (const CUresult result = begin(); result != 0) return result;
+  ++the_state.events;
+  return *event = new CUevent_st{}, kCudaSuccess;
+}
+CUresult cuEventDestroy_v2(CUevent event) {
+  const std::lock_guard lock(mutex);
+  --the_state.events;
+  return delete event, kCudaSuccess;
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) { return event->recorded = stream, current() ? kCudaSuccess : kCudaInvalidContext; }
+CUresult cuEventQuery(CUevent event) { return event->recorded ? kCudaSuccess : kCudaNotReady; }
+CUresult cuEventSynchronize(CUevent) { return kCudaSuccess; }
+CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 1.5f, kCudaSuccess; }
+
+CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  if (const CUresult result = begin(); result != 0) return result;
+  ++the_state.buffers;
+  return *address = reinterpret_cast<CUdeviceptr>(std::malloc(bytes)), kCudaSuccess;
+}
+CUresult cuMemFree_v2(CUdeviceptr address) {
+  const std::lock_guard lock(mutex);
+  if (!current()) return kCudaInvalidContext;
+  --the_state.buffers;
+  return std::free(reinterpret_cast<void*>(address)), kCudaSuccess;
+}
+CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
+  const std::lock_guard lock(mutex);
+  if (const CUresult result = begin(); result != 0) return result;
+  ++the_state.pinned;
+  return *data = std::malloc(bytes), kCudaSuccess;
+}
+CUresult cuMemFreeHost(void* data) {
+  const std::lock_guard lock(mutex);
+  --the_state.pinned;
+  return std::free(data), kCudaSuccess;
+}
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream) {
+  return std::memcpy(reinterpret_cast<void*>(to), from, bytes), kCudaSuccess;
+}
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream) {
+  return std::memcpy(to, reinterpret_cast<const void*>(from), bytes), kCudaSuccess;
+}
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
+  return std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes), kCudaSuccess;
+}
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream) {
+  return std::memset(reinterpret_cast<void*>(to), value, bytes), kCudaSuccess;
+}
+
+CUresult cuLibraryLoadData(CUlibrary* library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
+  const std::lock_guard lock(mutex);
+  if (const CUresult result = begin(); result != 0) return result;
+  ++the_state.libraries, ++the_state.library_loads;
+  return *library = new CUlib_st{static_cast<const char*>(code), {}}, kCudaSuccess;
+}
+CUresult cuLibraryUnload(CUlibrary library) {
+  const std::lock_guard lock(mutex);
+  --the_state.libraries;
+  return delete library, kCudaSuccess;
+}
+CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
+  const std::lock_guard lock(mutex);
+  if (std::strcmp(name, "absent") == 0) return kCudaNotFound;
+  library->kernels.push_back(std::make_unique<CUkern_st>(CUkern_st{name, library->code}));
+  return *kernel = library->kernels.back().get(), kCudaSuccess;
+}
+CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
+  if (!current()) return kCudaInvalidContext;
+  return *function = reinterpret_cast<CUfunction>(kernel), kCudaSuccess;
+}
+CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
+  return *value = attribute == kFunctionRegisters ? 40 : 0, kCudaSuccess;
+}
+CUresult cuFuncSetAttribute(CUfunction function, int attribute, int value) {
+  const std::lock_guard lock(mutex);
+  if (attribute == kFunctionMaxDynamicSmem) the_state.max_dynamic_smem[reinterpret_cast<CUkernel>(function)->name] = value;
+  return kCudaSuccess;
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int threads, size_t) {
+  return *blocks = 2048 / threads, kCudaSuccess;
+}
+
+CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                        unsigned block_z, unsigned smem_bytes, CUstream stream, void** params, void**) {
+  const std::lock_guard lock(mutex);
+  return record(function, {grid_x, grid_y, grid_z, block_x, block_y, block_z, smem_bytes, stream, nullptr, 0}, params);
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** params, void**) {
+  const std::lock_guard lock(mutex);
+  return record(function, *config, params);
+}
+
+}  // extern "C"
+}  // namespace imbrex::cuda

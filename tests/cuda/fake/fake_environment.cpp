@@ -1,0 +1,46 @@
+// Puts the fake driver and an empty kernel cache in place before any test asks for them, and finds the fake's state.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+#include "cuda/fake/fake_driver.h"
+
+namespace imbrex::cuda::fake {
+
+State& state() {
+  static State* const the_state = [] {
+    void* library = dlopen(IMBREX_FAKE_DRIVER, RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) std::abort();
+    return reinterpret_cast<State* (*)()>(dlsym(library, "fake_driver_state"))();
+  }();
+  return *the_state;
+}
+
+namespace {
+
+const std::string kCache = (std::filesystem::temp_directory_path() / ("imbrex_fake_cache_" + std::to_string(getpid()))).string();
+
+// Environments are set up before the first test and torn down after the last: nothing may be left over then.
+class FakeEnvironment : public testing::Environment {
+  void SetUp() override {
+    setenv("IMBREX_CUDA_DRIVER", IMBREX_FAKE_DRIVER, 1);
+    setenv("IMBREX_CUDA_CACHE", kCache.c_str(), 1);
+    unsetenv("IMBREX_CUDA_DUMP");
+  }
+  void TearDown() override {
+    std::filesystem::remove_all(kCache);
+    EXPECT_EQ(state().buffers, 0);
+    EXPECT_EQ(state().pinned, 0);
+    EXPECT_EQ(state().streams, 0);
+    EXPECT_EQ(state().events, 0);
+    EXPECT_EQ(state().libraries, 0);
+    EXPECT_EQ(state().contexts, 0);
+  }
+};
+[[maybe_unused]] const auto* const environment = testing::AddGlobalTestEnvironment(new FakeEnvironment);
+
+}  // namespace
+}  // namespace imbrex::cuda::fake

@@ -1,0 +1,218 @@
+// What the host side of write_kv and copy_blocks hands to their kernels, and what it refuses. On the fake driver.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <optional>
+
+#include "cuda/copy_blocks.h"
+#include "cuda/fake/fake_driver.h"
+#include "cuda/kernel_cache.h"
+#include "cuda/memory.h"
+#include "cuda/params.h"
+#include "cuda/write_kv.h"
+#include "expect_error.h"
+
+namespace imbrex::cuda {
+namespace {
+
+using fake::state;
+using imbrex::test::error_code;
+
+constexpr Device kGpu{DeviceType::cuda, 0};
+
+// Addresses that nobody follows.
+void* at(int64_t address) { return reinterpret_cast<void*>(address); }
+
+template <class Params>
+Params params_of(const fake::Launch& launch) {
+  Params params;
+  EXPECT_EQ(launch.params.size(), sizeof params);
+  std::memcpy(&params, launch.params.data(), sizeof params);
+  return params;
+}
+
+struct Problem {
+  AttentionSpec spec{.num_q_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 32, .kv_dtype = DType::fp8_e4m3};
+  KvCache cache{.k = TensorView::contiguous(at(1 << 20), DType::fp8_e4m3, {10, 16, 2, 64}, kGpu),
+                .v = TensorView::contiguous(at(1 << 24), DType::fp8_e4m3, {10, 16, 2, 32}, kGpu),
+                .k_scale = {},
+                .v_scale = {}};
+  TensorView k = TensorView::contiguous(at(1 << 26), DType::bf16, {5, 2, 64}, kGpu);
+  TensorView v = TensorView::contiguous(at(1 << 27), DType::bf16, {5, 2, 32}, kGpu);
+  TensorView slots = TensorView::contiguous(at(1 << 28), DType::i64, {5}, kGpu);
+};
+
+class WriteKvLaunch : public testing::Test {
+ protected:
+  WriteKvLaunch() {
+    const KernelKey key = write_kv_key("sm_90a", p.spec);
+    store_cached(kernel_cache_folder(), cache_name(key), {.cubin = "not looked at", .log = ""});
+    writer.emplace(context, "sm_90a", p.spec);
+    state().launches.clear();
+    state().params_bytes = sizeof(WriteKvParams);
+  }
+  std::string code(int tokens = 5) {
+    return error_code([&] { writer->run(p.cache, p.k, p.v, {.slots = p.slots, .num_tokens = tokens, .reach = {}}, nullptr); });
+  }
+  fake::Launch launch(int tokens = 5) {
+    writer->run(p.cache, p.k, p.v, {.slots = p.slots, .num_tokens = tokens, .reach = {}}, nullptr);
+    return state().launches.back();
+  }
+  Problem p;
+  std::shared_ptr<const Context> context = Context::of_device(0);
+  CurrentContext scope{*context};
+  std::optional<WriteKv> writer;
+};
+
+TEST_F(WriteKvLaunch, TheKeyIsMadeOfTheSpec) {
+  EXPECT_EQ(write_kv_key("sm_80", p.spec).str(), "write_kv.cu for sm_80 (kFrom 2, kTo 3, kDimK 64, kDimV 32, kBlockSize 16)");
+}
+
+TEST_F(WriteKvLaunch, StridesGoInBytes) {
+  const fake::Launch l = launch();
+  EXPECT_EQ(l.entry, "write_kv");
+  EXPECT_EQ(l.grid_x, 5u);
+  EXPECT_EQ(l.threads, unsigned(kWriteKvThreads));
+  const auto w = params_of<WriteKvParams>(l);
+  EXPECT_EQ(w.k.data, at(1 << 20));
+  EXPECT_EQ(w.k.block_stride, 16 * 2 * 64);
+  EXPECT_EQ(w.k.token_stride, 2 * 64);
+  EXPECT_EQ(w.v.head_stride, 32);
+  EXPECT_EQ(w.v.dim_stride, 1);
+  EXPECT_EQ(w.k.scales, nullptr);
+  EXPECT_EQ(w.k.scale, 1.f);
+  EXPECT_EQ(w.new_k.token_stride, 2 * 64 * 2);
+  EXPECT_EQ(w.new_v.head_stride, 32 * 2);
+  EXPECT_EQ(w.num_tokens, 5);
+  EXPECT_EQ(w.num_kv_heads, 2);
+  EXPECT_EQ(w.slot_stride, 1);
+  launch(0);
+  EXPECT_EQ(state().launches.size(), 1u) << "no tokens, no launch";
+}
+
+TEST_F(WriteKvLaunch, TheEntryFollowsTypeAndAlignment) {
+  p.k.strides[1] = 65;  // heads of 130 bytes
+  EXPECT_EQ(launch().entry, "write_kv_strided");
+  p.k.strides[1] = 72;
+  EXPECT_EQ(launch().entry, "write_kv");
+  p.v.strides[2] = 2;
+  EXPECT_EQ(launch().entry, "write_kv_strided");
+  p.k = TensorView::contiguous(at(1 << 26), DType::fp8_e4m3, {5, 2, 64}, kGpu);
+  p.v = TensorView::contiguous(at(1 << 27), DType::fp8_e4m3, {5, 2, 32}, kGpu);
+  EXPECT_EQ(launch().entry, "copy_kv");
+  p.cache.k.data = at((1 << 20) + 4);
+  EXPECT_EQ(launch().entry, "copy_kv_strided");
+}
+
+TEST_F(WriteKvLaunch, ScalesOfAllHeadsMayBeOnTheHost) {
+  float host[2] = {0.5f, 2};
+  p.cache.k_scale = TensorView::contiguous(host, DType::f32, {1});
+  p.cache.v_scale = TensorView::contiguous(at(1 << 29), DType::f32, {2}, kGpu);
+  const auto w = params_of<WriteKvParams>(launch());
+  EXPECT_EQ(w.k.scales, nullptr);
+  EXPECT_EQ(w.k.scale, 0.5f);
+  EXPECT_EQ(w.v.scales, at(1 << 29));
+  EXPECT_EQ(w.v.scale_stride, 1);
+  p.cache.k_scale = TensorView::contiguous(host, DType::f32, {2});
+  EXPECT_EQ(code(), "cuda.scales");
+  p.cache.k_scale = TensorView::contiguous(at(1 << 29), DType::f32, {1}, kGpu);
+  EXPECT_EQ(params_of<WriteKvParams>(launch()).k.scale_stride, 0);
+}
+
+TEST_F(WriteKvLaunch, RefusesWhatDoesNotFit) {
+  EXPECT_EQ(code(6), "write_kv.k");
+  p.v.dtype = DType::f16;
+  EXPECT_EQ(code(), "write_kv.v");
+  p = {}, p.k.device = {};
+  EXPECT_EQ(code(), "write_kv.k");
+  p = {}, p.slots.dtype = DType::i32;
+  EXPECT_EQ(code(), "write_kv.slot_mapping");
+  p = {}, p.slots.device = {};
+  EXPECT_EQ(code(), "write_kv.slot_mapping");
+  p = {}, p.cache.k.device = p.cache.v.device = {DeviceType::cuda, 1};
+  EXPECT_EQ(code(), "write_kv.device");
+  p = {}, p.cache.k.sizes[1] = 8;
+  EXPECT_EQ(code(), "kv_cache.k.block_size");
+  p = {}, p.spec.block_size = 0;
+  EXPECT_EQ(error_code([&] { WriteKv(context, "sm_90a", p.spec); }), "write_kv.ragged");
+  EXPECT_TRUE(state().launches.empty());
+}
+
+class CopyBlocksLaunch : public WriteKvLaunch {
+ protected:
+  CopyBlocksLaunch() {
+    store_cached(kernel_cache_folder(), cache_name(copy_blocks_key("sm_90a")), {.cubin = "not looked at", .log = ""});
+    copier.emplace(context, "sm_90a");
+    state().params_bytes = sizeof(CopyBlocksParams);
+  }
+  std::string copy_code(std::vector<BlockCopy> copies) {
+    return error_code([&] { copier->run(p.spec, p.cache, copies, nullptr); });
+  }
+  std::optional<CopyBlocks> copier;
+};
+
+TEST_F(CopyBlocksLaunch, ABlockInOnePieceIsCopiedWithTheWidestAccess) {
+  copier->run(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}, {3, 4}}, nullptr);
+  ASSERT_EQ(state().launches.size(), 1u);
+  EXPECT_EQ(state().launches[0].entry, "copy_blocks_16");
+  EXPECT_EQ(state().launches[0].grid_x, 2u);
+  EXPECT_EQ(state().launches[0].grid_y, 1u);
+  const auto c = params_of<CopyBlocksParams>(state().launches[0]);
+  EXPECT_EQ(c.k.piece_bytes, 16 * 2 * 64);
+  EXPECT_EQ(c.v.block_stride, 16 * 2 * 32);
+  EXPECT_EQ(c.k.sizes[0] * c.k.sizes[1] * c.k.sizes[2], 1u);
+  EXPECT_EQ(c.copies[1].from, 3);
+  EXPECT_EQ(c.copies[1].to, 4);
+}
+
+TEST_F(CopyBlocksLaunch, TheWidthFollowsTheLayout) {
+  const auto entry = [&] {
+    copier->run(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}}, nullptr);
+    return state().launches.back().entry;
+  };
+  p.cache.k.strides = {16 * 2 * 72, 2 * 72, 72, 1};  // heads of 72 bytes
+  EXPECT_EQ(entry(), "copy_blocks_8");
+  const auto c = params_of<CopyBlocksParams>(state().launches.back());
+  EXPECT_EQ(c.k.piece_bytes, 64);
+  EXPECT_EQ(c.k.sizes[0], 32u);  // 16 tokens of 2 heads, evenly spaced
+  EXPECT_EQ(c.k.strides[0], 72);
+  p.cache.v.data = at((1 << 24) + 4);
+  EXPECT_EQ(entry(), "copy_blocks_4");
+  p.cache.v.data = at((1 << 24) + 2);
+  EXPECT_EQ(entry(), "copy_blocks_2");
+  p.cache.v.data = at((1 << 24) + 1);
+  EXPECT_EQ(entry(), "copy_blocks_1");
+}
+
+TEST_F(CopyBlocksLaunch, ALongListIsCutIntoLaunches) {
+  p.cache.k.sizes[0] = p.cache.v.sizes[0] = 2000;
+  std::vector<BlockCopy> copies;
+  for (int i = 0; i < kCopyBlocksAtOnce + 3; ++i) copies.push_back({i, 1000 + i});
+  copier->run(p.spec, p.cache, copies, nullptr);
+  ASSERT_EQ(state().launches.size(), 2u);
+  EXPECT_EQ(state().launches[0].grid_x, unsigned(kCopyBlocksAtOnce));
+  EXPECT_EQ(state().launches[1].grid_x, 3u);
+  EXPECT_EQ(params_of<CopyBlocksParams>(state().launches[1]).copies[2].to, 1000 + kCopyBlocksAtOnce + 2);
+}
+
+TEST_F(CopyBlocksLaunch, RefusesWhatTheOneForTheHostRefuses) {
+  EXPECT_EQ(copy_code({{1, 10}}), "kv_cache.copy.to");
+  EXPECT_EQ(copy_code({{-1, 1}}), "kv_cache.copy.from");
+  EXPECT_EQ(copy_code({{1, 2}, {2, 3}}), "kv_cache.copy.chained");
+  EXPECT_EQ(copy_code({{1, 3}, {2, 3}}), "kv_cache.copy.twice");
+  p.cache.k.device = p.cache.v.device = {};
+  EXPECT_EQ(copy_code({{1, 2}}), "kv_cache.copy.device");
+  p.spec.block_size = 0;
+  EXPECT_EQ(copy_code({{1, 2}}), "kv_cache.copy.ragged");
+  p = {}, p.spec.num_kv_heads = 4096, p.spec.num_q_heads = 4096, p.spec.block_size = 65536;
+  p.cache.k = TensorView::contiguous(at(1 << 20), DType::fp8_e4m3, {10, 65536, 4096, 64}, kGpu);
+  p.cache.v = TensorView::contiguous(at(1 << 20), DType::fp8_e4m3, {10, 65536, 4096, 32}, kGpu);
+  EXPECT_EQ(copy_code({{1, 2}}), "kv_cache.copy.size");
+  p = {};
+  EXPECT_EQ(copy_code({}), "nothing thrown");
+  EXPECT_TRUE(state().launches.empty());
+}
+
+}  // namespace
+}  // namespace imbrex::cuda
