@@ -30,9 +30,11 @@ struct Outputs {
 
 struct PlanOptions {
   PlanLimits limits;
-  ParallelFor threads;    // CPU backends; default: the calling thread
-  bool balanced = false;  // split by load: faster for few long requests, results then depend on the batch
-  bool validate = true;   // check every batch in update
+  ParallelFor threads;          // CPU backends; default: the calling thread
+  bool balanced = false;        // split by load: faster for few long requests, results then depend on the batch
+  bool validate = true;         // check every batch in update
+  bool load_on_demand = false;  // GPU kernels are compiled and loaded by the first run() that needs them, not by plan(): for plans of
+                                // few batches. Such a plan cannot be captured into a graph
 };
 
 // Everything one step needs, decided once and reused by every layer of the same spec. Not thread-safe; belongs to one stream.

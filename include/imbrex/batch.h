@@ -37,6 +37,7 @@ struct PlanLimits {
   int max_num_reqs = 256;
   int max_num_tokens = 8192;  // query tokens of a step
   int max_seq_len = 131072;
+  int max_query_len = 0;  // query tokens of one request; 0: no limit of its own. 1 makes a plan for decode, which needs less on a GPU
 };
 
 // Throws Error batch.* at the first thing that is wrong. num_blocks bounds block ids and slots; < 0 when there are no blocks.

@@ -1,6 +1,7 @@
 #pragma once
 // schedule(): the one pure function that cuts a batch into work items. CPU threads and CUDA thread blocks consume the same list.
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "imbrex/batch.h"
@@ -16,6 +17,14 @@ struct SchedulePolicy {
   int split_max_q = 16;   // requests with more query tokens than this are not split
   bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
   int num_workers = 1;    // only looked at when balanced: workers times heads share the items
+
+  // For kernels that read their list from memory of a fixed size (0 and 1: off). All of it depends on the request alone.
+  int max_splits = 0;      // pieces of an item at most: beyond, pieces grow with the keys
+  int max_split_rows = 0;  // query tokens of a request times its pieces at most; with max_splits only
+  int growth = 1;          // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more
+  int min_q = 0;           // only requests with this many query tokens or more are cut,
+  int max_q = INT32_MAX;   // and with this many or fewer: the others belong to the list of another kernel
+  int first_partial = 0;   // first row of the partial buffers to use: another list may have those before
 };
 
 struct Schedule {
@@ -29,5 +38,13 @@ struct Schedule {
 // from a whole item are left out. By default the cut of a request depends on that request alone. Items do not name a kv head:
 // every item is run for every kv head. `out` keeps its capacity, so that a warm call allocates nothing.
 void schedule(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
+
+// What no batch within the limits exceeds; every batch must have been cut by the same policy.
+struct ScheduleBounds {
+  int64_t num_work = 0, num_merges = 0, num_partial_rows = 0;
+};
+ScheduleBounds schedule_bounds(const SchedulePolicy&, const PlanLimits&);
+// Of cuts that share the partial rows, each beginning where the one before ended; no request belongs to two of them.
+int64_t partial_rows_bound(std::span<const SchedulePolicy>, const PlanLimits&);
 
 }  // namespace imbrex

@@ -6,7 +6,7 @@ namespace {
 
 using Names = std::vector<std::string_view>;
 
-constexpr std::string_view kCuda = "an attention kernel of NVIDIA GPUs; served by the CUDA backends when they arrive";
+constexpr std::string_view kCuda = "the CUDA backends";
 constexpr std::string_view kCudaMla = "a latent-attention (MLA) kernel of NVIDIA GPUs; waits for the MLA family";
 constexpr std::string_view kCpuMla = "latent attention (MLA) on a CPU; waits for the MLA family";
 constexpr std::string_view kSparse = "sparse attention (indexer and selected keys); waits for the sparse family";
@@ -17,6 +17,11 @@ constexpr std::string_view kCpu = "the CPU backends";
 
 const Names& cpu_backends() {
   static const Names names{"cpu_amx", "cpu_avx512", "cpu_generic"};
+  return names;
+}
+
+const Names& cuda_backends() {
+  static const Names names{"cuda_sm80"};
   return names;
 }
 
@@ -36,7 +41,7 @@ std::vector<BackendAlias> make_aliases() {
   };
 
   vllm(kCpu, cpu_backends(), {"CPU_ATTN", "TORCH_SDPA"});
-  vllm(kCuda, {},
+  vllm(kCuda, cuda_backends(),
        {"FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLASHINFER", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "FLEX_ATTENTION", "XFORMERS", "HPC_ATTN",
         "B12X", "TRITON_FLASHINFER", "TRITON_FLASH_ATTN"});
   vllm("trees of draft tokens on GPUs; waits for speculative trees, a custom mask serves small ones", {}, {"TREE_ATTN"});
@@ -55,7 +60,7 @@ std::vector<BackendAlias> make_aliases() {
   vllm("a backend from outside; register it with register_backend() and force it by its own name", {}, {"CUSTOM"});
 
   sglang(kCpu, cpu_backends(), {"intel_amx", "torch_native"});
-  sglang(kCuda, {},
+  sglang(kCuda, cuda_backends(),
          {"flashinfer", "fa3", "fa4", "triton", "flex_attention", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"});
   sglang("dual-chunk attention (Qwen2.5-1M) on NVIDIA GPUs; waits for the sparse family", {}, {"dual_chunk_flash_attn"});
   sglang(kCudaMla, {}, {"flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"});

@@ -44,6 +44,8 @@ void validate_lengths(const Batch& batch, const AttentionSpec& spec, const PlanL
     check(!queries_are_keys || seq_len >= starts[r + 1] - starts[r], "batch.seq_len.shorter_than_query",
           "request {} has {} query tokens but only {} keys, its own included", r, starts[r + 1] - starts[r], seq_len);
   }
+  check(limits.max_query_len <= 0 || batch.max_query_len() <= limits.max_query_len, "batch.query_len.limit",
+        "expected at most {} query tokens of a request (PlanLimits), got {}", limits.max_query_len, batch.max_query_len());
   check(starts[num_reqs] <= limits.max_num_tokens, "batch.num_tokens.limit", "expected at most {} query tokens (PlanLimits), got {}",
         limits.max_num_tokens, starts[num_reqs]);
 }
@@ -114,7 +116,7 @@ void validate_csr(const Batch& batch, const AttentionSpec& spec, int64_t num_blo
     check(count >= needed, "batch.kv_indptr.too_few", "request {} with {} keys needs {} blocks of {}, got {}", r, seq_len, needed,
           spec.block_size, count);
     if (count == 0) continue;
-    if (!last_page.empty()) {
+    if (!last_page.empty() && on_host(last_page)) {
       const int filled = last_page.as<const int32_t>()[r];
       check(filled >= 1 && filled <= spec.block_size, "batch.kv_last_page_len.range", "expected 1 to {}, got {} for request {}",
             spec.block_size, filled, r);
@@ -122,7 +124,7 @@ void validate_csr(const Batch& batch, const AttentionSpec& spec, int64_t num_blo
       check(keys == seq_len, "batch.kv_last_page_len.mismatch", "{} blocks of {}, the last with {}, are {} keys; seq_lens[{}] is {}", count,
             spec.block_size, filled, keys, r, seq_len);
     }
-    if (needed == 0) continue;
+    if (needed == 0 || !on_host(indices)) continue;
     check(num_blocks != 0, "batch.kv_indices.no_blocks", "request {} needs {} blocks, the cache has none", r, needed);
     check_block_ids(indices.as<const int32_t>() + starts[r], needed, last_block(num_blocks), "batch.kv_indices.id", r);
   }

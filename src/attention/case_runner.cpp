@@ -241,6 +241,7 @@ class Runner {
     options.limits = limits_;
     options.threads = options_.threads;
     options.balanced = options_.balanced;
+    options.load_on_demand = true;
     return backend.plan(spec, device, options);
   }
 

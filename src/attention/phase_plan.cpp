@@ -99,8 +99,10 @@ class PhasePlan final : public Plan {
         lse_rows_(scratch_rows_, int64_t(spec.num_q_heads) * sizeof(float)) {
     PlanOptions part_options = options;
     part_options.validate = false;  // the whole batch is checked here, before it is taken apart
-    parts_[0] = {"decode", decode.plan(spec, device, part_options), {}, 0, {}, {}, {}};
     parts_[1] = {"prefill", prefill.plan(spec, device, part_options), {}, 0, {}, {}, {}};
+    int& longest = part_options.limits.max_query_len;
+    longest = longest > 0 ? std::min(longest, decode_max_q) : decode_max_q;
+    parts_[0] = {"decode", decode.plan(spec, device, part_options), {}, 0, {}, {}, {}};
   }
 
   void update(const Batch& batch, Stream stream) override {

@@ -11,11 +11,12 @@ namespace imbrex {
 const Backend& cpu_amx();  // cpu/backend.cpp
 const Backend& cpu_avx512();
 const Backend& cpu_generic();
+const Backend& cuda_sm80();  // cuda/backend.cpp
 
 namespace {
 
 // Built-in backends, best first.
-std::vector<const Backend*> built_in_backends() { return {&cpu_amx(), &cpu_avx512(), &cpu_generic(), &reference_backend()}; }
+std::vector<const Backend*> built_in_backends() { return {&cuda_sm80(), &cpu_amx(), &cpu_avx512(), &cpu_generic(), &reference_backend()}; }
 
 struct Registered {
   std::mutex mutex;

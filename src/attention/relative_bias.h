@@ -13,7 +13,8 @@ int relative_bucket(const ScoreMod&, int distance);
 // Distances beyond +-width/2 share the bias of the last one.
 int relative_bias_width(const ScoreMod&);
 
-// out [num_q_heads, width]: bias of head h at distance d is out[h * width + d + width / 2]. Checks the table's shape (run.relative_bias).
+// out [num_q_heads, width]: bias of head h at distance d is out[h * width + d + width / 2]. The table [relative_buckets, num_q_heads] is in
+// host memory and of the right shape: check_run() of plan_checks.h has seen to it.
 void expand_relative_bias(const AttentionSpec&, const TensorView& table, std::vector<float>& out);
 
 }  // namespace imbrex

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstdint>
 
 #include "core/check.h"
 
@@ -53,12 +54,30 @@ KeyRange item_keys(const Batch& batch, const Mask& mask, int tile_kv, int r, int
   return {keys.begin / tile_kv * tile_kv, keys.end};
 }
 
+bool is_cut(const SchedulePolicy& policy, int q_len) { return q_len >= policy.min_q && q_len <= policy.max_q; }
+
+// Pieces an item of a request with q_len query tokens may have; INT_MAX: as many as there are.
+int most_pieces(const SchedulePolicy& policy, int q_len) {
+  if (policy.max_splits <= 0) return INT32_MAX;
+  return std::clamp(policy.max_split_rows / std::max(q_len, 1), 1, policy.max_splits);
+}
+
+// Keys of a piece: split_kv, grown with the query tokens, and enough of them for the item to have `pieces` at most. 0: one piece.
+int64_t piece_keys(const SchedulePolicy& policy, int q_len, KeyRange keys, int pieces) {
+  const int64_t least = int64_t(policy.split_kv) * std::clamp(q_len, 1, std::max(policy.growth, 1));
+  if (pieces == INT32_MAX) return least;
+  if (keys.begin > 0) --pieces;  // boundaries are multiples of the piece, so that the first and the last one may both be short
+  if (pieces <= 1) return 0;
+  const int64_t share = (int64_t(keys.end) - keys.begin + pieces - 1) / pieces;
+  return std::max(least, (share + policy.tile_kv - 1) / policy.tile_kv * policy.tile_kv);
+}
+
 // Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.
 int balanced_piece(const Batch& batch, const Mask& mask, const SchedulePolicy& policy) {
   int64_t keys = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
-    if (q_len > policy.split_max_q) continue;
+    if (q_len > policy.split_max_q || !is_cut(policy, q_len)) continue;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
       const KeyRange range = item_keys(batch, mask, policy.tile_kv, r, t0, std::min(q_len, t0 + policy.tile_q));
       keys += range.end - range.begin;
@@ -77,36 +96,110 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
   check(policy.split_kv > 0 && policy.split_kv % policy.tile_kv == 0, "schedule.split_kv",
         "split_kv must be a positive multiple of tile_kv {}, got {}", policy.tile_kv, policy.split_kv);
   out.merges.clear();
-  out.num_partial_rows = 0;
+  int rows = policy.first_partial;
   std::vector<WorkItem>& items = out.unsorted;
   items.clear();
-  const int split_kv = policy.balanced ? balanced_piece(batch, mask, policy) : policy.split_kv;
+  const int balanced = policy.balanced ? balanced_piece(batch, mask, policy) : 0;
 
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
+    if (!is_cut(policy, q_len)) continue;
     const int q0 = batch.query_start_loc[r];
-    const bool may_split = q_len <= policy.split_max_q;
+    const int pieces = q_len <= policy.split_max_q ? most_pieces(policy, q_len) : 1;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
       const int t1 = std::min(q_len, t0 + policy.tile_q);
-      const auto [begin, end] = item_keys(batch, mask, policy.tile_kv, r, t0, t1);
+      const KeyRange keys = item_keys(batch, mask, policy.tile_kv, r, t0, t1);
+      const auto [begin, end] = keys;
       const int origin = policy.balanced ? begin : 0;  // equal pieces, or boundaries that a growing context does not move
-      const int first = (begin - origin) / split_kv, last = end > begin ? (end - origin - 1) / split_kv : first;
+      const int64_t piece = pieces == 1 ? 0 : policy.balanced ? balanced : piece_keys(policy, q_len, keys, pieces);
+      const int64_t first = piece == 0 ? 0 : (begin - origin) / piece;
+      int64_t last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
+      // A short last piece is not worth a partial result of its own.
+      if (policy.max_splits > 0 && !policy.balanced && last > first && end - last * piece < piece / 2) --last;
       WorkItem item{.request = r, .q_begin = q0 + t0, .q_end = q0 + t1, .kv_begin = begin, .kv_end = end, .partial = -1};
-      if (!may_split || first == last) {
+      if (first == last) {
         items.push_back(item);
         continue;
       }
-      out.merges.push_back({item.q_begin, item.q_end, out.num_partial_rows, last - first + 1});
-      for (int s = first; s <= last; ++s) {
-        item.kv_begin = std::max(begin, origin + s * split_kv);
-        item.kv_end = std::min<int64_t>(end, origin + (int64_t(s) + 1) * split_kv);
-        item.partial = out.num_partial_rows;
-        out.num_partial_rows += t1 - t0;
+      out.merges.push_back({item.q_begin, item.q_end, rows, int(last - first + 1)});
+      for (int64_t s = first; s <= last; ++s) {
+        item.kv_begin = int(std::max<int64_t>(begin, origin + s * piece));
+        item.kv_end = s == last ? end : int(origin + (s + 1) * piece);
+        item.partial = rows;
+        rows += t1 - t0;
         items.push_back(item);
       }
     }
   }
+  out.num_partial_rows = rows - policy.first_partial;
   sort_longest_first(items, out.work);
+}
+
+namespace {
+
+struct QueryRange {
+  int64_t least, most;  // query tokens of the requests that are cut; none when least > most
+};
+QueryRange cut_queries(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const int longest = limits.max_query_len > 0 ? limits.max_query_len : INT32_MAX;
+  return {std::max(policy.min_q, 1), std::min({limits.max_num_tokens, policy.max_q, longest})};
+}
+
+int64_t tiles_of(const SchedulePolicy& policy, int64_t q) { return (q + policy.tile_q - 1) / policy.tile_q; }
+
+// The most that splitting makes of one request.
+struct Splits {
+  int64_t merges = 0, extra_items = 0, partial_rows = 0, pieces = 0;  // pieces: of an item
+};
+Splits most_splits(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const auto [least, most] = cut_queries(policy, limits);
+  Splits splits;
+  for (int64_t q = least; q <= std::min<int64_t>(policy.split_max_q, most); ++q) {
+    const int64_t piece = int64_t(policy.split_kv) * std::min<int64_t>(q, std::max(policy.growth, 1));
+    const int64_t pieces = std::min<int64_t>(most_pieces(policy, int(q)), (std::max(limits.max_seq_len, 1) - 1) / piece + 1);
+    if (pieces < 2) continue;
+    splits.merges = std::max(splits.merges, tiles_of(policy, q));
+    splits.extra_items = std::max(splits.extra_items, tiles_of(policy, q) * (pieces - 1));
+    splits.partial_rows = std::max(splits.partial_rows, q * pieces);
+    splits.pieces = std::max(splits.pieces, pieces);
+  }
+  return splits;
+}
+
+}  // namespace
+
+ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& limits) {
+  const auto [least, most] = cut_queries(policy, limits);
+  if (least > most || limits.max_num_reqs <= 0) return {};
+  const int64_t tokens = limits.max_num_tokens, requests = std::min<int64_t>(limits.max_num_reqs, tokens / least);
+  // Of all requests together: each has at most one tile that is not full.
+  const int64_t items = std::min({tokens, requests * tiles_of(policy, most), requests + tokens / policy.tile_q});
+  if (policy.balanced) {  // every piece but the last of an item is a worker's share
+    const int64_t workers = std::max(policy.num_workers, 1), split_q = std::min<int64_t>(policy.split_max_q, most);
+    if (split_q < least) return {.num_work = items};
+    const int64_t merges = std::min(requests * tiles_of(policy, split_q), items);
+    return {.num_work = items + workers,
+            .num_merges = merges,
+            .num_partial_rows = std::min<int64_t>(policy.tile_q, split_q) * (merges + workers)};
+  }
+  const Splits splits = most_splits(policy, limits);
+  return {.num_work = items + requests * splits.extra_items,
+          .num_merges = std::min(requests * splits.merges, items),
+          .num_partial_rows = std::min(requests * splits.partial_rows, tokens * splits.pieces)};
+}
+
+int64_t partial_rows_bound(std::span<const SchedulePolicy> policies, const PlanLimits& limits) {
+  int64_t sum = 0, rows = 0, pieces = 0;
+  bool balanced = false;
+  for (const SchedulePolicy& policy : policies) {
+    const Splits splits = most_splits(policy, limits);
+    sum += schedule_bounds(policy, limits).num_partial_rows;
+    rows = std::max(rows, splits.partial_rows);
+    pieces = std::max(pieces, splits.pieces);
+    balanced = balanced || policy.balanced;
+  }
+  if (balanced) return sum;
+  return std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
 }
 
 }  // namespace imbrex

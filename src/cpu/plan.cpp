@@ -6,9 +6,9 @@
 #include <cmath>
 #include <thread>
 
+#include <fmt/format.h>
+
 #include "attention/relative_bias.h"
-#include "core/check.h"
-#include "core/tensor_format.h"
 
 namespace imbrex::cpu {
 namespace {
@@ -52,38 +52,14 @@ KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec
   return side;
 }
 
-void check_tokens(const TensorView& t, const char* name, std::string_view code, DType dtype, int64_t tokens, int64_t heads, int64_t dim) {
-  check(t.rank == 3 && t.dtype == dtype && t.device.type == DeviceType::cpu && t.size(0) >= tokens && t.size(1) == heads &&
-            t.size(2) == dim && (t.data != nullptr || tokens == 0),
-        code, "{}: expected {}[>= {}, {}, {}] on cpu, got {}", name, to_string(dtype), tokens, heads, dim, t);
-}
-
-const float* head_vector(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads) {
-  check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
-  if (!wanted) return nullptr;
-  check(t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1 && t.device.type == DeviceType::cpu, code,
-        "{}: expected contiguous f32[{}] on cpu, got {}", name, num_heads, t);
-  return t.as<const float>();
-}
-
-// Shapes may be right for another device: a kernel that follows its pointers would crash.
-void check_host(const TensorView& t, const char* name, std::string_view code) {
-  check(t.empty() || t.device.type == DeviceType::cpu, code, "{}: expected memory of cpu, got {}", name, t);
-}
-void check_host(const KvCache& cache, std::string_view code) {
-  check_host(cache.k, "k", code);
-  check_host(cache.v, "v", code);
-  check_host(cache.k_scale, "k_scale", code);
-  check_host(cache.v_scale, "v_scale", code);
-}
 void check_host(const Batch& batch) {
   constexpr std::string_view code = "update.device";
-  check_host(batch.block_table, "block_table", code);
-  check_host(batch.kv_indptr, "kv_indptr", code);
-  check_host(batch.kv_indices, "kv_indices", code);
-  check_host(batch.kv_start_loc, "kv_start_loc", code);
-  check_host(batch.slot_mapping, "slot_mapping", code);
-  check_host(batch.custom_mask, "custom_mask", code);
+  check_memory(batch.block_table, "block_table", code, {});
+  check_memory(batch.kv_indptr, "kv_indptr", code, {});
+  check_memory(batch.kv_indices, "kv_indices", code, {});
+  check_memory(batch.kv_start_loc, "kv_start_loc", code, {});
+  check_memory(batch.slot_mapping, "slot_mapping", code, {});
+  check_memory(batch.custom_mask, "custom_mask", code, {});
 }
 
 }  // namespace
@@ -144,11 +120,7 @@ void Plan::update(const Batch& batch, Stream) {
       start += long(batch.query_len(r)) * batch.seq_lens[r];
     }
   }
-  max_block_ = options_.validate ? largest_block() : -1;
-  max_slot_ = -1;
-  for (int64_t t = 0; options_.validate && !slot_mapping_.empty() && t < num_tokens_; ++t) {
-    max_slot_ = std::max(max_slot_, slot_mapping_.as<const int64_t>()[t * slot_mapping_.stride(0)]);
-  }
+  reach_ = options_.validate ? reach_of(batch, spec_) : BatchReach{};
   schedule(batch, spec_.mask, policy_, schedule_);
   const size_t rows = size_t(schedule_.num_partial_rows) * spec_.num_q_heads;
   if (partial_state_.size() < rows * 2) {
@@ -157,29 +129,9 @@ void Plan::update(const Batch& batch, Stream) {
   }
 }
 
-// The batch does not know how large the cache is: the largest block id is remembered here and compared in run().
-int Plan::largest_block() const {
-  int largest = -1;
-  for (size_t r = 0; spec_.block_size > 0 && r < seq_lens_.size(); ++r) {
-    const int* ids = block_ids_.as<const int>() + block_start_[r];
-    const int count = (seq_lens_[r] + spec_.block_size - 1) / spec_.block_size;
-    for (int b = 0; b < count; ++b) largest = std::max(largest, ids[b]);
-  }
-  return largest;
-}
-
 AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   const int heads = spec_.num_q_heads;
-  check_tokens(in.q, "q", "run.q", spec_.q_dtype, num_tokens_, heads, spec_.head_dim_qk);
-  const DType out_dtype = out.out.dtype == DType::f32 ? DType::f32 : spec_.q_dtype;
-  check_tokens(out.out, "out", "run.out", out_dtype, num_tokens_, heads, spec_.head_dim_v);
-  check(num_tokens_ == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
-        "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
-  in.kv.validate(spec_);
-  check_host(in.kv, "run.device");
-  check(spec_.block_size == 0 || max_block_ < in.kv.num_blocks(spec_), "run.block_id", "block ids must be below {}, the batch has {}",
-        in.kv.num_blocks(spec_), max_block_);
-
+  const DType out_dtype = check_run(spec_, {}, in, out, num_tokens_, reach_);
   AttentionParams a{};
   const long q_size = size_of(in.q.dtype), out_size = size_of(out_dtype);
   a.q = in.q.as<const char>();
@@ -191,9 +143,6 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.out_head_stride = out.out.stride(1) * out_size;
   a.out_type = int(out_dtype);
   if (!out.lse.empty()) {
-    check(out.lse.rank == 2 && out.lse.dtype == DType::f32 && out.lse.device.type == DeviceType::cpu && out.lse.size(0) >= num_tokens_ &&
-              out.lse.size(1) == heads,
-          "run.lse", "lse: expected f32[>= {}, {}] on cpu, got {}", num_tokens_, heads, out.lse);
     a.lse = out.lse.as<float>();
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
@@ -219,16 +168,13 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.window_left = spec_.mask.window_left;
   a.window_right = spec_.mask.window_right;
   a.chunk = spec_.mask.chunk;
-  a.head_scales = head_vector(spec_.score.head_scales, in.head_scales, "head_scales", "run.head_scales", heads);
-  a.alibi_slopes = head_vector(spec_.score.alibi, in.alibi_slopes, "alibi_slopes", "run.alibi_slopes", heads);
-  a.sinks = head_vector(spec_.score.sinks, in.sinks, "sinks", "run.sinks", heads);
+  a.head_scales = in.head_scales.as<const float>();
+  a.alibi_slopes = in.alibi_slopes.as<const float>();
+  a.sinks = in.sinks.as<const float>();
   if (spec_.score.relative_buckets > 0) {
-    check_host(in.relative_bias, "relative_bias", "run.relative_bias");
     expand_relative_bias(spec_, in.relative_bias, bias_by_distance_);
     a.bias_by_distance = bias_by_distance_.data();
     a.bias_reach = relative_bias_width(spec_.score) / 2;
-  } else {
-    check(in.relative_bias.empty(), "run.relative_bias", "relative_bias is given, but the spec has no relative_buckets");
   }
   a.partial_out = partial_out_.data();
   a.partial_state = partial_state_.data();
@@ -310,17 +256,8 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
 }
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {
-  cache.validate(spec_);
-  check_host(cache, "write_kv.device");
+  const DType dtype = check_write(spec_, {}, cache, k, v, slot_mapping_, num_tokens_, reach_);
   const int heads = spec_.num_kv_heads;
-  const DType dtype = k.dtype == spec_.kv_dtype ? spec_.kv_dtype : spec_.q_dtype;
-  check_tokens(k, "k", "write_kv.k", dtype, num_tokens_, heads, spec_.head_dim_qk);
-  check_tokens(v, "v", "write_kv.v", dtype, num_tokens_, heads, spec_.head_dim_v);
-  check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
-  check(num_tokens_ == 0 || !slot_mapping_.empty(), "write_kv.slot_mapping",
-        "write_kv needs Batch::slot_mapping, none was given to update");
-  const int64_t num_slots = cache.num_blocks(spec_) * spec_.block_size;
-  check(max_slot_ < num_slots, "write_kv.slot", "slots must be below {}, the batch has {}", num_slots, max_slot_);
   WriteKvParams w{};
   w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
   w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);

@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention/plan_checks.h"
 #include "cpu/params.h"
 #include "imbrex/backend.h"
 #include "imbrex/schedule.h"
@@ -22,7 +23,6 @@ class Plan final : public imbrex::Plan {
 
  private:
   AttentionParams params(const Inputs&, const Outputs&) const;
-  int largest_block() const;
 
   std::string backend_;
   const Kernels& kernels_;
@@ -31,8 +31,7 @@ class Plan final : public imbrex::Plan {
   SchedulePolicy policy_;
   Schedule schedule_;
   int num_tokens_ = 0;
-  int max_block_ = -1;  // of the batch, where it is validated
-  int64_t max_slot_ = -1;
+  BatchReach reach_;  // of the batch, where it is validated
 
   std::vector<int> query_start_, seq_lens_;
   std::vector<long> block_start_, custom_start_;

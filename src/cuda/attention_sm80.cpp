@@ -15,6 +15,7 @@ struct SharedMemory {
   int of_block, of_multiprocessor;  // bytes; each block takes kReserved more than it asks for
 };
 constexpr int kReserved = 1024;
+constexpr int kMostThreads = 384;  // on a multiprocessor, each with 168 registers or more
 
 SharedMemory shared_memory_of(std::string_view arch) {
   switch (const int number = arch_number(arch) / 10; number) {
@@ -49,18 +50,22 @@ std::optional<AttentionTiles> decode_tiles(const SharedMemory& memory, const Att
     int blocks, stages;
   };
   constexpr Depth kDepths[] = {{3, 4}, {3, 3}, {2, 4}, {2, 3}, {2, 2}, {1, 4}, {1, 3}, {1, 2}, {1, 1}};
-  const int dim_warps = spec.head_dim_v > 256 ? 2 : 1, row_warps = rows > 32 ? 2 : 1;
-  const int most_blocks = rows > 16 || spec.head_dim_v > 128 || spec.q_dtype == DType::f32 ? 2 : 3;  // that registers suffice for
-  for (int key_warps = 4 / (dim_warps * row_warps); key_warps > 0; key_warps /= 2)
+  // A warp holds the output of 32 rows x 128 dims or 16 x 256 in registers; planes of f32 take half of them.
+  const bool exact = spec.q_dtype == DType::f32;
+  const int warp_rows = spec.head_dim_v > 128 || exact ? 16 : std::min(rows, 32), row_warps = rows / warp_rows;
+  const int dim_warps = (spec.head_dim_v > 256 ? 2 : 1) * (spec.head_dim_v > 128 && exact ? 2 : 1);
+  const int most_blocks = rows > 16 || spec.head_dim_v > 128 || exact ? 2 : 3;  // that registers suffice for
+  for (int key_warps = std::max(1, 4 / (dim_warps * row_warps)); key_warps > 0; key_warps /= 2)
     for (const Depth& d : kDepths) {
       const AttentionTiles tiles{rows, 16 * key_warps, row_warps, key_warps, dim_warps, d.stages, d.blocks};
-      if (d.blocks <= most_blocks && fits(memory, spec, tiles)) return tiles;
+      if (d.blocks <= most_blocks && d.blocks * tiles.threads() <= kMostThreads && fits(memory, spec, tiles)) return tiles;
     }
   return std::nullopt;
 }
 
+// 32 rows a warp while output and scores leave room in the registers, then 16. Whatever a logit needs besides one scale takes registers
+// too, and so do widened bytes: fewer keys at a time.
 std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const AttentionSpec& spec) {
-  // 32 rows a warp while its output and scores leave room in the registers; then 16, by more warps.
   static constexpr AttentionTiles kUpTo128[] = {
       {128, 64, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 1}, {64, 32, 2, 1, 1, 2, 1}};
   static constexpr AttentionTiles kUpTo256[] = {
@@ -69,13 +74,25 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
       {64, 32, 4, 1, 2, 2, 1}, {64, 16, 4, 1, 2, 2, 1}, {32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
   static constexpr AttentionTiles kF32[] = {
       {64, 32, 4, 1, 1, 2, 2}, {64, 32, 4, 1, 1, 2, 1}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
+  static constexpr AttentionTiles kF32Beyond[] = {{32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
+  static constexpr AttentionTiles kF32Far[] = {{16, 16, 1, 1, 4, 2, 1}, {16, 16, 1, 1, 4, 1, 1}};
+  const ScoreMod& score = spec.score;
+  const bool plain = !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
   std::span<const AttentionTiles> ladder = kUpTo128;
-  if (spec.head_dim_v > 256) {
+  if (spec.q_dtype == DType::f32) {
+    if (spec.head_dim_v > 256) {
+      ladder = kF32Far;
+    } else if (spec.head_dim_v > 128) {
+      ladder = kF32Beyond;
+    } else {
+      ladder = kF32;
+    }
+  } else if (spec.head_dim_v > 256) {
     ladder = kBeyond;
-  } else if (spec.q_dtype == DType::f32) {
-    ladder = kF32;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
+  } else if (!plain || spec.kv_dtype != spec.q_dtype) {
+    ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)
     if (fits(memory, spec, tiles)) return tiles;
@@ -96,8 +113,9 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
   const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(spec.head_dim_v, element));
   const int part = t.key_warps > 1 ? t.rows * (rounded_up(spec.head_dim_v, 16) + 8) * 4 : 0;
-  const int rows = t.rows * (t.key_warps * 8 + 4);
-  return rounded_up(q + t.key_warps * std::max(t.stages * stage, part) + rows + 4, 16);
+  const int rows = t.rows * (t.key_warps * 8 + 4 + 16);
+  constexpr int kItem = 56, kNextTask = 4;
+  return rounded_up(q + t.key_warps * std::max(t.stages * stage, part) + rows + kItem + kNextTask, 16);
 }
 
 KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {

@@ -22,7 +22,7 @@ class Kernel {
   int local_bytes() const { return local_bytes_; }
   unsigned smem_bytes() const { return smem_bytes_; }  // dynamic, as the kernel file says
   CUfunction function() const { return function_; }
-  // Blocks that fit on a multiprocessor at the same time.
+  // Blocks that fit on a multiprocessor at the same time. The context of the module must be current.
   int blocks_per_multiprocessor(int threads) const;
 
   // Error cuda.driver. The context of the module must be current (CurrentContext); parameters go by value, in the order of the

@@ -27,6 +27,7 @@ struct WriteKvParams {
   const long* slots;  // [num_tokens], on the device; negative: not written
   long slot_stride;   // elements
   int num_tokens, num_kv_heads;
+  const int* num_tokens_now;  // on the device, null: all of num_tokens. What a captured launch obeys when the batch is smaller
 };
 
 constexpr int kCopyBlocksThreads = 256, kCopyBlocksAtOnce = 256;
@@ -45,12 +46,22 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
-constexpr int kMergeThreads = 256;
+constexpr int kPlanTableThreads = 256;
+
+struct ExpandBiasParams {
+  const float* bias;                // [relative_buckets, num_q_heads]
+  long bucket_stride, head_stride;  // elements
+  const int* buckets;               // [width]: bucket of each distance
+  float* bias_by_distance;          // [num_q_heads, width]
+  int width;
+};
 
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
 };
+
+constexpr int kMergeThreads = 256;
 
 // For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
 struct AttentionParams {

@@ -13,6 +13,7 @@
 #include "cuda/cubin.h"
 #include "cuda/driver.h"
 #include "cuda/kernel_cache.h"
+#include "cuda/plan.h"
 #include "cuda/write_kv.h"
 
 namespace imbrex::cuda {
@@ -28,7 +29,10 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
   return {copy_blocks_key(arch)};
 }
 
+std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec) { return plan_kernels(kernels_sm80, arch, spec); }
+
 constexpr KernelFamily kFamilies[] = {
+    {"cuda_sm80", sm80_keys},
     {"write_kv", write_kv_keys},
     {"copy_blocks", copy_blocks_keys},
 };

@@ -1,6 +1,8 @@
 // Host side of kernels/write_kv.cu: checks, parameters, and which of its entry points runs.
 #include "cuda/write_kv.h"
 
+#include <algorithm>
+
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/kv_side.h"
@@ -9,13 +11,6 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int kMaxTokenBlocks = 1 << 16;  // thread blocks of a launch; more tokens take turns
-
-void check_rows(const TensorView& t, const char* name, std::string_view code, DType dtype, int64_t tokens, int64_t heads, int64_t dim,
-                Device device) {
-  check(t.rank == 3 && t.dtype == dtype && t.device == device && t.size(0) >= tokens && t.size(1) == heads && t.size(2) == dim &&
-            (t.data != nullptr || tokens == 0),
-        code, "{}: expected {}[>= {}, {}, {}] on {}, got {}", name, to_string(dtype), tokens, heads, dim, device, t);
-}
 
 NewRows new_rows(const TensorView& t) {
   const long size = size_of(t.dtype);
@@ -47,18 +42,14 @@ WriteKv::WriteKv(const std::shared_ptr<const Context>& context, std::string_view
   copy_strided_ = module_->kernel("copy_kv_strided");
 }
 
-void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v, const TensorView& slots, int num_tokens,
-                  CUstream stream) const {
-  cache.validate(spec_);
-  check(cache.k.device == device_, "write_kv.device", "expected a cache on {}, got {}", device_, cache.k);
+void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v, const NewTokens& tokens, CUstream stream) const {
+  const TensorView& slots = tokens.slots;
+  check_write(spec_, device_, cache, k, v, slots, tokens.num_tokens, tokens.reach);
+  check(slots.empty() || (slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= tokens.num_tokens),
+        "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
+  const int num_tokens = std::max(tokens.num_tokens, tokens.captured_tokens);
+  if (num_tokens == 0 || slots.empty()) return;
   const bool copies = k.dtype == spec_.kv_dtype;
-  const DType dtype = copies ? spec_.kv_dtype : spec_.q_dtype;
-  check_rows(k, "k", "write_kv.k", dtype, num_tokens, spec_.num_kv_heads, spec_.head_dim_qk, device_);
-  check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec_.num_kv_heads, spec_.head_dim_v, device_);
-  check(slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= num_tokens &&
-            (!slots.empty() || num_tokens == 0),
-        "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", num_tokens, device_, slots);
-  if (num_tokens == 0) return;
   const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
                              .v = kv_side(cache.v, cache.v_scale, spec_),
                              .new_k = new_rows(k),
@@ -66,7 +57,8 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
                              .slots = slots.as<const long>(),
                              .slot_stride = slots.stride(0),
                              .num_tokens = num_tokens,
-                             .num_kv_heads = spec_.num_kv_heads};
+                             .num_kv_heads = spec_.num_kv_heads,
+                             .num_tokens_now = tokens.captured_tokens > 0 ? tokens.now : nullptr};
   const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
   const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? convert_ : convert_strided_;
   kernel.launch({.grid_x = unsigned(std::min(num_tokens, kMaxTokenBlocks)), .threads = kWriteKvThreads}, stream, params);

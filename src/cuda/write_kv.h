@@ -3,6 +3,7 @@
 #include <memory>
 #include <string_view>
 
+#include "attention/plan_checks.h"
 #include "cuda/module.h"
 #include "imbrex/kv_cache.h"
 
@@ -11,15 +12,22 @@ namespace imbrex::cuda {
 // The kernel for a spec with blocks; one for its q_dtype and kv_dtype, head dimensions and block_size.
 KernelKey write_kv_key(std::string_view arch, const AttentionSpec&);
 
+// What a step says of its new tokens.
+struct NewTokens {
+  TensorView slots;  // i64 [>= num_tokens] on the device; -1: not written
+  int num_tokens = 0;
+  BatchReach reach;          // of the slots, where somebody has looked at them
+  int captured_tokens = 0;   // > 0: the launch goes into a graph and serves so many at most,
+  const int* now = nullptr;  // as many as it finds here on the device when it runs
+};
+
 class WriteKv {
  public:
   WriteKv(const std::shared_ptr<const Context>&, std::string_view arch, const AttentionSpec&);
 
-  // k [>= num_tokens, num_kv_heads, head_dim_qk] and v in q_dtype (converted) or kv_dtype (copied), slots i64 [>= num_tokens] with -1
-  // for tokens that are not written; all on the device, like the cache. Values are divided by the scale of an fp8 cache.
-  // In the stream's order; the list of slots is read by the device, so a captured graph takes new ones from the same place.
-  // The context must be current. Errors write_kv.*, kv_cache.*; slots are not checked here.
-  void run(const KvCache&, const TensorView& k, const TensorView& v, const TensorView& slots, int num_tokens, CUstream) const;
+  // k [>= num_tokens, num_kv_heads, head_dim_qk] and v in q_dtype (converted) or kv_dtype (copied), on the device, like the cache. Values
+  // are divided by the scale of an fp8 cache. In the stream's order. The context must be current. Errors write_kv.*, kv_cache.*.
+  void run(const KvCache&, const TensorView& k, const TensorView& v, const NewTokens&, CUstream) const;
 
  private:
   AttentionSpec spec_;

@@ -21,6 +21,13 @@ AttentionSpec llama() {
   return spec;
 }
 
+// A device that no backend of the house runs on.
+DeviceInfo old_gpu() {
+  DeviceInfo device = describe_device("a100");
+  device.sm = 70;
+  return device;
+}
+
 // Registers backends for one test.
 struct Outside {
   explicit Outside(std::vector<std::pair<std::string, FakeBackend::Refuse>> fakes) {
@@ -83,11 +90,29 @@ TEST(Select, DescribedDevicesAnswer) {
     }
   }
   EXPECT_NE(select(llama(), describe_device("avx512,32 threads")).backend, nullptr);
+  for (const char* device : {"h200", "b200", "a100", "h100", "rtx5090", "l40s"}) {
+    const Selection selection = select(llama(), describe_device(device));
+    ASSERT_NE(selection.backend, nullptr) << device;
+    EXPECT_EQ(selection.backend->name(), "cuda_sm80") << device;
+  }
+}
+
+TEST(Select, TilesThatDoNotFitAreAReason) {
+  AttentionSpec spec = llama();
+  spec.head_dim_qk = 576;
+  spec.head_dim_v = 512;
+  spec.q_dtype = spec.kv_dtype = DType::f32;
+  const Selection selection = select(spec, describe_device("l40s"));
+  EXPECT_EQ(selection.backend, nullptr);
+  ASSERT_EQ(selection.candidates[0].backend->name(), "cuda_sm80");
+  ASSERT_EQ(selection.candidates[0].reasons.size(), 1u);
+  EXPECT_EQ(selection.candidates[0].reasons[0].str(),
+            "spec.head_dim_qk: wanted dimensions of which f32 tiles fit 99 KiB of shared memory, got 576 and 512");
 }
 
 TEST(Select, NothingRunsIsAnAnswer) {
-  const Selection selection = select(llama(), describe_device("h200"));
-  if (selection.backend) GTEST_SKIP() << "a CUDA backend is there";
+  const Selection selection = select(llama(), old_gpu());
+  ASSERT_EQ(selection.backend, nullptr);
   EXPECT_EQ(selection.rule, "nothing runs it");
   for (const Candidate& candidate : selection.candidates) EXPECT_FALSE(candidate.reasons.empty()) << candidate.backend->name();
 }
@@ -177,8 +202,7 @@ TEST(Select, EveryFieldHasItsProposal) {
     std::vector<std::pair<std::string, FakeBackend::Refuse>> fakes{{"fake", row.refuse}};
     const Outside outside(std::move(fakes));
     // Other backends may run the spec too; hide them behind a device that only the fake takes.
-    DeviceInfo device = describe_device("h200");
-    const Selection selection = select(spec, device);
+    const Selection selection = select(spec, old_gpu());
     ASSERT_EQ(selection.backend, nullptr) << row.proposal;
     ASSERT_FALSE(selection.proposals.empty()) << row.proposal;
     EXPECT_EQ(selection.proposals[0], row.proposal);
@@ -192,7 +216,7 @@ TEST(Select, NearestProposalFirst) {
   AttentionSpec spec = llama();
   spec.kv_dtype = DType::fp8_e4m3;
   spec.score.soft_cap = 30;
-  const Selection selection = select(spec, describe_device("h200"));
+  const Selection selection = select(spec, old_gpu());
   ASSERT_GE(selection.proposals.size(), 2u);
   EXPECT_EQ(selection.proposals[0], "kv_dtype bf16: fake");
   EXPECT_EQ(selection.proposals[1], "without soft cap (changes the result): fake");

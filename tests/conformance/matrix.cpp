@@ -1,8 +1,11 @@
 // See matrix.h.
 #include "matrix.h"
 
+#include <fmt/format.h>
+
 #include <set>
 
+#include "cuda/device_mirror.h"
 #include "imbrex/error.h"
 
 namespace imbrex::test {
@@ -18,6 +21,7 @@ std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvForma
   const Target target{.backend = &backend, .device = device, .kv_format = format};
   for (const Case& c : cases()) {
     if (!runs(c, target)) continue;
+    if (target.on_gpu()) return target.name();  // every GPU has kernels of its own
     RunOptions options;
     options_for(c, target, options);
     AttentionSpec spec = c.spec;
@@ -32,7 +36,7 @@ std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvForma
 }  // namespace
 
 std::string Target::name() const {
-  std::string name = std::string(backend->name()) + "__" + to_string(device.isa);
+  std::string name = std::string(backend->name()) + "__" + (on_gpu() ? "sm_" + std::to_string(device.sm) : to_string(device.isa));
   if (kv_format != KvFormat::strided) name += std::string("__") + to_string(kv_format);
   return name;
 }
@@ -48,21 +52,35 @@ std::vector<DeviceInfo> test_devices() {
     devices.push_back(probed);
     devices.back().isa = isa;
   }
+  for (const DeviceInfo& gpu : probe_cuda())
+    if (gpu.device.index == 0) devices.push_back(gpu);
   return devices;
+}
+
+std::vector<const Backend*> test_backends(const DeviceInfo& device) {
+  static std::map<const Backend*, std::unique_ptr<Backend>> mirrors;
+  std::vector<const Backend*> result = backends();
+  for (const Backend*& backend : result) {
+    if (device.device.type != DeviceType::cuda) continue;
+    std::unique_ptr<Backend>& mirror = mirrors[backend];
+    if (!mirror) mirror = cuda::device_mirror(*backend);
+    backend = mirror.get();
+  }
+  return result;
 }
 
 const std::vector<Target>& targets() {
   static const std::vector<Target> all = [] {
     std::vector<Target> result;
-    for (const Backend* backend : backends())
-      for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed}) {
-        std::set<std::string> seen;
+    std::set<std::string> seen;
+    for (size_t i = 0; i < backends().size(); ++i)
+      for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed})
         for (const DeviceInfo& device : test_devices()) {
+          const Backend* const backend = test_backends(device)[i];
           const std::string kernels = kernels_of(*backend, device, format);
-          if (!kernels.empty() && seen.insert(kernels).second)
+          if (!kernels.empty() && seen.insert(fmt::format("{} {} {}", backend->name(), to_string(format), kernels)).second)
             result.push_back({.backend = backend, .device = device, .kv_format = format});
         }
-      }
     return result;
   }();
   return all;

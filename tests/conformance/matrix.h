@@ -15,7 +15,8 @@ struct Target {
   const Backend* backend = nullptr;
   DeviceInfo device;
   KvFormat kv_format = KvFormat::strided;
-  std::string name() const;  // "cpu_avx512__avx2", "cpu_amx__amx__amx_packed"
+  std::string name() const;  // "cpu_avx512__avx2", "cpu_amx__amx__amx_packed", "cuda_sm80__sm_90"
+  bool on_gpu() const { return device.device.type == DeviceType::cuda; }
 };
 
 struct Combination {
@@ -29,8 +30,10 @@ struct Totals {
   std::map<std::string, int> refused;  // reason code -> cases
 };
 
-// This CPU once for every instruction set it can run, amx_emulated included.
+// This CPU once for every instruction set it can run, amx_emulated included; and the first GPU, where there is one.
 std::vector<DeviceInfo> test_devices();
+// Every backend, as it runs on tensors in host memory: on a GPU through a mirror.
+std::vector<const Backend*> test_backends(const DeviceInfo&);
 // Every backend on every device that changes its kernels, in every KV format.
 const std::vector<Target>& targets();
 // The options that run a case in a target's format; nothing when the format cannot hold the case.

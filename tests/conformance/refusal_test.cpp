@@ -9,6 +9,15 @@
 namespace imbrex::test {
 namespace {
 
+constexpr const char* kOldGpu = "a GPU before Ampere";
+
+DeviceInfo device_of(std::string_view name) {
+  if (name != kOldGpu) return describe_device(name);
+  DeviceInfo device = describe_device("a100");
+  device.sm = 75;
+  return device;
+}
+
 struct Refusal {
   const char* backend;
   const char* code;
@@ -19,7 +28,16 @@ struct Refusal {
 constexpr auto nothing = [](AttentionSpec&) {};
 constexpr auto packed = [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed; };
 
+constexpr auto wide_f32 = [](AttentionSpec& s) {
+  s.q_dtype = s.kv_dtype = DType::f32;
+  s.head_dim_qk = 576, s.head_dim_v = 512;
+};
+
 const Refusal kRefusals[] = {
+    {"cuda_sm80", "device.type", "cpu", nothing},
+    {"cuda_sm80", "device.sm", kOldGpu, nothing},
+    {"cuda_sm80", "spec.kv_format", "h200", packed},
+    {"cuda_sm80", "spec.head_dim_qk", "l40s", wide_f32},
     {"reference", "device.type", "h200", nothing},
     {"reference", "spec.kv_format", "cpu", packed},
     {"cpu_generic", "device.type", "h200", nothing},
@@ -49,7 +67,7 @@ TEST(Refusals, HaveTheirCodes) {
     ASSERT_NE(backend, nullptr) << r.backend;
     AttentionSpec spec = plain_spec();
     r.change(spec);
-    const DeviceInfo device = describe_device(r.device);
+    const DeviceInfo device = device_of(r.device);
     const auto reasons = backend->unsupported(spec, device);
     ASSERT_EQ(reasons.size(), 1u) << r.backend << " " << r.code << " on " << r.device;
     EXPECT_EQ(reasons[0].code, r.code) << r.backend;
@@ -62,8 +80,8 @@ TEST(Refusals, HaveTheirCodes) {
 
 TEST(Refusals, NoOtherCodeOccurs) {
   for (const Backend* backend : backends())
-    for (const char* name : {"cpu", "h200", "avx512,4 threads", "avx2,4 threads", "amx,4 threads"}) {
-      const DeviceInfo device = describe_device(name);
+    for (const char* name : {"cpu", "h200", "a100", "l40s", kOldGpu, "avx512,4 threads", "avx2,4 threads", "amx,4 threads"}) {
+      const DeviceInfo device = device_of(name);
       for (const Case& c : cases())
         for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed}) {
           AttentionSpec spec = c.spec;

@@ -73,13 +73,14 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   Scratch s;
   layout(memory, a, num_rows, &s);
   fill_rows(a, item, kv_head, s.rows);
-  const Visible keys = item_keys(item, s.rows, num_rows);
+  const Visible keys = item_keys(a, item, s.rows, num_rows);
   const bool capped = a.soft_cap > 0.f;
   bool regular = !a.alibi_slopes && !a.bias_by_distance && !a.custom_mask;
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     if (i >= num_rows) s.rows[i] = s.rows[num_rows - 1];  // padding does what the last row does, so that it needs no mask
     const Row& row = s.rows[i];
     s.scale[i] = row.scale * kLog2e;
+    if (capped) s.curves[i] = i < a.group ? cap_curve(row.scale, a.soft_cap) : s.curves[i - a.group];
     regular = regular && (capped || row.scale > 0.f);
     RowBlock& b = s.blocks[i / kRowBlock];
     if (i % kRowBlock == 0) b = {row.lo, row.hi, row.lo, row.hi};

@@ -78,9 +78,11 @@ void run_narrow(JobList& list) {
     for (int r = 0; r < num_rows; ++r) {
       float *row_scores = (float*)mine + r * 16, *out = s.out + r * 16;
       if (now->full) {
-        softmax_row<kLogits>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
+        softmax_row<kLogits>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, s.curves + r, out, dim_tiles);
+      } else if (list.regular) {
+        softmax_row<kLogits, true>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, s.curves + r, out, dim_tiles);
       } else {
-        softmax_row<kAny>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, out, dim_tiles);
+        softmax_row<kAny>(a, s.rows[r], *now, row_scores, s.max + r, s.sum + 16 * r, s.scale + r, s.curves + r, out, dim_tiles);
       }
     }
     Job* free = before ? before : jobs + 2;

@@ -165,6 +165,7 @@ void run_jobs(JobList& list) {
     TILE_FENCE();
     float *max = s.max + now->block * kRowBlock, *sum = s.sum + now->block * kRowBlock * 16L, *out = s.out + now->block * out_floats;
     const float* scale = s.scale + now->block * kRowBlock;
+    const CapCurve* curves = s.curves + now->block * kRowBlock;
     const Row* rows = s.rows + now->block * kRowBlock;
     const char* q = more ? s.q + after->block * q_bytes : nullptr;
     char* out_before = before ? (char*)(s.out + before->block * out_floats) : nullptr;
@@ -194,7 +195,7 @@ void run_jobs(JobList& list) {
         IMBREX_UNROLL(32)
         for (int r = 0; r < 32; ++r) {
           softmax_row<kLogits, edges>(
-              a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, out + row_offset(r, 2 * kDims),
+              a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, curves + r, out + row_offset(r, 2 * kDims),
               2 * kDims, [&](int part) __attribute__((always_inline)) {
                 r < 16 ? multiply_values(r * 4 + part) : multiply_keys((r - 16) * 4 + part);
               });
@@ -217,12 +218,14 @@ void run_jobs(JobList& list) {
         }
         float* row_scores = mine + row_offset(r, kGroups);
         if (now->full) {
-          softmax_row<kLogits>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
+          softmax_row<kLogits>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, curves + r, out + row_offset(r, dim_tiles),
+                               dim_tiles);
         } else if (list.regular) {
-          softmax_row<kLogits, true>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles),
-                                     dim_tiles);
+          softmax_row<kLogits, true>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, curves + r,
+                                     out + row_offset(r, dim_tiles), dim_tiles);
         } else {
-          softmax_row<kAny>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, out + row_offset(r, dim_tiles), dim_tiles);
+          softmax_row<kAny>(a, rows[r], *now, row_scores, max + r, sum + 16 * r, scale + r, curves + r, out + row_offset(r, dim_tiles),
+                            dim_tiles);
         }
       }
     }

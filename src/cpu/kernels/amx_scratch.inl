@@ -28,6 +28,12 @@ struct Job {
   const Stage* stage;
 };
 
+// How a soft cap bends the raw scores of a row, in amx_softmax.inl.
+struct CapCurve {
+  float c[4], bound;  // of the raw scores: factor to capped logits in log2 units, and largest x^2
+  float unused[3];
+};
+
 // One worker's memory, cut from `scratch`. A row tile of scores is 8 tiles of 16 x 16 floats, one of outputs dim_tiles of them.
 struct Scratch {
   char* q;        // [row blocks][2][steps] tiles of 16 rows x 32 dims
@@ -36,6 +42,7 @@ struct Scratch {
   float* scores;  // [2][2][8][16][16]: this job's and the other's; probabilities replace them as bf16 in the even tiles
   float *max, *sum, *folded_max, *folded_sum;  // [rows], [rows, 16], [rows], [rows]
   float* scale;                                // [rows]: of the logits, log2(e) included
+  CapCurve* curves;                            // [rows]: of the soft cap
   Row* rows;
   RowBlock* blocks;
   bool* fresh;  // [row blocks]: no job yet
@@ -69,6 +76,7 @@ long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
   s.max = floats(rows);
   s.sum = floats(rows * 16);
   s.scale = floats(rows);
+  s.curves = reinterpret_cast<CapCurve*>(take(rows * long(sizeof(CapCurve))));
   s.rows = reinterpret_cast<Row*>(take(rows * long(sizeof(Row))));
   s.blocks = reinterpret_cast<RowBlock*>(take(n.row_blocks * long(sizeof(RowBlock))));
   s.fresh = reinterpret_cast<bool*>(take(n.row_blocks));

@@ -218,7 +218,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   }
   clear(s, num_rows, v);
   const bool narrow = num_rows <= kPassRows;
-  const Visible keys = item_keys(item, s.rows, num_rows);
+  const Visible keys = item_keys(a, item, s.rows, num_rows);
   find_rows(a, a.k, item.request, kv_head, item.kv_begin, kBlockKeys, keys, s.zero, s.k_rows);
   bool folded = false;
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {

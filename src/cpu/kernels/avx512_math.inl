@@ -55,6 +55,20 @@ IMBREX_INLINE vf soft_cap_bf16(vf x, float twice, float cap) {
   return _mm512_fnmadd_ps(q, _mm512_set1_ps(2 * cap), _mm512_set1_ps(cap));
 }
 
+// To nearest even; a NaN becomes a quiet one.
+IMBREX_INLINE __m256i round_bf16(vf x) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  vi u = _mm512_castps_si512(x);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const vi odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  u = _mm512_mask_mov_epi32(_mm512_srli_epi32(u, 16), nan, _mm512_set1_epi32(0x7fc0));
+  return _mm512_cvtepi32_epi16(u);
+#endif
+}
+
 IMBREX_INLINE __mmask16 first(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1); }
 
 // 16 x 16 transposition of 32-bit elements, in place.

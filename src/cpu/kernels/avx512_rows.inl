@@ -34,14 +34,17 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
   }
 }
 
-// Keys of a block that a row sees, 16 to a mask.
+// Keys of a block that a row sees, 16 to a mask; without its custom mask. Scalar arithmetic: vector operations are what is scarce.
+IMBREX_INLINE void range_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
+  auto below = [](int n) { return n >= 64 ? ~0ul : n <= 0 ? 0ul : (1ul << n) - 1; };
+  const int lo = row.lo - kb, hi = row.hi - kb;
+  const unsigned long front = below(hi) & ~below(lo), back = below(hi - 64) & ~below(lo - 64);
+  for (int t = 0; t < kVecs; ++t) seen[t] = __mmask16((t < 4 ? front : back) >> t % 4 * 16);
+}
 IMBREX_INLINE void row_masks(const Row& row, int kb, __mmask16 seen[kVecs]) {
-  for (int t = 0; t < kVecs; ++t) {
-    const int j = kb + 16 * t;
-    seen[t] = first(row.hi - j) & ~first(row.lo - j);
-    if (row.custom && seen[t]) {
-      seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + j), _mm_set1_epi8(-1));
-    }
+  range_masks(row, kb, seen);
+  for (int t = 0; t < kVecs && row.custom; ++t) {
+    if (seen[t]) seen[t] &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(seen[t], row.custom + kb + 16 * t), _mm_set1_epi8(-1));
   }
 }
 
@@ -78,7 +81,7 @@ __attribute__((noinline)) void write_row(const AttentionParams& a, int token, in
       max = top;
     }
     factor = weight / sum * v_scale;
-    lse = (max + __builtin_log2f(sum)) * kLn2;
+    if (a.lse) lse = (max + __builtin_log2f(sum)) * kLn2;
   } else if (sum != sum) {
     factor = lse = sum;  // NaN among the visible keys
   }
@@ -92,12 +95,7 @@ __attribute__((noinline)) void write_row(const AttentionParams& a, int token, in
     } else if (a.out_type == kF16) {
       _mm256_mask_storeu_epi16(to + 2L * d, m, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
     } else {
-      vi u = _mm512_castps_si512(x);
-      const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-      const vi odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-      u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-      u = _mm512_mask_mov_epi32(_mm512_srli_epi32(u, 16), nan, _mm512_set1_epi32(0x7fc0));
-      _mm256_mask_storeu_epi16(to + 2L * d, m, _mm512_cvtepi32_epi16(u));
+      _mm256_mask_storeu_epi16(to + 2L * d, m, round_bf16(x));
     }
   }
   if (a.lse) a.lse[token * a.lse_token_stride + head * a.lse_head_stride] = lse;

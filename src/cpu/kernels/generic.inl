@@ -215,7 +215,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   Scratch s;
   layout(memory, a, num_rows, &s);
   fill_rows(a, item, kv_head, s.rows);
-  const Visible keys = item_keys(item, s.rows, num_rows);
+  const Visible keys = item_keys(a, item, s.rows, num_rows);
   for (int i = 0; i < rows; ++i) {
     if (i < num_rows) {
       const Row& row = s.rows[i];

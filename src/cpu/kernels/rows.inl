@@ -17,22 +17,30 @@ struct Row {
 
 inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_head, Row* rows) {
   const int r = item.request, q0 = a.query_start[r], q_len = a.query_start[r + 1] - q0, seq_len = a.seq_lens[r];
-  const float k_scale = a.k.scales ? a.k.scales[kv_head * a.k.scale_stride] : 1.f;
+  const int group = a.group, head0 = kv_head * group;
+  for (int g = 0; g < group; ++g) {  // what depends on the head: in the rows of the first token
+    const int head = head0 + g;
+    rows[g].head = head;
+    rows[g].scale = a.scale * (a.k.scales ? a.k.scales[kv_head * a.k.scale_stride] : 1.f) * (a.head_scales ? a.head_scales[head] : 1.f);
+    rows[g].slope = a.alibi_slopes ? a.alibi_slopes[head] : 0.f;
+    rows[g].bias = a.bias_by_distance ? a.bias_by_distance + head * (2L * a.bias_reach + 1) + a.bias_reach : nullptr;
+  }
+  Row* row = rows;
   for (int t = item.q_begin; t < item.q_end; ++t) {
     const int position = seq_len - q_len + (t - q0);
     const Visible visible = visible_keys(a, position, seq_len);
-    for (int g = 0; g < a.group; ++g) {
-      const int head = kv_head * a.group + g;
-      Row& row = *rows++;
-      row.token = t;
-      row.head = head;
-      row.position = position;
-      row.lo = visible.lo;
-      row.hi = visible.hi;
-      row.scale = a.scale * k_scale * (a.head_scales ? a.head_scales[head] : 1.f);
-      row.slope = a.alibi_slopes ? a.alibi_slopes[head] : 0.f;
-      row.bias = a.bias_by_distance ? a.bias_by_distance + head * (2L * a.bias_reach + 1) + a.bias_reach : nullptr;
-      row.custom = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - q0) * seq_len : nullptr;
+    const unsigned char* custom = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - q0) * seq_len : nullptr;
+    for (int g = 0; g < group; ++g, ++row) {
+      const Row& of_head = rows[g];
+      *row = {.token = t,
+              .head = of_head.head,
+              .position = position,
+              .lo = visible.lo,
+              .hi = visible.hi,
+              .scale = of_head.scale,
+              .slope = of_head.slope,
+              .bias = of_head.bias,
+              .custom = custom};
     }
   }
 }
@@ -41,9 +49,9 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
 inline bool plain_logits(const AttentionParams& a) { return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance; }
 
 // Keys that at least one row of the item sees: nothing else of the cache may be read, or multiplied even by zero (it may hold NaN).
-inline Visible item_keys(const WorkItem& item, const Row* rows, int num_rows) {
+inline Visible item_keys(const AttentionParams& a, const WorkItem& item, const Row* rows, int num_rows) {
   Visible keys = {item.kv_end, item.kv_begin};
-  for (int i = 0; i < num_rows; ++i) {
+  for (int i = 0; i < num_rows; i += a.group) {
     if (rows[i].lo >= rows[i].hi) continue;
     keys.lo = rows[i].lo < keys.lo ? rows[i].lo : keys.lo;
     keys.hi = rows[i].hi > keys.hi ? rows[i].hi : keys.hi;

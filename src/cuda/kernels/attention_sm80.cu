@@ -14,10 +14,10 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 constexpr int kWarpRows = kTileRows / kRowWarps, kRowTiles = kWarpRows / 16;  // 16 rows of a product each
 constexpr int kKeyTiles = kTeamKeys / 8;                                      // 8 columns of scores each
 constexpr int kWarpDims = rounded_up(kHeadDimV, 16) / kDimWarps, kDimTiles = kWarpDims / 8;
-constexpr int kSteps = rounded_up(kHeadDimQk, 16) / 16;   // products along the head dimension
-constexpr int kLoadSteps = kBytes ? 2 : 1;                // of them fed by one load of two pieces
-constexpr float kSlack = 8.f;                             // log2 units by which a maximum may outgrow a row's reference
-constexpr bool kRowScales = kHeadScales || kPowerScaled;  // rows do not share one scale
+constexpr int kSteps = rounded_up(kHeadDimQk, 16) / 16;    // products along the head dimension
+constexpr int kLoadSteps = kBytes ? 2 : 1;                 // of them fed by one load of two pieces
+constexpr float kSlack = 8.f;                              // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kOneScale = kPlainLogits && !kPowerScaled;  // of all rows, and nothing else is done to a logit
 static_assert(rounded_up(kHeadDimV, 16) % (16 * kDimWarps) == 0);
 
 // Fragments of queries that stay in registers: as many as leave room for scores and output.
@@ -85,12 +85,15 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 
 class Warp {
  public:
-  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared)
+  // `item` and `scale` are the caller's; what else is in `shared` is there when the queries are.
+  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared, float scale, int warp)
       : p_(p),
-        item_(item),
-        lane_(lane_id()),
-        row_((warp_of_team() % kRowWarps) * kWarpRows),
-        dim_((warp_of_team() / kRowWarps) * kWarpDims) {
+        shared_(shared),
+        item_(shared.item),
+        scale_(scale),
+        lane_(computed_here(lane_id())),
+        row_(warp % kRowWarps * kWarpRows),
+        dim_(warp / kRowWarps % kDimWarps * kWarpDims) {
     const u32 q_lane = (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
     q_ = shared_address(shared.q) + row_ * kQRowBytes + q_lane;
     k_lane_ = (lane_ % 8 + lane_ / 16 * 8) * kKRowBytes + lane_ / 8 % 2 * 16;
@@ -114,13 +117,7 @@ class Warp {
   }
 
   // When the queries have arrived.
-  DEVICE void begin(const SharedStorage& shared) {
-    const float scale = p_.scale * kv_scale(p_.k, item_.kv_head);
-#pragma unroll
-    for (int i = 0; i < (kPlainLogits && !kRowScales ? 1 : 2 * kRowTiles); ++i) {
-      const int row = row_of(i / 2, i % 2);
-      terms_[i] = row_terms(p_, item_.head_of(min(row, item_.num_rows - 1)), kPowerScaled ? scale * shared.q_scale[row] : scale);
-    }
+  DEVICE void begin() {
     if constexpr (kQInRegisters) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) load_q(step, q_kept_[step]);
@@ -129,10 +126,10 @@ class Warp {
 
   // Keys [begin, begin + kTeamKeys) and their values, in shared memory at `stage`.
   DEVICE void step(int begin, u32 stage) {
-    if (begin >= some_.hi || begin + kTeamKeys <= some_.lo) return;
+    if (begin >= some_.hi || (kWindow && begin + kTeamKeys <= some_.lo)) return;
     float s[kRowTiles][kKeyTiles][4];
     scores(stage + k_lane_, s);
-    const bool whole = !kCustomMask && begin >= all_.lo && begin + kTeamKeys <= all_.hi;
+    const bool whole = !kCustomMask && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
     if constexpr (!kPlainLogits) modify(begin, s);
     if (!whole) hide(begin, s);
     weigh(s);
@@ -169,7 +166,12 @@ class Warp {
     }
   }
 
-  DEVICE const RowTerms& terms(int m, int h) const { return terms_[kPlainLogits && !kRowScales ? 0 : 2 * m + h]; }
+  DEVICE RowTerms terms(int row) const {
+    if constexpr (kOneScale) return {scale_, 0.f, nullptr};
+    RowTerms terms = shared_.terms[row];
+    if constexpr (kPowerScaled) terms.scale *= shared_.q_scale[row];
+    return terms;
+  }
 
   DEVICE void scores(u32 k, float (&s)[kRowTiles][kKeyTiles][4]) const {
 #pragma unroll
@@ -180,7 +182,7 @@ class Warp {
         for (float& x : s[m][n]) x = 0.f;
       }
     }
-#pragma unroll
+#pragma unroll(kExact && !kQInRegisters ? 1 : kSteps)
     for (int load = 0; load * kLoadSteps < kSteps; ++load) {
       QFragments a[kLoadSteps];
       if constexpr (!kQInRegisters) {
@@ -227,11 +229,12 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int distance = begin + 2 * (lane_ % 4) - item_.position_of(row_of(m, h));
+        const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - item_.position_of(row);
+        const RowTerms row_terms = terms(row);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, terms(m, h), s[m][n][2 * h + c], distance + 8 * n + c);
+          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, row_terms, s[m][n][2 * h + c], distance + 8 * n + c);
         }
       }
     }
@@ -242,7 +245,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = row_of(m, h), first = begin + 2 * (lane_ % 4);
+        const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
         const KeyRange keys = visible_keys(p_, item_.position_of(row));
         const int lo = max(keys.lo, item_.lo) - first, hi = min(keys.hi, item_.hi) - first;
         const unsigned char* custom = nullptr;
@@ -267,7 +270,7 @@ class Warp {
 
   // Scores become weights relative to each row's reference; where a maximum outgrows it by too much, the row's sums are rescaled.
   DEVICE void weigh(float (&s)[kRowTiles][kKeyTiles][4]) {
-    float factor[kRowTiles][2];
+    float factor[kRowTiles][2], scale[kRowTiles][2];
     bool moved = false;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
@@ -277,7 +280,7 @@ class Warp {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         top = max_over<4>(top);
-        if constexpr (kPlainLogits) top *= terms(m, h).scale;
+        if constexpr (kPlainLogits) top *= scale[m][h] = terms(row_of(m, h)).scale;
         const bool moves = top > reference_[m][h] + kSlack;
         factor[m][h] = moves ? exp2_approx(reference_[m][h] - top) : 1.f;
         if (moves) reference_[m][h] = top;
@@ -302,7 +305,7 @@ class Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s[m][n][i], reference = reference_[m][i / 2];
-          s[m][n][i] = exp2_approx(kPlainLogits ? fmaf(x, terms(m, i / 2).scale, -reference) : x - reference);
+          s[m][n][i] = exp2_approx(kPlainLogits ? fmaf(x, scale[m][i / 2], -reference) : x - reference);
           sum_[m][i / 2] += s[m][n][i];
         }
       }
@@ -342,11 +345,12 @@ class Warp {
   }
 
   const AttentionParams& p_;
+  const SharedStorage& shared_;
   const Item& item_;
   const int lane_, row_, dim_;       // first row of the tile and first dim of the output that are this warp's
   u32 q_, k_lane_, v_lane_;          // where this lane's rows of the fragments begin
   KeyRange some_{0, 0}, all_{0, 0};  // keys that some, and that all of the warp's rows see
-  RowTerms terms_[2 * kRowTiles];
+  float scale_;                      // kOneScale: of all rows
   QFragments q_kept_[kQInRegisters ? kSteps : 1];
   float out_[kRowTiles][kDimTiles][4], reference_[kRowTiles][2], sum_[kRowTiles][2];
 };
@@ -393,14 +397,15 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
 }
 
 // Several teams: their parts meet in shared memory, and are added in the order of the teams.
-DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& warp, SharedStorage& shared) {
-  team_sync();  // nobody reads the team's values any more
-  float* const part = reinterpret_cast<float*>(shared.team[team_id()]);
+DEVICE void join_teams(const AttentionParams& p, const Warp& warp, int team, SharedStorage& shared) {
+  const Item& item = shared.item;
+  team_sync(team);  // nobody reads the team's values any more
+  float* const part = reinterpret_cast<float*>(shared.team[team]);
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
     const int m = i / 2, h = i % 2, row = warp.row_of(m, h);
     const float sum = warp.total(m, h);
-    if (warp.has_first_dims() && lane_id() % 4 == 0) shared.state[team_id()][row] = {warp.reference(m, h), sum};
+    if (warp.has_first_dims() && lane_id() % 4 == 0) shared.state[team][row] = {warp.reference(m, h), sum};
 #pragma unroll
     for (int pair = 0; pair < kDimTiles; ++pair)
       *reinterpret_cast<float2*>(part + row * kPartRow + warp.dim_of(pair)) = warp.pair_of(m, h, pair);
@@ -409,16 +414,16 @@ DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& w
   constexpr int kEights = kHeadDimV / 8;
   const bool wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
-  for (int i = int(threadIdx.x); i < item.num_rows * kEights; i += kThreads) {
+  for (int i = computed_here(int(threadIdx.x)); i < item.num_rows * kEights; i += kThreads) {
     const int row = i / kEights, d = i % kEights * 8;
     float reference = kEmptyReference, sum = 0.f, x[8] = {};
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) reference = fmaxf(reference, shared.state[team][row].x);
+    for (int t = 0; t < kTeams; ++t) reference = fmaxf(reference, shared.state[t][row].x);
 #pragma unroll
-    for (int team = 0; team < kTeams; ++team) {
-      const float2 state = shared.state[team][row];
+    for (int t = 0; t < kTeams; ++t) {
+      const float2 state = shared.state[t][row];
       const float weight = exp2_approx(state.x - reference);
-      const float4* const from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(shared.team[team]) + row * kPartRow + d);
+      const float4* const from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(shared.team[t]) + row * kPartRow + d);
       const float4 low = from[0], high = from[1];
       const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
       sum += state.y * weight;
@@ -443,53 +448,59 @@ DEVICE void join_teams(const AttentionParams& p, const Item& item, const Warp& w
 
 // --- an item, and all of them
 
-DEVICE void run_item(const AttentionParams& p, const Item& item, bool wide, SharedStorage& shared) {
-  const int team = team_id();
+DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
+  const int team = warp / kTeamWarps;
+  const float scale = p.scale * kv_scale(p.k, item.kv_head);
+  if (threadIdx.x == 0) shared.item = item;
+  if constexpr (!kOneScale) {
+    for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)
+      shared.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
+  }
   const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
   const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
   const u32 ring = shared_address(shared.team[team]);
-  KvLoader loader(p, item, wide);
-  if (first < end) loader.look_up(begin_of(first));
+  KvLoader loader(p, wide);
+  if (first < end) loader.look_up(item, begin_of(first));
   QLoader::load(p, item, shared_address(shared.q), shared.q_scale);
   copy_async_commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (first + i < end) {
-      loader.load(begin_of(first + i), ring + i * kStageBytes);
-      loader.look_up(begin_of(first + i + 1));
+      loader.load(item, begin_of(first + i), ring + i * kStageBytes);
+      loader.look_up(item, begin_of(first + i + 1));
     }
     copy_async_commit();
   }
   copy_async_wait<kStages - 1>();
   __syncthreads();
-  Warp warp(p, item, shared);
-  warp.begin(shared);
+  Warp rows(p, item, shared, scale * kLog2e, warp);
+  rows.begin();
 
   int stage = 0, free_stage = kStages - 1;
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
     if constexpr (kStages > 1) {
       copy_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
-      team_sync();  // the tile is there for all of the team, and all are done with the one before
+      team_sync(team);  // the tile is there for all of the team, and all are done with the one before
     }
     if (tile + kStages - 1 < end) {
-      loader.load(begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
-      loader.look_up(begin_of(tile + kStages));
+      loader.load(shared.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
+      loader.look_up(shared.item, begin_of(tile + kStages));
     }
     copy_async_commit();
     if constexpr (kStages == 1) {
       copy_async_wait<0>();
-      team_sync();
+      team_sync(team);
     }
-    warp.step(begin_of(tile), ring + stage * kStageBytes);
-    if constexpr (kStages == 1) team_sync();
+    rows.step(begin_of(tile), ring + stage * kStageBytes);
+    if constexpr (kStages == 1) team_sync(team);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
   }
   if constexpr (kTeams == 1) {
-    store_rows(p, item, warp);
+    store_rows(p, shared.item, rows);
   } else {
-    join_teams(p, item, warp, shared);
+    join_teams(p, rows, team, shared);
   }
 }
 
@@ -497,14 +508,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
   extern __shared__ char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
-  const int tasks = num_tasks(p);
+  const int tasks = num_tasks(p), warp = warp_id();
   const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
   // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
   // there, so the last to ask is known by its number, and sets the counter back.
   const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   for (int task = int(blockIdx.x);;) {
     const int fetched = threadIdx.x == 0 ? atomicAdd(p.next_task, 1) : 0;
-    if (task < tasks) run_item(p, item_of(p, task), wide, shared);
+    if (task < tasks) run_item(p, item_of(p, task), warp, wide, shared);
     if (threadIdx.x == 0) {
       if (fetched == last) *p.next_task = 0;
       shared.next_task = blocks + fetched;

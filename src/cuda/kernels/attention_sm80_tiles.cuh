@@ -44,21 +44,20 @@ struct alignas(16) SharedStorage {
   char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
   float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
   float q_scale[kTileRows];         // what a row of queries was divided by
+  RowTerms terms[kTileRows];        // where rows differ in them
+  Item item;                        // for what needs it seldom: registers are short
   int next_task;
 };
 
 static_assert(kHeadDimQk % 8 == 0 && kHeadDimV % 8 == 0 && kTeamKeys % 16 == 0 && kTileRows % (16 * kRowWarps) == 0);
 
-DEVICE int warp_of_team() { return warp_id() % kTeamWarps; }
-DEVICE int team_id() { return warp_id() / kTeamWarps; }
-
-DEVICE void team_sync() {
+DEVICE void team_sync(int team) {
   if constexpr (kTeamWarps == 1) {
     __syncwarp();
   } else if constexpr (kTeams == 1) {
     __syncthreads();
   } else {
-    named_barrier_sync(1 + team_id(), 32 * kTeamWarps);
+    named_barrier_sync(1 + team, 32 * kTeamWarps);
   }
 }
 
@@ -112,99 +111,110 @@ constexpr bool kOneBlock = kBlockSize > 0 && kBlockSize % kTeamKeys == 0;  // al
 // A team's copies of its keys and values of an item, tile after tile. The block of each row is looked up one tile ahead.
 class KvLoader {
  public:
-  DEVICE KvLoader(const AttentionParams& p, const Item& item, bool wide) : p_(p), wide_(wide) {
-    lo_ = item.lo, hi_ = item.hi;
-    first_block_ = item.first_block;
-    const int thread = int(threadIdx.x) % (32 * kTeamWarps);
-    row_ = thread / kRowLanes, piece_ = thread % kRowLanes;
-    k_ = p.k.data + item.kv_head * p.k.head_stride;
-    v_ = p.v.data + item.kv_head * p.v.head_stride;
-  }
+  DEVICE KvLoader(const AttentionParams& p, bool wide) : p_(p), wide_(wide) {}
 
   // Before the load of the tile whose keys of this team begin at `begin`, and early: nothing waits for the table then.
-  DEVICE void look_up(int begin) {
+  DEVICE void look_up(const Item& item, int begin) {
     if constexpr (kBlockSize > 0) {
-      const int lane = lane_id();
-      const int row = kOneBlock ? 0 : lane / kPassRowsOfWarp * kPassRows + warp_of_team() * kPassRowsOfWarp + lane % kPassRowsOfWarp;
-      block_ = __ldg(p_.block_ids + first_block_ + u32(within(begin + row)) / u32(kPage));
+      const int thread = thread_of_team(), lane = thread % 32, warp = thread / 32;
+      const int row = kOneBlock ? 0 : lane / kPassRowsOfWarp * kPassRows + warp * kPassRowsOfWarp + lane % kPassRowsOfWarp;
+      block_ = __ldg(p_.block_ids + item.first_block + u32(within(item, begin + row)) / u32(kPage));
     }
   }
 
   // Rows that no row of queries sees become zero, their memory is not touched.
-  DEVICE void load(int begin, u32 stage) const {
+  DEVICE void load(const Item& item, int begin, u32 stage) const {
     if (kDirect && wide_) {
-#pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const Place place = place_of(begin, pass);
-        if (place.row >= kTeamKeys) continue;
-        copy_row<kHeadDimQk>(k_ + place.offset(p_.k), stage + place.row * kKRowBytes, place.valid);
-        copy_row<kHeadDimV>(v_ + place.offset(p_.v), stage + kKPlaneBytes * kKvPlanes + place.row * kVRowBytes, place.valid);
-      }
+      copy(item, begin, stage);
     } else {
-#pragma unroll 1
-      for (int pass = 0; pass < kPasses; ++pass) {
-        const Place place = place_of(begin, pass);
-        if (place.row >= kTeamKeys) continue;
-        convert_row<kHeadDimQk>(k_ + place.offset(p_.k), p_.k.dim_stride, stage + place.row * kKRowBytes, kKPlaneBytes, place.valid);
-        convert_row<kHeadDimV>(v_ + place.offset(p_.v), p_.v.dim_stride, stage + kKPlaneBytes * kKvPlanes + place.row * kVRowBytes,
-                               kVPlaneBytes, place.valid);
-      }
+      convert(item, begin, stage);
     }
   }
 
  private:
-  struct Place {
-    int row;  // of the team's keys of the tile
-    bool valid;
-    int block, slot;
-    long ragged_row;
-    DEVICE long offset(const KvSide& side) const {
-      if constexpr (kBlockSize == 0) return ragged_row * side.token_stride;
-      return block * side.block_stride + slot * side.token_stride;
-    }
-  };
+  DEVICE static int thread_of_team() { return computed_here(int(threadIdx.x)) % (32 * kTeamWarps); }
+  DEVICE static int within(const Item& item, int key) { return max(item.lo, min(key, item.hi - 1)); }
+  DEVICE static bool is_valid(const Item& item, int key) { return u32(key - item.lo) < u32(item.hi - item.lo); }
 
-  DEVICE int within(int key) const { return max(lo_, min(key, hi_ - 1)); }
-
-  DEVICE Place place_of(int begin, int pass) const {
-    Place place;
-    place.row = pass * kPassRows + row_;
-    place.valid = u32(begin + place.row - lo_) < u32(hi_ - lo_);
-    if constexpr (kBlockSize == 0) {
-      place.ragged_row = first_block_ + within(begin + place.row);
-    } else if constexpr (kOneBlock) {  // tiles begin at multiples of their size
-      place.block = block_;
-      place.slot = int(u32(begin) % u32(kPage)) + place.row;
+  // Where row `pass * kPassRows + first_row` of the team's keys lies in its side.
+  DEVICE const char* place(const Item& item, const KvSide& side, const char* head, int begin, int pass, int first_row, int block) const {
+    const int key = begin + pass * kPassRows + first_row;
+    if constexpr (kBlockSize == 0) return head + (item.first_block + within(item, key)) * side.token_stride;
+    u32 slot;  // in the block; tiles begin at multiples of their size
+    if constexpr (kOneBlock) {
+      slot = u32(begin) % u32(kPage) + u32(pass * kPassRows + first_row);
+    } else if constexpr (kTeamKeys % kPage == 0 && kPage % kPassRows == 0) {
+      slot = u32(pass * kPassRows % kPage + first_row);
+    } else if constexpr (kTeamKeys % kPage == 0 && kPassRows % kPage == 0) {
+      slot = u32(first_row % kPage);
     } else {
-      place.block = shuffle(block_, pass * kPassRowsOfWarp + lane_id() / kRowLanes);
-      place.slot = kTeamKeys % kPage == 0 ? place.row % kPage : int(u32(begin + place.row) % u32(kPage));
+      slot = u32(key) % u32(kPage);
     }
-    return place;
+    return head + u64(u32(block)) * u64(side.block_stride) + u64(slot) * u64(side.token_stride);
+  }
+
+  DEVICE int block_of(int pass) const {
+    return kBlockSize == 0 || kOneBlock ? block_ : shuffle(block_, pass * kPassRowsOfWarp + lane_id() / kRowLanes);
+  }
+
+  DEVICE void copy(const Item& item, int begin, u32 stage) const {
+    const int thread = thread_of_team(), first_row = thread / kRowLanes, piece = thread % kRowLanes;
+    const char *k = p_.k.data + item.kv_head * p_.k.head_stride + piece * 16, *v = p_.v.data + item.kv_head * p_.v.head_stride + piece * 16;
+    const char *k_row = place(item, p_.k, k, begin, 0, first_row, block_), *v_row = place(item, p_.v, v, begin, 0, first_row, block_);
+    const u32 k_to = stage + first_row * kKRowBytes + piece * 16;
+    const u32 v_to = stage + kKPlaneBytes * kKvPlanes + first_row * kVRowBytes + piece * 16;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      if constexpr (!kOneBlock) {
+        const int block = block_of(pass);
+        k_row = place(item, p_.k, k, begin, pass, first_row, block), v_row = place(item, p_.v, v, begin, pass, first_row, block);
+      }
+      const int row = pass * kPassRows + first_row;
+      if (kPasses * kPassRows == kTeamKeys || row < kTeamKeys) {
+        copy_row<kHeadDimQk>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, is_valid(item, begin + row));
+        copy_row<kHeadDimV>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
+      }
+      if constexpr (kOneBlock) k_row += kPassRows * p_.k.token_stride, v_row += kPassRows * p_.v.token_stride;
+    }
   }
 
   template <int dim>
-  DEVICE void copy_row(const char* from, u32 to, bool valid) const {
+  DEVICE void copy_row(const char* from, int piece, u32 to, bool valid) const {
     constexpr int pieces = pieces_of(dim);
 #pragma unroll
     for (int i = 0; i < pieces; i += kRowLanes) {
-      const int piece = i + piece_;
-      const bool inside = dim % 16 == 0 || piece * kPieceDims < dim;  // the last piece may be there only to fill 16 dims
-      if (pieces % kRowLanes == 0 || piece < pieces) copy_async<16>(to + piece * 16, inside ? from + piece * 16 : from, valid && inside);
+      // The last piece may be there only to fill 16 dims.
+      const bool inside = dim % 16 == 0 || (i + piece) * kPieceDims < dim;
+      if (pieces % kRowLanes == 0 || i + piece < pieces) copy_async<16>(to + i * 16, inside ? from + i * 16 : from, valid && inside);
+    }
+  }
+
+  DEVICE void convert(const Item& item, int begin, u32 stage) const {
+    const int thread = thread_of_team(), first_row = thread / kRowLanes;
+    const char *k = p_.k.data + item.kv_head * p_.k.head_stride, *v = p_.v.data + item.kv_head * p_.v.head_stride;
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * kPassRows + first_row, block = block_of(pass);
+      if (row >= kTeamKeys) continue;
+      convert_row<kHeadDimQk>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes, stage + row * kKRowBytes,
+                              kKPlaneBytes, is_valid(item, begin + row));
+      convert_row<kHeadDimV>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
+                             stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
     }
   }
 
   template <int dim>
-  DEVICE void convert_row(const char* from, long dim_stride, u32 to, int plane_bytes, bool valid) const {
+  DEVICE void convert_row(const KvSide& side, const char* from, int first_piece, u32 to, int plane_bytes, bool valid) const {
     constexpr int pieces = pieces_of(dim);
 #pragma unroll 1
-    for (int piece = piece_; piece < pieces; piece += kRowLanes) {
+    for (int piece = first_piece; piece < pieces; piece += kRowLanes) {
       Eight<kKvType> e[kPieceDims / 8];
 #pragma unroll
       for (int i = 0; i < kPieceDims / 8; ++i) {
         const int d = piece * kPieceDims + 8 * i;
         if (valid && d < dim) {
-          e[i] = wide_ ? load_eight<kKvType, true>(from + d * element_bytes(kKvType), dim_stride)
-                       : load_eight<kKvType, false>(from + d * dim_stride, dim_stride);
+          e[i] = wide_ ? load_eight<kKvType, true>(from + d * element_bytes(kKvType), side.dim_stride)
+                       : load_eight<kKvType, false>(from + d * side.dim_stride, side.dim_stride);
         } else {
 #pragma unroll
           for (u32& word : e[i].words) word = 0;
@@ -220,9 +230,7 @@ class KvLoader {
 
   const AttentionParams& p_;
   const bool wide_;
-  int lo_, hi_, row_, piece_, block_ = 0;
-  long first_block_;
-  const char *k_, *v_;
+  int block_ = 0;
 };
 
 // --- queries
@@ -232,17 +240,18 @@ class QLoader {
  public:
   DEVICE static void load(const AttentionParams& p, const Item& item, u32 to, float* q_scale) {
     const bool wide = ((reinterpret_cast<u64>(p.q) | u64(p.q_token_stride) | u64(p.q_head_stride)) & 15) == 0;
+    const int thread = computed_here(int(threadIdx.x));
     if (!kExact && !kBytes && kQType == kProductType && wide) {
 #pragma unroll 4
-      for (int i = int(threadIdx.x); i < kTileRows * kPieces; i += kThreads) {
+      for (int i = thread; i < kTileRows * kPieces; i += kThreads) {
         const int row = i / kPieces, piece = i % kPieces;
         const bool valid = row < item.num_rows && piece * 8 < kHeadDimQk;
         copy_async<16>(to + row * kQRowBytes + piece * 16, valid ? row_of(p, item, row) + piece * 16 : p.q, valid);
       }
     } else if (wide) {
-      convert<true>(p, item, to, q_scale);
+      convert<true>(p, item, thread, to, q_scale);
     } else {
-      convert<false>(p, item, to, q_scale);
+      convert<false>(p, item, thread, to, q_scale);
     }
   }
 
@@ -255,11 +264,11 @@ class QLoader {
   }
 
   template <bool wide>
-  DEVICE static void convert(const AttentionParams& p, const Item& item, u32 to, float* q_scale) {
+  DEVICE static void convert(const AttentionParams& p, const Item& item, int thread, u32 to, float* q_scale) {
     constexpr int size = element_bytes(kQType);
-    const int lane = int(threadIdx.x) % kLanes;
+    const int lane = thread % kLanes;
 #pragma unroll 2
-    for (int row = int(threadIdx.x) / kLanes; row < kTileRows; row += kThreads / kLanes) {
+    for (int row = thread / kLanes; row < kTileRows; row += kThreads / kLanes) {
       Eight<kQType> e[kLanePieces];
       float top = 0;
 #pragma unroll

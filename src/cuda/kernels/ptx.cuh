@@ -50,6 +50,12 @@ DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// x, of which the compiler knows nothing: what follows from it is computed here, and not kept in registers from before a loop.
+DEVICE int computed_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- bits and approximations
 
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }

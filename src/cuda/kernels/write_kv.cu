@@ -66,7 +66,8 @@ DEVICE void write_token(const WriteKvParams& p, int token) {
 template <int from, bool vector>
 DEVICE void write_tokens(const WriteKvParams& p) {
   griddep_wait();
-  for (int token = int(blockIdx.x); token < p.num_tokens; token += int(gridDim.x)) write_token<from, vector>(p, token);
+  const int tokens = p.num_tokens_now != nullptr ? *p.num_tokens_now : p.num_tokens;
+  for (int token = int(blockIdx.x); token < tokens; token += int(gridDim.x)) write_token<from, vector>(p, token);
   griddep_launch();
 }
 

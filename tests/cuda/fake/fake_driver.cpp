@@ -14,16 +14,23 @@ struct CUctx_st {
 };
 struct CUstream_st {
   CUcontext context;
+  CUgraph captured = nullptr;  // what the stream's calls are added to
+};
+struct CUgraph_st {
+  std::vector<fake::Launch> launches;
+};
+struct CUgraphExec_st {
+  std::vector<fake::Launch> launches;
 };
 struct CUevent_st {
   CUstream recorded;
 };
 struct CUlib_st {
-  const void* code;
+  std::string code;
   std::vector<std::unique_ptr<struct CUkern_st>> kernels;
 };
 struct CUkern_st {
-  std::string name;
+  std::string name, module;
 };
 
 namespace {
@@ -50,6 +57,7 @@ CUresult begin() {
 CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
   if (const CUresult result = begin(); result != 0) return result;
   fake::Launch launch{.entry = reinterpret_cast<CUkernel>(function)->name,
+                      .module = reinterpret_cast<CUkernel>(function)->module,
                       .grid_x = c.grid_x,
                       .grid_y = c.grid_y,
                       .grid_z = c.grid_z,
@@ -59,14 +67,27 @@ CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
                       .programmatic = false,
                       .stream = c.stream,
                       .context = current(),
-                      .params = {}};
+                      .params = {},
+                      .all_params = {}};
   for (unsigned i = 0; i < c.num_attributes; ++i) {
     const CUlaunchAttribute& a = c.attributes[i];
     if (a.id == kLaunchCluster) launch.cluster = a.value.cluster.x;
     if (a.id == kLaunchProgrammaticSerialization) launch.programmatic = a.value.programmatic_serialization != 0;
   }
-  const auto* bytes = static_cast<const unsigned char*>(params[0]);
-  launch.params.assign(bytes, bytes + the_state.params_bytes);
+  const auto bytes_of = [&](size_t i, size_t size) {
+    const auto* bytes = static_cast<const unsigned char*>(params[i]);
+    return std::vector<unsigned char>(bytes, bytes + size);
+  };
+  if (const auto sizes = the_state.param_sizes.find(launch.entry); sizes != the_state.param_sizes.end()) {
+    for (size_t i = 0; i < sizes->second.size(); ++i) launch.all_params.push_back(bytes_of(i, sizes->second[i]));
+  } else {
+    launch.params = bytes_of(0, the_state.params_bytes);
+  }
+  if (c.stream != nullptr && c.stream->captured != nullptr) {
+    c.stream->captured->launches.push_back(std::move(launch));
+    return kCudaSuccess;
+  }
+  if (the_state.on_launch) the_state.on_launch(launch);
   the_state.launches.push_back(std::move(launch));
   return kCudaSuccess;
 }
@@ -149,7 +170,7 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.streams;
-  return *stream = new CUstream_st{current()}, kCudaSuccess;
+  return *stream = new CUstream_st{current(), nullptr}, kCudaSuccess;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
   const std::lock_guard lock(mutex);
@@ -157,6 +178,22 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
   return delete stream, kCudaSuccess;
 }
 CUresult cuStreamSynchronize(CUstream) { return kCudaSuccess; }
+
+CUresult cuStreamIsCapturing(CUstream stream, int* status) {
+  return *status = stream != nullptr && stream->captured != nullptr ? 1 : kCaptureStatusNone, kCudaSuccess;
+}
+CUresult cuStreamBeginCapture_v2(CUstream stream, int) { return stream->captured = new CUgraph_st, kCudaSuccess; }
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) { return *graph = std::exchange(stream->captured, nullptr), kCudaSuccess; }
+CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
+  return *exec = new CUgraphExec_st{graph->launches}, kCudaSuccess;
+}
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream) {
+  for (const fake::Launch& launch : exec->launches)
+    if (the_state.on_launch) the_state.on_launch(launch);
+  return kCudaSuccess;
+}
+CUresult cuGraphDestroy(CUgraph graph) { return delete graph, kCudaSuccess; }
+CUresult cuGraphExecDestroy(CUgraphExec exec) { return delete exec, kCudaSuccess; }
 
 CUresult cuEventCreate(CUevent* event, unsigned) {
   const std::lock_guard lock(mutex);
@@ -214,7 +251,7 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, int*, void**, u
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.libraries, ++the_state.library_loads;
-  return *library = new CUlib_st{code, {}}, kCudaSuccess;
+  return *library = new CUlib_st{static_cast<const char*>(code), {}}, kCudaSuccess;
 }
 CUresult cuLibraryUnload(CUlibrary library) {
   const std::lock_guard lock(mutex);
@@ -224,7 +261,7 @@ CUresult cuLibraryUnload(CUlibrary library) {
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* name) {
   const std::lock_guard lock(mutex);
   if (std::strcmp(name, "absent") == 0) return kCudaNotFound;
-  library->kernels.push_back(std::make_unique<CUkern_st>(CUkern_st{name}));
+  library->kernels.push_back(std::make_unique<CUkern_st>(CUkern_st{name, library->code}));
   return *kernel = library->kernels.back().get(), kCudaSuccess;
 }
 CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {

@@ -2,6 +2,7 @@
 // A CUDA driver for machines without a GPU: memory is the host's, kernels do not run, and everything that is made is counted.
 // Tests load it in place of libcuda and look at its state.
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -12,12 +13,13 @@
 namespace imbrex::cuda::fake {
 
 struct Launch {
-  std::string entry;
+  std::string entry, module;  // module: the cubin, as far as it is text
   unsigned grid_x, grid_y, grid_z, threads, smem_bytes, cluster;
   bool programmatic;
   CUstream stream;
-  CUcontext context;                  // current at the launch
-  std::vector<unsigned char> params;  // of the first parameter, as many bytes as `params_bytes` says
+  CUcontext context;                                   // current at the launch
+  std::vector<unsigned char> params;                   // of the first parameter, as many bytes as `params_bytes` says
+  std::vector<std::vector<unsigned char>> all_params;  // where `param_sizes` knows the entry
 };
 
 struct State {
@@ -26,7 +28,9 @@ struct State {
   int buffers = 0, pinned = 0, streams = 0, events = 0, libraries = 0, contexts = 0;  // alive; contexts: references to primary ones
   int library_loads = 0, context_pushes = 0;                                          // ever
   size_t params_bytes = 0;
-  std::map<std::string, int> max_dynamic_smem;  // by entry
+  std::map<std::string, std::vector<size_t>> param_sizes;  // of the parameters of an entry
+  std::function<void(const Launch&)> on_launch;            // what runs in the kernel's place, also when a graph is replayed
+  std::map<std::string, int> max_dynamic_smem;             // by entry
   std::vector<Launch> launches;
 };
 

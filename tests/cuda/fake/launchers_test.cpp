@@ -53,10 +53,10 @@ class WriteKvLaunch : public testing::Test {
     state().params_bytes = sizeof(WriteKvParams);
   }
   std::string code(int tokens = 5) {
-    return error_code([&] { writer->run(p.cache, p.k, p.v, p.slots, tokens, nullptr); });
+    return error_code([&] { writer->run(p.cache, p.k, p.v, {.slots = p.slots, .num_tokens = tokens, .reach = {}}, nullptr); });
   }
   fake::Launch launch(int tokens = 5) {
-    writer->run(p.cache, p.k, p.v, p.slots, tokens, nullptr);
+    writer->run(p.cache, p.k, p.v, {.slots = p.slots, .num_tokens = tokens, .reach = {}}, nullptr);
     return state().launches.back();
   }
   Problem p;

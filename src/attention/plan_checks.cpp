@@ -1,0 +1,95 @@
+// See plan_checks.h. All of it runs once a layer, so nothing is formatted unless it fails.
+#include "attention/plan_checks.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+
+namespace imbrex {
+namespace {
+
+void check_rows(const TensorView& t, const char* name, std::string_view code, DType dtype, int64_t tokens, int64_t heads, int64_t dim,
+                Device device) {
+  check(t.rank == 3 && t.dtype == dtype && t.device == device && t.size(0) >= tokens && t.size(1) == heads && t.size(2) == dim &&
+            (t.data != nullptr || tokens == 0),
+        code, "{}: expected {}[>= {}, {}, {}] on {}, got {}", name, to_string(dtype), tokens, heads, dim, device, t);
+}
+
+void check_heads(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads, Device device) {
+  check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
+  check(!wanted || (t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1 && t.device == device), code,
+        "{}: expected contiguous f32[{}] on {}, got {}", name, num_heads, device, t);
+}
+
+void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_view code, Device device) {
+  cache.validate(spec);
+  check_memory(cache.k, "k", code, device);
+  check_memory(cache.v, "v", code, device);
+  if (device.type != DeviceType::cpu) return;  // elsewhere a scale may be on the host too, see KvCache
+  check_memory(cache.k_scale, "k_scale", code, device);
+  check_memory(cache.v_scale, "v_scale", code, device);
+}
+
+}  // namespace
+
+void check_memory(const TensorView& t, const char* name, std::string_view code, Device device) {
+  check(t.empty() || t.device == device, code, "{}: expected memory of {}, got {}", name, device, t);
+}
+
+BatchReach reach_of(const Batch& batch, const AttentionSpec& spec) {
+  const auto on_host = [](const TensorView& t) { return !t.empty() && t.device.type == DeviceType::cpu; };
+  const bool dense = on_host(batch.block_table), csr = on_host(batch.kv_indptr) && on_host(batch.kv_indices);
+  BatchReach reach;
+  for (int r = 0; (dense || csr) && r < batch.num_reqs(); ++r) {
+    const int* ids = dense ? batch.block_table.as<const int>() + r * batch.block_table.stride(0)
+                           : batch.kv_indices.as<const int>() + batch.kv_indptr.as<const int>()[r];
+    const int count = int((int64_t(batch.seq_lens[r]) + spec.block_size - 1) / spec.block_size);
+    for (int b = 0; b < count; ++b) reach.block = std::max(reach.block, ids[b]);
+  }
+  const TensorView& slots = batch.slot_mapping;
+  for (int64_t t = 0; on_host(slots) && t < batch.num_tokens(); ++t)
+    reach.slot = std::max(reach.slot, slots.as<const int64_t>()[t * slots.stride(0)]);
+  return reach;
+}
+
+DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, const Outputs& out, int num_tokens, const BatchReach& reach) {
+  const int heads = spec.num_q_heads;
+  check_rows(in.q, "q", "run.q", spec.q_dtype, num_tokens, heads, spec.head_dim_qk, device);
+  const DType out_dtype = out.out.dtype == DType::f32 ? DType::f32 : spec.q_dtype;
+  check_rows(out.out, "out", "run.out", out_dtype, num_tokens, heads, spec.head_dim_v, device);
+  check(num_tokens == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
+        "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
+  const TensorView& lse = out.lse;
+  check(lse.empty() ||
+            (lse.rank == 2 && lse.dtype == DType::f32 && lse.device == device && lse.size(0) >= num_tokens && lse.size(1) == heads),
+        "run.lse", "lse: expected f32[>= {}, {}] on {}, got {}", num_tokens, heads, device, lse);
+  check_cache(spec, in.kv, "run.device", device);
+  check(spec.block_size == 0 || reach.block < in.kv.num_blocks(spec), "run.block_id", "block ids must be below {}, the batch has {}",
+        in.kv.num_blocks(spec), reach.block);
+  check_heads(spec.score.head_scales, in.head_scales, "head_scales", "run.head_scales", heads, device);
+  check_heads(spec.score.alibi, in.alibi_slopes, "alibi_slopes", "run.alibi_slopes", heads, device);
+  check_heads(spec.score.sinks, in.sinks, "sinks", "run.sinks", heads, device);
+  const TensorView& bias = in.relative_bias;
+  const int buckets = spec.score.relative_buckets;
+  check(buckets > 0 || bias.empty(), "run.relative_bias", "relative_bias is given, but the spec has no relative_buckets");
+  check(buckets == 0 || (!bias.empty() && bias.rank == 2 && bias.dtype == DType::f32 && bias.device == device && bias.size(0) == buckets &&
+                         bias.size(1) == heads),
+        "run.relative_bias", "relative_bias: expected f32[{}, {}] on {}, got {}", buckets, heads, device, bias);
+  return out_dtype;
+}
+
+DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache, const TensorView& k, const TensorView& v,
+                  const TensorView& slot_mapping, int num_tokens, const BatchReach& reach) {
+  check_cache(spec, cache, "write_kv.device", device);
+  const DType dtype = k.dtype == spec.kv_dtype ? spec.kv_dtype : spec.q_dtype;
+  check_rows(k, "k", "write_kv.k", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_qk, device);
+  check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
+  check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
+  check(num_tokens == 0 || !slot_mapping.empty(), "write_kv.slot_mapping", "write_kv needs Batch::slot_mapping, none was given to update");
+  const int64_t num_slots = cache.num_blocks(spec) * spec.block_size;
+  check(reach.slot < num_slots, "write_kv.slot", "slots must be below {}, the batch has {}", num_slots, reach.slot);
+  return dtype;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,52 @@
+// See cut.h.
+#include "cuda/cut.h"
+
+#include <algorithm>
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kPartialPercent = 3;          // traffic of partial results, of that of keys and values
+constexpr int64_t kPieceBytes = 384 << 10;  // keys and values of a task: 8 us at the 50 GB/s that one multiprocessor gets
+constexpr int kLongestPiece = 4096;         // keys; what a request of many query tokens is cut into
+constexpr int kTasksEach = 2;               // of a multiprocessor, when the load is balanced: two thread blocks share one
+
+int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
+
+// Keys of a piece for one query token.
+int piece_keys(const AttentionSpec& spec, int tile_keys) {
+  const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
+  const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
+  const int64_t keys = std::min(partial_bytes * 100 / (kPartialPercent * key_bytes) + 1, kPieceBytes / key_bytes);
+  return round_up(std::max<int64_t>(keys, 1), tile_keys);
+}
+
+}  // namespace
+
+CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumShapes>& tiles, bool balanced) {
+  const int group = spec.group_size();
+  const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
+  const int workers = std::max(device.num_workers, 1);
+  const int row_blocks = (group + tiles[kDecode].rows - 1) / tiles[kDecode].rows;
+  const int most = (workers + spec.num_kv_heads * row_blocks - 1) / (spec.num_kv_heads * row_blocks);
+  CutPolicy policies;
+  for (const Shape shape : kShapes) {
+    SchedulePolicy& p = policies[shape];
+    p.tile_q = std::max(1, tiles[shape].rows / group);
+    p.tile_kv = tiles[shape].keys;
+    p.split_kv = piece_keys(spec, p.tile_kv);
+    p.growth = std::max(1, kLongestPiece / p.split_kv);
+    p.max_splits = most;
+    p.max_split_rows = most * decode_q;
+    p.split_max_q = std::max(1, p.max_split_rows / 2);
+    p.balanced = balanced;
+    p.num_workers = (kTasksEach * workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
+  }
+  policies[kDecode].max_q = decode_q;
+  policies[kVerify].min_q = decode_q + 1;
+  policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q);
+  policies[kPrefill].min_q = policies[kVerify].max_q + 1;
+  return policies;
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,31 @@
+#pragma once
+// How a CUDA plan cuts its batches: which requests go to which shape of the attention kernel, and into how many pieces. Pure arithmetic
+// on the spec, the device and the tiles, never on the batch.
+#include <array>
+
+#include "imbrex/device.h"
+#include "imbrex/schedule.h"
+
+namespace imbrex::cuda {
+
+// What a shape of the kernel does at a time.
+struct Tile {
+  int rows = 0;  // (query token, q head of a kv head's group)
+  int keys = 0;
+};
+
+// A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.
+enum Shape : int { kDecode, kVerify, kPrefill, kNumShapes };
+constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
+
+// A policy for each shape: together they cut every request, each once. A shape may have no requests at all: a group of many q heads has
+// no use for a second size of tile. The lists of a step share the partial rows: SchedulePolicy::first_partial is the caller's to set.
+//
+// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece is so long that this
+// traffic stays below 3 % of that of its keys and values (q heads of a group share the keys but not the partial results), but no longer
+// than a multiprocessor streams in some 8 us. There are at most as many pieces as give a lone request a task on every multiprocessor; a
+// request of more query tokens gets fewer and longer ones, since its partial results grow with them.
+using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
+CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,381 @@
+// See plan.h. Everything that depends on the batch happens in update(); run() checks shapes, fills one POD and launches.
+#include "cuda/plan.h"
+
+#include <algorithm>
+#include <cstring>
+#include <future>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "cuda/kv_side.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
+constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
+
+bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
+
+// A step's arrays lie all on the host or all on the device: validate() sees to it.
+void check_batch_memory(const Batch& batch, Device device) {
+  constexpr std::string_view code = "update.device";
+  const auto check_one = [&](const TensorView& t, const char* name) {
+    if (!on_host(t)) check_memory(t, name, code, device);
+  };
+  check_one(batch.block_table, "block_table");
+  check_one(batch.kv_indptr, "kv_indptr");
+  check_one(batch.kv_indices, "kv_indices");
+  check_one(batch.kv_start_loc, "kv_start_loc");
+  check_one(batch.slot_mapping, "slot_mapping");
+  check_one(batch.custom_mask, "custom_mask");
+}
+
+int64_t blocks_of(int seq_len, int block_size) { return (int64_t(seq_len) + block_size - 1) / block_size; }
+
+// Of the requests' keys, wherever they are named; 0 without blocks.
+int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
+  int64_t count = 0;
+  for (int r = 0; spec.block_size > 0 && r < batch.num_reqs(); ++r) count += blocks_of(batch.seq_lens[r], spec.block_size);
+  return count;
+}
+
+// The types an output may have: q_dtype first, then f32 where that is another one.
+std::vector<DType> output_types(const AttentionSpec& spec) {
+  return spec.q_dtype == DType::f32 ? std::vector{DType::f32} : std::vector{spec.q_dtype, DType::f32};
+}
+
+}  // namespace
+
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+  std::vector<KernelKey> keys;
+  if (spec.kv_format != KvFormat::strided) return keys;
+  for (const DType out : output_types(spec)) {
+    for (const Shape shape : kShapes) {
+      if (table.shape(arch, spec, shape).tile.rows == 0) return {};
+      keys.push_back(table.attention(arch, spec, shape, out));
+    }
+    keys.push_back(table.merge(arch, spec, out));
+  }
+  keys.push_back(plan_tables_key(arch));
+  return keys;
+}
+
+Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options)
+    : table_(table),
+      spec_(spec),
+      device_(device),
+      options_(options),
+      arch_(arch_of(device)),
+      context_(Context::of_device(device.device.index)),
+      programmatic_(device.sm >= 90) {
+  const CurrentContext current(*context_);
+  std::array<Tile, kNumShapes> tiles;
+  for (const Shape shape : kShapes) {
+    const ShapeKernel kernel = table.shape(arch_, spec, shape);
+    tiles[shape] = kernel.tile;
+    shapes_[shape].row_blocks = (spec.group_size() + kernel.tile.rows - 1) / kernel.tile.rows;
+  }
+  const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
+  partial_rows_ = partial_rows_bound(policies, options.limits);
+  for (const Shape shape : kShapes) {
+    shapes_[shape].policy = policies[shape];
+    shapes_[shape].bounds = schedule_bounds(policies[shape], options.limits);
+  }
+  name_kernels();
+  lay_out();
+}
+
+// And loads them, several at the same time, unless that is to wait.
+void Plan::name_kernels() {
+  std::vector<Specialised*> all;
+  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, const auto& key_of) {
+    size_t i = 0;
+    for (const DType out : output_types(spec_)) {
+      kernels[i] = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
+      all.push_back(&kernels[i++]);
+    }
+  };
+  for (const Shape shape : kShapes) {
+    if (shapes_[shape].bounds.num_work == 0) continue;
+    name(shapes_[shape].kernels, table_.entry, table_.shape(arch_, spec_, shape).threads,
+         [&](DType out) { return table_.attention(arch_, spec_, shape, out); });
+  }
+  if (sum_of_bounds(&ScheduleBounds::num_merges) > 0)
+    name(merge_, "merge", kMergeThreads, [&](DType out) { return table_.merge(arch_, spec_, out); });
+  if (!options_.load_on_demand) {
+    std::vector<std::future<void>> compiled;
+    for (const Specialised* one : all) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
+    for (std::future<void>& one : compiled) one.get();
+    for (Specialised* one : all) load(*one);
+  }
+  tables_ = std::make_unique<PlanTables>(context_, arch_, spec_);
+  if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
+}
+
+void Plan::load(Specialised& s) const {
+  s.module = Module::load(context_, s.key);
+  s.kernel = s.module->kernel(s.entry);
+  s.grid = unsigned(std::max(device_.num_workers, 1) * std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1));
+}
+
+const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
+  Specialised& s = kernels[out == DType::f32 && spec_.q_dtype != DType::f32];
+  if (s.module) return s;
+  check(!captured, "run.on_demand", "expected a plan without load_on_demand for a stream that is captured: {} is not loaded", s.key.path);
+  load(s);
+  return s;
+}
+
+int64_t Plan::sum_of_bounds(int64_t ScheduleBounds::*member) const {
+  int64_t sum = 0;
+  for (const ShapePlan& s : shapes_) sum += s.bounds.*member;
+  return sum;
+}
+
+void Plan::lay_out() {
+  const PlanLimits& limits = options_.limits;
+  const int64_t reqs = std::max(limits.max_num_reqs, 0), tokens = std::max(limits.max_num_tokens, 0);
+  const int64_t blocks =
+      spec_.block_size > 0 ? checked_mul("update.block_ids", reqs, blocks_of(std::max(limits.max_seq_len, 0), spec_.block_size)) : 0;
+  const int64_t mask = spec_.mask.custom ? checked_mul("update.custom_mask", tokens, std::max(limits.max_seq_len, 0)) : 0;
+  // What every step sends comes first, what is long last.
+  ArrayLayout layout;
+  for (ShapePlan& s : shapes_) s.counts = layout.add<PlanCounts>(1);
+  arrays_.query_start = layout.add<int>(reqs + 1);
+  arrays_.seq_lens = layout.add<int>(reqs);
+  arrays_.block_start = layout.add<long>(reqs);
+  arrays_.custom_start = layout.add<long>(spec_.mask.custom ? reqs : 0);
+  arrays_.merges = layout.add<MergeItem>(sum_of_bounds(&ScheduleBounds::num_merges));
+  for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
+  arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
+  arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
+  arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
+  memory_ = std::make_unique<PlanArrays>(context_, layout);
+
+  tasks_ = DeviceBuffer(context_, kNumShapes * sizeof(int));
+  fill_bytes(tasks_.address(), 0, tasks_.bytes(), nullptr);
+  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
+  const size_t rows = size_t(partial_rows_) * size_t(spec_.num_q_heads);
+  partial_out_ = DeviceBuffer(context_, rows * size_t(spec_.head_dim_v) * sizeof(float));
+  partial_state_ = DeviceBuffer(context_, rows * 2 * sizeof(float));
+}
+
+// Where kernels find the batch's arrays, checked before anything of the last step is given up.
+Plan::BatchArrays Plan::place(const Batch& batch) const {
+  const TensorView& ids = !batch.block_table.empty() ? batch.block_table : batch.kv_indices;
+  BatchArrays placed = batch_;
+  if (!ids.empty()) {
+    const int64_t count = on_host(ids) ? num_block_ids(batch, spec_) : 0;
+    check(count <= int64_t(arrays_.block_ids.capacity), "update.block_ids",
+          "expected host block tables with {} blocks in use at most, got {}: put them into device memory", arrays_.block_ids.capacity,
+          count);
+    placed.block_ids = on_host(ids) ? memory_->device(arrays_.block_ids) : ids.as<const int>();
+  }
+  if (!batch.custom_mask.empty()) {
+    const TensorView& mask = batch.custom_mask;
+    check(!on_host(mask) || mask.size(0) <= int64_t(arrays_.custom_mask.capacity), "update.custom_mask",
+          "expected a host custom mask of {} bytes at most, got {}: put it into device memory", arrays_.custom_mask.capacity, mask);
+    placed.custom_mask = on_host(mask) ? memory_->device(arrays_.custom_mask) : mask.as<const unsigned char>();
+  }
+  placed.slots = batch.slot_mapping;
+  if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping)) {
+    placed.slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {batch.num_tokens()}, device_.device);
+  }
+  const bool same = (!captured_run_ || (placed.block_ids == batch_.block_ids && placed.custom_mask == batch_.custom_mask)) &&
+                    (!captured_write_ || placed.slots.empty() || placed.slots.data == batch_.slots.data);
+  check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
+  return placed;
+}
+
+void Plan::update(const Batch& batch, Stream stream) {
+  if (options_.validate) validate(batch, spec_, options_.limits, -1);
+  check_batch_memory(batch, device_.device);
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
+  const BatchArrays placed = place(batch);
+  int rows = 0;
+  for (ShapePlan& s : shapes_) {
+    s.policy.first_partial = rows;
+    schedule(batch, spec_.mask, s.policy, s.schedule);
+    rows += s.schedule.num_partial_rows;
+    check(s.schedule.work.size() <= s.work.capacity, "update.limits", "expected a batch within the limits: {} work items, got {}",
+          s.work.capacity, s.schedule.work.size());
+  }
+  check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
+  const int num_reqs = batch.num_reqs(), num_tokens = batch.num_tokens();
+  const size_t reqs = size_t(num_reqs);
+  size_t merges = 0;
+  for (const ShapePlan& s : shapes_) merges += s.schedule.merges.size();
+
+  PlanArrays& m = *memory_;
+  m.begin();
+  for (const ShapePlan& s : shapes_)
+    *m.put(s.counts, 1) = {
+        .num_work = int(s.schedule.work.size()), .num_merges = int(merges), .num_tokens = num_tokens, .num_reqs = num_reqs};
+  if (num_tokens > 0) {
+    std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
+    std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
+    put_block_starts(batch);
+    if (spec_.mask.custom) {
+      long* starts = m.put(arrays_.custom_start, reqs);
+      long start = 0;
+      for (int r = 0; r < num_reqs; ++r) {
+        starts[r] = start;
+        start += long(batch.query_len(r)) * batch.seq_lens[r];
+      }
+    }
+    MergeItem* merge = merges > 0 ? m.put(arrays_.merges, merges) : nullptr;
+    for (const ShapePlan& s : shapes_) merge = std::copy(s.schedule.merges.begin(), s.schedule.merges.end(), merge);
+    for (const ShapePlan& s : shapes_)
+      if (!s.schedule.work.empty()) std::copy(s.schedule.work.begin(), s.schedule.work.end(), m.put(s.work, s.schedule.work.size()));
+    if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
+      std::copy_n(batch.slot_mapping.as<const long>(), num_tokens, m.put(arrays_.slots, size_t(num_tokens)));
+    put_block_ids(batch);
+    if (!batch.custom_mask.empty() && on_host(batch.custom_mask)) {
+      const size_t bytes = size_t(batch.custom_mask.size(0));
+      std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
+    }
+  }
+  m.send(cu);
+  const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
+  if (!starts.empty() && !on_host(starts)) tables_->widen_starts(starts, m.device(arrays_.block_start), num_reqs, cu);
+  batch_ = placed;
+  reach_ = options_.validate ? reach_of(batch, spec_) : BatchReach{};
+  num_tokens_ = num_tokens;
+}
+
+// Host tables are packed: only blocks that are in use travel.
+void Plan::put_block_starts(const Batch& batch) {
+  const int num_reqs = batch.num_reqs();
+  const TensorView& table = batch.block_table;
+  if (spec_.block_size == 0 ? !on_host(batch.kv_start_loc) : table.empty() && !on_host(batch.kv_indptr)) return;
+  long* starts = memory_->put(arrays_.block_start, size_t(num_reqs));
+  long packed = 0;
+  for (int r = 0; r < num_reqs; ++r) {
+    if (spec_.block_size == 0) {
+      starts[r] = batch.kv_start_loc.empty() ? 0 : batch.kv_start_loc.as<const int>()[r];
+    } else if (!table.empty() && !on_host(table)) {
+      starts[r] = r * table.stride(0);
+    } else {
+      starts[r] = packed;
+      packed += blocks_of(batch.seq_lens[r], spec_.block_size);
+    }
+  }
+}
+
+void Plan::put_block_ids(const Batch& batch) {
+  const TensorView &table = batch.block_table, &indices = batch.kv_indices;
+  if (table.empty() ? indices.empty() || !on_host(indices) : !on_host(table)) return;
+  int* ids = memory_->put(arrays_.block_ids, size_t(num_block_ids(batch, spec_)));
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const int* row =
+        table.empty() ? indices.as<const int>() + batch.kv_indptr.as<const int>()[r] : table.as<const int>() + r * table.stride(0);
+    ids = std::copy_n(row, blocks_of(batch.seq_lens[r], spec_.block_size), ids);
+  }
+}
+
+bool Plan::is_captured(CUstream stream) const {
+  int status = kCaptureStatusNone;
+  if (stream != nullptr) check_cuda(need_driver().cuStreamIsCapturing(stream, &status), "ask whether a stream is captured");
+  return status != kCaptureStatusNone;
+}
+
+AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dtype) const {
+  const PlanArrays& m = *memory_;
+  const long q_size = size_of(in.q.dtype), out_size = size_of(out_dtype);
+  AttentionParams a{};
+  a.q = in.q.as<const char>();
+  a.q_token_stride = in.q.stride(0) * q_size;
+  a.q_head_stride = in.q.stride(1) * q_size;
+  a.out = out.out.as<char>();
+  a.out_token_stride = out.out.stride(0) * out_size;
+  a.out_head_stride = out.out.stride(1) * out_size;
+  if (!out.lse.empty()) {
+    a.lse = out.lse.as<float>();
+    a.lse_token_stride = out.lse.stride(0);
+    a.lse_head_stride = out.lse.stride(1);
+  }
+  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_);
+  a.v = kv_side(in.kv.v, in.kv.v_scale, spec_);
+  a.query_start = m.device(arrays_.query_start);
+  a.seq_lens = m.device(arrays_.seq_lens);
+  a.block_ids = spec_.block_size > 0 ? batch_.block_ids : nullptr;
+  a.block_start = m.device(arrays_.block_start);
+  if (spec_.mask.custom) {
+    a.custom_mask = batch_.custom_mask;
+    a.custom_start = m.device(arrays_.custom_start);
+  }
+  a.merges = m.device(arrays_.merges);
+  a.num_kv_heads = spec_.num_kv_heads;
+  a.scale = spec_.scale();
+  a.soft_cap = spec_.score.soft_cap;
+  a.window_left = spec_.mask.window_left;
+  a.window_right = spec_.mask.window_right;
+  a.chunk = spec_.mask.chunk;
+  a.head_scales = in.head_scales.as<const float>();
+  a.alibi_slopes = in.alibi_slopes.as<const float>();
+  a.sinks = in.sinks.as<const float>();
+  a.bias_by_distance = tables_->bias_by_distance();
+  a.bias_reach = tables_->bias_reach();
+  a.partial_out = partial_out_.as<float>();
+  a.partial_state = partial_state_.as<float>();
+  return a;
+}
+
+// Thread blocks take tasks until there are none; so many as there are tasks, if these are few.
+void Plan::launch(const Specialised& s, int64_t tasks, const AttentionParams& a, CUstream stream) const {
+  const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks));
+  s.kernel.launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, stream, a);
+}
+
+void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
+  const DType out_dtype = check_run(spec_, device_.device, in, out, num_tokens_, reach_);
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  // A graph has to hold what a later batch may need; otherwise what this one does not need is left out.
+  const bool captured = is_captured(cu);
+  AttentionParams a = params(in, out, out_dtype);
+  if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
+  size_t merges = 0;
+  for (const Shape shape : {kPrefill, kVerify, kDecode}) {
+    const ShapePlan& s = shapes_[shape];
+    merges += captured ? size_t(s.bounds.num_merges) : s.schedule.merges.size();
+    a.work = memory_->device(s.work);
+    a.counts = memory_->device(s.counts);
+    a.next_task = tasks_.as<int>() + shape;
+    const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.work.size())) * spec_.num_kv_heads * s.row_blocks;
+    if (tasks == 0) continue;
+    launch(loaded(s.kernels, out_dtype, captured), tasks, a, cu);
+  }
+  if (merges > 0) launch(loaded(merge_, out_dtype, captured), int64_t(merges) * spec_.num_q_heads, a, cu);
+  captured_run_ = captured_run_ || captured;
+}
+
+void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const {
+  check(write_kv_ != nullptr, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec_.block_size);
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  const bool captured = is_captured(cu);
+  const NewTokens tokens{.slots = batch_.slots,
+                         .num_tokens = num_tokens_,
+                         .reach = reach_,
+                         .captured_tokens = captured ? options_.limits.max_num_tokens : 0,
+                         .now = &memory_->device(shapes_[kDecode].counts)->num_tokens};
+  write_kv_->run(cache, k, v, tokens, cu);
+  captured_write_ = captured_write_ || captured;
+}
+
+std::string Plan::str() const {
+  std::string items;
+  size_t merges = 0;
+  for (const ShapePlan& s : shapes_) {
+    items += fmt::format("{}{}", items.empty() ? "" : " + ", s.schedule.work.size());
+    merges += s.schedule.merges.size();
+  }
+  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges", table_.backend, arch_, items,
+                     spec_.num_kv_heads, merges);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,119 @@
+#pragma once
+// The plan that all CUDA backends for softmax attention share: cuts a step once, sends the lists in one go, and launches what a table of
+// kernels names in every layer. Everything a launch is given is fixed when the plan is made, or comes from run()'s own arguments, so that
+// a captured graph replays any batch within the limits.
+#include <array>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "attention/plan_checks.h"
+#include "cuda/cut.h"
+#include "cuda/params.h"
+#include "cuda/plan_arrays.h"
+#include "cuda/plan_tables.h"
+#include "cuda/write_kv.h"
+#include "imbrex/backend.h"
+
+namespace imbrex::cuda {
+
+// How the attention kernel runs items of a shape.
+struct ShapeKernel {
+  Tile tile;
+  unsigned threads = 0;  // of a thread block
+};
+
+// What tells one backend's plan from another's.
+struct AttentionKernels {
+  const char* backend;  // "cuda_sm80"
+  const char* entry;    // entry point of the attention kernel; that of the merge is `merge`, and is launched with kMergeThreads
+  ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
+  KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
+  KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);
+};
+
+extern const AttentionKernels kernels_sm80;  // backend.cpp
+
+// Every kernel that a plan for the spec may load; empty for a spec that the kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
+
+class Plan final : public imbrex::Plan {
+ public:
+  Plan(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
+  // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
+  // replay of its graph device arrays must stay where they are: Error update.moved.
+  void update(const Batch&, Stream) override;
+  void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
+  void run(const Inputs&, const Outputs&, Stream) const override;
+  std::string str() const override;
+
+ private:
+  // A specialisation: named when the plan is made, loaded then or when it is first needed.
+  struct Specialised {
+    KernelKey key;
+    std::string entry;
+    unsigned threads = 0;
+    std::shared_ptr<const Module> module;  // null: not loaded
+    Kernel kernel;
+    unsigned grid = 0;  // thread blocks that the device holds at a time
+  };
+  // For outputs in q_dtype and in f32; only the first where these are the same.
+  using ByOutput = std::array<Specialised, 2>;
+  struct ShapePlan {
+    SchedulePolicy policy;
+    ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
+    Schedule schedule;
+    ArrayOf<WorkItem> work;
+    ArrayOf<PlanCounts> counts;
+    mutable ByOutput kernels;
+    int row_blocks = 1;  // tiles of rows of one token
+  };
+  // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device.
+  struct BatchArrays {
+    const int* block_ids = nullptr;
+    const unsigned char* custom_mask = nullptr;
+    TensorView slots;
+  };
+  struct Arrays {
+    ArrayOf<int> query_start, seq_lens, block_ids;
+    ArrayOf<long> block_start, custom_start, slots;
+    ArrayOf<MergeItem> merges;
+    ArrayOf<unsigned char> custom_mask;
+  };
+
+  void name_kernels();
+  void load(Specialised&) const;
+  const Specialised& loaded(ByOutput&, DType out, bool captured) const;
+  int64_t sum_of_bounds(int64_t ScheduleBounds::*) const;
+  void lay_out();
+  BatchArrays place(const Batch&) const;
+  void put_block_starts(const Batch&);
+  void put_block_ids(const Batch&);
+  AttentionParams params(const Inputs&, const Outputs&, DType out) const;
+  void launch(const Specialised&, int64_t tasks, const AttentionParams&, CUstream) const;
+  bool is_captured(CUstream) const;
+
+  const AttentionKernels& table_;
+  AttentionSpec spec_;
+  DeviceInfo device_;
+  PlanOptions options_;
+  std::string arch_;
+  ContextPtr context_;
+  std::array<ShapePlan, kNumShapes> shapes_;
+  mutable ByOutput merge_;
+  std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
+  std::unique_ptr<PlanTables> tables_;
+  Arrays arrays_;
+  std::unique_ptr<PlanArrays> memory_;
+  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
+  DeviceBuffer tasks_, partial_out_, partial_state_;
+  bool programmatic_ = false;  // launches may begin before the ones in front of them have ended
+
+  // Of the last update.
+  BatchArrays batch_;
+  BatchReach reach_;
+  int num_tokens_ = 0;
+  mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads batch_'s addresses
+};
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,144 @@
+// The cut of a GPU's plan: a request alone fills the GPU, many requests do not pay for splits, and what is cut fits the memory.
+#include "cuda/cut.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "cuda/plan.h"
+
+namespace imbrex::cuda {
+namespace {
+
+AttentionSpec llama(int q_heads = 32, int kv_heads = 8, DType kv = DType::bf16) {
+  return {.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = 128, .head_dim_v = 128, .kv_dtype = kv};
+}
+
+struct Step {
+  std::vector<int32_t> starts{0}, lens;
+  Step(int num_reqs, int q_len, int seq_len) {
+    for (int r = 0; r < num_reqs; ++r) {
+      starts.push_back(starts.back() + q_len);
+      lens.push_back(seq_len);
+    }
+  }
+  Batch view() const {
+    Batch batch;
+    batch.query_start_loc = starts;
+    batch.seq_lens = lens;
+    return batch;
+  }
+};
+
+struct Cut {
+  int shape = -1, items = 0, tasks = 0;
+  double partial_share = 0;  // traffic of partial results, of that of keys and values
+};
+
+// All requests of a step of this kind belong to one shape.
+Cut cut(const AttentionSpec& spec, const Step& step, const PlanLimits& limits = {}, const char* gpu = "h200") {
+  const DeviceInfo device = describe_device(gpu);
+  std::array<Tile, kNumShapes> tiles;
+  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+  const CutPolicy policies = cut_policy(spec, device, tiles, false);
+  Cut result;
+  for (const Shape shape : kShapes) {
+    Schedule s;
+    schedule(step.view(), spec.mask, policies[shape], s);
+    if (s.work.empty()) continue;
+    EXPECT_EQ(result.shape, -1) << "two shapes for one kind of request";
+    result.shape = shape;
+    result.items = int(s.work.size());
+    result.tasks = result.items * spec.num_kv_heads;
+    double kv_bytes = 0;
+    for (const WorkItem& w : s.work) kv_bytes += double(w.kv_end - w.kv_begin) * double(spec.kv_bytes_per_token());
+    result.partial_share = 2. * s.num_partial_rows * spec.num_q_heads * (spec.head_dim_v + 2) * 4 / kv_bytes;
+    EXPECT_LE(s.num_partial_rows, schedule_bounds(policies[shape], limits).num_partial_rows);
+  }
+  return result;
+}
+
+TEST(Cut, ARequestAloneSpreadsOverTheMultiprocessors) {
+  const int context[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
+  const int least[] = {24, 48, 96, 100, 100, 100, 100, 100};  // tasks; an H200 has 132 multiprocessors
+  for (size_t i = 0; i < std::size(context); ++i) {
+    const Cut one = cut(llama(), Step(1, 1, context[i]));
+    EXPECT_GE(one.tasks, least[i]) << context[i];
+    EXPECT_LE(one.tasks, 132 + 8) << context[i];
+  }
+  // A shard with one kv head has less to read, and as many pieces as its keys are worth.
+  EXPECT_GE(cut(llama(8, 1), Step(1, 1, 131072)).tasks, 120);
+  EXPECT_GE(cut(llama(8, 1), Step(1, 1, 8192)).tasks, 8);
+}
+
+TEST(Cut, PartialResultsAreAFewPercentOfTheTraffic) {
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+    for (const int q_heads : {8, 32, 64})
+      for (const int q_len : {1, 2, 4, 8})
+        for (const int context : {1024, 4096, 16384, 131072}) {
+          const Cut many = cut(llama(q_heads, 8, kv), Step(64, q_len, context), {.max_num_reqs = 64, .max_num_tokens = 512});
+          // Where many rows of a group meet small keys, pieces would be so long that a request alone had too few.
+          EXPECT_LT(many.partial_share, q_heads / 8 * q_len <= 16 * size_of(kv) ? 0.033 : 0.07)
+              << q_heads << " heads, " << q_len << " tokens, " << context << " keys, " << to_string(kv);
+        }
+}
+
+TEST(Cut, RowsDecideTheShape) {
+  EXPECT_EQ(cut(llama(), Step(3, 1, 500)).shape, kDecode);
+  EXPECT_EQ(cut(llama(), Step(3, 4, 500)).shape, kDecode);  // 16 rows
+  EXPECT_EQ(cut(llama(), Step(3, 5, 500)).shape, kVerify);
+  EXPECT_EQ(cut(llama(), Step(3, 16, 500)).shape, kVerify);  // 64 rows
+  EXPECT_EQ(cut(llama(), Step(3, 17, 500)).shape, kPrefill);
+  EXPECT_EQ(cut(llama(71, 1), Step(3, 1, 500)).shape, kDecode);  // more rows than a tile, for one token
+  EXPECT_EQ(cut(llama(71, 1), Step(3, 2, 500)).shape, kPrefill);
+}
+
+TEST(Cut, TheLastChunkOfALongPromptIsNotLeftToAFewMultiprocessors) {
+  EXPECT_GE(cut(llama(), Step(1, 20, 131072)).tasks, 3 * 8);
+  EXPECT_GE(cut(llama(), Step(1, 8, 131072)).tasks, 8 * 8);
+}
+
+TEST(Cut, DependsOnTheRequestAlone) {
+  for (const int q_len : {1, 6, 40})
+    for (const int context : {700, 5000, 100000}) {
+      const Cut alone = cut(llama(), Step(1, q_len, context)), together = cut(llama(), Step(16, q_len, context));
+      EXPECT_EQ(alone.items * 16, together.items) << q_len << " tokens, " << context << " keys";
+    }
+}
+
+TEST(Cut, MemoryIsBounded) {
+  const DeviceInfo device = describe_device("h200");
+  for (const auto& [q_heads, kv_heads] : {std::pair{32, 8}, {64, 8}, {8, 1}, {32, 32}, {71, 1}, {128, 8}})
+    for (const PlanLimits& limits : {PlanLimits{}, PlanLimits{.max_num_reqs = 256, .max_num_tokens = 256, .max_query_len = 1}}) {
+      const AttentionSpec spec = llama(q_heads, kv_heads);
+      std::array<Tile, kNumShapes> tiles;
+      for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+      const CutPolicy policies = cut_policy(spec, device, tiles, false);
+      const int64_t rows = partial_rows_bound(policies, limits);
+      const double mib = double(rows) * q_heads * (128 + 2) * 4 / (1 << 20);
+      EXPECT_LT(mib, 700) << q_heads << "/" << kv_heads;
+      if (limits.max_query_len == 1) {
+        EXPECT_EQ(schedule_bounds(policies[kPrefill], limits).num_work, 0);
+      }
+      std::printf("%d/%d heads, queries up to %d: %.0f MiB of partial results\n", q_heads, kv_heads, limits.max_query_len, mib);
+    }
+}
+
+TEST(Cut, ByLoadGivesAnEqualShareToEach) {
+  const DeviceInfo device = describe_device("h200");
+  const AttentionSpec spec = llama();
+  std::array<Tile, kNumShapes> tiles;
+  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+  const CutPolicy policies = cut_policy(spec, device, tiles, true);
+  Schedule s;
+  Step step(63, 1, 1024);
+  step.lens.back() = 131072;
+  schedule(step.view(), spec.mask, policies[kDecode], s);
+  const auto longest = std::max_element(s.work.begin(), s.work.end(),
+                                        [](const WorkItem& a, const WorkItem& b) { return a.kv_end - a.kv_begin < b.kv_end - b.kv_begin; });
+  const int share = (62 * 1024 + 131072) / 33;
+  EXPECT_LE(longest->kv_end - longest->kv_begin, share + 64);
+}
+
+}  // namespace
+}  // namespace imbrex::cuda

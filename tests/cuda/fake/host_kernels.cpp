@@ -1,0 +1,193 @@
+// See host_kernels.h. Double precision and plain loops, over nothing but the launch's parameters and the constants of a spec.
+#include "cuda/fake/host_kernels.h"
+
+#include <cmath>
+#include <limits>
+
+#include "attention/mask.h"
+#include "core/float_types.h"
+#include "cuda/fake/fake_driver.h"
+#include "cuda/kernel_cache.h"
+#include "cuda/plan.h"
+
+namespace imbrex::cuda::fake {
+namespace {
+
+AttentionSpec spec;  // what a kernel is compiled for
+
+template <class T>
+T parameter(const Launch& launch, size_t index) {
+  T value;
+  std::memcpy(&value, launch.all_params.at(index).data(), sizeof value);
+  return value;
+}
+
+const char* row_of(const AttentionParams& p, const KvSide& side, int request, int kv_head, int j) {
+  const char* base = side.data + kv_head * side.head_stride;
+  if (spec.block_size == 0) return base + (p.block_start[request] + j) * side.token_stride;
+  return base + p.block_ids[p.block_start[request] + j / spec.block_size] * side.block_stride + j % spec.block_size * side.token_stride;
+}
+
+double scale_of(const KvSide& side, int kv_head) { return side.scales ? side.scales[kv_head * side.scale_stride] : side.scale; }
+
+double element(const KvSide& side, const char* row, int d) { return load_as_float(row + d * side.dim_stride, spec.kv_dtype, 0); }
+
+bool sees(const AttentionParams& p, int request, int query, int position, int j) {
+  if (!mask_allows({.causal = spec.mask.causal, .window_left = p.window_left, .window_right = p.window_right, .chunk = p.chunk}, position,
+                   j))
+    return false;
+  return !spec.mask.custom || p.custom_mask[p.custom_start[request] + long(query) * p.seq_lens[request] + j] != 0;
+}
+
+double logit(const AttentionParams& p, double dot, int head, int distance) {
+  double x = dot * p.scale;
+  if (spec.score.head_scales) x *= p.head_scales[head];
+  if (spec.score.soft_cap > 0) x = p.soft_cap * std::tanh(x / p.soft_cap);
+  if (spec.score.alibi) x += p.alibi_slopes[head] * double(distance);
+  if (spec.score.relative_buckets > 0) {
+    const int at = std::clamp(distance, -p.bias_reach, p.bias_reach) + p.bias_reach;
+    x += p.bias_by_distance[long(head) * (2 * p.bias_reach + 1) + at];
+  }
+  return x;
+}
+
+// A row's sums over the keys of an item: everything is relative to exp(reference).
+struct Sums {
+  double reference = -1e30, sum = 0;
+  std::vector<double> values = std::vector<double>(size_t(spec.head_dim_v), 0.);
+  void add(double x, double weight, const double* value) {  // weight of exp(x)
+    const double top = std::max(reference, x), old = std::exp(reference - top), now = std::exp(x - top);
+    sum = sum * old + weight * now;
+    for (size_t d = 0; d < values.size(); ++d) values[d] = values[d] * old + (value ? value[d] * now : 0.);
+    reference = top;
+  }
+};
+
+void finish(const AttentionParams& p, DType out_type, int token, int head, Sums& s) {
+  const bool empty = s.sum == 0;
+  if (!empty && spec.score.sinks) s.add(p.sinks[head], 1, nullptr);
+  char* out = p.out + token * p.out_token_stride + head * p.out_head_stride;
+  for (int d = 0; d < spec.head_dim_v; ++d) store_from_double(out, out_type, d, empty ? 0. : s.values[size_t(d)] / s.sum);
+  if (p.lse)
+    p.lse[token * p.lse_token_stride + head * p.lse_head_stride] =
+        empty ? -std::numeric_limits<float>::infinity() : float(s.reference + std::log(s.sum));
+}
+
+void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head) {
+  const int r = item.request, query = token - p.query_start[r];
+  const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
+  const char* q = p.q + token * p.q_token_stride + head * p.q_head_stride;
+  Sums s;
+  std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
+  for (int j = item.kv_begin; j < item.kv_end; ++j) {
+    if (!sees(p, r, query, position, j)) continue;
+    const char* k = row_of(p, p.k, r, kv_head, j);
+    double dot = 0;
+    for (int d = 0; d < spec.head_dim_qk; ++d) dot += double(load_as_float(q, spec.q_dtype, d)) * element(p.k, k, d);
+    const char* v = row_of(p, p.v, r, kv_head, j);
+    for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = element(p.v, v, d) * scale_of(p.v, kv_head);
+    s.add(logit(p, dot * scale_of(p.k, kv_head), head, j - position), 1, value.data());
+  }
+  if (item.partial < 0) return finish(p, out_type, token, head, s);
+  const long row = long(item.partial + token - item.q_begin) * spec.num_q_heads + head;
+  for (int d = 0; d < spec.head_dim_v; ++d) p.partial_out[row * spec.head_dim_v + d] = float(s.values[size_t(d)]);
+  p.partial_state[2 * row] = float(s.reference * M_LOG2E);
+  p.partial_state[2 * row + 1] = float(s.sum);
+}
+
+void attention(const AttentionParams& p, DType out_type) {
+  if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
+  for (int i = 0; i < p.counts->num_work; ++i)
+    for (int token = p.work[i].q_begin; token < p.work[i].q_end; ++token)
+      for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
+}
+
+void merge(const AttentionParams& p, DType out_type) {
+  std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
+  for (int i = 0; i < p.counts->num_merges; ++i) {
+    const MergeItem& m = p.merges[i];
+    for (int token = m.q_begin; token < m.q_end; ++token)
+      for (int head = 0; head < spec.num_q_heads; ++head) {
+        Sums s;
+        for (int split = 0; split < m.num_splits; ++split) {
+          const long row = long(m.first_partial + split * (m.q_end - m.q_begin) + token - m.q_begin) * spec.num_q_heads + head;
+          for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = p.partial_out[row * spec.head_dim_v + d];
+          if (p.partial_state[2 * row + 1] > 0) s.add(p.partial_state[2 * row] / M_LOG2E, p.partial_state[2 * row + 1], value.data());
+        }
+        finish(p, out_type, token, head, s);
+      }
+  }
+}
+
+void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, long slot, int token, int head) {
+  char* to = side.data + slot / spec.block_size * side.block_stride + slot % spec.block_size * side.token_stride + head * side.head_stride;
+  const char* source = rows.data + token * rows.token_stride + head * rows.head_stride;
+  const bool fp8 = size_of(spec.kv_dtype) == 1;
+  for (int d = 0; d < dim; ++d) {
+    const char* x = source + d * rows.dim_stride;
+    if (from == spec.kv_dtype) {
+      std::memcpy(to + d * side.dim_stride, x, size_t(size_of(from)));
+    } else {
+      store_from_float(to + d * side.dim_stride, spec.kv_dtype, 0, load_as_float(x, from, 0) / (fp8 ? float(scale_of(side, head)) : 1.f));
+    }
+  }
+}
+
+void write_kv(const WriteKvParams& p, DType from) {
+  const int tokens = p.num_tokens_now ? *p.num_tokens_now : p.num_tokens;
+  if (tokens > p.num_tokens) std::abort();
+  for (int token = 0; token < tokens; ++token) {
+    const long slot = p.slots[token * p.slot_stride];
+    for (int head = 0; slot >= 0 && head < p.num_kv_heads; ++head) {
+      write_rows(p.k, p.new_k, from, spec.head_dim_qk, slot, token, head);
+      write_rows(p.v, p.new_v, from, spec.head_dim_v, slot, token, head);
+    }
+  }
+}
+
+void expand_bias(const ExpandBiasParams& p) {
+  for (int head = 0; head < spec.num_q_heads; ++head)
+    for (int i = 0; i < p.width; ++i)
+      p.bias_by_distance[head * p.width + i] = p.bias[p.buckets[i] * p.bucket_stride + head * p.head_stride];
+}
+
+// Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
+void run_launch(const Launch& launch) {
+  const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
+  if (launch.entry == kernels_sm80.entry) return attention(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
+  if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
+  if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
+  if (launch.entry != "widen_starts") std::abort();
+  for (int i = 0; i < parameter<int>(launch, 2); ++i) parameter<long*>(launch, 1)[i] = parameter<const int*>(launch, 0)[i];
+}
+
+void put_into_cache(const KernelKey& key) {
+  const std::string name = cache_name(key);
+  if (!load_cached(kernel_cache_folder(), name)) store_cached(kernel_cache_folder(), name, {.cubin = key.str(), .log = ""});
+}
+
+}  // namespace
+
+void run_on_host(const AttentionSpec& of) {
+  spec = of;
+  const std::string arch = "sm_90a";
+  for (const DType out : {spec.q_dtype, DType::f32}) {
+    for (const Shape shape : kShapes) put_into_cache(kernels_sm80.attention(arch, spec, shape, out));
+    put_into_cache(kernels_sm80.merge(arch, spec, out));
+  }
+  if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
+  put_into_cache(plan_tables_key(arch));
+  state().param_sizes = {{kernels_sm80.entry, {sizeof(AttentionParams)}},
+                         {"merge", {sizeof(AttentionParams)}},
+                         {"write_kv", {sizeof(WriteKvParams)}},
+                         {"write_kv_strided", {sizeof(WriteKvParams)}},
+                         {"copy_kv", {sizeof(WriteKvParams)}},
+                         {"copy_kv_strided", {sizeof(WriteKvParams)}},
+                         {"expand_bias", {sizeof(ExpandBiasParams)}},
+                         {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
+  state().on_launch = run_launch;
+}
+
+}  // namespace imbrex::cuda::fake

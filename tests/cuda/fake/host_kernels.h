@@ -1,0 +1,11 @@
+#pragma once
+// The kernels of a plan as plain host code: with them the fake driver computes, and everything a plan hands to a launch is put to use.
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda::fake {
+
+// Makes the fake driver run plans of this spec from now on, whose kernels need no compiling: a cubin that is none lies in the cache for
+// every key of cuda_sm80 on its devices.
+void run_on_host(const AttentionSpec&);
+
+}  // namespace imbrex::cuda::fake

@@ -1,0 +1,86 @@
+// The whole host side of cuda_sm80 against the reference: cuts, lists, tables, partial results and graphs, with kernels that are host code.
+// On the fake driver.
+#include <gtest/gtest.h>
+
+#include "attention/cases.h"
+#include "attention/conformance.h"
+#include "cuda/device_mirror.h"
+#include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_kernels.h"
+#include "imbrex/select.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// Plans of cuda_sm80, whose kernels run on the host.
+struct OnHost final : Backend {
+  const Backend& inner = *find_backend("cuda_sm80");
+  std::string_view name() const override { return inner.name(); }
+  std::string_view description() const override { return inner.description(); }
+  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
+    return inner.unsupported(spec, device);
+  }
+  std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    fake::run_on_host(spec);
+    return inner.plan(spec, device, options);
+  }
+};
+
+class PlanConformance : public testing::Test {
+ protected:
+  ~PlanConformance() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
+  OnHost backend;
+  std::unique_ptr<Backend> mirror = device_mirror(backend);
+  DeviceInfo device = probe_cuda().at(0);
+};
+
+TEST_F(PlanConformance, CasesMatchTheReference) {
+  int run = 0, merged = 0;
+  for (const Case& c : cases()) {
+    const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed");
+    if (!paged && c.seed % 6 != 0) continue;
+    if (!mirror->unsupported(c.spec, device).empty()) continue;
+    const CaseInputs inputs = make_inputs(c);
+    fake::state().launches.clear();
+    const RunResult result = run_case(*mirror, device, inputs, default_options(c));
+    const Judgement judgement = judge(expect(inputs), result);
+    EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
+    for (const fake::Launch& launch : fake::state().launches) merged += launch.entry == "merge";
+    ++run;
+  }
+  EXPECT_GT(run, 200);
+  EXPECT_GT(merged, 3);
+}
+
+TEST_F(PlanConformance, PoisonAndPagesChangeNothing) {
+  for (const char* name : {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks"}) {
+    const Case* c = find_case(name);
+    ASSERT_NE(c, nullptr) << name;
+    const CaseInputs inputs = make_inputs(*c);
+    RunOptions options = default_options(*c);
+    options.check_cache = false;
+    options.poison = Poison::zero;
+    const RunResult clean = run_case(*mirror, device, inputs, options);
+    for (const bool csr : {false, true})
+      for (const Poison poison : {Poison::nan, Poison::ones}) {
+        options.poison = poison;
+        options.csr = csr;
+        options.page_seed += 7;
+        const RunResult result = run_case(*mirror, device, inputs, options);
+        EXPECT_TRUE(result.violations.empty()) << name << ": " << result.violations.front();
+        EXPECT_TRUE(bit_identical(result.out, clean.out) && bit_identical(result.lse, clean.lse)) << name;
+      }
+  }
+}
+
+TEST_F(PlanConformance, SplitsByLoadToo) {
+  Case c = *find_case("long_4097_q4_causal");
+  const CaseInputs inputs = make_inputs(c);
+  RunOptions options = default_options(c);
+  options.balanced = true;
+  const Judgement judgement = judge(expect(inputs), run_case(*mirror, device, inputs, options));
+  EXPECT_TRUE(judgement.pass()) << judgement.failure;
+}
+
+}  // namespace
+}  // namespace imbrex::cuda
