@@ -9,6 +9,7 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/cubin.h"
 #include "cuda/driver.h"
@@ -31,8 +32,14 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
 
 std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec) { return plan_kernels(kernels_sm80, arch, spec); }
 
+std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec) {
+  if (arch != "sm_90a" || !attention_sm90_runs(spec)) return {};
+  return {attention_sm90_key(arch, spec, spec.q_dtype), attention_sm90_key(arch, spec, DType::f32)};
+}
+
 constexpr KernelFamily kFamilies[] = {
     {"cuda_sm80", sm80_keys},
+    {"cuda_sm90", sm90_keys},
     {"write_kv", write_kv_keys},
     {"copy_blocks", copy_blocks_keys},
 };

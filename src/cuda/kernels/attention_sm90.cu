@@ -3,8 +3,8 @@
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, in which the four schedulers issue 16384 x 4
 // exponentials and as many multiplications. Two warpgroups with 64 rows each take turns: while one multiplies, the other exponentiates.
 // A third loads queries, keys and values, a page a lane, and fetches the next item while the last one is still being multiplied.
-#include "attention_output.cuh"
 #include "attention_item.cuh"
+#include "attention_output.cuh"
 #include "wgmma.cuh"
 
 namespace imbrex::cuda {
@@ -13,7 +13,7 @@ constexpr int kConsumers = kTileRows / 64, kThreads = 128 * (kConsumers + 1);
 constexpr int kQChunks = kHeadDimQk / 64, kVChunks = kHeadDimV / 64;  // of 64 dims: 128 bytes, the width of the swizzle
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
 constexpr int kPageRows = kBlockSize == 0 || kBlockSize > kTileKeys ? kTileKeys : kBlockSize;  // of a TMA box
-constexpr int kPages = kTileKeys / kPageRows;                                                   // boxes of a tile
+constexpr int kPages = kTileKeys / kPageRows;                                                  // boxes of a tile
 constexpr int kPageBytes = kPageRows * 128;
 constexpr float kSlack = 8.f;  // log2 units by which a maximum may outgrow a row's reference
 
@@ -55,7 +55,8 @@ DEVICE void load_pages(u32 to, const TensorMap& map, u32 barrier, int chunks, in
   for (int c = 0; c < chunks; ++c) tma_load(to + c * dim_chunk_bytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
 }
 
-DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
+DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                    SharedStorage& shared) {
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   Ring<kQSlots> q;
   Ring<kStages> kv;
@@ -103,11 +104,15 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
       if (lane == 0) mbarrier_arrive_expect(k_full, pages * kPageBytes * kQChunks);
       __syncwarp();
-      if (loads) load_pages(shared_address(shared.k[kv.at]) + lane * kPageBytes, k_map, k_full, kQChunks, kKvChunkBytes, block, offset, item.kv_head);
+      if (loads)
+        load_pages(shared_address(shared.k[kv.at]) + lane * kPageBytes, k_map, k_full, kQChunks, kKvChunkBytes, block, offset,
+                   item.kv_head);
       mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
       if (lane == 0) mbarrier_arrive_expect(v_full, pages * kPageBytes * kVChunks);
       __syncwarp();
-      if (loads) load_pages(shared_address(shared.v[kv.at]) + lane * kPageBytes, v_map, v_full, kVChunks, kKvChunkBytes, block, offset, item.kv_head);
+      if (loads)
+        load_pages(shared_address(shared.v[kv.at]) + lane * kPageBytes, v_map, v_full, kVChunks, kKvChunkBytes, block, offset,
+                   item.kv_head);
       block = next_block;
     }
     task = blocks + shuffle(fetched, 0);
@@ -240,7 +245,8 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
       if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
-        *reinterpret_cast<float2*>(p.partial_out + at * kHeadDimV + 8 * j + dim) = {out[4 * j + 2 * h] * v_scale, out[4 * j + 2 * h + 1] * v_scale};
+        *reinterpret_cast<float2*>(p.partial_out + at * kHeadDimV + 8 * j + dim) = {out[4 * j + 2 * h] * v_scale,
+                                                                                    out[4 * j + 2 * h + 1] * v_scale};
       }
     } else {
       const RowEnd end = row_end(p, head, reference[h], total[h]);
@@ -283,7 +289,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
-    const u64 q = wgmma_descriptor(shared_address(shared.q[0][0]), 16, 1024, 1) + (slot.at * kConsumers + wg) * (kQChunks * kQChunkBytes / 16);
+    const u64 q =
+        wgmma_descriptor(shared_address(shared.q[0][0]), 16, 1024, 1) + (slot.at * kConsumers + wg) * (kQChunks * kQChunkBytes / 16);
 
     float out[kHeadDimV / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
     u32 weights[kTileKeys / 16][4];
@@ -361,8 +368,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    attention_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-                   const __grid_constant__ TensorMap v_map) {
+    attention_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
+                   const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = warp_id() / 4;

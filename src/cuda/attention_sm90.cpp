@@ -1,0 +1,82 @@
+// See attention_sm90.h.
+#include "cuda/attention_sm90.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kChunk = 64;  // dims of a box: 128 bytes, the width of the swizzle
+
+// Dimensions innermost first; box and sizes in elements, strides (of all but the innermost) in bytes.
+bool encode(CUtensorMap& map, DType type, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
+            const uint32_t* box) {
+  constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
+  return need_driver().cuTensorMapEncodeTiled(&map, type == DType::bf16 ? kTensorMapBf16 : kTensorMapF16, rank, const_cast<void*>(data),
+                                              sizes, strides, box, kOnes, kTensorMapInterleaveNone, kTensorMapSwizzle128,
+                                              kTensorMapL2Promote256, kTensorMapFillZero) == 0;
+}
+
+bool encode_keys(CUtensorMap& map, const AttentionSpec& spec, const TensorView& t) {
+  const int rank = spec.block_size == 0 ? 3 : 4, tile = attention_sm90_tile_keys(spec);
+  if (t.stride(rank - 1) != 1) return false;
+  const uint64_t size = size_of(t.dtype);
+  // dims, keys of a page, kv heads, pages
+  const uint64_t sizes[4] = {uint64_t(t.size(rank - 1)), uint64_t(t.size(rank - 3)), uint64_t(t.size(rank - 2)),
+                             rank == 4 ? uint64_t(t.size(0)) : 1};
+  const uint64_t strides[3] = {t.stride(rank - 3) * size, t.stride(rank - 2) * size, rank == 4 ? t.stride(0) * size : 16};
+  const uint32_t box[4] = {kChunk, uint32_t(spec.block_size == 0 ? tile : std::min(spec.block_size, tile)), 1, 1};
+  return encode(map, t.dtype, t.data, 4, sizes, strides, box);
+}
+
+}  // namespace
+
+int attention_sm90_tile_keys(const AttentionSpec& spec) { return spec.head_dim_v > 128 ? 64 : 128; }
+
+bool attention_sm90_runs(const AttentionSpec& spec) {
+  const int dim = spec.head_dim_v, tile = attention_sm90_tile_keys(spec), page = spec.block_size, group = spec.group_size();
+  return (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
+         spec.kv_format == KvFormat::strided && (dim == 64 || dim == 128 || dim == 256) && spec.head_dim_qk == dim &&
+         std::has_single_bit(unsigned(group)) && group <= 64 && (page == 0 || page % tile == 0 || (page >= 8 && tile % page == 0)) &&
+         !spec.mask.custom;
+}
+
+KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  const Mask& mask = spec.mask;
+  const ScoreMod& score = spec.score;
+  return {"attention_sm90.cu",
+          std::string(arch),
+          {{"kHeadDimQk", spec.head_dim_qk},
+           {"kHeadDimV", spec.head_dim_v},
+           {"kQType", int(spec.q_dtype)},
+           {"kKvType", int(spec.kv_dtype)},
+           {"kOutType", int(out)},
+           {"kGroup", spec.group_size()},
+           {"kBlockSize", spec.block_size},
+           {"kCausal", mask.causal},
+           {"kWindow", mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0},
+           {"kCustomMask", false},
+           {"kHeadScales", score.head_scales || spec.scale() < 0},
+           {"kSoftCap", score.soft_cap > 0},
+           {"kAlibi", score.alibi},
+           {"kRelative", score.relative_buckets > 0},
+           {"kSinks", score.sinks},
+           {"kTileRows", kSm90TileRows},
+           {"kTileKeys", attention_sm90_tile_keys(spec)},
+           {"kKeyWarps", 1},
+           {"kStages", 2}}};
+}
+
+bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (q.stride(2) != 1) return false;
+  const uint64_t size = size_of(q.dtype);
+  const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
+  const uint64_t strides[2] = {q.stride(1) * size, q.stride(0) * size};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {kChunk, group, 64 / group};
+  return encode(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_keys(maps.k, spec, kv.k) && encode_keys(maps.v, spec, kv.v);
+}
+
+}  // namespace imbrex::cuda
