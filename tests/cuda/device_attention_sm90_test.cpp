@@ -173,7 +173,7 @@ TEST_P(AttentionSm90, AgreesWithTheReference) {
     const double error = std::fabs(double(actual_lse[i]) - expected_lse[i]);
     worst_lse = std::isnan(error) ? INFINITY : std::max(worst_lse, error);
   }
-  EXPECT_LT(worst, spec.q_dtype == DType::bf16 ? 8e-3 : 1e-3);  // weights are rounded to 8 bits, or to 11
+  EXPECT_LT(worst, spec.q_dtype == DType::bf16 ? 1.5e-2 : 2e-3);  // weights are rounded to 8 bits, or to 11
   EXPECT_LT(worst_lse, 2e-5);
 }
 
