@@ -102,6 +102,8 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kTensorMapL2Promote256, 3, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)                              \
   X(kTensorMapFillZero, 0, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
 
+// Formatted by hand: clang-format takes "size_t* bytes" for a product.
+// clang-format off
 // X(symbol, parameters). A _v2 is part of the name: cuda.h hides it in a macro, the library has both.
 #define IMBREX_CUDA_DRIVER_API(X)                                                                                                         \
   X(cuInit, (unsigned flags))                                                                                                             \
@@ -111,7 +113,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuDeviceGet, (CUdevice*, int ordinal))                                                                                                \
   X(cuDeviceGetCount, (int* count))                                                                                                       \
   X(cuDeviceGetName, (char* name, int capacity, CUdevice))                                                                                \
-  X(cuDeviceTotalMem_v2, (size_t * bytes, CUdevice))                                                                                      \
+  X(cuDeviceTotalMem_v2, (size_t* bytes, CUdevice))                                                                                       \
   X(cuDeviceGetAttribute, (int* value, int attribute, CUdevice))                                                                          \
   X(cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice))                                                                                     \
   X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                                                                             \
@@ -136,7 +138,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuEventQuery, (CUevent))                                                                                                              \
   X(cuEventSynchronize, (CUevent))                                                                                                        \
   X(cuEventElapsedTime, (float* milliseconds, CUevent begin, CUevent end))                                                                \
-  X(cuMemGetInfo_v2, (size_t * free, size_t * total))                                                                                     \
+  X(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                                                       \
   X(cuMemAlloc_v2, (CUdeviceptr*, size_t bytes))                                                                                          \
   X(cuMemFree_v2, (CUdeviceptr))                                                                                                          \
   X(cuMemAllocAsync, (CUdeviceptr*, size_t bytes, CUstream))                                                                              \
@@ -154,7 +156,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
                         void** library_values, unsigned num_library))                                                                     \
   X(cuLibraryUnload, (CUlibrary))                                                                                                         \
   X(cuLibraryGetKernel, (CUkernel*, CUlibrary, const char* name))                                                                         \
-  X(cuLibraryGetGlobal, (CUdeviceptr*, size_t * bytes, CUlibrary, const char* name))                                                      \
+  X(cuLibraryGetGlobal, (CUdeviceptr*, size_t* bytes, CUlibrary, const char* name))                                                       \
   X(cuKernelGetFunction, (CUfunction*, CUkernel))                                                                                         \
   X(cuFuncGetAttribute, (int* value, int attribute, CUfunction))                                                                          \
   X(cuFuncSetAttribute, (CUfunction, int attribute, int value))                                                                           \
@@ -175,23 +177,25 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuGraphExecDestroy, (CUgraphExec))                                                                                                    \
   X(cuGraphDestroy, (CUgraph))
 
-#define IMBREX_NVRTC_API(X)                                                                                                            \
-  X(nvrtcVersion, (int* major, int* minor))                                                                                            \
-  X(nvrtcGetNumSupportedArchs, (int* count))                                                                                           \
-  X(nvrtcGetSupportedArchs, (int* archs))                                                                                              \
-  X(nvrtcCreateProgram,                                                                                                                \
-    (nvrtcProgram*, const char* text, const char* name, int num_headers, const char* const* headers, const char* const* header_names)) \
-  X(nvrtcCompileProgram, (nvrtcProgram, int num_options, const char* const* options))                                                  \
-  X(nvrtcDestroyProgram, (nvrtcProgram*))                                                                                              \
-  X(nvrtcGetProgramLogSize, (nvrtcProgram, size_t * bytes))                                                                            \
-  X(nvrtcGetProgramLog, (nvrtcProgram, char* text))                                                                                    \
-  X(nvrtcGetCUBINSize, (nvrtcProgram, size_t * bytes))                                                                                 \
+#define IMBREX_NVRTC_API(X)                                                                                                               \
+  X(nvrtcVersion, (int* major, int* minor))                                                                                               \
+  X(nvrtcGetNumSupportedArchs, (int* count))                                                                                              \
+  X(nvrtcGetSupportedArchs, (int* archs))                                                                                                 \
+  X(nvrtcCreateProgram,                                                                                                                   \
+    (nvrtcProgram*, const char* text, const char* name, int num_headers, const char* const* headers, const char* const* header_names))    \
+  X(nvrtcCompileProgram, (nvrtcProgram, int num_options, const char* const* options))                                                     \
+  X(nvrtcDestroyProgram, (nvrtcProgram*))                                                                                                 \
+  X(nvrtcGetProgramLogSize, (nvrtcProgram, size_t* bytes))                                                                                \
+  X(nvrtcGetProgramLog, (nvrtcProgram, char* text))                                                                                       \
+  X(nvrtcGetCUBINSize, (nvrtcProgram, size_t* bytes))                                                                                     \
   X(nvrtcGetCUBIN, (nvrtcProgram, char* cubin))
+// clang-format on
 
 #define X(name, value, theirs) inline constexpr int name = value;
 IMBREX_CUDA_CONSTANTS(X)
 #undef X
 
+// NOLINTBEGIN(bugprone-macro-parentheses): declarations cannot have them
 struct DriverApi {
 #define X(name, parameters) CUresult(*name) parameters = nullptr;
   IMBREX_CUDA_DRIVER_API(X)
@@ -204,6 +208,7 @@ struct NvrtcApi {
 #undef X
   int version = 0;  // 13000 for 13.0, as in the CUDA headers
 };
+// NOLINTEND(bugprone-macro-parentheses)
 
 inline constexpr int kMinDriverVersion = 12000;  // what a driver must support: cuLibrary*, tensor maps
 inline constexpr int kMinNvrtcVersion = 12000;

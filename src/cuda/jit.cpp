@@ -74,8 +74,8 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   nvrtcResult compile(const std::vector<std::string>& options) {
-    std::vector<const char*> arguments;
-    for (const std::string& option : options) arguments.push_back(option.c_str());
+    std::vector<const char*> arguments(options.size());
+    std::transform(options.begin(), options.end(), arguments.begin(), [](const std::string& option) { return option.c_str(); });
     return rtc_.nvrtcCompileProgram(program_, int(arguments.size()), arguments.data());
   }
   std::string log() const { return bytes(rtc_.nvrtcGetProgramLogSize, rtc_.nvrtcGetProgramLog, 1); }
