@@ -153,6 +153,9 @@ void Plan::lay_out() {
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
   memory_ = std::make_unique<PlanArrays>(context_, layout);
 
+  batch_ = {.block_ids = memory_->device(arrays_.block_ids),
+            .custom_mask = memory_->device(arrays_.custom_mask),
+            .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {0}, device_.device)};
   tasks_ = DeviceBuffer(context_, kNumShapes * sizeof(int));
   fill_bytes(tasks_.address(), 0, tasks_.bytes(), nullptr);
   check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
@@ -178,12 +181,14 @@ Plan::BatchArrays Plan::place(const Batch& batch) const {
           "expected a host custom mask of {} bytes at most, got {}: put it into device memory", arrays_.custom_mask.capacity, mask);
     placed.custom_mask = on_host(mask) ? memory_->device(arrays_.custom_mask) : mask.as<const unsigned char>();
   }
-  placed.slots = batch.slot_mapping;
-  if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping)) {
-    placed.slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {batch.num_tokens()}, device_.device);
+  placed.has_slots = !batch.slot_mapping.empty();
+  if (placed.has_slots) {
+    placed.slots = on_host(batch.slot_mapping)
+                       ? TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {batch.num_tokens()}, device_.device)
+                       : batch.slot_mapping;
   }
   const bool same = (!captured_run_ || (placed.block_ids == batch_.block_ids && placed.custom_mask == batch_.custom_mask)) &&
-                    (!captured_write_ || placed.slots.empty() || placed.slots.data == batch_.slots.data);
+                    (!captured_write_ || placed.slots.data == batch_.slots.data);
   check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
   return placed;
 }
@@ -358,7 +363,7 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
   const bool captured = is_captured(cu);
-  const NewTokens tokens{.slots = batch_.slots,
+  const NewTokens tokens{.slots = batch_.has_slots || num_tokens_ == 0 ? batch_.slots : TensorView{},
                          .num_tokens = num_tokens_,
                          .reach = reach_,
                          .captured_tokens = captured ? options_.limits.max_num_tokens : 0,

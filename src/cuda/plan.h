@@ -68,11 +68,12 @@ class Plan final : public imbrex::Plan {
     mutable ByOutput kernels;
     int row_blocks = 1;  // tiles of rows of one token
   };
-  // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device.
+  // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
   struct BatchArrays {
     const int* block_ids = nullptr;
     const unsigned char* custom_mask = nullptr;
     TensorView slots;
+    bool has_slots = false;
   };
   struct Arrays {
     ArrayOf<int> query_start, seq_lens, block_ids;

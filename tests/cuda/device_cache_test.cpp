@@ -134,7 +134,10 @@ TEST_F(DeviceCache, EveryPairOfTypesAndLayout) {
               cache.v_scale = num_scales == 1 ? view : cache.k_scale;  // one for all heads may be on the host
             }
             writer.run(cache, device_rows(k), device_rows(v),
-                       {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {tokens}, {DeviceType::cuda, 0}), .num_tokens = int(tokens), .reach = {}}, stream.get());
+                       {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {tokens}, {DeviceType::cuda, 0}),
+                        .num_tokens = int(tokens),
+                        .reach = {}},
+                       stream.get());
             const std::string what =
                 std::string(to_string(from)) + " to " + to_string(kv) + ", " + layout.name + ", " + std::to_string(num_scales) + " scales";
             expect_written(k, slots, scales, what + ", k");
@@ -153,7 +156,10 @@ TEST_F(DeviceCache, ManyTokensAndHeadsOfDifferentSize) {
   const Side v = side(DType::bf16, DType::fp8_e4m3, tokens, 8, 128, blocks, 16, kLayouts[0], 0, 2);
   const DeviceBuffer slot_buffer = upload(slots);
   writer.run({.k = device_cache(k), .v = device_cache(v), .k_scale = {}, .v_scale = {}}, device_rows(k), device_rows(v),
-             {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {tokens}, {DeviceType::cuda, 0}), .num_tokens = int(tokens), .reach = {}}, stream.get());
+             {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {tokens}, {DeviceType::cuda, 0}),
+              .num_tokens = int(tokens),
+              .reach = {}},
+             stream.get());
   expect_written(k, slots, {1.f}, "k");
   expect_written(v, slots, {1.f}, "v");
 }
@@ -170,7 +176,8 @@ TEST_F(DeviceCache, AGraphReplaysWithOtherSlots) {
   CUgraphExec exec = nullptr;
   check_cuda(cu.cuStreamBeginCapture_v2(stream.get(), kCaptureThreadLocal), "capture");
   writer.run({.k = device_cache(k), .v = device_cache(v), .k_scale = {}, .v_scale = {}}, device_rows(k), device_rows(v),
-             {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {3}, {DeviceType::cuda, 0}), .num_tokens = 3, .reach = {}}, stream.get());
+             {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {3}, {DeviceType::cuda, 0}), .num_tokens = 3, .reach = {}},
+             stream.get());
   check_cuda(cu.cuStreamEndCapture(stream.get(), &graph), "end the capture");
   check_cuda(cu.cuGraphInstantiateWithFlags(&exec, graph, 0), "instantiate");
   for (const auto* slots : {&first, &second}) {

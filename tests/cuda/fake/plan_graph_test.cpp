@@ -1,0 +1,34 @@
+// A captured graph and eager calls give the same bits, with kernels that are host code; and what a launch is given never depends on a
+// batch. On the fake driver.
+#include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_kernels.h"
+#include "cuda/graph_batches.h"
+#include "imbrex/select.h"
+
+namespace imbrex::cuda {
+namespace {
+
+class PlanGraph : public testing::Test {
+ protected:
+  ~PlanGraph() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
+  void run(const test::GraphProblem& problem) {
+    fake::run_on_host(problem.spec);
+    test::GraphAgainstEager(*find_backend("cuda_sm80"), probe_cuda().at(0), Context::of_device(0), problem).run();
+  }
+  AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 1, .head_dim_qk = 16, .head_dim_v = 8};
+  PlanLimits limits{.max_num_reqs = 8, .max_num_tokens = 120, .max_seq_len = 1800};
+};
+
+TEST_F(PlanGraph, HostArrays) { run({.spec = spec, .limits = limits, .batches = 40, .seed = 1}); }
+TEST_F(PlanGraph, DeviceArrays) { run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 40, .seed = 2}); }
+TEST_F(PlanGraph, CustomMaskAndSinks) {
+  spec.mask.custom = spec.score.sinks = true;
+  run({.spec = spec, .limits = limits, .batches = 20, .seed = 3});
+}
+TEST_F(PlanGraph, DecodeOnly) {
+  limits.max_query_len = 1;
+  run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 40, .seed = 4});
+}
+
+}  // namespace
+}  // namespace imbrex::cuda

@@ -1,0 +1,203 @@
+#pragma once
+// Random batches through one captured graph and through eager calls, bit for bit: on a GPU, and on the fake driver.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "cuda/memory.h"
+#include "imbrex/backend.h"
+
+namespace imbrex::cuda::test {
+
+struct GraphProblem {
+  AttentionSpec spec;  // paged
+  PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
+  bool device_arrays = false;  // block table, slots and mask in device memory, where they stay; otherwise on the host
+  int batches = 100;
+  unsigned seed = 1;
+};
+
+// One step: any mix of padded and empty requests, decode, verify, chunks and whole prompts, in pages of their own.
+struct RandomStep {
+  std::vector<int32_t> starts{0}, lens, table;
+  std::vector<int64_t> slots;
+  std::vector<uint8_t> mask;
+  int width = 0;
+
+  RandomStep(const GraphProblem& p, int num_blocks, std::mt19937& random) {
+    const auto below = [&](int n) { return int(random() % unsigned(std::max(n, 1))); };
+    const int longest = p.limits.max_query_len > 0 ? p.limits.max_query_len : p.limits.max_num_tokens;
+    std::vector<int32_t> pages(static_cast<size_t>(num_blocks));
+    std::iota(pages.begin(), pages.end(), 0);
+    std::shuffle(pages.begin(), pages.end(), random);
+    width = (p.limits.max_seq_len + p.spec.block_size - 1) / p.spec.block_size;
+    const int count = below(p.limits.max_num_reqs + 1);
+    const bool only_decode = below(3) == 0;
+    size_t page = 0;
+    for (int r = 0; r < count; ++r) {
+      const int left = std::min(longest, p.limits.max_num_tokens - starts.back());
+      const int kind = only_decode ? 2 : below(6), context = below(kind == 5 ? 1 : p.limits.max_seq_len);
+      int q_len = kind < 2 ? 0 : kind == 2 ? 1 : kind == 3 ? 1 + below(16) : 1 + below(150);
+      q_len = std::min(q_len, left);
+      int seq_len = kind == 0 ? 0 : std::min(context + q_len, p.limits.max_seq_len);
+      while ((seq_len + p.spec.block_size - 1) / p.spec.block_size > int(pages.size() - page)) seq_len /= 2;
+      q_len = std::min(q_len, seq_len);
+      starts.push_back(starts.back() + q_len);
+      lens.push_back(seq_len);
+      const size_t row = table.size();
+      table.resize(row + size_t(width), -1);
+      for (int b = 0; b * p.spec.block_size < seq_len; ++b) table[row + size_t(b)] = pages[page++];
+      for (int j = seq_len - q_len; j < seq_len; ++j)
+        slots.push_back(below(20) == 0 ? -1
+                                       : int64_t(table[row + size_t(j / p.spec.block_size)]) * p.spec.block_size + j % p.spec.block_size);
+      if (p.spec.mask.custom)
+        for (int i = 0; i < q_len * seq_len; ++i) mask.push_back(uint8_t(below(3) > 0));
+    }
+  }
+};
+
+class GraphAgainstEager {
+ public:
+  GraphAgainstEager(const Backend& backend, const DeviceInfo& device, ContextPtr context, const GraphProblem& problem)
+      : p_(problem), context_(std::move(context)), stream_(context_), device_(device.device), random_(problem.seed) {
+    for (Side* side : {&graph_, &eager_}) {
+      side->plan = backend.plan(p_.spec, device, {.limits = p_.limits, .threads = {}});
+      side->k = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
+      side->v = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
+      side->out = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_v, p_.spec.q_dtype);
+      side->lse = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, 1, DType::f32);
+      const int64_t width = (p_.limits.max_seq_len + p_.spec.block_size - 1) / p_.spec.block_size;
+      side->table = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs * width) * sizeof(int32_t));
+      side->slots = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * sizeof(int64_t));
+      side->mask = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * size_t(p_.limits.max_seq_len));
+    }
+    q_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_qk, p_.spec.q_dtype), 1);
+    new_k_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.q_dtype), 2);
+    new_v_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.q_dtype), 3);
+    sinks_ = fill(DeviceBuffer(context_, size_t(p_.spec.num_q_heads) * sizeof(float)), 4);
+  }
+
+  void run() {
+    const DriverApi& cu = need_driver();
+    const CurrentContext current(*context_);
+    CUgraph graph = nullptr;
+    CUgraphExec exec = nullptr;
+    {
+      RandomStep first(p_, kBlocks, random_);
+      while (p_.device_arrays && first.slots.empty()) first = RandomStep(p_, kBlocks, random_);  // it has to say where its arrays are
+      update(graph_, first);
+      check_cuda(cu.cuStreamBeginCapture_v2(stream_.get(), kCaptureThreadLocal), "capture");
+      layer(graph_);
+      check_cuda(cu.cuStreamEndCapture(stream_.get(), &graph), "end the capture");
+    }
+    check_cuda(cu.cuGraphInstantiateWithFlags(&exec, graph, 0), "instantiate");
+    int merged = 0;
+    for (int batch = 0; batch < p_.batches && !testing::Test::HasFailure(); ++batch) {
+      const RandomStep step(p_, kBlocks, random_);
+      for (Side* side : {&graph_, &eager_}) {
+        fill_bytes(side->out.address(), 0xff, side->out.bytes(), stream_.get());
+        fill_bytes(side->lse.address(), 0xff, side->lse.bytes(), stream_.get());
+        update(*side, step);
+      }
+      check_cuda(cu.cuGraphLaunch(exec, stream_.get()), "replay");
+      layer(eager_);
+      stream_.synchronize();
+      const std::string what = eager_.plan->str() + ", batch " + std::to_string(batch);
+      EXPECT_EQ(eager_.plan->str(), graph_.plan->str());
+      merged += what.find(" 0 merges") == std::string::npos;
+      EXPECT_TRUE(bytes(graph_.out) == bytes(eager_.out)) << what;
+      EXPECT_TRUE(bytes(graph_.lse) == bytes(eager_.lse)) << what;
+      EXPECT_TRUE(bytes(graph_.k) == bytes(eager_.k)) << what;
+      EXPECT_TRUE(bytes(graph_.v) == bytes(eager_.v)) << what;
+      const std::vector<unsigned char> out = bytes(graph_.out);
+      const size_t row = size_t(p_.spec.num_q_heads * p_.spec.head_dim_v) * size_t(size_of(p_.spec.q_dtype));
+      const size_t used = row * size_t(step.starts.back());
+      EXPECT_TRUE(std::all_of(out.begin() + long(used), out.end(), [](unsigned char b) { return b == 0xff; })) << "padding, " << what;
+      EXPECT_TRUE(used == 0 || !std::all_of(out.begin(), out.begin() + long(used), [](unsigned char b) { return b == 0xff; })) << what;
+    }
+    EXPECT_GT(merged, p_.batches / 10) << "too few batches had merges";
+    check_cuda(cu.cuGraphExecDestroy(exec), "destroy");
+    check_cuda(cu.cuGraphDestroy(graph), "destroy");
+  }
+
+ private:
+  static constexpr int kBlocks = 800;
+  struct Side {
+    std::unique_ptr<imbrex::Plan> plan;
+    DeviceBuffer k, v, out, lse, table, slots, mask;
+  };
+
+  DeviceBuffer rows(int64_t count, int64_t heads, int64_t dim, DType dtype) const {
+    return DeviceBuffer(context_, size_t(count * heads * dim * size_of(dtype)));
+  }
+  // Bytes that are small numbers in every type: the high byte of a 16-bit float, and any fp8, decide the exponent.
+  DeviceBuffer fill(DeviceBuffer buffer, unsigned seed) const {
+    std::mt19937 random(seed);
+    std::vector<unsigned char> values(buffer.bytes());
+    for (unsigned char& b : values) b = (unsigned char)((random() & 0x8f) | 0x30);
+    copy_to_device(buffer.address(), values.data(), values.size(), stream_.get());
+    stream_.synchronize();
+    return buffer;
+  }
+  std::vector<unsigned char> bytes(const DeviceBuffer& buffer) const {
+    std::vector<unsigned char> values(buffer.bytes());
+    copy_to_host(values.data(), buffer.address(), values.size(), stream_.get());
+    stream_.synchronize();
+    return values;
+  }
+  TensorView view(const DeviceBuffer& buffer, DType dtype, std::initializer_list<int64_t> sizes) const {
+    return TensorView::contiguous(buffer.as<void>(), dtype, sizes, device_);
+  }
+
+  template <class T>
+  TensorView place(const DeviceBuffer& buffer, const std::vector<T>& values, DType dtype, std::initializer_list<int64_t> sizes) const {
+    if (!p_.device_arrays) return TensorView::contiguous(const_cast<T*>(values.data()), dtype, sizes);
+    copy_to_device(buffer.address(), values.data(), values.size() * sizeof(T), stream_.get());
+    stream_.synchronize();
+    return view(buffer, dtype, sizes);
+  }
+  void update(Side& side, const RandomStep& step) {
+    Batch batch;
+    batch.query_start_loc = step.starts;
+    batch.seq_lens = step.lens;
+    const int64_t reqs = int64_t(step.lens.size());
+    if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width});
+    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {int64_t(step.slots.size())});
+    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())});
+    side.plan->update(batch, stream_.get());
+  }
+  void layer(const Side& side) const {
+    const AttentionSpec& s = p_.spec;
+    const int64_t tokens = p_.limits.max_num_tokens;
+    const KvCache cache{.k = view(side.k, s.kv_dtype, {kBlocks, s.block_size, s.num_kv_heads, s.head_dim_qk}),
+                        .v = view(side.v, s.kv_dtype, {kBlocks, s.block_size, s.num_kv_heads, s.head_dim_v}),
+                        .k_scale = {},
+                        .v_scale = {}};
+    side.plan->write_kv(cache, view(new_k_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_qk}),
+                        view(new_v_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_v}), stream_.get());
+    Inputs in{.q = view(q_, s.q_dtype, {tokens, s.num_q_heads, s.head_dim_qk}), .kv = cache};
+    if (s.score.sinks) in.sinks = view(sinks_, DType::f32, {s.num_q_heads});
+    side.plan->run(in,
+                   {.out = view(side.out, s.q_dtype, {tokens, s.num_q_heads, s.head_dim_v}),
+                    .lse = view(side.lse, DType::f32, {tokens, s.num_q_heads})},
+                   stream_.get());
+  }
+
+  GraphProblem p_;
+  ContextPtr context_;
+  OwnedStream stream_;
+  Device device_;
+  std::mt19937 random_;
+  Side graph_, eager_;
+  DeviceBuffer q_, new_k_, new_v_, sinks_;
+};
+
+inline AttentionSpec graph_spec(DType kv = DType::bf16) {
+  return {.num_q_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64, .kv_dtype = kv};
+}
+
+}  // namespace imbrex::cuda::test
