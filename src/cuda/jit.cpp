@@ -184,6 +184,8 @@ CompiledKernel compile_text(const KernelKey& key, std::string_view text) {
   const NvrtcApi& rtc = need_nvrtc();
   check_arch(rtc, key);
   std::vector<std::string> options = options_of(key);
+  // Beside a driver NVRTC 13 keeps a cache of its own, and what comes from there has no log to read resources from.
+  if (rtc.version >= 13000) options.push_back("--no-cache");
   std::vector<const char*> headers, header_names;
   std::string name = key.path;
   const auto dump = env::get(env::kCudaDump);
