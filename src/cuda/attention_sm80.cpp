@@ -73,7 +73,7 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
   static constexpr AttentionTiles kBeyond[] = {
       {64, 32, 4, 1, 2, 2, 1}, {64, 16, 4, 1, 2, 2, 1}, {32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
   static constexpr AttentionTiles kF32[] = {
-      {64, 32, 4, 1, 1, 2, 2}, {64, 32, 4, 1, 1, 2, 1}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
+      {64, 16, 4, 1, 1, 2, 2}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
   static constexpr AttentionTiles kF32Beyond[] = {{32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
   static constexpr AttentionTiles kF32Far[] = {{16, 16, 1, 1, 4, 2, 1}, {16, 16, 1, 1, 4, 1, 1}};
   const ScoreMod& score = spec.score;
@@ -104,15 +104,18 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
 std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, KernelPhase phase, int rows) {
   const SharedMemory memory = shared_memory_of(arch);
   if (phase == KernelPhase::prefill) return prefill_tiles(memory, spec);
-  const int least = std::max(rows, std::min(spec.group_size(), 64));
-  return decode_tiles(memory, spec, least <= 16 ? 16 : least <= 32 ? 32 : 64);
+  const int wanted = std::max(rows, std::min(spec.group_size(), 64));
+  for (int most = wanted <= 16 ? 16 : wanted <= 32 ? 32 : 64; most >= 16; most /= 2)
+    if (const auto tiles = decode_tiles(memory, spec, most)) return tiles;
+  return std::nullopt;
 }
 
 int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t) {
   const int element = is_fp8(spec.kv_dtype) && spec.q_dtype != DType::f32 ? 1 : 2;
+  const int v_dims = rounded_up(spec.head_dim_v, 16 * t.dim_warps);
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
-  const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(spec.head_dim_v, element));
-  const int part = t.key_warps > 1 ? t.rows * (rounded_up(spec.head_dim_v, 16) + 8) * 4 : 0;
+  const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(v_dims, element));
+  const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
   const int rows = t.rows * (t.key_warps * 8 + 4 + 16);
   constexpr int kItem = 56, kNextTask = 4;
   return rounded_up(q + t.key_warps * std::max(t.stages * stage, part) + rows + kItem + kNextTask, 16);

@@ -22,7 +22,8 @@ struct AttentionTiles {
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };
 
-// Of the fewest rows >= `rows` that the phase has (decode: 16, 32, 64). nullopt: nothing fits the shared memory of the architecture.
+// Decode has 16, 32 or 64 rows: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a larger group
+// in parts). nullopt: nothing fits the shared memory of the architecture.
 std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, KernelPhase, int rows = 1);
 
 // Shared memory of a thread block, bytes.

@@ -27,6 +27,7 @@ extern "C" __global__ void words(const char* in, float* out, int n) {
   copy_async_wait<0>();
   named_barrier_arrive(1, 256);
   named_barrier_sync(1, 256);
+  store_shared(to, uint4{u32(n), 2, 3, 4}), store_shared(to + 8, uint2{u32(computed_here(n)), 6});
   u32 a[4], b[2], c[4], e[2];
   load_matrix(a, to), load_matrix(b, to), load_matrix_transposed(c, to), load_matrix_transposed(e, to);
   float d[4] = {1, 2, 3, 4};

@@ -25,17 +25,18 @@ constexpr bool kDirect = kBytes || kKvType == kProductType;  // no conversion on
 constexpr int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
 constexpr int kStoredBytes = kBytes ? 1 : 2;
 constexpr int kPieceDims = 16 / kStoredBytes;
-constexpr int pieces_of(int dim) { return rounded_up(dim, 16) / kPieceDims; }
+constexpr int kQkDims = rounded_up(kHeadDimQk, 16), kVDims = rounded_up(kHeadDimV, 16 * kDimWarps);  // with zeros at the end
+constexpr int kKPieces = kQkDims / kPieceDims, kVPieces = kVDims / kPieceDims;
 constexpr int row_bytes(int pieces) { return (pieces | 1) * 16; }
 
 constexpr int kTeams = kKeyWarps;  // a team of warps shares its keys of each tile: it loads them, and waits for nobody else
 constexpr int kTeamWarps = kRowWarps * kDimWarps, kThreads = 32 * kTeams * kTeamWarps;
 constexpr int kTeamKeys = kTileKeys / kTeams;
-constexpr int kQRowBytes = row_bytes(rounded_up(kHeadDimQk, 16) / 8), kQPlaneBytes = kTileRows * kQRowBytes;
-constexpr int kKRowBytes = row_bytes(pieces_of(kHeadDimQk)), kVRowBytes = row_bytes(pieces_of(kHeadDimV));
+constexpr int kQRowBytes = row_bytes(kQkDims / 8), kQPlaneBytes = kTileRows * kQRowBytes;
+constexpr int kKRowBytes = row_bytes(kKPieces), kVRowBytes = row_bytes(kVPieces);
 constexpr int kKPlaneBytes = kTeamKeys * kKRowBytes, kVPlaneBytes = kTeamKeys * kVRowBytes;
 constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + kVPlaneBytes);
-constexpr int kPartRow = rounded_up(kHeadDimV, 16) + 8;  // floats; the 8 spread rows over the banks
+constexpr int kPartRow = kVDims + 8;  // floats; the 8 spread rows over the banks
 constexpr int kPartBytes = kTeams > 1 ? kTileRows* kPartRow * 4 : 0;
 constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageBytes : kPartBytes;
 
@@ -98,7 +99,6 @@ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 // Neighbouring lanes that copy a row together: as many as divide both sides' pieces, unless that makes poor use of a sector.
-constexpr int kKPieces = pieces_of(kHeadDimQk), kVPieces = pieces_of(kHeadDimV);
 constexpr int kEvenLanes = smaller(16, smaller(power_of_two_in(kKPieces), power_of_two_in(kVPieces)));
 constexpr int kRowLanes = kEvenLanes >= 4 ? kEvenLanes : smaller(8, power_of_two_from(larger(kKPieces, kVPieces)));
 constexpr int kPassRowsOfWarp = 32 / kRowLanes, kPassRows = kPassRowsOfWarp * kTeamWarps;
@@ -171,20 +171,18 @@ class KvLoader {
       }
       const int row = pass * kPassRows + first_row;
       if (kPasses * kPassRows == kTeamKeys || row < kTeamKeys) {
-        copy_row<kHeadDimQk>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, is_valid(item, begin + row));
-        copy_row<kHeadDimV>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
+        copy_row<kHeadDimQk, kKPieces>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, is_valid(item, begin + row));
+        copy_row<kHeadDimV, kVPieces>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
       }
       if constexpr (kOneBlock) k_row += kPassRows * p_.k.token_stride, v_row += kPassRows * p_.v.token_stride;
     }
   }
 
-  template <int dim>
+  template <int dim, int pieces>
   DEVICE void copy_row(const char* from, int piece, u32 to, bool valid) const {
-    constexpr int pieces = pieces_of(dim);
 #pragma unroll
     for (int i = 0; i < pieces; i += kRowLanes) {
-      // The last piece may be there only to fill 16 dims.
-      const bool inside = dim % 16 == 0 || (i + piece) * kPieceDims < dim;
+      const bool inside = pieces * kPieceDims == dim || (i + piece) * kPieceDims < dim;
       if (pieces % kRowLanes == 0 || i + piece < pieces) copy_async<16>(to + i * 16, inside ? from + i * 16 : from, valid && inside);
     }
   }
@@ -196,16 +194,15 @@ class KvLoader {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kPassRows + first_row, block = block_of(pass);
       if (row >= kTeamKeys) continue;
-      convert_row<kHeadDimQk>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes, stage + row * kKRowBytes,
-                              kKPlaneBytes, is_valid(item, begin + row));
-      convert_row<kHeadDimV>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
-                             stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
+      convert_row<kHeadDimQk, kKPieces>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes,
+                                        stage + row * kKRowBytes, kKPlaneBytes, is_valid(item, begin + row));
+      convert_row<kHeadDimV, kVPieces>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
+                                       stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
     }
   }
 
-  template <int dim>
+  template <int dim, int pieces>
   DEVICE void convert_row(const KvSide& side, const char* from, int first_piece, u32 to, int plane_bytes, bool valid) const {
-    constexpr int pieces = pieces_of(dim);
 #pragma unroll 1
     for (int piece = first_piece; piece < pieces; piece += kRowLanes) {
       Eight<kKvType> e[kPieceDims / 8];
@@ -256,7 +253,7 @@ class QLoader {
   }
 
  private:
-  static constexpr int kPieces = rounded_up(kHeadDimQk, 16) / 8, kLanes = smaller(32, power_of_two_from(kPieces));
+  static constexpr int kPieces = kQkDims / 8, kLanes = smaller(32, power_of_two_from(kPieces));
   static constexpr int kLanePieces = (kPieces + kLanes - 1) / kLanes;
 
   DEVICE static const char* row_of(const AttentionParams& p, const Item& item, int row) {

@@ -37,11 +37,13 @@ DEVICE Part part_of(const AttentionParams& p, long row, long stride, int first, 
   return part;
 }
 
-struct SharedStorage {
+struct alignas(16) SharedStorage {
   float top[kWarps];
   float sum[kWarps];
   float4 x[kWarps][kHeadDimV / 4];
 };
+
+extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
 DEVICE void merge_row(const AttentionParams& p, const MergeItem& item, int token, int head, SharedStorage& shared) {
   const int num_q_heads = p.num_kv_heads * kGroup, warp = warp_id(), lane = lane_id();
@@ -78,11 +80,11 @@ DEVICE void merge_row(const AttentionParams& p, const MergeItem& item, int token
     for (float& value : x) value = ended(value, end.factor);
     store_out(out_row(p, item.q_begin + token, head) + eight * 8 * element_bytes(kOutType), wide, x);
   }
-  __syncthreads();  // before the next row's parts
 }
 
-extern "C" __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ AttentionParams p) {
-  __shared__ SharedStorage shared;
+extern "C" __global__ void __launch_bounds__(kMergeThreads, 4) merge(const __grid_constant__ AttentionParams p) {
+  extern __shared__ char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
   const int num_q_heads = p.num_kv_heads * kGroup, tasks = p.counts->num_merges * num_q_heads;
   for (int task = int(blockIdx.x); task < tasks; task += int(gridDim.x)) {

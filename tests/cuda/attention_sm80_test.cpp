@@ -1,0 +1,122 @@
+// Shapes of tiles of attention_sm80.cu: they fit where they must, depend on what they may, and compile without a spill everywhere.
+#include "cuda/attention_sm80.h"
+
+#include <gtest/gtest.h>
+
+#include "cuda/cubin.h"
+#include "cuda/needs.h"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr const char* kArchs[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
+constexpr KernelPhase kPhases[] = {KernelPhase::decode, KernelPhase::prefill};
+
+AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int group = 4) {
+  return {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = dim_qk, .head_dim_v = dim_v, .q_dtype = q, .kv_dtype = kv};
+}
+
+int shared_memory_of(std::string_view arch) { return arch == "sm_80" ? 163 << 10 : arch == "sm_120" ? 99 << 10 : 227 << 10; }
+
+TEST(AttentionSm80, TilesFitEverywhere) {
+  int count = 0;
+  for (const char* arch : kArchs)
+    for (const KernelPhase phase : kPhases)
+      for (const DType q : {DType::bf16, DType::f32})
+        for (const DType kv : {DType::bf16, DType::f32, DType::fp8_e4m3})
+          for (int dim = 8; dim <= 512; dim += 8)
+            for (int rows : {1, 17, 64}) {
+              const AttentionSpec spec = spec_of(q, kv, dim, dim);
+              const auto tiles = attention_sm80_tiles(arch, spec, phase, rows);
+              const std::string what = spec.str() + " " + arch;
+              // f32 beyond 256 takes three planes of everything: too much for 99 KiB.
+              if (!tiles) {
+                EXPECT_TRUE(q == DType::f32 && kv == DType::f32 && dim > 256 && std::string_view(arch) == "sm_120") << what;
+                continue;
+              }
+              ++count;
+              const int bytes = attention_sm80_smem_bytes(spec, *tiles);
+              EXPECT_LE(bytes, shared_memory_of(arch)) << what;
+              EXPECT_LE(tiles->blocks * (bytes + 1024), shared_memory_of(arch) + 1024) << what;
+              EXPECT_EQ(tiles->rows % (16 * tiles->row_warps), 0) << what;
+              EXPECT_EQ(tiles->keys % (16 * tiles->key_warps), 0) << what;
+              EXPECT_EQ(128 % tiles->keys, 0) << what << ": schedules begin at multiples of 128";
+              EXPECT_TRUE(phase == KernelPhase::prefill || tiles->rows >= rows || dim > 256) << what << " " << rows;
+            }
+  EXPECT_GT(count, 4000);
+}
+
+// On an H200 the memory wants 40 KB under way on each multiprocessor.
+TEST(AttentionSm80, DecodeKeepsTheMemoryBusy) {
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+    for (int dim : {64, 128, 256}) {
+      const AttentionSpec spec = spec_of(DType::bf16, kv, dim, dim);
+      const AttentionTiles t = *attention_sm80_tiles("sm_90a", spec, KernelPhase::decode);
+      const int64_t tile = int64_t(t.keys) * 2 * dim * size_of(kv);
+      EXPECT_GE(t.blocks * (t.stages - 1) * tile, 40 << 10) << spec.str();
+    }
+}
+
+TEST(AttentionSm80, OneSpecOneShape) {
+  const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128);
+  AttentionSpec other = spec;
+  other.num_q_heads = 64, other.num_kv_heads = 16;
+  EXPECT_EQ(attention_sm80_key("sm_90a", spec, DType::bf16, *attention_sm80_tiles("sm_90a", spec, KernelPhase::decode)).str(),
+            attention_sm80_key("sm_90a", other, DType::bf16, *attention_sm80_tiles("sm_90a", other, KernelPhase::decode)).str());
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec, KernelPhase::decode)->rows, 16);
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 32), KernelPhase::decode)->rows, 32);
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 71), KernelPhase::decode)->rows, 64);
+}
+
+// No spill, no local memory, no warning, and as much shared memory as the host reckons with.
+void expect_clean(const char* arch, const AttentionSpec& spec, KernelPhase phase, int rows = 1) {
+  const AttentionTiles tiles = *attention_sm80_tiles(arch, spec, phase, rows);
+  const KernelKey key = attention_sm80_key(arch, spec, spec.q_dtype, tiles);
+  const CompiledKernel kernel = compile(key);
+  EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << key.str();
+  ASSERT_EQ(entry_reports(kernel).size(), 1u) << kernel.log;
+  const EntryReport entry = entry_reports(kernel)[0];
+  EXPECT_EQ(entry.name, "attention_sm80");
+  EXPECT_EQ(entry.dynamic_smem_bytes, attention_sm80_smem_bytes(spec, tiles)) << key.str();
+  EXPECT_LE(entry.registers * tiles.threads() * tiles.blocks, 65536) << key.str();
+}
+
+TEST(AttentionSm80, CompilesCleanly) {
+  NEEDS_NVRTC();
+  for (const char* arch : kArchs) {
+    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), KernelPhase::decode);
+    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), KernelPhase::prefill);
+  }
+  expect_clean("sm_80", spec_of(DType::bf16, DType::fp8_e4m3, 128, 128), KernelPhase::decode);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::fp8_e5m2, 80, 80), KernelPhase::prefill);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128), KernelPhase::decode, 32);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 256, 256), KernelPhase::prefill);
+  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), KernelPhase::prefill);
+  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), KernelPhase::decode);
+  expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), KernelPhase::prefill);
+}
+
+TEST(AttentionSm80, EveryFeatureCompilesCleanly) {
+  NEEDS_NVRTC();
+  AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128);
+  spec.mask.window_left = 100, spec.mask.custom = true;
+  spec.score = {.head_scales = true, .soft_cap = 30.f, .alibi = true, .relative_buckets = 32, .relative_max_distance = 128, .sinks = true};
+  for (const char* arch : {"sm_80", "sm_90a"})
+    for (const KernelPhase phase : kPhases) expect_clean(arch, spec, phase);
+}
+
+TEST(AttentionSm80, MergeCompilesCleanly) {
+  NEEDS_NVRTC();
+  for (const char* arch : kArchs)
+    for (int dim : {8, 128, 512}) {
+      const CompiledKernel kernel = compile(merge_key(arch, spec_of(DType::bf16, DType::bf16, dim, dim), DType::bf16));
+      EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << arch << " " << dim;
+      ASSERT_EQ(entry_reports(kernel).size(), 1u);
+      EXPECT_EQ(entry_reports(kernel)[0].name, "merge");
+      EXPECT_LE(entry_reports(kernel)[0].dynamic_smem_bytes, 48 << 10);
+    }
+}
+
+}  // namespace
+}  // namespace imbrex::cuda

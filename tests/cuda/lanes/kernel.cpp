@@ -1,0 +1,15 @@
+// One kernel text with the constants of one variant, as a library that runs it on the host; opened by lanes_test.cpp.
+#include LANES_TEXT
+
+extern "C" void run_kernel(const imbrex::cuda::AttentionParams* params, int blocks, bool late_copies, unsigned chance) {
+  using namespace imbrex::cuda;
+  imbrex::lanes::block.late_copies = late_copies;
+  imbrex::lanes::block.chance = chance;
+  gridDim.x = unsigned(blocks);
+  std::memset(memory, 0xff, sizeof memory);  // NaN in every type
+  for (int i = 0; i < blocks; ++i) {
+    blockIdx.x = unsigned(i);
+    imbrex::lanes::run_block(LANES_THREADS, [params] { LANES_ENTRY(*params); });
+  }
+}
+extern "C" unsigned kernel_smem_bytes() { return imbrex::cuda::smem_bytes; }

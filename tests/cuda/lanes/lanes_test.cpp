@@ -1,0 +1,172 @@
+// The text of attention_sm80.cu and merge.cu, run lane by lane on the host and held to the reference: fragments, masks, pipeline, merge.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "attention/case_runner.h"
+#include "attention/conformance.h"
+#include "attention/reference.h"
+#include "attention/relative_bias.h"
+#include "cuda/kv_side.h"
+#include "cuda/lanes/variants.h"
+#include "imbrex/schedule.h"
+
+namespace imbrex::test {
+namespace {
+
+using cuda::AttentionParams, cuda::AttentionTiles;
+
+struct How {  // none of it may change a bit, `split` apart
+  bool late_copies = true;
+  unsigned chance = 1;
+  int blocks = 3;
+  int split = 1 << 20;  // tiles of keys
+};
+
+// A kernel of a variant: "attention_decode", "merge_decode".
+struct Library {
+  void (*run)(const AttentionParams*, int blocks, bool late_copies, unsigned chance);
+  unsigned (*smem_bytes)();
+};
+Library open_library(const std::string& name) {
+  void* const handle = dlopen((std::string(IMBREX_LANES) + "/" + name + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) throw std::runtime_error(dlerror());
+  return {reinterpret_cast<decltype(Library::run)>(dlsym(handle, "run_kernel")),
+          reinterpret_cast<decltype(Library::smem_bytes)>(dlsym(handle, "kernel_smem_bytes"))};
+}
+
+class LanesPlan final : public Plan {
+ public:
+  LanesPlan(const Variant& variant, const How& how, const AttentionSpec& spec, const PlanOptions& options)
+      : variant_(variant), how_(how), spec_(spec), tiles_(*cuda::attention_sm80_tiles(variant.arch, spec, variant.phase, variant.rows)) {
+    writer_ = reference_backend().plan(spec, probe_cpu(), options);
+  }
+
+  void update(const Batch& batch, Stream stream) override {
+    writer_->update(batch, stream);
+    batch_ = batch;
+    query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
+    seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+    block_start_.assign(size_t(batch.num_reqs()), 0);
+    custom_start_ = block_start_;
+    long custom = 0;
+    for (int r = 0; r < batch.num_reqs(); ++r) {
+      block_start_[size_t(r)] = spec_.block_size == 0 ? batch.kv_start_loc.as<const int>()[r] : r * batch.block_table.stride(0);
+      custom_start_[size_t(r)] = std::exchange(custom, custom + long(batch.query_len(r)) * batch.seq_lens[size_t(r)]);
+    }
+    SchedulePolicy policy;
+    policy.tile_q = std::max(1, tiles_.rows / spec_.group_size());
+    policy.tile_kv = tiles_.keys;
+    policy.split_kv = tiles_.keys * how_.split;
+    schedule(batch, spec_.mask, policy, schedule_);
+  }
+
+  void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {
+    writer_->write_kv(cache, k, v, stream);
+  }
+
+  void run(const Inputs& in, const Outputs& out, Stream) const override {
+    AttentionParams p{};
+    const long q_size = size_of(in.q.dtype), out_size = size_of(out.out.dtype);
+    p.q = in.q.as<const char>(), p.q_token_stride = in.q.stride(0) * q_size, p.q_head_stride = in.q.stride(1) * q_size;
+    p.out = out.out.as<char>(), p.out_token_stride = out.out.stride(0) * out_size, p.out_head_stride = out.out.stride(1) * out_size;
+    p.lse = out.lse.as<float>(), p.lse_token_stride = out.lse.stride(0), p.lse_head_stride = out.lse.stride(1);
+    p.k = side(in.kv.k, in.kv.k_scale), p.v = side(in.kv.v, in.kv.v_scale);
+    p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
+    p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
+    p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
+    const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs()};
+    p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
+    int next_task = 0;
+    p.next_task = &next_task;
+    p.num_kv_heads = spec_.num_kv_heads;
+    p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
+    p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;
+    p.head_scales = in.head_scales.as<const float>(), p.alibi_slopes = in.alibi_slopes.as<const float>(),
+    p.sinks = in.sinks.as<const float>();
+    std::vector<float> bias;
+    if (spec_.score.relative_buckets > 0) {
+      bias.resize(size_t(spec_.num_q_heads) * size_t(relative_bias_width(spec_.score)));
+      expand_relative_bias(spec_, in.relative_bias, bias);
+      p.bias_by_distance = bias.data(), p.bias_reach = relative_bias_width(spec_.score) / 2;
+    }
+    const size_t rows = size_t(schedule_.num_partial_rows) * size_t(spec_.num_q_heads);
+    std::vector<float> partial_out(rows * size_t(spec_.head_dim_v), NAN), partial_state(rows * 2, NAN);
+    p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
+
+    const Library attention = open_library(std::string("attention_") + variant_.name);
+    EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
+    attention.run(&p, how_.blocks, how_.late_copies, how_.chance);
+    EXPECT_EQ(next_task, 0);
+    if (counts.num_merges > 0) open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
+  }
+
+  std::string str() const override { return std::string("lanes: ") + variant_.name; }
+
+ private:
+  // Scales lie on the host here, and kv_side() reads only one of those.
+  cuda::KvSide side(const TensorView& kv, const TensorView& scale) const {
+    cuda::KvSide s = cuda::kv_side(kv, {}, spec_);
+    if (!scale.empty()) s.scales = scale.as<const float>(), s.scale_stride = scale.size(0) > 1 ? int(scale.stride(0)) : 0;
+    return s;
+  }
+
+  const Variant& variant_;
+  const How how_;
+  const AttentionSpec spec_;
+  const AttentionTiles tiles_;
+  std::unique_ptr<Plan> writer_;
+  Batch batch_;
+  std::vector<int> query_start_, seq_lens_;
+  std::vector<long> block_start_, custom_start_;
+  Schedule schedule_;
+};
+
+class LanesBackend final : public Backend {
+ public:
+  LanesBackend(const Variant& variant, const How& how) : variant_(variant), how_(how) {}
+  std::string_view name() const override { return "lanes"; }
+  std::string_view description() const override { return "kernel texts for GPUs, lane by lane on the host"; }
+  std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const override { return {}; }
+  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo&, const PlanOptions& options) const override {
+    return std::make_unique<LanesPlan>(variant_, how_, spec, options);
+  }
+
+ private:
+  const Variant& variant_;
+  const How how_;
+};
+
+class Lanes : public testing::TestWithParam<Variant> {
+ protected:
+  RunResult run(const How& how, const RunOptions& options) const {
+    return run_case(LanesBackend(GetParam(), how), probe_cpu(), make_inputs(GetParam().c), options);
+  }
+};
+
+TEST_P(Lanes, AgreesWithTheReference) {
+  const Case& c = GetParam().c;
+  const Expected expected = expect(make_inputs(c));
+  for (int split : {1 << 20, 1}) {
+    const Judgement j = judge(expected, run({.split = split}, default_options(c)));
+    EXPECT_TRUE(j.pass()) << c.spec.str() << ", split " << split << ": " << j.failure;
+  }
+}
+
+// When copies happen, which warp runs first, how many blocks share the work, where pages lie and what is in other memory: not a bit.
+TEST_P(Lanes, ResultsDoNotDependOnChance) {
+  RunOptions options = default_options(GetParam().c);
+  const RunResult first = run({}, options);
+  for (unsigned chance : {2u, 3u}) {
+    options.page_seed = chance, options.poison = chance == 2 ? Poison::zero : Poison::ones;
+    const RunResult other = run({.late_copies = chance == 2, .chance = chance, .blocks = chance == 2 ? 1 : 50}, options);
+    EXPECT_TRUE(bit_identical(first.out, other.out)) << chance;
+    EXPECT_TRUE(bit_identical(first.lse, other.lse)) << chance;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace imbrex::test

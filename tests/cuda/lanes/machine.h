@@ -1,0 +1,184 @@
+#pragma once
+// A thread block on the host: every lane a fiber, every instruction of a warp a meeting of its 32 lanes. For tests of kernel texts.
+//
+// Lanes run until they wait for each other, warps take turns in an order of chance. So a missing barrier shows as a wrong result under
+// some seed, lanes that disagree about the next instruction are found when they meet, and so is a barrier that nobody else comes to.
+#include <ucontext.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace imbrex::cuda {
+constexpr unsigned kMostShared = 227 << 10;
+alignas(1024) inline char memory[kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
+}  // namespace imbrex::cuda
+
+namespace imbrex::lanes {
+
+[[noreturn]] void fail(const char* what);
+
+struct Copy {  // an asynchronous one
+  char* to;
+  const void* from;
+  int size;
+  bool valid;
+};
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  std::function<bool()> ready;  // set while it waits
+  bool done = false;
+  long meetings = 0;
+  std::vector<Copy> open;                 // copies since the last commit
+  std::vector<std::vector<Copy>> groups;  // committed, not waited for
+};
+
+struct Warp {
+  alignas(16) char brought[2][32][64];  // what lanes bring to a meeting and, while the last may still read, to the one before
+  int kind[2][32];
+  long arrived[32] = {};
+};
+
+struct Barrier {
+  int arrived = 0;
+  long generation = 0;
+};
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<Warp> warps;
+  std::array<Barrier, 16> barriers;
+  ucontext_t scheduler;
+  std::function<void()> body;
+  int current = 0;          // lane that runs
+  bool late_copies = true;  // asynchronous copies happen when they are waited for, instead of at once
+  unsigned chance = 1;
+  int threads() const { return int(fibers.size()); }
+  Fiber& fiber() { return fibers[size_t(current)]; }
+};
+inline Block block;
+
+inline void fail(const char* what) {
+  std::fprintf(stderr, "lane %d: %s\n", block.current, what);
+  std::abort();
+}
+
+inline unsigned next_chance() { return (block.chance = block.chance * 1664525u + 1013904223u) >> 8; }
+
+template <class Ready>
+void wait_until(Ready ready) {
+  if (ready()) return;
+  const int me = block.current;
+  block.fiber().ready = ready;
+  swapcontext(&block.fiber().context, &block.scheduler);
+  block.current = me;
+}
+
+inline void fiber_main() {
+  block.body();
+  for (const auto& group : block.fiber().groups)
+    if (!group.empty()) fail("copies nobody waited for");
+  block.fiber().done = true;
+  swapcontext(&block.fiber().context, &block.scheduler);
+}
+
+inline void start_fiber(Fiber& fiber) {
+  constexpr size_t kStack = 256 << 10;
+  fiber.stack = std::make_unique<char[]>(kStack);
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStack;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, fiber_main, 0);
+}
+
+// One turn of a warp: each lane until it waits, again and again, but not for ever. Whether any ran.
+inline bool run_warp(int warp) {
+  bool ran = false, again = true;
+  for (unsigned turns = 1 + next_chance() % 400; again && turns > 0; --turns) {
+    again = false;
+    for (int lane = 32 * warp; lane < 32 * warp + 32; ++lane) {
+      Fiber& fiber = block.fibers[size_t(lane)];
+      if (fiber.done || (fiber.ready && !fiber.ready())) continue;
+      fiber.ready = nullptr;
+      block.current = lane;
+      swapcontext(&block.scheduler, &fiber.context);
+      ran = again = true;
+    }
+  }
+  return ran;
+}
+
+inline void run_block(int threads, std::function<void()> body) {
+  block.fibers = std::vector<Fiber>(size_t(threads));
+  block.warps = std::vector<Warp>(size_t(threads) / 32);
+  block.barriers = {};
+  block.body = std::move(body);
+  for (Fiber& fiber : block.fibers) start_fiber(fiber);
+  const auto alive = [] {
+    for (const Fiber& fiber : block.fibers)
+      if (!fiber.done) return true;
+    return false;
+  };
+  while (alive()) {
+    bool ran = false;
+    const unsigned first = next_chance();
+    for (size_t i = 0; i < block.warps.size(); ++i) ran |= run_warp(int((first + i) % block.warps.size()));
+    if (!ran) fail("all lanes wait");
+  }
+}
+
+// All 32 lanes bring a T; each gets what its `f` makes of them.
+template <class T, class F>
+auto meet(int kind, const T& mine, F f) {
+  static_assert(sizeof(T) <= 64);
+  Warp& warp = block.warps[size_t(block.current / 32)];
+  const int lane = block.current % 32;
+  const long meeting = ++block.fiber().meetings;
+  std::memcpy(warp.brought[meeting % 2][lane], &mine, sizeof(T));
+  warp.kind[meeting % 2][lane] = kind;
+  warp.arrived[lane] = meeting;
+  wait_until([&warp, meeting] {
+    for (long arrived : warp.arrived)
+      if (arrived < meeting) return false;
+    return true;
+  });
+  T all[32];
+  for (int l = 0; l < 32; ++l) {
+    if (warp.kind[meeting % 2][l] != kind) fail("the lanes of a warp are at different instructions");
+    std::memcpy(&all[l], warp.brought[meeting % 2][l], sizeof(T));
+  }
+  return f(static_cast<const T*>(all));
+}
+
+inline void wait_at(int id, int threads) {
+  Barrier& barrier = block.barriers[size_t(id)];
+  const long generation = barrier.generation;
+  if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.generation;
+  wait_until([&barrier, generation] { return barrier.generation != generation; });
+}
+
+inline char* shared_at(unsigned address, unsigned size) {
+  if (address % size != 0 || address + size > cuda::kMostShared) fail("a bad address in shared memory");
+  return cuda::memory + address;
+}
+
+inline void check_aligned(const void* p, unsigned size) {
+  if (reinterpret_cast<unsigned long>(p) % size != 0) fail("a misaligned address");
+}
+
+inline void perform(const Copy& copy) {
+  if (copy.valid) {
+    std::memcpy(copy.to, copy.from, size_t(copy.size));
+  } else {
+    std::memset(copy.to, 0, size_t(copy.size));
+  }
+}
+
+}  // namespace imbrex::lanes

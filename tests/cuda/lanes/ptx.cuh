@@ -1,0 +1,187 @@
+#pragma once
+// Stands in for src/cuda/kernels/ptx.cuh where kernel texts run on the host: the words that they use, by the definitions of the PTX ISA.
+#include <algorithm>
+#include <cmath>
+
+#include "config.cuh"
+#include "core/float_types.h"
+#include "cuda/lanes/machine.h"
+
+#define DEVICE inline
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace imbrex::cuda {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long;
+using i64 = long;
+using std::max, std::min;
+
+struct Index {
+  unsigned x;
+};
+inline Index blockIdx, gridDim;
+#define threadIdx (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.current)})
+
+constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
+constexpr u32 kInfinityBits = 0x7f800000u;
+
+inline int lane_id() { return int(threadIdx.x) % 32; }
+inline int warp_id() { return int(threadIdx.x) / 32; }
+inline int computed_here(int x) { return x; }
+
+enum Kind { kShuffle, kVote, kLoad, kLoadTransposed, kMultiply, kSyncWarp, kSyncBlock };  // instructions at which lanes meet
+
+inline float shuffle_xor(float x, int lanes) {
+  return lanes::meet(kShuffle, x, [at = lane_id() ^ lanes](const float* all) { return all[at]; });
+}
+inline int shuffle(int x, int lane) {
+  return lanes::meet(kShuffle, x, [lane](const int* all) { return all[lane % 32]; });
+}
+template <int lanes = 32>
+float sum_over(float x) {
+  for (int i = lanes / 2; i > 0; i /= 2) x += shuffle_xor(x, i);
+  return x;
+}
+template <int lanes = 32>
+float max_over(float x) {
+  for (int i = lanes / 2; i > 0; i /= 2) x = std::fmax(x, shuffle_xor(x, i));
+  return x;
+}
+inline bool any_lane(bool x) {
+  return lanes::meet(kVote, x, [](const bool* all) { return std::any_of(all, all + 32, [](bool b) { return b; }); });
+}
+
+inline void __syncwarp() {
+  lanes::meet(kSyncWarp, 0, [](const int*) { return 0; });
+}
+inline void named_barrier_sync(int id, int threads) {
+  lanes::meet(kSyncBlock + id, 0, [](const int*) { return 0; });
+  lanes::wait_at(id, threads);
+}
+inline void __syncthreads() { named_barrier_sync(0, lanes::block.threads()); }
+
+inline u32 bits_of(float x) { return std::bit_cast<u32>(x); }
+inline float float_of(u32 x) { return std::bit_cast<float>(x); }
+inline float infinity() { return float_of(kInfinityBits); }
+inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
+  const u64 bytes = u64(b) << 32 | a;
+  u32 d = 0;
+  for (int i = 0; i < 4; ++i) d |= (u32(bytes >> 8 * (selector >> 4 * i & 7)) & 255) << 8 * i;
+  return d;
+}
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1.f / x; }
+inline float __fdividef(float x, float y) { return x / y; }
+
+inline int atomicAdd(int* p, int x) { return std::exchange(*p, *p + x); }
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+inline uint4 load_once_16(const void* p) {
+  lanes::check_aligned(p, 16);
+  return *static_cast<const uint4*>(p);
+}
+inline uint2 load_once_8(const void* p) {
+  lanes::check_aligned(p, 8);
+  return *static_cast<const uint2*>(p);
+}
+
+inline u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - memory); }
+inline void store_shared(u32 to, const uint4& v) { std::memcpy(lanes::shared_at(to, 16), &v, 16); }
+inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }
+
+template <int size>
+void copy_async(u32 to, const void* from, bool valid = true) {
+  if (valid) lanes::check_aligned(from, size);
+  const lanes::Copy copy{lanes::shared_at(to, size), from, size, valid};
+  if (!lanes::block.late_copies) perform(copy);
+  lanes::block.fiber().open.push_back(copy);
+}
+inline void copy_async_commit() { lanes::block.fiber().groups.push_back(std::exchange(lanes::block.fiber().open, {})); }
+template <int pending>
+void copy_async_wait() {
+  auto& groups = lanes::block.fiber().groups;
+  for (; groups.size() > pending; groups.erase(groups.begin())) {
+    if (!lanes::block.late_copies) continue;
+    for (const lanes::Copy& copy : groups.front()) perform(copy);
+  }
+}
+
+// ldmatrix: lane 8 i + r gives the address of row r of matrix i. Lane l gets elements 2(l % 4) and the next of row l / 4; transposed: of
+// column l / 4.
+template <bool transposed>
+void load_matrices(u32 (&d)[4], u32 address) {
+  const int lane = lane_id();
+  struct Words {
+    u32 of[4];
+  };
+  const Words words = lanes::meet(transposed ? kLoadTransposed : kLoad, address, [lane](const u32* rows) {
+    Words w;
+    for (int i = 0; i < 4; ++i) {
+      u16 pair[2];
+      for (int k = 0; k < 2; ++k) {
+        const int down = transposed ? lane % 4 * 2 + k : lane / 4, along = transposed ? lane / 4 : lane % 4 * 2 + k;
+        std::memcpy(&pair[k], lanes::shared_at(rows[8 * i + down], 16) + 2 * along, 2);
+      }
+      w.of[i] = u32(pair[0]) | u32(pair[1]) << 16;
+    }
+    return w;
+  });
+  std::copy(words.of, words.of + 4, d);
+}
+inline void load_matrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
+inline void load_matrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+
+// mma.m16n8k16, with the lane's group g = lane / 4 and its place t in it, by the tables of the PTX ISA:
+//   a_i (i < 8): row g for i % 4 < 2, else g + 8; column 2t + i % 2, + 8 for i >= 4
+//   b_i (i < 4): row 2t + i % 2, + 8 for i >= 2; column g
+//   d_i (i < 4): row g for i < 2, else g + 8; column 2t + i % 2
+template <float (*to_float)(u16)>
+void multiply_lanes(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  struct Operands {
+    u32 a[4], b[2];
+  };
+  const int g = lane_id() / 4, t = lane_id() % 4;
+  const auto element = [](const u32* words, int i) { return double(to_float(u16(words[i / 2] >> i % 2 * 16))); };
+  struct Sums {
+    double of[4];
+  };
+  const Sums sums = lanes::meet(kMultiply, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, [&](const Operands* all) {
+    double left[16][16], right[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 8; ++i) left[lane / 4 + (i % 4 < 2 ? 0 : 8)][lane % 4 * 2 + i % 2 + (i < 4 ? 0 : 8)] = element(all[lane].a, i);
+      for (int i = 0; i < 4; ++i) right[lane % 4 * 2 + i % 2 + (i < 2 ? 0 : 8)][lane / 4] = element(all[lane].b, i);
+    }
+    Sums s{};
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 16; ++k) s.of[i] += left[g + (i < 2 ? 0 : 8)][k] * right[k][2 * t + i % 2];
+    return s;
+  });
+  for (int i = 0; i < 4; ++i) d[i] += float(sums.of[i]);
+}
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<bf16_to_float>(d, a, b0, b1); }
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<f16_to_float>(d, a, b0, b1); }
+
+}  // namespace imbrex::cuda
