@@ -47,10 +47,12 @@ std::vector<DType> output_types(const AttentionSpec& spec) {
 
 }  // namespace
 
-std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, size_t num_outputs) {
   std::vector<KernelKey> keys;
   if (spec.kv_format != KvFormat::strided) return keys;
-  for (const DType out : output_types(spec)) {
+  std::vector<DType> outputs = output_types(spec);
+  outputs.resize(std::min(outputs.size(), num_outputs));
+  for (const DType out : outputs) {
     for (const Shape shape : kShapes) {
       if (table.shape(arch, spec, shape).tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, shape, out));
