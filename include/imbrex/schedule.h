@@ -27,17 +27,29 @@ struct SchedulePolicy {
   int first_partial = 0;   // first row of the partial buffers to use: another list may have those before
 };
 
+// An item before it is split.
+struct CutItem {
+  WorkItem whole;      // partial: of its first piece; -1: it is in one piece
+  int num_pieces = 1;  // the first ends at first_end, each further one has `piece` keys, and the last the rest
+  int first_end = 0, piece = 0;
+};
+
 struct Schedule {
-  std::vector<WorkItem> work;      // longest first
-  std::vector<MergeItem> merges;   // empty when nothing was split
-  int num_partial_rows = 0;        // rows (token, split) of the partial buffers in use
-  std::vector<WorkItem> unsorted;  // scratch, kept for its capacity
+  std::vector<WorkItem> work;     // longest first
+  std::vector<MergeItem> merges;  // empty when nothing was split
+  int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
+  int num_work = 0;               // pieces of all items
+  std::vector<CutItem> items;
 };
 
 // Cuts every request by its queries (tile_q) and, where it has few of them, by its keys (split_kv). Keys that the mask hides
 // from a whole item are left out. By default the cut of a request depends on that request alone. Items do not name a kv head:
 // every item is run for every kv head. `out` keeps its capacity, so that a warm call allocates nothing.
 void schedule(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
+// The same in two steps, for a list that is written where a kernel reads it: cut() leaves `work` as it is, and write_work() writes
+// num_work items, longest first.
+void cut(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
+void write_work(const Schedule&, WorkItem* to);
 
 // What no batch within the limits exceeds; every batch must have been cut by the same policy.
 struct ScheduleBounds {

@@ -33,18 +33,30 @@ KeyRange visible_keys(const Mask& mask, int first, int last, int seq_len) {
 }
 
 // Position of an item in the order "longest first": a logarithm with three fractional bits, so that one pass sorts.
-int cost_bucket(const WorkItem& w) {
-  const uint64_t cost = uint64_t(w.kv_end - w.kv_begin + 64) * uint64_t(w.q_end - w.q_begin);
+constexpr int kBuckets = 512;
+int cost_bucket(int num_queries, int num_keys) {
+  const uint64_t cost = (uint64_t(num_keys) + 64) * uint64_t(num_queries);
   const int log2 = 63 - std::countl_zero(cost | 8);
-  return 511 - ((log2 << 3) | int((cost >> (log2 - 3)) & 7));
+  return kBuckets - 1 - ((log2 << 3) | int((cost >> (log2 - 3)) & 7));
 }
 
-void sort_longest_first(std::vector<WorkItem>& from, std::vector<WorkItem>& to) {
-  std::array<int, 513> start{};
-  for (const WorkItem& w : from) ++start[cost_bucket(w) + 1];
-  for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
-  to.resize(from.size());
-  for (const WorkItem& w : from) to[start[cost_bucket(w)]++] = w;
+// Calls visit(bucket, count, first) for the pieces of an item that cost the same: `first` is the number of the first of them.
+template <class Visit>
+void for_pieces(const CutItem& item, const Visit& visit) {
+  const WorkItem& w = item.whole;
+  const int queries = w.q_end - w.q_begin, last = item.num_pieces - 1;
+  if (last == 0) return visit(cost_bucket(queries, w.kv_end - w.kv_begin), 1, 0);
+  visit(cost_bucket(queries, item.first_end - w.kv_begin), 1, 0);
+  if (last > 1) visit(cost_bucket(queries, item.piece), last - 1, 1);
+  visit(cost_bucket(queries, w.kv_end - item.first_end - (last - 1) * item.piece), 1, last);
+}
+
+WorkItem piece_of(const CutItem& item, int index) {
+  WorkItem w = item.whole;
+  if (index > 0) w.kv_begin = item.first_end + (index - 1) * item.piece;
+  if (index + 1 < item.num_pieces) w.kv_end = item.first_end + index * item.piece;
+  if (w.partial >= 0) w.partial += index * (w.q_end - w.q_begin);
+  return w;
 }
 
 // What an item of query tokens [t0, t1) of request r reads: the visible keys, from the beginning of a tile.
@@ -90,15 +102,15 @@ int balanced_piece(const Batch& batch, const Mask& mask, const SchedulePolicy& p
 
 }  // namespace
 
-void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {
+void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {
   check(policy.tile_q > 0 && policy.tile_kv > 0 && policy.tile_q <= kMaxTile && policy.tile_kv <= kMaxTile, "schedule.tile",
         "tiles must be 1 to {}, got {} x {}", kMaxTile, policy.tile_q, policy.tile_kv);
   check(policy.split_kv > 0 && policy.split_kv % policy.tile_kv == 0, "schedule.split_kv",
         "split_kv must be a positive multiple of tile_kv {}, got {}", policy.tile_kv, policy.split_kv);
   out.merges.clear();
+  out.items.clear();
+  out.num_work = 0;
   int rows = policy.first_partial;
-  std::vector<WorkItem>& items = out.unsorted;
-  items.clear();
   const int balanced = policy.balanced ? balanced_piece(batch, mask, policy) : 0;
 
   for (int r = 0; r < batch.num_reqs(); ++r) {
@@ -116,23 +128,40 @@ void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy
       int64_t last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
       // A short last piece is not worth a partial result of its own.
       if (policy.max_splits > 0 && !policy.balanced && last > first && end - last * piece < piece / 2) --last;
-      WorkItem item{.request = r, .q_begin = q0 + t0, .q_end = q0 + t1, .kv_begin = begin, .kv_end = end, .partial = -1};
-      if (first == last) {
-        items.push_back(item);
-        continue;
+      CutItem item{.whole = {.request = r, .q_begin = q0 + t0, .q_end = q0 + t1, .kv_begin = begin, .kv_end = end, .partial = -1}};
+      if (last > first) {
+        item.num_pieces = int(last - first + 1);
+        item.first_end = int(origin + (first + 1) * piece);
+        item.piece = int(piece);
+        item.whole.partial = rows;
+        out.merges.push_back({item.whole.q_begin, item.whole.q_end, rows, item.num_pieces});
+        rows += item.num_pieces * (t1 - t0);
       }
-      out.merges.push_back({item.q_begin, item.q_end, rows, int(last - first + 1)});
-      for (int64_t s = first; s <= last; ++s) {
-        item.kv_begin = int(std::max<int64_t>(begin, origin + s * piece));
-        item.kv_end = s == last ? end : int(origin + (s + 1) * piece);
-        item.partial = rows;
-        rows += t1 - t0;
-        items.push_back(item);
-      }
+      out.num_work += item.num_pieces;
+      out.items.push_back(item);
     }
   }
   out.num_partial_rows = rows - policy.first_partial;
-  sort_longest_first(items, out.work);
+}
+
+void write_work(const Schedule& schedule, WorkItem* to) {
+  if (schedule.items.empty()) return;
+  std::array<int, kBuckets + 1> start{};
+  for (const CutItem& item : schedule.items) for_pieces(item, [&](int bucket, int count, int) { start[bucket + 1] += count; });
+  for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
+  for (const CutItem& item : schedule.items) {
+    for_pieces(item, [&](int bucket, int count, int first) {
+      WorkItem* at = to + start[bucket];
+      start[bucket] += count;
+      for (int i = 0; i < count; ++i) at[i] = piece_of(item, first + i);
+    });
+  }
+}
+
+void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {
+  cut(batch, mask, policy, out);
+  out.work.resize(size_t(out.num_work));
+  write_work(out, out.work.data());
 }
 
 namespace {

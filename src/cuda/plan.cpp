@@ -47,10 +47,12 @@ std::vector<DType> output_types(const AttentionSpec& spec) {
 
 }  // namespace
 
-std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, size_t num_outputs) {
   std::vector<KernelKey> keys;
   if (spec.kv_format != KvFormat::strided) return keys;
-  for (const DType out : output_types(spec)) {
+  std::vector<DType> outputs = output_types(spec);
+  outputs.resize(std::min(outputs.size(), num_outputs));
+  for (const DType out : outputs) {
     for (const Shape shape : kShapes) {
       if (table.shape(arch, spec, shape).tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, shape, out));
@@ -203,10 +205,10 @@ void Plan::update(const Batch& batch, Stream stream) {
   int rows = 0;
   for (ShapePlan& s : shapes_) {
     s.policy.first_partial = rows;
-    schedule(batch, spec_.mask, s.policy, s.schedule);
+    cut(batch, spec_.mask, s.policy, s.schedule);
     rows += s.schedule.num_partial_rows;
-    check(s.schedule.work.size() <= s.work.capacity, "update.limits", "expected a batch within the limits: {} work items, got {}",
-          s.work.capacity, s.schedule.work.size());
+    check(size_t(s.schedule.num_work) <= s.work.capacity, "update.limits", "expected a batch within the limits: {} work items, got {}",
+          s.work.capacity, s.schedule.num_work);
   }
   check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
   const int num_reqs = batch.num_reqs(), num_tokens = batch.num_tokens();
@@ -217,8 +219,7 @@ void Plan::update(const Batch& batch, Stream stream) {
   PlanArrays& m = *memory_;
   m.begin();
   for (const ShapePlan& s : shapes_)
-    *m.put(s.counts, 1) = {
-        .num_work = int(s.schedule.work.size()), .num_merges = int(merges), .num_tokens = num_tokens, .num_reqs = num_reqs};
+    *m.put(s.counts, 1) = {.num_work = s.schedule.num_work, .num_merges = int(merges), .num_tokens = num_tokens, .num_reqs = num_reqs};
   if (num_tokens > 0) {
     std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
     std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
@@ -234,7 +235,7 @@ void Plan::update(const Batch& batch, Stream stream) {
     MergeItem* merge = merges > 0 ? m.put(arrays_.merges, merges) : nullptr;
     for (const ShapePlan& s : shapes_) merge = std::copy(s.schedule.merges.begin(), s.schedule.merges.end(), merge);
     for (const ShapePlan& s : shapes_)
-      if (!s.schedule.work.empty()) std::copy(s.schedule.work.begin(), s.schedule.work.end(), m.put(s.work, s.schedule.work.size()));
+      if (s.schedule.num_work > 0) write_work(s.schedule, m.put(s.work, size_t(s.schedule.num_work)));
     if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
       std::copy_n(batch.slot_mapping.as<const long>(), num_tokens, m.put(arrays_.slots, size_t(num_tokens)));
     put_block_ids(batch);
@@ -350,7 +351,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.work = memory_->device(s.work);
     a.counts = memory_->device(s.counts);
     a.next_task = tasks_.as<int>() + shape;
-    const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.work.size())) * spec_.num_kv_heads * s.row_blocks;
+    const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
     launch(loaded(s.kernels, out_dtype, captured), tasks, a, cu);
   }
@@ -376,7 +377,7 @@ std::string Plan::str() const {
   std::string items;
   size_t merges = 0;
   for (const ShapePlan& s : shapes_) {
-    items += fmt::format("{}{}", items.empty() ? "" : " + ", s.schedule.work.size());
+    items += fmt::format("{}{}", items.empty() ? "" : " + ", s.schedule.num_work);
     merges += s.schedule.merges.size();
   }
   return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges", table_.backend, arch_, items,

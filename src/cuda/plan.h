@@ -34,8 +34,9 @@ struct AttentionKernels {
 
 extern const AttentionKernels kernels_sm80;  // backend.cpp
 
-// Every kernel that a plan for the spec may load; empty for a spec that the kernels do not run.
-std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&);
+// Every kernel that a plan for the spec may load, for the first so many types of output (q_dtype, then f32); empty for a spec that the
+// kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&, size_t num_outputs = 2);
 
 class Plan final : public imbrex::Plan {
  public:

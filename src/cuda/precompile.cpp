@@ -20,21 +20,26 @@
 namespace imbrex::cuda {
 namespace {
 
-std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec) {
+std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, bool) {
   if (spec.block_size == 0 || spec.kv_format != KvFormat::strided) return {};
   return {write_kv_key(arch, spec)};
 }
 
-std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec) {
+std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec, bool) {
   if (spec.block_size == 0) return {};
   return {copy_blocks_key(arch)};
 }
 
-std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec) { return plan_kernels(kernels_sm80, arch, spec); }
+std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
+  return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : 2);
+}
 
-std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec) {
-  if (arch != "sm_90a" || !attention_sm90_runs(spec)) return {};
-  return {attention_sm90_key(arch, spec, spec.q_dtype), attention_sm90_key(arch, spec, DType::f32)};
+std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
+  std::vector<KernelKey> keys;
+  if (arch != "sm_90a" || !attention_sm90_runs(spec)) return keys;
+  keys.push_back(attention_sm90_key(arch, spec, spec.q_dtype));
+  if (!sample) keys.push_back(attention_sm90_key(arch, spec, DType::f32));
+  return keys;
 }
 
 constexpr KernelFamily kFamilies[] = {
@@ -76,13 +81,13 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 
 std::span<const KernelFamily> kernel_families() { return kFamilies; }
 
-std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs) {
+std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs, bool sample) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
   for (const std::string& arch : archs)
     for (const KernelFamily& family : kFamilies)
       for (const AttentionSpec& spec : specs)
-        for (KernelKey& key : family.keys(arch, spec))
+        for (KernelKey& key : family.keys(arch, spec, sample))
           if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
   return shipped;
 }
@@ -97,6 +102,16 @@ std::vector<AttentionSpec> covering_specs() {
   constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
   for (const auto& dims : kDims)
     for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
+  const auto with = [&](const Mask& mask, const ScoreMod& score, int block_size = 16) {
+    add(DType::bf16, DType::bf16, 128, 128);
+    specs.back().mask = mask;
+    specs.back().score = score;
+    specs.back().block_size = block_size;
+  };
+  with({.window_left = 1023}, {.soft_cap = 50.f, .sinks = true});
+  with({.chunk = 8192}, {.head_scales = true});
+  with({.custom = true}, {.alibi = true});
+  with({.causal = false}, {.relative_buckets = 32, .relative_max_distance = 128, .relative_bidirectional = true}, 0);
   return specs;
 }
 
@@ -105,7 +120,8 @@ std::vector<AttentionSpec> covering_specs() {
 namespace imbrex {
 
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
-  const auto shipped = cuda::shipped_kernels(request.archs, request.specs.empty() ? cuda::covering_specs() : request.specs);
+  const bool sample = request.specs.empty();
+  const auto shipped = cuda::shipped_kernels(request.archs, sample ? cuda::covering_specs() : request.specs, sample);
   const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
   check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,
         env::kHome);

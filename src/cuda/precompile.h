@@ -11,8 +11,9 @@ namespace imbrex::cuda {
 
 struct KernelFamily {
   const char* name;
-  // Every kernel that a plan for the spec may load on the architecture; empty: the family does not run it.
-  std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&);
+  // Every kernel that a plan for the spec may load on the architecture; with `sample` those of them that differ in more than the
+  // type they store. Empty: the family does not run it.
+  std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&, bool sample);
 };
 std::span<const KernelFamily> kernel_families();
 
@@ -21,9 +22,9 @@ struct ShippedKernel {
   KernelKey key;
 };
 // Of all families, for all pairs of architecture and spec, each kernel once.
-std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs);
+std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs, bool sample = false);
 
-// Specs that together need every kind of code: all pairs of types, all head dimensions with code of their own.
+// Specs that together need every kind of code: all pairs of types, all head dimensions with code of their own, all masks and scores.
 std::vector<AttentionSpec> covering_specs();
 
 }  // namespace imbrex::cuda
