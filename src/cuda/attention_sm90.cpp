@@ -41,7 +41,7 @@ bool attention_sm90_runs(const AttentionSpec& spec) {
   return (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
          spec.kv_format == KvFormat::strided && (dim == 64 || dim == 128 || dim == 256) && spec.head_dim_qk == dim &&
          std::has_single_bit(unsigned(group)) && group <= 64 && (page == 0 || page % tile == 0 || (page >= 8 && tile % page == 0)) &&
-         !spec.mask.custom;
+         !spec.mask.custom && spec.score.relative_buckets == 0;
 }
 
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {

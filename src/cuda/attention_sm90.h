@@ -14,7 +14,7 @@ constexpr unsigned kSm90Threads = 384;
 // Keys of a tile: items' key ranges begin at multiples of it.
 int attention_sm90_tile_keys(const AttentionSpec&);
 // 16-bit keys of the queries' type, head_dim 64, 128 or 256, a power of two of q heads for a kv head, pages that tiles consist of or that
-// consist of tiles, no custom mask.
+// consist of tiles, no custom mask, no relative bias.
 bool attention_sm90_runs(const AttentionSpec&);
 // Entry `attention_sm90`; a block of kSm90Threads on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);

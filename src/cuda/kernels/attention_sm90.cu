@@ -3,6 +3,7 @@
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, 1024 of the one for exponentials. Two warpgroups
 // with 64 rows each take turns: while one multiplies, the other exponentiates. A third loads queries, keys and values, a page a lane, and
 // is an item ahead. docs/kernels/cuda_sm90.md has the schedule.
+#include "attention_item.cuh"
 #include "attention_output.cuh"
 #include "wgmma.cuh"
 
