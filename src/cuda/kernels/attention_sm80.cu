@@ -10,6 +10,7 @@
 namespace imbrex::cuda {
 
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+extern __shared__ char memory[];
 
 // --- the end of an item
 
@@ -178,7 +179,6 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(const __grid_constant__ AttentionParams p) {
-  extern __shared__ char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
   const int tasks = num_tasks(p), warp = warp_id();

@@ -44,6 +44,7 @@ struct alignas(16) SharedStorage {
 };
 
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+extern __shared__ char memory[];
 
 DEVICE void merge_row(const AttentionParams& p, const MergeItem& item, int token, int head, SharedStorage& shared) {
   const int num_q_heads = p.num_kv_heads * kGroup, warp = warp_id(), lane = lane_id();
@@ -82,8 +83,7 @@ DEVICE void merge_row(const AttentionParams& p, const MergeItem& item, int token
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kMergeThreads, 4) merge(const __grid_constant__ AttentionParams p) {
-  extern __shared__ char memory[];
+extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __grid_constant__ AttentionParams p) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
   const int num_q_heads = p.num_kv_heads * kGroup, tasks = p.counts->num_merges * num_q_heads;
