@@ -53,7 +53,7 @@ class DeviceBuffer : public Owned<CUdeviceptr, free_device> {
   CUdeviceptr address() const { return get(); }
   template <class T = void>
   T* as() const {
-    return reinterpret_cast<T*>(get());
+    return reinterpret_cast<T*>(get());  // NOLINT(performance-no-int-to-ptr): the driver's addresses are numbers
   }
 
  private:

@@ -2,7 +2,6 @@
 #include "cuda/plan.h"
 
 #include <algorithm>
-#include <cstring>
 #include <future>
 
 #include "core/check.h"
@@ -107,6 +106,7 @@ void Plan::name_kernels() {
     name(merge_, "merge", kMergeThreads, [&](DType out) { return table_.merge(arch_, spec_, out); });
   if (!options_.load_on_demand) {
     std::vector<std::future<void>> compiled;
+    compiled.reserve(all.size());
     for (const Specialised* one : all) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
     for (std::future<void>& one : compiled) one.get();
     for (Specialised* one : all) load(*one);
@@ -201,6 +201,10 @@ void Plan::update(const Batch& batch, Stream stream) {
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
   check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
+  const PlanLimits& limits = options_.limits;
+  check(batch.num_reqs() <= limits.max_num_reqs && batch.num_tokens() <= limits.max_num_tokens, "update.limits",
+        "expected at most {} requests and {} tokens, got {} and {}", limits.max_num_reqs, limits.max_num_tokens, batch.num_reqs(),
+        batch.num_tokens());
   const BatchArrays placed = place(batch);
   int rows = 0;
   for (ShapePlan& s : shapes_) {

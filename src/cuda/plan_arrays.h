@@ -34,7 +34,7 @@ class ArrayLayout {
 // kSteps steps ahead of it.
 class PlanArrays {
  public:
-  PlanArrays(ContextPtr, const ArrayLayout&);  // device memory, zeroed
+  PlanArrays(const ContextPtr&, const ArrayLayout&);  // device memory, zeroed
 
   template <class T>
   T* device(const ArrayOf<T>& array) const {
