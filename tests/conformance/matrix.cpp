@@ -58,7 +58,8 @@ std::vector<DeviceInfo> test_devices() {
 }
 
 std::vector<const Backend*> test_backends(const DeviceInfo& device) {
-  static std::map<const Backend*, std::unique_ptr<Backend>> mirrors;
+  // Never destroyed: the driver may be gone before static objects are.
+  static auto& mirrors = *new std::map<const Backend*, std::unique_ptr<Backend>>;
   std::vector<const Backend*> result = backends();
   for (const Backend*& backend : result) {
     if (device.device.type != DeviceType::cuda) continue;

@@ -2,11 +2,15 @@
 // On the fake driver.
 #include <gtest/gtest.h>
 
+#include <cstring>
+
 #include "attention/cases.h"
 #include "attention/conformance.h"
 #include "cuda/device_mirror.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
+#include "cuda/params.h"
+#include "expect_error.h"
 #include "imbrex/select.h"
 
 namespace imbrex::cuda {
@@ -15,6 +19,7 @@ namespace {
 // Plans of cuda_sm80, whose kernels run on the host.
 struct OnHost final : Backend {
   const Backend& inner = *find_backend("cuda_sm80");
+  int spoiled_byte = 0;  // where an attention kernel writes beside what it should; behind the output when positive
   std::string_view name() const override { return inner.name(); }
   std::string_view description() const override { return inner.description(); }
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
@@ -22,6 +27,16 @@ struct OnHost final : Backend {
   }
   std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     fake::run_on_host(spec);
+    if (spoiled_byte != 0) {
+      const auto kernel = fake::state().on_launch;
+      fake::state().on_launch = [kernel, at = spoiled_byte](const fake::Launch& launch) {
+        kernel(launch);
+        if (launch.entry != "attention_sm80") return;
+        AttentionParams p;
+        std::memcpy(&p, launch.all_params[0].data(), sizeof p);
+        p.out[at] = 0;
+      };
+    }
     return inner.plan(spec, device, options);
   }
 };
@@ -71,6 +86,21 @@ TEST_F(PlanConformance, PoisonAndPagesChangeNothing) {
         EXPECT_TRUE(bit_identical(result.out, clean.out) && bit_identical(result.lse, clean.lse)) << name;
       }
   }
+}
+
+// The mirror surrounds what it copies: a mistake that no value shows.
+TEST_F(PlanConformance, AWriteBesideATensorIsFound) {
+  const Case& c = *find_case("dtype_bf16_bf16_decode");
+  const CaseInputs inputs = make_inputs(c);
+  const auto code = [&] { return imbrex::test::error_code([&] { run_case(*mirror, device, inputs, default_options(c)); }); };
+  EXPECT_EQ(code(), "nothing thrown");
+  backend.spoiled_byte = -1;
+  EXPECT_EQ(code(), "mirror.guard");
+  // The first byte behind the last element, in a tensor with gaps between heads and rows.
+  const int rows = c.num_tokens() + c.padding_tokens, row = c.spec.num_q_heads * (c.spec.head_dim_v + 8) + 16;
+  backend.spoiled_byte =
+      int(((rows - 1) * row + (c.spec.num_q_heads - 1) * (c.spec.head_dim_v + 8) + c.spec.head_dim_v) * size_of(c.out_dtype));
+  EXPECT_EQ(code(), "mirror.guard");
 }
 
 TEST_F(PlanConformance, SplitsByLoadToo) {
