@@ -6,6 +6,7 @@
 #include <span>
 
 #include "core/check.h"
+#include "cuda/attention_constants.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {
@@ -122,32 +123,15 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
 }
 
 KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {
-  const Mask& mask = spec.mask;
-  const ScoreMod& score = spec.score;
-  return {"attention_sm80.cu",
-          std::string(arch),
-          {{"kHeadDimQk", spec.head_dim_qk},
-           {"kHeadDimV", spec.head_dim_v},
-           {"kQType", int(spec.q_dtype)},
-           {"kKvType", int(spec.kv_dtype)},
-           {"kOutType", int(out)},
-           {"kGroup", spec.group_size()},
-           {"kBlockSize", spec.block_size},
-           {"kCausal", mask.causal},
-           {"kWindow", mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0},
-           {"kCustomMask", mask.custom},
-           {"kHeadScales", score.head_scales || spec.scale() < 0},
-           {"kSoftCap", score.soft_cap > 0},
-           {"kAlibi", score.alibi},
-           {"kRelative", score.relative_buckets > 0},
-           {"kSinks", score.sinks},
-           {"kTileRows", t.rows},
-           {"kTileKeys", t.keys},
-           {"kRowWarps", t.row_warps},
-           {"kKeyWarps", t.key_warps},
-           {"kDimWarps", t.dim_warps},
-           {"kStages", t.stages},
-           {"kBlocks", t.blocks}}};
+  return {"attention_sm80.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", t.rows},
+                               {"kTileKeys", t.keys},
+                               {"kRowWarps", t.row_warps},
+                               {"kKeyWarps", t.key_warps},
+                               {"kDimWarps", t.dim_warps},
+                               {"kStages", t.stages},
+                               {"kBlocks", t.blocks}})};
 }
 
 KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {

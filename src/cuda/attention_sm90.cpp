@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "cuda/attention_constants.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {
@@ -45,29 +46,9 @@ bool attention_sm90_runs(const AttentionSpec& spec) {
 }
 
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  const Mask& mask = spec.mask;
-  const ScoreMod& score = spec.score;
-  return {"attention_sm90.cu",
-          std::string(arch),
-          {{"kHeadDimQk", spec.head_dim_qk},
-           {"kHeadDimV", spec.head_dim_v},
-           {"kQType", int(spec.q_dtype)},
-           {"kKvType", int(spec.kv_dtype)},
-           {"kOutType", int(out)},
-           {"kGroup", spec.group_size()},
-           {"kBlockSize", spec.block_size},
-           {"kCausal", mask.causal},
-           {"kWindow", mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0},
-           {"kCustomMask", false},
-           {"kHeadScales", score.head_scales || spec.scale() < 0},
-           {"kSoftCap", score.soft_cap > 0},
-           {"kAlibi", score.alibi},
-           {"kRelative", score.relative_buckets > 0},
-           {"kSinks", score.sinks},
-           {"kTileRows", kSm90TileRows},
-           {"kTileKeys", attention_sm90_tile_keys(spec)},
-           {"kKeyWarps", 1},
-           {"kStages", 2}}};
+  return {"attention_sm90.cu", std::string(arch),
+          attention_constants(
+              spec, out, {{"kTileRows", kSm90TileRows}, {"kTileKeys", attention_sm90_tile_keys(spec)}, {"kKeyWarps", 1}, {"kStages", 2}})};
 }
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

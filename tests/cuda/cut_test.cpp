@@ -120,7 +120,6 @@ TEST(Cut, MemoryIsBounded) {
       if (limits.max_query_len == 1) {
         EXPECT_EQ(schedule_bounds(policies[kPrefill], limits).num_work, 0);
       }
-      std::printf("%d/%d heads, queries up to %d: %.0f MiB of partial results\n", q_heads, kv_heads, limits.max_query_len, mib);
     }
 }
 

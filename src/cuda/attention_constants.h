@@ -1,0 +1,34 @@
+#pragma once
+// The constants that every attention kernel takes from the layer's spec; attention_sm80.cpp and attention_sm90.cpp add those of their
+// tiles.
+#include <initializer_list>
+#include <vector>
+
+#include "cuda/jit.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles) {
+  const Mask& mask = spec.mask;
+  const ScoreMod& score = spec.score;
+  std::vector<Constant> constants{{"kHeadDimQk", spec.head_dim_qk},
+                                  {"kHeadDimV", spec.head_dim_v},
+                                  {"kQType", int(spec.q_dtype)},
+                                  {"kKvType", int(spec.kv_dtype)},
+                                  {"kOutType", int(out)},
+                                  {"kGroup", spec.group_size()},
+                                  {"kBlockSize", spec.block_size},
+                                  {"kCausal", mask.causal},
+                                  {"kWindow", mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0},
+                                  {"kCustomMask", mask.custom},
+                                  {"kHeadScales", score.head_scales || spec.scale() < 0},
+                                  {"kSoftCap", score.soft_cap > 0},
+                                  {"kAlibi", score.alibi},
+                                  {"kRelative", score.relative_buckets > 0},
+                                  {"kSinks", score.sinks}};
+  constants.insert(constants.end(), tiles);
+  return constants;
+}
+
+}  // namespace imbrex::cuda
