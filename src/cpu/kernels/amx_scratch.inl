@@ -29,9 +29,8 @@ struct Job {
 };
 
 // How a soft cap bends the raw scores of a row, in amx_softmax.inl.
-struct CapCurve {
-  float c[4], bound;  // of the raw scores: factor to capped logits in log2 units, and largest x^2
-  float unused[3];
+struct alignas(32) CapCurve {  // does not straddle cache lines
+  float c[4], bound;           // of the raw scores: factor to capped logits in log2 units, and largest x^2
 };
 
 // One worker's memory, cut from `scratch`. A row tile of scores is 8 tiles of 16 x 16 floats, one of outputs dim_tiles of them.
