@@ -5,8 +5,7 @@
 // shared memory's 128 bytes. Two warpgroups with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third, one
 // warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has the
 // schedule.
-#include "attention_item.cuh"
-#include "attention_output.cuh"
+#include "attention_sm90_parts.cuh"
 #include "wgmma_e4m3.cuh"
 
 namespace imbrex::cuda {
@@ -28,36 +27,19 @@ static_assert(kPages <= 32, "a lane loads a page");
 // when its weight would be more than 2^kMost.
 constexpr float kFresh = 6.f, kMost = 8.75f;
 
+constexpr int kQSlots = 2;           // the next item's queries load meanwhile
+constexpr int kItems = kQSlots + 1;  // a warpgroup stores an item's output when it has begun the next
 
 struct SharedStorage {
-  alignas(1024) char q[2][kConsumers][kQChunks][kQChunkBytes];
+  alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
   alignas(1024) char turned[kStages][kTileKeys * kHeadDimV];  // values, [key / kTurnedWidth][dim][key]
-  u64 q_full[2], q_empty[2], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
+  u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
       turned_empty[kStages];
-  Item item[2];  // whose queries are in q
-  bool more[2];  // false: no item, and none will come
+  Item item[kItems];  // without rows: no item, and none will come
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
-
-// A place in a ring of `size` and the parity of its current phase.
-template <int size>
-struct Ring {
-  int at = 0;
-  u32 parity = 0;
-  DEVICE void next() {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
-struct Tiles {
-  int first, end;  // of kTileKeys keys, that some row of the item sees
-};
-DEVICE Tiles tiles_of(const Item& item) {
-  const int first = item.lo / kTileKeys;
-  return {first, item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first};
-}
 
 constexpr u32 swizzle_mode(int width) { return width == 128 ? 1 : width == 64 ? 2 : 3; }
 // What the address of a piece of 16 bytes is XORed with, in rows of `width` bytes that begin at a multiple of 1024.
@@ -74,9 +56,10 @@ DEVICE void load_pages(u32 to, const TensorMap& map, u32 barrier, int chunks, in
 DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
                     SharedStorage& shared) {
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
-  Ring<2> q;
+  Ring<kQSlots> q;
+  Ring<kItems> entry;
   Ring<kStages> kv;
-  for (int task = int(blockIdx.x);; q.next()) {
+  for (int task = int(blockIdx.x);; q.next(), entry.next()) {
     int fetched = 0;
     if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
       fetched = atomicAdd(p.next_task, 1);
@@ -86,15 +69,14 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
     if (task >= tasks) {
       if (lane == 0) {
-        shared.more[q.at] = false;
+        shared.item[entry.at].num_rows = 0;
         mbarrier_arrive(q_full);
       }
       break;
     }
     const Item item = item_of(p, task);
     if (lane == 0) {
-      shared.item[q.at] = item;
-      shared.more[q.at] = true;
+      shared.item[entry.at] = item;
       mbarrier_arrive_expect(q_full, kConsumers * kQChunks * (64 / kGroup * kGroup) * kWidth);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
@@ -109,10 +91,10 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       const int key = tile * kTileKeys + lane * kPageRows;
       return lane < kPages && key < item.hi ? p.block_ids[item.first_block + key / max(kBlockSize, 1)] : 0;
     };
-    int block = tiles.end > tiles.first ? block_of(tiles.end - 1) : 0;
+    int block = block_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
-      const bool loads = lane < kPages && key < item.hi && key + kPageRows > item.lo;
+      const bool loads = lane < kPages && key < item.hi && key + kPageRows > item.lo && item.hi > item.lo;
       const int pages = __popc(__ballot_sync(kFullWarp, loads));
       const int offset = kBlockSize == 0 ? int(item.first_block) + key : key % max(kBlockSize, 1);
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
@@ -172,13 +154,15 @@ DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
 }
 
 DEVICE void transpose(SharedStorage& shared, int warp) {
-  Ring<2> slot;
+  Ring<kQSlots> slot;
+  Ring<kItems> entry;
   Ring<kStages> v;
-  for (;; slot.next()) {
+  for (;; slot.next(), entry.next()) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
-    if (!shared.more[slot.at]) break;
-    const int lo = shared.item[slot.at].lo, hi = shared.item[slot.at].hi;
-    const Tiles tiles = tiles_of(shared.item[slot.at]);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) break;
+    const int lo = item.lo, hi = item.hi;
+    const Tiles tiles = tiles_of(item);
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, v.next()) {
@@ -198,52 +182,6 @@ DEVICE void transpose(SharedStorage& shared, int warp) {
 }
 
 // --- consumers: a warpgroup each
-
-struct Rows {  // what a thread knows of its two rows
-  RowTerms terms[2];
-  KeyRange seen[2];
-  int position[2];
-};
-
-template <bool>
-struct Edge {};
-
-DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int first = begin + 2 * (lane_id() % 4), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int key = 8 * j + c;
-        if (key >= hi || key < lo) s[4 * j + 2 * h + c] = -infinity();
-      }
-    }
-  }
-}
-
-DEVICE void modify(const AttentionParams& p, int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int distance = begin + 2 * (lane_id() % 4) - rows.position[h];
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * h + c];
-        x = modified(p, rows.terms[h], x, distance + 8 * j + c);
-      }
-    }
-  }
-}
-
-DEVICE float exp2_by_polynomial(float x) {
-  x = fmaxf(x, -126.f);
-  const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);
-  const float y = fmaf(f, fmaf(f, fmaf(f, 0.05517166f, 0.24261112f), 0.69326099f), 0.99992807f);
-  return float_of(bits_of(y) + (bits_of(shifted) << 23));
-}
 
 // Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first.
 DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2]) {
@@ -266,8 +204,7 @@ DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[4 * j + 2 * h + c];
-        const float y = kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h];
-        x = j % 8 < kEmulated ? exp2_by_polynomial(y) : exp2_approx(y);
+        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
         part[c] += x;
       }
     }
@@ -286,17 +223,12 @@ DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKe
 }
 
 // `q` and `k`: descriptors of the tiles, whose addresses count in units of 16 bytes.
-constexpr int kQSteps = kHeadDimQk / 32;
-DEVICE void start_scores(u64 q, const u32 (&q_words)[kQSteps][4], u64 k, float (&s)[kTileKeys / 2]) {
+DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
   constexpr int kSteps = kWidth / 32;
 #pragma unroll
-  for (int step = 0; step < kQSteps; ++step) {
+  for (int step = 0; step < kHeadDimQk / 32; ++step) {
     const int c = step / kSteps, within = step % kSteps * 32;
-    if constexpr (kQInRegisters) {
-      WgmmaE4m3<kTileKeys>::registers(s, q_words[step], k + (c * kKvChunkBytes + within) / 16, step != 0);
-    } else {
-      WgmmaE4m3<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
-    }
+    WgmmaE4m3<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
   }
   wgmma_commit();
 }
@@ -310,58 +242,31 @@ DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, fl
   wgmma_commit();
 }
 
-template <int n>
-DEVICE void pin(float (&x)[n]) {
-#pragma unroll
-  for (float& element : x) wgmma_pin(element);
-}
-
-DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
-                       const float (&out)[kHeadDimV / 2]) {
-  const float v_scale = kv_scale(p.v, item.kv_head);
-  const bool aligned = out_is_wide(p), first = lane_id() % 4 == 0;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int r = row + 8 * h;
-    if (r >= item.num_rows) continue;
-    const int token = item.token_of(r), head = item.head_of(r), dim = 2 * (lane_id() % 4);
-    if (item.partial >= 0) {
-      const long at = partial_row(p, item, r);
-      if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
-#pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        *reinterpret_cast<float2*>(p.partial_out + at * kHeadDimV + 8 * j + dim) = {out[4 * j + 2 * h] * v_scale,
-                                                                                    out[4 * j + 2 * h + 1] * v_scale};
-      }
-    } else {
-      const RowEnd end = row_end(p, head, reference[h], total[h]);
-      if (first) store_lse(p, token, head, end.lse);
-      char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
-#pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        store_pair(to + 8 * j * element_bytes(kOutType), aligned, ended(out[4 * j + 2 * h], end.factor * v_scale),
-                   ended(out[4 * j + 2 * h + 1], end.factor * v_scale));
-      }
-    }
-  }
-}
-
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
   const bool leader = threadIdx.x % 128 == 0;
-  Ring<2> slot;
-  Ring<kStages> k, v;
+  Ring<kQSlots> slot;
+  Ring<kItems> entry;
+  Ring<kStages> k, v;  // v is a tile behind
   const u64 first_q = descriptor(shared.q[0][wg][0], kWidth), first_k = descriptor(shared.k[0][0], kWidth);
   const u64 first_v = descriptor(shared.turned[0], kTurnedWidth);
+  const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16); };
   const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
   const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
-  if (kPingPong && wg == 1) named_barrier_arrive(1, 256);  // warpgroup 0 multiplies first
-  for (;; slot.next()) {
+  const auto take_turn = [&] {
+    if constexpr (kVarTurns) named_barrier_sync(1 + wg, 256);
+  };
+  const auto pass_turn = [&] {
+    if constexpr (kVarTurns) named_barrier_arrive(1 + (wg ^ 1), 256);
+  };
+  if (wg == 1) pass_turn();  // warpgroup 0 multiplies first
+
+  Rows rows;
+  int tile, first_tile, all_lo, all_hi;  // of the item: the tile whose scores come next, its first; keys that every row sees
+  const auto begin_item = [&]() __attribute__((always_inline)) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
-    if (!shared.more[slot.at]) break;
-    const Item& item = shared.item[slot.at];
-    const Tiles tiles = tiles_of(item);
-    Rows rows;
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) return false;
     const float scale = p.scale * kv_scale(p.k, item.kv_head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -372,88 +277,110 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
     }
     const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
-    const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
-    const int all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
-    const u64 q = first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16);
+    all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
+    all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
+    const Tiles tiles = tiles_of(item);
+    tile = tiles.end - 1, first_tile = tiles.first;
+    return true;
+  };
 
-    u32 q_words[kQSteps][4];
-    if constexpr (kQInRegisters) {
+  float out[kHeadDimV / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
+  u32 weights[kTileKeys / 32][4];
 #pragma unroll
-      for (int step = 0; step < kQSteps; ++step) {
-        const int c = step / (kWidth / 32), within = step % (kWidth / 32) * 32, lane = lane_id();
-        const int r = warp_id() % 4 * 16 + lane / 8 % 2 * 8 + lane % 8;
-        load_matrix(q_words[step], (shared_address(shared.q[slot.at][wg][c]) + r * kWidth) ^ swizzle_of(r, kWidth) ^ u32(within + lane / 16 * 16));
-      }
-    }
-    float out[kHeadDimV / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
-    u32 weights[kTileKeys / 32][4];
-#pragma unroll
-    for (float& x : out) x = 0.f;
-    // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
-    const auto softmax = [&]<bool edge>(int tile, float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
-      const int begin = tile * kTileKeys;
-      if constexpr (!kPlainLogits) modify(p, begin, rows, s);
-      if constexpr (edge) hide(begin, rows, s);
-      return weigh(rows, s, reference, sum, factor);
-    };
-    if (tiles.end > tiles.first) {
+  for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
+  // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
+  const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
+    const int begin = tile * kTileKeys;
+    if constexpr (!kPlainLogits) modify(p, begin, rows, s);
+    if constexpr (edge) hide(begin, rows, s);
+    return weigh(rows, s, reference, sum, factor);
+  };
+  const auto leave = [&](u64* barrier) {
+    if (leader) mbarrier_arrive(shared_address(barrier));
+  };
+  const auto next_tile = [&] {
+    v = k;
+    k.next();
+  };
+
+  if (begin_item()) {
+    {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-      if constexpr (kPingPong) named_barrier_sync(1 + wg, 256);
+      take_turn();
       wgmma_fence();
-      start_scores(q, q_words, k_tile(), s);
-      if constexpr (kPingPong) named_barrier_arrive(1 + (wg ^ 1), 256);
+      start_scores(q_tile(), k_tile(), s);
+      pass_turn();
       wgmma_wait<0>();
       pin(s);
-      if (leader) mbarrier_arrive(shared_address(&shared.k_empty[k.at]));
-      k.next();
-      softmax(tiles.end - 1, s, Edge<true>{});
+      leave(&shared.k_empty[k.at]);
+      softmax(s, Edge<true>{});
       pack_weights(s, weights);
-      int tile = tiles.end - 2;
-      const auto turn = [&](auto edge) __attribute__((always_inline)) {
-        float s[kTileKeys / 2];
-        mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-        mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
-        if constexpr (kPingPong) named_barrier_sync(1 + wg, 256);
-        wgmma_fence();
-        start_scores(q, q_words, k_tile(), s);
-        start_output(weights, v_tile(), out);
-        if constexpr (kPingPong) named_barrier_arrive(1 + (wg ^ 1), 256);
-        wgmma_wait<1>();
-        pin(s);
-        if (leader) mbarrier_arrive(shared_address(&shared.k_empty[k.at]));
-        k.next();
-        const bool moved = softmax(tile, s, edge);
-        // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
-        if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
-        wgmma_wait<0>();
-        pin(out);
-        if (leader) mbarrier_arrive(shared_address(&shared.turned_empty[v.at]));
-        v.next();
-        if (moved) {
-#pragma unroll
-          for (int i = 0; i < kHeadDimV / 2; ++i) out[i] *= factor[i / 2 % 2];
-        }
-        pack_weights(s, weights);
-        --tile;
-      };
-      while (tile >= tiles.first && (tile + 1) * kTileKeys > all_hi) turn(Edge<true>{});
-      while (tile >= tiles.first && tile * kTileKeys >= all_lo) turn(Edge<false>{});
-      while (tile >= tiles.first) turn(Edge<true>{});
+      next_tile();
+    }
+    float old_reference[2] = {}, old_sum[2] = {};
+    int old_entry = 0;
+    const auto end_item = [&]() __attribute__((always_inline)) {
+      const float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
+      store_rows(p, shared.item[old_entry], row, old_reference, total, out);
+    };
+    // Scores of `tile` and the output of the one before it, which may be the last of another item.
+    const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
+      float s[kTileKeys / 2];
+      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
       mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
+      take_turn();
       wgmma_fence();
+      start_scores(q_tile(), k_tile(), s);
       start_output(weights, v_tile(), out);
+      pass_turn();
+      wgmma_wait<1>();
+      pin(s);
+      leave(&shared.k_empty[k.at]);
+      const bool moved = softmax(s, edge);
+      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
+      if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);
-      if (leader) mbarrier_arrive(shared_address(&shared.turned_empty[v.at]));
-      v.next();
+      leave(&shared.turned_empty[v.at]);
+      pack_weights(s, weights);
+      if (begins) end_item();
+      if (begins || moved) {  // one branch for both: two keep two copies of the sums
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+      }
+      next_tile();
+    };
+    for (;;) {
+      const bool begins = tile == first_tile;
+      if (begins) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          old_reference[h] = reference[h], old_sum[h] = sum[h];
+          reference[h] = kEmptyReference, sum[h] = 0.f;
+        }
+        old_entry = entry.at;
+        entry.next();
+        leave(&shared.q_empty[slot.at]);
+        slot.next();
+        if (!begin_item()) break;
+      } else {
+        --tile;
+      }
+      turn(Edge<true>{}, begins);
+      while (tile > first_tile && tile * kTileKeys <= all_hi && (!kWindow || (tile - 1) * kTileKeys >= all_lo)) {
+        --tile;
+        turn(Edge<false>{}, false);
+      }
     }
-    const float total[2] = {sum_over<4>(sum[0]), sum_over<4>(sum[1])};
-    store_rows(p, item, row, reference, total, out);
-    named_barrier_sync(3 + wg, 128);  // all of the warpgroup are done with the item
-    if (leader) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
+    mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
+    wgmma_fence();
+    start_output(weights, v_tile(), out);
+    wgmma_wait<0>();
+    pin(out);
+    end_item();
   }
-  if (kPingPong && wg == 0) named_barrier_sync(1, 256);  // what warpgroup 1 reported last
+  if (wg == 0) take_turn();  // what warpgroup 1 reported last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -463,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = warp_id() / 4;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kQSlots; ++i) {
       mbarrier_init(shared_address(&shared.q_full[i]), 1);
       mbarrier_init(shared_address(&shared.q_empty[i]), kConsumers + kTransposers);
     }
