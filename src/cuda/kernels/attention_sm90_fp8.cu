@@ -2,9 +2,9 @@
 // cuda/attention_sm90_fp8.cpp.
 //
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 1024 cycles of the matrix unit, as many of the one for exponentials, and 1110 of
-// shared memory's 128 bytes. Two warpgroups with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third, one
-// warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has the
-// schedule.
+// shared memory's 128 bytes. Two warpgroups have 64 rows each, and no order between them: turns at the matrix unit cost 3 %. Of a third,
+// one warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has
+// the schedule.
 #include "attention_sm90_parts.cuh"
 #include "wgmma_e4m3.cuh"
 
@@ -253,13 +253,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16); };
   const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
   const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
-  const auto take_turn = [&] {
-    if constexpr (kVarTurns) named_barrier_sync(1 + wg, 256);
-  };
-  const auto pass_turn = [&] {
-    if constexpr (kVarTurns) named_barrier_arrive(1 + (wg ^ 1), 256);
-  };
-  if (wg == 1) pass_turn();  // warpgroup 0 multiplies first
 
   Rows rows;
   int tile, first_tile, all_lo, all_hi;  // of the item: the tile whose scores come next, its first; keys that every row sees
@@ -307,10 +300,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-      take_turn();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
-      pass_turn();
       wgmma_wait<0>();
       pin(s);
       leave(&shared.k_empty[k.at]);
@@ -329,11 +320,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
       mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
-      take_turn();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
       start_output(weights, v_tile(), out);
-      pass_turn();
       wgmma_wait<1>();
       pin(s);
       leave(&shared.k_empty[k.at]);
@@ -380,7 +369,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     pin(out);
     end_item();
   }
-  if (wg == 0) take_turn();  // what warpgroup 1 reported last
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
