@@ -134,6 +134,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
         item.first_end = int(origin + (first + 1) * piece);
         item.piece = int(piece);
         item.whole.partial = rows;
+        item.whole.merge = int(out.merges.size());
         out.merges.push_back({item.whole.q_begin, item.whole.q_end, rows, item.num_pieces});
         rows += item.num_pieces * (t1 - t0);
       }

@@ -81,6 +81,7 @@ struct AttentionParams {
   const MergeItem* merges;
   const PlanCounts* counts;
   int* next_task;  // zero before a launch and after it: the last block resets it
+  int* arrivals;   // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
   float scale, soft_cap;                            // soft_cap 0: off
   int window_left, window_right, chunk;             // as in Mask

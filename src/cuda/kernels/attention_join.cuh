@@ -1,15 +1,11 @@
 #pragma once
 // The end of an item whose keys several teams of warps have shared out: their parts meet in shared memory and are added in the order of
-// the teams.
+// the teams. Where the item is a piece of a longer one, the sums go to memory, and the thread block whose piece comes last adds up all
+// pieces, in their order: no second launch, and the same bits whoever is last.
 #include "attention_output.cuh"
 #include "attention_sm80_warp.cuh"
 
 namespace imbrex::cuda {
-
-DEVICE void store_state(const AttentionParams& p, const Item& item, int row, float reference, float sum) {
-  float2* const state = reinterpret_cast<float2*>(p.partial_state);
-  state[partial_row(p, item, row)] = {reference, sum};
-}
 
 // `part(team, row, dim)` is where a team's sums of a row lie, eight dims at a time.
 template <class Layout, class Part>
@@ -24,6 +20,28 @@ DEVICE void put_part(const Warp<Layout>& warp, int team, const Part& part, float
   }
 }
 
+// Eight dims of a row, from `d` on: its sums so far, and what they are relative to.
+struct RowSums {
+  float reference = kEmptyReference, sum = 0.f, x[8] = {};
+
+  DEVICE void add(float2 state, float4 low, float4 high) {
+    const float weight = exp2_approx(state.x - reference);
+    const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    sum += state.y * weight;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] += values[k] * weight;
+  }
+
+  DEVICE void store(const AttentionParams& p, const Item& item, int row, int d, float scale, bool wide) {
+    const int token = item.token_of(row), head = item.head_of(row);
+    const RowEnd end = row_end(p, head, reference, sum);
+    if (d == 0) store_lse(p, token, head, end.lse);
+#pragma unroll
+    for (float& value : x) value = ended(value, end.factor * scale);
+    store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
+  }
+};
+
 // By `threads` threads, when all parts are there.
 template <int threads, class Part>
 DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& part, const float2 (&state)[kTeams][kTileRows]) {
@@ -32,32 +50,61 @@ DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& p
   const float v_scale = kv_scale(p.v, item.kv_head);
   for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
     const int row = i / kEights, d = i % kEights * 8;
-    float reference = kEmptyReference, sum = 0.f, x[8] = {};
+    RowSums sums;
 #pragma unroll
-    for (int t = 0; t < kTeams; ++t) reference = fmaxf(reference, state[t][row].x);
+    for (int t = 0; t < kTeams; ++t) sums.reference = fmaxf(sums.reference, state[t][row].x);
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) {
-      const float weight = exp2_approx(state[t][row].x - reference);
       const float4* const from = reinterpret_cast<const float4*>(part(t, row, d));
-      const float4 low = from[0], high = from[1];
-      const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      sum += state[t][row].y * weight;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) x[k] += values[k] * weight;
+      sums.add(state[t][row], from[0], from[1]);
     }
-    if (item.partial >= 0) {
-      if (d == 0) store_state(p, item, row, reference, sum);
-      float4* const out = reinterpret_cast<float4*>(p.partial_out + partial_row(p, item, row) * kHeadDimV + d);
-      out[0] = {x[0] * v_scale, x[1] * v_scale, x[2] * v_scale, x[3] * v_scale};
-      out[1] = {x[4] * v_scale, x[5] * v_scale, x[6] * v_scale, x[7] * v_scale};
-    } else {
-      const int token = item.token_of(row), head = item.head_of(row);
-      const RowEnd end = row_end(p, head, reference, sum);
-      if (d == 0) store_lse(p, token, head, end.lse);
-#pragma unroll
-      for (float& value : x) value = ended(value, end.factor * v_scale);
-      store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
+    if (item.partial < 0) {
+      sums.store(p, item, row, d, v_scale, wide);
+      continue;
     }
+    const long at = partial_row(p, item, row);
+    if (d == 0) reinterpret_cast<float2*>(p.partial_state)[at] = {sums.reference, sums.sum};
+    float4* const out = reinterpret_cast<float4*>(p.partial_out + at * kHeadDimV + d);
+    const float(&x)[8] = sums.x;
+    out[0] = {x[0] * v_scale, x[1] * v_scale, x[2] * v_scale, x[3] * v_scale};
+    out[1] = {x[4] * v_scale, x[5] * v_scale, x[6] * v_scale, x[7] * v_scale};
+  }
+}
+
+// After join_parts of a piece, by the same threads; `sync` is a barrier among them, `is_last` shared memory. Nobody writes it again before
+// the threads' next barrier.
+template <int threads, class Sync>
+DEVICE void join_pieces(const AttentionParams& p, const Item& item, const Sync& sync, bool& is_last) {
+  const MergeItem merge = p.merges[item.merge];
+  memory_fence();
+  sync();
+  const int thread = computed_here(int(threadIdx.x)) % threads;
+  if (thread == 0) {
+    int& arrivals = p.arrivals[(item.merge * p.num_kv_heads + item.kv_head) * kRowBlocks + item.row_begin / kTileRows];
+    is_last = atomicAdd(&arrivals, 1) == merge.num_splits - 1;
+    if (is_last) arrivals = 0;
+  }
+  sync();
+  if (!is_last) return;
+  memory_fence();
+  constexpr int kEights = kHeadDimV / 8;
+  const int heads = p.num_kv_heads * kGroup;
+  const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
+  const bool wide = out_is_wide(p);
+  for (int i = thread; i < item.num_rows * kEights; i += threads) {
+    const int row = i / kEights, d = i % kEights * 8;
+    const long first = partial_row(p, item, row) + to_first;
+    const float2* const state = reinterpret_cast<const float2*>(p.partial_state) + first;
+    const float* const out = p.partial_out + first * kHeadDimV + d;
+    RowSums sums;
+#pragma unroll 4
+    for (int s = 0; s < merge.num_splits; ++s) sums.reference = fmaxf(sums.reference, load_l2(state + s * stride).x);
+#pragma unroll 4
+    for (int s = 0; s < merge.num_splits; ++s) {
+      const float4* const from = reinterpret_cast<const float4*>(out + s * stride * kHeadDimV);
+      sums.add(load_l2(state + s * stride), load_l2(from), load_l2(from + 1));
+    }
+    sums.store(p, item, row, d, 1.f, wide);
   }
 }
 

@@ -17,6 +17,7 @@ struct alignas(16) SharedStorage {
   char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
   float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
   int next_task;
+  bool is_last;  // of the pieces of an item
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ char memory[];
@@ -35,7 +36,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp<Pa
     const int token = item.token_of(row), head = item.head_of(row);
     const bool first = warp.has_first_dims() && lane_id() % 4 == 0;
     if (item.partial >= 0) {
-      if (first) store_state(p, item, row, warp.reference(m, h), sum);
+      if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {warp.reference(m, h), sum};
       float* const out = p.partial_out + partial_row(p, item, row) * kHeadDimV;
 #pragma unroll
       for (int pair = 0; pair < kDimTiles; ++pair) {
@@ -116,6 +117,9 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
     put_part(rows, team, part, shared.state);
     __syncthreads();
     join_parts<kThreads>(p, shared.slot.item, part, shared.state);
+    if (shared.slot.item.partial >= 0)
+      join_pieces<kThreads>(
+          p, shared.slot.item, [] { __syncthreads(); }, shared.is_last);
   }
 }
 

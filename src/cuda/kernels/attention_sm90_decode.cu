@@ -32,6 +32,7 @@ struct SharedStorage {
   float2 state[kTeams][kTileRows];
   u64 full[kStages], empty[kStages], slot_full[2], slot_empty[2];
   bool more[2];  // false: no item, and none will come
+  bool is_last;  // of the pieces of an item
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -171,15 +172,17 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
       release(shared.empty[stage.at]);
       stage.next();
     }
-    named_barrier_sync(1, kConsumerThreads);  // nobody reads the stage any more
+    const auto sync = [] { named_barrier_sync(1, kConsumerThreads); };
+    sync();  // nobody reads the stage any more
     const auto part = [&](int t, int row, int d) {
       return reinterpret_cast<float*>(shared.stage[stage.at]) + (t * kTileRows + row) * kPartDims + (d ^ row % 8 * 8);
     };
     put_part(rows, team, part, shared.state);
-    named_barrier_sync(1, kConsumerThreads);
+    sync();
     join_parts<kConsumerThreads>(p, item, part, shared.state);
     async_proxy_fence();
     release(shared.empty[stage.at]);
+    if (item.partial >= 0) join_pieces<kConsumerThreads>(p, item, sync, shared.is_last);
     release(shared.slot_empty[slot.at]);
     stage.next();
   }
