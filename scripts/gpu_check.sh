@@ -51,7 +51,7 @@ sharded() {
 
 run_device() {
   local began=$SECONDS code=0
-  timeout 300 "$build/tests/cuda_tests" --gtest_filter='Device*' >"$out/device.log" 2>&1 || code=1
+  timeout 300 "$build/tests/cuda_tests" --gtest_filter='*Device*' >"$out/device.log" 2>&1 || code=1
   row device "$code" "$began" "$out/device.log"
   grep -h 'on the host$' "$out/device.log"
 }

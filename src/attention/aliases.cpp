@@ -21,7 +21,7 @@ const Names& cpu_backends() {
 }
 
 const Names& cuda_backends() {
-  static const Names names{"cuda_sm80"};
+  static const Names names{"cuda_sm90", "cuda_sm80"};
   return names;
 }
 

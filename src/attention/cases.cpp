@@ -324,6 +324,35 @@ void add_values(Table& table) {
   }
 }
 
+// Several tiles of 64 and of 128 rows and keys in a request, in the dimensions of most models: what steps of prefill are made of.
+void add_prefills(Table& table) {
+  const DTypes bf16 = kDTypes[0];
+  const NamedFeature features[] = {
+      {"causal", 1, bf16, [](Case&) {}},
+      {"bidirectional", 1, bf16, [](Case& c) { c.spec.mask.causal = false; }},
+      {"window", 1, bf16, [](Case& c) { c.spec.mask.window_left = 99; }},
+      {"window_both", 1, bf16, [](Case& c) { c.spec.mask = {.causal = false, .window_left = 20, .window_right = 40}; }},
+      {"chunk", 1, bf16, [](Case& c) { c.spec.mask.chunk = 100; }},
+      {"cap", 1, bf16, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"alibi", 1, bf16, [](Case& c) { c.spec.score.alibi = true; }},
+      {"head_scales", 1, bf16, [](Case& c) { c.spec.score.head_scales = true; }},
+      {"sinks", 1, bf16, [](Case& c) { c.spec.score.sinks = true; }},
+      {"f16", 2, kDTypes[2], [](Case&) {}},
+      {"e4m3", 2, kDTypes[3], [](Case& c) { c.scale_per_head = true; }},
+  };
+  const Requests requests[] = {{{120, 120}}, {{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}};
+  const int block_sizes[] = {16, 64, 0, 128, 256}, groups[] = {4, 1, 8, 2};
+  for (const Dims dims : {Dims{64, 64}, {128, 128}, {192, 128}, {256, 256}})
+    for (const NamedFeature& f : features) {
+      const size_t i = table.cases.size();
+      const int group = std::max(1, (dims.qk > 128 ? 4 : groups[i % 4]) / f.kv_heads);  // work is limited
+      Case& c = table.add(fmt::format("prefill_{}_{}", dims_name(dims), f.name), group, f.kv_heads, dims, f.types, requests[i % 3]);
+      c.spec.block_size = block_sizes[i % 5];
+      c.order = i % 6 == 5 ? "lbhdt" : "lbthd";
+      f.set(c);
+    }
+}
+
 std::vector<Case> make_cases() {
   Table table;
   add_shapes(table);
@@ -336,6 +365,7 @@ std::vector<Case> make_cases() {
   add_mixed(table);
   add_verifies(table);
   add_values(table);
+  add_prefills(table);
   return std::move(table.cases);
 }
 

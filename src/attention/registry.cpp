@@ -11,12 +11,15 @@ namespace imbrex {
 const Backend& cpu_amx();  // cpu/backend.cpp
 const Backend& cpu_avx512();
 const Backend& cpu_generic();
-const Backend& cuda_sm80();  // cuda/backend.cpp
+const Backend& cuda_sm90();  // cuda/backend.cpp
+const Backend& cuda_sm80();
 
 namespace {
 
 // Built-in backends, best first.
-std::vector<const Backend*> built_in_backends() { return {&cuda_sm80(), &cpu_amx(), &cpu_avx512(), &cpu_generic(), &reference_backend()}; }
+std::vector<const Backend*> built_in_backends() {
+  return {&cuda_sm90(), &cuda_sm80(), &cpu_amx(), &cpu_avx512(), &cpu_generic(), &reference_backend()};
+}
 
 struct Registered {
   std::mutex mutex;

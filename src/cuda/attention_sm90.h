@@ -1,10 +1,11 @@
 #pragma once
 // What kernels/attention_sm90.cu can run, the constants it is compiled with, and the descriptors that its loads go through.
 #include <string_view>
+#include <vector>
 
 #include "cuda/driver.h"
 #include "cuda/jit.h"
-#include "imbrex/kv_cache.h"
+#include "imbrex/backend.h"
 
 namespace imbrex::cuda {
 
@@ -13,9 +14,8 @@ constexpr unsigned kSm90Threads = 384;
 
 // Keys of a tile: items' key ranges begin at multiples of it.
 int attention_sm90_tile_keys(const AttentionSpec&);
-// 16-bit keys of the queries' type, head_dim 64, 128 or 256, a power of two of q heads for a kv head, pages that tiles consist of or that
-// consist of tiles, no custom mask, no relative bias.
-bool attention_sm90_runs(const AttentionSpec&);
+// Why the kernel cannot run a spec whose cache is strided; empty: it can.
+std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
 // Entry `attention_sm90`; a block of kSm90Threads on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);
 

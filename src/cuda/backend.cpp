@@ -1,8 +1,13 @@
 // The CUDA backends: what each refuses, and the table of kernels that it hands to the plan.
 #include "imbrex/backend.h"
 
+#include <algorithm>
+#include <iterator>
+#include <limits>
+
 #include "core/check.h"
 #include "cuda/attention_sm80.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/plan.h"
 
 namespace imbrex {
@@ -20,16 +25,47 @@ std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionS
 
 ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   const auto tiles = sm80_tiles(arch, spec, shape);
-  return tiles ? ShapeKernel{.tile = {.rows = tiles->rows, .keys = tiles->keys}, .threads = unsigned(tiles->threads())} : ShapeKernel{};
+  if (!tiles) return {};
+  return {.entry = "attention_sm80", .tile = {.rows = tiles->rows, .keys = tiles->keys}, .threads = unsigned(tiles->threads())};
 }
 
 KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, shape));
 }
 
+ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  if (arch != "sm_90a" || !attention_sm90_refusals(spec).empty()) return {};
+  if (shape != kPrefill) return sm80_shape(arch, spec, shape);
+  return {.entry = "attention_sm90",
+          .tile = {.rows = kSm90TileRows, .keys = attention_sm90_tile_keys(spec)},
+          .threads = kSm90Threads,
+          .maps = attention_sm90_maps};
+}
+
+KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
+  return shape == kPrefill ? attention_sm90_key(arch, spec, out) : sm80_attention(arch, spec, shape, out);
+}
+
+constexpr int kLeastSm80 = 80;
+
+// Dimensions whose tiles the shared memory of the device does not hold.
+std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& device) {
+  if (device.sm < kLeastSm80) return {};
+  const std::string arch = arch_of(device);
+  if (std::all_of(std::begin(kShapes), std::end(kShapes), [&](Shape shape) { return sm80_tiles(arch, spec, shape).has_value(); }))
+    return {};
+  return {{"spec.head_dim_qk",
+           fmt::format("dimensions of which {} tiles fit {} KiB of shared memory", to_string(spec.q_dtype), device.max_smem_bytes >> 10),
+           spec.head_dim_qk == spec.head_dim_v ? fmt::format("{}", spec.head_dim_qk)
+                                               : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v)}};
+}
+
+std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) { return attention_sm90_refusals(spec); }
+
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", "attention_sm80", sm80_shape, sm80_attention, merge_key};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_sm80};
 
 }  // namespace cuda
 
@@ -37,29 +73,26 @@ namespace {
 
 class CudaBackend final : public Backend {
  public:
-  CudaBackend(const cuda::AttentionKernels& kernels, std::string_view description, int min_sm)
-      : kernels_(kernels), description_(description), min_sm_(min_sm) {}
+  using Refusals = std::vector<Reason>(const AttentionSpec&, const DeviceInfo&);
+  struct Sm {
+    int least, most;  // compute capability, times ten
+    std::string str() const { return least == most ? fmt::format("{}", least) : fmt::format("{} or more", least); }
+  };
+  // `refusals`: what the kernels cannot run, whatever the device and the cache's format are.
+  CudaBackend(const cuda::AttentionKernels& kernels, std::string_view description, Sm sm, Refusals* refusals)
+      : kernels_(kernels), description_(description), sm_(sm), refusals_(refusals) {}
   std::string_view name() const override { return kernels_.backend; }
   std::string_view description() const override { return description_; }
 
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
     std::vector<Reason> reasons;
-    const auto refuse = [&](std::string code, std::string wanted, std::string actual) {
-      reasons.push_back({std::move(code), std::move(wanted), std::move(actual)});
-    };
-    const bool gpu = device.device.type == DeviceType::cuda;
-    if (!gpu) {
-      refuse("device.type", "cuda", to_string(device.device.type));
-    } else if (device.sm < min_sm_) {
-      refuse("device.sm", fmt::format("{} or more", min_sm_), fmt::format("{}", device.sm));
+    if (device.device.type != DeviceType::cuda) {
+      reasons.push_back({"device.type", "cuda", to_string(device.device.type)});
+    } else if (device.sm < sm_.least || device.sm > sm_.most) {
+      reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
-    if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
-    if (gpu && device.sm >= min_sm_ && !has_shapes(spec, device)) {
-      refuse("spec.head_dim_qk",
-             fmt::format("dimensions of which {} tiles fit {} KiB of shared memory", to_string(spec.q_dtype), device.max_smem_bytes >> 10),
-             spec.head_dim_qk == spec.head_dim_v ? fmt::format("{}", spec.head_dim_qk)
-                                                 : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v));
-    }
+    if (spec.kv_format != KvFormat::strided) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
+    std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;
   }
 
@@ -72,22 +105,23 @@ class CudaBackend final : public Backend {
   }
 
  private:
-  bool has_shapes(const AttentionSpec& spec, const DeviceInfo& device) const {
-    const std::string arch = cuda::arch_of(device);
-    for (const cuda::Shape shape : cuda::kShapes)
-      if (kernels_.shape(arch, spec, shape).tile.rows == 0) return false;
-    return true;
-  }
-
   const cuda::AttentionKernels& kernels_;
   std::string_view description_;
-  int min_sm_;
+  Sm sm_;
+  Refusals* refusals_;
 };
 
 }  // namespace
 
 const Backend& cuda_sm80() {
-  static const CudaBackend backend(cuda::kernels_sm80, "tensor-core products (mma.sync) on every NVIDIA GPU since Ampere", 80);
+  static const CudaBackend backend(cuda::kernels_sm80, "tensor-core products (mma.sync) on every NVIDIA GPU since Ampere",
+                                   {.least = cuda::kLeastSm80, .most = std::numeric_limits<int>::max()}, cuda::sm80_refusals);
+  return backend;
+}
+
+const Backend& cuda_sm90() {
+  static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma and TMA on Hopper, decode and verify as in cuda_sm80",
+                                   {.least = 90, .most = 90}, cuda::sm90_refusals);
   return backend;
 }
 

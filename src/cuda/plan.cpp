@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/kv_side.h"
 
 namespace imbrex::cuda {
@@ -53,8 +54,10 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
   outputs.resize(std::min(outputs.size(), num_outputs));
   for (const DType out : outputs) {
     for (const Shape shape : kShapes) {
-      if (table.shape(arch, spec, shape).tile.rows == 0) return {};
+      const ShapeKernel kernel = table.shape(arch, spec, shape);
+      if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, shape, out));
+      if (kernel.maps != nullptr) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
     }
     keys.push_back(table.merge(arch, spec, out));
   }
@@ -73,9 +76,10 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   const CurrentContext current(*context_);
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) {
-    const ShapeKernel kernel = table.shape(arch_, spec, shape);
-    tiles[shape] = kernel.tile;
-    shapes_[shape].row_blocks = (spec.group_size() + kernel.tile.rows - 1) / kernel.tile.rows;
+    ShapePlan& s = shapes_[shape];
+    s.kernel = table.shape(arch_, spec, shape);
+    tiles[shape] = s.kernel.tile;
+    s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows;
   }
   const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
   partial_rows_ = partial_rows_bound(policies, options.limits);
@@ -89,28 +93,32 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
 
 // And loads them, several at the same time, unless that is to wait.
 void Plan::name_kernels() {
-  std::vector<Specialised*> all;
-  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, const auto& key_of) {
+  std::vector<Specialised*> now;
+  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, bool on_demand, const auto& key_of) {
     size_t i = 0;
     for (const DType out : output_types(spec_)) {
-      kernels[i] = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
-      all.push_back(&kernels[i++]);
+      Specialised& s = kernels[i++];
+      s = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
+      if (!on_demand) now.push_back(&s);
     }
   };
+  const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Shape shape, bool on_demand) {
+    const ShapeKernel kernel = table.shape(arch_, spec_, shape);
+    name(kernels, kernel.entry, kernel.threads, on_demand, [&](DType out) { return table.attention(arch_, spec_, shape, out); });
+  };
   for (const Shape shape : kShapes) {
-    if (shapes_[shape].bounds.num_work == 0) continue;
-    name(shapes_[shape].kernels, table_.entry, table_.shape(arch_, spec_, shape).threads,
-         [&](DType out) { return table_.attention(arch_, spec_, shape, out); });
+    ShapePlan& s = shapes_[shape];
+    if (s.bounds.num_work == 0) continue;
+    name_attention(s.kernels, table_, shape, options_.load_on_demand);
+    if (s.kernel.maps != nullptr) name_attention(s.without_maps, *table_.without_maps, shape, true);
   }
   if (sum_of_bounds(&ScheduleBounds::num_merges) > 0)
-    name(merge_, "merge", kMergeThreads, [&](DType out) { return table_.merge(arch_, spec_, out); });
-  if (!options_.load_on_demand) {
-    std::vector<std::future<void>> compiled;
-    compiled.reserve(all.size());
-    for (const Specialised* one : all) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
-    for (std::future<void>& one : compiled) one.get();
-    for (Specialised* one : all) load(*one);
-  }
+    name(merge_, "merge", kMergeThreads, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
+  std::vector<std::future<void>> compiled;
+  compiled.reserve(now.size());
+  for (const Specialised* one : now) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
+  for (std::future<void>& one : compiled) one.get();
+  for (Specialised* one : now) load(*one);
   tables_ = std::make_unique<PlanTables>(context_, arch_, spec_);
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
 }
@@ -124,7 +132,9 @@ void Plan::load(Specialised& s) const {
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
   Specialised& s = kernels[out == DType::f32 && spec_.q_dtype != DType::f32];
   if (s.module) return s;
-  check(!captured, "run.on_demand", "expected a plan without load_on_demand for a stream that is captured: {} is not loaded", s.key.path);
+  check(!captured, "run.on_demand",
+        "expected {} to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run() with such tensors",
+        s.key.path);
   load(s);
   return s;
 }
@@ -335,9 +345,10 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dty
 }
 
 // Thread blocks take tasks until there are none; so many as there are tasks, if these are few.
-void Plan::launch(const Specialised& s, int64_t tasks, const AttentionParams& a, CUstream stream) const {
+template <class... Maps>
+void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const AttentionParams& a, const Maps&... maps) const {
   const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks));
-  s.kernel.launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, stream, a);
+  s.kernel.launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, stream, a, maps...);
 }
 
 void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
@@ -357,9 +368,16 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.next_task = tasks_.as<int>() + shape;
     const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    launch(loaded(s.kernels, out_dtype, captured), tasks, a, cu);
+    AttentionMaps maps;
+    if (s.kernel.maps == nullptr) {
+      launch(loaded(s.kernels, out_dtype, captured), tasks, cu, a);
+    } else if (s.kernel.maps(spec_, in.q, in.kv, maps)) {
+      launch(loaded(s.kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);
+    } else {
+      launch(loaded(s.without_maps, out_dtype, captured), tasks, cu, a);
+    }
   }
-  if (merges > 0) launch(loaded(merge_, out_dtype, captured), int64_t(merges) * spec_.num_q_heads, a, cu);
+  if (merges > 0) launch(loaded(merge_, out_dtype, captured), int64_t(merges) * spec_.num_q_heads, cu, a);
   captured_run_ = captured_run_ || captured;
 }
 

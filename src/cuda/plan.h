@@ -17,22 +17,28 @@
 
 namespace imbrex::cuda {
 
-// How the attention kernel runs items of a shape.
+struct AttentionMaps;  // attention_sm90.h
+using MakeMaps = bool(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
+
+// How an attention kernel runs items of a shape.
 struct ShapeKernel {
-  Tile tile;
-  unsigned threads = 0;  // of a thread block
+  const char* entry = nullptr;
+  Tile tile;                 // rows 0: it does not run them
+  unsigned threads = 0;      // of a thread block
+  MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
 };
 
 // What tells one backend's plan from another's.
 struct AttentionKernels {
   const char* backend;  // "cuda_sm80"
-  const char* entry;    // entry point of the attention kernel; that of the merge is `merge`, and is launched with kMergeThreads
   ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
-  KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);
+  KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
+  // Run the same items, cut for the tiles of this table, where maps of the tensors cannot be made. Null: no shape takes maps.
+  const AttentionKernels* without_maps;
 };
 
-extern const AttentionKernels kernels_sm80;  // backend.cpp
+extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
 
 // Every kernel that a plan for the spec may load, for the first so many types of output (q_dtype, then f32); empty for a spec that the
 // kernels do not run.
@@ -61,13 +67,15 @@ class Plan final : public imbrex::Plan {
   // For outputs in q_dtype and in f32; only the first where these are the same.
   using ByOutput = std::array<Specialised, 2>;
   struct ShapePlan {
+    ShapeKernel kernel;
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
     Schedule schedule;
     ArrayOf<WorkItem> work;
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
-    int row_blocks = 1;  // tiles of rows of one token
+    mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
+    int row_blocks = 1;             // tiles of rows of one token
   };
   // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
   struct BatchArrays {
@@ -92,7 +100,8 @@ class Plan final : public imbrex::Plan {
   void put_block_starts(const Batch&);
   void put_block_ids(const Batch&);
   AttentionParams params(const Inputs&, const Outputs&, DType out) const;
-  void launch(const Specialised&, int64_t tasks, const AttentionParams&, CUstream) const;
+  template <class... Maps>
+  void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
   bool is_captured(CUstream) const;
 
   const AttentionKernels& table_;

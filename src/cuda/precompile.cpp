@@ -9,7 +9,6 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
-#include "cuda/attention_sm90.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/cubin.h"
 #include "cuda/driver.h"
@@ -35,11 +34,7 @@ std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spe
 }
 
 std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
-  std::vector<KernelKey> keys;
-  if (arch != "sm_90a" || !attention_sm90_runs(spec)) return keys;
-  keys.push_back(attention_sm90_key(arch, spec, spec.q_dtype));
-  if (!sample) keys.push_back(attention_sm90_key(arch, spec, DType::f32));
-  return keys;
+  return plan_kernels(kernels_sm90, arch, spec, sample ? 1 : 2);
 }
 
 constexpr KernelFamily kFamilies[] = {

@@ -93,7 +93,7 @@ TEST(Select, DescribedDevicesAnswer) {
   for (const char* device : {"h200", "b200", "a100", "h100", "rtx5090", "l40s"}) {
     const Selection selection = select(llama(), describe_device(device));
     ASSERT_NE(selection.backend, nullptr) << device;
-    EXPECT_EQ(selection.backend->name(), "cuda_sm80") << device;
+    EXPECT_EQ(selection.backend->name(), describe_device(device).sm == 90 ? "cuda_sm90" : "cuda_sm80") << device;
   }
 }
 
@@ -104,9 +104,9 @@ TEST(Select, TilesThatDoNotFitAreAReason) {
   spec.q_dtype = spec.kv_dtype = DType::f32;
   const Selection selection = select(spec, describe_device("l40s"));
   EXPECT_EQ(selection.backend, nullptr);
-  ASSERT_EQ(selection.candidates[0].backend->name(), "cuda_sm80");
-  ASSERT_EQ(selection.candidates[0].reasons.size(), 1u);
-  EXPECT_EQ(selection.candidates[0].reasons[0].str(),
+  ASSERT_EQ(selection.candidates[1].backend->name(), "cuda_sm80");
+  ASSERT_EQ(selection.candidates[1].reasons.size(), 1u);
+  EXPECT_EQ(selection.candidates[1].reasons[0].str(),
             "spec.head_dim_qk: wanted dimensions of which f32 tiles fit 99 KiB of shared memory, got 576 and 512");
 }
 

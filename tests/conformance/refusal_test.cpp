@@ -34,6 +34,22 @@ constexpr auto wide_f32 = [](AttentionSpec& s) {
 };
 
 const Refusal kRefusals[] = {
+    {"cuda_sm90", "device.type", "cpu", nothing},
+    {"cuda_sm90", "device.sm", "a100", nothing},
+    {"cuda_sm90", "device.sm", "b200", nothing},
+    {"cuda_sm90", "spec.kv_format", "h200", packed},
+    {"cuda_sm90", "spec.q_dtype", "h200", [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::f32; }},
+    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.kv_dtype = DType::fp8_e4m3; }},
+    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.kv_dtype = DType::f16; }},
+    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = s.head_dim_v = 80; }},
+    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = 128; }},
+    {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 6; }},
+    {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 256; }},
+    {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 4; }},
+    {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 192; }},
+    {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { s.mask.custom = true; }},
+    {"cuda_sm90", "spec.score.relative_buckets", "h200",
+     [](AttentionSpec& s) { s.score.relative_buckets = 32, s.score.relative_max_distance = 128; }},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},

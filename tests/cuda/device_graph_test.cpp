@@ -9,23 +9,27 @@
 namespace imbrex::cuda {
 namespace {
 
-class DeviceGraph : public test::Gpu {
+class DeviceGraph : public test::Gpu, public testing::WithParamInterface<const char*> {
  protected:
-  void run(const test::GraphProblem& problem) { test::GraphAgainstEager(*find_backend("cuda_sm80"), device, context, problem).run(); }
+  void run(const test::GraphProblem& problem) {
+    const Backend& backend = *find_backend(GetParam());
+    if (const auto reasons = backend.unsupported(problem.spec, device); !reasons.empty()) GTEST_SKIP() << reasons[0].str();
+    test::GraphAgainstEager(backend, device, context, problem).run();
+  }
 };
 
-TEST_F(DeviceGraph, HostArrays) { run({.spec = test::graph_spec(), .batches = 300, .seed = 1}); }
+TEST_P(DeviceGraph, HostArrays) { run({.spec = test::graph_spec(), .batches = 300, .seed = 1}); }
 
-TEST_F(DeviceGraph, DeviceArrays) { run({.spec = test::graph_spec(), .device_arrays = true, .batches = 300, .seed = 2}); }
+TEST_P(DeviceGraph, DeviceArrays) { run({.spec = test::graph_spec(), .device_arrays = true, .batches = 300, .seed = 2}); }
 
-TEST_F(DeviceGraph, Fp8CacheWindowAndSinks) {
+TEST_P(DeviceGraph, Fp8CacheWindowAndSinks) {
   AttentionSpec spec = test::graph_spec(DType::fp8_e4m3);
   spec.mask.window_left = 1500;
   spec.score.sinks = true;
   run({.spec = spec, .batches = 200, .seed = 3});
 }
 
-TEST_F(DeviceGraph, CustomMask) {
+TEST_P(DeviceGraph, CustomMask) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;
   for (const bool device_arrays : {false, true})
@@ -36,7 +40,7 @@ TEST_F(DeviceGraph, CustomMask) {
          .seed = 4});
 }
 
-TEST_F(DeviceGraph, DecodeOnly) {
+TEST_P(DeviceGraph, DecodeOnly) {
   AttentionSpec spec = test::graph_spec();
   spec.head_dim_qk = spec.head_dim_v = 128;
   run({.spec = spec,
@@ -57,11 +61,12 @@ double microseconds_of(int calls, const auto& call) {
 }
 
 // 256 decode requests of 4096 keys each, tables in device memory: what an engine does for every step and layer.
-TEST_F(DeviceGraph, HostCost) {
+TEST_P(DeviceGraph, HostCost) {
+  if (!find_backend(GetParam())->unsupported(test::graph_spec(), device).empty()) GTEST_SKIP() << "not for sm_" << device.sm;
   constexpr int kReqs = 256, kKeys = 4096, kPages = kKeys / 16;
   const AttentionSpec spec{.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128, .head_dim_v = 128};
   const auto plan =
-      find_backend("cuda_sm80")
+      find_backend(GetParam())
           ->plan(spec, device,
                  {.limits = {.max_num_reqs = kReqs, .max_num_tokens = kReqs, .max_seq_len = kKeys, .max_query_len = 1}, .threads = {}});
   std::vector<int32_t> starts(kReqs + 1), lens(kReqs, kKeys), table(size_t(kReqs) * kPages);
@@ -93,6 +98,8 @@ TEST_F(DeviceGraph, HostCost) {
   EXPECT_LT(update_us, 60);
   EXPECT_LT(run_us, 20);
 }
+
+INSTANTIATE_TEST_SUITE_P(Backends, DeviceGraph, testing::Values("cuda_sm80", "cuda_sm90"), [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace imbrex::cuda

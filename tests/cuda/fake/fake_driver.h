@@ -22,11 +22,18 @@ struct Launch {
   std::vector<std::vector<unsigned char>> all_params;  // where `param_sizes` knows the entry
 };
 
+// What the fake keeps in a CUtensorMap: all that it was made from. Dimensions innermost first.
+struct TensorMap {
+  char* data;
+  uint64_t sizes[5], strides[4];  // elements; bytes, of all but the innermost
+  uint32_t rank, box[5];
+};
+
 struct State {
   int version = 13000, init_result = 0, num_devices = 2;                              // what the driver says of itself
   CUresult fail_next = 0;                                                             // what the next call that makes something returns
   int buffers = 0, pinned = 0, streams = 0, events = 0, libraries = 0, contexts = 0;  // alive; contexts: references to primary ones
-  int library_loads = 0, context_pushes = 0;                                          // ever
+  int library_loads = 0, context_pushes = 0, maps = 0;                                // ever
   size_t params_bytes = 0;
   std::map<std::string, std::vector<size_t>> param_sizes;  // of the parameters of an entry
   std::function<void(const Launch&)> on_launch;            // what runs in the kernel's place, also when a graph is replayed

@@ -102,6 +102,23 @@ void attention(const AttentionParams& p, DType out_type) {
       for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
 }
 
+// Where the maps say that queries, keys and values are; the parameters' own pointers are gone.
+AttentionParams through_maps(const Launch& launch) {
+  AttentionParams p = parameter<AttentionParams>(launch, 0);
+  const TensorMap q = parameter<TensorMap>(launch, 1);
+  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
+  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
+  p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
+  for (KvSide* side : {&p.k, &p.v}) {
+    const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
+    if (spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
+    if (map.sizes[2] != uint64_t(spec.num_kv_heads)) std::abort();
+    side->data = map.data, side->dim_stride = size_of(spec.kv_dtype);
+    side->token_stride = long(map.strides[0]), side->head_stride = long(map.strides[1]), side->block_stride = long(map.strides[2]);
+  }
+  return p;
+}
+
 void merge(const AttentionParams& p, DType out_type) {
   std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
   for (int i = 0; i < p.counts->num_merges; ++i) {
@@ -154,7 +171,8 @@ void expand_bias(const ExpandBiasParams& p) {
 // Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
   const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
-  if (launch.entry == kernels_sm80.entry) return attention(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm80") return attention(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm90") return attention(through_maps(launch), out);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
@@ -173,13 +191,11 @@ void put_into_cache(const KernelKey& key) {
 void run_on_host(const AttentionSpec& of) {
   spec = of;
   const std::string arch = "sm_90a";
-  for (const DType out : {spec.q_dtype, DType::f32}) {
-    for (const Shape shape : kShapes) put_into_cache(kernels_sm80.attention(arch, spec, shape, out));
-    put_into_cache(kernels_sm80.merge(arch, spec, out));
-  }
+  for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
+    for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
   if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
-  put_into_cache(plan_tables_key(arch));
-  state().param_sizes = {{kernels_sm80.entry, {sizeof(AttentionParams)}},
+  state().param_sizes = {{"attention_sm80", {sizeof(AttentionParams)}},
+                         {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
                          {"merge", {sizeof(AttentionParams)}},
                          {"write_kv", {sizeof(WriteKvParams)}},
                          {"write_kv_strided", {sizeof(WriteKvParams)}},

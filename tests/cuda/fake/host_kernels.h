@@ -5,7 +5,7 @@
 namespace imbrex::cuda::fake {
 
 // Makes the fake driver run plans of this spec from now on, whose kernels need no compiling: a cubin that is none lies in the cache for
-// every key of cuda_sm80 on its devices.
+// every key of the CUDA backends on its devices.
 void run_on_host(const AttentionSpec&);
 
 }  // namespace imbrex::cuda::fake

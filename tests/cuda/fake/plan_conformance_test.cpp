@@ -1,5 +1,5 @@
-// The whole host side of cuda_sm80 against the reference: cuts, lists, tables, partial results and graphs, with kernels that are host code.
-// On the fake driver.
+// The whole host side of the CUDA backends against the reference: cuts, lists, tables, maps and partial results, with kernels that are
+// host code. On the fake driver.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -16,9 +16,10 @@
 namespace imbrex::cuda {
 namespace {
 
-// Plans of cuda_sm80, whose kernels run on the host.
+// Plans of a CUDA backend, whose kernels run on the host.
 struct OnHost final : Backend {
-  const Backend& inner = *find_backend("cuda_sm80");
+  explicit OnHost(std::string_view name) : inner(*find_backend(name)) {}
+  const Backend& inner;
   int spoiled_byte = 0;  // where an attention kernel writes beside what it should; behind the output when positive
   std::string_view name() const override { return inner.name(); }
   std::string_view description() const override { return inner.description(); }
@@ -31,7 +32,7 @@ struct OnHost final : Backend {
       const auto kernel = fake::state().on_launch;
       fake::state().on_launch = [kernel, at = spoiled_byte](const fake::Launch& launch) {
         kernel(launch);
-        if (launch.entry != "attention_sm80") return;
+        if (!launch.entry.starts_with("attention")) return;
         AttentionParams p;
         std::memcpy(&p, launch.all_params[0].data(), sizeof p);
         p.out[at] = 0;
@@ -41,36 +42,46 @@ struct OnHost final : Backend {
   }
 };
 
-class PlanConformance : public testing::Test {
+class PlanConformance : public testing::TestWithParam<const char*> {
  protected:
   ~PlanConformance() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
-  OnHost backend;
+  OnHost backend{GetParam()};
   std::unique_ptr<Backend> mirror = device_mirror(backend);
   DeviceInfo device = probe_cuda().at(0);
 };
 
-TEST_F(PlanConformance, CasesMatchTheReference) {
-  int run = 0, merged = 0;
+TEST_P(PlanConformance, CasesMatchTheReference) {
+  int run = 0, merged = 0, mapped = 0, unmapped = 0;
   for (const Case& c : cases()) {
-    const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed");
-    if (!paged && c.seed % 6 != 0) continue;
+    const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"), prefill = c.name.starts_with("prefill");
+    if (!paged && c.seed % (prefill ? 2 : 6) != 0) continue;
     if (!mirror->unsupported(c.spec, device).empty()) continue;
     const CaseInputs inputs = make_inputs(c);
     fake::state().launches.clear();
     const RunResult result = run_case(*mirror, device, inputs, default_options(c));
     const Judgement judgement = judge(expect(inputs), result);
     EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
-    for (const fake::Launch& launch : fake::state().launches) merged += launch.entry == "merge";
+    for (const fake::Launch& launch : fake::state().launches) {
+      merged += launch.entry == "merge";
+      mapped += launch.entry == "attention_sm90";
+      unmapped += launch.entry == "attention_sm80" && launch.module.find("kTileRows 128") != std::string::npos;
+    }
     ++run;
   }
-  EXPECT_GT(run, 200);
+  EXPECT_GT(run, backend.name() == "cuda_sm90" ? 60 : 200);
   EXPECT_GT(merged, 3);
+  EXPECT_GT(unmapped, 3);
+  EXPECT_EQ(mapped > 25, backend.name() == "cuda_sm90") << mapped;
 }
 
-TEST_F(PlanConformance, PoisonAndPagesChangeNothing) {
-  for (const char* name : {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks"}) {
+TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
+  int run = 0;
+  for (const char* name : {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks",
+                           "page_b64_csr_lbhdt", "prefill_d128_window", "prefill_d64_sinks"}) {
     const Case* c = find_case(name);
     ASSERT_NE(c, nullptr) << name;
+    if (!mirror->unsupported(c->spec, device).empty()) continue;
+    ++run;
     const CaseInputs inputs = make_inputs(*c);
     RunOptions options = default_options(*c);
     options.check_cache = false;
@@ -86,11 +97,12 @@ TEST_F(PlanConformance, PoisonAndPagesChangeNothing) {
         EXPECT_TRUE(bit_identical(result.out, clean.out) && bit_identical(result.lse, clean.lse)) << name;
       }
   }
+  EXPECT_GE(run, 4);
 }
 
 // The mirror surrounds what it copies: a mistake that no value shows.
-TEST_F(PlanConformance, AWriteBesideATensorIsFound) {
-  const Case& c = *find_case("dtype_bf16_bf16_decode");
+TEST_P(PlanConformance, AWriteBesideATensorIsFound) {
+  const Case& c = *find_case("dtype_peaked_bf16_prefill");
   const CaseInputs inputs = make_inputs(c);
   const auto code = [&] { return imbrex::test::error_code([&] { run_case(*mirror, device, inputs, default_options(c)); }); };
   EXPECT_EQ(code(), "nothing thrown");
@@ -103,7 +115,7 @@ TEST_F(PlanConformance, AWriteBesideATensorIsFound) {
   EXPECT_EQ(code(), "mirror.guard");
 }
 
-TEST_F(PlanConformance, SplitsByLoadToo) {
+TEST_P(PlanConformance, SplitsByLoadToo) {
   Case c = *find_case("long_4097_q4_causal");
   const CaseInputs inputs = make_inputs(c);
   RunOptions options = default_options(c);
@@ -111,6 +123,8 @@ TEST_F(PlanConformance, SplitsByLoadToo) {
   const Judgement judgement = judge(expect(inputs), run_case(*mirror, device, inputs, options));
   EXPECT_TRUE(judgement.pass()) << judgement.failure;
 }
+
+INSTANTIATE_TEST_SUITE_P(Backends, PlanConformance, testing::Values("cuda_sm80", "cuda_sm90"), [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace imbrex::cuda

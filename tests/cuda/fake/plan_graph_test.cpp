@@ -8,27 +8,32 @@
 namespace imbrex::cuda {
 namespace {
 
-class PlanGraph : public testing::Test {
+class PlanGraph : public testing::TestWithParam<const char*> {
  protected:
   ~PlanGraph() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
   void run(const test::GraphProblem& problem) {
+    const Backend& backend = *find_backend(GetParam());
+    const DeviceInfo device = probe_cuda().at(0);
+    if (const auto reasons = backend.unsupported(problem.spec, device); !reasons.empty()) GTEST_SKIP() << reasons[0].str();
     fake::run_on_host(problem.spec);
-    test::GraphAgainstEager(*find_backend("cuda_sm80"), probe_cuda().at(0), Context::of_device(0), problem).run();
+    test::GraphAgainstEager(backend, device, Context::of_device(0), problem).run();
   }
-  AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 1, .head_dim_qk = 16, .head_dim_v = 8};
+  AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 1, .head_dim_qk = 64, .head_dim_v = 64};
   PlanLimits limits{.max_num_reqs = 8, .max_num_tokens = 120, .max_seq_len = 1800};
 };
 
-TEST_F(PlanGraph, HostArrays) { run({.spec = spec, .limits = limits, .batches = 40, .seed = 1}); }
-TEST_F(PlanGraph, DeviceArrays) { run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 40, .seed = 2}); }
-TEST_F(PlanGraph, CustomMaskAndSinks) {
+TEST_P(PlanGraph, HostArrays) { run({.spec = spec, .limits = limits, .batches = 20, .seed = 1}); }
+TEST_P(PlanGraph, DeviceArrays) { run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 20, .seed = 2}); }
+TEST_P(PlanGraph, CustomMaskAndSinks) {
   spec.mask.custom = spec.score.sinks = true;
   run({.spec = spec, .limits = limits, .batches = 20, .seed = 3});
 }
-TEST_F(PlanGraph, DecodeOnly) {
+TEST_P(PlanGraph, DecodeOnly) {
   limits.max_query_len = 1;
-  run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 40, .seed = 4});
+  run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 20, .seed = 4});
 }
+
+INSTANTIATE_TEST_SUITE_P(Backends, PlanGraph, testing::Values("cuda_sm80", "cuda_sm90"), [](const auto& info) { return info.param; });
 
 }  // namespace
 }  // namespace imbrex::cuda

@@ -1,0 +1,73 @@
+// What attention_sm90.cu is asked for where it cannot run: nothing; and where it runs, the kernel that stands in for it can take its items.
+#include "cuda/attention_sm90.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "cuda/plan.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr const char* kArch = "sm_90a";
+
+AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int group, int page) {
+  return {.num_q_heads = 2 * group,
+          .num_kv_heads = 2,
+          .head_dim_qk = dim_qk,
+          .head_dim_v = dim_v,
+          .q_dtype = q,
+          .kv_dtype = kv,
+          .block_size = page};
+}
+
+// Of all specs that the kernel runs: items of its tiles are no larger than those of the kernel without maps, and begin where its tiles do.
+TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
+  int count = 0;
+  for (const DType q : {DType::bf16, DType::f16, DType::f32})
+    for (const DType kv : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2})
+      for (int dim_qk = 8; dim_qk <= 576; dim_qk += 8)
+        for (const int dim_v : {64, 96, 128, dim_qk})
+          for (const int group : {1, 3, 4, 8, 64, 128}) {
+            const AttentionSpec spec = spec_of(q, kv, dim_qk, dim_v, group, 128);
+            const bool runs = attention_sm90_refusals(spec).empty();
+            const auto shape = [&](const AttentionKernels& kernels) { return kernels.shape(kArch, spec, kPrefill); };
+            const ShapeKernel mapped = shape(kernels_sm90);
+            ASSERT_EQ(mapped.tile.rows > 0, runs) << spec.str();
+            if (!runs) continue;
+            ++count;
+            const ShapeKernel unmapped = shape(*kernels_sm90.without_maps);
+            EXPECT_GE(unmapped.tile.rows, mapped.tile.rows) << spec.str();
+            EXPECT_EQ(mapped.tile.keys % unmapped.tile.keys, 0) << spec.str();
+          }
+  EXPECT_GT(count, 10);
+}
+
+// `imbrex compile` ships what a plan may load: three shapes, the one without maps, the merge, for two types of output; and the tables.
+TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
+  const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128, 4, 16);
+  const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
+  const auto count = [&](const char* path) {
+    return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
+  };
+  EXPECT_EQ(count("attention_sm90.cu"), 2);
+  EXPECT_EQ(count("attention_sm80.cu"), 6);
+  EXPECT_EQ(count("merge.cu"), 2);
+  EXPECT_EQ(keys.size(), 11u);
+  EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
+  EXPECT_TRUE(plan_kernels(kernels_sm90, kArch, spec_of(DType::bf16, DType::bf16, 80, 80, 4, 16)).empty());
+}
+
+TEST(AttentionSm90, EveryReasonIsGiven) {
+  AttentionSpec spec = spec_of(DType::f32, DType::bf16, 80, 64, 3, 24);
+  spec.mask.custom = true;
+  spec.score.relative_buckets = 32;
+  std::vector<std::string> codes;
+  for (const Reason& reason : attention_sm90_refusals(spec)) codes.push_back(reason.code);
+  EXPECT_EQ(codes, (std::vector<std::string>{"spec.q_dtype", "spec.kv_dtype", "spec.head_dim_qk", "spec.num_q_heads", "spec.block_size",
+                                             "spec.mask.custom", "spec.score.relative_buckets"}));
+}
+
+}  // namespace
+}  // namespace imbrex::cuda
