@@ -102,13 +102,9 @@ void attention(const AttentionParams& p, DType out_type) {
       for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
 }
 
-// Where the maps say that queries, keys and values are; the parameters' own pointers are gone.
-AttentionParams through_maps(const Launch& launch) {
+// Where the maps say that keys and values are; the parameters' own pointers are gone.
+AttentionParams through_kv_maps(const Launch& launch) {
   AttentionParams p = parameter<AttentionParams>(launch, 0);
-  const TensorMap q = parameter<TensorMap>(launch, 1);
-  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
-  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
-  p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   for (KvSide* side : {&p.k, &p.v}) {
     const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
     if (spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
@@ -116,6 +112,16 @@ AttentionParams through_maps(const Launch& launch) {
     side->data = map.data, side->dim_stride = size_of(spec.kv_dtype);
     side->token_stride = long(map.strides[0]), side->head_stride = long(map.strides[1]), side->block_stride = long(map.strides[2]);
   }
+  return p;
+}
+
+// Queries too.
+AttentionParams through_maps(const Launch& launch) {
+  AttentionParams p = through_kv_maps(launch);
+  const TensorMap q = parameter<TensorMap>(launch, 1);
+  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
+  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
+  p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   return p;
 }
 
@@ -134,6 +140,20 @@ void merge(const AttentionParams& p, DType out_type) {
         finish(p, out_type, token, head, s);
       }
   }
+}
+
+// A kernel whose warps share out keys joins the pieces of its items too, and leaves the counters for that as they were.
+void attention_and_merge(const Launch& launch, const AttentionParams& p, DType out_type) {
+  attention(p, out_type);
+  if (launch.module.find("kKeyWarps 1") != std::string::npos) return;
+  for (int i = 0; i < p.counts->num_merges * p.num_kv_heads; ++i)
+    if (p.arrivals[i] != 0) std::abort();
+  for (int i = 0; i < p.counts->num_work; ++i) {
+    const WorkItem& w = p.work[i];
+    if ((w.partial < 0) != (w.merge < 0) || w.merge >= p.counts->num_merges) std::abort();
+    if (w.merge >= 0 && p.merges[w.merge].q_begin != w.q_begin) std::abort();
+  }
+  merge(p, out_type);
 }
 
 void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, long slot, int token, int head) {
@@ -171,7 +191,8 @@ void expand_bias(const ExpandBiasParams& p) {
 // Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
   const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
-  if (launch.entry == "attention_sm80") return attention(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
   if (launch.entry == "attention_sm90") return attention(through_maps(launch), out);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
@@ -194,15 +215,17 @@ void run_on_host(const AttentionSpec& of) {
   for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
     for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
   if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
-  state().param_sizes = {{"attention_sm80", {sizeof(AttentionParams)}},
-                         {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
-                         {"merge", {sizeof(AttentionParams)}},
-                         {"write_kv", {sizeof(WriteKvParams)}},
-                         {"write_kv_strided", {sizeof(WriteKvParams)}},
-                         {"copy_kv", {sizeof(WriteKvParams)}},
-                         {"copy_kv_strided", {sizeof(WriteKvParams)}},
-                         {"expand_bias", {sizeof(ExpandBiasParams)}},
-                         {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
+  state().param_sizes = {
+      {"attention_sm80", {sizeof(AttentionParams)}},
+      {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"merge", {sizeof(AttentionParams)}},
+      {"write_kv", {sizeof(WriteKvParams)}},
+      {"write_kv_strided", {sizeof(WriteKvParams)}},
+      {"copy_kv", {sizeof(WriteKvParams)}},
+      {"copy_kv_strided", {sizeof(WriteKvParams)}},
+      {"expand_bias", {sizeof(ExpandBiasParams)}},
+      {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
   state().on_launch = run_launch;
 }
 

@@ -79,7 +79,8 @@ class LanesPlan final : public Plan {
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs()};
     p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
     int next_task = 0;
-    p.next_task = &next_task;
+    std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
+    p.next_task = &next_task, p.arrivals = arrivals.data();
     p.num_kv_heads = spec_.num_kv_heads;
     p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
     p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;
@@ -99,7 +100,9 @@ class LanesPlan final : public Plan {
     EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
     attention.run(&p, how_.blocks, how_.late_copies, how_.chance);
     EXPECT_EQ(next_task, 0);
-    if (counts.num_merges > 0) open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
+    EXPECT_EQ(std::ranges::count(arrivals, 0), std::ssize(arrivals));
+    if (counts.num_merges > 0 && tiles_.key_warps == 1)
+      open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
   }
 
   std::string str() const override { return std::string("lanes: ") + variant_.name; }

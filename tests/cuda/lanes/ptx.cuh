@@ -99,6 +99,9 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+inline float2 load_l2(const float2* p) { return *p; }
+inline float4 load_l2(const float4* p) { return *p; }
+inline void memory_fence() {}
 inline uint4 load_once_16(const void* p) {
   lanes::check_aligned(p, 16);
   return *static_cast<const uint4*>(p);
