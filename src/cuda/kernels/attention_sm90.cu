@@ -1,5 +1,5 @@
-// Attention of many queries with wgmma and TMA, for sm_90a: prefill, chunked prefill and extend. Its host side is
-// cuda/attention_sm90.cpp; no plan launches it yet.
+// Attention of many queries with wgmma and TMA, for sm_90a: prefill, chunked prefill and extend; planned by cuda/plan.cpp. Its host
+// side, with the limits of what it runs, is cuda/attention_sm90.cpp.
 //
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, 1024 of the one for exponentials. Two warpgroups
 // with 64 rows each take turns: while one multiplies, the other exponentiates. A third loads queries, keys and values, a page a lane, and
