@@ -74,14 +74,15 @@ int most_pieces(const SchedulePolicy& policy, int q_len) {
   return std::clamp(policy.max_split_rows / std::max(q_len, 1), 1, policy.max_splits);
 }
 
-// Keys of a piece: split_kv, grown with the query tokens, and enough of them for the item to have `pieces` at most. 0: one piece.
+// Keys of a piece: split_kv, grown with the query tokens. Where an item has `pieces` at most, an equal share of its keys comes on top, so
+// that long items have longer pieces rather than as many as there may be. 0: one piece.
 int64_t piece_keys(const SchedulePolicy& policy, int q_len, KeyRange keys, int pieces) {
   const int64_t least = int64_t(policy.split_kv) * std::clamp(q_len, 1, std::max(policy.growth, 1));
   if (pieces == INT32_MAX) return least;
   if (keys.begin > 0) --pieces;  // boundaries are multiples of the piece, so that the first and the last one may both be short
   if (pieces <= 1) return 0;
   const int64_t share = (int64_t(keys.end) - keys.begin + pieces - 1) / pieces;
-  return std::max(least, (share + policy.tile_kv - 1) / policy.tile_kv * policy.tile_kv);
+  return least + (share + policy.tile_kv - 1) / policy.tile_kv * policy.tile_kv;
 }
 
 // Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.

@@ -37,7 +37,7 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   return std::nullopt;
 }
 
-unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.threads()) + 32; }
+unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.threads()) + 64; }
 
 KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles) {
   KernelKey key = attention_sm80_key(arch, spec, out, tiles);

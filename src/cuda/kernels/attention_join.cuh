@@ -7,7 +7,7 @@
 
 namespace imbrex::cuda {
 
-// `part(team, row, dim)` is where a team's sums of a row lie, eight dims at a time.
+// `part(team, row, dim)` is where a team's sum of a row lies, with the three dims behind a multiple of four.
 template <class Layout, class Part>
 DEVICE void put_part(const Warp<Layout>& warp, int team, const Part& part, float2 (&state)[kTeams][kTileRows]) {
 #pragma unroll
@@ -55,8 +55,7 @@ DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& p
     for (int t = 0; t < kTeams; ++t) sums.reference = fmaxf(sums.reference, state[t][row].x);
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) {
-      const float4* const from = reinterpret_cast<const float4*>(part(t, row, d));
-      sums.add(state[t][row], from[0], from[1]);
+      sums.add(state[t][row], *reinterpret_cast<const float4*>(part(t, row, d)), *reinterpret_cast<const float4*>(part(t, row, d + 4)));
     }
     if (item.partial < 0) {
       sums.store(p, item, row, d, v_scale, wide);
@@ -71,33 +70,31 @@ DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& p
   }
 }
 
-// After join_parts of a piece, by the same threads; `sync` is a barrier among them, `is_last` shared memory. Nobody writes it again before
-// the threads' next barrier.
-template <int threads, class Sync>
-DEVICE void join_pieces(const AttentionParams& p, const Item& item, const Sync& sync, bool& is_last) {
-  const MergeItem merge = p.merges[item.merge];
+// After join_parts of a piece, by one thread that has seen all of them store: whether it was the last piece of its item.
+DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   memory_fence();
-  sync();
-  const int thread = computed_here(int(threadIdx.x)) % threads;
-  if (thread == 0) {
-    int& arrivals = p.arrivals[(item.merge * p.num_kv_heads + item.kv_head) * kRowBlocks + item.row_begin / kTileRows];
-    is_last = atomicAdd(&arrivals, 1) == merge.num_splits - 1;
-    if (is_last) arrivals = 0;
-  }
-  sync();
-  if (!is_last) return;
+  int& arrivals = p.arrivals[(item.merge * p.num_kv_heads + item.kv_head) * kRowBlocks + item.row_begin / kTileRows];
+  if (atomicAdd(&arrivals, 1) != p.merges[item.merge].num_splits - 1) return false;
+  arrivals = 0;
   memory_fence();
+  return true;
+}
+
+// By `threads` threads, when that was so.
+template <int threads>
+DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
   constexpr int kEights = kHeadDimV / 8;
+  const MergeItem merge = p.merges[item.merge];
   const int heads = p.num_kv_heads * kGroup;
   const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
   const bool wide = out_is_wide(p);
-  for (int i = thread; i < item.num_rows * kEights; i += threads) {
+  for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
     const int row = i / kEights, d = i % kEights * 8;
     const long first = partial_row(p, item, row) + to_first;
     const float2* const state = reinterpret_cast<const float2*>(p.partial_state) + first;
     const float* const out = p.partial_out + first * kHeadDimV + d;
     RowSums sums;
-#pragma unroll 4
+#pragma unroll 8
     for (int s = 0; s < merge.num_splits; ++s) sums.reference = fmaxf(sums.reference, load_l2(state + s * stride).x);
 #pragma unroll 4
     for (int s = 0; s < merge.num_splits; ++s) {

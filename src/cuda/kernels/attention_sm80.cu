@@ -117,9 +117,12 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
     put_part(rows, team, part, shared.state);
     __syncthreads();
     join_parts<kThreads>(p, shared.slot.item, part, shared.state);
-    if (shared.slot.item.partial >= 0)
-      join_pieces<kThreads>(
-          p, shared.slot.item, [] { __syncthreads(); }, shared.is_last);
+    if (shared.slot.item.partial >= 0) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.is_last = is_last_piece(p, shared.slot.item);
+      __syncthreads();
+      if (shared.is_last) join_pieces<kThreads>(p, shared.slot.item);
+    }
   }
 }
 

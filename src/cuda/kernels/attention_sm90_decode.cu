@@ -1,23 +1,25 @@
 // Attention of few rows over many keys with TMA, for sm_90 and later: decode and verify. Host side: cuda/attention_sm90_decode.cpp.
 //
 // Memory sets the pace: on an H200 35 bytes a nanosecond and multiprocessor, of which a key of 128 bf16 dims with its value needs 512. One
-// warp loads, a page a lane, and runs ahead of the others by all stages, across the ends of items: nothing is asked of the memory in
-// bursts. The others compute as in attention_sm80.cu, the same sums in the same order. docs/kernels/cuda_sm90.md has the measurements.
+// warp loads, a page a lane, and runs ahead of the others by all stages, across the ends of items. Four compute as in attention_sm80.cu,
+// the same sums in the same order, and never wait for each other: each leaves its part of an item in shared memory and goes on. A sixth
+// joins the parts and, where the item is a piece of a longer one, the pieces. docs/kernels/cuda_sm90.md has the measurements.
 #include "async.cuh"
 #include "attention_join.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTeams * kTeamWarps, kConsumerThreads = 32 * kConsumers;  // warps
-constexpr int kChunkDims = 128 / kStoredBytes;                                       // of a box: the width of the swizzle
+constexpr int kConsumers = kTeams * kTeamWarps, kThreadsOfAll = 32 * (kConsumers + 2);  // warps: and the producer, and who joins
+constexpr int kChunkDims = 128 / kStoredBytes;                                          // of a box: the width of the swizzle
 constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = (kHeadDimV + kChunkDims - 1) / kChunkDims;
-// Teams leave their parts in the last stage of an item: it has room for them.
+// A team leaves its part of an item where its keys and values of the last stage were: there is room, and nobody else reads there.
 constexpr int kStageTiles = (kTileRows + 15) / 16 * (kBytes ? 2 : 1), kStageKeys = kStageTiles * kTileKeys;
 constexpr int kChunkBytes = kStageKeys * 128, kTmaStageBytes = (kKChunks + kVChunks) * kChunkBytes;
 constexpr int kPageRows = kBlockSize == 0 || kBlockSize > kTileKeys ? kTileKeys : kBlockSize;  // of a box
 constexpr int kStagePages = kStageKeys / kPageRows;                                            // boxes of a stage, a lane each
-constexpr int kPartDims = kVChunks * kChunkDims;                                               // floats of a row of a part
-static_assert(kDirect && kDimWarps == 1 && kStagePages <= 32 && kTeams * kTileRows * kPartDims * 4 <= kTmaStageBytes);
+constexpr int kPartLines = (kHeadDimV + 31) / 32;                                              // of 32 floats, that a row of a part has
+static_assert(kDirect && kDimWarps == 1 && kTeamKeys == 16 && kStagePages <= 32);
+static_assert(kPartLines * kTileRows <= (kKChunks + kVChunks) * kStageTiles * kTeamKeys);
 
 // 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 struct SwizzledRows {
@@ -29,10 +31,11 @@ struct SwizzledRows {
 struct SharedStorage {
   alignas(1024) char stage[kStages][kTmaStageBytes];  // chunks of keys, then of values; after an item's last key the teams' parts
   ItemSlot slot[2];                                   // of the item that is computed, and of the next
-  float2 state[kTeams][kTileRows];
-  u64 full[kStages], empty[kStages], slot_full[2], slot_empty[2];
-  bool more[2];  // false: no item, and none will come
-  bool is_last;  // of the pieces of an item
+  float2 state[2][kTeams][kTileRows];                 // reference and sum of each row of a part
+  u64 full[kStages], empty[kStages], slot_full[2], slot_empty[2], parts[2];
+  bool more[2];      // false: no item, and none will come
+  Item last_item;    // that was joined
+  bool pieces_left;  // its pieces are to be joined by all
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -53,6 +56,13 @@ struct Tiles {
 DEVICE Tiles tiles_of(const Item& item) {
   const int first = item.lo / kTileKeys;
   return {first, max(first + 1, (item.hi + kTileKeys - 1) / kTileKeys)};
+}
+
+// Where a team's sum of a row lies in the last stage of an item.
+DEVICE float* part_at(char* stage, int team, int row, int d) {
+  const int line = row / 16 * kPartLines + d / 32, tile = line / (kKChunks + kVChunks), chunk = line % (kKChunks + kVChunks);
+  return reinterpret_cast<float*>(stage + chunk * kChunkBytes + (tile * kTileKeys + team * kTeamKeys + row % 16) * 128) +
+         (d % 32 ^ row % 8 * 4);
 }
 
 // --- producer: a warp
@@ -139,7 +149,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
   const int team = warp / kTeamWarps;
   Ring<2> slot;
   Ring<kStages> stage;
-  const auto release = [&](u64& barrier) {
+  const auto report = [&](u64& barrier) {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
   };
@@ -169,26 +179,52 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
       }
       tile += kStageTiles;
       if (tile >= tiles.end) break;
-      release(shared.empty[stage.at]);
+      report(shared.empty[stage.at]);
       stage.next();
     }
-    const auto sync = [] { named_barrier_sync(1, kConsumerThreads); };
-    sync();  // nobody reads the stage any more
-    const auto part = [&](int t, int row, int d) {
-      return reinterpret_cast<float*>(shared.stage[stage.at]) + (t * kTileRows + row) * kPartDims + (d ^ row % 8 * 8);
-    };
-    put_part(rows, team, part, shared.state);
-    sync();
-    join_parts<kConsumerThreads>(p, item, part, shared.state);
-    async_proxy_fence();
-    release(shared.empty[stage.at]);
-    if (item.partial >= 0) join_pieces<kConsumerThreads>(p, item, sync, shared.is_last);
-    release(shared.slot_empty[slot.at]);
+    team_sync(team);
+    put_part(
+        rows, team, [&](int t, int row, int d) { return part_at(shared.stage[stage.at], t, row, d); }, shared.state[slot.at]);
+    report(shared.parts[slot.at]);
     stage.next();
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kConsumerThreads + 32, kBlocks)
+// --- the warp that joins
+
+DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
+  const int lane = lane_id();
+  Ring<2> slot;
+  int stages = 0;  // so far, modulo kStages
+  bool pieces_left = false;
+  for (;; slot.next()) {
+    mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
+    if (!shared.more[slot.at]) break;
+    const Item item = shared.slot[slot.at].item;
+    if (pieces_left) {
+      join_pieces<32>(p, shared.last_item);
+      pieces_left = false;
+    }
+    const Tiles tiles = tiles_of(item);
+    stages = (stages + (tiles.end - tiles.first + kStageTiles - 1) / kStageTiles) % kStages;
+    const int last = stages == 0 ? kStages - 1 : stages - 1;
+    mbarrier_wait(shared_address(&shared.parts[slot.at]), slot.parity);
+    join_parts<32>(
+        p, item, [&](int t, int row, int d) { return part_at(shared.stage[last], t, row, d); }, shared.state[slot.at]);
+    async_proxy_fence();
+    __syncwarp();
+    if (lane < kConsumers) mbarrier_arrive(shared_address(&shared.empty[last]));
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.slot_empty[slot.at]));
+    if (item.partial >= 0) {
+      pieces_left = shuffle(lane == 0 ? int(is_last_piece(p, item)) : 0, 0) != 0;
+      if (lane == 0) shared.last_item = item;
+      __syncwarp();
+    }
+  }
+  if (lane == 0) shared.pieces_left = pieces_left;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
     attention_sm90_decode(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   extern __shared__ __align__(1024) char memory[];
@@ -200,17 +236,22 @@ extern "C" __global__ void __launch_bounds__(kConsumerThreads + 32, kBlocks)
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(shared_address(&shared.slot_full[i]), 1);
-      mbarrier_init(shared_address(&shared.slot_empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
+      mbarrier_init(shared_address(&shared.parts[i]), kConsumers);
     }
     mbarrier_fence_init();
   }
   __syncthreads();
   griddep_wait();
-  if (const int warp = warp_id(); warp == kConsumers) {
+  if (const int warp = warp_id(); warp < kConsumers) {
+    consume(p, shared, warp);
+  } else if (warp == kConsumers) {
     produce(p, k_map, v_map, shared);
   } else {
-    consume(p, shared, warp);
+    join(p, shared);
   }
+  __syncthreads();
+  if (shared.pieces_left) join_pieces<kThreadsOfAll>(p, shared.last_item);
   griddep_launch();
 }
 

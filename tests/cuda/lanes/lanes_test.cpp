@@ -100,7 +100,7 @@ class LanesPlan final : public Plan {
     EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
     attention.run(&p, how_.blocks, how_.late_copies, how_.chance);
     EXPECT_EQ(next_task, 0);
-    EXPECT_EQ(std::ranges::count(arrivals, 0), std::ssize(arrivals));
+    EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
     if (counts.num_merges > 0 && tiles_.key_warps == 1)
       open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
   }
