@@ -1,0 +1,78 @@
+"""What a measurement says: against the best peer, against the floor, in one table. Needs no PyTorch."""
+from __future__ import annotations
+
+from cells import Cell
+
+COLUMNS = ("cell", "us", "rate", "", "best peer", "us", "ratio", "floor", "", "keys without pages", "ratio")
+
+
+def best(peers: dict[str, float]) -> tuple[str, float] | None:
+    return min(peers.items(), key=lambda peer: peer[1]) if peers else None
+
+
+def judge(cell: Cell, us: float, live: dict[str, float], base_us: float | None = None) -> dict:
+    """Times in us, of peers measured elsewhere and of those in this process, which replace their own older figures. A ratio above 1 says
+    that we are faster."""
+    peers = {**cell.peers, **(live if cell.sdpa == "peers" else {})}
+    dense = {**cell.dense, **(live if cell.sdpa == "dense" else {})}
+    result: dict = {"cell": cell.name, "status": "ok", "us": us, "rate": cell.rate(us), "unit": cell.unit, "peers": peers, "dense": dense}
+    result["here"] = sorted(live)
+    yardstick = ("base", base_us) if cell.base and base_us else best(peers)
+    if yardstick:
+        result["best"], result["ratio"] = yardstick, yardstick[1] / us
+    if dense:
+        result["best_dense"], result["dense_ratio"] = best(dense), best(dense)[1] / us
+    if cell.floor:
+        kind, bound = next(iter(cell.floor.items()))
+        result["floor"] = bound
+        if kind == "us":
+            result["met"] = us <= bound
+        elif "ratio" in result:
+            result["met"] = result["ratio"] >= bound
+    return result
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def row(result: dict) -> tuple[str, ...]:
+    if "us" not in result:
+        return (result["cell"], f"{result['status']}: {result.get('why', '')}".splitlines()[0][:110]) + ("",) * (len(COLUMNS) - 2)
+    name, peer_us = result.get("best", ("", None))
+    dense, _ = result.get("best_dense", ("", None))
+    met = {True: "met", False: "BELOW", None: ""}[result.get("met")]
+    return (
+        result["cell"] + ("" if result["status"] == "ok" else f" {result['status'].upper()}"),
+        number(result["us"]),
+        number(result["rate"], 2 if result["unit"] == "TB/s" else 0),
+        result["unit"],
+        name,
+        number(peer_us),
+        number(result.get("ratio"), 3),
+        number(result.get("floor"), 3),
+        met,
+        dense,
+        number(result.get("dense_ratio"), 3),
+    )
+
+
+def table(results: list[dict]) -> str:
+    rows = [COLUMNS, *map(row, results)]
+    full = [r for r in rows if any(r[2:])]
+    widths = [max(len(r[i]) for r in full) for i in range(len(COLUMNS))]
+    left = {0, 3, 4, 8, 9}
+    lines = []
+    for r in rows:
+        cells = r if r in full else r[:2]
+        lines.append("  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths))).rstrip())
+    return "\n".join(lines)
+
+
+def summary(results: list[dict]) -> str:
+    def count(key, value):
+        return sum(r.get(key) == value for r in results)
+
+    parts = [f"{len(results)} cells", f"{count('met', True)} at their floor or above", f"{count('met', False)} below"]
+    parts += [f"{n} {status}" for status in ("wrong", "failed", "refused", "not run") if (n := count("status", status))]
+    return ", ".join(parts)

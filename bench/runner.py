@@ -1,0 +1,145 @@
+"""Measures one cell: imbrex and PyTorch's attention in turn, on the same data, and the rows of imbrex's output against float64."""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import protocols
+from cells import Cell
+from inputs import DTYPES, HEAD_DIM, KV_HEADS, Pools, Problem, check_rows, rotation
+from native import Native, Plan
+
+SDPA = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
+MAX_DENSE = 1 << 32  # elements of keys that the peers were run with
+MAX_SEQ_LEN = 131072  # of decode plans: what an engine would promise
+
+
+def stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+def limits_of(cell: Cell, seq_lens: list[int]) -> dict:
+    longest = max(seq_lens) if cell.unit == "TFLOP/s" else max(MAX_SEQ_LEN, max(seq_lens))
+    return {"requests": cell.batch, "tokens": cell.batch * cell.query, "seq_len": longest, "query_len": cell.query}
+
+
+def update(plan: Plan, problem: Problem) -> None:
+    keys = problem.starts if problem.table is None else problem.table
+    plan.update(problem.query_start, problem.seq_lens, keys.data_ptr(), keys.shape[-1], stream())
+
+
+def imbrex_calls(plan: Plan, problem: Problem) -> list[protocols.Call]:
+    """One for each set of keys."""
+
+    def call_for(index: int) -> protocols.Call:
+        k, v = problem.keys(index)
+        fixed = (problem.q.data_ptr(), k.data_ptr(), v.data_ptr(), k.shape[0], k.stride(0), problem.out.data_ptr())
+        return lambda: plan.run(*fixed, stream())
+
+    return [call_for(index) for index in range(problem.sets)]
+
+
+def sdpa_call(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> protocols.Call:
+    """q, k, v: [batch, heads, tokens, dim]."""
+    grouped = q.shape[1] != k.shape[1]
+
+    def call():
+        with sdpa_kernel([backend]):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return call
+
+
+def dense_keys(cell: Cell, problem: Problem, pools: Pools) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [tokens, heads, dim] of each call: the problem's own, or parts of the pool."""
+    if problem.table is None:
+        return [(problem.k, problem.v)]
+    sides = pools.get(cell)
+    count = rotation(cell, sides[0].shape[0] // cell.tokens)
+    return [tuple(side[i * cell.tokens : (i + 1) * cell.tokens] for side in sides) for i in range(count)]
+
+
+def sdpa_calls(cell: Cell, problem: Problem, pools: Pools) -> dict[str, list[protocols.Call]]:
+    """PyTorch's kernels in both layouts: [batch, tokens, heads, dim] seen transposed, and contiguous. The values are random, so the same
+    memory is read as either."""
+    if not cell.sdpa or cell.tokens * KV_HEADS * HEAD_DIM > MAX_DENSE:
+        return {}
+    causal = cell.causal and cell.query > 1
+    q = problem.q.view(cell.batch, cell.query, *problem.q.shape[1:]).transpose(1, 2)
+    calls: dict[str, list[protocols.Call]] = {}
+    for name, backend in SDPA.items():
+        for layout in ("bshd", "bhsd"):
+            def seen(side: torch.Tensor) -> torch.Tensor:
+                heads = side.shape[1]
+                if layout == "bhsd":
+                    return side.view(cell.batch, heads, cell.context, cell.head_dim)
+                return side.view(cell.batch, cell.context, heads, cell.head_dim).transpose(1, 2)
+
+            queries = q.contiguous() if layout == "bhsd" else q
+            made = [sdpa_call(backend, queries, seen(k), seen(v), causal) for k, v in dense_keys(cell, problem, pools)]
+            try:
+                made[0]()
+            except RuntimeError as error:
+                print(f"  {name} {layout} does not run {cell.name}: {str(error).splitlines()[0]}", flush=True)
+                continue
+            calls[f"{name} {layout}"] = made
+    return calls
+
+
+def best_layouts(times: dict[str, float]) -> dict[str, float]:
+    """"cuDNN bshd" and "cuDNN bhsd" become "cuDNN", the better of them."""
+    best: dict[str, float] = {}
+    for name, us in times.items():
+        peer = name.split()[0]
+        best[peer] = min(us, best.get(peer, us))
+    return best
+
+
+class Runner:
+    def __init__(self, native: Native, backend: str, quick: bool):
+        self.native, self.backend, self.quick = native, backend, quick
+        self.pools = Pools("cuda")
+
+    def plan(self, cell: Cell, seq_lens: list[int]) -> Plan:
+        return Plan(self.native, "cuda:0", self.backend, cell.spec(), limits_of(cell, seq_lens), cell.balanced)
+
+    def measure(self, cell: Cell) -> dict:
+        """{"us", "live": {peer: us}, "check", "plan"}"""
+        problem = Problem(cell, self.pools)
+        with self.plan(cell, problem.seq_lens) as plan:
+            update(plan, problem)
+            ours = imbrex_calls(plan, problem)
+            last = len(ours) - 1
+            ours[last]()
+            check = check_rows(problem, last, 8 if self.quick else 24)
+            times = self.times(cell, ours, sdpa_calls(cell, problem, self.pools))
+            torch.cuda.synchronize()
+            return {"us": times.pop("imbrex"), "live": best_layouts(times), "check": check, "plan": str(plan)}
+
+    def times(self, cell: Cell, ours: list[protocols.Call], peers: dict[str, list[protocols.Call]]) -> dict[str, float]:
+        rounds = 1 if self.quick else 2
+        if cell.protocol == "sustained":
+            tried = {name: protocols.estimate(calls[0]) for name, calls in peers.items() for _ in range(2)}
+            kept = {min((n for n in tried if n.startswith(peer)), key=tried.get) for peer in best_layouts(tried)}
+            calls = {"imbrex": ours[0], **{name: peers[name][0] for name in sorted(kept)}}
+            return protocols.sustained(calls, 30 if self.quick else 120, rounds)
+        if cell.protocol == "replay":
+            return protocols.replayed({"imbrex": ours, **peers})
+        return protocols.in_graph({"imbrex": ours, **peers}, 20 if self.quick else 80, rounds)
+
+    def host_costs(self, cell: Cell) -> dict:
+        """Microseconds of the host: the best of five rounds, so that the machine's other work does not count."""
+        problem = Problem(cell, self.pools)
+        with self.plan(cell, problem.seq_lens) as plan:
+            update(plan, problem)
+            imbrex_calls(plan, problem)[0]()
+            costs = {}
+            for name, of_update, calls in (("update_us", True, 3), ("run_us", False, 20)):
+                best = float("inf")
+                for _ in range(5):
+                    torch.cuda.synchronize()
+                    best = min(best, plan.host_us(of_update, calls, stream()))
+                costs[name] = best
+            torch.cuda.synchronize()
+            return costs
