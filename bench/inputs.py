@@ -83,7 +83,8 @@ class Problem:
         self.query_start = starts_of([cell.query] * cell.batch)
         shape = (cell.batch * cell.query, cell.heads[0], cell.head_dim)
         self.q = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        self.out = torch.full(shape, float("nan"), device=device, dtype=torch.bfloat16)
+        self.out = torch.empty_like(self.q)
+        self.poison()
         if cell.page == 0:
             self.sets, self.table = 1, None
             self.k, self.v = (torch.randn((cell.tokens, cell.heads[1], cell.head_dim), device=device, dtype=DTYPES[cell.kv]) for _ in "kv")
@@ -94,6 +95,9 @@ class Problem:
         self.sets = rotation(cell, self.k.shape[0] // sum(blocks))
         ids = torch.randperm(self.k.shape[0] // self.sets, device=device)[: sum(blocks)].int().split(blocks)
         self.table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).contiguous()
+
+    def poison(self) -> None:
+        self.out.fill_(float("nan"))
 
     def keys(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of call `index`: pages [count, page, kv heads, dim], or rows where there are no pages."""

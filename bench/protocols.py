@@ -8,6 +8,11 @@ from collections.abc import Callable
 import torch
 
 Call = Callable[[], object]
+NOTHING: dict[str, Call] = {}
+
+
+def idle() -> None:
+    pass
 
 
 def pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -50,9 +55,10 @@ def sustained(calls: dict[str, Call], target_ms: float, rounds: int) -> dict[str
 
 
 class Graph:
-    """Calls captured one behind the other, rotating over `calls`, 20 ms of them at most and no more than 50 (or each once)."""
+    """Calls captured one behind the other, rotating over `calls`, 20 ms of them at most and no more than 50 (or each once); replayed once,
+    after `before`. The last call of a replay is the last of `calls`."""
 
-    def __init__(self, calls: list[Call], count: int = 0):
+    def __init__(self, calls: list[Call], before: Call = idle, count: int = 0):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -65,6 +71,7 @@ class Graph:
         with torch.cuda.graph(self.graph, stream=side):
             for i in range(self.count):
                 calls[i % len(calls)]()
+        before()
         self.graph.replay()
         torch.cuda.synchronize()
 
@@ -81,9 +88,9 @@ class Graph:
         return times
 
 
-def in_graph(calls: dict[str, list[Call]], target_ms: float, rounds: int) -> dict[str, float]:
+def in_graph(calls: dict[str, list[Call]], target_ms: float, rounds: int, before: dict[str, Call] = NOTHING) -> dict[str, float]:
     """Microseconds of a call; every name has calls that differ in their keys alone."""
-    graphs = {name: Graph(rotating) for name, rotating in calls.items()}
+    graphs = {name: Graph(rotating, before.get(name, idle)) for name, rotating in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, graph in graphs.items():
@@ -91,11 +98,11 @@ def in_graph(calls: dict[str, list[Call]], target_ms: float, rounds: int) -> dic
     return {name: statistics.median(ms) * 1e3 for name, ms in times.items()}
 
 
-def replayed(calls: dict[str, list[Call]], count: int = 300) -> dict[str, float]:
+def replayed(calls: dict[str, list[Call]], before: dict[str, Call] = NOTHING, count: int = 300) -> dict[str, float]:
     """Microseconds of a call that is a graph by itself, by the host's clock over `count` replays back to back."""
     result = {}
     for name, rotating in calls.items():
-        graph = Graph(rotating, 1).graph
+        graph = Graph(rotating, before.get(name, idle), count=1).graph
         for _ in range(20):
             graph.replay()
         torch.cuda.synchronize()

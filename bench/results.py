@@ -1,6 +1,8 @@
 """What a measurement says: against the best peer, against the floor, in one table. Needs no PyTorch."""
 from __future__ import annotations
 
+import statistics
+
 from cells import Cell
 
 COLUMNS = ("cell", "us", "rate", "", "best peer", "us", "ratio", "floor", "", "keys without pages", "ratio")
@@ -16,15 +18,16 @@ def judge(cell: Cell, us: float, live: dict[str, float], base_us: float | None =
     peers = {**cell.peers, **(live if cell.sdpa == "peers" else {})}
     dense = {**cell.dense, **(live if cell.sdpa == "dense" else {})}
     result: dict = {"cell": cell.name, "status": "ok", "us": us, "rate": cell.rate(us), "unit": cell.unit, "peers": peers, "dense": dense}
-    result["here"] = sorted(live)
-    yardstick = ("base", base_us) if cell.base and base_us else best(peers)
+    older = {**cell.peers, **cell.dense}
+    result["drift"] = {name: us_here / older[name] for name, us_here in live.items() if name in older}
+    yardstick = (cell.base, base_us) if cell.base and base_us else best(peers)
     if yardstick:
         result["best"], result["ratio"] = yardstick, yardstick[1] / us
     if dense:
         result["best_dense"], result["dense_ratio"] = best(dense), best(dense)[1] / us
     if cell.floor:
         kind, bound = next(iter(cell.floor.items()))
-        result["floor"] = bound
+        result["floor"] = f"<= {bound} us" if kind == "us" else f">= {bound}"
         if kind == "us":
             result["met"] = us <= bound
         elif "ratio" in result:
@@ -50,7 +53,7 @@ def row(result: dict) -> tuple[str, ...]:
         name,
         number(peer_us),
         number(result.get("ratio"), 3),
-        number(result.get("floor"), 3),
+        result.get("floor", ""),
         met,
         dense,
         number(result.get("dense_ratio"), 3),
@@ -61,7 +64,7 @@ def table(results: list[dict]) -> str:
     rows = [COLUMNS, *map(row, results)]
     full = [r for r in rows if any(r[2:])]
     widths = [max(len(r[i]) for r in full) for i in range(len(COLUMNS))]
-    left = {0, 3, 4, 8, 9}
+    left = {0, 3, 4, 7, 8, 9}
     lines = []
     for r in rows:
         cells = r if r in full else r[:2]
@@ -76,3 +79,13 @@ def summary(results: list[dict]) -> str:
     parts = [f"{len(results)} cells", f"{count('met', True)} at their floor or above", f"{count('met', False)} below"]
     parts += [f"{n} {status}" for status in ("wrong", "failed", "refused", "not run") if (n := count("status", status))]
     return ", ".join(parts)
+
+
+def drifts(results: list[dict]) -> str:
+    """How this machine's PyTorch compares with the recorded one: what a comparison with the other recorded peers is worth."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        for name, drift in result.get("drift", {}).items():
+            found.setdefault(name, []).append(drift)
+    said = [f"{name} {statistics.median(d):.3f} ({min(d):.3f} to {max(d):.3f}, {len(d)} cells)" for name, d in sorted(found.items())]
+    return "time here / recorded time: " + ", ".join(said) if said else ""

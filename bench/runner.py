@@ -110,23 +110,21 @@ class Runner:
         with self.plan(cell, problem.seq_lens) as plan:
             update(plan, problem)
             ours = imbrex_calls(plan, problem)
-            last = len(ours) - 1
-            ours[last]()
-            check = check_rows(problem, last, 8 if self.quick else 24)
-            times = self.times(cell, ours, sdpa_calls(cell, problem, self.pools))
+            times = self.times(problem, {"imbrex": ours, **sdpa_calls(cell, problem, self.pools)})
             torch.cuda.synchronize()
+            check = check_rows(problem, len(ours) - 1, 8 if self.quick else 24)  # what the last of the timed calls has left
             return {"us": times.pop("imbrex"), "live": best_layouts(times), "check": check, "plan": str(plan)}
 
-    def times(self, cell: Cell, ours: list[protocols.Call], peers: dict[str, list[protocols.Call]]) -> dict[str, float]:
-        rounds = 1 if self.quick else 2
-        if cell.protocol == "sustained":
-            tried = {name: protocols.estimate(calls[0]) for name, calls in peers.items() for _ in range(2)}
+    def times(self, problem: Problem, calls: dict[str, list[protocols.Call]]) -> dict[str, float]:
+        protocol, rounds = problem.cell.protocol, 1 if self.quick else 2
+        if protocol == "sustained":
+            tried = {name: protocols.estimate(calls[name][0]) for name in calls for _ in range(2)}
             kept = {min((n for n in tried if n.startswith(peer)), key=tried.get) for peer in best_layouts(tried)}
-            calls = {"imbrex": ours[0], **{name: peers[name][0] for name in sorted(kept)}}
-            return protocols.sustained(calls, 30 if self.quick else 120, rounds)
-        if cell.protocol == "replay":
-            return protocols.replayed({"imbrex": ours, **peers})
-        return protocols.in_graph({"imbrex": ours, **peers}, 20 if self.quick else 80, rounds)
+            return protocols.sustained({name: calls[name][0] for name in calls if name in kept}, 30 if self.quick else 120, rounds)
+        before = {"imbrex": problem.poison}
+        if protocol == "replay":
+            return protocols.replayed(calls, before)
+        return protocols.in_graph(calls, 20 if self.quick else 80, rounds, before)
 
     def host_costs(self, cell: Cell) -> dict:
         """Microseconds of the host: the best of five rounds, so that the machine's other work does not count."""

@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="OUT", help="file for everything that was measured")
     parser.add_argument("--no-extras", action="store_true", help="leave out the times of start and of the host")
     parser.add_argument("--list", action="store_true", help="print the cells and leave")
-    parser.add_argument("--compile", metavar="FOLDER", help="only fill a folder with the cells' kernels, for IMBREX_CUDA_CACHE; no GPU needed")
+    parser.add_argument("--compile", metavar="FOLDER", help="only fill a folder for IMBREX_CUDA_CACHE with the cells' kernels; no GPU needed")
     parser.add_argument("--device", default="h200", help="with --compile: for which GPU (default: %(default)s)")
     return parser.parse_args()
 
@@ -71,7 +71,8 @@ def extras_of(args: argparse.Namespace, runner, table: list[cells.Cell]) -> dict
         try:
             extras[name] = measure()
         except (NativeError, subprocess.SubprocessError) as error:
-            extras[name] = {"failed": getattr(error, "stderr", None) or str(error)}
+            said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            extras[name] = {"failed": said[-1]}
         print(f"{name}: {extras[name]}", flush=True)
     return extras
 
@@ -90,7 +91,7 @@ def run_cell(runner, cell: cells.Cell, found: dict[str, dict]) -> dict:
     result = results.judge(cell, measured["us"], measured["live"], found.get(cell.base, {}).get("us"))
     result |= {"check": measured["check"], "plan": measured["plan"]}
     if measured["check"]["failure"]:
-        result |= {"status": "wrong", "why": measured["check"]["failure"]}
+        result |= {"status": "wrong", "why": measured["check"]["failure"], "met": False}
     return result
 
 
@@ -141,9 +142,10 @@ def bench(args: argparse.Namespace, chosen: list[cells.Cell], table: list[cells.
     save(args, report)
     print("\n" + results.table(report["cells"]))
     for name, values in report.get("extras", {}).items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.1f}" if isinstance(value, float) else f"{key}: {value}" for key, value in values.items()))
-    print(f"{results.summary(report['cells'])}; {report['seconds']:.0f} s")
+        print(f"{name}: " + ", ".join(f"{key} {value if isinstance(value, str) else round(value, 1)}" for key, value in values.items()))
+    print(*filter(None, [results.drifts(report["cells"]), f"{results.summary(report['cells'])}; {report['seconds']:.0f} s"]), sep="\n")
     states = [result["status"] for result in report["cells"]]
+    states += ["failed" for extra in report.get("extras", {}).values() if "failed" in extra]
     return 0 if "ok" in states and not {"wrong", "failed"} & set(states) else 1
 
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Checks what of the GPU benchmark runs anywhere: bench_test.py OBJECT. The table of cells and peers, what a ratio means, and the bridge, with
-a CPU backend and without a GPU. Standard library only. Run by ctest."""
+"""Checks what of the GPU benchmark runs anywhere: the table of cells and peers, what a ratio means, and the bridge over a CPU backend.
+
+bench_test.py OBJECT, the standard library only. Run by ctest.
+"""
 from __future__ import annotations
 
 import ctypes
@@ -83,7 +85,10 @@ class Results(unittest.TestCase):
         self.assertAlmostEqual(result["ratio"], 1)
         self.assertTrue(result["met"])
         self.assertFalse(results.judge(cell, fa3 / 0.96, {"cuDNN": fa3 * 2, "FA2": fa3 * 3})["met"])
-        self.assertEqual(results.judge(cell, fa3, {"cuDNN": fa3 / 2})["best"], ("cuDNN", fa3 / 2))
+        slower = results.judge(cell, fa3, {"cuDNN": fa3 / 2})
+        self.assertEqual(slower["best"], ("cuDNN", fa3 / 2))
+        self.assertAlmostEqual(slower["drift"]["cuDNN"], fa3 / 2 / cell.peers["cuDNN"])
+        self.assertRegex(results.drifts([slower, slower]), r"cuDNN 0\.504 \(0\.504 to 0\.504, 2 cells\)")
 
     def test_dense_peers_are_shown_but_do_not_count(self):
         result = results.judge(by_name()["decode/p64/4096x64"], 245.9, {"cuDNN": 200.0})
@@ -117,7 +122,7 @@ class Bridge(unittest.TestCase):
         return Plan(self.native, "cpu", "auto", {**SPEC, **changed}, LIMITS)
 
     def attend(self, plan: Plan, keys, columns: int, count: int, stride: int) -> list[int]:
-        """Keys are all alike, so a row is the mean of its values; these are 1.0 where pages are 0 and 2, and 2.0 between (0x3f80, 0x4000)."""
+        """Keys are all alike, so a row is the mean of its values: 1.0 (0x3f80) in the first and last 128 elements, 2.0 (0x4000) between."""
         plan.update([0, 2], [6], ctypes.addressof(keys), columns)
         q, out = (ctypes.c_uint16 * 128)(*[0x3F80] * 128), (ctypes.c_uint16 * 128)()
         k = (ctypes.c_uint16 * 384)(*[0x3F80] * 384)
