@@ -5,6 +5,7 @@ import statistics
 
 from cells import Cell
 
+COUNTS = (("status", "ok"), ("met", True), ("met", False))
 COLUMNS = ("cell", "us", "rate", "", "best peer", "us", "ratio", "floor", "", "keys without pages", "ratio")
 
 
@@ -60,11 +61,10 @@ def row(result: dict) -> tuple[str, ...]:
     )
 
 
-def table(results: list[dict]) -> str:
-    rows = [COLUMNS, *map(row, results)]
+def aligned(rows: list[tuple[str, ...]], left: set[int]) -> str:
+    """Columns side by side; a row with nothing behind its second cell may be as long as it is."""
     full = [r for r in rows if any(r[2:])]
-    widths = [max(len(r[i]) for r in full) for i in range(len(COLUMNS))]
-    left = {0, 3, 4, 7, 8, 9}
+    widths = [max(len(r[i]) for r in full) for i in range(len(rows[0]))]
     lines = []
     for r in rows:
         cells = r if r in full else r[:2]
@@ -72,13 +72,22 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def summary(results: list[dict]) -> str:
-    def count(key, value):
-        return sum(r.get(key) == value for r in results)
+def table(results: list[dict]) -> str:
+    return aligned([COLUMNS, *map(row, results)], {0, 3, 4, 7, 8, 9})
 
-    parts = [f"{len(results)} cells", f"{count('met', True)} at their floor or above", f"{count('met', False)} below"]
-    parts += [f"{n} {status}" for status in ("wrong", "failed", "refused", "not run") if (n := count("status", status))]
-    return ", ".join(parts)
+
+def short_table(results: list[dict]) -> str:
+    """A line for each group of cells: how many reached their floor, and the ratios to the best peer."""
+    rows: list[tuple[str, ...]] = [("group", "cells", "ok", "met", "below", "lowest", "median", "highest ratio")]
+    groups: dict[str, list[dict]] = {}
+    for result in results:
+        groups.setdefault(result["cell"].partition("/")[0], []).append(result)
+    for name, members in [*groups.items(), ("all", results)]:
+        ratios = [r["ratio"] for r in members if "ratio" in r and r["status"] == "ok"]
+        spread = [min(ratios), statistics.median(ratios), max(ratios)] if ratios else [None] * 3
+        counts = [len(members), *(sum(r.get(key) == value for r in members) for key, value in COUNTS)]
+        rows.append((name, *map(str, counts), *(number(ratio, 3) for ratio in spread)))
+    return aligned(rows, {0})
 
 
 def drifts(results: list[dict]) -> str:

@@ -2,7 +2,7 @@
 """Attention on one GPU against PyTorch's cuDNN and FA2 in the same process, and against peers measured elsewhere (bench/cells.json).
 
 Needs PyTorch and the object `libimbrex_bench.so` of a build; no network. Every cell's output is compared with float64 on random inputs. The
-table comes last. Exit code 1 when an output is wrong, something failed, or nothing ran.
+tables come last: every cell, then a line for each group. Exit code 1 when an output is wrong, something failed, or nothing ran.
 """
 from __future__ import annotations
 
@@ -89,9 +89,10 @@ def run_cell(runner, cell: cells.Cell, found: dict[str, dict]) -> dict:
     except (RuntimeError, ValueError) as error:
         return {"cell": cell.name, "status": "failed", "why": str(error)}
     result = results.judge(cell, measured["us"], measured["live"], found.get(cell.base, {}).get("us"))
-    result |= {"check": measured["check"], "plan": measured["plan"]}
+    result |= {key: measured[key] for key in ("check", "plan", "eager_us") if key in measured}
     if measured["check"]["failure"]:
-        result |= {"status": "wrong", "why": measured["check"]["failure"], "met": False}
+        result |= {"status": "wrong", "why": measured["check"]["failure"]}
+        result.pop("met", None)
     return result
 
 
@@ -116,8 +117,11 @@ def bench(args: argparse.Namespace, chosen: list[cells.Cell], table: list[cells.
     }
     print(f"{report['gpu']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, seed {seed}", flush=True)
     torch.cuda.init()
-    compiled = native.compile_specs("cuda:0", specs_of(chosen))
-    print(f"{time.monotonic() - began:5.0f} s  {compiled} kernels compiled", flush=True)
+    try:
+        compiled = f"{native.compile_specs('cuda:0', specs_of(chosen))} kernels compiled"
+    except NativeError as error:  # the cells that it concerns will say so too
+        compiled = str(error)
+    print(f"{time.monotonic() - began:5.0f} s  {compiled}", flush=True)
 
     runner = Runner(native, args.backend, args.quick)
     found: dict[str, dict] = {}
@@ -143,10 +147,16 @@ def bench(args: argparse.Namespace, chosen: list[cells.Cell], table: list[cells.
     print("\n" + results.table(report["cells"]))
     for name, values in report.get("extras", {}).items():
         print(f"{name}: " + ", ".join(f"{key} {value if isinstance(value, str) else round(value, 1)}" for key, value in values.items()))
-    print(*filter(None, [results.drifts(report["cells"]), f"{results.summary(report['cells'])}; {report['seconds']:.0f} s"]), sep="\n")
+    print(*filter(None, [results.drifts(report["cells"]), strangeness(report)]), sep="\n")
+    print(f"\n{results.short_table(report['cells'])}\n{report['seconds']:.0f} s")
     states = [result["status"] for result in report["cells"]]
     states += ["failed" for extra in report.get("extras", {}).values() if "failed" in extra]
     return 0 if "ok" in states and not {"wrong", "failed"} & set(states) else 1
+
+
+def strangeness(report: dict) -> str:
+    recorded = report["peers"]["device"].partition(",")[0]
+    return "" if report["gpu"] == recorded else f"the recorded peers ran on another GPU ({recorded}): what is below a floor says little"
 
 
 def save(args: argparse.Namespace, report: dict) -> None:

@@ -88,7 +88,7 @@ run_bench() {
   passed+=("$(grep -c '"status": "ok"' "$out/bench.json" 2>/dev/null || true)")
   failed+=("$(grep -cE '"status": "(wrong|failed)"' "$out/bench.json" 2>/dev/null || true)")
   skipped+=("$(grep -cE '"status": "(not run|refused)"' "$out/bench.json" 2>/dev/null || true)")
-  sed -n '/^cell  /,$p' "$out/bench.log"
+  sed -n '/^group  /,$p' "$out/bench.log"
 }
 
 "$build/imbrex" info >"$out/info.txt" 2>&1
