@@ -157,4 +157,4 @@ def check_rows(problem: Problem, index: int, samples: int) -> dict:
         failure = f"largest error {found['max']:.2e}, naive {found['naive_max']:.2e}"
     elif not found["mean"] <= MEAN_FACTOR[cell.kv] * found["naive_mean"] + FLOOR:
         failure = f"mean error {found['mean']:.2e}, naive {found['naive_mean']:.2e}"
-    return {**found, "failure": failure}
+    return {**{name: value if math.isfinite(value) else None for name, value in found.items()}, "failure": failure}

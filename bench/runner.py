@@ -60,9 +60,16 @@ def dense_keys(cell: Cell, problem: Problem, pools: Pools) -> list[tuple[torch.T
     return [tuple(side[i * cell.tokens : (i + 1) * cell.tokens] for side in sides) for i in range(count)]
 
 
+def laid_out(side: torch.Tensor, layout: str, cell: Cell) -> torch.Tensor:
+    """Keys or values as [batch, heads, context, dim]. They are random, so the same memory is read as either layout."""
+    heads = side.shape[1]
+    if layout == "bhsd":
+        return side.view(cell.batch, heads, cell.context, cell.head_dim)
+    return side.view(cell.batch, cell.context, heads, cell.head_dim).transpose(1, 2)
+
+
 def sdpa_calls(cell: Cell, problem: Problem, pools: Pools) -> dict[str, list[protocols.Call]]:
-    """PyTorch's kernels in both layouts: [batch, tokens, heads, dim] seen transposed, and contiguous. The values are random, so the same
-    memory is read as either."""
+    """PyTorch's kernels in both layouts: [batch, tokens, heads, dim] seen transposed, and [batch, heads, tokens, dim]."""
     if not cell.sdpa or cell.tokens * KV_HEADS * HEAD_DIM > MAX_DENSE:
         return {}
     causal = cell.causal and cell.query > 1
@@ -70,14 +77,9 @@ def sdpa_calls(cell: Cell, problem: Problem, pools: Pools) -> dict[str, list[pro
     calls: dict[str, list[protocols.Call]] = {}
     for name, backend in SDPA.items():
         for layout in ("bshd", "bhsd"):
-            def seen(side: torch.Tensor) -> torch.Tensor:
-                heads = side.shape[1]
-                if layout == "bhsd":
-                    return side.view(cell.batch, heads, cell.context, cell.head_dim)
-                return side.view(cell.batch, cell.context, heads, cell.head_dim).transpose(1, 2)
-
             queries = q.contiguous() if layout == "bhsd" else q
-            made = [sdpa_call(backend, queries, seen(k), seen(v), causal) for k, v in dense_keys(cell, problem, pools)]
+            sides = [[laid_out(side, layout, cell) for side in pair] for pair in dense_keys(cell, problem, pools)]
+            made = [sdpa_call(backend, queries, k, v, causal) for k, v in sides]
             try:
                 made[0]()
             except RuntimeError as error:
@@ -88,7 +90,7 @@ def sdpa_calls(cell: Cell, problem: Problem, pools: Pools) -> dict[str, list[pro
 
 
 def best_layouts(times: dict[str, float]) -> dict[str, float]:
-    """"cuDNN bshd" and "cuDNN bhsd" become "cuDNN", the better of them."""
+    """The better of a peer's two, under its name: cuDNN of "cuDNN bshd" and "cuDNN bhsd"."""
     best: dict[str, float] = {}
     for name, us in times.items():
         peer = name.split()[0]
