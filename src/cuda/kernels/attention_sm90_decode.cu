@@ -33,9 +33,9 @@ struct SharedStorage {
   ItemSlot slot[2];                                   // of the item that is computed, and of the next
   float2 state[2][kTeams][kTileRows];                 // reference and sum of each row of a part
   u64 full[kStages], empty[kStages], slot_full[2], slot_empty[2], parts[2];
-  bool more[2];      // false: no item, and none will come
-  Item last_item;    // that was joined
-  bool pieces_left;  // its pieces are to be joined by all
+  bool more[2];               // false: no item, and none will come
+  int last_slot, last_stage;  // of the block's last item; slot -1: it had none
+  bool is_last_piece;
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -192,36 +192,50 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
 
 // --- the warp that joins
 
+// The last item of the block is left to all of its threads: nothing else is to be done, and they are faster.
 DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   const int lane = lane_id();
   Ring<2> slot;
-  int stages = 0;  // so far, modulo kStages
-  bool pieces_left = false;
-  for (;; slot.next()) {
+  int stage = 0;  // that the next item begins with
+  const auto has_item = [&] {
     mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
-    if (!shared.more[slot.at]) break;
-    const Item item = shared.slot[slot.at].item;
-    if (pieces_left) {
-      join_pieces<32>(p, shared.last_item);
-      pieces_left = false;
-    }
+    return shared.more[slot.at];
+  };
+  if (!has_item()) return;
+  for (;;) {
+    const int at = slot.at;
+    const u32 parity = slot.parity;
+    const Item item = shared.slot[at].item;
     const Tiles tiles = tiles_of(item);
-    stages = (stages + (tiles.end - tiles.first + kStageTiles - 1) / kStageTiles) % kStages;
-    const int last = stages == 0 ? kStages - 1 : stages - 1;
-    mbarrier_wait(shared_address(&shared.parts[slot.at]), slot.parity);
+    const int stages = (tiles.end - tiles.first + kStageTiles - 1) / kStageTiles, last = (stage + stages - 1) % kStages;
+    slot.next();
+    if (!has_item()) {
+      if (lane == 0) shared.last_slot = at, shared.last_stage = last;
+      return;
+    }
+    mbarrier_wait(shared_address(&shared.parts[at]), parity);
     join_parts<32>(
-        p, item, [&](int t, int row, int d) { return part_at(shared.stage[last], t, row, d); }, shared.state[slot.at]);
+        p, item, [&](int t, int row, int d) { return part_at(shared.stage[last], t, row, d); }, shared.state[at]);
     async_proxy_fence();
     __syncwarp();
     if (lane < kConsumers) mbarrier_arrive(shared_address(&shared.empty[last]));
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.slot_empty[slot.at]));
-    if (item.partial >= 0) {
-      pieces_left = shuffle(lane == 0 ? int(is_last_piece(p, item)) : 0, 0) != 0;
-      if (lane == 0) shared.last_item = item;
-      __syncwarp();
-    }
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.slot_empty[at]));
+    if (item.partial >= 0 && shuffle(lane == 0 ? int(is_last_piece(p, item)) : 0, 0) != 0) join_pieces<32>(p, item);
+    stage = last + 1 == kStages ? 0 : last + 1;
   }
-  if (lane == 0) shared.pieces_left = pieces_left;
+}
+
+// By all threads.
+DEVICE void join_last_item(const AttentionParams& p, SharedStorage& shared) {
+  const Item& item = shared.slot[shared.last_slot].item;
+  char* const stage = shared.stage[shared.last_stage];
+  join_parts<kThreadsOfAll>(
+      p, item, [&](int t, int row, int d) { return part_at(stage, t, row, d); }, shared.state[shared.last_slot]);
+  if (item.partial < 0) return;
+  __syncthreads();
+  if (threadIdx.x == 0) shared.is_last_piece = is_last_piece(p, item);
+  __syncthreads();
+  if (shared.is_last_piece) join_pieces<kThreadsOfAll>(p, item);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
@@ -240,6 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
       mbarrier_init(shared_address(&shared.parts[i]), kConsumers);
     }
     mbarrier_fence_init();
+    shared.last_slot = -1;
   }
   __syncthreads();
   griddep_wait();
@@ -251,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
     join(p, shared);
   }
   __syncthreads();
-  if (shared.pieces_left) join_pieces<kThreadsOfAll>(p, shared.last_item);
+  if (shared.last_slot >= 0) join_last_item(p, shared);
   griddep_launch();
 }
 
