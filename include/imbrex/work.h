@@ -10,6 +10,13 @@ struct WorkItem {
   int partial;           // first row of the partial buffers (row of token q_begin; the others follow); -1: write the output
 };
 
+// An item before it is split.
+struct CutItem {
+  WorkItem whole;                // partial: of its first piece; -1: it is in one piece
+  int num_pieces = 1;            // the first ends at first_end, each further one has `piece` keys, and the last the rest
+  int first_end = 0, piece = 0;  // of several pieces
+};
+
 // Joins the partial results of tokens [q_begin, q_end): split s of token t is row first_partial + s * (q_end - q_begin) + t - q_begin.
 struct MergeItem {
   int q_begin, q_end;
