@@ -86,7 +86,7 @@ struct PlanBatchParams {
   MergeItem* merges;
   ShapeLists shapes[kPlanShapes];
   // Between the steps of the kernel, and what the host may ask for.
-  int* item_start;  // [num_reqs]: first of the request's items in a shape's list
+  int* item_start;  // [num_reqs]: used when these are many
   CutItem* items;   // of one shape: one for each query token at most
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };

@@ -8,11 +8,14 @@
 
 namespace imbrex::cuda {
 
+constexpr int kNearRequests = 2048;  // so many have their item_start in shared memory, where a search of it is quick
+
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
   int cursor[kCostBuckets];  // pieces of a bucket; then where its next piece goes
   int starts_fall;
   int num_work[kPlanShapes];
+  int item_start[kNearRequests];
 };
 
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -103,8 +106,12 @@ DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
 
 // --- items of a shape
 
-// Writes item_start; returns the number of items.
+// [num_reqs]: first of the request's items in the shape's list.
+DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.num_reqs <= kNearRequests ? s.item_start : p.item_start; }
+
+// Writes item_starts; returns the number of items.
 DEVICE int place_items(const PlanBatchParams& p, const CutRules& rules, SharedStorage& s) {
+  int* const item_start = item_starts(p, s);
   int num_items = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
@@ -114,7 +121,7 @@ DEVICE int place_items(const PlanBatchParams& p, const CutRules& rules, SharedSt
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len);
     }
     const Sums sums = sums_over_block(items, s);
-    if (r < p.num_reqs) p.item_start[r] = num_items + int(sums.before);
+    if (r < p.num_reqs) item_start[r] = num_items + int(sums.before);
     num_items += int(sums.all);
   }
   __syncthreads();
@@ -122,11 +129,11 @@ DEVICE int place_items(const PlanBatchParams& p, const CutRules& rules, SharedSt
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.
-DEVICE int request_of(const PlanBatchParams& p, int item) {
-  int low = 0, high = p.num_reqs;
+DEVICE int request_of(const int* item_start, int num_reqs, int item) {
+  int low = 0, high = num_reqs;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (p.item_start[middle] <= item) {
+    if (item_start[middle] <= item) {
       low = middle;
     } else {
       high = middle;
@@ -141,6 +148,7 @@ struct Totals {  // of the shapes so far
 
 // Writes items and merges, and counts the pieces of each bucket.
 DEVICE void cut_items(const PlanBatchParams& p, const CutRules& rules, int num_items, Totals& totals, SharedStorage& s) {
+  const int* const item_start = item_starts(p, s);
   for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
   __syncthreads();
   for (int first = 0; first < num_items; first += num_threads()) {
@@ -148,8 +156,8 @@ DEVICE void cut_items(const PlanBatchParams& p, const CutRules& rules, int num_i
     CutItem item{};
     long rows = 0;
     if (i < num_items) {
-      const int r = request_of(p, i), begin = p.query_start[r];
-      item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - p.item_start[r]) * rules.tile_q);
+      const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
+      item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
       for (int kind = 0; kind < kPieceRuns; ++kind) {
         const PieceRun run = piece_run(item, kind);
         if (run.count > 0) atomicAdd(&s.cursor[run.bucket], run.count);

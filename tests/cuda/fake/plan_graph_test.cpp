@@ -30,5 +30,13 @@ TEST_F(PlanGraph, DecodeOnly) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 40, .seed = 4});
 }
 
+TEST_F(PlanGraph, LengthsOnTheDevice) {
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 40, .seed = 5});
+}
+TEST_F(PlanGraph, LengthsAndMaskOnTheDevice) {
+  spec.mask.custom = spec.score.sinks = true;
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 20, .seed = 6});
+}
+
 }  // namespace
 }  // namespace imbrex::cuda
