@@ -26,6 +26,7 @@ DEVICE int num_threads() { return int(blockDim.x); }
 DEVICE long shuffle_long(long x, int lane) { return long(u64(u32(shuffle(int(x >> 32), lane))) << 32 | u32(shuffle(int(x), lane))); }
 
 DEVICE long sum_of_lanes_up_to_this(long x) {
+#pragma unroll 1
   for (int distance = 1; distance < 32; distance *= 2) {
     const long other = shuffle_long(x, max(lane_id() - distance, 0));
     if (lane_id() >= distance) x += other;
@@ -158,6 +159,7 @@ DEVICE void cut_items(const PlanBatchParams& p, const CutRules& rules, int num_i
     if (i < num_items) {
       const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
       item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
+#pragma unroll 1
       for (int kind = 0; kind < kPieceRuns; ++kind) {
         const PieceRun run = piece_run(item, kind);
         if (run.count > 0) atomicAdd(&s.cursor[run.bucket], run.count);
@@ -205,6 +207,7 @@ DEVICE int place_run(const PieceRun& run, int warps, SharedStorage& s) {
   const int packed = run.count << 9 | run.bucket;  // counts are far below 2^22: cut_policy() bounds the pieces of an item
   static_assert(kCostBuckets == 1 << 9);
   int before = 0, all = 0;
+#pragma unroll 8
   for (int lane = 0; lane < 32; ++lane) {
     const int other = shuffle(packed, lane);
     if ((other & (kCostBuckets - 1)) != run.bucket) continue;
@@ -229,6 +232,7 @@ DEVICE void write_runs(const CutItem* items, int first_run, const PieceRun& run,
   const int end = int(sum_of_lanes_up_to_this(run.count)), begin = end - run.count, count = shuffle(end, 31);
   for (int piece = lane_id(); piece - lane_id() < count; piece += 32) {
     int owner = 0;  // lanes whose runs end in front of the piece
+#pragma unroll 1
     for (int step = 16; step > 0; step /= 2) {
       if (shuffle(end, owner + step - 1) <= piece) owner += step;
     }
