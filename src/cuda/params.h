@@ -1,5 +1,6 @@
 #pragma once
 // What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
+#include "attention/cut_item.h"
 #include "imbrex/work.h"
 
 namespace imbrex::cuda {
@@ -59,6 +60,35 @@ struct ExpandBiasParams {
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
+};
+
+// For kernels/plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
+enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
+
+struct ShapeLists {
+  CutRules rules;
+  WorkItem* work;  // null: no request within the limits is of this shape
+  MergeItem* merges;
+  PlanCounts* counts;
+};
+
+constexpr int kMostPlanThreads = 1024, kPlanShapes = 3;
+
+struct PlanBatchParams {
+  const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]
+  const int* kv_starts;                   // kv_indptr or kv_start_loc [num_reqs + 1]; null: a dense table
+  long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
+  long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
+  int num_reqs, max_tokens, max_query_len, max_seq_len;  // max_query_len 0: any
+  bool queries_are_keys;
+  // The plan's arrays, as in AttentionParams; custom_start may be null.
+  int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
+  long *block_start, *custom_start;
+  ShapeLists shapes[kPlanShapes];
+  // Between the steps of the kernel, and what the host may ask for.
+  int* item_start;  // [num_reqs]: used when these are many
+  CutItem* items;   // of one shape: one for each query token at most
+  int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
 constexpr int kMergeThreads = 256;

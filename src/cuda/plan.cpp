@@ -62,6 +62,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
     keys.push_back(table.merge(arch, spec, out));
   }
   keys.push_back(plan_tables_key(arch));
+  keys.push_back(plan_batch_key(arch));
   return keys;
 }
 
@@ -73,6 +74,9 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
       arch_(arch_of(device)),
       context_(Context::of_device(device.device.index)),
       programmatic_(device.sm >= 90) {
+  check(!options.on_device || !options.balanced, "backend.on_device",
+        "expected on_device or balanced, got both: shares of the load are "
+        "computed on the host");
   const CurrentContext current(*context_);
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) {
@@ -89,6 +93,9 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   }
   name_kernels();
   lay_out();
+  // Every item has a query token.
+  if (options.on_device)
+    device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, std::max(options.limits.max_num_tokens, 0));
 }
 
 // And loads them, several at the same time, unless that is to wait.
@@ -262,6 +269,7 @@ void Plan::update(const Batch& batch, Stream stream) {
   batch_ = placed;
   reach_ = options_.validate ? reach_of(batch, spec_) : BatchReach{};
   num_tokens_ = num_tokens;
+  on_device_ = false;
 }
 
 // Host tables are packed: only blocks that are in use travel.
@@ -352,8 +360,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const DType out_dtype = check_run(spec_, device_.device, in, out, num_tokens_, reach_);
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
-  // A graph has to hold what a later batch may need; otherwise what this one does not need is left out.
-  const bool captured = is_captured(cu);
+  // A graph has to hold what a later batch may need, and so do lists that only the device knows; otherwise what this one does not need is
+  // left out.
+  const bool captured = is_captured(cu), any = captured || on_device_;
   AttentionParams a = params(in, out, out_dtype);
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
@@ -363,7 +372,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + shape;
     a.arrivals = counters_.as<int>() + s.arrivals;
-    const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
+    const int64_t tasks = (any ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
     AttentionMaps maps;
     if (s.kernel.maps == nullptr) {
@@ -373,7 +382,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     } else {
       launch(loaded(s.without_maps, out_dtype, captured), tasks, cu, a);
     }
-    const int64_t merges = s.kernel.joins_pieces ? 0 : captured ? s.bounds.num_merges : int64_t(s.schedule.merges.size());
+    const int64_t merges = s.kernel.joins_pieces ? 0 : any ? s.bounds.num_merges : int64_t(s.schedule.merges.size());
     if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_q_heads, cu, a);
   }
   captured_run_ = captured_run_ || captured;
@@ -387,13 +396,16 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const NewTokens tokens{.slots = batch_.has_slots || num_tokens_ == 0 ? batch_.slots : TensorView{},
                          .num_tokens = num_tokens_,
                          .reach = reach_,
-                         .captured_tokens = captured ? options_.limits.max_num_tokens : 0,
+                         .captured_tokens = on_device_ ? num_tokens_
+                                            : captured ? options_.limits.max_num_tokens
+                                                       : 0,
                          .now = &memory_->device(shapes_[kDecode].counts)->num_tokens};
   write_kv_->run(cache, k, v, tokens, cu);
   captured_write_ = captured_write_ || captured;
 }
 
 std::string Plan::str() const {
+  if (on_device_) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, num_tokens_);
   std::string items;
   size_t merges = 0;
   for (const ShapePlan& s : shapes_) {

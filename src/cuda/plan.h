@@ -9,6 +9,7 @@
 
 #include "attention/plan_checks.h"
 #include "cuda/cut.h"
+#include "cuda/device_plan.h"
 #include "cuda/params.h"
 #include "cuda/plan_arrays.h"
 #include "cuda/plan_tables.h"
@@ -52,6 +53,8 @@ class Plan final : public imbrex::Plan {
   // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
   // replay of its graph device arrays must stay where they are: Error update.moved.
   void update(const Batch&, Stream) override;
+  void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
+  std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
   void run(const Inputs&, const Outputs&, Stream) const override;
   std::string str() const override;
@@ -120,12 +123,14 @@ class Plan final : public imbrex::Plan {
   std::unique_ptr<PlanArrays> memory_;
   int64_t partial_rows_ = 0;                             // the most that a batch within the limits has
   DeviceBuffer counters_, partial_out_, partial_state_;  // counters: a task of each shape, then arrivals
+  std::unique_ptr<DevicePlan> device_plan_;              // null: PlanOptions::on_device was not asked for
   bool programmatic_ = false;                            // launches may begin before the ones in front of them have ended
 
   // Of the last update.
   BatchArrays batch_;
   BatchReach reach_;
-  int num_tokens_ = 0;
+  int num_tokens_ = 0;                                          // at most, where the lengths are on the device
+  bool on_device_ = false;                                      // where the lists were made: the host does not know how long they are
   mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads batch_'s addresses
 };
 

@@ -188,6 +188,45 @@ void expand_bias(const ExpandBiasParams& p) {
       p.bias_by_distance[head * p.width + i] = p.bias[p.buckets[i] * p.bucket_stride + head * p.head_stride];
 }
 
+SchedulePolicy policy_of(const CutRules& r) {
+  return {.tile_q = r.tile_q,
+          .tile_kv = r.tile_kv,
+          .split_kv = r.split_kv,
+          .split_max_q = r.split_max_q,
+          .max_splits = r.max_splits,
+          .max_split_rows = r.max_split_rows,
+          .growth = r.growth,
+          .min_q = r.min_q,
+          .max_q = r.max_q};
+}
+
+// Of batches that break no rule.
+void plan_batch(const PlanBatchParams& p) {
+  Batch batch;
+  batch.query_start_loc = {p.starts_from, size_t(p.num_reqs) + 1};
+  batch.seq_lens = {p.lengths_from, size_t(p.num_reqs)};
+  std::copy_n(p.starts_from, p.num_reqs + 1, p.query_start);
+  std::copy_n(p.lengths_from, p.num_reqs, p.seq_lens);
+  long custom = 0;
+  for (int r = 0; r < p.num_reqs; ++r) {
+    p.block_start[r] = p.kv_starts ? p.kv_starts[r] : r * p.kv_stride;
+    if (p.custom_start) p.custom_start[r] = custom;
+    custom += long(batch.query_len(r)) * batch.seq_lens[r];
+  }
+  if (custom > p.mask_bytes && p.custom_start) std::abort();
+  int rows = 0;
+  for (const ShapeLists& shape : p.shapes) {
+    SchedulePolicy policy = policy_of(shape.rules);
+    policy.first_partial = rows;
+    Schedule s;
+    schedule(batch, spec.mask, policy, s);
+    std::copy(s.work.begin(), s.work.end(), shape.work);
+    std::copy(s.merges.begin(), s.merges.end(), shape.merges);
+    rows += s.num_partial_rows;
+    *shape.counts = {.num_work = s.num_work, .num_merges = int(s.merges.size()), .num_tokens = batch.num_tokens(), .num_reqs = p.num_reqs};
+  }
+}
+
 // Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
   const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
@@ -198,6 +237,7 @@ void run_launch(const Launch& launch) {
   if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
+  if (launch.entry == "plan_batch") return plan_batch(parameter<PlanBatchParams>(launch, 0));
   if (launch.entry != "widen_starts") std::abort();
   for (int i = 0; i < parameter<int>(launch, 2); ++i) parameter<long*>(launch, 1)[i] = parameter<const int*>(launch, 0)[i];
 }
@@ -215,6 +255,7 @@ void run_on_host(const AttentionSpec& of) {
   for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
     for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
   if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
+  put_into_cache(plan_batch_key(arch));
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
@@ -224,6 +265,7 @@ void run_on_host(const AttentionSpec& of) {
       {"write_kv_strided", {sizeof(WriteKvParams)}},
       {"copy_kv", {sizeof(WriteKvParams)}},
       {"copy_kv_strided", {sizeof(WriteKvParams)}},
+      {"plan_batch", {sizeof(PlanBatchParams)}},
       {"expand_bias", {sizeof(ExpandBiasParams)}},
       {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
   state().on_launch = run_launch;

@@ -1,5 +1,4 @@
 // The text of attention_sm80.cu and merge.cu, run lane by lane on the host and held to the reference: fragments, masks, pipeline, merge.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,6 +8,7 @@
 #include "attention/reference.h"
 #include "attention/relative_bias.h"
 #include "cuda/kv_side.h"
+#include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
 #include "imbrex/schedule.h"
 
@@ -23,18 +23,6 @@ struct How {  // none of it may change a bit, `split` apart
   int blocks = 3;
   int split = 1 << 20;  // tiles of keys
 };
-
-// A kernel of a variant: "attention_decode", "merge_decode".
-struct Library {
-  void (*run)(const AttentionParams*, int blocks, bool late_copies, unsigned chance);
-  unsigned (*smem_bytes)();
-};
-Library open_library(const std::string& name) {
-  void* const handle = dlopen((std::string(IMBREX_LANES) + "/" + name + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) throw std::runtime_error(dlerror());
-  return {reinterpret_cast<decltype(Library::run)>(dlsym(handle, "run_kernel")),
-          reinterpret_cast<decltype(Library::smem_bytes)>(dlsym(handle, "kernel_smem_bytes"))};
-}
 
 class LanesPlan final : public Plan {
  public:

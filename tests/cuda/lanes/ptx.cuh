@@ -41,6 +41,7 @@ struct Index {
 };
 inline Index blockIdx, gridDim;
 #define threadIdx (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.current)})
+#define blockDim (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.threads())})
 
 constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 constexpr u32 kInfinityBits = 0x7f800000u;
@@ -95,6 +96,7 @@ inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline int atomicAdd(int* p, int x) { return std::exchange(*p, *p + x); }
+inline int atomicMax(int* p, int x) { return std::exchange(*p, max(*p, x)); }
 template <class T>
 T __ldg(const T* p) {
   return *p;
