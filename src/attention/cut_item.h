@@ -56,17 +56,17 @@ inline int most_pieces(const CutRules& rules, int q_len) {
   return int(clamped(rules.max_split_rows / int(larger(q_len, 1)), 1, rules.max_splits));
 }
 
-// Keys of a piece: split_kv, grown with the query tokens. Where an item has `pieces` at most, an equal share of its keys comes on top, so
-// that long items have longer pieces rather than as many as there may be. 0: one piece.
+// Keys of a piece: split_kv, grown with the query tokens. Where an item has `pieces` at most, that is added to an equal share of its keys,
+// so that long items have longer pieces rather than as many as there may be, and made even: a short rest is no piece of its own. 0: one
+// piece.
 inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int pieces) {
   if (pieces == 1) return 0;
   if (rules.balanced_piece > 0) return rules.balanced_piece;
   const long least = rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1));
   if (pieces == kAnyNumber) return least;
-  if (keys.begin > 0) --pieces;  // boundaries are multiples of the piece, so that the first and the last one may both be short
-  if (pieces <= 1) return 0;
-  const long share = (long(keys.end) - keys.begin + pieces - 1) / pieces;
-  return least + (share + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
+  const long all = long(keys.end) - keys.begin, wanted = least + all / pieces, number = (all + wanted * 3 / 4) / wanted;
+  if (number <= 1) return 0;
+  return ((all + number - 1) / number + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
 }
 
 // The item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial is -1: who
@@ -75,12 +75,11 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   const int t1 = int(smaller(q_len, long(t0) + rules.tile_q));
   const KeyRange keys = item_keys(rules, q_len, seq_len, t0, t1);
   const int begin = keys.begin, end = keys.end;
-  const int origin = rules.balanced_piece > 0 ? begin : 0;  // equal pieces, or boundaries that a growing context does not move
+  // Equal pieces, or boundaries that a growing context does not move.
+  const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;
   const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
   const long first = piece == 0 ? 0 : (begin - origin) / piece;
-  long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
-  // A short last piece is not worth a partial result of its own.
-  if (rules.max_splits > 0 && rules.balanced_piece == 0 && last > first && end - last * piece < piece / 2) --last;
+  const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
   CutItem item{{request, q_start + t0, q_start + t1, begin, end, -1}, 1, 0, 0};
   if (last > first) {
     item.num_pieces = int(last - first + 1);

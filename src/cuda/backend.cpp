@@ -45,6 +45,7 @@ std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const Att
 }
 
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  if (arch != "sm_90a") return {};
   if (has_sm90_prefill(spec, shape)) {
     return {.entry = "attention_sm90",
             .tile = {.rows = kSm90TileRows, .keys = attention_sm90_tile_keys(spec)},
