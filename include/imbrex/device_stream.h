@@ -25,10 +25,10 @@ class DeviceStream {
  public:
   virtual ~DeviceStream() = default;
   virtual Device device() const = 0;
-  virtual Stream get() const = 0;           // for Plan::update, write_kv and run
-  virtual bool asynchronous() const = 0;    // false: all is done when a call returns, and nothing can be captured
-  virtual int64_t free_bytes() const = 0;   // that allocate() can hand out
-  virtual void synchronize() const = 0;     // waits for everything so far
+  virtual Stream get() const = 0;          // for Plan::update, write_kv and run
+  virtual bool asynchronous() const = 0;   // false: all is done when a call returns, and nothing can be captured
+  virtual int64_t free_bytes() const = 0;  // that allocate() can hand out
+  virtual void synchronize() const = 0;    // waits for everything so far
 
   // Not initialised; what cannot be had is Error cuda.memory or stream.memory. Memory of the host is pinned where that makes copies fast.
   virtual std::shared_ptr<void> allocate(int64_t bytes) const = 0;

@@ -28,8 +28,8 @@ void check_gather(const Device& device, const TensorView& from, const TensorView
   }
   check(from.rank == 1 && from.size(0) <= INT32_MAX, code, "expected an array of {} elements at most, got {}", INT32_MAX, from);
   check(offsets.rank == 1 && offsets.dtype == DType::i32, code, "expected i32 offsets, got {}", offsets);
-  check(to.rank == 2 && to.size(0) == offsets.size(0) && to.dtype == from.dtype, code,
-        "expected {} rows for the offsets {}, in {}, got {}", offsets.size(0), offsets, to_string(from.dtype), to);
+  check(to.rank == 2 && to.size(0) == offsets.size(0) && to.dtype == from.dtype, code, "expected {} rows for the offsets {}, in {}, got {}",
+        offsets.size(0), offsets, to_string(from.dtype), to);
 }
 
 namespace {

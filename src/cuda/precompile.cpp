@@ -46,11 +46,8 @@ std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spe
 }
 
 constexpr KernelFamily kFamilies[] = {
-    {"write_kv", write_kv_keys},
-    {"copy_blocks", copy_blocks_keys},
-    {"gather", gather_keys},
-    {"cuda_sm80", sm80_keys},
-    {"cuda_sm90", sm90_keys},
+    {"write_kv", write_kv_keys}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
+    {"cuda_sm80", sm80_keys},    {"cuda_sm90", sm90_keys},
 };
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {

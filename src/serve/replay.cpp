@@ -98,8 +98,7 @@ void Replay::list_groups() {
   for (size_t g = 0; g < model_.kv_groups.size(); ++g) {
     const KvGroup& group = model_.kv_groups[g];
     const int64_t bytes = runner_->caches()[g].bytes();
-    result_.groups.push_back(
-        {.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = bytes});
+    result_.groups.push_back({.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = bytes});
     result_.kv_bytes += bytes;
   }
   occupancy_time_.assign(num_blocks_.size(), 0);

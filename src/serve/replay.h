@@ -61,16 +61,16 @@ struct ReplayOptions {
 
 // One kind of layer: same spec, same KV group, same plan.
 struct ReplayKind {
-  std::string spec;         // AttentionSpec::str()
-  std::string group;        // KvGroup::name
-  std::vector<int> layers;  // indices into the model's layers
-  std::string backend;      // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
-  std::string rule;         // why: Selection::rule
-  std::string selection;    // Selection::str(): every candidate with its reasons
-  std::string plan;         // Plan::str() of the last step
+  std::string spec;                                    // AttentionSpec::str()
+  std::string group;                                   // KvGroup::name
+  std::vector<int> layers;                             // indices into the model's layers
+  std::string backend;                                 // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
+  std::string rule;                                    // why: Selection::rule
+  std::string selection;                               // Selection::str(): every candidate with its reasons
+  std::string plan;                                    // Plan::str() of the last step
   double attention_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of attention_s
-  double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
-  double kv_read_bytes = 0;  // every request's visible keys and values, once a step
+  double flops = 0;                                    // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double kv_read_bytes = 0;                            // every request's visible keys and values, once a step
 };
 
 struct ReplayGroup {

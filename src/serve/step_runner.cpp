@@ -194,8 +194,7 @@ void StepRunner::run(int first, int end) {
   };
   for (int layer = first; decode_ && layer < end; layer = next_kind(layer)) {
     DeviceGraph& graph = layers_[size_t(layer)].graph;
-    if (!graph)
-      graph = stream_->capture([&] { launch(layer, next_kind(layer), *kinds_[kind_of(layer)].decode_plan, graph_tokens_); });
+    if (!graph) graph = stream_->capture([&] { launch(layer, next_kind(layer), *kinds_[kind_of(layer)].decode_plan, graph_tokens_); });
   }
 
   size_t from = mark();

@@ -1,6 +1,6 @@
 #pragma once
-// The device side of a replay: plans, caches and the tensors of a step. Makes q, k and v where they are used, runs the layers without a word
-// from the host in between, and fetches the outputs that somebody wants to see.
+// The device side of a replay: plans, caches and the tensors of a step. Makes q, k and v where they are used, runs the layers without a
+// word from the host in between, and fetches the outputs that somebody wants to see.
 #include <cstdint>
 #include <memory>
 #include <span>

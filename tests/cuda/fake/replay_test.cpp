@@ -1,5 +1,5 @@
-// The replay on a GPU: caches, queries and outputs in device memory, decode steps from graphs, every output checked. On the fake driver, which
-// does nothing before somebody waits and poisons what is fresh, so that a copy or a wait that is missing shows.
+// The replay on a GPU: caches, queries and outputs in device memory, decode steps from graphs, every output checked. On the fake driver,
+// which does nothing before somebody waits and poisons what is fresh, so that a copy or a wait that is missing shows.
 #include "serve/replay.h"
 
 #include <gtest/gtest.h>
