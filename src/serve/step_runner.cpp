@@ -155,7 +155,7 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
       at += count;
     }
   }
-  stream_->synchronize();
+  stream_->synchronize();  // the step's clock starts with nothing ahead of it
 }
 
 void StepRunner::update(const StepPlan& step) {
@@ -220,7 +220,7 @@ void StepRunner::run(int first, int end) {
     }
     until_here(kind, &KindTimes::attention_s);
   }
-  stream_->synchronize();
+  stream_->synchronize();  // what follows is not part of the step
 }
 
 std::vector<KindTimes> StepRunner::take_times() {
