@@ -45,8 +45,11 @@ class HostStream final : public DeviceStream {
 
   std::shared_ptr<void> allocate(int64_t bytes) const override {
     constexpr int64_t kAlignment = 64;
-    void* data = std::aligned_alloc(kAlignment, size_t((std::max<int64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment));
-    check(data != nullptr, "stream.memory", "the system has no {} bytes left", bytes);
+    const int64_t limit = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
+    void* const data =
+        bytes > limit ? nullptr
+                      : std::aligned_alloc(kAlignment, size_t((std::max<int64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment));
+    check(data != nullptr, "stream.memory", "expected at most what is left of the system's {} bytes, got {}", limit, bytes);
     return {data, std::free};
   }
   std::shared_ptr<void> allocate_host(int64_t bytes) const override { return allocate(bytes); }

@@ -130,14 +130,14 @@ void time_on_gpu(const std::function<void()>& run, DeviceStream& stream, BenchRe
       times.push_back(stream.seconds(0, 1) / calls);
     }
   } else {
-    const int calls = std::clamp(int(120e-3 / estimate), 5, 200);
-    for (int i = 0; i < std::max(2, calls / 5); ++i) run();
-    for (int i = 0; i < calls; ++i) {
-      stream.mark(size_t(2 * i));
+    const auto calls = size_t(std::clamp(int(120e-3 / estimate), 5, 200));
+    for (size_t i = 0; i < std::max<size_t>(2, calls / 5); ++i) run();
+    for (size_t i = 0; i < calls; ++i) {
+      stream.mark(2 * i);
       run();
-      stream.mark(size_t(2 * i + 1));
+      stream.mark(2 * i + 1);
     }
-    for (int i = 0; i < calls; ++i) times.push_back(stream.seconds(size_t(2 * i), size_t(2 * i + 1)));
+    for (size_t i = 0; i < calls; ++i) times.push_back(stream.seconds(2 * i, 2 * i + 1));
   }
   summarise(times, result);
 }

@@ -64,7 +64,7 @@ CUresult enqueue(CUstream stream, Work work) {
 }
 
 void drain(CUstream stream) {
-  while (stream != nullptr && !stream->work.empty()) {
+  while (streams.count(stream) > 0 && !stream->work.empty()) {
     const auto work = std::move(stream->work.front());
     stream->work.pop_front();
     work();
@@ -240,6 +240,7 @@ CUresult cuEventCreate(CUevent* event, unsigned) {
   return *event = new CUevent_st{}, kCudaSuccess;
 }
 CUresult cuEventDestroy_v2(CUevent event) {
+  drain(event->recorded);
   const std::lock_guard lock(mutex);
   --the_state.events;
   return delete event, kCudaSuccess;
