@@ -47,6 +47,15 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
+constexpr int kGatherThreads = 256;
+
+struct GatherParams {
+  const char* from;
+  const int* offsets;  // [num_rows], elements
+  char* to;            // [num_rows, row_length]
+  int num_rows, row_length;
+};
+
 constexpr int kPlanTableThreads = 256;
 
 struct ExpandBiasParams {

@@ -12,6 +12,7 @@
 #include "cuda/copy_blocks.h"
 #include "cuda/cubin.h"
 #include "cuda/driver.h"
+#include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
 #include "cuda/write_kv.h"
@@ -29,6 +30,8 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
   return {copy_blocks_key(arch)};
 }
 
+std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, bool) { return {gather_key(arch)}; }
+
 std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
   return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : 2);
 }
@@ -38,10 +41,8 @@ std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spe
 }
 
 constexpr KernelFamily kFamilies[] = {
-    {"write_kv", write_kv_keys},
-    {"copy_blocks", copy_blocks_keys},
-    {"cuda_sm80", sm80_keys},
-    {"cuda_sm90", sm90_keys},
+    {"write_kv", write_kv_keys}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
+    {"cuda_sm80", sm80_keys},    {"cuda_sm90", sm90_keys},
 };
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {

@@ -7,6 +7,7 @@
 #include "attention/mask.h"
 #include "core/float_types.h"
 #include "cuda/fake/fake_driver.h"
+#include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
 
@@ -227,6 +228,11 @@ void plan_batch(const PlanBatchParams& p) {
   }
 }
 
+void gather(const GatherParams& p, size_t size) {
+  for (int row = 0; row < p.num_rows; ++row)
+    std::memcpy(p.to + size_t(row) * size_t(p.row_length) * size, p.from + size_t(p.offsets[row]) * size, size_t(p.row_length) * size);
+}
+
 // Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
   const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
@@ -236,6 +242,7 @@ void run_launch(const Launch& launch) {
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
+  if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
   if (launch.entry == "plan_batch") return plan_batch(parameter<PlanBatchParams>(launch, 0));
   if (launch.entry != "widen_starts") std::abort();
@@ -255,6 +262,7 @@ void run_on_host(const AttentionSpec& of) {
   for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
     for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
   if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
+  put_into_cache(gather_key(arch));
   put_into_cache(plan_batch_key(arch));
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
@@ -266,6 +274,9 @@ void run_on_host(const AttentionSpec& of) {
       {"copy_kv", {sizeof(WriteKvParams)}},
       {"copy_kv_strided", {sizeof(WriteKvParams)}},
       {"plan_batch", {sizeof(PlanBatchParams)}},
+      {"gather_1", {sizeof(GatherParams)}},
+      {"gather_2", {sizeof(GatherParams)}},
+      {"gather_4", {sizeof(GatherParams)}},
       {"expand_bias", {sizeof(ExpandBiasParams)}},
       {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
   state().on_launch = run_launch;

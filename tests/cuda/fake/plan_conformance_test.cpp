@@ -6,7 +6,7 @@
 
 #include "attention/cases.h"
 #include "attention/conformance.h"
-#include "cuda/device_mirror.h"
+#include "attention/device_mirror.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/params.h"

@@ -282,6 +282,7 @@ TEST_F(PlanRefusals, LaunchesFollowTheBatchUnlessTheyAreCaptured) {
     std::vector<unsigned> seen;
     const auto on_launch = std::exchange(fake::state().on_launch, [&](const fake::Launch& l) { seen.push_back(l.grid_x); });
     need_driver().cuGraphLaunch(exec, stream.get());
+    stream.synchronize();
     fake::state().on_launch = on_launch;
     need_driver().cuGraphExecDestroy(exec);
     need_driver().cuGraphDestroy(graph);
