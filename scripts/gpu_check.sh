@@ -2,7 +2,7 @@
 # Everything that needs a GPU, on a machine that has one and no network: scripts/gpu_check.sh BUILD OUT [STEP...]
 #   BUILD  a build folder with the programs `imbrex`, `tests/cuda_tests` and `tests/conformance_tests` (nothing is built here)
 #   OUT    where summary.json, summary.txt and a log of each step go
-#   STEP   of device, conformance, laws, sanitize; default: all
+#   STEP   of device, conformance, laws, sanitize, bench; default: all
 # Kernels are compiled by as many processes as there are cores, which needs NVRTC or a full IMBREX_CUDA_CACHE. Exit code 1 when a step failed.
 set -uo pipefail
 [ $# -ge 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
@@ -10,7 +10,7 @@ build=$(cd "$1" && pwd) || exit 2
 mkdir -p "$2" && out=$(cd "$2" && pwd) || exit 2
 shift 2
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(device conformance laws sanitize)
+[ ${#steps[@]} -gt 0 ] || steps=(device conformance laws sanitize bench)
 for program in imbrex tests/cuda_tests tests/conformance_tests; do
   [ -x "$build/$program" ] || { echo "gpu_check: $build/$program is missing" >&2; exit 2; }
 done
@@ -77,6 +77,19 @@ run_sanitize() {
       >"$out/$tool.log" 2>&1 || code=1
     row "$tool" "$code" "$began" "$out/$tool.log"
   done
+}
+
+# Every cell against PyTorch's kernels and the recorded peers; a floor that is not reached is shown, a wrong output fails.
+run_bench() {
+  local began=$SECONDS code=0 verdict=pass
+  python3 -c 'import torch' 2>/dev/null || { echo "bench: python3 has no PyTorch here, left out"; return; }
+  timeout "${GPU_CHECK_BENCH_SECONDS:-590}" python3 "$(dirname "$0")/gpu_bench.py" --object "$build/libimbrex_bench.so" --json "$out/bench.json" \
+    >"$out/bench.log" 2>&1 || code=1 verdict=FAIL
+  names+=(bench) verdicts+=("$verdict") seconds+=("$((SECONDS - began))")
+  passed+=("$(grep -c '"status": "ok"' "$out/bench.json" 2>/dev/null || true)")
+  failed+=("$(grep -cE '"status": "(wrong|failed)"' "$out/bench.json" 2>/dev/null || true)")
+  skipped+=("$(grep -cE '"status": "(not run|refused)"' "$out/bench.json" 2>/dev/null || true)")
+  sed -n '/^group  /,$p' "$out/bench.log"
 }
 
 "$build/imbrex" info >"$out/info.txt" 2>&1

@@ -35,6 +35,16 @@ struct PlanOptions {
   bool validate = true;         // check every batch in update
   bool load_on_demand = false;  // GPU kernels are compiled and loaded by the first run() that needs them, not by plan(): for plans of
                                 // few batches. Such a plan cannot be captured into a graph
+  bool on_device = false;       // update_on_device() will be called; not with `balanced`
+};
+
+// One thing that keeps a backend from running a spec on a device, or a request from being planned.
+struct Reason {
+  std::string code;    // stable: "spec.head_dim_qk"; listed in docs/errors.md
+  std::string wanted;  // "a multiple of 16, at most 256"
+  std::string actual;  // "80"
+  std::string str() const;
+  friend bool operator==(const Reason&, const Reason&) = default;
 };
 
 // Everything one step needs, decided once and reused by every layer of the same spec. Not thread-safe; belongs to one stream.
@@ -43,20 +53,19 @@ class Plan {
   virtual ~Plan() = default;
   // Reads the batch's host arrays and keeps views of its device arrays, which must live until the next update.
   virtual void update(const Batch&, Stream = nullptr) = 0;
+  // The same from lengths that are on the device: launches one kernel that makes the lists there, waits for nothing, and may be captured
+  // into a graph together with the layers of the step. The arrays are read when the kernel runs. A request beyond the limits, or of which
+  // the arrays contradict each other, is left out: its outputs are not written, and device_problems() tells. When query_start_loc falls
+  // or does not begin with 0, all requests are left out. Only with PlanOptions::on_device. Error update.on_device where a plan needs the
+  // lengths on the host.
+  virtual void update_on_device(const DeviceBatch&, Stream = nullptr);
+  // Why requests were left out since the last call, a Reason for each rule that one broke, with the last that did. Waits for the stream.
+  virtual std::vector<Reason> device_problems(Stream = nullptr);
   // Writes this step's k [num_tokens, num_kv_heads, head_dim_qk] and v (q_dtype or kv_dtype) to the slots of slot_mapping.
   virtual void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream = nullptr) const = 0;
   // Allocates nothing, compiles nothing.
   virtual void run(const Inputs&, const Outputs&, Stream = nullptr) const = 0;
   virtual std::string str() const = 0;  // "cpu_amx: 264 work items, 12 merges"
-};
-
-// One thing that keeps a backend from running a spec on a device.
-struct Reason {
-  std::string code;    // stable: "spec.head_dim_qk"; listed in docs/errors.md
-  std::string wanted;  // "a multiple of 16, at most 256"
-  std::string actual;  // "80"
-  std::string str() const;
-  friend bool operator==(const Reason&, const Reason&) = default;
 };
 
 // Stateless; one object a backend. Backends outside this library derive from it too and register at run time.

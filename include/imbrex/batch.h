@@ -32,6 +32,19 @@ struct Batch {
   int max_seq_len() const;
 };
 
+// A step whose lengths an engine's own kernels have left on the device, say after sampling and speculative acceptance: for
+// Plan::update_on_device(). All arrays are in the memory of the plan's device.
+struct DeviceBatch {
+  TensorView query_start_loc;  // i32 [num_reqs + 1], contiguous
+  TensorView seq_lens;         // i32 [num_reqs], contiguous. A request that is not there has no query tokens
+  // As in Batch. The custom mask may be longer than the requests' rows.
+  TensorView block_table, kv_indptr, kv_indices, kv_start_loc, slot_mapping, custom_mask;
+  int max_num_tokens = 0;  // what the host knows of query_start_loc.back(); 0: PlanLimits::max_num_tokens. The tensors of write_kv() and
+                           // run(), and slot_mapping, have so many tokens
+
+  int num_reqs() const { return int(seq_lens.size(0)); }
+};
+
 // Upper bounds of every later Plan::update: scratch is sized once, from these.
 struct PlanLimits {
   int max_num_reqs = 256;

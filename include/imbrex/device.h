@@ -26,8 +26,10 @@ struct DeviceInfo {
   int64_t l2_bytes = 0;          // CPU: of one core; CUDA: of the chip
   int64_t l3_bytes = 0;          // CPU only
   int64_t memory_bytes = 0;
-  int max_smem_bytes = 0;  // CUDA: opt-in shared memory of a thread block
-  std::string isa_note;    // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
+  double peak_flops = 0;        // CUDA: FLOP/s of dense bf16 products with f32 sums, by the data sheet; 0: not known
+  double peak_bytes_per_s = 0;  // CUDA: of its memory, by the data sheet; 0: not known
+  int max_smem_bytes = 0;       // CUDA: opt-in shared memory of a thread block
+  std::string isa_note;         // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
   std::string str() const;
 };
 

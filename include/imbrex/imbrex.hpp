@@ -4,6 +4,7 @@
 #include "imbrex/batch.h"
 #include "imbrex/block_pool.h"
 #include "imbrex/device.h"
+#include "imbrex/device_stream.h"
 #include "imbrex/error.h"
 #include "imbrex/kv_cache.h"
 #include "imbrex/merge.h"

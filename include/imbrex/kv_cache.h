@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "imbrex/device_stream.h"
 #include "imbrex/parallel.h"
 #include "imbrex/spec.h"
 #include "imbrex/tensor.h"
@@ -25,13 +26,14 @@ struct KvCache {
   void validate(const AttentionSpec&) const;
 };
 
-// Owned, zeroed memory for `num_layers` layers of one spec, on huge pages where the system has them.
+// Owned, zeroed memory for `num_layers` layers of one spec: the host's, on huge pages where the system has them, or that of a stream's
+// device.
 // `order` names the physical order of the dimensions, outermost first, one letter each: l(ayer), b(lock), h(ead), t(oken), d(im).
 // K and V are separate regions inside. Packed formats have only l, b, h to order ("lbh") and ignore the rest.
 class KvAllocation {
  public:
   // Throws Error kv_cache.order.* for a bad order, kv_cache.size.* for sizes that overflow or memory that cannot be had.
-  KvAllocation(const AttentionSpec&, int num_layers, int64_t num_blocks, std::string_view order = "lbhtd");
+  KvAllocation(const AttentionSpec&, int num_layers, int64_t num_blocks, std::string_view order = "lbhtd", const DeviceStream* = nullptr);
   KvCache layer(int index) const;
   int64_t bytes() const { return bytes_; }
   int num_layers() const { return num_layers_; }

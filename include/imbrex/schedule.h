@@ -27,13 +27,6 @@ struct SchedulePolicy {
   int first_partial = 0;   // first row of the partial buffers to use: another list may have those before
 };
 
-// An item before it is split.
-struct CutItem {
-  WorkItem whole;      // partial: of its first piece; -1: it is in one piece
-  int num_pieces = 1;  // the first ends at first_end, each further one has `piece` keys, and the last the rest
-  int first_end = 0, piece = 0;
-};
-
 struct Schedule {
   std::vector<WorkItem> work;     // longest first
   std::vector<MergeItem> merges;  // empty when nothing was split

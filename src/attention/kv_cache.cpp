@@ -154,7 +154,8 @@ TensorView ordered_view(DType dtype, std::string_view logical, const std::array<
 
 }  // namespace
 
-KvAllocation::KvAllocation(const AttentionSpec& spec, int num_layers, int64_t num_blocks, std::string_view order)
+KvAllocation::KvAllocation(const AttentionSpec& spec, int num_layers, int64_t num_blocks, std::string_view order,
+                           const DeviceStream* stream)
     : spec_(spec), num_layers_(num_layers), num_blocks_(num_blocks) {
   spec.validate();
   const bool packed = spec.kv_format == KvFormat::amx_packed;
@@ -180,7 +181,13 @@ KvAllocation::KvAllocation(const AttentionSpec& spec, int num_layers, int64_t nu
   const int64_t v_begin = round_up(k_bytes, kPage);
   check(!__builtin_add_overflow(v_begin, v_bytes, &bytes_) && bytes_ < std::numeric_limits<int64_t>::max() - 4 * kHugePage,
         "kv_cache.size.overflow", "{} bytes of keys and {} of values do not fit 63 bits", k_bytes, v_bytes);
-  memory_ = map_memory(bytes_);
+  if (stream != nullptr && stream->device().type != DeviceType::cpu) {
+    memory_ = stream->allocate(bytes_);
+    stream->fill(memory_.get(), 0, bytes_);
+    k_.device = v_.device = stream->device();
+  } else {
+    memory_ = map_memory(bytes_);
+  }
   k_.data = memory_.get();
   v_.data = static_cast<char*>(memory_.get()) + v_begin;
 }

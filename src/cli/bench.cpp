@@ -87,9 +87,9 @@ struct Share {
   double of_ceiling = 0;
   const char* bound = "";
 };
-Share share_of(const serve::BenchResult& r, const Backend& backend, const serve::Ceilings& c, const DeviceInfo& device, int copies) {
+Share share_of(const serve::BenchResult& r, const Backend& backend, const serve::Ceilings& c, const DeviceInfo& device) {
   if (c.dram_read <= 0) return {};
-  const bool in_cache = c.l3_read > 0 && r.cache_bytes * copies < device.l3_bytes / 2;
+  const bool in_cache = c.l3_read > 0 && r.cache_bytes * r.kv_copies < device.l3_bytes / 2;
   const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
   const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name() == "cpu_amx");
   if (arithmetic >= memory) return {arithmetic, "flop"};
@@ -98,8 +98,9 @@ Share share_of(const serve::BenchResult& r, const Backend& backend, const serve:
 
 int run(Options& o) {
   const DeviceInfo device = describe_device(o.device);
-  check(device.present && device.device.type == DeviceType::cpu, "backend.unsupported", "--device: the benchmark runs on cpu, got {}",
-        device.str());
+  check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
+  const bool gpu = device.device.type == DeviceType::cuda;
+  const double unit = gpu ? 1e12 : 1e9;
   ThreadPool pool(o.threads);
   o.bench.threads = pool.parallel_for();
   o.bench.min_seconds = o.min_time;
@@ -108,9 +109,11 @@ int run(Options& o) {
   o.bench.check = !o.no_check;
   const std::vector<Job> jobs = jobs_of(o);
   serve::Ceilings ceilings;
-  if (!o.no_ceilings) ceilings = serve::measure_ceilings(device, o.threads);
+  if (!o.no_ceilings) ceilings = serve::ceilings_of(device, o.threads);
 
-  serve::Table table{{"case", "backend", ">µs", ">best µs", ">noise %", ">KV GB/s", ">GFLOP/s", ">of ceiling", ">plan µs"}, {}};
+  serve::Table table{{"case", "backend", ">µs", ">best µs", ">noise %", gpu ? ">KV TB/s" : ">KV GB/s", gpu ? ">TFLOP/s" : ">GFLOP/s",
+                      ">of ceiling", ">plan µs"},
+                     {}};
   ordered_json j = ordered_json::array();
   int timed = 0;
   for (const Job& job : jobs) {
@@ -118,16 +121,17 @@ int run(Options& o) {
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const Backend* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
-      const Share share = share_of(r, *backend, ceilings, device, o.bench.kv_copies);
+      const Share share = share_of(r, *backend, ceilings, device);
       ++timed;
       table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
                             fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
-                            fmt::format("{:.2f}", r.kv_bytes / r.median_s / 1e9), fmt::format("{:.1f}", r.flops / r.median_s / 1e9),
+                            fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit),
                             share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-",
                             fmt::format("{:.1f}", r.plan_s * 1e6)});
       j.push_back({{"case", job.name},
                    {"spec", job.spec.str()},
                    {"backend", backend->name()},
+                   {"device", device.name},
                    {"threads", pool.num_threads()},
                    {"median_s", r.median_s},
                    {"best_s", r.best_s},
@@ -141,7 +145,8 @@ int run(Options& o) {
                    {"share_of_ceiling", share.of_ceiling},
                    {"ceiling", share.bound},
                    {"cache_bytes", r.cache_bytes},
-                   {"kv_copies", o.bench.kv_copies},
+                   {"kv_copies", r.kv_copies},
+                   {"captured", r.captured},
                    {"check_error", r.check_error},
                    {"check_allowed", r.check_allowed},
                    {"plan", r.plan}});
@@ -151,7 +156,7 @@ int run(Options& o) {
     fmt::print("{}\n", j.dump(2));
   } else {
     if (o.format == "table")
-      fmt::print("{}, {} threads{}\n\n", device.name, pool.num_threads(),
+      fmt::print("{}, {}{}\n\n", device.name, gpu ? device.device.str() : fmt::format("{} threads", pool.num_threads()),
                  o.no_check ? "" : "; every row checked against the reference first");
     fmt::print("{}", print_as(table, o.format));
   }
@@ -170,18 +175,20 @@ void add_bench(CLI::App& app, Action& action) {
   sub->add_option("--backend", o->backends, "Backends or aliases, separated by commas (default: the one that select takes)");
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
-  sub->add_option("--kv-copies", o->bench.kv_copies, "Rotate over so many caches, as the layers of a model do: keys then come from DRAM")
-      ->check(CLI::Range(1, 1024))
+  sub->add_option(
+         "--kv-copies", o->bench.kv_copies,
+         "Rotate over so many caches, as the layers of a model do: keys then come from DRAM (0: one, or on a GPU as many as that takes)")
+      ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  sub->add_option("--min-time", o->min_time, "Seconds to repeat at least")->check(CLI::NonNegativeNumber)->capture_default_str();
-  sub->add_option("--max-time", o->max_time, "Seconds to repeat at most")->check(CLI::NonNegativeNumber)->capture_default_str();
-  sub->add_option("--min-samples", o->bench.min_samples, "Samples at least")->check(CLI::Range(1, 1000000))->capture_default_str();
-  sub->add_option("--noise", o->noise, "Stop when the median is known to so many per cent")
+  sub->add_option("--min-time", o->min_time, "CPU: seconds to repeat at least")->check(CLI::NonNegativeNumber)->capture_default_str();
+  sub->add_option("--max-time", o->max_time, "CPU: seconds to repeat at most")->check(CLI::NonNegativeNumber)->capture_default_str();
+  sub->add_option("--min-samples", o->bench.min_samples, "CPU: samples at least")->check(CLI::Range(1, 1000000))->capture_default_str();
+  sub->add_option("--noise", o->noise, "CPU: stop when the median is known to so many per cent")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   sub->add_option("--seed", o->bench.seed, "Of the data and of the order of pages")->capture_default_str();
   sub->add_flag("--no-check", o->no_check, "Do not compare with the reference first");
-  sub->add_flag("--no-ceilings", o->no_ceilings, "Do not measure the machine's ceilings");
+  sub->add_flag("--no-ceilings", o->no_ceilings, "Do not compare with what the device can do at best");
   sub->add_option("--format", o->format, "table, markdown, csv, json")
       ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
       ->capture_default_str();
@@ -190,10 +197,12 @@ void add_bench(CLI::App& app, Action& action) {
       "Examples:\n"
       "  imbrex bench q2k 32q1s1k \"q512s4k,16q1s2k\"\n"
       "  imbrex bench 32q1s4k --kv-dtype fp8_e4m3 --kv-copies 8 --backend cpu_avx512,cpu_generic\n"
+      "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n\n"
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
-      "useful FLOP/s; share of the nearer measured ceiling (flop, L3 or DRAM); best time of planning. Exit code 1: a check failed.");
+      "useful FLOP/s; share of the nearer ceiling (flop, L3 or DRAM: measured, or of the GPU's data sheet); best time of planning on the\n"
+      "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.");
   sub->callback([o, &action] { action = [o] { return run(*o); }; });
 }
 

@@ -14,7 +14,7 @@ using namespace imbrex::cli;
 // Broken input is usage; what is understood but cannot be done here is unsupported; a failed check is its own.
 int exit_code_of(std::string_view code) {
   if (code == "replay.verify" || code.starts_with("bench.check")) return kCheckFailed;
-  for (const std::string_view prefix : {"select.", "backend.unsupported", "model.family.", "replay.model.", "kv_cache.size", "memory",
+  for (const std::string_view prefix : {"select.", "backend.", "stream.memory", "model.family.", "replay.model.", "kv_cache.size", "memory",
                                         "device.absent", "cuda.driver", "cuda.nvrtc_missing", "cuda.memory"}) {
     if (code.starts_with(prefix)) return kUnsupported;
   }

@@ -14,7 +14,7 @@ namespace imbrex::cli {
 namespace {
 
 struct Options {
-  std::string model, trace, device = "cpu", q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
+  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
   int64_t num_requests = 0;
   serve::ReplayOptions replay;
   bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
@@ -52,10 +52,9 @@ std::string utc_now() {
 }
 
 int run(Options& o) {
-  const DeviceInfo device = describe_device(o.device);
-  check(device.present && device.device.type == DeviceType::cpu, "backend.unsupported", "--device: the replay runs on cpu, got {}",
-        device.str());
   serve::ReplayOptions& r = o.replay;
+  const DeviceInfo device = describe_device(r.device);
+  check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
   r.q_dtype = parse_dtype(o.q_dtype);
   r.kv_dtype = parse_dtype(o.kv_dtype);
   r.prefix_sharing = !o.no_prefix_sharing;
@@ -67,7 +66,7 @@ int run(Options& o) {
   if (o.num_requests > 0 && o.num_requests < int64_t(trace.requests.size())) trace.requests.resize(size_t(o.num_requests));
 
   serve::ReportContext context{IMBREX_VERSION, command_line(), utc_now(), {}};
-  if (!o.no_ceilings) context.ceilings = serve::measure_ceilings(device, r.num_threads, 1.5);
+  if (!o.no_ceilings) context.ceilings = serve::ceilings_of(device, r.num_threads, 1.5);
   serve::ReplayResult result;
   {
     ProgressBar bar(!o.quiet);
@@ -93,7 +92,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
-  sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
+  sub->add_option("--device", r.device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--max-num-batched-tokens", r.max_num_batched_tokens, "Query tokens of a step at most")->capture_default_str();
   sub->add_option("--max-num-seqs", r.max_num_seqs, "Requests of a step at most")->capture_default_str();
@@ -101,7 +100,8 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--q-dtype", o->q_dtype, "Activations: bf16")->capture_default_str();
   sub->add_option("--kv-dtype", o->kv_dtype, "Cache: f32, bf16, f16, fp8_e4m3, fp8_e5m2")->capture_default_str();
   sub->add_option("--kv-format", r.kv_format, "strided, amx_packed, or auto: packed where a fast backend takes it")->capture_default_str();
-  sub->add_option("--kv-memory", o->kv_memory, "Memory of the cache, such as 2GiB (default: a quarter of the machine's)");
+  sub->add_option("--kv-memory", o->kv_memory,
+                  "Memory of the cache, such as 2GiB (default: a quarter of the machine's, or 90 % of what a GPU has left)");
   sub->add_option("--backend", r.select.forced, "Force a backend, by its name or one that vLLM or SGLang users know");
   sub->add_option("--prefill-backend", r.select.forced_prefill, "The same for prefill only");
   sub->add_option("--decode-backend", r.select.forced_decode, "The same for decode only");
@@ -117,12 +117,14 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--seed", r.seed, "Same seed, same bits: whatever the batch size and the number of threads")->capture_default_str();
   sub->add_option("--report", o->report, "Write the report as one HTML page");
   sub->add_option("--json", o->json, "Write the report as JSON");
-  sub->add_flag("--no-ceilings", o->no_ceilings, "Do not measure the machine's ceilings first");
+  sub->add_flag("--no-ceilings", o->no_ceilings,
+                "Do not compare with what the device can do at best, which takes a CPU two seconds to measure");
   sub->add_flag("--quiet", o->quiet, "No progress bar and no report on the terminal");
   sub->footer(
       "Examples:\n"
       "  imbrex run --model llama-3.1-8b --trace trace.jsonl --layers 2 --verify 1% --report out.html\n"
       "  imbrex run --model gpt-oss-20b --trace azure.csv --num-requests 1000 --kv-dtype fp8_e4m3 --kv-memory 2GiB\n"
+      "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run(*o); }; });

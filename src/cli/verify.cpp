@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "attention/case_file.h"
+#include "attention/device_mirror.h"
 #include "cli/cli.h"
 #include "core/check.h"
 #include "imbrex/select.h"
@@ -13,7 +14,7 @@ namespace {
 
 struct Options {
   std::vector<std::string> files;
-  std::string backends, format = "table";
+  std::string device = "cpu", backends, format = "table";
   bool json = false, quiet = false;
 };
 
@@ -28,8 +29,13 @@ std::vector<const Backend*> wanted_backends(const std::string& text) {
 }
 
 int run(const Options& o) {
-  const DeviceInfo device = probe_cpu();
-  const auto list = wanted_backends(o.backends);
+  const DeviceInfo device = describe_device(o.device);
+  check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
+  auto list = wanted_backends(o.backends);
+  std::vector<std::unique_ptr<Backend>> mirrors;
+  for (const Backend*& backend : list) {
+    if (device.device.type != DeviceType::cpu) backend = mirrors.emplace_back(device_mirror(*backend)).get();
+  }
   serve::Table table{{"case", "backend", "variant", ">max error", ">bound", ">mean error", ">bound", "result"}, {}};
   nlohmann::ordered_json j = nlohmann::ordered_json::array();
   int failed = 0, passed = 0;
@@ -72,6 +78,7 @@ void add_verify(CLI::App& app, Action& action) {
   auto o = std::make_shared<Options>();
   CLI::App* sub = app.add_subcommand("verify", "Run case files (.safetensors) through every backend that supports them");
   sub->add_option("FILE", o->files, "Case files, see docs/case-files.md")->required();
+  sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--backend", o->backends, "Only these, separated by commas");
   sub->add_option("--format", o->format, "table, markdown, csv, json")
       ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
@@ -79,7 +86,8 @@ void add_verify(CLI::App& app, Action& action) {
   sub->add_flag("--json", o->json, "Like --format json");
   sub->add_flag("--quiet", o->quiet, "Only the last line");
   sub->footer(
-      "Example:\n  imbrex verify cases/*.safetensors --backend cpu_generic\n\nExit code 1 when a result is out of bounds, 3 when nothing "
+      "Examples:\n  imbrex verify cases/*.safetensors --backend cpu_generic\n  imbrex verify cases/*.safetensors --device cuda:0\n\nExit "
+      "code 1 when a result is out of bounds, 3 when nothing "
       "ran.");
   sub->callback([o, &action] { action = [o] { return run(*o); }; });
 }

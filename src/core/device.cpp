@@ -12,6 +12,7 @@
 #include "core/check.h"
 #include "core/cores.h"
 #include "core/env.h"
+#include "core/gpus.h"
 #include "core/text.h"
 
 namespace imbrex {
@@ -127,16 +128,20 @@ std::string brand_string() {
 }
 
 struct Gpu {
-  const char *key, *name;
+  const char *key, *name, *driver_name;
   int sm, multiprocessors;
   int64_t l2_mib, memory_gib;
   int smem_kib;
+  double tflops, tb_per_s;  // dense bf16 products; memory
 };
 // NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities; H200: as the driver reports it.
 constexpr Gpu kGpus[] = {
-    {"a100", "NVIDIA A100", 80, 108, 40, 80, 163},        {"h100", "NVIDIA H100", 90, 132, 50, 80, 227},
-    {"h200", "NVIDIA H200", 90, 132, 60, 141, 227},       {"b200", "NVIDIA B200", 100, 148, 126, 180, 227},
-    {"rtx5090", "NVIDIA RTX 5090", 120, 170, 96, 32, 99}, {"l40s", "NVIDIA L40S", 89, 142, 96, 48, 99},
+    {"a100", "NVIDIA A100", "NVIDIA A100-SXM4-80GB", 80, 108, 40, 80, 163, 312, 2.039},
+    {"h100", "NVIDIA H100", "NVIDIA H100 80GB HBM3", 90, 132, 50, 80, 227, 989.4, 3.35},
+    {"h200", "NVIDIA H200", "NVIDIA H200", 90, 132, 60, 141, 227, 989.4, 4.8},
+    {"b200", "NVIDIA B200", "NVIDIA B200", 100, 148, 126, 180, 227, 2250, 8},
+    {"rtx5090", "NVIDIA RTX 5090", "NVIDIA GeForce RTX 5090", 120, 170, 96, 32, 99, 209.5, 1.792},
+    {"l40s", "NVIDIA L40S", "NVIDIA L40S", 89, 142, 96, 48, 99, 362, 0.864},
 };
 
 [[noreturn]] void fail_unknown(std::string_view text) {
@@ -172,6 +177,14 @@ bool parse_threads(std::string_view item, int& threads) {
 }
 
 }  // namespace
+
+void add_peaks(DeviceInfo& probed) {
+  for (const Gpu& gpu : kGpus) {
+    if (probed.name != gpu.driver_name) continue;
+    probed.peak_flops = gpu.tflops * 1e12;
+    probed.peak_bytes_per_s = gpu.tb_per_s * 1e12;
+  }
+}
 
 DeviceInfo probe_cpu() {
   static const Missing missing = probe_missing();
@@ -209,6 +222,8 @@ DeviceInfo describe_device(std::string_view text) {
               .num_workers = gpu.multiprocessors,
               .l2_bytes = gpu.l2_mib << 20,
               .memory_bytes = gpu.memory_gib << 30,
+              .peak_flops = gpu.tflops * 1e12,
+              .peak_bytes_per_s = gpu.tb_per_s * 1e12,
               .max_smem_bytes = gpu.smem_kib << 10,
               .isa_note = {}};
   // Caches and memory of a described CPU are those of a common server part; nothing but sizes of tiles depends on them.

@@ -117,9 +117,9 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
   const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(v_dims, element));
   const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
-  const int rows = t.rows * (t.key_warps * 8 + 4 + 16);
-  constexpr int kItem = 56, kNextTask = 4;
-  return rounded_up(q + t.key_warps * std::max(t.stages * stage, part) + rows + kItem + kNextTask, 16);
+  constexpr int kItem = 56, kRest = 5;
+  const int slot = rounded_up(q + t.rows * (4 + 16) + kItem, 16), state = t.key_warps * t.rows * 8;
+  return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kRest, 16);
 }
 
 KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {

@@ -7,35 +7,9 @@
 #include "core/check.h"
 #include "cuda/attention_constants.h"
 #include "cuda/params.h"
+#include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
-namespace {
-
-constexpr int kChunk = 64;  // dims of a box: 128 bytes, the width of the swizzle
-
-// Dimensions innermost first; box and sizes in elements, strides (of all but the innermost) in bytes.
-bool encode(CUtensorMap& map, DType type, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
-            const uint32_t* box) {
-  constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
-  return need_driver().cuTensorMapEncodeTiled(&map, type == DType::bf16 ? kTensorMapBf16 : kTensorMapF16, rank, const_cast<void*>(data),
-                                              sizes, strides, box, kOnes, kTensorMapInterleaveNone, kTensorMapSwizzle128,
-                                              kTensorMapL2Promote256, kTensorMapFillZero) == 0;
-}
-
-bool encode_keys(CUtensorMap& map, const AttentionSpec& spec, const TensorView& t) {
-  const int rank = spec.block_size == 0 ? 3 : 4, tile = attention_sm90_tile_keys(spec);
-  if (t.stride(rank - 1) != 1) return false;
-  const uint64_t size = size_of(t.dtype);
-  // dims, keys of a page, kv heads, pages
-  const uint64_t sizes[4] = {uint64_t(t.size(rank - 1)), uint64_t(t.size(rank - 3)), uint64_t(t.size(rank - 2)),
-                             rank == 4 ? uint64_t(t.size(0)) : 1};
-  const uint64_t strides[3] = {t.stride(rank - 3) * size, t.stride(rank - 2) * size, rank == 4 ? t.stride(0) * size : 16};
-  const uint32_t box[4] = {kChunk, uint32_t(spec.block_size == 0 ? tile : std::min(spec.block_size, tile)), 1, 1};
-  return encode(map, t.dtype, t.data, 4, sizes, strides, box);
-}
-
-}  // namespace
-
 int attention_sm90_tile_keys(const AttentionSpec& spec) { return spec.head_dim_v > 128 ? 64 : 128; }
 
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
@@ -68,11 +42,13 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   if (q.stride(2) != 1) return false;
-  const uint64_t size = size_of(q.dtype);
+  const uint64_t size = uint64_t(size_of(q.dtype));
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
-  const uint64_t strides[2] = {q.stride(1) * size, q.stride(0) * size};
-  const uint32_t group = uint32_t(spec.group_size()), box[3] = {kChunk, group, 64 / group};
-  return encode(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_keys(maps.k, spec, kv.k) && encode_keys(maps.v, spec, kv.v);
+  const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, 64 / group};
+  const int tile = attention_sm90_tile_keys(spec);
+  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_kv_map(maps.k, kv.k, tile) &&
+         encode_kv_map(maps.v, kv.v, tile);
 }
 
 }  // namespace imbrex::cuda

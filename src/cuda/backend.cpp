@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90.h"
+#include "cuda/attention_sm90_decode.h"
 #include "cuda/plan.h"
 
 namespace imbrex {
@@ -26,24 +27,45 @@ std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionS
 ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   const auto tiles = sm80_tiles(arch, spec, shape);
   if (!tiles) return {};
-  return {.entry = "attention_sm80", .tile = {.rows = tiles->rows, .keys = tiles->keys}, .threads = unsigned(tiles->threads())};
+  return {.entry = "attention_sm80",
+          .tile = {.rows = tiles->rows, .keys = tiles->keys},
+          .threads = unsigned(tiles->threads()),
+          .joins_pieces = tiles->key_warps > 1};
 }
 
 KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, shape));
 }
 
+// cuda_sm90 runs each shape with a kernel of its own where that takes the layer, and as cuda_sm80 does where not.
+bool has_sm90_prefill(const AttentionSpec& spec, Shape shape) { return shape == kPrefill && attention_sm90_refusals(spec).empty(); }
+
+std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  return shape == kDecode ? attention_sm90_decode_tiles(arch, spec) : std::nullopt;
+}
+
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (arch != "sm_90a" || !attention_sm90_refusals(spec).empty()) return {};
-  if (shape != kPrefill) return sm80_shape(arch, spec, shape);
-  return {.entry = "attention_sm90",
-          .tile = {.rows = kSm90TileRows, .keys = attention_sm90_tile_keys(spec)},
-          .threads = kSm90Threads,
-          .maps = attention_sm90_maps};
+  if (arch != "sm_90a") return {};
+  if (has_sm90_prefill(spec, shape)) {
+    return {.entry = "attention_sm90",
+            .tile = {.rows = kSm90TileRows, .keys = attention_sm90_tile_keys(spec)},
+            .threads = kSm90Threads,
+            .maps = attention_sm90_maps};
+  }
+  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
+    return {.entry = "attention_sm90_decode",
+            .tile = {.rows = tiles->rows, .keys = tiles->keys},
+            .threads = attention_sm90_decode_threads(*tiles),
+            .maps = attention_sm90_decode_maps,
+            .joins_pieces = true};
+  }
+  return sm80_shape(arch, spec, shape);
 }
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  return shape == kPrefill ? attention_sm90_key(arch, spec, out) : sm80_attention(arch, spec, shape, out);
+  if (has_sm90_prefill(spec, shape)) return attention_sm90_key(arch, spec, out);
+  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles);
+  return sm80_attention(arch, spec, shape, out);
 }
 
 constexpr int kLeastSm80 = 80;
@@ -60,7 +82,10 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
                                                : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v)}};
 }
 
-std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) { return attention_sm90_refusals(spec); }
+// What neither of its own kernels takes.
+std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
+  return attention_sm90_decode_tiles("sm_90a", spec) ? std::vector<Reason>{} : attention_sm90_refusals(spec);
+}
 
 }  // namespace
 
@@ -120,7 +145,7 @@ const Backend& cuda_sm80() {
 }
 
 const Backend& cuda_sm90() {
-  static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma and TMA on Hopper, decode and verify as in cuda_sm80",
+  static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma and decode with TMA on Hopper, the rest as in cuda_sm80",
                                    {.least = 90, .most = 90}, cuda::sm90_refusals);
   return backend;
 }

@@ -6,10 +6,10 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kPartialPercent = 3;          // traffic of partial results, of that of keys and values
-constexpr int64_t kPieceBytes = 384 << 10;  // keys and values of a task: 8 us at the 50 GB/s that one multiprocessor gets
-constexpr int kLongestPiece = 4096;         // keys; what a request of many query tokens is cut into
-constexpr int kTasksEach = 2;               // of a multiprocessor, when the load is balanced: two thread blocks share one
+constexpr int kPieceKeys = 384;      // that a piece has at least; a share of its request's comes on top
+constexpr int kPartialPercent = 5;   // traffic of partial results, of that of keys and values at most
+constexpr int kLongestPiece = 4096;  // keys; what a request of many query tokens is cut into
+constexpr int kTasksEach = 2;        // of a multiprocessor, when the load is balanced: two thread blocks share one
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
@@ -17,8 +17,7 @@ int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 int piece_keys(const AttentionSpec& spec, int tile_keys) {
   const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
   const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
-  const int64_t keys = std::min(partial_bytes * 100 / (kPartialPercent * key_bytes) + 1, kPieceBytes / key_bytes);
-  return round_up(std::max<int64_t>(keys, 1), tile_keys);
+  return round_up(std::max<int64_t>(kPieceKeys, partial_bytes * 100 / (kPartialPercent * key_bytes)), tile_keys);
 }
 
 }  // namespace
@@ -28,7 +27,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
   const int row_blocks = (group + tiles[kDecode].rows - 1) / tiles[kDecode].rows;
-  const int most = (workers + spec.num_kv_heads * row_blocks - 1) / (spec.num_kv_heads * row_blocks);
+  const int heads = spec.num_kv_heads * row_blocks, most = (workers + heads - 1) / heads;  // a task for each multiprocessor
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];
@@ -36,7 +35,9 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.tile_kv = tiles[shape].keys;
     p.split_kv = piece_keys(spec, p.tile_kv);
     p.growth = std::max(1, kLongestPiece / p.split_kv);
-    p.max_splits = most;
+    // Alone, a request does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it is busy widening
+    // fp8.
+    p.max_splits = size_of(spec.kv_dtype) == 1 ? most : std::max(most * 3 / 4, 1);
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;

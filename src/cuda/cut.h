@@ -21,10 +21,10 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // A policy for each shape: together they cut every request, each once. A shape may have no requests at all: a group of many q heads has
 // no use for a second size of tile. The lists of a step share the partial rows: SchedulePolicy::first_partial is the caller's to set.
 //
-// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece is so long that this
-// traffic stays below 3 % of that of its keys and values (q heads of a group share the keys but not the partial results), but no longer
-// than a multiprocessor streams in some 8 us. There are at most as many pieces as give a lone request a task on every multiprocessor; a
-// request of more query tokens gets fewer and longer ones, since its partial results grow with them.
+// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece has 384 keys and a
+// share of its request's on top, or more where its partial result would be above 5 % of the traffic of its keys and values (q heads of a
+// group share the keys but not the partial results). There are at most as many pieces as give a lone request a task on most of the
+// multiprocessors; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

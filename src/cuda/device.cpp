@@ -1,6 +1,7 @@
 // probe_cuda(): the GPUs of this machine, by the driver's attributes; no context is made.
 #include <fmt/format.h>
 
+#include "core/gpus.h"
 #include "cuda/driver.h"
 #include "imbrex/device.h"
 
@@ -33,6 +34,7 @@ std::vector<DeviceInfo> probe_cuda(std::string* why) {
                          .memory_bytes = int64_t(bytes),
                          .max_smem_bytes = attribute(kDeviceSmemPerBlockOptIn),
                          .isa_note = {}});
+      add_peaks(devices.back());
     }
     if (count == 0) reason = "the NVIDIA driver sees no device";
   }

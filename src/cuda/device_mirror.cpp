@@ -1,5 +1,5 @@
-// See device_mirror.h.
-#include "cuda/device_mirror.h"
+// See attention/device_mirror.h.
+#include "attention/device_mirror.h"
 
 #include <algorithm>
 #include <array>
@@ -12,7 +12,8 @@
 #include "core/tensor_format.h"
 #include "cuda/memory.h"
 
-namespace imbrex::cuda {
+namespace imbrex {
+namespace cuda {
 namespace {
 
 constexpr size_t kGuard = 256;    // bytes before and after a copy; keeps the alignment of what lies between
@@ -152,7 +153,8 @@ class MirrorBackend final : public Backend {
 };
 
 }  // namespace
+}  // namespace cuda
 
-std::unique_ptr<Backend> device_mirror(const Backend& backend) { return std::make_unique<MirrorBackend>(backend); }
+std::unique_ptr<Backend> device_mirror(const Backend& backend) { return std::make_unique<cuda::MirrorBackend>(backend); }
 
-}  // namespace imbrex::cuda
+}  // namespace imbrex

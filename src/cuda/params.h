@@ -1,5 +1,6 @@
 #pragma once
 // What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
+#include "attention/cut_item.h"
 #include "imbrex/work.h"
 
 namespace imbrex::cuda {
@@ -46,6 +47,15 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
+constexpr int kGatherThreads = 256;
+
+struct GatherParams {
+  const char* from;
+  const int* offsets;  // [num_rows], elements
+  char* to;            // [num_rows, row_length]
+  int num_rows, row_length;
+};
+
 constexpr int kPlanTableThreads = 256;
 
 struct ExpandBiasParams {
@@ -59,6 +69,35 @@ struct ExpandBiasParams {
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
+};
+
+// For kernels/plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
+enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
+
+struct ShapeLists {
+  CutRules rules;
+  WorkItem* work;  // null: no request within the limits is of this shape
+  MergeItem* merges;
+  PlanCounts* counts;
+};
+
+constexpr int kMostPlanThreads = 1024, kPlanShapes = 3;
+
+struct PlanBatchParams {
+  const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]
+  const int* kv_starts;                   // kv_indptr or kv_start_loc [num_reqs + 1]; null: a dense table
+  long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
+  long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
+  int num_reqs, max_tokens, max_query_len, max_seq_len;  // max_query_len 0: any
+  bool queries_are_keys;
+  // The plan's arrays, as in AttentionParams; custom_start may be null.
+  int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
+  long *block_start, *custom_start;
+  ShapeLists shapes[kPlanShapes];
+  // Between the steps of the kernel, and what the host may ask for.
+  int* item_start;  // [num_reqs]: used when these are many
+  CutItem* items;   // of one shape: one for each query token at most
+  int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
 constexpr int kMergeThreads = 256;
@@ -81,6 +120,7 @@ struct AttentionParams {
   const MergeItem* merges;
   const PlanCounts* counts;
   int* next_task;  // zero before a launch and after it: the last block resets it
+  int* arrivals;   // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
   float scale, soft_cap;                            // soft_cap 0: off
   int window_left, window_right, chunk;             // as in Mask

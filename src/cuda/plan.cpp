@@ -62,6 +62,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
     keys.push_back(table.merge(arch, spec, out));
   }
   keys.push_back(plan_tables_key(arch));
+  keys.push_back(plan_batch_key(arch));
   return keys;
 }
 
@@ -73,6 +74,9 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
       arch_(arch_of(device)),
       context_(Context::of_device(device.device.index)),
       programmatic_(device.sm >= 90) {
+  check(!options.on_device || !options.balanced, "backend.on_device",
+        "expected on_device or balanced, got both: shares of the load are "
+        "computed on the host");
   const CurrentContext current(*context_);
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) {
@@ -89,6 +93,9 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   }
   name_kernels();
   lay_out();
+  // Every item has a query token.
+  if (options.on_device)
+    device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, std::max(options.limits.max_num_tokens, 0));
 }
 
 // And loads them, several at the same time, unless that is to wait.
@@ -112,7 +119,8 @@ void Plan::name_kernels() {
     name_attention(s.kernels, table_, shape, options_.load_on_demand);
     if (s.kernel.maps != nullptr) name_attention(s.without_maps, *table_.without_maps, shape, true);
   }
-  if (sum_of_bounds(&ScheduleBounds::num_merges) > 0)
+  const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
+  if (std::ranges::any_of(shapes_, merges))
     name(merge_, "merge", kMergeThreads, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
   std::vector<std::future<void>> compiled;
   compiled.reserve(now.size());
@@ -139,12 +147,6 @@ const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool capture
   return s;
 }
 
-int64_t Plan::sum_of_bounds(int64_t ScheduleBounds::*member) const {
-  int64_t sum = 0;
-  for (const ShapePlan& s : shapes_) sum += s.bounds.*member;
-  return sum;
-}
-
 void Plan::lay_out() {
   const PlanLimits& limits = options_.limits;
   const int64_t reqs = std::max(limits.max_num_reqs, 0), tokens = std::max(limits.max_num_tokens, 0);
@@ -158,7 +160,7 @@ void Plan::lay_out() {
   arrays_.seq_lens = layout.add<int>(reqs);
   arrays_.block_start = layout.add<long>(reqs);
   arrays_.custom_start = layout.add<long>(spec_.mask.custom ? reqs : 0);
-  arrays_.merges = layout.add<MergeItem>(sum_of_bounds(&ScheduleBounds::num_merges));
+  for (ShapePlan& s : shapes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
   for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
@@ -168,8 +170,13 @@ void Plan::lay_out() {
   batch_ = {.block_ids = memory_->device(arrays_.block_ids),
             .custom_mask = memory_->device(arrays_.custom_mask),
             .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {0}, device_.device)};
-  tasks_ = DeviceBuffer(context_, kNumShapes * sizeof(int));
-  fill_bytes(tasks_.address(), 0, tasks_.bytes(), nullptr);
+  size_t counters = kNumShapes;
+  for (ShapePlan& s : shapes_) {
+    s.arrivals = counters;
+    if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
+  }
+  counters_ = DeviceBuffer(context_, counters * sizeof(int));
+  fill_bytes(counters_.address(), 0, counters_.bytes(), nullptr);
   check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
   const size_t rows = size_t(partial_rows_) * size_t(spec_.num_q_heads);
   partial_out_ = DeviceBuffer(context_, rows * size_t(spec_.head_dim_v) * sizeof(float));
@@ -227,13 +234,11 @@ void Plan::update(const Batch& batch, Stream stream) {
   check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
   const int num_reqs = batch.num_reqs(), num_tokens = batch.num_tokens();
   const size_t reqs = size_t(num_reqs);
-  size_t merges = 0;
-  for (const ShapePlan& s : shapes_) merges += s.schedule.merges.size();
-
   PlanArrays& m = *memory_;
   m.begin();
   for (const ShapePlan& s : shapes_)
-    *m.put(s.counts, 1) = {.num_work = s.schedule.num_work, .num_merges = int(merges), .num_tokens = num_tokens, .num_reqs = num_reqs};
+    *m.put(s.counts, 1) = {
+        .num_work = s.schedule.num_work, .num_merges = int(s.schedule.merges.size()), .num_tokens = num_tokens, .num_reqs = num_reqs};
   if (num_tokens > 0) {
     std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
     std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
@@ -246,8 +251,8 @@ void Plan::update(const Batch& batch, Stream stream) {
         start += long(batch.query_len(r)) * batch.seq_lens[r];
       }
     }
-    MergeItem* merge = merges > 0 ? m.put(arrays_.merges, merges) : nullptr;
-    for (const ShapePlan& s : shapes_) merge = std::copy(s.schedule.merges.begin(), s.schedule.merges.end(), merge);
+    for (const ShapePlan& s : shapes_)
+      if (const auto& merges = s.schedule.merges; !merges.empty()) std::ranges::copy(merges, m.put(s.merges, merges.size()));
     for (const ShapePlan& s : shapes_)
       if (s.schedule.num_work > 0) write_work(s.schedule, m.put(s.work, size_t(s.schedule.num_work)));
     if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
@@ -264,6 +269,7 @@ void Plan::update(const Batch& batch, Stream stream) {
   batch_ = placed;
   reach_ = options_.validate ? reach_of(batch, spec_) : BatchReach{};
   num_tokens_ = num_tokens;
+  on_device_ = false;
 }
 
 // Host tables are packed: only blocks that are in use travel.
@@ -327,7 +333,6 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dty
     a.custom_mask = batch_.custom_mask;
     a.custom_start = m.device(arrays_.custom_start);
   }
-  a.merges = m.device(arrays_.merges);
   a.num_kv_heads = spec_.num_kv_heads;
   a.scale = spec_.scale();
   a.soft_cap = spec_.score.soft_cap;
@@ -355,18 +360,19 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const DType out_dtype = check_run(spec_, device_.device, in, out, num_tokens_, reach_);
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
-  // A graph has to hold what a later batch may need; otherwise what this one does not need is left out.
-  const bool captured = is_captured(cu);
+  // A graph has to hold what a later batch may need, and so do lists that only the device knows; otherwise what this one does not need is
+  // left out.
+  const bool captured = is_captured(cu), any = captured || on_device_;
   AttentionParams a = params(in, out, out_dtype);
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
-  size_t merges = 0;
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
     const ShapePlan& s = shapes_[shape];
-    merges += captured ? size_t(s.bounds.num_merges) : s.schedule.merges.size();
     a.work = memory_->device(s.work);
+    a.merges = memory_->device(s.merges);
     a.counts = memory_->device(s.counts);
-    a.next_task = tasks_.as<int>() + shape;
-    const int64_t tasks = (captured ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
+    a.next_task = counters_.as<int>() + shape;
+    a.arrivals = counters_.as<int>() + s.arrivals;
+    const int64_t tasks = (any ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
     AttentionMaps maps;
     if (s.kernel.maps == nullptr) {
@@ -376,8 +382,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     } else {
       launch(loaded(s.without_maps, out_dtype, captured), tasks, cu, a);
     }
+    const int64_t merges = s.kernel.joins_pieces ? 0 : any ? s.bounds.num_merges : int64_t(s.schedule.merges.size());
+    if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_q_heads, cu, a);
   }
-  if (merges > 0) launch(loaded(merge_, out_dtype, captured), int64_t(merges) * spec_.num_q_heads, cu, a);
   captured_run_ = captured_run_ || captured;
 }
 
@@ -389,13 +396,16 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const NewTokens tokens{.slots = batch_.has_slots || num_tokens_ == 0 ? batch_.slots : TensorView{},
                          .num_tokens = num_tokens_,
                          .reach = reach_,
-                         .captured_tokens = captured ? options_.limits.max_num_tokens : 0,
+                         .captured_tokens = on_device_ ? num_tokens_
+                                            : captured ? options_.limits.max_num_tokens
+                                                       : 0,
                          .now = &memory_->device(shapes_[kDecode].counts)->num_tokens};
   write_kv_->run(cache, k, v, tokens, cu);
   captured_write_ = captured_write_ || captured;
 }
 
 std::string Plan::str() const {
+  if (on_device_) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, num_tokens_);
   std::string items;
   size_t merges = 0;
   for (const ShapePlan& s : shapes_) {

@@ -9,6 +9,7 @@
 
 #include "attention/plan_checks.h"
 #include "cuda/cut.h"
+#include "cuda/device_plan.h"
 #include "cuda/params.h"
 #include "cuda/plan_arrays.h"
 #include "cuda/plan_tables.h"
@@ -26,6 +27,8 @@ struct ShapeKernel {
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
+  // Whether it adds up the pieces of an item itself. As in the table for tensors without maps.
+  bool joins_pieces = false;
 };
 
 // What tells one backend's plan from another's.
@@ -50,6 +53,8 @@ class Plan final : public imbrex::Plan {
   // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
   // replay of its graph device arrays must stay where they are: Error update.moved.
   void update(const Batch&, Stream) override;
+  void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
+  std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
   void run(const Inputs&, const Outputs&, Stream) const override;
   std::string str() const override;
@@ -72,10 +77,12 @@ class Plan final : public imbrex::Plan {
     ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
     Schedule schedule;
     ArrayOf<WorkItem> work;
+    ArrayOf<MergeItem> merges;
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
     int row_blocks = 1;             // tiles of rows of one token
+    size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
   };
   // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
   struct BatchArrays {
@@ -87,14 +94,12 @@ class Plan final : public imbrex::Plan {
   struct Arrays {
     ArrayOf<int> query_start, seq_lens, block_ids;
     ArrayOf<long> block_start, custom_start, slots;
-    ArrayOf<MergeItem> merges;
     ArrayOf<unsigned char> custom_mask;
   };
 
   void name_kernels();
   void load(Specialised&) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
-  int64_t sum_of_bounds(int64_t ScheduleBounds::*) const;
   void lay_out();
   BatchArrays place(const Batch&) const;
   void put_block_starts(const Batch&);
@@ -116,14 +121,16 @@ class Plan final : public imbrex::Plan {
   std::unique_ptr<PlanTables> tables_;
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
-  DeviceBuffer tasks_, partial_out_, partial_state_;
-  bool programmatic_ = false;  // launches may begin before the ones in front of them have ended
+  int64_t partial_rows_ = 0;                             // the most that a batch within the limits has
+  DeviceBuffer counters_, partial_out_, partial_state_;  // counters: a task of each shape, then arrivals
+  std::unique_ptr<DevicePlan> device_plan_;              // null: PlanOptions::on_device was not asked for
+  bool programmatic_ = false;                            // launches may begin before the ones in front of them have ended
 
   // Of the last update.
   BatchArrays batch_;
   BatchReach reach_;
-  int num_tokens_ = 0;
+  int num_tokens_ = 0;                                          // at most, where the lengths are on the device
+  bool on_device_ = false;                                      // where the lists were made: the host does not know how long they are
   mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads batch_'s addresses
 };
 

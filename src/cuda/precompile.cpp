@@ -12,6 +12,7 @@
 #include "cuda/copy_blocks.h"
 #include "cuda/cubin.h"
 #include "cuda/driver.h"
+#include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
 #include "cuda/write_kv.h"
@@ -29,6 +30,8 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
   return {copy_blocks_key(arch)};
 }
 
+std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, bool) { return {gather_key(arch)}; }
+
 std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
   return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : 2);
 }
@@ -38,10 +41,8 @@ std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spe
 }
 
 constexpr KernelFamily kFamilies[] = {
-    {"write_kv", write_kv_keys},
-    {"copy_blocks", copy_blocks_keys},
-    {"cuda_sm80", sm80_keys},
-    {"cuda_sm90", sm90_keys},
+    {"write_kv", write_kv_keys}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
+    {"cuda_sm80", sm80_keys},    {"cuda_sm90", sm90_keys},
 };
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
@@ -76,27 +77,42 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 
 std::span<const KernelFamily> kernel_families() { return kFamilies; }
 
-std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs, bool sample) {
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, bool sample) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
-  for (const std::string& arch : archs)
-    for (const KernelFamily& family : kFamilies)
-      for (const AttentionSpec& spec : specs)
-        for (KernelKey& key : family.keys(arch, spec, sample))
-          if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
+  for (const KernelFamily& family : kFamilies)
+    for (const AttentionSpec& spec : specs)
+      for (KernelKey& key : family.keys(arch, spec, sample))
+        if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
   return shipped;
 }
 
-std::vector<AttentionSpec> covering_specs() {
+std::vector<AttentionSpec> covering_specs(bool every_pair) {
   std::vector<AttentionSpec> specs;
   const auto add = [&](DType q, DType kv, int dim_qk, int dim_v) {
     specs.push_back({.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = dim_qk, .head_dim_v = dim_v, .q_dtype = q, .kv_dtype = kv});
   };
-  for (const DType q : {DType::bf16, DType::f16, DType::f32})
-    for (const DType kv : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2}) add(q, kv, 128, 128);
-  constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
-  for (const auto& dims : kDims)
-    for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
+  constexpr DType kQ[] = {DType::bf16, DType::f16, DType::f32},
+                  kKv[] = {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2};
+  if (every_pair) {
+    for (const DType q : kQ)
+      for (const DType kv : kKv) add(q, kv, 128, 128);
+    constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
+    for (const auto& dims : kDims)
+      for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
+  }
+  // Copied as it is, converted, widened from bytes, and the planes of f32; narrow, odd, unequal and wide heads.
+  add(DType::bf16, DType::bf16, 128, 128);
+  add(DType::bf16, DType::f32, 128, 128);
+  add(DType::bf16, DType::fp8_e4m3, 128, 128);
+  add(DType::f16, DType::f16, 64, 64);
+  add(DType::f16, DType::fp8_e5m2, 128, 128);
+  add(DType::f32, DType::f32, 128, 128);
+  add(DType::f32, DType::bf16, 64, 64);
+  add(DType::bf16, DType::fp8_e4m3, 80, 80);
+  add(DType::bf16, DType::bf16, 192, 128);
+  add(DType::bf16, DType::bf16, 256, 256);
+  add(DType::bf16, DType::bf16, 512, 512);
   const auto with = [&](const Mask& mask, const ScoreMod& score, int block_size = 16) {
     add(DType::bf16, DType::bf16, 128, 128);
     specs.back().mask = mask;
@@ -114,9 +130,15 @@ std::vector<AttentionSpec> covering_specs() {
 
 namespace imbrex {
 
+constexpr std::string_view kEveryPair = "sm_90a";  // compiled for every pair of types and dimensions when no model is named
+
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
   const bool sample = request.specs.empty();
-  const auto shipped = cuda::shipped_kernels(request.archs, sample ? cuda::covering_specs() : request.specs, sample);
+  std::vector<cuda::ShippedKernel> shipped;
+  for (const std::string& arch : request.archs) {
+    const auto specs = sample ? cuda::covering_specs(arch == kEveryPair) : request.specs;
+    for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, specs, sample)) shipped.push_back(std::move(kernel));
+  }
   const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
   check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,
         env::kHome);

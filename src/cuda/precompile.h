@@ -21,10 +21,11 @@ struct ShippedKernel {
   const char* family;
   KernelKey key;
 };
-// Of all families, for all pairs of architecture and spec, each kernel once.
-std::vector<ShippedKernel> shipped_kernels(std::span<const std::string> archs, std::span<const AttentionSpec> specs, bool sample = false);
+// Of all families, for all specs, each kernel once.
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, bool sample = false);
 
-// Specs that together need every kind of code: all pairs of types, all head dimensions with code of their own, all masks and scores.
-std::vector<AttentionSpec> covering_specs();
+// Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores; with
+// `every_pair` also all pairs of types, and all usual head dimensions with a cache of 16 bits and of 8.
+std::vector<AttentionSpec> covering_specs(bool every_pair);
 
 }  // namespace imbrex::cuda

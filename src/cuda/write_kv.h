@@ -17,7 +17,7 @@ struct NewTokens {
   TensorView slots;  // i64 [>= num_tokens] on the device; -1: not written
   int num_tokens = 0;
   BatchReach reach;          // of the slots, where somebody has looked at them
-  int captured_tokens = 0;   // > 0: the launch goes into a graph and serves so many at most,
+  int captured_tokens = 0;   // > 0: the launch goes into a graph, or the device knows how many: it serves so many at most,
   const int* now = nullptr;  // as many as it finds here on the device when it runs
 };
 

@@ -4,15 +4,19 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <functional>
 
 #include "attention/conformance.h"
 #include "core/check.h"
+#include "imbrex/device_stream.h"
 #include "serve/bench_problem.h"
 
 namespace imbrex::serve {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+constexpr int kCapturedQueries = 16;  // of a request, up to which calls go into a graph
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -80,39 +84,13 @@ void summarise(std::vector<double>& times, BenchResult& result) {
   result.noise = 1.25 * 1.96 * spread / std::sqrt(double(n)) / result.median_s;
 }
 
-}  // namespace
-
-BenchResult bench(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
-                  const BenchOptions& options) {
-  BenchResult result;
-  count_work(spec, requests, result);
-  const BenchProblem problem(backend, spec, device, requests, options);
-  result.cache_bytes = problem.cache_bytes();
-  PlanOptions plan_options;
-  plan_options.limits = problem.limits();
-  plan_options.threads = options.threads;
-  const auto plan = backend.plan(spec, device, plan_options);
-  result.plan_s = 1e9;
-  for (int i = 0; i < 5; ++i) {
-    const auto start = Clock::now();
-    plan->update(problem.batch());
-    result.plan_s = std::min(result.plan_s, seconds_since(start));
-  }
-  result.plan = plan->str();
-  const Outputs outputs = problem.outputs();
-  const int copies = spec.block_size == 0 ? 1 : options.kv_copies;
-  plan->run(problem.inputs(0), outputs);
-  if (options.check) check_outputs(backend, problem, spec, requests, result);
-
-  // A sample is long enough that reading the clock does not matter.
+// Until the median is known. A sample is long enough that reading the clock does not matter.
+void time_on_cpu(const std::function<void()>& run, const BenchOptions& options, BenchResult& result) {
   constexpr double kMinSample = 50e-6;
-  int copy = 0, runs = 1;
+  int runs = 1;
   const auto sample = [&] {
     const auto start = Clock::now();
-    for (int i = 0; i < runs; ++i) {
-      plan->run(problem.inputs(copy), outputs);
-      copy = (copy + 1) % copies;
-    }
+    for (int i = 0; i < runs; ++i) run();
     return seconds_since(start) / runs;
   };
   const double first = sample();
@@ -124,8 +102,83 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
     const double elapsed = seconds_since(start);
     if (int(times.size()) < options.min_samples && elapsed < options.max_seconds) continue;
     summarise(times, result);
-    if ((elapsed >= options.min_seconds && result.noise <= options.target_noise) || elapsed >= options.max_seconds) return result;
+    if ((elapsed >= options.min_seconds && result.noise <= options.target_noise) || elapsed >= options.max_seconds) return;
   }
+}
+
+// Calls of few queries are shorter than the host takes to launch them: a graph of some of them is timed. Others run back to back, each
+// between two marks, until the clock has settled under their load.
+void time_on_gpu(const std::function<void()>& run, DeviceStream& stream, BenchResult& result) {
+  for (int i = 0; i < 2; ++i) run();
+  stream.mark(0);
+  run();
+  stream.mark(1);
+  const double estimate = std::max(stream.seconds(0, 1), 5e-6);
+  std::vector<double> times;
+  if (result.captured) {
+    const int rotation = result.kv_copies,
+              calls = std::clamp(int(20e-3 / estimate), rotation, std::max(rotation, 50)) / rotation * rotation;
+    const DeviceGraph graph = stream.capture([&] {
+      for (int i = 0; i < calls; ++i) run();
+    });
+    stream.replay(graph);
+    const int replays = std::clamp(int(80e-3 / (estimate * calls)), 3, 20);
+    for (int i = 0; i < replays; ++i) {
+      stream.mark(0);
+      stream.replay(graph);
+      stream.mark(1);
+      times.push_back(stream.seconds(0, 1) / calls);
+    }
+  } else {
+    const auto calls = size_t(std::clamp(int(120e-3 / estimate), 5, 200));
+    for (size_t i = 0; i < std::max<size_t>(2, calls / 5); ++i) run();
+    for (size_t i = 0; i < calls; ++i) {
+      stream.mark(2 * i);
+      run();
+      stream.mark(2 * i + 1);
+    }
+    for (size_t i = 0; i < calls; ++i) times.push_back(stream.seconds(2 * i, 2 * i + 1));
+  }
+  summarise(times, result);
+}
+
+}  // namespace
+
+BenchResult bench(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
+                  const BenchOptions& options) {
+  BenchResult result;
+  count_work(spec, requests, result);
+  const auto stream = open_stream(device, options.threads);
+  const BenchProblem problem(backend, spec, device, requests, options, *stream);
+  result.cache_bytes = problem.cache_bytes();
+  result.kv_copies = problem.kv_copies();
+  PlanOptions plan_options;
+  plan_options.limits = problem.limits();
+  plan_options.threads = options.threads;
+  result.captured = stream->asynchronous() && plan_options.limits.max_query_len <= kCapturedQueries;
+  const auto plan = backend.plan(spec, device, plan_options);
+  result.plan_s = 1e9;
+  for (int i = 0; i < 5; ++i) {
+    const auto start = Clock::now();
+    plan->update(problem.batch(), stream->get());
+    result.plan_s = std::min(result.plan_s, seconds_since(start));
+  }
+  result.plan = plan->str();
+  const Outputs outputs = problem.outputs();
+  plan->run(problem.inputs(0), outputs, stream->get());
+  if (options.check) check_outputs(backend, problem, spec, requests, result);
+
+  int copy = 0;
+  const auto run = [&] {
+    plan->run(problem.inputs(copy), outputs, stream->get());
+    copy = (copy + 1) % result.kv_copies;
+  };
+  if (stream->asynchronous()) {
+    time_on_gpu(run, *stream, result);
+  } else {
+    time_on_cpu(run, options, result);
+  }
+  return result;
 }
 
 }  // namespace imbrex::serve

@@ -1,5 +1,6 @@
 #pragma once
-// Times one attention spec on one batch: shuffled pages, random data, a check against the reference first, noise-aware repetition.
+// Times one attention spec on one batch: shuffled pages, random data, a check against the reference first. On a CPU runs are repeated until
+// the median is known; on a GPU for a fixed time, because its clock settles under load, and short calls go into one graph.
 // Used by `imbrex bench`.
 #include <cstdint>
 #include <string>
@@ -15,9 +16,10 @@ struct BenchRequest {
 
 struct BenchOptions {
   uint64_t seed = 1;
-  int kv_copies = 1;  // caches to rotate over, as the layers of a model do: enough of them keep keys out of the CPU's caches
+  int kv_copies = 0;  // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
   bool check = true;  // compare sampled outputs with the reference first
   ParallelFor threads;
+  // Of a CPU.
   int min_samples = 5;
   double min_seconds = 0.3, max_seconds = 10;
   double target_noise = 0.01;  // stop when the median is known this well
@@ -31,6 +33,8 @@ struct BenchResult {
   double kv_bytes = 0;       // keys and values that some query sees, each once
   double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
   int64_t cache_bytes = 0;   // of one copy
+  int kv_copies = 0;         // that were rotated over
+  bool captured = false;     // calls were part of a graph
   double check_error = 0;    // largest error of the sampled outputs
   double check_allowed = 0;  // and what the tolerance rule allows; 0: not checked
   std::string plan;          // Plan::str()

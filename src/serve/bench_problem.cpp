@@ -1,4 +1,4 @@
-// The tensors of one benchmark: random data, pages in shuffled order, caches written by the backend itself. Used by bench.cpp.
+// The tensors of one benchmark (see bench_problem.h).
 #include "serve/bench_problem.h"
 
 #include <algorithm>
@@ -6,40 +6,20 @@
 #include <numeric>
 #include <random>
 
-#include "core/check.h"
 #include "core/float_types.h"
+#include "imbrex/block_pool.h"
 
 namespace imbrex::serve {
 namespace {
 
-// Rows are cut at random places out of one strip of normal numbers: as good as fresh ones for timing, at the speed of memcpy.
-void fill_random(HostTensor& t, std::mt19937_64& random) {
-  const int64_t count = t.num_elements(), row = t.sizes.back(), size = size_of(t.dtype), strip = std::max<int64_t>(row, 1 << 14);
-  if (count == 0) return;
-  std::vector<char> numbers(size_t((strip + row) * size));
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < strip + row; ++i) store_from_float(numbers.data(), t.dtype, i, normal(random));
-  for (int64_t at = 0; at < count; at += row) {
-    std::memcpy(t.bytes.data() + at * size, numbers.data() + int64_t(random() % uint64_t(strip)) * size, size_t(row * size));
-  }
-}
+constexpr int64_t kStep = 4096;  // keys that are made and written at a time
 
 HostTensor random_f32(bool wanted, std::vector<int64_t> sizes, std::mt19937_64& random) {
   if (!wanted) return {};
   HostTensor t = HostTensor::make(DType::f32, std::move(sizes));
-  fill_random(t, random);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < t.num_elements(); ++i) t.set(i, normal(random));
   return t;
-}
-
-// Rows [begin, end) and heads [head, head + heads) of a [rows, heads, dim] tensor.
-HostTensor cut(const HostTensor& t, int64_t begin, int64_t end, int64_t head, int64_t heads) {
-  HostTensor part = HostTensor::make(t.dtype, {end - begin, heads, t.sizes[2]});
-  const int64_t head_bytes = t.sizes[2] * size_of(t.dtype);
-  for (int64_t row = begin; row < end; ++row) {
-    std::memcpy(part.bytes.data() + (row - begin) * heads * head_bytes, t.bytes.data() + (row * t.sizes[1] + head) * head_bytes,
-                size_t(heads * head_bytes));
-  }
-  return part;
 }
 
 // Columns of a f32 [.., heads] parameter.
@@ -55,48 +35,75 @@ HostTensor cut_heads(const HostTensor& t, int64_t head, int64_t heads) {
 }  // namespace
 
 BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device,
-                           const std::vector<BenchRequest>& requests, const BenchOptions& options)
-    : spec_(spec), requests_(requests) {
-  std::mt19937_64 random(options.seed);
+                           const std::vector<BenchRequest>& requests, const BenchOptions& options, const DeviceStream& stream)
+    : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed) {
   for (const BenchRequest& r : requests) {
     query_start_loc_.push_back(query_start_loc_.back() + r.q_len);
     seq_lens_.push_back(r.seq_len);
     key_start_.push_back(key_start_.back() + r.seq_len);
     mask_start_.push_back(mask_start_.back() + int64_t(r.q_len) * r.seq_len);
     limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);
+    limits_.max_query_len = std::max(limits_.max_query_len, r.q_len);
   }
   limits_.max_num_reqs = int(requests.size());
   limits_.max_num_tokens = std::max(query_start_loc_.back(), 1);
-  const int64_t tokens = query_start_loc_.back(), keys = key_start_.back(), heads = spec.num_q_heads;
-  q_ = HostTensor::make(spec.q_dtype, {tokens, heads, spec.head_dim_qk});
-  k_ = HostTensor::make(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk});
-  v_ = HostTensor::make(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v});
-  for (HostTensor* t : {&q_, &k_, &v_}) fill_random(*t, random);
-  out_ = HostTensor::make(DType::f32, {tokens, heads, spec.head_dim_v});
-  lse_ = HostTensor::make(DType::f32, {tokens, heads});
-  sinks_ = random_f32(spec.score.sinks, {heads}, random);
-  alibi_slopes_ = random_f32(spec.score.alibi, {heads}, random);
-  for (int64_t h = 0; spec.score.alibi && h < heads; ++h) alibi_slopes_.set(h, 1.0 / double(int64_t(1) << (1 + h % 8)));
-  head_scales_ = random_f32(spec.score.head_scales, {heads}, random);
-  relative_bias_ = random_f32(spec.score.relative_buckets > 0, {spec.score.relative_buckets, heads}, random);
-  if (spec.mask.custom) {
-    custom_mask_ = HostTensor::make(DType::u8, {std::max<int64_t>(mask_start_.back(), 1)});
-    for (char& byte : custom_mask_.bytes) byte = random() % 3 != 0;
-  }
+  q_numbers_ = numbers_of(spec.q_dtype);
+  kv_numbers_ = numbers_of(spec.kv_dtype);
+  make_parameters(options);
+  const auto own = [&](DeviceTensor t) { return owned_.emplace_back(std::move(t)).view; };
+  const int64_t tokens = query_start_loc_.back(), keys = key_start_.back();
+  inputs_.q = own(stream.tensor(spec.q_dtype, {tokens, spec.num_q_heads, spec.head_dim_qk}));
+  make_rows(Side::q, 0, inputs_.q);
+  out_ = stream.tensor(DType::f32, {tokens, spec.num_q_heads, spec.head_dim_v});
+  lse_ = stream.tensor(DType::f32, {tokens, spec.num_q_heads});
   batch_.query_start_loc = query_start_loc_;
   batch_.seq_lens = seq_lens_;
-  if (spec.mask.custom) batch_.custom_mask = custom_mask_.view();
+  if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
   if (spec.block_size == 0) {
+    inputs_.kv.k = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk}));
+    inputs_.kv.v = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v}));
+    make_rows(Side::k, 0, inputs_.kv.k);
+    make_rows(Side::v, 0, inputs_.kv.v);
     batch_.kv_start_loc = TensorView::contiguous(key_start_.data(), DType::i32, {int64_t(key_start_.size())});
-    cache_bytes_ = int64_t(k_.bytes.size() + v_.bytes.size());
+    cache_bytes_ = keys * spec.kv_bytes_per_token();
     return;
   }
   make_tables(options.seed);
-  for (int copy = 0; copy < options.kv_copies; ++copy) {
-    caches_.emplace_back(spec, 1, num_blocks_, spec.kv_format == KvFormat::strided ? "lbhtd" : "lbh");
-  }
+  const auto add_cache = [&] {
+    caches_.emplace_back(spec, 1, num_blocks_, spec.kv_format == KvFormat::strided ? "lbhtd" : "lbh", &stream);
+  };
+  add_cache();
   cache_bytes_ = caches_[0].bytes();
+  for (int copies = copies_wanted(options.kv_copies); int(caches_.size()) < copies;) add_cache();
   write_caches(backend, device, options);
+}
+
+BenchProblem::Numbers BenchProblem::numbers_of(DType dtype) const {
+  const auto pool = synthetic_.pool();
+  Numbers numbers{.host = HostTensor::make(dtype, {int64_t(pool.size())}), .device = {}};
+  for (size_t i = 0; i < pool.size(); ++i) store_from_float(numbers.host.bytes.data(), dtype, int64_t(i), bf16_to_float(pool[i]));
+  numbers.device = stream_.copy_of(numbers.host.view());
+  return numbers;
+}
+
+void BenchProblem::make_parameters(const BenchOptions& options) {
+  std::mt19937_64 random(options.seed);
+  const int64_t heads = spec_.num_q_heads;
+  const ScoreMod& score = spec_.score;
+  parameters_.sinks = random_f32(score.sinks, {heads}, random);
+  parameters_.alibi_slopes = random_f32(score.alibi, {heads}, random);
+  for (int64_t h = 0; score.alibi && h < heads; ++h) parameters_.alibi_slopes.set(h, 1.0 / double(int64_t(1) << (1 + h % 8)));
+  parameters_.head_scales = random_f32(score.head_scales, {heads}, random);
+  parameters_.relative_bias = random_f32(score.relative_buckets > 0, {score.relative_buckets, heads}, random);
+  if (spec_.mask.custom) {
+    parameters_.custom_mask = HostTensor::make(DType::u8, {std::max<int64_t>(mask_start_.back(), 1)});
+    for (char& byte : parameters_.custom_mask.bytes) byte = random() % 3 != 0;
+  }
+  const auto place = [&](const HostTensor& t) { return t.empty() ? TensorView{} : owned_.emplace_back(stream_.copy_of(t.view())).view; };
+  inputs_.sinks = place(parameters_.sinks);
+  inputs_.alibi_slopes = place(parameters_.alibi_slopes);
+  inputs_.head_scales = place(parameters_.head_scales);
+  inputs_.relative_bias = place(parameters_.relative_bias);
 }
 
 void BenchProblem::make_tables(uint64_t seed) {
@@ -117,58 +124,89 @@ void BenchProblem::make_tables(uint64_t seed) {
   batch_.block_table = TensorView::contiguous(table_.data(), DType::i32, {int64_t(requests_.size()), max_blocks_});
 }
 
+// As many caches as keep keys out of a GPU's L2: several hundred megabytes in turn, where they fit.
+int BenchProblem::copies_wanted(int asked) const {
+  if (asked > 0) return asked;
+  if (!stream_.asynchronous()) return 1;
+  constexpr int64_t kSmall = 64'000'000, kInTurn = 600'000'000;
+  const int64_t wanted = std::min<int64_t>(cache_bytes_ > kSmall ? 8 : 64, kInTurn / cache_bytes_ + 1);
+  return int(std::clamp<int64_t>(stream_.free_bytes() / 10 * 9 / cache_bytes_, 1, wanted));
+}
+
+void BenchProblem::make_rows(Side side, int64_t first, const TensorView& to) const {
+  const int heads = int(to.size(1));
+  std::vector<uint64_t> keys;
+  std::vector<int32_t> offsets;
+  for (int64_t begin = 0; begin < to.size(0); begin += kStep) {
+    const int64_t count = std::min(kStep, to.size(0) - begin);
+    keys.resize(size_t(count));
+    std::iota(keys.begin(), keys.end(), uint64_t(first + begin));
+    offsets.resize(size_t(count * heads));
+    synthetic_.offsets(side, 0, keys, heads, offsets.data());
+    const DeviceTensor where = stream_.copy_of(TensorView::contiguous(offsets.data(), DType::i32, {count * heads}));
+    TensorView rows = to.slice(0, begin, begin + count);  // and the same as a matrix
+    rows.rank = 2;
+    rows.sizes = {count * heads, to.size(2)};
+    rows.strides = {to.size(2), 1};
+    stream_.gather(numbers(side).device.view, where.view, rows);
+    stream_.synchronize();
+  }
+}
+
 // Every key goes through the backend's own write_kv, some thousand tokens at a time.
 void BenchProblem::write_caches(const Backend& backend, const DeviceInfo& device, const BenchOptions& options) {
-  constexpr int kStep = 4096;
   AttentionSpec spec = spec_;
   spec.mask.custom = false;
-  PlanOptions plan_options;
-  plan_options.limits = {1, kStep, limits_.max_seq_len};
-  plan_options.threads = options.threads;
+  const PlanOptions plan_options{
+      .limits = {1, int(kStep), std::max(limits_.max_seq_len, int(kStep))}, .threads = options.threads, .load_on_demand = true};
   const auto plan = backend.plan(spec, device, plan_options);
+  const DeviceTensor k = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_qk});
+  const DeviceTensor v = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_v});
   for (size_t r = 0; r < requests_.size(); ++r) {
-    for (int begin = 0; begin < requests_[r].seq_len; begin += kStep) {
-      const int end = std::min(begin + kStep, requests_[r].seq_len);
+    for (int64_t begin = 0; begin < requests_[r].seq_len; begin += kStep) {
+      const int64_t end = std::min<int64_t>(begin + kStep, requests_[r].seq_len);
       std::vector<int64_t> slots;
-      for (int t = begin; t < end; ++t) {
-        slots.push_back(int64_t(table_[r * size_t(max_blocks_) + size_t(t / spec_.block_size)]) * spec_.block_size + t % spec_.block_size);
-      }
-      const int32_t query_start_loc[] = {0, end - begin}, seq_lens[] = {end};
+      append_slots(std::span(table_).subspan(r * size_t(max_blocks_), size_t(max_blocks_)), spec_.block_size, int(begin), int(end), slots);
+      const int32_t query_start_loc[] = {0, int32_t(end - begin)}, seq_lens[] = {int32_t(end)};
       Batch batch;
       batch.query_start_loc = query_start_loc;
       batch.seq_lens = seq_lens;
       batch.block_table = batch_.block_table.slice(0, int64_t(r), int64_t(r) + 1);
       batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {int64_t(slots.size())});
-      plan->update(batch);
-      for (const KvAllocation& cache : caches_) {
-        plan->write_kv(cache.layer(0), k_.view().slice(0, key_start_[r] + begin, key_start_[r] + end),
-                       v_.view().slice(0, key_start_[r] + begin, key_start_[r] + end));
-      }
+      plan->update(batch, stream_.get());
+      const TensorView new_k = k.view.slice(0, 0, end - begin), new_v = v.view.slice(0, 0, end - begin);
+      make_rows(Side::k, key_start_[r] + begin, new_k);
+      make_rows(Side::v, key_start_[r] + begin, new_v);
+      for (const KvAllocation& cache : caches_) plan->write_kv(cache.layer(0), new_k, new_v, stream_.get());
     }
   }
+  stream_.synchronize();
 }
 
 Inputs BenchProblem::inputs(int copy) const {
-  Inputs inputs;
-  inputs.q = q_.view();
-  if (spec_.block_size == 0) {
-    inputs.kv.k = k_.view();
-    inputs.kv.v = v_.view();
-  } else {
-    inputs.kv = caches_[size_t(copy)].layer(0);
-  }
-  inputs.sinks = sinks_.view();
-  inputs.alibi_slopes = alibi_slopes_.view();
-  inputs.head_scales = head_scales_.view();
-  inputs.relative_bias = relative_bias_.view();
+  Inputs inputs = inputs_;
+  if (spec_.block_size > 0) inputs.kv = caches_[size_t(copy)].layer(0);
   return inputs;
+}
+
+// The same rows for the reference: heads [head, head + num_heads) of tokens or keys [first, first + count).
+HostTensor BenchProblem::host_rows(Side side, int64_t first, int64_t count, int head, int num_heads, int dim) const {
+  const HostTensor& from = numbers(side).host;
+  HostTensor rows = HostTensor::make(from.dtype, {count, num_heads, dim});
+  const int64_t size = size_of(from.dtype);
+  char* to = rows.bytes.data();
+  for (int64_t i = first; i < first + count; ++i) {
+    for (int h = head; h < head + num_heads; ++h, to += dim * size)
+      std::memcpy(to, from.bytes.data() + synthetic_.offset(side, 0, h, uint64_t(i)) * size, size_t(dim * size));
+  }
+  return rows;
 }
 
 int BenchProblem::sample_queries(int request, int query) const { return spec_.mask.causal ? 1 : requests_[size_t(request)].q_len - query; }
 
 CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   const BenchRequest& r = requests_[size_t(request)];
-  const int queries = sample_queries(request, query), group = spec_.group_size();
+  const int queries = sample_queries(request, query), group = spec_.group_size(), first = kv_head * group;
   const int seq_len = spec_.mask.causal ? r.seq_len - r.q_len + query + 1 : r.seq_len;
   const int64_t token = query_start_loc_[size_t(request)] + query, key = key_start_[size_t(request)];
   CaseInputs in;
@@ -178,32 +216,37 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   in.spec.kv_format = KvFormat::strided;
   in.spec.block_size = 0;
   in.requests = {{queries, seq_len, 0}};
-  in.q = cut(q_, token, token + queries, int64_t(kv_head) * group, group);
-  in.k = cut(k_, key, key + seq_len, kv_head, 1);
-  in.v = cut(v_, key, key + seq_len, kv_head, 1);
-  in.sinks = cut_heads(sinks_, int64_t(kv_head) * group, group);
-  in.alibi_slopes = cut_heads(alibi_slopes_, int64_t(kv_head) * group, group);
-  in.head_scales = cut_heads(head_scales_, int64_t(kv_head) * group, group);
-  in.relative_bias = cut_heads(relative_bias_, int64_t(kv_head) * group, group);
+  in.q = host_rows(Side::q, token, queries, first, group, spec_.head_dim_qk);
+  in.k = host_rows(Side::k, key, seq_len, kv_head, 1, spec_.head_dim_qk);
+  in.v = host_rows(Side::v, key, seq_len, kv_head, 1, spec_.head_dim_v);
+  in.sinks = cut_heads(parameters_.sinks, first, group);
+  in.alibi_slopes = cut_heads(parameters_.alibi_slopes, first, group);
+  in.head_scales = cut_heads(parameters_.head_scales, first, group);
+  in.relative_bias = cut_heads(parameters_.relative_bias, first, group);
   if (spec_.mask.custom) {
     in.custom_mask = HostTensor::make(DType::u8, {int64_t(queries) * seq_len});
     for (int i = 0; i < queries; ++i) {
       std::memcpy(in.custom_mask.bytes.data() + int64_t(i) * seq_len,
-                  custom_mask_.bytes.data() + mask_start_[size_t(request)] + int64_t(query + i) * r.seq_len, size_t(seq_len));
+                  parameters_.custom_mask.bytes.data() + mask_start_[size_t(request)] + int64_t(query + i) * r.seq_len, size_t(seq_len));
     }
   }
   return in;
 }
 
 void BenchProblem::actual(int request, int query, int kv_head, int num_queries, std::vector<float>& out, std::vector<float>& lse) const {
-  const int64_t token = query_start_loc_[size_t(request)] + query, group = spec_.group_size(), first = int64_t(kv_head) * group;
-  const HostTensor rows = cut(out_, token, token + num_queries, first, group);
-  out.resize(size_t(rows.num_elements()));
-  std::memcpy(out.data(), rows.bytes.data(), rows.bytes.size());
-  lse.clear();
-  for (int64_t t = token; t < token + num_queries; ++t) {
-    for (int64_t h = first; h < first + group; ++h) lse.push_back(float(lse_.get(t * spec_.num_q_heads + h)));
-  }
+  const int64_t token = query_start_loc_[size_t(request)] + query;
+  // Heads [first, first + group) of the tokens' rows.
+  const auto fetch = [&](const TensorView& from, int64_t dim) {
+    const int64_t group = spec_.group_size() * dim, first = kv_head * group, row = spec_.num_q_heads * dim;
+    std::vector<float> rows(size_t(num_queries * row)), part;
+    stream_.download(rows.data(), from.as<float>() + token * row, num_queries * row * size_of(DType::f32));
+    stream_.synchronize();
+    for (int64_t t = 0; t < num_queries; ++t)
+      part.insert(part.end(), rows.begin() + t * row + first, rows.begin() + t * row + first + group);
+    return part;
+  };
+  out = fetch(out_.view, spec_.head_dim_v);
+  lse = fetch(lse_.view, 1);
 }
 
 }  // namespace imbrex::serve

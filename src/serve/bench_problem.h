@@ -1,23 +1,29 @@
 #pragma once
-// The tensors of one benchmark: random data, pages in shuffled order, caches written by the backend itself. Used by bench.cpp.
+// The tensors of one benchmark, where the device has them: random data, pages in shuffled order, caches written by the backend itself. Used
+// by bench.cpp.
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "attention/case_inputs.h"
 #include "imbrex/backend.h"
+#include "imbrex/device_stream.h"
 #include "serve/bench.h"
+#include "serve/synthetic.h"
 
 namespace imbrex::serve {
 
 class BenchProblem {
  public:
-  BenchProblem(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&);
+  BenchProblem(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&,
+               const DeviceStream&);
 
   const Batch& batch() const { return batch_; }
   PlanLimits limits() const { return limits_; }
   Inputs inputs(int copy) const;
-  Outputs outputs() const { return {out_.view(), lse_.view()}; }
-  int64_t cache_bytes() const { return cache_bytes_; }
+  Outputs outputs() const { return {out_.view, lse_.view}; }
+  int64_t cache_bytes() const { return cache_bytes_; }  // of one copy
+  int kv_copies() const { return std::max(int(caches_.size()), 1); }
   // One query of the batch with one kv head and its q heads, over ragged keys; its queries run to the end of the request where later
   // keys may be seen.
   CaseInputs sample(int request, int query, int kv_head) const;
@@ -26,17 +32,34 @@ class BenchProblem {
   int sample_queries(int request, int query) const;
 
  private:
+  // Rows are stretches of one array of numbers: as good as fresh ones for timing, and quickly made wherever they are needed.
+  struct Numbers {
+    HostTensor host;
+    DeviceTensor device;
+  };
+  Numbers numbers_of(DType) const;
+  void make_parameters(const BenchOptions&);
   void make_tables(uint64_t seed);
+  int copies_wanted(int asked) const;
+  void make_rows(Side, int64_t first, const TensorView& to) const;  // of tokens or keys from `first` on: to [count, heads, dim]
   void write_caches(const Backend&, const DeviceInfo&, const BenchOptions&);
+  const Numbers& numbers(Side side) const { return side == Side::q ? q_numbers_ : kv_numbers_; }
+  HostTensor host_rows(Side, int64_t first, int64_t count, int head, int num_heads, int dim) const;
 
   AttentionSpec spec_;
   std::vector<BenchRequest> requests_;
-  PlanLimits limits_;
+  const DeviceStream& stream_;
+  Synthetic synthetic_;
+  Numbers q_numbers_, kv_numbers_;
+  PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
   std::vector<int32_t> query_start_loc_{0}, seq_lens_, key_start_{0}, table_;
-  std::vector<int64_t> slots_, mask_start_{0};
+  std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;
-  HostTensor q_, k_, v_, out_, lse_, sinks_, alibi_slopes_, head_scales_, relative_bias_, custom_mask_;
+  CaseInputs parameters_;  // sinks, slopes, scales, bias and mask, on the host
+  Inputs inputs_;          // what all copies share, on the device
+  std::vector<DeviceTensor> owned_;
+  DeviceTensor out_, lse_;
   std::vector<KvAllocation> caches_;
   Batch batch_;
 };

@@ -174,4 +174,9 @@ Ceilings measure_ceilings(const DeviceInfo& cpu, int num_threads, double seconds
   return result;
 }
 
+Ceilings ceilings_of(const DeviceInfo& device, int num_threads, double seconds) {
+  if (device.device.type == DeviceType::cpu) return measure_ceilings(device, num_threads, seconds);
+  return {.dram_read = device.peak_bytes_per_s, .tensor = device.peak_flops};
+}
+
 }  // namespace imbrex::serve

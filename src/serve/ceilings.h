@@ -1,20 +1,24 @@
 #pragma once
-// What the machine can do at best, measured in about two seconds: the yardstick of `imbrex info --measure`, bench and the run report.
+// What a device can do at best: the yardstick of `imbrex info --measure`, bench and the run report. Of a CPU it is measured, in about two
+// seconds; of a GPU it is what the data sheet says.
 #include "imbrex/device.h"
 
 namespace imbrex::serve {
 
 struct Ceilings {
-  int num_threads = 0;
+  int num_threads = 0;   // that measured; 0: by the data sheet
   double dram_read = 0;  // bytes/s, all threads, a buffer far larger than the caches, on huge pages
   double l3_read = 0;    // bytes/s, a buffer larger than L2 and smaller than L3
   double fma = 0;        // FLOP/s of f32 fused multiply-adds in the widest vectors
   double amx = 0;        // FLOP/s of bf16 tile products; 0 without AMX
-  double flops_for(bool uses_tiles) const { return uses_tiles && amx > 0 ? amx : fma; }
+  double tensor = 0;     // GPU: FLOP/s of dense bf16 products; the fields of CPUs are 0 then, but for dram_read
+  double flops_for(bool uses_tiles) const { return tensor > 0 ? tensor : uses_tiles && amx > 0 ? amx : fma; }
 };
 
 // `seconds` is for all measurements together; the best of several short repetitions counts. Error ceilings.memory when the
 // buffer cannot be had.
 Ceilings measure_ceilings(const DeviceInfo& cpu, int num_threads, double seconds = 2);
+// The same for a CPU; DeviceInfo's peaks for a GPU.
+Ceilings ceilings_of(const DeviceInfo&, int num_threads, double seconds = 2);
 
 }  // namespace imbrex::serve

@@ -6,11 +6,11 @@
 
 #include "core/check.h"
 #include "core/run_parallel.h"
-#include "imbrex/kv_cache.h"
 #include "imbrex/parallel.h"
 #include "serve/replay_account.h"
 #include "serve/replay_setup.h"
 #include "serve/scheduler.h"
+#include "serve/step_runner.h"
 #include "serve/synthetic.h"
 #include "serve/timer.h"
 #include "serve/verify.h"
@@ -21,18 +21,6 @@ namespace {
 
 constexpr uint64_t kSampleTag = 0x73616d70;
 
-struct Kind {
-  AttentionSpec spec;
-  int group = 0;
-  std::unique_ptr<Plan> plan;
-};
-
-struct Layer {
-  size_t kind = 0;
-  KvCache cache;
-  LayerParameters parameters;
-};
-
 class Replay {
  public:
   Replay(const ModelSpec& model, const Trace& trace, const ReplayOptions& options)
@@ -41,38 +29,40 @@ class Replay {
         threads_(options.num_threads),
         parallel_(threads_.parallel_for()),
         synthetic_(options.seed),
-        series_(options.max_series_points) {
-    device_ = probe_cpu();
-    device_.num_workers = threads_.num_threads();
+        series_(options.max_series_points),
+        device_(describe_device(options.device)) {
+    const bool on_cpu = device_.device.type == DeviceType::cpu;
+    if (on_cpu) device_.num_workers = threads_.num_threads();
     std::string note;
     model_ = deploy_model(model, options, device_, note);
     result_.notes = model_.notes;
     result_.notes.push_back(note);
+    if (!on_cpu) result_.notes.push_back("times of the GPU are its own clock's; KV writes are counted as attention");
     result_.model_layers = int(model.layers.size());
-    num_blocks_ = blocks_per_group(model_, trace, options, device_);
-    allocate();
-    select_backends();
     if (options.verify_fraction > 0) {
+      for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);
       verifier_ = std::make_unique<Verifier>(synthetic_, options.seed, trace.prefix_block, options.kv_dtype, parallel_);
     }
+    runner_ = std::make_unique<StepRunner>(model_, device_, options, longest(trace), synthetic_, parallel_);
+    result_.kinds = runner_->reports();
+    num_blocks_ = blocks_per_group(model_, trace, options, on_cpu ? device_.memory_bytes / 4 : runner_->free_bytes() / 10 * 9);
+    runner_->allocate(model_, num_blocks_);
+    list_groups();
     make_scheduler();
   }
 
   ReplayResult run();
 
  private:
-  void allocate();
-  void select_backends();
+  static int longest(const Trace& trace) { return int(std::max<int64_t>(longest_request(trace), 2)); }
+  void list_groups();
   void make_scheduler();
   void run_step(double schedule_s);
-  void run_layer(int index, ReplayWork& sort);
   void prepare_rows();
-  void check_layer(int index);
+  void count(ReplayWork& sort);
+  void check_layers(int first, int end);
   bool report_progress(double wall_s);
   void finish();  // fills what the result still lacks
-  TensorView rows(std::vector<uint16_t>& buffer, int heads, int dim) {
-    return TensorView::contiguous(buffer.data(), DType::bf16, {plan_.num_tokens(), heads, dim});
-  }
 
   const Trace& trace_;
   const ReplayOptions& options_;
@@ -83,20 +73,17 @@ class Replay {
   DeviceInfo device_;
   ModelSpec model_;
   std::vector<int> num_blocks_;
-  std::vector<KvAllocation> caches_;  // per group
-  std::vector<Kind> kinds_;
-  std::vector<Layer> layers_;
-  float fp8_scale_ = kFp8Scale;
+  std::unique_ptr<StepRunner> runner_;
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<Verifier> verifier_;
   StepPlan plan_;
-  std::vector<uint16_t> q_, k_, v_, out_;  // bf16, a step's rows
-  std::vector<uint64_t> keys_;             // token_key of every token of the step
+  std::vector<uint64_t> keys_;  // token_key of every token of the step
   struct Row {
     int request, position, token;
   };
   std::vector<Row> tokens_;   // of the step
   std::vector<Row> outputs_;  // those that an output token is made from
+  std::vector<WantedRow> wanted_;
   std::vector<VerifySample> samples_;
   std::vector<uint64_t> digests_, decode_digests_;  // per worker
   std::vector<double> step_seconds_, step_requests_;
@@ -107,84 +94,23 @@ class Replay {
   ReplayResult result_;
 };
 
-void Replay::allocate() {
+void Replay::list_groups() {
   for (size_t g = 0; g < model_.kv_groups.size(); ++g) {
     const KvGroup& group = model_.kv_groups[g];
-    const AttentionSpec& spec = model_.layers[size_t(group.layers.front())].spec;
-    caches_.emplace_back(spec, int(group.layers.size()), num_blocks_[g]);
-    touch_pages(caches_.back(), parallel_);
-    result_.groups.push_back(
-        {.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = caches_.back().bytes()});
-    result_.kv_bytes += caches_.back().bytes();
+    const int64_t bytes = runner_->caches()[g].bytes();
+    result_.groups.push_back({.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = bytes});
+    result_.kv_bytes += bytes;
   }
-  size_t q = 0, k = 0, v = 0, out = 0;
-  const size_t tokens = size_t(options_.max_num_batched_tokens);
-  for (const ModelSpec::Kind& kind : model_.kinds()) {
-    const AttentionSpec& s = kind.spec;
-    q = std::max(q, tokens * size_t(s.num_q_heads) * size_t(s.head_dim_qk));
-    k = std::max(k, tokens * size_t(s.num_kv_heads) * size_t(s.head_dim_qk));
-    v = std::max(v, tokens * size_t(s.num_kv_heads) * size_t(s.head_dim_v));
-    out = std::max(out, tokens * size_t(s.num_q_heads) * size_t(s.head_dim_v));
-  }
-  q_.resize(q), k_.resize(k), v_.resize(v), out_.resize(out);
-  occupancy_time_.assign(caches_.size(), 0);
+  occupancy_time_.assign(num_blocks_.size(), 0);
   digests_.assign(size_t(parallel_.num_workers), 0);
   decode_digests_.assign(size_t(parallel_.num_workers), 0);
-}
-
-void Replay::select_backends() {
-  PlanOptions plan_options;
-  plan_options.limits = {.max_num_reqs = options_.max_num_seqs,
-                         .max_num_tokens = options_.max_num_batched_tokens,
-                         .max_seq_len = int(std::max<int64_t>(longest_request(trace_), 2))};
-  plan_options.threads = parallel_;
-  plan_options.validate = options_.validate;
-  layers_.reserve(model_.layers.size());
-  for (size_t i = 0; i < model_.layers.size(); ++i) {
-    const AttentionSpec& spec = model_.layers[i].spec;
-    layers_.push_back({.kind = 0, .cache = {}, .parameters = LayerParameters(spec, options_.seed, int(i))});
-  }
-  for (const ModelSpec::Kind& kind : model_.kinds()) {
-    const AttentionSpec& spec = kind.spec;
-    if (options_.verify_fraction > 0) Verifier::check_spec(spec);
-    SelectOptions select_options = options_.select;
-    select_options.phase = Phase::prefill;
-    const Selection prefill = select(spec, device_, select_options);
-    select_options.phase = Phase::decode;
-    const Selection decode = select(spec, device_, select_options);
-    check(prefill.backend != nullptr && decode.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec.str(),
-          prefill.str());
-    const bool same = prefill.backend == decode.backend;
-    const int group = model_.layers[size_t(kind.layers.front())].kv_group;
-    kinds_.push_back({.spec = spec,
-                      .group = group,
-                      .plan = same ? prefill.backend->plan(spec, device_, plan_options)
-                                   : plan_by_phase(*prefill.backend, *decode.backend, spec, device_, plan_options)});
-    ReplayKind report;
-    report.spec = spec.str();
-    report.group = model_.kv_groups[size_t(group)].name;
-    report.layers = kind.layers;
-    report.backend = same ? std::string(prefill.backend->name()) : fmt::format("{} + {}", prefill.backend->name(), decode.backend->name());
-    report.rule = same ? prefill.rule : fmt::format("prefill: {}; decode: {}", prefill.rule, decode.rule);
-    report.selection = prefill.str();
-    result_.kinds.push_back(std::move(report));
-    const std::vector<int>& in_group = model_.kv_groups[size_t(group)].layers;
-    for (const int layer : kind.layers) {
-      Layer& l = layers_[size_t(layer)];
-      l.kind = kinds_.size() - 1;
-      l.cache = caches_[size_t(group)].layer(int(std::find(in_group.begin(), in_group.end(), layer) - in_group.begin()));
-      if (spec.kv_dtype == DType::fp8_e4m3 || spec.kv_dtype == DType::fp8_e5m2) {
-        l.cache.k_scale = l.cache.v_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
-      }
-    }
-  }
 }
 
 void Replay::make_scheduler() {
   SchedulerOptions o;
   o.max_num_batched_tokens = options_.max_num_batched_tokens;
   o.max_num_seqs = options_.max_num_seqs;
-  o.max_seq_len = int(std::max<int64_t>(longest_request(trace_), 2));
+  o.max_seq_len = longest(trace_);
   o.num_blocks = num_blocks_;
   o.prefix_block = trace_.prefix_block;
   o.prefix_sharing = options_.prefix_sharing;
@@ -219,73 +145,74 @@ void Replay::prepare_rows() {
   }
 }
 
-// One layer of the step: synthesis, KV write, attention, and the proof. Times go to the result.
-void Replay::run_layer(int index, ReplayWork& sort) {
-  const Layer& layer = layers_[size_t(index)];
-  const Kind& kind = kinds_[layer.kind];
-  const AttentionSpec& spec = kind.spec;
-  ReplayKind& report = result_.kinds[layer.kind];
-  Timer timer;
-  synthetic_.fill(Side::q, index, keys_, spec.num_q_heads, spec.head_dim_qk, q_.data(), parallel_);
-  synthetic_.fill(Side::k, index, keys_, spec.num_kv_heads, spec.head_dim_qk, k_.data(), parallel_);
-  synthetic_.fill(Side::v, index, keys_, spec.num_kv_heads, spec.head_dim_v, v_.data(), parallel_);
-  Inputs inputs;
-  inputs.q = rows(q_, spec.num_q_heads, spec.head_dim_qk);
-  inputs.kv = layer.cache;
-  layer.parameters.view(inputs, 0, spec.num_q_heads);
-  const Outputs outputs{.out = rows(out_, spec.num_q_heads, spec.head_dim_v), .lse = {}};
-  const TensorView k = rows(k_, spec.num_kv_heads, spec.head_dim_qk), v = rows(v_, spec.num_kv_heads, spec.head_dim_v);
-  result_.times.synth_s += timer.lap();
-  kind.plan->write_kv(layer.cache, k, v);
-  const double write_s = timer.lap();
-  kind.plan->run(inputs, outputs);
-  const double attention_s = timer.lap();
-
-  const LayerWork work = layer_work(spec, plan_);
-  sort.attention_s += attention_s;
-  sort.flops += work.flops;
-  sort.kv_read_bytes += work.kv_read_bytes;
-  report.attention_s += attention_s;
-  report.kv_write_s += write_s;
-  report.flops += work.flops;
-  report.kv_read_bytes += work.kv_read_bytes;
-  result_.times.kv_write_s += write_s;
-  result_.times.attention_s += attention_s;
-  result_.kv_written_bytes += double(plan_.num_tokens()) * double(spec.kv_bytes_per_token());
-  check_layer(index);
-  result_.times.verify_s += timer.lap();
+// The books of a step that has run.
+void Replay::count(ReplayWork& sort) {
+  const std::vector<KindTimes> times = runner_->take_times();
+  ++sort.steps;
+  sort.tokens += plan_.num_tokens();
+  for (size_t i = 0; i < times.size(); ++i) {
+    ReplayKind& report = result_.kinds[i];
+    const AttentionSpec& spec = runner_->spec_of(report.layers.front());
+    const LayerWork work = layer_work(spec, plan_);
+    const double layers = double(report.layers.size());
+    sort.attention_s += times[i].attention_s;
+    sort.flops += layers * work.flops;
+    sort.kv_read_bytes += layers * work.kv_read_bytes;
+    report.plan_s += times[i].plan_s;
+    report.kv_write_s += times[i].kv_write_s;
+    report.attention_s += times[i].attention_s;
+    report.flops += layers * work.flops;
+    report.kv_read_bytes += layers * work.kv_read_bytes;
+    result_.times.plan_s += times[i].plan_s;
+    result_.times.kv_write_s += times[i].kv_write_s;
+    result_.times.attention_s += times[i].attention_s;
+    result_.kv_written_bytes += layers * double(plan_.num_tokens()) * double(spec.kv_bytes_per_token());
+  }
 }
 
-void Replay::check_layer(int index) {
-  const Layer& layer = layers_[size_t(index)];
-  const AttentionSpec& spec = kinds_[layer.kind].spec;
-  const size_t row_size = size_t(spec.num_q_heads) * size_t(spec.head_dim_v);
+// Digests of the outputs that tokens are made from, and a sample of all outputs recomputed.
+void Replay::check_layers(int first, int end) {
+  wanted_.clear(), samples_.clear();
+  std::vector<size_t> digest_begin, sampled;  // of a layer's outputs_, and of each sample, in wanted_
+  for (int layer = first; layer < end; ++layer) {
+    const AttentionSpec& spec = runner_->spec_of(layer);
+    digest_begin.push_back(wanted_.size());
+    for (const Row& row : outputs_) {
+      for (int h = 0; h < spec.num_kv_heads; ++h) wanted_.push_back({layer, row.token, h});
+    }
+    if (!verifier_) continue;
+    for (const Row& row : tokens_) {
+      const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(layer));
+      if (double(h >> 11) * 0x1p-53 >= options_.verify_fraction) continue;
+      const int kv_head = int(mix_bits(h) % uint64_t(spec.num_kv_heads));
+      sampled.push_back(wanted_.size());
+      wanted_.push_back({layer, row.token, kv_head});
+      samples_.push_back({.request = row.request,
+                          .trace = &trace_.requests[size_t(row.request)],
+                          .position = row.position,
+                          .layer = layer,
+                          .kv_head = kv_head,
+                          .spec = &spec,
+                          .parameters = &runner_->parameters_of(layer)});
+    }
+  }
+  if (wanted_.empty()) return;
+  const auto fetched = runner_->fetch(wanted_);
   run_parallel(parallel_, [&](int worker) {
-    for (size_t i = size_t(worker); i < outputs_.size(); i += size_t(parallel_.num_workers)) {
-      const Row& row = outputs_[i];
-      const uint64_t digest =
-          digest_row(row.request, row.position, index, out_.data() + size_t(row.token) * row_size, row_size * sizeof(uint16_t));
-      digests_[size_t(worker)] += digest;
-      if (row.position >= trace_.requests[size_t(row.request)].input_length) decode_digests_[size_t(worker)] += digest;
+    for (int layer = first; layer < end; ++layer) {
+      const AttentionSpec& spec = runner_->spec_of(layer);
+      const size_t row_bytes = size_t(spec.num_q_heads) * size_t(spec.head_dim_v) * sizeof(uint16_t);
+      for (size_t i = size_t(worker); i < outputs_.size(); i += size_t(parallel_.num_workers)) {
+        const Row& row = outputs_[i];
+        const uint16_t* const out = fetched[digest_begin[size_t(layer - first)] + i * size_t(spec.num_kv_heads)];  // its heads follow
+        const uint64_t digest = digest_row(row.request, row.position, layer, out, row_bytes);
+        digests_[size_t(worker)] += digest;
+        if (row.position >= trace_.requests[size_t(row.request)].input_length) decode_digests_[size_t(worker)] += digest;
+      }
     }
   });
-  if (!verifier_) return;
-  samples_.clear();
-  for (const Row& row : tokens_) {
-    const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(index));
-    if (double(h >> 11) * 0x1p-53 >= options_.verify_fraction) continue;
-    const int kv_head = int(mix_bits(h) % uint64_t(spec.num_kv_heads));
-    samples_.push_back(
-        {.request = row.request,
-         .trace = &trace_.requests[size_t(row.request)],
-         .position = row.position,
-         .layer = index,
-         .kv_head = kv_head,
-         .spec = &spec,
-         .parameters = &layer.parameters,
-         .actual = out_.data() + size_t(row.token) * row_size + size_t(kv_head) * size_t(spec.group_size()) * size_t(spec.head_dim_v)});
-  }
-  verifier_->run(samples_);
+  for (size_t i = 0; i < samples_.size(); ++i) samples_[i].actual = fetched[sampled[i]];
+  if (verifier_) verifier_->run(samples_);
 }
 
 bool Replay::report_progress(double wall_s) {
@@ -312,24 +239,24 @@ void Replay::run_step(double schedule_s) {
   result_.times.schedule_s += schedule_s;
   Timer timer;
   prepare_rows();
-  result_.times.synth_s += timer.lap();
-  for (size_t i = 0; i < kinds_.size(); ++i) {
-    kinds_[i].plan->update(plan_.batch(kinds_[i].group));
-    const double plan_s = timer.lap();
-    result_.kinds[i].plan_s += plan_s;
-    result_.times.plan_s += plan_s;
+  const int num_layers = int(model_.layers.size());
+  for (int first = 0, end = 0; first < num_layers; first = end) {
+    end = std::min(first + runner_->window(), num_layers);
+    runner_->make_tokens(first, end, keys_);
+    result_.times.synth_s += timer.lap();
+    if (first == 0) runner_->update(plan_);
+    runner_->run(first, end);
+    timer.lap();
+    check_layers(first, end);
+    result_.times.verify_s += timer.lap();
   }
-  const bool decode_only = plan_.num_tokens() == plan_.num_reqs();
-  ReplayWork& sort = decode_only ? result_.decode_steps : result_.prefill_steps;
-  ++sort.steps;
-  sort.tokens += plan_.num_tokens();
-  for (int i = 0; i < int(layers_.size()); ++i) run_layer(i, sort);
+  count(plan_.num_tokens() == plan_.num_reqs() ? result_.decode_steps : result_.prefill_steps);
 
   ReplayPoint point;
   point.steps = 1;
   point.running = scheduler_->num_running();
   point.waiting = scheduler_->num_waiting();
-  for (int g = 0; g < int(caches_.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
+  for (int g = 0; g < int(num_blocks_.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
   const SchedulerStats tokens_before = scheduler_->stats();
   timer.lap();
   // The tokens are there when the step's measured part is over; the scheduler's own books come after that.
@@ -344,7 +271,7 @@ void Replay::run_step(double schedule_s) {
   point.attention_s = result_.times.attention_s - attention_before;
   point.prefill_tokens = scheduler_->stats().prefill_tokens - tokens_before.prefill_tokens;
   point.decode_tokens = scheduler_->stats().decode_tokens - tokens_before.decode_tokens;
-  for (size_t g = 0; g < caches_.size(); ++g) {
+  for (size_t g = 0; g < num_blocks_.size(); ++g) {
     occupancy_time_[g] += point.occupancy[g] * step_s;
     result_.groups[g].peak_occupancy = std::max(result_.groups[g].peak_occupancy, point.occupancy[g]);
   }
@@ -385,9 +312,9 @@ void Replay::finish() {
   r.trace = trace_.source;
   r.trace_format = trace_.format;
   r.device = device_.str();
-  r.num_layers = int(layers_.size());
+  r.num_layers = int(model_.layers.size());
   r.num_threads = threads_.num_threads();
-  r.kv_format = to_string(kinds_.front().spec.kv_format);
+  r.kv_format = to_string(runner_->spec_of(0).kv_format);
   add_options(options_, r);
   r.complete = scheduler_->done();
   add_counts(scheduler_->stats(), r);
@@ -396,11 +323,12 @@ void Replay::finish() {
   add_latencies(scheduler_->finished(), r);
   r.step = percentiles(std::move(step_seconds_));
   r.batch = percentiles(std::move(step_requests_));
-  for (size_t g = 0; g < caches_.size(); ++g) {
+  for (size_t g = 0; g < num_blocks_.size(); ++g) {
     r.groups[g].mean_occupancy = r.busy_s() > 0 ? occupancy_time_[g] / r.busy_s() : 0;
     r.groups[g].evictions = scheduler_->pool(int(g)).stats().evictions;
   }
-  for (size_t i = 0; i < kinds_.size(); ++i) r.kinds[i].plan = kinds_[i].plan->str();
+  const std::vector<ReplayKind> reports = runner_->reports();
+  for (size_t i = 0; i < r.kinds.size(); ++i) r.kinds[i].plan = reports[i].plan;
   for (size_t w = 0; w < digests_.size(); ++w) {
     r.digest += digests_[w];
     r.decode_digest += decode_digests_[w];

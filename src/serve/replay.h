@@ -39,7 +39,8 @@ struct ReplayOptions {
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 
-  int64_t kv_bytes = 0;            // cache memory for all layers; 0: a quarter of the device's memory
+  std::string device = "cpu";      // as describe_device() takes it; it must be there
+  int64_t kv_bytes = 0;            // cache memory for all layers; 0: a quarter of the CPU's memory, or nine tenths of what a GPU has left
   int64_t num_blocks = 0;          // > 0: blocks of every KV group instead
   bool skip_too_long = false;      // leave out requests that the cache could never hold, instead of an error
   int block_size = 32;             // the packed format is read in place from 32 on
@@ -60,16 +61,16 @@ struct ReplayOptions {
 
 // One kind of layer: same spec, same KV group, same plan.
 struct ReplayKind {
-  std::string spec;         // AttentionSpec::str()
-  std::string group;        // KvGroup::name
-  std::vector<int> layers;  // indices into the model's layers
-  std::string backend;      // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
-  std::string rule;         // why: Selection::rule
-  std::string selection;    // Selection::str(): every candidate with its reasons
-  std::string plan;         // Plan::str() of the last step
-  double attention_s = 0, kv_write_s = 0, plan_s = 0;
-  double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
-  double kv_read_bytes = 0;  // every request's visible keys and values, once a step
+  std::string spec;                                    // AttentionSpec::str()
+  std::string group;                                   // KvGroup::name
+  std::vector<int> layers;                             // indices into the model's layers
+  std::string backend;                                 // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
+  std::string rule;                                    // why: Selection::rule
+  std::string selection;                               // Selection::str(): every candidate with its reasons
+  std::string plan;                                    // Plan::str() of the last step
+  double attention_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of attention_s
+  double flops = 0;                                    // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double kv_read_bytes = 0;                            // every request's visible keys and values, once a step
 };
 
 struct ReplayGroup {

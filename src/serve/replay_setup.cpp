@@ -12,8 +12,6 @@ namespace imbrex::serve {
 
 namespace {
 
-constexpr int64_t kDefaultMemory = int64_t(16) << 30;  // of a device that does not tell
-
 KvFormat parse_format(const std::string& text) {
   if (text == "strided") return KvFormat::strided;
   if (text == "amx_packed") return KvFormat::amx_packed;
@@ -110,11 +108,10 @@ int64_t longest_request(const Trace& trace) {
   return longest;
 }
 
-std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, const DeviceInfo& device) {
+std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
   const size_t num_groups = model.kv_groups.size();
   if (options.num_blocks > 0) return std::vector<int>(num_groups, int(options.num_blocks));
-  const int64_t memory = device.memory_bytes > 0 ? device.memory_bytes : kDefaultMemory;
-  const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory / 4;
+  const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory;
   const int64_t block_size = options.block_size;
 
   // Of every group for `blocks` blocks in the groups without a window.

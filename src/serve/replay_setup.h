@@ -20,8 +20,8 @@ ModelSpec deploy_model(const ModelSpec&, const ReplayOptions&, const DeviceInfo&
 
 // Blocks per KV group for the cache memory of the options: as many tokens as fit, where a group with a window needs only what
 // max_num_seqs windows and one chunk take, twice over (the other half keeps prefixes). Not more than the whole trace can use.
-// Error replay.kv_bytes when not even one block a group fits.
-std::vector<int> blocks_per_group(const ModelSpec& deployed, const Trace&, const ReplayOptions&, const DeviceInfo&);
+// `memory` is what it may have where the options do not say. Error replay.kv_bytes when not even one block a group fits.
+std::vector<int> blocks_per_group(const ModelSpec& deployed, const Trace&, const ReplayOptions&, int64_t memory);
 
 int64_t longest_request(const Trace&);  // tokens
 

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "serve/table.h"
@@ -37,6 +38,8 @@ bool uses_tiles(const ReplayResult& r) {
   }
   return false;
 }
+
+constexpr double kTera = 1e13;  // FLOP/s from which tables count in TFLOP/s and TB/s
 
 double rate(double count, double seconds) { return seconds > 0 ? count / seconds : 0; }
 double share(double part, double whole) { return whole > 0 ? part / whole : 0; }
@@ -208,17 +211,19 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
 
   const Ceilings& c = context.ceilings;
   const double flop_ceiling = c.flops_for(uses_tiles(r));
-  table = {{"attention", ">steps", ">tokens", ">KV GB/s", ">of DRAM", ">GFLOP/s", ">of peak"}, {}};
+  const bool tera = std::max(r.prefill_steps.flop_per_s(), flop_ceiling) >= kTera;
+  const double unit = tera ? 1e12 : 1e9;
+  table = {{"attention", ">steps", ">tokens", tera ? ">KV TB/s" : ">KV GB/s", ">of DRAM", tera ? ">TFLOP/s" : ">GFLOP/s", ">of peak"}, {}};
   const auto work = [&](const char* name, const ReplayWork& w) {
-    table.rows.push_back({name, format_count(double(w.steps)), format_count(double(w.tokens)), fmt::format("{:.2f}", w.bytes_per_s() / 1e9),
-                          of_ceiling(w.bytes_per_s(), c.dram_read), fmt::format("{:.1f}", w.flop_per_s() / 1e9),
-                          of_ceiling(w.flop_per_s(), flop_ceiling)});
+    table.rows.push_back({name, format_count(double(w.steps)), format_count(double(w.tokens)),
+                          fmt::format("{:.2f}", w.bytes_per_s() / unit), of_ceiling(w.bytes_per_s(), c.dram_read),
+                          fmt::format("{:.1f}", w.flop_per_s() / unit), of_ceiling(w.flop_per_s(), flop_ceiling)});
   };
   work("steps with prefill", r.prefill_steps);
   work("decode-only steps", r.decode_steps);
   if (c.dram_read > 0) {
-    table.rows.push_back(
-        {"measured ceiling", "", "", fmt::format("{:.2f}", c.dram_read / 1e9), "", fmt::format("{:.1f}", flop_ceiling / 1e9), ""});
+    table.rows.push_back({c.num_threads > 0 ? "measured ceiling" : "data sheet", "", "", fmt::format("{:.2f}", c.dram_read / unit), "",
+                          fmt::format("{:.1f}", flop_ceiling / unit), ""});
   }
   out += "\n" + table.text();
 

@@ -2,11 +2,8 @@
 #include "serve/synthetic.h"
 
 #include <cmath>
-#include <cstring>
 
-#include "core/check.h"
 #include "core/float_types.h"
-#include "core/run_parallel.h"
 
 namespace imbrex::serve {
 
@@ -24,19 +21,10 @@ Synthetic::Synthetic(uint64_t seed) : seed_(hash_numbers(seed, 0x716b76u)), pool
   for (size_t i = 0; i < pool_.size(); ++i) pool_[i] = float_to_bf16(normal(hash_numbers(seed_, i)));
 }
 
-void Synthetic::fill(Side side, int layer, std::span<const uint64_t> keys, int num_heads, int dim, uint16_t* out,
-                     const ParallelFor& threads) const {
-  check(dim >= 1 && dim <= kMaxDim, "replay.synthetic.dim", "head dimension must be in [1, {}], is {}", kMaxDim, dim);
-  run_parallel(threads, [&](int worker) {
-    const size_t begin = keys.size() * size_t(worker) / size_t(threads.num_workers);
-    const size_t end = keys.size() * (size_t(worker) + 1) / size_t(threads.num_workers);
-    uint16_t* row = out + begin * size_t(num_heads) * size_t(dim);
-    for (size_t t = begin; t < end; ++t) {
-      for (int h = 0; h < num_heads; ++h, row += dim) {
-        std::memcpy(row, pool_.data() + offset(side, layer, h, keys[t]), size_t(dim) * sizeof(uint16_t));
-      }
-    }
-  });
+void Synthetic::offsets(Side side, int layer, std::span<const uint64_t> keys, int num_heads, int32_t* to) const {
+  for (const uint64_t key : keys) {
+    for (int h = 0; h < num_heads; ++h) *to++ = int32_t(offset(side, layer, h, key));
+  }
 }
 
 LayerParameters::LayerParameters(const AttentionSpec& spec, uint64_t seed, int layer) : num_q_heads(spec.num_q_heads) {

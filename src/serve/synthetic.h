@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "imbrex/backend.h"
-#include "imbrex/parallel.h"
 #include "serve/hash.h"
 
 namespace imbrex::serve {
@@ -32,8 +31,8 @@ class Synthetic {
     return int64_t(mix_bits(key ^ mix_bits(base)) & (kOffsets - 1));
   }
   std::span<const uint16_t> pool() const { return pool_; }  // [kOffsets + kMaxDim]
-  // Rows of every head of tokens with these keys: out [keys.size(), num_heads, dim], contiguous.
-  void fill(Side, int layer, std::span<const uint64_t> keys, int num_heads, int dim, uint16_t* out, const ParallelFor&) const;
+  // Where the rows of every head of these tokens begin: to [keys.size(), num_heads].
+  void offsets(Side, int layer, std::span<const uint64_t> keys, int num_heads, int32_t* to) const;
 
  private:
   uint64_t seed_;

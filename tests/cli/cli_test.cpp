@@ -96,7 +96,9 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"run --model llama-3.1-8b", 2, "[usage]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --verify 200%", 2, "[cli.fraction]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --kv-memory lots", 2, "[cli.size]"},
-      {"run --model llama-3.1-8b --trace " + path("good.csv") + " --device h200", 3, "[backend.unsupported]"},
+      {"run --model llama-3.1-8b --trace " + path("good.csv") + " --device h200", 3, "[backend.device_absent]"},
+      {"bench q1 --device h200", 3, "[backend.device_absent]"},
+      {"verify " + path("missing") + " --device h200", 3, "[backend.device_absent]"},
       {"run --model deepseek-v3 --trace " + path("good.csv"), 3, "[model.family.later]"},
   };
   for (const Row& row : rows) {
@@ -146,7 +148,10 @@ TEST_F(Cli, InfoListsWhatIsHere) {
 
 TEST_F(Cli, AMachineWithoutADriverSaysWhy) {
   const std::string none = "IMBREX_CUDA_DRIVER=" + path("no_such_library");
-  for (const char* arguments : {"select --device cuda:0", "select --device cuda", "bench q1 --device cuda:0"}) {
+  std::ofstream(path("t.csv")) << "arrival,input,output\n0,10,5\n";
+  const std::string replay = "run --model llama-3.1-8b --device cuda:0 --trace " + path("t.csv");
+  for (const std::string& arguments : {std::string("select --device cuda:0"), std::string("select --device cuda"),
+                                       std::string("bench q1 --device cuda:0"), std::string("verify x --device cuda:0"), replay}) {
     const Ran ran = run(arguments, none);
     EXPECT_EQ(ran.code, 3) << arguments;
     EXPECT_TRUE(contains(ran.err, "no NVIDIA driver") && contains(ran.err, "no_such_library") && contains(ran.err, "[device.absent]"))
@@ -175,12 +180,12 @@ TEST_F(Cli, CompileFillsAFolderThatNeedsNoCompiler) {
   const std::string arguments = "compile --arch sm_90a --model llama-3.1-8b --kv-dtype fp8_e4m3 --jobs 0 --strict --out " + path("kernels");
   const Ran ran = run(arguments);
   ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_TRUE(contains(ran.out, "11 kernel files in ") && contains(ran.out, "0 failed")) << ran.out;
-  EXPECT_EQ(std::distance(fs::directory_iterator(path("kernels")), fs::directory_iterator()), 11);
+  EXPECT_TRUE(contains(ran.out, "12 kernel files in ") && contains(ran.out, "0 failed")) << ran.out;
+  EXPECT_EQ(std::distance(fs::directory_iterator(path("kernels")), fs::directory_iterator()), 12);
   const Ran again = run(arguments + " --json", "IMBREX_CUDA_NVRTC=" + path("no_such_library"));
   ASSERT_EQ(again.code, 0) << again.err;
   const auto j = nlohmann::json::parse(again.out);
-  ASSERT_EQ(j.size(), 11u);  // both caches' kernels, and for two types of output three shapes and the merge; tables
+  ASSERT_EQ(j.size(), 12u);  // both caches' kernels, gather, and for two types of output three shapes and the merge; tables
   EXPECT_EQ(j[0]["family"], "write_kv");
   EXPECT_EQ(j[0]["arch"], "sm_90a");
   EXPECT_EQ(j[0]["compile_ms"], 0);

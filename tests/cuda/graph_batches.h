@@ -16,7 +16,8 @@ namespace imbrex::cuda::test {
 struct GraphProblem {
   AttentionSpec spec;  // paged
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
-  bool device_arrays = false;  // block table, slots and mask in device memory, where they stay; otherwise on the host
+  bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
+  bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
   int batches = 100;
   unsigned seed = 1;
 };
@@ -65,7 +66,7 @@ class GraphAgainstEager {
   GraphAgainstEager(const Backend& backend, const DeviceInfo& device, ContextPtr context, const GraphProblem& problem)
       : p_(problem), context_(std::move(context)), stream_(context_), device_(device.device), random_(problem.seed) {
     for (Side* side : {&graph_, &eager_}) {
-      side->plan = backend.plan(p_.spec, device, {.limits = p_.limits, .threads = {}});
+      side->plan = backend.plan(p_.spec, device, {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths});
       side->k = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
       side->v = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
       side->out = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_v, p_.spec.q_dtype);
@@ -73,6 +74,8 @@ class GraphAgainstEager {
       const int64_t width = (p_.limits.max_seq_len + p_.spec.block_size - 1) / p_.spec.block_size;
       side->table = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs * width) * sizeof(int32_t));
       side->slots = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * sizeof(int64_t));
+      side->starts = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs + 1) * sizeof(int32_t));
+      side->lens = DeviceBuffer(context_, size_t(p_.limits.max_num_reqs) * sizeof(int32_t));
       side->mask = DeviceBuffer(context_, size_t(p_.limits.max_num_tokens) * size_t(p_.limits.max_seq_len));
     }
     q_ = fill(rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_qk, p_.spec.q_dtype), 1);
@@ -89,8 +92,9 @@ class GraphAgainstEager {
     {
       RandomStep first(p_, kBlocks, random_);
       while (p_.device_arrays && first.slots.empty()) first = RandomStep(p_, kBlocks, random_);  // it has to say where its arrays are
-      update(graph_, first);
+      if (!p_.device_lengths) update(graph_, first);
       check_cuda(cu.cuStreamBeginCapture_v2(stream_.get(), kCaptureThreadLocal), "capture");
+      if (p_.device_lengths) update_on_device(graph_);
       layer(graph_);
       check_cuda(cu.cuStreamEndCapture(stream_.get(), &graph), "end the capture");
     }
@@ -101,13 +105,21 @@ class GraphAgainstEager {
       for (Side* side : {&graph_, &eager_}) {
         fill_bytes(side->out.address(), 0xff, side->out.bytes(), stream_.get());
         fill_bytes(side->lse.address(), 0xff, side->lse.bytes(), stream_.get());
-        update(*side, step);
+        if (p_.device_lengths && side == &graph_) {
+          send(graph_, step);
+        } else {
+          update(*side, step);
+        }
       }
       check_cuda(cu.cuGraphLaunch(exec, stream_.get()), "replay");
       layer(eager_);
       stream_.synchronize();
       const std::string what = eager_.plan->str() + ", batch " + std::to_string(batch);
-      EXPECT_EQ(eager_.plan->str(), graph_.plan->str());
+      if (p_.device_lengths) {
+        EXPECT_EQ(graph_.plan->device_problems(stream_.get()), std::vector<Reason>{}) << what;
+      } else {
+        EXPECT_EQ(eager_.plan->str(), graph_.plan->str());
+      }
       merged += what.find(" 0 merges") == std::string::npos;
       EXPECT_TRUE(bytes(graph_.out) == bytes(eager_.out)) << what;
       EXPECT_TRUE(bytes(graph_.lse) == bytes(eager_.lse)) << what;
@@ -128,7 +140,7 @@ class GraphAgainstEager {
   static constexpr int kBlocks = 800;
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
-    DeviceBuffer k, v, out, lse, table, slots, mask;
+    DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
   };
 
   DeviceBuffer rows(int64_t count, int64_t heads, int64_t dim, DType dtype) const {
@@ -169,6 +181,26 @@ class GraphAgainstEager {
     if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {int64_t(step.slots.size())});
     if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())});
     side.plan->update(batch, stream_.get());
+  }
+  // For the largest batch, which is what the graph is captured with: requests that a step does not have are padding.
+  void update_on_device(Side& side) const {
+    const int64_t reqs = p_.limits.max_num_reqs, width = (p_.limits.max_seq_len + p_.spec.block_size - 1) / p_.spec.block_size;
+    DeviceBatch batch{.query_start_loc = view(side.starts, DType::i32, {reqs + 1}),
+                      .seq_lens = view(side.lens, DType::i32, {reqs}),
+                      .block_table = view(side.table, DType::i32, {reqs, width}),
+                      .slot_mapping = view(side.slots, DType::i64, {p_.limits.max_num_tokens})};
+    if (p_.spec.mask.custom) batch.custom_mask = view(side.mask, DType::u8, {int64_t(side.mask.bytes())});
+    side.plan->update_on_device(batch, stream_.get());
+  }
+  void send(const Side& side, RandomStep step) const {
+    step.starts.resize(size_t(p_.limits.max_num_reqs) + 1, step.starts.back());
+    step.lens.resize(size_t(p_.limits.max_num_reqs), 0);
+    const auto copy = [&](const DeviceBuffer& to, const auto& values) {
+      copy_to_device(to.address(), values.data(), values.size() * sizeof values[0], stream_.get());
+    };
+    copy(side.starts, step.starts), copy(side.lens, step.lens), copy(side.table, step.table), copy(side.slots, step.slots);
+    copy(side.mask, step.mask);
+    stream_.synchronize();
   }
   void layer(const Side& side) const {
     const AttentionSpec& s = p_.spec;

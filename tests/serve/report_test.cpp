@@ -113,6 +113,16 @@ TEST(Report, TextHasTheMainNumbers) {
   EXPECT_TRUE(contains(report_text(stopped, {}), "nothing was verified"));
 }
 
+TEST(Report, AGpusFiguresAreInTera) {
+  ReplayResult r = sample();
+  r.prefill_steps = {100, 200'000, 0.5, 2.5e14, 1e11};
+  ReportContext gpu = context();
+  gpu.ceilings = {.dram_read = 4.8e12, .tensor = 1e15};
+  const std::string text = report_text(r, gpu);
+  for (const char* part : {"TFLOP/s", "TB/s", "500.0", "50.0 %", "data sheet", "1000.0"}) EXPECT_TRUE(contains(text, part)) << text;
+  EXPECT_EQ(nlohmann::json::parse(report_json(r, gpu))["ceilings"]["flop_per_s"], 1e15);
+}
+
 TEST(Report, EmptyResultPrints) {
   EXPECT_FALSE(report_text({}, {}).empty());
   EXPECT_TRUE(nlohmann::json::accept(report_json({}, {})));

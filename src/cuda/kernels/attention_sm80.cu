@@ -4,23 +4,28 @@
 // products and the matrix unit sets the pace. Decode reads each key and value once, and memory does: on an H200 35 bytes a nanosecond
 // and multiprocessor, of which a key of 128 bf16 dims needs 512. docs/kernels/cuda_sm80.md has the schedule.
 #include "async.cuh"
-#include "attention_output.cuh"
-#include "attention_sm80_warp.cuh"
+#include "attention_join.cuh"
 
 namespace imbrex::cuda {
 
+constexpr int kPartRow = kVDims + 8;  // floats; the 8 spread rows over the banks
+constexpr int kPartBytes = kTeams > 1 ? kTileRows* kPartRow * 4 : 0;
+constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageBytes : kPartBytes;
+
+struct alignas(16) SharedStorage {
+  ItemSlot slot;
+  char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
+  float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
+  int next_task;
+  bool is_last;  // of the pieces of an item
+};
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ char memory[];
 
 // --- the end of an item
 
-DEVICE void store_state(const AttentionParams& p, const Item& item, int row, float reference, float sum) {
-  float2* const state = reinterpret_cast<float2*>(p.partial_state);
-  state[partial_row(p, item, row)] = {reference, sum};
-}
-
 // One team: each warp has all sums of its rows.
-DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& warp) {
+DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp<PaddedRows>& warp) {
   const bool aligned = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
 #pragma unroll
@@ -31,7 +36,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
     const int token = item.token_of(row), head = item.head_of(row);
     const bool first = warp.has_first_dims() && lane_id() % 4 == 0;
     if (item.partial >= 0) {
-      if (first) store_state(p, item, row, warp.reference(m, h), sum);
+      if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {warp.reference(m, h), sum};
       float* const out = p.partial_out + partial_row(p, item, row) * kHeadDimV;
 #pragma unroll
       for (int pair = 0; pair < kDimTiles; ++pair) {
@@ -53,72 +58,22 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
   }
 }
 
-// Several teams: their parts meet in shared memory, and are added in the order of the teams.
-DEVICE void join_teams(const AttentionParams& p, const Warp& warp, int team, SharedStorage& shared) {
-  const Item& item = shared.item;
-  team_sync(team);  // nobody reads the team's values any more
-  float* const part = reinterpret_cast<float*>(shared.team[team]);
-#pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const int m = i / 2, h = i % 2, row = warp.row_of(m, h);
-    const float sum = warp.total(m, h);
-    if (warp.has_first_dims() && lane_id() % 4 == 0) shared.state[team][row] = {warp.reference(m, h), sum};
-#pragma unroll
-    for (int pair = 0; pair < kDimTiles; ++pair)
-      *reinterpret_cast<float2*>(part + row * kPartRow + warp.dim_of(pair)) = warp.pair_of(m, h, pair);
-  }
-  __syncthreads();
-  constexpr int kEights = kHeadDimV / 8;
-  const bool wide = out_is_wide(p);
-  const float v_scale = kv_scale(p.v, item.kv_head);
-  for (int i = computed_here(int(threadIdx.x)); i < item.num_rows * kEights; i += kThreads) {
-    const int row = i / kEights, d = i % kEights * 8;
-    float reference = kEmptyReference, sum = 0.f, x[8] = {};
-#pragma unroll
-    for (int t = 0; t < kTeams; ++t) reference = fmaxf(reference, shared.state[t][row].x);
-#pragma unroll
-    for (int t = 0; t < kTeams; ++t) {
-      const float2 state = shared.state[t][row];
-      const float weight = exp2_approx(state.x - reference);
-      const float4* const from = reinterpret_cast<const float4*>(reinterpret_cast<const float*>(shared.team[t]) + row * kPartRow + d);
-      const float4 low = from[0], high = from[1];
-      const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-      sum += state.y * weight;
-#pragma unroll
-      for (int k = 0; k < 8; ++k) x[k] += values[k] * weight;
-    }
-    if (item.partial >= 0) {
-      if (d == 0) store_state(p, item, row, reference, sum);
-      float4* const out = reinterpret_cast<float4*>(p.partial_out + partial_row(p, item, row) * kHeadDimV + d);
-      out[0] = {x[0] * v_scale, x[1] * v_scale, x[2] * v_scale, x[3] * v_scale};
-      out[1] = {x[4] * v_scale, x[5] * v_scale, x[6] * v_scale, x[7] * v_scale};
-    } else {
-      const int token = item.token_of(row), head = item.head_of(row);
-      const RowEnd end = row_end(p, head, reference, sum);
-      if (d == 0) store_lse(p, token, head, end.lse);
-#pragma unroll
-      for (float& value : x) value = ended(value, end.factor * v_scale);
-      store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
-    }
-  }
-}
-
 // --- an item, and all of them
 
 DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
   const int team = warp / kTeamWarps;
   const float scale = p.scale * kv_scale(p.k, item.kv_head);
-  if (threadIdx.x == 0) shared.item = item;
+  if (threadIdx.x == 0) shared.slot.item = item;
   if constexpr (!kOneScale) {
     for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)
-      shared.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
+      shared.slot.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
   }
   const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
   const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
   const u32 ring = shared_address(shared.team[team]);
   KvLoader loader(p, wide);
   if (first < end) loader.look_up(item, begin_of(first));
-  QLoader::load(p, item, shared_address(shared.q), shared.q_scale);
+  QLoader<kThreads>::load(p, item, shared_address(shared.slot.q), shared.slot.q_scale);
   copy_async_commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
@@ -130,7 +85,7 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
   }
   copy_async_wait<kStages - 1>();
   __syncthreads();
-  Warp rows(p, item, shared, scale * kLog2e, warp);
+  Warp<PaddedRows> rows(p, item, shared.slot, scale * kLog2e, warp);
   rows.begin();
 
   int stage = 0, free_stage = kStages - 1;
@@ -141,8 +96,8 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
       team_sync(team);  // the tile is there for all of the team, and all are done with the one before
     }
     if (tile + kStages - 1 < end) {
-      loader.load(shared.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
-      loader.look_up(shared.item, begin_of(tile + kStages));
+      loader.load(shared.slot.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
+      loader.look_up(shared.slot.item, begin_of(tile + kStages));
     }
     copy_async_commit();
     if constexpr (kStages == 1) {
@@ -155,9 +110,19 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
   }
   if constexpr (kTeams == 1) {
-    store_rows(p, shared.item, rows);
+    store_rows(p, shared.slot.item, rows);
   } else {
-    join_teams(p, rows, team, shared);
+    team_sync(team);  // nobody reads the team's values any more
+    const auto part = [&](int t, int row, int d) { return reinterpret_cast<float*>(shared.team[t]) + row * kPartRow + d; };
+    put_part(rows, team, part, shared.state);
+    __syncthreads();
+    join_parts<kThreads>(p, shared.slot.item, part, shared.state);
+    if (shared.slot.item.partial >= 0) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.is_last = is_last_piece(p, shared.slot.item);
+      __syncthreads();
+      if (shared.is_last) join_pieces<kThreads>(p, shared.slot.item);
+    }
   }
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 // How queries, keys and values lie in the shared memory of attention_sm80.cu, and how they get there: through the page table, converted
-// where the matrix unit cannot take them as they are.
+// where the matrix unit cannot take them as they are. Queries of attention_sm90_decode.cu too.
 //
 // A row has an odd number of 16-byte pieces. So eight rows put their pieces of one number into eight different bank groups, whatever
 // the head dimension, and the address of a fragment is one register plus a constant.
@@ -36,18 +36,22 @@ constexpr int kQRowBytes = row_bytes(kQkDims / 8), kQPlaneBytes = kTileRows * kQ
 constexpr int kKRowBytes = row_bytes(kKPieces), kVRowBytes = row_bytes(kVPieces);
 constexpr int kKPlaneBytes = kTeamKeys * kKRowBytes, kVPlaneBytes = kTeamKeys * kVRowBytes;
 constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + kVPlaneBytes);
-constexpr int kPartRow = kVDims + 8;  // floats; the 8 spread rows over the banks
-constexpr int kPartBytes = kTeams > 1 ? kTileRows* kPartRow * 4 : 0;
-constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageBytes : kPartBytes;
 
-struct alignas(16) SharedStorage {
+// What the warps that compute an item know of it.
+struct alignas(16) ItemSlot {
   char q[kQPlanes * kQPlaneBytes];
-  char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
-  float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
-  float q_scale[kTileRows];         // what a row of queries was divided by
-  RowTerms terms[kTileRows];        // where rows differ in them
-  Item item;                        // for what needs it seldom: registers are short
-  int next_task;
+  float q_scale[kTileRows];   // what a row of queries was divided by
+  RowTerms terms[kTileRows];  // where rows differ in them
+  Item item;                  // for what needs it seldom: registers are short
+};
+
+// A layout of keys and values in shared memory: where the rows and 16-byte pieces of a warp's fragments lie. This one is padded.
+struct PaddedRows {
+  static constexpr int kKRow = kKRowBytes, kVRow = kVRowBytes;  // bytes from row to row
+  static constexpr int kVBegin = kKvPlanes * kKPlaneBytes;      // of the values, behind the keys
+  DEVICE static u32 lane(int row, int piece, int row_bytes) { return row * row_bytes + piece * 16; }
+  // `pair` pieces of 16 bytes further on.
+  DEVICE static u32 at(u32 lane, int pair) { return lane + pair * 32; }
 };
 
 static_assert(kHeadDimQk % 8 == 0 && kHeadDimV % 8 == 0 && kTeamKeys % 16 == 0 && kTileRows % (16 * kRowWarps) == 0);
@@ -232,15 +236,16 @@ class KvLoader {
 
 // --- queries
 
-// Rows of the item into shared memory, those that are not there as zeros, before the next commit of copies.
+// Rows of the item into shared memory by `threads` threads, those that are not there as zeros, before the next commit of copies.
+template <int threads>
 class QLoader {
  public:
   DEVICE static void load(const AttentionParams& p, const Item& item, u32 to, float* q_scale) {
     const bool wide = ((reinterpret_cast<u64>(p.q) | u64(p.q_token_stride) | u64(p.q_head_stride)) & 15) == 0;
-    const int thread = computed_here(int(threadIdx.x));
+    const int thread = computed_here(int(threadIdx.x)) % threads;
     if (!kExact && !kBytes && kQType == kProductType && wide) {
 #pragma unroll 4
-      for (int i = thread; i < kTileRows * kPieces; i += kThreads) {
+      for (int i = thread; i < kTileRows * kPieces; i += threads) {
         const int row = i / kPieces, piece = i % kPieces;
         const bool valid = row < item.num_rows && piece * 8 < kHeadDimQk;
         copy_async<16>(to + row * kQRowBytes + piece * 16, valid ? row_of(p, item, row) + piece * 16 : p.q, valid);
@@ -265,7 +270,7 @@ class QLoader {
     constexpr int size = element_bytes(kQType);
     const int lane = thread % kLanes;
 #pragma unroll 2
-    for (int row = thread / kLanes; row < kTileRows; row += kThreads / kLanes) {
+    for (int row = thread / kLanes; row < kTileRows; row += threads / kLanes) {
       Eight<kQType> e[kLanePieces];
       float top = 0;
 #pragma unroll

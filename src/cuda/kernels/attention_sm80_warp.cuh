@@ -1,5 +1,6 @@
 #pragma once
-// One warp of attention_sm80.cu: its rows of scores and output in registers, fed by fragments from shared memory.
+// One warp of attention_sm80.cu or attention_sm90_decode.cu: its rows of scores and output in registers, fed by fragments from shared
+// memory.
 #include "attention_sm80_tiles.cuh"
 
 namespace imbrex::cuda {
@@ -75,21 +76,21 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 
 // --- the warp
 
+template <class Layout>
 class Warp {
  public:
-  // `item` and `scale` are the caller's; what else is in `shared` is there when the queries are.
-  DEVICE Warp(const AttentionParams& p, const Item& item, const SharedStorage& shared, float scale, int warp)
+  // `item` and `scale` are the caller's; what else is in `slot` is there when the queries are.
+  DEVICE Warp(const AttentionParams& p, const Item& item, const ItemSlot& slot, float scale, int warp)
       : p_(p),
-        shared_(shared),
-        item_(shared.item),
+        slot_(slot),
         scale_(scale),
         lane_(computed_here(lane_id())),
         row_(warp % kRowWarps * kWarpRows),
         dim_(warp / kRowWarps % kDimWarps * kWarpDims) {
     const u32 q_lane = (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
-    q_ = shared_address(shared.q) + row_ * kQRowBytes + q_lane;
-    k_lane_ = (lane_ % 8 + lane_ / 16 * 8) * kKRowBytes + lane_ / 8 % 2 * 16;
-    v_lane_ = (lane_ % 16) * kVRowBytes + lane_ / 16 * 16 + dim_ * kStoredBytes + kKvPlanes * kKPlaneBytes;
+    q_ = shared_address(slot.q) + row_ * kQRowBytes + q_lane;
+    k_lane_ = Layout::lane(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2, Layout::kKRow);
+    v_lane_ = Layout::lane(lane_ % 16, lane_ / 16, Layout::kVRow) + dim_ * kStoredBytes + Layout::kVBegin;
     const int last = min(row_ + kWarpRows, item.num_rows) - 1;
     if (row_ <= last) {
       const KeyRange first_row = visible_keys(p, item.position_of(row_)), last_row = visible_keys(p, item.position_of(last));
@@ -160,8 +161,8 @@ class Warp {
 
   DEVICE RowTerms terms(int row) const {
     if constexpr (kOneScale) return {scale_, 0.f, nullptr};
-    RowTerms terms = shared_.terms[row];
-    if constexpr (kPowerScaled) terms.scale *= shared_.q_scale[row];
+    RowTerms terms = slot_.terms[row];
+    if constexpr (kPowerScaled) terms.scale *= slot_.q_scale[row];
     return terms;
   }
 
@@ -188,7 +189,7 @@ class Warp {
         u32 words[kKvPlanes][4];
 #pragma unroll
         for (int plane = 0; plane < kKvPlanes; ++plane)
-          load_matrix(words[plane], k + plane * kKPlaneBytes + n * 8 * kKRowBytes + load * 32);
+          load_matrix(words[plane], Layout::at(k, load) + plane * kKPlaneBytes + n * 8 * Layout::kKRow);
 #pragma unroll
         for (int i = 0; i < kLoadSteps; ++i) {
           const int step = load * kLoadSteps + i;
@@ -221,7 +222,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - item_.position_of(row);
+        const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - slot_.item.position_of(row);
         const RowTerms row_terms = terms(row);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -238,12 +239,12 @@ class Warp {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
-        const KeyRange keys = visible_keys(p_, item_.position_of(row));
-        const int lo = max(keys.lo, item_.lo) - first, hi = min(keys.hi, item_.hi) - first;
+        const KeyRange keys = visible_keys(p_, slot_.item.position_of(row));
+        const int lo = max(keys.lo, slot_.item.lo) - first, hi = min(keys.hi, slot_.item.hi) - first;
         const unsigned char* custom = nullptr;
         if constexpr (kCustomMask) {
-          const int query = item_.query_index + (item_.row_begin + min(row, item_.num_rows - 1)) / kGroup;
-          custom = p_.custom_mask + p_.custom_start[item_.request] + long(query) * item_.seq_len + first;
+          const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
+          custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
         }
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
@@ -318,7 +319,7 @@ class Warp {
         u32 words[kKvPlanes][4];
 #pragma unroll
         for (int plane = 0; plane < kKvPlanes; ++plane)
-          load_matrix_transposed(words[plane], v + plane * kVPlaneBytes + n * 8 * kVRowBytes + d * 8 * kStoredBytes);
+          load_matrix_transposed(words[plane], Layout::at(v, d / (2 * kLoadSteps)) + plane * kVPlaneBytes + n * 8 * Layout::kVRow);
 #pragma unroll
         for (int i = 0; i < 2 * kLoadSteps; ++i) {
           if (d + i >= kDimTiles) continue;
@@ -337,8 +338,7 @@ class Warp {
   }
 
   const AttentionParams& p_;
-  const SharedStorage& shared_;
-  const Item& item_;
+  const ItemSlot& slot_;
   const int lane_, row_, dim_;       // first row of the tile and first dim of the output that are this warp's
   u32 q_, k_lane_, v_lane_;          // where this lane's rows of the fragments begin
   KeyRange some_{0, 0}, all_{0, 0};  // keys that some, and that all of the warp's rows see

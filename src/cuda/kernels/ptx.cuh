@@ -125,6 +125,11 @@ DEVICE uint2 load_once_8(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
+// What other blocks of this launch have written: past L1, which may have older bytes.
+DEVICE float2 load_l2(const float2* p) { return __ldcg(p); }
+DEVICE float4 load_l2(const float4* p) { return __ldcg(p); }
+// What this thread wrote before is seen by whoever sees what it writes after.
+DEVICE void memory_fence() { __threadfence(); }
 
 // --- shared memory
 

@@ -3,7 +3,10 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <mutex>
+#include <set>
 
 namespace imbrex::cuda {
 
@@ -15,6 +18,7 @@ struct CUctx_st {
 struct CUstream_st {
   CUcontext context;
   CUgraph captured = nullptr;  // what the stream's calls are added to
+  std::deque<std::function<void()>> work;
 };
 struct CUgraph_st {
   std::vector<fake::Launch> launches;
@@ -23,7 +27,8 @@ struct CUgraphExec_st {
   std::vector<fake::Launch> launches;
 };
 struct CUevent_st {
-  CUstream recorded;
+  CUstream recorded = nullptr;
+  bool done = false;
 };
 struct CUlib_st {
   std::string code;
@@ -47,6 +52,31 @@ unsigned long long next_id = 1;
 thread_local std::vector<CUcontext> stack;
 
 CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
+
+std::set<CUstream> streams;
+std::map<const char*, size_t> pinned;  // bytes of each
+
+// What a stream is given is done when somebody waits for it, in order; the null stream does it at once.
+template <class Work>
+CUresult enqueue(CUstream stream, Work work) {
+  if (stream == nullptr) return work(), kCudaSuccess;
+  return stream->work.emplace_back(std::move(work)), kCudaSuccess;
+}
+
+void drain(CUstream stream) {
+  while (streams.count(stream) > 0 && !stream->work.empty()) {
+    const auto work = std::move(stream->work.front());
+    stream->work.pop_front();
+    work();
+  }
+}
+
+bool is_pinned(const void* data) {
+  const auto next = pinned.upper_bound(static_cast<const char*>(data));
+  if (next == pinned.begin()) return false;
+  const auto& [begin, bytes] = *std::prev(next);
+  return static_cast<const char*>(data) < begin + bytes;
+}
 
 // For calls that make something: fails when told to, or without a context.
 CUresult begin() {
@@ -87,9 +117,10 @@ CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
     c.stream->captured->launches.push_back(std::move(launch));
     return kCudaSuccess;
   }
-  if (the_state.on_launch) the_state.on_launch(launch);
-  the_state.launches.push_back(std::move(launch));
-  return kCudaSuccess;
+  the_state.launches.push_back(launch);
+  return enqueue(c.stream, [launch] {
+    if (the_state.on_launch) the_state.on_launch(launch);
+  });
 }
 
 }  // namespace
@@ -170,14 +201,20 @@ CUresult cuStreamCreate(CUstream* stream, unsigned) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.streams;
-  return *stream = new CUstream_st{current(), nullptr}, kCudaSuccess;
+  *stream = new CUstream_st{current()};
+  return streams.insert(*stream), kCudaSuccess;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
+  drain(stream);
   const std::lock_guard lock(mutex);
   --the_state.streams;
+  streams.erase(stream);
   return delete stream, kCudaSuccess;
 }
-CUresult cuStreamSynchronize(CUstream) { return kCudaSuccess; }
+CUresult cuStreamSynchronize(CUstream stream) {
+  ++the_state.waits;
+  return drain(stream), kCudaSuccess;
+}
 
 CUresult cuStreamIsCapturing(CUstream stream, int* status) {
   return *status = stream != nullptr && stream->captured != nullptr ? 1 : kCaptureStatusNone, kCudaSuccess;
@@ -187,10 +224,11 @@ CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) { return *graph = s
 CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
   return *exec = new CUgraphExec_st{graph->launches}, kCudaSuccess;
 }
-CUresult cuGraphLaunch(CUgraphExec exec, CUstream) {
-  for (const fake::Launch& launch : exec->launches)
-    if (the_state.on_launch) the_state.on_launch(launch);
-  return kCudaSuccess;
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+  return enqueue(stream, [launches = exec->launches] {
+    for (const fake::Launch& launch : launches)
+      if (the_state.on_launch) the_state.on_launch(launch);
+  });
 }
 CUresult cuGraphDestroy(CUgraph graph) { return delete graph, kCudaSuccess; }
 CUresult cuGraphExecDestroy(CUgraphExec exec) { return delete exec, kCudaSuccess; }
@@ -202,22 +240,38 @@ CUresult cuEventCreate(CUevent* event, unsigned) {
   return *event = new CUevent_st{}, kCudaSuccess;
 }
 CUresult cuEventDestroy_v2(CUevent event) {
+  drain(event->recorded);
   const std::lock_guard lock(mutex);
   --the_state.events;
   return delete event, kCudaSuccess;
 }
-CUresult cuEventRecord(CUevent event, CUstream stream) { return event->recorded = stream, current() ? kCudaSuccess : kCudaInvalidContext; }
-CUresult cuEventQuery(CUevent event) { return event->recorded ? kCudaSuccess : kCudaNotReady; }
-CUresult cuEventSynchronize(CUevent) { return kCudaSuccess; }
-CUresult cuEventElapsedTime(float* ms, CUevent, CUevent) { return *ms = 1.5f, kCudaSuccess; }
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  if (!current()) return kCudaInvalidContext;
+  event->recorded = stream;
+  event->done = false;
+  return enqueue(stream, [event] { event->done = true; });
+}
+CUresult cuEventQuery(CUevent event) { return event->done ? kCudaSuccess : kCudaNotReady; }
+CUresult cuEventSynchronize(CUevent event) {
+  ++the_state.waits;
+  return drain(event->recorded), kCudaSuccess;
+}
+CUresult cuEventElapsedTime(float* ms, CUevent begin, CUevent end) {
+  return *ms = 1.5f, begin->done && end->done ? kCudaSuccess : kCudaNotReady;
+}
 
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+  return *free = the_state.free_bytes, *total = size_t(141) << 30, current() ? kCudaSuccess : kCudaInvalidContext;
+}
 CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.buffers;
-  return *address = reinterpret_cast<CUdeviceptr>(std::malloc(bytes)), kCudaSuccess;
+  *address = reinterpret_cast<CUdeviceptr>(std::malloc(bytes));
+  return std::memset(reinterpret_cast<void*>(*address), 0xff, bytes), kCudaSuccess;
 }
 CUresult cuMemFree_v2(CUdeviceptr address) {
+  for (const CUstream stream : streams) drain(stream);
   const std::lock_guard lock(mutex);
   if (!current()) return kCudaInvalidContext;
   --the_state.buffers;
@@ -227,24 +281,31 @@ CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.pinned;
-  return *data = std::malloc(bytes), kCudaSuccess;
+  *data = std::malloc(bytes);
+  pinned[static_cast<const char*>(*data)] = bytes;
+  return std::memset(*data, 0xff, bytes), kCudaSuccess;
 }
 CUresult cuMemFreeHost(void* data) {
+  for (const CUstream stream : streams) drain(stream);
   const std::lock_guard lock(mutex);
   --the_state.pinned;
+  pinned.erase(static_cast<const char*>(data));
   return std::free(data), kCudaSuccess;
 }
-CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream) {
-  return std::memcpy(reinterpret_cast<void*>(to), from, bytes), kCudaSuccess;
+// A copy from memory that is not pinned has taken its bytes when it returns; from pinned memory it takes them late.
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (is_pinned(from)) return enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); });
+  const std::string taken(static_cast<const char*>(from), bytes);
+  return enqueue(stream, [to, taken] { std::memcpy(reinterpret_cast<void*>(to), taken.data(), taken.size()); });
 }
-CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream) {
-  return std::memcpy(to, reinterpret_cast<const void*>(from), bytes), kCudaSuccess;
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  return enqueue(stream, [=] { std::memcpy(to, reinterpret_cast<const void*>(from), bytes); });
 }
-CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
-  return std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes), kCudaSuccess;
+CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  return enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
 }
-CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream) {
-  return std::memset(reinterpret_cast<void*>(to), value, bytes), kCudaSuccess;
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  return enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(to), value, bytes); });
 }
 
 CUresult cuLibraryLoadData(CUlibrary* library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {

@@ -7,6 +7,7 @@
 #include "attention/mask.h"
 #include "core/float_types.h"
 #include "cuda/fake/fake_driver.h"
+#include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
 
@@ -102,13 +103,9 @@ void attention(const AttentionParams& p, DType out_type) {
       for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
 }
 
-// Where the maps say that queries, keys and values are; the parameters' own pointers are gone.
-AttentionParams through_maps(const Launch& launch) {
+// Where the maps say that keys and values are; the parameters' own pointers are gone.
+AttentionParams through_kv_maps(const Launch& launch) {
   AttentionParams p = parameter<AttentionParams>(launch, 0);
-  const TensorMap q = parameter<TensorMap>(launch, 1);
-  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
-  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
-  p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   for (KvSide* side : {&p.k, &p.v}) {
     const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
     if (spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
@@ -116,6 +113,16 @@ AttentionParams through_maps(const Launch& launch) {
     side->data = map.data, side->dim_stride = size_of(spec.kv_dtype);
     side->token_stride = long(map.strides[0]), side->head_stride = long(map.strides[1]), side->block_stride = long(map.strides[2]);
   }
+  return p;
+}
+
+// Queries too.
+AttentionParams through_maps(const Launch& launch) {
+  AttentionParams p = through_kv_maps(launch);
+  const TensorMap q = parameter<TensorMap>(launch, 1);
+  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
+  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
+  p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   return p;
 }
 
@@ -134,6 +141,20 @@ void merge(const AttentionParams& p, DType out_type) {
         finish(p, out_type, token, head, s);
       }
   }
+}
+
+// A kernel whose warps share out keys joins the pieces of its items too, and leaves the counters for that as they were.
+void attention_and_merge(const Launch& launch, const AttentionParams& p, DType out_type) {
+  attention(p, out_type);
+  if (launch.module.find("kKeyWarps 1") != std::string::npos) return;
+  for (int i = 0; i < p.counts->num_merges * p.num_kv_heads; ++i)
+    if (p.arrivals[i] != 0) std::abort();
+  for (int i = 0; i < p.counts->num_work; ++i) {
+    const WorkItem& w = p.work[i];
+    if ((w.partial < 0) != (w.merge < 0) || w.merge >= p.counts->num_merges) std::abort();
+    if (w.merge >= 0 && p.merges[w.merge].q_begin != w.q_begin) std::abort();
+  }
+  merge(p, out_type);
 }
 
 void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, long slot, int token, int head) {
@@ -168,15 +189,62 @@ void expand_bias(const ExpandBiasParams& p) {
       p.bias_by_distance[head * p.width + i] = p.bias[p.buckets[i] * p.bucket_stride + head * p.head_stride];
 }
 
+SchedulePolicy policy_of(const CutRules& r) {
+  return {.tile_q = r.tile_q,
+          .tile_kv = r.tile_kv,
+          .split_kv = r.split_kv,
+          .split_max_q = r.split_max_q,
+          .max_splits = r.max_splits,
+          .max_split_rows = r.max_split_rows,
+          .growth = r.growth,
+          .min_q = r.min_q,
+          .max_q = r.max_q};
+}
+
+// Of batches that break no rule.
+void plan_batch(const PlanBatchParams& p) {
+  Batch batch;
+  batch.query_start_loc = {p.starts_from, size_t(p.num_reqs) + 1};
+  batch.seq_lens = {p.lengths_from, size_t(p.num_reqs)};
+  std::copy_n(p.starts_from, p.num_reqs + 1, p.query_start);
+  std::copy_n(p.lengths_from, p.num_reqs, p.seq_lens);
+  long custom = 0;
+  for (int r = 0; r < p.num_reqs; ++r) {
+    p.block_start[r] = p.kv_starts ? p.kv_starts[r] : r * p.kv_stride;
+    if (p.custom_start) p.custom_start[r] = custom;
+    custom += long(batch.query_len(r)) * batch.seq_lens[r];
+  }
+  if (custom > p.mask_bytes && p.custom_start) std::abort();
+  int rows = 0;
+  for (const ShapeLists& shape : p.shapes) {
+    SchedulePolicy policy = policy_of(shape.rules);
+    policy.first_partial = rows;
+    Schedule s;
+    schedule(batch, spec.mask, policy, s);
+    std::copy(s.work.begin(), s.work.end(), shape.work);
+    std::copy(s.merges.begin(), s.merges.end(), shape.merges);
+    rows += s.num_partial_rows;
+    *shape.counts = {.num_work = s.num_work, .num_merges = int(s.merges.size()), .num_tokens = batch.num_tokens(), .num_reqs = p.num_reqs};
+  }
+}
+
+void gather(const GatherParams& p, size_t size) {
+  for (int row = 0; row < p.num_rows; ++row)
+    std::memcpy(p.to + size_t(row) * size_t(p.row_length) * size, p.from + size_t(p.offsets[row]) * size, size_t(p.row_length) * size);
+}
+
 // Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
   const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
-  if (launch.entry == "attention_sm80") return attention(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
   if (launch.entry == "attention_sm90") return attention(through_maps(launch), out);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
+  if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
+  if (launch.entry == "plan_batch") return plan_batch(parameter<PlanBatchParams>(launch, 0));
   if (launch.entry != "widen_starts") std::abort();
   for (int i = 0; i < parameter<int>(launch, 2); ++i) parameter<long*>(launch, 1)[i] = parameter<const int*>(launch, 0)[i];
 }
@@ -194,15 +262,23 @@ void run_on_host(const AttentionSpec& of) {
   for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
     for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
   if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
-  state().param_sizes = {{"attention_sm80", {sizeof(AttentionParams)}},
-                         {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
-                         {"merge", {sizeof(AttentionParams)}},
-                         {"write_kv", {sizeof(WriteKvParams)}},
-                         {"write_kv_strided", {sizeof(WriteKvParams)}},
-                         {"copy_kv", {sizeof(WriteKvParams)}},
-                         {"copy_kv_strided", {sizeof(WriteKvParams)}},
-                         {"expand_bias", {sizeof(ExpandBiasParams)}},
-                         {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
+  put_into_cache(gather_key(arch));
+  put_into_cache(plan_batch_key(arch));
+  state().param_sizes = {
+      {"attention_sm80", {sizeof(AttentionParams)}},
+      {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"merge", {sizeof(AttentionParams)}},
+      {"write_kv", {sizeof(WriteKvParams)}},
+      {"write_kv_strided", {sizeof(WriteKvParams)}},
+      {"copy_kv", {sizeof(WriteKvParams)}},
+      {"copy_kv_strided", {sizeof(WriteKvParams)}},
+      {"plan_batch", {sizeof(PlanBatchParams)}},
+      {"gather_1", {sizeof(GatherParams)}},
+      {"gather_2", {sizeof(GatherParams)}},
+      {"gather_4", {sizeof(GatherParams)}},
+      {"expand_bias", {sizeof(ExpandBiasParams)}},
+      {"widen_starts", {sizeof(void*), sizeof(void*), sizeof(int)}}};
   state().on_launch = run_launch;
 }
 

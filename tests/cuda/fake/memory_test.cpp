@@ -98,8 +98,9 @@ TEST(Memory, IsGivenBackAndLeavesTheContextAlone) {
     EXPECT_FALSE(DeviceBuffer(context, 0));
     EXPECT_FALSE(timed.done());
     timed.record(stream.get());
-    EXPECT_TRUE(timed.done());
+    EXPECT_FALSE(timed.done());
     timed.synchronize();
+    EXPECT_TRUE(timed.done());
     stream.synchronize();
     EXPECT_EQ(elapsed_ms(timed, timed), 1.5f);
     EXPECT_EQ(current(), other->get());

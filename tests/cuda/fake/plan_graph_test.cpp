@@ -33,6 +33,13 @@ TEST_P(PlanGraph, DecodeOnly) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 20, .seed = 4});
 }
 
+TEST_P(PlanGraph, LengthsOnTheDevice) {
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 40, .seed = 5});
+}
+TEST_P(PlanGraph, LengthsAndMaskOnTheDevice) {
+  spec.mask.custom = spec.score.sinks = true;
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 20, .seed = 6});
+}
 INSTANTIATE_TEST_SUITE_P(Backends, PlanGraph, testing::Values("cuda_sm80", "cuda_sm90"), [](const auto& info) { return info.param; });
 
 }  // namespace

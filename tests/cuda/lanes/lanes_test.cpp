@@ -1,5 +1,4 @@
 // The text of attention_sm80.cu and merge.cu, run lane by lane on the host and held to the reference: fragments, masks, pipeline, merge.
-#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,6 +8,7 @@
 #include "attention/reference.h"
 #include "attention/relative_bias.h"
 #include "cuda/kv_side.h"
+#include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
 #include "imbrex/schedule.h"
 
@@ -23,18 +23,6 @@ struct How {  // none of it may change a bit, `split` apart
   int blocks = 3;
   int split = 1 << 20;  // tiles of keys
 };
-
-// A kernel of a variant: "attention_decode", "merge_decode".
-struct Library {
-  void (*run)(const AttentionParams*, int blocks, bool late_copies, unsigned chance);
-  unsigned (*smem_bytes)();
-};
-Library open_library(const std::string& name) {
-  void* const handle = dlopen((std::string(IMBREX_LANES) + "/" + name + ".so").c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (handle == nullptr) throw std::runtime_error(dlerror());
-  return {reinterpret_cast<decltype(Library::run)>(dlsym(handle, "run_kernel")),
-          reinterpret_cast<decltype(Library::smem_bytes)>(dlsym(handle, "kernel_smem_bytes"))};
-}
 
 class LanesPlan final : public Plan {
  public:
@@ -79,7 +67,8 @@ class LanesPlan final : public Plan {
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs()};
     p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
     int next_task = 0;
-    p.next_task = &next_task;
+    std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
+    p.next_task = &next_task, p.arrivals = arrivals.data();
     p.num_kv_heads = spec_.num_kv_heads;
     p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
     p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;
@@ -99,7 +88,9 @@ class LanesPlan final : public Plan {
     EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
     attention.run(&p, how_.blocks, how_.late_copies, how_.chance);
     EXPECT_EQ(next_task, 0);
-    if (counts.num_merges > 0) open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
+    EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
+    if (counts.num_merges > 0 && tiles_.key_warps == 1)
+      open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
   }
 
   std::string str() const override { return std::string("lanes: ") + variant_.name; }

@@ -90,7 +90,7 @@ inline void fiber_main() {
 
 inline void start_fiber(Fiber& fiber) {
   constexpr size_t kStack = 256 << 10;
-  fiber.stack = std::make_unique<char[]>(kStack);
+  fiber.stack = std::make_unique_for_overwrite<char[]>(kStack);
   getcontext(&fiber.context);
   fiber.context.uc_stack.ss_sp = fiber.stack.get();
   fiber.context.uc_stack.ss_size = kStack;

@@ -41,6 +41,7 @@ struct Index {
 };
 inline Index blockIdx, gridDim;
 #define threadIdx (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.current)})
+#define blockDim (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.threads())})
 
 constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 constexpr u32 kInfinityBits = 0x7f800000u;
@@ -95,10 +96,14 @@ inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline int atomicAdd(int* p, int x) { return std::exchange(*p, *p + x); }
+inline int atomicMax(int* p, int x) { return std::exchange(*p, max(*p, x)); }
 template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+inline float2 load_l2(const float2* p) { return *p; }
+inline float4 load_l2(const float4* p) { return *p; }
+inline void memory_fence() {}
 inline uint4 load_once_16(const void* p) {
   lanes::check_aligned(p, 16);
   return *static_cast<const uint4*>(p);

@@ -1,0 +1,175 @@
+// The bridge over which Python (bench/native.py) makes plans, sends steps and launches layers in memory that another library owns, PyTorch
+// above all. For measuring only: nothing here is installed or promised to stay.
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "attention/precompile.h"
+#include "core/check.h"
+#include "core/cores.h"
+#include "cuda/jit.h"
+#include "imbrex/imbrex.hpp"
+
+namespace imbrex::bench {
+namespace {
+
+using nlohmann::json;
+
+thread_local std::string last_error;
+
+// Nothing may be thrown through a C function: the text of an error waits in last_error instead.
+template <class T, class Body>
+T guarded(T failed, const Body& body) {
+  try {
+    last_error.clear();
+    return body();
+  } catch (const Error& error) {
+    last_error = error.code() + ": " + error.what();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  }
+  return failed;
+}
+
+AttentionSpec spec_of(const json& j) {
+  AttentionSpec spec{.num_q_heads = j.at("q_heads"), .num_kv_heads = j.at("kv_heads")};
+  spec.head_dim_qk = spec.head_dim_v = j.at("head_dim");
+  spec.kv_dtype = parse_dtype(j.at("kv").get<std::string>());
+  spec.block_size = j.at("page");
+  spec.mask.causal = j.at("causal");
+  return spec;
+}
+
+// A plan, and the step and tensors it was last given, so that its host cost can be timed without Python in between.
+struct Planned {
+  AttentionSpec spec;
+  Device device;
+  std::unique_ptr<Plan> plan;
+  std::string text;
+  std::vector<int32_t> query_start, seq_lens, key_start;
+  Batch batch;
+  Inputs in;
+  Outputs out;
+};
+
+Planned* make_plan(const json& j) {
+  auto planned = std::make_unique<Planned>();
+  const DeviceInfo device = describe_device(j.at("device").get<std::string>());
+  planned->spec = spec_of(j.at("spec"));
+  planned->device = device.device;
+  const std::string backend = j.at("backend");
+  const Selection chosen = select(planned->spec, device, {.forced = backend == "auto" ? "" : backend});
+  check(chosen.backend != nullptr, "backend.unsupported", "expected a backend for {}, got none: {}", planned->spec.str(), chosen.str());
+  const json& limits = j.at("limits");
+  PlanOptions options;
+  options.limits = {.max_num_reqs = limits.at("requests"),
+                    .max_num_tokens = limits.at("tokens"),
+                    .max_seq_len = limits.at("seq_len"),
+                    .max_query_len = limits.at("query_len")};
+  options.balanced = j.at("balanced");
+  planned->plan = chosen.backend->plan(planned->spec, device, options);
+  return planned.release();
+}
+
+void update(Planned& p, int num_reqs, const int32_t* query_start, const int32_t* seq_lens, void* keys, int64_t columns, Stream stream) {
+  p.query_start.assign(query_start, query_start + num_reqs + 1);
+  p.seq_lens.assign(seq_lens, seq_lens + num_reqs);
+  p.batch = {.query_start_loc = p.query_start, .seq_lens = p.seq_lens};
+  if (p.spec.block_size > 0) {
+    p.batch.block_table = TensorView::contiguous(keys, DType::i32, {num_reqs, columns}, p.device);
+  } else {
+    const auto* starts = static_cast<const int32_t*>(keys);
+    p.key_start.assign(starts, starts + num_reqs + 1);
+    p.batch.kv_start_loc = TensorView::contiguous(p.key_start.data(), DType::i32, {num_reqs + 1});
+  }
+  p.plan->update(p.batch, stream);
+}
+
+// Pages (or rows of ragged keys) lie `stride` elements apart and are contiguous inside.
+TensorView pages(const Planned& p, void* data, int64_t count, int64_t stride) {
+  const AttentionSpec& s = p.spec;
+  TensorView view = s.block_size > 0
+                        ? TensorView::contiguous(data, s.kv_dtype, {count, s.block_size, s.num_kv_heads, s.head_dim_qk}, p.device)
+                        : TensorView::contiguous(data, s.kv_dtype, {count, s.num_kv_heads, s.head_dim_qk}, p.device);
+  view.strides[0] = stride;
+  return view;
+}
+
+void run(Planned& p, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, Stream stream) {
+  const auto rows = [&](void* data) {
+    return TensorView::contiguous(data, p.spec.q_dtype, {p.batch.num_tokens(), p.spec.num_q_heads, p.spec.head_dim_qk}, p.device);
+  };
+  p.in = {.q = rows(q), .kv = {.k = pages(p, k, count, stride), .v = pages(p, v, count, stride)}};
+  p.out = {.out = rows(out)};
+  p.plan->run(p.in, p.out, stream);
+}
+
+double host_us(Planned& p, bool of_update, int calls, Stream stream) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int i = 0; i < calls; ++i) {
+    if (of_update) {
+      p.plan->update(p.batch, stream);
+    } else {
+      p.plan->run(p.in, p.out, stream);
+    }
+  }
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count() / calls;
+}
+
+int compile(const json& j) {
+  PrecompileRequest request{.archs = {cuda::arch_of(describe_device(j.at("device").get<std::string>()))},
+                            .specs = {},
+                            .folder = j.at("folder"),
+                            .jobs = default_num_threads()};
+  for (const json& spec : j.at("specs")) request.specs.push_back(spec_of(spec));
+  int compiled = 0;
+  for (const PrecompiledKernel& kernel : precompile(request)) {
+    check(kernel.error.empty(), "cuda.compile", "{}", kernel.error);
+    compiled += kernel.compile_ms > 0;
+  }
+  return compiled;
+}
+
+}  // namespace
+}  // namespace imbrex::bench
+
+// What Python sees. Functions that can fail return null, or -1; imbrex_bench_error() then says why, as "code: text".
+extern "C" {
+using namespace imbrex::bench;
+
+const char* imbrex_bench_error() { return last_error.c_str(); }
+
+void* imbrex_bench_plan(const char* request) {
+  return guarded<Planned*>(nullptr, [&] { return make_plan(json::parse(request)); });
+}
+
+void imbrex_bench_free(void* plan) { delete static_cast<Planned*>(plan); }
+
+const char* imbrex_bench_describe(void* plan) {
+  return guarded<const char*>(nullptr, [&] {
+    auto& planned = *static_cast<Planned*>(plan);
+    planned.text = planned.plan->str();
+    return planned.text.c_str();
+  });
+}
+
+// keys: a block table i32 [num_reqs, columns] where the plan's device finds it, or ragged starts i32 [num_reqs + 1] on the host.
+int imbrex_bench_update(void* plan, int num_reqs, const int32_t* query_start, const int32_t* seq_lens, void* keys, int64_t columns,
+                        void* stream) {
+  return guarded(-1, [&] { return update(*static_cast<Planned*>(plan), num_reqs, query_start, seq_lens, keys, columns, stream), 0; });
+}
+
+// q, out: [tokens, q heads, head_dim], contiguous. k, v: `count` pages, `stride` elements apart.
+int imbrex_bench_run(void* plan, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, void* stream) {
+  return guarded(-1, [&] { return run(*static_cast<Planned*>(plan), q, k, v, count, stride, out, stream), 0; });
+}
+
+// Microseconds of the host for one of `calls` calls of the last update (of_update 1) or the last run (0).
+double imbrex_bench_host_us(void* plan, int of_update, int calls, void* stream) {
+  return guarded(-1.0, [&] { return host_us(*static_cast<Planned*>(plan), of_update != 0, calls, stream); });
+}
+
+// Fills a folder with the kernels of specs, those that are there already left alone; how many were compiled.
+int imbrex_bench_compile(const char* request) {
+  return guarded(-1, [&] { return compile(json::parse(request)); });
+}
+}

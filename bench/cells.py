@@ -1,0 +1,109 @@
+"""The cells of the GPU benchmark: what each computes, whom it is compared with, and which ratio it has to reach. Needs no PyTorch."""
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("cells.json")
+BYTES = {"bf16": 2, "fp8_e4m3": 1}
+
+
+@dataclass(frozen=True)
+class Cell:
+    group: str
+    name: str
+    protocol: str  # sustained, graph or replay: see protocols.py
+    unit: str  # of what is shown beside the time: TFLOP/s, or TB/s of keys and values where the peers are in us
+    head_dim: int
+    heads: tuple[int, int]  # of queries, of keys
+    batch: int
+    query: int  # tokens of a request
+    context: int  # keys of a request, its query tokens included; 0: they differ, see lengths
+    page: int  # 0: ragged keys without pages
+    kv: str
+    causal: bool
+    tokens: int  # keys of all requests
+    lengths: str | None = None  # which draw of lengths: see inputs.py
+    rotate: bool = True  # other pages in each call, so that L2 does not hold them
+    balanced: bool = False
+    sdpa: str | None = None  # PyTorch's kernels run beside ours and join these peers: peers, dense or none
+    base: str | None = None  # the cell whose time is the yardstick
+    floor: dict[str, float] | None = None  # {"peers": 0.97}: of the best peer; {"base": r}: of the base's; {"us": t}: at most
+    peers: dict[str, float] = field(default_factory=dict)  # us, measured elsewhere
+    dense: dict[str, float] = field(default_factory=dict)  # us, over keys without pages
+
+    @property
+    def flops(self) -> float:
+        hidden = self.query**2 / 2 if self.causal else 0
+        return 4.0 * self.batch * self.heads[0] * self.head_dim * (self.query * self.context - hidden)
+
+    @property
+    def kv_bytes(self) -> int:
+        return 2 * self.tokens * self.heads[1] * self.head_dim * BYTES[self.kv]
+
+    @property
+    def work(self) -> float:
+        """FLOPs or bytes, whichever the rate counts."""
+        return self.flops if self.unit == "TFLOP/s" else float(self.kv_bytes)
+
+    def rate(self, us: float) -> float:
+        """TFLOP/s or TB/s."""
+        return self.work / us / 1e6
+
+    def spec(self) -> dict:
+        return {
+            "q_heads": self.heads[0],
+            "kv_heads": self.heads[1],
+            "head_dim": self.head_dim,
+            "kv": self.kv,
+            "page": self.page,
+            "causal": self.causal,
+        }
+
+
+def name_of(row: dict) -> str:
+    page = f"p{row['page']}" if row["page"] else "dense"
+    if row["group"] == "prefill":
+        mask = "causal" if row["causal"] else "full"
+        return f"prefill/d{row['head_dim']}/{row['heads'][0]}-{row['heads'][1]}/{row['batch']}x{row['query']}/{mask}"
+    if row["group"] == "verify":
+        return f"verify/q{row['query']}"
+    if row["group"] == "launch":
+        return f"launch/{row['protocol']}"
+    if "lengths" in row:
+        return f"{row['group']}/{page}/{row['lengths']}"
+    if row["query"] > 1:
+        return f"{row['group']}/{page}/{row['batch']}x{row['query']}of{row['context']}"
+    return f"{row['group']}/{page}/{row['context']}x{row['batch']}"
+
+
+def cell_of(row: dict) -> Cell:
+    unit = row.pop("unit")
+    row = {"tokens": row["batch"] * row["context"], **row, "name": name_of(row), "unit": "TFLOP/s" if unit == "TFLOP/s" else "TB/s"}
+    row["heads"] = tuple(row["heads"])
+    if row.get("base"):
+        row["base"] = row["base"].format(**row)
+    row["peers"], row["dense"] = row["peers"] or {}, row.get("dense") or {}
+    cell = Cell(**row)
+    if unit == "us":
+        return cell
+    in_us = {name: cell.work / rate / 1e6 for name, rate in cell.peers.items()}
+    return Cell(**{**row, "peers": in_us})
+
+
+def load(table: Path = TABLE) -> list[Cell]:
+    data = json.loads(table.read_text())
+    return [cell_of({**data["groups"][row["group"]], **row}) for row in data["cells"]]
+
+
+def origin(table: Path = TABLE) -> dict:
+    return json.loads(table.read_text())["origin"]
+
+
+def chosen(cells: list[Cell], pattern: str) -> list[Cell]:
+    """Those whose names begin with the regular expression, and the bases that they need."""
+    wanted = {cell.name for cell in cells if re.match(pattern, cell.name)}
+    wanted |= {cell.base for cell in cells if cell.name in wanted and cell.base}
+    return [cell for cell in cells if cell.name in wanted]

@@ -1,0 +1,126 @@
+#pragma once
+// How one item of a request is cut, and where its pieces stand in a list: the arithmetic that schedule() shares with the kernel which
+// plans on a device, so that both make the same lists. Plain numbers and no headers but work.h, since NVRTC reads this file too.
+#include "imbrex/work.h"
+
+namespace imbrex {
+
+// SchedulePolicy and Mask, as far as a cut depends on them; all fields mean what they mean there.
+struct CutRules {
+  int tile_q, tile_kv, split_kv, split_max_q;
+  int max_splits, max_split_rows, growth, min_q, max_q;
+  int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
+  bool causal;
+  int window_left, window_right, chunk;
+};
+
+struct KeyRange {
+  int begin, end;
+};
+
+inline long smaller(long a, long b) { return a < b ? a : b; }
+inline long larger(long a, long b) { return a > b ? a : b; }
+inline long clamped(long x, long low, long high) { return larger(low, smaller(x, high)); }
+
+// Keys that at least one of the queries at positions [first, last] may see by causality, window and chunk.
+inline KeyRange visible_keys(const CutRules& rules, int first, int last, int seq_len) {
+  long begin = 0, end = seq_len;
+  if (rules.causal) end = smaller(end, long(last) + 1);
+  if (rules.window_right >= 0) end = smaller(end, long(last) + rules.window_right + 1);
+  if (rules.window_left >= 0) begin = larger(begin, long(first) - rules.window_left);
+  if (rules.chunk > 0) {
+    begin = larger(begin, larger(first, 0) / rules.chunk * rules.chunk);
+    end = smaller(end, (larger(last, 0) / rules.chunk + 1) * rules.chunk);
+    if (last < 0) end = 0;
+  }
+  if (begin >= end) return {0, 0};
+  return {int(begin), int(end)};
+}
+
+// What an item of query tokens [t0, t1) of a request reads: the visible keys, from the beginning of a tile.
+inline KeyRange item_keys(const CutRules& rules, int q_len, int seq_len, int t0, int t1) {
+  const int context = seq_len - q_len;
+  const KeyRange keys = visible_keys(rules, context + t0, context + t1 - 1, seq_len);
+  return {keys.begin / rules.tile_kv * rules.tile_kv, keys.end};
+}
+
+inline bool is_cut(const CutRules& rules, int q_len) { return q_len >= rules.min_q && q_len <= rules.max_q; }
+inline int num_tiles(const CutRules& rules, int q_len) { return int((long(q_len) + rules.tile_q - 1) / rules.tile_q); }
+
+constexpr int kAnyNumber = 0x7fffffff;
+
+// Pieces an item of a request with q_len query tokens may have.
+inline int most_pieces(const CutRules& rules, int q_len) {
+  if (q_len > rules.split_max_q) return 1;
+  if (rules.max_splits <= 0) return kAnyNumber;
+  return int(clamped(rules.max_split_rows / int(larger(q_len, 1)), 1, rules.max_splits));
+}
+
+// Keys of a piece: split_kv, grown with the query tokens. Where an item has `pieces` at most, that is added to an equal share of its keys,
+// so that long items have longer pieces rather than as many as there may be, and made even: a short rest is no piece of its own. 0: one
+// piece.
+inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int pieces) {
+  if (pieces == 1) return 0;
+  if (rules.balanced_piece > 0) return rules.balanced_piece;
+  const long least = rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1));
+  if (pieces == kAnyNumber) return least;
+  const long all = long(keys.end) - keys.begin, wanted = least + all / pieces, number = (all + wanted * 3 / 4) / wanted;
+  if (number <= 1) return 0;
+  return ((all + number - 1) / number + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
+}
+
+// The item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial is -1: who
+// gives out the rows sets it, and merge, when there are several pieces.
+inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0) {
+  const int t1 = int(smaller(q_len, long(t0) + rules.tile_q));
+  const KeyRange keys = item_keys(rules, q_len, seq_len, t0, t1);
+  const int begin = keys.begin, end = keys.end;
+  // Equal pieces, or boundaries that a growing context does not move.
+  const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;
+  const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
+  const long first = piece == 0 ? 0 : (begin - origin) / piece;
+  const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
+  CutItem item{{request, q_start + t0, q_start + t1, begin, end, -1}, 1, 0, 0};
+  if (last > first) {
+    item.num_pieces = int(last - first + 1);
+    item.first_end = int(origin + (first + 1) * piece);
+    item.piece = int(piece);
+  }
+  return item;
+}
+
+inline WorkItem piece_of(const CutItem& item, int index) {
+  WorkItem w = item.whole;
+  if (index > 0) w.kv_begin = item.first_end + (index - 1) * item.piece;
+  if (index + 1 < item.num_pieces) w.kv_end = item.first_end + index * item.piece;
+  if (w.partial >= 0) w.partial += index * (w.q_end - w.q_begin);
+  return w;
+}
+
+// Position of an item in the order "longest first": a logarithm with three fractional bits, so that one pass sorts.
+constexpr int kCostBuckets = 512;
+inline int cost_bucket(int num_queries, int num_keys) {
+  const unsigned long cost = (static_cast<unsigned long>(num_keys) + 64) * static_cast<unsigned long>(num_queries);
+#ifdef __CUDA_ARCH__
+  const int log2 = 63 - __clzll(static_cast<long long>(cost | 8));
+#else
+  const int log2 = 63 - __builtin_clzl(cost | 8);
+#endif
+  return kCostBuckets - 1 - ((log2 << 3) | int((cost >> (log2 - 3)) & 7));
+}
+
+// Pieces of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
+struct PieceRun {
+  int bucket, count, first;  // first: number of the first of them
+};
+constexpr int kPieceRuns = 3;
+inline PieceRun piece_run(const CutItem& item, int kind) {
+  const WorkItem& w = item.whole;
+  const int queries = w.q_end - w.q_begin, last = item.num_pieces - 1;
+  if (kind == 0) return {cost_bucket(queries, (last > 0 ? item.first_end : w.kv_end) - w.kv_begin), 1, 0};
+  if (last == 0) return {0, 0, 0};
+  if (kind == 1) return {cost_bucket(queries, item.piece), last - 1, 1};
+  return {cost_bucket(queries, w.kv_end - item.first_end - (last - 1) * item.piece), 1, last};
+}
+
+}  // namespace imbrex

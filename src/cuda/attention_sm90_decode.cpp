@@ -1,0 +1,52 @@
+// See attention_sm90_decode.h.
+#include "cuda/attention_sm90_decode.h"
+
+#include <algorithm>
+
+#include "cuda/tensor_map.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kTileRows = 16, kTileKeys = 64;
+constexpr int kSharedMemory = 227 << 10;                 // of a thread block alone on a multiprocessor
+constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
+
+bool is_fp8(DType t) { return size_of(t) == 1; }
+int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
+
+}  // namespace
+
+std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec) {
+  const auto tiles = attention_sm80_tiles(arch, spec, KernelPhase::decode);
+  const bool types = (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
+                     (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype));
+  const int page = spec.block_size;
+  if (!tiles || !arch.starts_with("sm_90") || !types || spec.kv_format != KvFormat::strided || tiles->rows != kTileRows ||
+      tiles->keys != kTileKeys || tiles->dim_warps != 1 || spec.head_dim_qk > 256 || spec.head_dim_v > 256)
+    return std::nullopt;
+  if (page != 0 && page % kTileKeys != 0 && (page < 8 || kTileKeys % page != 0)) return std::nullopt;
+  // As in the kernel: stages of keys and values, two slots of queries, and some small things.
+  const int stage = (is_fp8(spec.kv_dtype) ? 2 : 1) * kTileKeys * kTensorMapLine *
+                    (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
+  const int slots = 2 * kTileRows * (((spec.head_dim_qk + 15) / 16 * 2 | 1) * 16 + 20), rest = 2048;
+  for (const int blocks : {2, 1}) {
+    const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - slots - rest) / stage;
+    if (stages >= 3) return AttentionTiles{kTileRows, kTileKeys, tiles->row_warps, tiles->key_warps, 1, std::min(stages, 6), blocks};
+  }
+  return std::nullopt;
+}
+
+unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.threads()) + 64; }
+
+KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles) {
+  KernelKey key = attention_sm80_key(arch, spec, out, tiles);
+  key.path = "attention_sm90_decode.cu";
+  return key;
+}
+
+bool attention_sm90_decode_maps(const AttentionSpec&, const TensorView&, const KvCache& kv, AttentionMaps& maps) {
+  return encode_kv_map(maps.k, kv.k, kTileKeys) && encode_kv_map(maps.v, kv.v, kTileKeys);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,22 @@
+#pragma once
+// What kernels/attention_sm90_decode.cu can run, its tiles and the constants it is compiled with, and the descriptors that its loads go
+// through.
+#include <optional>
+#include <string_view>
+
+#include "cuda/attention_sm80.h"
+#include "cuda/attention_sm90.h"
+
+namespace imbrex::cuda {
+
+// nullopt: the kernel does not run such layers. It takes keys that lie in shared memory as they are (16-bit ones of the queries' type, f16,
+// fp8), dims to 256, and pages of 8 keys or more that tiles consist of or that consist of tiles. Its items, and the bits of its results,
+// are those of attention_sm80_tiles(arch, spec, KernelPhase::decode).
+std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&);
+unsigned attention_sm90_decode_threads(const AttentionTiles&);
+// Entry `attention_sm90_decode`. Parameters: AttentionParams, then the maps of q (not used), k and v.
+KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec&, DType out, const AttentionTiles&);
+// As attention_sm90_maps.
+bool attention_sm90_decode_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,20 @@
+#pragma once
+// Descriptors of tensors for TMA, of which a kernel loads boxes: the host encodes them, launches pass them by value.
+#include <cstdint>
+
+#include "cuda/driver.h"
+#include "imbrex/kv_cache.h"
+
+namespace imbrex::cuda {
+
+constexpr int kTensorMapLine = 128;  // bytes of a row of a box: the width of the swizzle
+
+// Of a tensor of up to five dimensions, innermost first; sizes and box in elements, strides (of all but the innermost) in bytes. Rows of a
+// box are a line wide and swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read such a tensor:
+// addresses or strides that are not multiples of 16 bytes.
+bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
+                       const uint32_t* box);
+// Of keys or values: dims, keys of a page, kv heads, pages. A box has `rows` keys of a head, or a page if that is smaller.
+bool encode_kv_map(CUtensorMap&, const TensorView&, int rows);
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,100 @@
+// The bench on a GPU: what it checks and times, and how calls rotate over caches. On the fake driver, whose marks are 1.5 ms apart.
+#include "serve/bench.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <set>
+
+#include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_kernels.h"
+#include "cuda/params.h"
+#include "expect_error.h"
+#include "imbrex/select.h"
+
+namespace imbrex::serve {
+namespace {
+
+namespace fake = cuda::fake;
+
+class GpuBench : public testing::Test {
+ protected:
+  ~GpuBench() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
+  BenchResult run(const AttentionSpec& spec, const std::vector<BenchRequest>& requests) {
+    fake::run_on_host(spec);
+    if (spoil) {
+      const auto kernel = fake::state().on_launch;
+      fake::state().on_launch = [kernel](const fake::Launch& launch) {
+        if (launch.entry != "copy_kv") kernel(launch);
+      };
+    }
+    fake::state().launches.clear();
+    return bench(*find_backend("cuda_sm80"), spec, probe_cuda().at(0), requests, options);
+  }
+  // Of launches that were not captured.
+  std::vector<cuda::AttentionParams> attention() const {
+    std::vector<cuda::AttentionParams> all;
+    for (const fake::Launch& launch : fake::state().launches) {
+      if (launch.entry == "attention_sm80") std::memcpy(&all.emplace_back(), launch.all_params.at(0).data(), sizeof(cuda::AttentionParams));
+    }
+    return all;
+  }
+  AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 2, .head_dim_qk = 16, .head_dim_v = 8};
+  BenchOptions options;
+  bool spoil = false;
+};
+
+TEST_F(GpuBench, ShortCallsAreTimedInAGraph) {
+  options.kv_copies = 3;
+  const BenchResult r = run(spec, {{1, 40}, {1, 33}});
+  EXPECT_TRUE(r.captured);
+  EXPECT_EQ(r.kv_copies, 3);
+  EXPECT_EQ(r.samples, 4);  // of 80 ms: 13 calls, rounded down to 12
+  EXPECT_NEAR(r.median_s, double(1.5f) * 1e-3 / 12, 1e-9);
+  EXPECT_EQ(attention().size(), 4u) << "eagerly: one to be checked, two warm ones, one to know the time";
+  EXPECT_GT(r.check_allowed, 0);
+  EXPECT_LE(r.check_error, r.check_allowed);
+  EXPECT_EQ(r.kv_bytes, 73 * 2 * 24 * 2.);
+}
+
+TEST_F(GpuBench, LongCallsBackToBack) {
+  options.kv_copies = 2;
+  const BenchResult r = run(spec, {{20, 40}, {1, 33}});
+  EXPECT_FALSE(r.captured);
+  EXPECT_EQ(r.samples, 80);  // of 120 ms
+  EXPECT_NEAR(r.median_s, double(1.5f) * 1e-3, 1e-9);
+  std::set<const char*> caches;
+  for (const cuda::AttentionParams& p : attention()) caches.insert(p.k.data);
+  EXPECT_EQ(caches.size(), 2u);
+}
+
+TEST_F(GpuBench, SmallCachesAreManySoThatKeysAreNotInL2) {
+  const BenchResult r = run(spec, {{1, 40}});
+  EXPECT_EQ(r.kv_copies, 64);
+  fake::state().free_bytes = size_t(10 * r.cache_bytes);
+  EXPECT_EQ(run(spec, {{1, 40}}).kv_copies, 9);
+  fake::state().free_bytes = size_t(100) << 20;
+}
+
+TEST_F(GpuBench, EverySortOfTensorGetsThere) {
+  options.kv_copies = 1;
+  std::vector<AttentionSpec> specs(5, spec);
+  specs[0].kv_dtype = DType::fp8_e4m3;
+  specs[1].block_size = 0;
+  specs[2].score = {.alibi = true, .sinks = true};
+  specs[3].mask.custom = true;
+  specs[4].score = {.relative_buckets = 8, .relative_max_distance = 64};
+  for (const AttentionSpec& s : specs) {
+    const BenchResult r = run(s, {{3, 40}, {1, 20}});
+    EXPECT_GT(r.check_allowed, 0) << s.str();
+  }
+}
+
+TEST_F(GpuBench, NothingIsTimedThatIsWrong) {
+  options.kv_copies = 1;
+  spoil = true;
+  EXPECT_EQ(test::error_code([&] { run(spec, {{1, 40}}); }), "bench.check");
+}
+
+}  // namespace
+}  // namespace imbrex::serve

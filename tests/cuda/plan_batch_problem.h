@@ -1,0 +1,256 @@
+#pragma once
+// A random batch for kernels/plan_batch.cu: its memory as one image, and what the host's schedule() makes of the same batch. For the
+// kernel's text on the host and for the kernel on a GPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "attention/cut_rules.h"
+#include "cuda/cut.h"
+#include "cuda/params.h"
+#include "cuda/plan.h"
+#include "cuda/plan_arrays.h"
+
+namespace imbrex::cuda::test {
+
+struct PlanBatchProblem {
+  PlanLimits limits;
+  Mask mask;
+  bool queries_are_keys = true;
+  CutPolicy policies;
+  std::vector<int> starts{0}, lens, kv_starts;
+  std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
+  std::vector<bool> left_out;
+  long mask_bytes = 0;
+  static constexpr int kBlockSize = 16, kTableColumns = 9000;
+
+  // `spoil`: some requests break rules. Up to so many requests.
+  PlanBatchProblem(unsigned seed, int most_reqs, bool spoil) : random_(seed) {
+    const std::pair<int, int> heads[] = {{32, 8}, {8, 1}, {71, 1}, {16, 16}, {64, 8}};
+    const auto [q_heads, kv_heads] = heads[below(5)];
+    const AttentionSpec spec{.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = 128, .head_dim_v = 128};
+    mask.causal = below(4) > 0;
+    if (below(3) == 0) mask.window_left = below(5000);
+    if (below(6) == 0) mask.window_right = below(100);
+    if (below(5) == 0) mask.chunk = 1 + below(9000);
+    mask.custom = below(4) == 0;
+    limits = {.max_num_reqs = most_reqs, .max_num_tokens = 1 + below(4000), .max_seq_len = 1 + below(below(2) ? 130000 : 3000)};
+    const int kind = below(4);  // decode, verify, mixed twice
+    if (kind == 0 && below(2) == 0) limits.max_query_len = 1;
+    const DeviceInfo device = describe_device("h200");
+    std::array<Tile, kNumShapes> tiles;
+    for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+    policies = cut_policy(spec, device, tiles, false);
+
+    const int longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
+    for (int r = below(most_reqs + 1); r > 0; --r) {
+      int q_len = kind == 0 ? 1 : kind == 1 ? 1 + below(9) : below(3) == 0 ? below(600) : below(20);
+      if (below(8) == 0) q_len = 0;
+      q_len = std::min({q_len, longest, limits.max_num_tokens - starts.back(), limits.max_seq_len});
+      starts.push_back(starts.back() + q_len);
+      lens.push_back(below(10) == 0 ? q_len : q_len + below(limits.max_seq_len - q_len + 1));
+    }
+    if (below(3) == 0) {
+      kv_starts.push_back(below(3));
+      for (const int len : lens) kv_starts.push_back(kv_starts.back() + (len + kBlockSize - 1) / kBlockSize + below(2));
+    }
+    if (spoil) break_rules();
+    for (int r = 0; r < num_reqs(); ++r) mask_bytes += mask_rows(r);
+    if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
+    judge();
+  }
+
+  int num_reqs() const { return int(lens.size()); }
+
+  // All arrays one after the other; what the kernel writes is 0xff before.
+  struct Layout : ArrayLayout {
+    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken;
+    ArrayOf<long> block_start, custom_start;
+    ArrayOf<CutItem> items;
+    ArrayOf<WorkItem> work[kPlanShapes];
+    ArrayOf<MergeItem> merges[kPlanShapes];
+    ArrayOf<PlanCounts> counts[kPlanShapes];
+  };
+  Layout layout() const {
+    Layout l;
+    const int64_t reqs = num_reqs();
+    l.starts_from = l.add<int>(reqs + 1), l.lengths_from = l.add<int>(reqs), l.kv_starts = l.add<int>(int64_t(kv_starts.size()));
+    l.query_start = l.add<int>(reqs + 1), l.seq_lens = l.add<int>(reqs), l.item_start = l.add<int>(reqs),
+    l.broken = l.add<int>(kNumBatchRules);
+    l.block_start = l.add<long>(reqs), l.custom_start = l.add<long>(mask.custom ? reqs : 0);
+    for (const Shape shape : kShapes) {
+      const ScheduleBounds bounds = schedule_bounds(policies[shape], limits);
+      l.work[shape] = l.add<WorkItem>(bounds.num_work), l.counts[shape] = l.add<PlanCounts>(1);
+      l.merges[shape] = l.add<MergeItem>(bounds.num_merges);
+    }
+    l.items = l.add<CutItem>(limits.max_num_tokens);
+    return l;
+  }
+  std::vector<char> image() const {
+    const Layout l = layout();
+    std::vector<char> bytes(l.bytes(), char(0xff));
+    const auto put = [&](const ArrayOf<int>& at, const std::vector<int>& values) {
+      if (!values.empty()) std::memcpy(bytes.data() + at.offset, values.data(), values.size() * sizeof(int));
+    };
+    put(l.starts_from, starts), put(l.lengths_from, lens), put(l.kv_starts, kv_starts);
+    put(l.broken, std::vector<int>(kNumBatchRules));
+    return bytes;
+  }
+  PlanBatchParams params(char* base) const {
+    const Layout l = layout();
+    const auto at = [&]<class T>(const ArrayOf<T>& a) { return reinterpret_cast<T*>(base + a.offset); };
+    PlanBatchParams p{};
+    p.lengths_from = at(l.lengths_from), p.starts_from = at(l.starts_from);
+    p.kv_starts = kv_starts.empty() ? nullptr : at(l.kv_starts);
+    p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
+    p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
+    p.num_reqs = num_reqs(), p.max_tokens = limits.max_num_tokens;
+    p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
+    p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
+    p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
+    p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken);
+    for (const Shape shape : kShapes)
+      p.shapes[shape] = {cut_rules(mask, policies[shape]), l.work[shape].capacity > 0 ? at(l.work[shape]) : nullptr, at(l.merges[shape]),
+                         at(l.counts[shape])};
+    return p;
+  }
+
+  // What the kernel has to leave behind, apart from its own scratch.
+  void expect(const std::vector<char>& bytes) const {
+    const Layout l = layout();
+    const auto values = [&]<class T>(const ArrayOf<T>& a, size_t count) {
+      std::vector<T> v(count);
+      if (count > 0) std::memcpy(v.data(), bytes.data() + a.offset, count * sizeof(T));
+      return v;
+    };
+    const auto untouched = [&]<class T>(const ArrayOf<T>& a, size_t from) {
+      const char *begin = bytes.data() + a.offset + from * sizeof(T), *end = bytes.data() + a.offset + a.capacity * sizeof(T);
+      return std::all_of(begin, end, [](char b) { return b == char(0xff); });
+    };
+    const bool fall = broken[kStartsRise] > 0;
+    const size_t reqs = lens.size();
+    EXPECT_EQ(values(l.broken, kNumBatchRules), broken);
+    if (reqs > 0) {
+      EXPECT_EQ(values(l.query_start, reqs + 1), starts);
+    }
+    long custom = 0;
+    for (size_t r = 0; r < reqs; ++r) {
+      EXPECT_EQ(values(l.seq_lens, reqs)[r], left_out[r] ? -1 : lens[r]) << r;
+      EXPECT_EQ(values(l.block_start, reqs)[r], kv_starts.empty() ? long(r) * kTableColumns : kv_starts[r]) << r;
+      if (mask.custom) {
+        EXPECT_EQ(values(l.custom_start, reqs)[r], custom) << r;
+      }
+      custom += mask_rows(int(r));
+    }
+    std::vector<Schedule> lists;
+    int rows = 0;
+    for (const Shape shape : kShapes) {
+      lists.push_back(fall ? Schedule{} : schedule_of(policies[shape], rows));
+      rows += lists.back().num_partial_rows;
+    }
+    for (const Shape shape : kShapes) {
+      const PlanCounts counts = values(l.counts[shape], 1)[0];
+      const std::vector<WorkItem>& work = lists[shape].work;
+      const std::vector<MergeItem>& merges = lists[shape].merges;
+      ASSERT_EQ(counts.num_work, int(work.size())) << "shape " << shape;
+      ASSERT_EQ(counts.num_merges, int(merges.size())) << "shape " << shape;
+      ASSERT_LE(merges.size(), l.merges[shape].capacity);
+      EXPECT_EQ(counts.num_tokens, fall ? 0 : std::min(starts.back(), limits.max_num_tokens));
+      EXPECT_EQ(counts.num_reqs, num_reqs());
+      const std::vector<WorkItem> got = values(l.work[shape], work.size());
+      for (size_t i = 0; i < got.size(); ++i)
+        ASSERT_EQ(std::memcmp(&got[i], &work[i], sizeof got[i]), 0) << "shape " << shape << ", item " << i << " of " << got.size();
+      EXPECT_TRUE(untouched(l.work[shape], work.size())) << "shape " << shape;
+      const std::vector<MergeItem> joined = values(l.merges[shape], merges.size());
+      for (size_t i = 0; i < joined.size(); ++i)
+        ASSERT_EQ(std::memcmp(&joined[i], &merges[i], sizeof joined[i]), 0) << "shape " << shape << ", merge " << i;
+      EXPECT_TRUE(untouched(l.merges[shape], merges.size())) << "shape " << shape;
+    }
+  }
+
+ private:
+  int below(int n) { return int(random_() % unsigned(std::max(n, 1))); }
+  long mask_rows(int r) const { return std::max<long>(long(starts[size_t(r) + 1]) - starts[size_t(r)], 0) * std::max(lens[size_t(r)], 0); }
+
+  void break_rules() {
+    for (int r = 0; r < num_reqs(); ++r) {
+      int& len = lens[size_t(r)];
+      const int q_len = starts[size_t(r) + 1] - starts[size_t(r)], kind = below(20);
+      if (kind == 0) len = -1 - below(10);
+      if (kind == 1) len = limits.max_seq_len + 1 + below(1000);
+      if (kind == 2) len = q_len / 2;
+      if (kind == 3 && !kv_starts.empty()) kv_starts[size_t(r)] += 1 + below(3);
+    }
+    const int kind = below(8);
+    if (kind == 0) limits.max_num_tokens = std::max(1, starts.back() - below(50));
+    if (kind == 1) limits.max_query_len = 1 + below(8);
+    if (kind == 2 && num_reqs() > 0) starts[size_t(below(num_reqs()))] += 1 + below(3);
+  }
+  // By the words of params.h.
+  BatchRule first_broken(int r, long mask_begin) const {
+    const int begin = starts[size_t(r)], end = starts[size_t(r) + 1], len = lens[size_t(r)];
+    const int blocks = kv_starts.empty() ? kTableColumns : kv_starts[size_t(r) + 1] - kv_starts[size_t(r)];
+    if (end < begin || (r == 0 && begin != 0)) return kStartsRise;
+    if (end > limits.max_num_tokens) return kTokensFit;
+    if (limits.max_query_len > 0 && end - begin > limits.max_query_len) return kQueryFits;
+    if (len < 0 || len > limits.max_seq_len) return kKeysFit;
+    if (len < end - begin) return kQueriesAreKeys;
+    if (len > blocks * kBlockSize) return kBlocksSuffice;
+    if (mask.custom && mask_begin + mask_rows(r) > mask_bytes) return kMaskSuffices;
+    return kNumBatchRules;
+  }
+  void judge() {
+    long mask_begin = 0;
+    for (int r = 0; r < num_reqs(); ++r) {
+      const BatchRule rule = first_broken(r, mask_begin);
+      mask_begin += mask_rows(r);
+      left_out.push_back(rule < kNumBatchRules);
+      if (rule < kNumBatchRules) broken[rule] = r + 1;
+    }
+  }
+
+  // Of the requests that are not left out, each cut alone: where the cut of a request depended on another one, this would show it.
+  Schedule schedule_of(const SchedulePolicy& policy, int first_partial) const {
+    Schedule all;
+    int rows = first_partial;
+    for (int r = 0; r < num_reqs(); ++r) {
+      if (left_out[size_t(r)]) continue;
+      const int begin = starts[size_t(r)], query_start[] = {0, starts[size_t(r) + 1] - begin};
+      Batch batch;
+      batch.query_start_loc = query_start;
+      batch.seq_lens = std::span(lens).subspan(size_t(r), 1);
+      Schedule one;
+      cut(batch, mask, policy, one);
+      for (CutItem item : one.items) {
+        item.whole.request = r, item.whole.q_begin += begin, item.whole.q_end += begin;
+        if (item.whole.partial >= 0) item.whole.partial += rows, item.whole.merge += int(all.merges.size());
+        all.items.push_back(item);
+      }
+      for (MergeItem m : one.merges) all.merges.push_back({m.q_begin + begin, m.q_end + begin, m.first_partial + rows, m.num_splits});
+      rows += one.num_partial_rows;
+      all.num_work += one.num_work;
+    }
+    all.num_partial_rows = rows - first_partial;
+    all.work.resize(size_t(all.num_work));
+    write_work(all, all.work.data());
+    if (std::find(left_out.begin(), left_out.end(), true) == left_out.end()) {
+      Batch batch;
+      batch.query_start_loc = starts;
+      batch.seq_lens = lens;
+      SchedulePolicy with_rows = policy;
+      with_rows.first_partial = first_partial;
+      Schedule together;
+      schedule(batch, mask, with_rows, together);
+      EXPECT_EQ(together.work.size(), all.work.size());
+      return together;
+    }
+    return all;
+  }
+
+  std::mt19937 random_;
+};
+
+}  // namespace imbrex::cuda::test
