@@ -19,8 +19,7 @@ int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine -
 
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec) {
   const auto tiles = attention_sm80_tiles(arch, spec, KernelPhase::decode);
-  const bool types = (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-                     (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype));
+  const bool types = spec.q_dtype != DType::f32 && (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype));
   const int page = spec.block_size;
   if (!tiles || !arch.starts_with("sm_90") || !types || spec.kv_format != KvFormat::strided || tiles->rows != kTileRows ||
       tiles->keys != kTileKeys || tiles->dim_warps != 1 || spec.head_dim_qk > 256 || spec.head_dim_v > 256)

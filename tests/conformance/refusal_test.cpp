@@ -28,6 +28,8 @@ struct Refusal {
 constexpr auto nothing = [](AttentionSpec&) {};
 constexpr auto packed = [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed; };
 
+constexpr auto e4m3 = [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::fp8_e4m3; };
+
 constexpr auto wide_f32 = [](AttentionSpec& s) {
   s.q_dtype = s.kv_dtype = DType::f32;
   s.head_dim_qk = 576, s.head_dim_v = 512;
@@ -61,6 +63,9 @@ const Refusal kRefusals[] = {
     {"cpu_avx512", "device.type", "a100", nothing},
     {"cpu_avx512", "device.isa", "avx2,4 threads", nothing},
     {"cpu_avx512", "spec.kv_format", "avx512,4 threads", packed},
+    {"cpu_generic", "spec.q_dtype", "cpu", e4m3},
+    {"cpu_avx512", "spec.q_dtype", "avx512,4 threads", e4m3},
+    {"cpu_amx", "spec.q_dtype", "amx,4 threads", e4m3},
     {"cpu_amx", "device.type", "b200", nothing},
     {"cpu_amx", "device.isa", "avx512,4 threads", nothing},
     {"cpu_amx", "spec.q_dtype", "amx,4 threads", [](AttentionSpec& s) { s.q_dtype = DType::f32; }},

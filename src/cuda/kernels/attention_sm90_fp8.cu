@@ -260,7 +260,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
     if (item.num_rows == 0) return false;
-    const float scale = p.scale * kv_scale(p.k, item.kv_head);
+    const float scale = logit_scale(p, item.kv_head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = min(row + 8 * h, item.num_rows - 1);
