@@ -69,6 +69,7 @@ class PlanMaps : public testing::Test {
   std::vector<Seen> launches_of(const imbrex::Plan& plan) {
     seen.clear();
     plan.run(in, out, stream.get());
+    stream.synchronize();
     return seen;
   }
   std::string capture(const imbrex::Plan& plan) {
