@@ -64,7 +64,9 @@ inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int piec
   if (rules.balanced_piece > 0) return rules.balanced_piece;
   const long least = rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1));
   if (pieces == kAnyNumber) return least;
-  const long all = long(keys.end) - keys.begin, wanted = least + all / pieces, number = (all + wanted * 3 / 4) / wanted;
+  const long all = long(keys.end) - keys.begin;
+  if (least >= all) return 0;
+  const long wanted = least + all / pieces, number = (all + wanted * 3 / 4) / wanted;
   if (number <= 1) return 0;
   return ((all + number - 1) / number + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
 }

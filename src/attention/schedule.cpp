@@ -96,7 +96,13 @@ void write_work(const Schedule& schedule, WorkItem* to) {
     for_pieces(item, [&](int bucket, int count, int first) {
       WorkItem* at = to + start[bucket];
       start[bucket] += count;
-      for (int i = 0; i < count; ++i) at[i] = piece_of(item, first + i);
+      if (count == 0) return;
+      WorkItem piece = piece_of(item, first);
+      at[0] = piece;
+      for (int i = 1; i < count; ++i) {  // equal ones
+        piece.kv_begin += item.piece, piece.kv_end += item.piece, piece.partial += piece.q_end - piece.q_begin;
+        at[i] = piece;
+      }
     });
   }
 }

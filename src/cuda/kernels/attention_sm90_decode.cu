@@ -68,6 +68,7 @@ DEVICE float* part_at(char* stage, int team, int row, int d) {
 // --- producer: a warp
 
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
+  prefetch_item(p, int(blockIdx.x));  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<2> slot;
@@ -257,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
     shared.last_slot = -1;
   }
   __syncthreads();
+  griddep_launch();  // the next kernel waits for all of this one, and may as well do so on the device
   griddep_wait();
   if (const int warp = warp_id(); warp < kConsumers) {
     consume(p, shared, warp);
@@ -267,7 +269,6 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
   }
   __syncthreads();
   if (shared.last_slot >= 0) join_last_item(p, shared);
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda
