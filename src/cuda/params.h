@@ -123,14 +123,14 @@ struct AttentionParams {
   int* arrivals;   // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
   float scale, soft_cap;                            // soft_cap 0: off
-  const float* q_scales;                            // of fp8 queries, on the device, [1] or [num_kv_heads]; null: `scale` has it
-  int q_scale_stride;                               // elements; 0: one for all heads
   int window_left, window_right, chunk;             // as in Mask
   const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
-  float* partial_out;    // [partial rows, num_q_heads, head_dim_v], not normalised
-  float* partial_state;  // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+  float* partial_out;     // [partial rows, num_q_heads, head_dim_v], not normalised
+  float* partial_state;   // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+  const float* q_scales;  // of fp8 queries, on the device, [1] or [num_kv_heads]; null: `scale` has it
+  int q_scale_stride;     // elements; 0: one for all heads
 };
 
 }  // namespace imbrex::cuda

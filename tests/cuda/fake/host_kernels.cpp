@@ -248,7 +248,7 @@ void run_launch(const Launch& launch) {
   const DType out = type_named(launch, "kOutType", spec.out_dtypes());
   if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
-  if (launch.entry == "attention_sm90") return attention(through_maps(launch), out);
+  if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8") return attention(through_maps(launch), out);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv"))
     return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
@@ -280,6 +280,7 @@ void run_on_host(const AttentionSpec& of) {
       {"attention_sm80", {sizeof(AttentionParams)}},
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},
       {"write_kv", {sizeof(WriteKvParams)}},
       {"write_kv_strided", {sizeof(WriteKvParams)}},
