@@ -128,7 +128,6 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(const __grid_constant__ AttentionParams p) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-  griddep_launch();
   griddep_wait();
   const int tasks = num_tasks(p), warp = warp_id();
   const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
@@ -146,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
     task = shared.next_task;
     if (task >= tasks) break;
   }
+  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

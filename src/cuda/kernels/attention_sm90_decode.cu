@@ -258,7 +258,6 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
     shared.last_slot = -1;
   }
   __syncthreads();
-  griddep_launch();  // the next kernel waits for all of this one, and may as well do so on the device
   griddep_wait();
   if (const int warp = warp_id(); warp < kConsumers) {
     consume(p, shared, warp);
@@ -269,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
   }
   __syncthreads();
   if (shared.last_slot >= 0) join_last_item(p, shared);
+  griddep_launch();
 }
 
 }  // namespace imbrex::cuda
