@@ -9,6 +9,12 @@
 
 namespace imbrex::cuda {
 
+// kPlainLogits of kernels/attention_item.cuh: without registers for what else a logit needs.
+inline bool has_plain_logits(const AttentionSpec& spec) {
+  const ScoreMod& score = spec.score;
+  return !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
+}
+
 inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles) {
   const Mask& mask = spec.mask;
   const ScoreMod& score = spec.score;

@@ -77,8 +77,6 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
       {64, 16, 4, 1, 1, 2, 2}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
   static constexpr AttentionTiles kF32Beyond[] = {{32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
   static constexpr AttentionTiles kF32Far[] = {{16, 16, 1, 1, 4, 2, 1}, {16, 16, 1, 1, 4, 1, 1}};
-  const ScoreMod& score = spec.score;
-  const bool plain = !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
   std::span<const AttentionTiles> ladder = kUpTo128;
   if (spec.q_dtype == DType::f32) {
     if (spec.head_dim_v > 256) {
@@ -92,7 +90,7 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
     ladder = kBeyond;
   } else if (spec.head_dim_v > 128) {
     ladder = kUpTo256;
-  } else if (!plain || spec.kv_dtype != spec.q_dtype) {
+  } else if (!has_plain_logits(spec) || spec.kv_dtype != spec.q_dtype) {
     ladder = ladder.subspan(1);
   }
   for (const AttentionTiles& tiles : ladder)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <numeric>
 
 #include "core/check.h"
 #include "cuda/attention_sm80.h"
@@ -24,14 +25,15 @@ std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionS
   return larger ? larger : attention_sm80_tiles(arch, spec, KernelPhase::decode);
 }
 
-ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  const auto tiles = sm80_tiles(arch, spec, shape);
+ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
   if (!tiles) return {};
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
           .joins_pieces = tiles->key_warps > 1};
 }
+
+ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) { return sm80_shape(sm80_tiles(arch, spec, shape)); }
 
 KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, shape));
@@ -47,9 +49,10 @@ std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const Att
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (arch != "sm_90a") return {};
   if (has_sm90_prefill(spec, shape)) {
+    const Sm90Tiles tiles = attention_sm90_tiles(spec);
     return {.entry = "attention_sm90",
-            .tile = {.rows = kSm90TileRows, .keys = attention_sm90_tile_keys(spec)},
-            .threads = kSm90Threads,
+            .tile = {.rows = tiles.rows, .keys = tiles.keys},
+            .threads = tiles.threads(),
             .maps = attention_sm90_maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
@@ -66,6 +69,27 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
   if (has_sm90_prefill(spec, shape)) return attention_sm90_key(arch, spec, out);
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles);
   return sm80_attention(arch, spec, shape, out);
+}
+
+// Tiles that take the items of cuda_sm90's own kernels: as many rows, a warp for each as many as in cuda_sm80, and keys that begin where
+// these do.
+std::optional<AttentionTiles> mapless_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  auto tiles = sm80_tiles(arch, spec, shape);
+  if (tiles && has_sm90_prefill(spec, shape)) {
+    const Sm90Tiles items = attention_sm90_tiles(spec);
+    tiles->row_warps = items.rows / (tiles->rows / tiles->row_warps);
+    tiles->rows = items.rows;
+    tiles->keys = std::gcd(tiles->keys, items.keys);
+  }
+  return tiles;
+}
+
+ShapeKernel mapless_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  return sm80_shape(mapless_tiles(arch, spec, shape));
+}
+
+KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
+  return attention_sm80_key(arch, spec, out, *mapless_tiles(arch, spec, shape));
 }
 
 constexpr int kLeastSm80 = 80;
@@ -90,7 +114,8 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 }  // namespace
 
 const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_sm80};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_shape, mapless_attention, merge_key, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_mapless};
 
 }  // namespace cuda
 

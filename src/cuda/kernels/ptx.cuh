@@ -43,6 +43,24 @@ DEVICE float max_over(float x) {
   return x;
 }
 
+// Four neighbouring lanes have a row of a 4 x 4 matrix each; then, a column each.
+DEVICE void transpose_quad(u32 (&x)[4]) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = (lane_id() & step) != 0;
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      u32 &low = x[pair * (3 - step)], &high = x[pair * (3 - step) + step];
+      const u32 other = shuffle_xor(upper ? low : high, step);
+      if (upper) {
+        low = other;
+      } else {
+        high = other;
+      }
+    }
+  }
+}
+
 DEVICE bool any_lane(bool x) { return __any_sync(kFullWarp, x); }
 DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 

@@ -1,0 +1,114 @@
+#pragma once
+// What the wgmma kernels have in common: what a thread of a warpgroup does with the scores and the output of its two rows, which lie in
+// registers as wgmma.cuh says.
+#include "async.cuh"
+#include "attention_item.cuh"
+#include "attention_output.cuh"
+
+namespace imbrex::cuda {
+
+struct Rows {  // what a thread knows of its two rows
+  RowTerms terms[2];
+  KeyRange seen[2];
+  int position[2];
+};
+
+template <bool>
+struct Edge {};
+
+// Without a window, what a row does not see is behind it: an item's keys begin with a tile.
+DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int first = begin + 2 * (lane_id() % 4), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int key = 8 * j + c;
+        if (key >= hi || (kWindow && key < lo)) s[4 * j + 2 * h + c] = -infinity();
+      }
+    }
+  }
+}
+
+DEVICE void modify(const AttentionParams& p, int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int distance = begin + 2 * (lane_id() % 4) - rows.position[h];
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * h + c];
+        x = modified(p, rows.terms[h], x, distance + 8 * j + c);
+      }
+    }
+  }
+}
+
+template <class T, int n>
+DEVICE void pin(T (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < n; ++i) wgmma_pin(x[i]);
+}
+
+// Writes the item's rows; what is in `out` afterwards is of no use.
+template <int n>
+DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
+                       float (&out)[n]) {
+  const bool partial = item.partial >= 0, wide = out_is_wide(p);
+  const float v_scale = kv_scale(p.v, item.kv_head);
+  const int quad_lane = lane_id() % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const bool exists = row + 8 * h < item.num_rows, writes_state = exists && quad_lane == 0;
+    const int r = exists ? row + 8 * h : 0, token = item.token_of(r), head = item.head_of(r);
+    float factor = v_scale;
+    char* to;
+    if (partial) {
+      const long at = partial_row(p, item, r);
+      to = reinterpret_cast<char*>(p.partial_out + at * kHeadDimV);
+      if (writes_state) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
+    } else {
+      const RowEnd end = row_end(p, head, reference[h], total[h]);
+      to = out_row(p, token, head);
+      factor *= end.factor;
+      if (writes_state) store_lse(p, token, head, end.lse);
+    }
+#pragma unroll
+    for (int j = 0; j < kHeadDimV / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        out[4 * j + 2 * h + c] = ended(out[4 * j + 2 * h + c], factor);
+        wgmma_pin(out[4 * j + 2 * h + c]);  // here, once, and not anew in each branch
+      }
+    }
+    if (partial) {
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        if (exists) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+      }
+    } else if (kOutType == kF32 || !wide) {
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        char* const at = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
+        if (exists) store_pair(at, wide, out[4 * j + 2 * h], out[4 * j + 2 * h + 1]);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; j += 4) {  // the four lanes of a row change what they have of 32 dims into 8 neighbours each
+        u32 pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float x = out[4 * (j + i) + 2 * h], y = out[4 * (j + i) + 2 * h + 1];
+          pairs[i] = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
+        }
+        transpose_quad(pairs);
+        if (exists) *reinterpret_cast<uint4*>(to + (8 * j + 8 * quad_lane) * 2) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
+    }
+  }
+}
+
+}  // namespace imbrex::cuda
