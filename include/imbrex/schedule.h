@@ -19,12 +19,14 @@ struct SchedulePolicy {
   int num_workers = 1;    // only looked at when balanced: workers times heads share the items
 
   // For kernels that read their list from memory of a fixed size (0 and 1: off). All of it depends on the request alone.
-  int max_splits = 0;      // pieces of an item at most: beyond, pieces grow with the keys
-  int max_split_rows = 0;  // query tokens of a request times its pieces at most; with max_splits only
-  int growth = 1;          // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more
-  int min_q = 0;           // only requests with this many query tokens or more are cut,
-  int max_q = INT32_MAX;   // and with this many or fewer: the others belong to the list of another kernel
-  int first_partial = 0;   // first row of the partial buffers to use: another list may have those before
+  int max_splits = 0;            // pieces of an item at most; they are even then, with split_kv keys and
+  int share_splits = INT32_MAX;  // this share of the item's, but no more keys than
+  int longest_kv = INT32_MAX;    // these, as far as max_splits allows
+  int max_split_rows = 0;        // query tokens of a request times its pieces at most; with max_splits only
+  int growth = 1;                // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more
+  int min_q = 0;                 // only requests with this many query tokens or more are cut,
+  int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
+  int first_partial = 0;         // first row of the partial buffers to use: another list may have those before
 };
 
 struct Schedule {

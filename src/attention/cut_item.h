@@ -8,7 +8,7 @@ namespace imbrex {
 // SchedulePolicy and Mask, as far as a cut depends on them; all fields mean what they mean there.
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
-  int max_splits, max_split_rows, growth, min_q, max_q;
+  int max_splits, share_splits, longest_kv, max_split_rows, growth, min_q, max_q;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal;
   int window_left, window_right, chunk;
@@ -56,15 +56,24 @@ inline int most_pieces(const CutRules& rules, int q_len) {
   return int(clamped(rules.max_split_rows / int(larger(q_len, 1)), 1, rules.max_splits));
 }
 
-// Keys of a piece: split_kv, grown with the query tokens. Where an item has `pieces` at most, that is added to an equal share of its keys,
-// so that long items have longer pieces rather than as many as there may be, and made even: a short rest is no piece of its own. 0: one
-// piece.
+inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1)); }
+
+// Even pieces that an item of so many keys is cut into, `pieces` at most: long items have longer ones, not just more. A short rest is no
+// piece of its own. Never falls when the keys rise.
+inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
+  const long least = least_keys(rules, q_len);
+  if (least >= keys) return 1;
+  const long wanted = smaller(least + keys / smaller(rules.share_splits, pieces), larger(least, rules.longest_kv));
+  const long piece = larger(wanted, (keys + pieces - 1) / pieces);
+  return (keys + piece * 3 / 4) / piece;
+}
+
+// Keys of a piece: split_kv, grown with the query tokens, or what makes even pieces. 0: one piece.
 inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int pieces) {
   if (pieces == 1) return 0;
   if (rules.balanced_piece > 0) return rules.balanced_piece;
-  const long least = rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1));
-  if (pieces == kAnyNumber) return least;
-  const long all = long(keys.end) - keys.begin, wanted = least + all / pieces, number = (all + wanted * 3 / 4) / wanted;
+  if (pieces == kAnyNumber) return least_keys(rules, q_len);
+  const long all = long(keys.end) - keys.begin, number = even_pieces(rules, q_len, all, pieces);
   if (number <= 1) return 0;
   return ((all + number - 1) / number + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
 }

@@ -46,6 +46,8 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .split_kv = policy.split_kv,
           .split_max_q = policy.split_max_q,
           .max_splits = policy.max_splits,
+          .share_splits = policy.share_splits,
+          .longest_kv = policy.longest_kv,
           .max_split_rows = policy.max_split_rows,
           .growth = policy.growth,
           .min_q = policy.min_q,
@@ -96,7 +98,13 @@ void write_work(const Schedule& schedule, WorkItem* to) {
     for_pieces(item, [&](int bucket, int count, int first) {
       WorkItem* at = to + start[bucket];
       start[bucket] += count;
-      for (int i = 0; i < count; ++i) at[i] = piece_of(item, first + i);
+      if (count == 0) return;
+      WorkItem piece = piece_of(item, first);
+      at[0] = piece;
+      for (int i = 1; i < count; ++i) {  // equal ones
+        piece.kv_begin += item.piece, piece.kv_end += item.piece, piece.partial += piece.q_end - piece.q_begin;
+        at[i] = piece;
+      }
     });
   }
 }
@@ -128,8 +136,9 @@ Splits most_splits(const SchedulePolicy& policy, const PlanLimits& limits) {
   const CutRules rules = cut_rules({}, policy);
   Splits splits;
   for (int64_t q = least; q <= std::min<int64_t>(policy.split_max_q, most); ++q) {
-    const int64_t piece = int64_t(policy.split_kv) * std::min<int64_t>(q, std::max(policy.growth, 1));
-    const int64_t pieces = std::min<int64_t>(most_pieces(rules, int(q)), (std::max(limits.max_seq_len, 1) - 1) / piece + 1);
+    const int allowed = most_pieces(rules, int(q)), longest = std::max(limits.max_seq_len, 1);
+    const int64_t pieces =
+        allowed < kAnyNumber ? even_pieces(rules, int(q), longest, allowed) : (longest - 1) / least_keys(rules, int(q)) + 1;
     if (pieces < 2) continue;
     splits.merges = std::max(splits.merges, tiles_of(policy, q));
     splits.extra_items = std::max(splits.extra_items, tiles_of(policy, q) * (pieces - 1));

@@ -8,31 +8,32 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kTileRows = 16, kTileKeys = 64;
+constexpr int kTileKeys = 64, kKeyWarps = 4;
 constexpr int kSharedMemory = 227 << 10;                 // of a thread block alone on a multiprocessor
 constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
 
 bool is_fp8(DType t) { return size_of(t) == 1; }
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 
+bool runs(std::string_view arch, const AttentionSpec& spec) {
+  const int page = spec.block_size;
+  return arch.starts_with("sm_90") && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
+         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && spec.kv_format == KvFormat::strided &&
+         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && (page == 0 || page % kTileKeys == 0 || (page >= 8 && kTileKeys % page == 0));
+}
+
 }  // namespace
 
-std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec) {
-  const auto tiles = attention_sm80_tiles(arch, spec, KernelPhase::decode);
-  const bool types = (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-                     (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype));
-  const int page = spec.block_size;
-  if (!tiles || !arch.starts_with("sm_90") || !types || spec.kv_format != KvFormat::strided || tiles->rows != kTileRows ||
-      tiles->keys != kTileKeys || tiles->dim_warps != 1 || spec.head_dim_qk > 256 || spec.head_dim_v > 256)
-    return std::nullopt;
-  if (page != 0 && page % kTileKeys != 0 && (page < 8 || kTileKeys % page != 0)) return std::nullopt;
-  // As in the kernel: stages of keys and values, two slots of queries, and some small things.
-  const int stage = (is_fp8(spec.kv_dtype) ? 2 : 1) * kTileKeys * kTensorMapLine *
+std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, int rows) {
+  if (!runs(arch, spec) || rows > 32 || spec.group_size() > rows) return std::nullopt;
+  // As in the kernel: stages of keys and values that have room for parts of the rows, two slots of queries, and some small things.
+  const int row_warps = rows / 16;
+  const int stage = row_warps * (is_fp8(spec.kv_dtype) ? 2 : 1) * kTileKeys * kTensorMapLine *
                     (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
-  const int slots = 2 * kTileRows * (((spec.head_dim_qk + 15) / 16 * 2 | 1) * 16 + 20), rest = 2048;
-  for (const int blocks : {2, 1}) {
+  const int q_row = ((spec.head_dim_qk + 15) / 16 * 2 | 1) * 16, slots = 2 * (rows * (q_row + 20 + 8 * kKeyWarps) + 64), rest = 1024;
+  for (int blocks = rows > 16 ? 1 : 2; blocks > 0; --blocks) {
     const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - slots - rest) / stage;
-    if (stages >= 3) return AttentionTiles{kTileRows, kTileKeys, tiles->row_warps, tiles->key_warps, 1, std::min(stages, 6), blocks};
+    if (stages >= (blocks == 2 ? 3 : 2)) return AttentionTiles{rows, kTileKeys, row_warps, kKeyWarps, 1, std::min(stages, 6), blocks};
   }
   return std::nullopt;
 }

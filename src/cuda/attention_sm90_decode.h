@@ -9,10 +9,10 @@
 
 namespace imbrex::cuda {
 
-// nullopt: the kernel does not run such layers. It takes keys that lie in shared memory as they are (16-bit ones of the queries' type, f16,
-// fp8), dims to 256, and pages of 8 keys or more that tiles consist of or that consist of tiles. Its items, and the bits of its results,
-// are those of attention_sm80_tiles(arch, spec, KernelPhase::decode).
-std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&);
+// Tiles of 16 or 32 rows. nullopt: the kernel does not run such layers. It takes keys that lie in shared memory as they are (16-bit ones of
+// the queries' type, f16, fp8), dims to 256, groups of no more q heads than rows, and pages of 8 keys or more that tiles consist of or that
+// consist of tiles. With 16 rows its items, and the bits of its results, are those of attention_sm80_tiles(.., KernelPhase::decode).
+std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&, int rows);
 unsigned attention_sm90_decode_threads(const AttentionTiles&);
 // Entry `attention_sm90_decode`. Parameters: AttentionParams, then the maps of q (not used), k and v.
 KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec&, DType out, const AttentionTiles&);

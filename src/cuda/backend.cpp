@@ -16,7 +16,7 @@ namespace imbrex {
 namespace cuda {
 namespace {
 
-constexpr int kVerifyRows = 64;
+constexpr int kDecodeRows = 16, kVerifyRows = 64;
 
 // Where the larger tile of verify steps does not fit, decode's serves them too.
 std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
@@ -43,7 +43,10 @@ KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape
 bool has_sm90_prefill(const AttentionSpec& spec, Shape shape) { return shape == kPrefill && attention_sm90_refusals(spec).empty(); }
 
 std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  return shape == kDecode ? attention_sm90_decode_tiles(arch, spec) : std::nullopt;
+  if (shape == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
+  // Steps of more rows than these go to prefill, which has to be as fast.
+  return shape == kVerify && attention_sm90_refusals(spec).empty() ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows)
+                                                                   : std::nullopt;
 }
 
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
@@ -108,7 +111,7 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
 
 // What neither of its own kernels takes.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
-  return attention_sm90_decode_tiles("sm_90a", spec) ? std::vector<Reason>{} : attention_sm90_refusals(spec);
+  return attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) ? std::vector<Reason>{} : attention_sm90_refusals(spec);
 }
 
 }  // namespace
@@ -170,7 +173,7 @@ const Backend& cuda_sm80() {
 }
 
 const Backend& cuda_sm90() {
-  static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma and decode with TMA on Hopper, the rest as in cuda_sm80",
+  static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma, decode and verify with TMA on Hopper, the rest as in cuda_sm80",
                                    {.least = 90, .most = 90}, cuda::sm90_refusals);
   return backend;
 }

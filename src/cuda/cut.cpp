@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kPieceKeys = 384;      // that a piece has at least; a share of its request's comes on top
 constexpr int kPartialPercent = 5;   // traffic of partial results, of that of keys and values at most
-constexpr int kLongestPiece = 4096;  // keys; what a request of many query tokens is cut into
-constexpr int kTasksEach = 2;        // of a multiprocessor, when the load is balanced: two thread blocks share one
+constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
+constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
 constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
@@ -38,7 +38,9 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.growth = std::max(1, kLongestPiece / p.split_kv);
     // Alone, a request does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it is busy widening
     // fp8.
-    p.max_splits = size_of(spec.kv_dtype) == 1 ? most : std::max(most * 3 / 4, 1);
+    p.share_splits = size_of(spec.kv_dtype) == 1 ? most : std::max(most * 3 / 4, 1);
+    p.max_splits = kTasksEach * most;
+    p.longest_kv = kLongestPiece;
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;

@@ -45,6 +45,8 @@ SchedulePolicy random_policy(Random& random) {
   p.max_splits = random.of({0, 1, 2, 3, 17});
   p.max_split_rows = p.max_splits * random.of({1, 4, 16});
   p.growth = random.of({1, 8});
+  p.share_splits = random.of({INT32_MAX, 3, 12});
+  p.longest_kv = random.of({INT32_MAX, 700});
   p.min_q = random.of({0, 0, 5});
   p.max_q = random.of({4, 16, INT32_MAX});
   p.first_partial = random.of({0, 100});

@@ -52,11 +52,11 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90.cu"), 2);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 2);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 4);
   EXPECT_EQ(count("attention_sm80.cu"), 6);
   EXPECT_EQ(count("merge.cu"), 2);
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
-  EXPECT_EQ(keys.size(), 14u);
+  EXPECT_EQ(keys.size(), 16u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
 }
 

@@ -50,7 +50,7 @@ TEST_P(DeviceGraph, DecodeOnly) {
        .seed = 5});
 }
 
-TEST_F(DeviceGraph, LengthsOnTheDevice) {
+TEST_P(DeviceGraph, LengthsOnTheDevice) {
   AttentionSpec spec = test::graph_spec();
   run({.spec = spec, .device_arrays = true, .device_lengths = true, .batches = 300, .seed = 6});
   spec.mask.window_left = 700;
@@ -64,7 +64,7 @@ TEST_F(DeviceGraph, LengthsOnTheDevice) {
        .seed = 8});
 }
 
-TEST_F(DeviceGraph, LengthsAndMaskOnTheDevice) {
+TEST_P(DeviceGraph, LengthsAndMaskOnTheDevice) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;
   run({.spec = spec,

@@ -10,7 +10,8 @@ namespace imbrex::cuda {
 DEVICE void griddep_wait() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
-// Lets the next kernel begin once every block has come here or ended.
+// Lets the next kernel begin once every block has come here or ended. At the end of a kernel that does not fill the GPU: blocks which wait
+// beside its own would share multiprocessors among themselves when it is their turn.
 DEVICE void griddep_launch() {
   if constexpr (kArch >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

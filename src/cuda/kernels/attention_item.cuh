@@ -54,6 +54,9 @@ struct Item {
 
 DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.num_kv_heads * kRowBlocks; }
 
+// Decode only: brings what item_of reads first.
+DEVICE void prefetch_item(const AttentionParams& p, int task) { prefetch_l1(p.work + task / kRowBlocks / p.num_kv_heads); }
+
 DEVICE Item item_of(const AttentionParams& p, int task) {
   const int row_block = task % kRowBlocks, rest = task / kRowBlocks;
   int index, kv_head;

@@ -13,6 +13,9 @@ constexpr int kLoadSteps = kBytes ? 2 : 1;                 // of them fed by one
 constexpr float kSlack = 8.f;                              // log2 units by which a maximum may outgrow a row's reference
 constexpr bool kOneScale = kPlainLogits && !kPowerScaled;  // of all rows, and nothing else is done to a logit
 
+// Sums of scores that a warp keeps side by side and adds at the end: with few keys, products would wait for the one before.
+constexpr int kScoreSums = kKeyTiles * kRowTiles <= 2 && !kExact ? 2 : 1;
+
 // Fragments of queries that stay in registers: as many as leave room for scores and output.
 constexpr int kQRegisters = kQPlanes * kRowTiles * kSteps * 4;
 constexpr bool kQInRegisters = kQRegisters + kRowTiles * (kDimTiles + kKeyTiles) * 4 <= 176 && kQRegisters <= 64;
@@ -167,14 +170,9 @@ class Warp {
   }
 
   DEVICE void scores(u32 k, float (&s)[kRowTiles][kKeyTiles][4]) const {
+    float sums[kScoreSums][kRowTiles][kKeyTiles][4];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (float& x : s[m][n]) x = 0.f;
-      }
-    }
+    for (int i = 0; i < kScoreSums * kRowTiles * kKeyTiles * 4; ++i) (&sums[0][0][0][0])[i] = 0.f;
 #pragma unroll(kExact && !kQInRegisters ? 1 : kSteps)
     for (int load = 0; load * kLoadSteps < kSteps; ++load) {
       QFragments a[kLoadSteps];
@@ -206,14 +204,20 @@ class Warp {
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
               if constexpr (kQInRegisters) {
-                multiply_planes(s[m][n + half], q_kept_[step][m], b);
+                multiply_planes(sums[step % kScoreSums][m][n + half], q_kept_[step][m], b);
               } else {
-                multiply_planes(s[m][n + half], a[i][m], b);
+                multiply_planes(sums[step % kScoreSums][m][n + half], a[i][m], b);
               }
             }
           }
         }
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kKeyTiles * 4; ++i) {
+      float sum = (&sums[0][0][0][0])[i];
+      if constexpr (kScoreSums == 2) sum += (&sums[kScoreSums - 1][0][0][0])[i];
+      (&s[0][0][0])[i] = sum;
     }
   }
 

@@ -49,6 +49,7 @@ DEVICE float* part_at(char* stage, int team, int row, int d) {
 // --- producer: a warp
 
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
+  prefetch_item(p, int(blockIdx.x));  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<2> slot;

@@ -85,13 +85,13 @@ DEVICE void merge_row(const AttentionParams& p, const MergeItem& item, int token
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __grid_constant__ AttentionParams p) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  griddep_launch();
   griddep_wait();
   const int num_q_heads = p.num_kv_heads * kGroup, tasks = p.counts->num_merges * num_q_heads;
   for (int task = int(blockIdx.x); task < tasks; task += int(gridDim.x)) {
     const MergeItem item = p.merges[task / num_q_heads];
     for (int token = 0; token < item.q_end - item.q_begin; ++token) merge_row(p, item, token, task % num_q_heads, shared);
   }
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

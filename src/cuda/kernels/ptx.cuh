@@ -125,6 +125,8 @@ DEVICE uint2 load_once_8(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
 }
+DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // What other blocks of this launch have written: past L1, which may have older bytes.
 DEVICE float2 load_l2(const float2* p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4* p) { return __ldcg(p); }
@@ -149,7 +151,8 @@ DEVICE void copy_async(u32 to, const void* from, bool valid = true) {
   static_assert(size == 4 || size == 8 || size == 16);
   const u32 bytes = valid ? size : 0;
   if constexpr (size == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    // Whole lines into L2: rows of keys are lines or more, and asking by sectors costs 3 % of the bandwidth of an H200.
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(size), "r"(bytes) : "memory");
   }

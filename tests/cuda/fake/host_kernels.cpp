@@ -195,6 +195,8 @@ SchedulePolicy policy_of(const CutRules& r) {
           .split_kv = r.split_kv,
           .split_max_q = r.split_max_q,
           .max_splits = r.max_splits,
+          .share_splits = r.share_splits,
+          .longest_kv = r.longest_kv,
           .max_split_rows = r.max_split_rows,
           .growth = r.growth,
           .min_q = r.min_q,

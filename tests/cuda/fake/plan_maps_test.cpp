@@ -69,6 +69,7 @@ class PlanMaps : public testing::Test {
   std::vector<Seen> launches_of(const imbrex::Plan& plan) {
     seen.clear();
     plan.run(in, out, stream.get());
+    stream.synchronize();
     return seen;
   }
   std::string capture(const imbrex::Plan& plan) {
@@ -94,19 +95,19 @@ bool starts_with(const Seen& s, std::string_view kernel) { return s.kernel.start
 
 TEST_F(PlanMaps, DecodeAndVerifyHaveTheItemsOfSm80) {
   const auto sm80 = plan_of("cuda_sm80"), sm90 = plan_of("cuda_sm90");
-  for (const int q_len : {1, 4, 5, 16, 17}) {  // 4 and 16 tokens fill the tiles of decode and verify
+  for (const int q_len : {1, 4, 5, 8, 9, 17}) {  // 4 and 8 tokens fill the tiles of decode and verify
     update(*sm80, q_len), update(*sm90, q_len);
     const int maps = fake::state().maps;
     const auto expected = launches_of(*sm80), seen = launches_of(*sm90);
     ASSERT_EQ(expected.size(), 1u);
     ASSERT_EQ(seen.size(), 1u);
     EXPECT_FALSE(expected[0].work.empty());
-    if (q_len <= 16) {
+    if (q_len <= 8) {
       EXPECT_EQ(seen[0].work, expected[0].work) << q_len;
     }
-    const char* const kernel = q_len <= 4 ? "attention_sm90_decode.cu" : q_len <= 16 ? "attention_sm80.cu" : "attention_sm90.cu";
+    const char* const kernel = q_len <= 8 ? "attention_sm90_decode.cu" : "attention_sm90.cu";
     EXPECT_TRUE(starts_with(seen[0], kernel)) << seen[0].kernel;
-    EXPECT_EQ(fake::state().maps, maps + (q_len <= 4 ? 2 : q_len <= 16 ? 0 : 3));
+    EXPECT_EQ(fake::state().maps, maps + (q_len <= 8 ? 2 : 3));
   }
 }
 
@@ -140,8 +141,10 @@ TEST_F(PlanMaps, WhereThereIsNoMapTheKernelOfSm80RunsTheSameItems) {
     EXPECT_EQ(fake::state().library_loads, loads + 1);
     EXPECT_TRUE(starts_with(unmapped, "attention_sm80.cu")) << unmapped.kernel;
     EXPECT_EQ(unmapped.work, mapped.work);
-    update(*plan, 1);  // decode's too, where keys or values are meant
-    launches_of(*plan);
+    for (const int q_len : {1, 8}) {  // decode's and verify's too, where keys or values are meant
+      update(*plan, q_len);
+      launches_of(*plan);
+    }
     EXPECT_EQ(capture(*plan), "nothing thrown");
     *tensor = before;
     update(*plan, 40);
@@ -155,7 +158,7 @@ TEST_F(PlanMaps, ACaptureMakesMapsWhateverTheBatchIs) {
   update(*plan, 1);
   const int maps = fake::state().maps;
   EXPECT_EQ(capture(*plan), "nothing thrown");
-  EXPECT_EQ(fake::state().maps, maps + 3 + 2);
+  EXPECT_EQ(fake::state().maps, maps + 3 + 2 + 2);
   const auto on_demand = plan_of("cuda_sm90", true);
   update(*on_demand, 1);
   EXPECT_EQ(capture(*on_demand), "run.on_demand");

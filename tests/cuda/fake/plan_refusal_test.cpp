@@ -265,6 +265,7 @@ TEST_F(PlanRefusals, LaunchesFollowTheBatchUnlessTheyAreCaptured) {
   plan->update(step.batch, stream.get());
   fake::state().launches.clear();
   plan->run(step.in, step.o, stream.get());
+  stream.synchronize();
   EXPECT_EQ(entries(fake::state().launches), "attention_sm80 ");
   EXPECT_EQ(fake::state().launches[0].grid_x, 2u);  // an item for each kv head
   EXPECT_TRUE(fake::state().launches[0].programmatic);

@@ -101,6 +101,7 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+inline void prefetch_l1(const void*) {}
 inline float2 load_l2(const float2* p) { return *p; }
 inline float4 load_l2(const float4* p) { return *p; }
 inline void memory_fence() {}
