@@ -118,6 +118,10 @@ inline int cost_bucket(int num_queries, int num_keys) {
   return kCostBuckets - 1 - ((log2 << 3) | int((cost >> (log2 - 3)) & 7));
 }
 
+// Of so many kv heads those whose keys and values find room in L2 together, one at least: of one head it has room for l2_keys, and the
+// requests of a list have `keys`.
+inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) { return int(clamped(l2_keys / larger(keys, 1), 1, num_kv_heads)); }
+
 // Pieces of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
 struct PieceRun {
   int bucket, count, first;  // first: number of the first of them

@@ -9,14 +9,15 @@
 
 namespace imbrex::cuda {
 
-constexpr int kSm90TileRows = 128;  // (query token, q head) of an item at most
-constexpr unsigned kSm90Threads = 384;
-
-// Keys of a tile: items' key ranges begin at multiples of it.
-int attention_sm90_tile_keys(const AttentionSpec&);
+struct Sm90Tiles {
+  int rows, keys;  // (query token, q head) of an item at most; items' key ranges begin at multiples of `keys`
+  int stages;      // tiles of keys and values in shared memory
+  unsigned threads() const { return unsigned(2 * rows + 128); }
+};
+Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
 // Why the kernel cannot run a spec whose cache is strided; empty: it can.
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
-// Entry `attention_sm90`; a block of kSm90Threads on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
+// Entry `attention_sm90`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);
 
 struct AttentionMaps {

@@ -12,12 +12,14 @@ namespace imbrex::cuda {
 namespace {
 
 // Keys of a box, as in the kernel: as many as divide a page and a tile.
-int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, attention_sm90_fp8_tile_keys(spec)); }
+int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, attention_sm90_fp8_tiles(spec).keys); }
 
 }  // namespace
 
 // As many scores as registers have room for, beside the output and what logits need.
-int attention_sm90_fp8_tile_keys(const AttentionSpec& spec) { return has_plain_logits(spec) ? 192 : 128; }
+Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
+  return {.rows = 128, .keys = has_plain_logits(spec) ? 192 : 128, .stages = 2};
+}
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
   constexpr int kLeastBox = 8;    // keys: the swizzle repeats after so many
@@ -40,10 +42,10 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
 }
 
 KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
   return {
       "attention_sm90_fp8.cu", std::string(arch),
-      attention_constants(
-          spec, out, {{"kTileRows", kSm90TileRows}, {"kTileKeys", attention_sm90_fp8_tile_keys(spec)}, {"kKeyWarps", 1}, {"kStages", 2}})};
+      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}})};
 }
 
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

@@ -7,11 +7,10 @@
 
 namespace imbrex::cuda {
 
-// Keys of a tile: items' key ranges begin at multiples of it. Items have kSm90TileRows rows.
-int attention_sm90_fp8_tile_keys(const AttentionSpec&);
+Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec&);
 // Why the kernel cannot run a spec whose cache is strided; empty: it can.
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec&);
-// Entry `attention_sm90_fp8`; a block of kSm90Threads on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
+// Entry `attention_sm90_fp8`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec&, DType out);
 // As attention_sm90_maps.
 bool attention_sm90_fp8_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);

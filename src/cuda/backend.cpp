@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <iterator>
 #include <limits>
+#include <numeric>
 
 #include "core/check.h"
 #include "cuda/attention_sm80.h"
@@ -25,14 +26,15 @@ std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionS
   return larger ? larger : attention_sm80_tiles(arch, spec, KernelPhase::decode);
 }
 
-ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  const auto tiles = sm80_tiles(arch, spec, shape);
+ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
   if (!tiles) return {};
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
           .joins_pieces = tiles->key_warps > 1};
 }
+
+ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) { return sm80_shape(sm80_tiles(arch, spec, shape)); }
 
 KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, shape));
@@ -42,16 +44,16 @@ KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape
 struct Sm90Prefill {
   const char* entry;
   std::vector<Reason> (*refusals)(const AttentionSpec&);
-  int (*tile_keys)(const AttentionSpec&);
+  Sm90Tiles (*tiles)(const AttentionSpec&);
   KernelKey (*key)(std::string_view arch, const AttentionSpec&, DType out);
   MakeMaps* maps;
 };
 
 const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
-  static constexpr Sm90Prefill kWords{"attention_sm90", attention_sm90_refusals, attention_sm90_tile_keys, attention_sm90_key,
+  static constexpr Sm90Prefill kWords{"attention_sm90", attention_sm90_refusals, attention_sm90_tiles, attention_sm90_key,
                                       attention_sm90_maps};
-  static constexpr Sm90Prefill kBytes{"attention_sm90_fp8", attention_sm90_fp8_refusals, attention_sm90_fp8_tile_keys,
-                                      attention_sm90_fp8_key, attention_sm90_fp8_maps};
+  static constexpr Sm90Prefill kBytes{"attention_sm90_fp8", attention_sm90_fp8_refusals, attention_sm90_fp8_tiles, attention_sm90_fp8_key,
+                                      attention_sm90_fp8_maps};
   return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
 }
 
@@ -67,10 +69,8 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
   if (arch != "sm_90a") return {};
   if (shape == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
-    return {.entry = kernel.entry,
-            .tile = {.rows = kSm90TileRows, .keys = kernel.tile_keys(spec)},
-            .threads = kSm90Threads,
-            .maps = kernel.maps};
+    const Sm90Tiles tiles = kernel.tiles(spec);
+    return {.entry = kernel.entry, .tile = {.rows = tiles.rows, .keys = tiles.keys}, .threads = tiles.threads(), .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",
@@ -86,6 +86,27 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
   if (shape == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles);
   return sm80_attention(arch, spec, shape, out);
+}
+
+// Tiles that take the items of cuda_sm90's own kernels: as many rows, a warp for each as many as in cuda_sm80, and keys that begin where
+// these do.
+std::optional<AttentionTiles> mapless_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  auto tiles = sm80_tiles(arch, spec, shape);
+  if (tiles && shape == kPrefill && has_sm90_prefill(spec)) {
+    const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
+    tiles->row_warps = items.rows / (tiles->rows / tiles->row_warps);
+    tiles->rows = items.rows;
+    tiles->keys = std::gcd(tiles->keys, items.keys);
+  }
+  return tiles;
+}
+
+ShapeKernel mapless_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  return sm80_shape(mapless_tiles(arch, spec, shape));
+}
+
+KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
+  return attention_sm80_key(arch, spec, out, *mapless_tiles(arch, spec, shape));
 }
 
 constexpr int kLeastSm80 = 80;
@@ -110,7 +131,8 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 }  // namespace
 
 const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_sm80};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_shape, mapless_attention, merge_key, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_mapless};
 
 }  // namespace cuda
 

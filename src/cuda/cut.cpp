@@ -10,6 +10,7 @@ constexpr int kPieceKeys = 384;      // that a piece has at least; a share of it
 constexpr int kPartialPercent = 5;   // traffic of partial results, of that of keys and values at most
 constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
 constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
+constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
@@ -50,6 +51,11 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q);
   policies[kPrefill].min_q = policies[kVerify].max_q + 1;
   return policies;
+}
+
+long keys_in_l2(const AttentionSpec& spec, const DeviceInfo& device, Shape shape) {
+  if (shape != kPrefill || !spec.mask.causal) return 0;
+  return device.l2_bytes * kL2Percent / 100 / ((spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype));
 }
 
 }  // namespace imbrex::cuda

@@ -28,4 +28,11 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 
+// Keys of one kv head, and their values, that L2 has room for: heads_in_l2() then says whose tasks stand together. 0: heads follow each
+// other.
+//
+// Tasks of several heads, the longest first, end together, and read each other's keys from L2. Where tasks are of one length, without a
+// causal mask, they end together anyway, and a head at a time reads less.
+long keys_in_l2(const AttentionSpec&, const DeviceInfo&, Shape);
+
 }  // namespace imbrex::cuda

@@ -96,6 +96,7 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.max_tokens = max_tokens(batch);
   p.max_query_len = limits_.max_query_len;
   p.max_seq_len = limits_.max_seq_len;
+  p.num_kv_heads = spec_.num_kv_heads;
   p.queries_are_keys = spec_.kind != AttentionKind::encoder_decoder;
   p.item_start = item_start_.as<int>();
   p.items = items_.as<CutItem>();
@@ -144,7 +145,7 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   for (const Shape shape : kShapes) {
     const ShapePlan& s = shapes_[shape];
     p.shapes[shape] = {cut_rules(spec_.mask, s.policy), s.bounds.num_work > 0 ? m.device(s.work) : nullptr, m.device(s.merges),
-                       m.device(s.counts)};
+                       m.device(s.counts), s.l2_keys};
   }
   device_plan_->launch(p, cu_stream(stream));
   batch_ = placed;

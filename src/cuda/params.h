@@ -69,6 +69,7 @@ struct ExpandBiasParams {
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
+  int heads_together = 1;  // prefill: kv heads whose tasks stand together, the longest of all of them first; from heads_in_l2()
 };
 
 // For kernels/plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
@@ -79,6 +80,7 @@ struct ShapeLists {
   WorkItem* work;  // null: no request within the limits is of this shape
   MergeItem* merges;
   PlanCounts* counts;
+  long l2_keys;  // keys_in_l2()
 };
 
 constexpr int kMostPlanThreads = 1024, kPlanShapes = 3;
@@ -89,6 +91,7 @@ struct PlanBatchParams {
   long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
   long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
   int num_reqs, max_tokens, max_query_len, max_seq_len;  // max_query_len 0: any
+  int num_kv_heads;
   bool queries_are_keys;
   // The plan's arrays, as in AttentionParams; custom_start may be null.
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out

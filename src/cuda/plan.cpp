@@ -40,6 +40,13 @@ int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
   return count;
 }
 
+int heads_together(const Batch& batch, const SchedulePolicy& policy, long l2_keys, int num_kv_heads) {
+  long keys = 0;  // of the requests that are cut by the policy
+  for (int r = 0; l2_keys > 0 && r < batch.num_reqs(); ++r)
+    if (const int q_len = batch.query_len(r); q_len >= policy.min_q && q_len <= policy.max_q) keys += batch.seq_lens[r];
+  return heads_in_l2(l2_keys, keys, num_kv_heads);
+}
+
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, size_t num_outputs) {
@@ -83,6 +90,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   for (const Shape shape : kShapes) {
     shapes_[shape].policy = policies[shape];
     shapes_[shape].bounds = schedule_bounds(policies[shape], options.limits);
+    shapes_[shape].l2_keys = keys_in_l2(spec, device, shape);
   }
   name_kernels();
   lay_out();
@@ -230,8 +238,11 @@ void Plan::update(const Batch& batch, Stream stream) {
   PlanArrays& m = *memory_;
   m.begin();
   for (const ShapePlan& s : shapes_)
-    *m.put(s.counts, 1) = {
-        .num_work = s.schedule.num_work, .num_merges = int(s.schedule.merges.size()), .num_tokens = num_tokens, .num_reqs = num_reqs};
+    *m.put(s.counts, 1) = {.num_work = s.schedule.num_work,
+                           .num_merges = int(s.schedule.merges.size()),
+                           .num_tokens = num_tokens,
+                           .num_reqs = num_reqs,
+                           .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
   if (num_tokens > 0) {
     std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
     std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));

@@ -77,6 +77,7 @@ class Plan final : public imbrex::Plan {
     ShapeKernel kernel;
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
+    long l2_keys = 0;       // keys_in_l2()
     Schedule schedule;
     ArrayOf<WorkItem> work;
     ArrayOf<MergeItem> merges;

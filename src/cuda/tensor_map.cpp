@@ -1,7 +1,7 @@
 // See tensor_map.h.
 #include "cuda/tensor_map.h"
 
-#include <algorithm>
+#include <numeric>
 
 namespace imbrex::cuda {
 
@@ -22,8 +22,7 @@ bool encode_kv_map(CUtensorMap& map, const TensorView& t, int rows, int width) {
   const uint64_t sizes[4] = {uint64_t(t.size(rank - 1)), page, uint64_t(t.size(rank - 2)), rank == 4 ? uint64_t(t.size(0)) : 1};
   const uint64_t strides[3] = {uint64_t(t.stride(rank - 3)) * size, uint64_t(t.stride(rank - 2)) * size,
                                rank == 4 ? uint64_t(t.stride(0)) * size : 16};
-  const uint32_t box[4] = {uint32_t(width / int(size)), rank == 4 ? uint32_t(std::min<uint64_t>(page, uint64_t(rows))) : uint32_t(rows), 1,
-                           1};
+  const uint32_t box[4] = {uint32_t(width / int(size)), rank == 4 ? uint32_t(std::gcd(page, uint64_t(rows))) : uint32_t(rows), 1, 1};
   return encode_tensor_map(map, t.dtype, t.data, 4, sizes, strides, box);
 }
 

@@ -115,9 +115,9 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   reference->run(in, {.out = TensorView::contiguous(expected.data(), DType::f32, {tokens, heads, dim}),
                       .lse = TensorView::contiguous(expected_lse.data(), DType::f32, {tokens, heads})});
 
+  const Sm90Tiles tiles = attention_sm90_tiles(spec);
   Schedule schedule_;
-  schedule(batch, spec.mask,
-           {.tile_q = kSm90TileRows / spec.group_size(), .tile_kv = attention_sm90_tile_keys(spec), .split_kv = 1 << 20, .split_max_q = 1},
+  schedule(batch, spec.mask, {.tile_q = tiles.rows / spec.group_size(), .tile_kv = tiles.keys, .split_kv = 1 << 20, .split_max_q = 1},
            schedule_);
   const std::vector<PlanCounts> counts{
       {.num_work = int(schedule_.work.size()), .num_merges = 0, .num_tokens = int(tokens), .num_reqs = reqs}};
@@ -160,7 +160,7 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   // Twice: the counter of tasks must be back at zero.
   for (int i = 0; i < 2; ++i) {
     module->kernel("attention_sm90")
-        .launch({.grid_x = unsigned(device.num_workers), .threads = kSm90Threads}, stream.get(), a, maps.q, maps.k, maps.v);
+        .launch({.grid_x = unsigned(device.num_workers), .threads = tiles.threads()}, stream.get(), a, maps.q, maps.k, maps.v);
   }
   const std::vector<float> actual = download<float>(out), actual_lse = download<float>(lse);
   EXPECT_EQ(download<int>(task)[0], 0);

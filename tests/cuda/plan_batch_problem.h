@@ -21,6 +21,8 @@ struct PlanBatchProblem {
   Mask mask;
   bool queries_are_keys = true;
   CutPolicy policies;
+  long l2_keys[kNumShapes];
+  int num_kv_heads;
   std::vector<int> starts{0}, lens, kv_starts;
   std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
   std::vector<bool> left_out;
@@ -44,6 +46,8 @@ struct PlanBatchProblem {
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
     policies = cut_policy(spec, device, tiles, false);
+    for (const Shape shape : kShapes) l2_keys[shape] = below(2) ? below(1 << below(24)) : 0;
+    num_kv_heads = kv_heads;
 
     const int longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
     for (int r = below(most_reqs + 1); r > 0; --r) {
@@ -107,14 +111,14 @@ struct PlanBatchProblem {
     p.kv_starts = kv_starts.empty() ? nullptr : at(l.kv_starts);
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
     p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
-    p.num_reqs = num_reqs(), p.max_tokens = limits.max_num_tokens;
+    p.num_reqs = num_reqs(), p.num_kv_heads = num_kv_heads, p.max_tokens = limits.max_num_tokens;
     p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
     p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
     p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
     p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken);
     for (const Shape shape : kShapes)
       p.shapes[shape] = {cut_rules(mask, policies[shape]), l.work[shape].capacity > 0 ? at(l.work[shape]) : nullptr, at(l.merges[shape]),
-                         at(l.counts[shape])};
+                         at(l.counts[shape]), l2_keys[shape]};
     return p;
   }
 
@@ -160,6 +164,13 @@ struct PlanBatchProblem {
       ASSERT_LE(merges.size(), l.merges[shape].capacity);
       EXPECT_EQ(counts.num_tokens, fall ? 0 : std::min(starts.back(), limits.max_num_tokens));
       EXPECT_EQ(counts.num_reqs, num_reqs());
+      long keys = 0;
+      for (size_t r = 0; r < reqs; ++r)
+        if (!left_out[r] && starts[r + 1] - starts[r] >= policies[shape].min_q && starts[r + 1] - starts[r] <= policies[shape].max_q)
+          keys += lens[r];
+      if (!work.empty()) {
+        EXPECT_EQ(counts.heads_together, std::clamp<long>(l2_keys[shape] / std::max(keys, 1l), 1, num_kv_heads));
+      }
       const std::vector<WorkItem> got = values(l.work[shape], work.size());
       for (size_t i = 0; i < got.size(); ++i)
         ASSERT_EQ(std::memcmp(&got[i], &work[i], sizeof got[i]), 0) << "shape " << shape << ", item " << i << " of " << got.size();

@@ -54,6 +54,16 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   }
 }
 
+// A place in a ring of mbarriers and what they guard, and the parity of its current phase.
+template <int size>
+struct Ring {
+  int at = 0;
+  u32 parity = 0;
+  DEVICE void next() {
+    if (++at == size) at = 0, parity ^= 1;
+  }
+};
+
 // --- clusters
 
 DEVICE u32 cluster_rank() {
@@ -167,6 +177,7 @@ DEVICE void wgmma_wait() {
 }
 // Pins an accumulator: the compiler may not move its uses across.
 DEVICE void wgmma_pin(float& x) { asm volatile("" : "+f"(x)::"memory"); }
+DEVICE void wgmma_pin(u32& x) { asm volatile("" : "+r"(x)::"memory"); }
 
 // How a tile lies in shared memory: address, distances in bytes (leading and stride dimension), swizzle 1 for 128, 2 for 64, 3 for 32
 // bytes, 0 for none.

@@ -60,9 +60,11 @@ DEVICE void prefetch_item(const AttentionParams& p, int task) { prefetch_l1(p.wo
 DEVICE Item item_of(const AttentionParams& p, int task) {
   const int row_block = task % kRowBlocks, rest = task / kRowBlocks;
   int index, kv_head;
-  if constexpr (kTileRows >= 64 && kKeyWarps == 1) {  // prefill: thread blocks that run together share the keys of a head in L2
-    const int num_work = p.counts->num_work;
-    index = rest % num_work, kv_head = rest / num_work;
+  if constexpr (kTileRows >= 64 && kKeyWarps == 1) {  // prefill: thread blocks that run together share the keys of a few heads in L2
+    const u32 num_work = u32(p.counts->num_work), together = u32(p.counts->heads_together);
+    const u32 first = u32(rest) / (num_work * together) * together, heads = min(together, u32(p.num_kv_heads) - first);
+    const u32 within = u32(rest) - num_work * first;
+    index = int(within / heads), kv_head = int(first + within % heads);
   } else {  // decode: the heads of a token are neighbours in most caches
     index = rest / p.num_kv_heads, kv_head = rest % p.num_kv_heads;
   }
@@ -84,6 +86,15 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   item.lo = max(work.kv_begin, first.lo);
   item.hi = min(min(work.kv_end, item.seq_len), last.hi);
   return item;
+}
+
+struct Tiles {
+  int first, end;  // of kTileKeys keys, that some row of the item sees
+};
+// At least one: an item without keys has a result too.
+DEVICE Tiles tiles_of(const Item& item) {
+  const int first = item.lo / kTileKeys;
+  return {first, max(first + 1, (item.hi + kTileKeys - 1) / kTileKeys)};
 }
 
 // Where the partial result of an item's row goes, in rows of partial_out and partial_state.

@@ -39,25 +39,6 @@ struct SharedStorage {
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// A place in a ring of `size` and the parity of its current phase.
-template <int size>
-struct Ring {
-  int at = 0;
-  u32 parity = 0;
-  DEVICE void next() {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
-struct Tiles {
-  int first, end;  // of kTileKeys keys, that some row of the item sees
-};
-// At least one: an item without keys has a result too.
-DEVICE Tiles tiles_of(const Item& item) {
-  const int first = item.lo / kTileKeys;
-  return {first, max(first + 1, (item.hi + kTileKeys - 1) / kTileKeys)};
-}
-
 // Where a team's sum of a row lies in the last stage of an item.
 DEVICE float* part_at(char* stage, int team, int row, int d) {
   const int line = row / 16 * kPartLines + d / 32, tile = line / (kKChunks + kVChunks), chunk = line % (kKChunks + kVChunks);

@@ -1,29 +1,11 @@
 #pragma once
-// What the wgmma kernels have in common: places in rings of shared memory, tiles of keys, and what a thread of a warpgroup does with the
-// scores and the output of its two rows, which lie in registers as wgmma.cuh says.
+// What the wgmma kernels have in common: what a thread of a warpgroup does with the scores and the output of its two rows, which lie in
+// registers as wgmma.cuh says.
 #include "async.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
 
 namespace imbrex::cuda {
-
-// A place in a ring of `size` and the parity of its current phase.
-template <int size>
-struct Ring {
-  int at = 0;
-  u32 parity = 0;
-  DEVICE void next() {
-    if (++at == size) at = 0, parity ^= 1;
-  }
-};
-
-struct Tiles {
-  int first, end;  // of kTileKeys keys, that some row of the item sees; one at least
-};
-DEVICE Tiles tiles_of(const Item& item) {
-  const int first = item.lo / kTileKeys;
-  return {first, max(first + 1, (item.hi + kTileKeys - 1) / kTileKeys)};
-}
 
 struct Rows {  // what a thread knows of its two rows
   RowTerms terms[2];
@@ -65,41 +47,53 @@ DEVICE void modify(const AttentionParams& p, int begin, const Rows& rows, float 
   }
 }
 
-template <int n>
-DEVICE void pin(float (&x)[n]) {
+template <class T, int n>
+DEVICE void pin(T (&x)[n]) {
 #pragma unroll
-  for (float& element : x) wgmma_pin(element);
+  for (int i = 0; i < n; ++i) wgmma_pin(x[i]);
 }
 
+// Writes the item's rows; what is in `out` afterwards is of no use.
+template <int n>
 DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
-                       const float (&out)[kHeadDimV / 2]) {
+                       float (&out)[n]) {
+  const bool partial = item.partial >= 0, wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
-  const bool wide = out_is_wide(p);
   const int quad_lane = lane_id() % 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool exists = row + 8 * h < item.num_rows;
+    const bool exists = row + 8 * h < item.num_rows, writes_state = exists && quad_lane == 0;
     const int r = exists ? row + 8 * h : 0, token = item.token_of(r), head = item.head_of(r);
-    if (item.partial >= 0) {
-      if (!exists) continue;
+    float factor = v_scale;
+    char* to;
+    if (partial) {
       const long at = partial_row(p, item, r);
-      if (quad_lane == 0) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
-#pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        *reinterpret_cast<float2*>(p.partial_out + at * kHeadDimV + 8 * j + 2 * quad_lane) = {out[4 * j + 2 * h] * v_scale,
-                                                                                              out[4 * j + 2 * h + 1] * v_scale};
-      }
-      continue;
+      to = reinterpret_cast<char*>(p.partial_out + at * kHeadDimV);
+      if (writes_state) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
+    } else {
+      const RowEnd end = row_end(p, head, reference[h], total[h]);
+      to = out_row(p, token, head);
+      factor *= end.factor;
+      if (writes_state) store_lse(p, token, head, end.lse);
     }
-    const RowEnd end = row_end(p, head, reference[h], total[h]);
-    if (quad_lane == 0 && exists) store_lse(p, token, head, end.lse);
-    char* const to = out_row(p, token, head);
-    const auto at = [&](int j, int c) __attribute__((always_inline)) { return ended(out[4 * j + 2 * h + c], end.factor * v_scale); };
-    if (kOutType == kF32 || !wide) {
-      if (!exists) continue;
+#pragma unroll
+    for (int j = 0; j < kHeadDimV / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        out[4 * j + 2 * h + c] = ended(out[4 * j + 2 * h + c], factor);
+        wgmma_pin(out[4 * j + 2 * h + c]);  // here, once, and not anew in each branch
+      }
+    }
+    if (partial) {
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
-        store_pair(to + (8 * j + 2 * quad_lane) * element_bytes(kOutType), wide, at(j, 0), at(j, 1));
+        if (exists) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+      }
+    } else if (kOutType == kF32 || !wide) {
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 8; ++j) {
+        char* const at = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
+        if (exists) store_pair(at, wide, out[4 * j + 2 * h], out[4 * j + 2 * h + 1]);
       }
     } else {
 #pragma unroll
@@ -107,7 +101,8 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
         u32 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          pairs[i] = kOutType == kBf16 ? pack_bf16(at(j + i, 0), at(j + i, 1)) : pack_f16(at(j + i, 0), at(j + i, 1));
+          const float x = out[4 * (j + i) + 2 * h], y = out[4 * (j + i) + 2 * h + 1];
+          pairs[i] = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
         }
         transpose_quad(pairs);
         if (exists) *reinterpret_cast<uint4*>(to + (8 * j + 8 * quad_lane) * 2) = {pairs[0], pairs[1], pairs[2], pairs[3]};

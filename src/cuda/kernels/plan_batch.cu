@@ -10,11 +10,15 @@ namespace imbrex::cuda {
 
 constexpr int kNearRequests = 2048;  // so many have their item_start in shared memory, where a search of it is quick
 
+struct Numbers {
+  int work, merges, heads_together;
+};
+
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
   int cursor[kCostBuckets];  // pieces of a bucket; then where its next piece goes
   int starts_fall;
-  int num_work[kPlanShapes], num_merges[kPlanShapes];
+  Numbers numbers[kPlanShapes];
   int item_start[kNearRequests];
 };
 
@@ -110,23 +114,30 @@ DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
 // [num_reqs]: first of the request's items in the shape's list.
 DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.num_reqs <= kNearRequests ? s.item_start : p.item_start; }
 
-// Writes item_starts; returns the number of items.
-DEVICE int place_items(const PlanBatchParams& p, const CutRules& rules, SharedStorage& s) {
+struct Placed {
+  int items;
+  long keys;  // of their requests, where heads_in_l2() asks for them
+};
+// Writes item_starts.
+DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
+  const CutRules& rules = shape.rules;
   int* const item_start = item_starts(p, s);
   int num_items = 0;
+  long keys = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     int items = 0;
     if (r < p.num_reqs && p.seq_lens[r] >= 0) {
       const int q_len = p.query_start[r + 1] - p.query_start[r];
-      if (is_cut(rules, q_len)) items = num_tiles(rules, q_len);
+      if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r];
     }
     const Sums sums = sums_over_block(items, s);
     if (r < p.num_reqs) item_start[r] = num_items + int(sums.before);
     num_items += int(sums.all);
   }
+  if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
   __syncthreads();
-  return num_items;
+  return {num_items, keys};
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.
@@ -245,18 +256,15 @@ DEVICE void write_work(const PlanBatchParams& p, int num_items, WorkItem* work, 
   }
 }
 
-struct Numbers {
-  int work, merges;
-};
 DEVICE Numbers plan_shape(const PlanBatchParams& p, const ShapeLists& shape, int& first_row, SharedStorage& s) {
-  if (shape.work == nullptr || s.starts_fall != 0) return {0, 0};
-  const int num_items = place_items(p, shape.rules, s);
-  if (num_items == 0) return {0, 0};
+  if (shape.work == nullptr || s.starts_fall != 0) return {0, 0, 1};
+  const auto [num_items, keys] = place_items(p, shape, s);
+  if (num_items == 0) return {0, 0, 1};
   const int num_merges = cut_items(p, shape, num_items, first_row, s);
   const int num_work = place_buckets(s);
   write_work(p, num_items, shape.work, s);
   __syncthreads();
-  return {num_work, num_merges};
+  return {num_work, num_merges, heads_in_l2(shape.l2_keys, keys, p.num_kv_heads)};
 }
 
 extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const __grid_constant__ PlanBatchParams p) {
@@ -267,13 +275,15 @@ extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const 
 #pragma unroll 1
   for (int shape = 0; shape < kPlanShapes; ++shape) {
     const Numbers numbers = plan_shape(p, p.shapes[shape], first_row, s);
-    if (threadIdx.x == 0) s.num_work[shape] = numbers.work, s.num_merges[shape] = numbers.merges;
+    if (threadIdx.x == 0) s.numbers[shape] = numbers;
   }
   if (threadIdx.x > 0) return;
   const bool empty = p.num_reqs == 0 || s.starts_fall != 0;
   const int num_tokens = empty ? 0 : min(p.query_start[p.num_reqs], p.max_tokens);
-  for (int shape = 0; shape < kPlanShapes; ++shape)
-    *p.shapes[shape].counts = {s.num_work[shape], s.num_merges[shape], num_tokens, p.num_reqs};
+  for (int shape = 0; shape < kPlanShapes; ++shape) {
+    const Numbers& numbers = s.numbers[shape];
+    *p.shapes[shape].counts = {numbers.work, numbers.merges, num_tokens, p.num_reqs, numbers.heads_together};
+  }
 }
 
 }  // namespace imbrex::cuda

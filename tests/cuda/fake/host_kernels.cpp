@@ -229,7 +229,11 @@ void plan_batch(const PlanBatchParams& p) {
     std::copy(s.work.begin(), s.work.end(), shape.work);
     std::copy(s.merges.begin(), s.merges.end(), shape.merges);
     rows += s.num_partial_rows;
-    *shape.counts = {.num_work = s.num_work, .num_merges = int(s.merges.size()), .num_tokens = batch.num_tokens(), .num_reqs = p.num_reqs};
+    *shape.counts = {.num_work = s.num_work,
+                     .num_merges = int(s.merges.size()),
+                     .num_tokens = batch.num_tokens(),
+                     .num_reqs = p.num_reqs,
+                     .heads_together = 1};
   }
 }
 

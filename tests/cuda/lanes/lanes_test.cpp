@@ -21,6 +21,7 @@ struct How {  // none of it may change a bit, `split` apart
   bool late_copies = true;
   unsigned chance = 1;
   int blocks = 3;
+  int heads_together = 1;
   int split = 1 << 20;  // tiles of keys
 };
 
@@ -64,7 +65,8 @@ class LanesPlan final : public Plan {
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
     p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
-    const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs()};
+    const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
+                                  how_.heads_together};
     p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
     int next_task = 0;
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
@@ -152,7 +154,8 @@ TEST_P(Lanes, ResultsDoNotDependOnChance) {
   const RunResult first = run({}, options);
   for (unsigned chance : {2u, 3u}) {
     options.page_seed = chance, options.poison = chance == 2 ? Poison::zero : Poison::ones;
-    const RunResult other = run({.late_copies = chance == 2, .chance = chance, .blocks = chance == 2 ? 1 : 50}, options);
+    const RunResult other =
+        run({.late_copies = chance == 2, .chance = chance, .blocks = chance == 2 ? 1 : 50, .heads_together = int(chance)}, options);
     EXPECT_TRUE(bit_identical(first.out, other.out)) << chance;
     EXPECT_TRUE(bit_identical(first.lse, other.lse)) << chance;
   }
