@@ -393,7 +393,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_fence_init();
   }
   __syncthreads();
-  griddep_launch();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<40>();
@@ -406,6 +405,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_grow<232>();
     consume(p, shared, wg);
   }
+  griddep_launch();
 }
 
 }  // namespace imbrex::cuda
