@@ -88,13 +88,14 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
   return sm80_attention(arch, spec, shape, out);
 }
 
-// Tiles that take the items of cuda_sm90's own kernels: as many rows, a warp for each as many as in cuda_sm80, and keys that begin where
+// Tiles that take the items of cuda_sm90's own kernels: as many rows, as many of them a warp as in cuda_sm80, and keys that begin where
 // these do.
 std::optional<AttentionTiles> mapless_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   auto tiles = sm80_tiles(arch, spec, shape);
   if (tiles && shape == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
     tiles->row_warps = items.rows / (tiles->rows / tiles->row_warps);
+    tiles->blocks = std::max(1, tiles->blocks * tiles->rows / items.rows);
     tiles->rows = items.rows;
     tiles->keys = std::gcd(tiles->keys, items.keys);
   }

@@ -48,7 +48,7 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 48; }},
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 256; }},
     {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 4; }},
-    {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 24; }},
+    {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 100; }},
     {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.mask.custom = true; }},
     {"cuda_sm90", "spec.score.relative_buckets", "h200",
      [](AttentionSpec& s) { s.num_q_heads = 64, s.score.relative_buckets = 32, s.score.relative_max_distance = 128; }},

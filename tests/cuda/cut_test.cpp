@@ -122,6 +122,22 @@ TEST(Cut, MemoryIsBounded) {
     }
 }
 
+// 16384 keys of a head with their values are 8 MiB, of which an H200's L2 holds four beside the rest.
+TEST(Cut, HeadsStandTogetherAsL2HasRoom) {
+  const DeviceInfo h200 = describe_device("h200");
+  AttentionSpec spec = llama();
+  const auto heads = [&](long keys, const DeviceInfo& device = describe_device("h200")) {
+    return heads_in_l2(keys_in_l2(spec, device, kPrefill), keys, spec.num_kv_heads);
+  };
+  EXPECT_EQ(heads(16384), 4);
+  EXPECT_EQ(heads(16384, describe_device("a100")), 3);
+  EXPECT_EQ(heads(1000), 8);
+  EXPECT_EQ(heads(1 << 30), 1);
+  EXPECT_EQ(keys_in_l2(spec, h200, kDecode), 0);
+  spec.mask.causal = false;
+  EXPECT_EQ(heads(1000), 1);  // one length: nothing to even out
+}
+
 TEST(Cut, ByLoadGivesAnEqualShareToEach) {
   const DeviceInfo device = describe_device("h200");
   const AttentionSpec spec = llama();

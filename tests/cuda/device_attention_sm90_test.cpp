@@ -19,11 +19,17 @@ struct Problem {
   int reqs, q_len, seq_len;
 };
 
-AttentionSpec spec_of(int q_heads, int kv_heads, int dim, int page, Mask mask = {}, ScoreMod score = {}, DType type = DType::bf16) {
+struct Dims {
+  int qk, v;
+  Dims(int both) : qk(both), v(both) {}
+  Dims(int of_qk, int of_v) : qk(of_qk), v(of_v) {}
+};
+
+AttentionSpec spec_of(int q_heads, int kv_heads, Dims dims, int page, Mask mask = {}, ScoreMod score = {}, DType type = DType::bf16) {
   return {.num_q_heads = q_heads,
           .num_kv_heads = kv_heads,
-          .head_dim_qk = dim,
-          .head_dim_v = dim,
+          .head_dim_qk = dims.qk,
+          .head_dim_v = dims.v,
           .q_dtype = type,
           .kv_dtype = type,
           .block_size = page,
@@ -42,7 +48,14 @@ const Problem kProblems[] = {
     {"page256", spec_of(2, 1, 128, 256), 2, 300, 700},
     {"ragged", spec_of(4, 1, 128, 0), 2, 300, 300},
     {"dim64", spec_of(4, 4, 64, 16), 1, 500, 500},
+    {"dim64_full_page48", spec_of(8, 2, 64, 48, {.causal = false}), 3, 100, 333},
+    {"dim64_soft_cap", spec_of(8, 2, 64, 16, {}, {.soft_cap = 5.f}), 1, 300, 300},
+    {"dim96", spec_of(4, 1, 96, 16), 2, 300, 400},
+    {"dim96_ragged", spec_of(2, 2, 96, 0, {.causal = false}), 2, 150, 333},
+    {"dim192_and_128", spec_of(4, 4, {192, 128}, 16), 2, 300, 400},
+    {"dim192_and_128_full_page24", spec_of(2, 1, {192, 128}, 24, {.causal = false, .window_left = 70}), 1, 200, 600},
     {"dim256", spec_of(4, 1, 256, 16), 2, 300, 400},
+    {"dim256_soft_cap", spec_of(4, 2, 256, 64, {.window_left = 150}, {.soft_cap = 5.f}), 1, 300, 500},
     {"dim256_full_page64", spec_of(2, 2, 256, 64, {.causal = false}), 1, 129, 200},
     {"group64", spec_of(64, 1, 128, 16), 1, 40, 90},
     {"f16", spec_of(8, 2, 128, 16, {}, {}, DType::f16), 1, 300, 300},
@@ -68,9 +81,9 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   if (device.sm != 90) GTEST_SKIP() << "needs sm_90, this is sm_" << device.sm;
   const auto& [name, spec, reqs, q_len, seq_len] = GetParam();
   ASSERT_TRUE(attention_sm90_refusals(spec).empty());
-  const int page = std::max(spec.block_size, 1), pages = (seq_len + page - 1) / page, heads = spec.num_q_heads, dim = spec.head_dim_v;
+  const int page = std::max(spec.block_size, 1), pages = (seq_len + page - 1) / page, heads = spec.num_q_heads;
+  const int qk = spec.head_dim_qk, dim = spec.head_dim_v;
   const int64_t tokens = int64_t(reqs) * q_len, rows = spec.block_size == 0 ? int64_t(reqs) * seq_len : int64_t(reqs * pages + 2) * page;
-  const int64_t row_elements = int64_t(spec.num_kv_heads) * dim;
   std::vector<int32_t> query_start{0}, seq_lens(size_t(reqs), seq_len), table, start_loc{0};
   for (int r = 0; r < reqs; ++r) {
     query_start.push_back(query_start.back() + q_len);
@@ -80,13 +93,14 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
 
   // Rows that no request owns are NaN.
   const uint16_t nan = spec.q_dtype == DType::bf16 ? 0x7fc0 : 0x7e00;
-  std::vector<uint16_t> q = random(size_t(tokens * heads * dim), spec.q_dtype), k(size_t(rows * row_elements), nan), v = k;
+  std::vector<uint16_t> q = random(size_t(tokens * heads * qk), spec.q_dtype), k(size_t(rows * spec.num_kv_heads * qk), nan),
+                        v(size_t(rows * spec.num_kv_heads * dim), nan);
   for (int r = 0; r < reqs; ++r)
     for (int j = 0; j < seq_len; ++j) {
       const int64_t row = spec.block_size == 0 ? start_loc[size_t(r)] + j : int64_t(table[size_t(r * pages + j / page)]) * page + j % page;
       for (std::vector<uint16_t>* side : {&k, &v}) {
-        const auto values = random(size_t(row_elements), spec.q_dtype);
-        std::copy(values.begin(), values.end(), side->begin() + row * row_elements);
+        const auto values = random(side->size() / size_t(rows), spec.q_dtype);
+        std::copy(values.begin(), values.end(), side->begin() + row * int64_t(values.size()));
       }
     }
   std::vector<float> per_head(static_cast<size_t>(heads));
@@ -95,9 +109,9 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   const auto head_vector = [&](bool wanted) {
     return wanted ? TensorView::contiguous(per_head.data(), DType::f32, {heads}) : TensorView{};
   };
-  const auto kv_view = [&](std::vector<uint16_t>& side) {
-    return spec.block_size == 0 ? TensorView::contiguous(side.data(), spec.kv_dtype, {rows, spec.num_kv_heads, dim})
-                                : TensorView::contiguous(side.data(), spec.kv_dtype, {rows / page, page, spec.num_kv_heads, dim});
+  const auto kv_view = [&](std::vector<uint16_t>& side, int dims) {
+    return spec.block_size == 0 ? TensorView::contiguous(side.data(), spec.kv_dtype, {rows, spec.num_kv_heads, dims})
+                                : TensorView::contiguous(side.data(), spec.kv_dtype, {rows / page, page, spec.num_kv_heads, dims});
   };
   Batch batch{.query_start_loc = query_start, .seq_lens = seq_lens};
   if (spec.block_size == 0) {
@@ -105,7 +119,7 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   } else {
     batch.block_table = TensorView::contiguous(table.data(), DType::i32, {reqs, pages});
   }
-  Inputs in{.q = TensorView::contiguous(q.data(), spec.q_dtype, {tokens, heads, dim}), .kv = {.k = kv_view(k), .v = kv_view(v)}};
+  Inputs in{.q = TensorView::contiguous(q.data(), spec.q_dtype, {tokens, heads, qk}), .kv = {.k = kv_view(k, qk), .v = kv_view(v, dim)}};
   in.sinks = head_vector(spec.score.sinks);
   in.alibi_slopes = head_vector(spec.score.alibi);
   in.head_scales = head_vector(spec.score.head_scales);
@@ -120,7 +134,7 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   schedule(batch, spec.mask, {.tile_q = tiles.rows / spec.group_size(), .tile_kv = tiles.keys, .split_kv = 1 << 20, .split_max_q = 1},
            schedule_);
   const std::vector<PlanCounts> counts{
-      {.num_work = int(schedule_.work.size()), .num_merges = 0, .num_tokens = int(tokens), .num_reqs = reqs}};
+      {.num_work = int(schedule_.work.size()), .num_merges = 0, .num_tokens = int(tokens), .num_reqs = reqs, .heads_together = 2}};
   std::vector<long> block_start;
   for (int r = 0; r < reqs; ++r) block_start.push_back(spec.block_size == 0 ? start_loc[size_t(r)] : long(r) * pages);
   const DeviceBuffer q_there = upload(q), k_there = upload(k), v_there = upload(v), work = upload(schedule_.work), count = upload(counts),
@@ -132,8 +146,8 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   ASSERT_TRUE(attention_sm90_maps(spec, on_device(in.q, q_there), cache, maps));
   AttentionParams a{};
   a.q = q_there.as<char>();
-  a.q_token_stride = long(heads) * dim * 2;
-  a.q_head_stride = long(dim) * 2;
+  a.q_token_stride = long(heads) * qk * 2;
+  a.q_head_stride = long(qk) * 2;
   a.out = out.as<char>();
   a.out_token_stride = long(heads) * dim * 4;
   a.out_head_stride = long(dim) * 4;

@@ -101,6 +101,7 @@ void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, 
 
 void attention(const AttentionParams& p, DType out_type) {
   if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
+  if (p.counts->heads_together < 1 || p.counts->heads_together > p.num_kv_heads) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i)
     for (int token = p.work[i].q_begin; token < p.work[i].q_end; ++token)
       for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);

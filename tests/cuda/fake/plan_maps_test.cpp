@@ -26,6 +26,7 @@ AttentionSpec mapped_spec() {
 struct Seen {
   std::string kernel;
   unsigned grid = 0, threads = 0;
+  int heads_together = 0;
   std::vector<int> work;
   friend bool operator==(const Seen&, const Seen&) = default;
 };
@@ -41,7 +42,7 @@ class PlanMaps : public testing::Test {
       std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
       std::vector<int> work(sizeof(WorkItem) / sizeof(int) * size_t(p.counts->num_work));
       std::memcpy(work.data(), p.work, work.size() * sizeof(int));
-      seen.push_back({launch.module, launch.grid_x, launch.threads, std::move(work)});
+      seen.push_back({launch.module, launch.grid_x, launch.threads, p.counts->heads_together, std::move(work)});
     };
     in.q = TensorView::contiguous(memory.as<char>(), DType::bf16, {kTokens, kHeads, kDim}, kGpu);
     in.kv.k = TensorView::contiguous(memory.as<char>() + (1 << 18), DType::bf16, {kBlocks, kBlockSize, kKvHeads, kDim}, kGpu);
@@ -107,6 +108,7 @@ TEST_F(PlanMaps, DecodeAndVerifyHaveTheItemsOfSm80) {
     }
     const char* const kernel = q_len <= 8 ? "attention_sm90_decode.cu" : "attention_sm90.cu";
     EXPECT_TRUE(starts_with(seen[0], kernel)) << seen[0].kernel;
+    EXPECT_EQ(seen[0].heads_together, q_len <= 8 ? 1 : kKvHeads);  // L2 holds the keys of all
     EXPECT_EQ(fake::state().maps, maps + (q_len <= 8 ? 2 : 3));
   }
 }
