@@ -56,7 +56,8 @@ class DeviceAttentionSm90Fp8 : public Gpu, public testing::WithParamInterface<Pr
 
 TEST_P(DeviceAttentionSm90Fp8, AgreesWithSm80) {
   if (device.sm != 90) GTEST_SKIP() << "needs sm_90, this is sm_" << device.sm;
-  const auto& [name, spec, reqs, q_len, seq_len] = GetParam();
+  const AttentionSpec& spec = GetParam().spec;
+  const int reqs = GetParam().reqs, q_len = GetParam().q_len, seq_len = GetParam().seq_len;
   const int pages = (seq_len + spec.block_size - 1) / spec.block_size, heads = spec.num_q_heads, dim = spec.head_dim_v;
   const int64_t tokens = int64_t(reqs) * q_len, count = int64_t(reqs) * pages,
                 page_elements = int64_t(spec.block_size) * spec.num_kv_heads * dim;
