@@ -79,7 +79,8 @@ class DeviceAttentionSm90 : public Gpu, public testing::WithParamInterface<Probl
 
 TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   if (device.sm != 90) GTEST_SKIP() << "needs sm_90, this is sm_" << device.sm;
-  const auto& [name, spec, reqs, q_len, seq_len] = GetParam();
+  const AttentionSpec& spec = GetParam().spec;
+  const int reqs = GetParam().reqs, q_len = GetParam().q_len, seq_len = GetParam().seq_len;
   ASSERT_TRUE(attention_sm90_refusals(spec).empty());
   const int page = std::max(spec.block_size, 1), pages = (seq_len + page - 1) / page, heads = spec.num_q_heads;
   const int qk = spec.head_dim_qk, dim = spec.head_dim_v;
