@@ -33,6 +33,7 @@ T guarded(T failed, const Body& body) {
 AttentionSpec spec_of(const json& j) {
   AttentionSpec spec{.num_q_heads = j.at("q_heads"), .num_kv_heads = j.at("kv_heads")};
   spec.head_dim_qk = spec.head_dim_v = j.at("head_dim");
+  spec.q_dtype = parse_dtype(j.value("q", "bf16"));
   spec.kv_dtype = parse_dtype(j.at("kv").get<std::string>());
   spec.block_size = j.at("page");
   spec.mask.causal = j.at("causal");
@@ -95,11 +96,11 @@ TensorView pages(const Planned& p, void* data, int64_t count, int64_t stride) {
 }
 
 void run(Planned& p, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, Stream stream) {
-  const auto rows = [&](void* data) {
-    return TensorView::contiguous(data, p.spec.q_dtype, {p.batch.num_tokens(), p.spec.num_q_heads, p.spec.head_dim_qk}, p.device);
+  const auto rows = [&](void* data, DType type) {
+    return TensorView::contiguous(data, type, {p.batch.num_tokens(), p.spec.num_q_heads, p.spec.head_dim_qk}, p.device);
   };
-  p.in = {.q = rows(q), .kv = {.k = pages(p, k, count, stride), .v = pages(p, v, count, stride)}};
-  p.out = {.out = rows(out)};
+  p.in = {.q = rows(q, p.spec.q_dtype), .kv = {.k = pages(p, k, count, stride), .v = pages(p, v, count, stride)}};
+  p.out = {.out = rows(out, p.spec.out_dtypes().front())};
   p.plan->run(p.in, p.out, stream);
 }
 

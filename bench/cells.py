@@ -25,6 +25,7 @@ class Cell:
     kv: str
     causal: bool
     tokens: int  # keys of all requests
+    q: str = "bf16"  # the output is bf16 whatever it is
     lengths: str | None = None  # which draw of lengths: see inputs.py
     rotate: bool = True  # other pages in each call, so that L2 does not hold them
     balanced: bool = False
@@ -57,6 +58,7 @@ class Cell:
             "q_heads": self.heads[0],
             "kv_heads": self.heads[1],
             "head_dim": self.head_dim,
+            "q": self.q,
             "kv": self.kv,
             "page": self.page,
             "causal": self.causal,
@@ -65,9 +67,9 @@ class Cell:
 
 def name_of(row: dict) -> str:
     page = f"p{row['page']}" if row["page"] else "dense"
-    if row["group"] == "prefill":
+    if row["group"].startswith("prefill"):
         mask = "causal" if row["causal"] else "full"
-        return f"prefill/d{row['head_dim']}/{row['heads'][0]}-{row['heads'][1]}/{row['batch']}x{row['query']}/{mask}"
+        return f"{row['group']}/d{row['head_dim']}/{row['heads'][0]}-{row['heads'][1]}/{row['batch']}x{row['query']}/{mask}"
     if row["group"] == "verify":
         return f"verify/q{row['query']}"
     if row["group"] == "launch":

@@ -82,12 +82,13 @@ class Problem:
         self.seq_lens = seq_lens_of(cell)
         self.query_start = starts_of([cell.query] * cell.batch)
         shape = (cell.batch * cell.query, cell.heads[0], cell.head_dim)
-        self.q = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        self.out = torch.empty_like(self.q)
+        self.q = fill(torch.empty(shape, device=device, dtype=DTYPES[cell.q]))
+        self.out = torch.empty(shape, device=device, dtype=torch.bfloat16)
         self.poison()
         if cell.page == 0:
             self.sets, self.table = 1, None
-            self.k, self.v = (torch.randn((cell.tokens, cell.heads[1], cell.head_dim), device=device, dtype=DTYPES[cell.kv]) for _ in "kv")
+            rows = (cell.tokens, cell.heads[1], cell.head_dim)
+            self.k, self.v = (fill(torch.empty(rows, device=device, dtype=DTYPES[cell.kv])) for _ in "kv")
             self.starts = torch.tensor(starts_of(self.seq_lens), dtype=torch.int32)
             return
         self.k, self.v = (pool.view(-1, cell.page, KV_HEADS, HEAD_DIM) for pool in pools.get(cell))
@@ -124,11 +125,17 @@ def rotation(cell: Cell, fits: int) -> int:
 
 
 def attention_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One row in float64, and as one would write it in bf16: logits, probabilities and output rounded, sums in float."""
-    scale = q.shape[-1] ** -0.5
+    """One row in float64, and as one would write it in bf16: logits, probabilities and output rounded, sums in float. Where q is in bytes,
+    exponentials are too, relative to 256 for the largest."""
+    in_bytes, scale = q.dtype == torch.float8_e4m3fn, q.shape[-1] ** -0.5
     exact = torch.softmax(k.double() @ q.double() * scale, 0) @ v.double()
     k, v, q = k.float(), v.float(), q.float()
-    p = torch.softmax(((k @ q).bfloat16() * scale).bfloat16().float(), 0).bfloat16().float()
+    logits = ((k @ q).bfloat16() * scale).bfloat16().float()
+    if in_bytes:
+        exponentials = torch.exp(logits - logits.max())
+        p = (256 * exponentials).to(torch.float8_e4m3fn).float() / (256 * exponentials.sum())
+    else:
+        p = torch.softmax(logits, 0).bfloat16().float()
     return exact, (p @ v).bfloat16().double()
 
 

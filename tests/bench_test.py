@@ -23,7 +23,7 @@ from native import Native, NativeError, Plan  # noqa: E402
 OBJECT = ""
 SPEC = {"q_heads": 4, "kv_heads": 2, "head_dim": 16, "kv": "bf16", "page": 4, "causal": True}
 LIMITS = {"requests": 2, "tokens": 8, "seq_len": 64, "query_len": 0}
-GROUPS = {"prefill", "paged", "decode", "e4m3", "ragged", "balanced", "verify", "launch"}
+GROUPS = {"prefill", "prefill_e4m3", "paged", "decode", "e4m3", "ragged", "balanced", "verify", "launch"}
 
 
 def by_name() -> dict[str, cells.Cell]:
@@ -65,6 +65,7 @@ class Cells(unittest.TestCase):
         self.assertEqual(table["prefill/d128/16-16/1x16384/full"].flops, 4 * 16 * 128 * 16384**2)
         self.assertEqual(table["prefill/d128/16-16/1x16384/causal"].flops, 2 * 16 * 128 * 16384**2)
         self.assertEqual(table["paged/p16/1x512of16384"].flops, 4 * 32 * 128 * (512 * (16384 - 512) + 512**2 / 2))
+        self.assertEqual(table["prefill_e4m3/d128/16-16/4x4096/causal"].spec()["q"], "fp8_e4m3")
         self.assertEqual(table["e4m3/p64/4096x64"].kv_bytes, 64 * 4096 * 8 * 128 * 2)
         # 245.9 us are 4.37 TB/s, and 650 TFLOP/s are what they were written down as.
         self.assertAlmostEqual(table["decode/p64/4096x64"].rate(245.9), 4.37, places=2)
@@ -150,6 +151,7 @@ class Bridge(unittest.TestCase):
         for code, make in (
             ("spec.num_kv_heads.divides", lambda: self.plan(kv_heads=3)),
             ("dtype.unknown", lambda: self.plan(kv="bf17")),
+            ("spec.kv_dtype.fp8_queries", lambda: self.plan(q="fp8_e4m3")),
             ("select.forced", lambda: Plan(self.native, "cpu", "cuda_sm80", SPEC, LIMITS)),
         ):
             with self.subTest(code), self.assertRaises(NativeError) as raised:

@@ -15,6 +15,7 @@ namespace imbrex {
 
 struct Inputs {
   TensorView q;              // [>= num_tokens, num_q_heads, head_dim_qk], spec.q_dtype, innermost stride 1
+  TensorView q_scale;        // f32 [1] or [num_kv_heads], host or device; an fp8 element e of q stands for e * scale. Empty: 1
   KvCache kv;                // this layer's pages
   TensorView sinks;          // f32 [num_q_heads]; only with ScoreMod::sinks
   TensorView alibi_slopes;   // f32 [num_q_heads]; only with ScoreMod::alibi
@@ -23,7 +24,7 @@ struct Inputs {
 };
 
 struct Outputs {
-  TensorView out;  // [>= num_tokens, num_q_heads, head_dim_v], spec.q_dtype or f32, innermost stride 1
+  TensorView out;  // [>= num_tokens, num_q_heads, head_dim_v], one of spec.out_dtypes(), innermost stride 1
   TensorView lse;  // optional f32 [>= num_tokens, num_q_heads], natural log of the denominator (sink included); -inf and out 0 for
                    // a query that sees no key
 };
@@ -61,7 +62,7 @@ class Plan {
   virtual void update_on_device(const DeviceBatch&, Stream = nullptr);
   // Why requests were left out since the last call, a Reason for each rule that one broke, with the last that did. Waits for the stream.
   virtual std::vector<Reason> device_problems(Stream = nullptr);
-  // Writes this step's k [num_tokens, num_kv_heads, head_dim_qk] and v (q_dtype or kv_dtype) to the slots of slot_mapping.
+  // Writes this step's k [num_tokens, num_kv_heads, head_dim_qk] and v (kv_dtype or one of new_kv_dtypes()) to the slots of slot_mapping.
   virtual void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream = nullptr) const = 0;
   // Allocates nothing, compiles nothing.
   virtual void run(const Inputs&, const Outputs&, Stream = nullptr) const = 0;

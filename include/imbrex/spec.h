@@ -1,6 +1,7 @@
 #pragma once
 // What one softmax-attention layer computes. Fixed for the life of a model; with the device, all that selection looks at.
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "imbrex/tensor.h"
@@ -57,7 +58,7 @@ struct AttentionSpec {
   int num_kv_heads = 0;          // divides num_q_heads
   int head_dim_qk = 0;           // a multiple of 8, at most 576
   int head_dim_v = 0;            // a multiple of 8, at most 576
-  DType q_dtype = DType::bf16;   // f32, bf16, f16; the output has it too, or f32
+  DType q_dtype = DType::bf16;   // f32, bf16, f16; fp8_e4m3 where kv_dtype is too: quantised by the caller, see Inputs::q_scale
   DType kv_dtype = DType::bf16;  // f32, bf16, f16, fp8_e4m3, fp8_e5m2
   KvFormat kv_format = KvFormat::strided;
   int block_size = 16;  // tokens in a block (page); 0: ragged k and v
@@ -66,6 +67,10 @@ struct AttentionSpec {
 
   int group_size() const { return num_q_heads / num_kv_heads; }
   float scale() const;  // the effective one
+  // The types that an output may have, the usual one first: q_dtype or f32; where queries are fp8: bf16, f16 or f32.
+  std::span<const DType> out_dtypes() const;
+  // The types that new keys and values are converted from: q_dtype; where queries are fp8: bf16 or f16.
+  std::span<const DType> new_kv_dtypes() const;
   int64_t kv_bytes_per_token() const { return int64_t(num_kv_heads) * (head_dim_qk + head_dim_v) * size_of(kv_dtype); }
   void validate() const;    // Error spec.* for a spec that no backend could ever run
   std::string str() const;  // "decoder q32/kv8 d128 bf16 kv=fp8_e4m3 block16 causal"

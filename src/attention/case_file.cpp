@@ -153,13 +153,13 @@ class Tensors {
   explicit Tensors(const Safetensors& file) : file_(file) {}
 
   bool has(const char* name) const { return file_.tensors.contains(name); }
-  HostTensor take(const char* name, std::initializer_list<DType> dtypes, std::initializer_list<int64_t> sizes) {
+  HostTensor take(const char* name, const std::vector<DType>& dtypes, std::initializer_list<int64_t> sizes) {
     taken_.push_back(name);
     const auto it = file_.tensors.find(name);
     check(it != file_.tensors.end(), "case_file.tensor.missing", "tensor {} is missing", name);
     const HostTensor& t = it->second;
     check(std::find(dtypes.begin(), dtypes.end(), t.dtype) != dtypes.end(), "case_file.tensor.dtype", "tensor {}: expected {}, got {}",
-          name, to_string(*dtypes.begin()), to_string(t.dtype));
+          name, to_string(dtypes.front()), to_string(t.dtype));
     check(t.sizes.size() == sizes.size(), "case_file.tensor.rank", "tensor {}: expected {} dimensions, got {}", name, sizes.size(),
           t.sizes.size());
     size_t d = 0;
@@ -259,7 +259,9 @@ CaseFile parse_case(const Safetensors& file) {
     num_pairs += int64_t(r.q_len) * r.seq_len;
   }
   in.q = tensors.take("q", {spec.q_dtype}, {num_tokens, heads, spec.head_dim_qk});
-  in.k = tensors.take("k", {spec.kv_dtype, spec.q_dtype}, {num_keys, kv_heads, spec.head_dim_qk});
+  std::vector<DType> key_types{spec.kv_dtype};
+  key_types.insert(key_types.end(), spec.new_kv_dtypes().begin(), spec.new_kv_dtypes().end());
+  in.k = tensors.take("k", key_types, {num_keys, kv_heads, spec.head_dim_qk});
   in.v =
       tensors.has("v") ? tensors.take("v", {in.k.dtype}, {num_keys, kv_heads, spec.head_dim_v}) : values_of_latent(in.k, spec.head_dim_v);
   in.sinks = tensors.take_if(spec.score.sinks, "sinks", DType::f32, {heads});
@@ -267,9 +269,10 @@ CaseFile parse_case(const Safetensors& file) {
   in.head_scales = tensors.take_if(spec.score.head_scales, "head_scales", DType::f32, {heads});
   in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
+  in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
   in.v_scale = tensors.take_if(is_fp8(spec) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
-  for (const HostTensor* scale : {&in.k_scale, &in.v_scale}) {
+  for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) {
     check(scale->empty() || scale->sizes[0] == 1 || scale->sizes[0] == kv_heads, "case_file.scale.size", "expected 1 or {} scales, got {}",
           kv_heads, scale->empty() ? 0 : scale->sizes[0]);
     for (int64_t i = 0; i < (scale->empty() ? 0 : scale->sizes[0]); ++i)
@@ -302,7 +305,7 @@ Safetensors to_safetensors(const CaseFile& c) {
   if (!c.lse.empty()) file.tensors["lse"] = from_values(DType::f32, {in.num_tokens(), heads}, c.lse);
   const std::pair<const char*, const HostTensor*> optional[] = {
       {"sinks", &in.sinks},     {"alibi_slopes", &in.alibi_slopes}, {"head_scales", &in.head_scales}, {"relative_bias", &in.relative_bias},
-      {"k_scale", &in.k_scale}, {"v_scale", &in.v_scale},           {"custom_mask", &in.custom_mask}};
+      {"q_scale", &in.q_scale}, {"k_scale", &in.k_scale},           {"v_scale", &in.v_scale},         {"custom_mask", &in.custom_mask}};
   for (const auto& [name, tensor] : optional)
     if (!tensor->empty()) file.tensors[name] = *tensor;
   return file;

@@ -151,9 +151,10 @@ CaseInputs make_inputs(const Case& c) {
   CaseInputs in;
   in.spec = spec;
   in.requests = c.requests;
-  in.q = HostTensor::make(spec.q_dtype, {c.num_tokens(), spec.num_q_heads, spec.head_dim_qk});
-  in.k = HostTensor::make(spec.q_dtype, {c.num_keys(), spec.num_kv_heads, spec.head_dim_qk});
-  in.v = HostTensor::make(spec.q_dtype, {c.num_keys(), spec.num_kv_heads, spec.head_dim_v});
+  const DType type = spec.new_kv_dtypes().front();
+  in.q = HostTensor::make(type, {c.num_tokens(), spec.num_q_heads, spec.head_dim_qk});
+  in.k = HostTensor::make(type, {c.num_keys(), spec.num_kv_heads, spec.head_dim_qk});
+  in.v = HostTensor::make(type, {c.num_keys(), spec.num_kv_heads, spec.head_dim_v});
   int64_t token = 0, key = 0;
   for (const CaseRequest& r : c.requests) {
     const uint64_t seed = mix(c.seed * 0x10001 + uint64_t(r.id));
@@ -193,18 +194,24 @@ CaseInputs make_inputs(const Case& c) {
       in.v_scale.set(h, double(c.kv_scale) * (1.5 - h / 8.0));
     }
   }
+  if (spec.q_dtype == DType::fp8_e4m3) {
+    in.q_scale = HostTensor::make(DType::f32, {c.scale_per_head ? spec.num_kv_heads : 1});
+    for (int64_t h = 0; h < in.q_scale.num_elements(); ++h) in.q_scale.set(h, 0.75 * (1.0 + double(h) / 4.0));
+    in.q = as_cached(in.q, spec.q_dtype, in.q_scale);
+  }
   return in;
 }
 
-HostTensor as_cached(const HostTensor& t, DType kv_dtype, const HostTensor& scale) {
-  if (t.dtype == kv_dtype) return t;
-  HostTensor cached = HostTensor::make(kv_dtype, t.sizes);
+float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head) {
+  return scale.empty() ? 1.f : float(scale.get(head * scale.sizes[0] / t.sizes[1]));
+}
+
+HostTensor as_cached(const HostTensor& t, DType dtype, const HostTensor& scale) {
+  if (t.dtype == dtype) return t;
+  HostTensor cached = HostTensor::make(dtype, t.sizes);
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
-  for (int64_t i = 0; i < t.num_elements(); ++i) {
-    const int64_t head = i / dim % heads;
-    const float divisor = scale.empty() ? 1.f : float(scale.get(scale.sizes[0] == 1 ? 0 : head));
-    store_from_float(cached.bytes.data(), kv_dtype, i, float(t.get(i)) / divisor);
-  }
+  for (int64_t i = 0; i < t.num_elements(); ++i)
+    store_from_float(cached.bytes.data(), dtype, i, float(t.get(i)) / scale_of_head(t, scale, i / dim % heads));
   return cached;
 }
 

@@ -25,12 +25,13 @@ struct HostTensor {
 struct CaseInputs {
   AttentionSpec spec;
   std::vector<CaseRequest> requests;
-  HostTensor q;     // [T, num_q_heads, head_dim_qk], q_dtype
-  HostTensor k, v;  // [S, num_kv_heads, head_dim_qk or head_dim_v], q_dtype or kv_dtype: all keys of request 0, then of request 1, ...
+  HostTensor q;  // [T, num_q_heads, head_dim_qk], q_dtype
+  HostTensor k,
+      v;  // [S, num_kv_heads, head_dim_qk or head_dim_v], kv_dtype or one of new_kv_dtypes(): all keys of request 0, then of request 1, ...
   HostTensor sinks, alibi_slopes, head_scales;  // f32 [num_q_heads], where the spec has them
   HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
-  HostTensor k_scale, v_scale;                  // f32 [1] or [num_kv_heads], fp8 caches only
+  HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
 
   int num_tokens() const { return int(q.sizes[0]); }
 };
@@ -38,8 +39,10 @@ struct CaseInputs {
 // The same case gives the same bits everywhere.
 CaseInputs make_inputs(const Case&);
 
-// k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8.
-HostTensor as_cached(const HostTensor& k_or_v, DType kv_dtype, const HostTensor& scale);
+// k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8. Or q, in q_dtype.
+HostTensor as_cached(const HostTensor&, DType, const HostTensor& scale);
+// What the tensor's head `head` is multiplied by.
+float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head);
 bool is_fp8(const AttentionSpec&);
 
 }  // namespace imbrex

@@ -39,7 +39,8 @@ struct SpreadTensor {
 
   SpreadTensor(const SpreadTensor&) = delete;
   SpreadTensor(DType dtype, int64_t rows, int64_t heads, int64_t dim, Poison poison) {
-    const int64_t head_stride = dim + 8, row_stride = heads * head_stride + 16;
+    // Gaps that keep rows at multiples of 16 bytes, if their length is one.
+    const int64_t head_stride = dim + std::max<int64_t>(8, 16 / size_of(dtype)), row_stride = heads * head_stride + 16;
     bytes.resize(size_t(std::max<int64_t>(1, rows) * row_stride * size_of(dtype)));
     fill_poison(bytes.data(), bytes.size(), dtype, poison);
     view = TensorView::contiguous(bytes.data(), dtype, {rows, heads, dim});
@@ -314,6 +315,7 @@ class Runner {
     for (size_t r = 0; r < requests.size(); ++r)
       for (int t = requests[r].q_begin; t < requests[r].q_end; ++t) q.copy_row(row++, in_.q, first_token_[r] + t);
     Inputs inputs{.q = q.view,
+                  .q_scale = in_.q_scale.view(),
                   .kv = cache_,
                   .sinks = in_.sinks.view(),
                   .alibi_slopes = in_.alibi_slopes.view(),

@@ -22,7 +22,7 @@ struct RunOptions {
   uint64_t page_seed = 1;       // order in which pages are handed out
   Poison poison = Poison::nan;
   int padding_tokens = 2;        // rows after the batch's tokens
-  DType out_dtype = DType::f32;  // q_dtype or f32
+  DType out_dtype = DType::f32;  // one of spec.out_dtypes()
   int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
   ParallelFor threads;
   bool balanced = false;    // split by load: the one option that may change roundings

@@ -43,7 +43,7 @@ struct Table {
     c.requests = requests;
     for (int r = 0; r < int(requests.size()); ++r) c.requests[r].id = r;
     c.seed = cases.size() + 1;
-    c.out_dtype = cases.size() % 4 == 3 ? DType::f32 : types.q;
+    c.out_dtype = cases.size() % 4 == 3 ? DType::f32 : c.spec.out_dtypes().front();
     c.padding_tokens = int(cases.size() % 3);
     cases.push_back(std::move(c));
     return cases.back();
@@ -353,6 +353,40 @@ void add_prefills(Table& table) {
     }
 }
 
+// Queries in e4m3, which a kernel may multiply as they are: every phase, then prefill of several tiles of 128 rows and of 192 keys.
+void add_fp8_queries(Table& table) {
+  constexpr DTypes kE4m3{DType::fp8_e4m3, DType::fp8_e4m3};
+  for (const Phase& phase : kPhases) {
+    table.add(fmt::format("dtype_e4m3_{}", phase.name), 3, 2, {64, 48}, kE4m3, phase.requests).out_dtype = DType::f16;
+    table.add(fmt::format("dtype_e4m3_heads_{}", phase.name), 2, 3, {128, 128}, kE4m3, phase.requests).scale_per_head = true;
+  }
+  const NamedFeature features[] = {
+      {"causal", 1, kE4m3, [](Case&) {}},
+      {"bidirectional", 1, kE4m3, [](Case& c) { c.spec.mask.causal = false; }},
+      {"heads", 2, kE4m3, [](Case& c) { c.scale_per_head = true; }},
+      {"window", 1, kE4m3, [](Case& c) { c.spec.mask.window_left = 99; }},
+      {"window_both", 1, kE4m3, [](Case& c) { c.spec.mask = {.causal = false, .window_left = 20, .window_right = 40}; }},
+      {"chunk", 1, kE4m3, [](Case& c) { c.spec.mask.chunk = 100; }},
+      {"cap", 1, kE4m3, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"alibi", 1, kE4m3, [](Case& c) { c.spec.score.alibi = true; }},
+      {"head_scales", 1, kE4m3, [](Case& c) { c.spec.score.head_scales = true; }},
+      {"sinks", 1, kE4m3, [](Case& c) { c.spec.score.sinks = true; }},
+      {"rising", 1, kE4m3, [](Case& c) { c.values = ValuePattern::rising; }},
+      {"falling", 1, kE4m3, [](Case& c) { c.values = ValuePattern::falling; }},
+  };
+  const Requests requests[] = {{{150, 220}}, {{40, 420}, {1, 40}}, {{20, 500}, {0, 9}, {70, 70}}};
+  const int block_sizes[] = {16, 64, 0, 128, 8, 544}, groups[] = {4, 1, 8, 2};
+  for (const int dim : {64, 128, 256})
+    for (const NamedFeature& f : features) {
+      const size_t i = table.cases.size();
+      const int group = std::max(1, (dim > 128 ? 2 : groups[i % 4]) / f.kv_heads);  // work is limited
+      Case& c = table.add(fmt::format("dtype_e4m3_prefill_d{}_{}", dim, f.name), group, f.kv_heads, {dim, dim}, kE4m3, requests[i % 3]);
+      c.spec.block_size = block_sizes[i % 6];
+      c.order = "lbthd";
+      f.set(c);
+    }
+}
+
 std::vector<Case> make_cases() {
   Table table;
   add_shapes(table);
@@ -366,6 +400,7 @@ std::vector<Case> make_cases() {
   add_verifies(table);
   add_values(table);
   add_prefills(table);
+  add_fp8_queries(table);
   return std::move(table.cases);
 }
 

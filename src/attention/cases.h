@@ -41,7 +41,7 @@ struct Case {
   bool csr = false;              // kv_indptr and kv_indices instead of a dense table
   std::string order = "lbhtd";   // of the cache, see KvAllocation
   int padding_tokens = 0;        // rows of q, k, v and out after the batch's tokens
-  DType out_dtype = DType::f32;  // q_dtype or f32
+  DType out_dtype = DType::f32;  // one of spec.out_dtypes()
   float q_gain = 1.f;            // standard deviation of q: above 1 the softmax is peaked
   float kv_scale = 0.02f;        // fp8 caches: k_scale and v_scale of head 0
   bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)

@@ -16,6 +16,12 @@ namespace {
 
 // Relative error that a kernel's exponential may have. For 16-bit types it is hidden under the rounding of probabilities (2^-9, 2^-12).
 constexpr double kExpErrorFloat = 1e-6, kExpErrorHalf = 2e-4;
+// Of a logit that is a sum of products of bytes: a hundred addends cut at 2^-13 of the largest, whose errors have both signs.
+constexpr double kByteSumError = 0x1p-10, kByteSumFloor = 0x1p-7;
+
+// What a framework would compute in.
+DType working_dtype(const AttentionSpec& spec) { return spec.out_dtypes().front(); }
+bool has_fp8_queries(const AttentionSpec& spec) { return spec.q_dtype == DType::fp8_e4m3; }
 
 float round_to(DType dtype, float x) {
   char bytes[4];
@@ -26,10 +32,8 @@ float round_to(DType dtype, float x) {
 std::vector<float> rounded(const HostTensor& t, DType dtype, const HostTensor& scale) {
   std::vector<float> values(static_cast<size_t>(t.num_elements()));
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
-  for (int64_t i = 0; i < t.num_elements(); ++i) {
-    const float factor = scale.empty() ? 1.f : float(scale.get(scale.sizes[0] == 1 ? 0 : i / dim % heads));
-    values[size_t(i)] = round_to(dtype, float(t.get(i)) * factor);
-  }
+  for (int64_t i = 0; i < t.num_elements(); ++i)
+    values[size_t(i)] = round_to(dtype, float(t.get(i)) * scale_of_head(t, scale, i / dim % heads));
   return values;
 }
 
@@ -65,20 +69,26 @@ class NaiveRow {
     }
     for (float& x : logits_) denominator += x = std::exp(x - maximum);
     for (size_t i = 0; i < seen_.size(); ++i) {
-      const float weight = round_to(spec_.q_dtype, logits_[i] / denominator);
+      const float weight = weight_of(logits_[i], denominator);
       const float* row = values_ + (seen_[i] * heads + kv_head) * dim_v;
       for (int d = 0; d < dim_v; ++d) out[d] += weight * row[d];
     }
-    for (int d = 0; d < dim_v; ++d) out[d] = round_to(spec_.q_dtype, out[d]);
+    for (int d = 0; d < dim_v; ++d) out[d] = round_to(dtype_, out[d]);
   }
 
  private:
+  float weight_of(float exponential, float denominator) const {
+    constexpr float kByteOne = 256.f;
+    if (has_fp8_queries(spec_)) return round_to(DType::fp8_e4m3, kByteOne * exponential) / (kByteOne * denominator);
+    return round_to(dtype_, exponential / denominator);
+  }
+
   float logit(float product, int head, int64_t distance) const {
     const ScoreMod& score = spec_.score;
     float x = product * spec_.scale();
     if (score.head_scales) x *= float(in_.head_scales.get(head));
-    x = round_to(spec_.q_dtype, x);
-    if (score.soft_cap > 0.f) x = round_to(spec_.q_dtype, score.soft_cap * std::tanh(x / score.soft_cap));
+    x = round_to(dtype_, x);
+    if (score.soft_cap > 0.f) x = round_to(dtype_, score.soft_cap * std::tanh(x / score.soft_cap));
     if (score.alibi) x += float(in_.alibi_slopes.get(head)) * float(distance);
     if (score.relative_buckets > 0)
       x += float(in_.relative_bias.get(int64_t(relative_bucket(score, int(distance))) * spec_.num_q_heads + head));
@@ -87,6 +97,7 @@ class NaiveRow {
 
   const CaseInputs& in_;
   const AttentionSpec& spec_;
+  const DType dtype_ = working_dtype(spec_);
   const float *keys_, *values_;
   std::vector<int64_t> seen_;
   std::vector<float> logits_;
@@ -96,17 +107,18 @@ Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const
   double max_factor = 2, mean_factor = 1.5, largest_value = 0, storing = 0;
   if (in.spec.score.soft_cap > 0.f) max_factor = 3;
   if (is_fp8(in.spec)) max_factor = 4, mean_factor = 3;
-  const std::vector<float> values = rounded(as_cached(in.v, in.spec.kv_dtype, in.v_scale), in.spec.q_dtype, in.v_scale);
+  const DType dtype = working_dtype(in.spec);
+  const std::vector<float> values = rounded(as_cached(in.v, in.spec.kv_dtype, in.v_scale), dtype, in.v_scale);
   for (float v : values) largest_value = std::max(largest_value, double(std::abs(v)));
-  for (float x : expected) storing = std::max(storing, std::abs(double(round_to(in.spec.q_dtype, x + 0.3f)) - (double(x) + 0.3)));
-  const bool half = in.spec.q_dtype != DType::f32;
+  for (float x : expected) storing = std::max(storing, std::abs(double(round_to(dtype, x + 0.3f)) - (double(x) + 0.3)));
+  const bool half = dtype != DType::f32, bytes = has_fp8_queries(in.spec);
   const double exp_error = half ? kExpErrorHalf : kExpErrorFloat, floor = 2 * storing + exp_error * largest_value;
   // A tanh is good to a rounding of 1, which the cap multiplies.
   const double cap_error = double(in.spec.score.soft_cap) * 0x1p-23;
   return {.max = max_factor * naive.max + floor,
           .mean = mean_factor * naive.mean + floor / 4,
-          .lse_absolute = (half ? 1.5 * kExpErrorHalf : 4 * kExpErrorFloat) + cap_error,
-          .lse_relative = 0x1p-21};  // four roundings of a float of the logits' size
+          .lse_absolute = (half ? 1.5 * kExpErrorHalf : 4 * kExpErrorFloat) + cap_error + (bytes ? kByteSumFloor : 0),
+          .lse_relative = 0x1p-21 + (bytes ? kByteSumError : 0)};  // four roundings of a float of the logits' size
 }
 
 }  // namespace
@@ -130,9 +142,10 @@ ErrorStats compare(const std::vector<float>& actual, const std::vector<float>& e
 std::vector<float> naive_attention(const CaseInputs& in) {
   const AttentionSpec& spec = in.spec;
   const int heads = spec.num_q_heads;
-  const std::vector<float> q = rounded(in.q, spec.q_dtype, {});
-  const std::vector<float> k = rounded(as_cached(in.k, spec.kv_dtype, in.k_scale), spec.q_dtype, in.k_scale);
-  const std::vector<float> v = rounded(as_cached(in.v, spec.kv_dtype, in.v_scale), spec.q_dtype, in.v_scale);
+  const DType dtype = working_dtype(spec);
+  const std::vector<float> q = rounded(in.q, dtype, in.q_scale);
+  const std::vector<float> k = rounded(as_cached(in.k, spec.kv_dtype, in.k_scale), dtype, in.k_scale);
+  const std::vector<float> v = rounded(as_cached(in.v, spec.kv_dtype, in.v_scale), dtype, in.v_scale);
   std::vector<float> out(size_t(in.num_tokens()) * heads * spec.head_dim_v);
   NaiveRow row(in, k.data(), v.data());
   int64_t token = 0, key = 0, mask = 0;

@@ -2,6 +2,7 @@
 #include "attention/plan_checks.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -21,6 +22,9 @@ void check_heads(bool wanted, const TensorView& t, const char* name, std::string
   check(!wanted || (t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1 && t.device == device), code,
         "{}: expected contiguous f32[{}] on {}, got {}", name, num_heads, device, t);
 }
+
+// `t` where it is one of `types`, else the usual one: what a message then says was expected.
+DType one_of(std::span<const DType> types, DType t) { return std::ranges::find(types, t) != types.end() ? t : types.front(); }
 
 void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_view code, Device device) {
   cache.validate(spec);
@@ -53,10 +57,24 @@ BatchReach reach_of(const Batch& batch, const AttentionSpec& spec) {
   return reach;
 }
 
+void check_q_scale(const AttentionSpec& spec, Device device, const TensorView& scale) {
+  constexpr std::string_view code = "run.q_scale";
+  if (scale.empty()) return;
+  check(spec.q_dtype == DType::fp8_e4m3, code, "q_scale: only fp8_e4m3 queries have one, these are {}", to_string(spec.q_dtype));
+  const bool host = scale.device.type == DeviceType::cpu;
+  check(scale.rank == 1 && scale.dtype == DType::f32 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads) &&
+            (host || scale.device == device),
+        code, "q_scale: expected f32[1] or f32[{}] on {} or cpu, got {}", spec.num_kv_heads, device, scale);
+  for (int64_t h = 0; host && h < scale.size(0); ++h) {
+    const float value = scale.as<const float>()[h * scale.stride(0)];
+    check(std::isfinite(value) && value > 0, code, "q_scale: expected finite positive numbers, got {} at {}", value, h);
+  }
+}
+
 DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, const Outputs& out, int num_tokens, const BatchReach& reach) {
   const int heads = spec.num_q_heads;
   check_rows(in.q, "q", "run.q", spec.q_dtype, num_tokens, heads, spec.head_dim_qk, device);
-  const DType out_dtype = out.out.dtype == DType::f32 ? DType::f32 : spec.q_dtype;
+  const DType out_dtype = one_of(spec.out_dtypes(), out.out.dtype);
   check_rows(out.out, "out", "run.out", out_dtype, num_tokens, heads, spec.head_dim_v, device);
   check(num_tokens == 0 || (in.q.stride(2) == 1 && out.out.stride(2) == 1), "run.stride",
         "q and out need innermost stride 1, got {} and {}", in.q.stride(2), out.out.stride(2));
@@ -64,6 +82,7 @@ DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, cons
   check(lse.empty() ||
             (lse.rank == 2 && lse.dtype == DType::f32 && lse.device == device && lse.size(0) >= num_tokens && lse.size(1) == heads),
         "run.lse", "lse: expected f32[>= {}, {}] on {}, got {}", num_tokens, heads, device, lse);
+  check_q_scale(spec, device, in.q_scale);
   check_cache(spec, in.kv, "run.device", device);
   check(spec.block_size == 0 || reach.block < in.kv.num_blocks(spec), "run.block_id", "block ids must be below {}, the batch has {}",
         in.kv.num_blocks(spec), reach.block);
@@ -82,7 +101,7 @@ DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, cons
 DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache, const TensorView& k, const TensorView& v,
                   const TensorView& slot_mapping, int num_tokens, const BatchReach& reach) {
   check_cache(spec, cache, "write_kv.device", device);
-  const DType dtype = k.dtype == spec.kv_dtype ? spec.kv_dtype : spec.q_dtype;
+  const DType dtype = k.dtype == spec.kv_dtype ? spec.kv_dtype : one_of(spec.new_kv_dtypes(), k.dtype);
   check_rows(k, "k", "write_kv.k", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_qk, device);
   check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);

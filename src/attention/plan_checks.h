@@ -17,10 +17,14 @@ struct BatchReach {
 };
 BatchReach reach_of(const Batch&, const AttentionSpec&);
 
+// Inputs::q_scale. Error run.q_scale.
+void check_q_scale(const AttentionSpec&, Device, const TensorView&);
+
 // Everything about the arguments of Plan::run; returns the type of the output. relative_bias is checked too. Errors run.*, kv_cache.*.
 DType check_run(const AttentionSpec&, Device, const Inputs&, const Outputs&, int num_tokens, const BatchReach&);
 
-// Everything about the arguments of Plan::write_kv; returns the type of k and v, kv_dtype or q_dtype. Errors write_kv.*, kv_cache.*.
+// Everything about the arguments of Plan::write_kv; returns the type of k and v, kv_dtype or one of new_kv_dtypes(). Errors write_kv.*,
+// kv_cache.*.
 DType check_write(const AttentionSpec&, Device, const KvCache&, const TensorView& k, const TensorView& v, const TensorView& slot_mapping,
                   int num_tokens, const BatchReach&);
 

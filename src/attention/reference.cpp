@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "attention/mask.h"
+#include "attention/plan_checks.h"
 #include "attention/relative_bias.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -28,18 +29,21 @@ void load_row(const TensorView& t, int64_t first, int64_t stride, int count, dou
 double parameter(const TensorView& t, int64_t index) { return t.as<const float>()[index * t.strides[0]]; }
 
 // What an fp8 element is multiplied by.
-float head_scale(const TensorView& scales, DType kv_dtype, int head) {
-  const bool fp8 = kv_dtype == DType::fp8_e4m3 || kv_dtype == DType::fp8_e5m2;
+float head_scale(const TensorView& scales, DType dtype, int head) {
+  const bool fp8 = dtype == DType::fp8_e4m3 || dtype == DType::fp8_e5m2;
   if (!fp8 || scales.empty()) return 1.f;
   return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];
 }
 
-// [>= tokens, heads, dim] in one of two dtypes, with innermost stride 1.
-void check_tokens(const char* name, std::string_view code, const TensorView& t, DType a, DType b, int tokens, int heads, int dim) {
+// [>= tokens, heads, dim] in one of the types, with innermost stride 1.
+void check_tokens(const char* name, std::string_view code, const TensorView& t, const std::vector<DType>& types, int tokens, int heads,
+                  int dim) {
   if (tokens == 0) return;
-  check(!t.empty() && (t.dtype == a || t.dtype == b) && t.device.type == DeviceType::cpu && t.rank == 3 && t.size(0) >= tokens &&
-            t.size(1) == heads && t.size(2) == dim,
-        code, "{}: expected {} or {} [>= {}, {}, {}] on cpu, got {}", name, to_string(a), to_string(b), tokens, heads, dim, t.str());
+  std::vector<std::string> names(types.size());
+  std::ranges::transform(types, names.begin(), [](DType type) { return to_string(type); });
+  check(!t.empty() && std::ranges::find(types, t.dtype) != types.end() && t.device.type == DeviceType::cpu && t.rank == 3 &&
+            t.size(0) >= tokens && t.size(1) == heads && t.size(2) == dim,
+        code, "{}: expected {} [>= {}, {}, {}] on cpu, got {}", name, fmt::join(names, " or "), tokens, heads, dim, t.str());
   check(t.stride(2) == 1, "run.stride", "{}: expected innermost stride 1, got {}", name, t.stride(2));
 }
 
@@ -63,8 +67,10 @@ void check_parameter(const char* name, std::string_view code, const TensorView& 
 
 void check_run(const AttentionSpec& spec, int tokens, const Inputs& in, const Outputs& out) {
   const int heads = spec.num_q_heads;
-  check_tokens("q", "run.q", in.q, spec.q_dtype, spec.q_dtype, tokens, heads, spec.head_dim_qk);
-  check_tokens("out", "run.out", out.out, spec.q_dtype, DType::f32, tokens, heads, spec.head_dim_v);
+  const std::span<const DType> outputs = spec.out_dtypes();
+  check_tokens("q", "run.q", in.q, {spec.q_dtype}, tokens, heads, spec.head_dim_qk);
+  check_tokens("out", "run.out", out.out, {outputs.begin(), outputs.end()}, tokens, heads, spec.head_dim_v);
+  check_q_scale(spec, {}, in.q_scale);
   check_parameter("head_scales", "run.head_scales", in.head_scales, spec.score.head_scales, 1, heads);
   check_parameter("alibi_slopes", "run.alibi_slopes", in.alibi_slopes, spec.score.alibi, 1, heads);
   check_parameter("sinks", "run.sinks", in.sinks, spec.score.sinks, 1, heads);
@@ -109,8 +115,10 @@ class ReferencePlan final : public Plan {
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const override {
     const int tokens = batch_.num_tokens();
     check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
-    check_tokens("k", "write_kv.k", k, spec_.q_dtype, spec_.kv_dtype, tokens, spec_.num_kv_heads, spec_.head_dim_qk);
-    check_tokens("v", "write_kv.v", v, spec_.q_dtype, spec_.kv_dtype, tokens, spec_.num_kv_heads, spec_.head_dim_v);
+    std::vector<DType> types(spec_.new_kv_dtypes().begin(), spec_.new_kv_dtypes().end());
+    types.push_back(spec_.kv_dtype);
+    check_tokens("k", "write_kv.k", k, types, tokens, spec_.num_kv_heads, spec_.head_dim_qk);
+    check_tokens("v", "write_kv.v", v, types, tokens, spec_.num_kv_heads, spec_.head_dim_v);
     check(tokens == 0 || !batch_.slot_mapping.empty(), "write_kv.slot_mapping",
           "write_kv needs Batch::slot_mapping, none was given to update");
     cache.validate(spec_);
@@ -206,8 +214,9 @@ class ReferencePlan final : public Plan {
     const KvCache& kv = in.kv;
     const int dim_axis = spec_.block_size == 0 ? 2 : 3;
     const double k_scale = head_scale(kv.k_scale, spec_.kv_dtype, head), v_scale = head_scale(kv.v_scale, spec_.kv_dtype, head);
+    const double q_scale = head_scale(in.q_scale, spec_.q_dtype, head);
 
-    for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, 1.0, &q_rows_[size_t(g) * dim_qk]);
+    for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, q_scale, &q_rows_[size_t(g) * dim_qk]);
     seen_.clear();
     for (int64_t j = 0; j < keys; ++j)
       if (visible(r, query, j)) seen_.push_back(j);

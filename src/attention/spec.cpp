@@ -55,6 +55,22 @@ std::string ScoreMod::str() const {
   return text;
 }
 
+std::span<const DType> AttentionSpec::out_dtypes() const {
+  static constexpr DType kF32[] = {DType::f32}, kBf16[] = {DType::bf16, DType::f32}, kF16[] = {DType::f16, DType::f32},
+                         kFp8[] = {DType::bf16, DType::f16, DType::f32};
+  switch (q_dtype) {
+    case DType::f32: return kF32;
+    case DType::bf16: return kBf16;
+    case DType::f16: return kF16;
+    default: return kFp8;
+  }
+}
+
+std::span<const DType> AttentionSpec::new_kv_dtypes() const {
+  const std::span<const DType> outputs = out_dtypes();
+  return q_dtype == DType::f32 ? outputs : outputs.first(outputs.size() - 1);  // f32 is the last
+}
+
 float AttentionSpec::scale() const { return score.scale != 0.f ? score.scale : float(1.0 / std::sqrt(double(head_dim_qk))); }
 
 std::string AttentionSpec::str() const {
@@ -112,11 +128,14 @@ void AttentionSpec::validate() const {
         num_kv_heads);
   check_head_dim("spec.head_dim_qk", head_dim_qk);
   check_head_dim("spec.head_dim_v", head_dim_v);
-  check(q_dtype == DType::f32 || q_dtype == DType::bf16 || q_dtype == DType::f16, "spec.q_dtype", "expected f32, bf16 or f16, got {}",
-        to_string(q_dtype));
+  const bool fp8_queries = q_dtype == DType::fp8_e4m3;
+  check(fp8_queries || q_dtype == DType::f32 || q_dtype == DType::bf16 || q_dtype == DType::f16, "spec.q_dtype",
+        "expected f32, bf16, f16 or fp8_e4m3, got {}", to_string(q_dtype));
   const bool is_fp8 = kv_dtype == DType::fp8_e4m3 || kv_dtype == DType::fp8_e5m2;
   check(is_fp8 || kv_dtype == DType::f32 || kv_dtype == DType::bf16 || kv_dtype == DType::f16, "spec.kv_dtype",
         "expected f32, bf16, f16, fp8_e4m3 or fp8_e5m2, got {}", to_string(kv_dtype));
+  check(!fp8_queries || kv_dtype == q_dtype, "spec.kv_dtype.fp8_queries", "expected {}, as the queries, got {}", to_string(q_dtype),
+        to_string(kv_dtype));
   check(block_size >= 0 && block_size <= kMaxBlockSize, "spec.block_size", "expected 0 (ragged) to {}, got {}", kMaxBlockSize, block_size);
   if (kv_format == KvFormat::amx_packed) {
     check(block_size > 0 && block_size % 16 == 0, "spec.block_size.packed", "expected a multiple of 16 for amx_packed, got {}", block_size);

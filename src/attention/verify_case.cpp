@@ -15,7 +15,7 @@ std::vector<RunOptions> variants_of(const CaseInputs& in) {
     o.csr = csr;
     o.kv_format = format;
     o.page_seed = all.size() + 1;
-    o.out_dtype = all.size() % 2 == 0 ? in.spec.q_dtype : DType::f32;
+    o.out_dtype = in.spec.out_dtypes()[all.size() % in.spec.out_dtypes().size()];
     all.push_back(o);
   };
   add(0, "lbhtd", false, KvFormat::strided);

@@ -64,7 +64,7 @@ void add_spec_options(CLI::App& app, SpecOptions& o) {
   app.add_option("--model", o.model, "Preset name, config.json, or a folder with one (instead of --heads etc.)");
   app.add_option("--heads", o.heads, "Query heads / KV heads")->capture_default_str();
   app.add_option("--head-dim", o.head_dim, "Head dimension, or that of q and k / that of v")->capture_default_str();
-  app.add_option("--q-dtype", o.q_dtype, "f32, bf16, f16")->capture_default_str();
+  app.add_option("--q-dtype", o.q_dtype, "f32, bf16, f16; fp8_e4m3 with such keys")->capture_default_str();
   app.add_option("--kv-dtype", o.kv_dtype, "f32, bf16, f16, fp8_e4m3, fp8_e5m2 (default: like q)");
   app.add_option("--kv-format", o.kv_format, "strided or amx_packed")->capture_default_str();
   app.add_option("--block-size", o.block_size, "Tokens in a block (page); 0: ragged keys without a cache")->capture_default_str();

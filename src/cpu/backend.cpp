@@ -30,6 +30,8 @@ class CpuBackend final : public Backend {
     }
     if (!amx) {
       if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
+      // No CPU multiplies bytes of this kind: queries would only be widened again.
+      if (spec.q_dtype == DType::fp8_e4m3) refuse("spec.q_dtype", "f32, bf16 or f16", to_string(spec.q_dtype));
       return reasons;
     }
     // Tile products take bf16 operands: f16 and f32 would lose bits that the caller paid for.

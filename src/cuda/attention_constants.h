@@ -9,7 +9,7 @@
 
 namespace imbrex::cuda {
 
-// kPlainLogits of kernels/attention_item.cuh: without registers for what else a logit needs.
+// q.k times one positive scale; kPlainLogits of the kernels, which have registers to spare then.
 inline bool has_plain_logits(const AttentionSpec& spec) {
   const ScoreMod& score = spec.score;
   return !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;

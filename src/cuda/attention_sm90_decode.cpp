@@ -17,7 +17,7 @@ int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine -
 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
   const int page = spec.block_size;
-  return arch.starts_with("sm_90") && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
+  return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && spec.kv_format == KvFormat::strided &&
          spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && (page == 0 || page % kTileKeys == 0 || (page >= 8 && kTileKeys % page == 0));
 }

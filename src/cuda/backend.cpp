@@ -10,6 +10,7 @@
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90.h"
 #include "cuda/attention_sm90_decode.h"
+#include "cuda/attention_sm90_fp8.h"
 #include "cuda/plan.h"
 
 namespace imbrex {
@@ -40,23 +41,36 @@ KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape
 }
 
 // cuda_sm90 runs each shape with a kernel of its own where that takes the layer, and as cuda_sm80 does where not.
-bool has_sm90_prefill(const AttentionSpec& spec, Shape shape) { return shape == kPrefill && attention_sm90_refusals(spec).empty(); }
+struct Sm90Prefill {
+  const char* entry;
+  std::vector<Reason> (*refusals)(const AttentionSpec&);
+  Sm90Tiles (*tiles)(const AttentionSpec&);
+  KernelKey (*key)(std::string_view arch, const AttentionSpec&, DType out);
+  MakeMaps* maps;
+};
+
+const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
+  static constexpr Sm90Prefill kWords{"attention_sm90", attention_sm90_refusals, attention_sm90_tiles, attention_sm90_key,
+                                      attention_sm90_maps};
+  static constexpr Sm90Prefill kBytes{"attention_sm90_fp8", attention_sm90_fp8_refusals, attention_sm90_fp8_tiles, attention_sm90_fp8_key,
+                                      attention_sm90_fp8_maps};
+  return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
+}
+
+bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).refusals(spec).empty(); }
 
 std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (shape == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
   // Steps of more rows than these go to prefill, which has to be as fast.
-  return shape == kVerify && attention_sm90_refusals(spec).empty() ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows)
-                                                                   : std::nullopt;
+  return shape == kVerify && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
 }
 
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (arch != "sm_90a") return {};
-  if (has_sm90_prefill(spec, shape)) {
-    const Sm90Tiles tiles = attention_sm90_tiles(spec);
-    return {.entry = "attention_sm90",
-            .tile = {.rows = tiles.rows, .keys = tiles.keys},
-            .threads = tiles.threads(),
-            .maps = attention_sm90_maps};
+  if (shape == kPrefill && has_sm90_prefill(spec)) {
+    const Sm90Prefill& kernel = sm90_prefill(spec);
+    const Sm90Tiles tiles = kernel.tiles(spec);
+    return {.entry = kernel.entry, .tile = {.rows = tiles.rows, .keys = tiles.keys}, .threads = tiles.threads(), .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",
@@ -69,7 +83,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
 }
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  if (has_sm90_prefill(spec, shape)) return attention_sm90_key(arch, spec, out);
+  if (shape == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles);
   return sm80_attention(arch, spec, shape, out);
 }
@@ -78,8 +92,8 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
 // these do.
 std::optional<AttentionTiles> mapless_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   auto tiles = sm80_tiles(arch, spec, shape);
-  if (tiles && has_sm90_prefill(spec, shape)) {
-    const Sm90Tiles items = attention_sm90_tiles(spec);
+  if (tiles && shape == kPrefill && has_sm90_prefill(spec)) {
+    const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
     tiles->row_warps = items.rows / (tiles->rows / tiles->row_warps);
     tiles->blocks = std::max(1, tiles->blocks * tiles->rows / items.rows);
     tiles->rows = items.rows;
@@ -112,7 +126,7 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
 
 // What neither of its own kernels takes.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
-  return attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) ? std::vector<Reason>{} : attention_sm90_refusals(spec);
+  return attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
 }
 
 }  // namespace

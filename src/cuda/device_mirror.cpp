@@ -74,7 +74,7 @@ class Mirrored {
 struct Workspace {
   ContextPtr context;
   OwnedStream stream;
-  Mirrored k, v, k_scale, v_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales, relative_bias;
+  Mirrored k, v, q_scale, k_scale, v_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales, relative_bias;
 
   explicit Workspace(int device) : context(Context::of_device(device)), stream(context) {}
   TensorView take(Mirrored& to, const TensorView& t) { return to.take(context, t, stream.get()); }
@@ -110,6 +110,7 @@ class MirrorPlan final : public imbrex::Plan {
   void run(const Inputs& in, const Outputs& out, Stream) const override {
     Workspace& w = *workspace_;
     const Inputs inputs{.q = w.take(w.q, in.q),
+                        .q_scale = w.take(w.q_scale, in.q_scale),
                         .kv = w.take(in.kv),
                         .sinks = w.take(w.sinks, in.sinks),
                         .alibi_slopes = w.take(w.alibi_slopes, in.alibi_slopes),

@@ -1,4 +1,4 @@
-// kv_side() and is_aligned(): from tensors to strides in bytes.
+// kv_side() and its parts: from tensors to strides in bytes.
 #include "cuda/kv_side.h"
 
 #include "core/check.h"
@@ -9,6 +9,14 @@ namespace imbrex::cuda {
 static_assert(int(DType::f32) == kF32 && int(DType::f16) == kF16 && int(DType::bf16) == kBf16 && int(DType::fp8_e4m3) == kE4m3 &&
               int(DType::fp8_e5m2) == kE5m2);
 
+Fp8Scales fp8_scales(const TensorView& scale, Device device) {
+  if (scale.empty()) return {};
+  if (scale.device.type == DeviceType::cuda)
+    return {.device = scale.as<const float>(), .stride = scale.size(0) > 1 ? int(scale.stride(0)) : 0};
+  check(scale.size(0) == 1, "cuda.scales", "expected scales of each head on {}, got {}", device, scale);
+  return {.host = *scale.as<const float>()};
+}
+
 KvSide kv_side(const TensorView& kv, const TensorView& scale, const AttentionSpec& spec) {
   const long size = size_of(kv.dtype);
   const int token = spec.block_size > 0 ? 1 : 0;
@@ -18,15 +26,10 @@ KvSide kv_side(const TensorView& kv, const TensorView& scale, const AttentionSpe
   side.token_stride = kv.stride(token) * size;
   side.head_stride = kv.stride(token + 1) * size;
   side.dim_stride = kv.stride(token + 2) * size;
-  side.scale = 1;
-  if (scale.empty()) return side;
-  if (scale.device.type == DeviceType::cuda) {
-    side.scales = scale.as<const float>();
-    side.scale_stride = scale.size(0) > 1 ? int(scale.stride(0)) : 0;
-  } else {
-    check(scale.size(0) == 1, "cuda.scales", "expected scales of each head on {}, got {}", kv.device, scale);
-    side.scale = *scale.as<const float>();
-  }
+  const Fp8Scales scales = fp8_scales(scale, kv.device);
+  side.scales = scales.device;
+  side.scale_stride = scales.stride;
+  side.scale = scales.host;
   return side;
 }
 

@@ -130,8 +130,10 @@ struct AttentionParams {
   const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
-  float* partial_out;    // [partial rows, num_q_heads, head_dim_v], not normalised
-  float* partial_state;  // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+  float* partial_out;     // [partial rows, num_q_heads, head_dim_v], not normalised
+  float* partial_state;   // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+  const float* q_scales;  // of fp8 queries, on the device, [1] or [num_kv_heads]; null: `scale` has it
+  int q_scale_stride;     // elements; 0: one for all heads
 };
 
 }  // namespace imbrex::cuda

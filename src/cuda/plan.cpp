@@ -47,19 +47,12 @@ int heads_together(const Batch& batch, const SchedulePolicy& policy, long l2_key
   return heads_in_l2(l2_keys, keys, num_kv_heads);
 }
 
-// The types an output may have: q_dtype first, then f32 where that is another one.
-std::vector<DType> output_types(const AttentionSpec& spec) {
-  return spec.q_dtype == DType::f32 ? std::vector{DType::f32} : std::vector{spec.q_dtype, DType::f32};
-}
-
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, size_t num_outputs) {
   std::vector<KernelKey> keys;
   if (spec.kv_format != KvFormat::strided) return keys;
-  std::vector<DType> outputs = output_types(spec);
-  outputs.resize(std::min(outputs.size(), num_outputs));
-  for (const DType out : outputs) {
+  for (const DType out : spec.out_dtypes().first(std::min(spec.out_dtypes().size(), num_outputs))) {
     for (const Shape shape : kShapes) {
       const ShapeKernel kernel = table.shape(arch, spec, shape);
       if (kernel.tile.rows == 0) return {};
@@ -111,7 +104,7 @@ void Plan::name_kernels() {
   std::vector<Specialised*> now;
   const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, bool on_demand, const auto& key_of) {
     size_t i = 0;
-    for (const DType out : output_types(spec_)) {
+    for (const DType out : spec_.out_dtypes()) {
       Specialised& s = kernels[i++];
       s = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
       if (!on_demand) now.push_back(&s);
@@ -146,7 +139,7 @@ void Plan::load(Specialised& s) const {
 }
 
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
-  Specialised& s = kernels[out == DType::f32 && spec_.q_dtype != DType::f32];
+  Specialised& s = kernels[size_t(std::ranges::find(spec_.out_dtypes(), out) - spec_.out_dtypes().begin())];
   if (s.module) return s;
   check(!captured, "run.on_demand",
         "expected {} to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run() with such tensors",
@@ -345,7 +338,10 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dty
     a.custom_start = m.device(arrays_.custom_start);
   }
   a.num_kv_heads = spec_.num_kv_heads;
-  a.scale = spec_.scale();
+  const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
+  a.q_scales = q_scale.device;
+  a.q_scale_stride = q_scale.stride;
+  a.scale = spec_.scale() * q_scale.host;
   a.soft_cap = spec_.score.soft_cap;
   a.window_left = spec_.mask.window_left;
   a.window_right = spec_.mask.window_right;

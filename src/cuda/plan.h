@@ -43,9 +43,12 @@ struct AttentionKernels {
 
 extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
 
-// Every kernel that a plan for the spec may load, for the first so many types of output (q_dtype, then f32); empty for a spec that the
-// kernels do not run.
-std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&, size_t num_outputs = 2);
+constexpr size_t kMostOutputs = 3;  // types, of one spec
+
+// Every kernel that a plan for the spec may load, for the first so many types of output (AttentionSpec::out_dtypes); empty for a spec that
+// the kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&,
+                                    size_t num_outputs = kMostOutputs);
 
 class Plan final : public imbrex::Plan {
  public:
@@ -69,8 +72,7 @@ class Plan final : public imbrex::Plan {
     Kernel kernel;
     unsigned grid = 0;  // thread blocks that the device holds at a time
   };
-  // For outputs in q_dtype and in f32; only the first where these are the same.
-  using ByOutput = std::array<Specialised, 2>;
+  using ByOutput = std::array<Specialised, kMostOutputs>;  // in the order of AttentionSpec::out_dtypes
   struct ShapePlan {
     ShapeKernel kernel;
     SchedulePolicy policy;

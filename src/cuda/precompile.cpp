@@ -22,7 +22,9 @@ namespace {
 
 std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, bool) {
   if (spec.block_size == 0 || spec.kv_format != KvFormat::strided) return {};
-  return {write_kv_key(arch, spec)};
+  std::vector<KernelKey> keys;
+  for (const DType from : spec.new_kv_dtypes()) keys.push_back(write_kv_key(arch, spec, from));
+  return keys;
 }
 
 std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec, bool) {
@@ -33,11 +35,11 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
 std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, bool) { return {gather_key(arch)}; }
 
 std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
-  return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : 2);
+  return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : kMostOutputs);
 }
 
 std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
-  return plan_kernels(kernels_sm90, arch, spec, sample ? 1 : 2);
+  return plan_kernels(kernels_sm90, arch, spec, sample ? 1 : kMostOutputs);
 }
 
 constexpr KernelFamily kFamilies[] = {
@@ -100,6 +102,7 @@ std::vector<AttentionSpec> covering_specs(bool every_pair) {
     constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
     for (const auto& dims : kDims)
       for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
+    for (const int dim : {64, 256}) add(DType::fp8_e4m3, DType::fp8_e4m3, dim, dim);
   }
   // Copied as it is, converted, widened from bytes, and the planes of f32; narrow, odd, unequal and wide heads.
   add(DType::bf16, DType::bf16, 128, 128);
@@ -107,6 +110,7 @@ std::vector<AttentionSpec> covering_specs(bool every_pair) {
   add(DType::bf16, DType::fp8_e4m3, 128, 128);
   add(DType::f16, DType::f16, 64, 64);
   add(DType::f16, DType::fp8_e5m2, 128, 128);
+  add(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128);
   add(DType::f32, DType::f32, 128, 128);
   add(DType::f32, DType::bf16, 64, 64);
   add(DType::bf16, DType::fp8_e4m3, 80, 80);

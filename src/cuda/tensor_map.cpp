@@ -9,19 +9,20 @@ bool encode_tensor_map(CUtensorMap& map, DType type, const void* data, uint32_t 
                        const uint32_t* box) {
   constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
   const auto element = size_of(type) == 1 ? kTensorMapU8 : type == DType::bf16 ? kTensorMapBf16 : kTensorMapF16;
+  const auto swizzle = int64_t(box[0]) * size_of(type) == kTensorMapLine ? kTensorMapSwizzle128 : kTensorMapSwizzle64;
   // Sectors as they are asked for: wider ones cost a few percent of the bandwidth.
   return need_driver().cuTensorMapEncodeTiled(&map, element, rank, const_cast<void*>(data), sizes, strides, box, kOnes,
-                                              kTensorMapInterleaveNone, kTensorMapSwizzle128, kTensorMapL2None, kTensorMapFillZero) == 0;
+                                              kTensorMapInterleaveNone, swizzle, kTensorMapL2None, kTensorMapFillZero) == 0;
 }
 
-bool encode_kv_map(CUtensorMap& map, const TensorView& t, int rows) {
+bool encode_kv_map(CUtensorMap& map, const TensorView& t, int rows, int width) {
   const int rank = t.rank;  // 3 without pages
   if (t.stride(rank - 1) != 1) return false;
   const uint64_t size = uint64_t(size_of(t.dtype)), page = uint64_t(t.size(rank - 3));
   const uint64_t sizes[4] = {uint64_t(t.size(rank - 1)), page, uint64_t(t.size(rank - 2)), rank == 4 ? uint64_t(t.size(0)) : 1};
   const uint64_t strides[3] = {uint64_t(t.stride(rank - 3)) * size, uint64_t(t.stride(rank - 2)) * size,
                                rank == 4 ? uint64_t(t.stride(0)) * size : 16};
-  const uint32_t box[4] = {uint32_t(kTensorMapLine / size), rank == 4 ? uint32_t(std::gcd(page, uint64_t(rows))) : uint32_t(rows), 1, 1};
+  const uint32_t box[4] = {uint32_t(width / int(size)), rank == 4 ? uint32_t(std::gcd(page, uint64_t(rows))) : uint32_t(rows), 1, 1};
   return encode_tensor_map(map, t.dtype, t.data, 4, sizes, strides, box);
 }
 

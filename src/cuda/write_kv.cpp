@@ -22,10 +22,10 @@ bool is_wide(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ?
 
 }  // namespace
 
-KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec) {
+KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec, DType from) {
   return {"write_kv.cu",
           std::string(arch),
-          {{"kFrom", int(spec.q_dtype)},
+          {{"kFrom", int(from)},
            {"kTo", int(spec.kv_dtype)},
            {"kDimK", spec.head_dim_qk},
            {"kDimV", spec.head_dim_v},
@@ -35,11 +35,12 @@ KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec) {
 WriteKv::WriteKv(const std::shared_ptr<const Context>& context, std::string_view arch, const AttentionSpec& spec)
     : spec_(spec), device_{DeviceType::cuda, context->device()} {
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
-  module_ = Module::load(context, write_kv_key(arch, spec));
-  convert_ = module_->kernel("write_kv");
-  convert_strided_ = module_->kernel("write_kv_strided");
-  copy_ = module_->kernel("copy_kv");
-  copy_strided_ = module_->kernel("copy_kv_strided");
+  for (const DType type : spec.new_kv_dtypes()) {
+    const auto module = Module::load(context, write_kv_key(arch, spec, type));
+    from_.push_back({type, module, module->kernel("write_kv"), module->kernel("write_kv_strided")});
+  }
+  copy_ = from_.front().module->kernel("copy_kv");
+  copy_strided_ = from_.front().module->kernel("copy_kv_strided");
 }
 
 void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v, const NewTokens& tokens, CUstream stream) const {
@@ -60,7 +61,8 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
                              .num_kv_heads = spec_.num_kv_heads,
                              .num_tokens_now = tokens.captured_tokens > 0 ? tokens.now : nullptr};
   const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
-  const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? convert_ : convert_strided_;
+  const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
+  const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;
   kernel.launch({.grid_x = unsigned(std::min(num_tokens, kMaxTokenBlocks)), .threads = kWriteKvThreads}, stream, params);
 }
 

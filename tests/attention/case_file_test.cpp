@@ -37,13 +37,16 @@ TEST(CaseFile, RoundTrips) {
   relative.spec.mask = {.causal = false, .window_right = 5};
   relative.spec.score = {.scale = 0.25f, .relative_buckets = 8, .relative_max_distance = 20, .relative_bidirectional = true};
   relative.custom = CustomPattern::none;
-  for (const Case& c : {full_case(), relative}) {
+  Case bytes = full_case();
+  bytes.spec.q_dtype = DType::fp8_e4m3;
+  for (const Case& c : {full_case(), relative, bytes}) {
     const CaseFile file = make_case_file(c);
     const CaseFile again = parse_case(parse_safetensors(write_safetensors(to_safetensors(file))));
     AttentionSpec spec = c.spec;
     spec.score.scale = spec.scale();  // written as it is in effect
     EXPECT_EQ(again.inputs.spec, spec) << again.inputs.spec.str();
     EXPECT_EQ(again.inputs.q.bytes, file.inputs.q.bytes);
+    EXPECT_EQ(again.inputs.q_scale.bytes, file.inputs.q_scale.bytes);
     EXPECT_EQ(again.inputs.custom_mask.bytes, file.inputs.custom_mask.bytes);
     EXPECT_TRUE(bit_identical(again.out, file.out));
     EXPECT_TRUE(bit_identical(again.lse, file.lse));

@@ -80,6 +80,15 @@ TEST(Reference, MasksAreBottomRightAligned) {
   expect_row(in, {{0, 0.0}});
 }
 
+// Logits are (3 * 0.5) * (j * 0.25).
+TEST(Reference, Fp8QueriesHaveAScale) {
+  CaseInputs in = counting(1, 3, 3.f);
+  in.spec.q_dtype = in.spec.kv_dtype = DType::fp8_e4m3;
+  for (HostTensor* t : {&in.q, &in.k, &in.v}) *t = as_cached(*t, DType::fp8_e4m3, {});  // small whole numbers: nothing is rounded
+  in.q_scale = one_float(0.5f), in.k_scale = one_float(0.25f);
+  expect_row(in, {{0, 0.0}, {1, 0.375}, {2, 0.75}});
+}
+
 TEST(Reference, ScoreModifiersInTheirOrder) {
   CaseInputs in = counting(1, 3, 2.f);
   in.spec.score.head_scales = true;
@@ -197,7 +206,8 @@ TEST(Reference, RefusesMemoryOfOtherDevices) {
   KvCache far = cache;
   far.k = on_gpu(far.k);
   far.v = on_gpu(far.v);
-  const Inputs inputs{.q = q.view(), .kv = cache, .sinks = sinks.view(), .alibi_slopes = {}, .head_scales = {}, .relative_bias = {}};
+  const Inputs inputs{
+      .q = q.view(), .q_scale = {}, .kv = cache, .sinks = sinks.view(), .alibi_slopes = {}, .head_scales = {}, .relative_bias = {}};
   const Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}),
                         .lse = TensorView::contiguous(lse.data(), DType::f32, {1, 1})};
   const auto run = [&](auto spoil) {
@@ -209,6 +219,7 @@ TEST(Reference, RefusesMemoryOfOtherDevices) {
   EXPECT_EQ(run([](Inputs&, Outputs&) {}), "nothing thrown");
   EXPECT_EQ(run([](Inputs& i, Outputs&) { i.q = on_gpu(i.q); }), "run.q");
   EXPECT_EQ(run([](Inputs& i, Outputs&) { i.sinks = on_gpu(i.sinks); }), "run.sinks");
+  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.q_scale = i.sinks; }), "run.q_scale");
   EXPECT_EQ(run([&](Inputs& i, Outputs&) { i.kv = far; }), "run.device");
   EXPECT_EQ(run([](Inputs&, Outputs& o) { o.out = on_gpu(o.out); }), "run.out");
   EXPECT_EQ(run([](Inputs&, Outputs& o) { o.lse = on_gpu(o.lse); }), "run.lse");

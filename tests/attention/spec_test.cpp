@@ -45,6 +45,20 @@ TEST(Spec, ScaleDefaultsToTheRootOfTheHeadDimension) {
   EXPECT_EQ(spec.scale(), 0.5f);
 }
 
+TEST(Spec, TypesFollowTheQueries) {
+  const auto types = [](DType q) {
+    AttentionSpec spec = good_spec();
+    spec.q_dtype = q;
+    const auto out = spec.out_dtypes(), from = spec.new_kv_dtypes();
+    return std::pair{std::vector(out.begin(), out.end()), std::vector(from.begin(), from.end())};
+  };
+  using Types = std::vector<DType>;
+  EXPECT_EQ(types(DType::f32), (std::pair{Types{DType::f32}, Types{DType::f32}}));
+  EXPECT_EQ(types(DType::f16), (std::pair{Types{DType::f16, DType::f32}, Types{DType::f16}}));
+  EXPECT_EQ(types(DType::bf16), (std::pair{Types{DType::bf16, DType::f32}, Types{DType::bf16}}));
+  EXPECT_EQ(types(DType::fp8_e4m3), (std::pair{Types{DType::bf16, DType::f16, DType::f32}, Types{DType::bf16, DType::f16}}));
+}
+
 TEST(Spec, UsualModelsAreValid) {
   std::vector<std::function<void(AttentionSpec&)>> changes = {
       [](AttentionSpec&) {},
@@ -54,6 +68,7 @@ TEST(Spec, UsualModelsAreValid) {
       [](AttentionSpec& s) { s.mask.window_left = 0; },
       [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed, s.block_size = 32, s.kv_dtype = DType::fp8_e5m2; },
       [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::f32, s.block_size = 0; },
+      [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::fp8_e4m3; },
   };
   for (const auto& change : changes) {
     AttentionSpec spec = good_spec();
@@ -86,10 +101,12 @@ const std::vector<BadSpec>& bad_specs() {
       {"spec.head_dim_v", [](S s) { s.head_dim_v = 0; }},
       {"spec.head_dim_v", [](S s) { s.head_dim_v = 4; }},
       {"spec.head_dim_v", [](S s) { s.head_dim_v = INT32_MAX; }},
-      {"spec.q_dtype", [](S s) { s.q_dtype = DType::fp8_e4m3; }},
+      {"spec.q_dtype", [](S s) { s.q_dtype = s.kv_dtype = DType::fp8_e5m2; }},
       {"spec.q_dtype", [](S s) { s.q_dtype = DType::i32; }},
       {"spec.kv_dtype", [](S s) { s.kv_dtype = DType::u8; }},
       {"spec.kv_dtype", [](S s) { s.kv_dtype = DType::i64; }},
+      {"spec.kv_dtype.fp8_queries", [](S s) { s.q_dtype = DType::fp8_e4m3; }},
+      {"spec.kv_dtype.fp8_queries", [](S s) { s.q_dtype = DType::fp8_e4m3, s.kv_dtype = DType::fp8_e5m2; }},
       {"spec.block_size", [](S s) { s.block_size = -1; }},
       {"spec.block_size", [](S s) { s.block_size = INT32_MAX; }},
       {"spec.block_size.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.block_size = 24; }},
@@ -125,7 +142,7 @@ TEST(Spec, EveryBrokenRuleHasItsCode) {
     EXPECT_EQ(test::error_code([&] { spec.validate(); }), bad.code) << spec.str();
     codes.insert(bad.code);
   }
-  EXPECT_EQ(codes.size(), 22u);  // every code of spec.cpp is in the table
+  EXPECT_EQ(codes.size(), 23u);  // every code of spec.cpp is in the table
 }
 
 }  // namespace

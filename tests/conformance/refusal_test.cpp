@@ -28,6 +28,8 @@ struct Refusal {
 constexpr auto nothing = [](AttentionSpec&) {};
 constexpr auto packed = [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed; };
 
+constexpr auto e4m3 = [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::fp8_e4m3; };
+
 constexpr auto wide_f32 = [](AttentionSpec& s) {
   s.q_dtype = s.kv_dtype = DType::f32;
   s.head_dim_qk = 576, s.head_dim_v = 512;
@@ -39,17 +41,20 @@ const Refusal kRefusals[] = {
     {"cuda_sm90", "device.sm", "b200", nothing},
     {"cuda_sm90", "spec.kv_format", "h200", packed},
     {"cuda_sm90", "spec.q_dtype", "h200", [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::f32; }},
-    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.kv_dtype = DType::fp8_e4m3; }},
-    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.kv_dtype = DType::f16; }},
-    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = s.head_dim_v = 80; }},
-    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = 128; }},
-    {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 6; }},
+    // What neither prefill nor decode has a kernel of its own for.
+    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.kv_dtype = DType::f32; }},
+    {"cuda_sm90", "spec.kv_dtype", "h200", [](AttentionSpec& s) { s.q_dtype = DType::f16; }},
+    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { s.head_dim_qk = s.head_dim_v = 320; }},
+    {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 48; }},
     {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { s.num_q_heads = 256; }},
     {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 4; }},
     {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { s.block_size = 100; }},
-    {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { s.mask.custom = true; }},
+    {"cuda_sm90", "spec.mask.custom", "h200", [](AttentionSpec& s) { s.num_q_heads = 64, s.mask.custom = true; }},
     {"cuda_sm90", "spec.score.relative_buckets", "h200",
-     [](AttentionSpec& s) { s.score.relative_buckets = 32, s.score.relative_max_distance = 128; }},
+     [](AttentionSpec& s) { s.num_q_heads = 64, s.score.relative_buckets = 32, s.score.relative_max_distance = 128; }},
+    {"cuda_sm90", "spec.head_dim_qk", "h200", [](AttentionSpec& s) { e4m3(s), s.head_dim_qk = s.head_dim_v = 320; }},
+    {"cuda_sm90", "spec.num_q_heads", "h200", [](AttentionSpec& s) { e4m3(s), s.num_q_heads = 48; }},
+    {"cuda_sm90", "spec.block_size", "h200", [](AttentionSpec& s) { e4m3(s), s.block_size = 4; }},
     {"cuda_sm80", "device.type", "cpu", nothing},
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},
@@ -61,6 +66,9 @@ const Refusal kRefusals[] = {
     {"cpu_avx512", "device.type", "a100", nothing},
     {"cpu_avx512", "device.isa", "avx2,4 threads", nothing},
     {"cpu_avx512", "spec.kv_format", "avx512,4 threads", packed},
+    {"cpu_generic", "spec.q_dtype", "cpu", e4m3},
+    {"cpu_avx512", "spec.q_dtype", "avx512,4 threads", e4m3},
+    {"cpu_amx", "spec.q_dtype", "amx,4 threads", e4m3},
     {"cpu_amx", "device.type", "b200", nothing},
     {"cpu_amx", "device.isa", "avx512,4 threads", nothing},
     {"cpu_amx", "spec.q_dtype", "amx,4 threads", [](AttentionSpec& s) { s.q_dtype = DType::f32; }},

@@ -1,5 +1,6 @@
-// What attention_sm90.cu is asked for where it cannot run: nothing; and where it runs, the kernel that stands in for it can take its items.
-#include "cuda/attention_sm90.h"
+// What the kernels of prefill are asked for where they cannot run: nothing; and where they run, the one that stands in for them can take
+// their items.
+#include "cuda/attention_sm90_fp8.h"
 
 #include <gtest/gtest.h>
 
@@ -24,24 +25,48 @@ AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int group, int p
 
 // Of all specs that the kernel runs: items of its tiles are no larger than those of the kernel without maps, and begin where its tiles do.
 TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
-  int count = 0;
-  for (const DType q : {DType::bf16, DType::f16, DType::f32})
+  int count = 0, bytes = 0;
+  for (const DType q : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3})
     for (const DType kv : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2})
       for (int dim_qk = 8; dim_qk <= 576; dim_qk += 8)
         for (const int dim_v : {64, 96, 128, dim_qk})
           for (const int group : {1, 3, 4, 8, 64, 128}) {
             const AttentionSpec spec = spec_of(q, kv, dim_qk, dim_v, group, 128);
-            const bool runs = attention_sm90_refusals(spec).empty();
+            const bool runs = attention_sm90_refusals(spec).empty() || attention_sm90_fp8_refusals(spec).empty();
             const auto shape = [&](const AttentionKernels& kernels) { return kernels.shape(kArch, spec, kPrefill); };
             const ShapeKernel mapped = shape(kernels_sm90);
             ASSERT_EQ(mapped.maps != nullptr, runs) << spec.str();
             if (!runs) continue;
-            ++count;
+            ++(q == DType::fp8_e4m3 ? bytes : count);
             const ShapeKernel unmapped = shape(*kernels_sm90.without_maps);
             EXPECT_GE(unmapped.tile.rows, mapped.tile.rows) << spec.str();
             EXPECT_EQ(mapped.tile.keys % unmapped.tile.keys, 0) << spec.str();
           }
   EXPECT_GT(count, 10);
+  EXPECT_GT(bytes, 5);
+}
+
+TEST(AttentionSm90, Fp8QueriesHaveTheirPrefillForEveryOutput) {
+  const AttentionSpec spec = spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, 16);
+  const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
+  const auto count = [&](const char* path) {
+    return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
+  };
+  EXPECT_EQ(count("attention_sm90_fp8.cu"), 3);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 6);
+  EXPECT_EQ(count("attention_sm80.cu"), 9);  // all of them in place of maps
+  EXPECT_EQ(count("attention_sm90.cu"), 0);
+}
+
+// Pages need not divide a tile of 192 keys, nor the other way round: their common divisor is what is loaded at a time.
+TEST(AttentionSm90, Fp8PagesAreMultiplesOfEight) {
+  for (const int page : {0, 8, 16, 24, 64, 128, 256, 544})
+    EXPECT_TRUE(attention_sm90_fp8_refusals(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, page)).empty()) << page;
+  for (const int page : {1, 4, 12, 100}) {
+    const auto reasons = attention_sm90_fp8_refusals(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, page));
+    ASSERT_EQ(reasons.size(), 1u) << page;
+    EXPECT_EQ(reasons[0].code, "spec.block_size");
+  }
 }
 
 // `imbrex compile` ships what a plan may load: three shapes, those without maps, the merge, for two types of output; and the tables.
@@ -66,8 +91,13 @@ TEST(AttentionSm90, EveryReasonIsGiven) {
   spec.score.relative_buckets = 32;
   std::vector<std::string> codes;
   for (const Reason& reason : attention_sm90_refusals(spec)) codes.push_back(reason.code);
-  EXPECT_EQ(codes, (std::vector<std::string>{"spec.q_dtype", "spec.kv_dtype", "spec.head_dim_qk", "spec.num_q_heads", "spec.block_size",
-                                             "spec.mask.custom", "spec.score.relative_buckets"}));
+  const std::vector<std::string> all{"spec.q_dtype",    "spec.kv_dtype",    "spec.head_dim_qk",           "spec.num_q_heads",
+                                     "spec.block_size", "spec.mask.custom", "spec.score.relative_buckets"};
+  EXPECT_EQ(codes, all);
+  spec.block_size = 4;
+  codes.clear();
+  for (const Reason& reason : attention_sm90_fp8_refusals(spec)) codes.push_back(reason.code);
+  EXPECT_EQ(codes, all);
 }
 
 }  // namespace

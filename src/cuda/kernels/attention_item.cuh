@@ -110,6 +110,13 @@ DEVICE float kv_scale(const KvSide& side, int kv_head) {
   return side.scales != nullptr ? side.scales[kv_head * side.scale_stride] : side.scale;
 }
 
+// What every q.k of a kv head is multiplied by.
+DEVICE float logit_scale(const AttentionParams& p, int kv_head) {
+  const float scale = p.scale * kv_scale(p.k, kv_head);
+  if constexpr (kQType == kE4m3) return p.q_scales != nullptr ? scale * p.q_scales[kv_head * p.q_scale_stride] : scale;
+  return scale;
+}
+
 // cap * tanh(x / cap) * log2(e). tanh by exponentials: the instruction for it is off by 2^-11, which a cap of 50 makes visible.
 DEVICE float capped(float x, float cap) {
   const float y = __fdividef(x, cap);

@@ -62,7 +62,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp<Pa
 
 DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
   const int team = warp / kTeamWarps;
-  const float scale = p.scale * kv_scale(p.k, item.kv_head);
+  const float scale = logit_scale(p, item.kv_head);
   if (threadIdx.x == 0) shared.slot.item = item;
   if constexpr (!kOneScale) {
     for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)

@@ -82,7 +82,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     QLoader<32>::load(p, item, shared_address(mine.q), mine.q_scale);
     copy_async_commit();
     if constexpr (!kOneScale) {
-      const float scale = p.scale * kv_scale(p.k, item.kv_head);
+      const float scale = logit_scale(p, item.kv_head);
       for (int row = lane; row < kTileRows; row += 32) mine.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
     }
     if (lane == 0) {
@@ -141,7 +141,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
     if (!shared.more[slot.at]) break;
     const ItemSlot& mine = shared.slot[slot.at];
     const Item& item = mine.item;
-    Warp<SwizzledRows> rows(p, item, mine, p.scale * kv_scale(p.k, item.kv_head) * kLog2e, warp);
+    Warp<SwizzledRows> rows(p, item, mine, logit_scale(p, item.kv_head) * kLog2e, warp);
     rows.begin();
     const Tiles tiles = tiles_of(item);
     const int lo = item.lo, hi = item.hi;

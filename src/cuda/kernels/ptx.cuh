@@ -184,6 +184,11 @@ DEVICE void load_matrix_transposed(u32 (&d)[4], u32 row) {
 DEVICE void load_matrix_transposed(u32 (&d)[2], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(d[0]), "=r"(d[1]) : "r"(row) : "memory");
 }
+// The other way: lane i gives elements 2(i % 4) and the next of row i / 4, for each of four matrices. For sm_90 and later.
+DEVICE void store_matrix(u32 row, u32 d0, u32 d1, u32 d2, u32 d3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(d0), "r"(d1), "r"(d2), "r"(d3)
+               : "memory");
+}
 
 // --- matrix products
 

@@ -1,6 +1,8 @@
 // See host_kernels.h. Double precision and plain loops, over nothing but the launch's parameters and the constants of a spec.
 #include "cuda/fake/host_kernels.h"
 
+#include <fmt/format.h>
+
 #include <cmath>
 #include <limits>
 
@@ -87,7 +89,8 @@ void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, 
     for (int d = 0; d < spec.head_dim_qk; ++d) dot += double(load_as_float(q, spec.q_dtype, d)) * element(p.k, k, d);
     const char* v = row_of(p, p.v, r, kv_head, j);
     for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = element(p.v, v, d) * scale_of(p.v, kv_head);
-    s.add(logit(p, dot * scale_of(p.k, kv_head), head, j - position), 1, value.data());
+    const double q_scale = p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.;
+    s.add(logit(p, dot * q_scale * scale_of(p.k, kv_head), head, j - position), 1, value.data());
   }
   if (item.partial < 0) return finish(p, out_type, token, head, s);
   const long row = long(item.partial + token - item.q_begin) * spec.num_q_heads + head;
@@ -240,14 +243,22 @@ void gather(const GatherParams& p, size_t size) {
     std::memcpy(p.to + size_t(row) * size_t(p.row_length) * size, p.from + size_t(p.offsets[row]) * size, size_t(p.row_length) * size);
 }
 
-// Entries are told apart by name; the type of the output, which is part of a real kernel, by the name of its module.
+// What a constant of the launch's module is; the first where the module has none.
+DType type_named(const Launch& launch, const char* constant, std::span<const DType> types) {
+  for (const DType type : types)
+    if (launch.module.find(fmt::format("{} {}", constant, int(type))) != std::string::npos) return type;
+  return types.front();
+}
+
+// Entries are told apart by name; types, which are part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
-  const DType out = launch.module.find("kOutType 0") != std::string::npos ? DType::f32 : spec.q_dtype;
+  const DType out = type_named(launch, "kOutType", spec.out_dtypes());
   if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
-  if (launch.entry == "attention_sm90") return attention(through_maps(launch), out);
+  if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8") return attention(through_maps(launch), out);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
-  if (launch.entry.starts_with("write_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.q_dtype);
+  if (launch.entry.starts_with("write_kv"))
+    return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
   if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
@@ -268,13 +279,15 @@ void run_on_host(const AttentionSpec& of) {
   const std::string arch = "sm_90a";
   for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
     for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
-  if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec));
+  for (const DType from : spec.new_kv_dtypes())
+    if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec, from));
   put_into_cache(gather_key(arch));
   put_into_cache(plan_batch_key(arch));
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},
       {"write_kv", {sizeof(WriteKvParams)}},
       {"write_kv_strided", {sizeof(WriteKvParams)}},

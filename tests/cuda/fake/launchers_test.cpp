@@ -46,7 +46,7 @@ struct Problem {
 class WriteKvLaunch : public testing::Test {
  protected:
   WriteKvLaunch() {
-    const KernelKey key = write_kv_key("sm_90a", p.spec);
+    const KernelKey key = write_kv_key("sm_90a", p.spec, p.spec.q_dtype);
     store_cached(kernel_cache_folder(), cache_name(key), {.cubin = "not looked at", .log = ""});
     writer.emplace(context, "sm_90a", p.spec);
     state().launches.clear();
@@ -66,7 +66,8 @@ class WriteKvLaunch : public testing::Test {
 };
 
 TEST_F(WriteKvLaunch, TheKeyIsMadeOfTheSpec) {
-  EXPECT_EQ(write_kv_key("sm_80", p.spec).str(), "write_kv.cu for sm_80 (kFrom 2, kTo 3, kDimK 64, kDimV 32, kBlockSize 16)");
+  EXPECT_EQ(write_kv_key("sm_80", p.spec, p.spec.q_dtype).str(),
+            "write_kv.cu for sm_80 (kFrom 2, kTo 3, kDimK 64, kDimV 32, kBlockSize 16)");
 }
 
 TEST_F(WriteKvLaunch, StridesGoInBytes) {

@@ -51,9 +51,10 @@ class PlanConformance : public testing::TestWithParam<const char*> {
 };
 
 TEST_P(PlanConformance, CasesMatchTheReference) {
-  int run = 0, merged = 0, mapped = 0, unmapped = 0;
+  int run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0;
   for (const Case& c : cases()) {
-    const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"), prefill = c.name.starts_with("prefill");
+    const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"),
+               prefill = c.name.starts_with("prefill") || c.name.starts_with("dtype_e4m3");
     if (!paged && c.seed % (prefill ? 2 : 6) != 0) continue;
     if (!mirror->unsupported(c.spec, device).empty()) continue;
     const CaseInputs inputs = make_inputs(c);
@@ -68,6 +69,7 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
         for (int i = 0; i < p.counts->num_work; ++i) merged += p.work[i].merge >= 0;
       }
       mapped += launch.entry == "attention_sm90";
+      mapped_bytes += launch.entry == "attention_sm90_fp8";
       unmapped += launch.entry == "attention_sm80" && launch.module.find("kTileRows 128") != std::string::npos;
     }
     ++run;
@@ -76,12 +78,14 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
   EXPECT_GT(merged, 3);
   EXPECT_GT(unmapped, 3);
   EXPECT_EQ(mapped > 25, backend.name() == "cuda_sm90") << mapped;
+  EXPECT_EQ(mapped_bytes > 3, backend.name() == "cuda_sm90") << mapped_bytes;
 }
 
 TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
   int run = 0;
-  for (const char* name : {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks",
-                           "page_b64_csr_lbhdt", "prefill_d128_window", "prefill_d64_sinks"}) {
+  for (const char* name :
+       {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks", "page_b64_csr_lbhdt",
+        "prefill_d128_window", "prefill_d64_sinks", "dtype_e4m3_mixed", "dtype_e4m3_prefill_d128_heads"}) {
     const Case* c = find_case(name);
     ASSERT_NE(c, nullptr) << name;
     if (!mirror->unsupported(c->spec, device).empty()) continue;

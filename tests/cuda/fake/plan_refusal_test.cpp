@@ -93,6 +93,7 @@ TEST_F(PlanRefusals, Run) {
       {"run.lse", [](Step& s) { s.o.lse.sizes[0] = 20; }},
       {"run.sinks", [](Step& s) { s.in.sinks = s.heads; }},
       {"run.relative_bias", [](Step& s) { s.in.relative_bias = s.bias; }},
+      {"run.q_scale", [](Step& s) { s.in.q_scale = s.heads.slice(0, 0, 1); }},
       {"run.device", [](Step& s) { s.in.kv.k = on_host(s.in.kv.k), s.in.kv.v = on_host(s.in.kv.v); }},
       {"run.block_id", [](Step& s) { s.in.kv.k = s.in.kv.k.slice(0, 0, 11), s.in.kv.v = s.in.kv.v.slice(0, 0, 11); }},
       {"kv_cache.k.missing", [](Step& s) { s.in.kv = {}; }},
@@ -106,6 +107,35 @@ TEST_F(PlanRefusals, Run) {
     EXPECT_EQ(error_code([&] { plan->run(step.in, step.o); }), code);
     EXPECT_EQ(fake::state().launches.empty(), std::string(code) != kFine) << code;
   }
+}
+
+TEST_F(PlanRefusals, ScalesOfFp8Queries) {
+  AttentionSpec spec = small_spec();
+  spec.q_dtype = spec.kv_dtype = DType::fp8_e4m3;
+  Step step(spec);
+  step.in.q.dtype = step.in.kv.k.dtype = step.in.kv.v.dtype = DType::fp8_e4m3;
+  const auto plan = plan_for(spec);
+  plan->update(step.batch);
+  float ones[2] = {1.f, 1.f}, none[1] = {0.f};
+  const auto code = [&](TensorView scale) {
+    step.in.q_scale = scale;
+    return error_code([&] { plan->run(step.in, step.o); });
+  };
+  const TensorView two = step.heads.slice(0, 0, 2);
+  EXPECT_EQ(code({}), kFine);
+  EXPECT_EQ(code(two), kFine);
+  EXPECT_EQ(code(step.heads.slice(0, 0, 1)), kFine);
+  EXPECT_EQ(code(row_of(ones, DType::f32, 1, {})), kFine);
+  EXPECT_EQ(code(row_of(ones, DType::f32, 2, {})), "cuda.scales");
+  EXPECT_EQ(code(row_of(none, DType::f32, 1, {})), "run.q_scale");
+  EXPECT_EQ(code(step.heads), "run.q_scale");
+  step.in.q_scale = {};
+  for (const DType type : {DType::f16, DType::bf16, DType::f32}) {
+    step.o.out.dtype = type;
+    EXPECT_EQ(error_code([&] { plan->run(step.in, step.o); }), kFine);
+  }
+  step.o.out.dtype = DType::fp8_e4m3;
+  EXPECT_EQ(error_code([&] { plan->run(step.in, step.o); }), "run.out");
 }
 
 TEST_F(PlanRefusals, VectorsOfHeadsAndTheBiasMustBeOnTheDevice) {

@@ -36,7 +36,7 @@ inline std::vector<Variant> variants() {
     c.name = name, c.spec = s;
     c.requests = phase == KernelPhase::decode ? decodes : prefills;
     c.seed = all.size() + 1;
-    c.out_dtype = all.size() % 2 == 0 ? s.q_dtype : DType::f32;
+    c.out_dtype = all.size() % 2 == 0 ? s.out_dtypes().front() : DType::f32;
     all.push_back({name, arch, phase, rows, c});
     return all.back().c;
   };
@@ -58,6 +58,9 @@ inline std::vector<Variant> variants() {
   add("teams", "sm_90a", KernelPhase::decode, 32, spec(DType::bf16, DType::bf16, 256, 136, 4, 32)).values = ValuePattern::rising;
   // More heads than rows, warps that share out the output's dims, keys of another type than the queries.
   add("wide", "sm_90a", KernelPhase::decode, 1, spec(DType::bf16, DType::f16, 328, 328, 71, 128)).requests = {{1, 70, 0}, {2, 35, 1}};
+  // Queries in bytes, with a scale for each head.
+  Case& queries = add("queries", "sm_80", KernelPhase::prefill, 1, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 128, 3, 16));
+  queries.scale_per_head = true, queries.out_dtype = DType::f16;
   return all;
 }
 

@@ -1,0 +1,61 @@
+// See attention_sm90_fp8.h.
+#include "cuda/attention_sm90_fp8.h"
+
+#include <bit>
+#include <numeric>
+
+#include "core/check.h"
+#include "cuda/attention_constants.h"
+#include "cuda/tensor_map.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// Keys of a box, as in the kernel: as many as divide a page and a tile.
+int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, attention_sm90_fp8_tiles(spec).keys); }
+
+}  // namespace
+
+// As many scores as registers have room for, beside the output and what logits need.
+Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
+  return {.rows = 128, .keys = has_plain_logits(spec) ? 192 : 128, .stages = 2};
+}
+
+std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
+  constexpr int kLeastBox = 8;    // keys: the swizzle repeats after so many
+  constexpr int kMostGroup = 64;  // rows of a warpgroup: it takes whole tokens
+  const int dim = spec.head_dim_v, group = spec.group_size();
+  std::vector<Reason> reasons;
+  const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
+    if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
+  };
+  need(spec.q_dtype == DType::fp8_e4m3, "spec.q_dtype", to_string(DType::fp8_e4m3), to_string(spec.q_dtype));
+  need(spec.kv_dtype == DType::fp8_e4m3, "spec.kv_dtype", to_string(DType::fp8_e4m3), to_string(spec.kv_dtype));
+  need(spec.head_dim_qk == dim && (dim == 64 || dim == 128), "spec.head_dim_qk", "64 or 128, for keys and values",
+       fmt::format("{} and {}", spec.head_dim_qk, dim));
+  need(std::has_single_bit(unsigned(group)) && group <= kMostGroup, "spec.num_q_heads",
+       fmt::format("a power of two up to {} for each kv head", kMostGroup), fmt::format("{}", group));
+  need(box_keys(spec) % kLeastBox == 0, "spec.block_size", fmt::format("a multiple of {}", kLeastBox), fmt::format("{}", spec.block_size));
+  need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
+  need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
+  return reasons;
+}
+
+KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
+  return {
+      "attention_sm90_fp8.cu", std::string(arch),
+      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}})};
+}
+
+bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (q.stride(2) != 1) return false;
+  const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
+  const uint64_t strides[2] = {uint64_t(q.stride(1)), uint64_t(q.stride(0))};
+  const int width = spec.head_dim_v, keys = box_keys(spec);
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(width), group, 64 / group};
+  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_kv_map(maps.k, kv.k, keys, width) &&
+         encode_kv_map(maps.v, kv.v, keys, width);
+}
+
+}  // namespace imbrex::cuda

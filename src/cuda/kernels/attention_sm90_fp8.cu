@@ -1,0 +1,411 @@
+// Attention of many queries in e4m3 with wgmma and TMA, for sm_90a: queries, keys, values and weights are all bytes. Its host side is
+// cuda/attention_sm90_fp8.cpp.
+//
+// 128 rows x 128 keys x 128 dims are 8.4 M operations: 1024 cycles of the matrix unit, as many of the one for exponentials, and 1110 of
+// shared memory's 128 bytes. Two warpgroups have 64 rows each, and no order between them: turns at the matrix unit cost 3 %. Of a third,
+// one warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has
+// the schedule.
+#include "attention_sm90_parts.cuh"
+#include "wgmma_e4m3.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kConsumers = kTileRows / 64, kThreads = 128 * (kConsumers + 1), kTransposers = 3;
+constexpr int kWidth = kHeadDimQk % 128 == 0 && kHeadDimV % 128 == 0 ? 128 : 64;  // bytes of a row in a chunk: the width of the swizzle
+constexpr int kQChunks = kHeadDimQk / kWidth, kVChunks = kHeadDimV / kWidth;
+constexpr int kQChunkBytes = 64 * kWidth, kKvChunkBytes = kTileKeys * kWidth;
+constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 64 : 32;  // keys of a row of transposed values
+constexpr int kTurnedChunkBytes = kHeadDimV * kTurnedWidth;
+
+constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
+constexpr int kPageRows = kBlockSize == 0 ? kTileKeys : common_divisor(kBlockSize, kTileKeys);  // of a TMA box
+constexpr int kPages = kTileKeys / kPageRows;                                                   // boxes of a tile
+constexpr int kPageBytes = kPageRows * kWidth;
+static_assert(kPages <= 32, "a lane loads a page");
+
+// Weights are rounded to e4m3, from 2^-9 to 448. A row's maximum is given 2^kFresh when it becomes the reference, and has outgrown it
+// when its weight would be more than 2^kMost.
+constexpr float kFresh = 6.f, kMost = 8.75f;
+
+constexpr int kQSlots = 2;           // the next item's queries load meanwhile
+constexpr int kItems = kQSlots + 1;  // a warpgroup stores an item's output when it has begun the next
+
+struct SharedStorage {
+  alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
+  alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
+  alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
+  alignas(1024) char turned[kStages][kTileKeys * kHeadDimV];  // values, [key / kTurnedWidth][dim][key]
+  u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
+      turned_empty[kStages];
+  Item item[kItems];  // without rows: no item, and none will come
+};
+extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+
+constexpr u32 swizzle_mode(int width) { return width == 128 ? 1 : width == 64 ? 2 : 3; }
+// What the address of a piece of 16 bytes is XORed with, in rows of `width` bytes that begin at a multiple of 1024.
+DEVICE u32 swizzle_of(int row, int width) { return u32(row * width / 128 % (width / 16) * 16); }
+DEVICE u64 descriptor(const char* tile, int width) { return wgmma_descriptor(shared_address(tile), 16, 8 * width, swizzle_mode(width)); }
+
+// --- one warp loads
+
+DEVICE void load_pages(u32 to, const TensorMap& map, u32 barrier, int chunks, int block, int offset, int kv_head) {
+#pragma unroll
+  for (int c = 0; c < chunks; ++c) tma_load(to + c * kKvChunkBytes, map, barrier, l2_normal(), c * kWidth, offset, kv_head, block);
+}
+
+DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
+                    SharedStorage& shared) {
+  const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
+  Ring<kQSlots> q;
+  Ring<kItems> entry;
+  Ring<kStages> kv;
+  for (int task = int(blockIdx.x);; q.next(), entry.next()) {
+    int fetched = 0;
+    if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
+      fetched = atomicAdd(p.next_task, 1);
+      if (fetched == last) *p.next_task = 0;
+    }
+    const u32 q_full = shared_address(&shared.q_full[q.at]);
+    mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
+    if (task >= tasks) {
+      if (lane == 0) {
+        shared.item[entry.at].num_rows = 0;
+        mbarrier_arrive(q_full);
+      }
+      break;
+    }
+    const Item item = item_of(p, task);
+    if (lane == 0) {
+      shared.item[entry.at] = item;
+      mbarrier_arrive_expect(q_full, kConsumers * kQChunks * (64 / kGroup * kGroup) * kWidth);
+#pragma unroll
+      for (int i = 0; i < kConsumers * kQChunks; ++i) {
+        const int wg = i / kQChunks, c = i % kQChunks;
+        tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * kWidth, item.kv_head * kGroup,
+                 item.q_begin + wg * (64 / kGroup));
+      }
+    }
+    const Tiles tiles = tiles_of(item);
+    const auto block_of = [&](int tile) {
+      if constexpr (kBlockSize == 0) return 0;
+      const int key = tile * kTileKeys + lane * kPageRows;
+      return lane < kPages && key < item.hi ? p.block_ids[item.first_block + key / max(kBlockSize, 1)] : 0;
+    };
+    int block = block_of(tiles.end - 1);
+    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
+      const int key = tile * kTileKeys + lane * kPageRows;
+      const bool loads = lane < kPages && key < item.hi && key + kPageRows > item.lo && item.hi > item.lo;
+      const int pages = __popc(__ballot_sync(kFullWarp, loads));
+      const int offset = kBlockSize == 0 ? int(item.first_block) + key : key % max(kBlockSize, 1);
+      const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
+      const u32 k_full = shared_address(&shared.k_full[kv.at]), v_full = shared_address(&shared.v_full[kv.at]);
+      mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
+      if (lane == 0) mbarrier_arrive_expect(k_full, pages * kPageBytes * kQChunks);
+      __syncwarp();
+      if (loads) load_pages(shared_address(shared.k[kv.at]) + lane * kPageBytes, k_map, k_full, kQChunks, block, offset, item.kv_head);
+      mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
+      if (lane == 0) mbarrier_arrive_expect(v_full, pages * kPageBytes * kVChunks);
+      __syncwarp();
+      if (loads) load_pages(shared_address(shared.v[kv.at]) + lane * kPageBytes, v_map, v_full, kVChunks, block, offset, item.kv_head);
+      block = next_block;
+    }
+    task = blocks + shuffle(fetched, 0);
+  }
+}
+
+// --- three warps transpose values
+
+// The warp's keys of a tile of values to rows of dims. Keys outside of [lo, hi), counted from the tile's first, may be anything, and become
+// zero: zero times NaN is NaN.
+//
+// A matrix of 8 keys x 16 dims, transposed as if of 16-bit elements, leaves a lane two keys of two dims, 2 g and 2 g + 1; two matrices make
+// words of four keys for each dim: 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In this order a lane of a consumer has its weights, so that they need
+// not move. Lanes from 16 on swap their two dims: so the eight rows of a stored matrix fall into eight different bank groups.
+DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
+  const int lane = lane_id(), matrix = lane / 8, row = lane % 8, dim = 2 * row + (matrix % 2 ^ row / 4);
+  const u32 first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;
+  for (int block = 32 * warp; block < kTileKeys; block += 32 * kTransposers) {
+    const int key = block + lane;
+    if (key < lo || key >= hi) {
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 16; ++i)
+        store_shared(from + i / (kWidth / 16) * kKvChunkBytes + key * kWidth + i % (kWidth / 16) * 16, uint4{0, 0, 0, 0});
+    }
+    __syncwarp();
+    const u32 read = (from + key * kWidth) ^ swizzle_of(lane, kWidth);
+    const u32 write = (to + block / kTurnedWidth * kTurnedChunkBytes + dim * kTurnedWidth) ^ swizzle_of(dim, kTurnedWidth) ^
+                      u32(block % kTurnedWidth + matrix / 2 * 16);
+    constexpr int kAtOnce = 4;  // of 16 dims
+#pragma unroll
+    for (int d = 0; d < kHeadDimV / 16; d += kAtOnce) {
+      u32 x[kAtOnce][4];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        constexpr int kPieces = kWidth / 16;
+        load_matrix_transposed(x[i], (read ^ u32((d + i) % kPieces * 16)) + (d + i) / kPieces * kKvChunkBytes);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        store_matrix(write + (d + i) * 16 * kTurnedWidth, pick_bytes(x[i][0], x[i][1], first), pick_bytes(x[i][0], x[i][1], second),
+                     pick_bytes(x[i][2], x[i][3], first), pick_bytes(x[i][2], x[i][3], second));
+      }
+    }
+  }
+}
+
+DEVICE void transpose(SharedStorage& shared, int warp) {
+  Ring<kQSlots> slot;
+  Ring<kItems> entry;
+  Ring<kStages> v;
+  for (;; slot.next(), entry.next()) {
+    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) break;
+    const int lo = item.lo, hi = item.hi;
+    const Tiles tiles = tiles_of(item);
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
+    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, v.next()) {
+      const int begin = tile * kTileKeys;
+      const u32 from = shared_address(shared.v[v.at]), to = shared_address(shared.turned[v.at]);
+      mbarrier_wait(shared_address(&shared.turned_empty[v.at]), v.parity ^ 1);
+      mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
+      turn_values(from, to, warp, lo - begin, hi - begin);
+      async_proxy_fence();
+      __syncwarp();
+      if (lane_id() == 0) {
+        mbarrier_arrive(shared_address(&shared.v_empty[v.at]));
+        mbarrier_arrive(shared_address(&shared.turned_full[v.at]));
+      }
+    }
+  }
+}
+
+// --- consumers: a warpgroup each
+
+// Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first.
+DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2]) {
+  bool moved = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = -infinity();
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    top = max_over<4>(top);
+    if constexpr (kPlainLogits) top *= rows.terms[h].scale;
+    const bool moves = top > reference[h] + kMost;
+    factor[h] = moves ? exp2_approx(reference[h] - (top - kFresh)) : 1.f;
+    if (moves) reference[h] = top - kFresh;
+    moved = moved || moves;
+    sum[h] *= factor[h];
+    float part[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * h + c];
+        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
+        part[c] += x;
+      }
+    }
+    sum[h] += part[0] + part[1];
+  }
+  return any_lane(moved);
+}
+
+// Word i of a step's four are the weights of row i % 2 for keys 16 (i / 2) + 2 t, + 1, + 8 and + 9 of its 32: see turn_values.
+DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 32][4]) {
+#pragma unroll
+  for (int i = 0; i < kTileKeys / 8; ++i) {
+    const float* const x = s + i / 2 * 8 + i % 2 * 2;
+    weights[i / 4][i % 4] = pack_e4m3(x[0], x[1]) | pack_e4m3(x[4], x[5]) << 16;
+  }
+}
+
+// `q` and `k`: descriptors of the tiles, whose addresses count in units of 16 bytes.
+DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
+  constexpr int kSteps = kWidth / 32;
+#pragma unroll
+  for (int step = 0; step < kHeadDimQk / 32; ++step) {
+    const int c = step / kSteps, within = step % kSteps * 32;
+    WgmmaE4m3<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
+  }
+  wgmma_commit();
+}
+
+DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, float (&out)[kHeadDimV / 2]) {
+  constexpr int kSteps = kTurnedWidth / 32;
+#pragma unroll
+  for (int step = 0; step < kTileKeys / 32; ++step) {
+    WgmmaE4m3<kHeadDimV>::registers(out, weights[step], turned + (step / kSteps * kTurnedChunkBytes + step % kSteps * 32) / 16, 1);
+  }
+  wgmma_commit();
+}
+
+DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
+  const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
+  const bool leader = threadIdx.x % 128 == 0;
+  Ring<kQSlots> slot;
+  Ring<kItems> entry;
+  Ring<kStages> k, v;  // v is a tile behind
+  const u64 first_q = descriptor(shared.q[0][wg][0], kWidth), first_k = descriptor(shared.k[0][0], kWidth);
+  const u64 first_v = descriptor(shared.turned[0], kTurnedWidth);
+  const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16); };
+  const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
+  const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
+
+  Rows rows;
+  int tile, first_tile, all_lo, all_hi;  // of the item: the tile whose scores come next, its first; keys that every row sees
+  const auto begin_item = [&]() __attribute__((always_inline)) {
+    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) return false;
+    const float scale = logit_scale(p, item.kv_head);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = min(row + 8 * h, item.num_rows - 1);
+      rows.terms[h] = row_terms(p, item.head_of(r), scale);
+      rows.position[h] = item.position_of(r);
+      const KeyRange seen = visible_keys(p, rows.position[h]);
+      rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
+    }
+    const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
+    all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
+    all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
+    const Tiles tiles = tiles_of(item);
+    tile = tiles.end - 1, first_tile = tiles.first;
+    return true;
+  };
+
+  float out[kHeadDimV / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
+  u32 weights[kTileKeys / 32][4];
+#pragma unroll
+  for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
+  // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
+  const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
+    const int begin = tile * kTileKeys;
+    if constexpr (!kPlainLogits) modify(p, begin, rows, s);
+    if constexpr (edge) hide(begin, rows, s);
+    return weigh(rows, s, reference, sum, factor);
+  };
+  const auto leave = [&](u64* barrier) {
+    if (leader) mbarrier_arrive(shared_address(barrier));
+  };
+  const auto next_tile = [&] {
+    v = k;
+    k.next();
+  };
+
+  if (begin_item()) {
+    {
+      float s[kTileKeys / 2];
+      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      wgmma_fence();
+      start_scores(q_tile(), k_tile(), s);
+      wgmma_wait<0>();
+      pin(s);
+      leave(&shared.k_empty[k.at]);
+      softmax(s, Edge<true>{});
+      pack_weights(s, weights);
+      next_tile();
+    }
+    float old_reference[2] = {}, old_sum[2] = {};
+    int old_entry = 0;
+    const auto end_item = [&]() __attribute__((always_inline)) {
+      const float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
+      store_rows(p, shared.item[old_entry], row, old_reference, total, out);
+    };
+    // Scores of `tile` and the output of the one before it, which may be the last of another item.
+    const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
+      float s[kTileKeys / 2];
+      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
+      wgmma_fence();
+      start_scores(q_tile(), k_tile(), s);
+      start_output(weights, v_tile(), out);
+      wgmma_wait<1>();
+      pin(s);
+      leave(&shared.k_empty[k.at]);
+      const bool moved = softmax(s, edge);
+      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
+      if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
+      wgmma_wait<0>();
+      pin(out);
+      leave(&shared.turned_empty[v.at]);
+      pack_weights(s, weights);
+      if (begins) end_item();
+      if (begins || moved) {  // one branch for both: two keep two copies of the sums
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+      }
+      next_tile();
+    };
+    for (;;) {
+      const bool begins = tile == first_tile;
+      if (begins) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          old_reference[h] = reference[h], old_sum[h] = sum[h];
+          reference[h] = kEmptyReference, sum[h] = 0.f;
+        }
+        old_entry = entry.at;
+        entry.next();
+        leave(&shared.q_empty[slot.at]);
+        slot.next();
+        if (!begin_item()) break;
+      } else {
+        --tile;
+      }
+      turn(Edge<true>{}, begins);
+      while (tile > first_tile && tile * kTileKeys <= all_hi && (!kWindow || (tile - 1) * kTileKeys >= all_lo)) {
+        --tile;
+        turn(Edge<false>{}, false);
+      }
+    }
+    mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
+    wgmma_fence();
+    start_output(weights, v_tile(), out);
+    wgmma_wait<0>();
+    pin(out);
+    end_item();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    attention_sm90_fp8(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
+                       const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  extern __shared__ __align__(1024) char memory[];
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  const int wg = warp_id() / 4;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kQSlots; ++i) {
+      mbarrier_init(shared_address(&shared.q_full[i]), 1);
+      mbarrier_init(shared_address(&shared.q_empty[i]), kConsumers + kTransposers);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(shared_address(&shared.k_full[i]), 1);
+      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.v_full[i]), 1);
+      mbarrier_init(shared_address(&shared.v_empty[i]), kTransposers);
+      mbarrier_init(shared_address(&shared.turned_full[i]), kTransposers);
+      mbarrier_init(shared_address(&shared.turned_empty[i]), kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  griddep_wait();
+  if (wg == kConsumers) {
+    registers_shrink<40>();
+    if (const int warp = warp_id() % 4; warp == 0) {
+      produce(p, q_map, k_map, v_map, shared);
+    } else {
+      transpose(shared, warp - 1);
+    }
+  } else {
+    registers_grow<232>();
+    consume(p, shared, wg);
+  }
+  griddep_launch();
+}
+
+}  // namespace imbrex::cuda
