@@ -13,19 +13,12 @@ constexpr int kConsumers = kTileRows / 64, kThreads = 128 * (kConsumers + 1);
 // Of 64 dims: 128 bytes, the width of the swizzle. Dims that the last one lacks are loaded as zeros.
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64, kVDims = 64 * kVChunks;
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
-
-constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int kPageRows = kBlockSize == 0 ? kTileKeys : common_divisor(kBlockSize, kTileKeys);  // of a TMA box
-constexpr u32 kPage = kBlockSize > 0 ? kBlockSize : 1;
-constexpr int kPages = kTileKeys / kPageRows;  // boxes of a tile
 constexpr int kPageBytes = kPageRows * 128;
-static_assert(kPages <= 32, "a lane loads a page");
 
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
-constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kConsumerRegisters = kConsumers == 3                   ? 160
-                                                                                : kPlainLogits || kHeadDimV > 128 ? 240
-                                                                                                                  : 232;
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV > 128 ? 240 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr float kSlack = 8.f;  // log2 units by which a maximum may outgrow a row's reference

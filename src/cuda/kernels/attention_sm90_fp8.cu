@@ -17,11 +17,7 @@ constexpr int kQChunkBytes = 64 * kWidth, kKvChunkBytes = kTileKeys * kWidth;
 constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 64 : 32;  // keys of a row of transposed values
 constexpr int kTurnedChunkBytes = kHeadDimV * kTurnedWidth;
 
-constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int kPageRows = kBlockSize == 0 ? kTileKeys : common_divisor(kBlockSize, kTileKeys);  // of a TMA box
-constexpr int kPages = kTileKeys / kPageRows;                                                   // boxes of a tile
 constexpr int kPageBytes = kPageRows * kWidth;
-static_assert(kPages <= 32, "a lane loads a page");
 
 // Weights are rounded to e4m3, from 2^-9 to 448. A row's maximum is given 2^kFresh when it becomes the reference, and has outgrown it
 // when its weight would be more than 2^kMost.

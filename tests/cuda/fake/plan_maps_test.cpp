@@ -28,7 +28,6 @@ struct Seen {
   unsigned grid = 0, threads = 0;
   int heads_together = 0;
   std::vector<int> work;
-  friend bool operator==(const Seen&, const Seen&) = default;
 };
 
 class PlanMaps : public testing::Test {
