@@ -116,36 +116,6 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
 
 // --- consumers: a warpgroup each
 
-// Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first.
-DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2]) {
-  bool moved = false;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float top = -infinity();
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-    top = max_over<4>(top);
-    if constexpr (kPlainLogits) top *= rows.terms[h].scale;
-    const bool moves = top > reference[h] + kSlack;
-    factor[h] = moves ? exp2_approx(reference[h] - top) : 1.f;
-    if (moves) reference[h] = top;
-    moved = moved || moves;
-    sum[h] *= factor[h];
-    float part[2] = {0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * h + c];
-        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
-        part[c] += x;
-      }
-    }
-    sum[h] += part[0] + part[1];
-  }
-  return any_lane(moved);
-}
-
 DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 16][4]) {
 #pragma unroll
   for (int i = 0; i < kTileKeys / 4; ++i) {
@@ -254,7 +224,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(p, begin, rows, s);
     if constexpr (edge) hide(begin, rows, s);
-    return weigh(rows, s, reference, sum, factor);
+    return weigh(rows, s, reference, sum, factor, kSlack, 0.f);
   };
   const auto next_tile = [&]<bool edge>(Edge<edge>) __attribute__((always_inline)) {
     weighed = {0, kTileKeys};

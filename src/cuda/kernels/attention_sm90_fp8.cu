@@ -179,36 +179,6 @@ DEVICE void transpose(SharedStorage& shared, int warp) {
 
 // --- consumers: a warpgroup each
 
-// Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first.
-DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2]) {
-  bool moved = false;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float top = -infinity();
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-    top = max_over<4>(top);
-    if constexpr (kPlainLogits) top *= rows.terms[h].scale;
-    const bool moves = top > reference[h] + kMost;
-    factor[h] = moves ? exp2_approx(reference[h] - (top - kFresh)) : 1.f;
-    if (moves) reference[h] = top - kFresh;
-    moved = moved || moves;
-    sum[h] *= factor[h];
-    float part[2] = {0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * h + c];
-        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
-        part[c] += x;
-      }
-    }
-    sum[h] += part[0] + part[1];
-  }
-  return any_lane(moved);
-}
-
 // Word i of a step's four are the weights of row i % 2 for keys 16 (i / 2) + 2 t, + 1, + 8 and + 9 of its 32: see turn_values.
 DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 32][4]) {
 #pragma unroll
@@ -282,7 +252,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(p, begin, rows, s);
     if constexpr (edge) hide(begin, rows, s);
-    return weigh(rows, s, reference, sum, factor);
+    return weigh(rows, s, reference, sum, factor, kMost, kFresh);
   };
   const auto leave = [&](u64* barrier) {
     if (leader) mbarrier_arrive(shared_address(barrier));

@@ -53,6 +53,38 @@ DEVICE void modify(const AttentionParams& p, int begin, const Rows& rows, float 
   }
 }
 
+// Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first. A maximum that has
+// outgrown its reference by more than 2^most moves it, and weighs 2^fresh then.
+DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2], float most,
+                  float fresh) {
+  bool moved = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = -infinity();
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    top = max_over<4>(top);
+    if constexpr (kPlainLogits) top *= rows.terms[h].scale;
+    const bool moves = top > reference[h] + most;
+    factor[h] = moves ? exp2_approx(reference[h] - (top - fresh)) : 1.f;
+    if (moves) reference[h] = top - fresh;
+    moved = moved || moves;
+    sum[h] *= factor[h];
+    float part[2] = {0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s[4 * j + 2 * h + c];
+        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
+        part[c] += x;
+      }
+    }
+    sum[h] += part[0] + part[1];
+  }
+  return any_lane(moved);
+}
+
 template <class T, int n>
 DEVICE void pin(T (&x)[n]) {
 #pragma unroll
