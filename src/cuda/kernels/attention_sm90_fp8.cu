@@ -227,14 +227,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const Item& item = shared.item[entry.at];
     if (item.num_rows == 0) return false;
     const float scale = logit_scale(p, item.kv_head);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = min(row + 8 * h, item.num_rows - 1);
-      rows.terms[h] = row_terms(p, item.head_of(r), scale);
-      rows.position[h] = item.position_of(r);
-      const KeyRange seen = visible_keys(p, rows.position[h]);
-      rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
-    }
+    set_rows(rows, p, item, row, scale);
     const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
     all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);

@@ -19,6 +19,18 @@ struct Rows {  // what a thread knows of its two rows
   int position[2];
 };
 
+// Of rows `row` and `row` + 8 of the item, or of its last one. `scale`: of the item's logits.
+DEVICE void set_rows(Rows& rows, const AttentionParams& p, const Item& item, int row, float scale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = min(row + 8 * h, item.num_rows - 1);
+    rows.terms[h] = row_terms(p, item.head_of(r), scale);
+    rows.position[h] = item.position_of(r);
+    const KeyRange seen = visible_keys(p, rows.position[h]);
+    rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
+  }
+}
+
 template <bool>
 struct Edge {};
 

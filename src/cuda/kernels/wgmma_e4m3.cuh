@@ -17,8 +17,6 @@ namespace imbrex::cuda {
 #define IMBREX_NAMES64 IMBREX_NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define IMBREX_NAMES80 IMBREX_NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define IMBREX_NAMES96 IMBREX_NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define IMBREX_NAMES112 IMBREX_NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define IMBREX_NAMES128 IMBREX_NAMES112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define IMBREX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define IMBREX_D16(i) IMBREX_D4(i), IMBREX_D4(i + 4), IMBREX_D4(i + 8), IMBREX_D4(i + 12)
@@ -27,8 +25,6 @@ namespace imbrex::cuda {
 #define IMBREX_D64 IMBREX_D48, IMBREX_D16(48)
 #define IMBREX_D80 IMBREX_D64, IMBREX_D16(64)
 #define IMBREX_D96 IMBREX_D80, IMBREX_D16(80)
-#define IMBREX_D112 IMBREX_D96, IMBREX_D16(96)
-#define IMBREX_D128 IMBREX_D112, IMBREX_D16(112)
 
 // `shared`: a in shared memory too. `registers`: a in registers. With `add` 0, d is taken for zero.
 template <int n>
@@ -53,12 +49,8 @@ struct WgmmaE4m3;
   };
 
 IMBREX_WGMMA_E4M3(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
-IMBREX_WGMMA_E4M3(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 IMBREX_WGMMA_E4M3(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
-IMBREX_WGMMA_E4M3(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
 IMBREX_WGMMA_E4M3(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
-IMBREX_WGMMA_E4M3(224, 112, "%112", "%113", "%114", "%115", "%116", "%117")
-IMBREX_WGMMA_E4M3(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef IMBREX_WGMMA_E4M3
 
