@@ -23,7 +23,8 @@ void check_lengths(const TensorView& t, const char* name, int64_t count) {
 
 KernelKey plan_batch_key(std::string_view arch) { return {"plan_batch.cu", std::string(arch), {}}; }
 
-DevicePlan::DevicePlan(ContextPtr context, std::string_view arch, const AttentionSpec& spec, const PlanLimits& limits, int64_t most_items)
+DevicePlan::DevicePlan(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const PlanLimits& limits,
+                       int64_t most_items)
     : spec_(spec),
       limits_(limits),
       device_{DeviceType::cuda, context->device()},
