@@ -2,52 +2,59 @@
 #include "cuda/attention_sm90_decode.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kTileKeys = 64, kKeyWarps = 4;
+constexpr int kKeyWarps = 4;
 constexpr int kSharedMemory = 227 << 10;                 // of a thread block alone on a multiprocessor
 constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
+constexpr int kLeastPageRows = 8;                        // of a box: a swizzle's
 
 bool is_fp8(DType t) { return size_of(t) == 1; }
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
+// 16 of them, or 32 in bytes, are one warp's.
+int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 64; }
 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
-  const int page = spec.block_size;
   return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && spec.kv_format == KvFormat::strided &&
-         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 && (page == 0 || page % kTileKeys == 0 || (page >= 8 && kTileKeys % page == 0));
+         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 &&
+         (spec.block_size == 0 || std::gcd(spec.block_size, tile_keys(spec)) >= kLeastPageRows);
 }
+
+int row_bytes(int elements) { return (elements * 2 / 16 | 1) * 16; }
 
 }  // namespace
 
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, int rows) {
   if (!runs(arch, spec) || rows > 32 || spec.group_size() > rows) return std::nullopt;
-  // As in the kernel: stages of keys and values that have room for parts of the rows, two slots of queries, and some small things.
-  const int row_warps = rows / 16;
-  const int stage = row_warps * (is_fp8(spec.kv_dtype) ? 2 : 1) * kTileKeys * kTensorMapLine *
-                    (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
-  const int q_row = ((spec.head_dim_qk + 15) / 16 * 2 | 1) * 16, slots = 2 * (rows * (q_row + 20 + 8 * kKeyWarps) + 64), rest = 1024;
+  // As in the kernel: stages of keys and values; queries, weights, and what is small.
+  const int keys = tile_keys(spec), q_slots = rows > 16 && std::max(spec.head_dim_qk, spec.head_dim_v) > 128 ? 2 : 1;
+  const int stage = keys * kTensorMapLine * (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
+  constexpr int kRowState = 4 * 16 + 2 * 20, kRest = 768;
+  const int rest = rows * (q_slots * row_bytes((spec.head_dim_qk + 15) / 16 * 16) + 2 * row_bytes(keys) + kRowState) + kRest;
   for (int blocks = rows > 16 ? 1 : 2; blocks > 0; --blocks) {
-    const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - slots - rest) / stage;
-    if (stages >= (blocks == 2 ? 3 : 2)) return AttentionTiles{rows, kTileKeys, row_warps, kKeyWarps, 1, std::min(stages, 6), blocks};
+    const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - rest) / stage;
+    if (stages >= (blocks == 2 ? 3 : 2)) return AttentionTiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), blocks};
   }
   return std::nullopt;
 }
 
 unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.threads()) + 64; }
 
-KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles) {
+KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles, bool maps) {
   KernelKey key = attention_sm80_key(arch, spec, out, tiles);
   key.path = "attention_sm90_decode.cu";
+  key.config.push_back({"kMaps", maps});
   return key;
 }
 
-bool attention_sm90_decode_maps(const AttentionSpec&, const TensorView&, const KvCache& kv, AttentionMaps& maps) {
-  return encode_kv_map(maps.k, kv.k, kTileKeys) && encode_kv_map(maps.v, kv.v, kTileKeys);
+bool attention_sm90_decode_maps(const AttentionSpec& spec, const TensorView&, const KvCache& kv, AttentionMaps& maps) {
+  return encode_kv_map(maps.k, kv.k, tile_keys(spec)) && encode_kv_map(maps.v, kv.v, tile_keys(spec));
 }
 
 }  // namespace imbrex::cuda

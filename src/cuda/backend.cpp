@@ -84,30 +84,31 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   if (shape == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
-  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles);
+  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
   return sm80_attention(arch, spec, shape, out);
 }
 
-// Tiles that take the items of cuda_sm90's own kernels: as many rows, as many of them a warp as in cuda_sm80, and keys that begin where
-// these do.
-std::optional<AttentionTiles> mapless_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  auto tiles = sm80_tiles(arch, spec, shape);
-  if (tiles && shape == kPrefill && has_sm90_prefill(spec)) {
-    const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
-    tiles->row_warps = items.rows / (tiles->rows / tiles->row_warps);
-    tiles->blocks = std::max(1, tiles->blocks * tiles->rows / items.rows);
-    tiles->rows = items.rows;
-    tiles->keys = std::gcd(tiles->keys, items.keys);
-  }
+// Where TMA cannot read the tensors: decode and verify have a variant that can, and prefill runs as in cuda_sm80, with tiles that take the
+// same items: as many rows, as many of them a warp, and keys that begin where the items' do.
+AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
+  AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
+  const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
+  tiles.row_warps = items.rows / (tiles.rows / tiles.row_warps);
+  tiles.blocks = std::max(1, tiles.blocks * tiles.rows / items.rows);
+  tiles.rows = items.rows;
+  tiles.keys = std::gcd(tiles.keys, items.keys);
   return tiles;
 }
 
+bool takes_mapless_prefill(const AttentionSpec& spec, Shape shape) { return shape == kPrefill && has_sm90_prefill(spec); }
+
 ShapeKernel mapless_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  return sm80_shape(mapless_tiles(arch, spec, shape));
+  return takes_mapless_prefill(spec, shape) ? sm80_shape(mapless_prefill_tiles(arch, spec)) : sm90_shape(arch, spec, shape);
 }
 
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  return attention_sm80_key(arch, spec, out, *mapless_tiles(arch, spec, shape));
+  if (takes_mapless_prefill(spec, shape)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
+  return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, shape), false);
 }
 
 constexpr int kLeastSm80 = 80;

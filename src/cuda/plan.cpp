@@ -381,14 +381,10 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = (any ? s.bounds.num_work : int64_t(s.schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    AttentionMaps maps;
-    if (s.kernel.maps == nullptr) {
-      launch(loaded(s.kernels, out_dtype, captured), tasks, cu, a);
-    } else if (s.kernel.maps(spec_, in.q, in.kv, maps)) {
-      launch(loaded(s.kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);
-    } else {
-      launch(loaded(s.without_maps, out_dtype, captured), tasks, cu, a);
-    }
+    AttentionMaps maps{};
+    const bool mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
+    ByOutput& kernels = mapped ? s.kernels : s.without_maps;
+    launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
     const int64_t merges = s.kernel.joins_pieces ? 0 : any ? s.bounds.num_merges : int64_t(s.schedule.merges.size());
     if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_q_heads, cu, a);
   }

@@ -44,7 +44,7 @@ struct Item {
   int query_index;          // of that token among its request's queries
   int request, seq_len;
   int lo, hi;          // keys that any of the rows sees, within the item's range: nothing else of the cache is read
-  int partial, merge;  // as in WorkItem
+  int partial, merge, piece;  // as in WorkItem
   long first_block;    // of the request's blocks in block_ids; ragged: its first key's row
 
   DEVICE int token_of(int row) const { return q_begin + (row_begin + row) / kGroup; }
@@ -75,6 +75,7 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   item.q_begin = work.q_begin;
   item.partial = work.partial;
   item.merge = work.merge;
+  item.piece = work.piece;
   item.row_begin = row_block * kTileRows;
   item.num_rows = min(kTileRows, (work.q_end - work.q_begin) * kGroup - item.row_begin);
   const int first_query = p.query_start[work.request], q_len = p.query_start[work.request + 1] - first_query;

@@ -13,8 +13,9 @@ constexpr int kPartBytes = kTeams > 1 ? kTileRows* kPartRow * 4 : 0;
 constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageBytes : kPartBytes;
 
 struct alignas(16) SharedStorage {
+  char q[kQPlanes * kQPlaneBytes];
   ItemSlot slot;
-  char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
+  alignas(16) char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
   float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
   int next_task;
   bool is_last;  // of the pieces of an item
@@ -25,7 +26,7 @@ extern __shared__ char memory[];
 // --- the end of an item
 
 // One team: each warp has all sums of its rows.
-DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp<PaddedRows>& warp) {
+DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& warp) {
   const bool aligned = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
 #pragma unroll
@@ -73,7 +74,7 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
   const u32 ring = shared_address(shared.team[team]);
   KvLoader loader(p, wide);
   if (first < end) loader.look_up(item, begin_of(first));
-  QLoader<kThreads>::load(p, item, shared_address(shared.slot.q), shared.slot.q_scale);
+  QLoader<kThreads>::load(p, item, shared_address(shared.q), shared.slot.q_scale);
   copy_async_commit();
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
@@ -85,7 +86,7 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
   }
   copy_async_wait<kStages - 1>();
   __syncthreads();
-  Warp<PaddedRows> rows(p, item, shared.slot, scale * kLog2e, warp);
+  Warp rows(p, item, shared.slot, shared_address(shared.q), scale * kLog2e, warp);
   rows.begin();
 
   int stage = 0, free_stage = kStages - 1;

@@ -38,8 +38,7 @@ constexpr int kKPlaneBytes = kTeamKeys * kKRowBytes, kVPlaneBytes = kTeamKeys * 
 constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + kVPlaneBytes);
 
 // What the warps that compute an item know of it.
-struct alignas(16) ItemSlot {
-  char q[kQPlanes * kQPlaneBytes];
+struct ItemSlot {
   float q_scale[kTileRows];   // what a row of queries was divided by
   RowTerms terms[kTileRows];  // where rows differ in them
   Item item;                  // for what needs it seldom: registers are short

@@ -1,60 +1,113 @@
 // Attention of few rows over many keys with TMA, for sm_90 and later: decode and verify. Host side: cuda/attention_sm90_decode.cpp.
 //
 // Memory sets the pace: on an H200 35 bytes a nanosecond and multiprocessor, of which a key of 128 bf16 dims with its value needs 512. One
-// warp loads, a page a lane, and runs ahead of the others by all stages, across the ends of items. Four compute as in attention_sm80.cu,
-// the same sums in the same order, and never wait for each other: each leaves its part of an item in shared memory and goes on. A sixth
-// joins the parts and, where the item is a piece of a longer one, the pieces. docs/kernels/cuda_sm90.md has the measurements.
+// warp loads, a page a lane, and runs ahead of the others by all stages, across the ends of items. For 16 rows, four warps share out a
+// tile: each multiplies the queries with a quarter of the keys, and the weights of all with a quarter of the dims of the values. So an
+// item ends with all sums of a row in one place, and nothing is left to be joined but pieces. That is a sixth warp's work.
+// docs/kernels/cuda_sm90_decode.md has the measurements.
 #include "async.cuh"
-#include "attention_join.cuh"
+#include "attention_fold.cuh"
+#include "attention_products.cuh"
+#include "tile_pages.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTeams * kTeamWarps, kThreadsOfAll = 32 * (kConsumers + 2);  // warps: and the producer, and who joins
-constexpr int kChunkDims = 128 / kStoredBytes;                                          // of a box: the width of the swizzle
+constexpr int kConsumers = kTeams * kRowWarps, kThreadsOfAll = 32 * (kConsumers + 2);  // warps: and the producer, and who joins
+constexpr int kChunkDims = 128 / kStoredBytes;                                         // of a box: the width of the swizzle
 constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = (kHeadDimV + kChunkDims - 1) / kChunkDims;
-// A team leaves its part of an item where its keys and values of the last stage were: there is room, and nobody else reads there.
-constexpr int kStageTiles = (kTileRows + 15) / 16 * (kBytes ? 2 : 1), kStageKeys = kStageTiles * kTileKeys;
-constexpr int kChunkBytes = kStageKeys * 128, kTmaStageBytes = (kKChunks + kVChunks) * kChunkBytes;
-constexpr int kPageRows = kBlockSize == 0 || kBlockSize > kTileKeys ? kTileKeys : kBlockSize;  // of a box
-constexpr int kStagePages = kStageKeys / kPageRows;                                            // boxes of a stage, a lane each
-constexpr int kPartLines = (kHeadDimV + 31) / 32;                                              // of 32 floats, that a row of a part has
-static_assert(kDirect && kDimWarps == 1 && kTeamKeys == 16 && kStagePages <= 32);
-static_assert(kPartLines * kTileRows <= (kKChunks + kVChunks) * kStageTiles * kTeamKeys);
+constexpr int kChunkBytes = kTileKeys * 128;
+constexpr int kWeightRow = row_bytes(kTileKeys / 8), kWeightBytes = kTileRows * kWeightRow;  // of weights in shared memory
+// Of the output, a warp's dims: as many as one fragment of values has, times a power of two.
+constexpr int kTeamDims = larger(16 * kLoadSteps, power_of_two_from((kHeadDimV + kTeams - 1) / kTeams)), kTeamDimTiles = kTeamDims / 8;
+static_assert(kDirect && kDimWarps == 1 && kRowTiles == 1 && kTeams == 4);
+// Whether an item's queries are taken to registers when it begins. Then one place in shared memory is enough for them: the next item's
+// come while this one is computed.
+constexpr bool kQKept = kRowWarps == 1 || kQRegisters + 12 * kTeamDimTiles <= 96;
+constexpr int kQSlots = kQKept ? 1 : 2;
 
 // 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 struct SwizzledRows {
-  static constexpr int kKRow = 128, kVRow = 128, kVBegin = kKChunks * kChunkBytes;
-  DEVICE static u32 lane(int row, int piece, int row_bytes) { return row * row_bytes + (piece ^ row % 8) * 16; }
+  static constexpr int kKRow = 128, kVRow = 128;
+  DEVICE static u32 lane(int row, int piece, int row_bytes) {
+    return piece / 8 * kChunkBytes + row * row_bytes + (piece % 8 ^ row % 8) * 16;
+  }
   DEVICE static u32 at(u32 lane, int pair) { return (lane ^ pair % 4 * 32) + pair / 4 * kChunkBytes; }
 };
 
 struct SharedStorage {
-  alignas(1024) char stage[kStages][kTmaStageBytes];  // chunks of keys, then of values; after an item's last key the teams' parts
-  ItemSlot slot[2];                                   // of the item that is computed, and of the next
-  float2 state[2][kTeams][kTileRows];                 // reference and sum of each row of a part
-  u64 full[kStages], empty[kStages], slot_full[2], slot_empty[2], parts[2];
-  bool more[2];               // false: no item, and none will come
-  int last_slot, last_stage;  // of the block's last item; slot -1: it had none
+  alignas(1024) char k[kStages][kKChunks * kChunkBytes];
+  alignas(1024) char v[kStages][kVChunks * kChunkBytes];
+  alignas(16) char q[kQSlots][kQPlaneBytes];
+  alignas(16) char weights[2][kWeightBytes];  // of a tile and of the one before
+  float4 tops[2][kTileRows];                            // likewise: of each row, the maxima that the four warps have found
+  float4 sums[2][kTileRows];                            // of the weights of a piece, after its last tile
+  ItemSlot slot[2];                                     // of the item that is computed, and of the next
+  u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  u64 q_empty[kQSlots], slot_full[2], slot_empty[2], stored[2];
+  bool more[2];   // false: no item, and none will come
+  int last_slot;  // of the block's last item; -1: it had none
   bool is_last_piece;
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// Where a team's sum of a row lies in the last stage of an item.
-DEVICE float* part_at(char* stage, int team, int row, int d) {
-  const int line = row / 16 * kPartLines + d / 32, tile = line / (kKChunks + kVChunks), chunk = line % (kKChunks + kVChunks);
-  return reinterpret_cast<float*>(stage + chunk * kChunkBytes + (tile * kTileKeys + team * kTeamKeys + row % 16) * 128) +
-         (d % 32 ^ row % 8 * 4);
+// --- producer: a warp
+
+// What a lane loads of a tile: the keys of a page.
+struct Box {
+  int key, block;
+  bool loads;
+};
+
+// A tile of keys or of values by the warp, a box a lane.
+template <int chunks>
+DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
+  const int lane = lane_id(), boxes = __popc(__ballot_sync(kFullWarp, box.loads));
+  if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * 128 * chunks);
+  __syncwarp();
+  if (!box.loads) return;
+  const int offset = kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
+#pragma unroll
+  for (int c = 0; c < chunks; ++c)
+    tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, map, full, l2, c * kChunkDims, offset, item.kv_head, box.block);
 }
 
-// --- producer: a warp
+// Likewise where no map describes the tensor: element by element.
+template <int dim, int chunks>
+DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const Item& item, int begin, u32 to, u32 full) {
+  constexpr int kEights = chunks * kChunkDims / 8;
+  const char* const head = side.data + item.kv_head * side.head_stride;
+#pragma unroll 1
+  for (int i = lane_id(); i < kTileKeys * kEights; i += 32) {
+    const int row = i / kEights, d = i % kEights * 8, key = begin + row;
+    Eight<kKvType> e = {};
+    if (d < dim && key >= item.lo && key < item.hi) {
+      const char* from = head + d * side.dim_stride;
+      if constexpr (kBlockSize == 0) {
+        from += (item.first_block + key) * side.token_stride;
+      } else {
+        from += p.block_ids[item.first_block + key / kPage] * side.block_stride + key % kPage * side.token_stride;
+      }
+      e = load_eight<kKvType, false>(from, side.dim_stride);
+    }
+    const u32 at = to + SwizzledRows::lane(row, d / kPieceDims, 128);
+    if constexpr (kBytes) {
+      store_shared(at + d % kPieceDims, uint2{e.words[0], e.words[1]});
+    } else {
+      store_shared(at, uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
+    }
+  }
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(full);
+}
 
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
   prefetch_item(p, int(blockIdx.x));  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys
+  Ring<kQSlots> q;
   Ring<2> slot;
-  Ring<kStages> stage;
-  for (int task = int(blockIdx.x);; slot.next()) {
+  Ring<kStages> k, v;
+  for (int task = int(blockIdx.x);; slot.next(), q.next()) {
     int fetched = 0;
     if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
       fetched = atomicAdd(p.next_task, 1);
@@ -71,15 +124,16 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     }
     const Item item = item_of(p, task);
     const Tiles tiles = tiles_of(item);
-    // The block of this lane's page of the stage that begins with a tile.
-    const auto sees = [&](int key) { return lane < kStagePages && key < item.hi && key + kPageRows > item.lo; };
-    const auto block_of = [&](int key) {
-      if constexpr (kBlockSize == 0) return 0;
-      return sees(key) ? __ldg(p.block_ids + item.first_block + u32(key) / u32(kPage)) : 0;
+    const auto box_of = [&](int tile) {
+      Box box{tile * kTileKeys + lane * kPageRows, 0, false};
+      box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
+      if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
+      return box;
     };
-    int key = tiles.first * kTileKeys + lane * kPageRows, block = block_of(key);
+    Box box = box_of(tiles.first), before{};
     ItemSlot& mine = shared.slot[slot.at];
-    QLoader<32>::load(p, item, shared_address(mine.q), mine.q_scale);
+    mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
+    QLoader<32>::load(p, item, shared_address(shared.q[q.at]), mine.q_scale);
     copy_async_commit();
     if constexpr (!kOneScale) {
       const float scale = logit_scale(p, item.kv_head);
@@ -89,88 +143,288 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       mine.item = item;
       shared.more[slot.at] = true;
     }
-#pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; tile += kStageTiles, stage.next()) {
-      const bool loads = sees(key);
-      const int pages = __popc(__ballot_sync(kFullWarp, loads)), next_block = block_of(key + kStageKeys);
-      const u32 full = shared_address(&shared.full[stage.at]), to = shared_address(shared.stage[stage.at]) + lane * kPageRows * 128;
-      mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(full, pages * kPageRows * 128 * (kKChunks + kVChunks));
-      __syncwarp();
-      if (loads) {
-        const int offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % u32(kPage));
-#pragma unroll
-        for (int c = 0; c < kKChunks; ++c) tma_load(to + c * kChunkBytes, k_map, full, l2, c * kChunkDims, offset, item.kv_head, block);
-#pragma unroll
-        for (int c = 0; c < kVChunks; ++c)
-          tma_load(to + (kKChunks + c) * kChunkBytes, v_map, full, l2, c * kChunkDims, offset, item.kv_head, block);
+    const auto load_values = [&] {
+      const u32 to = shared_address(shared.v[v.at]), full = shared_address(&shared.v_full[v.at]);
+      mbarrier_wait(shared_address(&shared.v_empty[v.at]), v.parity ^ 1);
+      if constexpr (kMaps) {
+        load_boxes<kVChunks>(v_map, item, before, to, full, l2);
+      } else {
+        load_elements<kHeadDimV, kVChunks>(p, p.v, item, before.key - lane * kPageRows, to, full);
       }
-      if (tile == tiles.first) {
+      v.next();
+    };
+    // Values come a tile behind the keys, as they are asked for.
+#pragma unroll 1
+    for (int tile = tiles.first; tile < tiles.end; ++tile, k.next()) {
+      const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
+      const Box next = box_of(tile + 1);
+      mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
+      if constexpr (kMaps) {
+        load_boxes<kKChunks>(k_map, item, box, to, full, l2);
+      } else {
+        load_elements<kHeadDimQk, kKChunks>(p, p.k, item, tile * kTileKeys, to, full);
+      }
+      if (tile > tiles.first) {
+        load_values();
+      } else {
         copy_async_wait<0>();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(slot_full);
       }
-      key += kStageKeys, block = next_block;
+      before = box, box = next;
     }
+    load_values();
     task = blocks + shuffle(fetched, 0);
   }
 }
 
-// --- consumers
+// --- consumers: four warps for each 16 rows
 
-// Values outside of [lo, hi) may be anything, and zero times NaN is NaN. Each warp clears what it reads.
-DEVICE void clear_values(u32 values, int begin, int lo, int hi) {
-  for (int i = lane_id(); i < kTeamKeys * kVChunks * 8; i += 32) {
-    const int row = i / 8 % kTeamKeys, chunk = i / (8 * kTeamKeys), key = begin + row;
-    if (key < lo || key >= hi) store_shared(values + chunk * kChunkBytes + row * 128 + i % 8 * 16, uint4{0, 0, 0, 0});
+// Of a lane's two rows and its warp's dims: sums, and what they are relative to.
+struct Sums {
+  float reference[2], sum[2], out[1][kTeamDimTiles][4];
+
+  DEVICE void clear(float none) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, sum[h] = none;
+#pragma unroll
+    for (int n = 0; n < kTeamDimTiles; ++n) {
+#pragma unroll
+      for (float& x : out[0][n]) x = none;
+    }
   }
-  async_proxy_fence();  // before TMA writes there again
-}
+  DEVICE void fold(const Sums& others) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Fold fold(reference[h], others.reference[h]);
+      reference[h] = fold.reference, sum[h] = fold(sum[h], others.sum[h]);
+#pragma unroll
+      for (int n = 0; n < kTeamDimTiles; ++n) {
+#pragma unroll
+        for (int c = 2 * h; c < 2 * h + 2; ++c) out[0][n][c] = fold(out[0][n][c], others.out[0][n][c]);
+      }
+    }
+  }
+};
 
-DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
-  const int team = warp / kTeamWarps;
-  Ring<2> slot;
-  Ring<kStages> stage;
-  const auto report = [&](u64& barrier) {
+// A warp at work on a tile has its scores, of its own keys, and knows the maxima of all four. It multiplies the weights of the tile before
+// with values, all keys and its own dims, weighs the scores, and goes on to the scores of the next tile. So the four wait for each other
+// but once a tile.
+class Consumer {
+ public:
+  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, int warp)
+      : p_(p), shared_(shared), lane_(computed_here(lane_id())), group_(warp % kRowWarps), team_(warp / kRowWarps) {
+    const u32 weights = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow;
+    weights_to_ = weights + lane_ / 4 * kWeightRow + (team_ * kTeamKeys + lane_ % 4 * 2) * 2;
+    weights_from_ = weights + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
+    v_lane_ = SwizzledRows::lane(lane_ % 16, team_ * (kTeamDims / kPieceDims) + lane_ / 16, 128);
+  }
+
+  DEVICE void run() {
+    Ring<2> slot;
+    Ring<kQSlots> q;
+#pragma unroll 1
+    for (;; slot.next(), q.next()) {
+      mbarrier_wait(shared_address(&shared_.slot_full[slot.at]), slot.parity);
+      if (!shared_.more[slot.at]) break;
+      const ItemSlot& mine = shared_.slot[slot.at];
+      const float scale = logit_scale(p_, mine.item.kv_head) * kLog2e;
+      ItemScores scores(p_, mine.item, mine, shared_address(shared_.q[q.at]), scale, 16 * group_);
+      scores.begin();
+      if constexpr (kQKept) report(shared_.q_empty[q.at]);
+      run_item(mine.item, scores);
+      if constexpr (!kQKept) report(shared_.q_empty[q.at]);
+      report(shared_.stored[slot.at]);
+    }
+  }
+
+ private:
+  using ItemScores = Scores<SwizzledRows, kQKept>;
+  using ScoreTile = float[1][kKeyTiles][4];
+
+  DEVICE void run_item(const Item& item, const ItemScores& scores) {
+    const Tiles tiles = tiles_of(item);
+    const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
+    Sums piece, together, all;  // together: of kPiecesTogether pieces, or fewer
+    piece.clear(0.f), together.clear(kNoSum), all.clear(kNoSum);
+    int pieces = 0;  // that are in `together`
+    const auto end_piece = [&]() __attribute__((always_inline)) {
+      total_sums(piece);
+      together.fold(piece);
+      piece.clear(0.f);
+      if (++pieces < kPiecesTogether) return;
+      all.fold(together);
+      together.clear(kNoSum), pieces = 0;
+    };
+    ScoreTile s;
+    score(scores, tiles.first, 0, s);
+    int left = piece_tiles;  // tiles of the piece
+#pragma unroll 1
+    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+      meet();
+      if (tile > tiles.first) add_values(item, tile - 1, piece);
+      if (left == 0) end_piece(), left = piece_tiles;
+      weigh(scores, s, piece);
+      const bool last = tile + 1 == tiles.end;
+      if (--left == 0 || last) leave_sums(piece);
+      if (!last) score(scores, tile + 1, 1, s);
+      odd_ ^= 1;
+    }
+    meet();
+    add_values(item, tiles.end - 1, piece);
+    end_piece();
+    all.fold(together);
+    store(item, all);
+  }
+
+  DEVICE void report(u64& barrier) const {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
-  };
-#pragma unroll 1
-  for (;; slot.next()) {
-    mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
-    if (!shared.more[slot.at]) break;
-    const ItemSlot& mine = shared.slot[slot.at];
-    const Item& item = mine.item;
-    Warp<SwizzledRows> rows(p, item, mine, logit_scale(p, item.kv_head) * kLog2e, warp);
-    rows.begin();
-    const Tiles tiles = tiles_of(item);
-    const int lo = item.lo, hi = item.hi;
-#pragma unroll 1
-    for (int tile = tiles.first;;) {
-      const u32 at = shared_address(shared.stage[stage.at]) + team * kTeamKeys * 128;
-      mbarrier_wait(shared_address(&shared.full[stage.at]), stage.parity);
-#pragma unroll
-      for (int i = 0; i < kStageTiles; ++i) {
-        const int begin = (tile + i) * kTileKeys + team * kTeamKeys;
-        const u32 here = at + i * kTileKeys * 128;
-        if (begin < lo || begin + kTeamKeys > hi) {
-          clear_values(here + SwizzledRows::kVBegin, begin, lo, hi);
-          __syncwarp();
-        }
-        rows.step(begin, here);
-      }
-      tile += kStageTiles;
-      if (tile >= tiles.end) break;
-      report(shared.empty[stage.at]);
-      stage.next();
-    }
-    team_sync(team);
-    put_part(
-        rows, team, [&](int t, int row, int d) { return part_at(shared.stage[stage.at], t, row, d); }, shared.state[slot.at]);
-    report(shared.parts[slot.at]);
-    stage.next();
   }
-}
+  DEVICE void meet() const { named_barrier_sync(1 + group_, 32 * kTeams); }
+  DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
+  DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
+
+  // Of a tile, `ahead` of the one that is weighed next.
+  DEVICE void score(const ItemScores& scores, int tile, int ahead, ScoreTile& s) {
+    mbarrier_wait(shared_address(&shared_.k_full[k_.at]), k_.parity);
+    const int begin = tile * kTileKeys + team_ * kTeamKeys;
+    if (scores.sees(begin)) {
+      scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * 128, s);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[0][i / 4][i % 4] = -infinity();
+    }
+    report(shared_.k_empty[k_.at]);
+    k_.next();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = -infinity();
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[0][n][2 * h], s[0][n][2 * h + 1]));
+      top = max_over<4>(top);
+      if constexpr (kPlainLogits) top *= scores.scale_of(row_of(h));
+      if (lane_ % 4 == 0) of_team(shared_.tops[odd_ ^ ahead][row_of(h)], team_) = top;
+    }
+  }
+
+  // Scores become weights relative to each row's reference; where a maximum outgrows it by too much, the row's sums are rescaled.
+  DEVICE void weigh(const ItemScores& scores, const ScoreTile& s, Sums& piece) const {
+    float factor[2];
+    bool moved = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 tops = shared_.tops[odd_][row_of(h)];
+      const float top = fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w));
+      const bool moves = top > piece.reference[h] + kSlack;
+      factor[h] = moves ? exp2_approx(piece.reference[h] - top) : 1.f;
+      if (moves) piece.reference[h] = top;
+      moved = moved || moves;
+    }
+    if (any_lane(moved)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        piece.sum[h] *= factor[h];
+#pragma unroll
+        for (int n = 0; n < kTeamDimTiles; ++n) piece.out[0][n][2 * h] *= factor[h], piece.out[0][n][2 * h + 1] *= factor[h];
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float scale = 1.f;
+      if constexpr (kPlainLogits) scale = scores.scale_of(row_of(h));
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+        const float low = exp2_approx(fmaf(s[0][n][2 * h], scale, -piece.reference[h]));
+        const float high = exp2_approx(fmaf(s[0][n][2 * h + 1], scale, -piece.reference[h]));
+        piece.sum[h] += low, piece.sum[h] += high;
+        store_shared(weights_to_ + odd_ * kWeightBytes + 8 * h * kWeightRow + n * 16, pack(low, high));
+      }
+    }
+  }
+
+  // Of the weights of its keys, of the piece that ends with this tile. They are total after the next meeting.
+  DEVICE void leave_sums(const Sums& piece) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = sum_over<4>(piece.sum[h]);
+      if (lane_ % 4 == 0) of_team(shared_.sums[odd_][row_of(h)], team_) = sum;
+    }
+  }
+  DEVICE void total_sums(Sums& piece) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float4 sums = shared_.sums[odd_ ^ 1][row_of(h)];
+      piece.sum[h] = sums.x + sums.y + (sums.z + sums.w);
+    }
+  }
+
+  // Of the tile before the one that is weighed next.
+  DEVICE void add_values(const Item& item, int tile, Sums& piece) {
+    mbarrier_wait(shared_address(&shared_.v_full[v_.at]), v_.parity);
+    if (team_ * kTeamDims < kHeadDimV) {
+      const u32 values = shared_address(shared_.v[v_.at]);
+      const int lo = item.lo - tile * kTileKeys, hi = item.hi - tile * kTileKeys;
+      if (lo > 0 || hi < kTileKeys) clear_values(values, lo, hi);
+#pragma unroll
+      for (int n = 0; n < kTileKeys / 16; ++n) {
+        u32 a[1][1][4];
+        load_matrix(a[0][0], weights_from_ + (odd_ ^ 1) * kWeightBytes + n * 32);
+        add_products<SwizzledRows>(a, values + v_lane_ + n * 16 * 128, piece.out);
+      }
+    }
+    report(shared_.v_empty[v_.at]);
+    v_.next();
+  }
+
+  // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. Each warp clears what it reads.
+  DEVICE void clear_values(u32 values, int lo, int hi) const {
+    constexpr int kPieces = kTeamDims / kPieceDims;
+#pragma unroll 1
+    for (int i = lane_; i < kTileKeys * kPieces; i += 32) {
+      const int row = i / kPieces;
+      if (row < lo || row >= hi) store_shared(values + SwizzledRows::lane(row, team_ * kPieces + i % kPieces, 128), uint4{0, 0, 0, 0});
+    }
+    async_proxy_fence();  // before TMA writes there again
+    __syncwarp();
+  }
+
+  DEVICE void store(const Item& item, const Sums& all) const {
+    const bool wide = out_is_wide(p_), first = team_ == 0 && lane_ % 4 == 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row_of(h);
+      if (row >= item.num_rows) continue;
+      if (item.partial >= 0) {
+        const long at = partial_row(p_, item, row);
+        if (first) reinterpret_cast<float2*>(p_.partial_state)[at] = {all.reference[h], all.sum[h]};
+#pragma unroll
+        for (int pair = 0; pair < kTeamDimTiles; ++pair) {
+          const int d = team_ * kTeamDims + dim_of_pair(pair);
+          if (d < kHeadDimV) *reinterpret_cast<float2*>(p_.partial_out + at * kHeadDimV + d) = pair_of(all.out[0], h, pair);
+        }
+      } else {
+        const int token = item.token_of(row), head = item.head_of(row);
+        const RowEnd end = row_end(p_, head, all.reference[h], all.sum[h]);
+        const float factor = end.factor * kv_scale(p_.v, item.kv_head);
+        if (first) store_lse(p_, token, head, end.lse);
+#pragma unroll
+        for (int pair = 0; pair < kTeamDimTiles; ++pair) {
+          const int d = team_ * kTeamDims + dim_of_pair(pair);
+          const float2 x = pair_of(all.out[0], h, pair);
+          if (d < kHeadDimV) store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, ended(x.x, factor), ended(x.y, factor));
+        }
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  SharedStorage& shared_;
+  const int lane_, group_, team_;  // group_: of rows
+  u32 weights_to_, weights_from_, v_lane_;  // where this lane writes and reads
+  Ring<kStages> k_, v_;
+  int odd_ = 0;  // which of two the tile that is weighed next has
+};
 
 // --- the warp that joins
 
@@ -178,7 +432,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int warp) {
 DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   const int lane = lane_id();
   Ring<2> slot;
-  int stage = 0;  // that the next item begins with
   const auto has_item = [&] {
     mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
     return shared.more[slot.at];
@@ -188,33 +441,22 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
     const int at = slot.at;
     const u32 parity = slot.parity;
     const Item item = shared.slot[at].item;
-    const Tiles tiles = tiles_of(item);
-    const int stages = (tiles.end - tiles.first + kStageTiles - 1) / kStageTiles, last = (stage + stages - 1) % kStages;
     slot.next();
     if (!has_item()) {
-      if (lane == 0) shared.last_slot = at, shared.last_stage = last;
+      if (lane == 0) shared.last_slot = at;
       return;
     }
-    mbarrier_wait(shared_address(&shared.parts[at]), parity);
-    join_parts<32>(
-        p, item, [&](int t, int row, int d) { return part_at(shared.stage[last], t, row, d); }, shared.state[at]);
-    async_proxy_fence();
+    mbarrier_wait(shared_address(&shared.stored[at]), parity);
     __syncwarp();
-    if (lane < kConsumers) mbarrier_arrive(shared_address(&shared.empty[last]));
     if (lane == 0) mbarrier_arrive(shared_address(&shared.slot_empty[at]));
     if (item.partial >= 0 && shuffle(lane == 0 ? int(is_last_piece(p, item)) : 0, 0) != 0) join_pieces<32>(p, item);
-    stage = last + 1 == kStages ? 0 : last + 1;
   }
 }
 
 // By all threads.
 DEVICE void join_last_item(const AttentionParams& p, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
-  char* const stage = shared.stage[shared.last_stage];
-  join_parts<kThreadsOfAll>(
-      p, item, [&](int t, int row, int d) { return part_at(stage, t, row, d); }, shared.state[shared.last_slot]);
   if (item.partial < 0) return;
-  __syncthreads();
   if (threadIdx.x == 0) shared.is_last_piece = is_last_piece(p, item);
   __syncthreads();
   if (shared.is_last_piece) join_pieces<kThreadsOfAll>(p, item);
@@ -227,13 +469,16 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.full[i]), 1);
-      mbarrier_init(shared_address(&shared.empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.k_full[i]), 1);
+      mbarrier_init(shared_address(&shared.v_full[i]), 1);
+      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
     }
+    for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(shared_address(&shared.slot_full[i]), 1);
       mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
-      mbarrier_init(shared_address(&shared.parts[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.stored[i]), kConsumers);
     }
     mbarrier_fence_init();
     shared.last_slot = -1;
@@ -241,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
   __syncthreads();
   griddep_wait();
   if (const int warp = warp_id(); warp < kConsumers) {
-    consume(p, shared, warp);
+    Consumer(p, shared, warp).run();
   } else if (warp == kConsumers) {
     produce(p, k_map, v_map, shared);
   } else {

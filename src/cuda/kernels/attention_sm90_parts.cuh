@@ -1,17 +1,14 @@
 #pragma once
-// What the wgmma kernels have in common: the boxes of a tile of keys, and what a thread of a warpgroup does with the scores and the output
-// of its two rows, which lie in registers as wgmma.cuh says.
+// What the wgmma kernels have in common: what a thread of a warpgroup does with the scores and the output of its two rows, which lie in
+// registers as wgmma.cuh says.
 #include "async.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
+#include "tile_pages.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 constexpr u32 kPage = kBlockSize > 0 ? kBlockSize : 1;
-constexpr int kPageRows = kBlockSize == 0 ? kTileKeys : common_divisor(kBlockSize, kTileKeys);  // of a TMA box
-constexpr int kPages = kTileKeys / kPageRows;                                                   // boxes of a tile
-static_assert(kPages <= 32, "a lane loads a page");
 
 struct Rows {  // what a thread knows of its two rows
   RowTerms terms[2];

@@ -144,6 +144,8 @@ DEVICE void store_shared(u32 to, const uint2& v) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(v.x), "r"(v.y) : "memory");
 }
 
+DEVICE void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+
 // Copies to shared memory in the background, `size` bytes each (4, 8 or 16). With `valid` false nothing is read and zeros are written;
 // the address must be a readable one all the same for some tools, so callers clamp it.
 template <int size>

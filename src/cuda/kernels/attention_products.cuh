@@ -1,0 +1,285 @@
+#pragma once
+// What a warp multiplies with mma.sync, by fragments from shared memory: its rows of queries with keys, and weights with values. And what
+// happens to scores before they become weights. For attention_sm80.cu and attention_sm90_decode.cu.
+#include "attention_sm80_tiles.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kWarpRows = kTileRows / kRowWarps, kRowTiles = kWarpRows / 16;  // 16 rows of a product each
+constexpr int kKeyTiles = kTeamKeys / 8;                                      // 8 columns of scores each
+constexpr int kSteps = kQkDims / 16;                                          // products along the head dimension
+constexpr int kLoadSteps = kBytes ? 2 : 1;                                    // of them fed by one load of two pieces
+constexpr float kSlack = 8.f;                              // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kOneScale = kPlainLogits && !kPowerScaled;  // of all rows, and nothing else is done to a logit
+
+// Sums of scores that a warp keeps side by side and adds at the end: with few keys, products would wait for the one before.
+constexpr int kScoreSums = kKeyTiles * kRowTiles <= 2 && !kExact ? 2 : 1;
+
+constexpr int kQRegisters = kQPlanes * kRowTiles * kSteps * 4;  // of all fragments of queries
+
+// --- fragments
+
+DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (kProductType == kBf16) {
+    mma_bf16(d, a, b0, b1);
+  } else {
+    mma_f16(d, a, b0, b1);
+  }
+}
+
+// d += the sum over planes of a * b, without the pairs that are below the last bit of f32. The matrix unit cuts where it adds, which long
+// sums of f32 would show: they get theirs from the ordinary adder.
+DEVICE void multiply_planes(float (&d)[4], const u32 (&a)[kQPlanes][4], const u32 (&b)[kKvPlanes][2]) {
+  if constexpr (!kExact) {
+    multiply(d, a[0], b[0][0], b[0][1]);
+  } else {
+    float fresh[4] = {};
+#pragma unroll
+    for (int sum = kQPlanes - 1; sum >= 0; --sum) {  // small ones first
+#pragma unroll
+      for (int i = 0; i <= sum; ++i) {
+        if (sum - i < kKvPlanes) multiply(fresh, a[i], b[sum - i][0], b[sum - i][1]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += fresh[i];
+  }
+}
+
+DEVICE u32 widened(u32 four, int half) {
+  if constexpr (kKvType == kE4m3) return e4m3_to_f16(four, half);
+  return e5m2_to_f16(four, half);
+}
+
+// Of the bytes {key, dim}, {key, dim + 1}, {key + 1, dim}, {key + 1, dim + 1}: both keys at dim + `odd`.
+DEVICE u32 widened_keys(u32 four, int odd) {
+  if constexpr (kKvType == kE5m2) return pick_bytes(four, 0, odd == 0 ? 0x2404 : 0x3414);
+  return widened(pick_bytes(four, 0, 0x3120), odd);
+}
+
+DEVICE u32 pack(float low, float high) {
+  if constexpr (kProductType == kBf16) return pack_bf16(low, high);
+  return pack_f16(low, high);
+}
+
+// Probabilities as planes of a left operand; what a plane rounds off goes to the next.
+DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
+#pragma unroll
+  for (int plane = 0; plane < kQPlanes; ++plane) {
+    a[plane][i] = pack(low, high);
+    if constexpr (kExact) {
+      const float2 rounded = unpack_bf16(a[plane][i]);
+      low -= rounded.x, high -= rounded.y;
+    }
+  }
+}
+
+// --- scores
+
+// `kept`: fragments of queries stay in registers.
+template <class Layout, bool kept>
+class Scores {
+ public:
+  using Tile = float[kRowTiles][kKeyTiles][4];
+
+  // Of rows from `row` on, whose queries are at `q` in shared memory. `item` and `scale` are the caller's; what else is in `slot` is there
+  // when the queries are.
+  DEVICE Scores(const AttentionParams& p, const Item& item, const ItemSlot& slot, u32 q, float scale, int row)
+      : p_(p), slot_(slot), scale_(scale), lane_(computed_here(lane_id())), row_(row) {
+    q_ = q + row_ * kQRowBytes + (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
+    k_lane_ = Layout::lane(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2, Layout::kKRow);
+    const int last = min(row_ + kWarpRows, item.num_rows) - 1;
+    if (row_ <= last) {
+      const KeyRange first_row = visible_keys(p, item.position_of(row_)), last_row = visible_keys(p, item.position_of(last));
+      some_ = {max(item.lo, first_row.lo), min(item.hi, last_row.hi)};
+      all_ = {max(item.lo, last_row.lo), min(item.hi, first_row.hi)};
+    }
+  }
+
+  // When the queries have arrived.
+  DEVICE void begin() {
+    if constexpr (kept) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) load_q(step, q_kept_[step]);
+    }
+  }
+
+  // Whether a row sees any of the keys [begin, begin + kTeamKeys).
+  DEVICE bool sees(int begin) const { return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo); }
+
+  // With these keys, in shared memory at `k`. -inf where one is hidden from a row.
+  DEVICE void compute(int begin, u32 k, Tile& s) const {
+    multiply_keys(k + k_lane_, s);
+    const bool whole = !kCustomMask && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
+    if constexpr (!kPlainLogits) modify(begin, s);
+    if (!whole) hide(begin, s);
+  }
+
+  // What a plain logit still has to be multiplied by.
+  DEVICE float scale_of(int row) const { return terms(row).scale; }
+  // Row of the item's tile that this lane holds.
+  DEVICE int row_of(int m, int h) const { return row_ + 16 * m + 8 * h + lane_ / 4; }
+
+ private:
+  using QFragments = u32[kRowTiles][kQPlanes][4];
+
+  DEVICE void load_q(int step, QFragments& a) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int plane = 0; plane < kQPlanes; ++plane) load_matrix(a[m][plane], q_ + plane * kQPlaneBytes + m * 16 * kQRowBytes + step * 32);
+    }
+  }
+
+  DEVICE RowTerms terms(int row) const {
+    if constexpr (kOneScale) return {scale_, 0.f, nullptr};
+    RowTerms terms = slot_.terms[row];
+    if constexpr (kPowerScaled) terms.scale *= slot_.q_scale[row];
+    return terms;
+  }
+
+  DEVICE void multiply_keys(u32 k, Tile& s) const {
+    float sums[kScoreSums][kRowTiles][kKeyTiles][4];
+#pragma unroll
+    for (int i = 0; i < kScoreSums * kRowTiles * kKeyTiles * 4; ++i) (&sums[0][0][0][0])[i] = 0.f;
+#pragma unroll(kExact && !kept ? 1 : kSteps)
+    for (int load = 0; load * kLoadSteps < kSteps; ++load) {
+      QFragments a[kLoadSteps];
+      if constexpr (!kept) {
+#pragma unroll
+        for (int i = 0; i < kLoadSteps; ++i) {
+          if (load * kLoadSteps + i < kSteps) load_q(load * kLoadSteps + i, a[i]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; n += 2) {
+        u32 words[kKvPlanes][4];
+#pragma unroll
+        for (int plane = 0; plane < kKvPlanes; ++plane)
+          load_matrix(words[plane], Layout::at(k, load) + plane * kKPlaneBytes + n * 8 * Layout::kKRow);
+#pragma unroll
+        for (int i = 0; i < kLoadSteps; ++i) {
+          const int step = load * kLoadSteps + i;
+          if (step >= kSteps) continue;
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            u32 b[kKvPlanes][2];
+#pragma unroll
+            for (int plane = 0; plane < kKvPlanes; ++plane) {
+              const u32(&w)[4] = words[plane];
+              b[plane][0] = kBytes ? widened(w[2 * half + i], 0) : w[2 * half];
+              b[plane][1] = kBytes ? widened(w[2 * half + i], 1) : w[2 * half + 1];
+            }
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+              if constexpr (kept) {
+                multiply_planes(sums[step % kScoreSums][m][n + half], q_kept_[step][m], b);
+              } else {
+                multiply_planes(sums[step % kScoreSums][m][n + half], a[i][m], b);
+              }
+            }
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles * kKeyTiles * 4; ++i) {
+      float sum = (&sums[0][0][0][0])[i];
+      if constexpr (kScoreSums == 2) sum += (&sums[kScoreSums - 1][0][0][0])[i];
+      (&s[0][0][0])[i] = sum;
+    }
+  }
+
+  DEVICE void modify(int begin, Tile& s) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - slot_.item.position_of(row);
+        const RowTerms row_terms = terms(row);
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, row_terms, s[m][n][2 * h + c], distance + 8 * n + c);
+        }
+      }
+    }
+  }
+
+  DEVICE void hide(int begin, Tile& s) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = computed_here(row_of(m, h)), first = begin + 2 * (lane_ % 4);
+        const KeyRange keys = visible_keys(p_, slot_.item.position_of(row));
+        const int lo = max(keys.lo, slot_.item.lo) - first, hi = min(keys.hi, slot_.item.hi) - first;
+        const unsigned char* custom = nullptr;
+        if constexpr (kCustomMask) {
+          const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
+          custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
+        }
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int key = 8 * n + c;
+            bool seen = key < hi;
+            if constexpr (kWindow) seen = seen && key >= lo;
+            if constexpr (kCustomMask) seen = seen && custom[key] != 0;
+            if (!seen) s[m][n][2 * h + c] = -infinity();
+          }
+        }
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  const ItemSlot& slot_;
+  float scale_;  // kOneScale: of all rows
+  const int lane_, row_;
+  u32 q_, k_lane_;                   // where this lane's rows of the fragments begin
+  KeyRange some_{0, 0}, all_{0, 0};  // keys that some, and that all of the warp's rows see
+  QFragments q_kept_[kept ? kSteps : 1];
+};
+
+// --- values
+
+// Adds weights of 16 keys times their values, for `tiles` tiles of 8 dims. `v`: where this lane's rows of the fragments begin.
+template <class Layout, int tiles>
+DEVICE void add_products(const u32 (&a)[kRowTiles][kQPlanes][4], u32 v, float (&out)[kRowTiles][tiles][4]) {
+#pragma unroll
+  for (int d = 0; d < tiles; d += 2 * kLoadSteps) {
+    u32 words[kKvPlanes][4];
+#pragma unroll
+    for (int plane = 0; plane < kKvPlanes; ++plane)
+      load_matrix_transposed(words[plane], Layout::at(v, d / (2 * kLoadSteps)) + plane * kVPlaneBytes);
+#pragma unroll
+    for (int i = 0; i < 2 * kLoadSteps; ++i) {
+      if (d + i >= tiles) continue;
+      u32 b[kKvPlanes][2];
+#pragma unroll
+      for (int plane = 0; plane < kKvPlanes; ++plane) {
+        const u32(&w)[4] = words[plane];
+        b[plane][0] = kBytes ? widened_keys(w[i / 2 * 2], i % 2) : w[i * 2 % 4];
+        b[plane][1] = kBytes ? widened_keys(w[i / 2 * 2 + 1], i % 2) : w[i * 2 % 4 + 1];
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) multiply_planes(out[m][d + i], a[m], b);
+    }
+  }
+}
+
+// Of each row, a lane holds as many pairs of neighbouring dims as there are tiles: of bytes, even dims are in one tile and odd ones in the
+// next.
+DEVICE int dim_of_pair(int pair) {
+  const int t = lane_id() % 4;
+  return pair / 2 * 16 + (kBytes ? 4 * t + pair % 2 * 2 : pair % 2 * 8 + 2 * t);
+}
+template <int tiles>
+DEVICE float2 pair_of(const float (&out)[tiles][4], int h, int pair) {
+  if constexpr (kBytes) return {out[pair / 2 * 2][2 * h + pair % 2], out[pair / 2 * 2 + 1][2 * h + pair % 2]};
+  return {out[pair][2 * h], out[pair][2 * h + 1]};
+}
+
+}  // namespace imbrex::cuda
