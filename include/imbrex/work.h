@@ -3,25 +3,31 @@
 
 namespace imbrex {
 
-struct WorkItem {
+struct alignas(16) WorkItem {
   int request;
   int q_begin, q_end;    // query tokens, counted within the batch
   int kv_begin, kv_end;  // keys, counted within the request; kv_begin is a multiple of the policy's tile_kv
   int partial;           // first row of the partial buffers (row of token q_begin; the others follow); -1: write the output
   int merge = -1;        // which of the list's merges joins the partial result; -1: none
+  int piece = 0;         // keys of each piece of a run, the last one's may be fewer; 0: the item is one piece
 };
+
+// Pieces of a request whose sums are folded into one before they meet those of others, whether one thread block computes the pieces (a
+// run) or several do: so results do not depend on it.
+constexpr int kPiecesTogether = 3;
 
 // An item before it is split.
 struct CutItem {
-  WorkItem whole;                // partial: of its first piece; -1: it is in one piece
-  int num_pieces = 1;            // the first ends at first_end, each further one has `piece` keys, and the last the rest
-  int first_end = 0, piece = 0;  // of several pieces
+  WorkItem whole;                // partial: of its first split; -1: it is in one
+  int num_splits = 1;            // the first ends at first_end, each further one has `split` keys, and the last the rest
+  int first_end = 0, split = 0;  // of several splits
 };
 
 // Joins the partial results of tokens [q_begin, q_end): split s of token t is row first_partial + s * (q_end - q_begin) + t - q_begin.
 struct MergeItem {
   int q_begin, q_end;
   int first_partial, num_splits;
+  int together = 1;  // neighbouring splits that are folded first: kPiecesTogether pieces where a list has runs, 1 where splits are runs
 };
 
 }  // namespace imbrex

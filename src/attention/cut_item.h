@@ -91,17 +91,17 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
   CutItem item{{request, q_start + t0, q_start + t1, begin, end, -1}, 1, 0, 0};
   if (last > first) {
-    item.num_pieces = int(last - first + 1);
+    item.num_splits = int(last - first + 1);
     item.first_end = int(origin + (first + 1) * piece);
-    item.piece = int(piece);
+    item.split = int(piece);
   }
   return item;
 }
 
 inline WorkItem piece_of(const CutItem& item, int index) {
   WorkItem w = item.whole;
-  if (index > 0) w.kv_begin = item.first_end + (index - 1) * item.piece;
-  if (index + 1 < item.num_pieces) w.kv_end = item.first_end + index * item.piece;
+  if (index > 0) w.kv_begin = item.first_end + (index - 1) * item.split;
+  if (index + 1 < item.num_splits) w.kv_end = item.first_end + index * item.split;
   if (w.partial >= 0) w.partial += index * (w.q_end - w.q_begin);
   return w;
 }
@@ -129,11 +129,11 @@ struct PieceRun {
 constexpr int kPieceRuns = 3;
 inline PieceRun piece_run(const CutItem& item, int kind) {
   const WorkItem& w = item.whole;
-  const int queries = w.q_end - w.q_begin, last = item.num_pieces - 1;
+  const int queries = w.q_end - w.q_begin, last = item.num_splits - 1;
   if (kind == 0) return {cost_bucket(queries, (last > 0 ? item.first_end : w.kv_end) - w.kv_begin), 1, 0};
   if (last == 0) return {0, 0, 0};
-  if (kind == 1) return {cost_bucket(queries, item.piece), last - 1, 1};
-  return {cost_bucket(queries, w.kv_end - item.first_end - (last - 1) * item.piece), 1, last};
+  if (kind == 1) return {cost_bucket(queries, item.split), last - 1, 1};
+  return {cost_bucket(queries, w.kv_end - item.first_end - (last - 1) * item.split), 1, last};
 }
 
 }  // namespace imbrex

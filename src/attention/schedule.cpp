@@ -32,7 +32,7 @@ int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePoli
 // Calls visit(bucket, count, first) for the pieces of an item that cost the same.
 template <class Visit>
 void for_pieces(const CutItem& item, const Visit& visit) {
-  for (int kind = 0; kind < (item.num_pieces > 1 ? kPieceRuns : 1); ++kind) {
+  for (int kind = 0; kind < (item.num_splits > 1 ? kPieceRuns : 1); ++kind) {
     const PieceRun run = piece_run(item, kind);
     visit(run.bucket, run.count, run.first);
   }
@@ -76,13 +76,13 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     if (!is_cut(rules, q_len)) continue;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
       CutItem item = cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0);
-      if (item.num_pieces > 1) {
+      if (item.num_splits > 1) {
         item.whole.partial = rows;
         item.whole.merge = int(out.merges.size());
-        out.merges.push_back({item.whole.q_begin, item.whole.q_end, rows, item.num_pieces});
-        rows += item.num_pieces * (item.whole.q_end - item.whole.q_begin);
+        out.merges.push_back({item.whole.q_begin, item.whole.q_end, rows, item.num_splits});
+        rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
       }
-      out.num_work += item.num_pieces;
+      out.num_work += item.num_splits;
       out.items.push_back(item);
     }
   }
@@ -102,7 +102,7 @@ void write_work(const Schedule& schedule, WorkItem* to) {
       WorkItem piece = piece_of(item, first);
       at[0] = piece;
       for (int i = 1; i < count; ++i) {  // equal ones
-        piece.kv_begin += item.piece, piece.kv_end += item.piece, piece.partial += piece.q_end - piece.q_begin;
+        piece.kv_begin += item.split, piece.kv_end += item.split, piece.partial += piece.q_end - piece.q_begin;
         at[i] = piece;
       }
     });

@@ -174,13 +174,13 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, int num_
         const PieceRun run = piece_run(item, kind);
         if (run.count > 0) atomicAdd(&s.cursor[run.bucket], run.count);
       }
-      if (item.num_pieces > 1) rows = long(item.num_pieces) * (item.whole.q_end - item.whole.q_begin);
+      if (item.num_splits > 1) rows = long(item.num_splits) * (item.whole.q_end - item.whole.q_begin);
     }
     const Sums sums = sums_over_block(rows > 0 ? 1l << 32 | rows : 0, s);  // merges and rows at a time
     if (rows > 0) {
       item.whole.partial = first_row + int(sums.before);
       item.whole.merge = num_merges + int(sums.before >> 32);
-      shape.merges[item.whole.merge] = {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_pieces};
+      shape.merges[item.whole.merge] = {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_splits};
     }
     if (i < num_items) p.items[i] = item;
     first_row += int(sums.all);

@@ -1,0 +1,105 @@
+#pragma once
+// Sums of a row over several ranges of keys become one: from memory, where thread blocks have left pieces of an item or runs of pieces, and
+// in registers, where one block has several pieces. Always from the left, in groups of kPiecesTogether pieces, by the same arithmetic: a
+// result has the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
+#include "attention_item.cuh"
+#include "attention_output.cuh"
+
+namespace imbrex::cuda {
+
+constexpr float kNoSum = -0.f;  // of no keys: whatever is added to it, -0 too, keeps its bits
+
+// Joins sums that are relative to two references, those of rising keys in their order.
+struct Fold {
+  float reference;    // of the result
+  float kept, added;  // what the sums so far and the others are multiplied by
+
+  DEVICE Fold(float sums, float others)
+      : reference(fmaxf(sums, others)), kept(exp2_approx(sums - reference)), added(exp2_approx(others - reference)) {}
+  // Spelt out: a compiler could contract either product.
+  DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
+};
+
+// Eight dims of a row, from `d` on: its sums so far, and what they are relative to.
+struct RowSums {
+  float reference = kEmptyReference, sum = kNoSum, x[8] = {kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum};
+
+  // Sums that are empty change nothing, and empty ones become the others, bit for bit.
+  DEVICE void fold(const RowSums& others) {
+    const Fold fold(reference, others.reference);
+    reference = fold.reference, sum = fold(sum, others.sum);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] = fold(x[k], others.x[k]);
+  }
+
+  // To and from a row of the partial buffers.
+  DEVICE void leave(const AttentionParams& p, long row, int d) const {
+    if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
+    float4* const to = reinterpret_cast<float4*>(p.partial_out + row * kHeadDimV + d);
+    to[0] = {x[0], x[1], x[2], x[3]}, to[1] = {x[4], x[5], x[6], x[7]};
+  }
+  DEVICE void take(const AttentionParams& p, long row, int d) {
+    const float2 state = load_l2(reinterpret_cast<const float2*>(p.partial_state) + row);
+    const float4* const from = reinterpret_cast<const float4*>(p.partial_out + row * kHeadDimV + d);
+    const float4 low = load_l2(from), high = load_l2(from + 1);
+    *this = {state.x, state.y, {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+
+  DEVICE void store(const AttentionParams& p, const Item& item, int row, int d, float v_scale, bool wide) {
+    const int token = item.token_of(row), head = item.head_of(row);
+    const RowEnd end = row_end(p, head, reference, sum);
+    if (d == 0) store_lse(p, token, head, end.lse);
+#pragma unroll
+    for (float& value : x) value = ended(value, end.factor * v_scale);
+    store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
+  }
+};
+
+// By one thread that has seen all others leave the sums of a split: whether it was the last split of its item.
+DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
+  memory_fence();
+  int& arrivals = p.arrivals[(item.merge * p.num_kv_heads + item.kv_head) * kRowBlocks + item.row_begin / kTileRows];
+  if (atomicAdd(&arrivals, 1) != p.merges[item.merge].num_splits - 1) return false;
+  arrivals = 0;
+  memory_fence();
+  return true;
+}
+
+constexpr int kSplitsUnderWay = 4;  // loads of so many are issued before the first is needed
+
+// By `threads` threads, when that was so.
+template <int threads>
+DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
+  constexpr int kEights = kHeadDimV / 8;
+  const MergeItem merge = p.merges[item.merge];
+  const int heads = p.num_kv_heads * kGroup;
+  const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
+  const bool wide = out_is_wide(p);
+  const float v_scale = kv_scale(p.v, item.kv_head);
+  for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
+    const int row = i / kEights, d = i % kEights * 8;
+    const long first = partial_row(p, item, row) + to_first;
+    RowSums sums, group;
+    int in_group = 0;
+#pragma unroll 1
+    for (int s = 0; s < merge.num_splits; s += kSplitsUnderWay) {
+      RowSums split[kSplitsUnderWay];
+#pragma unroll
+      for (int k = 0; k < kSplitsUnderWay; ++k) {
+        if (s + k < merge.num_splits) split[k].take(p, first + (s + k) * stride, d);
+      }
+#pragma unroll
+      for (int k = 0; k < kSplitsUnderWay; ++k) {
+        if (s + k >= merge.num_splits) continue;
+        group.fold(split[k]);
+        if (++in_group < merge.together) continue;
+        sums.fold(group);
+        group = {}, in_group = 0;
+      }
+    }
+    sums.fold(group);
+    sums.store(p, item, row, d, v_scale, wide);
+  }
+}
+
+}  // namespace imbrex::cuda
