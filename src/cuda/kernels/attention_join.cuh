@@ -8,8 +8,8 @@
 namespace imbrex::cuda {
 
 // `part(team, row, dim)` is where a team's sum of a row lies, with the three dims behind a multiple of four.
-template <class Layout, class Part>
-DEVICE void put_part(const Warp<Layout>& warp, int team, const Part& part, float2 (&state)[kTeams][kTileRows]) {
+template <class Part>
+DEVICE void put_part(const Warp& warp, int team, const Part& part, float2 (&state)[kTeams][kTileRows]) {
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
     const int m = i / 2, h = i % 2, row = warp.row_of(m, h);

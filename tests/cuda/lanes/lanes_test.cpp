@@ -1,7 +1,9 @@
-// The text of attention_sm80.cu and merge.cu, run lane by lane on the host and held to the reference: fragments, masks, pipeline, merge.
+// The texts of attention_sm80.cu, attention_sm90_decode.cu and merge.cu, run lane by lane on the host and held to the reference: fragments,
+// masks, pipelines, barriers, merges.
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <numeric>
 
 #include "attention/case_runner.h"
 #include "attention/conformance.h"
@@ -28,7 +30,7 @@ struct How {  // none of it may change a bit, `split` apart
 class LanesPlan final : public Plan {
  public:
   LanesPlan(const Variant& variant, const How& how, const AttentionSpec& spec, const PlanOptions& options)
-      : variant_(variant), how_(how), spec_(spec), tiles_(*cuda::attention_sm80_tiles(variant.arch, spec, variant.phase, variant.rows)) {
+      : variant_(variant), how_(how), spec_(spec), tiles_(variant.tiles()) {
     writer_ = reference_backend().plan(spec, probe_cpu(), options);
   }
 
@@ -88,17 +90,35 @@ class LanesPlan final : public Plan {
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
 
     const Library attention = open_library(std::string("attention_") + variant_.name);
-    EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
-    attention.run(&p, how_.blocks, how_.late_copies, how_.chance);
+    if (variant_.text == Text::sm80) {
+      EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
+    } else {
+      EXPECT_LE(int(attention.smem_bytes()), tiles_.blocks == 2 ? kHalfSharedMemory : kSharedMemory);
+    }
+    const TensorMap maps[3] = {{}, map_of(in.kv.k), map_of(in.kv.v)};
+    attention.run(&p, maps, how_.blocks, how_.late_copies, how_.chance);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
     if (counts.num_merges > 0 && tiles_.key_warps == 1)
-      open_library(std::string("merge_") + variant_.name).run(&p, how_.blocks, how_.late_copies, how_.chance);
+      open_library(std::string("merge_") + variant_.name).run(&p, nullptr, how_.blocks, how_.late_copies, how_.chance);
   }
 
   std::string str() const override { return std::string("lanes: ") + variant_.name; }
 
  private:
+  static constexpr int kSharedMemory = 227 << 10, kHalfSharedMemory = (228 / 2 - 1) << 10;  // of an H200, and of two thread blocks each
+
+  TensorMap map_of(const TensorView& kv) const {
+    const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
+    const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
+    const int page = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
+    return {.data = kv.as<const char>(),
+            .element_bytes = size,
+            .sizes = {kv.size(rank - 1), kv.size(rank - 3), kv.size(rank - 2), rank == 4 ? kv.size(0) : 1},
+            .strides = {size, stride(rank - 3), stride(rank - 2), rank == 4 ? stride(0) : 0},
+            .box = {128 / size, page, 1, 1}};
+  }
+
   // Scales lie on the host here, and kv_side() reads only one of those.
   cuda::KvSide side(const TensorView& kv, const TensorView& scale) const {
     cuda::KvSide s = cuda::kv_side(kv, {}, spec_);

@@ -5,10 +5,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda/lanes/tensor_map.h"
+
 namespace imbrex::test {
 
-struct Library {
-  void (*run)(const void* params, int blocks, bool late_copies, unsigned chance);
+struct Library {  // maps: null, or q, k and v
+  void (*run)(const void* params, const TensorMap* maps, int blocks, bool late_copies, unsigned chance);
   unsigned (*smem_bytes)();
 };
 // A kernel of a variant: "attention_decode", "merge_decode".

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -50,10 +51,17 @@ struct Barrier {
   long generation = 0;
 };
 
+struct MBarrier {
+  unsigned arrivals, pending;  // of a phase: all, and those that are missing
+  long phase, bytes;           // bytes: expected, not loaded
+  std::vector<std::function<void()>> loads;
+};
+
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::array<Barrier, 16> barriers;
+  std::map<unsigned, MBarrier> mbarriers;  // by their address
   ucontext_t scheduler;
   std::function<void()> body;
   int current = 0;          // lane that runs
@@ -119,6 +127,7 @@ inline void run_block(int threads, std::function<void()> body) {
   block.fibers = std::vector<Fiber>(size_t(threads));
   block.warps = std::vector<Warp>(size_t(threads) / 32);
   block.barriers = {};
+  block.mbarriers.clear();
   block.body = std::move(body);
   for (Fiber& fiber : block.fibers) start_fiber(fiber);
   const auto alive = [] {

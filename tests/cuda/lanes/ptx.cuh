@@ -68,6 +68,15 @@ float max_over(float x) {
   for (int i = lanes / 2; i > 0; i /= 2) x = std::fmax(x, shuffle_xor(x, i));
   return x;
 }
+constexpr u32 kFullWarp = 0xffffffffu;
+inline u32 __ballot_sync(u32, bool x) {
+  return lanes::meet(kVote, x, [](const bool* all) {
+    u32 votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= u32(all[lane]) << lane;
+    return votes;
+  });
+}
+inline int __popc(u32 x) { return std::popcount(x); }
 inline bool any_lane(bool x) {
   return lanes::meet(kVote, x, [](const bool* all) { return std::any_of(all, all + 32, [](bool b) { return b; }); });
 }
@@ -116,6 +125,7 @@ inline uint2 load_once_8(const void* p) {
 
 inline u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - memory); }
 inline void store_shared(u32 to, const uint4& v) { std::memcpy(lanes::shared_at(to, 16), &v, 16); }
+inline void store_shared(u32 to, u32 v) { std::memcpy(lanes::shared_at(to, 4), &v, 4); }
 inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }
 
 template <int size>

@@ -5,8 +5,11 @@
 
 #include "attention/cases.h"
 #include "cuda/attention_sm80.h"
+#include "cuda/attention_sm90_decode.h"
 
 namespace imbrex::test {
+
+enum class Text { sm80, decode, decode_without_maps };  // attention_sm80.cu, attention_sm90_decode.cu
 
 struct Variant {
   const char* name;
@@ -14,6 +17,16 @@ struct Variant {
   cuda::KernelPhase phase;
   int rows;  // wanted of decode
   Case c;
+  Text text = Text::sm80;
+
+  cuda::AttentionTiles tiles() const {
+    return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, phase, rows).value()
+                              : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
+  }
+  cuda::KernelKey key() const {
+    return text == Text::sm80 ? cuda::attention_sm80_key(arch, c.spec, c.out_dtype, tiles())
+                              : cuda::attention_sm90_decode_key(arch, c.spec, c.out_dtype, tiles(), text == Text::decode);
+  }
 };
 
 inline void PrintTo(const Variant& v, std::ostream* to) { *to << v.name; }
@@ -61,6 +74,24 @@ inline std::vector<Variant> variants() {
   // Queries in bytes, with a scale for each head.
   Case& queries = add("queries", "sm_80", KernelPhase::prefill, 1, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 128, 3, 16));
   queries.scale_per_head = true, queries.out_dtype = DType::f16;
+
+  // attention_sm90_decode.cu.
+  const auto add_decode = [&](const char* name, int rows, AttentionSpec s, Text text = Text::decode) -> Case& {
+    Case& c = add(name, "sm_90a", KernelPhase::decode, rows, s);
+    all.back().text = text;
+    return c;
+  };
+  add_decode("tma", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16)).values = ValuePattern::rising;
+  Case& tma_bytes = add_decode("tma_bytes", 16, spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 64));
+  tma_bytes.spec.mask.window_left = 100, tma_bytes.scale_per_head = true;
+  Case& tma_tree = add_decode("tma_tree", 32, spec(DType::f16, DType::fp8_e5m2, 64, 64, 8, 24));
+  tma_tree.spec.mask.custom = true, tma_tree.custom = CustomPattern::tree;
+  add_decode("tma_wide", 32, spec(DType::bf16, DType::bf16, 256, 256, 4, 32)).spec.score.sinks = true;
+  all.back().c.values = ValuePattern::rising;
+  Case& tma_ragged = add_decode("tma_ragged", 16, spec(DType::bf16, DType::f16, 96, 72, 2, 0));
+  tma_ragged.spec.score.soft_cap = 20.f, tma_ragged.spec.mask.chunk = 150;
+  add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
+  add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
   return all;
 }
 

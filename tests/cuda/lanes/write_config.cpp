@@ -7,11 +7,8 @@
 int main(int argc, char** argv) {
   if (argc != 2) return std::cerr << "expected one folder, got " << argc - 1 << " arguments\n", 2;
   for (const imbrex::test::Variant& v : imbrex::test::variants()) {
-    const auto tiles = imbrex::cuda::attention_sm80_tiles(v.arch, v.c.spec, v.phase, v.rows);
-    if (!tiles) return std::cerr << v.name << ": no tiles fit\n", 1;
-    const auto key = imbrex::cuda::attention_sm80_key(v.arch, v.c.spec, v.c.out_dtype, *tiles);
     std::ofstream file(std::string(argv[1]) + "/" + v.name + "/config.cuh");
-    file << imbrex::cuda::config_text(key);
+    file << imbrex::cuda::config_text(v.key());
     if (!file.flush()) return std::cerr << "cannot write the constants of " << v.name << "\n", 1;
   }
 }
