@@ -32,6 +32,14 @@ struct RowSums {
     for (int k = 0; k < 8; ++k) x[k] = fold(x[k], others.x[k]);
   }
 
+  DEVICE RowSums of_lane(int lane) const {
+    RowSums other;
+    other.reference = shuffle(reference, lane), other.sum = shuffle(sum, lane);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) other.x[k] = shuffle(x[k], lane);
+    return other;
+  }
+
   // To and from a row of the partial buffers.
   DEVICE void leave(const AttentionParams& p, long row, int d) const {
     if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
@@ -65,40 +73,36 @@ DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   return true;
 }
 
-constexpr int kSplitsUnderWay = 4;  // loads of so many are issued before the first is needed
-
-// By `threads` threads, when that was so.
+// By `threads` threads, when that was so. Several share eight dims of a row where there are enough of them: each folds a group of splits,
+// whose loads are all under way at the same time.
 template <int threads>
 DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
-  constexpr int kEights = kHeadDimV / 8;
+  constexpr int kEights = kHeadDimV / 8, kLanes = threads > 32 ? 2 : 1;
   const MergeItem merge = p.merges[item.merge];
-  const int heads = p.num_kv_heads * kGroup;
+  const int heads = p.num_kv_heads * kGroup, thread = computed_here(int(threadIdx.x)) % threads, lane = thread % kLanes;
   const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
   const bool wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
-  for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
-    const int row = i / kEights, d = i % kEights * 8;
+  for (int begin = 0; begin < item.num_rows * kEights; begin += threads / kLanes) {
+    const int i = begin + thread / kLanes, row = min(i / kEights, item.num_rows - 1), d = i % kEights * 8;
     const long first = partial_row(p, item, row) + to_first;
-    RowSums sums, group;
-    int in_group = 0;
+    RowSums sums;
 #pragma unroll 1
-    for (int s = 0; s < merge.num_splits; s += kSplitsUnderWay) {
-      RowSums split[kSplitsUnderWay];
+    for (int s = 0; s < merge.num_splits; s += kLanes * merge.together) {
+      RowSums group, split[kPiecesTogether];
+      const int mine = s + lane * merge.together, end = min(mine + merge.together, merge.num_splits);
 #pragma unroll
-      for (int k = 0; k < kSplitsUnderWay; ++k) {
-        if (s + k < merge.num_splits) split[k].take(p, first + (s + k) * stride, d);
+      for (int k = 0; k < kPiecesTogether; ++k) {
+        if (mine + k < end) split[k].take(p, first + (mine + k) * stride, d);
       }
 #pragma unroll
-      for (int k = 0; k < kSplitsUnderWay; ++k) {
-        if (s + k >= merge.num_splits) continue;
-        group.fold(split[k]);
-        if (++in_group < merge.together) continue;
-        sums.fold(group);
-        group = {}, in_group = 0;
+      for (int k = 0; k < kPiecesTogether; ++k) {
+        if (mine + k < end) group.fold(split[k]);
       }
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) sums.fold(kLanes == 1 ? group : group.of_lane(lane_id() / kLanes * kLanes + l));
     }
-    sums.fold(group);
-    sums.store(p, item, row, d, v_scale, wide);
+    if (lane == 0 && i < item.num_rows * kEights) sums.store(p, item, row, d, v_scale, wide);
   }
 }
 

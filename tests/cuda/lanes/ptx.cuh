@@ -58,6 +58,9 @@ inline float shuffle_xor(float x, int lanes) {
 inline int shuffle(int x, int lane) {
   return lanes::meet(kShuffle, x, [lane](const int* all) { return all[lane % 32]; });
 }
+inline float shuffle(float x, int lane) {
+  return lanes::meet(kShuffle, x, [lane](const float* all) { return all[lane % 32]; });
+}
 template <int lanes = 32>
 float sum_over(float x) {
   for (int i = lanes / 2; i > 0; i /= 2) x += shuffle_xor(x, i);
