@@ -3,7 +3,7 @@
 
 namespace imbrex::test {
 
-struct alignas(128) TensorMap {
+struct TensorMap {
   const char* data = nullptr;
   int element_bytes = 0;
   long sizes[4] = {}, strides[4] = {};  // elements and bytes, innermost first
