@@ -85,9 +85,7 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
     for (int s = 0; s < merge.num_splits; s += kSplitsUnderWay) {
       RowSums split[kSplitsUnderWay];
 #pragma unroll
-      for (int k = 0; k < kSplitsUnderWay; ++k) {
-        if (s + k < merge.num_splits) split[k].take(p, first + (s + k) * stride, d);
-      }
+      for (int k = 0; k < kSplitsUnderWay; ++k) split[k].take(p, first + min(s + k, merge.num_splits - 1) * stride, d);
 #pragma unroll
       for (int k = 0; k < kSplitsUnderWay; ++k) {
         if (s + k >= merge.num_splits) continue;
