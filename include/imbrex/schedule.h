@@ -16,7 +16,7 @@ struct SchedulePolicy {
   int split_kv = 4096;    // a split boundary is a multiple of this; a multiple of tile_kv
   int split_max_q = 16;   // requests with more query tokens than this are not split
   bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
-  int num_workers = 1;    // only looked at when balanced: workers times heads share the items
+  int num_workers = 1;    // items that run at a time; looked at when balanced, and with pieces_together
 
   // For kernels that read their list from memory of a fixed size (0 and 1: off). All of it depends on the request alone.
   int max_splits = 0;            // pieces of an item at most; they are even then, with split_kv keys and
@@ -27,19 +27,23 @@ struct SchedulePolicy {
   int min_q = 0;                 // only requests with this many query tokens or more are cut,
   int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
   int first_partial = 0;         // first row of the partial buffers to use: another list may have those before
+  // For kernels that take runs, with max_splits only, and not when balanced: pieces that are folded first (kPiecesTogether). Items are runs
+  // of so many pieces, or of all pieces of a tile of queries, where the list then still has an item for every worker. 0 and 1: no runs.
+  int pieces_together = 0;
 };
 
 struct Schedule {
   std::vector<WorkItem> work;     // longest first
   std::vector<MergeItem> merges;  // empty when nothing was split
   int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
-  int num_work = 0;               // pieces of all items
+  int num_work = 0;               // splits of all items
   std::vector<CutItem> items;
 };
 
 // Cuts every request by its queries (tile_q) and, where it has few of them, by its keys (split_kv). Keys that the mask hides
-// from a whole item are left out. By default the cut of a request depends on that request alone. Items do not name a kv head:
-// every item is run for every kv head. `out` keeps its capacity, so that a warm call allocates nothing.
+// from a whole item are left out. By default the cut of a request into pieces depends on that request alone; which of them are items of
+// their own and which make a run may depend on the batch, and changes no result. Items do not name a kv head: every item is run for every
+// kv head. `out` keeps its capacity, so that a warm call allocates nothing.
 void schedule(const Batch&, const Mask&, const SchedulePolicy&, Schedule& out);
 // The same in two steps, for a list that is written where a kernel reads it: cut() leaves `work` as it is, and write_work() writes
 // num_work items, longest first.

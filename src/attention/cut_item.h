@@ -1,5 +1,5 @@
 #pragma once
-// How one item of a request is cut, and where its pieces stand in a list: the arithmetic that schedule() shares with the kernel which
+// How one item of a request is cut, and where its splits stand in a list: the arithmetic that schedule() shares with the kernel which
 // plans on a device, so that both make the same lists. Plain numbers and no headers but work.h, since NVRTC reads this file too.
 #include "imbrex/work.h"
 
@@ -9,7 +9,8 @@ namespace imbrex {
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, growth, min_q, max_q;
-  int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
+  int pieces_together, num_workers;  // pieces_together 0: no runs
+  int balanced_piece;                // keys of a piece when the load is balanced; 0: it is not
   bool causal;
   int window_left, window_right, chunk;
 };
@@ -98,7 +99,36 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   return item;
 }
 
-inline WorkItem piece_of(const CutItem& item, int index) {
+// Keys that one work item of a list may have when the items see `keys` in all: a worker's share and a quarter, so that the last to end do
+// not end much later than the others. 0: no runs.
+inline long longest_run(const CutRules& rules, long keys) {
+  return rules.pieces_together > 0 ? keys * 5 / (4 * larger(rules.num_workers, 1)) : 0;
+}
+
+// Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and
+// no result does: a thread block adds up the pieces of a run as the item's merge groups them.
+inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
+  if (item.num_splits == 1 || longest == 0) return;
+  const bool of_all = item.whole.kv_end - item.whole.kv_begin <= longest;
+  const int together = rules.pieces_together;
+  if (!of_all && long(item.split) * together > longest) return;
+  item.whole.piece = item.split;
+  if (of_all) {
+    item.num_splits = 1, item.first_end = item.split = 0;
+  } else {
+    item.num_splits = (item.num_splits + together - 1) / together;
+    item.first_end += (together - 1) * item.split;
+    item.split *= together;
+  }
+}
+
+// Of an item in several splits whose partial rows are given out.
+inline MergeItem merge_of(const CutRules& rules, const CutItem& item) {
+  const WorkItem& w = item.whole;
+  return {w.q_begin, w.q_end, w.partial, item.num_splits, w.piece > 0 ? 1 : int(larger(rules.pieces_together, 1))};
+}
+
+inline WorkItem split_of(const CutItem& item, int index) {
   WorkItem w = item.whole;
   if (index > 0) w.kv_begin = item.first_end + (index - 1) * item.split;
   if (index + 1 < item.num_splits) w.kv_end = item.first_end + index * item.split;
@@ -122,12 +152,12 @@ inline int cost_bucket(int num_queries, int num_keys) {
 // requests of a list have `keys`.
 inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) { return int(clamped(l2_keys / larger(keys, 1), 1, num_kv_heads)); }
 
-// Pieces of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
-struct PieceRun {
+// Splits of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
+struct EqualSplits {
   int bucket, count, first;  // first: number of the first of them
 };
-constexpr int kPieceRuns = 3;
-inline PieceRun piece_run(const CutItem& item, int kind) {
+constexpr int kSplitKinds = 3;
+inline EqualSplits equal_splits(const CutItem& item, int kind) {
   const WorkItem& w = item.whole;
   const int queries = w.q_end - w.q_begin, last = item.num_splits - 1;
   if (kind == 0) return {cost_bucket(queries, (last > 0 ? item.first_end : w.kv_end) - w.kv_begin), 1, 0};

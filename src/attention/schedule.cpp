@@ -29,12 +29,12 @@ int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePoli
   return int(std::min<int64_t>(tiles * policy.tile_kv, INT32_MAX / 2 / policy.tile_kv * policy.tile_kv));
 }
 
-// Calls visit(bucket, count, first) for the pieces of an item that cost the same.
+// Calls visit(bucket, count, first) for the splits of an item that cost the same.
 template <class Visit>
-void for_pieces(const CutItem& item, const Visit& visit) {
-  for (int kind = 0; kind < (item.num_splits > 1 ? kPieceRuns : 1); ++kind) {
-    const PieceRun run = piece_run(item, kind);
-    visit(run.bucket, run.count, run.first);
+void for_splits(const CutItem& item, const Visit& visit) {
+  for (int kind = 0; kind < (item.num_splits > 1 ? kSplitKinds : 1); ++kind) {
+    const EqualSplits equal = equal_splits(item, kind);
+    visit(equal.bucket, equal.count, equal.first);
   }
 }
 
@@ -52,6 +52,8 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .growth = policy.growth,
           .min_q = policy.min_q,
           .max_q = policy.max_q,
+          .pieces_together = policy.pieces_together > 1 && policy.max_splits > 0 && !policy.balanced ? policy.pieces_together : 0,
+          .num_workers = policy.num_workers,
           .balanced_piece = 0,
           .causal = mask.causal,
           .window_left = mask.window_left,
@@ -67,24 +69,28 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
   out.merges.clear();
   out.items.clear();
   out.num_work = 0;
-  int rows = policy.first_partial;
   CutRules rules = cut_rules(mask, policy);
   if (policy.balanced) rules.balanced_piece = balanced_piece(batch, rules, policy);
 
+  int64_t keys = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
     if (!is_cut(rules, q_len)) continue;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
-      CutItem item = cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0);
-      if (item.num_splits > 1) {
-        item.whole.partial = rows;
-        item.whole.merge = int(out.merges.size());
-        out.merges.push_back({item.whole.q_begin, item.whole.q_end, rows, item.num_splits});
-        rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
-      }
-      out.num_work += item.num_splits;
-      out.items.push_back(item);
+      const CutItem& item = out.items.emplace_back(cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0));
+      keys += item.whole.kv_end - item.whole.kv_begin;
     }
+  }
+  int rows = policy.first_partial;
+  const long longest = longest_run(rules, keys);
+  for (CutItem& item : out.items) {
+    make_runs(rules, item, longest);
+    out.num_work += item.num_splits;
+    if (item.num_splits == 1) continue;
+    item.whole.partial = rows;
+    item.whole.merge = int(out.merges.size());
+    out.merges.push_back(merge_of(rules, item));
+    rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
   }
   out.num_partial_rows = rows - policy.first_partial;
 }
@@ -92,18 +98,18 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
 void write_work(const Schedule& schedule, WorkItem* to) {
   if (schedule.items.empty()) return;
   std::array<int, kCostBuckets + 1> start{};
-  for (const CutItem& item : schedule.items) for_pieces(item, [&](int bucket, int count, int) { start[bucket + 1] += count; });
+  for (const CutItem& item : schedule.items) for_splits(item, [&](int bucket, int count, int) { start[bucket + 1] += count; });
   for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
   for (const CutItem& item : schedule.items) {
-    for_pieces(item, [&](int bucket, int count, int first) {
+    for_splits(item, [&](int bucket, int count, int first) {
       WorkItem* at = to + start[bucket];
       start[bucket] += count;
       if (count == 0) return;
-      WorkItem piece = piece_of(item, first);
-      at[0] = piece;
+      WorkItem split = split_of(item, first);
+      at[0] = split;
       for (int i = 1; i < count; ++i) {  // equal ones
-        piece.kv_begin += item.split, piece.kv_end += item.split, piece.partial += piece.q_end - piece.q_begin;
-        at[i] = piece;
+        split.kv_begin += item.split, split.kv_end += item.split, split.partial += split.q_end - split.q_begin;
+        at[i] = split;
       }
     });
   }

@@ -10,8 +10,8 @@
 namespace imbrex::cuda {
 
 // Tiles of 16 or 32 rows. nullopt: the kernel does not run such layers. It takes keys that lie in shared memory as they are (16-bit ones of
-// the queries' type, f16, fp8), dims to 256, groups of no more q heads than rows, and pages whose greatest common divisor with a tile's keys
-// is 8 or more.
+// the queries' type, f16, fp8), dims to 256, groups of no more q heads than rows, and pages whose greatest common divisor with a tile's
+// keys is 8 or more.
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&, int rows);
 unsigned attention_sm90_decode_threads(const AttentionTiles&);
 // Entry `attention_sm90_decode`. Parameters: AttentionParams, then the maps of q (not used), k and v. `maps`: whether it reads through

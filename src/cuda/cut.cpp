@@ -27,8 +27,8 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   const int group = spec.group_size();
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
-  const int row_blocks = (group + tiles[kDecode].rows - 1) / tiles[kDecode].rows;
-  const int heads = spec.num_kv_heads * row_blocks, most = (workers + heads - 1) / heads;  // a task for each multiprocessor
+  const auto heads_of = [&](Shape shape) { return spec.num_kv_heads * ((group + tiles[shape].rows - 1) / tiles[shape].rows); };
+  const int most = (workers + heads_of(kDecode) - 1) / heads_of(kDecode);  // a task for each multiprocessor
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];
@@ -44,7 +44,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
-    p.num_workers = (kTasksEach * workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
+    p.num_workers = (kTasksEach * workers + heads_of(shape) - 1) / heads_of(shape);
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;

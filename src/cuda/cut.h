@@ -25,6 +25,10 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // share of its request's on top, or more where its partial result would be above 5 % of the traffic of its keys and values (q heads of a
 // group share the keys but not the partial results). There are at most as many pieces as give a lone request a task on most of the
 // multiprocessors; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
+//
+// What pieces cost when there are many requests, runs save, for kernels that take them: Plan sets pieces_together, and one thread block
+// computes several pieces of a request as soon as the others keep all blocks busy. They are the same pieces, and their sums are folded in
+// the same groups, so that results depend on each request alone.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

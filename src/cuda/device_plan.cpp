@@ -105,9 +105,9 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   return p;
 }
 
-// A thread for each run of pieces of as many requests, as far as there are threads.
+// A thread for each kind of splits of as many requests, as far as there are threads.
 void DevicePlan::launch(const PlanBatchParams& p, CUstream stream) const {
-  const int threads = std::clamp((kPieceRuns * p.num_reqs + 31) / 32 * 32, kLeastThreads, kMostPlanThreads);
+  const int threads = std::clamp((kSplitKinds * p.num_reqs + 31) / 32 * 32, kLeastThreads, kMostPlanThreads);
   kernel_.launch({.grid_x = 1, .threads = unsigned(threads)}, stream, p);
 }
 

@@ -50,6 +50,7 @@ SchedulePolicy random_policy(Random& random) {
   p.min_q = random.of({0, 0, 5});
   p.max_q = random.of({4, 16, INT32_MAX});
   p.first_partial = random.of({0, 100});
+  p.pieces_together = random.of({0, 3});
   return p;
 }
 

@@ -65,6 +65,10 @@ struct PlanBatchProblem {
     for (int r = 0; r < num_reqs(); ++r) mask_bytes += mask_rows(r);
     if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
     judge();
+    for (const Shape shape : {kDecode, kVerify}) {
+      if (below(4) > 0) policies[shape].pieces_together = kPiecesTogether;
+      if (below(3) == 0) policies[shape].tile_q = 1 + below(3);  // several items of a request
+    }
   }
 
   int num_reqs() const { return int(lens.size()); }
@@ -122,6 +126,17 @@ struct PlanBatchProblem {
     return p;
   }
 
+  // The lists of the shapes.
+  std::vector<Schedule> expected() const {
+    std::vector<Schedule> lists(kNumShapes);
+    int rows = 0;
+    for (const Shape shape : kShapes) {
+      if (broken[kStartsRise] == 0) lists[shape] = schedule_of(policies[shape], rows);
+      rows += lists[shape].num_partial_rows;
+    }
+    return lists;
+  }
+
   // What the kernel has to leave behind, apart from its own scratch.
   void expect(const std::vector<char>& bytes) const {
     const Layout l = layout();
@@ -149,12 +164,7 @@ struct PlanBatchProblem {
       }
       custom += mask_rows(int(r));
     }
-    std::vector<Schedule> lists;
-    int rows = 0;
-    for (const Shape shape : kShapes) {
-      lists.push_back(fall ? Schedule{} : schedule_of(policies[shape], rows));
-      rows += lists.back().num_partial_rows;
-    }
+    const std::vector<Schedule> lists = expected();
     for (const Shape shape : kShapes) {
       const PlanCounts counts = values(l.counts[shape], 1)[0];
       const std::vector<WorkItem>& work = lists[shape].work;
@@ -223,10 +233,13 @@ struct PlanBatchProblem {
     }
   }
 
-  // Of the requests that are not left out, each cut alone: where the cut of a request depended on another one, this would show it.
+  // Of the requests that are not left out, each cut into pieces alone: where these depended on another one, this would show it. What makes
+  // runs of pieces is the sum of their keys.
   Schedule schedule_of(const SchedulePolicy& policy, int first_partial) const {
+    SchedulePolicy pieces = policy;
+    pieces.pieces_together = 0;
     Schedule all;
-    int rows = first_partial;
+    long keys = 0;
     for (int r = 0; r < num_reqs(); ++r) {
       if (left_out[size_t(r)]) continue;
       const int begin = starts[size_t(r)], query_start[] = {0, starts[size_t(r) + 1] - begin};
@@ -234,15 +247,23 @@ struct PlanBatchProblem {
       batch.query_start_loc = query_start;
       batch.seq_lens = std::span(lens).subspan(size_t(r), 1);
       Schedule one;
-      cut(batch, mask, policy, one);
+      cut(batch, mask, pieces, one);
       for (CutItem item : one.items) {
         item.whole.request = r, item.whole.q_begin += begin, item.whole.q_end += begin;
-        if (item.whole.partial >= 0) item.whole.partial += rows, item.whole.merge += int(all.merges.size());
+        item.whole.partial = item.whole.merge = -1;
         all.items.push_back(item);
+        keys += item.whole.kv_end - item.whole.kv_begin;
       }
-      for (MergeItem m : one.merges) all.merges.push_back({m.q_begin + begin, m.q_end + begin, m.first_partial + rows, m.num_splits});
-      rows += one.num_partial_rows;
-      all.num_work += one.num_work;
+    }
+    const CutRules rules = cut_rules(mask, policy);
+    int rows = first_partial;
+    for (CutItem& item : all.items) {
+      make_runs(rules, item, longest_run(rules, keys));
+      all.num_work += item.num_splits;
+      if (item.num_splits == 1) continue;
+      item.whole.partial = rows, item.whole.merge = int(all.merges.size());
+      all.merges.push_back(merge_of(rules, item));
+      rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
     }
     all.num_partial_rows = rows - first_partial;
     all.work.resize(size_t(all.num_work));

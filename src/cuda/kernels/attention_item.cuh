@@ -43,9 +43,9 @@ struct Item {
   int position;             // of that token among its request's keys
   int query_index;          // of that token among its request's queries
   int request, seq_len;
-  int lo, hi;          // keys that any of the rows sees, within the item's range: nothing else of the cache is read
+  int lo, hi;                 // keys that any of the rows sees, within the item's range: nothing else of the cache is read
   int partial, merge, piece;  // as in WorkItem
-  long first_block;    // of the request's blocks in block_ids; ragged: its first key's row
+  long first_block;           // of the request's blocks in block_ids; ragged: its first key's row
 
   DEVICE int token_of(int row) const { return q_begin + (row_begin + row) / kGroup; }
   DEVICE int head_of(int row) const { return kv_head * kGroup + (row_begin + row) % kGroup; }

@@ -9,8 +9,8 @@ constexpr int kWarpRows = kTileRows / kRowWarps, kRowTiles = kWarpRows / 16;  //
 constexpr int kKeyTiles = kTeamKeys / 8;                                      // 8 columns of scores each
 constexpr int kSteps = kQkDims / 16;                                          // products along the head dimension
 constexpr int kLoadSteps = kBytes ? 2 : 1;                                    // of them fed by one load of two pieces
-constexpr float kSlack = 8.f;                              // log2 units by which a maximum may outgrow a row's reference
-constexpr bool kOneScale = kPlainLogits && !kPowerScaled;  // of all rows, and nothing else is done to a logit
+constexpr float kSlack = 8.f;                                                 // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kOneScale = kPlainLogits && !kPowerScaled;                     // of all rows, and nothing else is done to a logit
 
 // Sums of scores that a warp keeps side by side and adds at the end: with few keys, products would wait for the one before.
 constexpr int kScoreSums = kKeyTiles * kRowTiles <= 2 && !kExact ? 2 : 1;

@@ -15,8 +15,8 @@ constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageB
 struct alignas(16) SharedStorage {
   char q[kQPlanes * kQPlaneBytes];
   ItemSlot slot;
-  alignas(16) char team[kTeams][kTeamBytes];    // stages of keys, then values; after the last key the team's part of the output
-  float2 state[kTeams][kTileRows];  // with several teams: reference and sum of each row
+  alignas(16) char team[kTeams][kTeamBytes];  // stages of keys, then values; after the last key the team's part of the output
+  float2 state[kTeams][kTileRows];            // with several teams: reference and sum of each row
   int next_task;
   bool is_last;  // of the pieces of an item
 };

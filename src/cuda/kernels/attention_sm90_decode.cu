@@ -39,9 +39,9 @@ struct SharedStorage {
   alignas(1024) char v[kStages][kVChunks * kChunkBytes];
   alignas(16) char q[kQSlots][kQPlaneBytes];
   alignas(16) char weights[2][kWeightBytes];  // of a tile and of the one before
-  float4 tops[2][kTileRows];                            // likewise: of each row, the maxima that the four warps have found
-  float4 sums[2][kTileRows];                            // of the weights of a piece, after its last tile
-  ItemSlot slot[2];                                     // of the item that is computed, and of the next
+  float4 tops[2][kTileRows];                  // likewise: of each row, the maxima that the four warps have found
+  float4 sums[2][kTileRows];                  // of the weights of a piece, after its last tile
+  ItemSlot slot[2];                           // of the item that is computed, and of the next
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 q_empty[kQSlots], slot_full[2], slot_empty[2], stored[2];
   bool more[2];   // false: no item, and none will come
@@ -412,7 +412,8 @@ class Consumer {
         for (int pair = 0; pair < kTeamDimTiles; ++pair) {
           const int d = team_ * kTeamDims + dim_of_pair(pair);
           const float2 x = pair_of(all.out[0], h, pair);
-          if (d < kHeadDimV) store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, ended(x.x, factor), ended(x.y, factor));
+          if (d < kHeadDimV)
+            store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, ended(x.x, factor), ended(x.y, factor));
         }
       }
     }
@@ -420,7 +421,7 @@ class Consumer {
 
   const AttentionParams& p_;
   SharedStorage& shared_;
-  const int lane_, group_, team_;  // group_: of rows
+  const int lane_, group_, team_;           // group_: of rows
   u32 weights_to_, weights_from_, v_lane_;  // where this lane writes and reads
   Ring<kStages> k_, v_;
   int odd_ = 0;  // which of two the tile that is weighed next has

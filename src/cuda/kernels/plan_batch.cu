@@ -2,7 +2,7 @@
 // cuda/device_plan.cpp, in front of the layers of a step.
 //
 // Bound by latency: a step of 256 requests reads 2 KiB and writes some 100. So one thread block does everything, in passes with a few
-// barriers each: requests -> where their items begin -> items, cut and counted by cost -> pieces, written in the order of cost.
+// barriers each: requests -> where their items begin -> items, cut and counted by cost -> splits, written in the order of cost.
 #include "async.cuh"
 #include "cuda/params.h"
 
@@ -16,7 +16,7 @@ struct Numbers {
 
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
-  int cursor[kCostBuckets];  // pieces of a bucket; then where its next piece goes
+  int cursor[kCostBuckets];  // splits of a bucket; then where its next split goes
   int starts_fall;
   Numbers numbers[kPlanShapes];
   int item_start[kNearRequests];
@@ -116,28 +116,35 @@ DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.n
 
 struct Placed {
   int items;
-  long keys;  // of their requests, where heads_in_l2() asks for them
+  long keys;          // of their requests, where heads_in_l2() asks for them
+  long visible_keys;  // of the items, where longest_run() does
 };
 // Writes item_starts.
 DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
   const CutRules& rules = shape.rules;
   int* const item_start = item_starts(p, s);
   int num_items = 0;
-  long keys = 0;
+  long keys = 0, visible = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     int items = 0;
     if (r < p.num_reqs && p.seq_lens[r] >= 0) {
       const int q_len = p.query_start[r + 1] - p.query_start[r];
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r];
+      for (int i = 0; rules.pieces_together > 0 && i < items; ++i) {
+        const int t0 = i * rules.tile_q;
+        const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, min(q_len, t0 + rules.tile_q));
+        visible += seen.end - seen.begin;
+      }
     }
     const Sums sums = sums_over_block(items, s);
     if (r < p.num_reqs) item_start[r] = num_items + int(sums.before);
     num_items += int(sums.all);
   }
   if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
+  if (rules.pieces_together > 0) visible = sums_over_block(visible, s).all;
   __syncthreads();
-  return {num_items, keys};
+  return {num_items, keys, visible};
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.
@@ -154,10 +161,12 @@ DEVICE int request_of(const int* item_start, int num_reqs, int item) {
   return low;
 }
 
-// Writes items and merges, and counts the pieces of each bucket. Partial rows begin with first_row, which moves on; returns the number of
+// Writes items and merges, and counts the splits of each bucket. Partial rows begin with first_row, which moves on; returns the number of
 // merges.
-DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, int num_items, int& first_row, SharedStorage& s) {
+DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Placed& placed, int& first_row, SharedStorage& s) {
   const CutRules& rules = shape.rules;
+  const int num_items = placed.items;
+  const long longest = longest_run(rules, placed.visible_keys);
   int num_merges = 0;
   const int* const item_start = item_starts(p, s);
   for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
@@ -169,10 +178,11 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, int num_
     if (i < num_items) {
       const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
       item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
+      make_runs(rules, item, longest);
 #pragma unroll 1
-      for (int kind = 0; kind < kPieceRuns; ++kind) {
-        const PieceRun run = piece_run(item, kind);
-        if (run.count > 0) atomicAdd(&s.cursor[run.bucket], run.count);
+      for (int kind = 0; kind < kSplitKinds; ++kind) {
+        const EqualSplits equal = equal_splits(item, kind);
+        if (equal.count > 0) atomicAdd(&s.cursor[equal.bucket], equal.count);
       }
       if (item.num_splits > 1) rows = long(item.num_splits) * (item.whole.q_end - item.whole.q_begin);
     }
@@ -180,7 +190,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, int num_
     if (rows > 0) {
       item.whole.partial = first_row + int(sums.before);
       item.whole.merge = num_merges + int(sums.before >> 32);
-      shape.merges[item.whole.merge] = {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_splits};
+      shape.merges[item.whole.merge] = merge_of(rules, item);
     }
     if (i < num_items) p.items[i] = item;
     first_row += int(sums.all);
@@ -189,9 +199,9 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, int num_
   return num_merges;
 }
 
-// --- pieces of a shape
+// --- splits of a shape
 
-// From the number of pieces in each bucket to where the first of them goes; returns the number of all.
+// From the number of splits in each bucket to where the first of them goes; returns the number of all.
 DEVICE int place_buckets(SharedStorage& s) {
   int num_work = 0;
   for (int first = 0; first < kCostBuckets; first += num_threads()) {
@@ -204,16 +214,16 @@ DEVICE int place_buckets(SharedStorage& s) {
   return num_work;
 }
 
-// Where a run of each thread goes: its bucket's pieces stand in the order of the runs. Warps take turns with the cursors; `warps` of
-// them have runs.
-DEVICE int place_run(const PieceRun& run, int warps, SharedStorage& s) {
-  const int packed = run.count << 9 | run.bucket;  // counts are far below 2^22: cut_policy() bounds the pieces of an item
+// Where the equal splits of each thread go: those of a bucket stand in the order of the threads. Warps take turns with the cursors;
+// `warps` of them have splits.
+DEVICE int place_equal(const EqualSplits& equal, int warps, SharedStorage& s) {
+  const int packed = equal.count << 9 | equal.bucket;  // counts are far below 2^22: cut_policy() bounds the splits of an item
   static_assert(kCostBuckets == 1 << 9);
   int before = 0, all = 0;
 #pragma unroll 8
   for (int lane = 0; lane < 32; ++lane) {
     const int other = shuffle(packed, lane);
-    if ((other & (kCostBuckets - 1)) != run.bucket) continue;
+    if ((other & (kCostBuckets - 1)) != equal.bucket) continue;
     all += other >> 9;
     if (lane < lane_id()) before += other >> 9;
   }
@@ -221,50 +231,50 @@ DEVICE int place_run(const PieceRun& run, int warps, SharedStorage& s) {
   int at = 0;
   for (int warp = 0; warp < warps; ++warp) {
     if (warp == this_warp) {
-      at = s.cursor[run.bucket];
+      at = s.cursor[equal.bucket];
       __syncwarp();
-      s.cursor[run.bucket] = at + all;  // the same from every lane of the bucket
+      s.cursor[equal.bucket] = at + all;  // the same from every lane of the bucket
     }
     __syncthreads();
   }
   return at + before;
 }
 
-// Pieces of a warp's runs, one for each lane at a time, so that neighbours write neighbours.
-DEVICE void write_runs(const CutItem* items, int first_run, const PieceRun& run, int at, WorkItem* work) {
-  const int end = int(sum_of_lanes_up_to_this(run.count)), begin = end - run.count, count = shuffle(end, 31);
-  for (int piece = lane_id(); piece - lane_id() < count; piece += 32) {
-    int owner = 0;  // lanes whose runs end in front of the piece
+// Splits of a warp's threads, one for each lane at a time, so that neighbours write neighbours.
+DEVICE void write_equal(const CutItem* items, int first_kind, const EqualSplits& equal, int at, WorkItem* work) {
+  const int end = int(sum_of_lanes_up_to_this(equal.count)), begin = end - equal.count, count = shuffle(end, 31);
+  for (int split = lane_id(); split - lane_id() < count; split += 32) {
+    int owner = 0;  // lanes whose splits end in front of this one
 #pragma unroll 1
     for (int step = 16; step > 0; step /= 2) {
-      if (shuffle(end, owner + step - 1) <= piece) owner += step;
+      if (shuffle(end, owner + step - 1) <= split) owner += step;
     }
-    const int index = piece - shuffle(begin, owner), to = shuffle(at, owner) + index, number = shuffle(run.first, owner) + index;
-    if (piece < count) work[to] = piece_of(items[(first_run + owner) / kPieceRuns], number);
+    const int index = split - shuffle(begin, owner), to = shuffle(at, owner) + index, number = shuffle(equal.first, owner) + index;
+    if (split < count) work[to] = split_of(items[(first_kind + owner) / kSplitKinds], number);
   }
 }
 
 DEVICE void write_work(const PlanBatchParams& p, int num_items, WorkItem* work, SharedStorage& s) {
-  const int num_runs = num_items * kPieceRuns;
-  for (int first = 0; first < num_runs; first += num_threads()) {
+  const int num_kinds = num_items * kSplitKinds;
+  for (int first = 0; first < num_kinds; first += num_threads()) {
     const int i = first + int(threadIdx.x);
-    PieceRun run{};
-    if (i < num_runs) run = piece_run(p.items[i / kPieceRuns], i % kPieceRuns);
-    const int warps = min(num_threads(), num_runs - first + 31) / 32;
-    const int at = place_run(run, warps, s);
-    write_runs(p.items, i - lane_id(), run, at, work);
+    EqualSplits equal{};
+    if (i < num_kinds) equal = equal_splits(p.items[i / kSplitKinds], i % kSplitKinds);
+    const int warps = min(num_threads(), num_kinds - first + 31) / 32;
+    const int at = place_equal(equal, warps, s);
+    write_equal(p.items, i - lane_id(), equal, at, work);
   }
 }
 
 DEVICE Numbers plan_shape(const PlanBatchParams& p, const ShapeLists& shape, int& first_row, SharedStorage& s) {
   if (shape.work == nullptr || s.starts_fall != 0) return {0, 0, 1};
-  const auto [num_items, keys] = place_items(p, shape, s);
-  if (num_items == 0) return {0, 0, 1};
-  const int num_merges = cut_items(p, shape, num_items, first_row, s);
+  const Placed placed = place_items(p, shape, s);
+  if (placed.items == 0) return {0, 0, 1};
+  const int num_merges = cut_items(p, shape, placed, first_row, s);
   const int num_work = place_buckets(s);
-  write_work(p, num_items, shape.work, s);
+  write_work(p, placed.items, shape.work, s);
   __syncthreads();
-  return {num_work, num_merges, heads_in_l2(shape.l2_keys, keys, p.num_kv_heads)};
+  return {num_work, num_merges, heads_in_l2(shape.l2_keys, placed.keys, p.num_kv_heads)};
 }
 
 extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const __grid_constant__ PlanBatchParams p) {

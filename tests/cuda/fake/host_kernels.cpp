@@ -198,13 +198,15 @@ SchedulePolicy policy_of(const CutRules& r) {
           .tile_kv = r.tile_kv,
           .split_kv = r.split_kv,
           .split_max_q = r.split_max_q,
+          .num_workers = r.num_workers,
           .max_splits = r.max_splits,
           .share_splits = r.share_splits,
           .longest_kv = r.longest_kv,
           .max_split_rows = r.max_split_rows,
           .growth = r.growth,
           .min_q = r.min_q,
-          .max_q = r.max_q};
+          .max_q = r.max_q,
+          .pieces_together = r.pieces_together};
 }
 
 // Of batches that break no rule.

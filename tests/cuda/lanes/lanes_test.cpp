@@ -25,6 +25,7 @@ struct How {  // none of it may change a bit, `split` apart
   int blocks = 3;
   int heads_together = 1;
   int split = 1 << 20;  // tiles of keys
+  int workers = 1;      // for kernels that take runs: with many of them, each piece is an item of its own
 };
 
 class LanesPlan final : public Plan {
@@ -50,6 +51,9 @@ class LanesPlan final : public Plan {
     policy.tile_q = std::max(1, tiles_.rows / spec_.group_size());
     policy.tile_kv = tiles_.keys;
     policy.split_kv = tiles_.keys * how_.split;
+    if (variant_.text != Text::sm80)
+      policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.pieces_together = kPiecesTogether,
+      policy.num_workers = how_.workers;
     schedule(batch, spec_.mask, policy, schedule_);
   }
 
@@ -162,9 +166,21 @@ class Lanes : public testing::TestWithParam<Variant> {
 TEST_P(Lanes, AgreesWithTheReference) {
   const Case& c = GetParam().c;
   const Expected expected = expect(make_inputs(c));
-  for (int split : {1 << 20, 1}) {
-    const Judgement j = judge(expected, run({.split = split}, default_options(c)));
-    EXPECT_TRUE(j.pass()) << c.spec.str() << ", split " << split << ": " << j.failure;
+  for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
+    const Judgement j = judge(expected, run(how, default_options(c)));
+    EXPECT_TRUE(j.pass()) << c.spec.str() << ", split " << how.split << ": " << j.failure;
+  }
+}
+
+// One thread block folds the pieces of a run in registers, others leave theirs for the last to join.
+TEST_P(Lanes, RunsHaveTheBitsOfTheirPieces) {
+  if (GetParam().text == Text::sm80) GTEST_SKIP() << "takes no runs";
+  const RunOptions options = default_options(GetParam().c);
+  const RunResult pieces = run({.split = 1, .workers = 1 << 10}, options);
+  for (int workers : {1, 3, 8}) {
+    const RunResult runs = run({.split = 1, .workers = workers}, options);
+    EXPECT_TRUE(bit_identical(pieces.out, runs.out)) << workers;
+    EXPECT_TRUE(bit_identical(pieces.lse, runs.lse)) << workers;
   }
 }
 

@@ -1,0 +1,188 @@
+// Runs of pieces: which pieces an item has may depend on the batch, which pieces there are and how their sums are grouped may not.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "imbrex/schedule.h"
+
+namespace imbrex {
+namespace {
+
+struct Lengths {
+  std::vector<int32_t> starts{0}, lens;
+  void add(int q_len, int seq_len) {
+    starts.push_back(starts.back() + q_len);
+    lens.push_back(seq_len);
+  }
+  Batch view() const {
+    Batch batch;
+    batch.query_start_loc = starts;
+    batch.seq_lens = lens;
+    return batch;
+  }
+};
+
+class Random {
+ public:
+  explicit Random(int seed) : engine_(unsigned(seed)) {}
+  int between(int low, int high) { return low + int(engine_() % unsigned(high - low + 1)); }
+  int of(std::initializer_list<int> values) { return values.begin()[between(0, int(values.size()) - 1)]; }
+
+ private:
+  std::mt19937 engine_;
+};
+
+SchedulePolicy random_policy(Random& random) {
+  SchedulePolicy p{.tile_q = random.of({1, 4, 16}), .tile_kv = random.of({16, 64})};
+  p.split_kv = p.tile_kv * random.of({1, 2, 5});
+  p.split_max_q = random.of({1, 4, 40});
+  p.num_workers = random.of({1, 5, 33, 132});
+  p.max_splits = random.of({2, 3, 7, 34});
+  p.max_split_rows = p.max_splits * random.of({1, 4, 16});
+  p.growth = random.of({1, 8});
+  p.share_splits = random.of({INT32_MAX, 3, 12});
+  p.max_q = random.of({4, INT32_MAX});
+  p.pieces_together = random.of({2, 3, 5});
+  return p;
+}
+
+Lengths random_batch(Random& random) {
+  Lengths batch;
+  const int longest = random.of({300, 3000, 20000});
+  for (int r = random.of({1, 4, 30, 200}); r > 0; --r) {
+    const int q_len = random.of({0, 1, 1, 1, 3, 20}), context = random.between(0, longest);
+    batch.add(q_len, context + q_len);
+  }
+  return batch;
+}
+
+const std::vector<Mask> kMasks = {{}, {.causal = false}, {.window_left = 700}, {.chunk = 1024}, {.window_left = 40, .chunk = 3000}};
+
+// Items of the same queries, in the order of their keys.
+std::map<int, std::vector<WorkItem>> by_token(const Schedule& s) {
+  std::map<int, std::vector<WorkItem>> tiles;
+  for (const WorkItem& w : s.work) tiles[w.q_begin].push_back(w);
+  for (auto& [token, tile] : tiles)
+    std::sort(tile.begin(), tile.end(), [](const WorkItem& a, const WorkItem& b) { return a.kv_begin < b.kv_begin; });
+  return tiles;
+}
+
+int keys_of(const std::vector<WorkItem>& tile) { return tile.back().kv_end - tile.front().kv_begin; }
+
+// Keys of the pieces of a tile, in the groups in which their sums are folded: what a result may depend on.
+using Groups = std::vector<std::vector<std::pair<int, int>>>;
+Groups groups_of(const Schedule& s, const std::vector<WorkItem>& tile, int pieces_together) {
+  const int together = tile[0].merge < 0 ? 1 : s.merges.at(size_t(tile[0].merge)).together;  // splits
+  Groups groups;
+  for (size_t i = 0; i < tile.size(); ++i) {
+    const WorkItem& w = tile[i];
+    const int piece = w.piece > 0 ? w.piece : w.kv_end - w.kv_begin;
+    int number = 0;  // of the piece in its run
+    do {
+      const int begin = w.kv_begin + number * piece;
+      // A thread block groups the pieces of its run, the merge groups splits.
+      if (number % pieces_together == 0 && (number > 0 || int(i) % together == 0)) groups.emplace_back();
+      groups.back().emplace_back(begin, std::min(begin + piece, w.kv_end));
+    } while (w.kv_begin + ++number * piece < w.kv_end);
+  }
+  return groups;
+}
+
+enum Level { kPieces, kGroups, kWhole, kNumLevels };
+
+TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
+  std::array<int, kNumLevels> levels{};
+  for (int seed = 0; seed < 1500; ++seed) {
+    Random random(seed);
+    const Mask& mask = kMasks[size_t(seed) % kMasks.size()];
+    const SchedulePolicy policy = random_policy(random);
+    const Lengths lengths = random_batch(random);
+    const Batch batch = lengths.view();
+    Schedule s, alone;
+    schedule(batch, mask, policy, s);
+    const auto tiles = by_token(s);
+    int64_t keys = 0;
+    for (const auto& [token, tile] : tiles) keys += keys_of(tile);
+    for (int r = 0; r < batch.num_reqs(); ++r) {
+      Lengths one;
+      one.add(batch.query_len(r), batch.seq_lens[size_t(r)]);
+      SchedulePolicy without = policy;  // what pieces there are
+      without.pieces_together = 0;
+      schedule(one.view(), mask, without, alone);
+      for (const auto& [token, pieces] : by_token(alone)) {
+        SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
+        const std::vector<WorkItem>& tile = tiles.at(batch.query_start_loc[size_t(r)] + token);
+        Groups expected;
+        for (size_t i = 0; i < pieces.size(); ++i) {
+          if (i % size_t(policy.pieces_together) == 0) expected.emplace_back();
+          expected.back().emplace_back(pieces[i].kv_begin, pieces[i].kv_end);
+        }
+        ASSERT_EQ(groups_of(s, tile, policy.pieces_together), expected);
+        if (pieces.size() == 1) {
+          ASSERT_TRUE(tile.size() == 1 && tile[0].piece == 0 && tile[0].merge < 0);
+          continue;
+        }
+        // As documented: no item has more keys than 5/4 of a worker's share, unless it is a piece.
+        const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin;
+        const auto fits = [&](int64_t n) { return n * 4 * policy.num_workers <= keys * 5; };
+        const Level level = fits(keys_of(tile)) ? kWhole : fits(policy.pieces_together * piece) ? kGroups : kPieces;
+        ++levels[level];
+        for (const WorkItem& w : tile) ASSERT_EQ(w.piece, level == kPieces ? 0 : piece);
+        ASSERT_EQ(tile.size(), level == kWhole ? 1 : level == kGroups ? expected.size() : pieces.size());
+        ASSERT_EQ(tile[0].merge < 0, level == kWhole);
+        if (level == kWhole) continue;
+        const MergeItem& m = s.merges.at(size_t(tile[0].merge));
+        ASSERT_EQ(m.together, level == kPieces ? policy.pieces_together : 1);
+        ASSERT_EQ(m.num_splits, int(tile.size()));
+        for (size_t i = 0; i < tile.size(); ++i) {
+          ASSERT_EQ(tile[i].merge, tile[0].merge);
+          ASSERT_EQ(tile[i].partial, m.first_partial + int(i) * (m.q_end - m.q_begin));
+        }
+      }
+    }
+  }
+  for (const int count : levels) EXPECT_GT(count, 400);
+}
+
+// Whose pieces are not equal from the first on, or whose cut depends on the load anyway.
+TEST(ScheduleRuns, OtherListsHaveNone) {
+  for (int seed = 0; seed < 200; ++seed) {
+    Random random(seed);
+    SchedulePolicy policy = random_policy(random);
+    if (seed % 2 == 0) {
+      policy.balanced = true;
+    } else {
+      policy.max_splits = 0;
+    }
+    const Lengths lengths = random_batch(random);
+    Schedule s;
+    schedule(lengths.view(), {}, policy, s);
+    for (const WorkItem& w : s.work) ASSERT_EQ(w.piece, 0);
+    for (const MergeItem& m : s.merges) ASSERT_EQ(m.together, 1);
+  }
+}
+
+TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
+  const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .pieces_together = 3};
+  for (const int num_workers : {1, 3, 132}) {
+    SchedulePolicy p = policy;
+    p.num_workers = num_workers;
+    Lengths lengths;
+    lengths.add(1, INT32_MAX), lengths.add(1, INT32_MAX - 1);
+    Schedule s;
+    schedule(lengths.view(), {}, p, s);
+    for (const auto& [token, tile] : by_token(s)) {
+      EXPECT_EQ(tile.size(), num_workers == 1 ? 1u : num_workers == 3 ? 3u : 7u);
+      EXPECT_EQ(tile.front().kv_begin, 0);
+      EXPECT_EQ(tile.back().kv_end, lengths.lens[size_t(token)]);
+      for (size_t i = 1; i < tile.size(); ++i) EXPECT_EQ(tile[i].kv_begin, tile[i - 1].kv_end);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace imbrex
