@@ -14,7 +14,7 @@ struct alignas(16) WorkItem {
 
 // Pieces of a request whose sums are folded into one before they meet those of others, whether one thread block computes the pieces (a
 // run) or several do: so results do not depend on it.
-constexpr int kPiecesTogether = 3;
+constexpr int kPiecesTogether = 4;
 
 // An item before it is split.
 struct CutItem {

@@ -64,7 +64,8 @@ inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len);
   if (least >= keys) return 1;
-  const long wanted = smaller(least + keys / smaller(rules.share_splits, pieces), larger(least, rules.longest_kv));
+  const long share = keys / smaller(rules.share_splits, pieces);
+  const long wanted = smaller(rules.pieces_together > 0 ? larger(least, share) : least + share, larger(least, rules.longest_kv));
   const long piece = larger(wanted, (keys + pieces - 1) / pieces);
   return (keys + piece * 3 / 4) / piece;
 }

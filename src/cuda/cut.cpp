@@ -6,8 +6,12 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kPieceKeys = 384;      // that a piece has at least; a share of its request's comes on top
-constexpr int kPartialPercent = 5;   // traffic of partial results, of that of keys and values at most
+// What a piece has at least: keys, and as many that traffic of partial results is so many percent of theirs. Where pieces make runs, they
+// are items of their own only as long as the GPU would idle otherwise.
+struct LeastPiece {
+  int keys, partial_percent;
+};
+constexpr LeastPiece kLeastPiece{384, 5}, kLeastOfRuns{128, 10};
 constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
 constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
 constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
@@ -15,10 +19,11 @@ constexpr int kL2Percent = 60;       // for keys and values; queries and outputs
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
 // Keys of a piece for one query token.
-int piece_keys(const AttentionSpec& spec, int tile_keys) {
+int piece_keys(const AttentionSpec& spec, const Tile& tile) {
+  const LeastPiece& least = tile.runs ? kLeastOfRuns : kLeastPiece;
   const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
   const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
-  return round_up(std::max<int64_t>(kPieceKeys, partial_bytes * 100 / (kPartialPercent * key_bytes)), tile_keys);
+  return round_up(std::max<int64_t>(least.keys, partial_bytes * 100 / (least.partial_percent * key_bytes)), tile.keys);
 }
 
 }  // namespace
@@ -34,11 +39,12 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     SchedulePolicy& p = policies[shape];
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
-    p.split_kv = piece_keys(spec, p.tile_kv);
+    p.split_kv = piece_keys(spec, tiles[shape]);
+    p.pieces_together = tiles[shape].runs ? kPiecesTogether : 0;
     p.growth = std::max(1, kLongestPiece / p.split_kv);
-    // Alone, a request does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it is busy widening
-    // fp8.
-    p.share_splits = size_of(spec.kv_dtype) == 1 ? most : std::max(most * 3 / 4, 1);
+    // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
+    // is busy widening fp8.
+    p.share_splits = tiles[shape].runs || size_of(spec.kv_dtype) == 1 ? most : std::max(most * 3 / 4, 1);
     p.max_splits = kTasksEach * most;
     p.longest_kv = kLongestPiece;
     p.max_split_rows = most * decode_q;

@@ -12,6 +12,7 @@ namespace imbrex::cuda {
 struct Tile {
   int rows = 0;  // (query token, q head of a kv head's group)
   int keys = 0;
+  bool runs = false;  // whether an item may be a run of several pieces: WorkItem::piece
 };
 
 // A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.
@@ -26,9 +27,9 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // group share the keys but not the partial results). There are at most as many pieces as give a lone request a task on most of the
 // multiprocessors; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
 //
-// What pieces cost when there are many requests, runs save, for kernels that take them: Plan sets pieces_together, and one thread block
-// computes several pieces of a request as soon as the others keep all blocks busy. They are the same pieces, and their sums are folded in
-// the same groups, so that results depend on each request alone.
+// Kernels that take runs are spared the trade: one thread block computes several pieces of a request as soon as others keep all blocks
+// busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
+// has 128 keys, or its share of the request's if that is more.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

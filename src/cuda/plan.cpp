@@ -85,8 +85,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     tiles[shape] = s.kernel.tile;
     s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows;
   }
-  CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
-  for (const Shape shape : kShapes) policies[shape].pieces_together = shapes_[shape].kernel.takes_runs ? kPiecesTogether : 0;
+  const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
   partial_rows_ = partial_rows_bound(policies, options.limits);
   for (const Shape shape : kShapes) {
     shapes_[shape].policy = policies[shape];

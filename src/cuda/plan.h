@@ -29,7 +29,6 @@ struct ShapeKernel {
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether it adds up the pieces of an item itself. As in the table for tensors without maps.
   bool joins_pieces = false;
-  bool takes_runs = false;  // several pieces as one item: WorkItem::piece
 };
 
 // What tells one backend's plan from another's.
