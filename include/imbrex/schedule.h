@@ -27,8 +27,9 @@ struct SchedulePolicy {
   int min_q = 0;                 // only requests with this many query tokens or more are cut,
   int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
   int first_partial = 0;         // first row of the partial buffers to use: another list may have those before
-  // For kernels that take runs, with max_splits only, and not when balanced: pieces that are folded first (kPiecesTogether). Items are runs
-  // of so many pieces, or of all pieces of a tile of queries, where the list then still has an item for every worker. 0 and 1: no runs.
+
+  // For kernels that take runs, with max_splits only, and not when balanced: pieces whose sums are folded first (kPiecesTogether). Items
+  // are runs of so many pieces, or of all pieces, where none is then longer than 5/4 of what each worker has to do. 0 and 1: no runs.
   int pieces_together = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/plan.h"
 
@@ -103,6 +104,44 @@ TEST(Cut, DependsOnTheRequestAlone) {
       const Cut alone = cut(llama(), Step(1, q_len, context)), together = cut(llama(), Step(16, q_len, context));
       EXPECT_EQ(alone.items * 16, together.items) << q_len << " tokens, " << context << " keys";
     }
+}
+
+// Items of each request, for a kernel that takes runs: pieces while there are few requests, one when there are many.
+TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
+  const DeviceInfo device = describe_device("h200");
+  const AttentionSpec spec = llama();
+  std::array<Tile, kNumShapes> tiles;
+  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+  SchedulePolicy policy = cut_policy(spec, device, tiles, false)[kDecode];
+  const auto items = [&](const Step& step) {
+    Schedule s;
+    schedule(step.view(), spec.mask, policy, s);
+    std::vector<int> of(step.lens.size());
+    for (const WorkItem& w : s.work) ++of[size_t(w.request)];
+    return of;
+  };
+  const std::vector<int> cut = items(Step(256, 1, 4096));
+  EXPECT_EQ(cut, std::vector<int>(256, 6));
+  policy.pieces_together = kPiecesTogether;
+  EXPECT_EQ(items(Step(1, 1, 4096)), std::vector<int>{6});
+  EXPECT_EQ(items(Step(16, 1, 4096)), std::vector<int>(16, 2));
+  EXPECT_EQ(items(Step(64, 1, 4096)), std::vector<int>(64, 1));
+  for (int reqs = 1; reqs <= 256; ++reqs) {  // as many tasks as without runs, or most of two for each multiprocessor
+    const std::vector<int> of = items(Step(reqs, 1, 4096));
+    EXPECT_GE(std::accumulate(of.begin(), of.end(), 0) * spec.num_kv_heads, std::min(6 * reqs * spec.num_kv_heads, 2 * 132 * 3 / 4))
+        << reqs;
+  }
+  Step mixed(64, 1, 1024);
+  mixed.lens[0] = 131072;
+  const std::vector<int> of = items(mixed);
+  EXPECT_EQ(of[0], 32);
+  EXPECT_EQ(std::vector<int>(of.begin() + 1, of.end()), std::vector<int>(63, 1));
+  // A token whose rows take several tiles is several tasks.
+  const AttentionSpec many = llama(128, 8);
+  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), many, shape).tile;
+  EXPECT_EQ(cut_policy(many, device, tiles, false)[kDecode].num_workers, 33);
+  tiles[kDecode].rows = 8;
+  EXPECT_EQ(cut_policy(many, device, tiles, false)[kDecode].num_workers, 17);
 }
 
 TEST(Cut, MemoryIsBounded) {
