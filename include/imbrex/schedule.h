@@ -16,7 +16,7 @@ struct SchedulePolicy {
   int split_kv = 4096;    // a split boundary is a multiple of this; a multiple of tile_kv
   int split_max_q = 16;   // requests with more query tokens than this are not split
   bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
-  int num_workers = 1;    // items that run at a time; looked at when balanced, and with pieces_together
+  int num_workers = 1;    // items that run at a time; looked at when balanced, and with runs
 
   // For kernels that read their list from memory of a fixed size (0 and 1: off). All of it depends on the request alone.
   int max_splits = 0;            // pieces of an item at most; they are even then, with split_kv keys and
@@ -28,9 +28,10 @@ struct SchedulePolicy {
   int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
   int first_partial = 0;         // first row of the partial buffers to use: another list may have those before
 
-  // For kernels that take runs, with max_splits only, and not when balanced: pieces whose sums are folded first (kPiecesTogether). Items
-  // are runs of so many pieces, or of all pieces, where none is then longer than 5/4 of what each worker has to do. 0 and 1: no runs.
-  int pieces_together = 0;
+  int pieces_together = 1;  // neighbouring pieces whose sums are folded first: MergeItem::together
+  // For kernels that take them, with max_splits only, and not when balanced: items may be runs of pieces_together pieces, or of all pieces
+  // of a tile of queries, where the list then still has an item for every worker.
+  bool runs = false;
 };
 
 struct Schedule {

@@ -9,9 +9,9 @@ namespace imbrex {
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, growth, min_q, max_q;
-  int pieces_together, num_workers;  // pieces_together 0: no runs
-  int balanced_piece;                // keys of a piece when the load is balanced; 0: it is not
-  bool causal;
+  int pieces_together, num_workers;
+  int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
+  bool causal, runs;
   int window_left, window_right, chunk;
 };
 
@@ -64,8 +64,7 @@ inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len);
   if (least >= keys) return 1;
-  const long share = keys / smaller(rules.share_splits, pieces);
-  const long wanted = smaller(rules.pieces_together > 0 ? larger(least, share) : least + share, larger(least, rules.longest_kv));
+  const long wanted = smaller(least + keys / smaller(rules.share_splits, pieces), larger(least, rules.longest_kv));
   const long piece = larger(wanted, (keys + pieces - 1) / pieces);
   return (keys + piece * 3 / 4) / piece;
 }
@@ -102,9 +101,7 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
 
 // Keys that one work item of a list may have when the items see `keys` in all: a worker's share and a quarter, so that the last to end do
 // not end much later than the others. 0: no runs.
-inline long longest_run(const CutRules& rules, long keys) {
-  return rules.pieces_together > 0 ? keys * 5 / (4 * larger(rules.num_workers, 1)) : 0;
-}
+inline long longest_run(const CutRules& rules, long keys) { return rules.runs ? keys * 5 / (4 * larger(rules.num_workers, 1)) : 0; }
 
 // Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and
 // no result does: a thread block adds up the pieces of a run as the item's merge groups them.

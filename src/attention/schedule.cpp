@@ -52,10 +52,11 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .growth = policy.growth,
           .min_q = policy.min_q,
           .max_q = policy.max_q,
-          .pieces_together = policy.pieces_together > 1 && policy.max_splits > 0 && !policy.balanced ? policy.pieces_together : 0,
+          .pieces_together = policy.pieces_together,
           .num_workers = policy.num_workers,
           .balanced_piece = 0,
           .causal = mask.causal,
+          .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
           .window_left = mask.window_left,
           .window_right = mask.window_right,
           .chunk = mask.chunk};

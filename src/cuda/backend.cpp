@@ -77,8 +77,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true},
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
-            .joins_pieces = true,
-            .takes_runs = true};
+            .joins_pieces = true};
   }
   return sm80_shape(arch, spec, shape);
 }

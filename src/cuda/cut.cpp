@@ -11,7 +11,7 @@ namespace {
 struct LeastPiece {
   int keys, partial_percent;
 };
-constexpr LeastPiece kLeastPiece{384, 5}, kLeastOfRuns{128, 10};
+constexpr LeastPiece kLeastPiece{384, 5}, kLeastOfRuns{64, 15};
 constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
 constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
 constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
@@ -40,7 +40,8 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
     p.split_kv = piece_keys(spec, tiles[shape]);
-    p.pieces_together = tiles[shape].runs ? kPiecesTogether : 0;
+    p.pieces_together = kPiecesTogether;
+    p.runs = tiles[shape].runs;
     p.growth = std::max(1, kLongestPiece / p.split_kv);
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.

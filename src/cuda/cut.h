@@ -29,7 +29,7 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 //
 // Kernels that take runs are spared the trade: one thread block computes several pieces of a request as soon as others keep all blocks
 // busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
-// has 128 keys, or its share of the request's if that is more.
+// has 64 keys and its share, and up to 15 % may be traffic of partial results.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

@@ -47,6 +47,7 @@ SchedulePolicy random_policy(Random& random) {
   p.share_splits = random.of({INT32_MAX, 3, 12});
   p.max_q = random.of({4, INT32_MAX});
   p.pieces_together = random.of({2, 3, 5});
+  p.runs = true;
   return p;
 }
 
@@ -111,7 +112,7 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       Lengths one;
       one.add(batch.query_len(r), batch.seq_lens[size_t(r)]);
       SchedulePolicy without = policy;  // what pieces there are
-      without.pieces_together = 0;
+      without.runs = false;
       schedule(one.view(), mask, without, alone);
       for (const auto& [token, pieces] : by_token(alone)) {
         SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
@@ -167,7 +168,7 @@ TEST(ScheduleRuns, OtherListsHaveNone) {
 }
 
 TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
-  const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .pieces_together = 3};
+  const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .pieces_together = 3, .runs = true};
   for (const int num_workers : {1, 3, 132}) {
     SchedulePolicy p = policy;
     p.num_workers = num_workers;

@@ -53,8 +53,8 @@ TEST(AttentionSm90, Fp8QueriesHaveTheirPrefillForEveryOutput) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90_fp8.cu"), 3);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 6);
-  EXPECT_EQ(count("attention_sm80.cu"), 9);  // all of them in place of maps
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 12);  // with and without maps
+  EXPECT_EQ(count("attention_sm80.cu"), 3);          // prefill without maps
   EXPECT_EQ(count("attention_sm90.cu"), 0);
 }
 
@@ -77,8 +77,8 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90.cu"), 2);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 4);
-  EXPECT_EQ(count("attention_sm80.cu"), 6);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 8);
+  EXPECT_EQ(count("attention_sm80.cu"), 2);
   EXPECT_EQ(count("merge.cu"), 2);
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
   EXPECT_EQ(keys.size(), 16u);

@@ -66,7 +66,8 @@ struct PlanBatchProblem {
     if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
     judge();
     for (const Shape shape : {kDecode, kVerify}) {
-      if (below(4) > 0) policies[shape].pieces_together = kPiecesTogether;
+      policies[shape].pieces_together = kPiecesTogether;
+      policies[shape].runs = below(4) > 0;
       if (below(3) == 0) policies[shape].tile_q = 1 + below(3);  // several items of a request
     }
   }
@@ -237,7 +238,7 @@ struct PlanBatchProblem {
   // runs of pieces is the sum of their keys.
   Schedule schedule_of(const SchedulePolicy& policy, int first_partial) const {
     SchedulePolicy pieces = policy;
-    pieces.pieces_together = 0;
+    pieces.runs = false;
     Schedule all;
     long keys = 0;
     for (int r = 0; r < num_reqs(); ++r) {

@@ -131,7 +131,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
     if (r < p.num_reqs && p.seq_lens[r] >= 0) {
       const int q_len = p.query_start[r + 1] - p.query_start[r];
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r];
-      for (int i = 0; rules.pieces_together > 0 && i < items; ++i) {
+      for (int i = 0; rules.runs && i < items; ++i) {
         const int t0 = i * rules.tile_q;
         const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, min(q_len, t0 + rules.tile_q));
         visible += seen.end - seen.begin;
@@ -142,7 +142,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
     num_items += int(sums.all);
   }
   if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
-  if (rules.pieces_together > 0) visible = sums_over_block(visible, s).all;
+  if (rules.runs) visible = sums_over_block(visible, s).all;
   __syncthreads();
   return {num_items, keys, visible};
 }

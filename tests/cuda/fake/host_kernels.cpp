@@ -206,7 +206,8 @@ SchedulePolicy policy_of(const CutRules& r) {
           .growth = r.growth,
           .min_q = r.min_q,
           .max_q = r.max_q,
-          .pieces_together = r.pieces_together};
+          .pieces_together = r.pieces_together,
+          .runs = r.runs};
 }
 
 // Of batches that break no rule.

@@ -20,7 +20,7 @@ constexpr int kKeys = 8192, kBlockSize = 16, kMostReqs = 200, kHeads = 4, kKvHea
 // cuda_sm80, if its kernels took runs where they join pieces.
 ShapeKernel shape_with_runs(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   ShapeKernel kernel = kernels_sm80.shape(arch, spec, shape);
-  kernel.takes_runs = kernel.joins_pieces;
+  kernel.tile.runs = kernel.joins_pieces;
   return kernel;
 }
 

@@ -53,7 +53,7 @@ class LanesPlan final : public Plan {
     policy.split_kv = tiles_.keys * how_.split;
     if (variant_.text != Text::sm80)
       policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.pieces_together = kPiecesTogether,
-      policy.num_workers = how_.workers;
+      policy.runs = true, policy.num_workers = how_.workers;
     schedule(batch, spec_.mask, policy, schedule_);
   }
 
