@@ -163,7 +163,7 @@ TEST(ScheduleRuns, OtherListsHaveNone) {
     Schedule s;
     schedule(lengths.view(), {}, policy, s);
     for (const WorkItem& w : s.work) ASSERT_EQ(w.piece, 0);
-    for (const MergeItem& m : s.merges) ASSERT_EQ(m.together, 1);
+    for (const MergeItem& m : s.merges) ASSERT_EQ(m.together, policy.pieces_together);
   }
 }
 
