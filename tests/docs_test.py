@@ -28,7 +28,7 @@ def without_comments(text):
 
 def type_bodies(header):
     """Name and text between the braces of every struct, class and enum."""
-    for match in re.finditer(r"\b(?:struct|class|enum class)\s+(?:alignas\(\d+\)\s+)?(\w+)\b[^;{()]*{", header):
+    for match in re.finditer(r"\b(?:struct|class|enum class)\s+(\w+)\b[^;{()]*{", header):
         depth, at = 1, match.end()
         while depth > 0:
             depth += {"{": 1, "}": -1}.get(header[at], 0)

@@ -3,7 +3,7 @@
 
 namespace imbrex {
 
-struct alignas(16) WorkItem {
+struct WorkItem {
   int request;
   int q_begin, q_end;    // query tokens, counted within the batch
   int kv_begin, kv_end;  // keys, counted within the request; kv_begin is a multiple of the policy's tile_kv
@@ -11,6 +11,7 @@ struct alignas(16) WorkItem {
   int merge = -1;        // which of the list's merges joins the partial result; -1: none
   int piece = 0;         // keys of each piece of a run, the last one's may be fewer; 0: the item is one piece
 };
+static_assert(sizeof(WorkItem) == 32);  // two loads of 16 bytes where a kernel likes that; aligned to so many, prefill's registers spill
 
 // Pieces of a request whose sums are folded into one before they meet those of others, whether one thread block computes the pieces (a
 // run) or several do: so results do not depend on it.
