@@ -74,7 +74,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",
-            .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true},
+            .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true, .blocks = tiles->blocks},
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
             .joins_pieces = true};
