@@ -36,7 +36,7 @@ TEST(LanesPlanBatch, MakesTheListsOfTheHost) {
     }
   }
   EXPECT_GT(most_reqs, 2048);  // more than find room in shared memory
-  for (const int count : lists) EXPECT_GT(count, 10) << testing::PrintToString(lists);
+  for (const int count : lists) EXPECT_GT(count, 5) << testing::PrintToString(lists);
 }
 
 TEST(LanesPlanBatch, LeavesOutRequestsThatBreakRules) {
