@@ -315,6 +315,10 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
     }
     mbarrier_fence_init();
     shared.last_slot = -1;
+    if constexpr (kMaps) {  // they are far away too
+      tma_prefetch_map(k_map);
+      tma_prefetch_map(v_map);
+    }
   }
   __syncthreads();
   griddep_wait();

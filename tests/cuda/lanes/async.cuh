@@ -48,6 +48,7 @@ inline void mbarrier_wait(u32 barrier, u32 parity) {
   });
 }
 
+inline void tma_prefetch_map(const TensorMap&) {}
 inline u64 l2_first_out() { return 0; }
 inline void async_proxy_fence() {}
 
