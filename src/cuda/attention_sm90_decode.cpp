@@ -12,7 +12,6 @@ constexpr int kTileKeys = 64, kKeyWarps = 4;
 constexpr int kSharedMemory = 227 << 10;                 // of a thread block alone on a multiprocessor
 constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
 
-bool is_fp8(DType t) { return size_of(t) == 1; }
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
