@@ -18,8 +18,8 @@ set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -mamx-til
 file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp)
 set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno")
 file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
-# Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. Fuzzing has no use for the
-# branches of kernels. What the AMX unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.
+# Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. What the AMX
+# unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.
 set(rolled ${kernels}/amx_emulated.cpp)
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(rolled ${kernel_files})
