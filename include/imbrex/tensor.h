@@ -22,6 +22,7 @@ constexpr int64_t size_of(DType t) {  // bytes an element
   }
   return 0;
 }
+constexpr bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
 const char* to_string(DType);
 DType parse_dtype(std::string_view);  // "bf16", "bfloat16", "fp8_e4m3", "float8_e4m3fn", ...; Error dtype.unknown
 

@@ -11,7 +11,7 @@
 namespace imbrex {
 namespace {
 
-uint64_t mix(uint64_t x) {  // splitmix64
+uint64_t splitmix(uint64_t x) {
   x += 0x9e3779b97f4a7c15ull;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
@@ -26,15 +26,15 @@ double normal(uint64_t hash) {
 
 double uniform(uint64_t hash) { return double(hash >> 11) * 0x1p-53; }
 
-enum Stream : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
+enum Sequence : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
 
 // Rows of one request: row i has position `first + i`, or all have the first where they are to be equal.
 void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain, bool equal = false) {
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
   for (int i = 0; i < count; ++i)
     for (int64_t h = 0; h < heads; ++h) {
-      const uint64_t key = mix(mix(seed + uint64_t(equal ? first : first + i)) + uint64_t(h));
-      for (int64_t d = 0; d < dim; ++d) t.set(((row + i) * heads + h) * dim + d, gain * normal(mix(key + uint64_t(d))));
+      const uint64_t key = splitmix(splitmix(seed + uint64_t(equal ? first : first + i)) + uint64_t(h));
+      for (int64_t d = 0; d < dim; ++d) t.set(((row + i) * heads + h) * dim + d, gain * normal(splitmix(key + uint64_t(d))));
     }
 }
 
@@ -97,14 +97,14 @@ bool custom_shows(const Case& c, const CaseRequest& r, int i, int j) {
       if (position % 3 == 1) return false;
       [[fallthrough]];
     case CustomPattern::random:
-      return j == position || mix(c.seed * 1000003 + uint64_t(r.id) * 10007 + uint64_t(position) * 131071 + uint64_t(j)) % 3 != 0;
+      return j == position || splitmix(c.seed * 1000003 + uint64_t(r.id) * 10007 + uint64_t(position) * 131071 + uint64_t(j)) % 3 != 0;
   }
   return true;
 }
 
-HostTensor head_vector(const Case& c, Stream stream, double low, double high) {
+HostTensor head_vector(const Case& c, Sequence sequence, double low, double high) {
   HostTensor t = HostTensor::make(DType::f32, {c.spec.num_q_heads});
-  for (int h = 0; h < c.spec.num_q_heads; ++h) t.set(h, low + (high - low) * uniform(mix(mix(c.seed + stream) + uint64_t(h))));
+  for (int h = 0; h < c.spec.num_q_heads; ++h) t.set(h, low + (high - low) * uniform(splitmix(splitmix(c.seed + sequence) + uint64_t(h))));
   return t;
 }
 
@@ -144,7 +144,7 @@ TensorView HostTensor::view() const {
   return t;
 }
 
-bool is_fp8(const AttentionSpec& spec) { return spec.kv_dtype == DType::fp8_e4m3 || spec.kv_dtype == DType::fp8_e5m2; }
+bool is_fp8(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype); }
 
 CaseInputs make_inputs(const Case& c) {
   const AttentionSpec& spec = c.spec;
@@ -157,10 +157,10 @@ CaseInputs make_inputs(const Case& c) {
   in.v = HostTensor::make(type, {c.num_keys(), spec.num_kv_heads, spec.head_dim_v});
   int64_t token = 0, key = 0;
   for (const CaseRequest& r : c.requests) {
-    const uint64_t seed = mix(c.seed * 0x10001 + uint64_t(r.id));
-    fill_rows(in.q, token, r.q_len, r.seq_len - r.q_len, mix(seed ^ kQ), c.q_gain);
-    fill_rows(in.k, key, r.seq_len, 0, mix(seed ^ kK), 1.0, c.values == ValuePattern::constant);
-    fill_rows(in.v, key, r.seq_len, 0, mix(seed ^ kV), 1.0, c.values == ValuePattern::constant);
+    const uint64_t seed = splitmix(c.seed * 0x10001 + uint64_t(r.id));
+    fill_rows(in.q, token, r.q_len, r.seq_len - r.q_len, splitmix(seed ^ kQ), c.q_gain);
+    fill_rows(in.k, key, r.seq_len, 0, splitmix(seed ^ kK), 1.0, c.values == ValuePattern::constant);
+    fill_rows(in.v, key, r.seq_len, 0, splitmix(seed ^ kV), 1.0, c.values == ValuePattern::constant);
     if (c.values != ValuePattern::plain) add_pattern(in, c, r, token, key);
     token += r.q_len;
     key += r.seq_len;
@@ -175,7 +175,7 @@ CaseInputs make_inputs(const Case& c) {
   if (spec.score.relative_buckets > 0) {
     in.relative_bias = HostTensor::make(DType::f32, {spec.score.relative_buckets, spec.num_q_heads});
     for (int64_t i = 0; i < in.relative_bias.num_elements(); ++i)
-      in.relative_bias.set(i, 2.0 * normal(mix(mix(c.seed + kBias * 77) + uint64_t(i))));
+      in.relative_bias.set(i, 2.0 * normal(splitmix(splitmix(c.seed + kBias * 77) + uint64_t(i))));
   }
   if (spec.mask.custom) {
     int64_t bytes = 0, at = 0;

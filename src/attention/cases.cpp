@@ -21,11 +21,11 @@ constexpr DTypes kDTypes[] = {{DType::bf16, DType::bf16},     {DType::f32, DType
 
 const Requests kDecode{{1, 19}, {1, 131}, {1, 1}}, kPrefill{{70, 70}, {3, 3}}, kChunked{{20, 150}, {33, 40}},
     kVerify{{5, 140}, {2, 2}, {4, 33}}, kMixed{{1, 100}, {0, 0}, {40, 40}, {0, 25}, {6, 71}, {1, 1}, {0, 0}};
-struct Phase {
+struct NamedRequests {
   const char* name;
   const Requests& requests;
 };
-const Phase kPhases[] = {{"decode", kDecode}, {"prefill", kPrefill}, {"chunked", kChunked}, {"verify", kVerify}, {"mixed", kMixed}};
+const NamedRequests kPhases[] = {{"decode", kDecode}, {"prefill", kPrefill}, {"chunked", kChunked}, {"verify", kVerify}, {"mixed", kMixed}};
 
 // Collects cases; gives each its seed and its requests their ids.
 struct Table {
@@ -86,17 +86,17 @@ void add_lengths(Table& table) {
 void add_dtypes(Table& table) {
   for (DType q : {DType::f32, DType::bf16, DType::f16})
     for (DType kv : {DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3, DType::fp8_e5m2})
-      for (const Phase& phase : kPhases)
+      for (const NamedRequests& phase : kPhases)
         table.add(fmt::format("dtype_{}_{}_{}", to_string(q), to_string(kv), phase.name), 3, 2, {64, 48}, {q, kv}, phase.requests);
   for (DType kv : {DType::fp8_e4m3, DType::fp8_e5m2})
-    for (const Phase& phase : kPhases) {
+    for (const NamedRequests& phase : kPhases) {
       table.add(fmt::format("dtype_heads_{}_{}", to_string(kv), phase.name), 2, 3, {64, 64}, {DType::bf16, kv}, phase.requests)
           .scale_per_head = true;
       // Saturates: values beyond 448 (57344) times the scale are cut.
       table.add(fmt::format("dtype_saturated_{}_{}", to_string(kv), phase.name), 2, 1, {64, 64}, {DType::bf16, kv}, phase.requests)
           .kv_scale = kv == DType::fp8_e4m3 ? 0.004f : 0.00003f;
     }
-  for (const Phase& phase : kPhases)  // a peaked softmax shows errors of the logits
+  for (const NamedRequests& phase : kPhases)  // a peaked softmax shows errors of the logits
     for (DTypes types : {kDTypes[0], kDTypes[1], kDTypes[2]})
       table.add(fmt::format("dtype_peaked_{}_{}", to_string(types.q), phase.name), 2, 1, {128, 128}, types, phase.requests).q_gain = 6.f;
 }
@@ -126,7 +126,7 @@ void add_masks(Table& table) {
       {"custom_window", {.causal = true, .window_left = 30, .custom = true}, CustomPattern::random},
   };
   for (const NamedMask& m : masks)
-    for (const Phase& phase : kPhases) {
+    for (const NamedRequests& phase : kPhases) {
       Case& c = table.add(fmt::format("mask_{}_{}", m.name, phase.name), 4, 1, {64, 64}, table.types(), phase.requests);
       c.spec.mask = m.mask;
       c.custom = m.custom;
@@ -191,7 +191,7 @@ void add_scores(Table& table) {
       {"relative_sinks", {.relative_buckets = 16, .relative_max_distance = 40, .sinks = true}},
   };
   for (const NamedScore& s : scores)
-    for (const Phase& phase : kPhases)
+    for (const NamedRequests& phase : kPhases)
       for (int group : {1, 6}) {
         Case& c = table.add(fmt::format("score_{}_g{}_{}", s.name, group, phase.name), group, 2, {64, 64}, table.types(), phase.requests);
         c.spec.score = s.score;
@@ -356,7 +356,7 @@ void add_prefills(Table& table) {
 // Queries in e4m3, which a kernel may multiply as they are: every phase, then prefill of several tiles of 128 rows and of 192 keys.
 void add_fp8_queries(Table& table) {
   constexpr DTypes kE4m3{DType::fp8_e4m3, DType::fp8_e4m3};
-  for (const Phase& phase : kPhases) {
+  for (const NamedRequests& phase : kPhases) {
     table.add(fmt::format("dtype_e4m3_{}", phase.name), 3, 2, {64, 48}, kE4m3, phase.requests).out_dtype = DType::f16;
     table.add(fmt::format("dtype_e4m3_heads_{}", phase.name), 2, 3, {128, 128}, kE4m3, phase.requests).scale_per_head = true;
   }

@@ -14,8 +14,6 @@ namespace imbrex {
 
 namespace {
 
-bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
-
 // Codes of the rules of one tensor: "kv_cache.k" or "kv_cache.v".
 struct SideCodes {
   const char *missing, *dtype, *rank, *block_size, *num_heads, *head_dim, *packed_bytes, *packed_stride, *strides;

@@ -22,7 +22,7 @@ struct Change {
   std::function<void(AttentionSpec&)> apply;
 };
 
-enum Field { kKvDtype, kQDtype, kKvFormat, kBlockSize, kHeadDim, kScore, kMask };
+enum Field { kKvDtype, kQDtype, kKvFormat, kBlockSize, kHeadDim, kScore, kVisible };
 
 int dtype_rank(DType t) {  // more precise first
   switch (t) {
@@ -108,9 +108,9 @@ void add_feature_changes(const AttentionSpec& spec, std::vector<Change>& changes
     s.score.relative_buckets = s.score.relative_max_distance = 0;
     s.score.relative_bidirectional = false;
   });
-  drop(spec.mask.custom, kMask, "custom mask", [](AttentionSpec& s) { s.mask.custom = false; });
-  drop(spec.mask.chunk != 0, kMask, "chunked-local mask", [](AttentionSpec& s) { s.mask.chunk = 0; });
-  drop(spec.mask.window_left >= 0 || spec.mask.window_right >= 0, kMask, "window",
+  drop(spec.mask.custom, kVisible, "custom mask", [](AttentionSpec& s) { s.mask.custom = false; });
+  drop(spec.mask.chunk != 0, kVisible, "chunked-local mask", [](AttentionSpec& s) { s.mask.chunk = 0; });
+  drop(spec.mask.window_left >= 0 || spec.mask.window_right >= 0, kVisible, "window",
        [](AttentionSpec& s) { s.mask.window_left = s.mask.window_right = -1; });
 }
 
@@ -176,7 +176,7 @@ std::vector<std::string> propose(const AttentionSpec& spec, const DeviceInfo& de
   for (int i = 0; i < count; ++i) {
     singles.push_back({changes[i].distance, {i, -1}});
     for (int j = i + 1; j < count; ++j) {
-      const bool same_value = changes[i].field == changes[j].field && changes[i].field != kScore && changes[i].field != kMask;
+      const bool same_value = changes[i].field == changes[j].field && changes[i].field != kScore && changes[i].field != kVisible;
       if (!same_value) pairs.push_back({changes[i].distance + changes[j].distance, {i, j}});
     }
   }

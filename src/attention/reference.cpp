@@ -30,8 +30,7 @@ double parameter(const TensorView& t, int64_t index) { return t.as<const float>(
 
 // What an fp8 element is multiplied by.
 float head_scale(const TensorView& scales, DType dtype, int head) {
-  const bool fp8 = dtype == DType::fp8_e4m3 || dtype == DType::fp8_e5m2;
-  if (!fp8 || scales.empty()) return 1.f;
+  if (!is_fp8(dtype) || scales.empty()) return 1.f;
   return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];
 }
 

@@ -22,17 +22,18 @@ struct NamedDType {
   const char* name;
   DType dtype;
 };
-constexpr NamedDType kDTypes[] = {{"F32", DType::f32},          {"F16", DType::f16}, {"BF16", DType::bf16}, {"F8_E4M3", DType::fp8_e4m3},
-                                  {"F8_E5M2", DType::fp8_e5m2}, {"U8", DType::u8},   {"I32", DType::i32},   {"I64", DType::i64}};
+constexpr NamedDType kNamedDTypes[] = {{"F32", DType::f32},          {"F16", DType::f16},          {"BF16", DType::bf16},
+                                       {"F8_E4M3", DType::fp8_e4m3}, {"F8_E5M2", DType::fp8_e5m2}, {"U8", DType::u8},
+                                       {"I32", DType::i32},          {"I64", DType::i64}};
 
 DType dtype_named(const std::string& tensor, const std::string& name) {
-  for (const NamedDType& d : kDTypes)
+  for (const NamedDType& d : kNamedDTypes)
     if (name == d.name) return d.dtype;
   fail("safetensors.dtype", "tensor {}: expected F32, F16, BF16, F8_E4M3, F8_E5M2, U8, I32 or I64, got {}", tensor, name);
 }
 
 const char* name_of(DType dtype) {
-  for (const NamedDType& d : kDTypes)
+  for (const NamedDType& d : kNamedDTypes)
     if (dtype == d.dtype) return d.name;
   return "";
 }

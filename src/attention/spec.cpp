@@ -86,11 +86,11 @@ std::string AttentionSpec::str() const {
 }
 
 // Bounds that keep products of a few sizes within an int; no model comes near them.
-static constexpr int kMaxHeads = 4096, kMaxHeadDim = 576, kMaxBlockSize = 65536;
+static constexpr int kMaxSpecHeads = 4096, kMaxSpecHeadDim = 576, kMaxBlockSize = 65536;
 
 static void check_head_dim(std::string_view code, int head_dim) {
-  check(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}", kMaxHeadDim,
-        head_dim);
+  check(head_dim > 0 && head_dim <= kMaxSpecHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}",
+        kMaxSpecHeadDim, head_dim);
 }
 
 static void validate_mask(const Mask& mask) {
@@ -122,7 +122,7 @@ static void validate_score(const ScoreMod& score) {
 void AttentionSpec::validate() const {
   check(kind <= AttentionKind::encoder_decoder, "spec.kind", "{} is no attention kind", int(kind));
   check(kv_format <= KvFormat::amx_packed, "spec.kv_format", "{} is no KV format", int(kv_format));
-  check(num_q_heads > 0 && num_q_heads <= kMaxHeads, "spec.num_q_heads", "expected 1 to {}, got {}", kMaxHeads, num_q_heads);
+  check(num_q_heads > 0 && num_q_heads <= kMaxSpecHeads, "spec.num_q_heads", "expected 1 to {}, got {}", kMaxSpecHeads, num_q_heads);
   check(num_kv_heads > 0, "spec.num_kv_heads.positive", "expected 1 or more, got {}", num_kv_heads);
   check(num_q_heads % num_kv_heads == 0, "spec.num_kv_heads.divides", "expected a divisor of num_q_heads {}, got {}", num_q_heads,
         num_kv_heads);

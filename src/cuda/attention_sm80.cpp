@@ -30,7 +30,6 @@ SharedMemory shared_memory_of(std::string_view arch) {
 }
 
 constexpr int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
-bool is_fp8(DType t) { return size_of(t) == 1; }
 int row_bytes(int dim, int element) { return (rounded_up(dim, 16) * element / 16 | 1) * 16; }
 
 // As in kernels/attention_sm80_tiles.cuh.

@@ -14,7 +14,6 @@ constexpr int kSharedMemory = 227 << 10;                 // of a thread block al
 constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
 constexpr int kLeastPageRows = 8;                        // of a box: a swizzle's
 
-bool is_fp8(DType t) { return size_of(t) == 1; }
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 // 16 of them, or 32 in bytes, are one warp's.
 int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 64; }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr std::string_view kMla = kWaitsForMla;
 constexpr std::string_view kLinear = kWaitsForLinear;
-constexpr std::string_view kSparse = "sparse attention (an indexer picks the keys of each query) on top of MLA";
+constexpr std::string_view kSparseMla = "sparse attention (an indexer picks the keys of each query) on top of MLA";
 constexpr std::string_view kLinearMla = "linear layers (a recurrent state instead of a KV cache) and MLA";
 constexpr std::string_view kBlocks = "layers that differ in heads from block to block (block_configs)";
 
@@ -23,8 +23,8 @@ constexpr LaterFamily kLater[] = {
     {"glm4_moe_lite", kMla},
     {"longcat_flash", kMla},
     {"minicpm3", kMla},
-    {"deepseek_v32", kSparse},
-    {"glm_moe_dsa", kSparse},
+    {"deepseek_v32", kSparseMla},
+    {"glm_moe_dsa", kSparseMla},
     {"deepseek_v4", "compressed sparse attention (shared keys and values, compressed at a ratio that differs by layer)"},
     {"qwen3_next", kLinear},
     {"qwen3_5", kLinear},

@@ -7,7 +7,7 @@ namespace imbrex {
 
 namespace {
 
-constexpr ModelPreset kPresets[] = {
+constexpr ModelPreset kDecoders[] = {
     {"bloom", "bigscience/bloom",  // M
      R"({"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "n_head": 112, "torch_dtype": "bfloat16"})"},
     {"bloom-7b1", "bigscience/bloom-7b1",  // M
@@ -171,6 +171,6 @@ constexpr ModelPreset kPresets[] = {
 
 }  // namespace
 
-std::span<const ModelPreset> decoder_presets() { return kPresets; }
+std::span<const ModelPreset> decoder_presets() { return kDecoders; }
 
 }  // namespace imbrex

@@ -7,7 +7,7 @@ namespace imbrex {
 
 namespace {
 
-constexpr ModelPreset kPresets[] = {
+constexpr ModelPreset kOthers[] = {
     {"bart-large", "facebook/bart-large",  // M
      R"({"model_type": "bart", "d_model": 1024, "encoder_layers": 12, "decoder_layers": 12, "encoder_attention_heads": 16,
          "decoder_attention_heads": 16, "torch_dtype": "float32"})"},
@@ -86,6 +86,6 @@ constexpr ModelPreset kPresets[] = {
 
 }  // namespace
 
-std::span<const ModelPreset> other_presets() { return kPresets; }
+std::span<const ModelPreset> other_presets() { return kOthers; }
 
 }  // namespace imbrex

@@ -15,8 +15,6 @@ namespace {
 
 constexpr int kTensorShare = 4;  // a window's tensors take at most one part in so many of a GPU's memory
 
-bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
-
 }  // namespace
 
 StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const ReplayOptions& options, int max_seq_len,

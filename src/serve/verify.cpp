@@ -23,8 +23,6 @@ constexpr uint64_t kSignTag = 0x7369676e;
 
 int noise_columns(const AttentionSpec& spec) { return std::min(kNoiseColumns, spec.head_dim_v); }
 
-bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_e5m2; }
-
 // One kv head of a layer with ragged keys; the noise columns are behind the values.
 AttentionSpec head_spec(const AttentionSpec& spec) {
   AttentionSpec head = spec;

@@ -1,4 +1,5 @@
 // Tile verbs in memory, for machines without AMX: same macros and, up to the order inside one product, same arithmetic.
+// They are calls and nothing is unrolled: the pipeline with a product in each of its places takes the compiler two minutes.
 
 namespace imbrex::cpu {
 namespace {
@@ -18,15 +19,15 @@ inline void tiles_shape(int rows) {
 inline void tiles_release() {
   for (int& rows : tiles.rows) rows = 0;
 }
-inline void tile_zero(int t) {
+[[gnu::noinline]] void tile_zero(int t) {
   for (int i = 0; i < 16 * tiles.rows[t]; ++i) tiles.tile[t][i] = 0.f;
 }
-inline void tile_load(int t, const void* p) { __builtin_memcpy(tiles.tile[t], p, 64ul * tiles.rows[t]); }
-inline void tile_store(int t, void* p) { __builtin_memcpy(p, tiles.tile[t], 64ul * tiles.rows[t]); }
+[[gnu::noinline]] void tile_load(int t, const void* p) { __builtin_memcpy(tiles.tile[t], p, 64ul * tiles.rows[t]); }
+[[gnu::noinline]] void tile_store(int t, void* p) { __builtin_memcpy(p, tiles.tile[t], 64ul * tiles.rows[t]); }
 
 // TDPBF16PS: even and odd halves of the pairs are summed separately over the tile, then joined, then added; subnormals count as zero
 // on the unit, which is not emulated.
-inline void tile_dot(int c, int a, int b) {
+[[gnu::noinline]] void tile_dot(int c, int a, int b) {
   for (int m = 0; m < tiles.rows[c]; ++m) {
     __m512 even = _mm512_setzero_ps(), odd = _mm512_setzero_ps();
     for (int k = 0; k < tiles.rows[b]; ++k) {

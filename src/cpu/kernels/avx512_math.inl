@@ -9,7 +9,9 @@ typedef __m512i vi;
 
 #define IMBREX_INLINE inline __attribute__((always_inline))
 #define IMBREX_PRAGMA(x) _Pragma(#x)
-#ifdef __clang__
+#if defined(IMBREX_NO_UNROLL)
+#define IMBREX_UNROLL(n)
+#elif defined(__clang__)
 #define IMBREX_UNROLL(n) IMBREX_PRAGMA(unroll n)
 #else
 #define IMBREX_UNROLL(n) IMBREX_PRAGMA(GCC unroll n)
