@@ -1,5 +1,6 @@
 // BlockPool against a slow model (plain containers, the rules spelled out), its errors, and the small functions beside it.
 #include "imbrex/block_pool.h"
+#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
@@ -13,16 +14,6 @@
 
 namespace imbrex {
 namespace {
-
-template <class F>
-std::string code_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.code();
-  }
-  return "no error";
-}
 
 // The rules of block_pool.h over lists and maps.
 struct SlowPool {
@@ -128,7 +119,7 @@ void run_against_model(int num_blocks, int num_hashes, int operations, uint64_t 
         const int32_t b = blocks[size_t(below(int(blocks.size())))];
         const BlockHash h = BlockHash(1 + below(num_hashes));
         if (const BlockHash old = model.hash_of(b); old != 0 && old != h) {
-          ASSERT_EQ(code_of([&] { pool.publish(b, h); }), "block_pool.publish.again");
+          ASSERT_EQ(test::error_code([&] { pool.publish(b, h); }), "block_pool.publish.again");
         } else {
           pool.publish(b, h);
           model.publish(b, h);
@@ -273,16 +264,16 @@ TEST(BlockPool, ErrorsChangeNothing) {
   std::vector<int32_t> a;
   ASSERT_TRUE(pool.allocate(2, a));
   const int32_t free_block = 3 - a[0] - a[1];
-  EXPECT_EQ(code_of([&] { pool.release(std::vector<int32_t>{a[0], a[1], a[0]}); }), "block_pool.block.free");
-  EXPECT_EQ(code_of([&] { pool.release(std::vector<int32_t>{a[0], 3}); }), "block_pool.block.range");
-  EXPECT_EQ(code_of([&] { pool.retain(std::vector<int32_t>{a[0], free_block}); }), "block_pool.block.free");
-  EXPECT_EQ(code_of([&] { pool.retain(std::vector<int32_t>{a[0], -1}); }), "block_pool.block.range");
-  EXPECT_EQ(code_of([&] { pool.publish(free_block, 1); }), "block_pool.block.free");
-  EXPECT_EQ(code_of([&] { pool.publish(a[0], 0); }), "block_pool.publish.hash");
-  EXPECT_EQ(code_of([&] { pool.make_writable(free_block); }), "block_pool.block.free");
-  EXPECT_EQ(code_of([&] { pool.ref_count(17); }), "block_pool.block.range");
-  EXPECT_EQ(code_of([&] { pool.allocate(-1, a); }), "block_pool.allocate.count");
-  EXPECT_EQ(code_of([] { BlockPool none(0); }), "block_pool.size");
+  EXPECT_EQ(test::error_code([&] { pool.release(std::vector<int32_t>{a[0], a[1], a[0]}); }), "block_pool.block.free");
+  EXPECT_EQ(test::error_code([&] { pool.release(std::vector<int32_t>{a[0], 3}); }), "block_pool.block.range");
+  EXPECT_EQ(test::error_code([&] { pool.retain(std::vector<int32_t>{a[0], free_block}); }), "block_pool.block.free");
+  EXPECT_EQ(test::error_code([&] { pool.retain(std::vector<int32_t>{a[0], -1}); }), "block_pool.block.range");
+  EXPECT_EQ(test::error_code([&] { pool.publish(free_block, 1); }), "block_pool.block.free");
+  EXPECT_EQ(test::error_code([&] { pool.publish(a[0], 0); }), "block_pool.publish.hash");
+  EXPECT_EQ(test::error_code([&] { pool.make_writable(free_block); }), "block_pool.block.free");
+  EXPECT_EQ(test::error_code([&] { pool.ref_count(17); }), "block_pool.block.range");
+  EXPECT_EQ(test::error_code([&] { pool.allocate(-1, a); }), "block_pool.allocate.count");
+  EXPECT_EQ(test::error_code([] { BlockPool none(0); }), "block_pool.size");
   EXPECT_EQ(pool.ref_count(a[0]), 1);
   EXPECT_EQ(pool.ref_count(a[1]), 1);
   EXPECT_EQ(pool.num_free(), 1);
@@ -327,10 +318,10 @@ TEST(AppendSlots, FollowsTheBlocks) {
   slots.clear();
   append_slots(far, 16, 15, 16, slots);
   EXPECT_EQ(slots, (std::vector<int64_t>{32'000'000'015}));
-  EXPECT_EQ(code_of([&] { append_slots(blocks, 4, 0, 13, slots); }), "block_pool.slots.blocks");
-  EXPECT_EQ(code_of([&] { append_slots(blocks, 4, 3, 2, slots); }), "block_pool.slots.range");
-  EXPECT_EQ(code_of([&] { append_slots(blocks, 4, -1, 2, slots); }), "block_pool.slots.range");
-  EXPECT_EQ(code_of([&] { append_slots(blocks, 0, 0, 2, slots); }), "block_pool.slots.block_size");
+  EXPECT_EQ(test::error_code([&] { append_slots(blocks, 4, 0, 13, slots); }), "block_pool.slots.blocks");
+  EXPECT_EQ(test::error_code([&] { append_slots(blocks, 4, 3, 2, slots); }), "block_pool.slots.range");
+  EXPECT_EQ(test::error_code([&] { append_slots(blocks, 4, -1, 2, slots); }), "block_pool.slots.range");
+  EXPECT_EQ(test::error_code([&] { append_slots(blocks, 0, 0, 2, slots); }), "block_pool.slots.block_size");
   EXPECT_EQ(slots.size(), 1u);
 }
 
@@ -347,8 +338,8 @@ TEST(FirstNeededBlock, IsTheBlockOfTheFirstVisibleKey) {
       }
     }
   }
-  EXPECT_EQ(code_of([] { first_needed_block(-1, 4, 0, 16); }), "block_pool.needed.position");
-  EXPECT_EQ(code_of([] { first_needed_block(1, 4, 0, 0); }), "block_pool.needed.block_size");
+  EXPECT_EQ(test::error_code([] { first_needed_block(-1, 4, 0, 16); }), "block_pool.needed.position");
+  EXPECT_EQ(test::error_code([] { first_needed_block(1, 4, 0, 0); }), "block_pool.needed.block_size");
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "attention/fake_backend.h"
 #include "attention/reference.h"
+#include "expect_error.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
 
@@ -196,21 +197,13 @@ TEST(PhasePlan, EachPhaseGoesToItsBackend) {
 TEST(PhasePlan, RefusesBadInput) {
   const Backend& reference = reference_backend();
   const AttentionSpec spec = make_problem(kOrdered, Keys::table, false).spec;
-  const auto code_of = [](const auto& f) -> std::string {
-    try {
-      f();
-    } catch (const Error& e) {
-      return e.code();
-    }
-    return "";
-  };
-  EXPECT_EQ(code_of([&] { plan_by_phase(reference, reference, spec, describe_device("cpu"), {}, 0); }), "phase_plan.decode_max_q");
+  EXPECT_EQ(test::error_code([&] { plan_by_phase(reference, reference, spec, describe_device("cpu"), {}, 0); }), "phase_plan.decode_max_q");
   const auto plan = plan_by_phase(reference, reference, spec, describe_device("cpu"), {}, 1);
   Problem bad = make_problem(kOrdered, Keys::table, false);
   bad.seq_lens[0] = -1;
   bad.batch.query_start_loc = bad.query_start_loc;
   bad.batch.seq_lens = bad.seq_lens;
-  EXPECT_TRUE(code_of([&] { plan->update(bad.batch); }).starts_with("batch."));
+  EXPECT_TRUE(test::error_code([&] { plan->update(bad.batch); }).starts_with("batch."));
   Problem p = make_problem(kInterleaved, Keys::table, false);
   p.batch.query_start_loc = p.query_start_loc;
   p.batch.seq_lens = p.seq_lens;
@@ -220,12 +213,12 @@ TEST(PhasePlan, RefusesBadInput) {
   inputs.kv = cache_of(p);
   inputs.q = TensorView::contiguous(p.q.data(), DType::f32, {p.num_tokens - 1, 4, 16});
   Outputs outputs{TensorView::contiguous(out.data(), DType::f32, {p.num_tokens, 4, 8}), {}};
-  EXPECT_EQ(code_of([&] { plan->run(inputs, outputs); }), "phase_plan.tokens");
+  EXPECT_EQ(test::error_code([&] { plan->run(inputs, outputs); }), "phase_plan.tokens");
   inputs.q = TensorView::contiguous(p.q.data(), DType::f32, {p.num_tokens, 4, 16});
   outputs.lse = TensorView::contiguous(lse.data(), DType::f32, {p.num_tokens, 1});
-  EXPECT_EQ(code_of([&] { plan->run(inputs, outputs); }), "phase_plan.lse");
+  EXPECT_EQ(test::error_code([&] { plan->run(inputs, outputs); }), "phase_plan.lse");
   outputs.lse = {};
-  EXPECT_EQ(code_of([&] { plan->write_kv(inputs.kv, inputs.q, inputs.q); }), "phase_plan.tokens");
+  EXPECT_EQ(test::error_code([&] { plan->write_kv(inputs.kv, inputs.q, inputs.q); }), "phase_plan.tokens");
 }
 
 // A device other than the host has no gather: such a batch has to come ordered by phase.

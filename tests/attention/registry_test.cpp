@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "attention/fake_backend.h"
+#include "expect_error.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
 
@@ -13,15 +14,6 @@ namespace {
 
 std::shared_ptr<FakeBackend> fake(std::string name) {
   return std::make_shared<FakeBackend>(std::move(name), [](const auto&, const auto&) { return std::vector<Reason>{}; });
-}
-
-std::string code_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.code();
-  }
-  return "";
 }
 
 TEST(Registry, ReferenceIsLast) {
@@ -47,13 +39,13 @@ TEST(Registry, RegisteredComeFirstInTheirOrder) {
 
 TEST(Registry, RefusesWhatCannotBeNamed) {
   register_backend(fake("outside"));
-  EXPECT_EQ(code_of([] { register_backend(fake("outside")); }), "registry.duplicate");
+  EXPECT_EQ(test::error_code([] { register_backend(fake("outside")); }), "registry.duplicate");
   unregister_backend("outside");
-  EXPECT_EQ(code_of([] { register_backend(fake("reference")); }), "registry.duplicate");
-  EXPECT_EQ(code_of([] { register_backend(fake("")); }), "registry.name");
-  EXPECT_EQ(code_of([] { register_backend(nullptr); }), "registry.null");
-  EXPECT_EQ(code_of([] { unregister_backend("outside"); }), "registry.unknown");
-  EXPECT_EQ(code_of([] { unregister_backend("reference"); }), "registry.unknown");
+  EXPECT_EQ(test::error_code([] { register_backend(fake("reference")); }), "registry.duplicate");
+  EXPECT_EQ(test::error_code([] { register_backend(fake("")); }), "registry.name");
+  EXPECT_EQ(test::error_code([] { register_backend(nullptr); }), "registry.null");
+  EXPECT_EQ(test::error_code([] { unregister_backend("outside"); }), "registry.unknown");
+  EXPECT_EQ(test::error_code([] { unregister_backend("reference"); }), "registry.unknown");
 }
 
 TEST(Registry, PointersSurviveAnUnregistration) {

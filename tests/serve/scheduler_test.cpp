@@ -1,5 +1,6 @@
 // The scheduler against a memory of what every slot holds: whatever happens, each query finds its own tokens where its table says.
 #include "serve/scheduler.h"
+#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
@@ -308,52 +309,42 @@ TEST(Scheduler, APlanMovesBetweenSchedulers) {
   EXPECT_EQ(plan.groups[0].block_table, fresh.groups[0].block_table);
 }
 
-template <class F>
-std::string code_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.code();
-  }
-  return "no error";
-}
-
 TEST(Scheduler, RefusesWhatCannotWork) {
   const ModelSpec model = tiny_model({full_mask()}, 4);
   const SchedulerOptions good{.max_num_batched_tokens = 64, .max_num_seqs = 4, .max_seq_len = 64, .num_blocks = {8}};
   const auto with = [&](auto change) {
-    return code_of([&] {
+    return test::error_code([&] {
       SchedulerOptions options = good;
       change(options);
       Scheduler scheduler(model, options);
     });
   };
-  EXPECT_EQ(with([](auto&) {}), "no error");
+  EXPECT_EQ(with([](auto&) {}), "nothing thrown");
   EXPECT_EQ(with([](auto& o) { o.max_num_batched_tokens = 0; }), "scheduler.max_num_batched_tokens");
   EXPECT_EQ(with([](auto& o) { o.max_num_seqs = 0; }), "scheduler.max_num_seqs");
   EXPECT_EQ(with([](auto& o) { o.max_seq_len = 0; }), "scheduler.max_seq_len");
   EXPECT_EQ(with([](auto& o) { o.num_blocks = {8, 8}; }), "scheduler.num_blocks");
   EXPECT_EQ(with([](auto& o) { o.num_blocks = {0}; }), "block_pool.size");
-  EXPECT_EQ(code_of([&] { Scheduler s(ModelSpec{}, good); }), "scheduler.groups");
-  EXPECT_EQ(code_of([&] { Scheduler s(tiny_model({full_mask()}, 0), good); }), "scheduler.block_size");
+  EXPECT_EQ(test::error_code([&] { Scheduler s(ModelSpec{}, good); }), "scheduler.groups");
+  EXPECT_EQ(test::error_code([&] { Scheduler s(tiny_model({full_mask()}, 0), good); }), "scheduler.block_size");
   ModelSpec mixed = tiny_model({full_mask(), window_mask(4)}, 4);
   mixed.layers[1].spec.block_size = 8;
   SchedulerOptions two = good;
   two.num_blocks = {8, 8};
-  EXPECT_EQ(code_of([&] { Scheduler s(mixed, two); }), "scheduler.block_size.mixed");
+  EXPECT_EQ(test::error_code([&] { Scheduler s(mixed, two); }), "scheduler.block_size.mixed");
 
   Scheduler scheduler(model, good);
   const Trace trace = plain_trace({{31, 2}, {32, 2}, {64, 2}, {5, 1}});
-  EXPECT_EQ(code_of([&] { scheduler.add(trace.requests[0], 0, 1); }), "no error");
-  EXPECT_EQ(code_of([&] { scheduler.add(trace.requests[1], 1, 1); }), "scheduler.request.too_long");
-  EXPECT_EQ(code_of([&] { scheduler.add(trace.requests[2], 2, 1); }), "scheduler.request.too_long");
-  EXPECT_EQ(code_of([&] { scheduler.add(trace.requests[3], 3, 0); }), "scheduler.request.order");
-  EXPECT_EQ(code_of([&] { scheduler.add(TraceRequest{}, 3, 1); }), "scheduler.request.length");
+  EXPECT_EQ(test::error_code([&] { scheduler.add(trace.requests[0], 0, 1); }), "nothing thrown");
+  EXPECT_EQ(test::error_code([&] { scheduler.add(trace.requests[1], 1, 1); }), "scheduler.request.too_long");
+  EXPECT_EQ(test::error_code([&] { scheduler.add(trace.requests[2], 2, 1); }), "scheduler.request.too_long");
+  EXPECT_EQ(test::error_code([&] { scheduler.add(trace.requests[3], 3, 0); }), "scheduler.request.order");
+  EXPECT_EQ(test::error_code([&] { scheduler.add(TraceRequest{}, 3, 1); }), "scheduler.request.length");
   StepPlan plan;
-  EXPECT_EQ(code_of([&] { scheduler.finish_step(0); }), "scheduler.step.order");
+  EXPECT_EQ(test::error_code([&] { scheduler.finish_step(0); }), "scheduler.step.order");
   EXPECT_FALSE(scheduler.step(0.5, plan));
   EXPECT_TRUE(scheduler.step(1, plan));
-  EXPECT_EQ(code_of([&] { scheduler.step(1, plan); }), "scheduler.step.order");
+  EXPECT_EQ(test::error_code([&] { scheduler.step(1, plan); }), "scheduler.step.order");
 }
 
 // 256 decodes take a few microseconds on a quiet machine; the bound only catches something that has become wrong by an order.
