@@ -270,8 +270,8 @@ CaseFile parse_case(const Safetensors& file) {
   in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
-  in.k_scale = tensors.take_if(is_fp8(spec) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
-  in.v_scale = tensors.take_if(is_fp8(spec) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
+  in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
+  in.v_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
   for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) {
     check(scale->empty() || scale->sizes[0] == 1 || scale->sizes[0] == kv_heads, "case_file.scale.size", "expected 1 or {} scales, got {}",
           kv_heads, scale->empty() ? 0 : scale->sizes[0]);

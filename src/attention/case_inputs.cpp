@@ -72,7 +72,7 @@ double step_of(const Case& c, const CaseRequest& r, int position, int q_head) {
 void add_pattern(CaseInputs& in, const Case& c, const CaseRequest& r, int64_t token, int64_t key) {
   const int last = c.spec.head_dim_qk - 1;
   // Levels have to fit an fp8 cache.
-  const double unit = (is_fp8(c.spec) ? double(c.kv_scale) : 1.0) * (is_ramp(c) ? 0.125 : 1.0);
+  const double unit = (is_fp8(c.spec.kv_dtype) ? double(c.kv_scale) : 1.0) * (is_ramp(c) ? 0.125 : 1.0);
   for (int j = 0; j < r.seq_len; ++j)
     for (int64_t h = 0; h < c.spec.num_kv_heads; ++h)
       in.k.set(((key + j) * c.spec.num_kv_heads + h) * (last + 1) + last, level_of(c, r, j) * unit);
@@ -144,8 +144,6 @@ TensorView HostTensor::view() const {
   return t;
 }
 
-bool is_fp8(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype); }
-
 CaseInputs make_inputs(const Case& c) {
   const AttentionSpec& spec = c.spec;
   CaseInputs in;
@@ -185,7 +183,7 @@ CaseInputs make_inputs(const Case& c) {
       for (int i = 0; i < r.q_len; ++i)
         for (int j = 0; j < r.seq_len; ++j) in.custom_mask.bytes[size_t(at++)] = custom_shows(c, r, i, j);
   }
-  if (is_fp8(spec)) {
+  if (is_fp8(spec.kv_dtype)) {
     const int count = c.scale_per_head ? spec.num_kv_heads : 1;
     in.k_scale = HostTensor::make(DType::f32, {count});
     in.v_scale = HostTensor::make(DType::f32, {count});

@@ -43,6 +43,5 @@ CaseInputs make_inputs(const Case&);
 HostTensor as_cached(const HostTensor&, DType, const HostTensor& scale);
 // What the tensor's head `head` is multiplied by.
 float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head);
-bool is_fp8(const AttentionSpec&);
 
 }  // namespace imbrex

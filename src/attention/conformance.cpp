@@ -106,7 +106,7 @@ class NaiveRow {
 Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const ErrorStats& naive) {
   double max_factor = 2, mean_factor = 1.5, largest_value = 0, storing = 0;
   if (in.spec.score.soft_cap > 0.f) max_factor = 3;
-  if (is_fp8(in.spec)) max_factor = 4, mean_factor = 3;
+  if (is_fp8(in.spec.kv_dtype)) max_factor = 4, mean_factor = 3;
   const DType dtype = working_dtype(in.spec);
   const std::vector<float> values = rounded(as_cached(in.v, in.spec.kv_dtype, in.v_scale), dtype, in.v_scale);
   for (float v : values) largest_value = std::max(largest_value, double(std::abs(v)));

@@ -37,13 +37,12 @@ int dtype_rank(DType t) {  // more precise first
 
 void add_dtype_changes(const AttentionSpec& spec, std::vector<Change>& changes) {
   for (const DType t : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2}) {
-    const bool is_fp8 = size_of(t) == 1;
     if (t != spec.kv_dtype) {
       const int steps = dtype_rank(t) - dtype_rank(spec.kv_dtype);
       const int distance = steps > 0 && size_of(t) < size_of(spec.kv_dtype) ? 10 + steps : 1 + std::abs(steps);
       changes.push_back({distance, kKvDtype, fmt::format("kv_dtype {}", to_string(t)), [t](AttentionSpec& s) { s.kv_dtype = t; }});
     }
-    if (t != spec.q_dtype && !is_fp8) {
+    if (t != spec.q_dtype && !is_fp8(t)) {
       const int steps = dtype_rank(t) - dtype_rank(spec.q_dtype);
       const int distance = steps > 0 && size_of(t) < size_of(spec.q_dtype) ? 10 + steps : 2 + std::abs(steps);
       changes.push_back({distance, kQDtype, fmt::format("q_dtype {}", to_string(t)), [t](AttentionSpec& s) { s.q_dtype = t; }});

@@ -25,7 +25,7 @@ std::vector<RunOptions> variants_of(const CaseInputs& in) {
   add(16, "lbthd", true, KvFormat::strided);
   add(64, "blhtd", false, KvFormat::strided);
   add(128, "hlbtd", true, KvFormat::strided);
-  const bool packable = in.spec.kv_dtype == DType::bf16 || is_fp8(in.spec);
+  const bool packable = in.spec.kv_dtype == DType::bf16 || is_fp8(in.spec.kv_dtype);
   for (int block_size : {16, 64, 128})
     if (packable) add(block_size, "lbh", block_size == 64, KvFormat::amx_packed);
   return all;

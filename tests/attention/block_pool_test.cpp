@@ -1,6 +1,5 @@
 // BlockPool against a slow model (plain containers, the rules spelled out), its errors, and the small functions beside it.
 #include "imbrex/block_pool.h"
-#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
@@ -10,6 +9,7 @@
 #include <random>
 #include <set>
 
+#include "expect_error.h"
 #include "imbrex/error.h"
 
 namespace imbrex {

@@ -1,12 +1,12 @@
 // The replay end to end on small models: same bits however it is batched, every output checked, and a damaged cache noticed.
 #include "serve/replay.h"
-#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
 
+#include "expect_error.h"
 #include "imbrex/error.h"
 #include "serve/tiny_model.h"
 #include "serve/trace_gen.h"

@@ -1,12 +1,12 @@
 // The scheduler against a memory of what every slot holds: whatever happens, each query finds its own tokens where its table says.
 #include "serve/scheduler.h"
-#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <map>
 
+#include "expect_error.h"
 #include "imbrex/error.h"
 #include "serve/tiny_model.h"
 

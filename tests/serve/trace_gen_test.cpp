@@ -1,6 +1,5 @@
 // The generator: same bytes everywhere, traces that read back, real sharing, and options out of range.
 #include "serve/trace_gen.h"
-#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
@@ -10,6 +9,7 @@
 #include <set>
 #include <sstream>
 
+#include "expect_error.h"
 #include "imbrex/error.h"
 #include "serve/trace_stats.h"
 

@@ -1,6 +1,5 @@
 // The four trace formats, and what is said of rows that are wrong.
 #include "serve/trace.h"
-#include "expect_error.h"
 
 #include <gtest/gtest.h>
 
@@ -8,6 +7,7 @@
 #include <fstream>
 #include <random>
 
+#include "expect_error.h"
 #include "imbrex/error.h"
 
 namespace imbrex::serve {
