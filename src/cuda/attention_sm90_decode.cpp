@@ -34,7 +34,7 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   // As in the kernel: stages of keys and values; queries, weights, and what is small.
   const int keys = tile_keys(spec), q_slots = rows > 16 && std::max(spec.head_dim_qk, spec.head_dim_v) > 128 ? 2 : 1;
   const int stage = keys * kTensorMapLine * (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
-  constexpr int kRowState = 4 * 16 + 2 * 20, kRest = 768;
+  constexpr int kSlots = 4, kRowState = 4 * 16 + kSlots * 20, kRest = 1024;
   const int rest = rows * (q_slots * row_bytes((spec.head_dim_qk + 15) / 16 * 16) + 2 * row_bytes(keys) + kRowState) + kRest;
   for (int blocks = rows > 16 ? 1 : 2; blocks > 0; --blocks) {
     const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - rest) / stage;

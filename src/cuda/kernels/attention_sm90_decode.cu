@@ -53,7 +53,7 @@ class Consumer {
   }
 
   DEVICE void run() {
-    Ring<2> slot;
+    Ring<kItemSlots> slot;
     Ring<kQSlots> q;
 #pragma unroll 1
     for (;; slot.next(), q.next()) {
@@ -264,7 +264,7 @@ class Consumer {
 // The last item of the block is left to all of its threads: nothing else is to be done, and they are faster.
 DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   const int lane = lane_id();
-  Ring<2> slot;
+  Ring<kItemSlots> slot;
   const auto has_item = [&] {
     mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
     return shared.more[slot.at];
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
       mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
     }
     for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kItemSlots; ++i) {
       mbarrier_init(shared_address(&shared.slot_full[i]), 1);
       mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
       mbarrier_init(shared_address(&shared.stored[i]), kConsumers);

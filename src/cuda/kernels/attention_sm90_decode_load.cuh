@@ -19,6 +19,7 @@ static_assert(kDirect && kDimWarps == 1 && kRowTiles == 1 && kTeams == 4);
 // come while this one is computed.
 constexpr bool kQKept = kRowWarps == 1 || kQRegisters + 12 * kTeamDimTiles <= 96;
 constexpr int kQSlots = kQKept ? 1 : 2;
+constexpr int kItemSlots = 4;  // the warp that joins may be some items behind
 
 // 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 struct SwizzledRows {
@@ -36,11 +37,11 @@ struct SharedStorage {
   alignas(16) char weights[2][kWeightBytes];  // of a tile and of the one before
   float4 tops[2][kTileRows];                  // likewise: of each row, the maxima that the four warps have found
   float4 sums[2][kTileRows];                  // of the weights of a piece, after its last tile
-  ItemSlot slot[2];                           // of the item that is computed, and of the next
+  ItemSlot slot[kItemSlots];                  // of items that are computed or joined, and of those to come
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  u64 q_empty[kQSlots], slot_full[2], slot_empty[2], stored[2];
-  bool more[2];   // false: no item, and none will come
-  int last_slot;  // of the block's last item; -1: it had none
+  u64 q_empty[kQSlots], slot_full[kItemSlots], slot_empty[kItemSlots], stored[kItemSlots];
+  bool more[kItemSlots];  // false: no item, and none will come
+  int last_slot;          // of the block's last item; -1: it had none
   bool is_last_piece;
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -52,6 +53,13 @@ struct Box {
   int key, block;
   bool loads;
 };
+DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
+  const int lane = lane_id();
+  Box box{tile * kTileKeys + lane * kPageRows, 0, false};
+  box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
+  if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
+  return box;
+}
 
 // A tile of keys or of values by the warp, a box a lane.
 template <int chunks>
@@ -95,37 +103,47 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
   if (lane_id() == 0) mbarrier_arrive(full);
 }
 
+// What is known of a task before its turn: four loads, each of which needs the one before. In the turn they would hold up those of keys.
+struct Task {
+  int number;
+  Item item;
+  Box first;  // of its first tile
+};
+DEVICE Task task_of(const AttentionParams& p, int number, int tasks) {
+  Task task{number, {}, {}};
+  if (number < tasks) {
+    task.item = item_of(p, number);
+    task.first = box_of(p, task.item, tiles_of(task.item).first);
+  }
+  return task;
+}
+
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
   prefetch_item(p, int(blockIdx.x));  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<kQSlots> q;
-  Ring<2> slot;
+  Ring<kItemSlots> slot;
   Ring<kStages> k, v;
-  for (int task = int(blockIdx.x);; slot.next(), q.next()) {
+  for (Task task = task_of(p, int(blockIdx.x), tasks);; slot.next(), q.next()) {
     int fetched = 0;
-    if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
+    if (lane == 0 && (task.number < tasks || task.number == int(blockIdx.x))) {  // as often as attention_sm80 does
       fetched = atomicAdd(p.next_task, 1);
       if (fetched == last) *p.next_task = 0;
     }
     const u32 slot_full = shared_address(&shared.slot_full[slot.at]);
     mbarrier_wait(shared_address(&shared.slot_empty[slot.at]), slot.parity ^ 1);
-    if (task >= tasks) {
+    if (task.number >= tasks) {
       if (lane == 0) {
         shared.more[slot.at] = false;
         mbarrier_arrive(slot_full);
       }
       break;
     }
-    const Item item = item_of(p, task);
+    const Item item = task.item;
     const Tiles tiles = tiles_of(item);
-    const auto box_of = [&](int tile) {
-      Box box{tile * kTileKeys + lane * kPageRows, 0, false};
-      box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
-      if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
-      return box;
-    };
-    Box box = box_of(tiles.first), before{};
+    const int full_ring = min(tiles.first + kStages, tiles.end) - 1;  // the tile after which there is time
+    Box box = task.first, before{};
     ItemSlot& mine = shared.slot[slot.at];
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
     QLoader<32>::load(p, item, shared_address(shared.q[q.at]), mine.q_scale);
@@ -152,7 +170,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, k.next()) {
       const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
-      const Box next = box_of(tile + 1);
+      const Box next = box_of(p, item, tile + 1);
       mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
       if constexpr (kMaps) {
         load_boxes<kKChunks>(k_map, item, box, to, full, l2);
@@ -167,9 +185,9 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
         if (lane == 0) mbarrier_arrive(slot_full);
       }
       before = box, box = next;
+      if (tile == full_ring) task = task_of(p, blocks + shuffle(fetched, 0), tasks);
     }
     load_values();
-    task = blocks + shuffle(fetched, 0);
   }
 }
 
