@@ -19,8 +19,8 @@ struct SchedulePolicy {
   int num_workers = 1;    // items that run at a time; looked at when balanced, and with runs
 
   // For kernels that read their list from memory of a fixed size (0 and 1: off). All of it depends on the request alone.
-  int max_splits = 0;            // pieces of an item at most; they are even then, with split_kv keys and
-  int share_splits = INT32_MAX;  // this share of the item's, but no more keys than
+  int max_splits = 0;            // pieces of an item at most; they are even then, with split_kv keys each, or more where that makes
+  int share_splits = INT32_MAX;  // so many pieces, but no more keys than
   int longest_kv = INT32_MAX;    // these, as far as max_splits allows
   int max_split_rows = 0;        // query tokens of a request times its pieces at most; with max_splits only
   int growth = 1;                // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more

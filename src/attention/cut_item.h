@@ -59,14 +59,12 @@ inline int most_pieces(const CutRules& rules, int q_len) {
 
 inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1)); }
 
-// Even pieces that an item of so many keys is cut into, `pieces` at most: long items have longer ones, not just more. A short rest is no
-// piece of its own. Never falls when the keys rise.
+// Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more when
+// these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
-  const long least = least_keys(rules, q_len);
-  if (least >= keys) return 1;
-  const long wanted = smaller(least + keys / smaller(rules.share_splits, pieces), larger(least, rules.longest_kv));
-  const long piece = larger(wanted, (keys + pieces - 1) / pieces);
-  return (keys + piece * 3 / 4) / piece;
+  const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
+  const long wanted = larger(smaller((keys + least * 3 / 4) / least, rules.share_splits), (keys + longest - 1) / longest);
+  return clamped(wanted, 1, pieces);
 }
 
 // Keys of a piece: split_kv, grown with the query tokens, or what makes even pieces. 0: one piece.
@@ -99,9 +97,32 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   return item;
 }
 
-// Keys that one work item of a list may have when the items see `keys` in all: a worker's share and a quarter, so that the last to end do
-// not end much later than the others. 0: no runs.
-inline long longest_run(const CutRules& rules, long keys) { return rules.runs ? keys * 5 / (4 * larger(rules.num_workers, 1)) : 0; }
+// What a list has before its pieces become runs.
+struct Load {
+  long keys = 0, longest = 0;  // of all its items, of one
+  int items = 0;
+};
+inline void add_item(Load& load, const CutItem& item) {
+  const long keys = item.whole.kv_end - item.whole.kv_begin;
+  load.keys += keys, load.longest = larger(load.longest, keys), ++load.items;
+}
+
+// Keys that a work item of this item of a list may have; 0: no runs.
+//
+// Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
+// round get a worker's share of their keys and a quarter, so that the last to end do not end much later than the others; or, while they are
+// short, two shares: two workers have a multiprocessor, which is as fast with one. Items of different lengths do not end together, and
+// get less than a share.
+inline long longest_run(const CutRules& rules, const Load& load, int item) {
+  constexpr long kShort = 1024;
+  if (!rules.runs) return 0;
+  const long workers = larger(rules.num_workers, 1);
+  if (load.longest * load.items > load.keys * 5 / 4) return load.keys * 5 / (8 * workers);
+  const int rest = int(load.items % workers);
+  if (item < load.items - rest) return load.longest;
+  const long share = load.keys * rest / (load.items * workers);
+  return larger(share * 5 / 4, smaller(share * 17 / 8, kShort));
+}
 
 // Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and
 // no result does: a thread block adds up the pieces of a run as the item's merge groups them.

@@ -73,19 +73,16 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
   CutRules rules = cut_rules(mask, policy);
   if (policy.balanced) rules.balanced_piece = balanced_piece(batch, rules, policy);
 
-  int64_t keys = 0;
+  Load load;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
     if (!is_cut(rules, q_len)) continue;
-    for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
-      const CutItem& item = out.items.emplace_back(cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0));
-      keys += item.whole.kv_end - item.whole.kv_begin;
-    }
+    for (int t0 = 0; t0 < q_len; t0 += policy.tile_q)
+      add_item(load, out.items.emplace_back(cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0)));
   }
-  int rows = policy.first_partial;
-  const long longest = longest_run(rules, keys);
+  int rows = policy.first_partial, number = 0;
   for (CutItem& item : out.items) {
-    make_runs(rules, item, longest);
+    make_runs(rules, item, longest_run(rules, load, number++));
     out.num_work += item.num_splits;
     if (item.num_splits == 1) continue;
     item.whole.partial = rows;

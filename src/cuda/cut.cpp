@@ -11,7 +11,7 @@ namespace {
 struct LeastPiece {
   int keys, partial_percent;
 };
-constexpr LeastPiece kLeastPiece{384, 5}, kLeastOfRuns{64, 15};
+constexpr LeastPiece kLeastPiece{576, 5}, kLeastOfRuns{128, 15};
 constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
 constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
 constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
@@ -33,7 +33,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
   const auto heads_of = [&](Shape shape) { return spec.num_kv_heads * ((group + tiles[shape].rows - 1) / tiles[shape].rows); };
-  const int most = (workers + heads_of(kDecode) - 1) / heads_of(kDecode);  // a task for each multiprocessor
+  const int most = std::max(workers / heads_of(kDecode), 1);  // a task for each multiprocessor, and none has two
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];

@@ -23,14 +23,14 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // A policy for each shape: together they cut every request, each once. A shape may have no requests at all: a group of many q heads has
 // no use for a second size of tile. The lists of a step share the partial rows: SchedulePolicy::first_partial is the caller's to set.
 //
-// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece has 384 keys and a
-// share of its request's on top, or more where its partial result would be above 5 % of the traffic of its keys and values (q heads of a
-// group share the keys but not the partial results). There are at most as many pieces as give a lone request a task on most of the
-// multiprocessors; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
+// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece has 576 keys or more,
+// also more where its partial result would be above 5 % of the traffic of its keys and values (q heads of a group share the keys but not
+// the partial results). There are at most as many pieces as give a lone request a task on most of the multiprocessors, unless they had
+// more than 4096 keys each; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
 //
 // Kernels that take runs are spared the trade: one thread block computes several pieces of a request as soon as others keep all blocks
 // busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
-// has 64 keys and its share, and up to 15 % may be traffic of partial results.
+// has 128 keys or more, and up to 15 % may be traffic of partial results.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

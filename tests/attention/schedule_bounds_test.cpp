@@ -151,9 +151,9 @@ TEST(ScheduleBounds, TwoListsShareThePartialRows) {
   EXPECT_LE(a.num_partial_rows + b.num_partial_rows, partial_rows_bound(std::array{few, many}, limits));
   EXPECT_LT(partial_rows_bound(std::array{few, many}, limits),
             schedule_bounds(few, limits).num_partial_rows + schedule_bounds(many, limits).num_partial_rows);
-  EXPECT_EQ(a.num_partial_rows, 4 * 3);
+  EXPECT_EQ(a.num_partial_rows, 4 * 4);
   EXPECT_EQ(b.num_partial_rows, 4 * 6 * 2);
-  EXPECT_EQ(a.work.size(), 12u);
+  EXPECT_EQ(a.work.size(), 16u);
   EXPECT_EQ(b.work.size(), 8u);
   for (const WorkItem& w : a.work) EXPECT_LT(w.partial, rows);
   for (const WorkItem& w : b.work) EXPECT_GE(w.partial, rows);

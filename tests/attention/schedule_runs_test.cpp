@@ -106,8 +106,10 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
     Schedule s, alone;
     schedule(batch, mask, policy, s);
     const auto tiles = by_token(s);
-    int64_t keys = 0;
-    for (const auto& [token, tile] : tiles) keys += keys_of(tile);
+    int64_t keys = 0, longest = 0, number = 0;
+    for (const auto& [token, tile] : tiles) keys += keys_of(tile), longest = std::max<int64_t>(longest, keys_of(tile));
+    const int64_t count = int64_t(tiles.size()), workers = policy.num_workers, rest = count % workers;
+    const bool even = longest * count * 4 <= keys * 5;
     for (int r = 0; r < batch.num_reqs(); ++r) {
       Lengths one;
       one.add(batch.query_len(r), batch.seq_lens[size_t(r)]);
@@ -117,6 +119,7 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       for (const auto& [token, pieces] : by_token(alone)) {
         SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
         const std::vector<WorkItem>& tile = tiles.at(batch.query_start_loc[size_t(r)] + token);
+        const bool in_rest = number++ >= count - rest;
         Groups expected;
         for (size_t i = 0; i < pieces.size(); ++i) {
           if (i % size_t(policy.pieces_together) == 0) expected.emplace_back();
@@ -127,9 +130,13 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
           ASSERT_TRUE(tile.size() == 1 && tile[0].piece == 0 && tile[0].merge < 0);
           continue;
         }
-        // As documented: no item has more keys than 5/4 of a worker's share, unless it is a piece.
-        const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin;
-        const auto fits = [&](int64_t n) { return n * 4 * policy.num_workers <= keys * 5; };
+        // As documented: in rounds of equal items all are whole; in the rest of them none has more keys than 5/4 of a worker's share of the
+        // rest, or two shares and a little more while that is 1024 at most; in uneven lists 5/8 of a share; unless it is a piece.
+        const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin, share = keys * rest / (count * workers);
+        const auto fits = [&](int64_t n) {
+          if (!even) return n <= keys * 5 / (8 * workers);
+          return !in_rest || n <= share * 5 / 4 || (n <= 1024 && n <= share * 17 / 8);
+        };
         const Level level = fits(keys_of(tile)) ? kWhole : fits(policy.pieces_together * piece) ? kGroups : kPieces;
         ++levels[level];
         for (const WorkItem& w : tile) ASSERT_EQ(w.piece, level == kPieces ? 0 : piece);
@@ -146,7 +153,7 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       }
     }
   }
-  for (const int count : levels) EXPECT_GT(count, 400);
+  for (const int items : levels) EXPECT_GT(items, 400);
 }
 
 // Whose pieces are not equal from the first on, or whose cut depends on the load anyway.

@@ -125,16 +125,22 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
     return of;
   };
   EXPECT_EQ(items(Step(1, 1, 1024)), std::vector<int>{8});
-  EXPECT_EQ(items(Step(1, 1, 4096)), std::vector<int>{13});
+  EXPECT_EQ(items(Step(1, 1, 4096)), std::vector<int>{16});
   EXPECT_EQ(items(Step(1, 1, 16384)), std::vector<int>{16});
   EXPECT_EQ(items(Step(1, 1, 131072)), std::vector<int>{32});
   EXPECT_EQ(items(Step(16, 1, 4096)), std::vector<int>(16, 4));
   EXPECT_EQ(items(Step(64, 1, 4096)), std::vector<int>(64, 1));
-  for (int reqs = 1; reqs <= 256; ++reqs) {  // most of two tasks for each multiprocessor, as far as there are pieces
-    const std::vector<int> of = items(Step(reqs, 1, 4096));
-    EXPECT_GE(std::accumulate(of.begin(), of.end(), 0) * spec.num_kv_heads, std::min(13 * reqs * spec.num_kv_heads, 2 * 132 * 3 / 4))
-        << reqs;
+  for (int reqs = 1; reqs <= 256; ++reqs) {  // a task for most multiprocessors, two where these are long, as far as there are pieces
+    for (const int context : {1024, 4096, 16384}) {
+      const std::vector<int> of = items(Step(reqs, 1, context));
+      const int pieces = std::min(context / 128, 16), most = context > 4096 ? 2 * 132 * 3 / 4 : 120;
+      EXPECT_GE(std::accumulate(of.begin(), of.end(), 0) * spec.num_kv_heads, std::min(pieces * reqs * spec.num_kv_heads, most))
+          << reqs << " of " << context;
+    }
   }
+  const std::vector<int> rest = items(Step(3 * 33 + 8, 1, 4096));  // three rounds, and eight requests that would leave most idle in a fourth
+  EXPECT_EQ(std::vector<int>(rest.begin(), rest.begin() + 99), std::vector<int>(99, 1));
+  EXPECT_EQ(std::vector<int>(rest.begin() + 99, rest.end()), std::vector<int>(8, 4));
   Step mixed(64, 1, 1024);
   mixed.lens[0] = 131072;
   const std::vector<int> of = items(mixed);

@@ -235,12 +235,12 @@ struct PlanBatchProblem {
   }
 
   // Of the requests that are not left out, each cut into pieces alone: where these depended on another one, this would show it. What makes
-  // runs of pieces is the sum of their keys.
+  // runs of pieces is the load.
   Schedule schedule_of(const SchedulePolicy& policy, int first_partial) const {
     SchedulePolicy pieces = policy;
     pieces.runs = false;
     Schedule all;
-    long keys = 0;
+    Load load;
     for (int r = 0; r < num_reqs(); ++r) {
       if (left_out[size_t(r)]) continue;
       const int begin = starts[size_t(r)], query_start[] = {0, starts[size_t(r) + 1] - begin};
@@ -253,13 +253,13 @@ struct PlanBatchProblem {
         item.whole.request = r, item.whole.q_begin += begin, item.whole.q_end += begin;
         item.whole.partial = item.whole.merge = -1;
         all.items.push_back(item);
-        keys += item.whole.kv_end - item.whole.kv_begin;
+        add_item(load, item);
       }
     }
     const CutRules rules = cut_rules(mask, policy);
-    int rows = first_partial;
+    int rows = first_partial, number = 0;
     for (CutItem& item : all.items) {
-      make_runs(rules, item, longest_run(rules, keys));
+      make_runs(rules, item, longest_run(rules, load, number++));
       all.num_work += item.num_splits;
       if (item.num_splits == 1) continue;
       item.whole.partial = rows, item.whole.merge = int(all.merges.size());

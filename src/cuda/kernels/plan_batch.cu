@@ -17,7 +17,7 @@ struct Numbers {
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
   int cursor[kCostBuckets];  // splits of a bucket; then where its next split goes
-  int starts_fall;
+  int starts_fall, longest;  // longest: of the shape's items, in keys
   Numbers numbers[kPlanShapes];
   int item_start[kNearRequests];
 };
@@ -117,7 +117,7 @@ DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.n
 struct Placed {
   int items;
   long keys;          // of their requests, where heads_in_l2() asks for them
-  long visible_keys;  // of the items, where longest_run() does
+  Load load;          // where longest_run() does
 };
 // Writes item_starts.
 DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
@@ -125,6 +125,8 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
   int* const item_start = item_starts(p, s);
   int num_items = 0;
   long keys = 0, visible = 0;
+  int longest = 0;
+  if (threadIdx.x == 0) s.longest = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     int items = 0;
@@ -134,7 +136,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
       for (int i = 0; rules.runs && i < items; ++i) {
         const int t0 = i * rules.tile_q;
         const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, min(q_len, t0 + rules.tile_q));
-        visible += seen.end - seen.begin;
+        visible += seen.end - seen.begin, longest = max(longest, seen.end - seen.begin);
       }
     }
     const Sums sums = sums_over_block(items, s);
@@ -142,9 +144,12 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
     num_items += int(sums.all);
   }
   if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
-  if (rules.runs) visible = sums_over_block(visible, s).all;
+  if (rules.runs) {
+    atomicMax(&s.longest, longest);
+    visible = sums_over_block(visible, s).all;
+  }
   __syncthreads();
-  return {num_items, keys, visible};
+  return {num_items, keys, {visible, s.longest, num_items}};
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.
@@ -166,7 +171,6 @@ DEVICE int request_of(const int* item_start, int num_reqs, int item) {
 DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Placed& placed, int& first_row, SharedStorage& s) {
   const CutRules& rules = shape.rules;
   const int num_items = placed.items;
-  const long longest = longest_run(rules, placed.visible_keys);
   int num_merges = 0;
   const int* const item_start = item_starts(p, s);
   for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
@@ -178,7 +182,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
     if (i < num_items) {
       const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
       item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
-      make_runs(rules, item, longest);
+      make_runs(rules, item, longest_run(rules, placed.load, i));
 #pragma unroll 1
       for (int kind = 0; kind < kSplitKinds; ++kind) {
         const EqualSplits equal = equal_splits(item, kind);

@@ -107,7 +107,8 @@ void attention(const AttentionParams& p, DType out_type) {
       for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
 }
 
-// Where the maps say that keys and values are; the parameters' own pointers are gone. A variant that needs no maps has nothing to gain there.
+// Where the maps say that keys and values are; the parameters' own pointers are gone. A variant that needs no maps has nothing to gain
+// there.
 AttentionParams through_kv_maps(const Launch& launch) {
   AttentionParams p = parameter<AttentionParams>(launch, 0);
   if (launch.module.find("kMaps false") != std::string::npos) return p;

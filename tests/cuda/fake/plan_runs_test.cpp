@@ -15,7 +15,8 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr Device kGpu{DeviceType::cuda, 0};
-constexpr int kKeys = 8192, kBlockSize = 16, kMostReqs = 200, kHeads = 4, kKvHeads = 2, kDimK = 16, kDimV = 8;
+// kMostReqs: a whole one for each worker.
+constexpr int kKeys = 8192, kBlockSize = 16, kMostReqs = 132, kHeads = 4, kKvHeads = 2, kDimK = 16, kDimV = 8;
 
 // cuda_sm80, if its kernels took runs where they join pieces.
 ShapeKernel shape_with_runs(std::string_view arch, const AttentionSpec& spec, Shape shape) {
