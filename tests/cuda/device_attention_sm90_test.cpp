@@ -132,8 +132,8 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
 
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   Schedule schedule_;
-  schedule(batch, spec.mask, {.tile_q = tiles.rows / spec.group_size(), .tile_kv = tiles.keys, .split_kv = (1 << 20) / tiles.keys * tiles.keys, .split_max_q = 1},
-           schedule_);
+  schedule(batch, spec.mask,
+           {.tile_q = tiles.rows / spec.group_size(), .tile_kv = tiles.keys, .split_kv = 4096 * tiles.keys, .split_max_q = 1}, schedule_);
   const std::vector<PlanCounts> counts{
       {.num_work = int(schedule_.work.size()), .num_merges = 0, .num_tokens = int(tokens), .num_reqs = reqs, .heads_together = 2}};
   std::vector<long> block_start;
