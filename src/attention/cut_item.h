@@ -59,8 +59,8 @@ inline int most_pieces(const CutRules& rules, int q_len) {
 
 inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1)); }
 
-// Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more when
-// these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
+// Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more
+// when these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
   const long wanted = larger(smaller((keys + least * 3 / 4) / least, rules.share_splits), (keys + longest - 1) / longest);

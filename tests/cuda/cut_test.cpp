@@ -138,7 +138,8 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
           << reqs << " of " << context;
     }
   }
-  const std::vector<int> rest = items(Step(3 * 33 + 8, 1, 4096));  // three rounds, and eight requests that would leave most idle in a fourth
+  const std::vector<int> rest =
+      items(Step(3 * 33 + 8, 1, 4096));  // three rounds, and eight requests that would leave most idle in a fourth
   EXPECT_EQ(std::vector<int>(rest.begin(), rest.begin() + 99), std::vector<int>(99, 1));
   EXPECT_EQ(std::vector<int>(rest.begin() + 99, rest.end()), std::vector<int>(8, 4));
   Step mixed(64, 1, 1024);

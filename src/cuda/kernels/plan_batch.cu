@@ -116,8 +116,8 @@ DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.n
 
 struct Placed {
   int items;
-  long keys;          // of their requests, where heads_in_l2() asks for them
-  Load load;          // where longest_run() does
+  long keys;  // of their requests, where heads_in_l2() asks for them
+  Load load;  // where longest_run() does
 };
 // Writes item_starts.
 DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
