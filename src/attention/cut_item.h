@@ -63,7 +63,8 @@ inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv
 // when these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
-  const long wanted = larger(smaller((keys + least * 3 / 4) / least, rules.share_splits), (keys + longest - 1) / longest);
+  long wanted = smaller((keys + least * 3 / 4) / least, rules.share_splits);
+  if (wanted * longest < keys) wanted = (keys + longest - 1) / longest;
   return clamped(wanted, 1, pieces);
 }
 
@@ -86,7 +87,7 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   // Equal pieces, or boundaries that a growing context does not move.
   const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;
   const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
-  const long first = piece == 0 ? 0 : (begin - origin) / piece;
+  const long first = piece == 0 || begin == origin ? 0 : (begin - origin) / piece;
   const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
   CutItem item{{request, q_start + t0, q_start + t1, begin, end, -1}, 1, 0, 0};
   if (last > first) {
@@ -107,21 +108,25 @@ inline void add_item(Load& load, const CutItem& item) {
   load.keys += keys, load.longest = larger(load.longest, keys), ++load.items;
 }
 
-// Keys that a work item of this item of a list may have; 0: no runs.
-//
+// Keys that a work item may have, of the items of a list that come before number first_of_rest, and of the others. 0: no runs.
+struct RunLengths {
+  long of_full, of_rest;
+  int first_of_rest;
+};
+inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
+
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
 // round get a worker's share of their keys and a quarter, so that the last to end do not end much later than the others; or, while they are
 // short, two shares: two workers have a multiprocessor, which is as fast with one. Items of different lengths do not end together, and
 // get less than a share.
-inline long longest_run(const CutRules& rules, const Load& load, int item) {
+inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;
-  if (!rules.runs) return 0;
+  if (!rules.runs || load.items == 0) return {0, 0, 0};
   const long workers = larger(rules.num_workers, 1);
-  if (load.longest * load.items > load.keys * 5 / 4) return load.keys * 5 / (8 * workers);
+  if (load.longest * load.items > load.keys * 5 / 4) return {0, load.keys * 5 / (8 * workers), 0};
   const int rest = int(load.items % workers);
-  if (item < load.items - rest) return load.longest;
   const long share = load.keys * rest / (load.items * workers);
-  return larger(share * 5 / 4, smaller(share * 17 / 8, kShort));
+  return {load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
 }
 
 // Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and

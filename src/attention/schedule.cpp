@@ -81,8 +81,9 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
       add_item(load, out.items.emplace_back(cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0)));
   }
   int rows = policy.first_partial, number = 0;
+  const RunLengths lengths = run_lengths(rules, load);
   for (CutItem& item : out.items) {
-    make_runs(rules, item, longest_run(rules, load, number++));
+    make_runs(rules, item, longest_run(lengths, number++));
     out.num_work += item.num_splits;
     if (item.num_splits == 1) continue;
     item.whole.partial = rows;

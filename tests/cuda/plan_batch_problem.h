@@ -257,9 +257,10 @@ struct PlanBatchProblem {
       }
     }
     const CutRules rules = cut_rules(mask, policy);
+    const RunLengths lengths = run_lengths(rules, load);
     int rows = first_partial, number = 0;
     for (CutItem& item : all.items) {
-      make_runs(rules, item, longest_run(rules, load, number++));
+      make_runs(rules, item, longest_run(lengths, number++));
       all.num_work += item.num_splits;
       if (item.num_splits == 1) continue;
       item.whole.partial = rows, item.whole.merge = int(all.merges.size());

@@ -117,7 +117,7 @@ DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.n
 struct Placed {
   int items;
   long keys;  // of their requests, where heads_in_l2() asks for them
-  Load load;  // where longest_run() does
+  Load load;  // where run_lengths() does
 };
 // Writes item_starts.
 DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
@@ -171,6 +171,7 @@ DEVICE int request_of(const int* item_start, int num_reqs, int item) {
 DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Placed& placed, int& first_row, SharedStorage& s) {
   const CutRules& rules = shape.rules;
   const int num_items = placed.items;
+  const RunLengths lengths = run_lengths(rules, placed.load);
   int num_merges = 0;
   const int* const item_start = item_starts(p, s);
   for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
@@ -182,7 +183,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
     if (i < num_items) {
       const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
       item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
-      make_runs(rules, item, longest_run(rules, placed.load, i));
+      make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
       for (int kind = 0; kind < kSplitKinds; ++kind) {
         const EqualSplits equal = equal_splits(item, kind);
