@@ -10,9 +10,9 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int kKeyWarps = 4;
-constexpr int kSharedMemory = 227 << 10;                 // of a thread block alone on a multiprocessor
-constexpr int kSharedMemoryOfTwo = (228 / 2 - 1) << 10;  // of each of two
-constexpr int kLeastPageRows = 8;                        // of a box: a swizzle's
+constexpr int kSharedMemory = 227 << 10;  // of a thread block
+constexpr int kSharedUnit = 1024;         // a crew's begins at a multiple: of a swizzle's pattern
+constexpr int kLeastPageRows = 8;         // of a box: a swizzle's
 
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 // 16 of them, or 32 in bytes, are one warp's.
@@ -36,14 +36,14 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   const int stage = keys * kTensorMapLine * (lines(spec.head_dim_qk, spec.kv_dtype) + lines(spec.head_dim_v, spec.kv_dtype));
   constexpr int kSlots = 4, kRowState = 4 * 16 + kSlots * 20, kRest = 1024;
   const int rest = rows * (q_slots * row_bytes((spec.head_dim_qk + 15) / 16 * 16) + 2 * row_bytes(keys) + kRowState) + kRest;
-  for (int blocks = rows > 16 ? 1 : 2; blocks > 0; --blocks) {
-    const int stages = ((blocks == 2 ? kSharedMemoryOfTwo : kSharedMemory) - rest) / stage;
-    if (stages >= (blocks == 2 ? 3 : 2)) return AttentionTiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), blocks};
+  for (int crews = rows > 16 ? 1 : 2; crews > 0; --crews) {
+    const int stages = (kSharedMemory / crews / kSharedUnit * kSharedUnit - rest) / stage;
+    if (stages >= (crews == 2 ? 3 : 2)) return AttentionTiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
   }
   return std::nullopt;
 }
 
-unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.threads()) + 64; }
+unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.blocks * (tiles.threads() + 64)); }
 
 KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles, bool maps) {
   KernelKey key = attention_sm80_key(arch, spec, out, tiles);

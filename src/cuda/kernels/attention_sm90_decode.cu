@@ -10,6 +10,9 @@
 
 namespace imbrex::cuda {
 
+constexpr int kCrewBarriers = kRowWarps + 1;  // named ones: of the warps that share out 16 rows, each; of all
+DEVICE void meet_crew(int crew) { named_barrier_sync(1 + crew * kCrewBarriers + kRowWarps, kCrewThreads); }
+
 // --- consumers: four warps for each 16 rows
 
 // Of a lane's two rows and its warp's dims: sums, and what they are relative to.
@@ -44,8 +47,13 @@ struct Sums {
 // but once a tile.
 class Consumer {
  public:
-  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, int warp)
-      : p_(p), shared_(shared), lane_(computed_here(lane_id())), group_(warp % kRowWarps), team_(warp / kRowWarps) {
+  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared, int crew, int warp)
+      : p_(p),
+        shared_(shared),
+        lane_(computed_here(lane_id())),
+        group_(warp % kRowWarps),
+        team_(warp / kRowWarps),
+        barrier_(1 + crew * kCrewBarriers + group_) {
     const u32 weights = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow;
     weights_to_ = weights + lane_ / 4 * kWeightRow + (team_ * kTeamKeys + lane_ % 4 * 2) * 2;
     weights_from_ = weights + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
@@ -113,7 +121,7 @@ class Consumer {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
   }
-  DEVICE void meet() const { named_barrier_sync(1 + group_, 32 * kTeams); }
+  DEVICE void meet() const { named_barrier_sync(barrier_, 32 * kTeams); }
   DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
   DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
 
@@ -253,15 +261,15 @@ class Consumer {
 
   const AttentionParams& p_;
   SharedStorage& shared_;
-  const int lane_, group_, team_;           // group_: of rows
-  u32 weights_to_, weights_from_, v_lane_;  // where this lane writes and reads
+  const int lane_, group_, team_, barrier_;  // group_: of rows
+  u32 weights_to_, weights_from_, v_lane_;   // where this lane writes and reads
   Ring<kStages> k_, v_;
   int odd_ = 0;  // which of two the tile that is weighed next has
 };
 
 // --- the warp that joins
 
-// The last item of the block is left to all of its threads: nothing else is to be done, and they are faster.
+// The last item of the crew is left to all of its threads: nothing else is to be done, and they are faster.
 DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   const int lane = lane_id();
   Ring<kItemSlots> slot;
@@ -286,52 +294,57 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   }
 }
 
-// By all threads.
-DEVICE void join_last_item(const AttentionParams& p, SharedStorage& shared) {
+// By all threads of the crew.
+DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
   if (item.partial < 0) return;
-  if (threadIdx.x == 0) shared.is_last_piece = is_last_piece(p, item);
-  __syncthreads();
-  if (shared.is_last_piece) join_pieces<kThreadsOfAll>(p, item);
+  if (threadIdx.x % kCrewThreads == 0) shared.is_last_piece = is_last_piece(p, item);
+  meet_crew(crew);
+  if (shared.is_last_piece) join_pieces<kCrewThreads>(p, item);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreadsOfAll, kBlocks)
+DEVICE void begin_barriers(SharedStorage& shared) {
+  for (int i = 0; i < kStages; ++i) {
+    mbarrier_init(shared_address(&shared.k_full[i]), 1);
+    mbarrier_init(shared_address(&shared.v_full[i]), 1);
+    mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
+    mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
+  }
+  for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
+  for (int i = 0; i < kItemSlots; ++i) {
+    mbarrier_init(shared_address(&shared.slot_full[i]), 1);
+    mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
+    mbarrier_init(shared_address(&shared.stored[i]), kConsumers);
+  }
+  mbarrier_fence_init();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     attention_sm90_decode(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   extern __shared__ __align__(1024) char memory[];
-  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.k_full[i]), 1);
-      mbarrier_init(shared_address(&shared.v_full[i]), 1);
-      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
-      mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
-    }
-    for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
-    for (int i = 0; i < kItemSlots; ++i) {
-      mbarrier_init(shared_address(&shared.slot_full[i]), 1);
-      mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
-      mbarrier_init(shared_address(&shared.stored[i]), kConsumers);
-    }
-    mbarrier_fence_init();
+  const int crew = kCrews == 1 ? 0 : warp_id() / kCrewWarps, warp = warp_id() - crew * kCrewWarps;
+  SharedStorage& shared = reinterpret_cast<SharedStorage*>(memory)[crew];
+  if (threadIdx.x % kCrewThreads == 0) {
+    begin_barriers(shared);
     shared.last_slot = -1;
     if constexpr (kMaps) {  // they are far away too
       tma_prefetch_map(k_map);
       tma_prefetch_map(v_map);
     }
   }
-  __syncthreads();
+  meet_crew(crew);
   griddep_wait();
-  if (const int warp = warp_id(); warp < kConsumers) {
-    Consumer(p, shared, warp).run();
+  if (warp < kConsumers) {
+    Consumer(p, shared, crew, warp).run();
   } else if (warp == kConsumers) {
-    produce(p, k_map, v_map, shared);
+    produce(p, k_map, v_map, crew, shared);
   } else {
     join(p, shared);
   }
-  __syncthreads();
-  if (shared.last_slot >= 0) join_last_item(p, shared);
-  griddep_launch();
+  meet_crew(crew);
+  if (shared.last_slot >= 0) join_last_item(p, crew, shared);
 }
 
 }  // namespace imbrex::cuda

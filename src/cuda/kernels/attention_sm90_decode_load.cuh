@@ -7,8 +7,11 @@
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTeams * kRowWarps, kThreadsOfAll = 32 * (kConsumers + 2);  // warps: and the producer, and who joins
-constexpr int kChunkDims = 128 / kStoredBytes;                                         // of a box: the width of the swizzle
+constexpr int kConsumers = kTeams * kRowWarps, kCrewWarps = kConsumers + 2;  // warps: and the producer, and who joins
+// A multiprocessor has room for kBlocks crews. They are one thread block, so that a lone request's tasks come to lie on different ones,
+// also where the block of another launch still occupies some. They have nothing in common but that.
+constexpr int kCrews = kBlocks, kCrewThreads = 32 * kCrewWarps, kThreadsOfAll = kCrews * kCrewThreads;
+constexpr int kChunkDims = 128 / kStoredBytes;  // of a box: the width of the swizzle
 constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = (kHeadDimV + kChunkDims - 1) / kChunkDims;
 constexpr int kChunkBytes = kTileKeys * 128;
 constexpr int kWeightRow = row_bytes(kTileKeys / 8), kWeightBytes = kTileRows * kWeightRow;  // of weights in shared memory
@@ -30,7 +33,7 @@ struct SwizzledRows {
   DEVICE static u32 at(u32 lane, int pair) { return (lane ^ pair % 4 * 32) + pair / 4 * kChunkBytes; }
 };
 
-struct SharedStorage {
+struct SharedStorage {  // of a crew
   alignas(1024) char k[kStages][kKChunks * kChunkBytes];
   alignas(1024) char v[kStages][kVChunks * kChunkBytes];
   alignas(16) char q[kQSlots][kQPlaneBytes];
@@ -41,10 +44,10 @@ struct SharedStorage {
   u64 k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 q_empty[kQSlots], slot_full[kItemSlots], slot_empty[kItemSlots], stored[kItemSlots];
   bool more[kItemSlots];  // false: no item, and none will come
-  int last_slot;          // of the block's last item; -1: it had none
+  int last_slot;          // of the crew's last item; -1: it had none
   bool is_last_piece;
 };
-extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
 
 // --- producer: a warp
 
@@ -118,16 +121,17 @@ DEVICE Task task_of(const AttentionParams& p, int number, int tasks) {
   return task;
 }
 
-DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
-  prefetch_item(p, int(blockIdx.x));  // while the number of tasks is on its way
-  const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
+DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int crew, SharedStorage& shared) {
+  const int crews = kCrews * int(gridDim.x), first = crew * int(gridDim.x) + int(blockIdx.x);
+  prefetch_item(p, first);  // while the number of tasks is on its way
+  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<kQSlots> q;
   Ring<kItemSlots> slot;
   Ring<kStages> k, v;
-  for (Task task = task_of(p, int(blockIdx.x), tasks);; slot.next(), q.next()) {
+  for (Task task = task_of(p, first, tasks);; slot.next(), q.next()) {
     int fetched = 0;
-    if (lane == 0 && (task.number < tasks || task.number == int(blockIdx.x))) {  // as often as attention_sm80 does
+    if (lane == 0 && (task.number < tasks || task.number == first)) {  // as often as attention_sm80 does
       fetched = atomicAdd(p.next_task, 1);
       if (fetched == last) *p.next_task = 0;
     }
@@ -185,7 +189,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
         if (lane == 0) mbarrier_arrive(slot_full);
       }
       before = box, box = next;
-      if (tile == full_ring) task = task_of(p, blocks + shuffle(fetched, 0), tasks);
+      if (tile == full_ring) task = task_of(p, crews + shuffle(fetched, 0), tasks);
     }
     load_values();
   }

@@ -20,7 +20,7 @@ constexpr bool kSoftCap = false, kAlibi = false, kRelative = false, kSinks = fal
 constexpr int kTileRows = 16, kTileKeys = 64;               // of a thread block at a time
 constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share out rows, keys of a tile, dims of the output
 constexpr int kStages = 3;                                  // tiles of keys and values in shared memory
-constexpr int kBlocks = 2;                                  // thread blocks on a multiprocessor that registers have to suffice for
+constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocessor that registers have to suffice for
 
 // attention_sm90_decode.cu, besides
 constexpr bool kMaps = true;  // TMA can read the keys and values

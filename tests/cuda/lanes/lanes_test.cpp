@@ -97,7 +97,7 @@ class LanesPlan final : public Plan {
     if (variant_.text == Text::sm80) {
       EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));
     } else {
-      EXPECT_LE(int(attention.smem_bytes()), tiles_.blocks == 2 ? kHalfSharedMemory : kSharedMemory);
+      EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
     const TensorMap maps[3] = {{}, map_of(in.kv.k), map_of(in.kv.v)};
     attention.run(&p, maps, how_.blocks, how_.late_copies, how_.chance);
@@ -110,7 +110,7 @@ class LanesPlan final : public Plan {
   std::string str() const override { return std::string("lanes: ") + variant_.name; }
 
  private:
-  static constexpr int kSharedMemory = 227 << 10, kHalfSharedMemory = (228 / 2 - 1) << 10;  // of an H200, and of two thread blocks each
+  static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
 
   TensorMap map_of(const TensorView& kv) const {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
