@@ -51,7 +51,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
-    p.num_workers = (tiles[shape].blocks * workers + heads_of(shape) - 1) / heads_of(shape);
+    p.num_workers = std::max(tiles[shape].blocks * workers / heads_of(shape), 1);
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;

@@ -147,7 +147,7 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
   const std::vector<int> of = items(mixed);
   EXPECT_EQ(of[0], 32);
   EXPECT_EQ(std::vector<int>(of.begin() + 1, of.end()), std::vector<int>(63, 1));
-  EXPECT_EQ(policy_of(llama(32, 32)).num_workers, 9);
+  EXPECT_EQ(policy_of(llama(32, 32)).num_workers, 8);
 }
 
 TEST(Cut, MemoryIsBounded) {
