@@ -252,15 +252,18 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
     if (item.num_rows == 0) return false;
-    const float scale = p.scale * kv_scale(p.k, item.kv_head);
-    set_rows(rows, p, item, row, scale);
+    tile = tiles_of(item).end - 1;
+    return true;
+  };
+  // While the first products of an item are under way: in front of them, it would take longer to get there.
+  const auto ready_rows = [&]() __attribute__((always_inline)) {
+    const Item& item = shared.item[entry.at];
+    set_rows(rows, p, item, row, p.scale * kv_scale(p.k, item.kv_head));
     const int begin = warp_id() / 4 * 64;  // not by wg, which would stay in a register meanwhile
     const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + 63, item.num_rows - 1);
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
-    tile = tiles_of(item).end - 1;
-    return true;
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
     __syncwarp();
@@ -307,6 +310,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
       pass_turn();
+      ready_rows();
       wgmma_wait<0>();
       pin(s);
       leave(&shared.k_empty[k.at]);
@@ -331,7 +335,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       }
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
-    const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
+    const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
       ready_values();
@@ -340,10 +344,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       start_scores(q_tile(), k_tile(), s);
       start_output(weights, v_tile(), out);
       pass_turn();
+      if constexpr (edge) ready_rows();  // of each tile at an edge: a branch would have to wait for the products
       wgmma_wait<1>();
       pin(s);
       leave(&shared.k_empty[k.at]);
-      const bool moved = softmax(s, edge);
+      const bool moved = softmax(s, kind);
       // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials.
       if (kWaitsLate && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
       wgmma_wait<0>();
@@ -351,12 +356,15 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       leave(&shared.v_empty[v.at]);
       pack_weights(s, weights);
       for (auto& w : weights) pin(w);
-      if (begins) end_item();
-      if (begins || moved) {  // one branch for both: two keep two copies of the sums
+      if (begins) {
+        end_item();
 #pragma unroll
-        for (int i = 0; i < kVDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+        for (float& x : out) x = 0.f;
+      } else if (moved) {
+#pragma unroll
+        for (int i = 0; i < kVDims / 2; ++i) out[i] *= factor[i / 2 % 2];
       }
-      next_tile(edge);
+      next_tile(kind);
     };
     for (;;) {
       const bool begins = tile == tiles_of(shared.item[entry.at]).first;
