@@ -21,15 +21,15 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV > 128 ? 240 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
-constexpr bool kWaitsLate = kHeadDimQk > 128;  // for the output, after the exponentials; with fewer dims turns are shorter without
-constexpr float kSlack = 8.f;                  // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
+constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
 
 constexpr int kQSteps = kHeadDimQk / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
 // With two, the next item's queries load meanwhile.
 constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 16 <= kRoom ? 2 : 1;
-// Rows of 16 bits go out by way of shared memory, where there is room: that takes a consumer's warp a third of the instructions.
+// Rows of 16 bits go out by way of shared memory, where there is room: of 128 dims, 265 instructions of a warp that multiplies, not 415.
 constexpr int kEndedBytes = 16 + kHeadDimV * 2;
 constexpr bool kStaged = kOutType != kF32 && kQSlots * kQBytes + kKvBytes + kTileRows * kEndedBytes <= kRoom;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
@@ -53,17 +53,18 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 // Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
 // after the other. Its number is not taken earlier, though: some other block might begin it sooner.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, SharedStorage& shared) {
-  const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x);
+  const int lane = lane_id();
   Ring<kQSlots> q;
   Ring<kItems> entry;
   Ring<1> begun;
   for (int task = int(blockIdx.x);; q.next(), entry.next(), begun.next()) {
+    const bool exists = task < num_tasks(p);
     Item& item = shared.item[entry.at];
-    if (task < tasks) {
+    if (exists) {
       Item found = item_of(p, task);
-      found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read here, and registers are few
+      found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
       if (lane == 0) item = found;
-      __syncwarp();  // from here on it is read there: registers are few
+      __syncwarp();
       if constexpr (kBlockSize > 0) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
@@ -74,8 +75,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
     const u32 q_full = shared_address(&shared.q_full[q.at]);
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
-    if (lane == 0 && task >= tasks) mbarrier_arrive(q_full);
-    if (lane == 0 && task < tasks) {
+    if (lane == 0 && !exists) mbarrier_arrive(q_full);
+    if (lane == 0 && exists) {
       mbarrier_arrive_expect(q_full, kQBytes);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
@@ -84,14 +85,14 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
                  item.q_begin + wg * (64 / kGroup));
       }
     }
-    if (task < tasks) mbarrier_wait(shared_address(&shared.item_begun), begun.parity);
+    if (exists) mbarrier_wait(shared_address(&shared.item_begun), begun.parity);
     int fetched = 0;
-    if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
+    if (lane == 0 && (exists || task == int(blockIdx.x))) {  // as often as attention_sm80 does
       fetched = atomicAdd(p.next_task, 1);
-      if (fetched + 1 >= tasks && fetched + 1 >= blocks) *p.next_task = 0;  // nobody asks any more
+      if (fetched + 1 >= max(num_tasks(p), int(gridDim.x))) *p.next_task = 0;  // nobody asks any more
     }
-    if (task >= tasks) break;
-    task = blocks + shuffle(fetched, 0);
+    if (!exists) break;
+    task = int(gridDim.x) + shuffle(fetched, 0);
   }
 }
 
@@ -248,13 +249,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 
   Rows rows;
   int tile, whole_first, whole_end;  // of the item: the tile whose scores come next; tiles of which every row sees every key
-  const auto begin_item = [&]() __attribute__((always_inline)) {
-    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
-    const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) return false;
-    tile = tiles_of(item).end - 1;
-    return true;
-  };
   // While the first products of an item are under way: in front of them, it would take longer to get there.
   const auto ready_rows = [&]() __attribute__((always_inline)) {
     const Item& item = shared.item[entry.at];
@@ -264,6 +258,13 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
+  };
+  const auto begin_item = [&]() __attribute__((always_inline)) {
+    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) return false;
+    tile = tiles_of(item).end - 1;
+    return true;
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
     __syncwarp();
@@ -350,19 +351,19 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       leave(&shared.k_empty[k.at]);
       const bool moved = softmax(s, kind);
       // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials.
-      if (kWaitsLate && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
+      if (kManyDims && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);
       leave(&shared.v_empty[v.at]);
       pack_weights(s, weights);
       for (auto& w : weights) pin(w);
-      if (begins) {
-        end_item();
+      if (begins) end_item();
+      if (begins && !kManyDims) {
 #pragma unroll
         for (float& x : out) x = 0.f;
-      } else if (moved) {
+      } else if (begins || moved) {  // two branches may keep two copies of the sums
 #pragma unroll
-        for (int i = 0; i < kVDims / 2; ++i) out[i] *= factor[i / 2 % 2];
+        for (int i = 0; i < kVDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
       }
       next_tile(kind);
     };
