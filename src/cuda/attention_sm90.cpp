@@ -15,10 +15,9 @@ namespace imbrex::cuda {
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   switch (spec.head_dim_qk) {
-    case 64: return {.rows = plain ? 192 : 128, .keys = 128, .stages = 2};
-    case 192: return {.rows = 128, .keys = 128, .stages = 2};
+    case 64: return {.rows = plain ? 192 : 128, .keys = 128, .stages = 3};
     case 256: return {.rows = 128, .keys = plain ? 80 : 64, .stages = 2};
-    default: return {.rows = 128, .keys = 128, .stages = 3};
+    default: return {.rows = 128, .keys = 128, .stages = 2};
   }
 }
 

@@ -2,8 +2,8 @@
 // side, with the limits of what it runs, is cuda/attention_sm90.cpp.
 //
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, 1024 of the one for exponentials. Two warpgroups
-// with 64 rows each take turns: while one multiplies, the other exponentiates. A third loads queries, keys and values, a page a lane, and
-// is an item ahead. docs/kernels/cuda_sm90.md has the schedule.
+// with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
+// queries, keys, values, and what goes out. docs/kernels/cuda_sm90.md has the schedule.
 #include "attention_sm90_parts.cuh"
 #include "wgmma.cuh"
 
@@ -21,59 +21,62 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV > 128 ? 240 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
-constexpr float kSlack = 8.f;  // log2 units by which a maximum may outgrow a row's reference
+constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
+constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
 
-// Where registers suffice, a warpgroup holds an item's queries in them. Otherwise each product with 16 dims of them reads them from shared
-// memory, whose 128 bytes a cycle are scarce: a product of 64 x 128 takes 96 of them with, and 64 without.
 constexpr int kQSteps = kHeadDimQk / 16;
-constexpr bool kHeld = kConsumers == 2 && kQSteps <= 8 && kPlainLogits;
-
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
-// With two, the next item's queries load meanwhile. Those that are held need but one: they leave it as soon as they are there.
-constexpr int kQSlots = !kHeld && 2 * kQBytes + kKvBytes + 1024 <= 227 * 1024 ? 2 : 1;
-constexpr int kItems = kQSlots + 2;  // a warpgroup stores an item's output when it has begun the next; the producer is kQSlots ahead
+constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
+// With two, the next item's queries load meanwhile.
+constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 16 <= kRoom ? 2 : 1;
+// Rows of 16 bits go out by way of shared memory, where there is room: of 128 dims, 265 instructions of a warp that multiplies, not 415.
+constexpr int kEndedBytes = 16 + kHeadDimV * 2;
+constexpr bool kStaged = kOutType != kF32 && kQSlots * kQBytes + kKvBytes + kTileRows * kEndedBytes <= kRoom;
+constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
 struct SharedStorage {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
+  // Of each row of the item whose output is to be stored, reference and sum, and 16 bytes further on what goes out. Rows that are 16 bytes
+  // more than a multiple of 32 apart keep a matrix of them off each other's banks.
+  alignas(16) char ended[kTileRows][kStaged ? kEndedBytes : 16];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  Item item[kItems];              // without rows: no item, and none will come
-  float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
+  u64 item_full[kItems], item_begun, rows_full[kConsumers], rows_empty[kConsumers];
+  Item item[kItems];  // without rows: no item, and none will come
 };
+static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// --- producer: one warp
+// --- the last warpgroup: a warp each for what follows, so that none waits for what only another needs
 
-DEVICE void load_pages(u32 to, const TensorMap& map, u32 barrier, int chunks, int dim_chunk_bytes, int block, int offset, int kv_head) {
-#pragma unroll
-  for (int c = 0; c < chunks; ++c) tma_load(to + c * dim_chunk_bytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
-}
-
-DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
-                    SharedStorage& shared) {
-  const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x);
+// Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
+// after the other. Its number is not taken earlier, though: some other block might begin it sooner.
+DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, SharedStorage& shared) {
+  const int lane = lane_id();
   Ring<kQSlots> q;
   Ring<kItems> entry;
-  Ring<kStages> kv;
-  for (int task = int(blockIdx.x);; q.next(), entry.next()) {
-    int fetched = 0;
-    if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
-      fetched = atomicAdd(p.next_task, 1);
-      if (fetched + 1 >= tasks && fetched + 1 >= blocks) *p.next_task = 0;  // nobody asks any more
+  Ring<1> begun;
+  for (int task = int(blockIdx.x);; q.next(), entry.next(), begun.next()) {
+    const bool exists = task < num_tasks(p);
+    Item& item = shared.item[entry.at];
+    if (exists) {
+      Item found = item_of(p, task);
+      found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
+      if (lane == 0) item = found;
+      __syncwarp();
+      if constexpr (kBlockSize > 0) {
+        const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
+        if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
+      }
+    } else if (lane == 0) {
+      item.num_rows = 0;
     }
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
     const u32 q_full = shared_address(&shared.q_full[q.at]);
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
-    if (task >= tasks) {
-      if (lane == 0) {
-        shared.item[entry.at].num_rows = 0;
-        mbarrier_arrive(q_full);
-      }
-      break;
-    }
-    const Item item = item_of(p, task);
-    if (lane == 0) {
-      shared.item[entry.at] = item;
+    if (lane == 0 && !exists) mbarrier_arrive(q_full);
+    if (lane == 0 && exists) {
       mbarrier_arrive_expect(q_full, kQBytes);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
@@ -82,35 +85,80 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
                  item.q_begin + wg * (64 / kGroup));
       }
     }
+    if (exists) mbarrier_wait(shared_address(&shared.item_begun), begun.parity);
+    int fetched = 0;
+    if (lane == 0 && (exists || task == int(blockIdx.x))) {  // as often as attention_sm80 does
+      fetched = atomicAdd(p.next_task, 1);
+      if (fetched + 1 >= max(num_tasks(p), int(gridDim.x))) *p.next_task = 0;  // nobody asks any more
+    }
+    if (!exists) break;
+    task = int(gridDim.x) + shuffle(fetched, 0);
+  }
+}
+
+// Keys or values, tile by tile: a page a lane, in chunks of dims. `to`, `full` and `empty` are those of the first stage.
+template <bool keys>
+DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, SharedStorage& shared, u32 to, u32 full, u32 empty) {
+  constexpr int kChunks = keys ? kQChunks : kVChunks;
+  const int lane = lane_id();
+  Ring<kItems> entry;
+  Ring<kStages> stage;
+  for (;; entry.next()) {
+    mbarrier_wait(shared_address(&shared.item_full[entry.at]), entry.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) break;
+    if (keys && lane == 0) mbarrier_arrive(shared_address(&shared.item_begun));
     const Tiles tiles = tiles_of(item);
+    const int lo = item.lo, hi = item.hi, kv_head = item.kv_head;
+    const long first_block = item.first_block;
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < item.hi ? p.block_ids[item.first_block + u32(key) / kPage] : 0;
+      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
     };
     int block = block_of(tiles.end - 1);
-    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
+    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, stage.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
-      const bool loads = lane < kPages && key < item.hi && key + kPageRows > item.lo && item.hi > item.lo;
+      const bool loads = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const int pages = __popc(__ballot_sync(kFullWarp, loads));
-      const int offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % kPage);
+      const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage);
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
-      const u32 k_full = shared_address(&shared.k_full[kv.at]), v_full = shared_address(&shared.v_full[kv.at]);
-      mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(k_full, pages * kPageBytes * kQChunks);
+      const u32 barrier = full + stage.at * 8, at = to + stage.at * (kChunks * kKvChunkBytes) + lane * kPageBytes;
+      mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
+      if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
       __syncwarp();
-      if (loads)
-        load_pages(shared_address(shared.k[kv.at]) + lane * kPageBytes, k_map, k_full, kQChunks, kKvChunkBytes, block, offset,
-                   item.kv_head);
-      mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(v_full, pages * kPageBytes * kVChunks);
-      __syncwarp();
-      if (loads)
-        load_pages(shared_address(shared.v[kv.at]) + lane * kPageBytes, v_map, v_full, kVChunks, kKvChunkBytes, block, offset,
-                   item.kv_head);
+#pragma unroll
+      for (int c = 0; loads && c < kChunks; ++c)
+        tma_load(at + c * kKvChunkBytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
       block = next_block;
     }
-    task = blocks + shuffle(fetched, 0);
+  }
+}
+
+DEVICE bool is_staged(const AttentionParams& p, const Item& item) { return kStaged && item.partial < 0 && out_is_wide(p); }
+
+// What consumers left in shared memory, 16 bytes a lane. Every item comes by, so that none can run away from this warp.
+DEVICE void store_items(const AttentionParams& p, SharedStorage& shared) {
+  constexpr int kPieces = kHeadDimV / 8;  // of a row
+  Ring<kItems> entry;
+  Ring<1> rows;
+  for (;; entry.next(), rows.next()) {
+    mbarrier_wait(shared_address(&shared.item_full[entry.at]), entry.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) break;
+#pragma unroll 1
+    for (int wg = 0; wg < kConsumers; ++wg) {
+      mbarrier_wait(shared_address(&shared.rows_full[wg]), rows.parity);
+      const int end = is_staged(p, item) ? min(item.num_rows - wg * 64, 64) * kPieces : 0;
+#pragma unroll 2
+      for (int i = lane_id(); i < end; i += 32) {
+        const int row = wg * 64 + i / kPieces, at = i % kPieces * 16;
+        const uint4 piece = *reinterpret_cast<const uint4*>(shared.ended[row] + 16 + at);
+        *reinterpret_cast<uint4*>(out_row(p, item.token_of(row), item.head_of(row)) + at) = piece;
+      }
+      __syncwarp();
+      if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.rows_empty[wg]));
+    }
   }
 }
 
@@ -123,20 +171,14 @@ DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKe
   }
 }
 
-struct Queries {
-  u32 held[kHeld ? kQSteps : 1][4];  // not used otherwise
-};
+// A descriptor `bytes` further on, by arithmetic of 32 bits: the address is in the low half, and does not leave it.
+DEVICE u64 further(u64 descriptor, int bytes) { return (descriptor & 0xffffffff00000000ul) | u32(u32(descriptor) + bytes / 16); }
 
-// `q` and `k`: descriptors of the tiles, whose addresses count in units of 16 bytes.
-DEVICE void start_scores(const Queries& queries, u64 q, u64 k, float (&s)[kTileKeys / 2]) {
+DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
 #pragma unroll
   for (int step = 0; step < kQSteps; ++step) {
-    const u64 keys = k + (step / 4 * kKvChunkBytes + step % 4 * 32) / 16;
-    if constexpr (kHeld) {
-      Wgmma<kTileKeys>::template registers<false>(s, queries.held[step], keys, step != 0);
-    } else {
-      Wgmma<kTileKeys>::shared(s, q + (step / 4 * kQChunkBytes + step % 4 * 32) / 16, keys, step != 0);
-    }
+    Wgmma<kTileKeys>::shared(s, further(q, step / 4 * kQChunkBytes + step % 4 * 32), further(k, step / 4 * kKvChunkBytes + step % 4 * 32),
+                             step != 0);
   }
   wgmma_commit();
 }
@@ -144,7 +186,7 @@ DEVICE void start_scores(const Queries& queries, u64 q, u64 k, float (&s)[kTileK
 DEVICE void start_output(const u32 (&weights)[kTileKeys / 16][4], u64 v, float (&out)[kVDims / 2]) {
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
-    Wgmma<kVDims>::template registers<true>(out, weights[step], v + step * 2048 / 16, true);
+    Wgmma<kVDims>::template registers<true>(out, weights[step], further(v, step * 2048), true);
   }
   wgmma_commit();
 }
@@ -161,44 +203,67 @@ DEVICE void clear_values(u32 v, int wg, int lo, int hi) {
   named_barrier_sync(1 + kConsumers + wg, 128);
 }
 
+// Leaves the item's rows `row` and `row` + 8 to store_items().
+DEVICE void stage_rows(const AttentionParams& p, const Item& item, int row, const float2 (&state)[2], SharedStorage& shared,
+                       const float (&out)[kVDims / 2]) {
+  const float v_scale = kv_scale(p.v, item.kv_head);
+  const int lane = lane_id();
+  const u32 to = shared_address(shared.ended[row - lane / 4 + lane % 8]) + 16 + lane / 8 * 16;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int r = row + 8 * h, head = item.head_of(r);
+    const RowEnd end = row_end(p, head, state[h].x, state[h].y);
+    if (r < item.num_rows && lane % 4 == 0) store_lse(p, item.token_of(r), head, end.lse);
+    const float factor = v_scale * end.factor;
+    const u32 kept = factor == 0.f ? 0 : ~0u;
+#pragma unroll
+    for (int j = 0; j < kHeadDimV / 8; j += 4) {
+      u32 pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = out[4 * (j + i) + 2 * h] * factor, y = out[4 * (j + i) + 2 * h + 1] * factor;
+        pairs[i] = (kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y)) & kept;
+      }
+      store_matrix(to + 8 * h * kEndedBytes + j * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  }
+}
+
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
   const bool leader = threadIdx.x % 128 == 0;
   Ring<kQSlots> slot;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v is a tile behind
+  Ring<1> staged;
   const u64 first_q = wgmma_descriptor(shared_address(shared.q[0][wg]), 16, 1024, 1);
   const u64 first_k = wgmma_descriptor(shared_address(shared.k), 16, 1024, 1);
   const u64 first_v = wgmma_descriptor(shared_address(shared.v), kKvChunkBytes, 1024, 1);
-  const auto q_tile = [&] { return first_q + slot.at * (kQBytes / 16); };
-  const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
-  const auto v_tile = [&] { return first_v + v.at * (kVChunks * kKvChunkBytes / 16); };
+  const auto q_tile = [&] { return further(first_q, slot.at * kQBytes); };
+  const auto k_tile = [&] { return further(first_k, k.at * (kQChunks * kKvChunkBytes)); };
+  const auto v_tile = [&] { return further(first_v, v.at * (kVChunks * kKvChunkBytes)); };
   // The matrix unit goes round: a warpgroup takes it, starts its products, and passes it on.
   const auto take_turn = [&] { named_barrier_sync(1 + wg, 256); };
   const auto pass_turn = [&] { named_barrier_arrive(1 + (wg + 1) % kConsumers, 256); };
   if (wg == kConsumers - 1) pass_turn();
 
-  Queries queries;
   Rows rows;
   int tile, whole_first, whole_end;  // of the item: the tile whose scores come next; tiles of which every row sees every key
-  const auto begin_item = [&]() __attribute__((always_inline)) {
-    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+  // While the first products of an item are under way: in front of them, it would take longer to get there.
+  const auto ready_rows = [&]() __attribute__((always_inline)) {
     const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) return false;
-    const float scale = p.scale * kv_scale(p.k, item.kv_head);
-    set_rows(rows, p, item, row, scale);
+    set_rows(rows, p, item, row, p.scale * kv_scale(p.k, item.kv_head));
     const int begin = warp_id() / 4 * 64;  // not by wg, which would stay in a register meanwhile
     const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + 63, item.num_rows - 1);
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
+  };
+  const auto begin_item = [&]() __attribute__((always_inline)) {
+    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+    const Item& item = shared.item[entry.at];
+    if (item.num_rows == 0) return false;
     tile = tiles_of(item).end - 1;
-    const int lane = lane_id();
-#pragma unroll
-    for (int step = 0; kHeld && step < kQSteps; ++step) {  // rows of 128 bytes, whose 16-byte pieces the swizzle has exchanged
-      const int r = warp_id() % 4 * 16 + lane % 16, piece = step % 4 * 2 + lane / 16;
-      load_matrix(queries.held[step], shared_address(shared.q[slot.at][wg][step / 4]) + r * 128 + (piece ^ r % 8) * 16);
-    }
     return true;
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
@@ -233,6 +298,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
     if (weighed.lo > 0 || weighed.hi < kTileKeys) clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
   };
+  const auto ended_state = [&](int h) -> float2& { return *reinterpret_cast<float2*>(shared.ended[row + 8 * h]); };
   const auto leave = [&](u64* barrier) {
     if (leader) mbarrier_arrive(shared_address(barrier));
   };
@@ -243,62 +309,76 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
       take_turn();
       wgmma_fence();
-      start_scores(queries, q_tile(), k_tile(), s);
+      start_scores(q_tile(), k_tile(), s);
       pass_turn();
+      ready_rows();
       wgmma_wait<0>();
       pin(s);
       leave(&shared.k_empty[k.at]);
-      if constexpr (kHeld) leave_queries();
       softmax(s, Edge<true>{});
       pack_weights(s, weights);
       next_tile(Edge<true>{});
     }
     const auto end_item = [&]() __attribute__((always_inline)) {
-      const float2 first = shared.ended_state[row], second = shared.ended_state[row + 8];
-      const float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
-      store_rows(p, shared.item[(entry.at + kItems - 1) % kItems], row, references, totals, out);
+      const float2 state[2] = {ended_state(0), ended_state(1)};
+      const Item& item = shared.item[(entry.at + kItems - 1) % kItems];
+      if constexpr (kStaged) mbarrier_wait(shared_address(&shared.rows_empty[wg]), staged.parity ^ 1);
+      if (is_staged(p, item)) {
+        stage_rows(p, item, row, state, shared, out);
+      } else {
+        const float references[2] = {state[0].x, state[1].x}, totals[2] = {state[0].y, state[1].y};
+        store_rows<!kStaged>(p, item, row, references, totals, out);
+      }
+      if constexpr (kStaged) {
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.rows_full[wg]));
+        staged.next();
+      }
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
-    const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
+    const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
       ready_values();
       take_turn();
       wgmma_fence();
-      start_scores(queries, q_tile(), k_tile(), s);
+      start_scores(q_tile(), k_tile(), s);
       start_output(weights, v_tile(), out);
       pass_turn();
+      if constexpr (edge) ready_rows();  // of each tile at an edge: a branch would have to wait for the products
       wgmma_wait<1>();
       pin(s);
       leave(&shared.k_empty[k.at]);
-      const bool moved = softmax(s, edge);
-      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
-      if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
+      const bool moved = softmax(s, kind);
+      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials.
+      if (kManyDims && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);
       leave(&shared.v_empty[v.at]);
       pack_weights(s, weights);
       for (auto& w : weights) pin(w);
       if (begins) end_item();
-      if (begins || moved) {  // one branch for both: two keep two copies of the sums
+      if (begins && !kManyDims) {
+#pragma unroll
+        for (float& x : out) x = 0.f;
+      } else if (begins || moved) {  // two branches may keep two copies of the sums
 #pragma unroll
         for (int i = 0; i < kVDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
       }
-      next_tile(edge);
+      next_tile(kind);
     };
     for (;;) {
       const bool begins = tile == tiles_of(shared.item[entry.at]).first;
       if (begins) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          shared.ended_state[row + 8 * h] = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
+          ended_state(h) = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
           reference[h] = kEmptyReference, sum[h] = 0.f;
         }
         __syncwarp();
         entry.next();
-        if constexpr (!kHeld) leave_queries();
+        leave_queries();
         if (!begin_item()) break;
-        if constexpr (kHeld) leave_queries();
       } else {
         --tile;
       }
@@ -336,13 +416,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
       mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
     }
+    for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
+    mbarrier_init(shared_address(&shared.item_begun), 1);
+    for (int i = 0; i < kConsumers; ++i) {
+      mbarrier_init(shared_address(&shared.rows_full[i]), 4);
+      mbarrier_init(shared_address(&shared.rows_empty[i]), 1);
+    }
     mbarrier_fence_init();
   }
   __syncthreads();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();
-    if (warp_id() == 4 * kConsumers) produce(p, q_map, k_map, v_map, shared);
+    switch (warp_id() - 4 * kConsumers) {
+      case 0: produce_items(p, q_map, shared); break;
+      case 1:
+        produce_tiles<true>(p, k_map, shared, shared_address(shared.k), shared_address(shared.k_full), shared_address(shared.k_empty));
+        break;
+      case 2:
+        produce_tiles<false>(p, v_map, shared, shared_address(shared.v), shared_address(shared.v_full), shared_address(shared.v_empty));
+        break;
+      default:
+        if constexpr (kStaged) store_items(p, shared);
+    }
   } else {
     registers_grow<kConsumerRegisters>();
     consume(p, shared, wg);

@@ -272,7 +272,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     int old_entry = 0;
     const auto end_item = [&]() __attribute__((always_inline)) {
       const float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
-      store_rows(p, shared.item[old_entry], row, old_reference, total, out);
+      store_rows<true>(p, shared.item[old_entry], row, old_reference, total, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
