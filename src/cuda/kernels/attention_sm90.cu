@@ -3,7 +3,7 @@
 //
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, 1024 of the one for exponentials. Two warpgroups
 // with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
-// queries, keys, values, and what goes out. docs/kernels/cuda_sm90.md has the schedule.
+// queries, keys, values. docs/kernels/cuda_sm90.md has the schedule.
 #include "attention_sm90_parts.cuh"
 #include "wgmma.cuh"
 
@@ -28,22 +28,17 @@ constexpr int kQSteps = kHeadDimQk / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
 // With two, the next item's queries load meanwhile.
-constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 16 <= kRoom ? 2 : 1;
-// Rows of 16 bits go out by way of shared memory, where there is room: of 128 dims, 265 instructions of a warp that multiplies, not 415.
-constexpr int kEndedBytes = 16 + kHeadDimV * 2;
-constexpr bool kStaged = kOutType != kF32 && kQSlots * kQBytes + kKvBytes + kTileRows * kEndedBytes <= kRoom;
+constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
 struct SharedStorage {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
-  // Of each row of the item whose output is to be stored, reference and sum, and 16 bytes further on what goes out. Rows that are 16 bytes
-  // more than a multiple of 32 apart keep a matrix of them off each other's banks.
-  alignas(16) char ended[kTileRows][kStaged ? kEndedBytes : 16];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  u64 item_full[kItems], item_begun, rows_full[kConsumers], rows_empty[kConsumers];
-  Item item[kItems];  // without rows: no item, and none will come
+  u64 item_full[kItems], item_begun;
+  Item item[kItems];              // without rows: no item, and none will come
+  float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -135,33 +130,6 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
   }
 }
 
-DEVICE bool is_staged(const AttentionParams& p, const Item& item) { return kStaged && item.partial < 0 && out_is_wide(p); }
-
-// What consumers left in shared memory, 16 bytes a lane. Every item comes by, so that none can run away from this warp.
-DEVICE void store_items(const AttentionParams& p, SharedStorage& shared) {
-  constexpr int kPieces = kHeadDimV / 8;  // of a row
-  Ring<kItems> entry;
-  Ring<1> rows;
-  for (;; entry.next(), rows.next()) {
-    mbarrier_wait(shared_address(&shared.item_full[entry.at]), entry.parity);
-    const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) break;
-#pragma unroll 1
-    for (int wg = 0; wg < kConsumers; ++wg) {
-      mbarrier_wait(shared_address(&shared.rows_full[wg]), rows.parity);
-      const int end = is_staged(p, item) ? min(item.num_rows - wg * 64, 64) * kPieces : 0;
-#pragma unroll 2
-      for (int i = lane_id(); i < end; i += 32) {
-        const int row = wg * 64 + i / kPieces, at = i % kPieces * 16;
-        const uint4 piece = *reinterpret_cast<const uint4*>(shared.ended[row] + 16 + at);
-        *reinterpret_cast<uint4*>(out_row(p, item.token_of(row), item.head_of(row)) + at) = piece;
-      }
-      __syncwarp();
-      if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.rows_empty[wg]));
-    }
-  }
-}
-
 // --- consumers: a warpgroup each
 
 DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 16][4]) {
@@ -203,39 +171,12 @@ DEVICE void clear_values(u32 v, int wg, int lo, int hi) {
   named_barrier_sync(1 + kConsumers + wg, 128);
 }
 
-// Leaves the item's rows `row` and `row` + 8 to store_items().
-DEVICE void stage_rows(const AttentionParams& p, const Item& item, int row, const float2 (&state)[2], SharedStorage& shared,
-                       const float (&out)[kVDims / 2]) {
-  const float v_scale = kv_scale(p.v, item.kv_head);
-  const int lane = lane_id();
-  const u32 to = shared_address(shared.ended[row - lane / 4 + lane % 8]) + 16 + lane / 8 * 16;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int r = row + 8 * h, head = item.head_of(r);
-    const RowEnd end = row_end(p, head, state[h].x, state[h].y);
-    if (r < item.num_rows && lane % 4 == 0) store_lse(p, item.token_of(r), head, end.lse);
-    const float factor = v_scale * end.factor;
-    const u32 kept = factor == 0.f ? 0 : ~0u;
-#pragma unroll
-    for (int j = 0; j < kHeadDimV / 8; j += 4) {
-      u32 pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = out[4 * (j + i) + 2 * h] * factor, y = out[4 * (j + i) + 2 * h + 1] * factor;
-        pairs[i] = (kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y)) & kept;
-      }
-      store_matrix(to + 8 * h * kEndedBytes + j * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-  }
-}
-
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
   const bool leader = threadIdx.x % 128 == 0;
   Ring<kQSlots> slot;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v is a tile behind
-  Ring<1> staged;
   const u64 first_q = wgmma_descriptor(shared_address(shared.q[0][wg]), 16, 1024, 1);
   const u64 first_k = wgmma_descriptor(shared_address(shared.k), 16, 1024, 1);
   const u64 first_v = wgmma_descriptor(shared_address(shared.v), kKvChunkBytes, 1024, 1);
@@ -294,11 +235,12 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     v = k;
     k.next();
   };
-  const auto ready_values = [&]() __attribute__((always_inline)) {
-    mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
-    if (weighed.lo > 0 || weighed.hi < kTileKeys) clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
+  const auto wait_for_values = [&] { mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity); };
+  const auto clear_hidden_values = [&]() __attribute__((always_inline)) {
+    if (weighed.lo <= 0 && weighed.hi >= kTileKeys) return;
+    wait_for_values();
+    clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
   };
-  const auto ended_state = [&](int h) -> float2& { return *reinterpret_cast<float2*>(shared.ended[row + 8 * h]); };
   const auto leave = [&](u64* barrier) {
     if (leader) mbarrier_arrive(shared_address(barrier));
   };
@@ -320,29 +262,20 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       next_tile(Edge<true>{});
     }
     const auto end_item = [&]() __attribute__((always_inline)) {
-      const float2 state[2] = {ended_state(0), ended_state(1)};
-      const Item& item = shared.item[(entry.at + kItems - 1) % kItems];
-      if constexpr (kStaged) mbarrier_wait(shared_address(&shared.rows_empty[wg]), staged.parity ^ 1);
-      if (is_staged(p, item)) {
-        stage_rows(p, item, row, state, shared, out);
-      } else {
-        const float references[2] = {state[0].x, state[1].x}, totals[2] = {state[0].y, state[1].y};
-        store_rows<!kStaged>(p, item, row, references, totals, out);
-      }
-      if constexpr (kStaged) {
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.rows_full[wg]));
-        staged.next();
-      }
+      const float2 first = shared.ended_state[row], second = shared.ended_state[row + 8];
+      const float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
+      store_rows(p, shared.item[(entry.at + kItems - 1) % kItems], row, references, totals, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {
       float s[kTileKeys / 2];
       mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-      ready_values();
+      clear_hidden_values();
       take_turn();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
+      wait_for_values();
+      wgmma_fence();
       start_output(weights, v_tile(), out);
       pass_turn();
       if constexpr (edge) ready_rows();  // of each tile at an edge: a branch would have to wait for the products
@@ -372,7 +305,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       if (begins) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          ended_state(h) = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
+          shared.ended_state[row + 8 * h] = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
           reference[h] = kEmptyReference, sum[h] = 0.f;
         }
         __syncwarp();
@@ -388,7 +321,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
         turn(Edge<false>{}, false);
       }
     }
-    ready_values();
+    clear_hidden_values();
+    wait_for_values();
     wgmma_fence();
     start_output(weights, v_tile(), out);
     wgmma_wait<0>();
@@ -402,6 +336,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = shuffle(int(threadIdx.x / 128), 0);
@@ -418,10 +353,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_begun), 1);
-    for (int i = 0; i < kConsumers; ++i) {
-      mbarrier_init(shared_address(&shared.rows_full[i]), 4);
-      mbarrier_init(shared_address(&shared.rows_empty[i]), 1);
-    }
     mbarrier_fence_init();
   }
   __syncthreads();
@@ -436,14 +367,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       case 2:
         produce_tiles<false>(p, v_map, shared, shared_address(shared.v), shared_address(shared.v_full), shared_address(shared.v_empty));
         break;
-      default:
-        if constexpr (kStaged) store_items(p, shared);
     }
   } else {
     registers_grow<kConsumerRegisters>();
     consume(p, shared, wg);
   }
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

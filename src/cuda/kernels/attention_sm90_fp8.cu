@@ -272,7 +272,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     int old_entry = 0;
     const auto end_item = [&]() __attribute__((always_inline)) {
       const float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
-      store_rows<true>(p, shared.item[old_entry], row, old_reference, total, out);
+      store_rows(p, shared.item[old_entry], row, old_reference, total, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
@@ -333,6 +333,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_fp8(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = warp_id() / 4;
@@ -364,7 +365,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_grow<232>();
     consume(p, shared, wg);
   }
-  griddep_launch();
 }
 
 }  // namespace imbrex::cuda

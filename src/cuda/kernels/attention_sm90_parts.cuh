@@ -100,9 +100,8 @@ DEVICE void pin(T (&x)[n]) {
   for (int i = 0; i < n; ++i) wgmma_pin(x[i]);
 }
 
-// Writes the item's rows; what is in `out` afterwards is of no use. Without `wide_too`, rows of 16 bits that allow accesses of 16 bytes
-// are not expected here.
-template <bool wide_too, int n>
+// Writes the item's rows; what is in `out` afterwards is of no use.
+template <int n>
 DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
                        float (&out)[n]) {
   const bool partial = item.partial >= 0, wide = out_is_wide(p);
@@ -137,7 +136,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
       for (int j = 0; j < kHeadDimV / 8; ++j) {
         if (exists) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
       }
-    } else if (kOutType == kF32 || !wide_too || !wide) {
+    } else if (kOutType == kF32 || !wide) {
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
         char* const at = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
