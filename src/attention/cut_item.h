@@ -42,7 +42,7 @@ inline KeyRange visible_keys(const CutRules& rules, int first, int last, int seq
 inline KeyRange item_keys(const CutRules& rules, int q_len, int seq_len, int t0, int t1) {
   const int context = seq_len - q_len;
   const KeyRange keys = visible_keys(rules, context + t0, context + t1 - 1, seq_len);
-  return {keys.begin / rules.tile_kv * rules.tile_kv, keys.end};
+  return {keys.begin == 0 ? 0 : keys.begin / rules.tile_kv * rules.tile_kv, keys.end};
 }
 
 inline bool is_cut(const CutRules& rules, int q_len) { return q_len >= rules.min_q && q_len <= rules.max_q; }
@@ -75,12 +75,13 @@ inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int piec
   if (pieces == kAnyNumber) return least_keys(rules, q_len);
   const long all = long(keys.end) - keys.begin, number = even_pieces(rules, q_len, all, pieces);
   if (number <= 1) return 0;
-  return ((all + number - 1) / number + rules.tile_kv - 1) / rules.tile_kv * rules.tile_kv;
+  const long unit = number * rules.tile_kv;
+  return (all + unit - 1) / unit * rules.tile_kv;
 }
 
 // The item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial is -1: who
 // gives out the rows sets it, and merge, when there are several pieces.
-inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0) {
+inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, CutItem& item) {
   const int t1 = int(smaller(q_len, long(t0) + rules.tile_q));
   const KeyRange keys = item_keys(rules, q_len, seq_len, t0, t1);
   const int begin = keys.begin, end = keys.end;
@@ -89,13 +90,13 @@ inline CutItem cut_item(const CutRules& rules, int request, int q_start, int q_l
   const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
   const long first = piece == 0 || begin == origin ? 0 : (begin - origin) / piece;
   const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
-  CutItem item{{request, q_start + t0, q_start + t1, begin, end, -1}, 1, 0, 0};
+  item.whole = {request, q_start + t0, q_start + t1, begin, end, -1};
+  item.num_splits = 1, item.first_end = item.split = 0;
   if (last > first) {
     item.num_splits = int(last - first + 1);
     item.first_end = int(origin + (first + 1) * piece);
     item.split = int(piece);
   }
-  return item;
 }
 
 // What a list has before its pieces become runs.

@@ -45,7 +45,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.growth = std::max(1, kLongestPiece / p.split_kv);
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.
-    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 3 / 4, 1);
+    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
     p.max_splits = kTasksEach * most;
     p.longest_kv = kLongestPiece;
     p.max_split_rows = most * decode_q;

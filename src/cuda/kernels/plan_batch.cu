@@ -182,7 +182,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
     long rows = 0;
     if (i < num_items) {
       const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
-      item = cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q);
+      cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q, item);
       make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
       for (int kind = 0; kind < kSplitKinds; ++kind) {
