@@ -305,14 +305,14 @@ DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& sh
 
 DEVICE void begin_barriers(SharedStorage& shared) {
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&shared.k_full[i]), 1);
-    mbarrier_init(shared_address(&shared.v_full[i]), 1);
+    mbarrier_init(shared_address(&shared.k_full[i]), kLoaders);
+    mbarrier_init(shared_address(&shared.v_full[i]), kLoaders);
     mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
     mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
   }
   for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
   for (int i = 0; i < kItemSlots; ++i) {
-    mbarrier_init(shared_address(&shared.slot_full[i]), 1);
+    mbarrier_init(shared_address(&shared.slot_full[i]), 32);  // lanes: each has brought a part of the queries
     mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
     mbarrier_init(shared_address(&shared.stored[i]), kConsumers);
   }

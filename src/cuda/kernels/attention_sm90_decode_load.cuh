@@ -47,6 +47,7 @@ struct SharedStorage {  // of a crew
   int last_slot;          // of the crew's last item; -1: it had none
   bool is_last_piece;
 };
+constexpr int kLoaders = kMaps ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
 
 // --- producer: a warp
@@ -102,8 +103,7 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
       store_shared(at, uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
     }
   }
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(full);
+  mbarrier_arrive(full);
 }
 
 // What is known of a task before its turn: four loads, each of which needs the one before. In the turn they would hold up those of keys.
@@ -138,10 +138,8 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     const u32 slot_full = shared_address(&shared.slot_full[slot.at]);
     mbarrier_wait(shared_address(&shared.slot_empty[slot.at]), slot.parity ^ 1);
     if (task.number >= tasks) {
-      if (lane == 0) {
-        shared.more[slot.at] = false;
-        mbarrier_arrive(slot_full);
-      }
+      if (lane == 0) shared.more[slot.at] = false;
+      mbarrier_arrive(slot_full);
       break;
     }
     const Item item = task.item;
@@ -185,8 +183,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
         load_values();
       } else {
         copy_async_wait<0>();
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(slot_full);
+        mbarrier_arrive(slot_full);
       }
       before = box, box = next;
       if (tile == full_ring) task = task_of(p, crews + shuffle(fetched, 0), tasks);
