@@ -11,12 +11,22 @@
 
 namespace imbrex::cuda {
 
+namespace {
+
+bool sees_all(const Mask& mask) {
+  return !mask.causal && !mask.custom && mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0;
+}
+
+}  // namespace
+
 // What ran fastest of what shared memory and registers hold.
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   switch (spec.head_dim_qk) {
     case 64: return {.rows = plain ? 192 : 128, .keys = 128, .stages = 3};
     case 256: return {.rows = 128, .keys = plain ? 80 : 64, .stages = 2};
+    // Where all rows see the same keys, two thread blocks read them from L2 once.
+    case 128: return {.rows = 128, .keys = 128, .stages = 2, .cluster = plain && sees_all(spec.mask) ? 2 : 1};
     default: return {.rows = 128, .keys = 128, .stages = 2};
   }
 }
@@ -46,7 +56,7 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   return {
       "attention_sm90.cu", std::string(arch),
-      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}})};
+      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}}, tiles.cluster)};
 }
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
@@ -55,7 +65,8 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
   const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, 64 / group};
-  const int tile = attention_sm90_tiles(spec).keys;
+  const Sm90Tiles tiles = attention_sm90_tiles(spec);
+  const int tile = tiles.keys / tiles.cluster;  // that a thread block loads
   return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_kv_map(maps.k, kv.k, tile) &&
          encode_kv_map(maps.v, kv.v, tile);
 }

@@ -10,8 +10,10 @@
 namespace imbrex::cuda {
 
 struct Sm90Tiles {
-  int rows, keys;  // (query token, q head) of an item at most; items' key ranges begin at multiples of `keys`
-  int stages;      // tiles of keys and values in shared memory
+  int rows, keys;   // (query token, q head) of a thread block at most; items' key ranges begin at multiples of `keys`
+  int stages;       // tiles of keys and values in shared memory
+  int cluster = 1;  // thread blocks that share an item
+  int item_rows() const { return rows * cluster; }
   unsigned threads() const { return unsigned(2 * rows + 128); }
 };
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);

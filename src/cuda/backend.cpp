@@ -70,7 +70,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
   if (shape == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
-    return {.entry = kernel.entry, .tile = {.rows = tiles.rows, .keys = tiles.keys}, .threads = tiles.threads(), .maps = kernel.maps};
+    return {.entry = kernel.entry, .tile = {.rows = tiles.item_rows(), .keys = tiles.keys}, .threads = tiles.threads(), .cluster = unsigned(tiles.cluster), .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",
@@ -93,9 +93,9 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
 AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
   AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
   const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
-  tiles.row_warps = items.rows / (tiles.rows / tiles.row_warps);
-  tiles.blocks = std::max(1, tiles.blocks * tiles.rows / items.rows);
-  tiles.rows = items.rows;
+  tiles.row_warps = items.item_rows() / (tiles.rows / tiles.row_warps);
+  tiles.blocks = std::max(1, tiles.blocks * tiles.rows / items.item_rows());
+  tiles.rows = items.item_rows();
   tiles.keys = std::gcd(tiles.keys, items.keys);
   return tiles;
 }

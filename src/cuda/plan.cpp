@@ -102,17 +102,17 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
 // And loads them, several at the same time, unless that is to wait.
 void Plan::name_kernels() {
   std::vector<Specialised*> now;
-  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, bool on_demand, const auto& key_of) {
+  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, unsigned cluster, bool on_demand, const auto& key_of) {
     size_t i = 0;
     for (const DType out : spec_.out_dtypes()) {
       Specialised& s = kernels[i++];
-      s = {.key = key_of(out), .entry = entry, .threads = threads, .module = {}, .kernel = {}};
+      s = {.key = key_of(out), .entry = entry, .threads = threads, .cluster = cluster, .module = {}, .kernel = {}};
       if (!on_demand) now.push_back(&s);
     }
   };
   const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Shape shape, bool on_demand) {
     const ShapeKernel kernel = table.shape(arch_, spec_, shape);
-    name(kernels, kernel.entry, kernel.threads, on_demand, [&](DType out) { return table.attention(arch_, spec_, shape, out); });
+    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand, [&](DType out) { return table.attention(arch_, spec_, shape, out); });
   };
   for (const Shape shape : kShapes) {
     ShapePlan& s = shapes_[shape];
@@ -122,7 +122,7 @@ void Plan::name_kernels() {
   }
   const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(shapes_, merges))
-    name(merge_, "merge", kMergeThreads, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
+    name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
   std::vector<std::future<void>> compiled;
   compiled.reserve(now.size());
   for (const Specialised* one : now) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
@@ -135,7 +135,7 @@ void Plan::name_kernels() {
 void Plan::load(Specialised& s) const {
   s.module = Module::load(context_, s.key);
   s.kernel = s.module->kernel(s.entry);
-  s.grid = unsigned(std::max(device_.num_workers, 1) * std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1));
+  s.grid = unsigned(std::max(device_.num_workers, 1) * std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1)) / s.cluster * s.cluster;
 }
 
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
@@ -356,11 +356,11 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, DType out_dty
   return a;
 }
 
-// Thread blocks take tasks until there are none; so many as there are tasks, if these are few.
+// Thread blocks, or clusters of them, take tasks until there are none; so many as there are tasks, if these are few.
 template <class... Maps>
 void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const AttentionParams& a, const Maps&... maps) const {
-  const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks));
-  s.kernel.launch({.grid_x = grid, .threads = s.threads, .programmatic = programmatic_}, stream, a, maps...);
+  const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks * s.cluster));
+  s.kernel.launch({.grid_x = grid, .threads = s.threads, .cluster = s.cluster, .programmatic = programmatic_}, stream, a, maps...);
 }
 
 void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {

@@ -26,6 +26,7 @@ struct ShapeKernel {
   const char* entry = nullptr;
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
+  unsigned cluster = 1;      // thread blocks that take a task together
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether it adds up the pieces of an item itself. As in the table for tensors without maps.
   bool joins_pieces = false;
@@ -67,7 +68,7 @@ class Plan final : public imbrex::Plan {
   struct Specialised {
     KernelKey key;
     std::string entry;
-    unsigned threads = 0;
+    unsigned threads = 0, cluster = 1;
     std::shared_ptr<const Module> module;  // null: not loaded
     Kernel kernel;
     unsigned grid = 0;  // thread blocks that the device holds at a time

@@ -71,6 +71,25 @@ DEVICE u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// Writes to the same place in another block, and reports four bytes to the barrier there.
+DEVICE void hand_over(u32 to, int value, u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 remote_to, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote_to, %0, %3;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote_to], %1, [remote_barrier];\n}" ::"r"(to),
+      "r"(value), "r"(barrier), "r"(block)
+      : "memory");
+}
+// At the same barrier in another block. Releases nothing: for what wgmma alone has read.
+DEVICE void mbarrier_arrive_at(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // --- TMA
@@ -126,6 +145,15 @@ DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, i
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2], %8;" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(l2)
+      : "memory");
+}
+
+// The box goes to the same place in each of the cluster's first `blocks` thread blocks, and its bytes to the barrier there.
+DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, int blocks, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %8, %7;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(l2), "h"(static_cast<unsigned short>((1 << blocks) - 1))
       : "memory");
 }
 

@@ -21,6 +21,8 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV > 128 ? 240 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
+// Thread blocks of a cluster read the same tiles, half of each from L2: it takes items whose rows see the same keys.
+static_assert(kCluster == 1 || (!kCausal && !kWindow && kPlainLogits));
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
 constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
 
@@ -31,19 +33,38 @@ constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and ite
 constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
+constexpr int kNoItem = -1;
+// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way back.
+constexpr int kHandedTasks = 8;
+
 struct SharedStorage {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[kItems], item_begun;
-  Item item[kItems];              // without rows: no item, and none will come
+  u64 task_full[kHandedTasks];    // the other blocks of a cluster get their tasks from the first
+  int task[kHandedTasks];
+  Item item[kItems];              // kNoItem rows: no item, and none will come
   float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
 // --- the last warpgroup: a warp each for what follows, so that none waits for what only another needs
+
+DEVICE void hand_over(SharedStorage& shared, int at, int task) {
+#pragma unroll
+  for (int block = 1; block < kCluster; ++block)
+    hand_over(shared_address(&shared.task[at]), task, shared_address(&shared.task_full[at]), u32(block));
+}
+DEVICE int handed_over(SharedStorage& shared, const Ring<kHandedTasks>& handed) {
+  const u32 full = shared_address(&shared.task_full[handed.at]);
+  if (lane_id() == 0) mbarrier_arrive_expect(full, sizeof shared.task[0]);
+  __syncwarp();
+  mbarrier_wait(full, handed.parity);
+  return *static_cast<volatile int*>(&shared.task[handed.at]);
+}
 
 // Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
 // after the other. Its number is not taken earlier, though: some other block might begin it sooner.
@@ -52,12 +73,18 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   Ring<kQSlots> q;
   Ring<kItems> entry;
   Ring<1> begun;
-  for (int task = int(blockIdx.x);; q.next(), entry.next(), begun.next()) {
+  Ring<kHandedTasks> handed;
+  const int rank = kCluster == 1 ? 0 : int(cluster_rank()), first = int(blockIdx.x) / kCluster, clusters = int(gridDim.x) / kCluster;
+  for (int task = first;; q.next(), entry.next(), begun.next(), handed.next()) {
     const bool exists = task < num_tasks(p);
     Item& item = shared.item[entry.at];
     if (exists) {
       Item found = item_of(p, task);
       found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
+      if constexpr (kCluster > 1) {
+        found.row_begin += rank * kTileRows;
+        found.num_rows = max(0, min(kTileRows, found.num_rows - rank * kTileRows));  // who has none goes along
+      }
       if (lane == 0) item = found;
       __syncwarp();
       if constexpr (kBlockSize > 0) {
@@ -65,7 +92,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
       }
     } else if (lane == 0) {
-      item.num_rows = 0;
+      item.num_rows = kNoItem;
     }
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
     const u32 q_full = shared_address(&shared.q_full[q.at]);
@@ -77,17 +104,23 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
         const int wg = i / kQChunks, c = i % kQChunks;
         tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * 64, item.kv_head * kGroup,
-                 item.q_begin + wg * (64 / kGroup));
+                 item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
       }
     }
     if (exists) mbarrier_wait(shared_address(&shared.item_begun), begun.parity);
-    int fetched = 0;
-    if (lane == 0 && (exists || task == int(blockIdx.x))) {  // as often as attention_sm80 does
-      fetched = atomicAdd(p.next_task, 1);
-      if (fetched + 1 >= max(num_tasks(p), int(gridDim.x))) *p.next_task = 0;  // nobody asks any more
+    if (rank == 0) {
+      int fetched = 0;
+      if (lane == 0 && (exists || task == first)) {  // as often as attention_sm80 does
+        fetched = atomicAdd(p.next_task, 1);
+        if (fetched + 1 >= max(num_tasks(p), clusters)) *p.next_task = 0;  // nobody asks any more
+      }
+      if (!exists) break;
+      task = clusters + shuffle(fetched, 0);
+      if (lane == 0) hand_over(shared, handed.at, task);
+    } else {
+      if (!exists) break;
+      task = handed_over(shared, handed);
     }
-    if (!exists) break;
-    task = int(gridDim.x) + shuffle(fetched, 0);
   }
 }
 
@@ -101,7 +134,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
   for (;; entry.next()) {
     mbarrier_wait(shared_address(&shared.item_full[entry.at]), entry.parity);
     const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) break;
+    if (item.num_rows == kNoItem) break;
     if (keys && lane == 0) mbarrier_arrive(shared_address(&shared.item_begun));
     const Tiles tiles = tiles_of(item);
     const int lo = item.lo, hi = item.hi, kv_head = item.kv_head;
@@ -114,8 +147,9 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     int block = block_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, stage.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
-      const bool loads = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
-      const int pages = __popc(__ballot_sync(kFullWarp, loads));
+      const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
+      const bool loads = wanted && (kCluster == 1 || lane * kPageRows / kBlockKeys == int(cluster_rank()));
+      const int pages = __popc(__ballot_sync(kFullWarp, wanted));
       const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage);
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
       const u32 barrier = full + stage.at * 8, at = to + stage.at * (kChunks * kKvChunkBytes) + lane * kPageBytes;
@@ -123,8 +157,13 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
       __syncwarp();
 #pragma unroll
-      for (int c = 0; loads && c < kChunks; ++c)
-        tma_load(at + c * kKvChunkBytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
+      for (int c = 0; loads && c < kChunks; ++c) {
+        if constexpr (kCluster == 1) {
+          tma_load(at + c * kKvChunkBytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
+        } else {
+          tma_load_to_all(at + c * kKvChunkBytes, map, barrier, l2_normal(), kCluster, c * 64, offset, kv_head, block);
+        }
+      }
       block = next_block;
     }
   }
@@ -203,7 +242,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto begin_item = [&]() __attribute__((always_inline)) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) return false;
+    if (item.num_rows == kNoItem) return false;
     tile = tiles_of(item).end - 1;
     return true;
   };
@@ -242,7 +281,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
   };
   const auto leave = [&](u64* barrier) {
-    if (leader) mbarrier_arrive(shared_address(barrier));
+    if constexpr (kCluster == 1) {
+      if (leader) mbarrier_arrive(shared_address(barrier));
+    } else {
+      if (threadIdx.x % 128 < kCluster) mbarrier_arrive_at(shared_address(barrier), threadIdx.x % 128);
+    }
   };
 
   if (begin_item()) {
@@ -348,14 +391,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(shared_address(&shared.k_full[i]), 1);
       mbarrier_init(shared_address(&shared.v_full[i]), 1);
-      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
-      mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers * kCluster);
+      mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers * kCluster);
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_begun), 1);
+    for (u64& barrier : shared.task_full) mbarrier_init(shared_address(&barrier), 1);
     mbarrier_fence_init();
   }
-  __syncthreads();
+  if constexpr (kCluster == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();
@@ -371,6 +419,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_grow<kConsumerRegisters>();
     consume(p, shared, wg);
+  }
+  if constexpr (kCluster > 1) {  // the other blocks still arrive here
+    __syncwarp();
+    cluster_sync();
   }
 }
 

@@ -22,5 +22,8 @@ constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share 
 constexpr int kStages = 3;                                  // tiles of keys and values in shared memory
 constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocessor that registers have to suffice for
 
+// attention_sm90.cu, besides
+constexpr int kCluster = 1;  // thread blocks that share the keys of an item, and its rows among them: kTileRows each
+
 // attention_sm90_decode.cu, besides
 constexpr bool kMaps = true;  // TMA can read the keys and values
