@@ -319,11 +319,12 @@ DEVICE void begin_barriers(SharedStorage& shared) {
   mbarrier_fence_init();
 }
 
+extern __shared__ __align__(1024) char memory[];
+
 extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     attention_sm90_decode(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
-  extern __shared__ __align__(1024) char memory[];
   const int crew = kCrews == 1 ? 0 : warp_id() / kCrewWarps, warp = warp_id() - crew * kCrewWarps;
   SharedStorage& shared = reinterpret_cast<SharedStorage*>(memory)[crew];
   if (threadIdx.x % kCrewThreads == 0) {
