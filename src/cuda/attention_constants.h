@@ -15,7 +15,8 @@ inline bool has_plain_logits(const AttentionSpec& spec) {
   return !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
 }
 
-inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles, int cluster = 1) {
+inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles,
+                                                 int cluster = 1) {
   const Mask& mask = spec.mask;
   const ScoreMod& score = spec.score;
   std::vector<Constant> constants{{"kHeadDimQk", spec.head_dim_qk},

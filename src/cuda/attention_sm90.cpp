@@ -13,9 +13,7 @@ namespace imbrex::cuda {
 
 namespace {
 
-bool sees_all(const Mask& mask) {
-  return !mask.causal && !mask.custom && mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0;
-}
+bool sees_all(const Mask& mask) { return !mask.causal && !mask.custom && mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0; }
 
 }  // namespace
 
@@ -56,7 +54,8 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   return {
       "attention_sm90.cu", std::string(arch),
-      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}}, tiles.cluster)};
+      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}},
+                          tiles.cluster)};
 }
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

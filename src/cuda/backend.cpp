@@ -70,7 +70,11 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
   if (shape == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
-    return {.entry = kernel.entry, .tile = {.rows = tiles.item_rows(), .keys = tiles.keys}, .threads = tiles.threads(), .cluster = unsigned(tiles.cluster), .maps = kernel.maps};
+    return {.entry = kernel.entry,
+            .tile = {.rows = tiles.item_rows(), .keys = tiles.keys},
+            .threads = tiles.threads(),
+            .cluster = unsigned(tiles.cluster),
+            .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",

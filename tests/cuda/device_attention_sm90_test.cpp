@@ -133,7 +133,8 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   Schedule schedule_;
   schedule(batch, spec.mask,
-           {.tile_q = tiles.item_rows() / spec.group_size(), .tile_kv = tiles.keys, .split_kv = 4096 * tiles.keys, .split_max_q = 1}, schedule_);
+           {.tile_q = tiles.item_rows() / spec.group_size(), .tile_kv = tiles.keys, .split_kv = 4096 * tiles.keys, .split_max_q = 1},
+           schedule_);
   const std::vector<PlanCounts> counts{
       {.num_work = int(schedule_.work.size()), .num_merges = 0, .num_tokens = int(tokens), .num_reqs = reqs, .heads_together = 2}};
   std::vector<long> block_start;
@@ -175,7 +176,10 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   // Twice: the counter of tasks must be back at zero.
   for (int i = 0; i < 2; ++i) {
     module->kernel("attention_sm90")
-        .launch({.grid_x = unsigned(device.num_workers / tiles.cluster * tiles.cluster), .threads = tiles.threads(), .cluster = unsigned(tiles.cluster)}, stream.get(), a, maps.q, maps.k, maps.v);
+        .launch({.grid_x = unsigned(device.num_workers / tiles.cluster * tiles.cluster),
+                 .threads = tiles.threads(),
+                 .cluster = unsigned(tiles.cluster)},
+                stream.get(), a, maps.q, maps.k, maps.v);
   }
   const std::vector<float> actual = download<float>(out), actual_lse = download<float>(lse);
   EXPECT_EQ(download<int>(task)[0], 0);

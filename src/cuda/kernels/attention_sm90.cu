@@ -34,7 +34,8 @@ constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
 constexpr int kNoItem = -1;
-// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way back.
+// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way
+// back.
 constexpr int kHandedTasks = 8;
 
 struct SharedStorage {
@@ -43,7 +44,7 @@ struct SharedStorage {
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[kItems], item_begun;
-  u64 task_full[kHandedTasks];    // the other blocks of a cluster get their tasks from the first
+  u64 task_full[kHandedTasks];  // the other blocks of a cluster get their tasks from the first
   int task[kHandedTasks];
   Item item[kItems];              // kNoItem rows: no item, and none will come
   float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
