@@ -1,5 +1,5 @@
 #pragma once
-// Batches of chance for tests of schedule(): lengths of requests, and numbers to choose them by.
+// For tests that cut batches: lengths of requests, and numbers of chance to choose them by.
 #include <initializer_list>
 #include <random>
 #include <vector>
