@@ -30,7 +30,7 @@ struct SchedulePolicy {
 
   int pieces_together = 1;  // neighbouring pieces whose sums are folded first: MergeItem::together
   // For kernels that take them, with max_splits only, and not when balanced: items may be runs of pieces_together pieces, or of all pieces
-  // of a tile of queries, where the list then still has an item for every worker.
+  // of a tile of queries, as long as the load keeps the workers busy.
   bool runs = false;
 };
 

@@ -4,37 +4,16 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <random>
 #include <vector>
 
+#include "attention/random_lengths.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex {
 namespace {
 
-struct Lengths {
-  std::vector<int32_t> starts{0}, lens;
-  void add(int q_len, int seq_len) {
-    starts.push_back(starts.back() + q_len);
-    lens.push_back(seq_len);
-  }
-  Batch view() const {
-    Batch batch;
-    batch.query_start_loc = starts;
-    batch.seq_lens = lens;
-    return batch;
-  }
-};
-
-class Random {
- public:
-  explicit Random(int seed) : engine_(unsigned(seed)) {}
-  int between(int low, int high) { return low + int(engine_() % unsigned(high - low + 1)); }
-  int of(std::initializer_list<int> values) { return values.begin()[between(0, int(values.size()) - 1)]; }
-
- private:
-  std::mt19937 engine_;
-};
+using test::Lengths;
+using test::Random;
 
 SchedulePolicy random_policy(Random& random) {
   SchedulePolicy p{.tile_q = random.of({1, 4, 16, 32}), .tile_kv = random.of({16, 64})};

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention/mask.h"
+#include "attention/random_lengths.h"
 #include "count_allocations.h"
 #include "expect_error.h"
 
@@ -26,20 +27,9 @@ struct Request {
   int q_len, seq_len;
 };
 
-struct HostBatch {
-  std::vector<int32_t> starts{0}, lens;
-
+struct HostBatch : test::Lengths {
   explicit HostBatch(const std::vector<Request>& requests) {
-    for (const Request& r : requests) {
-      starts.push_back(starts.back() + r.q_len);
-      lens.push_back(r.seq_len);
-    }
-  }
-  Batch view() const {
-    Batch batch;
-    batch.query_start_loc = starts;
-    batch.seq_lens = lens;
-    return batch;
+    for (const Request& r : requests) add(r.q_len, r.seq_len);
   }
 };
 

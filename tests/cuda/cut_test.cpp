@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "attention/random_lengths.h"
 #include "cuda/plan.h"
 
 namespace imbrex::cuda {
@@ -15,19 +16,9 @@ AttentionSpec llama(int q_heads = 32, int kv_heads = 8, DType kv = DType::bf16) 
   return {.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = 128, .head_dim_v = 128, .kv_dtype = kv};
 }
 
-struct Step {
-  std::vector<int32_t> starts{0}, lens;
+struct Step : imbrex::test::Lengths {
   Step(int num_reqs, int q_len, int seq_len) {
-    for (int r = 0; r < num_reqs; ++r) {
-      starts.push_back(starts.back() + q_len);
-      lens.push_back(seq_len);
-    }
-  }
-  Batch view() const {
-    Batch batch;
-    batch.query_start_loc = starts;
-    batch.seq_lens = lens;
-    return batch;
+    for (int r = 0; r < num_reqs; ++r) add(q_len, seq_len);
   }
 };
 
