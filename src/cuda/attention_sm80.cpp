@@ -123,6 +123,7 @@ KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, D
   return {"attention_sm80.cu", std::string(arch),
           attention_constants(spec, out,
                               {{"kTileRows", t.rows},
+                               {"kItemRows", t.item_rows},
                                {"kTileKeys", t.keys},
                                {"kRowWarps", t.row_warps},
                                {"kKeyWarps", t.key_warps},

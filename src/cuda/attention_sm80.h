@@ -14,10 +14,11 @@ enum class KernelPhase : uint8_t {
 };
 
 struct AttentionTiles {
-  int rows, keys;                       // of a tile; an item has at most max(rows, group) rows (query token, q head)
+  int rows, keys;                       // of a tile
   int row_warps, key_warps, dim_warps;  // that share them and the output's dims
   int stages;                           // tiles of keys and values in shared memory
   int blocks;                           // thread blocks a multiprocessor is to hold
+  int item_rows = rows;                 // (query token, q head) of an item at most, unless a token has more
   int threads() const { return 32 * row_warps * key_warps * dim_warps; }
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };

@@ -11,21 +11,20 @@
 
 namespace imbrex::cuda {
 
-namespace {
-
-bool sees_all(const Mask& mask) { return !mask.causal && !mask.custom && mask.window_left < 0 && mask.window_right < 0 && mask.chunk == 0; }
-
-}  // namespace
+int attention_sm90_cluster(const AttentionSpec& spec) {
+  const Mask& mask = spec.mask;
+  const bool window = mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0;
+  return has_plain_logits(spec) && !window && spec.num_kv_heads % 2 == 0 ? 2 : 1;
+}
 
 // What ran fastest of what shared memory and registers hold.
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
+  const int cluster = attention_sm90_cluster(spec);
   switch (spec.head_dim_qk) {
-    case 64: return {.rows = plain ? 192 : 128, .keys = 128, .stages = 3};
-    case 256: return {.rows = 128, .keys = plain ? 80 : 64, .stages = 2};
-    // Where all rows see the same keys, two thread blocks read them from L2 once.
-    case 128: return {.rows = 128, .keys = 128, .stages = 2, .cluster = plain && sees_all(spec.mask) ? 2 : 1};
-    default: return {.rows = 128, .keys = 128, .stages = 2};
+    case 64: return {.rows = plain ? 192 : 128, .keys = 128, .stages = 3, .cluster = cluster};
+    case 256: return {.rows = 128, .keys = plain ? 80 : 64, .stages = 2, .cluster = cluster};
+    default: return {.rows = 128, .keys = 128, .stages = 2, .cluster = cluster};
   }
 }
 
@@ -52,10 +51,14 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
 
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
-  return {
-      "attention_sm90.cu", std::string(arch),
-      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}},
-                          tiles.cluster)};
+  return {"attention_sm90.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.item_rows()},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 1},
+                               {"kStages", tiles.stages}},
+                              tiles.cluster)};
 }
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
@@ -65,9 +68,9 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
   const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, 64 / group};
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
-  const int tile = tiles.keys / tiles.cluster;  // that a thread block loads
-  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_kv_map(maps.k, kv.k, tile) &&
-         encode_kv_map(maps.v, kv.v, tile);
+  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) &&
+         encode_kv_map(maps.k, kv.k, tiles.keys, kTensorMapLine, tiles.cluster) &&
+         encode_kv_map(maps.v, kv.v, tiles.keys, kTensorMapLine, tiles.cluster);
 }
 
 }  // namespace imbrex::cuda

@@ -16,6 +16,8 @@ struct Sm90Tiles {
   int item_rows() const { return rows * cluster; }
   unsigned threads() const { return unsigned(2 * rows + 128); }
 };
+// Thread blocks that read the same keys from L2 once: those of an item's rows, which see nearly the same, or of different kv heads.
+int attention_sm90_cluster(const AttentionSpec&);
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
 // Why the kernel cannot run a spec whose cache is strided; empty: it can.
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);

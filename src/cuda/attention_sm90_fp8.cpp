@@ -18,7 +18,7 @@ int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, atten
 
 // As many scores as registers have room for, beside the output and what logits need.
 Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
-  return {.rows = 128, .keys = has_plain_logits(spec) ? 192 : 128, .stages = 2};
+  return {.rows = 128, .keys = has_plain_logits(spec) ? 192 : 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
 }
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
@@ -43,19 +43,25 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
 
 KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spec, DType out) {
   const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
-  return {
-      "attention_sm90_fp8.cu", std::string(arch),
-      attention_constants(spec, out, {{"kTileRows", tiles.rows}, {"kTileKeys", tiles.keys}, {"kKeyWarps", 1}, {"kStages", tiles.stages}})};
+  return {"attention_sm90_fp8.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.item_rows()},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 1},
+                               {"kStages", tiles.stages}},
+                              tiles.cluster)};
 }
 
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   if (q.stride(2) != 1) return false;
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)), uint64_t(q.stride(0))};
-  const int width = spec.head_dim_v, keys = box_keys(spec);
+  const int width = spec.head_dim_v;
+  const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
   const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(width), group, 64 / group};
-  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) && encode_kv_map(maps.k, kv.k, keys, width) &&
-         encode_kv_map(maps.v, kv.v, keys, width);
+  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) &&
+         encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) && encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
 }
 
 }  // namespace imbrex::cuda

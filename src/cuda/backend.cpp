@@ -93,13 +93,11 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
 }
 
 // Where TMA cannot read the tensors: decode and verify have a variant that can, and prefill runs as in cuda_sm80, with tiles that take the
-// same items: as many rows, as many of them a warp, and keys that begin where the items' do.
+// same items: a part of their rows, and keys that begin where the items' do.
 AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
   AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
   const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
-  tiles.row_warps = items.item_rows() / (tiles.rows / tiles.row_warps);
-  tiles.blocks = std::max(1, tiles.blocks * tiles.rows / items.item_rows());
-  tiles.rows = items.item_rows();
+  tiles.item_rows = items.item_rows();
   tiles.keys = std::gcd(tiles.keys, items.keys);
   return tiles;
 }

@@ -15,14 +15,15 @@ bool encode_tensor_map(CUtensorMap& map, DType type, const void* data, uint32_t 
                                               kTensorMapInterleaveNone, swizzle, kTensorMapL2None, kTensorMapFillZero) == 0;
 }
 
-bool encode_kv_map(CUtensorMap& map, const TensorView& t, int rows, int width) {
+bool encode_kv_map(CUtensorMap& map, const TensorView& t, int tile, int width, int blocks) {
   const int rank = t.rank;  // 3 without pages
   if (t.stride(rank - 1) != 1) return false;
   const uint64_t size = uint64_t(size_of(t.dtype)), page = uint64_t(t.size(rank - 3));
   const uint64_t sizes[4] = {uint64_t(t.size(rank - 1)), page, uint64_t(t.size(rank - 2)), rank == 4 ? uint64_t(t.size(0)) : 1};
   const uint64_t strides[3] = {uint64_t(t.stride(rank - 3)) * size, uint64_t(t.stride(rank - 2)) * size,
                                rank == 4 ? uint64_t(t.stride(0)) * size : 16};
-  const uint32_t box[4] = {uint32_t(width / int(size)), rank == 4 ? uint32_t(std::gcd(page, uint64_t(rows))) : uint32_t(rows), 1, 1};
+  const int common = rank == 4 ? int(std::gcd(page, uint64_t(tile))) : tile;
+  const uint32_t box[4] = {uint32_t(width / int(size)), uint32_t(common == tile ? tile / blocks : common), 1, 1};
   return encode_tensor_map(map, t.dtype, t.data, 4, sizes, strides, box);
 }
 

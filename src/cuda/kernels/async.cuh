@@ -64,6 +64,12 @@ struct Ring {
   }
 };
 
+// After `steps` of them. Where registers are few, several rings can do with one number.
+template <int size>
+DEVICE Ring<size> ring_at(u32 steps) {
+  return {int(steps % size), steps / size % 2};
+}
+
 // --- clusters
 
 DEVICE u32 cluster_rank() {
@@ -81,14 +87,16 @@ DEVICE void hand_over(u32 to, int value, u32 barrier, u32 block) {
       "r"(value), "r"(barrier), "r"(block)
       : "memory");
 }
-// At the same barrier in another block. Releases nothing: for what wgmma alone has read.
+// At the same barrier in another block.
+template <bool releases>
 DEVICE void mbarrier_arrive_at(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(barrier), "r"(block));
+  if constexpr (releases) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+  } else {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote) : "memory");
+  }
 }
 DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 

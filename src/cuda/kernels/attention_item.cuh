@@ -12,8 +12,9 @@ namespace imbrex::cuda {
 
 constexpr float kEmptyReference = -1e30f;  // of a row that has seen no key: finite, so that no infinities are subtracted
 constexpr int kFar = 1 << 29;              // beyond any sequence, and its sum with a position is still an int
-constexpr int kItemRows = kTileRows * kCluster;
-constexpr int kRowBlocks = (kGroup + kItemRows - 1) / kItemRows;  // tiles of rows that a token may have
+constexpr int kTaskRows = kTileRows * kCluster;
+constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
+constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
 
 struct KeyRange {
   int lo, hi;  // keys [lo, hi); empty when lo >= hi
@@ -36,10 +37,10 @@ DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
   return keys;
 }
 
-// What one thread block, or a cluster, does at a time: up to kItemRows rows of a work item for one kv head. The same in every thread.
+// What one thread block, or a cluster, does at a time: up to kTaskRows rows of a work item for one kv head. The same in every thread.
 struct Item {
   int kv_head;
-  int row_begin, num_rows;  // of the item's rows
+  int row_begin, num_rows;  // of the item's rows; none where these do not fill all tasks
   int q_begin;              // query token of the item's row 0, within the batch
   int position;             // of that token among its request's keys
   int query_index;          // of that token among its request's queries
@@ -77,8 +78,8 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   item.partial = work.partial;
   item.merge = work.merge;
   item.piece = work.piece;
-  item.row_begin = row_block * kItemRows;
-  item.num_rows = min(kItemRows, (work.q_end - work.q_begin) * kGroup - item.row_begin);
+  item.row_begin = row_block * kTaskRows;
+  item.num_rows = min(kTaskRows, (work.q_end - work.q_begin) * kGroup - item.row_begin);
   const int first_query = p.query_start[work.request], q_len = p.query_start[work.request + 1] - first_query;
   item.seq_len = p.seq_lens[work.request];
   item.query_index = work.q_begin - first_query;

@@ -137,7 +137,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
   const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
   for (int task = int(blockIdx.x);;) {
     const int fetched = threadIdx.x == 0 ? atomicAdd(p.next_task, 1) : 0;
-    if (task < tasks) run_item(p, item_of(p, task), warp, wide, shared);
+    if (task < tasks) {
+      const Item item = item_of(p, task);
+      if (item.num_rows > 0) run_item(p, item, warp, wide, shared);
+    }
     if (threadIdx.x == 0) {
       if (fetched == last) *p.next_task = 0;
       shared.next_task = blocks + fetched;

@@ -4,7 +4,7 @@
 // 128 rows x 128 keys x 128 dims are 8.4 M operations: 2048 cycles of the matrix unit, 1024 of the one for exponentials. Two warpgroups
 // with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
 // queries, keys, values. docs/kernels/cuda_sm90.md has the schedule.
-#include "attention_sm90_parts.cuh"
+#include "attention_sm90_cluster.cuh"
 #include "wgmma.cuh"
 
 namespace imbrex::cuda {
@@ -18,11 +18,9 @@ constexpr int kPageBytes = kPageRows * 128;
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV > 128 ? 240 : 232;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 ? 232 : 240;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
-// Thread blocks of a cluster read the same tiles, half of each from L2: it takes items whose rows see the same keys.
-static_assert(kCluster == 1 || (!kCausal && !kWindow && kPlainLogits));
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
 constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
 
@@ -33,19 +31,14 @@ constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and ite
 constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
-constexpr int kNoItem = -1;
-// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way
-// back.
-constexpr int kHandedTasks = 8;
-
 struct SharedStorage {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[kItems], item_begun;
-  u64 task_full[kHandedTasks];  // the other blocks of a cluster get their tasks from the first
-  int task[kHandedTasks];
+  HandedTasks handed;
+  bool together[kItems];          // the item's rows are those of all blocks of the cluster
   Item item[kItems];              // kNoItem rows: no item, and none will come
   float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
 };
@@ -54,40 +47,22 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
 // --- the last warpgroup: a warp each for what follows, so that none waits for what only another needs
 
-DEVICE void hand_over(SharedStorage& shared, int at, int task) {
-#pragma unroll
-  for (int block = 1; block < kCluster; ++block)
-    hand_over(shared_address(&shared.task[at]), task, shared_address(&shared.task_full[at]), u32(block));
-}
-DEVICE int handed_over(SharedStorage& shared, const Ring<kHandedTasks>& handed) {
-  const u32 full = shared_address(&shared.task_full[handed.at]);
-  if (lane_id() == 0) mbarrier_arrive_expect(full, sizeof shared.task[0]);
-  __syncwarp();
-  mbarrier_wait(full, handed.parity);
-  return *static_cast<volatile int*>(&shared.task[handed.at]);
-}
-
 // Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
 // after the other. Its number is not taken earlier, though: some other block might begin it sooner.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, SharedStorage& shared) {
   const int lane = lane_id();
-  Ring<kQSlots> q;
   Ring<kItems> entry;
-  Ring<1> begun;
-  Ring<kHandedTasks> handed;
-  const int rank = kCluster == 1 ? 0 : int(cluster_rank()), first = int(blockIdx.x) / kCluster, clusters = int(gridDim.x) / kCluster;
-  for (int task = first;; q.next(), entry.next(), begun.next(), handed.next()) {
-    const bool exists = task < num_tasks(p);
+  u32 num_items = 0;
+  for (Tasks tasks(p, shared.handed);; tasks.next()) {
     Item& item = shared.item[entry.at];
+    const bool exists = tasks.exists();
     if (exists) {
-      Item found = item_of(p, task);
-      found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
-      if constexpr (kCluster > 1) {
-        found.row_begin += rank * kTileRows;
-        found.num_rows = max(0, min(kTileRows, found.num_rows - rank * kTileRows));  // who has none goes along
-      }
-      if (lane == 0) item = found;
+      Item found;
+      bool together;
+      const bool mine = tasks.find(num_items, found, together);
+      if (lane == 0) item = found, shared.together[entry.at] = together;
       __syncwarp();
+      if (!mine) continue;
       if constexpr (kBlockSize > 0) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
@@ -96,10 +71,15 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       item.num_rows = kNoItem;
     }
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
+    const auto q = ring_at<kQSlots>(num_items);
     const u32 q_full = shared_address(&shared.q_full[q.at]);
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
-    if (lane == 0 && !exists) mbarrier_arrive(q_full);
-    if (lane == 0 && exists) {
+    if (!exists) {
+      if (lane == 0) mbarrier_arrive(q_full);
+      tasks.end();
+      break;
+    }
+    if (lane == 0) {
       mbarrier_arrive_expect(q_full, kQBytes);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
@@ -108,20 +88,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
                  item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
       }
     }
-    if (exists) mbarrier_wait(shared_address(&shared.item_begun), begun.parity);
-    if (rank == 0) {
-      int fetched = 0;
-      if (lane == 0 && (exists || task == first)) {  // as often as attention_sm80 does
-        fetched = atomicAdd(p.next_task, 1);
-        if (fetched + 1 >= max(num_tasks(p), clusters)) *p.next_task = 0;  // nobody asks any more
-      }
-      if (!exists) break;
-      task = clusters + shuffle(fetched, 0);
-      if (lane == 0) hand_over(shared, handed.at, task);
-    } else {
-      if (!exists) break;
-      task = handed_over(shared, handed);
-    }
+    mbarrier_wait(shared_address(&shared.item_begun), ring_at<1>(num_items).parity);
+    ++num_items, entry.next();
   }
 }
 
@@ -138,6 +106,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     if (item.num_rows == kNoItem) break;
     if (keys && lane == 0) mbarrier_arrive(shared_address(&shared.item_begun));
     const Tiles tiles = tiles_of(item);
+    const volatile bool& together = shared.together[entry.at];  // read where needed: registers are few
     const int lo = item.lo, hi = item.hi, kv_head = item.kv_head;
     const long first_block = item.first_block;
     const auto block_of = [&](int tile) {
@@ -149,7 +118,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, stage.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
-      const bool loads = wanted && (kCluster == 1 || lane * kPageRows / kBlockKeys == int(cluster_rank()));
+      const bool loads = wanted && (kCluster == 1 || !together || loads_page(lane));
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
       const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage);
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
@@ -158,13 +127,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
       __syncwarp();
 #pragma unroll
-      for (int c = 0; loads && c < kChunks; ++c) {
-        if constexpr (kCluster == 1) {
-          tma_load(at + c * kKvChunkBytes, map, barrier, l2_normal(), c * 64, offset, kv_head, block);
-        } else {
-          tma_load_to_all(at + c * kKvChunkBytes, map, barrier, l2_normal(), kCluster, c * 64, offset, kv_head, block);
-        }
-      }
+      for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);
       block = next_block;
     }
   }
@@ -213,7 +176,6 @@ DEVICE void clear_values(u32 v, int wg, int lo, int hi) {
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
-  const bool leader = threadIdx.x % 128 == 0;
   Ring<kQSlots> slot;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v is a tile behind
@@ -227,6 +189,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto take_turn = [&] { named_barrier_sync(1 + wg, 256); };
   const auto pass_turn = [&] { named_barrier_arrive(1 + (wg + 1) % kConsumers, 256); };
   if (wg == kConsumers - 1) pass_turn();
+
+  const auto leave = [](u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); };
 
   Rows rows;
   int tile, whole_first, whole_end;  // of the item: the tile whose scores come next; tiles of which every row sees every key
@@ -245,6 +209,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const Item& item = shared.item[entry.at];
     if (item.num_rows == kNoItem) return false;
     tile = tiles_of(item).end - 1;
+    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next()) {
+      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      leave(shared.k_empty[k.at]);
+    }
     return true;
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
@@ -281,14 +249,13 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     wait_for_values();
     clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
   };
-  const auto leave = [&](u64* barrier) {
-    if constexpr (kCluster == 1) {
-      if (leader) mbarrier_arrive(shared_address(barrier));
-    } else {
-      if (threadIdx.x % 128 < kCluster) mbarrier_arrive_at(shared_address(barrier), threadIdx.x % 128);
+  // Of the tiles in front of an item's first, from `v` on. Values keep their order: these come after the last of the item before.
+  const auto skip_values = [&]() __attribute__((always_inline)) {
+    for (; kSkipped > 0 && (v.at != k.at || v.parity != k.parity); v.next()) {
+      wait_for_values();
+      leave(shared.v_empty[v.at]);
     }
   };
-
   if (begin_item()) {
     {
       float s[kTileKeys / 2];
@@ -300,9 +267,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       ready_rows();
       wgmma_wait<0>();
       pin(s);
-      leave(&shared.k_empty[k.at]);
+      leave(shared.k_empty[k.at]);
       softmax(s, Edge<true>{});
       pack_weights(s, weights);
+      skip_values();
       next_tile(Edge<true>{});
     }
     const auto end_item = [&]() __attribute__((always_inline)) {
@@ -325,13 +293,17 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       if constexpr (edge) ready_rows();  // of each tile at an edge: a branch would have to wait for the products
       wgmma_wait<1>();
       pin(s);
-      leave(&shared.k_empty[k.at]);
+      leave(shared.k_empty[k.at]);
       const bool moved = softmax(s, kind);
       // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials.
       if (kManyDims && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);
-      leave(&shared.v_empty[v.at]);
+      leave(shared.v_empty[v.at]);
+      if (kSkipped > 0 && begins) {
+        v.next();
+        skip_values();
+      }
       pack_weights(s, weights);
       for (auto& w : weights) pin(w);
       if (begins) end_item();
@@ -371,7 +343,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     start_output(weights, v_tile(), out);
     wgmma_wait<0>();
     pin(out);
-    leave(&shared.v_empty[v.at]);
+    leave(shared.v_empty[v.at]);
     end_item();
   }
   if (wg == 0) take_turn();  // what the last warpgroup reported last
@@ -397,14 +369,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_begun), 1);
-    for (u64& barrier : shared.task_full) mbarrier_init(shared_address(&barrier), 1);
+    for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
     mbarrier_fence_init();
   }
-  if constexpr (kCluster == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();
-  }
+  sync_cluster();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();

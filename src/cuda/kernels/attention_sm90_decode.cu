@@ -10,7 +10,8 @@
 
 namespace imbrex::cuda {
 
-constexpr int kCrewBarriers = kRowWarps + 1;  // named ones: of the warps that share out 16 rows, each; of all
+// Named ones: of the warps that share out 16 rows, each; of all; of the warps that read the same values, each.
+constexpr int kCrewBarriers = kRowWarps + 1 + (kRowWarps > 1 ? kTeams : 0);
 DEVICE void meet_crew(int crew) { named_barrier_sync(1 + crew * kCrewBarriers + kRowWarps, kCrewThreads); }
 
 // --- consumers: four warps for each 16 rows
@@ -53,7 +54,8 @@ class Consumer {
         lane_(computed_here(lane_id())),
         group_(warp % kRowWarps),
         team_(warp / kRowWarps),
-        barrier_(1 + crew * kCrewBarriers + group_) {
+        barrier_(1 + crew * kCrewBarriers + group_),
+        values_barrier_(1 + crew * kCrewBarriers + kRowWarps + 1 + team_) {
     const u32 weights = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow;
     weights_to_ = weights + lane_ / 4 * kWeightRow + (team_ * kTeamKeys + lane_ % 4 * 2) * 2;
     weights_from_ = weights + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
@@ -217,16 +219,20 @@ class Consumer {
     v_.next();
   }
 
-  // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. Each warp clears what it reads.
+  // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. The warps that read them clear them.
   DEVICE void clear_values(u32 values, int lo, int hi) const {
     constexpr int kPieces = kTeamDims / kPieceDims;
 #pragma unroll 1
-    for (int i = lane_; i < kTileKeys * kPieces; i += 32) {
+    for (int i = 32 * group_ + lane_; i < kTileKeys * kPieces; i += 32 * kRowWarps) {
       const int row = i / kPieces;
       if (row < lo || row >= hi) store_shared(values + SwizzledRows::lane(row, team_ * kPieces + i % kPieces, 128), uint4{0, 0, 0, 0});
     }
     async_proxy_fence();  // before TMA writes there again
-    __syncwarp();
+    if constexpr (kRowWarps == 1) {
+      __syncwarp();
+    } else {
+      named_barrier_sync(values_barrier_, 32 * kRowWarps);
+    }
   }
 
   DEVICE void store(const Item& item, const Sums& all) const {
@@ -261,8 +267,8 @@ class Consumer {
 
   const AttentionParams& p_;
   SharedStorage& shared_;
-  const int lane_, group_, team_, barrier_;  // group_: of rows
-  u32 weights_to_, weights_from_, v_lane_;   // where this lane writes and reads
+  const int lane_, group_, team_, barrier_, values_barrier_;  // group_: of rows
+  u32 weights_to_, weights_from_, v_lane_;                    // where this lane writes and reads
   Ring<kStages> k_, v_;
   int odd_ = 0;  // which of two the tile that is weighed next has
 };

@@ -5,7 +5,7 @@
 // shared memory's 128 bytes. Two warpgroups have 64 rows each, and no order between them: turns at the matrix unit cost 3 %. Of a third,
 // one warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has
 // the schedule.
-#include "attention_sm90_parts.cuh"
+#include "attention_sm90_cluster.cuh"
 #include "wgmma_e4m3.cuh"
 
 namespace imbrex::cuda {
@@ -24,7 +24,7 @@ constexpr int kPageBytes = kPageRows * kWidth;
 constexpr float kFresh = 6.f, kMost = 8.75f;
 
 constexpr int kQSlots = 2;           // the next item's queries load meanwhile
-constexpr int kItems = kQSlots + 1;  // a warpgroup stores an item's output when it has begun the next
+constexpr int kItems = kQSlots + 2;  // a warpgroup stores an item's output when it has begun the next, and the one after that is there
 
 struct SharedStorage {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
@@ -33,7 +33,9 @@ struct SharedStorage {
   alignas(1024) char turned[kStages][kTileKeys * kHeadDimV];  // values, [key / kTurnedWidth][dim][key]
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
       turned_empty[kStages];
-  Item item[kItems];  // without rows: no item, and none will come
+  HandedTasks handed;
+  bool together[kItems];  // the item's rows are those of all blocks of the cluster
+  Item item[kItems];      // kNoItem rows: no item, and none will come
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -44,68 +46,84 @@ DEVICE u64 descriptor(const char* tile, int width) { return wgmma_descriptor(sha
 
 // --- one warp loads
 
-DEVICE void load_pages(u32 to, const TensorMap& map, u32 barrier, int chunks, int block, int offset, int kv_head) {
+// A tile's keys or values: a page a lane.
+struct Page {
+  bool loads;
+  int block, offset, kv_head;
+};
+DEVICE void load_tile(u32 to, const TensorMap& map, u32 full, int chunks, int pages, bool together, const Page& page) {
+  if (lane_id() == 0) mbarrier_arrive_expect(full, pages * kPageBytes * chunks);
+  __syncwarp();
 #pragma unroll
-  for (int c = 0; c < chunks; ++c) tma_load(to + c * kKvChunkBytes, map, barrier, l2_normal(), c * kWidth, offset, kv_head, block);
+  for (int c = 0; page.loads && c < chunks; ++c) {
+    load_box(to + lane_id() * kPageBytes + c * kKvChunkBytes, map, full, together, c * kWidth, page.offset, page.kv_head, page.block);
+  }
 }
 
+// An item is found while the tiles of the one in front load.
 DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, const TensorMap& v_map,
                     SharedStorage& shared) {
-  const int lane = lane_id(), tasks = num_tasks(p), blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
-  Ring<kQSlots> q;
-  Ring<kItems> entry;
+  const int lane = lane_id();
+  Tasks tasks(p, shared.handed);
+  u32 num_items = 0;
   Ring<kStages> kv;
-  for (int task = int(blockIdx.x);; q.next(), entry.next()) {
-    int fetched = 0;
-    if (lane == 0 && (task < tasks || task == int(blockIdx.x))) {  // as often as attention_sm80 does
-      fetched = atomicAdd(p.next_task, 1);
-      if (fetched == last) *p.next_task = 0;
+  const auto find_item = [&](int at) {
+    Item found;
+    bool together = false;
+    while (tasks.exists() && !tasks.find(num_items, found, together)) tasks.next();
+    if (!tasks.exists()) {
+      found.num_rows = kNoItem;
+      tasks.end();
     }
+    if (lane == 0) shared.item[at] = found, shared.together[at] = together;
+    ++num_items;
+    __syncwarp();
+  };
+  find_item(0);
+  for (;;) {
+    const auto q = ring_at<kQSlots>(num_items - 1);
+    const int entry = ring_at<kItems>(num_items - 1).at;
+    const Item& item = shared.item[entry];
     const u32 q_full = shared_address(&shared.q_full[q.at]);
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
-    if (task >= tasks) {
-      if (lane == 0) {
-        shared.item[entry.at].num_rows = 0;
-        mbarrier_arrive(q_full);
-      }
+    if (item.num_rows == kNoItem) {
+      if (lane == 0) mbarrier_arrive(q_full);
       break;
     }
-    const Item item = item_of(p, task);
     if (lane == 0) {
-      shared.item[entry.at] = item;
       mbarrier_arrive_expect(q_full, kConsumers * kQChunks * (64 / kGroup * kGroup) * kWidth);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
         const int wg = i / kQChunks, c = i % kQChunks;
         tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * kWidth, item.kv_head * kGroup,
-                 item.q_begin + wg * (64 / kGroup));
+                 item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
       }
     }
     const Tiles tiles = tiles_of(item);
+    const int lo = item.lo, hi = item.hi;
+    const long first_block = item.first_block;
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < item.hi ? p.block_ids[item.first_block + key / max(kBlockSize, 1)] : 0;
+      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
     };
     int block = block_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
-      const bool loads = lane < kPages && key < item.hi && key + kPageRows > item.lo && item.hi > item.lo;
-      const int pages = __popc(__ballot_sync(kFullWarp, loads));
-      const int offset = kBlockSize == 0 ? int(item.first_block) + key : key % max(kBlockSize, 1);
-      const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
-      const u32 k_full = shared_address(&shared.k_full[kv.at]), v_full = shared_address(&shared.v_full[kv.at]);
+      const bool together = shared.together[entry], wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
+      const int pages = __popc(__ballot_sync(kFullWarp, wanted));
+      const Page page{wanted && (!together || loads_page(lane)), block, kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage),
+                      item.kv_head};
+      block = tile > tiles.first ? block_of(tile - 1) : 0;
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(k_full, pages * kPageBytes * kQChunks);
-      __syncwarp();
-      if (loads) load_pages(shared_address(shared.k[kv.at]) + lane * kPageBytes, k_map, k_full, kQChunks, block, offset, item.kv_head);
+      load_tile(shared_address(shared.k[kv.at]), k_map, shared_address(&shared.k_full[kv.at]), kQChunks, pages, together, page);
       mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(v_full, pages * kPageBytes * kVChunks);
-      __syncwarp();
-      if (loads) load_pages(shared_address(shared.v[kv.at]) + lane * kPageBytes, v_map, v_full, kVChunks, block, offset, item.kv_head);
-      block = next_block;
+      load_tile(shared_address(shared.v[kv.at]), v_map, shared_address(&shared.v_full[kv.at]), kVChunks, pages, together, page);
+      if (tile + 1 == tiles.end) {
+        tasks.next();
+        find_item(ring_at<kItems>(num_items).at);
+      }
     }
-    task = blocks + shuffle(fetched, 0);
   }
 }
 
@@ -118,7 +136,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
 // words of four keys for each dim: 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In this order a lane of a consumer has its weights, so that they need
 // not move. Lanes from 16 on swap their two dims: so the eight rows of a stored matrix fall into eight different bank groups.
 DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
-  const int lane = lane_id(), matrix = lane / 8, row = lane % 8, dim = 2 * row + (matrix % 2 ^ row / 4);
+  const int lane = computed_here(lane_id()), matrix = lane / 8, row = lane % 8, dim = 2 * row + (matrix % 2 ^ row / 4);
   const u32 first = lane < 16 ? 0x6420 : 0x7531, second = first ^ 0x1111;
   for (int block = 32 * warp; block < kTileKeys; block += 32 * kTransposers) {
     const int key = block + lane;
@@ -149,30 +167,33 @@ DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
   }
 }
 
-DEVICE void transpose(SharedStorage& shared, int warp) {
-  Ring<kQSlots> slot;
+DEVICE void transpose(const AttentionParams& p, SharedStorage& shared, int warp) {
+  static_assert(kItems == 2 * kQSlots);
   Ring<kItems> entry;
-  Ring<kStages> v;
-  for (;; slot.next(), entry.next()) {
+  Ring<kStages> v, behind_skipped;
+  Ring<kStages>& turned = kSkipped > 0 ? behind_skipped : v;
+  for (;; entry.next()) {
+    const auto slot = ring_at<kQSlots>(entry.at);
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) break;
-    const int lo = item.lo, hi = item.hi;
+    if (item.num_rows == kNoItem) break;
+    const int lo = item.lo, hi = item.hi, end = seen_end(p, item);
     const Tiles tiles = tiles_of(item);
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, v.next()) {
       const int begin = tile * kTileKeys;
-      const u32 from = shared_address(shared.v[v.at]), to = shared_address(shared.turned[v.at]);
-      mbarrier_wait(shared_address(&shared.turned_empty[v.at]), v.parity ^ 1);
+      const bool seen = kSkipped == 0 || tile < end;
+      if (seen) mbarrier_wait(shared_address(&shared.turned_empty[turned.at]), turned.parity ^ 1);
       mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
-      turn_values(from, to, warp, lo - begin, hi - begin);
-      async_proxy_fence();
-      __syncwarp();
-      if (lane_id() == 0) {
-        mbarrier_arrive(shared_address(&shared.v_empty[v.at]));
-        mbarrier_arrive(shared_address(&shared.turned_full[v.at]));
+      if (seen) {
+        turn_values(shared_address(shared.v[v.at]), shared_address(shared.turned[turned.at]), warp, lo - begin, hi - begin);
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.turned_full[turned.at]));
+        if constexpr (kSkipped > 0) turned.next();
       }
+      leave_stage<true>(shared.v_empty[v.at], lane_id());
     }
   }
 }
@@ -210,22 +231,26 @@ DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, fl
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
-  const bool leader = threadIdx.x % 128 == 0;
   Ring<kQSlots> slot;
   Ring<kItems> entry;
-  Ring<kStages> k, v;  // v is a tile behind
+  Ring<kStages> k, v;  // v, of transposed values, is a tile behind
   const u64 first_q = descriptor(shared.q[0][wg][0], kWidth), first_k = descriptor(shared.k[0][0], kWidth);
   const u64 first_v = descriptor(shared.turned[0], kTurnedWidth);
   const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16); };
   const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
   const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
 
+  const auto leave_keys = [&] { leave_stage(shared.k_empty[k.at], int(threadIdx.x) % 128); };
+  const auto leave = [](u64& barrier) {
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(shared_address(&barrier));
+  };
+
   Rows rows;
   int tile, first_tile, all_lo, all_hi;  // of the item: the tile whose scores come next, its first; keys that every row sees
   const auto begin_item = [&]() __attribute__((always_inline)) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
-    if (item.num_rows == 0) return false;
+    if (item.num_rows == kNoItem) return false;
     const float scale = logit_scale(p, item.kv_head);
     set_rows(rows, p, item, row, scale);
     const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
@@ -233,6 +258,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
     const Tiles tiles = tiles_of(item);
     tile = tiles.end - 1, first_tile = tiles.first;
+    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next()) {
+      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      leave_keys();
+    }
     return true;
   };
 
@@ -247,13 +276,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     if constexpr (edge) hide(begin, rows, s);
     return weigh(rows, s, reference, sum, factor, kMost, kFresh);
   };
-  const auto leave = [&](u64* barrier) {
-    if (leader) mbarrier_arrive(shared_address(barrier));
-  };
-  const auto next_tile = [&] {
-    v = k;
-    k.next();
-  };
 
   if (begin_item()) {
     {
@@ -263,10 +285,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       start_scores(q_tile(), k_tile(), s);
       wgmma_wait<0>();
       pin(s);
-      leave(&shared.k_empty[k.at]);
+      leave_keys();
       softmax(s, Edge<true>{});
       pack_weights(s, weights);
-      next_tile();
+      k.next();
     }
     float old_reference[2] = {}, old_sum[2] = {};
     int old_entry = 0;
@@ -284,20 +306,20 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       start_output(weights, v_tile(), out);
       wgmma_wait<1>();
       pin(s);
-      leave(&shared.k_empty[k.at]);
+      leave_keys();
       const bool moved = softmax(s, edge);
       // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
       if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);
-      leave(&shared.turned_empty[v.at]);
+      leave(shared.turned_empty[v.at]);
       pack_weights(s, weights);
       if (begins) end_item();
       if (begins || moved) {  // one branch for both: two keep two copies of the sums
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
       }
-      next_tile();
+      k.next(), v.next();
     };
     for (;;) {
       const bool begins = tile == first_tile;
@@ -309,7 +331,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
         }
         old_entry = entry.at;
         entry.next();
-        leave(&shared.q_empty[slot.at]);
+        leave(shared.q_empty[slot.at]);
         slot.next();
         if (!begin_item()) break;
       } else {
@@ -344,26 +366,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(shared_address(&shared.k_full[i]), 1);
-      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers);
+      mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers * kCluster);
       mbarrier_init(shared_address(&shared.v_full[i]), 1);
-      mbarrier_init(shared_address(&shared.v_empty[i]), kTransposers);
+      mbarrier_init(shared_address(&shared.v_empty[i]), kTransposers * kCluster);
       mbarrier_init(shared_address(&shared.turned_full[i]), kTransposers);
       mbarrier_init(shared_address(&shared.turned_empty[i]), kConsumers);
     }
+    for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
     mbarrier_fence_init();
   }
-  __syncthreads();
+  sync_cluster();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<40>();
     if (const int warp = warp_id() % 4; warp == 0) {
       produce(p, q_map, k_map, v_map, shared);
     } else {
-      transpose(shared, warp - 1);
+      transpose(p, shared, warp - 1);
     }
   } else {
     registers_grow<232>();
     consume(p, shared, wg);
+  }
+  if constexpr (kCluster > 1) {  // the other blocks still arrive here
+    __syncwarp();
+    cluster_sync();
   }
 }
 

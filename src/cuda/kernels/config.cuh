@@ -18,6 +18,7 @@ constexpr bool kCustomMask = false;                           //
 constexpr bool kHeadScales = false;                           // a scale for each q head, or one that is not positive
 constexpr bool kSoftCap = false, kAlibi = false, kRelative = false, kSinks = false;
 constexpr int kTileRows = 16, kTileKeys = 64;               // of a thread block at a time
+constexpr int kItemRows = 16;                               // of a work item and kv head at most, unless a token has more
 constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share out rows, keys of a tile, dims of the output
 constexpr int kStages = 3;                                  // tiles of keys and values in shared memory
 constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocessor that registers have to suffice for

@@ -1,0 +1,131 @@
+#pragma once
+// How thread blocks of the wgmma kernels come by their work: each alone, or those of a cluster together. These read the same tiles of keys
+// and values, a part of each from L2 and the rest from each other, and have a part of the item's rows each.
+#include "attention_sm90_parts.cuh"
+
+namespace imbrex::cuda {
+
+// Of causal items, the block with the first rows does not see the last tiles, and skips them: so many at most. It may not be further ahead
+// of the others than the stages that wait for it and the tile it begins with.
+constexpr int kSkipped = kCausal ? (kTileRows * (kCluster - 1) + kTileKeys - 1) / kTileKeys : 0;
+static_assert(kCluster == 1 || (!kWindow && kSkipped < kStages + 2));
+
+DEVICE int rank_in_cluster() { return kCluster == 1 ? 0 : int(cluster_rank()); }
+
+// The tile behind the last one that rows of this block see; its first one, if nothing else, all blocks compute.
+DEVICE int seen_end(const AttentionParams& p, const Item& item) {
+  const Tiles tiles = tiles_of(item);
+  if constexpr (kSkipped == 0) return tiles.end;
+  const int hi = visible_keys(p, item.position_of(item.num_rows - 1)).hi;
+  return max(tiles.first + 1, min(tiles.end, (hi + kTileKeys - 1) / kTileKeys));
+}
+
+// Reports that this block is done with a stage, to all that load it; what wgmma has read, or what threads have. `thread`: of those that are
+// done, 0 and up.
+template <bool read_by_threads = false>
+DEVICE void leave_stage(u64& barrier, int thread) {
+  if constexpr (kCluster == 1) {
+    if (thread == 0) mbarrier_arrive(shared_address(&barrier));
+  } else if (thread < kCluster) {
+    mbarrier_arrive_at<read_by_threads>(shared_address(&barrier), thread);
+  }
+}
+
+// Whether this block loads the page of a tile for all.
+DEVICE bool loads_page(int page) { return page * kPageRows / kBlockKeys == rank_in_cluster(); }
+DEVICE void load_box(u32 to, const TensorMap& map, u32 full, bool together, int x, int y, int z, int w) {
+  if (kCluster > 1 && together) {
+    tma_load_to_all(to, map, full, l2_normal(), kCluster, x, y, z, w);
+  } else {
+    tma_load(to, map, full, l2_normal(), x, y, z, w);
+  }
+}
+
+// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way
+// back.
+constexpr int kHandedTasks = 8;
+static_assert(kStages + 2 <= kHandedTasks);
+struct HandedTasks {  // in shared memory
+  u64 full[kHandedTasks];
+  int task[kHandedTasks];
+};
+
+// The tasks of a warp: first the one with the number of its block or cluster, then what the counter gives.
+class Tasks {
+ public:
+  DEVICE Tasks(const AttentionParams& p, HandedTasks& handed) : p_(p), handed_(handed) {}
+
+  DEVICE bool exists() const { return task_ < num_tasks(p_); }
+
+  // The item of this block, or false: another cluster has it. Where one block has room for an item's rows, those of a cluster have a kv
+  // head each instead, and what would be a task of the other heads is done with the first. `items`: found before.
+  DEVICE bool find(u32 items, Item& found, bool& together) const {
+    found = item_of(p_, task_);
+    found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
+    together = kCluster > 1 && found.num_rows > kTileRows;
+    if (!together) {
+      const bool first = found.kv_head % kCluster == 0;
+      found.kv_head += rank_in_cluster();
+      return first;
+    }
+    const int before =
+        (rank_in_cluster() + int(items)) % kCluster * kTileRows;  // in turn: with a causal mask the first rows have less to do
+    found.row_begin += before;
+    found.num_rows = max(0, min(kTileRows, found.num_rows - before));  // who has none goes along
+    return true;
+  }
+
+  DEVICE void next() {
+    const auto at = ring_at<kHandedTasks>(num_handed_++);
+    if (rank_in_cluster() == 0) {
+      if (lane_id() == 0) task_ = clusters() + fetch();
+      task_ = shuffle(task_, 0);
+      if (lane_id() == 0) hand_over(at);
+    } else {
+      const u32 full = shared_address(&handed_.full[at.at]);
+      if (lane_id() == 0) mbarrier_arrive_expect(full, sizeof handed_.task[0]);
+      __syncwarp();
+      mbarrier_wait(full, at.parity);
+      task_ = *static_cast<volatile int*>(&handed_.task[at.at]);
+    }
+  }
+
+  // When there are none: who has had none at all has not counted either.
+  DEVICE void end() const {
+    if (lane_id() == 0 && rank_in_cluster() == 0 && task_ == first()) fetch();
+  }
+
+ private:
+  DEVICE static int first() { return int(blockIdx.x) / kCluster; }
+  DEVICE static int clusters() { return int(gridDim.x) / kCluster; }
+
+  DEVICE int fetch() const {
+    const int fetched = atomicAdd(p_.next_task, 1);
+    if (fetched + 1 >= max(num_tasks(p_), clusters())) *p_.next_task = 0;  // nobody asks any more
+    return fetched;
+  }
+
+  DEVICE void hand_over(const Ring<kHandedTasks>& at) const {
+#pragma unroll
+    for (int block = 1; block < kCluster; ++block)
+      imbrex::cuda::hand_over(shared_address(&handed_.task[at.at]), task_, shared_address(&handed_.full[at.at]), u32(block));
+  }
+
+  const AttentionParams& p_;
+  HandedTasks& handed_;
+  int task_ = first();
+  u32 num_handed_ = 0;
+};
+
+constexpr int kNoItem = -1;  // rows of what stands in for an item when none will come
+
+// In front of the first use of barriers of other blocks, and behind the last.
+DEVICE void sync_cluster() {
+  if constexpr (kCluster == 1) {
+    __syncthreads();
+  } else {
+    cluster_sync();
+  }
+}
+
+}  // namespace imbrex::cuda
