@@ -252,8 +252,16 @@ DEVICE void add_products(const u32 (&a)[kRowTiles][kQPlanes][4], u32 v, float (&
   for (int d = 0; d < tiles; d += 2 * kLoadSteps) {
     u32 words[kKvPlanes][4];
 #pragma unroll
-    for (int plane = 0; plane < kKvPlanes; ++plane)
-      load_matrix_transposed(words[plane], Layout::at(v, d / (2 * kLoadSteps)) + plane * kVPlaneBytes);
+    for (int plane = 0; plane < kKvPlanes; ++plane) {
+      const u32 from = Layout::at(v, d / (2 * kLoadSteps)) + plane * kVPlaneBytes;
+      if (tiles - d >= 2 * kLoadSteps) {
+        load_matrix_transposed(words[plane], from);
+      } else {  // bytes: what is behind the row's last piece may just be written
+        u32 last[2];
+        load_matrix_transposed(last, from);
+        words[plane][0] = last[0], words[plane][1] = last[1], words[plane][2] = words[plane][3] = 0;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < 2 * kLoadSteps; ++i) {
       if (d + i >= tiles) continue;

@@ -190,7 +190,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto pass_turn = [&] { named_barrier_arrive(1 + (wg + 1) % kConsumers, 256); };
   if (wg == kConsumers - 1) pass_turn();
 
+  const auto meet = [&] { named_barrier_sync(1 + kConsumers + wg, 128); };
   const auto leave = [](u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); };
+  const auto skip = [&](u64& full, u32 parity, u64& empty) { skip_stage(full, parity, empty, int(threadIdx.x) % 128, meet); };
 
   Rows rows;
   int tile, whole_first, whole_end;  // of the item: the tile whose scores come next; tiles of which every row sees every key
@@ -209,10 +211,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const Item& item = shared.item[entry.at];
     if (item.num_rows == kNoItem) return false;
     tile = tiles_of(item).end - 1;
-    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next()) {
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-      leave(shared.k_empty[k.at]);
-    }
+    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next())
+      skip(shared.k_full[k.at], k.parity, shared.k_empty[k.at]);
     return true;
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
@@ -251,10 +251,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   };
   // Of the tiles in front of an item's first, from `v` on. Values keep their order: these come after the last of the item before.
   const auto skip_values = [&]() __attribute__((always_inline)) {
-    for (; kSkipped > 0 && (v.at != k.at || v.parity != k.parity); v.next()) {
-      wait_for_values();
-      leave(shared.v_empty[v.at]);
-    }
+    for (; kSkipped > 0 && (v.at != k.at || v.parity != k.parity); v.next()) skip(shared.v_full[v.at], v.parity, shared.v_empty[v.at]);
   };
   if (begin_item()) {
     {

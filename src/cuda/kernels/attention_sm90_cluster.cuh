@@ -31,6 +31,15 @@ DEVICE void leave_stage(u64& barrier, int thread) {
   }
 }
 
+// Lets a tile go by that this block does not see. `meet`: all who wait for it; one that were late might find the stage filled once more,
+// and its phase the old one again.
+template <class Meet>
+DEVICE void skip_stage(u64& full, u32 parity, u64& empty, int thread, const Meet& meet) {
+  mbarrier_wait(shared_address(&full), parity);
+  meet();
+  leave_stage(empty, thread);
+}
+
 // Whether this block loads the page of a tile for all.
 DEVICE bool loads_page(int page) { return page * kPageRows / kBlockKeys == rank_in_cluster(); }
 DEVICE void load_box(u32 to, const TensorMap& map, u32 full, bool together, int x, int y, int z, int w) {

@@ -183,17 +183,18 @@ DEVICE void transpose(const AttentionParams& p, SharedStorage& shared, int warp)
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, v.next()) {
       const int begin = tile * kTileKeys;
-      const bool seen = kSkipped == 0 || tile < end;
-      if (seen) mbarrier_wait(shared_address(&shared.turned_empty[turned.at]), turned.parity ^ 1);
-      mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
-      if (seen) {
-        turn_values(shared_address(shared.v[v.at]), shared_address(shared.turned[turned.at]), warp, lo - begin, hi - begin);
-        async_proxy_fence();
-        __syncwarp();
-        if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.turned_full[turned.at]));
-        if constexpr (kSkipped > 0) turned.next();
+      if (kSkipped > 0 && tile >= end) {
+        skip_stage(shared.v_full[v.at], v.parity, shared.v_empty[v.at], lane_id(), [] { __syncwarp(); });
+        continue;
       }
+      mbarrier_wait(shared_address(&shared.turned_empty[turned.at]), turned.parity ^ 1);
+      mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
+      turn_values(shared_address(shared.v[v.at]), shared_address(shared.turned[turned.at]), warp, lo - begin, hi - begin);
+      async_proxy_fence();
+      __syncwarp();
+      if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.turned_full[turned.at]));
       leave_stage<true>(shared.v_empty[v.at], lane_id());
+      if constexpr (kSkipped > 0) turned.next();
     }
   }
 }
@@ -258,10 +259,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
     const Tiles tiles = tiles_of(item);
     tile = tiles.end - 1, first_tile = tiles.first;
-    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next()) {
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
-      leave_keys();
-    }
+    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, k.next())
+      skip_stage(shared.k_full[k.at], k.parity, shared.k_empty[k.at], int(threadIdx.x) % 128, [&] { named_barrier_sync(1 + wg, 128); });
     return true;
   };
 

@@ -150,15 +150,15 @@ void copy_async_wait() {
 
 // ldmatrix: lane 8 i + r gives the address of row r of matrix i. Lane l gets elements 2(l % 4) and the next of row l / 4; transposed: of
 // column l / 4.
-template <bool transposed>
-void load_matrices(u32 (&d)[4], u32 address) {
+template <bool transposed, int count>
+void load_matrices(u32 (&d)[count], u32 address) {
   const int lane = lane_id();
   struct Words {
-    u32 of[4];
+    u32 of[count];
   };
   const Words words = lanes::meet(transposed ? kLoadTransposed : kLoad, address, [lane](const u32* rows) {
     Words w;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < count; ++i) {
       u16 pair[2];
       for (int k = 0; k < 2; ++k) {
         const int down = transposed ? lane % 4 * 2 + k : lane / 4, along = transposed ? lane / 4 : lane % 4 * 2 + k;
@@ -168,10 +168,11 @@ void load_matrices(u32 (&d)[4], u32 address) {
     }
     return w;
   });
-  std::copy(words.of, words.of + 4, d);
+  std::copy(words.of, words.of + count, d);
 }
 inline void load_matrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 inline void load_matrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
+inline void load_matrix_transposed(u32 (&d)[2], u32 address) { load_matrices<true>(d, address); }
 
 // mma.m16n8k16, with the lane's group g = lane / 4 and its place t in it, by the tables of the PTX ISA:
 //   a_i (i < 8): row g for i % 4 < 2, else g + 8; column 2t + i % 2, + 8 for i >= 4
