@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "attention/mask.h"
 #include "core/float_types.h"
@@ -33,7 +34,9 @@ const char* row_of(const AttentionParams& p, const KvSide& side, int request, in
 
 double scale_of(const KvSide& side, int kv_head) { return side.scales ? side.scales[kv_head * side.scale_stride] : side.scale; }
 
-double element(const KvSide& side, const char* row, int d) { return load_as_float(row + d * side.dim_stride, spec.kv_dtype, 0); }
+void load_row(const char* row, DType type, long stride, std::vector<double>& to) {
+  for (size_t d = 0; d < to.size(); ++d) to[d] = load_as_double(row + long(d) * stride, type, 0);
+}
 
 bool sees(const AttentionParams& p, int request, int query, int position, int j) {
   if (!mask_allows({.causal = spec.mask.causal, .window_left = p.window_left, .window_right = p.window_right, .chunk = p.chunk}, position,
@@ -79,19 +82,19 @@ void finish(const AttentionParams& p, DType out_type, int token, int head, Sums&
 void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head) {
   const int r = item.request, query = token - p.query_start[r];
   const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
-  const char* q = p.q + token * p.q_token_stride + head * p.q_head_stride;
+  const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
+  const double v_scale = scale_of(p.v, kv_head);
   Sums s;
-  std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
+  std::vector<double> q(static_cast<size_t>(spec.head_dim_qk)), key(q.size()), value(static_cast<size_t>(spec.head_dim_v));
+  load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), q);
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
     if (!sees(p, r, query, position, j)) continue;
-    const char* k = row_of(p, p.k, r, kv_head, j);
-    double dot = 0;
-    for (int d = 0; d < spec.head_dim_qk; ++d) dot += double(load_as_float(q, spec.q_dtype, d)) * element(p.k, k, d);
-    const char* v = row_of(p, p.v, r, kv_head, j);
-    for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = element(p.v, v, d) * scale_of(p.v, kv_head);
-    const double q_scale = p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.;
-    s.add(logit(p, dot * q_scale * scale_of(p.k, kv_head), head, j - position), 1, value.data());
+    load_row(row_of(p, p.k, r, kv_head, j), spec.kv_dtype, p.k.dim_stride, key);
+    load_row(row_of(p, p.v, r, kv_head, j), spec.kv_dtype, p.v.dim_stride, value);
+    const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
+    s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
   }
+  for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);
   const long row = long(item.partial + token - item.q_begin) * spec.num_q_heads + head;
   for (int d = 0; d < spec.head_dim_v; ++d) p.partial_out[row * spec.head_dim_v + d] = float(s.values[size_t(d)]);
