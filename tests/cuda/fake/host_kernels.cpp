@@ -34,8 +34,10 @@ const char* row_of(const AttentionParams& p, const KvSide& side, int request, in
 
 double scale_of(const KvSide& side, int kv_head) { return side.scales ? side.scales[kv_head * side.scale_stride] : side.scale; }
 
-void load_row(const char* row, DType type, long stride, std::vector<double>& to) {
-  for (size_t d = 0; d < to.size(); ++d) to[d] = load_as_double(row + long(d) * stride, type, 0);
+std::vector<double> load_row(const char* row, DType type, long stride, int dim) {
+  std::vector<double> values(static_cast<size_t>(dim));
+  for (int d = 0; d < dim; ++d) values[size_t(d)] = load_as_double(row + d * stride, type, 0);
+  return values;
 }
 
 bool sees(const AttentionParams& p, int request, int query, int position, int j) {
@@ -79,18 +81,24 @@ void finish(const AttentionParams& p, DType out_type, int token, int head, Sums&
         empty ? -std::numeric_limits<float>::infinity() : float(s.reference + std::log(s.sum));
 }
 
-void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head) {
+// The keys and values of an item and a kv head; empty before a row sees them.
+using Loaded = std::vector<std::pair<std::vector<double>, std::vector<double>>>;
+
+void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head, Loaded& loaded) {
   const int r = item.request, query = token - p.query_start[r];
   const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
   const double v_scale = scale_of(p.v, kv_head);
+  const std::vector<double> q =
+      load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), spec.head_dim_qk);
   Sums s;
-  std::vector<double> q(static_cast<size_t>(spec.head_dim_qk)), key(q.size()), value(static_cast<size_t>(spec.head_dim_v));
-  load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), q);
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
     if (!sees(p, r, query, position, j)) continue;
-    load_row(row_of(p, p.k, r, kv_head, j), spec.kv_dtype, p.k.dim_stride, key);
-    load_row(row_of(p, p.v, r, kv_head, j), spec.kv_dtype, p.v.dim_stride, value);
+    auto& [key, value] = loaded[size_t(j - item.kv_begin)];
+    if (key.empty()) {
+      key = load_row(row_of(p, p.k, r, kv_head, j), spec.kv_dtype, p.k.dim_stride, spec.head_dim_qk);
+      value = load_row(row_of(p, p.v, r, kv_head, j), spec.kv_dtype, p.v.dim_stride, spec.head_dim_v);
+    }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
     s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
   }
@@ -106,8 +114,12 @@ void attention(const AttentionParams& p, DType out_type) {
   if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
   if (p.counts->heads_together < 1 || p.counts->heads_together > p.num_kv_heads) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i)
-    for (int token = p.work[i].q_begin; token < p.work[i].q_end; ++token)
-      for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
+    for (int kv_head = 0; kv_head < spec.num_kv_heads; ++kv_head) {
+      const WorkItem& item = p.work[i];
+      Loaded loaded(size_t(item.kv_end - item.kv_begin));
+      for (int token = item.q_begin; token < item.q_end; ++token)
+        for (int g = 0; g < spec.group_size(); ++g) attend_row(p, out_type, item, token, kv_head, kv_head * spec.group_size() + g, loaded);
+    }
 }
 
 // Where the maps say that keys and values are; the parameters' own pointers are gone. A variant that needs no maps has nothing to gain
