@@ -26,8 +26,12 @@ std::array<unsigned char, 4> nan_bytes(DType dtype) {
 }
 
 void fill_poison(char* bytes, size_t count, DType dtype, Poison poison) {
+  if (poison != Poison::nan) {
+    std::memset(bytes, poison == Poison::zero ? 0 : 0xff, count);
+    return;
+  }
   const auto pattern = nan_bytes(dtype);
-  for (size_t i = 0; i < count; ++i) bytes[i] = poison == Poison::zero ? 0 : poison == Poison::ones ? char(0xff) : char(pattern[i % 4]);
+  for (size_t i = 0; i < count; ++i) bytes[i] = char(pattern[i % 4]);
 }
 
 int32_t poison_index(Poison poison) { return poison == Poison::zero ? 0 : poison == Poison::ones ? -1 : INT32_MAX; }
@@ -157,22 +161,25 @@ class Runner {
   void poison_view(const TensorView& t) const {
     const bool packed = spec_.kv_format == KvFormat::amx_packed;
     const DType dtype = packed ? spec_.kv_dtype : t.dtype;
-    const int64_t run = packed ? t.size(2) : 1, size = packed ? 1 : size_of(t.dtype);
-    for_each_element(t, packed,
-                     [&](int64_t offset) { fill_poison(t.as<char>() + offset * size, size_t(run * size), dtype, options_.poison); });
+    const int64_t size = packed ? 1 : size_of(t.dtype);
+    for_each_run(t, packed, [&](int64_t offset, int64_t count) {
+      fill_poison(t.as<char>() + offset * size, size_t(count * size), dtype, options_.poison);
+    });
   }
 
+  // visit(offset, count): elements that lie side by side.
   template <class Visit>
-  static void for_each_element(const TensorView& t, bool packed, Visit visit) {
+  static void for_each_run(const TensorView& t, bool packed, Visit visit) {
     for (int64_t a = 0; a < t.size(0); ++a)
       for (int64_t b = 0; b < t.size(1); ++b) {
         const int64_t base = a * t.stride(0) + b * t.stride(1);
         if (packed) {
-          visit(base);
+          visit(base, t.size(2));
           continue;
         }
+        const int64_t run = t.stride(3) == 1 ? t.size(3) : 1;
         for (int64_t c = 0; c < t.size(2); ++c)
-          for (int64_t d = 0; d < t.size(3); ++d) visit(base + c * t.stride(2) + d * t.stride(3));
+          for (int64_t d = 0; d < t.size(3); d += run) visit(base + c * t.stride(2) + d * t.stride(3), run);
       }
   }
 
@@ -363,9 +370,13 @@ class Runner {
         const TensorView &mine = values ? a.v : a.k, &law = values ? b.v : b.k;
         const int64_t size = size_of(mine.dtype);
         int64_t different = 0, first = -1;
-        for_each_element(mine, false, [&](int64_t offset) {
-          if (std::memcmp(mine.as<char>() + offset * size, law.as<char>() + offset * size, size_t(size)) == 0) return;
-          if (different++ == 0) first = offset;
+        const auto same = [&](int64_t offset, int64_t count) {
+          return std::memcmp(mine.as<char>() + offset * size, law.as<char>() + offset * size, size_t(count * size)) == 0;
+        };
+        for_each_run(mine, false, [&](int64_t offset, int64_t count) {
+          if (same(offset, count)) return;
+          for (const int64_t end = offset + count; offset < end; ++offset)
+            if (!same(offset, 1) && different++ == 0) first = offset;
         });
         if (different > 0)
           result_.violations.push_back(fmt::format(

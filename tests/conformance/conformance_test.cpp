@@ -14,15 +14,14 @@ class Conformance : public testing::TestWithParam<Combination> {};
 
 TEST_P(Conformance, MatchesReference) {
   const auto& [c, target] = GetParam();
-  const Prepared& prepared = prepare(*c);
   RunOptions options;
   ASSERT_TRUE(options_for(*c, *target, options));
-  const RunResult result = run_case(*target->backend, target->device, prepared.inputs, options);
-  const Judgement judgement = judge(prepared.expected, result);
-  EXPECT_TRUE(judgement.pass()) << run_spec(prepared.inputs, options).str() << "\n" << judgement.failure;
+  const RunResult result = run_case(*target->backend, target->device, inputs_of(*c), options);
+  const Judgement judgement = judge(expected_of(*c), result);
+  EXPECT_TRUE(judgement.pass()) << run_spec(inputs_of(*c), options).str() << "\n" << judgement.failure;
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Conformance, testing::ValuesIn(combinations()), [](const auto& info) { return info.param.name(); });
+INSTANTIATE_TEST_SUITE_P(All, Conformance, testing::ValuesIn(by_shard(combinations())), [](const auto& info) { return info.param.name(); });
 
 TEST(Table, HasAtLeast500CasesWithNamesOfTheirOwn) {
   std::set<std::string> names;

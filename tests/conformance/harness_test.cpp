@@ -62,8 +62,7 @@ struct FaultyBackend final : Backend {
 Judgement judge_faulty(const FaultyBackend& backend, const char* case_name) {
   const Case* c = find_case(case_name);
   EXPECT_NE(c, nullptr) << case_name;
-  const Prepared& prepared = prepare(*c);
-  return judge(prepared.expected, run_case(backend, probe_cpu(), prepared.inputs, default_options(*c)));
+  return judge(expected_of(*c), run_case(backend, probe_cpu(), inputs_of(*c), default_options(*c)));
 }
 
 TEST(Harness, PassesWithoutAMistake) { EXPECT_EQ(judge_faulty({}, "dtype_bf16_bf16_mixed").failure, ""); }
@@ -177,8 +176,7 @@ TEST(Harness, FindsMistakesOfAnOnlineSoftmaxByLogitsWithATrend) {
   const auto passes = [](const char* case_name, Online mistake) {
     const Case* c = find_case(case_name);
     if (c == nullptr || c->spec.kv_dtype != c->spec.q_dtype) throw std::logic_error(case_name);
-    const Prepared& prepared = prepare(*c);
-    return judge(prepared.expected, online_softmax(prepared.inputs, mistake)).pass();
+    return judge(expected_of(*c), online_softmax(inputs_of(*c), mistake)).pass();
   };
   for (const char* c :
        {"dtype_f32_f32_verify", "value_rising_f32", "value_falling_f32", "value_spike_f32", "value_large_f32", "value_constant_f32"})
@@ -198,7 +196,7 @@ TEST(Harness, BoundsOfCasesWithATrendAreTight) {
   for (const Case& c : cases()) {
     if (c.values == ValuePattern::plain) continue;
     ++count;
-    const Bounds& bounds = prepare(c).expected.bounds;
+    const Bounds& bounds = expected_of(c).bounds;
     EXPECT_LT(bounds.max, 0.4) << c.name;
     EXPECT_LT(bounds.mean, 0.03) << c.name;
   }
@@ -211,7 +209,7 @@ TEST(Harness, NaiveImplementationInFloatAgreesWithTheReference) {
   for (const Case& c : cases()) {
     if (c.spec.q_dtype != DType::f32 || c.q_gain != 1.f) continue;
     ++count;
-    const Expected& expected = prepare(c).expected;
+    const Expected& expected = expected_of(c);
     EXPECT_LT(expected.naive.max, c.values == ValuePattern::plain ? 1e-5 : 2e-5) << c.name;  // larger logits, equal roundings
   }
   EXPECT_GT(count, 100);

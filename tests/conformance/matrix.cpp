@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <array>
 #include <set>
 
 #include "attention/device_mirror.h"
@@ -31,6 +33,17 @@ std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvForma
     return text.substr(0, text.find(':'));
   }
   return {};
+}
+
+template <class T, class Make>
+const T& kept(const Case& c, Make make) {
+  static std::array<std::pair<const Case*, T>, kMostShards> last;
+  static size_t next = 0;
+  for (const auto& [of, value] : last)
+    if (of == &c) return value;
+  auto& slot = last[next++ % kMostShards];
+  slot = {&c, make(c)};
+  return slot.second;
 }
 
 }  // namespace
@@ -140,15 +153,25 @@ std::vector<Combination> combinations() {
 
 const std::map<std::string, Totals>& totals() { return mutable_totals(); }
 
-const Prepared& prepare(const Case& c) {
-  static const Case* last = nullptr;
-  static Prepared prepared;
-  if (last != &c) {
-    prepared.inputs = make_inputs(c);
-    prepared.expected = expect(prepared.inputs);
-    last = &c;
+std::vector<Combination> by_shard(const std::vector<Combination>& all) {
+  std::array<std::vector<Combination>, kMostShards> hands;
+  for (auto begin = all.begin(); begin != all.end();) {
+    const auto end = std::find_if(begin, all.end(), [&](const Combination& other) { return other.c != begin->c; });
+    const auto hand = std::ranges::min_element(hands, {}, &std::vector<Combination>::size);
+    hand->insert(hand->end(), begin, end);
+    begin = end;
   }
-  return prepared;
+  std::vector<Combination> dealt;
+  for (size_t round = 0; dealt.size() < all.size(); ++round)
+    for (const auto& hand : hands)
+      if (round < hand.size()) dealt.push_back(hand[round]);
+  return dealt;
+}
+
+const CaseInputs& inputs_of(const Case& c) { return kept<CaseInputs>(c, make_inputs); }
+
+const Expected& expected_of(const Case& c) {
+  return kept<Expected>(c, [](const Case& of) { return expect(inputs_of(of)); });
 }
 
 }  // namespace imbrex::test

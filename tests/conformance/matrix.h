@@ -39,14 +39,15 @@ const std::vector<Target>& targets();
 // The options that run a case in a target's format; nothing when the format cannot hold the case.
 bool options_for(const Case&, const Target&, RunOptions&);
 bool runs(const Case&, const Target&);
-// Case by case, so that the expected result of one case serves all its combinations.
 std::vector<Combination> combinations();
+// The same in another order: GoogleTest deals tests out to its shards one by one, and with up to kMostShards of them (a power of two) a
+// shard is dealt whole cases, whose inputs and expected results are made once.
+constexpr size_t kMostShards = 16;
+std::vector<Combination> by_shard(const std::vector<Combination>&);
 const std::map<std::string, Totals>& totals();  // by target; filled by combinations()
 
-struct Prepared {
-  CaseInputs inputs;
-  Expected expected;
-};
-const Prepared& prepare(const Case&);  // keeps the last one
+// Both keep those of the last kMostShards cases.
+const CaseInputs& inputs_of(const Case&);
+const Expected& expected_of(const Case&);
 
 }  // namespace imbrex::test

@@ -10,7 +10,7 @@ class PoisonRuns : public testing::TestWithParam<Combination> {};
 
 TEST_P(PoisonRuns, SameBits) {
   const auto& [c, target] = GetParam();
-  const CaseInputs& inputs = prepare(*c).inputs;
+  const CaseInputs& inputs = inputs_of(*c);
   RunOptions options;
   ASSERT_TRUE(options_for(*c, *target, options));
   options.check_cache = false;
@@ -35,7 +35,7 @@ std::vector<Combination> poison_combinations() {
     if (combination.c->values != ValuePattern::plain && combination.c->seed % 4 != 0) continue;
     if (combination.target->backend->name() != "reference" || index++ % 8 == 0) all.push_back(combination);
   }
-  return all;
+  return by_shard(all);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, PoisonRuns, testing::ValuesIn(poison_combinations()), [](const auto& info) { return info.param.name(); });

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "attention/mask.h"
 #include "core/float_types.h"
@@ -33,7 +34,11 @@ const char* row_of(const AttentionParams& p, const KvSide& side, int request, in
 
 double scale_of(const KvSide& side, int kv_head) { return side.scales ? side.scales[kv_head * side.scale_stride] : side.scale; }
 
-double element(const KvSide& side, const char* row, int d) { return load_as_float(row + d * side.dim_stride, spec.kv_dtype, 0); }
+std::vector<double> load_row(const char* row, DType type, long stride, int dim) {
+  std::vector<double> values(static_cast<size_t>(dim));
+  for (int d = 0; d < dim; ++d) values[size_t(d)] = load_as_double(row + d * stride, type, 0);
+  return values;
+}
 
 bool sees(const AttentionParams& p, int request, int query, int position, int j) {
   if (!mask_allows({.causal = spec.mask.causal, .window_left = p.window_left, .window_right = p.window_right, .chunk = p.chunk}, position,
@@ -76,22 +81,28 @@ void finish(const AttentionParams& p, DType out_type, int token, int head, Sums&
         empty ? -std::numeric_limits<float>::infinity() : float(s.reference + std::log(s.sum));
 }
 
-void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head) {
+// The keys and values of an item and a kv head; empty before a row sees them.
+using Loaded = std::vector<std::pair<std::vector<double>, std::vector<double>>>;
+
+void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head, Loaded& loaded) {
   const int r = item.request, query = token - p.query_start[r];
   const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
-  const char* q = p.q + token * p.q_token_stride + head * p.q_head_stride;
+  const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
+  const double v_scale = scale_of(p.v, kv_head);
+  const std::vector<double> q =
+      load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), spec.head_dim_qk);
   Sums s;
-  std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
     if (!sees(p, r, query, position, j)) continue;
-    const char* k = row_of(p, p.k, r, kv_head, j);
-    double dot = 0;
-    for (int d = 0; d < spec.head_dim_qk; ++d) dot += double(load_as_float(q, spec.q_dtype, d)) * element(p.k, k, d);
-    const char* v = row_of(p, p.v, r, kv_head, j);
-    for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = element(p.v, v, d) * scale_of(p.v, kv_head);
-    const double q_scale = p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.;
-    s.add(logit(p, dot * q_scale * scale_of(p.k, kv_head), head, j - position), 1, value.data());
+    auto& [key, value] = loaded[size_t(j - item.kv_begin)];
+    if (key.empty()) {
+      key = load_row(row_of(p, p.k, r, kv_head, j), spec.kv_dtype, p.k.dim_stride, spec.head_dim_qk);
+      value = load_row(row_of(p, p.v, r, kv_head, j), spec.kv_dtype, p.v.dim_stride, spec.head_dim_v);
+    }
+    const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
+    s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
   }
+  for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);
   const long row = long(item.partial + token - item.q_begin) * spec.num_q_heads + head;
   for (int d = 0; d < spec.head_dim_v; ++d) p.partial_out[row * spec.head_dim_v + d] = float(s.values[size_t(d)]);
@@ -103,8 +114,12 @@ void attention(const AttentionParams& p, DType out_type) {
   if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
   if (p.counts->heads_together < 1 || p.counts->heads_together > p.num_kv_heads) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i)
-    for (int token = p.work[i].q_begin; token < p.work[i].q_end; ++token)
-      for (int head = 0; head < spec.num_q_heads; ++head) attend_row(p, out_type, p.work[i], token, head / spec.group_size(), head);
+    for (int kv_head = 0; kv_head < spec.num_kv_heads; ++kv_head) {
+      const WorkItem& item = p.work[i];
+      Loaded loaded(size_t(item.kv_end - item.kv_begin));
+      for (int token = item.q_begin; token < item.q_end; ++token)
+        for (int g = 0; g < spec.group_size(); ++g) attend_row(p, out_type, item, token, kv_head, kv_head * spec.group_size() + g, loaded);
+    }
 }
 
 // Where the maps say that keys and values are; the parameters' own pointers are gone. A variant that needs no maps has nothing to gain

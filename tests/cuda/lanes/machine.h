@@ -3,6 +3,7 @@
 //
 // Lanes run until they wait for each other, warps take turns in an order of chance. So a missing barrier shows as a wrong result under
 // some seed, lanes that disagree about the next instruction are found when they meet, and so is a barrier that nobody else comes to.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <array>
@@ -31,7 +32,7 @@ struct Copy {  // an asynchronous one
 };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf here;
   std::unique_ptr<char[]> stack;
   std::function<bool()> ready;  // set while it waits
   bool done = false;
@@ -62,7 +63,7 @@ struct Block {
   std::vector<Warp> warps;
   std::array<Barrier, 16> barriers;
   std::map<unsigned, MBarrier> mbarriers;  // by their address
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   std::function<void()> body;
   int current = 0;          // lane that runs
   bool late_copies = true;  // asynchronous copies happen when they are waited for, instead of at once
@@ -79,31 +80,41 @@ inline void fail(const char* what) {
 
 inline unsigned next_chance() { return (block.chance = block.chance * 1664525u + 1013904223u) >> 8; }
 
+// Jumps, unlike swapcontext(), leave signal masks alone: two system calls a switch were most of the time.
+inline void switch_to(jmp_buf& from, jmp_buf& to) {
+  if (_setjmp(from) == 0) _longjmp(to, 1);
+}
+
 template <class Ready>
 void wait_until(Ready ready) {
   if (ready()) return;
   const int me = block.current;
   block.fiber().ready = ready;
-  swapcontext(&block.fiber().context, &block.scheduler);
+  switch_to(block.fiber().here, block.scheduler);
   block.current = me;
 }
 
 inline void fiber_main() {
+  switch_to(block.fiber().here, block.scheduler);
   block.body();
   for (const auto& group : block.fiber().groups)
     if (!group.empty()) fail("copies nobody waited for");
   block.fiber().done = true;
-  swapcontext(&block.fiber().context, &block.scheduler);
+  _longjmp(block.scheduler, 1);
 }
 
-inline void start_fiber(Fiber& fiber) {
+// Up to its first instruction.
+inline void start_fiber(int lane) {
   constexpr size_t kStack = 256 << 10;
+  Fiber& fiber = block.fibers[size_t(block.current = lane)];
   fiber.stack = std::make_unique_for_overwrite<char[]>(kStack);
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStack;
-  fiber.context.uc_link = nullptr;
-  makecontext(&fiber.context, fiber_main, 0);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.get();
+  context.uc_stack.ss_size = kStack;
+  context.uc_link = nullptr;
+  makecontext(&context, fiber_main, 0);
+  if (_setjmp(block.scheduler) == 0) setcontext(&context);
 }
 
 // One turn of a warp: each lane until it waits, again and again, but not for ever. Whether any ran.
@@ -116,7 +127,7 @@ inline bool run_warp(int warp) {
       if (fiber.done || (fiber.ready && !fiber.ready())) continue;
       fiber.ready = nullptr;
       block.current = lane;
-      swapcontext(&block.scheduler, &fiber.context);
+      switch_to(block.scheduler, fiber.here);
       ran = again = true;
     }
   }
@@ -129,7 +140,7 @@ inline void run_block(int threads, std::function<void()> body) {
   block.barriers = {};
   block.mbarriers.clear();
   block.body = std::move(body);
-  for (Fiber& fiber : block.fibers) start_fiber(fiber);
+  for (int lane = 0; lane < threads; ++lane) start_fiber(lane);
   const auto alive = [] {
     for (const Fiber& fiber : block.fibers)
       if (!fiber.done) return true;
