@@ -174,8 +174,13 @@ inline int cost_bucket(int num_queries, int num_keys) {
 }
 
 // Of so many kv heads those whose keys and values find room in L2 together, one at least: of one head it has room for l2_keys, and the
-// requests of a list have `keys`.
-inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) { return int(clamped(l2_keys / larger(keys, 1), 1, num_kv_heads)); }
+// requests of a list have `keys`. All of them, or a power of two: a few left over would end late.
+inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) {
+  int heads = int(clamped(l2_keys / larger(keys, 1), 1, num_kv_heads));
+  if (heads < num_kv_heads)
+    while ((heads & (heads - 1)) != 0) heads &= heads - 1;
+  return heads;
+}
 
 // Splits of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
 struct EqualSplits {

@@ -36,7 +36,7 @@ struct SharedStorage {
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  u64 item_full[kItems], item_begun;
+  u64 item_full[kItems], item_ends;
   HandedTasks handed;
   bool together[kItems];          // the item's rows are those of all blocks of the cluster
   Item item[kItems];              // kNoItem rows: no item, and none will come
@@ -48,7 +48,7 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 // --- the last warpgroup: a warp each for what follows, so that none waits for what only another needs
 
 // Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
-// after the other. Its number is not taken earlier, though: some other block might begin it sooner.
+// after the other. Its number is not taken much earlier, though: some other block might begin it sooner.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, SharedStorage& shared) {
   const int lane = lane_id();
   Ring<kItems> entry;
@@ -88,7 +88,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
                  item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
       }
     }
-    mbarrier_wait(shared_address(&shared.item_begun), ring_at<1>(num_items).parity);
+    mbarrier_wait(shared_address(&shared.item_ends), ring_at<1>(num_items).parity);
     ++num_items, entry.next();
   }
 }
@@ -104,7 +104,6 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     mbarrier_wait(shared_address(&shared.item_full[entry.at]), entry.parity);
     const Item& item = shared.item[entry.at];
     if (item.num_rows == kNoItem) break;
-    if (keys && lane == 0) mbarrier_arrive(shared_address(&shared.item_begun));
     const Tiles tiles = tiles_of(item);
     const volatile bool& together = shared.together[entry.at];  // read where needed: registers are few
     const int lo = item.lo, hi = item.hi, kv_head = item.kv_head;
@@ -125,6 +124,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       const u32 barrier = full + stage.at * 8, at = to + stage.at * (kChunks * kKvChunkBytes) + lane * kPageBytes;
       mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
       if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
+      if (keys && lane == 0 && tile == tile_before_end(tiles, kTilesToFind)) mbarrier_arrive(shared_address(&shared.item_ends));
       __syncwarp();
 #pragma unroll
       for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);
@@ -365,7 +365,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers * kCluster);
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
-    mbarrier_init(shared_address(&shared.item_begun), 1);
+    mbarrier_init(shared_address(&shared.item_ends), 1);
     for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
     mbarrier_fence_init();
   }
