@@ -47,6 +47,9 @@ inline KeyRange item_keys(const CutRules& rules, int q_len, int seq_len, int t0,
 
 inline bool is_cut(const CutRules& rules, int q_len) { return q_len >= rules.min_q && q_len <= rules.max_q; }
 inline int num_tiles(const CutRules& rules, int q_len) { return int((long(q_len) + rules.tile_q - 1) / rules.tile_q); }
+// Query token that a request's last tile begins with; negative: it has none. Items are numbered from the last tile to the first, so that
+// with a causal mask the longest comes first among those of one cost bucket too.
+inline int last_tile(const CutRules& rules, int q_len) { return (num_tiles(rules, q_len) - 1) * rules.tile_q; }
 
 constexpr int kAnyNumber = 0x7fffffff;
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <ranges>
 #include <vector>
 
 #include "attention/random_lengths.h"
@@ -95,7 +96,8 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       SchedulePolicy without = policy;  // what pieces there are
       without.runs = false;
       schedule(one.view(), mask, without, alone);
-      for (const auto& [token, pieces] : by_token(alone)) {
+      const auto tokens = by_token(alone);
+      for (const auto& [token, pieces] : tokens | std::views::reverse) {  // as items are numbered
         SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
         const std::vector<WorkItem>& tile = tiles.at(batch.query_start_loc[size_t(r)] + token);
         const bool in_rest = number++ >= count - rest;

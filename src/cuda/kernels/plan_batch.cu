@@ -181,8 +181,8 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
     CutItem item{};
     long rows = 0;
     if (i < num_items) {
-      const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r];
-      cut_item(rules, r, begin, p.query_start[r + 1] - begin, p.seq_lens[r], (i - item_start[r]) * rules.tile_q, item);
+      const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
+      cut_item(rules, r, begin, q_len, p.seq_lens[r], last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q, item);
       make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
       for (int kind = 0; kind < kSplitKinds; ++kind) {
