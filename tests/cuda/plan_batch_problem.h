@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -180,7 +182,8 @@ struct PlanBatchProblem {
         if (!left_out[r] && starts[r + 1] - starts[r] >= policies[shape].min_q && starts[r + 1] - starts[r] <= policies[shape].max_q)
           keys += lens[r];
       if (!work.empty()) {
-        EXPECT_EQ(counts.heads_together, std::clamp<long>(l2_keys[shape] / std::max(keys, 1l), 1, num_kv_heads));
+        const auto fit = uint64_t(std::max(l2_keys[shape] / std::max(keys, 1l), 1l)), heads = uint64_t(num_kv_heads);
+        EXPECT_EQ(uint64_t(counts.heads_together), fit < heads ? std::bit_floor(fit) : heads);
       }
       const std::vector<WorkItem> got = values(l.work[shape], work.size());
       for (size_t i = 0; i < got.size(); ++i)
