@@ -1,7 +1,8 @@
 #pragma once
 // Stands in for src/cuda/kernels/async.cuh where kernel texts run on the host: kernels follow each other, mbarriers lie beside shared
-// memory, and a box of TMA arrives at once or as late as it may: when somebody waits for it.
-#include "cuda/lanes/tensor_map.h"
+// memory, and a box of TMA, a word for another block or a group of products arrives at once or as late as it may: when somebody waits for
+// it.
+#include "cuda/lanes/launch.h"
 #include "ptx.cuh"
 
 #define __align__(n)
@@ -13,6 +14,8 @@ using test::TensorMap;
 inline void griddep_wait() {}
 inline void griddep_launch() {}
 
+// --- mbarriers
+
 template <int size>
 struct Ring {
   int at = 0;
@@ -21,67 +24,176 @@ struct Ring {
     if (++at == size) at = 0, parity ^= 1;
   }
 };
+template <int size>
+Ring<size> ring_at(u32 steps) {
+  return {int(steps % size), steps / size % 2};
+}
 
-inline lanes::MBarrier& mbarrier_at(u32 barrier) {
-  const auto found = lanes::block.mbarriers.find(barrier);
-  if (found == lanes::block.mbarriers.end()) lanes::fail("no mbarrier");
+inline lanes::MBarrier& mbarrier_at(u32 barrier, int rank = lanes::block.rank()) {
+  const auto found = lanes::block.mbarriers[rank].find(barrier);
+  if (found == lanes::block.mbarriers[rank].end()) lanes::fail("no mbarrier");
   return found->second;
 }
 inline void mbarrier_end_phase(lanes::MBarrier& b) {
   if (b.pending == 0 && b.bytes == 0) ++b.phase, b.pending = b.arrivals;
 }
-inline void mbarrier_init(u32 barrier, u32 arrivals) { lanes::block.mbarriers[barrier] = {arrivals, arrivals, 0, 0, {}}; }
-inline void mbarrier_fence_init() {}
-inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
-  lanes::MBarrier& b = mbarrier_at(barrier);
+inline void mbarrier_count_bytes(lanes::MBarrier& b, long bytes) {
+  constexpr long kMostBytes = (1 << 20) - 1;
+  b.bytes += bytes;
+  if (std::abs(b.bytes) > kMostBytes) lanes::fail("more bytes than an mbarrier can count");
+}
+inline void mbarrier_arrive_expect(lanes::MBarrier& b, u32 bytes) {
   if (b.pending == 0) lanes::fail("an arrival too many at an mbarrier");
-  --b.pending, b.bytes += bytes;
+  mbarrier_count_bytes(b, bytes);
+  --b.pending;
   mbarrier_end_phase(b);
 }
+inline void mbarrier_init(u32 barrier, u32 arrivals) {
+  lanes::block.mbarriers[lanes::block.rank()][barrier] = {arrivals, arrivals, 0, 0, {}};
+}
+inline void mbarrier_fence_init() {}
+inline void mbarrier_arrive_expect(u32 barrier, u32 bytes) { mbarrier_arrive_expect(mbarrier_at(barrier), bytes); }
 inline void mbarrier_arrive(u32 barrier) { mbarrier_arrive_expect(barrier, 0); }
+template <bool releases>
+void mbarrier_arrive_at(u32 barrier, u32 block) {
+  mbarrier_arrive_expect(mbarrier_at(barrier, int(block)), 0);
+}
 inline void mbarrier_wait(u32 barrier, u32 parity) {
-  lanes::wait_until([barrier, parity] {
-    lanes::MBarrier& b = mbarrier_at(barrier);
+  lanes::wait_until([&b = mbarrier_at(barrier), parity] {
     if (u32(b.phase & 1) == parity && b.pending == 0)
-      for (const auto& load : std::exchange(b.loads, {})) load();
+      for (const auto& write : std::exchange(b.writes, {})) write();
     return u32(b.phase & 1) != parity;
   });
 }
+// An asynchronous `write`, whose bytes the barrier counts.
+template <class Write>
+void write_later(lanes::MBarrier& b, u32 bytes, Write write) {
+  const auto all = [&b, bytes, write] {
+    write();
+    mbarrier_count_bytes(b, -long(bytes));
+    mbarrier_end_phase(b);
+  };
+  if (lanes::block.late_copies) {
+    b.writes.push_back(all);
+  } else {
+    all();
+  }
+}
+
+// --- clusters
+
+inline u32 cluster_rank() { return u32(lanes::block.rank()); }
+inline void cluster_sync() {
+  __syncwarp();
+  lanes::wait_at(lanes::block.of_cluster, int(lanes::block.fibers.size()));
+}
+inline void hand_over(u32 to, int value, u32 barrier, u32 block) {
+  write_later(mbarrier_at(barrier, int(block)), sizeof value,
+              [place = lanes::shared_at(to, sizeof value, int(block)), value] { std::memcpy(place, &value, sizeof value); });
+}
+
+// --- TMA
 
 inline void tma_prefetch_map(const TensorMap&) {}
 inline u64 l2_first_out() { return 0; }
+inline u64 l2_normal() { return 0; }
 inline void async_proxy_fence() {}
 
-// The pieces of 16 bytes in a row of 128 change places by the row's number.
-inline void tma_load(u32 to, const TensorMap& map, u32 barrier, u64, int x, int y, int z, int w) {
-  const auto load = [to, &map, barrier, at = std::array<long, 4>{x, y, z, w}] {
-    const int line = map.box[0] * map.element_bytes;
-    if (line != 128) lanes::fail("a box that is not 128 bytes wide");
-    u32 row = to / 128;
+// The pieces of 16 bytes in a row of 128 (64, 32) bytes change places by bits 7 and up of their address, as many as number them.
+inline u32 swizzled(u32 address, u32 row_bytes) { return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; }
+
+inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w) {
+  const u32 row_bytes = u32(map.box[0] * map.element_bytes);
+  if (row_bytes != 128 && row_bytes != 64) lanes::fail("a box that is neither 128 nor 64 bytes wide");
+  if (to % (8 * row_bytes) != 0) lanes::fail("a box that does not begin with a swizzle");
+  const auto load = [=, at = std::array<long, 4>{x, y, z, w}] {
+    u32 place = to;
     for (long l = at[3]; l < at[3] + map.box[3]; ++l)
       for (long k = at[2]; k < at[2] + map.box[2]; ++k)
-        for (long j = at[1]; j < at[1] + map.box[1]; ++j, ++row)
-          for (long byte = 0; byte < line; byte += map.element_bytes) {
-            const long i = at[0] + byte / map.element_bytes, index[] = {i, j, k, l};
+        for (long j = at[1]; j < at[1] + map.box[1]; ++j)
+          for (long i = at[0]; i < at[0] + map.box[0]; ++i, place += u32(map.element_bytes)) {
+            const long index[] = {i, j, k, l};
             const char* from = map.data;
             bool inside = true;
             for (int d = 0; d < 4; ++d) {
               inside = inside && index[d] >= 0 && index[d] < map.sizes[d];
               from += index[d] * map.strides[d];
             }
-            char* const place = lanes::shared_at(row * 128 + (u32(byte / 16) ^ row % 8) * 16 + u32(byte % 16), u32(map.element_bytes));
-            inside ? std::memcpy(place, from, size_t(map.element_bytes)) : std::memset(place, 0, size_t(map.element_bytes));
+            char* const element = lanes::shared_at(swizzled(place, row_bytes), u32(map.element_bytes), rank);
+            inside ? std::memcpy(element, from, size_t(map.element_bytes)) : std::memset(element, 0, size_t(map.element_bytes));
           }
-    lanes::MBarrier& b = mbarrier_at(barrier);
-    b.bytes -= (row - to / 128) * 128;
-    mbarrier_end_phase(b);
   };
-  if (to % 1024 % (8 * 128) != 0) lanes::fail("a box that does not begin with a swizzle");
-  if (lanes::block.late_copies) {
-    mbarrier_at(barrier).loads.push_back(load);
-  } else {
-    load();
+  write_later(mbarrier_at(barrier, rank), row_bytes * u32(map.box[1] * map.box[2] * map.box[3]), load);
+}
+inline void tma_load(u32 to, const TensorMap& map, u32 barrier, u64, int x, int y, int z, int w = 0) {
+  tma_load_to(lanes::block.rank(), to, map, barrier, x, y, z, w);
+}
+inline void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64, int blocks, int x, int y, int z, int w) {
+  for (int rank = 0; rank < blocks; ++rank) tma_load_to(rank, to, map, barrier, x, y, z, w);
+}
+
+// --- registers and wgmma
+
+// setmaxnreg: what a warp gives back, others may take; who asks for more than there is waits.
+template <int registers>
+void registers_set() {
+  static_assert(registers % 8 == 0 && registers >= 24 && registers <= 256);
+  __syncwarp();
+  if (lane_id() == 0) {
+    int &mine = lanes::block.warp().registers, &spare = lanes::block.spare_registers[lanes::block.rank()];
+    lanes::wait_until([&] { return spare + mine >= registers; });
+    spare += mine - registers, mine = registers;
   }
+  __syncwarp();
+}
+template <int registers>
+void registers_grow() {
+  if (registers < lanes::block.warp().registers) lanes::fail("registers would shrink");
+  registers_set<registers>();
+}
+template <int registers>
+void registers_shrink() {
+  if (registers > lanes::block.warp().registers) lanes::fail("registers would grow");
+  registers_set<registers>();
+}
+
+inline void wgmma_fence() { __syncwarp(); }
+inline void wgmma_pin(float&) {}
+inline void wgmma_pin(u32&) {}
+inline u64 wgmma_descriptor(u32 address, u32 leading, u32 stride, u32 swizzle) {
+  return u64((address & 0x3ffff) >> 4) | u64(leading >> 4) << 16 | u64(stride >> 4) << 32 | u64(swizzle) << 62;
+}
+
+template <class Product>
+void multiply_later(Product product) {
+  if (lanes::block.late_copies) {
+    lanes::block.fiber().open_products.push_back(product);
+  } else {
+    product();
+  }
+}
+inline void wgmma_commit() {
+  lanes::Fiber& fiber = lanes::block.fiber();
+  fiber.product_groups.push_back(std::exchange(fiber.open_products, {}));
+  __syncwarp();
+  if (lane_id() == 0) ++lanes::block.warp().committed;
+}
+// A product is one of four warps: done when all of them have come to it.
+template <int pending>
+void wgmma_wait() {
+  __syncwarp();
+  lanes::Warp& mine = lanes::block.warp();
+  const long groups = mine.committed - pending;
+  const auto all_warps = [first = &lanes::block.warps[size_t(lanes::block.current / 128 * 4)], groups](long lanes::Warp::*done) {
+    return std::all_of(first, first + 4, [=](const lanes::Warp& warp) { return warp.*done >= groups; });
+  };
+  lanes::wait_until([&] { return all_warps(&lanes::Warp::committed); });
+  auto& open = lanes::block.fiber().product_groups;
+  for (; open.size() > pending; open.erase(open.begin()))
+    for (const auto& product : open.front()) product();
+  __syncwarp();
+  if (lane_id() == 0) mine.performed = max(mine.performed, groups);
+  lanes::wait_until([&] { return all_warps(&lanes::Warp::performed); });
 }
 
 }  // namespace imbrex::cuda

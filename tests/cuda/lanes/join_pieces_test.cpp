@@ -76,7 +76,7 @@ class JoinPieces : public testing::Test {
     p.v.scale = kScale;
     p.merges = merges.data(), p.counts = &counts, p.num_kv_heads = spec.num_kv_heads;
     p.partial_out = partial_out, p.partial_state = state.data();
-    open_library("join_pieces_bytes").run(&p, nullptr, 1, true, 1);
+    open_library("join_pieces_bytes").run(&p, nullptr, {.blocks = 1});
     return result;
   }
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "cuda/lanes/tensor_map.h"
+#include "cuda/lanes/launch.h"
 
 // `maps`: of a kernel that takes them.
 template <class Kernel, class Params>
@@ -15,15 +15,15 @@ void call(Kernel kernel, const Params& p, [[maybe_unused]] const imbrex::test::T
   }
 }
 
-extern "C" void run_kernel(const void* params, const imbrex::test::TensorMap* maps, int blocks, bool late_copies, unsigned chance) {
+extern "C" void run_kernel(const void* params, const imbrex::test::TensorMap* maps, const imbrex::test::Launch& launch) {
   using namespace imbrex::cuda;
-  imbrex::lanes::block.late_copies = late_copies;
-  imbrex::lanes::block.chance = chance;
-  gridDim.x = unsigned(blocks);
+  imbrex::lanes::block.late_copies = launch.late_copies;
+  imbrex::lanes::block.chance = launch.chance;
+  imbrex::lanes::block.starved = launch.starved;
+  gridDim.x = unsigned(launch.blocks * LANES_CLUSTER);
   std::memset(memory, 0xff, sizeof memory);  // NaN in every type
-  for (int i = 0; i < blocks; ++i) {
-    blockIdx.x = unsigned(i);
-    imbrex::lanes::run_block(LANES_THREADS, [=] { call(LANES_ENTRY, *static_cast<const LANES_PARAMS*>(params), maps); });
+  for (first_block.x = 0; first_block.x < gridDim.x; first_block.x += LANES_CLUSTER) {
+    imbrex::lanes::run_cluster(LANES_CLUSTER, LANES_THREADS, [=] { call(LANES_ENTRY, *static_cast<const LANES_PARAMS*>(params), maps); });
   }
 }
 extern "C" unsigned kernel_smem_bytes() { return imbrex::cuda::smem_bytes; }

@@ -1,5 +1,5 @@
-// The texts of attention_sm80.cu, attention_sm90_decode.cu and merge.cu, run lane by lane on the host and held to the reference: fragments,
-// masks, pipelines, barriers, merges.
+// The texts of the attention kernels and merge.cu, run lane by lane on the host and held to the reference: fragments, masks, pipelines,
+// barriers, clusters, merges.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -12,6 +12,7 @@
 #include "cuda/kv_side.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
+#include "cuda/tensor_map.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::test {
@@ -20,9 +21,7 @@ namespace {
 using cuda::AttentionParams, cuda::AttentionTiles;
 
 struct How {  // none of it may change a bit, `split` apart
-  bool late_copies = true;
-  unsigned chance = 1;
-  int blocks = 3;
+  Launch launch;
   int heads_together = 1;
   int split = 1 << 20;  // tiles of keys
   int workers = 1;      // for kernels that take runs: with many of them, each piece is an item of its own
@@ -51,7 +50,7 @@ class LanesPlan final : public Plan {
     policy.tile_q = std::max(1, tiles_.rows / spec_.group_size());
     policy.tile_kv = tiles_.keys;
     policy.split_kv = tiles_.keys * how_.split;
-    if (variant_.text != Text::sm80)
+    if (variant_.takes_runs())
       policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.pieces_together = kPiecesTogether,
       policy.runs = true, policy.num_workers = how_.workers;
     schedule(batch, spec_.mask, policy, schedule_);
@@ -99,12 +98,11 @@ class LanesPlan final : public Plan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const TensorMap maps[3] = {{}, map_of(in.kv.k), map_of(in.kv.v)};
-    attention.run(&p, maps, how_.blocks, how_.late_copies, how_.chance);
+    const TensorMap maps[3] = {variant_.has_wgmma() ? map_of_queries(in.q) : TensorMap{}, map_of(in.kv.k), map_of(in.kv.v)};
+    attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
-    if (counts.num_merges > 0 && tiles_.key_warps == 1)
-      open_library(std::string("merge_") + variant_.name).run(&p, nullptr, how_.blocks, how_.late_copies, how_.chance);
+    if (counts.num_merges > 0 && tiles_.key_warps == 1) open_library(std::string("merge_") + variant_.name).run(&p, nullptr, how_.launch);
   }
 
   std::string str() const override { return std::string("lanes: ") + variant_.name; }
@@ -112,15 +110,27 @@ class LanesPlan final : public Plan {
  private:
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
 
+  int box_bytes() const { return variant_.text == Text::wgmma_e4m3 ? spec_.head_dim_v : cuda::kTensorMapLine; }
+
+  TensorMap map_of_queries(const TensorView& q) const {
+    const int size = int(size_of(q.dtype)), group = spec_.group_size();
+    return {.data = q.as<const char>(),
+            .element_bytes = size,
+            .sizes = {q.size(2), q.size(1), q.size(0), 1},
+            .strides = {size, long(q.stride(1)) * size, long(q.stride(0)) * size, 0},
+            .box = {box_bytes() / size, group, 64 / group, 1}};
+  }
+
   TensorMap map_of(const TensorView& kv) const {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
-    const int page = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
+    const int common = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
+    const int page = common == tiles_.keys && variant_.has_wgmma() ? common / variant_.wgmma_tiles().cluster : common;
     return {.data = kv.as<const char>(),
             .element_bytes = size,
             .sizes = {kv.size(rank - 1), kv.size(rank - 3), kv.size(rank - 2), rank == 4 ? kv.size(0) : 1},
             .strides = {size, stride(rank - 3), stride(rank - 2), rank == 4 ? stride(0) : 0},
-            .box = {128 / size, page, 1, 1}};
+            .box = {box_bytes() / size, page, 1, 1}};
   }
 
   // Scales lie on the host here, and kv_side() reads only one of those.
@@ -164,6 +174,7 @@ class Lanes : public testing::TestWithParam<Variant> {
 };
 
 class LanesWithRuns : public Lanes {};
+class LanesOfClusters : public Lanes {};
 
 TEST_P(Lanes, AgreesWithTheReference) {
   const Case& c = GetParam().c;
@@ -191,22 +202,44 @@ TEST_P(Lanes, ResultsDoNotDependOnChance) {
   const RunResult first = run({}, options);
   for (unsigned chance : {2u, 3u}) {
     options.page_seed = chance, options.poison = chance == 2 ? Poison::zero : Poison::ones;
-    const RunResult other =
-        run({.late_copies = chance == 2, .chance = chance, .blocks = chance == 2 ? 1 : 50, .heads_together = int(chance)}, options);
+    const RunResult other = run(
+        {.launch = {.blocks = chance == 2 ? 1 : 50, .late_copies = chance == 2, .chance = chance}, .heads_together = int(chance)}, options);
     EXPECT_TRUE(bit_identical(first.out, other.out)) << chance;
     EXPECT_TRUE(bit_identical(first.lse, other.lse)) << chance;
   }
+}
+
+// A warp that comes late to a barrier finds it as the others left it: of each block, one that multiplies, and one that loads or transposes.
+TEST_P(LanesOfClusters, AnyWarpMayBeLate) {
+  const RunOptions options = default_options(GetParam().c);
+  const RunResult first = run({.launch = {.blocks = 1}}, options);
+  const cuda::Sm90Tiles tiles = GetParam().wgmma_tiles();
+  const int warps = int(tiles.threads()) / 32;
+  for (int rank = 0; rank < tiles.cluster; ++rank)
+    for (const int from_end : {5, 2}) {
+      const int starved = (rank + 1) * warps - from_end;
+      const RunResult other = run({.launch = {.blocks = 1, .starved = starved}}, options);
+      EXPECT_TRUE(bit_identical(first.out, other.out)) << starved;
+      EXPECT_TRUE(bit_identical(first.lse, other.lse)) << starved;
+    }
 }
 
 std::string name_of(const testing::TestParamInfo<Variant>& info) { return info.param.name; }
 
 std::vector<Variant> variants_with_runs() {
   std::vector<Variant> all = variants();
-  std::erase_if(all, [](const Variant& v) { return v.text == Text::sm80; });
+  std::erase_if(all, [](const Variant& v) { return !v.takes_runs(); });
+  return all;
+}
+
+std::vector<Variant> variants_of_clusters() {
+  std::vector<Variant> all = variants();
+  std::erase_if(all, [](const Variant& v) { return !v.has_wgmma() || v.wgmma_tiles().cluster == 1; });
   return all;
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), name_of);
+INSTANTIATE_TEST_SUITE_P(All, LanesOfClusters, testing::ValuesIn(variants_of_clusters()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, LanesWithRuns, testing::ValuesIn(variants_with_runs()), name_of);
 
 }  // namespace

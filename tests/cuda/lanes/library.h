@@ -5,12 +5,12 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/lanes/tensor_map.h"
+#include "cuda/lanes/launch.h"
 
 namespace imbrex::test {
 
 struct Library {  // maps: null, or q, k and v
-  void (*run)(const void* params, const TensorMap* maps, int blocks, bool late_copies, unsigned chance);
+  void (*run)(const void* params, const TensorMap* maps, const Launch&);
   unsigned (*smem_bytes)();
 };
 // A kernel of a variant: "attention_decode", "merge_decode".

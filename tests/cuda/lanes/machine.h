@@ -1,11 +1,14 @@
 #pragma once
-// A thread block on the host: every lane a fiber, every instruction of a warp a meeting of its 32 lanes. For tests of kernel texts.
+// A thread block, or those of a cluster, on the host: every lane a fiber, every instruction of a warp a meeting of its 32 lanes. For tests
+// of kernel texts.
 //
 // Lanes run until they wait for each other, warps take turns in an order of chance. So a missing barrier shows as a wrong result under
-// some seed, lanes that disagree about the next instruction are found when they meet, and so is a barrier that nobody else comes to.
+// some seed, lanes that disagree about the next instruction are found when they meet, and so is a barrier that nobody else comes to. A warp
+// may be starved: one that comes late to an mbarrier can find its phase turned twice, and wait for ever.
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -16,8 +19,8 @@
 #include <vector>
 
 namespace imbrex::cuda {
-constexpr unsigned kMostShared = 227 << 10;
-alignas(1024) inline char memory[kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
+constexpr unsigned kMostShared = 227 << 10, kMostBlocks = 2;  // bytes of a block, blocks of a cluster
+alignas(1024) inline char memory[kMostBlocks * kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
 }  // namespace imbrex::cuda
 
 namespace imbrex::lanes {
@@ -39,12 +42,16 @@ struct Fiber {
   long meetings = 0;
   std::vector<Copy> open;                 // copies since the last commit
   std::vector<std::vector<Copy>> groups;  // committed, not waited for
+  std::vector<std::function<void()>> open_products;
+  std::vector<std::vector<std::function<void()>>> product_groups;
 };
 
 struct Warp {
   alignas(16) char brought[2][32][64];  // what lanes bring to a meeting and, while the last may still read, to the one before
   int kind[2][32];
   long arrived[32] = {};
+  long committed = 0, performed = 0;  // groups of products
+  int registers;                      // of a thread
 };
 
 struct Barrier {
@@ -53,23 +60,28 @@ struct Barrier {
 };
 
 struct MBarrier {
-  unsigned arrivals, pending;  // of a phase: all, and those that are missing
-  long phase, bytes;           // bytes: expected, not loaded
-  std::vector<std::function<void()>> loads;
+  unsigned arrivals, pending;                 // of a phase: all, and those that are missing
+  long phase, bytes;                          // bytes: expected, not loaded
+  std::vector<std::function<void()>> writes;  // that it counts the bytes of, and nobody has waited for
 };
 
 struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
-  std::array<Barrier, 16> barriers;
-  std::map<unsigned, MBarrier> mbarriers;  // by their address
+  std::array<Barrier, 16> barriers[cuda::kMostBlocks];
+  Barrier of_cluster;
+  std::map<unsigned, MBarrier> mbarriers[cuda::kMostBlocks];  // by their address
+  int spare_registers[cuda::kMostBlocks];                     // of a thread, that warps have given back
   jmp_buf scheduler;
   std::function<void()> body;
-  int current = 0;          // lane that runs
-  bool late_copies = true;  // asynchronous copies happen when they are waited for, instead of at once
+  int threads;      // of a thread block
+  int current = 0;  // lane that runs
+  bool late_copies = true;
   unsigned chance = 1;
-  int threads() const { return int(fibers.size()); }
+  int starved = -1;
+  int rank() const { return current / threads; }
   Fiber& fiber() { return fibers[size_t(current)]; }
+  Warp& warp() { return warps[size_t(current / 32)]; }
 };
 inline Block block;
 
@@ -99,6 +111,7 @@ inline void fiber_main() {
   block.body();
   for (const auto& group : block.fiber().groups)
     if (!group.empty()) fail("copies nobody waited for");
+  if (!block.fiber().open_products.empty() || !block.fiber().product_groups.empty()) fail("products nobody waited for");
   block.fiber().done = true;
   _longjmp(block.scheduler, 1);
 }
@@ -134,31 +147,42 @@ inline bool run_warp(int warp) {
   return ran;
 }
 
-inline void run_block(int threads, std::function<void()> body) {
-  block.fibers = std::vector<Fiber>(size_t(threads));
-  block.warps = std::vector<Warp>(size_t(threads) / 32);
-  block.barriers = {};
-  block.mbarriers.clear();
+// `threads` of each of `blocks`.
+inline void run_cluster(int blocks, int threads, std::function<void()> body) {
+  constexpr int kRegisters = 65536, kRegistersUnit = 8, kMostRegisters = 255;  // a launch hands out what it can
+  block.threads = threads;
+  block.fibers = std::vector<Fiber>(size_t(blocks * threads));
+  block.warps = std::vector<Warp>(block.fibers.size() / 32);
+  for (Warp& warp : block.warps) warp.registers = std::min(kRegisters / threads, kMostRegisters) / kRegistersUnit * kRegistersUnit;
+  for (int i = 0; i < blocks; ++i) block.barriers[i] = {}, block.mbarriers[i].clear(), block.spare_registers[i] = 0;
+  block.of_cluster = {};
   block.body = std::move(body);
-  for (int lane = 0; lane < threads; ++lane) start_fiber(lane);
+  for (int lane = 0; lane < blocks * threads; ++lane) start_fiber(lane);
   const auto alive = [] {
     for (const Fiber& fiber : block.fibers)
       if (!fiber.done) return true;
     return false;
   };
-  while (alive()) {
+  constexpr long kStarvedTurns = 300;  // of which a starved warp gets one, and those when no other runs
+  for (long turn = 0; alive(); ++turn) {
     bool ran = false;
     const unsigned first = next_chance();
-    for (size_t i = 0; i < block.warps.size(); ++i) ran |= run_warp(int((first + i) % block.warps.size()));
-    if (!ran) fail("all lanes wait");
+    for (size_t i = 0; i < block.warps.size(); ++i) {
+      const int warp = int((first + i) % block.warps.size());
+      if (warp != block.starved || turn % kStarvedTurns == 0) ran |= run_warp(warp);
+    }
+    if (!ran && !(size_t(block.starved) < block.warps.size() && run_warp(block.starved))) fail("all lanes wait");
   }
+  for (int i = 0; i < blocks; ++i)
+    for (const auto& [address, barrier] : block.mbarriers[i])
+      if (barrier.bytes != 0 || !barrier.writes.empty()) fail("bytes that nobody waited for");
 }
 
 // All 32 lanes bring a T; each gets what its `f` makes of them.
 template <class T, class F>
 auto meet(int kind, const T& mine, F f) {
   static_assert(sizeof(T) <= 64);
-  Warp& warp = block.warps[size_t(block.current / 32)];
+  Warp& warp = block.warp();
   const int lane = block.current % 32;
   const long meeting = ++block.fiber().meetings;
   std::memcpy(warp.brought[meeting % 2][lane], &mine, sizeof(T));
@@ -177,16 +201,20 @@ auto meet(int kind, const T& mine, F f) {
   return f(static_cast<const T*>(all));
 }
 
-inline void wait_at(int id, int threads) {
-  Barrier& barrier = block.barriers[size_t(id)];
-  const long generation = barrier.generation;
+inline void arrive_at(Barrier& barrier, int threads) {
   if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.generation;
+}
+inline void wait_at(Barrier& barrier, int threads) {
+  const long generation = barrier.generation;
+  arrive_at(barrier, threads);
   wait_until([&barrier, generation] { return barrier.generation != generation; });
 }
 
-inline char* shared_at(unsigned address, unsigned size) {
+inline char* shared_of(int rank) { return cuda::memory + unsigned(rank) * cuda::kMostShared; }
+inline char* shared() { return shared_of(block.rank()); }
+inline char* shared_at(unsigned address, unsigned size, int rank = block.rank()) {
   if (address % size != 0 || address + size > cuda::kMostShared) fail("a bad address in shared memory");
-  return cuda::memory + address;
+  return shared_of(rank) + address;
 }
 
 inline void check_aligned(const void* p, unsigned size) {

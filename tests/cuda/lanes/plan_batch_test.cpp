@@ -16,7 +16,7 @@ void run_and_expect(const PlanBatchProblem& problem, unsigned chance) {
   static const Library library = open_library("plan_batch_decode");
   std::vector<char> image = problem.image();
   const cuda::PlanBatchParams params = problem.params(image.data());
-  library.run(&params, nullptr, 1, true, chance);
+  library.run(&params, nullptr, {.blocks = 1, .chance = chance});
   problem.expect(image);
 }
 

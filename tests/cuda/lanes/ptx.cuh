@@ -39,9 +39,10 @@ using std::max, std::min;
 struct Index {
   unsigned x;
 };
-inline Index blockIdx, gridDim;
-#define threadIdx (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.current)})
-#define blockDim (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.threads())})
+inline Index gridDim, first_block;  // of the cluster that runs
+#define blockIdx (::imbrex::cuda::Index{::imbrex::cuda::first_block.x + unsigned(::imbrex::lanes::block.rank())})
+#define threadIdx (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.current % ::imbrex::lanes::block.threads)})
+#define blockDim (::imbrex::cuda::Index{unsigned(::imbrex::lanes::block.threads)})
 
 constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 constexpr u32 kInfinityBits = 0x7f800000u;
@@ -50,10 +51,13 @@ inline int lane_id() { return int(threadIdx.x) % 32; }
 inline int warp_id() { return int(threadIdx.x) / 32; }
 inline int computed_here(int x) { return x; }
 
-enum Kind { kShuffle, kVote, kLoad, kLoadTransposed, kMultiply, kSyncWarp, kSyncBlock };  // instructions at which lanes meet
+enum Kind { kShuffle, kVote, kLoad, kLoadTransposed, kStore, kMultiply, kSyncWarp, kSyncBlock };  // instructions at which lanes meet
 
 inline float shuffle_xor(float x, int lanes) {
   return lanes::meet(kShuffle, x, [at = lane_id() ^ lanes](const float* all) { return all[at]; });
+}
+inline u32 shuffle_xor(u32 x, int lanes) {
+  return lanes::meet(kShuffle, x, [at = lane_id() ^ lanes](const u32* all) { return all[at]; });
 }
 inline int shuffle(int x, int lane) {
   return lanes::meet(kShuffle, x, [lane](const int* all) { return all[lane % 32]; });
@@ -80,6 +84,18 @@ inline u32 __ballot_sync(u32, bool x) {
   });
 }
 inline int __popc(u32 x) { return std::popcount(x); }
+// Four neighbouring lanes have a row of a 4 x 4 matrix each; then, a column each.
+inline void transpose_quad(u32 (&x)[4]) {
+  struct Row {
+    u32 of[4];
+  };
+  const Row column = lanes::meet(kShuffle, Row{{x[0], x[1], x[2], x[3]}}, [lane = lane_id()](const Row* all) {
+    Row r;
+    for (int i = 0; i < 4; ++i) r.of[i] = all[lane / 4 * 4 + i].of[lane % 4];
+    return r;
+  });
+  std::copy(column.of, column.of + 4, x);
+}
 inline bool any_lane(bool x) {
   return lanes::meet(kVote, x, [](const bool* all) { return std::any_of(all, all + 32, [](bool b) { return b; }); });
 }
@@ -89,9 +105,13 @@ inline void __syncwarp() {
 }
 inline void named_barrier_sync(int id, int threads) {
   lanes::meet(kSyncBlock + id, 0, [](const int*) { return 0; });
-  lanes::wait_at(id, threads);
+  lanes::wait_at(lanes::block.barriers[lanes::block.rank()][size_t(id)], threads);
 }
-inline void __syncthreads() { named_barrier_sync(0, lanes::block.threads()); }
+inline void named_barrier_arrive(int id, int threads) {
+  lanes::meet(kSyncBlock + id, 0, [](const int*) { return 0; });
+  lanes::arrive_at(lanes::block.barriers[lanes::block.rank()][size_t(id)], threads);
+}
+inline void __syncthreads() { named_barrier_sync(0, lanes::block.threads); }
 
 inline u32 bits_of(float x) { return std::bit_cast<u32>(x); }
 inline float float_of(u32 x) { return std::bit_cast<float>(x); }
@@ -126,7 +146,7 @@ inline uint2 load_once_8(const void* p) {
   return *static_cast<const uint2*>(p);
 }
 
-inline u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - memory); }
+inline u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - lanes::shared()); }
 inline void store_shared(u32 to, const uint4& v) { std::memcpy(lanes::shared_at(to, 16), &v, 16); }
 inline void store_shared(u32 to, u32 v) { std::memcpy(lanes::shared_at(to, 4), &v, 4); }
 inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }
@@ -173,6 +193,18 @@ void load_matrices(u32 (&d)[count], u32 address) {
 inline void load_matrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 inline void load_matrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 inline void load_matrix_transposed(u32 (&d)[2], u32 address) { load_matrices<true>(d, address); }
+// stmatrix, the other way.
+inline void store_matrix(u32 address, u32 d0, u32 d1, u32 d2, u32 d3) {
+  struct Row {
+    u32 address, words[4];
+  };
+  lanes::meet(kStore, Row{address, {d0, d1, d2, d3}}, [lane = lane_id()](const Row* all) {
+    char* const to = lanes::shared_at(all[lane].address, 16);
+    for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * i, &all[lane % 8 * 4 + i].words[lane / 8], 4);
+    return 0;
+  });
+  __syncwarp();  // a lane stores a row of what all have
+}
 
 // mma.m16n8k16, with the lane's group g = lane / 4 and its place t in it, by the tables of the PTX ISA:
 //   a_i (i < 8): row g for i % 4 < 2, else g + 8; column 2t + i % 2, + 8 for i >= 4

@@ -6,10 +6,12 @@
 #include "attention/cases.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90_decode.h"
+#include "cuda/attention_sm90_fp8.h"
 
 namespace imbrex::test {
 
-enum class Text { sm80, decode, decode_without_maps };  // attention_sm80.cu, attention_sm90_decode.cu
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
+enum class Text { sm80, decode, decode_without_maps, wgmma, wgmma_e4m3 };
 
 struct Variant {
   const char* name;
@@ -19,11 +21,19 @@ struct Variant {
   Case c;
   Text text = Text::sm80;
 
+  bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
+  bool takes_runs() const { return text == Text::decode || text == Text::decode_without_maps; }
+  cuda::Sm90Tiles wgmma_tiles() const {
+    return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
+  }
   cuda::AttentionTiles tiles() const {
+    if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, phase, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
   }
   cuda::KernelKey key() const {
+    if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
+    if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     return text == Text::sm80 ? cuda::attention_sm80_key(arch, c.spec, c.out_dtype, tiles())
                               : cuda::attention_sm90_decode_key(arch, c.spec, c.out_dtype, tiles(), text == Text::decode);
   }
@@ -92,6 +102,24 @@ inline std::vector<Variant> variants() {
   tma_ragged.spec.score.soft_cap = 20.f, tma_ragged.spec.mask.chunk = 150;
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
+
+  // attention_sm90.cu and attention_sm90_fp8.cu: rows for a thread block and a few more, items of few rows, more rows than an item has.
+  const auto add_wgmma = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::wgmma) -> Case& {
+    Case& c = add(name, "sm_90a", KernelPhase::prefill, 1, s);
+    c.requests = std::move(requests);
+    all.back().text = text;
+    return c;
+  };
+  add_wgmma("turns", spec(DType::bf16, DType::bf16, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}, {0, 0, 3}});
+  add_wgmma("pages", spec(DType::f16, DType::f16, 128, 128, 4, 16), {{40, 200, 0}, {3, 150, 1}, {70, 70, 2}}).spec.mask.causal = false;
+  Case& window = add_wgmma("window", spec(DType::bf16, DType::bf16, 128, 128, 2, 64), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
+  window.spec.mask.window_left = 90;
+  add_wgmma("dims_256", spec(DType::bf16, DType::bf16, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
+  Case& dims_64 = add_wgmma("dims_64", spec(DType::bf16, DType::bf16, 64, 64, 1, 64), {{200, 300, 0}, {3, 40, 1}, {390, 390, 2}});
+  dims_64.spec.score.sinks = true;
+  add_wgmma("e4m3", spec(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}}, Text::wgmma_e4m3);
+  Case& e4m3_64 = add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 40, 1}}, Text::wgmma_e4m3);
+  e4m3_64.scale_per_head = true;
   return all;
 }
 

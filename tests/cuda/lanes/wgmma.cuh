@@ -1,0 +1,82 @@
+#pragma once
+// Stands in for src/cuda/kernels/wgmma.cuh where kernel texts run on the host: products of a warpgroup by the tables of the PTX ISA, each
+// lane its own part of them.
+#include "async.cuh"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+
+// A matrix in shared memory as its descriptor has it: lines of any number of bytes, in columns as wide as the swizzle.
+struct SharedMatrix {
+  u32 start, leading, stride, width;
+  explicit SharedMatrix(u64 descriptor)
+      : start(u32(descriptor & 0x3fff) << 4),
+        leading(u32(descriptor >> 16 & 0x3fff) << 4),
+        stride(u32(descriptor >> 32 & 0x3fff) << 4),
+        width(256u >> (descriptor >> 62)) {
+    if (width == 256) lanes::fail("a matrix without a swizzle");
+  }
+  template <class T>
+  T at(int line, u32 byte) const {
+    const u32 address = start + byte / width * leading + u32(line) / 8 * stride + u32(line) % 8 * width + byte % width;
+    T x;
+    std::memcpy(&x, lanes::shared_at(swizzled(address, width), sizeof x), sizeof x);
+    return x;
+  }
+};
+
+// d[64 x n] += a[64 x 32 bytes] * b[32 bytes x n]. With g = lane / 4 and t = lane % 4, a lane of warp w holds of d and of a in registers
+//   d_i: row 16 w + g for i % 4 < 2, else + 8; column 8 (i / 4) + 2 t + i % 2
+//   a_i: row 16 w + g for even i, else + 8; bytes 16 (i / 2) + 4 t and the next three
+template <int n, class T, float (*to_float)(T)>
+struct WarpgroupProduct {
+  static constexpr int kDepth = 32 / sizeof(T);
+  struct Rows {  // the two that a lane has of a
+    T of[2][kDepth];
+  };
+
+  static void shared(float (&d)[n / 2], u64 a, u64 b, int add) {
+    __syncwarp();
+    multiply_later([&d, a = SharedMatrix(a), b = SharedMatrix(b), add] {
+      Rows rows;
+      for (int h = 0; h < 2; ++h)
+        for (int k = 0; k < kDepth; ++k) rows.of[h][k] = a.at<T>(warp_id() % 4 * 16 + lane_id() / 4 + 8 * h, k * sizeof(T));
+      multiply<false>(d, rows, b, add);
+    });
+  }
+  template <bool b_rows>
+  static void registers(float (&d)[n / 2], const u32 (&a)[4], u64 b, int add) {
+    struct Words {
+      u32 of[4];
+    };
+    const Rows rows = lanes::meet(kMultiply, Words{{a[0], a[1], a[2], a[3]}}, [quad = lane_id() / 4 * 4](const Words* all) {
+      u32 words[2][8];
+      for (int t = 0; t < 4; ++t)
+        for (int i = 0; i < 4; ++i) words[i % 2][i / 2 * 4 + t] = all[quad + t].of[i];
+      return std::bit_cast<Rows>(words);
+    });
+    multiply_later([&d, rows, b = SharedMatrix(b), add] { multiply<b_rows>(d, rows, b, add); });
+  }
+
+ private:
+  template <bool b_rows>
+  static void multiply(float (&d)[n / 2], const Rows& a, const SharedMatrix& b, int add) {
+    float rows[2][kDepth];
+    for (int h = 0; h < 2; ++h)
+      for (int k = 0; k < kDepth; ++k) rows[h][k] = to_float(a.of[h][k]);
+    for (int i = 0; i < n / 2; i += i % 4 == 1 ? 3 : 1) {  // and i + 2, of the same column
+      const int column = i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
+      float sums[2] = {};
+      for (int k = 0; k < kDepth; ++k) {
+        const float x = to_float(b_rows ? b.at<T>(k, u32(column) * sizeof(T)) : b.at<T>(column, u32(k) * sizeof(T)));
+        for (int h = 0; h < 2; ++h) sums[h] += rows[h][k] * x;
+      }
+      for (int h = 0; h < 2; ++h) d[i + 2 * h] = (add != 0 ? d[i + 2 * h] : 0.f) + sums[h];
+    }
+  }
+};
+
+template <int n>
+using Wgmma = WarpgroupProduct<n, u16, kQType == kBf16 ? bf16_to_float : f16_to_float>;
+
+}  // namespace imbrex::cuda
