@@ -29,7 +29,7 @@ std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionS
 ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
   if (!tiles) return {};
   return {.entry = "attention_sm80",
-          .tile = {.rows = tiles->rows, .keys = tiles->keys},
+          .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
           .joins_pieces = tiles->key_warps > 1};
 }
