@@ -49,9 +49,8 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   return reasons;
 }
 
-KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  const Sm90Tiles tiles = attention_sm90_tiles(spec);
-  return {"attention_sm90.cu", std::string(arch),
+KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, const Sm90Tiles& tiles) {
+  return {path, std::string(arch),
           attention_constants(spec, out,
                               {{"kTileRows", tiles.rows},
                                {"kItemRows", tiles.item_rows()},
@@ -59,6 +58,10 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
                                {"kKeyWarps", 1},
                                {"kStages", tiles.stages}},
                               tiles.cluster)};
+}
+
+KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec));
 }
 
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

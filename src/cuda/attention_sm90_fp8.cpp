@@ -42,15 +42,7 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
 }
 
 KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
-  return {"attention_sm90_fp8.cu", std::string(arch),
-          attention_constants(spec, out,
-                              {{"kTileRows", tiles.rows},
-                               {"kItemRows", tiles.item_rows()},
-                               {"kTileKeys", tiles.keys},
-                               {"kKeyWarps", 1},
-                               {"kStages", tiles.stages}},
-                              tiles.cluster)};
+  return sm90_prefill_key("attention_sm90_fp8.cu", arch, spec, out, attention_sm90_fp8_tiles(spec));
 }
 
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
