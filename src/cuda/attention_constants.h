@@ -15,6 +15,8 @@ inline bool has_plain_logits(const AttentionSpec& spec) {
   return !score.head_scales && spec.scale() > 0 && score.soft_cap == 0 && !score.alibi && score.relative_buckets == 0;
 }
 
+inline bool has_window(const Mask& mask) { return mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0; }
+
 inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles,
                                                  int cluster = 1) {
   const Mask& mask = spec.mask;
@@ -28,7 +30,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kCluster", cluster},
                                   {"kBlockSize", spec.block_size},
                                   {"kCausal", mask.causal},
-                                  {"kWindow", mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0},
+                                  {"kWindow", has_window(mask)},
                                   {"kCustomMask", mask.custom},
                                   {"kHeadScales", score.head_scales || spec.scale() < 0},
                                   {"kSoftCap", score.soft_cap > 0},

@@ -12,9 +12,7 @@
 namespace imbrex::cuda {
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
-  const Mask& mask = spec.mask;
-  const bool window = mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0;
-  return has_plain_logits(spec) && !window && spec.num_kv_heads % 2 == 0 ? 2 : 1;
+  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 ? 2 : 1;
 }
 
 // What ran fastest of what shared memory and registers hold.

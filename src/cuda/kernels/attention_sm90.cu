@@ -369,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
     mbarrier_fence_init();
   }
-  sync_cluster();
+  begin_cluster();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();
@@ -386,10 +386,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_grow<kConsumerRegisters>();
     consume(p, shared, wg);
   }
-  if constexpr (kCluster > 1) {  // the other blocks still arrive here
-    __syncwarp();
-    cluster_sync();
-  }
+  end_cluster();
 }
 
 }  // namespace imbrex::cuda

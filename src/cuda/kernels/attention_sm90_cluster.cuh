@@ -77,8 +77,8 @@ class Tasks {
       found.kv_head += rank_in_cluster();
       return first;
     }
-    const int before =
-        (rank_in_cluster() + int(items)) % kCluster * kTileRows;  // in turn: with a causal mask the first rows have less to do
+    // In turn: with a causal mask the first rows have less to do.
+    const int before = (rank_in_cluster() + int(items)) % kCluster * kTileRows;
     found.row_begin += before;
     found.num_rows = max(0, min(kTileRows, found.num_rows - before));  // who has none goes along
     return true;
@@ -133,11 +133,18 @@ DEVICE int tile_before_end(const Tiles& tiles, int left) { return min(tiles.end,
 
 constexpr int kNoItem = -1;  // rows of what stands in for an item when none will come
 
-// In front of the first use of barriers of other blocks, and behind the last.
-DEVICE void sync_cluster() {
+// In front of the first use of barriers, which other blocks may use too.
+DEVICE void begin_cluster() {
   if constexpr (kCluster == 1) {
     __syncthreads();
   } else {
+    cluster_sync();
+  }
+}
+// Behind the last: other blocks still arrive here.
+DEVICE void end_cluster() {
+  if constexpr (kCluster > 1) {
+    __syncwarp();
     cluster_sync();
   }
 }

@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
     mbarrier_fence_init();
   }
-  sync_cluster();
+  begin_cluster();
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<56>();
@@ -383,10 +383,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_grow<224>();
     consume(p, shared, wg);
   }
-  if constexpr (kCluster > 1) {  // the other blocks still arrive here
-    __syncwarp();
-    cluster_sync();
-  }
+  end_cluster();
 }
 
 }  // namespace imbrex::cuda
