@@ -124,7 +124,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       const u32 barrier = full + stage.at * 8, at = to + stage.at * (kChunks * kKvChunkBytes) + lane * kPageBytes;
       mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
       if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
-      if (keys && lane == 0 && tile == tile_before_end(tiles, kTilesToFind)) mbarrier_arrive(shared_address(&shared.item_ends));
+      if (keys && lane == 0 && tile == tile_from_end(tiles, 3)) mbarrier_arrive(shared_address(&shared.item_ends));
       __syncwarp();
 #pragma unroll
       for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);

@@ -126,10 +126,9 @@ class Tasks {
   u32 num_handed_ = 0;
 };
 
-// The next task is taken and found while so many tiles of an item are still to be loaded, or all of them. Taken when an item begins, it
-// waits for the whole of it: 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's work.
-constexpr int kTilesToFind = 3;
-DEVICE int tile_before_end(const Tiles& tiles, int left) { return min(tiles.end, tiles.first + left) - 1; }
+// The n-th last tile of an item, or its first. At one near the end the next task is taken and found: taken when an item begins, a task
+// waits for the whole of it, 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's work.
+DEVICE int tile_from_end(const Tiles& tiles, int n) { return min(tiles.end, tiles.first + n) - 1; }
 
 constexpr int kNoItem = -1;  // rows of what stands in for an item when none will come
 

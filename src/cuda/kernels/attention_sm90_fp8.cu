@@ -107,6 +107,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       const int key = tile * kTileKeys + lane * kPageRows;
       return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
     };
+    const int find_at = tile_from_end(tiles, 2);
     int block = block_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
@@ -119,8 +120,10 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       load_tile(shared_address(shared.k[kv.at]), k_map, shared_address(&shared.k_full[kv.at]), kQChunks, pages, together, page);
       mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
       load_tile(shared_address(shared.v[kv.at]), v_map, shared_address(&shared.v_full[kv.at]), kVChunks, pages, together, page);
-      if (tile == tile_before_end(tiles, kTilesToFind + 1)) tasks.next();
-      if (tile == tile_before_end(tiles, kTilesToFind)) find_item(ring_at<kItems>(num_items).at);
+      if (tile == find_at) {
+        tasks.next();
+        find_item(ring_at<kItems>(num_items).at);
+      }
     }
   }
 }
@@ -175,17 +178,19 @@ DEVICE void transpose(const AttentionParams& p, SharedStorage& shared, int warp)
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
     const Item& item = shared.item[entry.at];
     if (item.num_rows == kNoItem) break;
+    const int lo = item.lo, hi = item.hi, end = seen_end(p, item);
     const Tiles tiles = tiles_of(item);
-    int tile = tiles.end - 1;
-    for (const int last = seen_end(p, item) - 1; kSkipped > 0 && tile > last; --tile, v.next())
-      skip_stage(shared.v_full[v.at], v.parity, shared.v_empty[v.at], lane_id(), [] { __syncwarp(); });
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
-    for (; tile >= tiles.first; --tile, v.next()) {
+    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, v.next()) {
       const int begin = tile * kTileKeys;
+      if (kSkipped > 0 && tile >= end) {
+        skip_stage(shared.v_full[v.at], v.parity, shared.v_empty[v.at], lane_id(), [] { __syncwarp(); });
+        continue;
+      }
       mbarrier_wait(shared_address(&shared.turned_empty[turned.at]), turned.parity ^ 1);
       mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity);
-      turn_values(shared_address(shared.v[v.at]), shared_address(shared.turned[turned.at]), warp, item.lo - begin, item.hi - begin);
+      turn_values(shared_address(shared.v[v.at]), shared_address(shared.turned[turned.at]), warp, lo - begin, hi - begin);
       async_proxy_fence();
       __syncwarp();
       if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.turned_full[turned.at]));
@@ -373,14 +378,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   begin_cluster();
   griddep_wait();
   if (wg == kConsumers) {
-    registers_shrink<56>();
+    registers_shrink<40>();
     if (const int warp = warp_id() % 4; warp == 0) {
       produce(p, q_map, k_map, v_map, shared);
     } else {
       transpose(p, shared, warp - 1);
     }
   } else {
-    registers_grow<224>();
+    registers_grow<232>();
     consume(p, shared, wg);
   }
   end_cluster();
