@@ -122,12 +122,12 @@ inline long longest_run(const RunLengths& lengths, int item) { return item < len
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
 // round get a worker's share of their keys and a quarter, so that the last to end do not end much later than the others; or, while they are
 // short, two shares: two workers have a multiprocessor, which is as fast with one. Items of different lengths do not end together, and
-// get less than a share.
+// get a share at most, and no more keys than a piece may have.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const long workers = larger(rules.num_workers, 1);
-  if (load.longest * load.items > load.keys * 5 / 4) return {0, load.keys * 5 / (8 * workers), 0};
+  if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   return {load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};

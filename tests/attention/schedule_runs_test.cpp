@@ -25,6 +25,7 @@ SchedulePolicy random_policy(Random& random) {
   p.max_split_rows = p.max_splits * random.of({1, 4, 16});
   p.growth = random.of({1, 8});
   p.share_splits = random.of({INT32_MAX, 3, 12});
+  p.longest_kv = random.of({INT32_MAX, 2000});
   p.max_q = random.of({4, INT32_MAX});
   p.pieces_together = random.of({2, 3, 5});
   p.runs = true;
@@ -112,10 +113,10 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
           continue;
         }
         // As documented: in rounds of equal items all are whole; in the rest of them none has more keys than 5/4 of a worker's share of the
-        // rest, or two shares and a little more while that is 1024 at most; in uneven lists 5/8 of a share; unless it is a piece.
+        // rest, or two shares and a little more while that is 1024 at most; in uneven lists a share, or longest_kv; unless it is a piece.
         const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin, share = keys * rest / (count * workers);
         const auto fits = [&](int64_t n) {
-          if (!even) return n <= keys * 5 / (8 * workers);
+          if (!even) return n <= std::min<int64_t>(keys / workers, policy.longest_kv);
           return !in_rest || n <= share * 5 / 4 || (n <= 1024 && n <= share * 17 / 8);
         };
         const Level level = fits(keys_of(tile)) ? kWhole : fits(policy.pieces_together * piece) ? kGroups : kPieces;

@@ -23,7 +23,7 @@ void run_and_expect(const PlanBatchProblem& problem, unsigned chance) {
 TEST(LanesPlanBatch, MakesTheListsOfTheHost) {
   int most_reqs = 0;
   std::array<int, 3> lists{};  // that have items of each kind: pieces, runs of some pieces, of all
-  for (unsigned seed = 0; seed < 150 && !testing::Test::HasFailure(); ++seed) {
+  for (unsigned seed = 0; seed < 250 && !testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE(seed);
     const PlanBatchProblem problem(seed, seed % 50 == 0 ? 5000 : seed % 10 == 0 ? 700 : 40, false);
     run_and_expect(problem, seed);
