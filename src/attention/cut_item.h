@@ -122,7 +122,8 @@ inline long longest_run(const RunLengths& lengths, int item) { return item < len
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
 // round get a worker's share of their keys and a quarter, so that the last to end do not end much later than the others; or, while they are
 // short, two shares: two workers have a multiprocessor, which is as fast with one. Items of different lengths do not end together, and
-// get a share at most, and no more keys than a piece may have.
+// get a share at most, and no more keys than a piece may have. Nor do equal ones that are few and very long: the heads of a request, which
+// read neighbouring keys, drift apart.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;
   if (!rules.runs || load.items == 0) return {0, 0, 0};
@@ -130,7 +131,8 @@ inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
-  return {load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
+  const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;
+  return {drift ? rules.longest_kv : load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
 }
 
 // Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and

@@ -112,12 +112,14 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
           ASSERT_TRUE(tile.size() == 1 && tile[0].piece == 0 && tile[0].merge < 0);
           continue;
         }
-        // As documented: in rounds of equal items all are whole; in the rest of them none has more keys than 5/4 of a worker's share of the
-        // rest, or two shares and a little more while that is 1024 at most; in uneven lists a share, or longest_kv; unless it is a piece.
+        // As documented: in rounds of equal items all are whole, unless they are few and very long; in the rest of them none has more keys
+        // than 5/4 of a worker's share of the rest, or two shares and a little more while that is 1024 at most; in uneven lists a share, or
+        // longest_kv; unless it is a piece.
         const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin, share = keys * rest / (count * workers);
         const auto fits = [&](int64_t n) {
           if (!even) return n <= std::min<int64_t>(keys / workers, policy.longest_kv);
-          return !in_rest || n <= share * 5 / 4 || (n <= 1024 && n <= share * 17 / 8);
+          if (!in_rest) return longest <= 4 * int64_t(policy.longest_kv) || count >= 6 * workers || n <= policy.longest_kv;
+          return n <= share * 5 / 4 || (n <= 1024 && n <= share * 17 / 8);
         };
         const Level level = fits(keys_of(tile)) ? kWhole : fits(policy.pieces_together * piece) ? kGroups : kPieces;
         ++levels[level];
