@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <ranges>
 #include <vector>
 
 #include "attention/random_lengths.h"
@@ -98,7 +97,8 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       without.runs = false;
       schedule(one.view(), mask, without, alone);
       const auto tokens = by_token(alone);
-      for (const auto& [token, pieces] : tokens | std::views::reverse) {  // as items are numbered
+      for (auto at = tokens.rbegin(); at != tokens.rend(); ++at) {  // as items are numbered
+        const auto& [token, pieces] = *at;
         SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
         const std::vector<WorkItem>& tile = tiles.at(batch.query_start_loc[size_t(r)] + token);
         const bool in_rest = number++ >= count - rest;
