@@ -6,9 +6,9 @@ cd "$(dirname "$0")/.."
 step=${1:-all}
 
 if [ "$step" = all ] || [ "$step" = format ]; then
-  folders=(include src tests)
+  folders=(include src tests examples)
   [ ! -d bench ] || folders+=(bench)
-  find "${folders[@]}" -regex '.*\.\(cpp\|h\|hpp\|inl\|cu\|cuh\)' | sort | xargs clang-format --dry-run -Werror
+  find "${folders[@]}" -regex '.*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)' | sort | xargs clang-format --dry-run -Werror
 fi
 if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <new>
 
+#include "api/plugin.h"
 #include "cli/cli.h"
 #include "imbrex/error.h"
 
@@ -56,6 +57,7 @@ int main(int argc, char** argv) {
   add_completion(app, action);
   try {
     app.parse(argc, argv);
+    imbrex::load_plugins_of_environment();
     return action();
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version

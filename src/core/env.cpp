@@ -11,6 +11,7 @@ namespace imbrex::env {
 static constexpr Variable kVariables[] = {
     {kCpuIsa.data(), "CPU instruction set to use at most: generic, avx2, avx512, amx_emulated, amx"},
     {kBackend.data(), "backend (or alias) to force for every layer"},
+    {kPlugins.data(), "shared objects with backends, separated by colons, that the imbrex program loads when it starts"},
     {kNumThreads.data(), "threads to use; default: one for each core this process may use"},
     {kLog.data(), "what to log to stderr: off, info, debug"},
     {kCudaCache.data(), "folder of compiled CUDA kernels; default: imbrex in XDG_CACHE_HOME or ~/.cache"},

@@ -19,6 +19,7 @@ std::optional<std::string> get(std::string_view name);
 inline constexpr std::string_view kCpuIsa = "IMBREX_CPU_ISA";
 inline constexpr std::string_view kBackend = "IMBREX_BACKEND";
 inline constexpr std::string_view kNumThreads = "IMBREX_NUM_THREADS";
+inline constexpr std::string_view kPlugins = "IMBREX_PLUGINS";
 inline constexpr std::string_view kLog = "IMBREX_LOG";
 inline constexpr std::string_view kCudaCache = "IMBREX_CUDA_CACHE";
 inline constexpr std::string_view kCudaDump = "IMBREX_CUDA_DUMP";

@@ -55,6 +55,19 @@ TEST_F(Cli, HelpOfEverySubcommand) {
   EXPECT_EQ(run("--version").out, "0.1.0\n");
 }
 
+// A backend from a shared object is chosen and held to the reference like any other.
+TEST_F(Cli, PluginsOfTheEnvironment) {
+  const std::string plugin = "IMBREX_PLUGINS=:" IMBREX_NAIVE_PLUGIN ":";
+  EXPECT_TRUE(contains(run("select --heads 4/2 --head-dim 64 --q-dtype f32", plugin).out, "outside_naive"));
+  const Ran verified = run("verify --backend outside_naive '" IMBREX_DATA "/cases'/*.safetensors", plugin);
+  EXPECT_EQ(verified.code, 0) << verified.err;
+  EXPECT_TRUE(contains(verified.out, "outside_naive")) << verified.out;
+  EXPECT_FALSE(contains(run("select --heads 4/2 --head-dim 64 --q-dtype f32").out, "outside_naive"));
+  const Ran absent = run("select --heads 4/2", "IMBREX_PLUGINS=" + path("absent.so"));
+  EXPECT_EQ(absent.code, 2);
+  EXPECT_TRUE(contains(absent.err, "[plugin.open]")) << absent.err;
+}
+
 TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
   std::ofstream(path("bad.csv")) << "arrival,input,output\n0,10,5\n1,ten,5\n";
   std::ofstream(path("bad.json")) << "{\"model_type\": ";

@@ -1,4 +1,5 @@
-# Installs the build BUILD to a fresh prefix, then builds and runs the consumer project against it, and the README's example too.
+# Installs the build BUILD to a fresh prefix, then builds and runs the consumer project against it, the README's example, and those in C
+# and, where there is cargo, Rust.
 # {fmt} and nlohmann-json are hidden from the consumer: the installed library must not need them.
 set(work ${BUILD}/consumer)
 file(REMOVE_RECURSE ${work})
@@ -27,9 +28,26 @@ file(WRITE ${work}/readme_example.cpp "${example}")
 step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component library)
 step(${CMAKE_COMMAND} -S ${ROOT}/tests/consumer -B ${work}/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${FLAGS}
   -DCMAKE_PREFIX_PATH=${work}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON
-  -DEXTRA_SOURCES=${work}/readme_example.cpp)
+  -DEXTRA_SOURCES=${work}/readme_example.cpp -DEXAMPLES=${ROOT}/examples)
 step(${CMAKE_COMMAND} --build ${work}/build)
 step(${work}/build/consumer)
 message(STATUS "${output}")
 step(${work}/build/readme_example)
 message(STATUS "${output}")
+step(${work}/build/decode_c)
+message(STATUS "${output}")
+
+set(ENV{PKG_CONFIG_PATH} ${work}/prefix/lib/pkgconfig)
+find_program(PKG_CONFIG pkg-config)
+if(PKG_CONFIG)
+  step(${PKG_CONFIG} --cflags --libs imbrex)
+  if(NOT output MATCHES "-limbrex")
+    message(FATAL_ERROR "pkg-config says ${output}")
+  endif()
+endif()
+find_program(CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
+if(CARGO)
+  set(ENV{IMBREX_LIB_DIR} ${work}/prefix/lib)
+  step(${CARGO} run --quiet --offline --manifest-path ${ROOT}/examples/rust/Cargo.toml --target-dir ${work}/rust)
+  message(STATUS "${output}")
+endif()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCE_SUFFIXES = {".cpp", ".h", ".hpp", ".cu", ".cuh", ".inl"}
+SOURCE_SUFFIXES = {".c", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".inl"}
 TEXT_SUFFIXES = SOURCE_SUFFIXES | {".py", ".sh", ".cmake", ".txt", ".md", ".json", ".yml", ".html", ".js", ".css", ""}
 MAX_LINES = 450
 # Longer on purpose. Each needs a reason.
@@ -156,13 +156,13 @@ def check_cuda_kernels(root):
 def check_shape(root):
     """Files are short, and open with one sentence that says what they are."""
     problems = []
-    for path in sources(root, "include", "src", "tests", "bench"):
+    for path in sources(root, "include", "src", "tests", "bench", "examples"):
         relative = path.relative_to(root).as_posix()
         lines = path.read_text(errors="replace").splitlines()
         if len(lines) > LONG_FILES.get(relative, MAX_LINES):
             problems.append(f"{relative}: {len(lines)} lines, at most {MAX_LINES}: two rooms in one?")
         first = [line for line in lines if line.strip() and line.strip() != "#pragma once"][:1]
-        if not first or not first[0].startswith("//"):
+        if not first or not first[0].startswith(("//", "/*")):
             problems.append(f"{relative}: does not open with a sentence on what it is and who uses it")
     return problems
 

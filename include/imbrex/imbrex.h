@@ -1,0 +1,334 @@
+/* The C ABI of imbrex: all that a program in C, Rust, Go or Python needs to select a backend, plan steps, own a paged KV cache and run
+ * attention. Link libimbrex.so, or open it at run time. The C++ headers beside this one say more about shapes, units and errors; names
+ * are the same. docs/c.md has a walk through it.
+ *
+ *   Errors    A function that can fail returns a status. Text and code of the calling thread's last failure are imbrex_last_error() and
+ *             imbrex_last_error_code(); codes are listed in docs/errors.md. What failed has changed nothing, and no `out` was written.
+ *   Handles   are opaque, made by a function that gives them out and freed by the function of that name; freeing NULL does nothing.
+ *             A handle made from others keeps what it needs of them. One thread at a time may use a handle, unless it says otherwise.
+ *   Strings   are UTF-8, zero-terminated, and belong to the handle they are asked of; they live until it is asked again or freed.
+ *   Structs   begin with their size as the caller knows it: imbrex_X_init(&x, sizeof x) sets it, and every field to what it means when
+ *             nobody asks for anything else. Later versions add fields at the end, and take those of earlier ones.
+ *   Tensors   have the layout of DLPack's DLTensor. Include dlpack.h before this file and they are the same type.
+ *   Streams   are CUstream (cudaStream_t) on a GPU; NULL is the default stream, and what CPUs take.
+ */
+#ifndef IMBREX_H
+#define IMBREX_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define IMBREX_ABI_VERSION 1 /* grows when a caller of an earlier version would no longer work */
+
+#if defined(__GNUC__)
+#define IMBREX_API __attribute__((visibility("default")))
+#else
+#define IMBREX_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- versions and errors ---- */
+
+typedef int32_t imbrex_status;
+enum {
+  IMBREX_OK = 0,
+  IMBREX_INVALID = 1,       /* an argument breaks a rule */
+  IMBREX_UNSUPPORTED = 2,   /* no backend, or not the one that was asked for, does this */
+  IMBREX_DEVICE = 3,        /* a device is absent, or it or its driver has failed */
+  IMBREX_OUT_OF_MEMORY = 4, /* of the host or a device */
+  IMBREX_INTERNAL = 5       /* a defect of the library or of a backend from outside */
+};
+IMBREX_API const char* imbrex_version(void);    /* "0.1.0" */
+IMBREX_API uint32_t imbrex_abi_version(void);   /* of the library; compare with IMBREX_ABI_VERSION of the header */
+IMBREX_API const char* imbrex_last_error(void); /* never NULL; empty when nothing has failed */
+IMBREX_API const char* imbrex_last_error_code(void);
+
+/* ---- tensors ---- */
+
+#ifdef DLPACK_DLPACK_H_
+typedef DLTensor imbrex_tensor;
+#else
+typedef struct {
+  int32_t type; /* 1: host, 2: CUDA, 3: host memory that CUDA has pinned, 13: managed by CUDA */
+  int32_t index;
+} imbrex_dl_device;
+typedef struct {
+  uint8_t code;   /* 0: int, 1: unsigned, 2: float, 4: bfloat, 10: float8_e4m3fn, 12: float8_e5m2 */
+  uint8_t bits;   /* of an element */
+  uint16_t lanes; /* 1 */
+} imbrex_dl_type;
+typedef struct {
+  void* data; /* NULL only where there are no elements */
+  imbrex_dl_device device;
+  int32_t ndim; /* at most 5 */
+  imbrex_dl_type dtype;
+  int64_t* shape;
+  int64_t* strides; /* in elements; NULL: contiguous, last dimension innermost */
+  uint64_t byte_offset;
+} imbrex_tensor;
+#endif
+
+typedef enum { IMBREX_F32, IMBREX_F16, IMBREX_BF16, IMBREX_FP8_E4M3, IMBREX_FP8_E5M2, IMBREX_U8, IMBREX_I32, IMBREX_I64 } imbrex_dtype;
+
+/* ---- devices and threads ---- */
+
+typedef struct imbrex_device imbrex_device;
+/* "cpu", "cuda:1" of this machine, or one that is only described: "h200", "avx512,32 threads". For any number of threads at a time. */
+IMBREX_API imbrex_status imbrex_device_create(const char* text, imbrex_device** out);
+IMBREX_API void imbrex_device_free(imbrex_device*);
+IMBREX_API const char* imbrex_device_str(const imbrex_device*);
+IMBREX_API int32_t imbrex_num_cuda_devices(const char** why); /* why there is none, for this thread's next call; may be NULL */
+
+typedef struct {
+  size_t struct_size;
+  int32_t cuda; /* 0: a CPU */
+  int32_t index;
+  int32_t present;     /* 0: only described, plans do not exist for it */
+  int32_t sm;          /* CUDA: 90 for compute capability 9.0 */
+  int32_t num_workers; /* threads, or multiprocessors */
+  int32_t cpu_isa;     /* 0: generic, 1: AVX2, 2: AVX-512, 3: AVX-512 with AMX emulated, 4: AMX */
+  int64_t l2_bytes, l3_bytes, memory_bytes;
+} imbrex_device_properties;
+IMBREX_API imbrex_status imbrex_device_get_properties(const imbrex_device*, imbrex_device_properties* out); /* struct_size set */
+
+/* Threads of the CPU backends. One plan runs at a time, others wait. Plans that are given them must be freed first. */
+typedef struct imbrex_threads imbrex_threads;
+IMBREX_API imbrex_status imbrex_threads_create(int32_t count, imbrex_threads** out); /* 0: one for each core */
+IMBREX_API void imbrex_threads_free(imbrex_threads*);
+/* Or the host's own: runs body(argument, worker) for every worker in [0, num_workers) and returns when all are done. */
+typedef void (*imbrex_parallel_for)(void* context, int num_workers, void (*body)(void* argument, int worker), void* argument);
+
+/* ---- what a layer computes: spec.h ---- */
+
+typedef enum { IMBREX_DECODER, IMBREX_ENCODER, IMBREX_ENCODER_ONLY, IMBREX_ENCODER_DECODER } imbrex_kind;
+typedef enum { IMBREX_KV_STRIDED, IMBREX_KV_AMX_PACKED } imbrex_kv_format;
+
+typedef struct {
+  size_t struct_size;
+  int32_t kind; /* imbrex_kind */
+  int32_t num_q_heads, num_kv_heads;
+  int32_t head_dim_qk, head_dim_v;
+  int32_t q_dtype, kv_dtype;         /* imbrex_dtype; IMBREX_BF16 */
+  int32_t kv_format;                 /* imbrex_kv_format */
+  int32_t block_size;                /* tokens in a block (page): 16; 0: ragged keys and values */
+  int32_t causal;                    /* 1; queries and keys are aligned at the bottom right */
+  int32_t window_left;               /* -1: no limit; a window of W keys, the query's own included, is W - 1 */
+  int32_t window_right;              /* -1 */
+  int32_t chunk;                     /* 0: off */
+  int32_t custom_mask;               /* 0; 1: a batch has a byte for every query and key */
+  float scale;                       /* 0: 1 / sqrt(head_dim_qk) */
+  float soft_cap;                    /* 0: off */
+  int32_t head_scales, alibi, sinks; /* 0; 1: imbrex_inputs has them */
+  int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
+} imbrex_spec_fields;
+IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
+
+/* Checked, and fixed from then on. For any number of threads at a time. */
+typedef struct imbrex_spec imbrex_spec;
+IMBREX_API imbrex_status imbrex_spec_create(const imbrex_spec_fields*, imbrex_spec** out);
+IMBREX_API void imbrex_spec_free(imbrex_spec*);
+IMBREX_API const char* imbrex_spec_str(const imbrex_spec*); /* "decoder q32/kv8 d128 bf16 block16 causal" */
+IMBREX_API imbrex_status imbrex_spec_get_fields(const imbrex_spec*, imbrex_spec_fields* out); /* struct_size set */
+
+/* ---- which backend runs it, and why: select.h ---- */
+
+typedef struct imbrex_selection imbrex_selection;
+typedef enum { IMBREX_ANY_PHASE, IMBREX_PREFILL, IMBREX_DECODE } imbrex_phase;
+typedef struct {
+  size_t struct_size;
+  const char *forced, *forced_prefill, *forced_decode; /* NULL; a backend, or a name that users of vLLM or SGLang know */
+  int32_t phase;                                       /* imbrex_phase */
+} imbrex_select_options;
+IMBREX_API void imbrex_select_options_init(imbrex_select_options*, size_t struct_size);
+/* options may be NULL. That nothing runs the spec is not an error: imbrex_selection_backend() is NULL then. */
+IMBREX_API imbrex_status imbrex_select(const imbrex_spec*, const imbrex_device*, const imbrex_select_options* options,
+                                       imbrex_selection** out);
+IMBREX_API void imbrex_selection_free(imbrex_selection*);
+IMBREX_API const char* imbrex_selection_backend(const imbrex_selection*); /* "cuda_sm90", or NULL */
+IMBREX_API const char* imbrex_selection_rule(const imbrex_selection*);    /* "first of 2 that run it" */
+IMBREX_API const char* imbrex_selection_explain(const imbrex_selection*); /* the table that `imbrex select` prints */
+
+typedef struct {
+  const char *code, *wanted, *actual; /* "spec.head_dim_qk", "a multiple of 16, at most 256", "80" */
+} imbrex_reason;
+/* Every backend in order of preference, and why it was passed over. An index out of range: NULL, 0, IMBREX_INVALID. */
+IMBREX_API int32_t imbrex_selection_num_candidates(const imbrex_selection*);
+IMBREX_API const char* imbrex_selection_candidate(const imbrex_selection*, int32_t index);
+IMBREX_API int32_t imbrex_selection_num_reasons(const imbrex_selection*, int32_t index); /* 0: it runs the spec */
+IMBREX_API imbrex_status imbrex_selection_reason(const imbrex_selection*, int32_t index, int32_t reason, imbrex_reason* out);
+/* Changes of the spec after which something runs it; NULL behind the last. */
+IMBREX_API const char* imbrex_selection_proposal(const imbrex_selection*, int32_t index);
+
+/* ---- one layer's pages: kv_cache.h ---- */
+
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor *k, *v;             /* [num_blocks, block_size, num_kv_heads, head_dim], any strides; ragged: [rows, heads, dim] */
+  const imbrex_tensor *k_scale, *v_scale; /* NULL, or f32 [1] or [num_kv_heads]; an fp8 element e stands for e * scale */
+} imbrex_kv_cache;
+IMBREX_API void imbrex_kv_cache_init(imbrex_kv_cache*, size_t struct_size);
+
+/* Owned, zeroed memory on a device for all layers of one spec. `order` names the physical order of the dimensions, outermost first:
+ * "lbhtd" (layer, block, head, token, dim) when it is NULL. */
+typedef struct imbrex_kv_allocation imbrex_kv_allocation;
+IMBREX_API imbrex_status imbrex_kv_allocation_create(const imbrex_spec*, const imbrex_device*, int32_t num_layers, int64_t num_blocks,
+                                                     const char* order, imbrex_kv_allocation** out);
+IMBREX_API void imbrex_kv_allocation_free(imbrex_kv_allocation*);
+IMBREX_API int64_t imbrex_kv_allocation_bytes(const imbrex_kv_allocation*);
+/* The tensors belong to the allocation, one set a layer. out->struct_size must be set. */
+IMBREX_API imbrex_status imbrex_kv_allocation_layer(const imbrex_kv_allocation*, int32_t layer, imbrex_kv_cache* out);
+
+/* Whole blocks of one layer, in host memory: from[i] to to[i]. threads may be NULL. */
+IMBREX_API imbrex_status imbrex_copy_blocks(const imbrex_spec*, const imbrex_kv_cache*, const int32_t* from, const int32_t* to,
+                                            int64_t count, imbrex_threads* threads);
+
+/* ---- plans: batch.h, backend.h ---- */
+
+typedef struct imbrex_plan imbrex_plan;
+typedef struct {
+  size_t struct_size;
+  int32_t max_num_reqs, max_num_tokens, max_seq_len; /* of every later batch: 256, 8192, 131072 */
+  int32_t max_query_len;                             /* of one request; 0: no limit of its own; 1: a plan for decode */
+  imbrex_threads* threads;                           /* CPU backends: these, */
+  imbrex_parallel_for parallel_for;                  /* or the host's, */
+  void* parallel_for_context;
+  int32_t num_workers;    /* so many; neither: the calling thread */
+  int32_t balanced;       /* 0; 1: split by load, results then depend on the batch */
+  int32_t validate;       /* 1: check every batch */
+  int32_t load_on_demand; /* 0; 1: GPU kernels are compiled by the first run that needs them */
+  int32_t on_device;      /* 0; 1: imbrex_plan_update_on_device() will be called */
+} imbrex_plan_options;
+IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
+
+/* One scheduler step. Host arrays are read during the call; device arrays live until the next update. */
+typedef struct {
+  size_t struct_size;
+  int32_t num_reqs;
+  const int32_t* query_start_loc; /* [num_reqs + 1], host: 0, then where each request's query tokens end */
+  const int32_t* seq_lens;        /* [num_reqs], host: keys of each request, this step's included */
+  /* Where keys are: one of the three. NULL where not used. */
+  const imbrex_tensor* block_table;                               /* i32 [num_reqs, max_blocks] */
+  const imbrex_tensor *kv_indptr, *kv_indices, *kv_last_page_len; /* i32 [num_reqs + 1], [any], optional [num_reqs] */
+  const imbrex_tensor* kv_start_loc;                              /* i32 [num_reqs + 1], block_size 0 */
+  const imbrex_tensor* slot_mapping; /* i64 [>= num_tokens]: block * block_size + offset, -1: not written; for imbrex_plan_write_kv() */
+  const imbrex_tensor* custom_mask;  /* u8 [sum of q_len * seq_len] */
+} imbrex_batch;
+IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
+
+/* The same with lengths that an engine's kernels have left on the device, where all arrays are. */
+typedef struct {
+  size_t struct_size;
+  int32_t max_num_tokens;                          /* what the host knows of query_start_loc's last; 0: the plan's limit */
+  const imbrex_tensor *query_start_loc, *seq_lens; /* i32 [num_reqs + 1], [num_reqs] */
+  const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
+} imbrex_device_batch;
+IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
+
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor* q;                                  /* [>= num_tokens, num_q_heads, head_dim_qk] */
+  const imbrex_tensor* q_scale;                            /* NULL, or f32 [1] or [num_kv_heads]: of fp8 queries */
+  const imbrex_kv_cache* kv;                               /* this layer's pages */
+  const imbrex_tensor *sinks, *alibi_slopes, *head_scales; /* f32 [num_q_heads], where the spec has them */
+  const imbrex_tensor* relative_bias;                      /* f32 [relative_buckets, num_q_heads] */
+} imbrex_inputs;
+IMBREX_API void imbrex_inputs_init(imbrex_inputs*, size_t struct_size);
+
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor* out; /* [>= num_tokens, num_q_heads, head_dim_v] */
+  const imbrex_tensor* lse; /* NULL, or f32 [>= num_tokens, num_q_heads]: natural logarithm of the denominator */
+} imbrex_outputs;
+IMBREX_API void imbrex_outputs_init(imbrex_outputs*, size_t struct_size);
+
+/* Of the selection's backend, spec and device. IMBREX_UNSUPPORTED when nothing runs the spec, with imbrex_selection_explain() as text. */
+IMBREX_API imbrex_status imbrex_plan_create(const imbrex_selection*, const imbrex_plan_options*, imbrex_plan** out);
+/* Requests with at most decode_max_q query tokens go to the backend of `decode`, the others to that of `prefill`. Same spec and device. */
+IMBREX_API imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const imbrex_selection* decode,
+                                                     const imbrex_plan_options*, int32_t decode_max_q, imbrex_plan** out);
+IMBREX_API void imbrex_plan_free(imbrex_plan*);
+IMBREX_API const char* imbrex_plan_str(imbrex_plan*); /* "cpu_amx: 264 work items, 12 merges" */
+
+IMBREX_API imbrex_status imbrex_plan_update(imbrex_plan*, const imbrex_batch*, void* stream); /* once a step */
+IMBREX_API imbrex_status imbrex_plan_update_on_device(imbrex_plan*, const imbrex_device_batch*, void* stream);
+/* Why that has left requests out since the last call, a reason for each rule: how many. Waits for the stream. */
+IMBREX_API imbrex_status imbrex_plan_device_problems(imbrex_plan*, void* stream, int32_t* count);
+IMBREX_API imbrex_status imbrex_plan_device_problem(const imbrex_plan*, int32_t index, imbrex_reason* out);
+
+/* Once a layer: k, v [num_tokens, num_kv_heads, head_dim] to the slots of the batch; then attention. */
+IMBREX_API imbrex_status imbrex_plan_write_kv(imbrex_plan*, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v,
+                                              void* stream);
+IMBREX_API imbrex_status imbrex_plan_run(imbrex_plan*, const imbrex_inputs*, const imbrex_outputs*, void* stream);
+
+/* ---- merge of partial results: merge.h ---- */
+
+typedef struct {
+  const imbrex_tensor *out, *lse; /* [num_tokens, num_heads, head_dim_v], f32 [num_tokens, num_heads] */
+} imbrex_partial_result;
+/* In host memory, in the order given; threads and lse may be NULL. */
+IMBREX_API imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
+                                                      const imbrex_tensor* lse, imbrex_threads* threads);
+
+/* ---- who owns which block: block_pool.h ---- */
+
+typedef struct imbrex_block_pool imbrex_block_pool;
+IMBREX_API imbrex_status imbrex_block_pool_create(int32_t num_blocks, imbrex_block_pool** out);
+IMBREX_API void imbrex_block_pool_free(imbrex_block_pool*);
+IMBREX_API int32_t imbrex_block_pool_num_free(const imbrex_block_pool*); /* cached ones included */
+IMBREX_API int32_t imbrex_block_pool_num_cached(const imbrex_block_pool*);
+/* `count` blocks with one reference each; IMBREX_OUT_OF_MEMORY, and nothing changed, when there are not so many. */
+IMBREX_API imbrex_status imbrex_block_pool_allocate(imbrex_block_pool*, int32_t count, int32_t* blocks);
+IMBREX_API imbrex_status imbrex_block_pool_retain(imbrex_block_pool*, const int32_t* blocks, int32_t count);
+IMBREX_API imbrex_status imbrex_block_pool_release(imbrex_block_pool*, const int32_t* blocks, int32_t count);
+/* The longest cached prefix of `hashes`: its blocks (room for count), each with one more reference, and how many. */
+IMBREX_API imbrex_status imbrex_block_pool_lookup(imbrex_block_pool*, const uint64_t* hashes, int32_t count, int32_t* blocks,
+                                                  int32_t* num_found);
+IMBREX_API imbrex_status imbrex_block_pool_publish(imbrex_block_pool*, int32_t block, uint64_t hash); /* a full block can be shared */
+/* The block itself when nobody else has it, else a new one, whose contents the caller copies; IMBREX_OUT_OF_MEMORY as above. */
+IMBREX_API imbrex_status imbrex_block_pool_make_writable(imbrex_block_pool*, int32_t block, int32_t* out);
+IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count); /* parent 0: the first block */
+
+/* ---- backends from outside ---- */
+
+typedef struct {
+  void* context;
+  void (*add)(void* context, const char* code, const char* wanted, const char* actual);
+} imbrex_reasons;
+
+/* Functions of a backend. `context` is the backend's, `plan` its own. Batches, inputs and outputs are checked before they come. A function
+ * that fails returns a status, and `error` says why to the thread that asks. Everything lives until the backend is unregistered. */
+typedef struct {
+  size_t struct_size;
+  const char *name, *description;
+  void* context;
+  void (*unsupported)(void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*); /* all of them */
+  imbrex_status (*plan)(void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_plan_options*, void** plan);
+  void (*plan_free)(void* plan);
+  imbrex_status (*update)(void* plan, const imbrex_batch*, void* stream);
+  imbrex_status (*write_kv)(void* plan, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v, void* stream);
+  imbrex_status (*run)(void* plan, const imbrex_inputs*, const imbrex_outputs*, void* stream);
+  const char* (*str)(void* plan);
+  const char* (*error)(void* context);
+} imbrex_backend;
+/* In front of the built-in ones. Thread-safe. The struct is copied. */
+IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);
+IMBREX_API imbrex_status imbrex_unregister_backend(const char* name);
+
+/* A shared object with backends defines imbrex_plugin(), which registers them through `host`, so that it links with nothing. It stays
+ * open. IMBREX_INVALID when it cannot be opened, has no such function, is for another ABI, or returns anything but IMBREX_OK. */
+typedef struct {
+  size_t struct_size;
+  uint32_t abi_version;
+  imbrex_status (*register_backend)(const imbrex_backend*);
+  const char* (*last_error)(void);
+} imbrex_host;
+typedef imbrex_status (*imbrex_plugin_function)(const imbrex_host*); /* imbrex_plugin */
+IMBREX_API imbrex_status imbrex_load_plugin(const char* path);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* IMBREX_H */

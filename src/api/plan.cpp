@@ -1,0 +1,182 @@
+// Devices, specs, selections and plans of the C ABI.
+#include "api/structs.h"
+
+using namespace imbrex;
+using namespace imbrex::api;
+
+namespace {
+
+// Item `index` of a list; null when there is none.
+template <class List>
+const typename List::value_type* at(const List& list, int32_t index) {
+  return index >= 0 && size_t(index) < list.size() ? &list[size_t(index)] : nullptr;
+}
+
+const Candidate* candidate(const imbrex_selection* s, int32_t index) { return s == nullptr ? nullptr : at(s->chosen.candidates, index); }
+
+imbrex_status give_reason(const std::vector<Reason>* reasons, int32_t index, imbrex_reason* out) {
+  return guarded([&] {
+    imbrex_reason& to = deref(out, "out");
+    const Reason* reason = reasons == nullptr ? nullptr : at(*reasons, index);
+    check(reason != nullptr, "api.index", "reason: expected 0 to {}, got {}", (reasons == nullptr ? 0 : int64_t(reasons->size())) - 1,
+          index);
+    to = c_reason(*reason);
+  });
+}
+
+const Backend& backend_of(const imbrex_selection& s) {
+  check(s.chosen.backend != nullptr, "backend.unsupported", "nothing runs {} on {}\n{}", s.spec.str(), s.device.str(), s.text);
+  return *s.chosen.backend;
+}
+
+std::unique_ptr<imbrex_plan> plan_of(std::unique_ptr<Plan> plan) {
+  auto handle = std::make_unique<imbrex_plan>();
+  handle->plan = std::move(plan);
+  return handle;
+}
+
+Plan& plan_of(imbrex_plan* plan) { return *deref(plan, "plan").plan; }
+
+}  // namespace
+
+imbrex_status imbrex_device_create(const char* text, imbrex_device** out) {
+  return create(out, [&] {
+    auto device = std::make_unique<imbrex_device>();
+    device->info = describe_device(&deref(text, "text"));
+    device->text = device->info.str();
+    return device;
+  });
+}
+void imbrex_device_free(imbrex_device* device) { delete device; }
+const char* imbrex_device_str(const imbrex_device* device) { return device == nullptr ? "" : device->text.c_str(); }
+
+int32_t imbrex_num_cuda_devices(const char** why) {
+  static thread_local std::string text;
+  int32_t count = 0;
+  guarded([&] {
+    text.clear();
+    count = int32_t(probe_cuda(&text).size());
+  });
+  if (why != nullptr) *why = text.c_str();
+  return count;
+}
+
+imbrex_status imbrex_device_get_properties(const imbrex_device* device, imbrex_device_properties* out) {
+  return guarded([&] { write(out, properties_of(deref(device, "device").info), "out"); });
+}
+
+imbrex_status imbrex_threads_create(int32_t count, imbrex_threads** out) {
+  return create(out, [&] { return std::make_unique<imbrex_threads>(count); });
+}
+void imbrex_threads_free(imbrex_threads* threads) { delete threads; }
+
+imbrex_status imbrex_spec_create(const imbrex_spec_fields* fields, imbrex_spec** out) {
+  return create(out, [&] {
+    auto spec = std::make_unique<imbrex_spec>();
+    spec->spec = spec_of(fields);
+    spec->text = spec->spec.str();
+    return spec;
+  });
+}
+void imbrex_spec_free(imbrex_spec* spec) { delete spec; }
+const char* imbrex_spec_str(const imbrex_spec* spec) { return spec == nullptr ? "" : spec->text.c_str(); }
+imbrex_status imbrex_spec_get_fields(const imbrex_spec* spec, imbrex_spec_fields* out) {
+  return guarded([&] { write(out, fields_of(deref(spec, "spec").spec), "out"); });
+}
+
+imbrex_status imbrex_select(const imbrex_spec* spec, const imbrex_device* device, const imbrex_select_options* options,
+                            imbrex_selection** out) {
+  return create(out, [&] {
+    auto selection = std::make_unique<imbrex_selection>();
+    selection->spec = deref(spec, "spec").spec;
+    selection->device = deref(device, "device").info;
+    selection->chosen = select(selection->spec, selection->device, select_options_of(options));
+    selection->text = selection->chosen.str();
+    if (selection->chosen.backend != nullptr) selection->backend = selection->chosen.backend->name();
+    for (const Candidate& c : selection->chosen.candidates) selection->names.emplace_back(c.backend->name());
+    return selection;
+  });
+}
+void imbrex_selection_free(imbrex_selection* selection) { delete selection; }
+
+const char* imbrex_selection_backend(const imbrex_selection* s) {
+  return s == nullptr || s->chosen.backend == nullptr ? nullptr : s->backend.c_str();
+}
+const char* imbrex_selection_rule(const imbrex_selection* s) { return s == nullptr ? "" : s->chosen.rule.c_str(); }
+const char* imbrex_selection_explain(const imbrex_selection* s) { return s == nullptr ? "" : s->text.c_str(); }
+
+int32_t imbrex_selection_num_candidates(const imbrex_selection* s) { return s == nullptr ? 0 : int32_t(s->chosen.candidates.size()); }
+const char* imbrex_selection_candidate(const imbrex_selection* s, int32_t index) {
+  const std::string* name = s == nullptr ? nullptr : at(s->names, index);
+  return name == nullptr ? nullptr : name->c_str();
+}
+int32_t imbrex_selection_num_reasons(const imbrex_selection* s, int32_t index) {
+  const Candidate* c = candidate(s, index);
+  return c == nullptr ? 0 : int32_t(c->reasons.size());
+}
+imbrex_status imbrex_selection_reason(const imbrex_selection* s, int32_t index, int32_t reason, imbrex_reason* out) {
+  const Candidate* c = candidate(s, index);
+  return give_reason(c == nullptr ? nullptr : &c->reasons, reason, out);
+}
+const char* imbrex_selection_proposal(const imbrex_selection* s, int32_t index) {
+  const std::string* proposal = s == nullptr ? nullptr : at(s->chosen.proposals, index);
+  return proposal == nullptr ? nullptr : proposal->c_str();
+}
+
+imbrex_status imbrex_plan_create(const imbrex_selection* selection, const imbrex_plan_options* options, imbrex_plan** out) {
+  return create(out, [&] {
+    const imbrex_selection& s = deref(selection, "selection");
+    return plan_of(backend_of(s).plan(s.spec, s.device, plan_options_of(options)));
+  });
+}
+
+imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const imbrex_selection* decode,
+                                          const imbrex_plan_options* options, int32_t decode_max_q, imbrex_plan** out) {
+  return create(out, [&] {
+    const imbrex_selection &p = deref(prefill, "prefill"), &d = deref(decode, "decode");
+    check(p.spec == d.spec && p.device.device == d.device.device, "api.phases",
+          "expected selections for one spec on one device, got {} on {} and {} on {}", p.spec.str(), p.device.str(), d.spec.str(),
+          d.device.str());
+    return plan_of(plan_by_phase(backend_of(p), backend_of(d), p.spec, p.device, plan_options_of(options), decode_max_q));
+  });
+}
+
+void imbrex_plan_free(imbrex_plan* plan) { delete plan; }
+
+const char* imbrex_plan_str(imbrex_plan* plan) {
+  const imbrex_status status = guarded([&] {
+    imbrex_plan& p = deref(plan, "plan");
+    p.text = p.plan->str();
+  });
+  return status == IMBREX_OK ? plan->text.c_str() : "";
+}
+
+imbrex_status imbrex_plan_update(imbrex_plan* plan, const imbrex_batch* batch, void* stream) {
+  return guarded([&] { plan_of(plan).update(batch_of(batch), stream); });
+}
+
+imbrex_status imbrex_plan_update_on_device(imbrex_plan* plan, const imbrex_device_batch* batch, void* stream) {
+  return guarded([&] { plan_of(plan).update_on_device(device_batch_of(batch), stream); });
+}
+
+imbrex_status imbrex_plan_device_problems(imbrex_plan* plan, void* stream, int32_t* count) {
+  return guarded([&] {
+    int32_t& out = deref(count, "count");
+    imbrex_plan& p = deref(plan, "plan");
+    p.problems = p.plan->device_problems(stream);
+    out = int32_t(p.problems.size());
+  });
+}
+
+imbrex_status imbrex_plan_device_problem(const imbrex_plan* plan, int32_t index, imbrex_reason* out) {
+  return give_reason(plan == nullptr ? nullptr : &plan->problems, index, out);
+}
+
+imbrex_status imbrex_plan_write_kv(imbrex_plan* plan, const imbrex_kv_cache* kv, const imbrex_tensor* k, const imbrex_tensor* v,
+                                   void* stream) {
+  return guarded([&] { plan_of(plan).write_kv(kv_of(kv), view_of(&deref(k, "k"), "k"), view_of(&deref(v, "v"), "v"), stream); });
+}
+
+imbrex_status imbrex_plan_run(imbrex_plan* plan, const imbrex_inputs* inputs, const imbrex_outputs* outputs, void* stream) {
+  return guarded([&] { plan_of(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
+}

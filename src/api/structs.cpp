@@ -1,0 +1,265 @@
+// See structs.h.
+#include "api/structs.h"
+
+#include <array>
+
+#include "core/tensor_format.h"
+
+namespace imbrex::api {
+
+// --- defaults
+
+template <>
+imbrex_spec_fields defaults() {
+  return fields_of({});
+}
+template <>
+imbrex_plan_options defaults() {
+  const PlanOptions options;
+  imbrex_plan_options o{};
+  o.max_num_reqs = options.limits.max_num_reqs;
+  o.max_num_tokens = options.limits.max_num_tokens;
+  o.max_seq_len = options.limits.max_seq_len;
+  o.max_query_len = options.limits.max_query_len;
+  o.validate = options.validate;
+  return o;
+}
+
+// --- tensors
+
+namespace {
+
+struct DlType {
+  DType type;
+  uint8_t code, bits;
+};
+constexpr std::array kDlTypes = {DlType{DType::f32, 2, 32},      DlType{DType::f16, 2, 16},      DlType{DType::bf16, 4, 16},
+                                 DlType{DType::fp8_e4m3, 10, 8}, DlType{DType::fp8_e5m2, 12, 8}, DlType{DType::u8, 1, 8},
+                                 DlType{DType::i32, 0, 32},      DlType{DType::i64, 0, 64}};
+enum DlDevice { kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlCudaManaged = 13 };
+
+DType dtype_of(const imbrex_dl_type& t, const char* name) {
+  const auto* found = std::ranges::find_if(kDlTypes, [&](const DlType& k) { return k.code == t.code && k.bits == t.bits; });
+  check(found != kDlTypes.end() && t.lanes == 1, "api.tensor",
+        "{}: expected elements of float32, float16, bfloat16, float8_e4m3fn, float8_e5m2, uint8, int32 or int64, got DLPack's code {} with "
+        "{} "
+        "bits and {} lanes",
+        name, t.code, t.bits, t.lanes);
+  return found->type;
+}
+
+// `one_of`: how many values the enum has.
+template <class Enum>
+Enum enum_of(int32_t value, int32_t one_of, const char* name) {
+  check(value >= 0 && value < one_of, "api.enum", "{}: expected 0 to {}, got {}", name, one_of - 1, value);
+  return Enum(value);
+}
+
+bool flag_of(int32_t value, const char* name) { return enum_of<int>(value, 2, name) == 1; }
+
+}  // namespace
+
+TensorView view_of(const imbrex_tensor* pointer, const char* name) {
+  if (pointer == nullptr) return {};
+  const imbrex_tensor& t = *pointer;
+  check(t.ndim >= 0 && t.ndim <= TensorView::kMaxRank, "api.tensor", "{}: expected 0 to {} dimensions, got {}", name, TensorView::kMaxRank,
+        t.ndim);
+  check(t.ndim == 0 || t.shape != nullptr, "api.tensor", "{}: has {} dimensions, but no shape", name, t.ndim);
+  const int device = t.device.type;
+  check(device == kDlCpu || device == kDlCuda || device == kDlCudaHost || device == kDlCudaManaged, "api.tensor",
+        "{}: expected memory of a host (DLPack's device type 1 or 3) or of CUDA (2 or 13), got {}", name, device);
+  TensorView view{.dtype = dtype_of(t.dtype, name), .rank = t.ndim};
+  const bool cuda = device == kDlCuda || device == kDlCudaManaged;
+  view.device = {cuda ? DeviceType::cuda : DeviceType::cpu, cuda ? t.device.index : 0};
+  int64_t count = 1;  // of elements in the dimensions from i on
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    view.sizes[size_t(i)] = t.shape[i];
+    view.strides[size_t(i)] = t.strides != nullptr ? t.strides[i] : count;
+    count = checked_mul("api.tensor", count, t.shape[i]);
+  }
+  checked_mul("api.tensor", count, size_of(view.dtype));
+  check(t.data != nullptr || count == 0, "api.tensor", "{}: {} has no data", name, view);
+  if (t.data != nullptr) view.data = static_cast<char*>(t.data) + t.byte_offset;
+  return view;
+}
+
+CTensor::CTensor(const TensorView& view) { set(view); }
+
+void CTensor::set(const TensorView& view) {
+  is_given_ = !view.empty() || view.rank > 0;
+  if (!is_given_) return;
+  std::copy_n(view.sizes.begin(), view.rank, sizes_);
+  std::copy_n(view.strides.begin(), view.rank, strides_);
+  const auto* type = std::ranges::find(kDlTypes, view.dtype, &DlType::type);
+  tensor_ = {.data = view.data,
+             .device = {view.device.type == DeviceType::cuda ? kDlCuda : kDlCpu, view.device.index},
+             .ndim = view.rank,
+             .dtype = {type->code, type->bits, 1},
+             .shape = sizes_,
+             .strides = strides_,
+             .byte_offset = 0};
+}
+
+CKvCache::CKvCache(const KvCache& kv) : k(kv.k), v(kv.v), k_scale(kv.k_scale), v_scale(kv.v_scale) {
+  cache = {.struct_size = sizeof cache, .k = k.get(), .v = v.get(), .k_scale = k_scale.get(), .v_scale = v_scale.get()};
+}
+
+// --- from C
+
+AttentionSpec spec_of(const imbrex_spec_fields* pointer) {
+  const imbrex_spec_fields f = read(pointer, "spec");
+  constexpr int kKinds = 4, kDTypes = int(kDlTypes.size()), kFormats = 2;
+  AttentionSpec s;
+  s.kind = enum_of<AttentionKind>(f.kind, kKinds, "kind");
+  s.num_q_heads = f.num_q_heads, s.num_kv_heads = f.num_kv_heads;
+  s.head_dim_qk = f.head_dim_qk, s.head_dim_v = f.head_dim_v;
+  s.q_dtype = enum_of<DType>(f.q_dtype, kDTypes, "q_dtype");
+  s.kv_dtype = enum_of<DType>(f.kv_dtype, kDTypes, "kv_dtype");
+  s.kv_format = enum_of<KvFormat>(f.kv_format, kFormats, "kv_format");
+  s.block_size = f.block_size;
+  s.mask = {.causal = flag_of(f.causal, "causal"),
+            .window_left = f.window_left,
+            .window_right = f.window_right,
+            .chunk = f.chunk,
+            .custom = flag_of(f.custom_mask, "custom_mask")};
+  s.score = {.scale = f.scale,
+             .head_scales = flag_of(f.head_scales, "head_scales"),
+             .soft_cap = f.soft_cap,
+             .alibi = flag_of(f.alibi, "alibi"),
+             .relative_buckets = f.relative_buckets,
+             .relative_max_distance = f.relative_max_distance,
+             .relative_bidirectional = flag_of(f.relative_bidirectional, "relative_bidirectional"),
+             .sinks = flag_of(f.sinks, "sinks")};
+  s.validate();
+  return s;
+}
+
+SelectOptions select_options_of(const imbrex_select_options* pointer) {
+  if (pointer == nullptr) return {};
+  const imbrex_select_options o = read(pointer, "options");
+  const auto text = [](const char* s) { return std::string(s == nullptr ? "" : s); };
+  return {.forced = text(o.forced),
+          .forced_prefill = text(o.forced_prefill),
+          .forced_decode = text(o.forced_decode),
+          .phase = enum_of<Phase>(o.phase, 3, "phase")};
+}
+
+KvCache kv_of(const imbrex_kv_cache* pointer) {
+  const imbrex_kv_cache c = read(pointer, "kv");
+  return {
+      .k = view_of(c.k, "k"), .v = view_of(c.v, "v"), .k_scale = view_of(c.k_scale, "k_scale"), .v_scale = view_of(c.v_scale, "v_scale")};
+}
+
+PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
+  const imbrex_plan_options o = pointer != nullptr ? read(pointer, "options") : defaults<imbrex_plan_options>();
+  PlanOptions options;
+  options.limits = {
+      .max_num_reqs = o.max_num_reqs, .max_num_tokens = o.max_num_tokens, .max_seq_len = o.max_seq_len, .max_query_len = o.max_query_len};
+  check(o.threads == nullptr || o.parallel_for == nullptr, "api.threads", "options: threads and parallel_for are both given");
+  if (o.threads != nullptr) options.threads = o.threads->pool.parallel_for();
+  if (o.parallel_for != nullptr) {
+    check(o.num_workers > 0, "api.threads", "options: parallel_for is given, expected num_workers of 1 or more, got {}", o.num_workers);
+    options.threads = {.num_workers = o.num_workers, .context = o.parallel_for_context, .invoke = o.parallel_for};
+  }
+  options.balanced = flag_of(o.balanced, "balanced");
+  options.validate = flag_of(o.validate, "validate");
+  options.load_on_demand = flag_of(o.load_on_demand, "load_on_demand");
+  options.on_device = flag_of(o.on_device, "on_device");
+  return options;
+}
+
+Batch batch_of(const imbrex_batch* pointer) {
+  const imbrex_batch b = read(pointer, "batch");
+  check(b.num_reqs >= 0, "api.batch", "batch.num_reqs: expected 0 or more, got {}", b.num_reqs);
+  check(b.num_reqs == 0 || (b.query_start_loc != nullptr && b.seq_lens != nullptr), "api.null",
+        "batch: {} requests need query_start_loc and seq_lens", b.num_reqs);
+  Batch batch;
+  const auto reqs = size_t(b.num_reqs);
+  if (b.query_start_loc != nullptr) batch.query_start_loc = {b.query_start_loc, reqs + 1};
+  if (reqs > 0) batch.seq_lens = {b.seq_lens, reqs};
+  batch.block_table = view_of(b.block_table, "block_table");
+  batch.kv_indptr = view_of(b.kv_indptr, "kv_indptr");
+  batch.kv_indices = view_of(b.kv_indices, "kv_indices");
+  batch.kv_last_page_len = view_of(b.kv_last_page_len, "kv_last_page_len");
+  batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
+  batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
+  batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+  return batch;
+}
+
+DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
+  const imbrex_device_batch b = read(pointer, "batch");
+  DeviceBatch batch;
+  batch.query_start_loc = view_of(&deref(b.query_start_loc, "query_start_loc"), "query_start_loc");
+  batch.seq_lens = view_of(&deref(b.seq_lens, "seq_lens"), "seq_lens");
+  batch.block_table = view_of(b.block_table, "block_table");
+  batch.kv_indptr = view_of(b.kv_indptr, "kv_indptr");
+  batch.kv_indices = view_of(b.kv_indices, "kv_indices");
+  batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
+  batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
+  batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+  batch.max_num_tokens = b.max_num_tokens;
+  return batch;
+}
+
+Inputs inputs_of(const imbrex_inputs* pointer) {
+  const imbrex_inputs in = read(pointer, "inputs");
+  return {.q = view_of(&deref(in.q, "q"), "q"),
+          .q_scale = view_of(in.q_scale, "q_scale"),
+          .kv = kv_of(in.kv),
+          .sinks = view_of(in.sinks, "sinks"),
+          .alibi_slopes = view_of(in.alibi_slopes, "alibi_slopes"),
+          .head_scales = view_of(in.head_scales, "head_scales"),
+          .relative_bias = view_of(in.relative_bias, "relative_bias")};
+}
+
+Outputs outputs_of(const imbrex_outputs* pointer) {
+  const imbrex_outputs o = read(pointer, "outputs");
+  return {.out = view_of(&deref(o.out, "out"), "out"), .lse = view_of(o.lse, "lse")};
+}
+
+// --- to C
+
+imbrex_spec_fields fields_of(const AttentionSpec& s) {
+  imbrex_spec_fields f{};
+  f.struct_size = sizeof f;
+  f.kind = int32_t(s.kind);
+  f.num_q_heads = s.num_q_heads, f.num_kv_heads = s.num_kv_heads;
+  f.head_dim_qk = s.head_dim_qk, f.head_dim_v = s.head_dim_v;
+  f.q_dtype = int32_t(s.q_dtype), f.kv_dtype = int32_t(s.kv_dtype);
+  f.kv_format = int32_t(s.kv_format);
+  f.block_size = s.block_size;
+  f.causal = s.mask.causal, f.custom_mask = s.mask.custom;
+  f.window_left = s.mask.window_left, f.window_right = s.mask.window_right, f.chunk = s.mask.chunk;
+  f.scale = s.score.scale, f.soft_cap = s.score.soft_cap;
+  f.head_scales = s.score.head_scales, f.alibi = s.score.alibi, f.sinks = s.score.sinks;
+  f.relative_buckets = s.score.relative_buckets, f.relative_max_distance = s.score.relative_max_distance;
+  f.relative_bidirectional = s.score.relative_bidirectional;
+  return f;
+}
+
+imbrex_device_properties properties_of(const DeviceInfo& d) {
+  imbrex_device_properties p{};
+  p.struct_size = sizeof p;
+  p.cuda = d.device.type == DeviceType::cuda;
+  p.index = d.device.index;
+  p.present = d.present;
+  p.sm = d.sm;
+  p.num_workers = d.num_workers;
+  p.cpu_isa = int32_t(d.isa);
+  p.l2_bytes = d.l2_bytes, p.l3_bytes = d.l3_bytes, p.memory_bytes = d.memory_bytes;
+  return p;
+}
+
+}  // namespace imbrex::api
+
+using namespace imbrex::api;
+
+void imbrex_spec_fields_init(imbrex_spec_fields* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_select_options_init(imbrex_select_options* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_kv_cache_init(imbrex_kv_cache* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_plan_options_init(imbrex_plan_options* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_batch_init(imbrex_batch* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_device_batch_init(imbrex_device_batch* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_inputs_init(imbrex_inputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_outputs_init(imbrex_outputs* s, size_t struct_size) { init(s, struct_size); }

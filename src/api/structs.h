@@ -1,0 +1,149 @@
+#pragma once
+// Structs that cross the C ABI: their defaults, their sizes as callers of any version know them, and what they are in C++.
+#include <algorithm>
+#include <cstring>
+
+#include "api/guard.h"
+#include "imbrex/backend.h"
+#include "imbrex/select.h"
+
+namespace imbrex::api {
+
+// Bytes that a struct had in the first version of the ABI: what every caller gives at least. These numbers never change.
+template <class T>
+constexpr size_t kFirstSize = 0;
+template <>
+inline constexpr size_t kFirstSize<imbrex_device_properties> = 56;
+template <>
+inline constexpr size_t kFirstSize<imbrex_spec_fields> = 96;
+template <>
+inline constexpr size_t kFirstSize<imbrex_select_options> = 40;
+template <>
+inline constexpr size_t kFirstSize<imbrex_kv_cache> = 40;
+template <>
+inline constexpr size_t kFirstSize<imbrex_plan_options> = 72;
+template <>
+inline constexpr size_t kFirstSize<imbrex_batch> = 88;
+template <>
+inline constexpr size_t kFirstSize<imbrex_device_batch> = 80;
+template <>
+inline constexpr size_t kFirstSize<imbrex_inputs> = 64;
+template <>
+inline constexpr size_t kFirstSize<imbrex_outputs> = 24;
+template <>
+inline constexpr size_t kFirstSize<imbrex_backend> = 96;
+
+// What a field means when nobody asks for anything else.
+template <class T>
+T defaults() {
+  return {};
+}
+template <>
+imbrex_spec_fields defaults();
+template <>
+imbrex_plan_options defaults();
+
+template <class T>
+void init(T* given, size_t struct_size) {
+  if (given == nullptr) return;
+  T all = defaults<T>();
+  all.struct_size = struct_size;
+  std::memset(static_cast<void*>(given), 0, struct_size);
+  std::memcpy(static_cast<void*>(given), &all, std::min(struct_size, sizeof all));
+}
+
+template <class T>
+void check_size(const T& given, const char* name) {
+  static_assert(kFirstSize<T> > 0 && sizeof(T) >= kFirstSize<T>);
+  check(given.struct_size >= kFirstSize<T>, "api.struct_size", "{}: expected a struct_size of {} or more, got {}: call its init function",
+        name, kFirstSize<T>, given.struct_size);
+}
+
+// As this version knows the struct. A newer caller's fields must be zero: they would be ignored.
+template <class T>
+T read(const T* pointer, const char* name) {
+  const T& given = deref(pointer, name);
+  check_size(given, name);
+  T all = defaults<T>();
+  std::memcpy(static_cast<void*>(&all), &given, std::min(given.struct_size, sizeof all));
+  const auto* bytes = reinterpret_cast<const unsigned char*>(&given);
+  const bool known =
+      given.struct_size <= sizeof all || std::all_of(bytes + sizeof all, bytes + given.struct_size, [](int b) { return b == 0; });
+  check(known, "api.struct_size", "{}: of its {} bytes, those from {} on belong to a later version and are not zero", name,
+        given.struct_size, sizeof all);
+  all.struct_size = sizeof all;
+  return all;
+}
+
+// For the caller, as far as it knows the struct.
+template <class T>
+void write(T* pointer, T value, const char* name) {
+  T& out = deref(pointer, name);
+  check_size(out, name);
+  value.struct_size = out.struct_size;
+  std::memcpy(static_cast<void*>(&out), &value, std::min(out.struct_size, sizeof value));
+}
+
+// NULL: an empty view. Error api.tensor for what no tensor of ours can be.
+TensorView view_of(const imbrex_tensor*, const char* name);
+AttentionSpec spec_of(const imbrex_spec_fields*);
+SelectOptions select_options_of(const imbrex_select_options*);
+KvCache kv_of(const imbrex_kv_cache*);
+PlanOptions plan_options_of(const imbrex_plan_options*);
+Batch batch_of(const imbrex_batch*);
+DeviceBatch device_batch_of(const imbrex_device_batch*);
+Inputs inputs_of(const imbrex_inputs*);
+Outputs outputs_of(const imbrex_outputs*);
+
+// A view as a C tensor, with the room that its sizes need.
+class CTensor {
+ public:
+  CTensor() = default;
+  explicit CTensor(const TensorView&);
+  CTensor(const CTensor&) = delete;
+  CTensor& operator=(const CTensor&) = delete;
+  const imbrex_tensor* get() const { return is_given_ ? &tensor_ : nullptr; }  // NULL: an empty view
+  void set(const TensorView&);
+
+ private:
+  bool is_given_ = false;
+  int64_t sizes_[TensorView::kMaxRank] = {}, strides_[TensorView::kMaxRank] = {};
+  imbrex_tensor tensor_{};
+};
+struct CKvCache {
+  CTensor k, v, k_scale, v_scale;
+  imbrex_kv_cache cache{};
+  explicit CKvCache(const KvCache&);
+};
+imbrex_spec_fields fields_of(const AttentionSpec&);
+imbrex_device_properties properties_of(const DeviceInfo&);
+
+inline imbrex_reason c_reason(const Reason& r) { return {r.code.c_str(), r.wanted.c_str(), r.actual.c_str()}; }
+
+}  // namespace imbrex::api
+
+// Handles.
+struct imbrex_threads {
+  explicit imbrex_threads(int count) : pool(count) {}
+  imbrex::ThreadPool pool;
+};
+struct imbrex_device {
+  imbrex::DeviceInfo info;
+  std::string text;
+};
+struct imbrex_spec {
+  imbrex::AttentionSpec spec;
+  std::string text;
+};
+struct imbrex_selection {
+  imbrex::AttentionSpec spec;
+  imbrex::DeviceInfo device;
+  imbrex::Selection chosen;
+  std::string text, backend;       // backend: its name
+  std::vector<std::string> names;  // of the candidates
+};
+struct imbrex_plan {
+  std::unique_ptr<imbrex::Plan> plan;
+  std::string text;
+  std::vector<imbrex::Reason> problems;
+};

@@ -1,0 +1,166 @@
+// Backends from outside: the example of examples/backend, loaded as a plug-in, against the reference; and backends that fail.
+#include <cmath>
+#include <random>
+
+#include "api/handles.h"
+
+namespace imbrex::test {
+namespace {
+
+SelectionHandle forced(const imbrex_spec_fields& fields, const char* backend) {
+  const SpecHandle spec = spec_of(fields);
+  const DeviceHandle device = cpu();
+  return select_for(spec.get(), device.get(), backend);
+}
+
+struct Registered {  // until the end of a test
+  const char* name;
+  ~Registered() { EXPECT_EQ(imbrex_unregister_backend(name), IMBREX_OK); }
+};
+
+// One request of 40 tokens in pages out of order; what a backend makes of them.
+std::vector<float> outputs_of(const char* backend) {
+  const imbrex_spec_fields fields = small_fields();
+  const SpecHandle spec = spec_of(fields);
+  const DeviceHandle device = cpu();
+  const SelectionHandle selection = select_for(spec.get(), device.get(), backend);
+  EXPECT_NE(selection, nullptr) << imbrex_last_error();
+  if (!selection) return {};
+  EXPECT_STREQ(imbrex_selection_backend(selection.get()), backend);
+  const PlanHandle plan = make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create(selection.get(), nullptr, out); });
+  const AllocationHandle memory =
+      make_handle<AllocationHandle>([&](auto** out) { return imbrex_kv_allocation_create(spec.get(), device.get(), 1, 8, "lbthd", out); });
+  imbrex_kv_cache cache = init(imbrex_kv_cache_init);
+  EXPECT_EQ(imbrex_kv_allocation_layer(memory.get(), 0, &cache), IMBREX_OK);
+
+  constexpr int kTokens = 40;
+  HostTensor<int> table({1, 3}, kInt);
+  table.data = {6, 2, 4};
+  HostTensor<int64_t> slots({kTokens}, kLong);
+  for (int t = 0; t < kTokens; ++t) slots.data[size_t(t)] = table.data[size_t(t) / 16] * 16 + t % 16;
+  HostTensor<float> q({kTokens, 4, 64}, kFloat), k({kTokens, 2, 64}, kFloat), v({kTokens, 2, 64}, kFloat), out({kTokens, 4, 64}, kFloat),
+      lse({kTokens, 4}, kFloat);
+  std::mt19937 random(3);
+  std::normal_distribution<float> normal;
+  for (auto* t : {&q, &k, &v})
+    for (float& x : t->data) x = normal(random);
+  const int starts[2] = {0, kTokens}, len = kTokens;
+  imbrex_batch batch = init(imbrex_batch_init);
+  batch.num_reqs = 1, batch.query_start_loc = starts, batch.seq_lens = &len, batch.block_table = &table.view,
+  batch.slot_mapping = &slots.view;
+  imbrex_inputs inputs = init(imbrex_inputs_init);
+  inputs.q = &q.view, inputs.kv = &cache;
+  imbrex_outputs outputs = init(imbrex_outputs_init);
+  outputs.out = &out.view, outputs.lse = &lse.view;
+  EXPECT_EQ(imbrex_plan_update(plan.get(), &batch, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(imbrex_plan_write_kv(plan.get(), &cache, &k.view, &v.view, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(imbrex_plan_run(plan.get(), &inputs, &outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  out.data.insert(out.data.end(), lse.data.begin(), lse.data.end());
+  return out.data;
+}
+
+TEST(CApiOutside, PluginRunsLikeTheReference) {
+  ASSERT_EQ(imbrex_load_plugin(IMBREX_NAIVE_PLUGIN), IMBREX_OK) << imbrex_last_error();
+  const Registered until{"outside_naive"};
+  EXPECT_STREQ(imbrex_selection_backend(forced(small_fields(), nullptr).get()), "outside_naive");  // in front of the built-in ones
+  const std::vector<float> expected = outputs_of("reference"), actual = outputs_of("outside_naive");
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < expected.size(); ++i) ASSERT_NEAR(actual[i], expected[i], 1e-6 * (1 + std::fabs(expected[i]))) << i;
+
+  imbrex_spec_fields sinks = small_fields();
+  sinks.sinks = 1, sinks.q_dtype = IMBREX_BF16, sinks.kv_dtype = IMBREX_BF16;
+  EXPECT_EQ(forced(sinks, "outside_naive"), nullptr);
+  const std::string why = imbrex_last_error();  // all reasons
+  EXPECT_TRUE(why.find("f32 everywhere") != std::string::npos && why.find("logits as they are") != std::string::npos) << why;
+
+  EXPECT_EQ(imbrex_load_plugin(IMBREX_NAIVE_PLUGIN), IMBREX_INVALID);  // its name is taken
+  EXPECT_EQ(last_code(), "plugin.refused");
+  EXPECT_NE(std::string(imbrex_last_error()).find("outside_naive"), std::string::npos);
+}
+
+TEST(CApiOutside, PluginsThatAreNone) {
+  EXPECT_EQ(imbrex_load_plugin("/nowhere/plugin.so"), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "plugin.open");
+  EXPECT_EQ(imbrex_load_plugin(IMBREX_NO_PLUGIN), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "plugin.entry");
+  EXPECT_EQ(imbrex_load_plugin(nullptr), IMBREX_INVALID);
+}
+
+// Which function of a backend fails, and with what.
+struct Failing {
+  std::string function;
+  int plans = 0;
+};
+
+imbrex_backend failing_backend(Failing& state) {
+  imbrex_backend b{};
+  b.struct_size = sizeof b;
+  b.name = "failing", b.description = "fails where it is told to", b.context = &state;
+  b.unsupported = [](void*, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*) {};
+  b.plan = [](void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_plan_options* options, void** plan) {
+    auto& s = *static_cast<Failing*>(context);
+    EXPECT_EQ(options->max_num_reqs, 256);
+    if (s.function == "plan") return imbrex_status(IMBREX_OUT_OF_MEMORY);
+    *plan = context, ++s.plans;
+    return imbrex_status(IMBREX_OK);
+  };
+  b.plan_free = [](void* plan) { --static_cast<Failing*>(plan)->plans; };
+  b.update = [](void* plan, const imbrex_batch*, void*) {
+    return imbrex_status(static_cast<Failing*>(plan)->function == "update" ? IMBREX_DEVICE : IMBREX_OK);
+  };
+  b.write_kv = [](void*, const imbrex_kv_cache*, const imbrex_tensor*, const imbrex_tensor*, void*) { return imbrex_status(IMBREX_OK); };
+  b.run = [](void*, const imbrex_inputs*, const imbrex_outputs*, void*) { return imbrex_status(IMBREX_OK); };
+  b.error = [](void*) { return "as it was told"; };
+  return b;
+}
+
+TEST(CApiOutside, StatusAndTextOfABackendReachTheCaller) {
+  Failing state;
+  const imbrex_backend backend = failing_backend(state);
+  ASSERT_EQ(imbrex_register_backend(&backend), IMBREX_OK) << imbrex_last_error();
+  const Registered until{"failing"};
+  EXPECT_EQ(imbrex_register_backend(&backend), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "registry.duplicate");
+  const SelectionHandle selection = forced(small_fields(), "failing");
+  ASSERT_NE(selection, nullptr) << imbrex_last_error();
+  {
+    const PlanHandle plan = make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create(selection.get(), nullptr, out); });
+    ASSERT_NE(plan, nullptr) << imbrex_last_error();
+    EXPECT_STREQ(imbrex_plan_str(plan.get()), "failing");
+    EXPECT_EQ(state.plans, 1);
+    const imbrex_batch nobody = init(imbrex_batch_init);
+    EXPECT_EQ(imbrex_plan_update(plan.get(), &nobody, nullptr), IMBREX_OK) << imbrex_last_error();
+    state.function = "update";
+    EXPECT_EQ(imbrex_plan_update(plan.get(), &nobody, nullptr), IMBREX_DEVICE);
+    EXPECT_EQ(last_code(), "backend.outside");
+    EXPECT_NE(std::string(imbrex_last_error()).find("as it was told"), std::string::npos);
+    // What is wrong does not come to the backend.
+    imbrex_batch broken = nobody;
+    const int starts[2] = {1, 1}, len = 1;
+    broken.num_reqs = 1, broken.query_start_loc = starts, broken.seq_lens = &len;
+    EXPECT_EQ(imbrex_plan_update(plan.get(), &broken, nullptr), IMBREX_INVALID);
+    EXPECT_EQ(last_code(), "batch.query_start_loc.start");
+  }
+  EXPECT_EQ(state.plans, 0);
+  state.function = "plan";
+  imbrex_plan* none = nullptr;
+  EXPECT_EQ(imbrex_plan_create(selection.get(), nullptr, &none), IMBREX_OUT_OF_MEMORY);
+}
+
+TEST(CApiOutside, IncompleteBackendsAreRefused) {
+  Failing state;
+  const auto code = [&](auto&& change) {
+    imbrex_backend b = failing_backend(state);
+    change(b);
+    EXPECT_EQ(imbrex_register_backend(&b), IMBREX_INVALID);
+    return last_code();
+  };
+  EXPECT_EQ(code([](auto& b) { b.run = nullptr; }), "api.backend");
+  EXPECT_EQ(code([](auto& b) { b.name = ""; }), "api.backend");
+  EXPECT_EQ(code([](auto& b) { b.struct_size = 8; }), "api.struct_size");
+  EXPECT_EQ(imbrex_unregister_backend("failing"), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "registry.unknown");
+}
+
+}  // namespace
+}  // namespace imbrex::test

@@ -1,0 +1,113 @@
+// Structs of the C ABI: callers of other versions, defaults, and a layout that stays as it is.
+#include <cstddef>
+#include <fstream>
+#include <sstream>
+
+#include "api/handles.h"
+#include "api/structs.h"
+
+namespace imbrex::test {
+namespace {
+
+// tests/api/abi_1.txt: what programs that were built with version 1 of the header take for granted. A change of a line breaks them;
+// lines for new fields come behind the last field of a struct.
+std::string layout() {
+  std::ostringstream out;
+#define STRUCT(type) out << #type << " " << sizeof(type) << "\n"
+#define FIELD(type, field) out << "  " << #field << " " << offsetof(type, field) << " " << sizeof(type::field) << "\n"
+#include "api/abi_fields.inl"
+#undef STRUCT
+#undef FIELD
+  return out.str();
+}
+
+TEST(CApiStructs, LayoutIsThatOfVersion1) {
+  std::ifstream file(IMBREX_ABI_FOLDER "/abi_1.txt");
+  std::stringstream expected;
+  expected << file.rdbuf();
+  EXPECT_EQ(layout(), expected.str());
+}
+
+TEST(CApiStructs, DefaultsAreThoseOfCpp) {
+  const imbrex_spec_fields fields = init(imbrex_spec_fields_init);
+  imbrex_spec_fields small = small_fields();
+  EXPECT_EQ(api::spec_of(&small).mask, Mask{});
+  EXPECT_EQ(api::spec_of(&small).score, ScoreMod{});
+  EXPECT_EQ(fields.block_size, AttentionSpec{}.block_size);
+  imbrex_plan_options given = init(imbrex_plan_options_init);
+  const PlanOptions options = api::plan_options_of(&given);
+  EXPECT_EQ(options.limits.max_num_tokens, PlanLimits{}.max_num_tokens);
+  EXPECT_EQ(options.limits.max_seq_len, PlanLimits{}.max_seq_len);
+  EXPECT_TRUE(options.validate);
+  EXPECT_FALSE(options.balanced || options.on_device || options.load_on_demand);
+}
+
+TEST(CApiStructs, FieldsGoThereAndBack) {
+  imbrex_spec_fields f = small_fields();
+  f.window_left = 100, f.window_right = 0, f.soft_cap = 30.f, f.scale = 0.25f, f.sinks = 1, f.head_scales = 1, f.causal = 0, f.chunk = 64;
+  f.block_size = 32, f.head_dim_v = 128, f.alibi = 1;
+  const SpecHandle spec = spec_of(f);
+  ASSERT_NE(spec, nullptr) << imbrex_last_error();
+  imbrex_spec_fields back{};
+  back.struct_size = sizeof back;
+  ASSERT_EQ(imbrex_spec_get_fields(spec.get(), &back), IMBREX_OK);
+  EXPECT_EQ(std::memcmp(&f, &back, sizeof f), 0);
+  EXPECT_STRNE(imbrex_spec_str(spec.get()), "");
+}
+
+// A later header's struct has more fields: fine while nobody sets them.
+struct Later {
+  imbrex_spec_fields known;
+  int64_t unknown;
+};
+
+TEST(CApiStructs, CallersOfLaterAndEarlierVersions) {
+  Later later{};
+  imbrex_spec_fields_init(&later.known, sizeof later);
+  EXPECT_EQ(later.known.struct_size, sizeof later);
+  EXPECT_EQ(later.unknown, 0);
+  const imbrex_spec_fields small = small_fields();
+  later.known = small;
+  later.known.struct_size = sizeof later;
+  EXPECT_NE(spec_of(later.known), nullptr) << imbrex_last_error();
+  later.unknown = 1;
+  imbrex_spec* none = nullptr;
+  EXPECT_EQ(imbrex_spec_create(&later.known, &none), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.struct_size");
+
+  for (const size_t size : {size_t(0), sizeof(size_t), sizeof small - 4}) {
+    imbrex_spec_fields shorter = small;
+    shorter.struct_size = size;
+    EXPECT_EQ(imbrex_spec_create(&shorter, &none), IMBREX_INVALID);
+    EXPECT_EQ(last_code(), "api.struct_size");
+  }
+  imbrex_device_properties properties{};  // whose size is not set
+  EXPECT_EQ(imbrex_device_get_properties(cpu().get(), &properties), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.struct_size");
+}
+
+TEST(CApiStructs, ValuesThatAreNone) {
+  const auto code = [](auto&& change) {
+    imbrex_spec_fields f = small_fields();
+    change(f);
+    imbrex_spec* none = nullptr;
+    EXPECT_EQ(imbrex_spec_create(&f, &none), IMBREX_INVALID);
+    EXPECT_EQ(none, nullptr);
+    return last_code();
+  };
+  EXPECT_EQ(code([](auto& f) { f.kind = 4; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.q_dtype = -1; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.kv_dtype = 8; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.kv_format = 2; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.causal = 2; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.num_kv_heads = 3; }).substr(0, 5), "spec.");
+  EXPECT_EQ(imbrex_spec_create(nullptr, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.null");
+  imbrex_device* device = nullptr;
+  EXPECT_EQ(imbrex_device_create("abacus", &device), IMBREX_DEVICE);
+  EXPECT_EQ(last_code(), "device.unknown");
+  EXPECT_EQ(imbrex_device_create(nullptr, &device), IMBREX_INVALID);
+}
+
+}  // namespace
+}  // namespace imbrex::test
