@@ -203,7 +203,7 @@ typedef struct {
 } imbrex_plan_options;
 IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
 
-/* One scheduler step. Host arrays are read during the call; device arrays live until the next update. */
+/* One scheduler step. query_start_loc and seq_lens are read during the call; what tensors show must stay until the next update. */
 typedef struct {
   size_t struct_size;
   int32_t num_reqs;
