@@ -6,7 +6,7 @@ SHELL := bash
 
 PREFIX ?= /usr/local
 DEMO := run --model llama-3.1-8b --layers 4 --trace data/sample_trace.jsonl --verify 1% --report build/demo-report.html
-SOURCES = $(shell find include src tests examples $(wildcard bench) -regex ".*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)")
+SOURCES = $(shell find include src tests examples python/src $(wildcard bench) -regex ".*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)")
 
 configure:
 	@scripts/setup.sh

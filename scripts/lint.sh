@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 step=${1:-all}
 
 if [ "$step" = all ] || [ "$step" = format ]; then
-  folders=(include src tests examples)
+  folders=(include src tests examples python/src)
   [ ! -d bench ] || folders+=(bench)
   find "${folders[@]}" -regex '.*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)' | sort | xargs clang-format --dry-run -Werror
 fi

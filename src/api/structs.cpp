@@ -168,6 +168,21 @@ PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
   return options;
 }
 
+namespace {
+
+// What batches of both kinds have.
+template <class Given, class To>
+void take_tables(const Given& b, To& batch) {
+  batch.block_table = view_of(b.block_table, "block_table");
+  batch.kv_indptr = view_of(b.kv_indptr, "kv_indptr");
+  batch.kv_indices = view_of(b.kv_indices, "kv_indices");
+  batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
+  batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
+  batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+}
+
+}  // namespace
+
 Batch batch_of(const imbrex_batch* pointer) {
   const imbrex_batch b = read(pointer, "batch");
   check(b.num_reqs >= 0, "api.batch", "batch.num_reqs: expected 0 or more, got {}", b.num_reqs);
@@ -177,13 +192,8 @@ Batch batch_of(const imbrex_batch* pointer) {
   const auto reqs = size_t(b.num_reqs);
   if (b.query_start_loc != nullptr) batch.query_start_loc = {b.query_start_loc, reqs + 1};
   if (reqs > 0) batch.seq_lens = {b.seq_lens, reqs};
-  batch.block_table = view_of(b.block_table, "block_table");
-  batch.kv_indptr = view_of(b.kv_indptr, "kv_indptr");
-  batch.kv_indices = view_of(b.kv_indices, "kv_indices");
   batch.kv_last_page_len = view_of(b.kv_last_page_len, "kv_last_page_len");
-  batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
-  batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
-  batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+  take_tables(b, batch);
   return batch;
 }
 
@@ -192,12 +202,7 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   DeviceBatch batch;
   batch.query_start_loc = view_of(&deref(b.query_start_loc, "query_start_loc"), "query_start_loc");
   batch.seq_lens = view_of(&deref(b.seq_lens, "seq_lens"), "seq_lens");
-  batch.block_table = view_of(b.block_table, "block_table");
-  batch.kv_indptr = view_of(b.kv_indptr, "kv_indptr");
-  batch.kv_indices = view_of(b.kv_indices, "kv_indices");
-  batch.kv_start_loc = view_of(b.kv_start_loc, "kv_start_loc");
-  batch.slot_mapping = view_of(b.slot_mapping, "slot_mapping");
-  batch.custom_mask = view_of(b.custom_mask, "custom_mask");
+  take_tables(b, batch);
   batch.max_num_tokens = b.max_num_tokens;
   return batch;
 }

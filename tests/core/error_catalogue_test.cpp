@@ -45,10 +45,12 @@ const fs::path kRoot = fs::path(IMBREX_TEST_DATA).parent_path().parent_path();
 std::map<std::string, std::string> codes_in_sources() {
   const std::regex literal("\"([a-z][a-z_0-9]*(?:\\.[a-z_0-9]+)+)\"");
   std::map<std::string, std::string> codes;
-  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "src")) {
-    if (entry.path().extension() != ".cpp" && entry.path().extension() != ".h") continue;
-    for (const std::string& code : matches(without_comments(read(entry.path())), literal))
-      if (!is_file_name(code)) codes.emplace(code, fs::relative(entry.path(), kRoot).string());
+  for (const fs::path folder : {"src", "python/src"}) {
+    for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) {
+      if (entry.path().extension() != ".cpp" && entry.path().extension() != ".h") continue;
+      for (const std::string& code : matches(without_comments(read(entry.path())), literal))
+        if (!is_file_name(code)) codes.emplace(code, fs::relative(entry.path(), kRoot).string());
+    }
   }
   return codes;
 }

@@ -156,7 +156,7 @@ def check_cuda_kernels(root):
 def check_shape(root):
     """Files are short, and open with one sentence that says what they are."""
     problems = []
-    for path in sources(root, "include", "src", "tests", "bench", "examples"):
+    for path in sources(root, "include", "src", "tests", "bench", "examples", "python/src"):
         relative = path.relative_to(root).as_posix()
         lines = path.read_text(errors="replace").splitlines()
         if len(lines) > LONG_FILES.get(relative, MAX_LINES):

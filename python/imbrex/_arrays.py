@@ -1,0 +1,58 @@
+"""What differs from framework to framework: names of types, devices, streams, and new arrays. No framework is imported here."""
+import sys
+
+_NAMES = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "uint16": "bf16",  # NumPy's way to hold its bits
+    "float8_e4m3fn": "fp8_e4m3",
+    "float8_e5m2": "fp8_e5m2",
+    "uint8": "u8",
+    "int32": "i32",
+    "int64": "i64",
+}
+_LONG = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "i32": "int32"}
+
+
+def is_torch(array):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def dtype_name(array):
+    """imbrex's name of an array's type: "bf16"."""
+    name = str(array.dtype).rsplit(".", 1)[-1]
+    if name not in _NAMES:
+        raise TypeError(f"imbrex has no element type for {array.dtype}")
+    return _NAMES[name]
+
+
+def device_name(array):
+    """ "cpu" or "cuda:0"."""
+    if is_torch(array):
+        return "cpu" if array.device.type == "cpu" else f"cuda:{array.device.index or 0}"
+    kind, index = array.__dlpack_device__()
+    return f"cuda:{index}" if int(kind) in (2, 13) else "cpu"
+
+
+def stream_address(stream, array):
+    """What the library takes: of the stream that is given, else of the one that the array's framework would use now."""
+    if stream is not None:
+        return int(getattr(stream, "cuda_stream", getattr(stream, "ptr", stream)))
+    if is_torch(array):
+        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0
+    if type(array).__module__.split(".")[0] == "cupy":
+        return sys.modules["cupy"].cuda.get_current_stream().ptr
+    return 0
+
+
+def empty(like, shape, dtype):
+    """A new array of the framework and on the device of another one."""
+    name = _LONG[dtype]
+    if is_torch(like):
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], name))
+    module = sys.modules.get(type(like).__module__.split(".")[0])
+    if module is None or not hasattr(module, "empty") or type(like).__module__.startswith("jax"):
+        raise TypeError(f"imbrex cannot make outputs for {type(like).__name__}: give out=")
+    return module.empty(shape, dtype="uint16" if name == "bfloat16" else name)

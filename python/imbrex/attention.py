@@ -1,0 +1,162 @@
+"""Attention in one call, as the ecosystem's functions have it. For steps that share a plan among layers, use imbrex.Plan."""
+from functools import lru_cache
+
+from . import _core
+from ._arrays import device_name, dtype_name, empty
+from .plan import KvLayer, Plan
+
+
+@lru_cache(maxsize=64)
+def _plan_of(key, device, max_num_reqs, max_num_tokens, max_seq_len):
+    spec = _core.AttentionSpec(**dict(key))
+    return Plan(
+        spec, device, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, load_on_demand=device != "cpu"
+    )
+
+
+def _limit(n):
+    """A power of two, so that few plans serve many batches."""
+    return 1 << max(0, int(n) - 1).bit_length()
+
+
+def _run(q, layer, v_head_dim, block_size, seq_lens, arrays, *, out, return_lse, window, causal, scale, soft_cap, sinks, alibi_slopes, stream):
+    num_kv_heads = layer.k.shape[-2]
+    fields = dict(
+        kind="decoder" if causal else "encoder_decoder",  # in which there may be fewer keys than queries
+        num_q_heads=q.shape[1],
+        num_kv_heads=num_kv_heads,
+        head_dim_qk=q.shape[2],
+        head_dim_v=v_head_dim,
+        q_dtype=dtype_name(q),
+        kv_dtype=dtype_name(layer.k),
+        block_size=block_size,
+        causal=causal,
+        window_left=window[0],
+        window_right=window[1],
+        scale=0.0 if scale is None else float(scale),
+        soft_cap=float(soft_cap),
+        sinks=sinks is not None,
+        alibi=alibi_slopes is not None,
+    )
+    longest = int(max(seq_lens)) if len(seq_lens) else 1
+    plan = _plan_of(tuple(fields.items()), device_name(q), _limit(len(seq_lens)), _limit(q.shape[0]), _limit(longest))
+    plan.update(arrays.pop("query_start_loc"), seq_lens, stream=stream, **arrays)
+    lse = empty(q, (q.shape[0], q.shape[1]), "f32") if return_lse else None
+    out = plan.run(q, layer, out, lse=lse, sinks=sinks, alibi_slopes=alibi_slopes, stream=stream)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q,
+    k,
+    v,
+    query_start_loc,
+    kv_start_loc,
+    *,
+    causal=False,
+    window=(-1, -1),
+    scale=None,
+    soft_cap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+    out=None,
+    return_lse=False,
+    stream=None,
+):
+    """Attention of requests that lie one after the other: q [num_tokens, num_q_heads, d], k and v [num_keys, num_kv_heads, d].
+
+    query_start_loc and kv_start_loc are int32 [num_reqs + 1] on the host (cu_seqlens). Causal is aligned at the bottom right. window is (left,
+    right), -1 is no limit. scale None is 1 / sqrt(d). Returns out, or (out, lse) with the natural logarithm of the denominator.
+    """
+    seq_lens = kv_start_loc[1:] - kv_start_loc[:-1]
+    arrays = dict(query_start_loc=query_start_loc, kv_start_loc=kv_start_loc)
+    return _run(
+        q,
+        KvLayer(k, v),
+        v.shape[-1],
+        0,
+        seq_lens,
+        arrays,
+        out=out,
+        return_lse=return_lse,
+        window=window,
+        causal=causal,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        stream=stream,
+    )
+
+
+def attention_paged(
+    q,
+    k_cache,
+    v_cache,
+    query_start_loc,
+    seq_lens,
+    block_table=None,
+    *,
+    kv_indptr=None,
+    kv_indices=None,
+    kv_last_page_len=None,
+    k_scale=None,
+    v_scale=None,
+    causal=True,
+    window=(-1, -1),
+    scale=None,
+    soft_cap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+    out=None,
+    return_lse=False,
+    stream=None,
+):
+    """Attention of q [num_tokens, num_q_heads, d] over a paged cache: k_cache and v_cache [num_blocks, block_size, num_kv_heads, d], any strides.
+
+    query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs] are on the host; seq_lens counts the queries' own keys, which are in
+    the cache already. Pages by block_table int32 [num_reqs, max_blocks], or by kv_indptr and kv_indices. The rest is as in attention_varlen.
+    """
+    arrays = dict(
+        query_start_loc=query_start_loc,
+        block_table=block_table,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_last_page_len=kv_last_page_len,
+    )
+    return _run(
+        q,
+        KvLayer(k_cache, v_cache, k_scale, v_scale),
+        v_cache.shape[-1],
+        k_cache.shape[1],
+        seq_lens,
+        arrays,
+        out=out,
+        return_lse=return_lse,
+        window=window,
+        causal=causal,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        stream=stream,
+    )
+
+
+def merge_states(outs, lses, *, out=None, lse=None, num_threads=1):
+    """Parts of an attention put together by their log-sum-exp, on the host, in the order given.
+
+    outs [num_tokens, num_heads, d] each, lses float32 [num_tokens, num_heads], natural logarithms, -inf for an empty part. Returns (out, lse).
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs:
+        raise ValueError("merge_states: expected one part or more, got none")
+    out = empty(outs[0], tuple(outs[0].shape), dtype_name(outs[0])) if out is None else out
+    lse = empty(lses[0], tuple(lses[0].shape), "f32") if lse is None else lse
+    _core.merge_partial_results(outs, lses, out, lse, num_threads)
+    return out, lse
+
+
+def merge_state(out_a, lse_a, out_b, lse_b):
+    """merge_states() of two parts."""
+    return merge_states([out_a, out_b], [lse_a, lse_b])

@@ -1,0 +1,183 @@
+"""Selection, plans and caches in the shape that Python users expect."""
+from typing import Any, NamedTuple, Optional
+
+from . import _core
+from ._arrays import empty, stream_address
+
+
+def _device(device):
+    return device if isinstance(device, _core.Device) else _core.Device(str(device))
+
+
+def select(spec, device="cpu", *, forced="", forced_prefill="", forced_decode="", phase="any"):
+    """Which backend runs a spec on a device, with every reason against the others.
+
+    `forced` is a backend or a name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know; `phase` is "any", "prefill" or "decode". That
+    nothing runs the spec is no error: `.backend` is None then, and `.proposals` has changes of the spec after which something does.
+    """
+    return _core.select(spec, _device(device), forced=forced, forced_prefill=forced_prefill, forced_decode=forced_decode, phase=phase)
+
+
+def explain(spec, device="cpu", **options):
+    """The table of `imbrex select`: every backend, and why it was taken or passed over."""
+    return str(select(spec, device, **options))
+
+
+class KvLayer(NamedTuple):
+    """One layer's pages.
+
+    k [num_blocks, block_size, num_kv_heads, head_dim_qk] and v [.., head_dim_v] with any strides; ragged (block_size 0) [num_rows,
+    num_kv_heads, head_dim]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
+    """
+
+    k: Any
+    v: Any
+    k_scale: Optional[Any] = None
+    v_scale: Optional[Any] = None
+
+
+class KvCache:
+    """Owned, zeroed memory for all layers of one spec.
+
+    `order` names the physical order of the dimensions, outermost first: l(ayer), b(lock), h(ead), t(oken), d(im). Arrays of a layer are for
+    `from_dlpack` of any framework, and keep the memory alive.
+    """
+
+    def __init__(self, spec, num_layers, num_blocks, order="lbhtd", device="cpu"):
+        self.spec = spec
+        self._memory = _core.KvCache(spec, num_layers, num_blocks, order, _device(device))
+
+    @property
+    def nbytes(self):
+        return self._memory.nbytes
+
+    @property
+    def num_layers(self):
+        return self._memory.num_layers
+
+    @property
+    def num_blocks(self):
+        return self._memory.num_blocks
+
+    def layer(self, index):
+        return KvLayer(*self._memory.layer(index))
+
+
+class Plan:
+    """Everything one step needs, decided once and reused by every layer of the same spec. For one stream, and one thread at a time.
+
+    `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
+    num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch.
+    """
+
+    def __init__(
+        self,
+        spec,
+        device="cpu",
+        *,
+        backend="",
+        max_num_reqs=256,
+        max_num_tokens=8192,
+        max_seq_len=131072,
+        max_query_len=0,
+        num_threads=0,
+        balanced=False,
+        validate=True,
+        load_on_demand=False,
+    ):
+        self.spec = spec
+        self._plan = _core.Plan(
+            spec,
+            _device(device),
+            backend=backend,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            max_query_len=max_query_len,
+            num_threads=num_threads,
+            balanced=balanced,
+            validate=validate,
+            load_on_demand=load_on_demand,
+        )
+
+    def update(
+        self,
+        query_start_loc,
+        seq_lens,
+        *,
+        block_table=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_last_page_len=None,
+        kv_start_loc=None,
+        slot_mapping=None,
+        custom_mask=None,
+        stream=None,
+    ):
+        """One scheduler step.
+
+        query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs] are on the host; seq_lens counts this step's tokens too. Where keys
+        are: block_table int32 [num_reqs, max_blocks]; or kv_indptr [num_reqs + 1], kv_indices and, optional, kv_last_page_len [num_reqs]; or,
+        for ragged keys, kv_start_loc [num_reqs + 1]. slot_mapping int64 [num_tokens] is for write_kv(): block * block_size + offset, -1 is not
+        written. custom_mask uint8 [sum of q_len * seq_len]. These are used where they lie and kept until the next update.
+        """
+        anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
+        self._plan.update(
+            query_start_loc,
+            seq_lens,
+            block_table=block_table,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_last_page_len=kv_last_page_len,
+            kv_start_loc=kv_start_loc,
+            slot_mapping=slot_mapping,
+            custom_mask=custom_mask,
+            stream=stream_address(stream, anchor),
+        )
+
+    def write_kv(self, layer, k, v, *, stream=None):
+        """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
+        layer = KvLayer(*layer)
+        self._plan.write_kv(layer.k, layer.v, layer.k_scale, layer.v_scale, k, v, stream=stream_address(stream, k))
+
+    def run(
+        self,
+        q,
+        layer,
+        out=None,
+        *,
+        lse=None,
+        q_scale=None,
+        sinks=None,
+        alibi_slopes=None,
+        head_scales=None,
+        relative_bias=None,
+        stream=None,
+    ):
+        """Attention of q [>= num_tokens, num_q_heads, head_dim_qk] over a layer's pages.
+
+        Returns out [.., num_q_heads, head_dim_v], which is made when it is not given. lse float32 [.., num_q_heads] receives the natural
+        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them.
+        """
+        layer = KvLayer(*layer)
+        if out is None:
+            out = empty(q, (q.shape[0], self.spec.num_q_heads, self.spec.head_dim_v), self.spec.out_dtypes[0])
+        self._plan.run(
+            q,
+            layer.k,
+            layer.v,
+            layer.k_scale,
+            layer.v_scale,
+            out,
+            lse,
+            q_scale=q_scale,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            head_scales=head_scales,
+            relative_bias=relative_bias,
+            stream=stream_address(stream, q),
+        )
+        return out
+
+    def __str__(self):
+        return str(self._plan)

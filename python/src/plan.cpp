@@ -1,0 +1,189 @@
+// See plan.h. Arrays are looked at with Python's lock held, and the work is done without it.
+#include "plan.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "imbrex/imbrex.hpp"
+#include "tensors.h"
+
+namespace imbrex::python {
+namespace {
+
+// Threads of all plans that ask for every core.
+ThreadPool& every_core() {
+  static ThreadPool pool(0);
+  return pool;
+}
+
+Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
+
+std::span<const int32_t> host_numbers(const Array& a, const char* name) {
+  const TensorView view = view_of(a, name, DType::i32);
+  if (view.dtype != DType::i32 || view.rank != 1 || view.device.type != DeviceType::cpu || (view.size(0) > 1 && view.stride(0) != 1))
+    throw Error("python.tensor", std::string(name) + ": expected contiguous int32 [n] on the host, got " + view.str());
+  return {view.as<const int32_t>(), size_t(view.size(0))};
+}
+
+struct PyPlan {
+  AttentionSpec spec;
+  DeviceInfo device;
+  std::unique_ptr<ThreadPool> threads;
+  std::unique_ptr<Plan> plan;
+  std::vector<Array> held;  // what tensors of the last update show
+};
+
+KvCache kv_of(const PyPlan& p, const Array& k, const Array& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
+  const DType type = p.spec.kv_format == KvFormat::strided ? p.spec.kv_dtype : DType::u8;
+  return {.k = view_of(k, "k_cache", type),
+          .v = view_of(v, "v_cache", type),
+          .k_scale = view_of(k_scale, "k_scale", DType::f32),
+          .v_scale = view_of(v_scale, "v_scale", DType::f32)};
+}
+
+void bind_plan_class(nb::module_& m) {
+  nb::class_<PyPlan>(m, "Plan")
+      .def(
+          "__init__",
+          [](PyPlan* self, const AttentionSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
+             int max_num_tokens, int max_seq_len, int max_query_len, int num_threads, bool balanced, bool validate, bool load_on_demand,
+             bool on_device) {
+            const Selection chosen = select(spec, device, {.forced = backend});
+            if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
+            PlanOptions options;
+            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len};
+            options.balanced = balanced, options.validate = validate, options.load_on_demand = load_on_demand,
+            options.on_device = on_device;
+            PyPlan made{spec, device, nullptr, nullptr, {}};
+            if (device.device.type == DeviceType::cpu && num_threads == 0) options.threads = every_core().parallel_for();
+            if (device.device.type == DeviceType::cpu && num_threads > 1) {
+              made.threads = std::make_unique<ThreadPool>(num_threads);
+              options.threads = made.threads->parallel_for();
+            }
+            {
+              const nb::gil_scoped_release release;
+              made.plan = chosen.backend->plan(spec, device, options);
+            }
+            new (self) PyPlan(std::move(made));
+          },
+          nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
+          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("num_threads") = 0,
+          nb::arg("balanced") = false, nb::arg("validate") = true, nb::arg("load_on_demand") = false, nb::arg("on_device") = false)
+      .def_ro("spec", &PyPlan::spec)
+      .def_ro("device", &PyPlan::device)
+      .def(
+          "update",
+          [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, const OptionalArray& block_table,
+             const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_last_page_len,
+             const OptionalArray& kv_start_loc, const OptionalArray& slot_mapping, const OptionalArray& custom_mask, uintptr_t stream) {
+            Batch batch;
+            batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
+            batch.seq_lens = host_numbers(seq_lens, "seq_lens");
+            batch.block_table = view_of(block_table, "block_table", DType::i32);
+            batch.kv_indptr = view_of(kv_indptr, "kv_indptr", DType::i32);
+            batch.kv_indices = view_of(kv_indices, "kv_indices", DType::i32);
+            batch.kv_last_page_len = view_of(kv_last_page_len, "kv_last_page_len", DType::i32);
+            batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
+            batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
+            batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            {
+              const nb::gil_scoped_release release;
+              p.plan->update(batch, stream_of(stream));
+            }
+            p.held.clear();
+            for (const OptionalArray* a :
+                 {&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask})
+              if (*a) p.held.push_back(**a);
+          },
+          nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
+          nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
+          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "write_kv",
+          [](PyPlan& p, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale,
+             const Array& k, const Array& v, uintptr_t stream) {
+            const KvCache kv = kv_of(p, k_cache, v_cache, k_scale, v_scale);
+            const DType type = p.spec.new_kv_dtypes().front();
+            const TensorView new_k = view_of(k, "k", type), new_v = view_of(v, "v", type);
+            const nb::gil_scoped_release release;
+            p.plan->write_kv(kv, new_k, new_v, stream_of(stream));
+          },
+          nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"), nb::arg("v"),
+          nb::arg("stream") = 0)
+      .def(
+          "run",
+          [](PyPlan& p, const Array& q, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale,
+             const OptionalArray& v_scale, const Array& out, const OptionalArray& lse, const OptionalArray& q_scale,
+             const OptionalArray& sinks, const OptionalArray& alibi_slopes, const OptionalArray& head_scales,
+             const OptionalArray& relative_bias, uintptr_t stream) {
+            const Inputs in{.q = view_of(q, "q", p.spec.q_dtype),
+                            .q_scale = view_of(q_scale, "q_scale", DType::f32),
+                            .kv = kv_of(p, k_cache, v_cache, k_scale, v_scale),
+                            .sinks = view_of(sinks, "sinks", DType::f32),
+                            .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
+                            .head_scales = view_of(head_scales, "head_scales", DType::f32),
+                            .relative_bias = view_of(relative_bias, "relative_bias", DType::f32)};
+            const Outputs outputs{.out = view_of(out, "out", p.spec.out_dtypes().front()), .lse = view_of(lse, "lse", DType::f32)};
+            const nb::gil_scoped_release release;
+            p.plan->run(in, outputs, stream_of(stream));
+          },
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
+          nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
+          nb::arg("head_scales") = nb::none(), nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
+      .def("__str__", [](const PyPlan& p) { return p.plan->str(); });
+}
+
+// Memory of a device, shared with every array that was made of it.
+struct PyCache {
+  std::shared_ptr<DeviceStream> stream;  // null on a CPU
+  std::shared_ptr<KvAllocation> memory;
+};
+
+}  // namespace
+
+void bind_plan(nb::module_& m) {
+  bind_plan_class(m);
+  nb::class_<PyCache>(m, "KvCache")
+      .def(
+          "__init__",
+          [](PyCache* self, const AttentionSpec& spec, int num_layers, int64_t num_blocks, const std::string& order,
+             const DeviceInfo& device) {
+            PyCache made;
+            {
+              const nb::gil_scoped_release release;
+              if (device.device.type != DeviceType::cpu) made.stream = open_stream(device);
+              made.memory = std::make_shared<KvAllocation>(spec, num_layers, num_blocks, order, made.stream.get());
+              if (made.stream) made.stream->synchronize();
+            }
+            new (self) PyCache(std::move(made));
+          },
+          nb::arg("spec"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("order") = "lbhtd", nb::arg("device"))
+      .def_prop_ro("nbytes", [](const PyCache& c) { return c.memory->bytes(); })
+      .def_prop_ro("num_layers", [](const PyCache& c) { return c.memory->num_layers(); })
+      .def_prop_ro("num_blocks", [](const PyCache& c) { return c.memory->num_blocks(); })
+      .def(
+          "layer",
+          [](nb::handle_t<PyCache> self, int index) {
+            const KvCache kv = nb::cast<const PyCache&>(self).memory->layer(index);
+            return nb::make_tuple(array_of(kv.k, self), array_of(kv.v, self));
+          },
+          nb::arg("index"));
+  m.def(
+      "merge_partial_results",
+      [](const std::vector<Array>& outs, const std::vector<Array>& lses, const Array& out, const OptionalArray& lse, int num_threads) {
+        if (outs.size() != lses.size())
+          throw Error("merge.parts", "expected as many outputs as log-sum-exps, got " + std::to_string(outs.size()) + " and " +
+                                         std::to_string(lses.size()));
+        std::vector<PartialResult> parts;
+        const DType type = DType::bf16;  // what uint16 is
+        for (size_t i = 0; i < outs.size(); ++i) parts.push_back({view_of(outs[i], "out", type), view_of(lses[i], "lse", DType::f32)});
+        const TensorView to = view_of(out, "out", type), to_lse = view_of(lse, "lse", DType::f32);
+        const ParallelFor threads = num_threads == 0 ? every_core().parallel_for() : ParallelFor{};
+        const nb::gil_scoped_release release;
+        merge_partial_results(parts, to, to_lse, threads);
+      },
+      nb::arg("outs"), nb::arg("lses"), nb::arg("out"), nb::arg("lse").none(), nb::arg("num_threads") = 1);
+}
+
+}  // namespace imbrex::python

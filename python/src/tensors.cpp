@@ -1,0 +1,59 @@
+// See tensors.h.
+#include "tensors.h"
+
+#include <array>
+
+#include "imbrex/error.h"
+
+namespace imbrex::python {
+namespace {
+
+struct DlType {
+  DType type;
+  uint8_t code, bits;
+};
+constexpr std::array kTypes = {DlType{DType::f32, 2, 32},      DlType{DType::f16, 2, 16},      DlType{DType::bf16, 4, 16},
+                               DlType{DType::fp8_e4m3, 10, 8}, DlType{DType::fp8_e5m2, 12, 8}, DlType{DType::u8, 1, 8},
+                               DlType{DType::i32, 0, 32},      DlType{DType::i64, 0, 64}};
+constexpr int kUnsigned = 1, kBool = 6;
+
+std::optional<DType> dtype_of(const nb::dlpack::dtype& t, DType wanted) {
+  if (t.lanes != 1) return std::nullopt;
+  if ((t.code == kUnsigned || t.code == kBool) && t.bits == 8 * size_of(wanted)) return wanted;
+  for (const DlType& known : kTypes)
+    if (known.code == t.code && known.bits == t.bits) return known.type;
+  return std::nullopt;
+}
+
+}  // namespace
+
+TensorView view_of(const Array& a, const char* name, DType wanted) {
+  const std::optional<DType> type = dtype_of(a.dtype(), wanted);
+  if (!type || a.ndim() > TensorView::kMaxRank) {
+    throw Error("python.tensor", std::string(name) + ": expected an array of " + to_string(wanted) + " with at most 5 dimensions, got " +
+                                     std::to_string(a.ndim()) + " of DLPack type " + std::to_string(a.dtype().code) + " with " +
+                                     std::to_string(a.dtype().bits) + " bits");
+  }
+  const int device = a.device_type();
+  const bool cuda = device == nb::device::cuda::value || device == nb::device::cuda_managed::value;
+  if (!cuda && device != nb::device::cpu::value && device != nb::device::cuda_host::value)
+    throw Error("python.tensor", std::string(name) + ": expected memory of a host or of CUDA, got DLPack device " + std::to_string(device));
+  TensorView view{.data = const_cast<void*>(a.data()), .dtype = *type, .rank = int(a.ndim())};
+  view.device = {cuda ? DeviceType::cuda : DeviceType::cpu, cuda ? a.device_id() : 0};
+  for (size_t i = 0; i < a.ndim(); ++i) view.sizes[i] = int64_t(a.shape(i)), view.strides[i] = a.stride(i);
+  return view;
+}
+
+TensorView view_of(const OptionalArray& a, const char* name, DType wanted) { return a ? view_of(*a, name, wanted) : TensorView{}; }
+
+nb::ndarray<nb::array_api> array_of(const TensorView& view, nb::handle owner) {
+  std::array<size_t, TensorView::kMaxRank> shape{};
+  for (int i = 0; i < view.rank; ++i) shape[size_t(i)] = size_t(view.sizes[size_t(i)]);
+  nb::dlpack::dtype type;
+  for (const DlType& known : kTypes)
+    if (known.type == view.dtype) type.code = known.code, type.bits = known.bits, type.lanes = 1;
+  const int device = view.device.type == DeviceType::cuda ? nb::device::cuda::value : nb::device::cpu::value;
+  return {view.data, size_t(view.rank), shape.data(), owner, view.strides.data(), type, device, view.device.index};
+}
+
+}  // namespace imbrex::python

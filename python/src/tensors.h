@@ -1,0 +1,24 @@
+#pragma once
+// Arrays of any framework as tensors: through DLPack, without copies. Types that NumPy does not have come as unsigned integers of their
+// size.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <optional>
+
+#include "imbrex/tensor.h"
+
+namespace imbrex::python {
+
+namespace nb = nanobind;
+using Array = nb::ndarray<nb::ro>;
+using OptionalArray = std::optional<Array>;
+
+// `wanted`: what uint16 and uint8 elements stand for, where the layer has such a type. Error python.tensor for what no tensor can be.
+TensorView view_of(const Array&, const char* name, DType wanted);
+TensorView view_of(const OptionalArray&, const char* name, DType wanted);  // empty without an array
+
+// An array over memory that `owner` keeps alive, for from_dlpack() of any framework.
+nb::ndarray<nb::array_api> array_of(const TensorView&, nb::handle owner);
+
+}  // namespace imbrex::python

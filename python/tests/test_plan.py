@@ -1,0 +1,186 @@
+"""Plans, caches and one-call functions on NumPy arrays, against float64."""
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import imbrex
+from reference import attention, bf16_bits, from_bf16
+
+
+class Step:
+    """Requests of random lengths in pages out of order: a prompt, a chunk, and decode."""
+
+    def __init__(self, rng, block_size=16):
+        self.q_lens, self.seq_lens = np.array([20, 5, 1], np.int32), np.array([20, 37, 50], np.int32)
+        self.query_start_loc = np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32)
+        columns = -(-int(self.seq_lens.max()) // block_size)
+        self.block_table = rng.permutation(3 * columns).astype(np.int32).reshape(3, columns)
+        self.num_blocks = 3 * columns
+        self.slots = [
+            np.array([self.block_table[r, j // block_size] * block_size + j % block_size for j in range(n)], np.int64)
+            for r, n in enumerate(self.seq_lens)
+        ]
+        self.keys = [rng.standard_normal((n, 2, 64)).astype(np.float32) for n in self.seq_lens]
+        self.values = [rng.standard_normal((n, 2, 64)).astype(np.float32) for n in self.seq_lens]
+        self.q = rng.standard_normal((26, 8, 64)).astype(np.float32)
+
+    def new(self, rows):
+        """Of rows for all keys, those of this step's tokens."""
+        return np.concatenate([x[len(x) - n :] for x, n in zip(rows, self.q_lens)])
+
+    def pages(self, rows, block_size=16):
+        unused = np.nan if rows[0].dtype.kind == "f" else 0xFFFF  # a NaN of bfloat16 too
+        cache = np.full((self.num_blocks * block_size, *rows[0].shape[1:]), unused, rows[0].dtype)
+        for slots, x in zip(self.slots, rows):
+            cache[slots] = x
+        return cache.reshape(self.num_blocks, block_size, *rows[0].shape[1:])
+
+    def expected(self, convert=lambda x: x, **mask):
+        q = convert(self.q)
+        parts = [
+            attention(q[a:b], convert(k), convert(v), **mask)
+            for a, b, k, v in zip(self.query_start_loc, self.query_start_loc[1:], self.keys, self.values)
+        ]
+        return tuple(np.concatenate(x) for x in zip(*parts))
+
+
+def spec_f32(**fields):
+    return imbrex.AttentionSpec(8, 2, 64, q_dtype="f32", **fields)
+
+
+def test_plan_writes_and_runs(rng):
+    step = Step(rng)
+    spec = spec_f32()
+    plan = imbrex.Plan(spec, max_seq_len=64)
+    cache = imbrex.KvCache(spec, num_layers=2, num_blocks=step.num_blocks)
+    layer = cache.layer(1)
+    k, v = np.from_dlpack(layer.k), np.from_dlpack(layer.v)
+    assert k.shape == (step.num_blocks, 16, 2, 64) and not k.any()
+    for pages, rows in ((k, step.keys), (v, step.values)):  # what earlier steps wrote, in place
+        old = step.pages([np.concatenate([x[: len(x) - n], np.zeros((n, 2, 64), np.float32)]) for x, n in zip(rows, step.q_lens)])
+        np.copyto(pages, np.nan_to_num(old))
+    slots = step.new(step.slots)
+    plan.update(step.query_start_loc, step.seq_lens, block_table=step.block_table, slot_mapping=slots)
+    plan.write_kv(layer, step.new(step.keys), step.new(step.values))
+    lse = np.empty((26, 8), np.float32)
+    out = plan.run(step.q, layer, lse=lse)
+    expected, expected_lse = step.expected(causal=True)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+    assert "work items" in str(plan)
+    given = np.zeros_like(out)
+    assert plan.run(step.q, layer, given) is given and (given == out).all()
+
+
+def test_arrays_of_a_cache_keep_its_memory():
+    cache = imbrex.KvCache(spec_f32(), 1, 4)
+    k = np.from_dlpack(cache.layer(0).k)
+    k[:] = 3
+    del cache
+    gc.collect()
+    assert (k == 3).all()
+
+
+def test_bits_of_bf16(rng):
+    step = Step(rng)
+    spec = imbrex.AttentionSpec(8, 2, 64)
+    plan = imbrex.Plan(spec, max_seq_len=64)
+    k, v = (step.pages([bf16_bits(x) for x in rows]) for rows in (step.keys, step.values))
+    plan.update(step.query_start_loc, step.seq_lens, block_table=step.block_table)
+    out = plan.run(bf16_bits(step.q), (k, v))
+    assert out.dtype == np.uint16
+    expected, _ = step.expected(lambda x: from_bf16(bf16_bits(x)), causal=True)
+    np.testing.assert_allclose(from_bf16(out), expected, atol=2e-2)
+
+
+def test_plan_holds_the_arrays_of_a_step(rng):
+    step = Step(rng)
+    plan = imbrex.Plan(spec_f32(), max_seq_len=64)
+    plan.update(step.query_start_loc, step.seq_lens, block_table=step.block_table.copy())
+    gc.collect()
+    np.full(4096, -1, np.int32)  # likely where a freed table was
+    out = plan.run(step.q, (step.pages(step.keys), step.pages(step.values)))
+    np.testing.assert_allclose(out, step.expected(causal=True)[0], atol=2e-5)
+
+
+def test_paged_by_table_and_by_indices(rng):
+    step = Step(rng)
+    k, v = step.pages(step.keys), step.pages(step.values)
+    expected, expected_lse = step.expected(causal=True, window_left=9, soft_cap=4.0)
+    options = dict(window=(9, -1), soft_cap=4.0, return_lse=True)
+    out, lse = imbrex.attention_paged(step.q, k, v, step.query_start_loc, step.seq_lens, step.block_table, **options)
+    np.testing.assert_allclose(out, expected, atol=2e-5)
+    np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+    counts = -(-step.seq_lens // 16)
+    indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    indices = np.concatenate([row[:n] for row, n in zip(step.block_table, counts)]).astype(np.int32)
+    last = (step.seq_lens - (counts - 1) * 16).astype(np.int32)
+    same, _ = imbrex.attention_paged(
+        step.q, k, v, step.query_start_loc, step.seq_lens, kv_indptr=indptr, kv_indices=indices, kv_last_page_len=last, **options
+    )
+    assert (same == out).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen(rng, causal):
+    step = Step(rng)
+    starts = np.concatenate([[0], np.cumsum(step.seq_lens)]).astype(np.int32)
+    sinks = rng.standard_normal(8).astype(np.float32)
+    out = imbrex.attention_varlen(
+        step.q, np.concatenate(step.keys), np.concatenate(step.values), step.query_start_loc, starts, causal=causal, scale=0.2, sinks=sinks
+    )
+    np.testing.assert_allclose(out, step.expected(causal=causal, scale=0.2, sinks=sinks)[0], atol=2e-5)
+
+
+def test_strided_arrays_are_not_copied(rng):
+    step = Step(rng)
+    both = np.stack([step.pages(step.keys), step.pages(step.values)], 2)  # [block, token, k or v, head, dim]
+    wide = np.zeros((26, 8, 128), np.float32)
+    wide[:, :, 64:] = step.q
+    out = np.full((26, 16, 64), -1, np.float32)
+    result = imbrex.attention_paged(
+        wide[:, :, 64:], both[:, :, 0], both[:, :, 1], step.query_start_loc, step.seq_lens, step.block_table, out=out[:, ::2]
+    )
+    np.testing.assert_allclose(result, step.expected(causal=True)[0], atol=2e-5)
+    assert (out[:, 1::2] == -1).all() and (out[:, ::2] == result).all()
+
+
+def test_merge(rng):
+    q = rng.standard_normal((5, 8, 64))
+    k, v = rng.standard_normal((30, 2, 64)), rng.standard_normal((30, 2, 64))
+    whole, whole_lse = attention(q, k, v, causal=False)
+    parts = [attention(q, k[a:b], v[a:b], causal=False) for a, b in ((0, 7), (7, 8), (8, 30))]
+    outs, lses = ([np.asarray(x, np.float32) for x in xs] for xs in zip(*parts))
+    out, lse = imbrex.merge_states(outs, lses)
+    np.testing.assert_allclose(out, whole, atol=1e-5)
+    np.testing.assert_allclose(lse, whole_lse, atol=1e-5)
+    two, _ = imbrex.merge_state(outs[0], lses[0], outs[1], lses[1])
+    expected, _ = attention(q, k[:8], v[:8], causal=False)
+    np.testing.assert_allclose(two, expected, atol=1e-5)
+    with pytest.raises(ValueError):
+        imbrex.merge_states([], [])
+
+
+def test_plans_run_beside_each_other(rng):
+    """The lock of Python is not held meanwhile; results do not depend on it."""
+    step = Step(rng)
+    k, v = step.pages(step.keys), step.pages(step.values)
+    expected = step.expected(causal=True)[0]
+    outs = []
+
+    def work():
+        plan = imbrex.Plan(spec_f32(), max_seq_len=64, num_threads=1)
+        for _ in range(20):
+            plan.update(step.query_start_loc, step.seq_lens, block_table=step.block_table)
+            outs.append(plan.run(step.q, (k, v)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(outs) == 80
+    for out in outs:
+        np.testing.assert_allclose(out, expected, atol=2e-5)
