@@ -1,9 +1,10 @@
 """Attention in one call, as the ecosystem's functions have it. For steps that share a plan among layers, use imbrex.Plan."""
 from functools import lru_cache
+from typing import Any, Optional, Sequence, Tuple, Union
 
 from . import _core
 from ._arrays import device_name, dtype_name, empty
-from .plan import KvLayer, Plan
+from .plan import Array, KvLayer, Plan
 
 
 @lru_cache(maxsize=64)
@@ -47,22 +48,22 @@ def _run(q, layer, v_head_dim, block_size, seq_lens, arrays, *, out, return_lse,
 
 
 def attention_varlen(
-    q,
-    k,
-    v,
-    query_start_loc,
-    kv_start_loc,
+    q: Array,
+    k: Array,
+    v: Array,
+    query_start_loc: Array,
+    kv_start_loc: Array,
     *,
-    causal=False,
-    window=(-1, -1),
-    scale=None,
-    soft_cap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    out=None,
-    return_lse=False,
-    stream=None,
-):
+    causal: bool = False,
+    window: Tuple[int, int] = (-1, -1),
+    scale: Optional[float] = None,
+    soft_cap: float = 0.0,
+    sinks: Optional[Array] = None,
+    alibi_slopes: Optional[Array] = None,
+    out: Optional[Array] = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Union[Array, Tuple[Array, Array]]:
     """Attention of requests that lie one after the other: q [num_tokens, num_q_heads, d], k and v [num_keys, num_kv_heads, d].
 
     query_start_loc and kv_start_loc are int32 [num_reqs + 1] on the host (cu_seqlens). Causal is aligned at the bottom right. window is (left,
@@ -90,28 +91,28 @@ def attention_varlen(
 
 
 def attention_paged(
-    q,
-    k_cache,
-    v_cache,
-    query_start_loc,
-    seq_lens,
-    block_table=None,
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    query_start_loc: Array,
+    seq_lens: Array,
+    block_table: Optional[Array] = None,
     *,
-    kv_indptr=None,
-    kv_indices=None,
-    kv_last_page_len=None,
-    k_scale=None,
-    v_scale=None,
-    causal=True,
-    window=(-1, -1),
-    scale=None,
-    soft_cap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    out=None,
-    return_lse=False,
-    stream=None,
-):
+    kv_indptr: Optional[Array] = None,
+    kv_indices: Optional[Array] = None,
+    kv_last_page_len: Optional[Array] = None,
+    k_scale: Optional[Array] = None,
+    v_scale: Optional[Array] = None,
+    causal: bool = True,
+    window: Tuple[int, int] = (-1, -1),
+    scale: Optional[float] = None,
+    soft_cap: float = 0.0,
+    sinks: Optional[Array] = None,
+    alibi_slopes: Optional[Array] = None,
+    out: Optional[Array] = None,
+    return_lse: bool = False,
+    stream: Any = None,
+) -> Union[Array, Tuple[Array, Array]]:
     """Attention of q [num_tokens, num_q_heads, d] over a paged cache: k_cache and v_cache [num_blocks, block_size, num_kv_heads, d], any strides.
 
     query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs] are on the host; seq_lens counts the queries' own keys, which are in
@@ -143,7 +144,9 @@ def attention_paged(
     )
 
 
-def merge_states(outs, lses, *, out=None, lse=None, num_threads=1):
+def merge_states(
+    outs: Sequence[Array], lses: Sequence[Array], *, out: Optional[Array] = None, lse: Optional[Array] = None, num_threads: int = 1
+) -> Tuple[Array, Array]:
     """Parts of an attention put together by their log-sum-exp, on the host, in the order given.
 
     outs [num_tokens, num_heads, d] each, lses float32 [num_tokens, num_heads], natural logarithms, -inf for an empty part. Returns (out, lse).
@@ -157,6 +160,6 @@ def merge_states(outs, lses, *, out=None, lse=None, num_threads=1):
     return out, lse
 
 
-def merge_state(out_a, lse_a, out_b, lse_b):
+def merge_state(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Tuple[Array, Array]:
     """merge_states() of two parts."""
     return merge_states([out_a, out_b], [lse_a, lse_b])

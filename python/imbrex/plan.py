@@ -1,15 +1,27 @@
 """Selection, plans and caches in the shape that Python users expect."""
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Tuple, Union
 
 from . import _core
 from ._arrays import empty, stream_address
 
 
-def _device(device):
+Array = Any  # of any framework with DLPack
+DeviceLike = Union[str, _core.Device]
+
+
+def _device(device: DeviceLike) -> _core.Device:
     return device if isinstance(device, _core.Device) else _core.Device(str(device))
 
 
-def select(spec, device="cpu", *, forced="", forced_prefill="", forced_decode="", phase="any"):
+def select(
+    spec: _core.AttentionSpec,
+    device: DeviceLike = "cpu",
+    *,
+    forced: str = "",
+    forced_prefill: str = "",
+    forced_decode: str = "",
+    phase: str = "any",
+) -> _core.Selection:
     """Which backend runs a spec on a device, with every reason against the others.
 
     `forced` is a backend or a name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know; `phase` is "any", "prefill" or "decode". That
@@ -18,7 +30,7 @@ def select(spec, device="cpu", *, forced="", forced_prefill="", forced_decode=""
     return _core.select(spec, _device(device), forced=forced, forced_prefill=forced_prefill, forced_decode=forced_decode, phase=phase)
 
 
-def explain(spec, device="cpu", **options):
+def explain(spec: _core.AttentionSpec, device: DeviceLike = "cpu", **options: str) -> str:
     """The table of `imbrex select`: every backend, and why it was taken or passed over."""
     return str(select(spec, device, **options))
 
@@ -30,10 +42,10 @@ class KvLayer(NamedTuple):
     num_kv_heads, head_dim]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
     """
 
-    k: Any
-    v: Any
-    k_scale: Optional[Any] = None
-    v_scale: Optional[Any] = None
+    k: Array
+    v: Array
+    k_scale: Optional[Array] = None
+    v_scale: Optional[Array] = None
 
 
 class KvCache:
@@ -43,23 +55,25 @@ class KvCache:
     `from_dlpack` of any framework, and keep the memory alive.
     """
 
-    def __init__(self, spec, num_layers, num_blocks, order="lbhtd", device="cpu"):
+    def __init__(
+        self, spec: _core.AttentionSpec, num_layers: int, num_blocks: int, order: str = "lbhtd", device: DeviceLike = "cpu"
+    ) -> None:
         self.spec = spec
         self._memory = _core.KvCache(spec, num_layers, num_blocks, order, _device(device))
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         return self._memory.nbytes
 
     @property
-    def num_layers(self):
+    def num_layers(self) -> int:
         return self._memory.num_layers
 
     @property
-    def num_blocks(self):
+    def num_blocks(self) -> int:
         return self._memory.num_blocks
 
-    def layer(self, index):
+    def layer(self, index: int) -> KvLayer:
         return KvLayer(*self._memory.layer(index))
 
 
@@ -72,19 +86,19 @@ class Plan:
 
     def __init__(
         self,
-        spec,
-        device="cpu",
+        spec: _core.AttentionSpec,
+        device: DeviceLike = "cpu",
         *,
-        backend="",
-        max_num_reqs=256,
-        max_num_tokens=8192,
-        max_seq_len=131072,
-        max_query_len=0,
-        num_threads=0,
-        balanced=False,
-        validate=True,
-        load_on_demand=False,
-    ):
+        backend: str = "",
+        max_num_reqs: int = 256,
+        max_num_tokens: int = 8192,
+        max_seq_len: int = 131072,
+        max_query_len: int = 0,
+        num_threads: int = 0,
+        balanced: bool = False,
+        validate: bool = True,
+        load_on_demand: bool = False,
+    ) -> None:
         self.spec = spec
         self._plan = _core.Plan(
             spec,
@@ -102,18 +116,18 @@ class Plan:
 
     def update(
         self,
-        query_start_loc,
-        seq_lens,
+        query_start_loc: Array,
+        seq_lens: Array,
         *,
-        block_table=None,
-        kv_indptr=None,
-        kv_indices=None,
-        kv_last_page_len=None,
-        kv_start_loc=None,
-        slot_mapping=None,
-        custom_mask=None,
-        stream=None,
-    ):
+        block_table: Optional[Array] = None,
+        kv_indptr: Optional[Array] = None,
+        kv_indices: Optional[Array] = None,
+        kv_last_page_len: Optional[Array] = None,
+        kv_start_loc: Optional[Array] = None,
+        slot_mapping: Optional[Array] = None,
+        custom_mask: Optional[Array] = None,
+        stream: Any = None,
+    ) -> None:
         """One scheduler step.
 
         query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs] are on the host; seq_lens counts this step's tokens too. Where keys
@@ -135,25 +149,25 @@ class Plan:
             stream=stream_address(stream, anchor),
         )
 
-    def write_kv(self, layer, k, v, *, stream=None):
+    def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Array, *, stream: Any = None) -> None:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
         layer = KvLayer(*layer)
         self._plan.write_kv(layer.k, layer.v, layer.k_scale, layer.v_scale, k, v, stream=stream_address(stream, k))
 
     def run(
         self,
-        q,
-        layer,
-        out=None,
+        q: Array,
+        layer: Tuple[Array, ...],
+        out: Optional[Array] = None,
         *,
-        lse=None,
-        q_scale=None,
-        sinks=None,
-        alibi_slopes=None,
-        head_scales=None,
-        relative_bias=None,
-        stream=None,
-    ):
+        lse: Optional[Array] = None,
+        q_scale: Optional[Array] = None,
+        sinks: Optional[Array] = None,
+        alibi_slopes: Optional[Array] = None,
+        head_scales: Optional[Array] = None,
+        relative_bias: Optional[Array] = None,
+        stream: Any = None,
+    ) -> Array:
         """Attention of q [>= num_tokens, num_q_heads, head_dim_qk] over a layer's pages.
 
         Returns out [.., num_q_heads, head_dim_v], which is made when it is not given. lse float32 [.., num_q_heads] receives the natural
@@ -179,5 +193,5 @@ class Plan:
         )
         return out
 
-    def __str__(self):
+    def __str__(self) -> str:
         return str(self._plan)
