@@ -12,7 +12,8 @@ namespace imbrex::cuda {
 
 // Named ones: of the warps that share out 16 rows, each; of all; of the warps that read the same values, each.
 constexpr int kCrewBarriers = kRowWarps + 1 + (kRowWarps > 1 ? kTeams : 0);
-DEVICE void meet_crew(int crew) { named_barrier_sync(1 + crew * kCrewBarriers + kRowWarps, kCrewThreads); }
+DEVICE int crew_barrier(int crew) { return 1 + crew * kCrewBarriers + kRowWarps; }
+DEVICE void meet_crew(int crew) { named_barrier_sync(crew_barrier(crew), kCrewThreads); }
 
 // --- consumers: four warps for each 16 rows
 
@@ -304,9 +305,8 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
 DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
   if (item.partial < 0) return;
-  if (threadIdx.x % kCrewThreads == 0) shared.is_last_piece = is_last_piece(p, item);
-  meet_crew(crew);
-  if (shared.is_last_piece) join_pieces<kCrewThreads>(p, item);
+  const bool is_last = threadIdx.x % kCrewThreads == 0 && is_last_piece(p, item);
+  if (named_barrier_any(crew_barrier(crew), kCrewThreads, is_last)) join_pieces<kCrewThreads>(p, item);
 }
 
 DEVICE void begin_barriers(SharedStorage& shared) {

@@ -45,7 +45,6 @@ struct SharedStorage {  // of a crew
   u64 q_empty[kQSlots], slot_full[kItemSlots], slot_empty[kItemSlots], stored[kItemSlots];
   bool more[kItemSlots];  // false: no item, and none will come
   int last_slot;          // of the crew's last item; -1: it had none
-  bool is_last_piece;
 };
 constexpr int kLoaders = kMaps ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);

@@ -67,6 +67,21 @@ DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads: wait for all, or only report to those who wait.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+// And whether x is true for one of them.
+DEVICE bool named_barrier_any(int id, int threads, bool x) {
+  u32 any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(u32(x))
+      : "memory");
+  return any != 0;
+}
 
 // x, of which the compiler knows nothing: what follows from it is computed here, and not kept in registers from before a loop.
 DEVICE int computed_here(int x) {

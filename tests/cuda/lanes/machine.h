@@ -69,6 +69,7 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   std::array<Barrier, 16> barriers[cuda::kMostBlocks];
+  std::array<bool, 16> votes[cuda::kMostBlocks];
   Barrier of_cluster;
   std::map<unsigned, MBarrier> mbarriers[cuda::kMostBlocks];  // by their address
   int spare_registers[cuda::kMostBlocks];                     // of a thread, that warps have given back
@@ -154,7 +155,7 @@ inline void run_cluster(int blocks, int threads, std::function<void()> body) {
   block.fibers = std::vector<Fiber>(size_t(blocks * threads));
   block.warps = std::vector<Warp>(block.fibers.size() / 32);
   for (Warp& warp : block.warps) warp.registers = std::min(kRegisters / threads, kMostRegisters) / kRegistersUnit * kRegistersUnit;
-  for (int i = 0; i < blocks; ++i) block.barriers[i] = {}, block.mbarriers[i].clear(), block.spare_registers[i] = 0;
+  for (int i = 0; i < blocks; ++i) block.barriers[i] = {}, block.votes[i] = {}, block.mbarriers[i].clear(), block.spare_registers[i] = 0;
   block.of_cluster = {};
   block.body = std::move(body);
   for (int lane = 0; lane < blocks * threads; ++lane) start_fiber(lane);

@@ -111,6 +111,16 @@ inline void named_barrier_arrive(int id, int threads) {
   lanes::meet(kSyncBlock + id, 0, [](const int*) { return 0; });
   lanes::arrive_at(lanes::block.barriers[lanes::block.rank()][size_t(id)], threads);
 }
+inline bool named_barrier_any(int id, int threads, bool x) {
+  bool& any = lanes::block.votes[lanes::block.rank()][size_t(id)];
+  any = any || x;
+  named_barrier_sync(id, threads);
+  const bool found = any;
+  named_barrier_sync(id, threads);
+  any = false;
+  named_barrier_sync(id, threads);
+  return found;
+}
 inline void __syncthreads() { named_barrier_sync(0, lanes::block.threads); }
 
 inline u32 bits_of(float x) { return std::bit_cast<u32>(x); }
