@@ -20,7 +20,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-struct Options {
+struct BenchArguments {
   SpecOptions spec;
   serve::BenchOptions bench;
   std::vector<std::string> batches;
@@ -37,7 +37,7 @@ struct Job {
   std::vector<serve::BenchRequest> requests;
 };
 
-std::vector<Job> jobs_of(const Options& o) {
+std::vector<Job> jobs_of(const BenchArguments& o) {
   std::vector<Job> jobs;
   if (!o.cases.empty()) {
     std::regex pattern;
@@ -69,7 +69,7 @@ std::vector<Job> jobs_of(const Options& o) {
 }
 
 // Those asked for (names or aliases; each must run the job), or the one that selection takes.
-std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& device, const Options& o) {
+std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& device, const BenchArguments& o) {
   std::vector<const Backend*> list;
   SelectOptions options;
   auto names = split(o.backends, ",");
@@ -96,7 +96,7 @@ Share share_of(const serve::BenchResult& r, const Backend& backend, const serve:
   return {memory, in_cache ? "L3" : "DRAM"};
 }
 
-int run(Options& o) {
+int run_bench(BenchArguments& o) {
   const DeviceInfo device = describe_device(o.device);
   check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
   const bool gpu = device.device.type == DeviceType::cuda;
@@ -166,7 +166,7 @@ int run(Options& o) {
 }  // namespace
 
 void add_bench(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<BenchArguments>();
   CLI::App* sub = app.add_subcommand("bench", "Time attention on batches, with a check against the reference first");
   sub->add_option("BATCH", o->batches,
                   "vLLM's notation: items [count]q<queries>[k][s<keys>[k]] joined by ',' or '_', k is 1024 (default: five typical ones)");
@@ -203,7 +203,7 @@ void add_bench(CLI::App& app, Action& action) {
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
       "useful FLOP/s; share of the nearer ceiling (flop, L3 or DRAM: measured, or of the GPU's data sheet); best time of planning on the\n"
       "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_bench(*o); }; });
 }
 
 }  // namespace imbrex::cli

@@ -13,7 +13,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-struct Options {
+struct CompileArguments {
   std::string archs, folder, format = "table";
   SpecOptions spec;
   int jobs = 0;
@@ -58,7 +58,7 @@ serve::Table to_table(const std::vector<PrecompiledKernel>& kernels) {
   return table;
 }
 
-int run(Options& o) {
+int run_compile(CompileArguments& o) {
   PrecompileRequest request{.archs = split(o.archs, ", "), .specs = {}, .folder = o.folder, .jobs = o.jobs};
   if (request.archs.empty()) request.archs = split(kArchs, ",");
   if (request.jobs == 0) request.jobs = default_num_threads();
@@ -93,7 +93,7 @@ int run(Options& o) {
 }  // namespace
 
 void add_compile(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<CompileArguments>();
   CLI::App* sub = app.add_subcommand("compile", "Compile GPU kernels ahead of time; needs NVRTC, but no GPU");
   sub->add_option("--arch", o->archs, fmt::format("Architectures, separated by commas (default: {})", kArchs));
   sub->add_option("--model", o->spec.model, "Only the kernels of a model: preset name, config.json or its folder (default: all kinds)");
@@ -113,7 +113,7 @@ void add_compile(CLI::App& app, Action& action) {
       "  imbrex compile --arch sm_80,sm_90a --out kernels && IMBREX_CUDA_CACHE=kernels imbrex info\n"
       "  imbrex compile --strict\n\n"
       "Exit code 1 when a kernel does not compile, or with --strict has spills, local memory or warnings; 3 without NVRTC.");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_compile(*o); }; });
 }
 
 }  // namespace imbrex::cli

@@ -13,7 +13,7 @@
 namespace imbrex::cli {
 namespace {
 
-struct Options {
+struct InfoArguments {
   bool json = false, measure = false;
   int threads = 0;
 };
@@ -26,7 +26,7 @@ constexpr const char* kCompiler = "gcc " __VERSION__;
 
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
-int run(const Options& o) {
+int run_info(const InfoArguments& o) {
   const DeviceInfo cpu = probe_cpu();
   serve::Ceilings ceilings;
   if (o.measure) ceilings = serve::measure_ceilings(cpu, o.threads);
@@ -115,13 +115,13 @@ int run(const Options& o) {
 }  // namespace
 
 void add_info(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<InfoArguments>();
   CLI::App* sub = app.add_subcommand("info", "Devices, instruction sets, backends, environment variables, measured ceilings");
   sub->add_flag("--measure", o->measure, "Measure read bandwidth and arithmetic rate (about two seconds)");
   sub->add_option("--threads", o->threads, "Threads to measure with (0: one for each core)")->check(CLI::NonNegativeNumber);
   sub->add_flag("--json", o->json, "Print JSON");
   sub->footer("Examples:\n  imbrex info\n  imbrex info --measure --json");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_info(*o); }; });
 }
 
 }  // namespace imbrex::cli

@@ -13,7 +13,7 @@
 namespace imbrex::cli {
 namespace {
 
-struct Options {
+struct RunArguments {
   std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
   int64_t num_requests = 0;
   serve::ReplayOptions replay;
@@ -51,7 +51,7 @@ std::string utc_now() {
   return text;
 }
 
-int run(Options& o) {
+int run_trace(RunArguments& o) {
   serve::ReplayOptions& r = o.replay;
   const DeviceInfo device = describe_device(r.device);
   check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
@@ -86,7 +86,7 @@ int run(Options& o) {
 }  // namespace
 
 void add_run(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<RunArguments>();
   serve::ReplayOptions& r = o->replay;
   CLI::App* sub = app.add_subcommand("run", "Replay a serving trace through a model's attention layers, and report");
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
@@ -127,7 +127,7 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n\n"
       "Exit code 1 when a verified output differs from the reference.");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }
 
 }  // namespace imbrex::cli

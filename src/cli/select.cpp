@@ -14,7 +14,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-struct Options {
+struct SelectArguments {
   SpecOptions spec;
   SelectOptions select;
   std::string device = "cpu", phase = "any";
@@ -40,7 +40,7 @@ ordered_json to_json(const NamedSpec& named, const Selection& selection) {
 }
 
 // A family that no backend runs yet: the refusal by name, and what each backend says of family and device.
-int print_refusal(const Options& o, const DeviceInfo& device, const Error& error) {
+int print_refusal(const SelectArguments& o, const DeviceInfo& device, const Error& error) {
   AttentionSpec probe;  // only to ask what the backends say of the device
   probe.num_q_heads = probe.num_kv_heads = 1;
   probe.head_dim_qk = probe.head_dim_v = 128;
@@ -64,7 +64,7 @@ int print_refusal(const Options& o, const DeviceInfo& device, const Error& error
   return kUnsupported;
 }
 
-int run(Options& o) {
+int run_select(SelectArguments& o) {
   const DeviceInfo device = describe_device(o.device);
   o.select.phase = o.phase == "prefill" ? Phase::prefill : o.phase == "decode" ? Phase::decode : Phase::any;
   std::vector<NamedSpec> specs;
@@ -91,7 +91,7 @@ int run(Options& o) {
 }  // namespace
 
 void add_select(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<SelectArguments>();
   CLI::App* sub = app.add_subcommand("select", "Which backend runs each kind of layer, and why not the others");
   add_spec_options(*sub, o->spec);
   sub->add_option("--device", o->device, "cpu, cuda:0, h200, b200, a100, ..., or a described CPU such as \"avx512,32 threads\"")
@@ -108,7 +108,7 @@ void add_select(CLI::App& app, Action& action) {
       "  imbrex select --heads 64/8 --head-dim 80 --kv-dtype fp8_e4m3 --window 4096 --device \"avx512,32 threads\"\n"
       "  imbrex select --model llama-3.1-8b --backend intel_amx\n\n"
       "Exit code 3 when nothing runs a layer.");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_select(*o); }; });
 }
 
 }  // namespace imbrex::cli

@@ -12,7 +12,7 @@
 namespace imbrex::cli {
 namespace {
 
-struct Options {
+struct VerifyArguments {
   std::vector<std::string> files;
   std::string device = "cpu", backends, format = "table";
   bool json = false, quiet = false;
@@ -28,7 +28,7 @@ std::vector<const Backend*> wanted_backends(const std::string& text) {
   return list;
 }
 
-int run(const Options& o) {
+int run_verify(const VerifyArguments& o) {
   const DeviceInfo device = describe_device(o.device);
   check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
   auto list = wanted_backends(o.backends);
@@ -75,7 +75,7 @@ int run(const Options& o) {
 }  // namespace
 
 void add_verify(CLI::App& app, Action& action) {
-  auto o = std::make_shared<Options>();
+  auto o = std::make_shared<VerifyArguments>();
   CLI::App* sub = app.add_subcommand("verify", "Run case files (.safetensors) through every backend that supports them");
   sub->add_option("FILE", o->files, "Case files, see docs/case-files.md")->required();
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
@@ -89,7 +89,7 @@ void add_verify(CLI::App& app, Action& action) {
       "Examples:\n  imbrex verify cases/*.safetensors --backend cpu_generic\n  imbrex verify cases/*.safetensors --device cuda:0\n\nExit "
       "code 1 when a result is out of bounds, 3 when nothing "
       "ran.");
-  sub->callback([o, &action] { action = [o] { return run(*o); }; });
+  sub->callback([o, &action] { action = [o] { return run_verify(*o); }; });
 }
 
 }  // namespace imbrex::cli
