@@ -1,5 +1,5 @@
 """Selection, plans and caches in the shape that Python users expect."""
-from typing import Any, NamedTuple, Optional, Tuple, Union
+from typing import Any, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
 from ._arrays import empty, stream_address
@@ -81,7 +81,8 @@ class Plan:
     """Everything one step needs, decided once and reused by every layer of the same spec. For one stream, and one thread at a time.
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
-    num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch.
+    num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
+    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph.
     """
 
     def __init__(
@@ -98,8 +99,10 @@ class Plan:
         balanced: bool = False,
         validate: bool = True,
         load_on_demand: bool = False,
+        on_device: bool = False,
     ) -> None:
         self.spec = spec
+        self._stream = 0  # of the last update_on_device()
         self._plan = _core.Plan(
             spec,
             _device(device),
@@ -112,6 +115,7 @@ class Plan:
             balanced=balanced,
             validate=validate,
             load_on_demand=load_on_demand,
+            on_device=on_device,
         )
 
     def update(
@@ -148,6 +152,43 @@ class Plan:
             custom_mask=custom_mask,
             stream=stream_address(stream, anchor),
         )
+
+    def update_on_device(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        *,
+        max_num_tokens: int = 0,
+        block_table: Optional[Array] = None,
+        kv_indptr: Optional[Array] = None,
+        kv_indices: Optional[Array] = None,
+        kv_start_loc: Optional[Array] = None,
+        slot_mapping: Optional[Array] = None,
+        custom_mask: Optional[Array] = None,
+        stream: Any = None,
+    ) -> None:
+        """One scheduler step whose lengths are on the GPU: a kernel plans it there, the host waits for nothing, and a graph may hold the call.
+
+        Arrays are as in update(), all of them on the GPU, and read when the kernel runs. max_num_tokens bounds query_start_loc[-1]; 0 is the
+        plan's limit. A request beyond the limits is left out; device_problems() says why. For a plan made with on_device=True.
+        """
+        self._stream = stream_address(stream, query_start_loc)
+        self._plan.update_on_device(
+            query_start_loc,
+            seq_lens,
+            max_num_tokens,
+            block_table=block_table,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_start_loc=kv_start_loc,
+            slot_mapping=slot_mapping,
+            custom_mask=custom_mask,
+            stream=self._stream,
+        )
+
+    def device_problems(self) -> List[_core.Reason]:
+        """Why requests were left out by update_on_device() since the last call. Waits for that call's stream."""
+        return self._plan.device_problems(self._stream)
 
     def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Array, *, stream: Any = None) -> None:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""

@@ -32,6 +32,12 @@ struct PyPlan {
   std::unique_ptr<ThreadPool> threads;
   std::unique_ptr<Plan> plan;
   std::vector<Array> held;  // what tensors of the last update show
+
+  void hold(std::initializer_list<const OptionalArray*> arrays) {
+    held.clear();
+    for (const OptionalArray* a : arrays)
+      if (*a) held.push_back(**a);
+  }
 };
 
 KvCache kv_of(const PyPlan& p, const Array& k, const Array& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
@@ -91,14 +97,42 @@ void bind_plan_class(nb::module_& m) {
               const nb::gil_scoped_release release;
               p.plan->update(batch, stream_of(stream));
             }
-            p.held.clear();
-            for (const OptionalArray* a :
-                 {&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask})
-              if (*a) p.held.push_back(**a);
+            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
           nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
           nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "update_on_device",
+          [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, int max_num_tokens, const OptionalArray& block_table,
+             const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_start_loc,
+             const OptionalArray& slot_mapping, const OptionalArray& custom_mask, uintptr_t stream) {
+            DeviceBatch batch;
+            batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
+            batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
+            batch.block_table = view_of(block_table, "block_table", DType::i32);
+            batch.kv_indptr = view_of(kv_indptr, "kv_indptr", DType::i32);
+            batch.kv_indices = view_of(kv_indices, "kv_indices", DType::i32);
+            batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
+            batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
+            batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            batch.max_num_tokens = max_num_tokens;
+            {
+              const nb::gil_scoped_release release;
+              p.plan->update_on_device(batch, stream_of(stream));
+            }
+            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask});
+          },
+          nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
+          nb::arg("kv_indptr") = nb::none(), nb::arg("kv_indices") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
+          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "device_problems",
+          [](PyPlan& p, uintptr_t stream) {
+            const nb::gil_scoped_release release;
+            return p.plan->device_problems(stream_of(stream));
+          },
+          nb::arg("stream") = 0)
       .def(
           "write_kv",
           [](PyPlan& p, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale,
