@@ -1,0 +1,237 @@
+"""imbrex as PyTorch operators: registered with shapes for the compiler, so that torch.compile keeps them whole and CUDA graphs may hold them.
+
+    import imbrex.torch                      # torch.ops.imbrex.attention, .varlen_attention, .paged_attention, .write_kv
+    out = imbrex.torch.attention(q, k, v, causal=True)
+
+There is no backward pass: autograd refuses these operators by name. Before a CUDA graph is captured, call them once with the same shapes; inside a
+capture lengths are on the GPU.
+"""
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import _torch
+
+
+def _score(
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: Optional[float],
+    soft_cap: float,
+    sinks: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+) -> _torch.Score:
+    return _torch.Score(causal, (window_left, window_right), scale, soft_cap, _torch.f32(sinks), _torch.f32(alibi_slopes))
+
+
+def _lse_or_empty(lse: Optional[Tensor], like: Tensor) -> Tensor:
+    return like.new_empty((0,), dtype=torch.float32) if lse is None else lse
+
+
+@torch.library.custom_op("imbrex::attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Optional[Tensor],
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: Optional[float],
+    soft_cap: float,
+    sinks: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    return_lse: bool,
+) -> Tuple[Tensor, Tensor]:
+    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
+    out, lse = _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
+    return out.contiguous(), _lse_or_empty(None if lse is None else lse.contiguous(), q)
+
+
+@_attention.register_fake
+def _(q, k, v, mask, causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes, return_lse):
+    b, h, sq, _ = q.shape
+    return q.new_empty((b, h, sq, v.shape[3])), q.new_empty((b, h, sq) if return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("imbrex::varlen_attention", mutates_args=())
+def _varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    kv_start_loc: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: Optional[float],
+    soft_cap: float,
+    sinks: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    return_lse: bool,
+) -> Tuple[Tensor, Tensor]:
+    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
+    lengths = _torch.Lengths(query_start_loc, kv_start_loc[1:] - kv_start_loc[:-1], max_query_len, max_seq_len)
+    out, lse = _torch.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
+    return out, _lse_or_empty(lse, q)
+
+
+@_varlen_attention.register_fake
+def _(q, k, v, query_start_loc, kv_start_loc, max_query_len, max_seq_len, causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes, return_lse):
+    return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("imbrex::paged_attention", mutates_args=())
+def _paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    k_scale: Optional[Tensor],
+    v_scale: Optional[Tensor],
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: Optional[float],
+    soft_cap: float,
+    sinks: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    return_lse: bool,
+) -> Tuple[Tensor, Tensor]:
+    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
+    lengths = _torch.Lengths(query_start_loc, seq_lens, max_query_len, max_seq_len)
+    layer = (k_cache, v_cache, k_scale, v_scale)
+    out, lse = _torch.attend(
+        q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None
+    )
+    return out, _lse_or_empty(lse, q)
+
+
+@_paged_attention.register_fake
+def _(
+    q, k_cache, v_cache, query_start_loc, seq_lens, block_table, max_query_len, max_seq_len, k_scale, v_scale, causal, window_left,
+    window_right, scale, soft_cap, sinks, alibi_slopes, return_lse,
+):  # fmt: skip
+    return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
+
+
+@torch.library.custom_op("imbrex::write_kv", mutates_args=("k_cache", "v_cache"))
+def _write_kv(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, k_scale: Optional[Tensor], v_scale: Optional[Tensor]
+) -> None:
+    _torch.write_kv((k_cache, v_cache, k_scale, v_scale), k, v, slot_mapping, k_cache.shape[1])
+
+
+@_write_kv.register_fake
+def _(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale):
+    return None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Optional[Tensor] = None,
+    *,
+    causal: bool = False,
+    window: Tuple[int, int] = (-1, -1),
+    scale: Optional[float] = None,
+    soft_cap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    return_lse: bool = False,
+):
+    """Attention of a batch of equal lengths: q [batch, heads, query_len, d], k [batch, kv_heads, seq_len, d], v [.., d_v], any strides.
+
+    mask bool [batch or 1, 1, query_len, seq_len]: false hides a key, together with causal (aligned at the bottom right) and window (left,
+    right; inclusive, -1 is no limit). scale None is 1 / sqrt(d). sinks and alibi_slopes [heads]. Returns out [batch, heads, query_len, d_v], with
+    return_lse also the natural logarithm of the denominators, float32 [batch, heads, query_len].
+    """
+    out, lse = _attention(q, k, v, mask, causal, window[0], window[1], scale, soft_cap, sinks, alibi_slopes, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    kv_start_loc: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    *,
+    causal: bool = False,
+    window: Tuple[int, int] = (-1, -1),
+    scale: Optional[float] = None,
+    soft_cap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    return_lse: bool = False,
+):
+    """Attention of requests one after the other: q [num_tokens, heads, d], k and v [num_keys, kv_heads, d].
+
+    query_start_loc and kv_start_loc int32 [num_reqs + 1], both on the host or both where q is; the longest query and request bound them. The
+    rest is as in attention(). Returns out [num_tokens, heads, d_v], with return_lse also float32 [num_tokens, heads].
+    """
+    out, lse = _varlen_attention(
+        q, k, v, query_start_loc, kv_start_loc, max_query_len, max_seq_len, causal, window[0], window[1], scale, soft_cap, sinks,
+        alibi_slopes, return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    *,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+    causal: bool = True,
+    window: Tuple[int, int] = (-1, -1),
+    scale: Optional[float] = None,
+    soft_cap: float = 0.0,
+    sinks: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    return_lse: bool = False,
+):
+    """Attention of q [num_tokens, heads, d] over pages [num_blocks, block_size, kv_heads, d], any strides; fp8 pages with scales float32 [1].
+
+    query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs], both on the host or both where q is; seq_lens counts the queries' own keys,
+    which are in the cache. block_table int32 [num_reqs, max_blocks] is where q is. The rest is as in varlen_attention().
+    """
+    out, lse = _paged_attention(
+        q, k_cache, v_cache, query_start_loc, seq_lens, block_table, max_query_len, max_seq_len, k_scale, v_scale, causal, window[0],
+        window[1], scale, soft_cap, sinks, alibi_slopes, return_lse,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def write_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    *,
+    k_scale: Optional[Tensor] = None,
+    v_scale: Optional[Tensor] = None,
+) -> None:
+    """k and v [num_tokens, kv_heads, d] to their slots of pages, converted where these have another type.
+
+    slot_mapping int64 [num_tokens] is where k is: block * block_size + offset, -1 is not written.
+    """
+    _write_kv(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)
