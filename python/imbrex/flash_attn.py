@@ -268,6 +268,8 @@ def flash_attn_with_kvcache(
         cache_seqlens = room - seqlen_new if k is None else 0
     capturing = _torch.is_capturing(q)
     if isinstance(cache_seqlens, int):
+        if cache_seqlens + seqlen_new > room:
+            raise ValueError(f"imbrex.flash_attn: the cache has room for {room} tokens, got {cache_seqlens + seqlen_new}")
         lengths = _torch.equal_lengths(batch, seqlen_q, cache_seqlens + seqlen_new, q.device if capturing else None)
         cached = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     else:

@@ -7,12 +7,14 @@ Registers "imbrex" with transformers' attention and mask interfaces, and "paged|
 caps are passed through; what would change the result and cannot be is refused by name. Inference only: there is no backward pass.
 Written against transformers 5.17 and 5.23.
 """
+import functools
 import inspect
 from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
 from . import _torch
 from .torch import attention
@@ -55,7 +57,10 @@ def attention_mask(*args: Any, **kwargs: Any) -> Optional[torch.Tensor]:
     call.apply_defaults()
     given = call.arguments
     mask = masking_utils.sdpa_mask(*args, **kwargs)
-    if mask is None or given["attention_mask"] is not None or torch.compiler.is_compiling():
+    if mask is None or torch.compiler.is_compiling():
+        return mask
+    padding = given["attention_mask"]
+    if padding is not None and not bool(padding.all()):
         return mask
     window = _window_of(given["mask_function"])
     ends = [given["q_offset"], given["q_length"], given["kv_offset"], given["kv_length"]]
@@ -169,6 +174,26 @@ def paged_attention_forward(
     return out.unsqueeze(0), None
 
 
+def _keep_in_continuous_batching() -> None:
+    """Continuous batching knows its implementations by name, and goes over to others it finds: a model on imbrex stays there."""
+    manager = getattr(continuous_api, "ContinuousBatchingManager", None)
+    switch = getattr(manager, "switch_to_cb_friendly_attn", None)
+    if switch is None or hasattr(switch, "imbrex_keeps"):
+        return
+
+    @functools.wraps(switch)
+    def keep(self, model, *args, **kwargs):
+        chosen = model.config._attn_implementation
+        if chosen not in ("imbrex", "paged|imbrex"):
+            return switch(self, model, *args, **kwargs)
+        if chosen == "imbrex" and "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
+            model.set_attn_implementation("paged|imbrex")
+            self._original_attn_impl = chosen
+
+    keep.imbrex_keeps = True
+    manager.switch_to_cb_friendly_attn = keep
+
+
 def register() -> None:
     """Makes "imbrex" and "paged|imbrex" known to transformers. Done on import; doing it again changes nothing."""
     version = tuple(int(n) for n in transformers.__version__.split(".")[:2])
@@ -177,6 +202,7 @@ def register() -> None:
     AttentionInterface.register("imbrex", attention_forward)
     AttentionInterface.register("paged|imbrex", paged_attention_forward)
     AttentionMaskInterface.register("imbrex", attention_mask)
+    _keep_in_continuous_batching()
 
 
 register()
