@@ -243,8 +243,8 @@ def _by_rows(q, k, v, score, custom_mask, lse):
     b, h, sq, _ = q.shape
     sk = k.shape[2]
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
-    where = lengths.query_start_loc.device
-    starts = torch.arange(b + 1, dtype=torch.int32, device=where) * sk
+    where = lengths.query_start_loc if custom_mask is None else custom_mask  # arrays of a step lie together
+    starts = torch.arange(b + 1, dtype=torch.int32, device=where.device) * sk
     out, lse = attend(_rows_or_copy(q), (_rows_or_copy(k), _rows_or_copy(v)), lengths, score, kv_start_loc=starts, custom_mask=custom_mask, lse=lse)
     out = out.view(b, sq, h, -1).transpose(1, 2)
     return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
