@@ -13,16 +13,28 @@ def plain(rng):
 
 
 def test_jax_arrays_are_read(rng):
-    jnp = pytest.importorskip("jax.numpy")
+    jax = pytest.importorskip("jax")
     q, k, v = plain(rng)
     expected, _ = attention(q, k, v, causal=True)
-    arrays = [jnp.asarray(x) for x in (q, k, v)]
-    if arrays[0].__dlpack_device__()[0] != 1:
-        pytest.skip("JAX puts arrays on a GPU here")
+    arrays = [jax.device_put(x, jax.devices("cpu")[0]) for x in (q, k, v)]
     out = imbrex.attention_varlen(*arrays, STARTS, STARTS, causal=True, out=np.empty_like(q))
     np.testing.assert_allclose(out, expected, atol=2e-5)
     with pytest.raises(TypeError, match="out="):  # they cannot be written
         imbrex.attention_varlen(*arrays, STARTS, STARTS, causal=True)
+
+
+def test_jax_arrays_of_a_gpu_are_read(rng):
+    jax, cupy = pytest.importorskip("jax"), pytest.importorskip("cupy")
+    if not imbrex.num_cuda_devices() or jax.default_backend() != "gpu":
+        pytest.skip("no GPU for JAX")
+    q, k, v = plain(rng)
+    expected, _ = attention(2 * q, k, v, causal=True)
+    arrays = [jax.device_put(x, jax.devices("gpu")[0]) for x in (q, k, v)]
+    arrays[0] = jax.jit(lambda x: x + x)(arrays[0])  # on its way when it is read
+    starts = cupy.asarray(STARTS)
+    out = imbrex.attention_varlen(*arrays, STARTS, starts.get(), causal=True, out=cupy.empty(q.shape, np.float32))
+    cupy.cuda.Device().synchronize()
+    np.testing.assert_allclose(out.get(), expected, atol=2e-3)
 
 
 def test_cupy_arrays_on_a_stream(rng):

@@ -1,0 +1,62 @@
+"""python -m imbrex.bench: what it runs, what it refuses to time, and what it says."""
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from imbrex import bench  # noqa: E402
+
+SMALL = ["--heads", "4/2", "--head-dim", "32", "--rounds", "1", "--seconds", "0.001"]
+
+
+def test_batches():
+    assert bench.parse_batch("q2k") == [(2048, 2048)]
+    assert bench.parse_batch("2q4s1k,q1s7_3q2") == [(4, 1024)] * 2 + [(1, 7)] + [(2, 2)] * 3
+    for wrong in ("", "2", "q", "q0", "q5s4", "0q1", "q1s", "q1m"):
+        with pytest.raises(ValueError, match="expected"):
+            bench.parse_batch(wrong)
+
+
+def test_on_the_cpu(tmp_path, capsys):
+    assert bench.main(["q24", "3q1s40,2q5s17", *SMALL, "--device", "cpu", "--block-size", "8", "--json", str(tmp_path / "b.json")]) == 0
+    rows = {(r["batch"], r["name"]): r for r in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    assert rows["q24", "imbrex"]["us"] > 0 and rows["q24", "imbrex"]["ratio"] == 1 and rows["q24", "imbrex"]["error"] < 2e-2
+    assert rows["q24", "sdpa-flash"]["us"] > 0
+    assert rows["3q1s40,2q5s17", "imbrex"]["us"] > 0
+    assert rows["3q1s40,2q5s17", "sdpa-flash"]["why"] == "requests of different lengths"
+    assert "time/imbrex" in capsys.readouterr().out
+
+
+def test_who_is_wrong_is_not_timed(monkeypatch, capsys):
+    def off(problem):
+        right = bench.imbrex_calls(problem)
+        return bench.Contender(right.calls, lambda out: out + 0.5)
+
+    def refuses(problem):
+        raise RuntimeError("no kernel\nand more")
+
+    def absent(problem):
+        raise ImportError
+
+    peers = dict(imbrex=bench.imbrex_calls, off=off, refuses=refuses, absent=absent)
+    monkeypatch.setattr(bench, "contenders", lambda device: peers)
+    assert bench.main(["q8", *SMALL, "--device", "cpu"]) == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert "wrong: off by 0.5" in lines["off"] and lines["refuses"].endswith("no kernel") and lines["absent"].endswith("not installed")
+    monkeypatch.setattr(bench, "contenders", lambda device: dict(imbrex=off))
+    assert bench.main(["q8", *SMALL, "--device", "cpu"]) == 1
+
+
+def test_usage():
+    for wrong in (["q0"], ["q8", "--heads", "8"], ["q8", "--dtype", "int8"], ["q8", "--block-size", "0"]):
+        with pytest.raises(SystemExit) as ended:
+            bench.main(wrong)
+        assert ended.value.code == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_on_a_gpu(capsys):
+    assert bench.main(["q256", "4q1s512", "2q64s300", "--rounds", "1", "--seconds", "0.01", "--device", "cuda"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("imbrex  ") >= 3 and "sdpa-cudnn" in out
