@@ -27,6 +27,7 @@ bench: build  ## times the standard cases on this machine
 
 format:  ## rewrites the sources in the house format (.clang-format, clang-format 14)
 	@clang-format -i $(SOURCES)
+	@black --quiet python
 
 lint:  ## format, structure and clang-tidy, without changing anything
 	@scripts/setup.sh ci

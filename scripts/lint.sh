@@ -9,6 +9,8 @@ if [ "$step" = all ] || [ "$step" = format ]; then
   folders=(include src tests examples python/src)
   [ ! -d bench ] || folders+=(bench)
   find "${folders[@]}" -regex '.*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)' | sort | xargs clang-format --dry-run -Werror
+  black --quiet --check python || { echo "lint: black python would change files" >&2; exit 1; }
+  pyflakes3 python
 fi
 if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py

@@ -210,9 +210,7 @@ def write_kv(layer, k, v, slot_mapping, block_size):
     pages = torch.zeros((1, -(-tokens // block_size)), dtype=torch.int32, device=device)  # of a request that nobody attends to
     kept.batch = None
     if capturing:
-        kept.plan.update_on_device(
-            lengths.query_start_loc, lengths.seq_lens, max_num_tokens=tokens, block_table=pages, slot_mapping=slot_mapping
-        )
+        kept.plan.update_on_device(lengths.query_start_loc, lengths.seq_lens, max_num_tokens=tokens, block_table=pages, slot_mapping=slot_mapping)
     else:
         kept.plan.update(lengths.query_start_loc, lengths.seq_lens, block_table=pages, slot_mapping=slot_mapping)
     kept.plan.write_kv(layer, k, v)
@@ -296,9 +294,7 @@ def _by_pages(q, k, v, score, custom_mask, lse):
     first = torch.arange(b, dtype=torch.int32, device=q.device) * k_pages[1]
     table = first[:, None] + torch.arange(sk, dtype=torch.int32, device=q.device)
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
-    out, lse = attend(
-        _rows_or_copy(q), (k_pages[0], v_pages[0]), lengths, score, block_size=1, block_table=table, custom_mask=custom_mask, lse=lse
-    )
+    out, lse = attend(_rows_or_copy(q), (k_pages[0], v_pages[0]), lengths, score, block_size=1, block_table=table, custom_mask=custom_mask, lse=lse)
     out = out.view(b, sq, h, -1).transpose(1, 2)
     return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
 

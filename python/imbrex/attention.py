@@ -10,9 +10,7 @@ from .plan import Array, KvLayer, Plan
 @lru_cache(maxsize=64)
 def _plan_of(key, device, max_num_reqs, max_num_tokens, max_seq_len):
     spec = _core.AttentionSpec(**dict(key))
-    return Plan(
-        spec, device, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, load_on_demand=device != "cpu"
-    )
+    return Plan(spec, device, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, load_on_demand=device != "cpu")
 
 
 def _limit(n):

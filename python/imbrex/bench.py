@@ -129,9 +129,7 @@ def _as_rows(out: Any) -> torch.Tensor:
 
 
 def imbrex_calls(p: Problem) -> Contender:
-    spec = imbrex.AttentionSpec(
-        p.heads, p.kv_heads, p.dim, q_dtype={v: k for k, v in _DTYPES.items()}[p.dtype], block_size=p.page
-    )
+    spec = imbrex.AttentionSpec(p.heads, p.kv_heads, p.dim, q_dtype={v: k for k, v in _DTYPES.items()}[p.dtype], block_size=p.page)
     plan = imbrex.Plan(
         spec,
         str(p.device) if p.device.type == "cpu" else f"cuda:{p.device.index or 0}",
@@ -173,9 +171,7 @@ def flash_attn_calls(p: Problem) -> Contender:
         q = p.q.view(p.num_reqs, p.q_lens[0], p.heads, p.dim)
         lens = torch.tensor(p.seq_lens, dtype=torch.int32, device=p.device)
         options = dict(cache_seqlens=lens, block_table=p.table, causal=True)
-        return Contender(
-            [lambda c=c: flash_attn_with_kvcache(q, *c, **options) for c in p.caches], lambda out: out.reshape(-1, p.heads, p.dim)
-        )
+        return Contender([lambda c=c: flash_attn_with_kvcache(q, *c, **options) for c in p.caches], lambda out: out.reshape(-1, p.heads, p.dim))
     lengths = (starts_of(p.q_lens, p.device), starts_of(p.seq_lens, p.device), max(p.q_lens), max(p.seq_lens))
     return Contender([lambda c=c: flash_attn_varlen_func(p.q, *c, *lengths, causal=True, block_table=p.table) for c in p.caches], _as_rows)
 
@@ -184,9 +180,7 @@ def flash_attn_3_calls(p: Problem) -> Contender:
     from flash_attn_interface import flash_attn_with_kvcache
 
     lens = torch.tensor(p.seq_lens, dtype=torch.int32, device=p.device)
-    options = dict(
-        cache_seqlens=lens, page_table=p.table, cu_seqlens_q=starts_of(p.q_lens, p.device), max_seqlen_q=max(p.q_lens), causal=True
-    )
+    options = dict(cache_seqlens=lens, page_table=p.table, cu_seqlens_q=starts_of(p.q_lens, p.device), max_seqlen_q=max(p.q_lens), causal=True)
     return Contender([lambda c=c: flash_attn_with_kvcache(p.q, *c, **options) for c in p.caches], _as_rows)
 
 

@@ -25,9 +25,7 @@ def _score(
         if alibi_slopes.dim() == 2 and alibi_slopes.shape[0] == 1:
             alibi_slopes = alibi_slopes[0]
         if alibi_slopes.dim() != 1:
-            raise NotImplementedError(
-                f"imbrex.flash_attn: alibi_slopes of each request: expected [{q.shape[-2]}], got {list(alibi_slopes.shape)}"
-            )
+            raise NotImplementedError(f"imbrex.flash_attn: alibi_slopes of each request: expected [{q.shape[-2]}], got {list(alibi_slopes.shape)}")
         if not causal and right != 0:
             raise NotImplementedError("imbrex.flash_attn: alibi_slopes with keys after the query: expected causal=True or a window (.., 0)")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -86,9 +84,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of qkv [batch, seqlen, 3, heads, d]."""
-    return flash_attn_func(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_kvpacked_func(
@@ -104,9 +100,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """flash_attn_func of q and kv [batch, seqlen_k, 2, heads_k, d]."""
-    return flash_attn_func(
-        q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    )
+    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(

@@ -55,9 +55,7 @@ class KvCache:
     `from_dlpack` of any framework, and keep the memory alive.
     """
 
-    def __init__(
-        self, spec: _core.AttentionSpec, num_layers: int, num_blocks: int, order: str = "lbhtd", device: DeviceLike = "cpu"
-    ) -> None:
+    def __init__(self, spec: _core.AttentionSpec, num_layers: int, num_blocks: int, order: str = "lbhtd", device: DeviceLike = "cpu") -> None:
         self.spec = spec
         self._memory = _core.KvCache(spec, num_layers, num_blocks, order, _device(device))
 

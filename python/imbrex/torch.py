@@ -81,7 +81,23 @@ def _varlen_attention(
 
 
 @_varlen_attention.register_fake
-def _(q, k, v, query_start_loc, kv_start_loc, max_query_len, max_seq_len, causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes, return_lse):
+def _(
+    q,
+    k,
+    v,
+    query_start_loc,
+    kv_start_loc,
+    max_query_len,
+    max_seq_len,
+    causal,
+    window_left,
+    window_right,
+    scale,
+    soft_cap,
+    sinks,
+    alibi_slopes,
+    return_lse,
+):
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
 
 
@@ -109,9 +125,7 @@ def _paged_attention(
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
     lengths = _torch.Lengths(query_start_loc, seq_lens, max_query_len, max_seq_len)
     layer = (k_cache, v_cache, k_scale, v_scale)
-    out, lse = _torch.attend(
-        q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None
-    )
+    out, lse = _torch.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
     return out, _lse_or_empty(lse, q)
 
 

@@ -120,9 +120,7 @@ def attention_forward(
         causal = causal and query_len > 1
         if causal and seq_len > query_len:  # the first step of a cache with room: what lies behind the queries is not there yet
             key, value = key[:, :, :query_len], value[:, :, :query_len]
-    out = attention(
-        query, key, value, attention_mask, causal=causal, window=window, scale=scaling, soft_cap=softcap or 0.0, sinks=s_aux
-    )
+    out = attention(query, key, value, attention_mask, causal=causal, window=window, scale=scaling, soft_cap=softcap or 0.0, sinks=s_aux)
     return out.transpose(1, 2), None
 
 
@@ -165,9 +163,7 @@ def paged_attention_forward(
     starts = starts.to(torch.int32)
     scale = getattr(module, "scaling", None) if scaling is None else scaling
     score = _torch.Score(True, (window - 1 if window else -1, -1), scale, softcap or 0.0, _torch.f32(s_aux))
-    lengths = _torch.Lengths(
-        query_starts, starts[1:] - starts[:-1], int(kwargs.get("max_length_q", kwargs.get("max_seqlen_q", 0))), int(longest)
-    )
+    lengths = _torch.Lengths(query_starts, starts[1:] - starts[:-1], int(kwargs.get("max_length_q", kwargs.get("max_seqlen_q", 0))), int(longest))
     tokens = query.squeeze(0).transpose(0, 1)
     out = query.new_zeros((tokens.shape[0], tokens.shape[1], values.shape[-1]))  # tokens that only fill up a step stay 0
     _torch.attend(tokens, (keys, values), lengths, score, kv_start_loc=starts, out=out)

@@ -74,7 +74,7 @@ def test_dense(device, dtype, options):
     for b, sq, sk, d in ((2, 5, 11, 64), (1, 9, 9, 40), (3, 1, 20, 72), (2, 6, 3, 20)):
         q, k, v = arrays(device, dtype, b, 4, 2, sq, sk, d)
         if d % 8:
-            theirs = dict(theirs, scale=theirs["scale"] or d**-0.5)
+            theirs = dict(theirs, scale=theirs["scale"] or d ** -0.5)
         out, lse, weights = flash_attn.flash_attn_func(*swap(q, k, v), return_attn_probs=True, **ours)
         expected, expected_lse = reference(q, k, v, **theirs)
         near(out.transpose(1, 2), expected)
