@@ -192,7 +192,7 @@ void bind_plan(nb::module_& m) {
             }
             new (self) PyCache(std::move(made));
           },
-          nb::arg("spec"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("order") = "lbhtd", nb::arg("device"))
+          nb::arg("spec"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("order"), nb::arg("device"))
       .def_prop_ro("nbytes", [](const PyCache& c) { return c.memory->bytes(); })
       .def_prop_ro("num_layers", [](const PyCache& c) { return c.memory->num_layers(); })
       .def_prop_ro("num_blocks", [](const PyCache& c) { return c.memory->num_blocks(); })

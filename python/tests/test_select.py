@@ -1,6 +1,8 @@
 """Selection, errors, the pool, and what the package brings along."""
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,3 +86,11 @@ def test_program_and_stubs_are_there():
     assert "class AttentionSpec" in (folder / "_core.pyi").read_text() and (folder / "py.typed").exists()
     for name in imbrex.__all__:
         assert getattr(imbrex, name).__doc__, name
+
+
+def test_stubs_are_python():
+    """What type checkers read: every public name of the extension, in a file that parses."""
+    folder = Path(imbrex.__file__).parent
+    names = {node.name for node in ast.parse((folder / "_core.pyi").read_text()).body if hasattr(node, "name")}
+    missing = {n for n in dir(imbrex._core) if not n.startswith("_")} - names
+    assert missing <= {"Error"} and (folder / "py.typed").exists(), missing
