@@ -52,7 +52,19 @@ class Batch:
     """Requests of random lengths: queries, their keys, and the pages that hold the keys. What is no key is NaN."""
 
     def __init__(
-        self, seed, q_lens, kv_lens, *, heads=4, kv_heads=2, dim=64, dim_v=None, page_size=4, dtype=torch.bfloat16, kv_dtype=None, device="cpu"
+        self,
+        seed,
+        q_lens,
+        kv_lens,
+        *,
+        heads=4,
+        kv_heads=2,
+        dim=64,
+        dim_v=None,
+        page_size=4,
+        dtype=torch.bfloat16,
+        kv_dtype=None,
+        device="cpu",
     ):
         self.random = torch.Generator().manual_seed(seed)
         self.q_lens, self.kv_lens, self.page_size, self.device = list(q_lens), list(kv_lens), page_size, device
@@ -105,7 +117,9 @@ class Batch:
 
     def masks(self):
         """A random mask for each request that hides some rows altogether."""
-        return [torch.rand(t, s, generator=self.random) < 0.6 * (torch.arange(t)[:, None] % 5 != 3) for t, s in zip(self.q_lens, self.kv_lens)]
+        return [
+            torch.rand(t, s, generator=self.random) < 0.6 * (torch.arange(t)[:, None] % 5 != 3) for t, s in zip(self.q_lens, self.kv_lens)
+        ]
 
     def expected(self, masks=None, k_scale=1.0, v_scale=1.0, **options):
         """Of all requests."""

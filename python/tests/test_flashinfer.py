@@ -107,7 +107,10 @@ def test_scores(device, score):
     check(planned_decode(decode, **arguments).run_return_lse(decode.q, decode.cache()), decode.expected(causal=True, **score))
 
     one = Batch(6, [7], [20], device=device, heads=6)
-    check(flashinfer.single_prefill_with_kv_cache_return_lse(one.q, *one.ragged(), causal=True, **arguments), one.expected(causal=True, **score))
+    check(
+        flashinfer.single_prefill_with_kv_cache_return_lse(one.q, *one.ragged(), causal=True, **arguments),
+        one.expected(causal=True, **score),
+    )
     out, lse = flashinfer.single_decode_with_kv_cache(one.q[6], *one.ragged(), return_lse=True, **arguments)
     expected = [x[6:] for x in one.expected(causal=True, **score)]
     check((out[None], lse[None]), expected)
@@ -176,24 +179,27 @@ def test_fp8_cache(device, kv_dtype, scale):
         scales = dict(k_scale=k_scale.reshape(-1).to(device), v_scale=v_scale.reshape(-1).to(device))
     batch = Batch(11, Q_LENS, KV_LENS, device=device, kv_dtype=kv_dtype)
     expected = batch.expected(causal=True, k_scale=k_scale, v_scale=v_scale)
-    check(planned_prefill(batch, "HND", causal=True).run(batch.q, batch.cache("HND"), return_lse=True, **scales), expected, tolerance=2.5e-2)
+    check(
+        planned_prefill(batch, "HND", causal=True).run(batch.q, batch.cache("HND"), return_lse=True, **scales), expected, tolerance=2.5e-2
+    )
     decode = decode_batch(device, kv_dtype=kv_dtype)
     out = planned_decode(decode).run(decode.q, decode.cache(), return_lse=True, **scales)
     check(out, decode.expected(k_scale=k_scale, v_scale=v_scale), tolerance=2.5e-2)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: queries in fp8 are for GPUs")
+@devices
 @pytest.mark.parametrize("o_dtype", [torch.bfloat16, torch.float16])
-def test_fp8_queries(o_dtype):
+def test_fp8_queries(device, o_dtype):
+    """On the CPU the reference runs them."""
     fp8 = torch.float8_e4m3fn
-    batch = Batch(12, Q_LENS, KV_LENS, device="cuda", dtype=fp8)
+    batch = Batch(12, Q_LENS, KV_LENS, device=device, dtype=fp8)
     expected = functools.partial(batch.expected, causal=True)
     wrapper = planned_prefill(batch, causal=True, o_data_type=o_dtype)
     out = wrapper.run(batch.q, batch.cache(), q_scale=0.5, k_scale=2.0, v_scale=0.5)
     assert out.dtype == o_dtype
     check(out, expected(k_scale=1.0, v_scale=0.5), tolerance=5e-2)
-    scale_q = torch.tensor([0.5, 1.0, 2.0, 0.25], device="cuda")
-    scale_k, scale_v = torch.tensor([2.0, 1.0], device="cuda"), torch.tensor([0.5, 1.5], device="cuda")
+    scale_q = torch.tensor([0.5, 1.0, 2.0, 0.25], device=device)
+    scale_k, scale_v = torch.tensor([2.0, 1.0], device=device), torch.tensor([0.5, 1.5], device=device)
     out = wrapper.run(batch.q, batch.cache(), scale_q, scale_k, scale_v)
     scaled = Batch(12, Q_LENS, KV_LENS, dtype=fp8)
     scaled.q = batch.q.cpu().float() * scale_q.cpu()[:, None]

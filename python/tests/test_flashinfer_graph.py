@@ -113,7 +113,9 @@ def test_decode(device, graph, options, form):
 
 @devices
 def test_verify_steps(device, graph):
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), int32(4, device), int32(50, device), int32(3, device))
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), int32(4, device), int32(50, device), int32(3, device)
+    )
     mine, out = memory(device, 9), None
     for seed, lens in enumerate(([5, 9, 3], [60, 3, 33])):
         batch = Batch(seed, [3] * 3, lens, device=device)
@@ -121,6 +123,7 @@ def test_verify_steps(device, graph):
         wrapper.plan(*batch.arrays("cpu"), 4, 2, 64, 4, q_data_type=torch.bfloat16, q_len_per_req=3)
         if out is None:
             out = torch.empty_like(mine[0])
+            wrapper.run(*mine, out=out)
             with graph[0]:
                 wrapper.run(*mine, out=out)
         out.fill_(9)
@@ -162,6 +165,7 @@ def test_prefill(device, graph, mask):
         wrapper.plan(batch.qo_indptr, *batch.arrays("cpu"), 4, 2, 64, 4, causal=True, q_data_type=torch.bfloat16, **given)
         assert torch.equal(buffers["qo_indptr_buf"].cpu(), batch.qo_indptr)
         if seed == 0:
+            wrapper.run(*mine, out=out)
             with graph[0]:
                 wrapper.run(*mine, out=out)
         out.fill_(9)
@@ -186,6 +190,7 @@ def test_prefill_of_ragged_keys(device, graph):
             x[: len(rows)] = rows
         wrapper.plan(batch.qo_indptr, batch.kv_indptr, 4, 2, 64, causal=True, q_data_type=torch.bfloat16)
         if seed == 0:
+            wrapper.run(q, k, v, out=out)
             with graph[0]:
                 wrapper.run(q, k, v, out=out)
         out.fill_(9)
@@ -209,6 +214,7 @@ def test_mla(device, graph):
         wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, kv_lens, 4, 64, 16, 4, False, 0.125, torch.bfloat16, torch.bfloat16)
         assert torch.equal(buffers[3].cpu(), kv_lens)
         if seed == 0:
+            wrapper.run(q[..., :64], q[..., 64:], pages[..., :64], pages[..., 64:], out=out)
             with graph[0]:
                 wrapper.run(q[..., :64], q[..., 64:], pages[..., :64], pages[..., 64:], out=out)
         out.fill_(9)
@@ -216,8 +222,38 @@ def test_mla(device, graph):
         check(out, batch.expected(scale=0.125))
 
 
+@devices
+def test_batch_attention(device, graph):
+    """Without buffers: arrays are read where they lie, and powers of two are the limits."""
+    wrapper = flashinfer.BatchAttention(device=device)
+    mine = memory(device, 9)
+    out, lse, indices = torch.empty_like(mine[0]), torch.empty(9, 4, device=device), int32(50, device)
+    for seed, (q_lens, kv_lens) in enumerate(PREFILLS):
+        batch = Batch(seed, q_lens, kv_lens, device=device)
+        share(mine, batch)
+        indices[: len(batch.indices)] = batch.indices.to(device)
+        padded = torch.cat([batch.qo_indptr, batch.qo_indptr[-1:]])  # a request without tokens
+        kv_len_arr = torch.tensor([*kv_lens, 0], dtype=torch.int32)
+        indptr = torch.cat([batch.indptr, batch.indptr[-1:]])
+        if seed == 0:
+            padded[-1], kv_len_arr[-1] = 9, 0  # every row of q has a request, if one without keys
+        wrapper.plan(padded, indptr, indices, kv_len_arr, 4, 2, 64, 64, 4, causal=True)
+        if seed == 0:
+            wrapper.run(*mine, out, lse)
+            with graph[0]:
+                wrapper.run(*mine, out, lse)
+        out.fill_(9)
+        graph[1]()
+        check(out[: sum(q_lens)], batch.expected(causal=True))
+
+
 def test_cascade_has_a_graph_for_all_levels():
-    buffers = [[int32(n + 1, "cpu") for n in (1, 2)], [int32(n + 1, "cpu") for n in (1, 2)], [int32(20, "cpu")] * 2, [int32(1, "cpu"), int32(2, "cpu")]]
+    buffers = [
+        [int32(n + 1, "cpu") for n in (1, 2)],
+        [int32(n + 1, "cpu") for n in (1, 2)],
+        [int32(20, "cpu")] * 2,
+        [int32(1, "cpu"), int32(2, "cpu")],
+    ]
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), "NHD", True, *buffers)
     assert wrapper.is_cuda_graph_enabled and all(level.is_cuda_graph_enabled for level in wrapper._levels)
     with pytest.raises(ValueError, match="expected 2 of each kind"):

@@ -10,7 +10,6 @@ from flashinfer_cases import Batch, devices, on_gpu  # noqa: E402
 Q_LENS, KV_LENS = [5, 1, 0, 3, 9], [5, 23, 0, 40, 9]
 
 
-
 @devices
 def test_places_of_new_tokens(device):
     indptr = torch.tensor([0, 1, 3, 3, 6, 10], dtype=torch.int32, device=device)
@@ -76,7 +75,9 @@ def test_append_for_mla(device):
     indptr, indices = torch.tensor([0, 2, 3], dtype=torch.int32, device=device), torch.tensor([5, 1, 3], dtype=torch.int32, device=device)
     requests, positions = flashinfer.get_batch_indices_positions(torch.tensor([0, 7, 10], device=device), torch.tensor([7, 3]), 10)
     last = torch.tensor([3, 3], dtype=torch.int32, device=device)
-    flashinfer.append_paged_mla_kv_cache(new[:, :64], new[:, 64:], requests, positions, both[..., :64], both[..., 64:], indices, indptr, last)
+    flashinfer.append_paged_mla_kv_cache(
+        new[:, :64], new[:, 64:], requests, positions, both[..., :64], both[..., 64:], indices, indptr, last
+    )
     wanted = torch.zeros_like(both)
     wanted[5], wanted[1, :3], wanted[3, :3] = new[:4], new[4:7], new[7:]
     assert torch.equal(both, wanted)

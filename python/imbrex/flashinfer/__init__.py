@@ -6,8 +6,8 @@
     wrapper.plan(qo_indptr, kv_indptr, kv_indices, last_page_len, 32, 8, 128, 16, causal=True, q_data_type=torch.bfloat16)   # once a step
     out = wrapper.run(q, kv_cache)                                                                                           # once a layer
 
-What imbrex has not raises NotImplementedError with what to use instead; docs/flashinfer.md lists it, and what differs. Whatever of FlashInfer is no
-attention (norms, RoPE, sampling, GEMM, MoE) is not in here. Forward only: there is no backward pass.
+What imbrex has not raises NotImplementedError with what to use instead; docs/flashinfer.md lists it, and what differs. Whatever of
+FlashInfer is no attention (norms, RoPE, sampling, GEMM, MoE) is not in here. Forward only: there is no backward pass.
 """
 from typing import Any, List
 

@@ -5,17 +5,22 @@ from typing import Any, Optional, Tuple, Union
 import torch
 
 from ._options import DTypeLike, has_alibi, refuse_given, refuse_nvfp4, scale, score_fields, soft_cap, torch_dtype
-from ._plans import Step
+from ._plans import Plans, Step
 from ._prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._run import Cache, Result, Scale, Types, unpack_cache
 from ._wrapper import Wrapper, check_room, check_starts, on_host
 
 
 class BatchAttention(Wrapper):
-    """Prefill and decode in one batch over a paged cache, with lengths in kv_len_arr. Owns what it needs; the device is named."""
+    """Prefill and decode in one batch over a paged cache, with lengths in kv_len_arr. Owns what it needs; the device is named.
+
+    A CUDA graph may hold run(), and replays later steps within the limits of those before the capture: powers of two of their requests,
+    tokens and longest request. kv_indices have to be on the GPU then, and stay at their place.
+    """
 
     def __init__(self, kv_layout: str = "NHD", device: Union[str, torch.device] = "cuda") -> None:
         super().__init__(torch.empty(0, device=device), kv_layout)
+        self._plans = Plans(self.device, on_demand=False)
         self._soft_cap = 0.0
 
     def plan(

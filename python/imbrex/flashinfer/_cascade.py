@@ -1,5 +1,5 @@
 """Attention over keys in several levels, of which all but the last are shared by requests."""
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional
 
 import torch
 
@@ -26,19 +26,18 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: Optional[List[torch.Tensor]] = None,
     ) -> None:
         self._use_cuda_graph = use_cuda_graph
-        arrays: Sequence[Optional[List[torch.Tensor]]] = (
+        arrays: Any = (
             qo_indptr_buf_arr,
             paged_kv_indptr_buf_arr,
             paged_kv_indices_buf_arr,
             paged_kv_last_page_len_buf_arr,
         )
         if not use_cuda_graph:
-            arrays = ([None] * num_levels,) * 4  # type: ignore[list-item]
+            arrays = ([None] * num_levels,) * 4
         if any(a is None or len(a) != num_levels for a in arrays):
             raise ValueError(f"buffers: expected {num_levels} of each kind with use_cuda_graph=True, got {[a and len(a) for a in arrays]}")
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers)
-            for buffers in zip(*arrays)  # type: ignore[arg-type]
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers) for buffers in zip(*arrays)
         ]
 
     @property

@@ -74,8 +74,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     ) -> None:
         """One step. indptr int32 [num_reqs + 1], indices [indptr[-1]] and last_page_len [num_reqs]; a request without pages has no keys.
 
-        Lengths are needed on the host: arrays of a GPU are copied back. The tokens of a request with q_len_per_req see each other causally, and
-        window_right keys beyond (-1: all). fixed_split_size and disable_split_kv change nothing: results depend on the request alone.
+        Lengths are needed on the host: arrays of a GPU are copied back. The tokens of a request with q_len_per_req see each other causally,
+        and window_right keys beyond (-1: all). fixed_split_size and disable_split_kv change nothing: results depend on the request alone.
         """
         refuse_given("indptr and indices say where pages are", block_tables=block_tables)
         q_type = torch_dtype(q_data_type or data_type or "float16")
@@ -220,7 +220,7 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Optional[torch.Tensor] = None,
 ) -> None:
-    """plan() of a wrapper that waits less: indptr comes from the host where global_override_indptr_cpu is given, last_page_len with pages of 1."""
+    """plan() of a wrapper that waits less: indptr is read on the host where global_override_indptr_cpu is, and pages of 1 are full."""
     if page_size == 1:
         last_page_len = torch.ones(len(last_page_len), dtype=torch.int32)
     self.plan(

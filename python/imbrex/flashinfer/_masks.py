@@ -41,8 +41,8 @@ def _unpacked(packed: torch.Tensor, counts: Sequence[int], out: Optional[torch.T
     sizes = [-(-n // 8) for n in counts]
     if packed.dtype != torch.uint8 or packed.numel() != sum(sizes):
         raise ValueError(
-            f"packed_custom_mask: expected uint8 [{sum(sizes)}], each request's bits from a byte of its own (segment_packbits), got {packed.dtype} "
-            f"{list(packed.shape)}"
+            f"packed_custom_mask: expected uint8 [{sum(sizes)}], each request's bits from a byte of its own (segment_packbits), got "
+            f"{packed.dtype} {list(packed.shape)}"
         )
     bits = (packed.view(-1, 1) & _weights("little", packed.device)).ne(0).view(torch.uint8).view(-1)
     parts, at = [], 0

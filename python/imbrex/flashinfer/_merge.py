@@ -1,4 +1,4 @@
-"""Attention states, outputs with their LSE in base 2, put together: in float32, in the order given. A state with LSE -inf counts for nothing."""
+"""Attention states (outputs with LSE in base 2) put together, in float32, in the order given. One with LSE -inf counts for nothing."""
 from typing import Optional, Sequence, Tuple
 
 import torch
@@ -53,7 +53,7 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads]. Returns (v, s) without the states, s in float32."""
+    """v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads]. Returns (v, s), s in float32."""
     _check(v, s)
     joint, total = _joined(v.unbind(1), s.unbind(1))
     return joint.to(v.dtype), total

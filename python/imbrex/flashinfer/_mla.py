@@ -102,8 +102,8 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
     ) -> Result:
         """q_nope [num_tokens, num_heads, ckv] and q_pe [.., kpe] over ckv_cache [num_pages, page_size, ckv] and kpe_cache [.., kpe].
 
-        q_nope and q_pe are copied into one tensor unless they are slices of one. An fp8 cache has ckv_scale and kpe_scale, which have to be equal.
-        Returns out of q_nope's shape, with return_lse (out, lse in base 2, or natural with return_lse_base_on_e).
+        q_nope and q_pe are copied into one tensor unless they are slices of one. An fp8 cache has ckv_scale and kpe_scale, which have to be
+        equal. Returns out of q_nope's shape, with return_lse (out, lse in base 2, or natural with return_lse_base_on_e).
         """
         refuse_given("measure with the profiler of the GPU", profiler_buffer=profiler_buffer)
         refuse_given("plan() has kv_len_arr and kv_indices", kv_len=kv_len, page_table=page_table)

@@ -83,7 +83,7 @@ def has_alibi(pos_encoding_mode: str) -> bool:
     return pos_encoding_mode == "ALIBI"
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=None)
 def alibi_slopes(num_heads: int, device: torch.device) -> torch.Tensor:
     """float32 [num_heads]: 2^(-8 i / n) of the largest power of two n, then every other one of 2n."""
     n = 1 << (num_heads.bit_length() - 1)

@@ -65,15 +65,16 @@ def is_capturing(device: torch.device) -> bool:
 class Plans:
     """Plans of one wrapper, by spec.
 
-    begin() takes a step and the fields of its spec. ready() gives the plan for these and for what a run() changes of them (sinks, say); what
-    the runs of a step asked for is ready when the next one begins. With `graph` plans have fixed limits and stay: all of the same fields are
-    updated by begin(), so that what is captured with them replays the new step. Without, a plan that a graph holds stays too, and a step beyond
-    its limits is an error.
+    begin() takes a step and the fields of its spec. ready() gives the plan for these and for what a run() changes of them (sinks, say);
+    what the runs of a step asked for is ready when the next one begins. With `graph` plans have fixed limits and stay: all of the same
+    fields are updated by begin(), so that what is captured with them replays the new step. Without, a plan that a graph holds stays too,
+    and a step beyond its limits is an error.
     """
 
-    def __init__(self, device: torch.device, backend: str = "", graph: bool = False, kept: int = 4) -> None:
-        """kept: so many plans that no graph holds."""
+    def __init__(self, device: torch.device, backend: str = "", graph: bool = False, kept: int = 4, on_demand: bool = True) -> None:
+        """kept: so many plans that no graph holds. on_demand: kernels are compiled when a step first needs them."""
         self.device, self.backend, self.graph, self.kept = device, backend, graph, kept
+        self.on_demand = on_demand and not graph
         self.num_tokens = 0  # of the step
         self._step: Optional[Step] = None
         self._needs = Limits(0, 0, 0)
@@ -122,8 +123,8 @@ class Plans:
         if made is None or (self._limits is None and not made.limits.hold(needs)):
             if made is not None and made.captured:
                 raise RuntimeError(
-                    f"imbrex.flashinfer: a CUDA graph holds a plan of {made.limits}, this batch needs {needs}: plan() the largest batch before "
-                    "the capture, or use a wrapper with use_cuda_graph=True"
+                    f"imbrex.flashinfer: a CUDA graph holds a plan of {made.limits}, this batch needs {needs}: plan() the largest batch "
+                    "before the capture, or use a wrapper with use_cuda_graph=True"
                 )
             limits = self._limits or (_SMALLEST if made is None else made.limits).grown(needs)
             made = self._made[key] = _Made(self._make(fields, limits), limits)
@@ -145,7 +146,7 @@ class Plans:
             max_num_tokens=max(limits.num_tokens, 1),
             max_seq_len=max(limits.seq_len, 1),
             max_query_len=limits.query_len,
-            load_on_demand=self.device.type == "cuda" and not self.graph,
+            load_on_demand=self.device.type == "cuda" and self.on_demand,
         )
 
 

@@ -4,7 +4,18 @@ from typing import Any, Dict, Optional
 
 import torch
 
-from ._options import DTypeLike, FP8, refuse, refuse_given, refuse_multi_item, refuse_nvfp4, refuse_vendor_arguments, score_fields, torch_dtype, window
+from ._options import (
+    DTypeLike,
+    FP8,
+    refuse,
+    refuse_given,
+    refuse_multi_item,
+    refuse_nvfp4,
+    refuse_vendor_arguments,
+    score_fields,
+    torch_dtype,
+    window,
+)
 from ._plans import Step
 from ._run import Cache, Result, Scale, Types, ragged, scales_of, unpack_cache
 from ._wrapper import Buffers, Wrapper, check_lens, check_starts, lens_of_pages, on_host
@@ -42,8 +53,8 @@ class _Prefill(Wrapper):
 class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
     """Any number of query tokens a request over a paged cache.
 
-    With use_cuda_graph the batch size is that of the buffers and the first plan() bounds the number of tokens; a captured run() computes the step
-    of the last plan(). custom_mask_buf says how large masks may get; imbrex keeps a byte for each of its bits.
+    With use_cuda_graph the batch size is that of the buffers and the first plan() bounds the number of tokens; a captured run() computes
+    the step of the last plan(). custom_mask_buf says how large masks may get; imbrex keeps a byte for each of its bits.
     """
 
     def __init__(
@@ -113,8 +124,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
         """One step. Starts and lengths are int32 [num_reqs + 1] and [num_reqs]; those of a GPU are copied back.
 
         custom_mask bool [sum of q_len * kv_len], or packed_custom_mask uint8 with each request's bits from a byte of its own, little-endian
-        (segment_packbits), takes the place of `causal`; the window still holds. use_fp16_qk_reduction, fixed_split_size and disable_split_kv change
-        nothing: sums are float32, and results depend on the request alone.
+        (segment_packbits), takes the place of `causal`; the window still holds. use_fp16_qk_reduction, fixed_split_size and
+        disable_split_kv change nothing: sums are float32, and results depend on the request alone.
         """
         refuse_multi_item(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         refuse_given("paged_kv_indptr and paged_kv_indices say where pages are", block_tables=block_tables)
@@ -209,8 +220,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Prefill):
 class BatchPrefillWithRaggedKVCacheWrapper(_Prefill):
     """Any number of query tokens a request over keys that lie one request after the other.
 
-    The layout is that of k and v: [num_keys, num_kv_heads, head_dim] for NHD, [num_kv_heads, num_keys, head_dim] for HND. Graphs and masks are
-    as in BatchPrefillWithPagedKVCacheWrapper.
+    The layout is that of k and v: [num_keys, num_kv_heads, head_dim] for NHD, [num_kv_heads, num_keys, head_dim] for HND. Graphs and masks
+    are as in BatchPrefillWithPagedKVCacheWrapper.
     """
 
     def __init__(

@@ -109,12 +109,12 @@ def _checked(name: str, given: Optional[torch.Tensor], shape: Tuple[int, ...], d
 
 
 def scales_of(args: Tuple[Any, ...], q: torch.Tensor, q_scale: Scale, k_scale: Scale, v_scale: Scale) -> Dict[str, Scale]:
-    """run()'s scales, of which fp8 queries may have scale_q, scale_k and scale_v as positional arguments instead; nothing else may be there."""
+    """run()'s scales. Those of fp8 queries may be positional arguments instead; no others are there."""
     if not args:
         return dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if q.dtype not in FP8 or len(args) != 3:
         raise NotImplementedError(
-            f"imbrex.flashinfer: run() takes no positional arguments after the cache but scale_q, scale_k, scale_v of fp8 queries, got {len(args)}"
+            f"imbrex.flashinfer: run() takes no positional arguments after the cache but scale_q, scale_k, scale_v of fp8, got {len(args)}"
         )
     if not (q_scale is None and k_scale is None and v_scale is None):
         raise ValueError("scales: expected them as positional or as named arguments, got both")
@@ -153,8 +153,8 @@ def attend(
     if return_lse or lse is not None:
         lse = _checked("lse", lse, (num_tokens, num_heads), torch.float32, device)
 
-    # Where the cache is fp8 its scales are the layer's. Elsewhere k_scale multiplies logits and v_scale the output. Scales of single q heads
-    # multiply logits too.
+    # Where the cache is fp8 its scales are the layer's. Elsewhere k_scale multiplies logits and v_scale the output. Scales of single q
+    # heads multiply logits too.
     kv_is_fp8 = types.kv in FP8
     factors = [None if kv_is_fp8 else k_scale]
     if types.q in FP8 and not (torch.is_tensor(q_scale) and q_scale.numel() > 1):

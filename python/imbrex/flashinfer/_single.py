@@ -11,7 +11,6 @@ from ._plans import Plans, Step, is_capturing
 from ._run import Result, Scale, Types, attend, ragged
 
 
-
 class _Kept(threading.local):
     def __init__(self) -> None:
         self.plans: Dict[Tuple[str, int, str], Plans] = {}

@@ -19,8 +19,8 @@ def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.T
 class BlockSparseAttentionWrapper(Wrapper):
     """Blocks of R queries by C keys, from a BSR matrix that all heads share.
 
-    It costs what dense attention over the blocks that are there costs, by pages of C keys: small C is slow on GPUs, as small pages are. A mask within
-    blocks takes a byte for each (query, key) and the kernels for custom masks.
+    It costs what dense attention over the blocks that are there costs, by pages of C keys: small C is slow on GPUs, as small pages are. A
+    mask within blocks takes a byte for each (query, key) and the kernels for custom masks.
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
@@ -55,8 +55,8 @@ class BlockSparseAttentionWrapper(Wrapper):
     ) -> None:
         """indptr [ceil(M / R) + 1] and indices [indptr[-1]]: blocks of keys that each row of blocks sees, of M queries and N keys.
 
-        mask bool [nnz, R, C] hides within blocks; packed_mask is the same as segment_packbits of convert_bsr_mask_layout. `causal` counts positions
-        in the keys that a row of blocks sees, put together, as FlashInfer does; it has no effect beside a mask.
+        mask bool [nnz, R, C] hides within blocks; packed_mask is the same as segment_packbits of convert_bsr_mask_layout. `causal` counts
+        positions in the keys that a row of blocks sees, put together, as FlashInfer does; it has no effect beside a mask.
         """
         refuse_given("masks of each head are those of VariableBlockSparseAttentionWrapper", block_mask=block_mask)
         q_type = torch_dtype(q_data_type)
@@ -65,7 +65,9 @@ class BlockSparseAttentionWrapper(Wrapper):
         check_starts(starts, "indptr")
         rows = len(starts) - 1
         if rows != -(-M // R) or N % C:
-            raise ValueError(f"expected indptr of ceil(M / R) + 1 entries and N divisible by C, got {len(starts)}, M={M}, R={R}, N={N}, C={C}")
+            raise ValueError(
+                f"expected indptr of ceil(M / R) + 1 entries and N divisible by C, got {len(starts)}, M={M}, R={R}, N={N}, C={C}"
+            )
         columns = on_host(indices, "indices")
         if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < N // C:
             raise ValueError(f"indices: expected 0 to {N // C - 1}, got {int(columns.min())} to {int(columns.max())}")
@@ -106,7 +108,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         return_lse: bool = False,
         enable_pdl: Optional[bool] = None,
     ) -> Result:
-        """q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. Returns out of o_data_type, with return_lse (out, lse in base 2)."""
+        """q [M, num_qo_heads, head_dim], k and v [N, num_kv_heads, head_dim]. Returns out of o_data_type, with return_lse (out, lse)."""
         return self._sparse(q, k, v, {}, (scale_q, scale_k, scale_v), out=out, lse=lse, return_lse=return_lse)
 
     def forward(
@@ -135,9 +137,9 @@ class BlockSparseAttentionWrapper(Wrapper):
 class VariableBlockSparseAttentionWrapper(Wrapper):
     """Blocks of any sizes, with a pattern and sizes for each kv head.
 
-    Every key is a page of its own, and every (kv head, row of blocks) a request with one kv head: plan() writes an index for each key that a row of
-    blocks sees, run() copies q and the output for groups of more than one head, and GPUs load such keys one by one. For blocks of one size that
-    heads share BlockSparseAttentionWrapper is faster.
+    Every key is a page of its own, and every (kv head, row of blocks) a request with one kv head: plan() writes an index for each key that
+    a row of blocks sees, run() copies q and the output for groups of more than one head, and GPUs load such keys one by one. For blocks of
+    one size that heads share BlockSparseAttentionWrapper is faster.
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
@@ -172,8 +174,8 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         seen, rows, columns = (torch.as_tensor(t).detach().cpu() for t in (block_mask_map, block_row_sz, block_col_sz))
         if seen.ndim != 3 or rows.shape != seen.shape[:2] or columns.shape != (seen.shape[0], seen.shape[2]) or len(seen) != num_kv_heads:
             raise ValueError(
-                f"expected block_mask_map [{num_kv_heads}, MB, NB], block_row_sz [.., MB] and block_col_sz [.., NB], got {list(seen.shape)}, "
-                f"{list(rows.shape)} and {list(columns.shape)}"
+                f"expected block_mask_map [{num_kv_heads}, MB, NB], block_row_sz [.., MB] and block_col_sz [.., NB], got "
+                f"{list(seen.shape)}, {list(rows.shape)} and {list(columns.shape)}"
             )
         if num_qo_heads % num_kv_heads:
             raise ValueError(f"num_qo_heads: expected a multiple of {num_kv_heads}, got {num_qo_heads}")
@@ -181,7 +183,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         if len({*rows.sum(1).tolist()}) > 1 or len({*columns.sum(1).tolist()}) > 1:
             raise ValueError("block_row_sz and block_col_sz: expected the same sums for all heads, the lengths of q and k")
         lens = (seen * columns[:, None, :]).sum(-1).flatten()
-        # Keys of all heads lie one head after the other. Where each block of a row of blocks begins, once for each of its keys, and which key.
+        # Keys of all heads lie one head after the other. An index is where its block begins, and which key of the block it is.
         begins = (columns.flatten().cumsum(0) - columns.flatten()).view_as(columns)
         head, _, column = seen.nonzero(as_tuple=True)
         sizes = columns[head, column]
@@ -214,7 +216,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         return_lse: bool = False,
         enable_pdl: Optional[bool] = None,
     ) -> Result:
-        """q [num_qo_heads, qo_len, head_dim], k and v [num_kv_heads, kv_len, head_dim]. Returns out of q's shape, with return_lse (out, lse).
+        """q [num_qo_heads, qo_len, head_dim], k and v [num_kv_heads, kv_len, head_dim]. Returns out of q's shape, or with return_lse both.
 
         lse is float32 [num_qo_heads, qo_len] in base 2. out and lse, if given, are of these shapes.
         """

@@ -4,7 +4,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ._masks import mask_bytes
-from ._options import backend_name, check_layout, refuse_jit
+from ._options import alibi_slopes, backend_name, check_layout, refuse_jit
 from ._plans import Limits, Plans, Step
 from ._run import Result, Types, attend
 
@@ -71,14 +71,17 @@ class Buffers:
         for name, extra in more.items():
             if len(self.all[name]) != len(self.all[first]) + extra:
                 raise ValueError(
-                    f"{name}: expected a buffer of {len(self.all[first]) + extra}, as {first} has {len(self.all[first])}, got {len(self.all[name])}"
+                    f"{name}: expected a buffer of {len(self.all[first]) + extra} beside {first} of {len(self.all[first])}, got "
+                    f"{len(self.all[name])}"
                 )
 
     def fill(self, name: str, values: torch.Tensor, non_blocking: bool, part: bool = False) -> torch.Tensor:
         """The whole buffer, after `values` were written to it, or with `part` to its beginning."""
         buffer = self.all[name]
         if len(values) > len(buffer) or (len(values) < len(buffer) and not part):
-            raise ValueError(f"{name}: expected {'at most ' if part else ''}{len(buffer)} values, as large as the buffer, got {len(values)}")
+            raise ValueError(
+                f"{name}: expected {'at most ' if part else ''}{len(buffer)} values, as large as the buffer, got {len(values)}"
+            )
         buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffer
 
@@ -133,14 +136,20 @@ class Wrapper:
             if self._most_tokens is None:
                 self._most_tokens = needs.num_tokens
             elif needs.num_tokens > self._most_tokens:
-                raise ValueError(f"qo_indptr: expected at most {self._most_tokens} tokens, those of the first plan(), got {needs.num_tokens}")
+                raise ValueError(
+                    f"qo_indptr: expected at most {self._most_tokens} tokens, those of the first plan(), got {needs.num_tokens}"
+                )
             longest = max(self.max_seq_len, needs.seq_len)
             longest = longest if most_keys is None else min(longest, most_keys)
             limits = Limits(len(step.seq_lens), self._most_tokens, longest, step.query_len)
         self._types, self._alibi = types, fields["alibi"]
+        if self._alibi:
+            alibi_slopes(fields["num_q_heads"], self.device)  # are there before a graph needs them
         self._plans.begin({**fields, **types.fields()}, step, limits)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Optional[Dict[str, Any]] = None, **options: Any) -> Result:
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Optional[Dict[str, Any]] = None, **options: Any
+    ) -> Result:
         if self._types is None:
             raise RuntimeError("imbrex.flashinfer: run() before plan()")
         changes = changes or {}
@@ -155,7 +164,8 @@ class Wrapper:
             raise ValueError(f"kv_indices: expected 1 dimension, got {list(indices.shape)}")
         if buffers is not None:
             arrays = dict(
-                kv_indptr=buffers.fill("kv_indptr", indptr, non_blocking), kv_indices=buffers.fill("kv_indices", indices, non_blocking, part=True)
+                kv_indptr=buffers.fill("kv_indptr", indptr, non_blocking),
+                kv_indices=buffers.fill("kv_indices", indices, non_blocking, part=True),
             )
         else:
             where = indices.device if mask is None else self.device
@@ -163,7 +173,6 @@ class Wrapper:
         if mask is not None:
             arrays["custom_mask"] = mask
         return arrays
-
 
     def _mask(
         self,
@@ -174,12 +183,14 @@ class Wrapper:
         custom_mask_buf: Optional[torch.Tensor],
         mask_indptr_buf: Optional[torch.Tensor],
     ) -> Optional[torch.Tensor]:
-        """A byte for each (query, key) on the device. With use_cuda_graph always at the same place, of 8 bytes for each of custom_mask_buf."""
+        """A byte for each (query, key) on the device. With use_cuda_graph always at one place, 8 times as large as custom_mask_buf."""
         if custom_mask is None and packed_custom_mask is None:
             return None
         if self._use_cuda_graph and self._mask_room is None:
             if custom_mask_buf is None or mask_indptr_buf is None:
-                raise ValueError("custom_mask_buf and mask_indptr_buf: expected tensors for custom masks with use_cuda_graph=True, got None")
+                raise ValueError(
+                    "custom_mask_buf and mask_indptr_buf: expected tensors for custom masks with use_cuda_graph=True, got None"
+                )
             self._mask_room = torch.empty(8 * custom_mask_buf.numel(), dtype=torch.uint8, device=self.device)
         counts = ((starts[1:] - starts[:-1]).long() * lens.long()).tolist()
         return mask_bytes(custom_mask, packed_custom_mask, counts, self.device, self._mask_room)
