@@ -161,6 +161,10 @@ def test_mla_over_separate_caches_is_refused():
     plan(lens, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
     with pytest.raises(NotImplementedError, match="slices of one tensor"):
         wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64].clone(), pages[..., 64:].clone())
+    with pytest.raises(NotImplementedError, match="slices of one tensor"):  # of equal strides
+        wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages.clone()[..., 64:])
+    with pytest.raises(NotImplementedError, match="slices of one tensor"):
+        wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages[..., 48:64])
     with pytest.raises(ValueError, match="kv_len_arr: expected at most"):
         plan(lens + 40, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
 

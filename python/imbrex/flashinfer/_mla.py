@@ -14,8 +14,9 @@ def _together(a: torch.Tensor, b: torch.Tensor) -> Optional[torch.Tensor]:
     """[.., da + db] without a copy, where b's columns follow a's in memory; else None."""
     if not b.shape[-1]:
         return a
-    apart = b.data_ptr() - a.data_ptr()
-    if a.shape[:-1] != b.shape[:-1] or a.stride() != b.stride() or a.stride(-1) != 1 or apart != a.shape[-1] * a.element_size():
+    same = a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    apart = b.storage_offset() - a.storage_offset()
+    if not same or a.shape[:-1] != b.shape[:-1] or a.stride() != b.stride() or a.stride(-1) != 1 or apart != a.shape[-1]:
         return None
     return a.as_strided((*a.shape[:-1], a.shape[-1] + b.shape[-1]), a.stride(), a.storage_offset())
 
