@@ -3,7 +3,7 @@ from functools import lru_cache
 from typing import Any, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import device_name, dtype_name, empty
+from ._arrays import device_name, dtype_name, empty, stream_address
 from .plan import Array, KvLayer, Plan
 
 
@@ -39,7 +39,7 @@ def _run(q, layer, v_head_dim, block_size, seq_lens, arrays, *, out, return_lse,
     )
     longest = int(max(seq_lens)) if len(seq_lens) else 1
     plan = _plan_of(tuple(fields.items()), device_name(q), _limit(len(seq_lens)), _limit(q.shape[0]), _limit(longest))
-    plan.update(arrays.pop("query_start_loc"), seq_lens, stream=stream, **arrays)
+    plan.update(arrays.pop("query_start_loc"), seq_lens, stream=stream_address(stream, q), **arrays)
     lse = empty(q, (q.shape[0], q.shape[1]), "f32") if return_lse else None
     out = plan.run(q, layer, out, lse=lse, sinks=sinks, alibi_slopes=alibi_slopes, stream=stream)
     return (out, lse) if return_lse else out

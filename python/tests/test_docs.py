@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-NEEDS = {"python": [], "pytorch": ["torch"], "transformers": ["torch", "transformers"]}
+NEEDS = {"python": [], "pytorch": ["torch"], "flashinfer": ["torch"], "transformers": ["torch", "transformers"]}
 
 
 @pytest.mark.parametrize("page", NEEDS)

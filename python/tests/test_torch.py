@@ -107,6 +107,28 @@ def test_work_goes_to_the_current_stream():
 
 
 @on_gpu
+def test_starts_on_the_host_follow_the_stream():
+    """Calls that share a plan, queued behind something slow on a stream of their own: each has its own batch."""
+    step = Step("cuda:0")
+    steps = [(step.starts, step.seq_starts), tuple(x[-1] - x[::-1] for x in (step.starts, step.seq_starts))]
+    expected = [expected_of(step.q, step.k, step.v, *starts) for starts in steps]
+
+    def calls():
+        return [imbrex.attention_varlen(step.q, step.k, step.v, *map(np.ascontiguousarray, starts), causal=True) for starts in steps]
+
+    calls()  # compiles
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        outs = calls()
+    assert not stream.query()
+    stream.synchronize()
+    for out, wanted in zip(outs, expected):
+        check(out, wanted)
+
+
+@on_gpu
 def test_a_graph_replays_later_steps():
     step = Step("cuda:0")
     spec = imbrex.AttentionSpec(8, 2, 128)
