@@ -117,9 +117,7 @@ class Batch:
 
     def masks(self):
         """A random mask for each request that hides some rows altogether."""
-        return [
-            torch.rand(t, s, generator=self.random) < 0.6 * (torch.arange(t)[:, None] % 5 != 3) for t, s in zip(self.q_lens, self.kv_lens)
-        ]
+        return [torch.rand(t, s, generator=self.random) < 0.6 * (torch.arange(t)[:, None] % 5 != 3) for t, s in zip(self.q_lens, self.kv_lens)]
 
     def expected(self, masks=None, k_scale=1.0, v_scale=1.0, **options):
         """Of all requests."""

@@ -179,9 +179,7 @@ def test_fp8_cache(device, kv_dtype, scale):
         scales = dict(k_scale=k_scale.reshape(-1).to(device), v_scale=v_scale.reshape(-1).to(device))
     batch = Batch(11, Q_LENS, KV_LENS, device=device, kv_dtype=kv_dtype)
     expected = batch.expected(causal=True, k_scale=k_scale, v_scale=v_scale)
-    check(
-        planned_prefill(batch, "HND", causal=True).run(batch.q, batch.cache("HND"), return_lse=True, **scales), expected, tolerance=2.5e-2
-    )
+    check(planned_prefill(batch, "HND", causal=True).run(batch.q, batch.cache("HND"), return_lse=True, **scales), expected, tolerance=2.5e-2)
     decode = decode_batch(device, kv_dtype=kv_dtype)
     out = planned_decode(decode).run(decode.q, decode.cache(), return_lse=True, **scales)
     check(out, decode.expected(k_scale=k_scale, v_scale=v_scale), tolerance=2.5e-2)

@@ -113,9 +113,7 @@ def test_decode(device, graph, options, form):
 
 @devices
 def test_verify_steps(device, graph):
-    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
-        workspace(device), int32(4, device), int32(50, device), int32(3, device)
-    )
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), int32(4, device), int32(50, device), int32(3, device))
     mine, out = memory(device, 9), None
     for seed, lens in enumerate(([5, 9, 3], [60, 3, 33])):
         batch = Batch(seed, [3] * 3, lens, device=device)

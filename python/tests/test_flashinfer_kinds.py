@@ -95,9 +95,7 @@ def test_variable_block_sparse(device, heads, kv_heads):
     group, parts = heads // kv_heads, []
     for h in range(kv_heads):
         mask = blocks[h].repeat_interleave(row_sizes[h], 0).repeat_interleave(column_sizes[h], 1)
-        parts.append(
-            attention(batch.q[:, h * group : (h + 1) * group], batch.k[0][:, h : h + 1], batch.v[0][:, h : h + 1], mask=mask, scale=0.2)
-        )
+        parts.append(attention(batch.q[:, h * group : (h + 1) * group], batch.k[0][:, h : h + 1], batch.v[0][:, h : h + 1], mask=mask, scale=0.2))
     expected = [torch.cat(x, 1).transpose(0, 1) for x in zip(*parts)]
     check(wrapper.run(q, k, v, return_lse=True), expected)
     out, lse = torch.empty_like(q), torch.empty(heads, 9, device=device)

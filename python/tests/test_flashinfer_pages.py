@@ -75,9 +75,7 @@ def test_append_for_mla(device):
     indptr, indices = torch.tensor([0, 2, 3], dtype=torch.int32, device=device), torch.tensor([5, 1, 3], dtype=torch.int32, device=device)
     requests, positions = flashinfer.get_batch_indices_positions(torch.tensor([0, 7, 10], device=device), torch.tensor([7, 3]), 10)
     last = torch.tensor([3, 3], dtype=torch.int32, device=device)
-    flashinfer.append_paged_mla_kv_cache(
-        new[:, :64], new[:, 64:], requests, positions, both[..., :64], both[..., 64:], indices, indptr, last
-    )
+    flashinfer.append_paged_mla_kv_cache(new[:, :64], new[:, 64:], requests, positions, both[..., :64], both[..., 64:], indices, indptr, last)
     wanted = torch.zeros_like(both)
     wanted[5], wanted[1, :3], wanted[3, :3] = new[:4], new[4:7], new[7:]
     assert torch.equal(both, wanted)

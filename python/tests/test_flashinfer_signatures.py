@@ -147,9 +147,7 @@ SIGNATURES = {
         "q, k, v, scale_q=None, scale_k=None, scale_v=None, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, "
         "logits_soft_cap=None, sm_scale=None, rope_scale=None, rope_theta=None"
     ),
-    "BlockSparseAttentionWrapper.run": (
-        "q, k, v, scale_q=None, scale_k=None, scale_v=None, out=None, lse=None, return_lse=False, enable_pdl=None"
-    ),
+    "BlockSparseAttentionWrapper.run": ("q, k, v, scale_q=None, scale_k=None, scale_v=None, out=None, lse=None, return_lse=False, enable_pdl=None"),
     "BlockSparseAttentionWrapper.end_forward": "",
     "VariableBlockSparseAttentionWrapper.__init__": "float_workspace_buffer, backend='auto'",
     "VariableBlockSparseAttentionWrapper.reset_workspace_buffer": "float_workspace_buffer, int_workspace_buffer",
@@ -159,15 +157,12 @@ SIGNATURES = {
         "q_data_type='float16', kv_data_type=None"
     ),
     "VariableBlockSparseAttentionWrapper.forward": (
-        "q, k, v, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, rope_scale=None, "
-        "rope_theta=None"
+        "q, k, v, pos_encoding_mode='NONE', use_fp16_qk_reduction=False, logits_soft_cap=None, sm_scale=None, rope_scale=None, " "rope_theta=None"
     ),
     "VariableBlockSparseAttentionWrapper.run": "q, k, v, out=None, lse=None, return_lse=False, enable_pdl=None",
     "get_batch_indices_positions": "append_indptr, seq_lens, nnz, batch_indices=None, positions=None",
     "get_seq_lens": "kv_indptr, kv_last_page_len, page_size",
-    "append_paged_mla_kv_cache": (
-        "append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len"
-    ),
+    "append_paged_mla_kv_cache": ("append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices, kv_indptr, kv_last_page_len"),
     "append_paged_kv_cache": (
         "append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout='NHD'"
     ),

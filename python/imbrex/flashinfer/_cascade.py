@@ -36,9 +36,7 @@ class MultiLevelCascadeAttentionWrapper:
             arrays = ([None] * num_levels,) * 4
         if any(a is None or len(a) != num_levels for a in arrays):
             raise ValueError(f"buffers: expected {num_levels} of each kind with use_cuda_graph=True, got {[a and len(a) for a in arrays]}")
-        self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers) for buffers in zip(*arrays)
-        ]
+        self._levels = [BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers) for buffers in zip(*arrays)]
 
     @property
     def is_cuda_graph_enabled(self) -> bool:

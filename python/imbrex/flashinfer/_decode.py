@@ -35,9 +35,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         self._q_len_per_req: Optional[int] = None
         self._buffers: Optional[Buffers] = None
         if use_cuda_graph:
-            self._buffers = Buffers(
-                kv_indptr=paged_kv_indptr_buffer, kv_indices=paged_kv_indices_buffer, last_page_len=paged_kv_last_page_len_buffer
-            )
+            self._buffers = Buffers(kv_indptr=paged_kv_indptr_buffer, kv_indices=paged_kv_indices_buffer, last_page_len=paged_kv_last_page_len_buffer)
             self._buffers.check_sizes("last_page_len", kv_indptr=1)
 
     @property

@@ -37,9 +37,7 @@ def merge_state(v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: to
     return v.to(v_a.dtype), s
 
 
-def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Optional[torch.Tensor] = None
-) -> None:
+def merge_state_in_place(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: Optional[torch.Tensor] = None) -> None:
     """merge_state() into v and s, of any type. mask [num_tokens]: false leaves a token as it is."""
     _check(v, s)
     _check(v_other, s_other)

@@ -59,9 +59,7 @@ def _append(
     """
     for cache, x in zip(caches, new):
         if x.dtype != cache.dtype or x.shape[1:] != cache.shape[2:]:
-            raise ValueError(
-                f"expected new tokens {cache.dtype} [nnz, {list(cache.shape[2:])}] like the cache, got {x.dtype} {list(x.shape)}"
-            )
+            raise ValueError(f"expected new tokens {cache.dtype} [nnz, {list(cache.shape[2:])}] like the cache, got {x.dtype} {list(x.shape)}")
     if not len(batch_indices) or not len(kv_indices):
         return
     page_size, device = caches[0].shape[1], caches[0].device

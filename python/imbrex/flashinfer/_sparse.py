@@ -65,9 +65,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         check_starts(starts, "indptr")
         rows = len(starts) - 1
         if rows != -(-M // R) or N % C:
-            raise ValueError(
-                f"expected indptr of ceil(M / R) + 1 entries and N divisible by C, got {len(starts)}, M={M}, R={R}, N={N}, C={C}"
-            )
+            raise ValueError(f"expected indptr of ceil(M / R) + 1 entries and N divisible by C, got {len(starts)}, M={M}, R={R}, N={N}, C={C}")
         columns = on_host(indices, "indices")
         if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < N // C:
             raise ValueError(f"indices: expected 0 to {N // C - 1}, got {int(columns.min())} to {int(columns.max())}")

@@ -79,9 +79,7 @@ class Buffers:
         """The whole buffer, after `values` were written to it, or with `part` to its beginning."""
         buffer = self.all[name]
         if len(values) > len(buffer) or (len(values) < len(buffer) and not part):
-            raise ValueError(
-                f"{name}: expected {'at most ' if part else ''}{len(buffer)} values, as large as the buffer, got {len(values)}"
-            )
+            raise ValueError(f"{name}: expected {'at most ' if part else ''}{len(buffer)} values, as large as the buffer, got {len(values)}")
         buffer[: len(values)].copy_(values, non_blocking=non_blocking)
         return buffer
 
@@ -136,9 +134,7 @@ class Wrapper:
             if self._most_tokens is None:
                 self._most_tokens = needs.num_tokens
             elif needs.num_tokens > self._most_tokens:
-                raise ValueError(
-                    f"qo_indptr: expected at most {self._most_tokens} tokens, those of the first plan(), got {needs.num_tokens}"
-                )
+                raise ValueError(f"qo_indptr: expected at most {self._most_tokens} tokens, those of the first plan(), got {needs.num_tokens}")
             longest = max(self.max_seq_len, needs.seq_len)
             longest = longest if most_keys is None else min(longest, most_keys)
             limits = Limits(len(step.seq_lens), self._most_tokens, longest, step.query_len)
@@ -147,9 +143,7 @@ class Wrapper:
             alibi_slopes(fields["num_q_heads"], self.device)  # are there before a graph needs them
         self._plans.begin({**fields, **types.fields()}, step, limits)
 
-    def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Optional[Dict[str, Any]] = None, **options: Any
-    ) -> Result:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Optional[Dict[str, Any]] = None, **options: Any) -> Result:
         if self._types is None:
             raise RuntimeError("imbrex.flashinfer: run() before plan()")
         changes = changes or {}
@@ -188,9 +182,7 @@ class Wrapper:
             return None
         if self._use_cuda_graph and self._mask_room is None:
             if custom_mask_buf is None or mask_indptr_buf is None:
-                raise ValueError(
-                    "custom_mask_buf and mask_indptr_buf: expected tensors for custom masks with use_cuda_graph=True, got None"
-                )
+                raise ValueError("custom_mask_buf and mask_indptr_buf: expected tensors for custom masks with use_cuda_graph=True, got None")
             self._mask_room = torch.empty(8 * custom_mask_buf.numel(), dtype=torch.uint8, device=self.device)
         counts = ((starts[1:] - starts[:-1]).long() * lens.long()).tolist()
         return mask_bytes(custom_mask, packed_custom_mask, counts, self.device, self._mask_room)
