@@ -12,8 +12,8 @@ def from_bf16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def attention(q, k, v, *, causal, scale=None, window_left=-1, soft_cap=0.0, sinks=None):
-    """q [t, hq, d], k and v [s, hkv, d] of one request; out and the natural log of the denominator."""
+def attention(q, k, v, *, causal, scale=None, window_left=-1, window_right=-1, soft_cap=0.0, sinks=None, alibi_slopes=None, mask=None):
+    """q [t, hq, d], k and v [s, hkv, d] of one request, mask [t, s] or None; out and the natural log of the denominator."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     logits = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (scale or q.shape[2] ** -0.5)
@@ -21,7 +21,12 @@ def attention(q, k, v, *, causal, scale=None, window_left=-1, soft_cap=0.0, sink
         logits = soft_cap * np.tanh(logits / soft_cap)
     position = k.shape[0] - q.shape[0] + np.arange(q.shape[0])[:, None]
     key = np.arange(k.shape[0])[None, :]
+    if alibi_slopes is not None:
+        logits = logits + np.asarray(alibi_slopes, np.float64)[:, None, None] * (key - position)
     seen = (key <= position if causal else key >= 0) & ((window_left < 0) | (key >= position - window_left))
+    seen &= (window_right < 0) | (key <= position + window_right)
+    if mask is not None:
+        seen &= np.asarray(mask, bool)
     logits = np.where(seen, logits, -np.inf)
     top = logits.max(-1, keepdims=True)
     weights = np.exp(logits - top)

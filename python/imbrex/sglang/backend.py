@@ -1,0 +1,342 @@
+"""The backend that SGLang's model runner makes and asks. Importing this checks SGLang's version."""
+from dataclasses import dataclass
+from typing import Any, Dict, Optional, Tuple
+
+import sglang
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
+
+from .. import _core
+from .._engines import CheckedLayer, check_pages, check_version, device_text, floats, make_plan, settings, type_name
+from ..plan import Plan
+from . import WRITTEN_FOR
+from .pages import block_table, check_pool, kv_layer, rows_of
+
+check_version("SGLang", sglang.__version__, WRITTEN_FOR, least_patch=True)
+
+
+@dataclass
+class Step:
+    """What plans are updated with. Lengths are int32 on the host, or on the GPU where the host does not know them."""
+
+    number: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    table: torch.Tensor
+    mask: Optional[torch.Tensor]
+    num_tokens: int
+    graph: bool
+    on_device: bool
+
+    def update(self, plan: Plan, masked: bool) -> None:
+        arrays = dict(block_table=self.table, custom_mask=self.mask if masked else None)
+        if self.on_device:
+            plan.update_on_device(self.query_start_loc, self.seq_lens, max_num_tokens=self.num_tokens, **arrays)
+        else:
+            plan.update(self.query_start_loc, self.seq_lens, **arrays)
+
+
+@dataclass
+class Planned:
+    """A plan for one kind of layer, and the step it was last updated with."""
+
+    plan: Plan
+    masked: bool
+    room: Tuple[int, int]  # requests, tokens
+    step: int = -1
+
+
+_LEAST_ROOM = (32, 1024)
+
+
+def _room(count: int, least: int) -> int:
+    """A power of two, so that few plans serve many batches."""
+    return max(least, 1 << max(0, count - 1).bit_length())
+
+
+class Backend(AttentionBackend):
+    """imbrex for layers with keys and values of their own (no MLA), over SGLang's pools of token slots or pages.
+
+    A plan for each kind of layer is made when the first layer of it runs, and updated once a step. Steps in a CUDA graph have plans of their
+    own, which are sized once: a graph holds their addresses.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        self.settings = settings()
+        self._refuse(runner)
+        self.device = torch.device(runner.device)
+        self.device_text = device_text(self.device)
+        self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.page_size = runner.page_size or 1
+        self.max_keys = self.req_to_token.shape[1]
+        gpu = self.device_text != "cpu"
+        speculative = runner.spec_algorithm.is_speculative()
+        wanted = self.settings.on_device
+        if gpu and speculative and wanted == "never":
+            raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
+        self.on_device = gpu and (wanted == "always" or (wanted == "auto" and speculative))
+        self.needs_cpu_seq_lens = not self.on_device  # SGLang then does not wait for the GPU to know them
+        self.forward_metadata: Optional[Step] = None
+        self._eager: Dict[Tuple, Planned] = {}
+        self._captured: Dict[Tuple, Planned] = {}
+        self._graph_room = (0, 0)
+        self._graph_table: Optional[torch.Tensor] = None
+        self._graph_mask: Optional[torch.Tensor] = None
+        self._num_steps = 0
+        self._checked = set()
+
+    @staticmethod
+    def _refuse(runner: Any) -> None:
+        for what, found in (
+            ("a draft worker: --speculative-draft-attention-backend", runner.is_draft_worker),
+            ("MLA", runner.use_mla_backend),
+            ("an encoder-decoder model", runner.model_config.is_encoder_decoder),
+            ("decode context parallelism", get_parallel().attn_dcp_size > 1),
+            ("a unified memory pool, whose slots are translated", runner.kv_index_translator.is_translating),
+        ):
+            if found:
+                raise NotImplementedError(f"imbrex does not have this in SGLang: {what}")
+        check_pool(runner.token_to_kv_pool)
+
+    # Steps.
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """An eager step."""
+        self._begin(forward_batch, graph=False)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """A step of a graph: before it is captured, and before each replay. Everything is planned here; a graph holds layers alone."""
+        mode = forward_batch.forward_mode
+        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
+            raise NotImplementedError(f"imbrex: expected a CUDA graph of decoding or verification in SGLang, got {mode.name}")
+        self._begin(forward_batch, graph=True)
+        step = self.forward_metadata
+        if step is None:
+            return
+        for planned in self._captured.values():
+            if not planned.masked or step.mask is not None:
+                self._update(planned, step)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Nothing: plans are where the captured kernels look."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        columns = -(-self.max_keys // self.page_size)
+        self._graph_room = (max_bs, max_num_tokens)
+        self._graph_table = torch.zeros((max_bs, columns), dtype=torch.int32, device=self.device)
+        self._graph_mask = None
+        self._captured = {}
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1  # a row of padding has one token, which is its own key, in slot 0
+
+    def _begin(self, batch: Any, graph: bool) -> None:
+        mode = batch.forward_mode
+        self._num_steps += 1
+        if mode.is_idle():
+            self.forward_metadata = None
+            return
+        if batch.encoder_lens is not None:
+            raise NotImplementedError("imbrex does not have cross attention in SGLang, but encoder_lens is given")
+        num_reqs = batch.batch_size
+        query_lens, ahead = self._query_lens(batch, num_reqs)
+        host = self._host_lens(batch, num_reqs, query_lens)
+        on_device = host is None
+        if on_device and not self.on_device:
+            raise ValueError('imbrex: expected lengths on the host, got none: the setting on_device "always" does without')
+        lens = batch.seq_lens[:num_reqs].to(torch.int32) if on_device else host
+        lens = lens + ahead if ahead else lens
+        starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=lens.device)
+        if isinstance(query_lens, int):
+            starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=lens.device) * query_lens
+            num_tokens = num_reqs * query_lens
+        else:
+            starts[1:] = query_lens.to(lens.device).cumsum(0)
+            num_tokens = int(batch.extend_num_tokens) if on_device else int(starts[-1])
+        known = getattr(batch, "max_seq_len_host", None)
+        longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
+        out = self._graph_table if graph else None
+        table = block_table(self.req_to_token, batch.req_pool_indices[:num_reqs], min(longest, self.max_keys), self.page_size, out)
+        mask = self._mask(batch, graph, None if on_device else lens, num_reqs, query_lens) if mode.is_target_verify() else None
+        self.forward_metadata = Step(self._num_steps, starts, lens, table, mask, num_tokens, graph, on_device)
+
+    def _query_lens(self, batch: Any, num_reqs: int) -> Tuple[Any, int]:
+        """Query tokens of each request, as one number or int32 [requests], and how many of them seq_lens does not count."""
+        mode = batch.forward_mode
+        if mode.is_decode():
+            if batch.spec_info is not None:
+                raise NotImplementedError("imbrex does not have this in SGLang: decoding of draft tokens")
+            return 1, 0
+        if mode.is_target_verify():
+            return batch.spec_info.draft_token_num, batch.spec_info.draft_token_num
+        if mode.is_dllm_extend() or mode.is_draft_extend_v2() or not mode.is_extend():
+            raise NotImplementedError(f"imbrex: expected a step to extend, decode, mix or verify, got {mode.name}")
+        if batch.extend_seq_lens_cpu is not None:
+            return torch.as_tensor(batch.extend_seq_lens_cpu, dtype=torch.int32), 0
+        return batch.extend_seq_lens[:num_reqs].to(torch.int32), 0
+
+    def _host_lens(self, batch: Any, num_reqs: int, query_lens: Any) -> Optional[torch.Tensor]:
+        lens = batch.seq_lens if self.device_text == "cpu" else batch.seq_lens_cpu
+        known = lens is not None and (isinstance(query_lens, int) or query_lens.device.type == "cpu")
+        if not known or self.on_device and (self.settings.on_device == "always" or batch.forward_mode.is_target_verify()):
+            return None
+        return torch.as_tensor(lens)[:num_reqs].to(torch.int32)
+
+    def _mask(self, batch: Any, graph: bool, lens: Any, num_reqs: int, width: int) -> Optional[torch.Tensor]:
+        """The tree's mask as bytes: for each draft token its row over all keys. None where drafts are a chain, which is causal."""
+        info = batch.spec_info
+        given = info.custom_mask
+        if given is None or given.numel() == 0 or info.tree_topk == 1:
+            return None
+        given = given.reshape(-1).view(torch.uint8) if given.dtype == torch.bool else given.reshape(-1)
+        if lens is None:
+            mask, size = given, given.numel()
+        else:
+            size = width * int(lens.sum())
+            if self.device_text == "cpu" and given.numel() == num_reqs * width * width:  # rows over draft tokens alone
+                rows = given.view(num_reqs, width, width)
+                parts = [torch.cat([rows[r].new_ones(width, int(n) - width), rows[r]], 1).reshape(-1) for r, n in enumerate(lens)]
+                given = torch.cat(parts)
+            padding = width * getattr(batch, "num_padding", 0)
+            if given.numel() < size - padding * (width + 1):
+                raise _core.Error(f"imbrex: expected a custom_mask of {size} bytes, got {given.numel()}")
+            mask = given[:size]
+        if not graph:
+            return mask
+        if self._graph_mask is None:
+            room = self._graph_room[0] * width * (self.max_keys + width)
+            self._graph_mask = torch.ones(room, dtype=torch.uint8, device=self.device)
+        count = min(mask.numel(), self._graph_mask.numel())
+        self._graph_mask[:count].copy_(mask[:count])
+        return self._graph_mask if lens is None else self._graph_mask[:size]
+
+    # Plans.
+
+    def _update(self, planned: Planned, step: Step) -> None:
+        if planned.step != step.number:
+            step.update(planned.plan, planned.masked)
+            planned.step = step.number
+
+    def _plan(self, layer: Any, q: torch.Tensor, sinks: Any) -> Plan:
+        step = self.forward_metadata
+        masked = step.mask is not None
+        if masked and layer.sliding_window_size > -1:
+            raise NotImplementedError("imbrex: expected no tree of draft tokens with a sliding window, whose positions are depths in the tree")
+        fields = self._spec_fields(layer, q, sinks is not None, masked)
+        key = tuple(fields.items())
+        plans = self._captured if step.graph else self._eager
+        needed = step.seq_lens.shape[0], step.num_tokens
+        planned = plans.get(key)
+        if planned is None or (not step.graph and (needed[0] > planned.room[0] or needed[1] > planned.room[1])):
+            room, most = self._graph_room, 0
+            if step.graph:
+                most = -(-room[1] // room[0])
+            else:
+                before = _LEAST_ROOM if planned is None else planned.room
+                room = _room(needed[0], before[0]), _room(needed[1], before[1])
+            limits = dict(max_num_reqs=room[0], max_num_tokens=room[1], max_seq_len=self.max_keys + self.page_size, max_query_len=most)
+            plan = make_plan(_core.AttentionSpec(**fields), self.device_text, self.settings, on_device=self.on_device, **limits)
+            planned = plans[key] = Planned(plan, masked, room)
+        self._update(planned, step)
+        return planned.plan
+
+    def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, masked: bool) -> Dict[str, Any]:
+        return dict(
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim_qk=layer.qk_head_dim,
+            head_dim_v=layer.v_head_dim,
+            q_dtype=type_name(q.dtype),
+            kv_dtype=type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype),
+            block_size=self.page_size,
+            window_left=layer.sliding_window_size,
+            scale=float(layer.scaling),
+            soft_cap=float(layer.logit_cap or 0),
+            sinks=sinks,
+            custom_mask=masked,
+        )
+
+    # Layers.
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        """One token a request: q [requests, heads * dim]. Returns [requests, heads * v_head_dim]."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        """Any number of tokens a request, behind what is in the cache; also the verification of drafts."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def forward_mixed(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        """The same: a request that decodes extends by one token."""
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks=None, **kwargs):
+        refuse_layer(layer, forward_batch, kwargs)
+        if q.element_size() == 1:
+            raise NotImplementedError(f"imbrex: expected queries of f32, bf16 or f16 in SGLang, got {q.dtype}")
+        self._check(layer, q)
+        if k is not None and save_kv_cache:
+            self._write(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        kv = kv_layer(self.token_to_kv_pool, layer, self.page_size)
+        extras = {} if sinks is None else {"sinks": floats(sinks, q.device)}
+        plan = self._plan(layer, q, sinks)
+        out = getattr(forward_batch, "_attn_output", None)
+        if out is None:
+            out = q.new_empty((q.shape[0], layer.tp_q_head_num * layer.v_head_dim))
+        plan.run(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, out.view(-1, layer.tp_q_head_num, layer.v_head_dim), **extras)
+        return out
+
+    def _write(self, layer: Any, where: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The pool's own way, for whatever it does beside; it divides by the scales in place."""
+        k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        if layer.k_scale is None and layer.v_scale is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        else:
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
+
+    def _check(self, layer: Any, q: torch.Tensor) -> None:
+        """A layer's pages, before its first step."""
+        if not self.settings.self_check or layer.layer_id in self._checked:
+            return
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        pool, spec = self.token_to_kv_pool, _core.AttentionSpec(**self._spec_fields(layer, q, False, False))
+        buffers = pool.get_kv_buffer(layer.layer_id)
+
+        def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+            self._write(layer, KVWriteLoc(slots), k, v)
+
+        checked = CheckedLayer(
+            name=f"layer {layer.layer_id}",
+            spec=spec,
+            kv=kv_layer(pool, layer, self.page_size),
+            write=write,
+            rows=lambda slots: tuple(rows_of(x, slots, self.page_size) for x in buffers),
+            extras={},
+            score=dict(scale=float(layer.scaling), soft_cap=float(layer.logit_cap or 0), window_left=layer.sliding_window_size),
+        )
+        check_pages([checked], self.device_text, self.settings)
+        self._checked.add(layer.layer_id)
+
+
+def refuse_layer(layer: Any, batch: Any, kwargs: Dict[str, Any]) -> None:
+    """NotImplementedError for what a layer or its call asks for and imbrex does not have here."""
+    for name, value in kwargs.items():
+        if value is not None and value is not False:
+            raise NotImplementedError(f"imbrex: expected no {name} in SGLang, got one")
+    if layer.is_cross_attention:
+        raise NotImplementedError("imbrex does not have cross attention in SGLang")
+    if layer.attn_type != AttentionType.DECODER:
+        raise NotImplementedError(f"imbrex: expected attention of type decoder in SGLang, got {layer.attn_type.value}")
+    for name, plain in (("use_irope", False), ("xai_temperature_len", -1), ("pos_encoding_mode", "NONE")):
+        if getattr(layer, name) != plain:
+            raise NotImplementedError(f"imbrex: expected layers with {name} {plain} in SGLang, got {getattr(layer, name)}")
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise NotImplementedError(f"imbrex: expected logit_capping_method tanh, got {layer.logit_capping_method}")
+    if batch.mha_return_lse:
+        raise NotImplementedError("imbrex: expected mha_return_lse False in SGLang, got True")

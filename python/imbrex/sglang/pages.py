@@ -1,0 +1,57 @@
+"""SGLang's pools as imbrex sees them: pages of a layer by their strides, and tables of pages out of tables of token slots."""
+from typing import Any, Tuple
+
+import torch
+
+from .._engines import as_bytes, floats
+from ..plan import KvLayer
+
+
+def check_pool(pool: Any) -> None:
+    """NotImplementedError for a pool whose pages imbrex does not read."""
+    from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+
+    if isinstance(pool, BaseSWAKVPool):
+        raise NotImplementedError(
+            f"imbrex: expected one pool for all layers, got {type(pool).__name__} with one for sliding windows: --disable-hybrid-swa-memory"
+        )
+    layout = getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", None)
+    if layout not in ("nhd", "hnd"):
+        raise NotImplementedError(f"imbrex: expected a pool with kv_cache_layout nhd or hnd, got {type(pool).__name__} with {layout}")
+
+
+def pages_of(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[pages, page_size, heads, dim] of a pool's buffer: [tokens, heads, dim], or with hnd [pages, heads, page_size, dim]."""
+    if buffer.dim() == 4:
+        return as_bytes(buffer.permute(0, 2, 1, 3))
+    num_pages = buffer.shape[0] // page_size
+    return as_bytes(buffer[: num_pages * page_size].unflatten(0, (num_pages, page_size)))
+
+
+def scales_of(layer: Any, buffer: torch.Tensor) -> Tuple[Any, Any]:
+    """Of an fp8 cache; none for another, which SGLang fills without them."""
+    if buffer.element_size() != 1:
+        return None, None
+    return tuple(None if s is None else floats(torch.as_tensor(s), buffer.device) for s in (layer.k_scale, layer.v_scale))
+
+
+def kv_layer(pool: Any, layer: Any, page_size: int) -> KvLayer:
+    k, v = pool.get_kv_buffer(layer.layer_id)
+    return KvLayer(pages_of(k, page_size), pages_of(v, page_size), *scales_of(layer, k))
+
+
+def rows_of(buffer: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[n, heads, dim] at token slots, by the pool's own indices."""
+    return buffer[slots // page_size, :, slots % page_size] if buffer.dim() == 4 else buffer[slots]
+
+
+def block_table(req_to_token: torch.Tensor, rows: torch.Tensor, num_keys: int, page_size: int, out: Any = None) -> torch.Tensor:
+    """int32 [requests, pages] for num_keys keys each, of the token slots that requests have; into a part of `out` where that is given."""
+    table = req_to_token[:, : max(1, num_keys) : page_size].index_select(0, rows.long())
+    if page_size > 1:
+        table = table // page_size
+    if out is None:
+        return table
+    view = out[: table.shape[0], : table.shape[1]]
+    view.copy_(table)
+    return view

@@ -1,0 +1,131 @@
+"""What vLLM asks of a backend before there are layers: its name, its classes, what it can run. Importing this checks vLLM's version."""
+import inspect
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import vllm
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from .. import _core
+from .._engines import check_version, settings, type_name
+from ..plan import select
+from . import WRITTEN_FOR
+from .impl import Impl, kv_type
+from .metadata import Builder
+
+check_version("vLLM", vllm.__version__, WRITTEN_FOR, least_patch=False)
+
+# GPUs that imbrex can describe, by compute capability: selection then does not need a CUDA context.
+_DESCRIBED = {(8, 0): "a100", (8, 9): "l40s", (9, 0): "h200", (10, 0): "b200", (12, 0): "rtx5090"}
+
+
+class Backend(AttentionBackend):
+    """imbrex for all layers of a model with keys and values of their own (no MLA)."""
+
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+    forward_includes_kv_cache_update = False  # Impl.do_kv_cache_update
+    supports_kv_cache_update_bypass = True  # Impl.forward reads the cache alone
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> List[MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Tuple[KVCacheLayout, ...]:
+        """All: pages are read by their strides. What decoding likes best comes first."""
+        first = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+        return first + tuple(layout for layout in KVCacheLayout if layout not in first)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> List[str]:
+        """vLLM's own reasons against this backend, then those of imbrex.select()."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        given = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
+        return reasons + ([] if reasons else reasons_against(given))
+
+
+class CpuBackend(Backend):
+    """The same where vLLM expects CPU_ATTN."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False  # vLLM's connectors know the order of CPU_ATTN's own blocks
+
+
+def _device(capability: Optional[Any]) -> str:
+    if current_platform.is_cpu():
+        return "cpu"
+    described = None if capability is None or torch.cuda.is_initialized() else _DESCRIBED.get((capability.major, capability.minor))
+    return described or f"cuda:{torch.cuda.current_device()}"
+
+
+def _spec_fields(given: Dict[str, Any]) -> Dict[str, Any]:
+    """What is known of a layer before it is made. Heads are of the model, where a configuration is current."""
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    q_dtype = type_name(given["dtype"])
+    encoder = given["attn_type"] in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+    return dict(
+        num_q_heads=1 if model is None else model.get_num_attention_heads(config.parallel_config),
+        num_kv_heads=1 if model is None else model.get_num_kv_heads(config.parallel_config),
+        head_dim_qk=given["head_size"],
+        kind="encoder_only" if encoder else "decoder",
+        q_dtype=q_dtype,
+        kv_dtype=q_dtype if encoder else kv_type(given["kv_cache_dtype"] or "auto", given["dtype"]),
+        block_size=0 if encoder else given["block_size"] or 16,
+        causal=not encoder,
+        window_left=127 if given.get("has_sliding_window") else -1,
+        sinks=bool(given["has_sink"]),
+    )
+
+
+def reasons_against(given: Dict[str, Any]) -> List[str]:
+    """Why no backend of imbrex runs a layer of this configuration, a text for each that is for this kind of device; empty when one does."""
+    device = _core.Device(_device(given["device_capability"]))
+    try:
+        spec = _core.AttentionSpec(**_spec_fields(given))
+        chosen = select(spec, device, forced=settings().backend)
+    except _core.Error as error:
+        return [f"imbrex: {error.code}: {error}"]
+    except NotImplementedError as error:
+        return [str(error)]
+    if chosen.backend is not None:
+        return []
+    texts = {name: [str(r) for r in reasons] for name, reasons in chosen.candidates if not any(r.code == "device.type" for r in reasons)}
+    return [f"imbrex {name}: {text}" for name, found in texts.items() for text in found]

@@ -1,0 +1,187 @@
+"""A step of vLLM's scheduler, planned once for the layers of a group."""
+from dataclasses import dataclass
+from typing import Any, ClassVar, Dict, List, Optional, Tuple
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+
+from .. import _core
+from .._engines import CheckedLayer, check_pages, device_text, make_plan, settings
+from ..plan import Plan
+from .impl import Impl
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """What Impl takes of a step. Tensors are vLLM's own; num_actual_tokens counts its padding too."""
+
+    plans: Dict[Tuple, Plan]
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool = True
+
+
+_CACHES = ("FullAttentionSpec", "SlidingWindowSpec", "EncoderOnlyAttentionSpec")  # other kinds have pages or wrappers of their own
+
+# Fields of CommonAttentionMetadata that ask for what imbrex does not have here.
+_REFUSED = {
+    "mm_req_doc_ranges": "multimodal tokens that see each other in both directions",
+    "rswa_prefix_lens": "sliding windows with a visible prefix (R-SWA)",
+    "dcp_local_seq_lens": "decode context parallelism",
+    "encoder_seq_lens": "cross attention",
+    "logits_indices_padded": "fast prefill with a shared KV cache",
+}
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """A plan for each kind of layer in the group; vLLM calls build() once a step and, where it replays a graph, before that."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS  # a captured graph replays every batch within the limits
+
+    def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        given = vllm_config.additional_config
+        self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
+        self.device_text = device_text(device)
+        self._refuse_configuration()
+        speculative = vllm_config.speculative_config
+        # Sampling decides lengths on the GPU then, and the host's are upper bounds.
+        inexact = self.device_text != "cpu" and speculative is not None
+        if inexact and self.settings.on_device == "never":
+            raise ValueError('imbrex: expected on_device "auto" or "always" with speculative decoding on a GPU, got "never"')
+        self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
+        self.supports_draft_decode_metadata_update = self.on_device
+        self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        self.plans: Dict[Tuple, Plan] = {}
+        limits = self._limits()
+        for layer in self.layers.values():
+            if not isinstance(layer.impl, Impl):
+                raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
+            fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
+            layer.impl.plan_key = tuple(fields.items())
+            if layer.impl.plan_key not in self.plans:
+                spec = _core.AttentionSpec(**fields)
+                self.plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits)
+        self._checked = not self.settings.self_check
+
+    def _limits(self) -> Dict[str, int]:
+        scheduler, speculative = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
+        ahead = 2 * (speculative.num_speculative_tokens or 0) if speculative is not None else 0
+        captured = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        max_num_tokens = max(scheduler.max_num_batched_tokens, captured) + scheduler.max_num_seqs * ahead
+        return dict(
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max(self.vllm_config.model_config.max_model_len + ahead, max_num_tokens),  # warm-up steps have lengths of their own
+        )
+
+    def _refuse_configuration(self) -> None:
+        spec, config = self.kv_cache_spec, self.vllm_config
+        kind = type(spec).__name__
+        if kind not in _CACHES:
+            raise NotImplementedError(f"imbrex: expected a KV cache of kind {', '.join(_CACHES)}, got {kind}")
+        for name, plain in (("num_head_slots", None), ("state_content_bytes", None), ("tokens_per_state", 1), ("attention_chunk_size", None)):
+            value = getattr(spec, name, plain)
+            if value != plain:
+                raise NotImplementedError(f"imbrex: expected a KV cache with {name} {plain}, got {value}")
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            size = getattr(config.parallel_config, name)
+            if size > 1:
+                raise NotImplementedError(f"imbrex: expected {name} 1, got {size}")
+        if config.cache_config.kv_sharing_fast_prefill:
+            raise NotImplementedError("imbrex: expected kv_sharing_fast_prefill to be off, got on")
+        if self.device_text == "cpu" and config.kv_transfer_config is not None:
+            raise NotImplementedError("imbrex: expected no KV connector on a CPU, got one")
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        cam = common_attn_metadata
+        if common_prefix_len:
+            raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")
+        for name, what in _REFUSED.items():
+            if getattr(cam, name, None) is not None:
+                raise NotImplementedError(f"imbrex does not have {what} in vLLM, but {name} is given")
+        ragged = any(layer.impl.ragged for layer in self.layers.values())
+        if not ragged and cam.causal is not True:
+            raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
+        if not self._checked:
+            self._self_check()
+        metadata = Metadata(
+            plans=self.plans,
+            num_actual_tokens=cam.num_actual_tokens,
+            max_query_len=cam.max_query_len,
+            max_seq_len=cam.max_seq_len,
+            query_start_loc=cam.query_start_loc[: cam.num_reqs + 1],
+            seq_lens=cam.seq_lens[: cam.num_reqs],
+            block_table=cam.block_table_tensor,
+            slot_mapping=cam.slot_mapping,
+            causal=not ragged,
+        )
+        if self.on_device:
+            self._update_on_device(metadata)
+        else:
+            self._update(metadata, cam)
+        return metadata
+
+    def _update(self, metadata: Metadata, cam: CommonAttentionMetadata) -> None:
+        starts = cam.query_start_loc_cpu[: cam.num_reqs + 1]
+        lengths = cam.seq_lens if self.device_text == "cpu" else cam.seq_lens_cpu_upper_bound
+        if lengths is None:
+            raise ValueError('imbrex: expected seq_lens_cpu_upper_bound, got none; the setting on_device "always" does without')
+        for plan in self.plans.values():
+            if plan.spec.block_size == 0:
+                plan.update(starts, starts.diff(), kv_start_loc=metadata.query_start_loc)
+            else:
+                plan.update(starts, lengths[: cam.num_reqs], block_table=metadata.block_table, slot_mapping=metadata.slot_mapping)
+
+    def _update_on_device(self, metadata: Metadata) -> None:
+        starts, tokens = metadata.query_start_loc, metadata.num_actual_tokens
+        for plan in self.plans.values():
+            if plan.spec.block_size == 0:
+                plan.update_on_device(starts, starts.diff(), max_num_tokens=tokens, kv_start_loc=starts)
+            else:
+                plan.update_on_device(
+                    starts,
+                    metadata.seq_lens,
+                    max_num_tokens=tokens,
+                    block_table=metadata.block_table,
+                    slot_mapping=metadata.slot_mapping,
+                )
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """The same step with the lengths that are on the GPU by now; may be captured."""
+        if not self.on_device:
+            raise NotImplementedError('imbrex: expected the setting on_device "always" to plan within a graph, got plans of the host')
+        self._update_on_device(metadata)
+
+    def _self_check(self) -> None:
+        """Once the engine has bound its pages: every layer that has pages of its own."""
+        owners = {n: x for n, x in self.layers.items() if not x.impl.ragged and x.impl.kv_sharing_target_layer_name is None}
+        if any(x.kv_cache.numel() == 0 for x in owners.values()):
+            return  # not bound yet
+        check_pages([self._checked_layer(name, layer) for name, layer in owners.items()], self.device_text, self.settings)
+        self._checked = True
+
+    def _checked_layer(self, name: str, layer: Any) -> CheckedLayer:
+        cache, impl, spec = layer.kv_cache, layer.impl, self.plans[layer.impl.plan_key].spec
+        expected = [spec.num_kv_heads, spec.block_size, spec.head_dim_qk + spec.head_dim_v]
+        if cache.dim() != 4 or list(cache.shape[1:]) != expected:
+            raise NotImplementedError(f"imbrex: expected pages [num_blocks, {', '.join(map(str, expected))}] of {name}, got {list(cache.shape)}")
+        pages = impl.kv_of(layer, cache)
+
+        def rows(slots: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+            found = cache[slots // spec.block_size, :, slots % spec.block_size]
+            return found[..., : spec.head_dim_qk], found[..., spec.head_dim_qk :]
+
+        def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+            impl.write_pages(plan, layer, k, v, cache)
+
+        return CheckedLayer(name, spec, pages, write, rows, impl.extras(cache.device), impl.score_fields())

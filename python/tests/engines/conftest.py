@@ -1,0 +1,46 @@
+"""Stand-ins of the engines, each on the path for the tests that ask for it."""
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+STUBS = Path(__file__).resolve().parent / "stubs"
+torch = pytest.importorskip("torch")
+
+
+def _forget(engine):
+    for name in list(sys.modules):
+        if name == engine or name.startswith(engine + ".") or name.startswith(f"imbrex.{engine}"):
+            del sys.modules[name]
+    import imbrex
+
+    if hasattr(imbrex, engine):
+        delattr(imbrex, engine)
+
+
+def _engine(name, monkeypatch):
+    for variable in ("IMBREX_ENGINE_CONFIG", "IMBREX_ENGINE_ANY_VERSION", "IMBREX_VLLM_CPU_ATTN", "IMBREX_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
+    _forget(name)
+    monkeypatch.syspath_prepend(str(STUBS))
+    importlib.invalidate_caches()
+    module = importlib.import_module(name)
+    assert Path(module.__file__).is_relative_to(STUBS) if hasattr(Path, "is_relative_to") else str(STUBS) in module.__file__
+    yield module
+    _forget(name)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    yield from _engine("vllm", monkeypatch)
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    yield from _engine("sglang", monkeypatch)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))])
+def device(request):
+    return request.param

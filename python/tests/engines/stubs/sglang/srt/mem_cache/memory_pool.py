@@ -1,0 +1,74 @@
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+
+
+class ReqToTokenPool:
+    """Row 0 is for requests of padding; what a row has past a request's tokens is whatever was there before."""
+
+    def __init__(self, size, max_context_len, device):
+        self.size, self.max_context_len, self.device = size, max_context_len, device
+        self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
+
+    def write(self, indices, values):
+        self.req_to_token[indices] = values
+
+
+@dataclass
+class KVWriteLoc:
+    loc: torch.Tensor
+    swa_loc: Optional[torch.Tensor] = None
+    full_loc: Optional[torch.Tensor] = None
+    physical: bool = False
+
+    @classmethod
+    def for_batch(cls, forward_batch, *, swa_loc=None, full_loc=None):
+        return cls(forward_batch.out_cache_loc, swa_loc, full_loc, physical=forward_batch.out_cache_loc_is_physical)
+
+
+class KVCache:
+    pass
+
+
+class MHATokenToKVPool(KVCache):
+    """Keys and values of each layer: [tokens, heads, dim] (nhd), or [pages, heads, page_size, dim] (hnd). Page 0 is for padding."""
+
+    def __init__(self, size, page_size, dtype, head_num, head_dim, layer_num, device, v_head_dim=None, kv_cache_layout="nhd", poison=0x7F):
+        assert size % page_size == 0
+        self.size, self.page_size, self.dtype, self.kv_cache_layout = size, page_size, dtype, kv_cache_layout
+        self.store_dtype = torch.uint8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype
+        self.start_layer, self.layer_num = 0, layer_num
+
+        def buffer(dim):
+            tokens = size + page_size
+            shape = (tokens // page_size, head_num, page_size, dim) if kv_cache_layout == "hnd" else (tokens, head_num, dim)
+            return torch.full(shape, poison if self.store_dtype == torch.uint8 else float("nan"), dtype=self.store_dtype, device=device)
+
+        self.k_buffer = [buffer(head_dim) for _ in range(layer_num)]
+        self.v_buffer = [buffer(v_head_dim or head_dim) for _ in range(layer_num)]
+
+    def get_key_buffer(self, layer_id):
+        return self.k_buffer[layer_id - self.start_layer].view(self.dtype)
+
+    def get_value_buffer(self, layer_id):
+        return self.v_buffer[layer_id - self.start_layer].view(self.dtype)
+
+    def get_kv_buffer(self, layer_id):
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=None, v_scale=None, layer_id_override=None):
+        loc = loc_info.loc if isinstance(loc_info, KVWriteLoc) else loc_info
+        if cache_k.dtype != self.dtype:
+            if k_scale is not None:
+                cache_k.div_(k_scale)
+            if v_scale is not None:
+                cache_v.div_(v_scale)
+            cache_k, cache_v = cache_k.to(self.dtype), cache_v.to(self.dtype)
+        index = layer.layer_id - self.start_layer
+        for pages, new in ((self.k_buffer[index], cache_k), (self.v_buffer[index], cache_v)):
+            new = new.view(self.store_dtype)
+            if self.kv_cache_layout == "hnd":
+                pages[loc // self.page_size, :, loc % self.page_size] = new
+            else:
+                pages[loc] = new

@@ -1,0 +1,455 @@
+"""imbrex.sglang against a stand-in of SGLang: a served model, token slots and pages, graphs, verification, what is refused, versions."""
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import imbrex  # noqa: E402
+from sglang_runner import Runner, idle, serve  # noqa: E402
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(autouse=True)
+def seed(sglang):
+    torch.manual_seed(12)
+
+
+PLAIN = [{}, {}]
+SINKS = torch.linspace(-1, 2, 8)
+MODELS = {
+    "plain": PLAIN,
+    "scale": [{"scaling": 0.2}, {}],
+    "soft cap": [{"logit_cap": 5.0}] * 2,
+    "sinks": [{"sinks": SINKS}, {"sinks": SINKS.flip(0).bfloat16()}],
+    "windows": [{"sliding_window_size": 19}, {}],
+    "all together": [{"sliding_window_size": 23, "sinks": SINKS, "logit_cap": 8.0}, {"sinks": SINKS}],
+    "one head more": [{"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 6, "num_kv_heads": 2}],
+}
+
+
+def on(device, model):
+    return [{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()} for options in model]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", MODELS)
+def test_serving(device, name, page_size):
+    serve(Runner(device, on(device, MODELS[name]), page_size=page_size))
+
+
+@pytest.mark.parametrize("layout, page_size", [("nhd", 64), ("hnd", 16), ("hnd", 1), ("nhd", 3)])
+def test_pools(device, layout, page_size):
+    serve(Runner(device, PLAIN, layout=layout, page_size=page_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_types_of_models(device, dtype):
+    serve(Runner(device, on(device, MODELS["all together"]), dtype=dtype))
+
+
+@pytest.mark.parametrize("kv_dtype, scales", [("fp8_e4m3", None), ("fp8_e4m3", (0.25, 0.5)), ("fp8_e5m2", (0.5, 2.0))])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_fp8_pages_with_scales(device, kv_dtype, scales, page_size):
+    serve(Runner(device, on(device, MODELS["windows"]), kv_dtype=kv_dtype, scales=scales, page_size=page_size))
+
+
+def test_values_of_their_own_dim(device):
+    serve(Runner(device, PLAIN, v_head_dim=32))
+
+
+def test_scales_of_a_cache_that_is_not_fp8_are_not_used(device):
+    runner = Runner(device, PLAIN, scales=(0.25, 0.5))
+    serve(runner)
+
+
+@pytest.mark.parametrize("name", ["plain", "all together"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_graphs(device, name, page_size):
+    """On a CPU the calls of a graph without one: metadata in the buffers that the runner has for it."""
+    runner = Runner(device, on(device, MODELS[name]), page_size=page_size)
+    runner.capture(6)
+    serve(runner)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_many_requests_outgrow_a_plan(device, page_size, monkeypatch):
+    monkeypatch.setattr("imbrex.sglang.backend._LEAST_ROOM", (1, 1))
+    runner = Runner(device, PLAIN, page_size=page_size)
+    requests, rooms = [runner.request(f"r{i}", 24) for i in range(8)], []
+    for n in (1, 3, 8, 2):
+        runner.step([(r, 4) for r in requests[:n]])
+        rooms.append({p.room for p in runner.attn_backend._eager.values()})
+    runner.step([(r, 1) for r in requests])
+    assert rooms == [{(1, 4)}, {(4, 16)}, {(8, 32)}, {(8, 32)}]
+
+
+def test_layers_that_share_their_cache(device):
+    """A layer without k and v of its own reads another layer's."""
+    runner = Runner(device, PLAIN)
+    a = runner.request("a", 30)
+    runner.step([(a, 20)])
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner.layers[1].layer_id = 0
+    a.keys[1], a.values[1] = a.keys[0], a.values[0]
+    batch, inputs = runner.batch(ForwardMode.EXTEND, [(a, 5)]), runner.inputs([(a, 5)])
+    runner.attn_backend.init_forward_metadata(batch)
+    runner.layers[0](inputs[0][0].view(5, -1), *inputs[0][1:], batch, runner.attn_backend)
+    out = runner.layers[1](inputs[1][0].view(5, -1), None, None, batch, runner.attn_backend)
+    runner._check(1, runner.layers[1], out.view(5, 8, 64), inputs[1][0], [(a, 5)], None)
+
+
+def test_an_output_of_the_engines_own(device):
+    runner = Runner(device, PLAIN)
+    a = runner.request("a", 30)
+    given = torch.zeros(20, 512, dtype=torch.bfloat16, device=device)
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch, inputs = runner.batch(ForwardMode.EXTEND, [(a, 20)], _attn_output=given), runner.inputs([(a, 20)])
+    runner.attn_backend.init_forward_metadata(batch)
+    out = runner.layers[0](inputs[0][0].view(20, -1), *inputs[0][1:], batch, runner.attn_backend)
+    assert out.data_ptr() == given.data_ptr()
+    runner._check(0, runner.layers[0], given.view(20, 8, 64), inputs[0][0], [(a, 20)], None)
+
+
+# Speculative verification.
+
+
+class VerifyInput:
+    """As EagleVerifyInput: a mask of all keys for each draft token, request after request."""
+
+    def __init__(self, width, mask, topk=4):
+        self.draft_token_num, self.custom_mask, self.tree_topk = width, mask, topk
+
+
+def tree(width, generator):
+    """Which draft tokens are ancestors of which, the token itself included: random parents."""
+    seen = torch.eye(width, dtype=torch.bool)
+    for i in range(1, width):
+        seen[i] |= seen[int(torch.randint(0, i, (1,), generator=generator))]
+    return seen
+
+
+def masks_of(requests, width, device, tail=0):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.cat([torch.ones(width, r.computed, dtype=torch.bool), tree(width, generator)], 1) for r in requests]
+    flat = torch.cat([m.reshape(-1) for m in rows] + [torch.ones(tail, dtype=torch.bool)])
+    return [m.numpy() for m in rows], flat.to(device)
+
+
+def prefilled(runner, lengths=(37, 61, 20)):
+    requests = [runner.request(n, s + 20) for n, s in zip("abc", lengths)]
+    runner.step([(r, s) for r, s in zip(requests, lengths)])
+    return requests
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_verification_of_a_tree(device, page_size, as_bytes):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner(device, PLAIN, page_size=page_size)
+    requests = prefilled(runner)
+    for width in (5, 8):
+        masks, flat = masks_of(requests, width, device, tail=9 if width == 8 else 0)
+        info = VerifyInput(width, flat.to(torch.uint8) if as_bytes else flat)
+        runner.step([(r, width) for r in requests], mode=ForwardMode.TARGET_VERIFY, masks=masks, spec_info=info)
+    runner.step([(r, 1) for r in requests])
+
+
+def test_verification_of_a_chain(device):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner(device, MODELS["windows"])
+    requests = prefilled(runner)
+    for mask in (None, masks_of(requests, 4, device)[1]):
+        runner.step([(r, 4) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=VerifyInput(4, mask, topk=1))
+
+
+def test_masks_over_draft_tokens_alone(sglang):
+    """SGLang's workers on a CPU give these."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cpu", PLAIN)
+    requests = prefilled(runner)
+    masks, _ = masks_of(requests, 5, "cpu")
+    flat = torch.cat([torch.tensor(m[:, -5:]).reshape(-1) for m in masks])
+    runner.step([(r, 5) for r in requests], mode=ForwardMode.TARGET_VERIFY, masks=masks, spec_info=VerifyInput(5, flat))
+    with pytest.raises(imbrex.Error, match="expected a custom_mask of .* bytes, got 7"):
+        runner.step([(r, 5) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=VerifyInput(5, flat[:7]))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_verification_in_graphs(device, page_size):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner(device, PLAIN, page_size=page_size, speculative=True)
+    requests = prefilled(runner)
+    dummy = torch.ones(4 * 5 * (320 + 5), dtype=torch.bool, device=device)
+    runner.capture(4, ForwardMode.TARGET_VERIFY, 5, VerifyInput(5, dummy))
+    for _ in range(2):
+        masks, flat = masks_of(requests, 5, device)
+        runner.step([(r, 5) for r in requests], mode=ForwardMode.TARGET_VERIFY, masks=masks, spec_info=VerifyInput(5, flat))
+
+
+@on_gpu
+def test_lengths_of_the_gpu(sglang):
+    """With speculative decoding the host does not wait for the lengths of a step."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cuda", PLAIN, speculative=True)
+    assert runner.attn_backend.on_device and not runner.attn_backend.needs_cpu_seq_lens
+    requests = prefilled(runner)
+    for known in (None, 200):
+        masks, flat = masks_of(requests, 5, "cuda")
+        info = VerifyInput(5, flat)
+        more = dict(seq_lens_cpu=None, seq_lens_sum=None, max_seq_len_host=known)
+        runner.step([(r, 5) for r in requests], mode=ForwardMode.TARGET_VERIFY, masks=masks, spec_info=info, **more)
+    runner.step([(r, 1) for r in requests], seq_lens_cpu=None, seq_lens_sum=None)
+
+
+@on_gpu
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_always_on_device(sglang, monkeypatch, page_size):
+    monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"on_device": "always"}')
+    runner = Runner("cuda", PLAIN, page_size=page_size)
+    runner.capture(6)
+    serve(runner)
+
+
+# The self check.
+
+
+def first_step(runner):
+    runner.step([(runner.request("a", 20), 20)])
+
+
+def test_the_check_leaves_pages_as_they_were(device):
+    runner = Runner(device, PLAIN, kv_dtype="fp8_e4m3", scales=(0.01, 30.0), page_size=16)
+    pool, checked = runner.token_to_kv_pool, []
+    before = [x.clone() for x in pool.k_buffer + pool.v_buffer]
+    q = torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
+    for layer in runner.layers:
+        runner.attn_backend._check(layer, q)
+        checked.append(layer.layer_id)
+    assert runner.attn_backend._checked == set(checked)
+    assert all(torch.equal(a, b) for a, b in zip(before, pool.k_buffer + pool.v_buffer))
+
+
+def written_elsewhere(pool):
+    right = pool.set_kv_buffer
+    pool.set_kv_buffer = lambda layer, where, *rest: right(layer, type(where)(where.loc ^ 1), *rest)
+
+
+def written_the_other_way(pool):
+    right = pool.set_kv_buffer
+    pool.set_kv_buffer = lambda layer, where, k, v, *rest: right(layer, where, v, k, *rest)
+
+
+def another_layout(pool):
+    """Its attribute and its writer say nhd, its buffers lie otherwise."""
+    pool.k_buffer = [x.view(-1, 16, 2, 64).transpose(1, 2).contiguous() for x in pool.k_buffer]
+    pool.set_kv_buffer = lambda layer, where, k, v, *rest: None
+
+
+@pytest.mark.parametrize("wrong", [written_elsewhere, written_the_other_way, another_layout])
+def test_a_wrong_layout_is_found(device, wrong):
+    runner = Runner(device, PLAIN, page_size=16)
+    wrong(runner.token_to_kv_pool)
+    with pytest.raises(imbrex.Error, match="layer 0: expected") as caught:
+        first_step(runner)
+    assert caught.value.code == "python.engine_cache"
+
+
+def test_the_check_can_be_left_out(device, monkeypatch):
+    monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"self_check": false}')
+    runner = Runner(device, PLAIN, page_size=16)
+    written_the_other_way(runner.token_to_kv_pool)
+    with pytest.raises(AssertionError, match="off by"):
+        first_step(runner)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(is_draft_worker=True), "a draft worker"),
+        (dict(use_mla_backend=True), "MLA"),
+        (dict(model_config=SimpleNamespace(is_encoder_decoder=True)), "an encoder-decoder model"),
+        (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "a unified memory pool"),
+    ],
+)
+def test_runners_that_are_refused(sglang, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        Runner("cpu", PLAIN, **changes)
+
+
+def test_pools_that_are_refused(sglang):
+    from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+    from sglang.srt.runtime_context import get_parallel
+
+    with pytest.raises(NotImplementedError, match="--disable-hybrid-swa-memory"):
+        Runner("cpu", PLAIN, pool=BaseSWAKVPool())
+    with pytest.raises(NotImplementedError, match="kv_cache_layout nhd or hnd, got SimpleNamespace with vectorized_5d"):
+        Runner("cpu", PLAIN, pool=SimpleNamespace(kv_cache_layout="vectorized_5d"))
+    get_parallel().attn_dcp_size = 2
+    with pytest.raises(NotImplementedError, match="decode context parallelism"):
+        Runner("cpu", PLAIN)
+
+
+def bidirectional():
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return AttentionType.DECODER_BIDIRECTIONAL
+
+
+def encoder_only():
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    return AttentionType.ENCODER_ONLY
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("is_cross_attention", True, "cross attention"),
+        ("attn_type", encoder_only, "expected attention of type decoder in SGLang, got encoder_only"),
+        ("attn_type", bidirectional, "got decoder_bidirectional"),
+        ("use_irope", True, "use_irope False in SGLang, got True"),
+        ("xai_temperature_len", 1024, "xai_temperature_len -1 in SGLang, got 1024"),
+        ("pos_encoding_mode", "ALIBI", "pos_encoding_mode NONE in SGLang, got ALIBI"),
+    ],
+)
+def test_layers_that_are_refused(sglang, name, value, message):
+    runner = Runner("cpu", PLAIN)
+    setattr(runner.layers[0], name, value() if callable(value) else value)
+    with pytest.raises(NotImplementedError, match=message):
+        first_step(runner)
+
+
+def test_calls_that_are_refused(sglang):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cpu", [{"logit_cap": 3.0, "logit_capping_method": "sigmoid"}, {}])
+    with pytest.raises(NotImplementedError, match="expected logit_capping_method tanh, got sigmoid"):
+        first_step(runner)
+    runner = Runner("cpu", PLAIN)
+    a = runner.request("a", 40)
+    batch, (q, k, v) = runner.batch(ForwardMode.EXTEND, [(a, 20)]), runner.inputs([(a, 20)])[0]
+    runner.attn_backend.init_forward_metadata(batch)
+    for name in ("q_rope", "k_rope", "score_mod", "aux_tensors", "topk_indices"):
+        with pytest.raises(NotImplementedError, match=f"expected no {name}"):
+            runner.attn_backend.forward(q.view(20, -1), k, v, runner.layers[0], batch, **{name: q})
+    with pytest.raises(NotImplementedError, match="expected queries of f32, bf16 or f16"):
+        runner.attn_backend.forward(q.view(20, -1).to(torch.float8_e4m3fn), k, v, runner.layers[0], batch)
+    batch.mha_return_lse = True
+    with pytest.raises(NotImplementedError, match="mha_return_lse"):
+        runner.attn_backend.forward(q.view(20, -1), k, v, runner.layers[0], batch)
+
+
+def test_steps_that_are_refused(sglang):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cpu", [{"sliding_window_size": 5}, {}])
+    requests = prefilled(runner)
+    backend = runner.attn_backend
+
+    def refused(message, mode, **changes):
+        with pytest.raises(NotImplementedError, match=message):
+            backend.init_forward_metadata(runner.batch(mode, [(requests[0], 1)], **changes))
+
+    refused("DLLM_EXTEND", ForwardMode.DLLM_EXTEND)
+    refused("DRAFT_EXTEND_V2", ForwardMode.DRAFT_EXTEND_V2)
+    refused("PREBUILT", ForwardMode.PREBUILT)
+    refused("decoding of draft tokens", ForwardMode.DECODE, spec_info=VerifyInput(1, None))
+    refused("encoder_lens", ForwardMode.DECODE, encoder_lens=torch.ones(1))
+    backend.init_cuda_graph_state(2, 2)
+    with pytest.raises(NotImplementedError, match="CUDA graph of decoding or verification in SGLang, got EXTEND"):
+        backend.init_forward_metadata_out_graph(runner.batch(ForwardMode.EXTEND, [(requests[0], 1)]), in_capture=True)
+    masks, flat = masks_of(requests, 4, "cpu")
+    with pytest.raises(NotImplementedError, match="tree of draft tokens with a sliding window"):
+        runner.step([(r, 4) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=VerifyInput(4, flat))
+
+
+def test_lengths_are_never_guessed(sglang, monkeypatch):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner("cpu", PLAIN)
+    a = prefilled(runner)[0]
+    runner.attn_backend.device_text = "cuda:0"
+    with pytest.raises(ValueError, match="expected lengths on the host"):
+        runner.attn_backend.init_forward_metadata(runner.batch(ForwardMode.DECODE, [(a, 1)], seq_lens_cpu=None))
+    monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"on_device": "never"}')
+    monkeypatch.setattr("imbrex.sglang.backend.device_text", lambda device: "cuda:0")
+    with pytest.raises(ValueError, match='expected on_device "auto" or "always" with speculative decoding'):
+        Runner("cpu", PLAIN, speculative=True)
+
+
+# Registration, versions, settings.
+
+
+def test_register(sglang):
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES
+
+    import imbrex.sglang
+
+    others = list(ATTENTION_BACKEND_CHOICES)
+    for _ in range(3):
+        imbrex.sglang.register()
+    assert ATTENTION_BACKEND_CHOICES == [*others, "imbrex"] and set(ATTENTION_BACKENDS) == {"imbrex"}
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.4.0", "0.6.0", "nightly"])
+def test_another_version_is_refused_where_it_is_chosen(sglang, monkeypatch, version, caplog):
+    import imbrex.sglang
+
+    monkeypatch.setattr(sglang, "__version__", version)
+    imbrex.sglang.register()
+    with pytest.raises(ImportError, match=f"written for SGLang 0.5.23, and this is {re.escape(version)}"):
+        Runner("cpu", PLAIN)
+    monkeypatch.setenv("IMBREX_ENGINE_ANY_VERSION", "1")
+    idle(Runner("cpu", PLAIN))
+    assert version in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.24", "0.5.23.post1", "0.5.30rc0"])
+def test_a_later_patch_is_warned_of(sglang, monkeypatch, version, caplog):
+    monkeypatch.setattr(sglang, "__version__", version)
+    with caplog.at_level(logging.WARNING, "imbrex"):
+        first_step(Runner("cpu", PLAIN))
+    assert (version in caplog.text) == ("post" not in version)
+
+
+def test_settings(sglang, monkeypatch):
+    monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"backend": "reference", "num_threads": 1}')
+    runner = Runner("cpu", PLAIN)
+    first_step(runner)
+    assert all("reference" in str(p.plan) for p in runner.attn_backend._eager.values())
+    monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"speed": 11}')
+    with pytest.raises(ValueError, match="got 'speed'"):
+        Runner("cpu", PLAIN)
+
+
+# The stand-in itself.
+
+
+def test_the_stand_in_rejects_what_lacks_a_member(sglang):
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+    with pytest.raises(TypeError, match="lacks init_cuda_graph_state, get_cuda_graph_seq_len_fill_value, forward_extend"):
+        type("Partial", (AttentionBackend,), {"init_forward_metadata_out_graph": lambda self, b: None, "forward_decode": lambda self, q: q})
+
+
+def test_numbers_are_looked_at(sglang):
+    runner = Runner("cpu", PLAIN)
+    a = runner.request("a", 20)
+    runner.step([(a, 19)])
+    a.values[0] = a.values[0] + 0.5
+    with pytest.raises(AssertionError, match="off by"):
+        runner.step([(a, 1)])
