@@ -1,6 +1,7 @@
-# Installs the build BUILD to a fresh prefix, then builds and runs the consumer project against it, the README's example, and those in C
-# and, where there is cargo, Rust.
+# Installs the build BUILD to a fresh prefix, then builds and runs the consumer project against it, the programs of the docs, and the
+# examples in C++, C and, where there is cargo, Rust.
 # {fmt} and nlohmann-json are hidden from the consumer: the installed library must not need them.
+include(${CMAKE_CURRENT_LIST_DIR}/snippets.cmake)
 set(work ${BUILD}/consumer)
 file(REMOVE_RECURSE ${work})
 file(MAKE_DIRECTORY ${work})
@@ -14,28 +15,33 @@ function(step)
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
-file(READ ${ROOT}/README.md readme)
-string(FIND "${readme}" "```cpp\n" begin)
-if(begin EQUAL -1)
-  message(FATAL_ERROR "README.md has no C++ example")
-endif()
-math(EXPR begin "${begin} + 7")
-string(SUBSTRING "${readme}" ${begin} -1 example)
-string(FIND "${example}" "```" end)
-string(SUBSTRING "${example}" 0 ${end} example)
-file(WRITE ${work}/readme_example.cpp "${example}")
+# Programs of the docs: that of README.md, the last one of adding-a-backend.md, and docs/cpp.md, whose pieces after the first are what
+# main() does, with the CMakeLists.txt that it shows.
+list_snippets(${ROOT}/README.md cpp readme)
+file(WRITE ${work}/programs/readme_example.cpp "${readme_1}")
+list_snippets(${ROOT}/docs/adding-a-backend.md cpp backend)
+file(WRITE ${work}/programs/backend_example.cpp "${backend_${backend_COUNT}}")
+list_snippets(${ROOT}/docs/cpp.md cmake lists)
+file(WRITE ${work}/my_engine/CMakeLists.txt "${lists_1}")
+list_snippets(${ROOT}/docs/cpp.md cpp page)
+set(main "")
+foreach(i RANGE 2 ${page_COUNT})
+  string(APPEND main "${page_${i}}")
+endforeach()
+file(WRITE ${work}/my_engine/main.cpp "${page_1}\nint main() {\n${main}}\n")
 
 step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component library)
 step(${CMAKE_COMMAND} -S ${ROOT}/tests/consumer -B ${work}/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${FLAGS}
   -DCMAKE_PREFIX_PATH=${work}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON
-  -DEXTRA_SOURCES=${work}/readme_example.cpp -DEXAMPLES=${ROOT}/examples)
+  -DPROGRAMS=${work}/programs -DEXAMPLES=${ROOT}/examples)
 step(${CMAKE_COMMAND} --build ${work}/build)
-step(${work}/build/consumer)
-message(STATUS "${output}")
-step(${work}/build/readme_example)
-message(STATUS "${output}")
-step(${work}/build/decode_c)
-message(STATUS "${output}")
+step(${CMAKE_COMMAND} -S ${work}/my_engine -B ${work}/my_engine/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER}
+  -DCMAKE_CXX_FLAGS=${FLAGS} -DCMAKE_PREFIX_PATH=${work}/prefix)
+step(${CMAKE_COMMAND} --build ${work}/my_engine/build)
+foreach(program IN ITEMS build/consumer build/readme_example build/backend_example build/decode build/decode_c my_engine/build/my_engine)
+  step(${work}/${program})
+  message(STATUS "${output}")
+endforeach()
 
 set(ENV{PKG_CONFIG_PATH} ${work}/prefix/lib/pkgconfig)
 find_program(PKG_CONFIG pkg-config)
