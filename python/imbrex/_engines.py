@@ -181,9 +181,7 @@ def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> No
         spec, pages = layer.spec, layer.kv.k
         for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.kv.v, spec.head_dim_v)):
             if tuple(x.shape[1:]) != (spec.block_size, spec.num_kv_heads, dim):
-                raise _cache_error(
-                    f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}"
-                )
+                raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}")
         blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
         num_tokens = (len(blocks) - 1) * spec.block_size + 1
         position = torch.arange(num_tokens)

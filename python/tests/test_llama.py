@@ -15,14 +15,32 @@ transformers = pytest.importorskip("transformers")
 PROGRAM = Path(os.environ.get("IMBREX_LLAMA", Path(__file__).resolve().parents[2] / "build/llama/imbrex_llama"))
 pytestmark = pytest.mark.skipif(not PROGRAM.is_file(), reason=f"{PROGRAM} is not there: build examples/llama or set IMBREX_LLAMA")
 
-SHAPE = {"hidden_size": 192, "intermediate_size": 416, "vocab_size": 515, "num_hidden_layers": 3, "num_attention_heads": 6,
-         "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
+SHAPE = {
+    "hidden_size": 192,
+    "intermediate_size": 416,
+    "vocab_size": 515,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
-    "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 64,
-                               "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    "llama_biases": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 64, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 40}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "tie_word_embeddings": True}),
@@ -78,7 +96,7 @@ def greedy(model, prompt, steps):
     tokens = list(prompt)
     for _ in range(steps):
         tokens.append(int(steps_of(model, tokens, len(tokens))[-1].argmax()))
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -92,7 +110,7 @@ def test_f32(name, device, tmp_path):
     at = 0
     for prompt, answer in zip(prompts, answers):
         expected = steps_of(double, prompt + answer[:-1], len(prompt))
-        got = logits[at:at + len(expected)]
+        got = logits[at : at + len(expected)]
         at += len(expected)
         assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
         assert answer == greedy(double, prompt, STEPS)
@@ -113,8 +131,8 @@ def test_bf16(name, device, tmp_path):
     error, their_error = np.abs(logits - expected), np.abs(theirs - expected)
     assert error.max() <= 2 * their_error.max() and error.mean() <= 1.5 * their_error.mean()
     assert their_error.max() <= 0.1 * np.abs(expected).max()  # the yardstick itself
-    chosen = expected[len(prompt) - 1:][np.arange(STEPS), answer]
-    assert (expected[len(prompt) - 1:].max(axis=1) - chosen).max() <= 2 * error.max()
+    chosen = expected[len(prompt) - 1 :][np.arange(STEPS), answer]
+    assert (expected[len(prompt) - 1 :].max(axis=1) - chosen).max() <= 2 * error.max()
 
 
 def test_f16_in_shards(tmp_path):

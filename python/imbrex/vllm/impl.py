@@ -122,9 +122,7 @@ class Impl(AttentionImpl):
         """New k and v to the slots of the plan's step."""
         plan.write_kv(self.kv_of(layer, kv_cache), key, value)
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
+    def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """New k and v [tokens, num_kv_heads, head_size] to slot_mapping's slots; -1 is not kept."""
         if self.ragged:
             return

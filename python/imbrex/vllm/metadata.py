@@ -1,6 +1,6 @@
 """A step of vLLM's scheduler, planned once for the layers of a group."""
 from dataclasses import dataclass
-from typing import Any, ClassVar, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -100,9 +100,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self.device_text == "cpu" and config.kv_transfer_config is not None:
             raise NotImplementedError("imbrex: expected no KV connector on a CPU, got one")
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
         if common_prefix_len:
             raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")

@@ -12,8 +12,22 @@ class Translator:
 class Runner:
     """What a backend's factory is given, and the loop around it. `layers`: arguments of RadixAttention, one dict each; sinks among them."""
 
-    def __init__(self, device, layers, *, dtype=torch.bfloat16, kv_dtype="auto", page_size=1, layout="nhd", scales=None, heads=(8, 2, 64), v_head_dim=None,
-                 speculative=False, pool=None, **changes):
+    def __init__(
+        self,
+        device,
+        layers,
+        *,
+        dtype=torch.bfloat16,
+        kv_dtype="auto",
+        page_size=1,
+        layout="nhd",
+        scales=None,
+        heads=(8, 2, 64),
+        v_head_dim=None,
+        speculative=False,
+        pool=None,
+        **changes,
+    ):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -72,7 +86,9 @@ class Runner:
             pages.append(self.free_pages.pop(0))
         slots = [pages[p // size] * size + p % size for p in range(request.computed, request.computed + count)]
         row = self.rows[request.name]
-        self.req_to_token_pool.write((row, slice(request.computed, request.computed + count)), torch.tensor(slots, dtype=torch.int32, device=self.device))
+        self.req_to_token_pool.write(
+            (row, slice(request.computed, request.computed + count)), torch.tensor(slots, dtype=torch.int32, device=self.device)
+        )
         return slots
 
     def batch(self, mode, scheduled, pad_reqs=0, **changes):
@@ -181,7 +197,9 @@ class Runner:
             lens_cpu=torch.full((max_bs,), fill, dtype=torch.int64),
             slots=torch.zeros(tokens, dtype=torch.int64, device=device),
         )
-        batch = ForwardBatch(mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info)
+        batch = ForwardBatch(
+            mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info
+        )
         inputs = self.inputs([], tokens)
 
         def run():

@@ -53,7 +53,9 @@ def test_types_of_models(device, dtype):
     serve(Runner(device, on(device, MODELS["all together"]), dtype=dtype))
 
 
-@pytest.mark.parametrize("kv_dtype, scales", [("fp8", (1.0, 1.0)), ("fp8_e4m3", (0.25, 0.5)), ("fp8_e5m2", (0.5, 2.0)), ("fp8", ([0.5, 0.1], [0.3, 2.0]))])
+@pytest.mark.parametrize(
+    "kv_dtype, scales", [("fp8", (1.0, 1.0)), ("fp8_e4m3", (0.25, 0.5)), ("fp8_e5m2", (0.5, 2.0)), ("fp8", ([0.5, 0.1], [0.3, 2.0]))]
+)
 def test_fp8_pages_with_scales(device, kv_dtype, scales):
     serve(Runner(device, on(device, MODELS["windows"]), kv_dtype=kv_dtype, scales=scales))
 
@@ -281,8 +283,19 @@ def choose(**changes):
     imbrex.vllm.register()
     from imbrex.vllm.backend import Backend
 
-    given = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False, has_sink=False, use_sparse=False,
-                 use_mm_prefix=False, use_per_head_quant_scales=False, device_capability=None, attn_type="decoder")
+    given = dict(
+        head_size=128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        use_mla=False,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type="decoder",
+    )
     return Backend.validate_configuration(**{**given, **changes})
 
 
@@ -465,7 +478,11 @@ def test_another_version_is_refused_where_it_is_chosen(vllm, monkeypatch, versio
 
 @pytest.mark.parametrize(
     "settings, message",
-    [({"speed": 11}, "expected some of backend, .* got 'speed'"), ({"num_threads": "2"}, "num_threads of type int"), ({"on_device": "maybe"}, "on_device")],
+    [
+        ({"speed": 11}, "expected some of backend, .* got 'speed'"),
+        ({"num_threads": "2"}, "num_threads of type int"),
+        ({"on_device": "maybe"}, "on_device"),
+    ],
 )
 def test_settings_that_are_wrong(vllm, settings, message):
     with pytest.raises(ValueError, match=message):

@@ -15,8 +15,25 @@ class Group:
 class Runner:
     """`layers`: arguments of Attention, one dict each; `scales`: (k, v) of fp8 caches."""
 
-    def __init__(self, device, layers, *, dtype=torch.bfloat16, kv_dtype="auto", layout=None, one_group=False, num_blocks=40, padding=0,
-                 block_size=16, scales=(1.0, 1.0), speculative=None, settings=None, backend=None, bind=True, heads=(8, 2, 64)):
+    def __init__(
+        self,
+        device,
+        layers,
+        *,
+        dtype=torch.bfloat16,
+        kv_dtype="auto",
+        layout=None,
+        one_group=False,
+        num_blocks=40,
+        padding=0,
+        block_size=16,
+        scales=(1.0, 1.0),
+        speculative=None,
+        settings=None,
+        backend=None,
+        bind=True,
+        heads=(8, 2, 64),
+    ):
         import vllm.config
         import vllm.platforms
         from vllm.model_executor.layers.attention import Attention
@@ -54,9 +71,7 @@ class Runner:
         self.layout = KVCacheLayout[layout] if layout else layouts[0]
         assert self.layout in layouts
         self._make_groups(one_group)
-        self.builders = [
-            g.layers[0].attn_backend.get_builder_cls()(g.spec, g.names, self.config, self.device) for g in self.groups
-        ]
+        self.builders = [g.layers[0].attn_backend.get_builder_cls()(g.spec, g.names, self.config, self.device) for g in self.groups]
         limits = self.config.scheduler_config
         width = -(-self.config.model_config.max_model_len // block_size)
         self.query_start_loc = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -218,9 +233,7 @@ class Runner:
             self.graph.replay()
             outputs = self.graph_outputs
         else:
-            outputs = [
-                self.forward(layer, *(x.reshape(total, -1) for x in each), metadata, slots) for layer, each in zip(self.layers, inputs)
-            ]
+            outputs = [self.forward(layer, *(x.reshape(total, -1) for x in each), metadata, slots) for layer, each in zip(self.layers, inputs)]
         for index, (layer, out) in enumerate(zip(self.layers, outputs)):
             self._check(index, layer, out.view(total, layer.num_heads, layer.head_size_v), inputs[index][0], scheduled)
         for request, count in scheduled:
