@@ -145,13 +145,15 @@ def imbrex_calls(p: Problem) -> Contender:
 
 def sdpa_calls(p: Problem, backend: Any) -> Contender:
     """PyTorch's attention over keys without pages: it has none."""
-    from torch.nn.attention import sdpa_kernel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if len(set(zip(p.q_lens, p.seq_lens))) > 1:
         raise NotHere("requests of different lengths")
     q_len, seq_len = p.q_lens[0], p.seq_lens[0]
     if q_len not in (1, seq_len):
         raise NotHere("causal is aligned at the top left there")
+    if backend == SDPBackend.EFFICIENT_ATTENTION and p.heads != p.kv_heads:
+        raise NotHere("no grouped queries there")
     q = p.q.view(p.num_reqs, q_len, p.heads, p.dim).transpose(1, 2)
     keys = [p.dense(i) for i in range(p.copies)]
 
@@ -255,7 +257,8 @@ def timer_of(calls: List[Call], p: Problem, seconds: float) -> Callable[[], List
         graph.replay()
         torch.cuda.synchronize()
         replays = max(3, min(20, int(seconds * 1e6 / (estimate * count))))
-        return lambda: [between(graph.replay, count) for _ in range(replays)]
+        # A graph keeps nothing of what its calls read and write.
+        return lambda calls=calls: [between(graph.replay, count) for _ in range(replays)]
 
     count = max(5, min(200, int(seconds * 1e6 / estimate)))
 
