@@ -1,6 +1,7 @@
 """A step of vLLM's scheduler, planned once for the layers of a group."""
+
 from dataclasses import dataclass
-from typing import Any, ClassVar, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -8,7 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from .. import _core
-from .._engines import CheckedLayer, check_pages, device_text, make_plan, settings
+from ..engines import CheckedLayer, check_pages, device_text, make_plan, settings
 from ..plan import Plan
 from .impl import Impl
 
@@ -87,7 +88,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         kind = type(spec).__name__
         if kind not in _CACHES:
             raise NotImplementedError(f"imbrex: expected a KV cache of kind {', '.join(_CACHES)}, got {kind}")
-        for name, plain in (("num_head_slots", None), ("state_content_bytes", None), ("tokens_per_state", 1), ("attention_chunk_size", None)):
+        for name, plain in (
+            ("num_head_slots", None),
+            ("state_content_bytes", None),
+            ("tokens_per_state", 1),
+            ("attention_chunk_size", None),
+        ):
             value = getattr(spec, name, plain)
             if value != plain:
                 raise NotImplementedError(f"imbrex: expected a KV cache with {name} {plain}, got {value}")
@@ -100,9 +106,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self.device_text == "cpu" and config.kv_transfer_config is not None:
             raise NotImplementedError("imbrex: expected no KV connector on a CPU, got one")
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
         if common_prefix_len:
             raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")
@@ -174,7 +178,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         cache, impl, spec = layer.kv_cache, layer.impl, self.plans[layer.impl.plan_key].spec
         expected = [spec.num_kv_heads, spec.block_size, spec.head_dim_qk + spec.head_dim_v]
         if cache.dim() != 4 or list(cache.shape[1:]) != expected:
-            raise NotImplementedError(f"imbrex: expected pages [num_blocks, {', '.join(map(str, expected))}] of {name}, got {list(cache.shape)}")
+            raise NotImplementedError(
+                f"imbrex: expected pages [num_blocks, {', '.join(map(str, expected))}] of {name}, got {list(cache.shape)}"
+            )
         pages = impl.kv_of(layer, cache)
 
         def rows(slots: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,5 @@
 """A small model runner in the order of SGLang's: pools, backend, metadata once a step, layers; graphs with buffers of their own."""
+
 from types import SimpleNamespace
 
 import torch
@@ -12,8 +13,22 @@ class Translator:
 class Runner:
     """What a backend's factory is given, and the loop around it. `layers`: arguments of RadixAttention, one dict each; sinks among them."""
 
-    def __init__(self, device, layers, *, dtype=torch.bfloat16, kv_dtype="auto", page_size=1, layout="nhd", scales=None, heads=(8, 2, 64), v_head_dim=None,
-                 speculative=False, pool=None, **changes):
+    def __init__(
+        self,
+        device,
+        layers,
+        *,
+        dtype=torch.bfloat16,
+        kv_dtype="auto",
+        page_size=1,
+        layout="nhd",
+        scales=None,
+        heads=(8, 2, 64),
+        v_head_dim=None,
+        speculative=False,
+        pool=None,
+        **changes,
+    ):
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.layers.radix_attention import RadixAttention
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -72,7 +87,9 @@ class Runner:
             pages.append(self.free_pages.pop(0))
         slots = [pages[p // size] * size + p % size for p in range(request.computed, request.computed + count)]
         row = self.rows[request.name]
-        self.req_to_token_pool.write((row, slice(request.computed, request.computed + count)), torch.tensor(slots, dtype=torch.int32, device=self.device))
+        self.req_to_token_pool.write(
+            (row, slice(request.computed, request.computed + count)), torch.tensor(slots, dtype=torch.int32, device=self.device)
+        )
         return slots
 
     def batch(self, mode, scheduled, pad_reqs=0, **changes):
@@ -127,7 +144,7 @@ class Runner:
         return outputs
 
     def step(self, scheduled, mode=None, pad_reqs=0, masks=None, **changes):
-        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request to verify."""
+        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         counts = [n for _, n in scheduled]
@@ -181,7 +198,9 @@ class Runner:
             lens_cpu=torch.full((max_bs,), fill, dtype=torch.int64),
             slots=torch.zeros(tokens, dtype=torch.int64, device=device),
         )
-        batch = ForwardBatch(mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info)
+        batch = ForwardBatch(
+            mode, max_bs, None, buffers.rows, buffers.lens, buffers.slots, max_bs * fill, seq_lens_cpu=buffers.lens_cpu, spec_info=spec_info
+        )
         inputs = self.inputs([], tokens)
 
         def run():

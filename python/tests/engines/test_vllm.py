@@ -1,4 +1,5 @@
 """imbrex.vllm against a stand-in of vLLM: a served model, layouts, what is refused, versions, settings."""
+
 import logging
 import re
 import subprocess
@@ -53,7 +54,9 @@ def test_types_of_models(device, dtype):
     serve(Runner(device, on(device, MODELS["all together"]), dtype=dtype))
 
 
-@pytest.mark.parametrize("kv_dtype, scales", [("fp8", (1.0, 1.0)), ("fp8_e4m3", (0.25, 0.5)), ("fp8_e5m2", (0.5, 2.0)), ("fp8", ([0.5, 0.1], [0.3, 2.0]))])
+@pytest.mark.parametrize(
+    "kv_dtype, scales", [("fp8", (1.0, 1.0)), ("fp8_e4m3", (0.25, 0.5)), ("fp8_e5m2", (0.5, 2.0)), ("fp8", ([0.5, 0.1], [0.3, 2.0]))]
+)
 def test_fp8_pages_with_scales(device, kv_dtype, scales):
     serve(Runner(device, on(device, MODELS["windows"]), kv_dtype=kv_dtype, scales=scales))
 
@@ -92,7 +95,10 @@ def test_encoders(device, vllm):
     from imbrex.vllm.backend import Backend, CpuBackend
 
     wrapped = encoder_only_backend(CpuBackend if device == "cpu" else Backend)
-    model = [dict(attn_type="encoder_only", attn_backend=wrapped), dict(attn_type="encoder_only", attn_backend=wrapped, per_layer_sliding_window=7)]
+    model = [
+        dict(attn_type="encoder_only", attn_backend=wrapped),
+        dict(attn_type="encoder_only", attn_backend=wrapped, per_layer_sliding_window=7),
+    ]
     runner = Runner(device, model)
     runner.step([(runner.request("a", 40), 40), (runner.request("b", 9), 9)], pad_tokens=3, pad_reqs=1)
     runner.step([(runner.request("c", 64), 64)])
@@ -109,7 +115,9 @@ def test_what_the_classes_say(vllm):
 
     assert (Backend.get_name(), CpuBackend.get_name()) == ("CUSTOM", "CPU_ATTN")
     assert Backend.forward_includes_kv_cache_update is False and callable(Backend.get_impl_cls().do_kv_cache_update)
-    assert set(Backend.supported_kv_cache_layouts()) == set(KVCacheLayout) and Backend.supported_kv_cache_layouts()[0] is KVCacheLayout.LBHNC
+    assert (
+        set(Backend.supported_kv_cache_layouts()) == set(KVCacheLayout) and Backend.supported_kv_cache_layouts()[0] is KVCacheLayout.LBHNC
+    )
     assert Backend.get_impl_cls().lse_base_on_e is True and not Backend.supports_dcp() and not Backend.supports_pcp()
     assert Backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
 
@@ -125,7 +133,6 @@ def test_slots_that_no_plan_has(device):
         k, v = (torch.cat([x[:30], torch.full_like(x[:2], float("nan"))]) for x in (a.keys[0], a.values[0]))
         before = layer.kv_cache.clone()
         layer.kv_cache[table] = 0
-        layer.impl.do_kv_cache_update.__func__  # a method, as vLLM calls it
         from vllm.forward_context import set_forward_context
 
         with set_forward_context(None, runner.config):
@@ -281,8 +288,19 @@ def choose(**changes):
     imbrex.vllm.register()
     from imbrex.vllm.backend import Backend
 
-    given = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, use_mla=False, has_sink=False, use_sparse=False,
-                 use_mm_prefix=False, use_per_head_quant_scales=False, device_capability=None, attn_type="decoder")
+    given = dict(
+        head_size=128,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="auto",
+        block_size=16,
+        use_mla=False,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type="decoder",
+    )
     return Backend.validate_configuration(**{**given, **changes})
 
 
@@ -465,7 +483,11 @@ def test_another_version_is_refused_where_it_is_chosen(vllm, monkeypatch, versio
 
 @pytest.mark.parametrize(
     "settings, message",
-    [({"speed": 11}, "expected some of backend, .* got 'speed'"), ({"num_threads": "2"}, "num_threads of type int"), ({"on_device": "maybe"}, "on_device")],
+    [
+        ({"speed": 11}, "expected some of backend, .* got 'speed'"),
+        ({"num_threads": "2"}, "num_threads of type int"),
+        ({"on_device": "maybe"}, "on_device"),
+    ],
 )
 def test_settings_that_are_wrong(vllm, settings, message):
     with pytest.raises(ValueError, match=message):
@@ -494,7 +516,9 @@ def run_python(text):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_importing_imports_no_engine(vllm, engine):
-    ran = run_python(f"import sys, imbrex, imbrex.{engine}\nassert not {{'torch', 'vllm', 'sglang'}} & set(sys.modules), sorted(sys.modules)")
+    ran = run_python(
+        f"import sys, imbrex, imbrex.{engine}\nassert not {{'torch', 'vllm', 'sglang'}} & set(sys.modules), sorted(sys.modules)"
+    )
     assert ran.returncode == 0, ran.stderr
 
 
@@ -555,3 +579,29 @@ def test_numbers_are_looked_at(vllm):
     a.values[0] = a.values[0] + np.float32(0.5)
     with pytest.raises(AssertionError, match="off by"):
         runner.step([(a, 1)])
+
+
+# Threads.
+
+
+def test_threads_may_use_the_cores_of_the_others(vllm):
+    import os
+    import threading
+
+    from imbrex.engines import all_cores
+
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        pytest.skip("one core")
+    seen = {}
+
+    def bound():
+        os.sched_setaffinity(0, {cores[0]})
+        with all_cores():
+            seen["inside"] = os.sched_getaffinity(0)
+        seen["after"] = os.sched_getaffinity(0)
+
+    thread = threading.Thread(target=bound)
+    thread.start()
+    thread.join()
+    assert seen["inside"] == set(cores) and seen["after"] == {cores[0]}

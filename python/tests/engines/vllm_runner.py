@@ -1,4 +1,5 @@
 """A small model runner in the order of vLLM's: layers, weights, profiling, groups, builders, pages, then steps with persistent buffers."""
+
 import torch
 from serving import Request, check, rounded
 
@@ -15,8 +16,25 @@ class Group:
 class Runner:
     """`layers`: arguments of Attention, one dict each; `scales`: (k, v) of fp8 caches."""
 
-    def __init__(self, device, layers, *, dtype=torch.bfloat16, kv_dtype="auto", layout=None, one_group=False, num_blocks=40, padding=0,
-                 block_size=16, scales=(1.0, 1.0), speculative=None, settings=None, backend=None, bind=True, heads=(8, 2, 64)):
+    def __init__(
+        self,
+        device,
+        layers,
+        *,
+        dtype=torch.bfloat16,
+        kv_dtype="auto",
+        layout=None,
+        one_group=False,
+        num_blocks=40,
+        padding=0,
+        block_size=16,
+        scales=(1.0, 1.0),
+        speculative=None,
+        settings=None,
+        backend=None,
+        bind=True,
+        heads=(8, 2, 64),
+    ):
         import vllm.config
         import vllm.platforms
         from vllm.model_executor.layers.attention import Attention
@@ -54,9 +72,7 @@ class Runner:
         self.layout = KVCacheLayout[layout] if layout else layouts[0]
         assert self.layout in layouts
         self._make_groups(one_group)
-        self.builders = [
-            g.layers[0].attn_backend.get_builder_cls()(g.spec, g.names, self.config, self.device) for g in self.groups
-        ]
+        self.builders = [g.layers[0].attn_backend.get_builder_cls()(g.spec, g.names, self.config, self.device) for g in self.groups]
         limits = self.config.scheduler_config
         width = -(-self.config.model_config.max_model_len // block_size)
         self.query_start_loc = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -263,7 +279,10 @@ class Runner:
         self.graph_inputs, self.graph_rows = [tuple(x.nan_to_num() for x in each) for each in self.inputs(rows, [], [])], rows
 
         def run():
-            return [self.forward(layer, *(x.view(rows, -1) for x in each), metadata, slots) for layer, each in zip(self.layers, self.graph_inputs)]
+            return [
+                self.forward(layer, *(x.view(rows, -1) for x in each), metadata, slots)
+                for layer, each in zip(self.layers, self.graph_inputs)
+            ]
 
         run()
         torch.cuda.synchronize()

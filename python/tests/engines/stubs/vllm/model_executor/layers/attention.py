@@ -81,7 +81,9 @@ class Attention(nn.Module, AttentionLayerBase):
             head_size_v=self.head_size_v,
             dtype=cache_torch_dtype(self.kv_cache_dtype, vllm_config.model_config.dtype),
         )
-        return FullAttentionSpec(**fields) if self.sliding_window is None else SlidingWindowSpec(sliding_window=self.sliding_window, **fields)
+        return (
+            FullAttentionSpec(**fields) if self.sliding_window is None else SlidingWindowSpec(sliding_window=self.sliding_window, **fields)
+        )
 
     def forward(self, query, key, value):
         output = torch.full((query.shape[0], self.num_heads * self.head_size_v), float("nan"), dtype=query.dtype, device=query.device)

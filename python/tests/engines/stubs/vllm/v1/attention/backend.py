@@ -33,18 +33,15 @@ class AttentionBackend(ABC):
 
     @staticmethod
     @abstractmethod
-    def get_name():
-        ...
+    def get_name(): ...
 
     @staticmethod
     @abstractmethod
-    def get_impl_cls():
-        ...
+    def get_impl_cls(): ...
 
     @staticmethod
     @abstractmethod
-    def get_builder_cls():
-        ...
+    def get_builder_cls(): ...
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None):
@@ -253,8 +250,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return cls._cudagraph_support
 
     @abstractmethod
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
-        ...
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False): ...
 
     def build_for_cudagraph_capture(self, common_attn_metadata):
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
@@ -302,12 +298,10 @@ class AttentionImpl(AttentionImplBase[T], Generic[T]):
         logits_soft_cap=None,
         attn_type=AttentionType.DECODER,
         kv_sharing_target_layer_name=None,
-    ):
-        ...
+    ): ...
 
     @abstractmethod
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
-        ...
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None): ...
 
 
 def subclass_attention_backend(name_prefix, attention_backend_cls, builder_cls):
