@@ -18,7 +18,8 @@ def check_pool(pool: Any) -> None:
         )
     pool = getattr(pool, "full_kv_pool", pool)
     if getattr(pool, "is_quantized_kv_cache", False):
-        raise NotImplementedError(f"imbrex: expected a pool of floating-point numbers, got {type(pool).__name__} with {pool.quant_method.name}")
+        kind = f"{type(pool).__name__} with {pool.quant_method.name}"
+        raise NotImplementedError(f"imbrex: expected a pool of floating-point numbers, got {kind}")
     layout = getattr(pool, "kv_cache_layout", None)
     if layout not in ("nhd", "hnd"):
         raise NotImplementedError(f"imbrex: expected a pool with kv_cache_layout nhd or hnd, got {type(pool).__name__} with {layout}")

@@ -1,7 +1,5 @@
 """The pages about the engines, against their stand-ins."""
 
-import json
-
 import pytest
 from snippets import DOCS, run_snippets
 
@@ -24,14 +22,3 @@ def test_pages_name_the_versions(request, engine):
     text = (DOCS / f"{engine}.md").read_text()
     for version in module.WRITTEN_FOR:
         assert f"**{version}**" in text or f"**{version.rsplit('.', 1)[0]}**" in text
-
-
-def test_the_page_lists_every_setting():
-    from dataclasses import fields
-
-    from imbrex.engines import Settings
-
-    text = (DOCS / "vllm.md").read_text()
-    for field in fields(Settings):
-        default = json.dumps(field.default)
-        assert f"| `{field.name}` | " in text and any(f"| {d} |" in text for d in (default, f"`{default}`"))

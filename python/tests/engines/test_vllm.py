@@ -2,9 +2,6 @@
 
 import logging
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -507,44 +504,6 @@ def test_settings(vllm, monkeypatch):
         Runner("cpu", PLAIN)
 
 
-# Without the engine.
-
-
-def run_python(text):
-    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1])
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_importing_imports_no_engine(vllm, engine):
-    ran = run_python(
-        f"import sys, imbrex, imbrex.{engine}\nassert not {{'torch', 'vllm', 'sglang'}} & set(sys.modules), sorted(sys.modules)"
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize("engine, name", [("vllm", "vLLM"), ("sglang", "SGLang")])
-def test_register_without_the_engine(vllm, engine, name):
-    ran = run_python(f"import sys\nsys.modules['{engine}'] = None\nimport imbrex.{engine}\nimbrex.{engine}.register()")
-    assert ran.returncode == 1 and f"ImportError: imbrex.{engine}.register() needs {name}" in ran.stderr
-
-
-def test_entry_points(vllm):
-    text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
-    for group, target in (("vllm.general_plugins", "imbrex.vllm:register"), ("sglang.srt.plugins", "imbrex.sglang:register")):
-        section = re.search(rf'^\[project\.entry-points\."{re.escape(group)}"\]\n((?:[^\[\n].*\n)*)', text, re.M)
-        assert section and f'imbrex = "{target}"' in section[1]
-    from importlib import metadata
-
-    try:
-        installed = metadata.distribution("imbrex")
-    except metadata.PackageNotFoundError:
-        pytest.skip("imbrex is not installed as a distribution: the file says it, the wheel's metadata cannot be asked")
-    assert {(p.group, p.value) for p in installed.entry_points} >= {
-        ("vllm.general_plugins", "imbrex.vllm:register"),
-        ("sglang.srt.plugins", "imbrex.sglang:register"),
-    }
-
-
 # The stand-in itself.
 
 
@@ -579,29 +538,3 @@ def test_numbers_are_looked_at(vllm):
     a.values[0] = a.values[0] + np.float32(0.5)
     with pytest.raises(AssertionError, match="off by"):
         runner.step([(a, 1)])
-
-
-# Threads.
-
-
-def test_threads_may_use_the_cores_of_the_others(vllm):
-    import os
-    import threading
-
-    from imbrex.engines import all_cores
-
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < 2:
-        pytest.skip("one core")
-    seen = {}
-
-    def bound():
-        os.sched_setaffinity(0, {cores[0]})
-        with all_cores():
-            seen["inside"] = os.sched_getaffinity(0)
-        seen["after"] = os.sched_getaffinity(0)
-
-    thread = threading.Thread(target=bound)
-    thread.start()
-    thread.join()
-    assert seen["inside"] == set(cores) and seen["after"] == {cores[0]}
