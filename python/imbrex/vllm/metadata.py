@@ -101,6 +101,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             size = getattr(config.parallel_config, name)
             if size > 1:
                 raise NotImplementedError(f"imbrex: expected {name} 1, got {size}")
+        if config.parallel_config.use_ubatching:
+            raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
         if config.cache_config.kv_sharing_fast_prefill:
             raise NotImplementedError("imbrex: expected kv_sharing_fast_prefill to be off, got on")
         if self.device_text == "cpu" and config.kv_transfer_config is not None:

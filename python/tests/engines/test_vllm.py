@@ -389,6 +389,9 @@ def test_caches_that_are_refused(vllm):
     runner.config.parallel_config.decode_context_parallel_size = 2
     assert "decode_context_parallel_size 1, got 2" in message(spec)
     runner.config.parallel_config.decode_context_parallel_size = 1
+    runner.config.parallel_config.use_ubatching = True
+    assert "dual batch overlap" in message(spec)
+    runner.config.parallel_config.use_ubatching = False
     runner.config.cache_config.kv_sharing_fast_prefill = True
     assert "kv_sharing_fast_prefill" in message(spec)
 
