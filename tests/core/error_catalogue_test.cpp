@@ -52,6 +52,11 @@ std::map<std::string, std::string> codes_in_sources() {
         if (!is_file_name(code)) codes.emplace(code, fs::relative(entry.path(), kRoot).string());
     }
   }
+  for (const auto& entry : fs::recursive_directory_iterator(kRoot / "python" / "imbrex")) {
+    if (entry.path().extension() != ".py") continue;
+    for (const std::string& code : matches(read(entry.path()), std::regex("\"(python\\.[a-z_0-9]+)\"")))
+      codes.emplace(code, fs::relative(entry.path(), kRoot).string());
+  }
   return codes;
 }
 

@@ -1,8 +1,9 @@
 """imbrex as an attention backend of SGLang. See docs/sglang.md.
 
-Installed beside SGLang, the entry point `imbrex` of the group sglang.srt.plugins calls register() in every process; `--attention-backend imbrex`
-then chooses it. SGLang is imported by register(), not before.
+Installed beside SGLang, the entry point `imbrex` of the group sglang.srt.plugins calls register() in every process;
+`--attention-backend imbrex` then chooses it. SGLang is imported by register(), not before.
 """
+
 from typing import Any
 
 __all__ = ["NAME", "WRITTEN_FOR", "register"]
@@ -20,7 +21,7 @@ def _make(runner: Any) -> Any:
 def register() -> None:
     """Names imbrex to SGLang's arguments and its registry of attention backends; any number of times. ImportError without SGLang.
 
-    A version of SGLang that imbrex was not written for is refused when the backend is made, not here: to others of its users it is no matter.
+    A version of SGLang that imbrex was not written for is refused when the backend is made, not here, where it would disturb others.
     """
     try:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend

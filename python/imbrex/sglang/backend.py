@@ -1,4 +1,5 @@
 """The backend that SGLang's model runner makes and asks. Importing this checks SGLang's version."""
+
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
@@ -10,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from .. import _core
-from .._engines import CheckedLayer, check_pages, check_version, device_text, floats, make_plan, settings, type_name
+from ..engines import CheckedLayer, check_pages, check_version, device_text, floats, make_plan, settings, type_name
 from ..plan import Plan
 from . import WRITTEN_FOR
 from .pages import block_table, check_pool, kv_layer, rows_of
@@ -60,8 +61,8 @@ def _room(count: int, least: int) -> int:
 class Backend(AttentionBackend):
     """imbrex for layers with keys and values of their own (no MLA), over SGLang's pools of token slots or pages.
 
-    A plan for each kind of layer is made when the first layer of it runs, and updated once a step. Steps in a CUDA graph have plans of their
-    own, which are sized once: a graph holds their addresses.
+    A plan for each kind of layer is made when the first layer of it runs, and updated once a step. Steps in a CUDA graph have plans of
+    their own, which are sized once: a graph holds their addresses.
     """
 
     def __init__(self, runner: Any) -> None:

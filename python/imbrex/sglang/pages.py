@@ -1,9 +1,10 @@
 """SGLang's pools as imbrex sees them: pages of a layer by their strides, and tables of pages out of tables of token slots."""
+
 from typing import Any, Tuple
 
 import torch
 
-from .._engines import as_bytes, floats
+from ..engines import as_bytes, floats
 from ..plan import KvLayer
 
 
@@ -15,7 +16,11 @@ def check_pool(pool: Any) -> None:
         raise NotImplementedError(
             f"imbrex: expected one pool for all layers, got {type(pool).__name__} with one for sliding windows: --disable-hybrid-swa-memory"
         )
-    layout = getattr(getattr(pool, "full_kv_pool", pool), "kv_cache_layout", None)
+    pool = getattr(pool, "full_kv_pool", pool)
+    if getattr(pool, "is_quantized_kv_cache", False):
+        kind = f"{type(pool).__name__} with {pool.quant_method.name}"
+        raise NotImplementedError(f"imbrex: expected a pool of floating-point numbers, got {kind}")
+    layout = getattr(pool, "kv_cache_layout", None)
     if layout not in ("nhd", "hnd"):
         raise NotImplementedError(f"imbrex: expected a pool with kv_cache_layout nhd or hnd, got {type(pool).__name__} with {layout}")
 

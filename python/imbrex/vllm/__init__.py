@@ -1,9 +1,10 @@
 """imbrex as an attention backend of vLLM. See docs/vllm.md.
 
 Installed beside vLLM, the entry point `imbrex` of the group vllm.general_plugins calls register() in every process. That makes
-`--attention-backend CUSTOM` be imbrex, and nothing else; on CPUs, where vLLM takes CPU_ATTN whatever is asked for, IMBREX_VLLM_CPU_ATTN=1 puts
-imbrex in its place. vLLM is imported by register(), not before.
+`--attention-backend CUSTOM` be imbrex, and nothing else; on CPUs, where vLLM takes CPU_ATTN whatever is asked for, IMBREX_VLLM_CPU_ATTN=1
+puts imbrex in its place. vLLM is imported by register(), not before.
 """
+
 import os
 
 __all__ = ["CPU_VARIABLE", "WRITTEN_FOR", "register"]
@@ -15,7 +16,7 @@ CPU_VARIABLE = "IMBREX_VLLM_CPU_ATTN"
 def register() -> None:
     """Names imbrex to vLLM's registry of attention backends; any number of times. ImportError without vLLM.
 
-    A version of vLLM that imbrex was not written for is refused when the backend is chosen, not here: to others of its users it is no matter.
+    A version of vLLM that imbrex was not written for is refused when the backend is chosen, not here, where it would disturb others.
     """
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

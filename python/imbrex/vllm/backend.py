@@ -1,4 +1,5 @@
 """What vLLM asks of a backend before there are layers: its name, its classes, what it can run. Importing this checks vLLM's version."""
+
 import inspect
 from typing import Any, Dict, List, Optional, Tuple
 
@@ -10,7 +11,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleO
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from .. import _core
-from .._engines import check_version, settings, type_name
+from ..engines import check_version, settings, type_name
 from ..plan import select
 from . import WRITTEN_FOR
 from .impl import Impl, kv_type

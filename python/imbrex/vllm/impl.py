@@ -1,11 +1,12 @@
 """One layer: its part of the spec, new keys and values into the cache, and attention."""
+
 from typing import Any, Dict, Optional, Tuple
 
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from .._engines import as_bytes, floats, type_name
+from ..engines import as_bytes, floats, type_name
 from ..plan import KvLayer, Plan
 
 
@@ -160,7 +161,7 @@ class Impl(AttentionImpl):
 
 
 def scatter(pages: KvLayer, kv_cache_dtype: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """write_kv() with PyTorch alone, for slots that no plan has. What has slot -1 goes to slot 0, in vLLM's null block, which nobody reads."""
+    """write_kv() with PyTorch alone, for slots that no plan has. Slot -1 becomes slot 0, in vLLM's null block, which nobody reads."""
     block_size = pages.k.shape[1]
     slots = slot_mapping.clamp(min=0)
     blocks, offsets = slots // block_size, slots % block_size

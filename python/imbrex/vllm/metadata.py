@@ -1,4 +1,5 @@
 """A step of vLLM's scheduler, planned once for the layers of a group."""
+
 from dataclasses import dataclass
 from typing import Any, ClassVar, Dict, List, Tuple
 
@@ -8,7 +9,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from .. import _core
-from .._engines import CheckedLayer, check_pages, device_text, make_plan, settings
+from ..engines import CheckedLayer, check_pages, device_text, make_plan, settings
 from ..plan import Plan
 from .impl import Impl
 
@@ -87,7 +88,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         kind = type(spec).__name__
         if kind not in _CACHES:
             raise NotImplementedError(f"imbrex: expected a KV cache of kind {', '.join(_CACHES)}, got {kind}")
-        for name, plain in (("num_head_slots", None), ("state_content_bytes", None), ("tokens_per_state", 1), ("attention_chunk_size", None)):
+        for name, plain in (
+            ("num_head_slots", None),
+            ("state_content_bytes", None),
+            ("tokens_per_state", 1),
+            ("attention_chunk_size", None),
+        ):
             value = getattr(spec, name, plain)
             if value != plain:
                 raise NotImplementedError(f"imbrex: expected a KV cache with {name} {plain}, got {value}")
@@ -95,6 +101,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             size = getattr(config.parallel_config, name)
             if size > 1:
                 raise NotImplementedError(f"imbrex: expected {name} 1, got {size}")
+        if config.parallel_config.use_ubatching:
+            raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
         if config.cache_config.kv_sharing_fast_prefill:
             raise NotImplementedError("imbrex: expected kv_sharing_fast_prefill to be off, got on")
         if self.device_text == "cpu" and config.kv_transfer_config is not None:

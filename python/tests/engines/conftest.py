@@ -1,4 +1,5 @@
 """Stand-ins of the engines, each on the path for the tests that ask for it."""
+
 import importlib
 import sys
 from pathlib import Path

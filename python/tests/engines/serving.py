@@ -1,4 +1,5 @@
 """Requests with random keys, and what each step's outputs are held to: attention in float64 over the request's own keys."""
+
 import numpy as np
 import torch
 from reference import attention

@@ -1,4 +1,5 @@
 """A small model runner in the order of SGLang's: pools, backend, metadata once a step, layers; graphs with buffers of their own."""
+
 from types import SimpleNamespace
 
 import torch
@@ -143,7 +144,7 @@ class Runner:
         return outputs
 
     def step(self, scheduled, mode=None, pad_reqs=0, masks=None, **changes):
-        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request to verify."""
+        """Runs [(request, number of new tokens)] through every layer and checks every output. masks: [new, keys] of each request."""
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
         counts = [n for _, n in scheduled]

@@ -1,4 +1,5 @@
 """imbrex.sglang against a stand-in of SGLang: a served model, token slots and pages, graphs, verification, what is refused, versions."""
+
 import logging
 import re
 from types import SimpleNamespace
@@ -43,6 +44,17 @@ def test_serving(device, name, page_size):
 @pytest.mark.parametrize("layout, page_size", [("nhd", 64), ("hnd", 16), ("hnd", 1), ("nhd", 3)])
 def test_pools(device, layout, page_size):
     serve(Runner(device, PLAIN, layout=layout, page_size=page_size))
+
+
+def test_a_model_of_which_some_layers_are_linear(device):
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    runner = Runner(device, PLAIN, page_size=16)
+    pool = HybridLinearKVPool(runner.token_to_kv_pool, [3, 7])
+    for layer, number in zip(runner.layers, (3, 7)):
+        layer.layer_id = number
+    runner.attn_backend.token_to_kv_pool = pool
+    serve(runner)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -297,6 +309,9 @@ def test_pools_that_are_refused(sglang):
         Runner("cpu", PLAIN, pool=BaseSWAKVPool())
     with pytest.raises(NotImplementedError, match="kv_cache_layout nhd or hnd, got SimpleNamespace with vectorized_5d"):
         Runner("cpu", PLAIN, pool=SimpleNamespace(kv_cache_layout="vectorized_5d"))
+    quantised = SimpleNamespace(kv_cache_layout="nhd", is_quantized_kv_cache=True, quant_method=SimpleNamespace(name="nvfp4"))
+    with pytest.raises(NotImplementedError, match="floating-point numbers, got SimpleNamespace with nvfp4"):
+        Runner("cpu", PLAIN, pool=quantised)
     get_parallel().attn_dcp_size = 2
     with pytest.raises(NotImplementedError, match="decode context parallelism"):
         Runner("cpu", PLAIN)

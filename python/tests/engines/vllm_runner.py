@@ -1,4 +1,5 @@
 """A small model runner in the order of vLLM's: layers, weights, profiling, groups, builders, pages, then steps with persistent buffers."""
+
 import torch
 from serving import Request, check, rounded
 

@@ -26,6 +26,7 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
+    use_ubatching: bool = False
 
 
 @dataclass

@@ -32,6 +32,8 @@ class KVCache:
 
 
 class MHATokenToKVPool(KVCache):
+    is_quantized_kv_cache = False
+
     """Keys and values of each layer: [tokens, heads, dim] (nhd), or [pages, heads, page_size, dim] (hnd). Page 0 is for padding."""
 
     def __init__(self, size, page_size, dtype, head_num, head_dim, layer_num, device, v_head_dim=None, kv_cache_layout="nhd", poison=0x7F):
@@ -65,10 +67,23 @@ class MHATokenToKVPool(KVCache):
             if v_scale is not None:
                 cache_v.div_(v_scale)
             cache_k, cache_v = cache_k.to(self.dtype), cache_v.to(self.dtype)
-        index = layer.layer_id - self.start_layer
+        index = (layer.layer_id if layer_id_override is None else layer_id_override) - self.start_layer
         for pages, new in ((self.k_buffer[index], cache_k), (self.v_buffer[index], cache_v)):
             new = new.view(self.store_dtype)
             if self.kv_cache_layout == "hnd":
                 pages[loc // self.page_size, :, loc % self.page_size] = new
             else:
                 pages[loc] = new
+
+
+class HybridLinearKVPool(KVCache):
+    """Pages for the layers with full attention alone, by the number that these have among themselves."""
+
+    def __init__(self, full_kv_pool, full_attention_layer_ids):
+        self.full_kv_pool, self.mapping = full_kv_pool, {layer: index for index, layer in enumerate(full_attention_layer_ids)}
+
+    def get_kv_buffer(self, layer_id):
+        return self.full_kv_pool.get_kv_buffer(self.mapping[layer_id])
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=1.0, v_scale=1.0):
+        self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override=self.mapping[layer.layer_id])

@@ -8,7 +8,13 @@ class AttentionBackend(ABC):
     supports_full_cuda_graph_chunked_prefix = False
     use_captured_forward_metadata_for_breakable_cuda_graph = False
 
-    _required = ("init_forward_metadata_out_graph", "init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "forward_decode", "forward_extend")
+    _required = (
+        "init_forward_metadata_out_graph",
+        "init_cuda_graph_state",
+        "get_cuda_graph_seq_len_fill_value",
+        "forward_decode",
+        "forward_extend",
+    )
 
     def __init_subclass__(cls, **kwargs):
         """SGLang's methods raise or do nothing when they are called; here what every served model needs must be there from the start."""

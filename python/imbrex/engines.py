@@ -1,4 +1,8 @@
-"""What the plug-ins for serving engines share: versions, settings, threads, types, and the check of a cache's layout. No engine is imported here."""
+"""What the plug-ins for serving engines share: versions, settings, threads, types, and the check of a cache's layout.
+
+No engine is imported here.
+"""
+
 import contextlib
 import json
 import logging
@@ -18,7 +22,7 @@ ANY_VERSION_VARIABLE = "IMBREX_ENGINE_ANY_VERSION"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may set for a plug-in: in IMBREX_ENGINE_CONFIG, a JSON object, and where the engine has a way, in its own configuration."""
+    """What a user may set for a plug-in: in IMBREX_ENGINE_CONFIG, a JSON object, or where the engine has a way in its own options."""
 
     backend: str = ""  # an imbrex backend or alias; empty: the first that runs the layer
     num_threads: int = 0  # CPUs; 0: one for each core that the process may use
@@ -56,8 +60,8 @@ def version_of(text: str) -> Tuple[int, int, int]:
 
 
 def check_version(engine: str, version: str, written_for: Sequence[str], least_patch: bool) -> None:
-    """ImportError unless the engine's version has the first two numbers of one that the plug-in was written for; a warning when it differs in
-    the third. least_patch: an older third number is an error too. IMBREX_ENGINE_ANY_VERSION=1 makes a warning of the error."""
+    """ImportError unless the engine's version has the first two numbers of one that the plug-in was written for; a warning when the third
+    differs. least_patch: an older third number is an error too. IMBREX_ENGINE_ANY_VERSION=1 makes a warning of the error."""
     actual, known = version_of(version), [version_of(v) for v in written_for]
     if actual in known:
         return
@@ -71,7 +75,7 @@ def check_version(engine: str, version: str, written_for: Sequence[str], least_p
 
 @contextlib.contextmanager
 def all_cores():
-    """Engines bind each of their threads to a core. Threads that are made in this block may use all cores that any thread of the process may."""
+    """Threads made in this block may use all cores that any thread of the process may. Engines bind each of theirs to one core."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -230,8 +234,8 @@ def _check_rows(layer: CheckedLayer, slots: Any, k: Any, v: Any) -> None:
         found, wrote = _widened(found, layer.spec.kv_dtype), wrote.float().cpu() / scale
         if found.shape != wrote.shape or not torch.allclose(found, wrote, rtol=tolerance, atol=tolerance / 4):
             raise _cache_error(
-                f"{layer.name}: expected to find {side} at the slots it was written to, got other numbers: the layout of the cache is not the one "
-                f"that imbrex was written for, or layers share memory (pages {list(layer.kv.k.shape)} with strides {list(layer.kv.k.stride())})"
+                f"{layer.name}: expected to find {side} at the slots it was written to, got other numbers: the cache's layout is not the "
+                f"one that imbrex was written for, or layers share memory (pages {list(layer.kv.k.shape)}, strides {layer.kv.k.stride()})"
             )
 
 
