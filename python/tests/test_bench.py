@@ -1,5 +1,7 @@
 """python -m imbrex.bench: what it runs, what it refuses to time, and what it says."""
+import argparse
 import json
+import sys
 
 import pytest
 
@@ -60,3 +62,37 @@ def test_on_a_gpu(capsys):
     assert bench.main(["q256", "4q1s512", "2q64s300", "--rounds", "1", "--seconds", "0.01", "--device", "cuda"]) == 0
     out = capsys.readouterr().out
     assert out.count("imbrex  ") >= 3 and "sdpa-cudnn" in out
+
+
+class _Interface:
+    """flash_attn_interface (flash-attn 3) on imbrex: what the benchmark calls of it."""
+
+    @staticmethod
+    def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, causal):
+        from imbrex import flash_attn
+
+        starts = torch.nn.functional.pad(cache_seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+        longest = int(cache_seqlens.max())
+        return flash_attn.flash_attn_varlen_func(
+            q, k_cache, v_cache, cu_seqlens_q, starts, max_seqlen_q, longest, causal=causal, block_table=page_table
+        )
+
+
+@pytest.mark.parametrize("text", ["3q1s300", "2q40s300,q7", "q64"])
+@pytest.mark.parametrize("peer", ["flash_attn_calls", "flash_attn_3_calls", "flashinfer_calls"])
+def test_peers_are_called_as_their_interfaces_are(text, peer, monkeypatch):
+    """The packages themselves need a GPU: imbrex's modules of the same signatures stand in for them."""
+    import imbrex.flash_attn
+    import imbrex.flashinfer
+
+    monkeypatch.setitem(sys.modules, "flash_attn", imbrex.flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", _Interface)
+    monkeypatch.setitem(sys.modules, "flashinfer", imbrex.flashinfer)
+    args = argparse.Namespace(heads=[4, 2], head_dim=32, dtype="f32", block_size=256, device="cpu", seed=3)
+    problem = bench.Problem(bench.parse_batch(text), args)
+    contender = getattr(bench, peer)(problem)
+    assert problem.check(contender.rows(contender.calls[0]())) < 1e-4
+    if peer == "flash_attn_calls":
+        args.block_size = 16
+        with pytest.raises(bench.NotHere, match="256"):
+            bench.flash_attn_calls(bench.Problem(bench.parse_batch(text), args))
