@@ -1,6 +1,8 @@
 """python -m imbrex.bench: what it runs, what it refuses to time, and what it says."""
 import argparse
 import json
+import re
+import shlex
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from imbrex import bench  # noqa: E402
+from snippets import DOCS  # noqa: E402
 
 SMALL = ["--heads", "4/2", "--head-dim", "32", "--rounds", "1", "--seconds", "0.001"]
 
@@ -55,6 +58,13 @@ def test_usage():
         with pytest.raises(SystemExit) as ended:
             bench.main(wrong)
         assert ended.value.code == 2
+
+
+def test_the_commands_of_the_page_are_commands():
+    lines = re.findall(r"^python -m imbrex[.]bench (.*)$", (DOCS / "python.md").read_text(), flags=re.M)
+    assert len(lines) >= 2
+    for line in lines:
+        assert bench.arguments(shlex.split(line)).batch
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
