@@ -335,10 +335,11 @@ def arguments(argv: Optional[List[str]] = None) -> argparse.Namespace:
         args.heads = [int(n) for n in args.heads.split("/")]
         if len(args.heads) != 2 or args.block_size < 1 or args.rounds < 1:
             raise ValueError("expected --heads Q/KV, and --block-size and --rounds of 1 or more")
+        imbrex.AttentionSpec(*args.heads, args.head_dim, block_size=args.block_size)
         args.batch = args.batch or (["q2k", "4q512s4k", "32q1s4k"] if args.device != "cpu" else ["q512", "8q1s1k"])
         for text in args.batch:
             parse_batch(text)
-    except ValueError as error:
+    except (ValueError, imbrex.Error) as error:
         parser.error(str(error))
     return args
 

@@ -54,7 +54,14 @@ def test_who_is_wrong_is_not_timed(monkeypatch, capsys):
 
 
 def test_usage():
-    for wrong in (["q0"], ["q8", "--heads", "8"], ["q8", "--dtype", "int8"], ["q8", "--block-size", "0"]):
+    for wrong in (
+        ["q0"],
+        ["q8", "--heads", "8"],
+        ["q8", "--dtype", "int8"],
+        ["q8", "--block-size", "0"],
+        ["q8", "--heads", "3/2"],
+        ["q8", "--head-dim", "20"],
+    ):
         with pytest.raises(SystemExit) as ended:
             bench.main(wrong)
         assert ended.value.code == 2
