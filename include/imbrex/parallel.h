@@ -14,6 +14,7 @@ struct ParallelFor {
 };
 
 // A pool of threads that wakes in microseconds: workers spin shortly, then yield, then sleep. The caller is worker 0.
+// A forked child has the pool too: its first run starts threads of the child's own. A run is not to be forked from within.
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);  // 0: one for each core this process may use; Error threads.count when negative

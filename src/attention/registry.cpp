@@ -1,4 +1,6 @@
 // The one explicit, ordered list of backends, and the out-of-tree ones that register at run time. Used by select() and the programs.
+#include <pthread.h>
+
 #include <algorithm>
 #include <mutex>
 
@@ -27,9 +29,14 @@ struct Registered {
   std::vector<std::shared_ptr<const Backend>> retired;  // kept alive: another thread may still hold a pointer from backends()
 };
 
-// Never destroyed, so that backends can be asked for while static objects go down.
+// Never destroyed, so that backends can be asked for while static objects go down. A fork waits for the lock, because a child would never
+// see it free that another thread of its parent held.
 Registered& registered() {
-  static auto* state = new Registered;
+  static auto* const state = [] {
+    const auto unlock = [] { registered().mutex.unlock(); };
+    pthread_atfork([] { registered().mutex.lock(); }, unlock, unlock);
+    return new Registered;
+  }();
   return *state;
 }
 

@@ -14,6 +14,7 @@
 
 #include "core/check.h"
 #include "core/cores.h"
+#include "core/fork.h"
 #include "imbrex/parallel.h"
 
 namespace imbrex {
@@ -45,9 +46,12 @@ bool wait_actively(Ready ready, bool may_give_up) {
   }
 }
 
-}  // namespace
+thread_local const void* inside_pool = nullptr;  // the pool whose job this thread is running
 
-struct ThreadPool::State {
+// The threads of a pool in one process, and the job they share.
+struct Crew {
+  const void* const pool;
+  const uint64_t generation = fork_generation();  // of the process that has these threads
   std::vector<std::thread> threads;
   std::mutex callers;  // held during a run
 
@@ -105,6 +109,25 @@ struct ThreadPool::State {
     wake.notify_all();
   }
 
+  Crew(const void* pool, int num_threads) : pool(pool) {
+    try {
+      // Threads look at the vector only within a job, and the first job comes after this.
+      threads.reserve(size_t(num_threads - 1));
+      for (int thread = 1; thread < num_threads; ++thread)
+        threads.emplace_back([this, thread] {
+          inside_pool = this->pool;
+          work(thread);
+        });
+    } catch (const std::system_error& error) {
+      const size_t started = threads.size();
+      shut_down();
+      fail("threads.create", "the system started {} of {} threads: {}", started + 1, num_threads, error.what());
+    }
+  }
+  Crew(const Crew&) = delete;
+  Crew& operator=(const Crew&) = delete;
+  ~Crew() { shut_down(); }
+
   void shut_down() {
     stop.store(true);
     start_job();
@@ -112,53 +135,62 @@ struct ThreadPool::State {
     threads.clear();
   }
 
-  void run(int workers, ParallelFor::Body job, void* job_argument);
+  void run(int workers, ParallelFor::Body job, void* job_argument) {
+    const std::lock_guard lock(callers);
+    const void* const outer = std::exchange(inside_pool, pool);
+    body = job;
+    argument = job_argument;
+    num_workers = workers;
+    error = nullptr;
+    running.store(int(threads.size()), std::memory_order_relaxed);
+    start_job();
+    run_share(0);
+    const auto forked = [&] { return fork_generation() != generation; };  // by the body itself, in the middle of the job
+    wait_actively([&] { return running.load(std::memory_order_acquire) == 0 || forked(); }, false);
+    inside_pool = outer;
+    check(!forked(), "threads.forked", "expected a job to end in the process that began it, this one was forked off during it");
+    if (error) std::rethrow_exception(std::exchange(error, nullptr));
+  }
 };
 
-namespace {
-thread_local const void* inside_pool = nullptr;  // the pool whose job this thread is running
-}
+}  // namespace
 
-void ThreadPool::State::run(int workers, ParallelFor::Body job, void* job_argument) {
-  // A nested run would wait for workers that wait for it.
-  if (inside_pool == this || workers <= 1 || threads.empty()) {
-    for (int worker = 0; worker < workers; ++worker) job(job_argument, worker);
-    return;
+struct ThreadPool::State {
+  int num_threads;
+  std::atomic<Crew*> crew;
+
+  explicit State(int num_threads) : num_threads(num_threads), crew(new Crew(this, num_threads)) {}
+  ~State() {
+    Crew* const last = crew.load();
+    if (last->generation == fork_generation()) delete last;
   }
-  const std::lock_guard lock(callers);
-  const void* const outer = std::exchange(inside_pool, this);
-  body = job;
-  argument = job_argument;
-  num_workers = workers;
-  error = nullptr;
-  running.store(int(threads.size()), std::memory_order_relaxed);
-  start_job();
-  run_share(0);
-  wait_actively([&] { return running.load(std::memory_order_acquire) == 0; }, false);
-  inside_pool = outer;
-  if (error) std::rethrow_exception(std::exchange(error, nullptr));
-}
 
-ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
+  // A forked child starts threads of its own at the first job. The crew of its parent is left as it is, for its locks may be held and
+  // its threads cannot be joined. Without a lock, because the child's own children could find that held.
+  Crew& crew_of_this_process() {
+    Crew* now = crew.load(std::memory_order_acquire);
+    if (now->generation == fork_generation()) return *now;
+    auto made = std::make_unique<Crew>(this, num_threads);
+    if (crew.compare_exchange_strong(now, made.get())) return *made.release();
+    return *now;  // another thread of the child was first
+  }
+
+  void run(int workers, ParallelFor::Body job, void* argument) {
+    // A nested run would wait for workers that wait for it.
+    if (inside_pool == this || workers <= 1 || num_threads == 1) {
+      for (int worker = 0; worker < workers; ++worker) job(argument, worker);
+      return;
+    }
+    crew_of_this_process().run(workers, job, argument);
+  }
+};
+
+ThreadPool::ThreadPool(int num_threads) {
   check(num_threads >= 0 && num_threads <= 4096, "threads.count", "expected 0 (one for each core) to 4096 threads, got {}", num_threads);
-  if (num_threads == 0) num_threads = default_num_threads();
-  State* const state = state_.get();
-  try {
-    // Threads look at the vector only within a job, and the first job comes after this.
-    state->threads.reserve(size_t(num_threads - 1));
-    for (int thread = 1; thread < num_threads; ++thread)
-      state->threads.emplace_back([state, thread] {
-        inside_pool = state;
-        state->work(thread);
-      });
-  } catch (const std::system_error& error) {
-    const size_t started = state->threads.size();
-    state->shut_down();
-    fail("threads.create", "the system started {} of {} threads: {}", started + 1, num_threads, error.what());
-  }
+  state_ = std::make_unique<State>(num_threads == 0 ? default_num_threads() : num_threads);
 }
 
-ThreadPool::~ThreadPool() { state_->shut_down(); }
+ThreadPool::~ThreadPool() = default;
 
 ParallelFor ThreadPool::parallel_for() {
   return {.num_workers = num_threads(),
@@ -168,6 +200,6 @@ ParallelFor ThreadPool::parallel_for() {
           }};
 }
 
-int ThreadPool::num_threads() const { return int(state_->threads.size()) + 1; }
+int ThreadPool::num_threads() const { return state_->num_threads; }
 
 }  // namespace imbrex

@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "attention/fake_backend.h"
 #include "expect_error.h"
+#include "forked.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
 
@@ -53,6 +55,31 @@ TEST(Registry, PointersSurviveAnUnregistration) {
   const Backend* backend = find_backend("outside");
   unregister_backend("outside");
   EXPECT_EQ(backend->name(), "outside");
+}
+
+// A fork while another thread registers: its lock is not left to the child.
+TEST(Registry, AForkedChildFindsItFree) {
+  if (test::kThreadSanitizer) GTEST_SKIP() << "its run time allows no fork beside threads";
+  struct Slow final : FakeBackend {  // the list asks for names while it is locked
+    Slow() : FakeBackend("outside_slow", [](const auto&, const auto&) { return std::vector<Reason>{}; }) {}
+    std::string_view name() const override {
+      if (slowly.exchange(false)) {
+        inside = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      }
+      return FakeBackend::name();
+    }
+    mutable std::atomic<bool> slowly{false}, inside{false};
+  };
+  const auto slow = std::make_shared<Slow>();
+  register_backend(slow);
+  slow->slowly = true;
+  std::thread other([] { register_backend(fake("outside_other")); });
+  while (!slow->inside) std::this_thread::yield();
+  EXPECT_EQ(test::in_child([] { return find_backend("reference") != nullptr; }), 0);
+  other.join();
+  unregister_backend("outside_other");
+  unregister_backend("outside_slow");
 }
 
 TEST(Registry, ThreadsMayRegisterAndLookAtOnce) {

@@ -127,17 +127,16 @@ TEST(ThreadPool, Refusals) {
   EXPECT_EQ(error_code([] { ThreadPool pool(1000000); }), "threads.count");
 }
 
-// Reports the time of an empty run; a shared machine gives no bound that always holds, so none is asserted.
-TEST(ThreadPool, WakeTime) {
+// No bound of the middle holds on a shared machine. One of the fastest does: nothing may wait by the clock.
+TEST(ThreadPool, WakingTakesMicroseconds) {
   ThreadPool pool(2);
-  std::vector<double> microseconds;
+  auto best = std::chrono::nanoseconds::max();
   for (int round = 0; round < 2000; ++round) {
     const auto begin = std::chrono::steady_clock::now();
     run_parallel(pool.parallel_for(), [](int) {});
-    microseconds.push_back(std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count());
+    best = std::min(best, std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin));
   }
-  std::nth_element(microseconds.begin(), microseconds.begin() + 1000, microseconds.end());
-  RecordProperty("median_microseconds", std::to_string(microseconds[1000]));
+  EXPECT_LT(best, std::chrono::microseconds(200));
 }
 
 }  // namespace
