@@ -26,7 +26,8 @@ Context::Context(CUcontext context, int device, bool retained) : context_(contex
 
 Context::~Context() {
   CUdevice device = 0;
-  if (retained_ && need_driver().cuDeviceGet(&device, device_) == kCudaSuccess) need_driver().cuDevicePrimaryCtxRelease_v2(device);
+  const DriverApi* const cu = driver();
+  if (retained_ && cu != nullptr && cu->cuDeviceGet(&device, device_) == kCudaSuccess) cu->cuDevicePrimaryCtxRelease_v2(device);
 }
 
 CurrentContext::CurrentContext(const Context& context) {
@@ -39,15 +40,16 @@ CurrentContext::CurrentContext(const Context& context) {
 }
 
 CurrentContext::CurrentContext(const Context& context, std::nothrow_t) noexcept {
-  const DriverApi& cu = need_driver();
+  const DriverApi* const cu = driver();
   CUcontext current = nullptr;
-  pushed_ =
-      cu.cuCtxGetCurrent(&current) == kCudaSuccess && current != context.get() && cu.cuCtxPushCurrent_v2(context.get()) == kCudaSuccess;
+  pushed_ = cu != nullptr && cu->cuCtxGetCurrent(&current) == kCudaSuccess && current != context.get() &&
+            cu->cuCtxPushCurrent_v2(context.get()) == kCudaSuccess;
 }
 
 CurrentContext::~CurrentContext() {
   CUcontext popped = nullptr;
-  if (pushed_) need_driver().cuCtxPopCurrent_v2(&popped);
+  const DriverApi* const cu = pushed_ ? driver() : nullptr;
+  if (cu != nullptr) cu->cuCtxPopCurrent_v2(&popped);
 }
 
 }  // namespace imbrex::cuda

@@ -3,8 +3,11 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+
 #include "core/check.h"
 #include "core/env.h"
+#include "core/fork.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -42,8 +45,29 @@ std::vector<std::string> nvrtc_names() {
   return names;
 }
 
+// The process (by fork_generation()) that opened the driver, or is about to: what it says of a GPU is true there alone.
+constexpr int64_t kNobody = -1;   // it was not asked for yet
+constexpr int64_t kAnybody = -2;  // it cannot be used, which is as true in a child
+constinit std::atomic<int64_t> driver_owner{kNobody};
+
+bool driver_is_of_a_parent() {
+  const auto here = int64_t(fork_generation());
+  int64_t owner = driver_owner.load(std::memory_order_acquire);
+  if (owner == kNobody && driver_owner.compare_exchange_strong(owner, here)) return false;
+  return owner != here && owner != kAnybody;
+}
+
+constexpr const char* kForked =
+    "CUDA was started before this process was forked off, and does not work in it; start GPU processes with spawn or exec, or fork "
+    "before the first use of a GPU";
+
+// Not to be called in a child of the owner: it would wait for ever where a thread of the parent was opening the driver.
 const Loaded<DriverApi>& loaded_driver() {
-  static const auto* const loaded = new Loaded<DriverApi>(load_driver(env::get(env::kCudaDriver).value_or("libcuda.so.1")));
+  static const auto* const loaded = [] {
+    auto* const opened = new Loaded<DriverApi>(load_driver(env::get(env::kCudaDriver).value_or("libcuda.so.1")));
+    if (opened->api == nullptr) driver_owner.store(kAnybody, std::memory_order_release);
+    return opened;
+  }();
   return *loaded;
 }
 
@@ -77,7 +101,9 @@ Loaded<DriverApi> load_driver(const std::string& name) {
 #undef X
   const CUresult result = api->cuInit(0);
   if (result != kCudaSuccess) {
-    loaded.why = fmt::format("the NVIDIA driver does not start: {}", text_of(*api, result));
+    // Of a process that another library started CUDA in before it was forked off.
+    const char* hint = result == kCudaNotInitialized ? "; was CUDA started before this process was forked off?" : "";
+    loaded.why = fmt::format("the NVIDIA driver does not start: {}{}", text_of(*api, result), hint);
     return loaded;
   }
   loaded.api = std::move(api);
@@ -121,6 +147,10 @@ Loaded<NvrtcApi> load_nvrtc(const std::vector<std::string>& names) {
 }
 
 const DriverApi* driver(std::string* why) {
+  if (driver_is_of_a_parent()) {
+    if (why) *why = kForked;
+    return nullptr;
+  }
   const Loaded<DriverApi>& loaded = loaded_driver();
   if (why) *why = loaded.why;
   return loaded.api.get();
@@ -133,6 +163,7 @@ const NvrtcApi* nvrtc(std::string* why) {
 }
 
 const DriverApi& need_driver() {
+  check(!driver_is_of_a_parent(), "cuda.forked", "{}", kForked);
   const Loaded<DriverApi>& loaded = loaded_driver();
   check(loaded.api != nullptr, "cuda.driver_missing", "{}", loaded.why);
   return *loaded.api;

@@ -57,7 +57,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kCudaSuccess, 0, CUDA_SUCCESS)                                                              \
   X(kCudaInvalidValue, 1, CUDA_ERROR_INVALID_VALUE)                                             \
   X(kCudaOutOfMemory, 2, CUDA_ERROR_OUT_OF_MEMORY)                                              \
-  X(kCudaDeinitialized, 4, CUDA_ERROR_DEINITIALIZED)                                            \
+  X(kCudaNotInitialized, 3, CUDA_ERROR_NOT_INITIALIZED)                                         \
   X(kCudaNoDevice, 100, CUDA_ERROR_NO_DEVICE)                                                   \
   X(kCudaInvalidContext, 201, CUDA_ERROR_INVALID_CONTEXT)                                       \
   X(kCudaNotFound, 500, CUDA_ERROR_NOT_FOUND)                                                   \
@@ -67,39 +67,25 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kDeviceMajor, 75, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)                             \
   X(kDeviceMinor, 76, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)                             \
   X(kDeviceSmemPerBlockOptIn, 97, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)        \
-  X(kFunctionStaticSmem, 1, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)                                \
   X(kFunctionLocalBytes, 3, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)                                 \
   X(kFunctionRegisters, 4, CU_FUNC_ATTRIBUTE_NUM_REGS)                                          \
   X(kFunctionMaxDynamicSmem, 8, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)                \
-  X(kFunctionNonPortableCluster, 14, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED)       \
-  X(kStreamDefault, 0, CU_STREAM_DEFAULT)                                                       \
   X(kStreamNonBlocking, 1, CU_STREAM_NON_BLOCKING)                                              \
   X(kEventDefault, 0, CU_EVENT_DEFAULT)                                                         \
   X(kEventDisableTiming, 2, CU_EVENT_DISABLE_TIMING)                                            \
   X(kHostPortable, 1, CU_MEMHOSTALLOC_PORTABLE)                                                 \
-  X(kCaptureGlobal, 0, CU_STREAM_CAPTURE_MODE_GLOBAL)                                           \
   X(kCaptureThreadLocal, 1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)                                \
   X(kCaptureRelaxed, 2, CU_STREAM_CAPTURE_MODE_RELAXED)                                         \
   X(kCaptureStatusNone, 0, CU_STREAM_CAPTURE_STATUS_NONE)                                       \
   X(kLaunchCluster, 4, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)                                   \
   X(kLaunchProgrammaticSerialization, 6, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) \
-  X(kPointerContext, 1, CU_POINTER_ATTRIBUTE_CONTEXT)                                           \
-  X(kPointerMemoryType, 2, CU_POINTER_ATTRIBUTE_MEMORY_TYPE)                                    \
-  X(kPointerDeviceOrdinal, 9, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)                              \
-  X(kMemoryTypeHost, 1, CU_MEMORYTYPE_HOST)                                                     \
-  X(kMemoryTypeDevice, 2, CU_MEMORYTYPE_DEVICE)                                                 \
   X(kTensorMapU8, 0, CU_TENSOR_MAP_DATA_TYPE_UINT8)                                             \
   X(kTensorMapF16, 6, CU_TENSOR_MAP_DATA_TYPE_FLOAT16)                                          \
-  X(kTensorMapF32, 7, CU_TENSOR_MAP_DATA_TYPE_FLOAT32)                                          \
   X(kTensorMapBf16, 9, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)                                        \
   X(kTensorMapInterleaveNone, 0, CU_TENSOR_MAP_INTERLEAVE_NONE)                                 \
-  X(kTensorMapSwizzleNone, 0, CU_TENSOR_MAP_SWIZZLE_NONE)                                       \
-  X(kTensorMapSwizzle32, 1, CU_TENSOR_MAP_SWIZZLE_32B)                                          \
   X(kTensorMapSwizzle64, 2, CU_TENSOR_MAP_SWIZZLE_64B)                                          \
   X(kTensorMapSwizzle128, 3, CU_TENSOR_MAP_SWIZZLE_128B)                                        \
   X(kTensorMapL2None, 0, CU_TENSOR_MAP_L2_PROMOTION_NONE)                                       \
-  X(kTensorMapL2Promote128, 2, CU_TENSOR_MAP_L2_PROMOTION_L2_128B)                              \
-  X(kTensorMapL2Promote256, 3, CU_TENSOR_MAP_L2_PROMOTION_L2_256B)                              \
   X(kTensorMapFillZero, 0, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
 
 // Formatted by hand: clang-format takes "size_t* bytes" for a product.
@@ -123,13 +109,9 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuCtxPopCurrent_v2, (CUcontext*))                                                                                                     \
   X(cuCtxGetDevice, (CUdevice*))                                                                                                          \
   X(cuCtxGetId, (CUcontext, unsigned long long* id))                                                                                      \
-  X(cuCtxSynchronize, ())                                                                                                                 \
   X(cuStreamCreate, (CUstream*, unsigned flags))                                                                                          \
   X(cuStreamDestroy_v2, (CUstream))                                                                                                       \
   X(cuStreamSynchronize, (CUstream))                                                                                                      \
-  X(cuStreamQuery, (CUstream))                                                                                                            \
-  X(cuStreamWaitEvent, (CUstream, CUevent, unsigned flags))                                                                               \
-  X(cuStreamGetCtx, (CUstream, CUcontext*))                                                                                               \
   X(cuStreamIsCapturing, (CUstream, int* status))                                                                                         \
   X(cuThreadExchangeStreamCaptureMode, (int* mode))                                                                                       \
   X(cuEventCreate, (CUevent*, unsigned flags))                                                                                            \
@@ -141,38 +123,29 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuMemGetInfo_v2, (size_t* free, size_t* total))                                                                                       \
   X(cuMemAlloc_v2, (CUdeviceptr*, size_t bytes))                                                                                          \
   X(cuMemFree_v2, (CUdeviceptr))                                                                                                          \
-  X(cuMemAllocAsync, (CUdeviceptr*, size_t bytes, CUstream))                                                                              \
-  X(cuMemFreeAsync, (CUdeviceptr, CUstream))                                                                                              \
   X(cuMemHostAlloc, (void**, size_t bytes, unsigned flags))                                                                               \
   X(cuMemFreeHost, (void*))                                                                                                               \
-  X(cuMemcpyAsync, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream))                                                            \
   X(cuMemcpyHtoDAsync_v2, (CUdeviceptr to, const void* from, size_t bytes, CUstream))                                                     \
   X(cuMemcpyDtoHAsync_v2, (void* to, CUdeviceptr from, size_t bytes, CUstream))                                                           \
   X(cuMemcpyDtoDAsync_v2, (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream))                                                     \
   X(cuMemsetD8Async, (CUdeviceptr, unsigned char value, size_t count, CUstream))                                                          \
-  X(cuMemsetD32Async, (CUdeviceptr, unsigned value, size_t count, CUstream))                                                              \
-  X(cuPointerGetAttribute, (void* value, int attribute, CUdeviceptr))                                                                     \
   X(cuLibraryLoadData, (CUlibrary*, const void* code, int* jit_options, void** jit_values, unsigned num_jit, int* library_options,        \
                         void** library_values, unsigned num_library))                                                                     \
   X(cuLibraryUnload, (CUlibrary))                                                                                                         \
   X(cuLibraryGetKernel, (CUkernel*, CUlibrary, const char* name))                                                                         \
-  X(cuLibraryGetGlobal, (CUdeviceptr*, size_t* bytes, CUlibrary, const char* name))                                                       \
   X(cuKernelGetFunction, (CUfunction*, CUkernel))                                                                                         \
   X(cuFuncGetAttribute, (int* value, int attribute, CUfunction))                                                                          \
   X(cuFuncSetAttribute, (CUfunction, int attribute, int value))                                                                           \
   X(cuOccupancyMaxActiveBlocksPerMultiprocessor, (int* blocks, CUfunction, int block_size, size_t smem_bytes))                            \
-  X(cuOccupancyMaxActiveClusters, (int* clusters, CUfunction, const CUlaunchConfig*))                                                     \
   X(cuLaunchKernel, (CUfunction, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z, \
                      unsigned smem_bytes, CUstream, void** parameters, void** extra))                                                     \
   X(cuLaunchKernelEx, (const CUlaunchConfig*, CUfunction, void** parameters, void** extra))                                               \
-  X(cuLaunchHostFunc, (CUstream, CUhostFn, void* argument))                                                                               \
   X(cuTensorMapEncodeTiled,                                                                                                               \
     (CUtensorMap*, int data_type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides, const uint32_t* box,      \
      const uint32_t* element_strides, int interleave, int swizzle, int l2_promotion, int fill))                                           \
   X(cuStreamBeginCapture_v2, (CUstream, int mode))                                                                                        \
   X(cuStreamEndCapture, (CUstream, CUgraph*))                                                                                             \
   X(cuGraphInstantiateWithFlags, (CUgraphExec*, CUgraph, unsigned long long flags))                                                       \
-  X(cuGraphUpload, (CUgraphExec, CUstream))                                                                                               \
   X(cuGraphLaunch, (CUgraphExec, CUstream))                                                                                               \
   X(cuGraphExecDestroy, (CUgraphExec))                                                                                                    \
   X(cuGraphDestroy, (CUgraph))
@@ -225,11 +198,13 @@ Loaded<DriverApi> load_driver(const std::string& name);
 Loaded<NvrtcApi> load_nvrtc(const std::vector<std::string>& names);
 
 // The initialised driver (no context is made), or null with the reason. Opened on first use: IMBREX_CUDA_DRIVER, else libcuda.so.1.
+// CUDA does not survive fork(): in a child of the process that opened the driver it is null, so destructors ask for it and leave be what
+// the parent owns.
 const DriverApi* driver(std::string* why = nullptr);
 // The same for NVRTC: IMBREX_CUDA_NVRTC, else by its usual names from the system's path, CUDA_HOME and /usr/local/cuda.
 const NvrtcApi* nvrtc(std::string* why = nullptr);
 
-const DriverApi& need_driver();  // Error cuda.driver_missing with the reason
+const DriverApi& need_driver();  // Error cuda.driver_missing with the reason; cuda.forked in such a child
 const NvrtcApi& need_nvrtc();    // Error cuda.nvrtc_missing
 
 [[noreturn]] void fail_cuda(CUresult, std::string_view what);  // Error cuda.memory for a lack of memory, cuda.driver for all else

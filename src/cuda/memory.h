@@ -24,10 +24,11 @@ class Owned {
     return *this;
   }
   ~Owned() {
-    if (handle_ == Handle{}) return;
+    const DriverApi* const cu = handle_ == Handle{} ? nullptr : driver();
+    if (cu == nullptr) return;
     const CurrentContext current(*context_, std::nothrow);
     // Not checked: when the process ends, or its owner has destroyed the context, it is gone already.
-    give_back(need_driver(), handle_);
+    give_back(*cu, handle_);
   }
   Handle get() const { return handle_; }
   const ContextPtr& context() const { return context_; }

@@ -52,13 +52,14 @@ Module::Module(std::shared_ptr<const Context> context, std::string what, std::sh
 }
 
 // A context that its owner has destroyed, or a process that ends, has unloaded the library already.
-Module::~Module() { need_driver().cuLibraryUnload(library_); }
+Module::~Module() {
+  if (const DriverApi* const cu = driver()) cu->cuLibraryUnload(library_);
+}
 
 Kernel Module::kernel(const std::string& entry) const {
   const DriverApi& cu = need_driver();
   const CurrentContext current(*context_);
   Kernel kernel;
-  kernel.cu_ = &cu;
   kernel.name_ = entry;
   CUkernel handle = nullptr;
   const CUresult found = cu.cuLibraryGetKernel(&handle, library_, entry.c_str());
@@ -79,16 +80,17 @@ Kernel Module::kernel(const std::string& entry) const {
 
 int Kernel::blocks_per_multiprocessor(int threads) const {
   int blocks = 0;
-  check_cuda(cu_->cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_, threads, smem_bytes_),
+  check_cuda(need_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_, threads, smem_bytes_),
              "find the occupancy of {} with {} threads", name_, threads);
   return blocks;
 }
 
 void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parameters) const {
+  const DriverApi& cu = need_driver();
   CUresult result = kCudaSuccess;
   if (shape.cluster <= 1 && !shape.programmatic) {
-    result = cu_->cuLaunchKernel(function_, shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, parameters,
-                                 nullptr);
+    result = cu.cuLaunchKernel(function_, shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, parameters,
+                               nullptr);
   } else {
     CUlaunchAttribute attributes[2];
     unsigned count = 0;
@@ -101,7 +103,7 @@ void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parame
       attributes[count++].value.programmatic_serialization = 1;
     }
     const CUlaunchConfig config{shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, attributes, count};
-    result = cu_->cuLaunchKernelEx(&config, function_, parameters, nullptr);
+    result = cu.cuLaunchKernelEx(&config, function_, parameters, nullptr);
   }
   check_cuda(result, "launch {} with {} x {} x {} blocks of {} threads and {} bytes of shared memory", name_, shape.grid_x, shape.grid_y,
              shape.grid_z, shape.threads, smem_bytes_);

@@ -36,7 +36,6 @@ class Kernel {
 
  private:
   friend class Module;
-  const DriverApi* cu_ = nullptr;
   std::string name_;
   CUfunction function_ = nullptr;
   unsigned smem_bytes_ = 0;

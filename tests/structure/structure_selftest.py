@@ -64,6 +64,12 @@ VIOLATIONS = [
     ("check_leftovers", "docs/a.md", "see /hom" "e/me/x\n", "somebody's machine"),
     ("check_leftovers", "docs/a.md", "written with Copi" "lot\n", "who typed it"),
     ("check_environment", "src/core/env.cpp", '// x\nchar* x = std::getenv("HOME");\n', "reads HOME"),
+    (
+        "check_driver_table",
+        "src/cuda/driver.h",
+        "// x\n#define API(X) \\\n  X(cuInit, (unsigned)) \\\n  X(cuGraphUpload, ())\n",
+        "cuGraphUpload is used nowhere",
+    ),
     ("check_environment", "src/cpu/host.cpp", '// x\nchar* x = getenv("IMBREX_X");\n', "2 files"),
 ]
 

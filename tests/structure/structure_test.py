@@ -209,6 +209,16 @@ def check_environment(root):
     return problems
 
 
+def check_driver_table(root):
+    """Every function and constant of the CUDA driver's table is used: each one that is not makes some driver too old for nothing."""
+    table = root / "src/cuda/driver.h"
+    if not table.exists():
+        return []
+    names = re.findall(r"^  X\((\w+),", table.read_text(), re.M)
+    used = {word for path in sources(root, "src", "tests") if path != table for word in re.findall(r"\w+", path.read_text(errors="replace"))}
+    return [f"src/cuda/driver.h: {name} is used nowhere" for name in names if name not in used]
+
+
 def nm_symbols(path):
     """(type, demangled name) of every symbol of an object file."""
     out = subprocess.run(["nm", "-C", str(path)], check=True, capture_output=True, text=True).stdout
@@ -237,7 +247,16 @@ def check_kernel_objects(objects):
     return problems
 
 
-TREE_CHECKS = [check_arrows, check_public_headers, check_kernels, check_cuda_kernels, check_shape, check_leftovers, check_environment]
+TREE_CHECKS = [
+    check_arrows,
+    check_public_headers,
+    check_kernels,
+    check_cuda_kernels,
+    check_shape,
+    check_leftovers,
+    check_environment,
+    check_driver_table,
+]
 
 
 def main():
