@@ -4,6 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <optional>
+
 #include "imbrex/imbrex.hpp"
 #include "plan.h"
 #include "tensors.h"
@@ -194,8 +197,19 @@ void bind_pool(nb::module_& m) {
            "The block, or a new one for a copy of it; None when no block is free.")
       .def("clear_cache", &BlockPool::clear_cache);
   m.def(
-      "hash_block", [](BlockHash parent, const std::vector<uint64_t>& token_ids) { return hash_block(parent, token_ids); },
-      nb::arg("parent"), nb::arg("token_ids"), "Hash of a full block of tokens and of all before it; parent 0 for the first.");
+      "hash_block",
+      [](BlockHash parent, const std::vector<uint64_t>& token_ids, const std::optional<nb::bytes>& key) {
+        if (!key) return hash_block(parent, token_ids);
+        HashKey words;
+        if (key->size() != sizeof words)
+          throw Error("python.hash_key",
+                      "expected a key of " + std::to_string(sizeof words) + " bytes, got " + std::to_string(key->size()));
+        std::memcpy(&words, key->c_str(), sizeof words);
+        return hash_block(words, parent, token_ids);
+      },
+      nb::arg("parent"), nb::arg("token_ids"), nb::kw_only(), nb::arg("key") = nb::none(),
+      "Hash of a full block of tokens and of all before it; parent 0 for the first. Of this process alone, or of all that have the key: 16 "
+      "random bytes, which no tenant knows.");
 }
 
 }  // namespace

@@ -56,6 +56,23 @@ def test_errors_have_codes():
     assert plan.run(q, (pages, pages)).shape == (1, 8, 64)
 
 
+def test_hashes_belong_to_a_process_or_to_a_key():
+    key = bytes(range(16))
+    assert imbrex.hash_block(0x0706050403020100, [0x0F0E0D0C0B0A0908], key=key) == 0x3F2ACC7F57C29BDB  # SipHash-2-4's own vector
+    assert imbrex.hash_block(0, [1, 2], key=key) != imbrex.hash_block(0, [1, 2], key=bytes(16))
+    assert imbrex.hash_block(0, [1, 2]) == imbrex.hash_block(0, [1, 2]) != imbrex.hash_block(0, [1, 2], key=key)
+    with pytest.raises(imbrex.Error, match="16 bytes, got 15"):
+        imbrex.hash_block(0, [1], key=key[:15])
+    text = f"import imbrex\nprint(imbrex.hash_block(0, [1, 2]), imbrex.hash_block(0, [1, 2], key={key!r}))"
+    mine, keyed = imbrex.hash_block(0, [1, 2]), imbrex.hash_block(0, [1, 2], key=key)
+    others = [
+        subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1], check=True).stdout.split()
+        for _ in range(2)
+    ]
+    assert [int(keyed_too) for _, keyed_too in others] == [keyed, keyed]
+    assert len({mine, *(int(own) for own, _ in others)}) == 3  # nobody outside can make them
+
+
 def test_pool():
     pool = imbrex.BlockPool(3)
     blocks = pool.allocate(2)

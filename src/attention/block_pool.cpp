@@ -2,8 +2,12 @@
 // every operation is O(1) a block, and nothing is allocated after construction except in the caller's vectors.
 #include "imbrex/block_pool.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <bit>
+#include <cerrno>
+#include <cstring>
 #include <limits>
 
 #include "core/check.h"
@@ -277,11 +281,65 @@ void BlockPool::check() const {
   require(s.num_cached == cached, "cached blocks", cached, s.num_cached);
 }
 
-BlockHash hash_block(BlockHash parent, std::span<const uint64_t> token_ids) {
-  uint64_t h = mix(parent + 0x9e3779b97f4a7c15u * (uint64_t(token_ids.size()) + 1));
-  for (const uint64_t id : token_ids) h = mix((h ^ id) + 0x9e3779b97f4a7c15u);
-  return h == 0 ? 1 : h;
+namespace {
+
+// SipHash-2-4 (Aumasson and Bernstein, 2012), a function of a secret key that nobody without it can predict, of a message of 64-bit words.
+class SipHash {
+ public:
+  explicit SipHash(const HashKey& key)
+      : a_(key.low ^ 0x736f6d6570736575u),
+        b_(key.high ^ 0x646f72616e646f6du),
+        c_(key.low ^ 0x6c7967656e657261u),
+        d_(key.high ^ 0x7465646279746573u) {}
+
+  void add(uint64_t word) {
+    mix_in(word);
+    bytes_ += 8;
+  }
+  uint64_t finish() {
+    mix_in(bytes_ << 56);
+    c_ ^= 0xff;
+    for (int i = 0; i < 4; ++i) round();
+    return a_ ^ b_ ^ c_ ^ d_;
+  }
+
+ private:
+  void mix_in(uint64_t word) {
+    d_ ^= word;
+    round();
+    round();
+    a_ ^= word;
+  }
+  void round() {
+    a_ += b_, b_ = std::rotl(b_, 13) ^ a_, a_ = std::rotl(a_, 32);
+    c_ += d_, d_ = std::rotl(d_, 16) ^ c_;
+    a_ += d_, d_ = std::rotl(d_, 21) ^ a_;
+    c_ += b_, b_ = std::rotl(b_, 17) ^ c_, c_ = std::rotl(c_, 32);
+  }
+  uint64_t a_, b_, c_, d_;
+  uint64_t bytes_ = 0;
+};
+
+const HashKey& key_of_this_process() {
+  static const HashKey key = [] {
+    HashKey random;
+    imbrex::check(getentropy(&random, sizeof random) == 0, "block_pool.hash.key", "the system gives no random numbers: {}",
+                  std::strerror(errno));
+    return random;
+  }();
+  return key;
 }
+
+}  // namespace
+
+BlockHash hash_block(const HashKey& key, BlockHash parent, std::span<const uint64_t> token_ids) {
+  SipHash hash(key);
+  hash.add(parent);
+  for (const uint64_t id : token_ids) hash.add(id);
+  return std::max<BlockHash>(hash.finish(), 1);
+}
+
+BlockHash hash_block(BlockHash parent, std::span<const uint64_t> token_ids) { return hash_block(key_of_this_process(), parent, token_ids); }
 
 void append_slots(std::span<const int32_t> blocks, int block_size, int begin, int end, std::vector<int64_t>& slots) {
   check(block_size > 0, "block_pool.slots.block_size", "block_size must be positive, is {}", block_size);

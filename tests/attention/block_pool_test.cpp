@@ -307,6 +307,54 @@ TEST(HashBlock, DependsOnParentOrderAndLength) {
   EXPECT_EQ(hash_block(0, a), hash_block(0, std::vector<uint64_t>{1, 2, 3}));
 }
 
+// The vectors of SipHash's authors, for messages of 8 and 16 bytes 0, 1, 2, ... with the key 0, 1, ... 15.
+TEST(HashBlock, IsSipHash) {
+  const HashKey key{0x0706050403020100u, 0x0f0e0d0c0b0a0908u};
+  const std::vector<uint64_t> ids{0x0f0e0d0c0b0a0908u};
+  EXPECT_EQ(hash_block(key, 0x0706050403020100u, {}), 0x93f5f5799a932462u);
+  EXPECT_EQ(hash_block(key, 0x0706050403020100u, ids), 0x3f2acc7f57c29bdbu);
+  EXPECT_NE(hash_block({1, 2}, 0, ids), hash_block({2, 1}, 0, ids));
+  EXPECT_NE(hash_block({1, 2}, 0, ids), hash_block(0, ids)) << "this process has a key of its own";
+}
+
+// A hash that is a chain of bijections is forged by walking it backwards: whatever stands before, the last id leads to the wanted hash.
+TEST(HashBlock, IsNotForgedByWalkingBackwards) {
+  const auto mix = [](uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  };
+  const auto unmix = [](uint64_t x) {
+    const auto unshift = [](uint64_t y, int bits) {  // of x ^ (x >> bits)
+      uint64_t z = y;
+      for (int known = bits; known < 64; known += bits) z = y ^ (z >> bits);
+      return z;
+    };
+    x = unshift(x, 31) * 0x319642b2d24d8ec3u;
+    x = unshift(x, 27) * 0x96de1b173f119089u;
+    return unshift(x, 30);
+  };
+  constexpr uint64_t kStep = 0x9e3779b97f4a7c15u;
+  const auto chained = [&](uint64_t h, std::span<const uint64_t> ids) {
+    for (const uint64_t id : ids) h = mix((h ^ id) + kStep);
+    return h;
+  };
+  const std::vector<uint64_t> victim{11, 12, 13, 14, 15, 16, 17, 18};
+  std::vector<uint64_t> forged{900, 901, 902, 903, 904, 905, 906, 0};
+  for (const uint64_t parent : {uint64_t(0), hash_block(0, victim)}) {
+    const uint64_t start = mix(parent + kStep * (victim.size() + 1));
+    forged.back() = (unmix(chained(start, victim)) - kStep) ^ chained(start, std::span(forged).first(forged.size() - 1));
+    ASSERT_EQ(chained(start, forged), chained(start, victim)) << "the attack itself";
+    EXPECT_NE(hash_block(parent, forged), hash_block(parent, victim));
+    BlockPool pool(4);
+    std::vector<int32_t> blocks;
+    pool.allocate(1, blocks);
+    pool.publish(blocks[0], hash_block(parent, forged));
+    const std::vector<BlockHash> wanted{hash_block(parent, victim)};
+    EXPECT_EQ(pool.peek(wanted), 0) << "the victim's prefix is not the attacker's block";
+  }
+}
+
 TEST(AppendSlots, FollowsTheBlocks) {
   const std::vector<int32_t> blocks{5, 2, 9};
   std::vector<int64_t> slots{-1};
