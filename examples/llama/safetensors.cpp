@@ -81,6 +81,7 @@ StoredTensor parse_entry(const json& value, int64_t data, const std::string& whe
 }
 
 std::string read_text(const fs::path& path, int64_t limit) {
+  check(fs::is_regular_file(path), path.string(), " is not a file");
   std::ifstream stream(path, std::ios::binary | std::ios::ate);
   check(stream.good(), "cannot open ", path.string());
   const int64_t size = stream.tellg();

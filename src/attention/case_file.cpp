@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "core/check.h"
+#include "core/json_gate.h"
 
 namespace imbrex {
 namespace {
@@ -13,6 +14,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kVersion = 1;
+constexpr int kMaxDepth = 4;  // of the metadata: root, spec; two to spare
 
 // Reads the fields of a JSON object and refuses those that nobody asked for.
 class Fields {
@@ -81,8 +83,9 @@ class Fields {
 };
 
 AttentionKind parse_kind(const std::string& name) {
+  if (name.empty()) return AttentionKind::decoder;
   for (AttentionKind kind : {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder})
-    if (name.empty() || name == to_string(kind)) return kind;
+    if (name == to_string(kind)) return kind;
   fail("case_file.kind", "expected decoder, encoder, encoder_only or encoder_decoder, got {}", name.substr(0, 64));
 }
 
@@ -236,11 +239,11 @@ CaseFile parse_case(const Safetensors& file) {
   check(text != file.metadata.end(), "case_file.metadata", "the file has no metadata key imbrex");
   json root;
   try {
-    root = json::parse(text->second, [](int depth, json::parse_event_t, const json&) {
-      check(depth <= 4, "case_file.json.depth", "the metadata nests deeper than 4 levels");
-      return true;
-    });
-  } catch (const json::exception&) {
+    root = parse_json(text->second, kMaxDepth);
+  } catch (const JsonProblem& p) {
+    check(p.kind != JsonProblem::depth, "case_file.json.depth", "the metadata nests deeper than {} levels", kMaxDepth);
+    check(p.kind != JsonProblem::duplicate, "case_file.json.duplicate", "the metadata has the key {} twice in one object",
+          p.name.substr(0, 64));
     fail("case_file.json.syntax", "the metadata imbrex is not JSON");
   }
   CaseFile c;

@@ -24,7 +24,7 @@ DType working_dtype(const AttentionSpec& spec) { return spec.out_dtypes().front(
 bool has_fp8_queries(const AttentionSpec& spec) { return spec.q_dtype == DType::fp8_e4m3; }
 
 float round_to(DType dtype, float x) {
-  char bytes[4];
+  char bytes[sizeof(int64_t)];  // of the widest type
   store_from_float(bytes, dtype, 0, x);
   return load_as_float(bytes, dtype, 0);
 }

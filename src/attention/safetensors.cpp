@@ -4,17 +4,18 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "core/check.h"
+#include "core/json_gate.h"
+#include "core/read_file.h"
 
 namespace imbrex {
 namespace {
 
 using nlohmann::json;
 
+constexpr int64_t kMaxFile = int64_t(1) << 40;
 constexpr uint64_t kMaxHeader = 100'000'000;
 constexpr int kMaxDepth = 4;  // header, tensor, shape; one to spare
 
@@ -41,23 +42,14 @@ const char* name_of(DType dtype) {
 // Text of the file for a message, so that a hostile name cannot flood it.
 std::string shortened(const std::string& text) { return text.size() <= 64 ? text : text.substr(0, 61) + "..."; }
 
-// The library's parser keeps the last of two equal keys and nests without limit; both are refused on the way.
 json parse_header(std::string_view text) {
-  std::vector<std::set<std::string>> keys;
-  const auto watch = [&](int depth, json::parse_event_t event, json& parsed) {
-    check(depth <= kMaxDepth, "safetensors.header.depth", "expected at most {} levels, got more", kMaxDepth);
-    if (event == json::parse_event_t::object_start) keys.emplace_back();
-    if (event == json::parse_event_t::object_end) keys.pop_back();
-    if (event == json::parse_event_t::key) {
-      const auto& name = parsed.get_ref<const std::string&>();
-      check(keys.back().insert(name).second, "safetensors.header.duplicate", "the name {} appears twice", shortened(name));
-    }
-    return true;
-  };
   try {
-    return json::parse(text, watch);
-  } catch (const json::exception& error) {
-    fail("safetensors.header.json", "the header is not JSON: {}", shortened(error.what()));
+    return parse_json(text, kMaxDepth);
+  } catch (const JsonProblem& p) {
+    check(p.kind != JsonProblem::depth, "safetensors.header.depth", "expected at most {} levels, got more", kMaxDepth);
+    check(p.kind != JsonProblem::duplicate, "safetensors.header.duplicate", "the name {} appears twice", shortened(p.name));
+    check(p.kind != JsonProblem::number, "safetensors.header.json", "the header has a number that does not fit a double");
+    fail("safetensors.header.json", "the header is not JSON: error at byte {} of {}", p.byte, text.size());
   }
 }
 
@@ -145,11 +137,7 @@ Safetensors parse_safetensors(std::string_view bytes) {
 }
 
 Safetensors load_safetensors(const std::string& path) {
-  std::ifstream stream(path, std::ios::binary);
-  check(stream.good(), "safetensors.open", "cannot open {}", path);
-  const std::string bytes((std::istreambuf_iterator<char>(stream)), {});
-  check(!stream.bad(), "safetensors.read", "cannot read {}", path);
-  return parse_safetensors(bytes);
+  return parse_safetensors(read_file(path, kMaxFile, {"safetensors.open", "safetensors.read", "safetensors.size"}));
 }
 
 std::string write_safetensors(const Safetensors& file) {

@@ -2,9 +2,9 @@
 #include "model/config_reader.h"
 
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "core/check.h"
+#include "core/json_gate.h"
 
 namespace imbrex {
 
@@ -20,29 +20,6 @@ std::string show(const json& value) {
   return text;
 }
 
-// Refuses what nlohmann::json accepts: deep nesting and repeated keys (of which it keeps the last without a word).
-struct Gate {
-  std::vector<std::set<std::string>> keys;  // one for every open object or array
-
-  bool operator()(int, json::parse_event_t event, json& parsed) {
-    switch (event) {
-      case json::parse_event_t::object_start:
-      case json::parse_event_t::array_start:
-        check(keys.size() < kMaxConfigDepth, "model.json.depth", "config.json is nested deeper than {} levels", kMaxConfigDepth);
-        keys.emplace_back();
-        break;
-      case json::parse_event_t::object_end:
-      case json::parse_event_t::array_end: keys.pop_back(); break;
-      case json::parse_event_t::key:
-        check(keys.back().insert(parsed.get<std::string>()).second, "model.json.duplicate",
-              "config.json has the key {} twice in one object", show(parsed));
-        break;
-      case json::parse_event_t::value: break;
-    }
-    return true;
-  }
-};
-
 }  // namespace
 
 json parse_config_text(std::string_view text) {
@@ -51,12 +28,12 @@ json parse_config_text(std::string_view text) {
   check(text.find_first_not_of(" \t\r\n") != std::string_view::npos, "model.json.empty", "config.json is empty ({} bytes)", text.size());
   json root;
   try {
-    Gate gate;
-    root = json::parse(text.begin(), text.end(), std::ref(gate));
-  } catch (const json::parse_error& e) {
-    fail("model.json.syntax", "config.json is not JSON: error at byte {} of {}", e.byte, text.size());
-  } catch (const json::out_of_range&) {
-    fail("model.json.number", "config.json has a number that does not fit a double");
+    root = parse_json(text, kMaxConfigDepth);
+  } catch (const JsonProblem& p) {
+    check(p.kind != JsonProblem::depth, "model.json.depth", "config.json is nested deeper than {} levels", kMaxConfigDepth);
+    check(p.kind != JsonProblem::duplicate, "model.json.duplicate", "config.json has the key {} twice in one object", show(p.name));
+    check(p.kind != JsonProblem::number, "model.json.number", "config.json has a number that does not fit a double");
+    fail("model.json.syntax", "config.json is not JSON: error at byte {} of {}", p.byte, text.size());
   }
   check(root.is_object(), "model.json.root", "config.json must be an object, got {} ({})", root.type_name(), show(root));
   return root;

@@ -1,9 +1,8 @@
 // load_model(): a preset's name, a config.json, or a folder with one; what the program's --model option accepts.
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 
 #include "core/check.h"
+#include "core/read_file.h"
 #include "imbrex/model.h"
 #include "model/config_reader.h"
 
@@ -12,20 +11,6 @@ namespace imbrex {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string read_text(const fs::path& path) {
-  std::error_code error;
-  const auto size = fs::file_size(path, error);
-  check(!error, "model.load.read", "cannot read {:.200}: {}", path.string(), error.message());
-  check(int64_t(size) <= kMaxConfigBytes, "model.json.size", "{:.200} has {} bytes, at most {} are read", path.string(), size,
-        kMaxConfigBytes);
-  std::ifstream file(path, std::ios::binary);
-  std::string text(size, '\0');
-  file.read(text.data(), std::streamsize(size));
-  check(file.good() || file.eof(), "model.load.read", "cannot read {:.200}", path.string());
-  text.resize(size_t(file.gcount()));
-  return text;
-}
 
 // Presets that begin like `name`, for the message: those that share its longest prefix.
 std::string similar_presets(std::string_view name) {
@@ -59,7 +44,8 @@ ModelSpec load_model(std::string_view preset_or_path) {
   }
   const fs::path named = fs::absolute(path, error).lexically_normal();
   const bool standard = named.filename() == "config.json";
-  return parse_model_config(read_text(path), standard ? named.parent_path().filename().string() : named.stem().string());
+  const std::string text = read_file(path.string(), kMaxConfigBytes, {"model.load.read", "model.load.read", "model.json.size"});
+  return parse_model_config(text, standard ? named.parent_path().filename().string() : named.stem().string());
 }
 
 }  // namespace imbrex

@@ -5,16 +5,18 @@
 #include <charconv>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "core/check.h"
+#include "core/json_gate.h"
+#include "core/read_file.h"
 
 namespace imbrex::serve {
 
 namespace {
 
+constexpr int kMaxJsonDepth = 64;  // of a line
 constexpr std::string_view kAzureHeader = "TIMESTAMP,ContextTokens,GeneratedTokens";
 constexpr std::string_view kPlainHeader = "arrival,input,output";
 
@@ -166,15 +168,17 @@ struct Parser {
 
   nlohmann::json parse_line() const {
     try {
-      nlohmann::json row = nlohmann::json::parse(line);
+      nlohmann::json row = parse_json(line, kMaxJsonDepth);
       if (!row.is_object()) fail_at(0, "trace.json.object", "expected one JSON object a line, got {}", excerpt(line));
       return row;
-    } catch (const nlohmann::json::parse_error& e) {
-      const size_t column = std::min(e.byte > 0 ? e.byte - 1 : 0, line.size());
+    } catch (const JsonProblem& p) {
+      if (p.kind == JsonProblem::duplicate)
+        fail_at(column_of_field(p.name), "trace.json.duplicate", "the field {} is there twice", excerpt(p.name));
+      if (p.kind == JsonProblem::depth) fail_at(0, "trace.json.depth", "expected at most {} levels, got {}", kMaxJsonDepth, excerpt(line));
+      if (p.kind == JsonProblem::number) fail_at(0, "trace.json.number", "expected numbers that fit a double, got {}", excerpt(line));
+      const size_t column = std::min(p.byte > 0 ? p.byte - 1 : 0, line.size());
       fail_at(column, "trace.json.syntax", "expected JSON, got {}",
               column < line.size() ? excerpt(line.substr(column)) : "the end of the line");
-    } catch (const nlohmann::json::out_of_range&) {
-      fail_at(0, "trace.json.number", "expected numbers that fit a double, got {}", excerpt(line));
     }
   }
 
@@ -298,15 +302,7 @@ Trace parse_trace(std::string_view text, std::string_view name, const TraceLimit
 Trace read_trace(const std::string& path, const TraceLimits& limits) {
   std::error_code error;
   check(!std::filesystem::is_directory(path, error), "trace.file.directory", "{}: expected a file, got a directory", path);
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  check(file.is_open(), "trace.file.open", "{}: cannot be opened for reading", path);
-  const int64_t bytes = int64_t(file.tellg());
-  check(bytes >= 0, "trace.file.read", "{}: its size cannot be told; expected a regular file", path);
-  check(bytes <= limits.max_bytes, "trace.limit.bytes", "{}: expected at most {} bytes, got {}", path, limits.max_bytes, bytes);
-  std::string text(size_t(bytes), '\0');
-  file.seekg(0);
-  file.read(text.data(), bytes);
-  check(file.gcount() == bytes, "trace.file.read", "{}: expected {} bytes, got {}", path, bytes, file.gcount());
+  const std::string text = read_file(path, limits.max_bytes, {"trace.file.open", "trace.file.read", "trace.limit.bytes"});
   return parse_trace(text, path, limits);
 }
 

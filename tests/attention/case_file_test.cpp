@@ -98,6 +98,16 @@ TEST(CaseFile, RefusesWhatDoesNotFit) {
       {"case_file.metadata", [](Safetensors& f) { f.metadata.clear(); }},
       {"case_file.json.syntax", [](Safetensors& f) { f.metadata["imbrex"] = "{"; }},
       {"case_file.json.depth", [](Safetensors& f) { f.metadata["imbrex"] = "[[[[[[[1]]]]]]]"; }},
+      {"case_file.json.duplicate",
+       [](Safetensors& f) {
+         std::string& text = f.metadata["imbrex"];  // the spec, and then another one
+         text.insert(text.rfind('}'), R"(, "spec": {})");
+       }},
+      {"case_file.json.duplicate",
+       [](Safetensors& f) {
+         std::string& text = f.metadata["imbrex"];
+         text.insert(text.find("\"causal\""), R"("causal": false, )");
+       }},
       {"case_file.json.object", [](Safetensors& f) { f.metadata["imbrex"] = "3"; }},
       {"case_file.json.missing", edit([](json& j) { j.erase("version"); })},
       {"case_file.json.missing", edit([](json& j) { j.erase("mask"); })},

@@ -105,6 +105,7 @@ TEST(Safetensors, RefusesBrokenRules) {
   for (const auto& [bytes, code] : broken)
     EXPECT_EQ(error_code([&, &bytes = bytes] { parse_safetensors(bytes); }), code) << bytes.substr(0, 120);
   EXPECT_EQ(error_code([] { load_safetensors("/nonexistent/file"); }), "safetensors.open");
+  EXPECT_EQ(error_code([] { load_safetensors("/"); }), "safetensors.open") << "a folder";
   EXPECT_EQ(error_code([] { save_safetensors({}, "/nonexistent/file"); }), "safetensors.write");
 }
 

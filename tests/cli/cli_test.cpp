@@ -72,12 +72,21 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
   std::ofstream(path("bad.csv")) << "arrival,input,output\n0,10,5\n1,ten,5\n";
   std::ofstream(path("bad.json")) << "{\"model_type\": ";
   std::ofstream(path("good.csv")) << "arrival,input,output\n0,10,5\n";
+  std::filesystem::create_directory(path("folder"));
+  ASSERT_EQ(mkfifo(path("pipe").c_str(), 0600), 0);
   struct Row {
     std::string arguments;
     int code;
     const char* error;
   };
   const Row rows[] = {
+      {"verify " + path("folder"), 2, "folder is a folder [safetensors.open]"},
+      {"verify " + path("pipe"), 2, "pipe is a pipe [safetensors.open]"},
+      {"verify /dev/null", 2, "[safetensors.open]"},
+      {"trace stats " + path("folder"), 2, "[trace.file.directory]"},
+      {"trace stats " + path("pipe"), 2, "pipe is a pipe [trace.file.open]"},
+      {"select --model " + path("folder"), 2, "[model.load.config]"},
+      {"select --model " + path("pipe"), 2, "[model.load.unknown]"},
       {"", 2, "[usage]"},
       {"nonsense", 2, "\"nonsense\""},
       {"select --nonsense", 2, "[usage]"},

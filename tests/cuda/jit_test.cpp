@@ -14,16 +14,16 @@
 #include "cuda/kernel_cache.h"
 #include "cuda/kernel_sources.h"
 #include "cuda/needs.h"
-#include "cuda/scoped.h"
 #include "expect_error.h"
+#include "scoped.h"
 
 namespace imbrex::cuda {
 namespace {
 
 namespace fs = std::filesystem;
 using imbrex::test::error_code;
-using test::ScopedEnv;
-using test::ScopedFolder;
+using imbrex::test::ScopedEnv;
+using imbrex::test::ScopedFolder;
 
 KernelKey write_kv(const char* arch = "sm_90a", int block_size = 16) {
   return {"write_kv.cu", arch, {{"kFrom", 2}, {"kTo", 3}, {"kDimK", 64}, {"kDimV", 64}, {"kBlockSize", block_size}}};

@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-namespace imbrex::cuda::test {
+namespace imbrex::test {
 
 // Sets (or with nullptr unsets) a variable for a scope.
 class ScopedEnv {
@@ -29,11 +29,12 @@ class ScopedEnv {
 // An empty folder of its own for each test.
 class ScopedFolder {
  public:
-  ScopedFolder() {
+  explicit ScopedFolder(const std::string& suffix = "") {
     const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    path_ = std::filesystem::temp_directory_path() / ("imbrex_" + std::to_string(getpid()) + "_" + info->name());
+    path_ = std::filesystem::temp_directory_path() / ("imbrex_" + std::to_string(getpid()) + "_" + info->name() + suffix);
     std::filesystem::remove_all(path_);
     std::filesystem::create_directories(path_);
+    std::filesystem::permissions(path_, std::filesystem::perms::owner_all);  // whatever the umask says
   }
   ~ScopedFolder() { std::filesystem::remove_all(path_); }
   ScopedFolder(const ScopedFolder&) = delete;
@@ -44,4 +45,4 @@ class ScopedFolder {
   std::filesystem::path path_;
 };
 
-}  // namespace imbrex::cuda::test
+}  // namespace imbrex::test

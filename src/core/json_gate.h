@@ -1,0 +1,21 @@
+#pragma once
+// The one way JSON from outside gets in: what the library's parser takes without a word is a problem here.
+#include <cstddef>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <string_view>
+
+namespace imbrex {
+
+// Why a text was refused. Readers put it into words and codes of their own.
+struct JsonProblem {
+  enum Kind { syntax, number, depth, duplicate } kind;
+  size_t byte = 0;   // syntax: where the error is, from 1
+  std::string name;  // duplicate: the key that an object has twice
+};
+
+// Throws JsonProblem: for what is no JSON, a number that does not fit a double, more than `max_depth` objects and arrays inside each other
+// (the parser has no limit), and an object that has a key twice (of which the parser keeps the last).
+nlohmann::json parse_json(std::string_view text, int max_depth);
+
+}  // namespace imbrex
