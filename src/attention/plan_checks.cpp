@@ -1,10 +1,11 @@
-// See plan_checks.h. All of it runs once a layer, so nothing is formatted unless it fails.
+// See plan_checks.h. All but begin_plan() runs once a layer, so nothing is formatted unless it fails.
 #include "attention/plan_checks.h"
 
 #include <algorithm>
 #include <cmath>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "core/tensor_format.h"
 
 namespace imbrex {
@@ -36,6 +37,16 @@ void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_vi
 }
 
 }  // namespace
+
+void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, std::string_view kernels) {
+  spec.validate();
+  const std::vector<Reason> reasons = backend.unsupported(spec, device);
+  check(reasons.empty(), "backend.unsupported", "{} cannot run {} on {}: {}", backend.name(), spec.str(), device.str(),
+        reasons.empty() ? "" : reasons[0].str());
+  check(device.present, "backend.device_absent", "{} cannot make a plan for {}, which is only described", backend.name(), device.str());
+  log_info("plan: {}{}{}{} on {} for {}", backend.name(), kernels.empty() ? "" : " (", kernels, kernels.empty() ? "" : " kernels)",
+           device.str(), spec.str());
+}
 
 void check_memory(const TensorView& t, const char* name, std::string_view code, Device device) {
   check(t.empty() || t.device == device, code, "{}: expected memory of {}, got {}", name, device, t);

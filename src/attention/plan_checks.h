@@ -7,6 +7,10 @@
 
 namespace imbrex {
 
+// What every backend's plan() begins with: the spec is one, the backend runs it, the device is there. Errors spec.*, backend.unsupported,
+// backend.device_absent. Logs a line, with `kernels` as what they are called.
+void begin_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, std::string_view kernels = {});
+
 // An empty view passes. `code` is the caller's: update.device, run.device, ...
 void check_memory(const TensorView&, const char* name, std::string_view code, Device);
 

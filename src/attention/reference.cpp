@@ -283,10 +283,7 @@ class ReferenceBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    for (const Reason& reason : unsupported(spec, device))
-      fail("backend.unsupported", "reference cannot run {}: {}", spec.str(), reason.str());
-    check(device.present, "backend.device_absent", "reference cannot make a plan for {}, which is only described", device.name);
+    begin_plan(*this, spec, device);
     return std::make_unique<ReferencePlan>(spec, options);
   }
 };

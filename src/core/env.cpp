@@ -13,7 +13,7 @@ static constexpr Variable kVariables[] = {
     {kBackend.data(), "backend (or alias) to force for every layer"},
     {kPlugins.data(), "shared objects with backends, separated by colons, that the imbrex program loads when it starts"},
     {kNumThreads.data(), "threads to use; default: one for each core this process may use"},
-    {kLog.data(), "what to log to stderr: off, info, debug"},
+    {kLog.data(), "what to say on stderr: off; warning, the default; info, a line for each plan and each GPU kernel"},
     {kCudaCache.data(), "folder of compiled CUDA kernels; default: imbrex in XDG_CACHE_HOME or ~/.cache"},
     {kCudaDump.data(), "folder to write the text and the cubin of every CUDA kernel to, for profilers"},
     {kCudaDriver.data(), "NVIDIA driver library to open; default: libcuda.so.1"},

@@ -12,6 +12,7 @@
 
 #include "core/check.h"
 #include "core/env.h"
+#include "core/log.h"
 #include "cuda/driver.h"
 #include "cuda/hash.h"
 #include "cuda/kernel_cache.h"
@@ -242,6 +243,8 @@ std::shared_ptr<const CompiledKernel> get_kernel(const KernelKey& key) {
     kernel = compile(key);
     if (!env::get(env::kCudaDump)) store_cached(folder, name, *kernel);  // dumped ones name files of this machine
   }
+  log_info("kernel: {}, {}", key.str(),
+           kernel->compile_ms > 0 ? fmt::format("compiled in {:.0f} ms", kernel->compile_ms) : "from the cache");
   entry->kernel = std::make_shared<const CompiledKernel>(std::move(*kernel));
   return entry->kernel;
 }

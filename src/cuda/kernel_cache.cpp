@@ -1,13 +1,18 @@
 // Reads and writes files of the kernel cache: cubin, log, then a seal with both lengths and a hash over all of it.
 #include "cuda/kernel_cache.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <cerrno>
 #include <cstring>
-#include <fstream>
+#include <mutex>
+#include <set>
 
+#include "core/check.h"
 #include "core/env.h"
+#include "core/log.h"
 #include "cuda/hash.h"
 
 namespace imbrex::cuda {
@@ -30,7 +35,75 @@ Seal seal_of(const std::string& name, std::string_view cubin, std::string_view l
   return seal;
 }
 
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&&) = delete;
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_;
+};
+
+// Why somebody else may have put there what is in a file or folder; empty when only this process's user and root can write it.
+std::string distrust(const struct stat& status) {
+  if (status.st_uid != geteuid() && status.st_uid != 0)
+    return fmt::format("it belongs to user {}, expected {} (this process's) or root", status.st_uid, geteuid());
+  if ((status.st_mode & (S_IWGRP | S_IWOTH)) != 0)
+    return fmt::format("others may write to it, its mode is {:o}; chmod go-w takes that away", status.st_mode & 07777);
+  return {};
+}
+
+// What is in the cache runs on the GPU with this process's memory, so a folder that others can write is not used. Not open: then it is
+// said why, once for each folder. The files are reached through the descriptor, so that nobody swaps the folder behind the check.
+Descriptor open_trusted(const fs::path& folder, std::string* why = nullptr) {
+  Descriptor opened(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  struct stat status {};
+  if (!opened || fstat(opened.get(), &status) != 0) return Descriptor(-1);
+  const std::string reason = distrust(status);
+  if (reason.empty()) return opened;
+  if (why != nullptr) *why = reason;
+  static std::mutex mutex;
+  static auto* const told = new std::set<std::string>;  // never destroyed: plans may be made while static objects go down
+  const std::lock_guard lock(mutex);
+  if (why == nullptr && told->insert(folder.string()).second)
+    log_warning("the folder of compiled GPU kernels {} is not used: {}", folder.string(), reason);
+  return Descriptor(-1);
+}
+
+std::optional<std::string> read_whole(const Descriptor& file, size_t size) {
+  std::string bytes(size, '\0');
+  for (size_t done = 0; done < size;) {
+    const ssize_t got = read(file.get(), bytes.data() + done, size - done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) return std::nullopt;
+    done += size_t(got);
+  }
+  return bytes;
+}
+
+bool write_whole(const Descriptor& file, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t done = write(file.get(), bytes.data(), bytes.size());
+    if (done < 0 && errno == EINTR) continue;
+    if (done <= 0) return false;
+    bytes.remove_prefix(size_t(done));
+  }
+  return true;
+}
+
 }  // namespace
+
+std::string why_not_trusted(const fs::path& folder) {
+  std::string why;
+  open_trusted(folder, &why);
+  return why;
+}
 
 fs::path kernel_cache_folder() {
   if (const auto folder = env::get(env::kCudaCache)) return *folder;
@@ -43,14 +116,16 @@ fs::path cached_file(const fs::path& folder, const std::string& name) { return f
 
 std::optional<CompiledKernel> load_cached(const fs::path& folder, const std::string& name) {
   if (folder.empty()) return std::nullopt;
-  const fs::path path = cached_file(folder, name);
-  std::error_code error;
-  if (!fs::is_regular_file(path, error)) return std::nullopt;  // a folder opens like a file, and is endless
-  const uintmax_t size = fs::file_size(path, error);
-  if (error || size < sizeof(Seal)) return std::nullopt;
-  std::ifstream file(path, std::ios::binary);
-  std::string bytes(size, '\0');
-  if (!file.read(bytes.data(), std::streamsize(size))) return std::nullopt;
+  const Descriptor in = open_trusted(folder);
+  if (!in) return std::nullopt;
+  // Not blocking: opening a pipe would wait for who writes into it.
+  const Descriptor file(openat(in.get(), cached_file({}, name).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+  struct stat status {};
+  if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || !distrust(status).empty()) return std::nullopt;
+  if (status.st_size < off_t(sizeof(Seal))) return std::nullopt;
+  const std::optional<std::string> whole = read_whole(file, size_t(status.st_size));
+  if (!whole) return std::nullopt;
+  const std::string& bytes = *whole;
   Seal seal;
   std::memcpy(&seal, bytes.data() + bytes.size() - sizeof seal, sizeof seal);
   const uint64_t content = bytes.size() - sizeof seal;
@@ -62,22 +137,26 @@ std::optional<CompiledKernel> load_cached(const fs::path& folder, const std::str
 }
 
 bool store_cached(const fs::path& folder, const std::string& name, const CompiledKernel& kernel) {
-  static std::atomic<int> count{0};
   if (folder.empty()) return false;
-  std::error_code error;
-  fs::create_directories(folder, error);
-  const fs::path aside = folder / fmt::format("{}.{}.{}.tmp", name, getpid(), count++);
-  const Seal seal = seal_of(name, kernel.cubin, kernel.log);
-  std::ofstream file(aside, std::ios::binary);
-  file.write(kernel.cubin.data(), std::streamsize(kernel.cubin.size()));
-  file.write(kernel.log.data(), std::streamsize(kernel.log.size()));
-  file.write(reinterpret_cast<const char*>(&seal), sizeof seal);
-  file.close();
-  if (file) {
-    fs::rename(aside, cached_file(folder, name), error);
-    if (!error) return true;
+  std::error_code ignored;
+  fs::create_directories(folder.parent_path(), ignored);
+  mkdir(folder.c_str(), S_IRWXU);  // where it is missing
+  const Descriptor in = open_trusted(folder);
+  if (!in) return false;
+  uint64_t random = 0;
+  if (getentropy(&random, sizeof random) != 0) return false;
+  const std::string aside = fmt::format("{}.{:016x}.tmp", name, random);
+  {
+    const Descriptor file(openat(in.get(), aside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644));
+    if (!file) return false;
+    const Seal seal = seal_of(name, kernel.cubin, kernel.log);
+    const std::string_view sealed(reinterpret_cast<const char*>(&seal), sizeof seal);
+    // Whoever gives groups write access by default must not lose the file by it: it would not be trusted.
+    const bool complete =
+        fchmod(file.get(), 0644) == 0 && write_whole(file, kernel.cubin) && write_whole(file, kernel.log) && write_whole(file, sealed);
+    if (complete && renameat(in.get(), aside.c_str(), in.get(), cached_file({}, name).c_str()) == 0) return true;
   }
-  fs::remove(aside, error);
+  unlinkat(in.get(), aside.c_str(), 0);
   return false;
 }
 

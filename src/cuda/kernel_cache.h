@@ -1,5 +1,6 @@
 #pragma once
-// The folder of compiled kernels. A file is a cubin that any tool can open, with the compiler's log and a seal behind it.
+// The folder of compiled kernels. A file is a cubin that any tool can open, with the compiler's log and a seal behind it. The seal shows
+// damage, not who wrote the file: folders and files that anybody but this process's user and root can write are not used.
 #include <filesystem>
 #include <optional>
 #include <string>
@@ -14,10 +15,15 @@ std::filesystem::path kernel_cache_folder();
 // The path of a kernel's file; `name` is cache_name(key).
 std::filesystem::path cached_file(const std::filesystem::path& folder, const std::string& name);
 
-// Nothing for a file that is missing, cut off or changed: it will be compiled and written again.
+// Why the folder is not used, in words: its owner or mode. Empty for one that is used or not there.
+std::string why_not_trusted(const std::filesystem::path& folder);
+
+// Nothing for a file that is missing, cut off, changed, a link, or not to be trusted: it will be compiled and written again. A folder that
+// is not to be trusted is named on stderr, once.
 std::optional<CompiledKernel> load_cached(const std::filesystem::path& folder, const std::string& name);
 
-// Readers see the whole file or none. False when it cannot be written, which costs the next process a compilation and nothing else.
+// Makes the folder for this user alone where it is missing. Readers see the whole file or none. False when it cannot be written, which
+// costs the next process a compilation and nothing else.
 bool store_cached(const std::filesystem::path& folder, const std::string& name, const CompiledKernel&);
 
 }  // namespace imbrex::cuda

@@ -56,7 +56,8 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
     if (!env::get(env::kCudaDump)) kernel = load_cached(folder, name);
     if (!kernel) {
       kernel = compile(key);
-      check(store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}", cached_file(folder, name).string());
+      check(store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}{}{}", cached_file(folder, name).string(),
+            why_not_trusted(folder).empty() ? "" : ": of its folder, ", why_not_trusted(folder));
     }
     row.compile_ms = kernel->compile_ms;
     row.cubin_bytes = int64_t(kernel->cubin.size());

@@ -2,21 +2,24 @@
 #include "cuda/kernel_cache.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <sstream>
 #include <thread>
 
 #include "cuda/hash.h"
-#include "cuda/scoped.h"
+#include "scoped.h"
 
 namespace imbrex::cuda {
 namespace {
 
 namespace fs = std::filesystem;
-using test::ScopedEnv;
-using test::ScopedFolder;
+using imbrex::test::ScopedEnv;
+using imbrex::test::ScopedFolder;
 
 const CompiledKernel kKernel{.cubin = std::string("\x7f"
                                                   "ELF\0 a cubin",
@@ -88,6 +91,66 @@ TEST(KernelCache, AFolderThatCannotBeWrittenCostsNothingElse) {
   EXPECT_FALSE(store_cached({}, "name", kKernel));
   EXPECT_FALSE(load_cached({}, "name"));
   EXPECT_FALSE(store_cached("/proc/self", "name", kKernel));  // a folder in which nobody may write
+}
+
+TEST(KernelCache, AFolderIsMadeForItsUserAlone) {
+  const ScopedFolder folder;
+  ASSERT_TRUE(store_cached(folder.path() / "deep" / "cache", "name", kKernel));
+  EXPECT_EQ(fs::status(folder.path() / "deep" / "cache").permissions(), fs::perms::owner_all);
+}
+
+TEST(KernelCache, AFolderThatOthersMayWriteIsNotUsedAndNamedOnce) {
+  const ScopedEnv usual("IMBREX_LOG", nullptr);
+  for (const fs::perms writers : {fs::perms::group_write, fs::perms::others_write}) {
+    const ScopedFolder folder(std::to_string(int(writers)));
+    ASSERT_TRUE(store_cached(folder.path(), "name", kKernel));
+    fs::permissions(folder.path(), writers, fs::perm_options::add);
+    testing::internal::CaptureStderr();
+    EXPECT_FALSE(load_cached(folder.path(), "name"));
+    EXPECT_FALSE(store_cached(folder.path(), "other", kKernel));
+    const std::string said = testing::internal::GetCapturedStderr();
+    EXPECT_NE(said.find(folder.path().string() + " is not used: others may write to it"), std::string::npos) << said;
+    EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 1) << said;
+    EXPECT_NE(why_not_trusted(folder.path()), "");
+    EXPECT_FALSE(fs::exists(cached_file(folder.path(), "other")));
+    fs::permissions(folder.path(), fs::perms::owner_all);
+    EXPECT_TRUE(load_cached(folder.path(), "name")) << "as soon as they may not";
+    EXPECT_EQ(why_not_trusted(folder.path()), "");
+  }
+}
+
+TEST(KernelCache, AFolderOfSomebodyElseIsNotUsed) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can give folders away";
+  const ScopedEnv quiet("IMBREX_LOG", "off");
+  const ScopedFolder folder;
+  ASSERT_TRUE(store_cached(folder.path(), "name", kKernel));
+  ASSERT_EQ(chown(folder.path().c_str(), 12345, gid_t(-1)), 0);
+  EXPECT_FALSE(load_cached(folder.path(), "name"));
+  EXPECT_NE(why_not_trusted(folder.path()).find("belongs to user 12345, expected 0"), std::string::npos) << why_not_trusted(folder.path());
+  EXPECT_EQ(chown(folder.path().c_str(), 0, gid_t(-1)), 0);
+  ASSERT_TRUE(load_cached(folder.path(), "name"));
+  EXPECT_EQ(chown(cached_file(folder.path(), "name").c_str(), 12345, gid_t(-1)), 0);
+  EXPECT_FALSE(load_cached(folder.path(), "name")) << "a file of somebody else";
+}
+
+TEST(KernelCache, FilesThatOthersMayWriteLinksAndPipesAreNotTaken) {
+  const ScopedFolder folder, elsewhere("elsewhere");
+  ASSERT_TRUE(store_cached(folder.path(), "name", kKernel));
+  const fs::path file = cached_file(folder.path(), "name"), target = elsewhere.path() / "name.cubin";
+  fs::permissions(file, fs::perms::others_write, fs::perm_options::add);
+  EXPECT_FALSE(load_cached(folder.path(), "name"));
+  ASSERT_TRUE(store_cached(folder.path(), "name", kKernel)) << "it is replaced";
+  EXPECT_TRUE(load_cached(folder.path(), "name"));
+  fs::rename(file, target);
+  fs::create_symlink(target, file);
+  EXPECT_FALSE(load_cached(folder.path(), "name"));
+  write(target, "somebody's");
+  ASSERT_TRUE(store_cached(folder.path(), "name", kKernel));
+  EXPECT_EQ(read(target), "somebody's") << "the link is replaced, not what it leads to";
+  EXPECT_TRUE(load_cached(folder.path(), "name"));
+  fs::remove(file);
+  ASSERT_EQ(mkfifo(file.c_str(), 0600), 0);
+  EXPECT_FALSE(load_cached(folder.path(), "name")) << "and nobody waits for a writer";
 }
 
 TEST(KernelCache, ReadersSeeWholeFilesWhileOthersWrite) {
