@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 
 #include "core/check.h"
 #include "core/run_parallel.h"
@@ -16,6 +17,19 @@ namespace {
 constexpr int kTensorShare = 4;  // a window's tensors take at most one part in so many of a GPU's memory
 
 }  // namespace
+
+std::vector<RowGroup> group_rows(std::span<const WantedRow> wanted, const std::function<int64_t(const WantedRow&)>& row_start,
+                                 int32_t* offsets) {
+  constexpr int64_t kReach = int64_t(1) << 30;  // so that the rows themselves end within 31 bits
+  std::vector<RowGroup> groups;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const int64_t start = row_start(wanted[i]), base = start / kReach * kReach;
+    if (i == 0 || wanted[i].layer != wanted[i - 1].layer || base != groups.back().base) groups.push_back({i, i, base});
+    groups.back().end = i + 1;
+    offsets[i] = int32_t(start - base);
+  }
+  return groups;
+}
 
 StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const ReplayOptions& options, int max_seq_len,
                        const Synthetic& synthetic, const ParallelFor& threads)
@@ -109,7 +123,7 @@ void StepRunner::allocate(const ModelSpec& model, const std::vector<int>& num_bl
   }
 }
 
-TensorView StepRunner::rows(const LayerRows& of, int layer, int64_t tokens, int heads, int dim) const {
+TensorView StepRunner::rows(const LayerRows& of, int layer, int64_t tokens, int64_t heads, int64_t dim) const {
   uint16_t* const data = of.memory.view.as<uint16_t>() + (layer - first_) * of.largest;
   return TensorView::contiguous(data, DType::bf16, {tokens, heads, dim}, stream_->device());
 }
@@ -148,7 +162,7 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
   int64_t at = 0;
   for (int layer = first; layer < end; ++layer) {
     for (const Part& part : parts(layer)) {
-      const int count = int(num_tokens_) * part.heads;
+      const int64_t count = num_tokens_ * part.heads;
       stream_->gather(pool_.view, offsets_.view.slice(0, at, at + count), rows(part.rows, layer, 1, count, part.dim).select(0, 0));
       at += count;
     }
@@ -232,12 +246,12 @@ std::vector<KindTimes> StepRunner::take_times() {
 std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wanted) {
   auto* const offsets = static_cast<int32_t*>(host_offsets_.get());
   const auto row_length = [&](const WantedRow& row) { return int64_t(spec_of(row.layer).group_size()) * spec_of(row.layer).head_dim_v; };
+  const auto row_start = [&](const WantedRow& row) {
+    return (int64_t(row.token) * spec_of(row.layer).num_kv_heads + row.kv_head) * row_length(row);
+  };
+  const std::vector<RowGroup> groups = group_rows(wanted, row_start, offsets);
   int64_t total = 0;  // elements
-  for (size_t i = 0; i < wanted.size(); ++i) {
-    const AttentionSpec& s = spec_of(wanted[i].layer);
-    offsets[i] = int32_t((int64_t(wanted[i].token) * s.num_kv_heads + wanted[i].kv_head) * row_length(wanted[i]));
-    total += row_length(wanted[i]);
-  }
+  for (const WantedRow& row : wanted) total += row_length(row);
   if (staged_.view.size(0) < total) {
     staged_ = stream_->tensor(DType::bf16, {2 * total});
     host_staged_ = stream_->allocate_host(2 * total * size_of(DType::bf16));
@@ -245,13 +259,14 @@ std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wa
   stream_->upload(offsets_.view.data, offsets, int64_t(wanted.size()) * size_of(DType::i32));
   fetched_.clear();
   int64_t at = 0;
-  for (size_t begin = 0, end = 0; begin < wanted.size(); begin = end) {
-    const int layer = wanted[begin].layer;
-    while (end < wanted.size() && wanted[end].layer == layer) ++end;
-    const int64_t count = int64_t(end - begin), length = row_length(wanted[begin]);
+  for (const RowGroup& group : groups) {
+    const int layer = wanted[group.begin].layer;
+    const int64_t count = int64_t(group.end - group.begin), length = row_length(wanted[group.begin]);
     const TensorView to = TensorView::contiguous(staged_.view.as<uint16_t>() + at, DType::bf16, {count, length}, stream_->device());
-    const TensorView out = rows(out_, layer, 1, 1, int(num_tokens_ * spec_of(layer).num_kv_heads * length)).select(0, 0).select(0, 0);
-    stream_->gather(out, offsets_.view.slice(0, int64_t(begin), int64_t(end)), to);
+    const int64_t elements = num_tokens_ * spec_of(layer).num_kv_heads * length;
+    const TensorView out = rows(out_, layer, 1, 1, elements).select(0, 0).select(0, 0);
+    const TensorView near = out.slice(0, group.base, std::min(elements, group.base + std::numeric_limits<int32_t>::max()));
+    stream_->gather(near, offsets_.view.slice(0, int64_t(group.begin), int64_t(group.end)), to);
     for (int64_t i = 0; i < count; ++i, at += length) fetched_.push_back(static_cast<const uint16_t*>(host_staged_.get()) + at);
   }
   stream_->download(host_staged_.get(), staged_.view.data, total * size_of(DType::bf16));

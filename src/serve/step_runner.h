@@ -2,6 +2,7 @@
 // The device side of a replay: plans, caches and the tensors of a step. Makes q, k and v where they are used, runs the layers without a
 // word from the host in between, and fetches the outputs that somebody wants to see.
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -25,6 +26,16 @@ struct KindTimes {
 struct WantedRow {
   int layer = 0, token = 0, kv_head = 0;
 };
+
+// Wanted rows of one layer that are fetched together: offsets of a gather have 32 bits, a layer's outputs may have more elements.
+struct RowGroup {
+  size_t begin = 0, end = 0;  // of `wanted`
+  int64_t base = 0;           // element of the layer's outputs that the offsets are counted from
+};
+// Cuts `wanted`, which is sorted by layer, into such groups, and writes each row's offset within its group. `row_start` is the element that
+// a row begins at.
+std::vector<RowGroup> group_rows(std::span<const WantedRow> wanted, const std::function<int64_t(const WantedRow&)>& row_start,
+                                 int32_t* offsets);
 
 class StepRunner {
  public:
@@ -76,7 +87,7 @@ class StepRunner {
   void make_plans(const ModelSpec&, const ModelSpec::Kind&, const DeviceInfo&, const ReplayOptions&, int max_seq_len);
   void make_tensors(const ReplayOptions&);
   void place_parameters(Layer&) const;
-  TensorView rows(const LayerRows&, int layer, int64_t tokens, int heads, int dim) const;
+  TensorView rows(const LayerRows&, int layer, int64_t tokens, int64_t heads, int64_t dim) const;
   void write_kv(int layer, const Plan&, int64_t tokens) const;
   void attend(int layer, const Plan&, int64_t tokens) const;
   size_t mark() { return stream_->mark(num_marks_), num_marks_++; }
