@@ -94,7 +94,7 @@ typedef struct {
 } imbrex_device_properties;
 IMBREX_API imbrex_status imbrex_device_get_properties(const imbrex_device*, imbrex_device_properties* out); /* struct_size set */
 
-/* Threads of the CPU backends. One plan runs at a time, others wait. Plans that are given them must be freed first. */
+/* Threads of the CPU backends. One plan runs at a time, others wait. Plans and copiers that are given them must be freed first. */
 typedef struct imbrex_threads imbrex_threads;
 IMBREX_API imbrex_status imbrex_threads_create(int32_t count, imbrex_threads** out); /* 0: one for each core */
 IMBREX_API void imbrex_threads_free(imbrex_threads*);
@@ -184,6 +184,15 @@ IMBREX_API imbrex_status imbrex_kv_allocation_layer(const imbrex_kv_allocation*,
 /* Whole blocks of one layer, in host memory: from[i] to to[i]. threads may be NULL. */
 IMBREX_API imbrex_status imbrex_copy_blocks(const imbrex_spec*, const imbrex_kv_cache*, const int32_t* from, const int32_t* to,
                                             int64_t count, imbrex_threads* threads);
+
+/* The same in the memory of any device, for copy on write: made once, when a GPU's kernels are loaded; then for caches of any spec, in the
+ * order of the stream. A graph that captures the copies repeats them. For any number of threads at a time; threads (of a CPU) may be NULL.
+ */
+typedef struct imbrex_block_copier imbrex_block_copier;
+IMBREX_API imbrex_status imbrex_block_copier_create(const imbrex_device*, imbrex_threads* threads, imbrex_block_copier** out);
+IMBREX_API void imbrex_block_copier_free(imbrex_block_copier*);
+IMBREX_API imbrex_status imbrex_block_copier_copy(const imbrex_block_copier*, const imbrex_spec*, const imbrex_kv_cache*,
+                                                  const int32_t* from, const int32_t* to, int64_t count, void* stream);
 
 /* ---- plans: batch.h, backend.h ---- */
 
@@ -287,9 +296,15 @@ IMBREX_API imbrex_status imbrex_block_pool_release(imbrex_block_pool*, const int
 IMBREX_API imbrex_status imbrex_block_pool_lookup(imbrex_block_pool*, const uint64_t* hashes, int32_t count, int32_t* blocks,
                                                   int32_t* num_found);
 IMBREX_API imbrex_status imbrex_block_pool_publish(imbrex_block_pool*, int32_t block, uint64_t hash); /* a full block can be shared */
-/* The block itself when nobody else has it, else a new one, whose contents the caller copies; IMBREX_OUT_OF_MEMORY as above. */
+/* The block itself when nobody else has it, else a new one, whose contents the caller copies (imbrex_block_copier_copy());
+ * IMBREX_OUT_OF_MEMORY as above. */
 IMBREX_API imbrex_status imbrex_block_pool_make_writable(imbrex_block_pool*, int32_t block, int32_t* out);
-IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count); /* parent 0: the first block */
+/* Of a full block of tokens and of all before it; parent 0: the first block. Keyed with random bits of this process, so that no tenant can
+ * make two prefixes with one hash, and another process has other hashes. 0 when it fails, which is no hash. */
+IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count);
+/* The same in all processes that give one key: 128 random bits, a secret between them. */
+IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count,
+                                                    uint64_t* out);
 
 /* ---- backends from outside ---- */
 
@@ -299,7 +314,8 @@ typedef struct {
 } imbrex_reasons;
 
 /* Functions of a backend. `context` is the backend's, `plan` its own. Batches, inputs and outputs are checked before they come. A function
- * that fails returns a status, and `error` says why to the thread that asks. Everything lives until the backend is unregistered. */
+ * that fails returns a status, and `error` says why to the thread that asks. Everything lives until imbrex_unregister_backend() has
+ * returned IMBREX_OK; none of it is used afterwards. */
 typedef struct {
   size_t struct_size;
   const char *name, *description;
@@ -315,6 +331,9 @@ typedef struct {
 } imbrex_backend;
 /* In front of the built-in ones. Thread-safe. The struct is copied. */
 IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);
+/* Waits for calls of `unsupported` and `plan` in other threads. IMBREX_INVALID (registry.in_use), and nothing has changed, while there are
+ * plans of it: free them first. Selections may outlive it: what it refused and why stays readable, and making a plan of it is
+ * IMBREX_UNSUPPORTED. */
 IMBREX_API imbrex_status imbrex_unregister_backend(const char* name);
 
 /* A shared object with backends defines imbrex_plugin(), which registers them through `host`, so that it links with nothing. It stays

@@ -57,6 +57,18 @@ struct BlockCopy {
 // read and written, kv_cache.copy.twice when one is written twice. Host memory only (kv_cache.copy.device).
 void copy_blocks(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, const ParallelFor& = {});
 
+// The same on any device, for caches of any spec that are there: what the blocks of BlockPool::make_writable() need. Stateless after it is
+// made; any number of threads may use it.
+class BlockCopier {
+ public:
+  virtual ~BlockCopier() = default;
+  // In the order of the stream, before whatever it is given later. The list is read during the call; on a GPU it goes with the launches, so
+  // that a graph that captures them repeats these very copies.
+  virtual void copy(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, Stream = nullptr) const = 0;
+};
+// Loads a GPU's kernels now. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
+std::unique_ptr<BlockCopier> make_block_copier(const DeviceInfo&, const ParallelFor& threads = {});
+
 // Bytes of one kv head's block of keys (or values) in KvFormat::amx_packed; head_dim is padded to a multiple of 32.
 int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype);
 

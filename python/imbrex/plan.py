@@ -1,5 +1,6 @@
 """Selection, plans and caches in the shape that Python users expect."""
-from typing import Any, List, NamedTuple, Optional, Tuple, Union
+import sys
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _core
 from ._arrays import empty, stream_address
@@ -57,7 +58,8 @@ class KvCache:
 
     def __init__(self, spec: _core.AttentionSpec, num_layers: int, num_blocks: int, order: str = "lbhtd", device: DeviceLike = "cpu") -> None:
         self.spec = spec
-        self._memory = _core.KvCache(spec, num_layers, num_blocks, order, _device(device))
+        self.device = _device(device)
+        self._memory = _core.KvCache(spec, num_layers, num_blocks, order, self.device)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +75,17 @@ class KvCache:
 
     def layer(self, index: int) -> KvLayer:
         return KvLayer(*self._memory.layer(index))
+
+    def copy_blocks(self, copies: Sequence[Tuple[int, int]], *, stream: Any = None) -> None:
+        """Copies whole blocks, (from, to) each, in all layers: what the blocks of BlockPool.make_writable() need.
+
+        In the order of `stream` (None: the one that PyTorch would use now for the cache's GPU, else the default stream). No block may be
+        written twice, or both read and written.
+        """
+        torch = sys.modules.get("torch")
+        if stream is None and torch is not None and self.device.type == "cuda" and torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream(self.device.index)
+        self._memory.copy_blocks(copies, stream_address(stream, None))
 
 
 class Plan:

@@ -2,6 +2,7 @@
 #include "plan.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -15,6 +16,16 @@ namespace {
 ThreadPool& every_core() {
   static ThreadPool pool(0);
   return pool;
+}
+
+// 0: one for each core, 1: the calling thread. More are taken from the threads that all plans share.
+ParallelFor shared_threads(int num_threads) {
+  if (num_threads < 0)
+    throw Error("python.num_threads", "expected 0 (one for each core) or more threads, got " + std::to_string(num_threads));
+  if (num_threads == 1) return {};
+  ParallelFor threads = every_core().parallel_for();
+  if (num_threads > 1) threads.num_workers = num_threads;
+  return threads;
 }
 
 Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
@@ -62,10 +73,11 @@ void bind_plan_class(nb::module_& m) {
             options.balanced = balanced, options.validate = validate, options.load_on_demand = load_on_demand,
             options.on_device = on_device;
             PyPlan made{spec, device, nullptr, nullptr, {}};
-            if (device.device.type == DeviceType::cpu && num_threads == 0) options.threads = every_core().parallel_for();
-            if (device.device.type == DeviceType::cpu && num_threads > 1) {
+            if (num_threads > 1 && device.device.type == DeviceType::cpu) {
               made.threads = std::make_unique<ThreadPool>(num_threads);
               options.threads = made.threads->parallel_for();
+            } else if (device.device.type == DeviceType::cpu || num_threads < 0) {
+              options.threads = shared_threads(num_threads);
             }
             {
               const nb::gil_scoped_release release;
@@ -170,8 +182,10 @@ void bind_plan_class(nb::module_& m) {
 
 // Memory of a device, shared with every array that was made of it.
 struct PyCache {
+  DeviceInfo device;
   std::shared_ptr<DeviceStream> stream;  // null on a CPU
   std::shared_ptr<KvAllocation> memory;
+  std::shared_ptr<BlockCopier> copier;  // made when it is first needed
 };
 
 }  // namespace
@@ -183,7 +197,7 @@ void bind_plan(nb::module_& m) {
           "__init__",
           [](PyCache* self, const AttentionSpec& spec, int num_layers, int64_t num_blocks, const std::string& order,
              const DeviceInfo& device) {
-            PyCache made;
+            PyCache made{.device = device};
             {
               const nb::gil_scoped_release release;
               if (device.device.type != DeviceType::cpu) made.stream = open_stream(device);
@@ -202,7 +216,18 @@ void bind_plan(nb::module_& m) {
             const KvCache kv = nb::cast<const PyCache&>(self).memory->layer(index);
             return nb::make_tuple(array_of(kv.k, self), array_of(kv.v, self));
           },
-          nb::arg("index"));
+          nb::arg("index"))
+      .def(
+          "copy_blocks",
+          [](PyCache& c, const std::vector<std::pair<int32_t, int32_t>>& copies, uintptr_t stream) {
+            std::vector<BlockCopy> list;
+            for (const auto& [from, to] : copies) list.push_back({from, to});
+            if (!c.copier) c.copier = make_block_copier(c.device, c.stream ? ParallelFor{} : shared_threads(0));
+            const nb::gil_scoped_release release;
+            for (int layer = 0; layer < c.memory->num_layers(); ++layer)
+              c.copier->copy(c.memory->spec(), c.memory->layer(layer), list, stream_of(stream));
+          },
+          nb::arg("copies"), nb::arg("stream") = 0);
   m.def(
       "merge_partial_results",
       [](const std::vector<Array>& outs, const std::vector<Array>& lses, const Array& out, const OptionalArray& lse, int num_threads) {
@@ -213,7 +238,7 @@ void bind_plan(nb::module_& m) {
         const DType type = DType::bf16;  // what uint16 is
         for (size_t i = 0; i < outs.size(); ++i) parts.push_back({view_of(outs[i], "out", type), view_of(lses[i], "lse", DType::f32)});
         const TensorView to = view_of(out, "out", type), to_lse = view_of(lse, "lse", DType::f32);
-        const ParallelFor threads = num_threads == 0 ? every_core().parallel_for() : ParallelFor{};
+        const ParallelFor threads = shared_threads(num_threads);
         const nb::gil_scoped_release release;
         merge_partial_results(parts, to, to_lse, threads);
       },

@@ -1,6 +1,10 @@
 """Plans, caches and one-call functions on NumPy arrays, against float64."""
 import gc
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,3 +188,66 @@ def test_plans_run_beside_each_other(rng):
     assert len(outs) == 80
     for out in outs:
         np.testing.assert_allclose(out, expected, atol=2e-5)
+
+
+def test_numbers_of_threads():
+    with pytest.raises(imbrex.Error, match="0 .one for each core. or more threads, got -3") as error:
+        imbrex.Plan(spec_f32(), max_seq_len=64, num_threads=-3)
+    assert error.value.code == "python.num_threads"
+    with pytest.raises(imbrex.Error, match="got -1"):
+        imbrex.merge_states([np.ones((4, 2, 8), np.float32)], [np.zeros((4, 2), np.float32)], num_threads=-1)
+
+
+def test_merge_uses_the_threads_it_is_given():
+    """In a process of its own, whose threads are counted."""
+    text = """
+import os
+import numpy as np, imbrex
+rng = np.random.default_rng(0)
+outs, lses = [rng.standard_normal((512, 8, 64)).astype("f4") for _ in "ab"], [rng.standard_normal((512, 8)).astype("f4") for _ in "ab"]
+one, threads = imbrex.merge_states(outs, lses), len(os.listdir("/proc/self/task"))
+many, more = imbrex.merge_states(outs, lses, num_threads=8), len(os.listdir("/proc/self/task"))
+np.testing.assert_array_equal(one, many)
+print(more - threads, len(os.sched_getaffinity(0)))
+"""
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1])
+    started, cores = map(int, ran.stdout.split()) if ran.returncode == 0 else pytest.fail(ran.stderr)
+    assert started >= (cores > 1)
+
+
+def test_copy_on_write(rng):
+    """A block that two requests share is copied in every layer before one of them writes."""
+    cache = imbrex.KvCache(spec_f32(), num_layers=3, num_blocks=4)
+    pages = [np.from_dlpack(a) for i in range(3) for a in cache.layer(i)[:2]]
+    for a in pages:
+        a[:] = rng.standard_normal(a.shape).astype(np.float32)
+    before = [a.copy() for a in pages]
+    pool = imbrex.BlockPool(4)
+    shared = pool.allocate(1)
+    pool.retain(shared)
+    mine = pool.make_writable(shared[0])
+    assert mine not in (None, shared[0])
+    cache.copy_blocks([(shared[0], mine)])
+    for a, old in zip(pages, before):
+        np.testing.assert_array_equal(a[mine], old[shared[0]])
+        others = [b for b in range(4) if b != mine]
+        np.testing.assert_array_equal(a[others], old[others])
+    for bad, code in (([(0, 4)], "to"), ([(-1, 1)], "from"), ([(0, 1), (1, 2)], "chained"), ([(0, 1), (2, 1)], "twice")):
+        with pytest.raises(imbrex.Error) as error:
+            cache.copy_blocks(bad)
+        assert error.value.code == f"kv_cache.copy.{code}"
+
+
+def test_the_log_names_backend_device_and_kernels():
+    text = "import imbrex\nimbrex.Plan(imbrex.AttentionSpec(8, 2, 64, q_dtype='f32'), backend='cpu_generic', max_seq_len=64)"
+    for level, expected in (("info", 1), ("warning", 0), ("off", 0)):
+        environment = {**os.environ, "IMBREX_LOG": level}
+        ran = subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1], env=environment, check=True
+        )
+        lines = [line for line in ran.stderr.splitlines() if line.startswith("imbrex: plan: cpu_generic (")]
+        assert len(lines) == expected and all("q8/kv2 d64" in line for line in lines), ran.stderr
+    ran = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1], env={**os.environ, "IMBREX_LOG": "x"}
+    )
+    assert ran.returncode == 1 and "expected off, warning or info in IMBREX_LOG" in ran.stderr

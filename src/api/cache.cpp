@@ -13,6 +13,10 @@ struct imbrex_kv_allocation {
   std::vector<std::unique_ptr<CKvCache>> layers;
 };
 
+struct imbrex_block_copier {
+  std::unique_ptr<BlockCopier> copier;
+};
+
 struct imbrex_block_pool {
   explicit imbrex_block_pool(int num_blocks) : pool(num_blocks) {}
   BlockPool pool;
@@ -26,6 +30,14 @@ template <class T>
 std::span<const T> numbers(const T* pointer, int64_t count, const char* name) {
   check(count >= 0, "api.count", "{}: expected a count of 0 or more, got {}", name, count);
   return count == 0 ? std::span<const T>() : std::span(&deref(pointer, name), size_t(count));
+}
+
+std::vector<BlockCopy> copies_of(const int32_t* from, const int32_t* to, int64_t count) {
+  const auto sources = numbers(from, count, "from"), targets = numbers(to, count, "to");
+  std::vector<BlockCopy> copies;
+  copies.reserve(sources.size());
+  for (size_t i = 0; i < sources.size(); ++i) copies.push_back({sources[i], targets[i]});
+  return copies;
 }
 
 ParallelFor parallel_for_of(imbrex_threads* threads) { return threads == nullptr ? ParallelFor{} : threads->pool.parallel_for(); }
@@ -61,13 +73,20 @@ imbrex_status imbrex_kv_allocation_layer(const imbrex_kv_allocation* allocation,
 
 imbrex_status imbrex_copy_blocks(const imbrex_spec* spec, const imbrex_kv_cache* kv, const int32_t* from, const int32_t* to, int64_t count,
                                  imbrex_threads* threads) {
-  return guarded([&] {
-    const auto sources = numbers(from, count, "from"), targets = numbers(to, count, "to");
-    std::vector<BlockCopy> copies;
-    copies.reserve(sources.size());
-    for (size_t i = 0; i < sources.size(); ++i) copies.push_back({sources[i], targets[i]});
-    copy_blocks(deref(spec, "spec").spec, kv_of(kv), copies, parallel_for_of(threads));
+  return guarded([&] { copy_blocks(deref(spec, "spec").spec, kv_of(kv), copies_of(from, to, count), parallel_for_of(threads)); });
+}
+
+imbrex_status imbrex_block_copier_create(const imbrex_device* device, imbrex_threads* threads, imbrex_block_copier** out) {
+  return create(out, [&] {
+    auto handle = std::make_unique<imbrex_block_copier>();
+    handle->copier = make_block_copier(deref(device, "device").info, parallel_for_of(threads));
+    return handle;
   });
+}
+void imbrex_block_copier_free(imbrex_block_copier* copier) { delete copier; }
+imbrex_status imbrex_block_copier_copy(const imbrex_block_copier* copier, const imbrex_spec* spec, const imbrex_kv_cache* kv,
+                                       const int32_t* from, const int32_t* to, int64_t count, void* stream) {
+  return guarded([&] { deref(copier, "copier").copier->copy(deref(spec, "spec").spec, kv_of(kv), copies_of(from, to, count), stream); });
 }
 
 imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
@@ -130,6 +149,15 @@ imbrex_status imbrex_block_pool_make_writable(imbrex_block_pool* pool, int32_t b
   });
 }
 
+imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count, uint64_t* out) {
+  return guarded([&] {
+    const uint64_t* const words = &deref(key, "key");
+    deref(out, "out") = hash_block({words[0], words[1]}, parent, numbers(token_ids, count, "token_ids"));
+  });
+}
+
 uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count) {
-  return hash_block(parent, token_ids == nullptr || count < 0 ? std::span<const uint64_t>() : std::span(token_ids, size_t(count)));
+  uint64_t hash = 0;
+  guarded([&] { hash = hash_block(parent, numbers(token_ids, count, "token_ids")); });
+  return hash;
 }

@@ -1,5 +1,8 @@
 // Backends from outside of the library, by the C ABI: a Backend and a Plan that hand on to functions of somebody else.
+#include <atomic>
 #include <memory>
+#include <mutex>
+#include <shared_mutex>
 
 #include "api/structs.h"
 #include "attention/plan_checks.h"
@@ -7,10 +10,15 @@
 namespace imbrex::api {
 namespace {
 
-// Copies of what the caller gave, which may be gone.
+// Functions of somebody else, who may unload them after unregistering; and copies of the texts, which may be gone at once.
 struct Functions : imbrex_backend {
   explicit Functions(const imbrex_backend& given) : imbrex_backend(given), name_text(given.name), description_text(given.description) {}
   std::string name_text, description_text;
+
+  // Held shared by who calls a function without having a plan, and alone by who unregisters the backend.
+  mutable std::shared_mutex mutex;
+  bool unregistered = false;  // no function may be called any more
+  mutable std::atomic<int> num_plans{0};
 
   void must(imbrex_status status, const char* what) const {
     if (status == IMBREX_OK) return;
@@ -19,7 +27,7 @@ struct Functions : imbrex_backend {
                       fmt::format("{} of {} failed with status {}: {}", what, name_text, status, why == nullptr ? "" : why));
   }
 };
-using FunctionsPtr = std::shared_ptr<const Functions>;
+using FunctionsPtr = std::shared_ptr<Functions>;
 
 // What the functions are given has been checked, as a built-in plan would check it.
 class OutsidePlan final : public Plan {
@@ -35,9 +43,15 @@ class OutsidePlan final : public Plan {
     o.on_device = options.on_device;
     const imbrex_spec_fields fields = fields_of(spec);
     const imbrex_device_properties properties = properties_of(device);
+    const std::shared_lock lock(functions_->mutex);
+    check(!functions_->unregistered, "backend.unsupported", "{} was unregistered", functions_->name_text);
     functions_->must(functions_->plan(functions_->context, &fields, &properties, &o, &plan_), "plan");
+    ++functions_->num_plans;
   }
-  ~OutsidePlan() override { functions_->plan_free(plan_); }
+  ~OutsidePlan() override {
+    functions_->plan_free(plan_);
+    --functions_->num_plans;
+  }
 
   void update(const Batch& batch, Stream stream) override {
     if (validate_) validate(batch, spec_, limits_, -1);
@@ -116,17 +130,23 @@ class OutsideBackend final : public Backend {
                                 const auto text = [](const char* s) { return std::string(s == nullptr ? "" : s); };
                                 static_cast<std::vector<Reason>*>(to)->push_back({text(code), text(wanted), text(actual)});
                               }};
+    const std::shared_lock lock(functions_->mutex);
+    if (functions_->unregistered) return {{"backend.unregistered", "a backend that is registered", "one that was unregistered"}};
     functions_->unsupported(functions_->context, &fields, &properties, &sink);
     return reasons;
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    const std::vector<Reason> reasons = unsupported(spec, device);
-    check(reasons.empty(), "backend.unsupported", "{} does not run {} on {}: {}", name(), spec.str(), device.str(),
-          reasons.empty() ? "" : reasons.front().str());
-    check(device.present, "backend.device_absent", "{} is only described", device.str());
+    begin_plan(*this, spec, device);
     return std::make_unique<OutsidePlan>(functions_, spec, device, options);
+  }
+
+  void unregister() const {
+    const std::unique_lock lock(functions_->mutex);
+    const int plans = functions_->num_plans;
+    check(plans == 0, "registry.in_use", "expected all plans of {} to be freed before it is unregistered, {} are left", name(), plans);
+    unregister_backend(name());
+    functions_->unregistered = true;
   }
 
  private:
@@ -151,5 +171,9 @@ imbrex_status imbrex_register_backend(const imbrex_backend* given) {
 }
 
 imbrex_status imbrex_unregister_backend(const char* name) {
-  return guarded([&] { unregister_backend(&deref(name, "name")); });
+  return guarded([&] {
+    const std::string_view wanted = &deref(name, "name");
+    if (const auto* outside = dynamic_cast<const OutsideBackend*>(find_backend(wanted))) return outside->unregister();
+    unregister_backend(wanted);  // one of C++, or none
+  });
 }

@@ -11,6 +11,9 @@
 #include "imbrex/kv_cache.h"
 
 namespace imbrex {
+
+std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo&);  // cuda/copy_blocks.cpp
+
 namespace {
 
 constexpr int64_t kSerialBytes = 64 << 10;  // below this, waking other threads costs more than the copy
@@ -92,6 +95,27 @@ void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<cons
   };
   const int64_t bytes = int64_t(copies.size()) * (k.bytes() + v.bytes());
   run_parallel(bytes < kSerialBytes ? ParallelFor{} : threads, work);
+}
+
+namespace {
+
+class HostCopier final : public BlockCopier {
+ public:
+  explicit HostCopier(const ParallelFor& threads) : threads_(threads) {}
+  void copy(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, Stream) const override {
+    copy_blocks(spec, cache, copies, threads_);
+  }
+
+ private:
+  ParallelFor threads_;
+};
+
+}  // namespace
+
+std::unique_ptr<BlockCopier> make_block_copier(const DeviceInfo& device, const ParallelFor& threads) {
+  check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
+  if (device.device.type == DeviceType::cuda) return make_cuda_block_copier(device);
+  return std::make_unique<HostCopier>(threads);
 }
 
 }  // namespace imbrex

@@ -6,6 +6,7 @@
 #include "attention/block_shape.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "cuda/memory.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {
@@ -37,11 +38,11 @@ BlockPieces pieces(const BlockShape& shape) {
 KernelKey copy_blocks_key(std::string_view arch) { return {"copy_blocks.cu", std::string(arch), {}}; }
 
 CopyBlocks::CopyBlocks(const std::shared_ptr<const Context>& context, std::string_view arch)
-    : device_{DeviceType::cuda, context->device()}, module_(Module::load(context, copy_blocks_key(arch))) {
+    : device_{DeviceType::cuda, context->device()}, context_(context), module_(Module::load(context, copy_blocks_key(arch))) {
   for (size_t i = 0; i < kWidths.size(); ++i) kernels_[i] = module_->kernel(fmt::format("copy_blocks_{}", kWidths[i]));
 }
 
-void CopyBlocks::run(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, CUstream stream) const {
+void CopyBlocks::copy(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, Stream stream) const {
   check(spec.block_size > 0, "kv_cache.copy.ragged", "a spec without blocks (block_size 0) has none to copy");
   cache.validate(spec);
   check(cache.k.device == device_, "kv_cache.copy.device", "expected a cache on {}, got {}", device_, cache.k);
@@ -51,12 +52,21 @@ void CopyBlocks::run(const AttentionSpec& spec, const KvCache& cache, std::span<
   const Kernel& kernel = kernels_[size_t(width - kWidths.begin())];
   CopyBlocksParams params{.k = pieces(k), .v = pieces(v), .copies = {}};
   const int64_t parts = std::clamp<int64_t>(std::max(k.bytes(), v.bytes()) / kBytesPerThreadBlock, 1, 256);
+  const CurrentContext current(*context_);
   while (!copies.empty()) {
     const auto now = copies.first(std::min(copies.size(), size_t(kCopyBlocksAtOnce)));
     copies = copies.subspan(now.size());
     for (size_t i = 0; i < now.size(); ++i) params.copies[i] = {now[i].from, now[i].to};
-    kernel.launch({.grid_x = unsigned(now.size()), .grid_y = unsigned(parts), .threads = kCopyBlocksThreads}, stream, params);
+    kernel.launch({.grid_x = unsigned(now.size()), .grid_y = unsigned(parts), .threads = kCopyBlocksThreads}, cu_stream(stream), params);
   }
 }
 
 }  // namespace imbrex::cuda
+
+namespace imbrex {
+
+std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo& device) {
+  return std::make_unique<cuda::CopyBlocks>(cuda::Context::of_device(device.device.index), cuda::arch_of(device));
+}
+
+}  // namespace imbrex

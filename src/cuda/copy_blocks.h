@@ -12,17 +12,17 @@ namespace imbrex::cuda {
 
 KernelKey copy_blocks_key(std::string_view arch);
 
-class CopyBlocks {
+class CopyBlocks final : public BlockCopier {
  public:
   CopyBlocks(const std::shared_ptr<const Context>&, std::string_view arch);
 
-  // What copy_blocks() of kv_cache.h does, with the same rules and errors, in the stream's order. The list is needed only during the
-  // call; a captured graph repeats these very copies. The context must be current.
-  void run(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, CUstream) const;
+  // With the rules and errors of copy_blocks() of kv_cache.h.
+  void copy(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, Stream) const override;
 
  private:
   static constexpr std::array<int, 5> kWidths{16, 8, 4, 2, 1};  // bytes of an access, widest first
   Device device_;
+  std::shared_ptr<const Context> context_;
   std::shared_ptr<const Module> module_;
   std::array<Kernel, kWidths.size()> kernels_;
 };

@@ -58,6 +58,32 @@ TEST(CApiCache, CopiesBlocks) {
   EXPECT_EQ(imbrex_copy_blocks(spec.get(), &cache, from, to, -1, nullptr), IMBREX_INVALID);
   EXPECT_EQ(last_code(), "api.count");
   EXPECT_EQ(imbrex_copy_blocks(spec.get(), &cache, nullptr, nullptr, 0, nullptr), IMBREX_OK);
+
+  const CopierHandle copier = make_handle<CopierHandle>([&](auto** out) { return imbrex_block_copier_create(device.get(), nullptr, out); });
+  ASSERT_NE(copier, nullptr) << imbrex_last_error();
+  const int32_t first = 0, second = 1;
+  EXPECT_EQ(imbrex_block_copier_copy(copier.get(), spec.get(), &cache, &first, &second, 1, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_TRUE(std::equal(k, k + block, k + block));
+  EXPECT_EQ(imbrex_block_copier_copy(copier.get(), spec.get(), &cache, from, from, 2, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "kv_cache.copy.chained");
+  EXPECT_EQ(imbrex_block_copier_copy(nullptr, spec.get(), &cache, from, to, 2, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.null");
+  const DeviceHandle described = make_handle<DeviceHandle>([](auto** out) { return imbrex_device_create("h200", out); });
+  EXPECT_EQ(make_handle<CopierHandle>([&](auto** out) { return imbrex_block_copier_create(described.get(), nullptr, out); }), nullptr);
+  EXPECT_EQ(last_code(), "backend.device_absent");
+}
+
+TEST(CApiCache, HashesOfAKeyAreTheSameEverywhere) {
+  const uint64_t key[2] = {0x0706050403020100u, 0x0f0e0d0c0b0a0908u}, ids[1] = {0x0f0e0d0c0b0a0908u};
+  uint64_t hash = 0;
+  ASSERT_EQ(imbrex_hash_block_with_key(key, 0x0706050403020100u, ids, 1, &hash), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(hash, 0x3f2acc7f57c29bdbu);
+  EXPECT_NE(imbrex_hash_block(0x0706050403020100u, ids, 1), hash) << "the process has another key";
+  EXPECT_EQ(imbrex_hash_block_with_key(nullptr, 0, ids, 1, &hash), IMBREX_INVALID);
+  EXPECT_EQ(imbrex_hash_block_with_key(key, 0, nullptr, 1, &hash), IMBREX_INVALID);
+  EXPECT_EQ(imbrex_hash_block_with_key(key, 0, ids, -1, &hash), IMBREX_INVALID);
+  EXPECT_EQ(imbrex_hash_block(0, nullptr, 1), 0u);
+  EXPECT_EQ(imbrex_hash_block(0, ids, -1), 0u);
 }
 
 TEST(CApiCache, PoolSharesAndRunsOut) {

@@ -19,6 +19,7 @@ using SelectionHandle = std::unique_ptr<imbrex_selection, Free<imbrex_selection,
 using ThreadsHandle = std::unique_ptr<imbrex_threads, Free<imbrex_threads, imbrex_threads_free>>;
 using PlanHandle = std::unique_ptr<imbrex_plan, Free<imbrex_plan, imbrex_plan_free>>;
 using AllocationHandle = std::unique_ptr<imbrex_kv_allocation, Free<imbrex_kv_allocation, imbrex_kv_allocation_free>>;
+using CopierHandle = std::unique_ptr<imbrex_block_copier, Free<imbrex_block_copier, imbrex_block_copier_free>>;
 using PoolHandle = std::unique_ptr<imbrex_block_pool, Free<imbrex_block_pool, imbrex_block_pool_free>>;
 
 // What `make(&handle)` gives out; null when it fails, and then it has to have left `handle` alone.

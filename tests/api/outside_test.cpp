@@ -1,6 +1,8 @@
 // Backends from outside: the example of examples/backend, loaded as a plug-in, against the reference; and backends that fail.
+#include <atomic>
 #include <cmath>
 #include <random>
+#include <thread>
 
 #include "api/handles.h"
 
@@ -89,16 +91,19 @@ TEST(CApiOutside, PluginsThatAreNone) {
 // Which function of a backend fails, and with what.
 struct Failing {
   std::string function;
-  int plans = 0;
+  int plans = 0, calls = 0;  // plans that are there; calls of `unsupported` and `plan`
 };
 
 imbrex_backend failing_backend(Failing& state) {
   imbrex_backend b{};
   b.struct_size = sizeof b;
   b.name = "failing", b.description = "fails where it is told to", b.context = &state;
-  b.unsupported = [](void*, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*) {};
+  b.unsupported = [](void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*) {
+    ++static_cast<Failing*>(context)->calls;
+  };
   b.plan = [](void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_plan_options* options, void** plan) {
     auto& s = *static_cast<Failing*>(context);
+    ++s.calls;
     EXPECT_EQ(options->max_num_reqs, 256);
     if (s.function == "plan") return imbrex_status(IMBREX_OUT_OF_MEMORY);
     *plan = context, ++s.plans;
@@ -145,6 +150,68 @@ TEST(CApiOutside, StatusAndTextOfABackendReachTheCaller) {
   state.function = "plan";
   imbrex_plan* none = nullptr;
   EXPECT_EQ(imbrex_plan_create(selection.get(), nullptr, &none), IMBREX_OUT_OF_MEMORY);
+}
+
+// What a plug-in may free after unregistering is not used again, whoever still holds a selection.
+TEST(CApiOutside, UnregisteringWaitsForPlansAndEndsSelections) {
+  auto state = std::make_unique<Failing>();
+  const imbrex_backend backend = failing_backend(*state);
+  ASSERT_EQ(imbrex_register_backend(&backend), IMBREX_OK) << imbrex_last_error();
+  const SelectionHandle selection = forced(small_fields(), "failing");
+  ASSERT_NE(selection, nullptr) << imbrex_last_error();
+  const auto plan_of = [&](const SelectionHandle& of) {
+    return make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create(of.get(), nullptr, out); });
+  };
+  PlanHandle first = plan_of(selection), second = plan_of(selection);
+  for (PlanHandle* plan : {&first, &second}) {
+    EXPECT_EQ(imbrex_unregister_backend("failing"), IMBREX_INVALID);
+    EXPECT_EQ(last_code(), "registry.in_use");
+    EXPECT_NE(forced(small_fields(), "failing"), nullptr) << "nothing has changed";
+    EXPECT_STREQ(imbrex_plan_str(plan->get()), "failing");
+    plan->reset();
+  }
+  EXPECT_EQ(imbrex_unregister_backend("failing"), IMBREX_OK) << imbrex_last_error();
+  const int calls = state->calls;
+  EXPECT_EQ(state->plans, 0);
+  EXPECT_EQ(plan_of(selection), nullptr);
+  EXPECT_EQ(last_code(), "backend.unsupported");
+  EXPECT_NE(std::string(imbrex_last_error()).find("unregistered"), std::string::npos) << imbrex_last_error();
+  imbrex_plan* by_phase = nullptr;
+  EXPECT_EQ(imbrex_plan_create_by_phase(selection.get(), selection.get(), nullptr, 1, &by_phase), IMBREX_UNSUPPORTED);
+  EXPECT_EQ(state->calls, calls);
+  state.reset();  // as a plug-in that is unloaded
+  EXPECT_STREQ(imbrex_selection_backend(selection.get()), "failing");
+  EXPECT_NE(std::string(imbrex_selection_explain(selection.get())).find("failing"), std::string::npos);
+  EXPECT_EQ(plan_of(selection), nullptr);
+  EXPECT_EQ(forced(small_fields(), "failing"), nullptr);
+  EXPECT_EQ(imbrex_unregister_backend("failing"), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "registry.unknown");
+}
+
+TEST(CApiOutside, UnregisteringWhileOthersSelectIsOrdered) {
+  std::atomic<bool> stop{false};
+  std::thread other([&] {
+    while (!stop) {
+      const SelectionHandle selection = forced(small_fields(), nullptr);
+      const PlanHandle plan = make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create(selection.get(), nullptr, out); });
+    }
+  });
+  for (int round = 0; round < 200; ++round) {
+    auto state = std::make_unique<std::atomic<bool>>(true);  // a function that were called later would find it freed
+    imbrex_backend b{};
+    Failing unused;
+    b = failing_backend(unused);
+    b.name = "coming_and_going", b.context = state.get();
+    b.unsupported = [](void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons* reasons) {
+      EXPECT_TRUE(*static_cast<std::atomic<bool>*>(context));
+      reasons->add(reasons->context, "device.type", "another", "this");
+    };
+    ASSERT_EQ(imbrex_register_backend(&b), IMBREX_OK) << imbrex_last_error();
+    ASSERT_EQ(imbrex_unregister_backend("coming_and_going"), IMBREX_OK) << imbrex_last_error();
+    *state = false;
+  }
+  stop = true;
+  other.join();
 }
 
 TEST(CApiOutside, IncompleteBackendsAreRefused) {

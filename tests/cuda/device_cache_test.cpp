@@ -4,9 +4,9 @@
 #include <random>
 
 #include "core/float_types.h"
-#include "cuda/copy_blocks.h"
 #include "cuda/gpu.h"
 #include "cuda/write_kv.h"
+#include "imbrex/device_stream.h"
 #include "imbrex/kv_cache.h"
 
 namespace imbrex::cuda {
@@ -191,7 +191,7 @@ TEST_F(DeviceCache, AGraphReplaysWithOtherSlots) {
 }
 
 TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {
-  const CopyBlocks copier(context, arch_of(device));
+  const auto copier = make_block_copier(device);
   for (const DType type : {DType::bf16, DType::fp8_e4m3, DType::f32})
     for (const char* order : {"lbhtd", "lbthd", "dtlhb"})
       for (const int dim : {64, 72, 8}) {
@@ -220,10 +220,33 @@ TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {
         std::vector<BlockCopy> copies;
         for (int i = 0; i < 300; ++i) copies.push_back({i, 699 - i});
         copy_blocks(spec, layer, copies);
-        copier.run(spec, moved, copies, stream.get());
+        copier->copy(spec, moved, copies, stream.get());
         const auto got = download<char>(buffer);
         EXPECT_EQ(std::memcmp(got.data(), base, got.size()), 0) << to_string(type) << " " << order << " " << dim;
       }
+}
+
+TEST_F(DeviceCache, CopiesOfBlocksAreCaptured) {
+  const AttentionSpec spec{.num_q_heads = 6, .num_kv_heads = 3, .head_dim_qk = 64, .head_dim_v = 40};
+  const auto of_its_own = open_stream(device);
+  const KvAllocation cache(spec, 1, 8, "lbhtd", of_its_own.get());
+  const KvCache layer = cache.layer(0);
+  const int64_t block_bytes = layer.k.num_elements() / 8 * size_of(spec.kv_dtype);
+  const auto copier = make_block_copier(device);
+  const DeviceGraph graph = of_its_own->capture([&] {
+    copier->copy(spec, layer, std::vector<BlockCopy>{{1, 6}, {2, 5}}, of_its_own->get());
+  });
+  for (const unsigned char value : {7, 9}) {
+    of_its_own->fill(layer.k.as<char>() + block_bytes, value, 2 * block_bytes);
+    of_its_own->replay(graph);
+    std::vector<unsigned char> got(size_t(8 * block_bytes));
+    of_its_own->download(got.data(), layer.k.data, int64_t(got.size()));
+    of_its_own->synchronize();
+    for (size_t i = 0; i < got.size(); ++i) {
+      const auto block = int64_t(i) / block_bytes;
+      ASSERT_EQ(int(got[i]), block == 1 || block == 2 || block == 5 || block == 6 ? int(value) : 0) << i;
+    }
+  }
 }
 
 }  // namespace

@@ -5,11 +5,15 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "expect_error.h"
+#include "imbrex/block_pool.h"
 #include "imbrex/kv_cache.h"
 
 namespace imbrex::cuda {
@@ -104,6 +108,57 @@ TEST_F(CudaStreams, CachesCanBeInItsMemory) {
   stream->download(bytes.data(), layer.v.data, int64_t(bytes.size()));
   stream->synchronize();
   EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 0));
+}
+
+// Copy on write: a block that two requests share is copied before one of them writes, in the order of the stream and in graphs.
+TEST_F(CudaStreams, BlocksAreCopiedInTheStreamsOrder) {
+  const KvAllocation cache(spec, 1, 4, "lbhtd", stream.get());
+  const KvCache layer = cache.layer(0);
+  const int64_t k_bytes = layer.k.num_elements() / 4 * 2, v_bytes = layer.v.num_elements() / 4 * 2;
+  const auto fill = [&](int block, unsigned char value) {
+    stream->fill(layer.k.as<char>() + block * k_bytes, value, k_bytes);
+    stream->fill(layer.v.as<char>() + block * v_bytes, (unsigned char)(value + 1), v_bytes);
+  };
+  const auto block = [&](int index) {  // the value that all its bytes have in k and in v
+    std::string k(size_t(k_bytes), ' '), v(size_t(v_bytes), ' ');
+    stream->download(k.data(), layer.k.as<char>() + index * k_bytes, k_bytes);
+    stream->download(v.data(), layer.v.as<char>() + index * v_bytes, v_bytes);
+    stream->synchronize();
+    return std::pair(k == std::string(k.size(), k[0]) ? int(k[0]) : -1, v == std::string(v.size(), v[0]) ? int(v[0]) : -1);
+  };
+  BlockPool pool(4);
+  std::vector<int32_t> blocks;
+  ASSERT_TRUE(pool.allocate(2, blocks));
+  pool.retain({&blocks[1], 1});
+  const std::optional<int32_t> mine = pool.make_writable(blocks[1]);
+  ASSERT_TRUE(mine && *mine != blocks[1]);
+  const auto copier = make_block_copier(probe_cuda().at(1));
+  const std::vector<BlockCopy> copies{{blocks[1], *mine}};
+  fill(blocks[1], 10), fill(*mine, 0), fill(blocks[0], 50);
+  copier->copy(spec, layer, copies, stream->get());
+  fill(blocks[1], 20);  // later in the stream
+  EXPECT_EQ(block(*mine), std::pair(10, 11));
+  EXPECT_EQ(block(blocks[1]), std::pair(20, 21));
+  EXPECT_EQ(block(blocks[0]), std::pair(50, 51));
+
+  DeviceGraph graph;
+  {
+    const std::vector<BlockCopy> gone = copies;
+    graph = stream->capture([&] { copier->copy(spec, layer, gone, stream->get()); });
+  }
+  EXPECT_EQ(block(*mine), std::pair(10, 11)) << "captured, not done";
+  stream->replay(graph);
+  EXPECT_EQ(block(*mine), std::pair(20, 21));
+  fill(blocks[1], 30);
+  stream->replay(graph);
+  EXPECT_EQ(block(*mine), std::pair(30, 31));
+
+  KvCache elsewhere = layer;
+  elsewhere.k.device = elsewhere.v.device = {DeviceType::cuda, 0};
+  EXPECT_EQ(error_code([&] { copier->copy(spec, elsewhere, copies, stream->get()); }), "kv_cache.copy.device");
+  EXPECT_EQ(error_code([&] { copier->copy(spec, layer, std::vector<BlockCopy>{{0, 4}}, stream->get()); }), "kv_cache.copy.to");
+  EXPECT_EQ(error_code([&] { copy_blocks(spec, layer, copies); }), "kv_cache.copy.device");
+  EXPECT_EQ(error_code([] { make_block_copier(describe_device("h200")); }), "backend.device_absent");
 }
 
 TEST_F(CudaStreams, WhatIsNotThereIsRefused) {

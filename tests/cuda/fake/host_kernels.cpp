@@ -9,6 +9,7 @@
 
 #include "attention/mask.h"
 #include "core/float_types.h"
+#include "cuda/copy_blocks.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
@@ -263,6 +264,17 @@ void gather(const GatherParams& p, size_t size) {
     std::memcpy(p.to + size_t(row) * size_t(p.row_length) * size, p.from + size_t(p.offsets[row]) * size, size_t(p.row_length) * size);
 }
 
+void copy_blocks(const CopyBlocksParams& p, int num_copies) {
+  for (const BlockPieces* side : {&p.k, &p.v})
+    for (int i = 0; i < num_copies; ++i)
+      for (unsigned piece = 0; piece < side->sizes[0] * side->sizes[1] * side->sizes[2]; ++piece) {
+        const long at = long(piece % side->sizes[0]) * side->strides[0] + long(piece / side->sizes[0] % side->sizes[1]) * side->strides[1] +
+                        long(piece / side->sizes[0] / side->sizes[1]) * side->strides[2];
+        std::memcpy(side->data + p.copies[i].to * side->block_stride + at, side->data + p.copies[i].from * side->block_stride + at,
+                    size_t(side->piece_bytes));
+      }
+}
+
 // What a constant of the launch's module is; the first where the module has none.
 DType type_named(const Launch& launch, const char* constant, std::span<const DType> types) {
   for (const DType type : types)
@@ -281,6 +293,7 @@ void run_launch(const Launch& launch) {
     return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
   if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
+  if (launch.entry.starts_with("copy_blocks_")) return copy_blocks(parameter<CopyBlocksParams>(launch, 0), int(launch.grid_x));
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
   if (launch.entry == "plan_batch") return plan_batch(parameter<PlanBatchParams>(launch, 0));
   if (launch.entry != "widen_starts") std::abort();
@@ -302,6 +315,7 @@ void run_on_host(const AttentionSpec& of) {
   for (const DType from : spec.new_kv_dtypes())
     if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec, from));
   put_into_cache(gather_key(arch));
+  put_into_cache(copy_blocks_key(arch));
   put_into_cache(plan_batch_key(arch));
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
@@ -314,6 +328,11 @@ void run_on_host(const AttentionSpec& of) {
       {"copy_kv", {sizeof(WriteKvParams)}},
       {"copy_kv_strided", {sizeof(WriteKvParams)}},
       {"plan_batch", {sizeof(PlanBatchParams)}},
+      {"copy_blocks_1", {sizeof(CopyBlocksParams)}},
+      {"copy_blocks_2", {sizeof(CopyBlocksParams)}},
+      {"copy_blocks_4", {sizeof(CopyBlocksParams)}},
+      {"copy_blocks_8", {sizeof(CopyBlocksParams)}},
+      {"copy_blocks_16", {sizeof(CopyBlocksParams)}},
       {"gather_1", {sizeof(GatherParams)}},
       {"gather_2", {sizeof(GatherParams)}},
       {"gather_4", {sizeof(GatherParams)}},

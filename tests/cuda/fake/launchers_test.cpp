@@ -148,13 +148,13 @@ class CopyBlocksLaunch : public WriteKvLaunch {
     state().params_bytes = sizeof(CopyBlocksParams);
   }
   std::string copy_code(std::vector<BlockCopy> copies) {
-    return error_code([&] { copier->run(p.spec, p.cache, copies, nullptr); });
+    return error_code([&] { copier->copy(p.spec, p.cache, copies, nullptr); });
   }
   std::optional<CopyBlocks> copier;
 };
 
 TEST_F(CopyBlocksLaunch, ABlockInOnePieceIsCopiedWithTheWidestAccess) {
-  copier->run(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}, {3, 4}}, nullptr);
+  copier->copy(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}, {3, 4}}, nullptr);
   ASSERT_EQ(state().launches.size(), 1u);
   EXPECT_EQ(state().launches[0].entry, "copy_blocks_16");
   EXPECT_EQ(state().launches[0].grid_x, 2u);
@@ -169,7 +169,7 @@ TEST_F(CopyBlocksLaunch, ABlockInOnePieceIsCopiedWithTheWidestAccess) {
 
 TEST_F(CopyBlocksLaunch, TheWidthFollowsTheLayout) {
   const auto entry = [&] {
-    copier->run(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}}, nullptr);
+    copier->copy(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}}, nullptr);
     return state().launches.back().entry;
   };
   p.cache.k.strides = {16 * 2 * 72, 2 * 72, 72, 1};  // heads of 72 bytes
@@ -190,7 +190,7 @@ TEST_F(CopyBlocksLaunch, ALongListIsCutIntoLaunches) {
   p.cache.k.sizes[0] = p.cache.v.sizes[0] = 2000;
   std::vector<BlockCopy> copies;
   for (int i = 0; i < kCopyBlocksAtOnce + 3; ++i) copies.push_back({i, 1000 + i});
-  copier->run(p.spec, p.cache, copies, nullptr);
+  copier->copy(p.spec, p.cache, copies, nullptr);
   ASSERT_EQ(state().launches.size(), 2u);
   EXPECT_EQ(state().launches[0].grid_x, unsigned(kCopyBlocksAtOnce));
   EXPECT_EQ(state().launches[1].grid_x, 3u);
