@@ -1,4 +1,4 @@
-// Kernel table `generic`: the portable kernels, compiled for any machine.
+// Kernel table `generic`: the portable kernels, compiled for any x86-64 machine.
 #include "cpu/kernels/generic.inl"
 
 namespace imbrex::cpu {
