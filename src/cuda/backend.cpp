@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "attention/plan_checks.h"
+#include "core/check.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90.h"
 #include "cuda/attention_sm90_decode.h"
@@ -168,7 +169,7 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    begin_plan(*this, spec, device);
+    check_can_plan(*this, spec, device, options);
     return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
   }
 
