@@ -70,10 +70,12 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kFunctionLocalBytes, 3, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)                                 \
   X(kFunctionRegisters, 4, CU_FUNC_ATTRIBUTE_NUM_REGS)                                          \
   X(kFunctionMaxDynamicSmem, 8, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)                \
+  X(kStreamDefault, 0, CU_STREAM_DEFAULT)                                                       \
   X(kStreamNonBlocking, 1, CU_STREAM_NON_BLOCKING)                                              \
   X(kEventDefault, 0, CU_EVENT_DEFAULT)                                                         \
   X(kEventDisableTiming, 2, CU_EVENT_DISABLE_TIMING)                                            \
   X(kHostPortable, 1, CU_MEMHOSTALLOC_PORTABLE)                                                 \
+  X(kCaptureGlobal, 0, CU_STREAM_CAPTURE_MODE_GLOBAL)                                           \
   X(kCaptureThreadLocal, 1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)                                \
   X(kCaptureRelaxed, 2, CU_STREAM_CAPTURE_MODE_RELAXED)                                         \
   X(kCaptureStatusNone, 0, CU_STREAM_CAPTURE_STATUS_NONE)                                       \
@@ -112,6 +114,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuStreamCreate, (CUstream*, unsigned flags))                                                                                          \
   X(cuStreamDestroy_v2, (CUstream))                                                                                                       \
   X(cuStreamSynchronize, (CUstream))                                                                                                      \
+  X(cuStreamWaitEvent, (CUstream, CUevent, unsigned flags))                                                                               \
   X(cuStreamIsCapturing, (CUstream, int* status))                                                                                         \
   X(cuThreadExchangeStreamCaptureMode, (int* mode))                                                                                       \
   X(cuEventCreate, (CUevent*, unsigned flags))                                                                                            \
