@@ -1,0 +1,1 @@
+"""Of flash_attn.ops there is triton.rotary."""

@@ -1,0 +1,1 @@
+"""Of flash_attn.ops.triton there is rotary."""
