@@ -11,7 +11,7 @@ aligned at the bottom right; the log-sum-exp is the natural one. Differences: a 
 
 bert_padding, layers.rotary and flash_attn_interface are modules of it as in flash-attn; imbrex.flash_attn_interface is FlashAttention 3's.
 """
-from imbrex.flash_attn import bert_padding, flash_attn_interface
+from imbrex.flash_attn import bert_padding, flash_attn_interface, layers, ops
 from imbrex.flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_gpu,
