@@ -123,7 +123,7 @@ def attend_over_cache(
     max_seqlen_q: Optional[int] = None,
 ) -> Any:
     """What flash_attn_with_kvcache() says; with cu_seqlens_q int32 [batch + 1] q is [total_q, heads, d], and out and lse are as varlen ones."""
-    check_call(0.0, q, k, v, k_cache, v_cache)
+    check_call(0.0, q, k, v, k_cache, v_cache, rotary_cos, rotary_sin, alibi_slopes)
     caches = "batch_cache seqlen_cache heads_k d" if table is None else "num_blocks page_size heads_k d"
     check_tensors(
         f"batch seqlen_q heads d, {caches}" if cu_seqlens_q is None else f"total_q heads d, {caches}", q=q, k_cache=k_cache, v_cache=v_cache

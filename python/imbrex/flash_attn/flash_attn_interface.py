@@ -32,7 +32,7 @@ def flash_attn_func(
 
     Returns out [batch, seqlen_q, heads, d]; with return_attn_probs (out, lse float32 [batch, heads, seqlen_q], None).
     """
-    check_call(dropout_p, q, k, v)
+    check_call(dropout_p, q, k, v, alibi_slopes)
     check_tensors("batch seqlen_q heads d, batch seqlen_k heads_k d", q=q, k=k, v=v)
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0]:
@@ -108,7 +108,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q and cu_seqlens_k are int32 [batch + 1]; on a GPU they stay there. With block_table int32 [batch, max_blocks], k and v are pages
     [num_blocks, page_size, heads_k, d]. Returns out [total_q, heads, d]; with return_attn_probs (out, lse float32 [heads, total_q], None).
     """
-    check_call(dropout_p, q, k, v)
+    check_call(dropout_p, q, k, v, alibi_slopes)
     keys = "total_k heads_k d" if block_table is None else "num_blocks page_size heads_k d"
     check_tensors(f"total_q heads d, {keys}", q=q, k=k, v=v)
     check_ints("cu_seqlens_q", cu_seqlens_q, "batch + 1")

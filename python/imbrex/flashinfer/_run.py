@@ -143,7 +143,7 @@ def attend(
 
     changes: fields of the spec that this run has otherwise than plan().
     """
-    no_gradient(q, k, v)
+    no_gradient(q, k, v, *(x for x in (q_scale, k_scale, v_scale, sinks) if torch.is_tensor(x)))
     refuse_nvfp4(None, k, v)
     types.check(q, k, v)
     num_tokens, num_heads, device = q.shape[0], q.shape[1], q.device
