@@ -364,6 +364,9 @@ def test_fast_decode_plan(device):
     options = dict(data_type=torch.bfloat16, global_override_indptr_cpu=batch.indptr)
     flashinfer.fast_decode_plan(wrapper, torch.full_like(indptr, -7), indices, poison, 4, 2, 64, 1, **options)
     check(wrapper.run(batch.q, batch.cache()), batch.expected())
+    wrapper.plan = functools.partial(flashinfer.fast_decode_plan, wrapper)
+    wrapper.plan(indptr, indices, poison, 4, 2, 64, 1, window_left=2, **options)
+    check(wrapper.run(batch.q, batch.cache()), batch.expected(window_left=2))
 
 
 @devices
@@ -425,8 +428,8 @@ def test_errors_name_what_is_wrong():
     indptr, indices, last = batch.arrays("cpu")
     with raises(ValueError, "last_page_len: expected 1 to 4, got 5 for request 3"):
         plan(indptr, indices, torch.tensor([1, 0, 1, 5, 1]))
-    with raises(ValueError, r"last_page_len: expected \[5\], got \[4\]"):
-        plan(indptr, indices, last[:4])
+    with raises(ValueError, "indptr: expected 6 entries, for the 5 requests of last_page_len, got 5"):
+        plan(indptr[:5], indices, last)
     with raises(ValueError, "begins with 0"):
         plan(indptr + 1, indices, last)
     with breaks("batch.kv_indices.size"):

@@ -1,4 +1,4 @@
-"""Wrappers of imbrex.flashinfer for other kinds of attention: block-sparse, MLA, BatchAttention, sinks; against float64."""
+"""Wrappers of imbrex.flashinfer for other kinds of attention: block-sparse, BatchAttention, sinks; against float64."""
 import functools
 
 import pytest
@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import imbrex.flashinfer as flashinfer  # noqa: E402
-from flashinfer_cases import LOG2E, Batch, attention, check, devices  # noqa: E402
+from flashinfer_cases import Batch, attention, check, devices  # noqa: E402
 
 Q_LENS, KV_LENS = [5, 1, 0, 3, 9], [5, 23, 0, 40, 9]
 
@@ -109,62 +109,6 @@ def test_variable_block_sparse(device, heads, kv_heads):
     if kv_heads > 1:
         with pytest.raises(NotImplementedError, match="ALIBI"):
             wrapper.plan(*sizes, heads, kv_heads, 64, pos_encoding_mode="ALIBI")
-
-
-def mla_case(device, kpe=16, dtype=torch.bfloat16, kv_dtype=None):
-    batch = Batch(11, Q_LENS, KV_LENS, heads=6, kv_heads=1, dim=64 + kpe, device=device, dtype=dtype, kv_dtype=kv_dtype)
-    batch.v, batch.dim_v = [k[..., :64] for k in batch.k], 64
-    return batch, batch.cache()[0][:, :, 0]
-
-
-@devices
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kpe", [16, 0])
-@pytest.mark.parametrize("copied_q", [False, True])
-def test_mla(device, causal, kpe, copied_q):
-    batch, pages = mla_case(device, kpe)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
-    lens = torch.tensor(KV_LENS, dtype=torch.int32)
-    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, lens, 6, 64, kpe, 4, causal, 0.125, torch.bfloat16, torch.bfloat16)
-    q = batch.q[..., :64], batch.q[..., 64:]
-    if copied_q:
-        q = [x.clone() for x in q]
-    out, lse = wrapper.run(*q, pages[..., :64], pages[..., 64:], return_lse=True)
-    expected = batch.expected(causal=causal, scale=0.125)
-    check((out, lse), expected)
-    natural = wrapper.run(*q, pages[..., :64], pages[..., 64:], return_lse=True, return_lse_base_on_e=True)[1]
-    torch.testing.assert_close(natural.double().cpu() * LOG2E, expected[1], atol=2e-3, rtol=2e-3)
-
-
-@devices
-def test_mla_in_fp8(device):
-    batch, pages = mla_case(device, kv_dtype=torch.float8_e4m3fn)
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
-    lens = torch.tensor(KV_LENS, dtype=torch.int32)
-    plan = batch.qo_indptr, batch.indptr, batch.indices, lens, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.float8_e4m3fn
-    wrapper.plan(*plan)
-    run = functools.partial(wrapper.run, batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages[..., 64:])
-    check(run(ckv_scale=0.5, kpe_scale=0.5), batch.expected(causal=True, scale=0.125, k_scale=0.5, v_scale=0.5), tolerance=2.5e-2)
-    with pytest.raises(ValueError, match="expected numbers"):
-        run()
-    with pytest.raises(NotImplementedError, match="different ckv_scale"):
-        run(ckv_scale=0.5, kpe_scale=1.0)
-
-
-def test_mla_over_separate_caches_is_refused():
-    batch, pages = mla_case("cpu")
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
-    lens = torch.tensor(KV_LENS, dtype=torch.int32)
-    plan = functools.partial(wrapper.plan, batch.qo_indptr, batch.indptr, batch.indices)
-    plan(lens, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="slices of one tensor"):
-        wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64].clone(), pages[..., 64:].clone())
-    with pytest.raises(NotImplementedError, match="slices of one tensor"):  # of equal strides
-        wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages.clone()[..., 64:])
-    with pytest.raises(NotImplementedError, match="slices of one tensor"):
-        wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages[..., 48:64])
-    with pytest.raises(ValueError, match="kv_len_arr: expected at most"):
-        plan(lens + 40, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
 
 
 @devices

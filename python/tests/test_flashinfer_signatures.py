@@ -352,6 +352,60 @@ def test_other_options_are_refused_by_name():
     with refused("profiler_buffer="):
         attention.run(batch.q, batch.cache(), profiler_buffer=ONE)
     mla = flashinfer.BatchMLAPagedAttentionWrapper(SPACE)
-    for name in ("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr"):
+    for name in ("profiler_buffer", "kv_len", "page_table", "o_scale"):
         with refused(f"{name}="):
             mla.run(*[batch.q] * 4, **{name: ONE})
+
+
+def planned(q_type, kv_type, head_dim):
+    """plan() of each wrapper, and the functions of one request, for types and a dimension."""
+    batch = Batch(3, [3, 2], [5, 6])
+    arrays, types, lens = batch.arrays("cpu"), dict(q_data_type=q_type, kv_data_type=kv_type), torch.tensor([5, 6], dtype=torch.int32)
+    heads = 4, 2, head_dim
+    q, k = torch.zeros(4, head_dim, dtype=q_type), torch.zeros(9, 2, head_dim, dtype=kv_type)
+    yield functools.partial(flashinfer.BatchDecodeWithPagedKVCacheWrapper(SPACE).plan, *arrays, *heads, 4, **types)
+    yield functools.partial(flashinfer.BatchPrefillWithPagedKVCacheWrapper(SPACE).plan, batch.qo_indptr, *arrays, *heads, 4, **types)
+    yield functools.partial(flashinfer.BatchPrefillWithRaggedKVCacheWrapper(SPACE).plan, batch.qo_indptr, batch.kv_indptr, *heads, **types)
+    yield functools.partial(flashinfer.BatchAttention("NHD", "cpu").plan, batch.qo_indptr, *arrays[:2], lens, *heads, head_dim, 4, **types)
+    mla = flashinfer.BatchMLAPagedAttentionWrapper(SPACE).plan
+    yield functools.partial(mla, batch.qo_indptr, *arrays[:2], lens, 4, head_dim, 16, 4, True, 0.1, q_type, kv_type)
+    yield functools.partial(flashinfer.BlockSparseAttentionWrapper(SPACE).plan, ONE.new_tensor([0, 1]), ONE - 1, 4, 8, 4, 8, *heads, **types)
+    blocks = torch.ones(2, 1, 1, dtype=torch.bool), torch.full((2, 1), 4), torch.full((2, 1), 8)
+    yield functools.partial(flashinfer.VariableBlockSparseAttentionWrapper(SPACE).plan, *blocks, *heads, **types)
+    yield functools.partial(flashinfer.single_decode_with_kv_cache, q, k, k)
+    yield functools.partial(flashinfer.single_prefill_with_kv_cache, q[None], k, k)
+
+
+def test_what_no_spec_has_is_refused_by_name():
+    e4m3, e5m2, bf16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
+    for q_type, kv_type, head_dim, match in (
+        (bf16, torch.uint8, 64, "NVFP4 is not there: fp8 caches"),
+        (bf16, torch.int8, 64, "kv_data_type=torch.int8 is not there: caches are"),
+        (e5m2, e5m2, 64, "q_data_type=torch.float8_e5m2 is not there: queries are"),
+        (e4m3, bf16, 64, "q_data_type=torch.float8_e4m3fn with kv_data_type=torch.bfloat16 is not there: fp8 queries"),
+        (bf16, bf16, 59, "head_dim (59|75) is not there: pad q, k and v with zeros to a multiple of 8"),
+        (bf16, bf16, 584, "head_dim (584|600) is not there: pad"),
+    ):
+        for call in planned(q_type, kv_type, head_dim):
+            with refused(match):
+                call()
+
+
+def test_gradients_are_refused():
+    batch = Batch(4, [1, 1], [5, 6])
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(SPACE)
+    wrapper.plan(*batch.arrays("cpu"), 4, 2, 64, 4, q_data_type=torch.bfloat16)
+    k, v = batch.ragged()
+    for i in range(3):
+        tensors = [x.clone().requires_grad_(i == j) for j, x in enumerate((batch.q[0], k, v))]
+        with refused("backward"):
+            flashinfer.single_decode_with_kv_cache(*tensors)
+        with torch.no_grad():
+            flashinfer.single_decode_with_kv_cache(*tensors)
+    one = torch.ones(4, requires_grad=True)
+    for options in (dict(sinks=one), dict(k_scale=one), dict(v_scale=one), dict(q_scale=one)):
+        with refused("backward"):
+            wrapper.run(batch.q, batch.cache(), **options)
+    with refused("backward"):
+        places = flashinfer.get_batch_indices_positions(batch.kv_indptr, torch.tensor([5, 6]), 11)
+        flashinfer.append_paged_kv_cache(k.clone().requires_grad_(), v, *places, batch.cache(), batch.indices, batch.indptr, batch.last)

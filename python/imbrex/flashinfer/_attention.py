@@ -8,7 +8,7 @@ from ._options import DTypeLike, has_alibi, refuse_given, refuse_nvfp4, scale, s
 from ._plans import Plans, Step
 from ._prefill import BatchPrefillWithPagedKVCacheWrapper
 from ._run import Cache, Result, Scale, Types, unpack_cache
-from ._wrapper import Wrapper, check_room, check_starts, on_host
+from ._wrapper import Wrapper, check_room, check_starts, cut_starts, on_host
 
 
 class BatchAttention(Wrapper):
@@ -41,10 +41,12 @@ class BatchAttention(Wrapper):
         kv_data_type: DTypeLike = torch.bfloat16,
         use_profiler: bool = False,
     ) -> None:
-        """One step. qo_indptr and kv_indptr int32 [num_reqs + 1], kv_indices [kv_indptr[-1]], kv_len_arr [num_reqs] in tokens."""
+        """One step. qo_indptr and kv_indptr int32 [num_reqs + 1] or longer, kv_indices [kv_indptr[-1]], kv_len_arr [num_reqs] in tokens."""
         refuse_given("measure with the profiler of the GPU", use_profiler=use_profiler)
         types = Types(torch_dtype(q_data_type), torch_dtype(kv_data_type), torch_dtype(q_data_type))
-        starts, indptr, lens = on_host(qo_indptr, "qo_indptr"), on_host(kv_indptr, "kv_indptr"), on_host(kv_len_arr, "kv_len_arr")
+        lens = on_host(kv_len_arr, "kv_len_arr")
+        _, starts = cut_starts(qo_indptr, on_host(qo_indptr, "qo_indptr"), "qo_indptr", len(lens), "kv_len_arr")
+        _, indptr = cut_starts(kv_indptr, on_host(kv_indptr, "kv_indptr"), "kv_indptr", len(lens), "kv_len_arr")
         check_starts(starts, "qo_indptr")
         check_room(indptr, lens, page_size)
         self._soft_cap = soft_cap(logits_soft_cap)

@@ -8,7 +8,7 @@ import torch
 from ._options import DTypeLike, refuse_given, refuse_nvfp4, refuse_vendor_arguments, score_fields, torch_dtype, window
 from ._plans import Step
 from ._run import Cache, Result, Scale, Types, scales_of, unpack_cache
-from ._wrapper import Buffers, Wrapper, check_lens, lens_of_pages, on_host
+from ._wrapper import Buffers, Wrapper, check_lens, cut_starts, lens_of_pages, on_host
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -70,7 +70,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         *,
         window_right: int = 0,
     ) -> None:
-        """One step. indptr int32 [num_reqs + 1], indices [indptr[-1]] and last_page_len [num_reqs]; a request without pages has no keys.
+        """One step. indptr int32 [num_reqs + 1] (or longer), indices [indptr[-1]] and last_page_len [num_reqs]; a request without pages has no keys.
 
         Lengths are needed on the host: arrays of a GPU are copied back. The tokens of a request with q_len_per_req see each other causally,
         and window_right keys beyond (-1: all). fixed_split_size and disable_split_kv change nothing: results depend on the request alone.
@@ -81,7 +81,8 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         types = Types(q_type, kv_type, torch_dtype(o_data_type or q_type))
         if q_len_per_req < 1:
             raise ValueError(f"q_len_per_req: expected 1 or more, got {q_len_per_req}")
-        indptr_host, last_host = on_host(indptr, "indptr"), on_host(last_page_len, "last_page_len")
+        last_host = on_host(last_page_len, "last_page_len")
+        indptr, indptr_host = cut_starts(indptr, on_host(indptr, "indptr"), "indptr", len(last_host), "last_page_len")
         lens = lens_of_pages(indptr_host, last_host, page_size)
         check_lens(seq_lens, lens, "seq_lens")
         if self._buffers is not None:
@@ -98,7 +99,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
             causal=window_right == 0,
             **score_fields(pos_encoding_mode, window_left, logits_soft_cap, sm_scale),
         )
-        starts = torch.arange(len(lens) + 1, dtype=torch.int32) * q_len_per_req
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32, device="cpu") * q_len_per_req
         arrays = self._paged_arrays(self._buffers, indptr if self._buffers else indptr_host, indices, None, non_blocking)
         most_keys = len(arrays["kv_indices"]) * page_size
         self._begin(fields, types, Step(starts, lens, arrays, q_len_per_req), most_keys)
@@ -220,8 +221,9 @@ def fast_decode_plan(
 ) -> None:
     """plan() of a wrapper that waits less: indptr is read on the host where global_override_indptr_cpu is, and pages of 1 are full."""
     if page_size == 1:
-        last_page_len = torch.ones(len(last_page_len), dtype=torch.int32)
-    self.plan(
+        last_page_len = torch.ones(len(last_page_len), dtype=torch.int32, device="cpu")
+    type(self).plan(  # the wrapper's own plan may be this function
+        self,
         indptr if global_override_indptr_cpu is None else global_override_indptr_cpu,
         indices,
         last_page_len,

@@ -56,7 +56,23 @@ def torch_dtype(dtype: DTypeLike) -> torch.dtype:
 
 def spec_dtype(dtype: torch.dtype) -> str:
     """imbrex's name of an element type."""
-    return dtype_name(torch.empty(0, dtype=dtype))
+    return dtype_name(torch.empty(0, dtype=dtype, device="cpu"))
+
+
+def check_supported(q_type: torch.dtype, kv_type: torch.dtype, *head_dims: int) -> None:
+    """Refuses types and dimensions that no spec has."""
+    numbers = (torch.float32, torch.float16, torch.bfloat16)
+    if q_type not in (*numbers, torch.float8_e4m3fn):
+        refuse(f"q_data_type={q_type}", "queries are float32, float16, bfloat16 or float8_e4m3fn")
+    if kv_type == torch.uint8:
+        refuse_nvfp4(True)
+    if kv_type not in (*numbers, *FP8):
+        refuse(f"kv_data_type={kv_type}", "caches are float32, float16, bfloat16, float8_e4m3fn or float8_e5m2")
+    if q_type in FP8 and kv_type != q_type:
+        refuse(f"q_data_type={q_type} with kv_data_type={kv_type}", "fp8 queries go with keys of their own type")
+    for head_dim in head_dims:
+        if not 0 < head_dim <= 576 or head_dim % 8:
+            refuse(f"head_dim {head_dim}", "pad q, k and v with zeros to a multiple of 8, at most 576, and give sm_scale")
 
 
 def check_layout(kv_layout: str) -> str:

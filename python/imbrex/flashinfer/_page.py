@@ -3,6 +3,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
+from .._torch import no_gradient
 from ._options import check_layout, refuse_nvfp4
 from ._run import Cache, unpack_cache
 
@@ -57,6 +58,7 @@ def _append(
 
     Tokens of no request are given the place and the value of the first token that has one; if none has, what lies at some place already.
     """
+    no_gradient(*caches, *new)
     for cache, x in zip(caches, new):
         if x.dtype != cache.dtype or x.shape[1:] != cache.shape[2:]:
             raise ValueError(f"expected new tokens {cache.dtype} [nnz, {list(cache.shape[2:])}] like the cache, got {x.dtype} {list(x.shape)}")

@@ -5,6 +5,7 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 
+from .._torch import no_gradient
 from ..plan import KvLayer
 from ._options import FP8, alibi_slopes, refuse_nvfp4, spec_dtype
 from ._plans import Plans
@@ -55,7 +56,7 @@ def ragged(x: torch.Tensor, kv_layout: str) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _on_host(value: float) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.float32)
+    return torch.tensor([value], dtype=torch.float32, device="cpu")
 
 
 def _is_one(scale: Scale) -> bool:
@@ -142,8 +143,7 @@ def attend(
 
     changes: fields of the spec that this run has otherwise than plan().
     """
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise NotImplementedError("imbrex has no backward pass: call it under torch.no_grad() or torch.inference_mode()")
+    no_gradient(q, k, v, *(x for x in (q_scale, k_scale, v_scale, sinks) if torch.is_tensor(x)))
     refuse_nvfp4(None, k, v)
     types.check(q, k, v)
     num_tokens, num_heads, device = q.shape[0], q.shape[1], q.device

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ._masks import mask_bytes
-from ._options import DTypeLike, check_layout, backend_name, refuse_nvfp4, score_fields, torch_dtype
+from ._options import DTypeLike, check_layout, check_supported, backend_name, refuse_nvfp4, score_fields, torch_dtype
 from ._plans import Plans, Step, is_capturing
 from ._run import Result, Scale, Types, attend, ragged
 
@@ -45,6 +45,7 @@ def _attend(
     """q [q_len, num_q_heads, head_dim_qk]; k and v of either layout."""
     k, v = ragged(k, check_layout(kv_layout)), ragged(v, kv_layout)
     types = Types(q.dtype, k.dtype, o_dtype)
+    check_supported(types.q, types.kv, q.shape[2], v.shape[2])
     fields = dict(
         kind="encoder_decoder",  # there may be fewer keys than queries
         num_q_heads=q.shape[1],
@@ -59,7 +60,7 @@ def _attend(
     )
     starts = torch.tensor([0, k.shape[0]], dtype=torch.int32, device="cpu" if mask is None else q.device)
     arrays = dict(kv_start_loc=starts) if mask is None else dict(kv_start_loc=starts, custom_mask=mask)
-    lengths = [torch.tensor(x, dtype=torch.int32) for x in ([0, q.shape[0]], [k.shape[0]])]
+    lengths = [torch.tensor(x, dtype=torch.int32, device="cpu") for x in ([0, q.shape[0]], [k.shape[0]])]
     plans = _plans(q.device, backend_name(backend))
     plans.begin(fields, Step(*lengths, arrays))
     return attend(plans, types, q, k, v, alibi=score["alibi"], **options)

@@ -7,7 +7,7 @@ from ._masks import mask_bytes
 from ._options import DTypeLike, refuse, refuse_given, score_fields, torch_dtype
 from ._plans import Step
 from ._run import Result, Scale, Types, scales_of
-from ._wrapper import Wrapper, check_starts, on_host
+from ._wrapper import Wrapper, as_tensor, check_starts, on_host
 
 
 def convert_bsr_mask_layout(mask: torch.Tensor, indptr: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class BlockSparseAttentionWrapper(Wrapper):
         if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < N // C:
             raise ValueError(f"indices: expected 0 to {N // C - 1}, got {int(columns.min())} to {int(columns.max())}")
         lens = (starts[1:] - starts[:-1]) * C
-        queries = torch.clamp(torch.arange(rows + 1, dtype=torch.int32) * R, max=M)
+        queries = torch.clamp(torch.arange(rows + 1, dtype=torch.int32, device="cpu") * R, max=M)
         if mask is not None and packed_mask is None and M % R:  # the last row of blocks has fewer queries
             last = mask[int(starts[-2]) :, : M % R].transpose(0, 1).reshape(-1)
             mask = torch.cat([convert_bsr_mask_layout(mask[: int(starts[-2])], starts[:-1]), last])
@@ -169,7 +169,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         """
         q_type = torch_dtype(q_data_type)
         types = Types(q_type, torch_dtype(kv_data_type or q_type), q_type)
-        seen, rows, columns = (torch.as_tensor(t).detach().cpu() for t in (block_mask_map, block_row_sz, block_col_sz))
+        seen, rows, columns = (as_tensor(t).detach().cpu() for t in (block_mask_map, block_row_sz, block_col_sz))
         if seen.ndim != 3 or rows.shape != seen.shape[:2] or columns.shape != (seen.shape[0], seen.shape[2]) or len(seen) != num_kv_heads:
             raise ValueError(
                 f"expected block_mask_map [{num_kv_heads}, MB, NB], block_row_sz [.., MB] and block_col_sz [.., NB], got "
@@ -186,7 +186,7 @@ class VariableBlockSparseAttentionWrapper(Wrapper):
         head, _, column = seen.nonzero(as_tuple=True)
         sizes = columns[head, column]
         ends = sizes.cumsum(0)
-        within = torch.arange(int(sizes.sum())) - torch.repeat_interleave(ends - sizes, sizes)
+        within = torch.arange(int(sizes.sum()), device="cpu") - torch.repeat_interleave(ends - sizes, sizes)
         indices = (torch.repeat_interleave(begins[head, column], sizes) + within).to(torch.int32)
         starts = torch.nn.functional.pad(rows.flatten().cumsum(0), (1, 0)).to(torch.int32)
         indptr = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)

@@ -4,16 +4,21 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ._masks import mask_bytes
-from ._options import alibi_slopes, backend_name, check_layout, refuse_jit
+from ._options import alibi_slopes, backend_name, check_layout, check_supported, refuse_jit
 from ._plans import Limits, Plans, Step
 from ._run import Result, Types, attend
 
 _USUAL_SEQ_LEN = 131072
 
 
+def as_tensor(array: Any) -> torch.Tensor:
+    """A tensor as it is; lists and arrays on the host, whatever torch.set_default_device() says."""
+    return array if torch.is_tensor(array) else torch.as_tensor(array, device="cpu")
+
+
 def on_host(array: Any, name: str) -> torch.Tensor:
     """int32 on the host: what plan() decides by. From a GPU it is copied, which waits for the stream."""
-    array = torch.as_tensor(array)
+    array = as_tensor(array)
     if array.ndim != 1:
         raise ValueError(f"{name}: expected 1 dimension, got {list(array.shape)}")
     return array.detach().to("cpu", torch.int32).contiguous()
@@ -22,6 +27,13 @@ def on_host(array: Any, name: str) -> torch.Tensor:
 def check_starts(starts: torch.Tensor, name: str) -> None:
     if not len(starts) or int(starts[0]) != 0:
         raise ValueError(f"{name}: expected [num_reqs + 1] that begins with 0, got {starts[:4].tolist()}")
+
+
+def cut_starts(given: Any, starts: torch.Tensor, name: str, num_reqs: int, of: str) -> Tuple[torch.Tensor, torch.Tensor]:
+    """What was given and the same on the host, both without what lies behind [num_reqs + 1], which FlashInfer does not read. of: has num_reqs."""
+    if len(starts) <= num_reqs:
+        raise ValueError(f"{name}: expected {num_reqs + 1} entries, for the {num_reqs} requests of {of}, got {len(starts)}")
+    return as_tensor(given)[: num_reqs + 1], starts[: num_reqs + 1]
 
 
 def lens_of_pages(indptr: torch.Tensor, last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -49,7 +61,7 @@ def check_lens(given: Optional[torch.Tensor], lens: torch.Tensor, name: str) -> 
     """An argument that FlashInfer's other backends need says the same as the rest. A request without keys may be padding there."""
     if given is None:
         return
-    given = torch.as_tensor(given).detach().to("cpu", torch.int64).flatten()
+    given = as_tensor(given).detach().to("cpu", torch.int64).flatten()
     if len(given) != len(lens) or bool(((given != lens) & (lens > 0)).any()):
         raise ValueError(f"{name}: expected {lens.tolist()}, as the other arrays say, got {given.tolist()}")
 
@@ -128,6 +140,7 @@ class Wrapper:
 
     def _begin(self, fields: Dict[str, Any], types: Types, step: Step, most_keys: Optional[int] = None) -> None:
         """most_keys: more than these no request can have, with use_cuda_graph."""
+        check_supported(types.q, types.kv, fields["head_dim_qk"], fields.get("head_dim_v", fields["head_dim_qk"]))
         limits = None
         if self._use_cuda_graph:
             needs = step.needs
@@ -153,7 +166,7 @@ class Wrapper:
         self, buffers: Optional[Buffers], indptr: torch.Tensor, indices: torch.Tensor, mask: Optional[torch.Tensor], non_blocking: bool
     ) -> Dict[str, torch.Tensor]:
         """Where pages are. All on the host when indices are there, but for graphs and custom masks, else all on the device."""
-        indices = torch.as_tensor(indices).detach()
+        indices = as_tensor(indices).detach()
         if indices.ndim != 1:
             raise ValueError(f"kv_indices: expected 1 dimension, got {list(indices.shape)}")
         if buffers is not None:

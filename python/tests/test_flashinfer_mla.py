@@ -1,0 +1,194 @@
+"""imbrex.flashinfer's MLA over caches that lie side by side, and over separate ones; against float64."""
+import functools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import imbrex.flashinfer as flashinfer  # noqa: E402
+from flashinfer_cases import LOG2E, Batch, attention, check, devices, on_gpu  # noqa: E402
+
+Q_LENS, KV_LENS = [5, 1, 0, 3, 9], [5, 23, 0, 40, 9]
+LENS = torch.tensor(KV_LENS, dtype=torch.int32)
+
+
+def workspace(device):
+    return torch.empty(0, device=device)
+
+
+def mla_case(device, kpe=16, dtype=torch.bfloat16, kv_dtype=None):
+    batch = Batch(11, Q_LENS, KV_LENS, heads=6, kv_heads=1, dim=64 + kpe, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    batch.v, batch.dim_v = [k[..., :64] for k in batch.k], 64
+    return batch, batch.cache()[0][:, :, 0]
+
+
+@devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kpe", [16, 0])
+@pytest.mark.parametrize("copied_q", [False, True])
+def test_mla(device, causal, kpe, copied_q):
+    batch, pages = mla_case(device, kpe)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    lens = torch.tensor(KV_LENS, dtype=torch.int32)
+    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, lens, 6, 64, kpe, 4, causal, 0.125, torch.bfloat16, torch.bfloat16)
+    q = batch.q[..., :64], batch.q[..., 64:]
+    if copied_q:
+        q = [x.clone() for x in q]
+    out, lse = wrapper.run(*q, pages[..., :64], pages[..., 64:], return_lse=True)
+    expected = batch.expected(causal=causal, scale=0.125)
+    check((out, lse), expected)
+    natural = wrapper.run(*q, pages[..., :64], pages[..., 64:], return_lse=True, return_lse_base_on_e=True)[1]
+    torch.testing.assert_close(natural.double().cpu() * LOG2E, expected[1], atol=2e-3, rtol=2e-3)
+
+
+@devices
+def test_mla_in_fp8(device):
+    batch, pages = mla_case(device, kv_dtype=torch.float8_e4m3fn)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    lens = torch.tensor(KV_LENS, dtype=torch.int32)
+    plan = batch.qo_indptr, batch.indptr, batch.indices, lens, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.float8_e4m3fn
+    wrapper.plan(*plan)
+    run = functools.partial(wrapper.run, batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages[..., 64:])
+    check(run(ckv_scale=0.5, kpe_scale=0.5), batch.expected(causal=True, scale=0.125, k_scale=0.5, v_scale=0.5), tolerance=2.5e-2)
+    with pytest.raises(ValueError, match="expected numbers"):
+        run()
+
+
+@devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_mla_over_separate_caches(device, causal, dtype, where):
+    """Of any strides; indices may be longer than what is used, with anything behind it; and layers of a step may be of both kinds."""
+    batch, pages = mla_case(device, dtype=dtype)
+    expected = batch.expected(causal=causal, scale=0.125)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    indices = torch.cat([batch.indices, torch.full((7,), -9, dtype=torch.int32)]).to("cpu" if where == "host" else device)
+    kpe = torch.zeros(pages.shape[0], 4, 40, dtype=dtype, device=device)[..., 8:24]
+    kpe.copy_(pages[..., 64:])
+    separate, slices = (pages[..., :64].clone(), kpe), (pages[..., :64], pages[..., 64:])
+    q = batch.q[..., :64], batch.q[..., 64:]
+    for caches in (separate, slices, separate, separate):
+        wrapper.plan(batch.qo_indptr, batch.indptr, indices, LENS, 6, 64, 16, 4, causal, 0.125, dtype, dtype)
+        check(wrapper.run(*q, *caches, return_lse=True), expected, dtype)
+    check(wrapper.run(*q, *slices, return_lse=True), expected, dtype)
+    check(wrapper.run(*q, *separate, return_lse=True), expected, dtype)
+    check(wrapper.run(*q, pages[..., :64], pages.clone()[..., 64:]), expected, dtype)  # of equal strides
+
+
+@devices
+def test_mla_of_no_request_with_keys_over_separate_caches(device):
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    zeros = torch.zeros(3, dtype=torch.int32)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    wrapper.plan(starts, zeros, zeros[:0], zeros[:2], 6, 64, 16, 4, False, 0.125, torch.bfloat16, torch.bfloat16)
+    q, caches = torch.ones(3, 6, 80, device=device).bfloat16(), torch.ones(2, 5, 4, 64, device=device).bfloat16()
+    out, lse = wrapper.run(q[..., :64], q[..., 64:], caches[0], caches[1][..., :16], return_lse=True)
+    assert not out.any() and torch.isneginf(lse).all()
+
+
+@devices
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("scales", [(0.5, 0.5), (0.5, 1.25), "array"], ids=str)
+def test_mla_of_two_scales(device, separate, scales):
+    """fp8 caches whose parts have scales of their own: numbers, or for each 128 columns of each token."""
+    dim_ckv = 256 if scales == "array" else 64
+    batch = Batch(13, Q_LENS, KV_LENS, heads=6, kv_heads=1, dim=dim_ckv + 16, device=device, kv_dtype=torch.float8_e4m3fn)
+    pages = batch.cache()[0][:, :, 0]
+    caches = pages[..., :dim_ckv], pages[..., dim_ckv:]
+    if separate:
+        caches = [x.clone() for x in caches]
+    if scales == "array":
+        numbers = torch.rand(*pages.shape[:2], 2, generator=batch.random) + 0.25
+        options = dict(ckv_scale_arr=numbers.to(device), kpe_scale=0.75)
+        columns = torch.cat([numbers.repeat_interleave(128, -1), torch.full((*pages.shape[:2], 16), 0.75)], -1)
+    else:
+        options = dict(ckv_scale=scales[0], kpe_scale=scales[1])
+        columns = torch.tensor(scales).repeat_interleave(torch.tensor([dim_ckv, 16])).expand(*pages.shape[:2], -1)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    types = torch.bfloat16, torch.float8_e4m3fn
+    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, LENS, 6, dim_ckv, 16, 4, True, 0.0625, *types)
+    result = wrapper.run(batch.q[..., :dim_ckv], batch.q[..., dim_ckv:], *caches, return_lse=True, **options)
+    values, outs, lses = pages.cpu().float() * columns, [], []
+    for r, q in enumerate(batch.q.cpu().split(Q_LENS)):
+        keys = values[batch.indices[batch.indptr[r] : batch.indptr[r + 1]].long()].flatten(0, 1)[: KV_LENS[r], None]
+        out, lse = attention(q, keys, keys[..., :dim_ckv], causal=True, scale=0.0625)
+        outs.append(out), lses.append(lse)
+    torch.testing.assert_close(result[0].double().cpu(), torch.cat(outs), atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(result[1].double().cpu(), torch.cat(lses), atol=2e-2, rtol=2e-2)
+
+
+def test_wrong_arguments_of_mla_are_named():
+    batch, pages = mla_case("cpu", kv_dtype=torch.float8_e4m3fn)
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu"))
+    plan = functools.partial(wrapper.plan, batch.qo_indptr, batch.indptr)
+    more = 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.float8_e4m3fn
+    plan(batch.indices, LENS, *more)
+    q = batch.q[..., :64], batch.q[..., 64:]
+    run = functools.partial(wrapper.run, *q, pages[..., :64].clone(), pages[..., 64:].clone())
+    for scales, match in (
+        (dict(ckv_scale=0.5), "expected numbers for an fp8 cache"),
+        (dict(ckv_scale=0.5, ckv_scale_arr=torch.ones(1), kpe_scale=1.0), "expected numbers for an fp8 cache"),
+        (dict(ckv_scale=-1.0, kpe_scale=1.0), "ckv_scale: expected a finite number above 0, got -1.0"),
+        (dict(ckv_scale=1.0, kpe_scale=float("inf")), "kpe_scale: expected a finite number above 0, got inf"),
+        (dict(ckv_scale_arr=torch.ones(3, 4, 1), kpe_scale=1.0), r"ckv_scale_arr: expected torch.float32 \[\d+, 4, 0\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run(**scales)
+    with pytest.raises(ValueError, match=r"kpe_cache: expected \[\d+, 4\] and columns"):
+        wrapper.run(*q, pages[..., :64], pages[:3, :, 64:], ckv_scale=1.0, kpe_scale=1.0)
+    with pytest.raises(ValueError, match="kv_len_arr: expected at most"):
+        plan(batch.indices, LENS + 40, *more)
+    with pytest.raises(ValueError, match="kv_indptr: expected 6 entries, for the 5 requests of kv_len_arr, got 3"):
+        wrapper.plan(batch.qo_indptr, batch.indptr[:3], batch.indices, LENS, *more)
+    plan(torch.full_like(batch.indices, 1000), LENS, *more)
+    with pytest.raises(ValueError, match="kv_indices: expected 0 to .* pages of ckv_cache, got 1000 to 1000"):
+        run(ckv_scale=1.0, kpe_scale=1.0)
+    with pytest.raises(NotImplementedError, match="backward"):
+        wrapper.run(q[0].clone().requires_grad_(), q[1], pages[..., :64], pages[..., 64:], ckv_scale=1.0, kpe_scale=1.0)
+
+
+@devices
+def test_mla_over_separate_caches_is_refused_for_graphs(device):
+    batch, pages = mla_case(device)
+    buffers = [x.to(device, torch.int32).clone() for x in (batch.qo_indptr, batch.indptr, batch.indices, LENS)]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device), True, *buffers)
+    wrapper.plan(*[x.clone() for x in buffers], 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
+    q = batch.q[..., :64], batch.q[..., 64:]
+    check(wrapper.run(*q, pages[..., :64], pages[..., 64:]), batch.expected(causal=True, scale=0.125))
+    with pytest.raises(NotImplementedError, match="in a CUDA graph is not there: make ckv_cache and kpe_cache slices of one tensor"):
+        wrapper.run(*q, pages[..., :64].clone(), pages[..., 64:].clone())
+
+
+@on_gpu
+def test_mla_over_separate_caches_is_refused_in_a_capture():
+    batch, pages = mla_case("cuda")
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cuda"))
+    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, LENS, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
+    run = functools.partial(wrapper.run, batch.q[..., :64], batch.q[..., 64:], pages[..., :64].clone(), pages[..., 64:].clone())
+    run()
+    with pytest.raises(NotImplementedError, match="in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run()
+
+
+@devices
+def test_longer_arrays_than_the_batch(device):
+    """FlashInfer reads the beginning of starts that are longer than the batch: of MLA, BatchAttention and decode."""
+    batch, pages = mla_case(device)
+    behind = torch.tensor([77, 3], dtype=torch.int32)
+    starts, indptr = torch.cat([batch.qo_indptr, behind]), torch.cat([batch.indptr, behind])
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    wrapper.plan(starts, indptr, batch.indices, LENS, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
+    check(wrapper.run(batch.q[..., :64], batch.q[..., 64:], pages[..., :64], pages[..., 64:]), batch.expected(causal=True, scale=0.125))
+
+    batch = Batch(14, Q_LENS, KV_LENS, device=device)
+    wrapper = flashinfer.BatchAttention("NHD", device)
+    wrapper.plan(starts, torch.cat([batch.indptr, behind]), batch.indices, LENS, 4, 2, 64, 64, 4, causal=True)
+    check(wrapper.run(batch.q, batch.cache()), batch.expected(causal=True))
+
+    batch = Batch(15, [1] * 5, KV_LENS, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(torch.cat([batch.indptr, behind]).to(device), *batch.arrays("cpu")[1:], 4, 2, 64, 4, q_data_type=torch.bfloat16)
+    check(wrapper.run(batch.q, batch.cache()), batch.expected(causal=True))
+    with pytest.raises(ValueError, match="indptr: expected 6 entries, for the 5 requests of last_page_len, got 5"):
+        wrapper.plan(batch.indptr[:5], *batch.arrays("cpu")[1:], 4, 2, 64, 4)
