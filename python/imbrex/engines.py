@@ -9,7 +9,8 @@ import logging
 import os
 import re
 from dataclasses import dataclass, fields
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from importlib import metadata
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import _core
 from .plan import KvLayer, Plan
@@ -95,6 +96,23 @@ def make_plan(spec: _core.AttentionSpec, device: str, chosen: Settings, **limits
     """A plan for an engine's layers."""
     with all_cores():
         return Plan(spec, device, backend=chosen.backend, num_threads=chosen.num_threads, validate=chosen.validate, **limits)
+
+
+_announced: Set[str] = set()
+
+
+def announce(log: logging.Logger, plan: Plan, layers: str, self_check: str) -> None:
+    """One line of the engine's log, once a process: which imbrex and which of its backends computes attention of `layers`, over what cache."""
+    try:
+        version = metadata.version("imbrex")
+    except metadata.PackageNotFoundError:
+        version = "(not installed, run from its sources)"
+    backend = str(plan).split(":")[0]  # "cuda_sm90 (sm_90a)"
+    kernels = dict(_core.backends()).get(backend.split(" ")[0], "a plug-in of imbrex")
+    text = f"imbrex {version}: {backend} runs {layers}: {plan.spec}; {self_check}. Kernels: {kernels}"
+    if text not in _announced:
+        _announced.add(text)
+        log.info("%s", text)
 
 
 def device_text(device: Any) -> str:

@@ -15,6 +15,7 @@
 #include "core/log.h"
 #include "cuda/driver.h"
 #include "cuda/hash.h"
+#include "cuda/kept_signals.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/kernel_sources.h"
 
@@ -77,6 +78,7 @@ class Program {
   nvrtcResult compile(const std::vector<std::string>& options) {
     std::vector<const char*> arguments(options.size());
     std::transform(options.begin(), options.end(), arguments.begin(), [](const std::string& option) { return option.c_str(); });
+    const KeptSignals signals(reinterpret_cast<const void*>(rtc_.nvrtcCompileProgram));
     return rtc_.nvrtcCompileProgram(program_, int(arguments.size()), arguments.data());
   }
   std::string log() const { return bytes(rtc_.nvrtcGetProgramLogSize, rtc_.nvrtcGetProgramLog, 1); }

@@ -137,9 +137,10 @@ void Plan::lay_out() {
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
   memory_ = std::make_unique<PlanArrays>(context_, layout);
 
-  steps_.now().arrays = {.block_ids = memory_->device(arrays_.block_ids),
-                         .custom_mask = memory_->device(arrays_.custom_mask),
-                         .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {0}, device_.device)};
+  steps_.now().arrays = {
+      .block_ids = memory_->device(arrays_.block_ids),
+      .custom_mask = memory_->device(arrays_.custom_mask),
+      .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {int64_t(arrays_.slots.capacity)}, device_.device)};
   size_t counters = kNumShapes;
   for (ShapePlan& s : shapes_) {
     s.arrivals = counters;

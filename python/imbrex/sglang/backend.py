@@ -1,5 +1,6 @@
 """The backend that SGLang's model runner makes and asks. Importing this checks SGLang's version."""
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Tuple
 
@@ -11,10 +12,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from .. import _core
-from ..engines import CheckedLayer, check_pages, check_version, device_text, floats, make_plan, settings, type_name
+from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
 from ..plan import Plan
 from . import WRITTEN_FOR
-from .pages import block_table, check_pool, kv_layer, rows_of
+from .pages import SlotCheck, block_table, check_pool, kv_layer, rows_of
+
+logger = logging.getLogger("imbrex")
 
 check_version("SGLang", sglang.__version__, WRITTEN_FOR, least_patch=True)
 
@@ -90,6 +93,7 @@ class Backend(AttentionBackend):
         self._graph_mask: Optional[torch.Tensor] = None
         self._num_steps = 0
         self._checked = set()
+        self._slot_check = SlotCheck(self.page_size) if self.settings.validate and self.page_size > 1 else None
 
     @staticmethod
     def _refuse(runner: Any) -> None:
@@ -163,6 +167,8 @@ class Backend(AttentionBackend):
         longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
         out = self._graph_table if graph else None
         table = block_table(self.req_to_token, batch.req_pool_indices[:num_reqs], min(longest, self.max_keys), self.page_size, out)
+        if self._slot_check is not None and not graph and not on_device and not mode.is_target_verify():
+            self._slot_check(table, starts, lens, batch.out_cache_loc)
         mask = self._mask(batch, graph, None if on_device else lens, num_reqs, query_lens) if mode.is_target_verify() else None
         self.forward_metadata = Step(self._num_steps, starts, lens, table, mask, num_tokens, graph, on_device)
 
@@ -192,7 +198,8 @@ class Backend(AttentionBackend):
         """The tree's mask as bytes: for each draft token its row over all keys. None where drafts are a chain, which is causal."""
         info = batch.spec_info
         given = info.custom_mask
-        if given is None or given.numel() == 0 or info.tree_topk == 1:
+        breadth = getattr(info, "tree_topk", getattr(info, "topk", None))  # 1: a chain. That of DFlash has `topk` alone
+        if given is None or given.numel() == 0 or breadth == 1:
             return None
         given = given.reshape(-1).view(torch.uint8) if given.dtype == torch.bool else given.reshape(-1)
         if lens is None:
@@ -243,6 +250,8 @@ class Backend(AttentionBackend):
             limits = dict(max_num_reqs=room[0], max_num_tokens=room[1], max_seq_len=self.max_keys + self.page_size, max_query_len=most)
             plan = make_plan(_core.AttentionSpec(**fields), self.device_text, self.settings, on_device=self.on_device, **limits)
             planned = plans[key] = Planned(plan, masked, room)
+            check = "self check passed" if layer.layer_id in self._checked else "self check left out"
+            announce(logger, plan, f"layers like layer {layer.layer_id}", check)
         self._update(planned, step)
         return planned.plan
 

@@ -50,6 +50,42 @@ def rows_of(buffer: torch.Tensor, slots: torch.Tensor, page_size: int) -> torch.
     return buffer[slots // page_size, :, slots % page_size] if buffer.dim() == 4 else buffer[slots]
 
 
+class SlotCheck:
+    """Whether the slots of a step's new tokens lie in their pages in the order of the tokens, which is what a table with one entry a page says.
+
+    Other slots would give wrong numbers, since imbrex would look for the tokens elsewhere. On a CPU the step fails; on a GPU, which the host
+    does not wait for, a later step.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._wrong: Any = None  # of an earlier step, on its way from the GPU
+        self._arrived: Any = None
+
+    def __call__(self, table: torch.Tensor, starts: torch.Tensor, lens: torch.Tensor, slots: torch.Tensor) -> None:
+        """table [requests, pages] on the slots' device; starts and lens on the host, lens with the new tokens."""
+        if self._arrived is not None and not self._arrived.query():
+            return
+        self._refuse(self._wrong)
+        counts = starts.diff()
+        rows = torch.arange(lens.numel()).repeat_interleave(counts)
+        positions = (torch.arange(rows.numel()) + (lens - counts - starts[:-1])[rows]).to(slots.device, non_blocking=True)
+        pages = table[rows.to(slots.device, non_blocking=True), positions // self.page_size]
+        wrong = (slots[: rows.numel()] != pages * self.page_size + positions % self.page_size).any()
+        if not wrong.is_cuda:
+            return self._refuse(wrong)
+        self._wrong = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._wrong.copy_(wrong, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def _refuse(self, wrong: Any) -> None:
+        if wrong is not None and bool(wrong):
+            raise NotImplementedError(
+                f"imbrex: expected new tokens in the order of their slots within a page of {self.page_size}, got another: --page-size 1 takes any"
+            )
+
+
 def block_table(req_to_token: torch.Tensor, rows: torch.Tensor, num_keys: int, page_size: int, out: Any = None) -> torch.Tensor:
     """int32 [requests, pages] for num_keys keys each, of the token slots that requests have; into a part of `out` where that is given."""
     table = req_to_token[:, : max(1, num_keys) : page_size].index_select(0, rows.long())

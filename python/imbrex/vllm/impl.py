@@ -152,6 +152,8 @@ class Impl(AttentionImpl):
         """Attention of query [tokens, num_heads, head_size] into output; rows past the step's tokens are not written."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("imbrex: expected no output_scale and output_block_scale: outputs are not quantised")
+        if query.element_size() == 1:
+            raise NotImplementedError(f"imbrex: expected queries of f32, bf16 or f16 in vLLM, got {query.dtype}")
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         plan: Plan = attn_metadata.plans[self.plan_key]

@@ -5,13 +5,16 @@ from typing import Any, ClassVar, Dict, List, Tuple
 
 import torch
 from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from .. import _core
-from ..engines import CheckedLayer, check_pages, device_text, make_plan, settings
+from ..engines import CheckedLayer, announce, check_pages, device_text, make_plan, settings
 from ..plan import Plan
 from .impl import Impl
+
+logger = init_logger("vllm.imbrex")  # below "vllm", whose handlers and level it has
 
 
 @dataclass
@@ -71,6 +74,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 spec = _core.AttentionSpec(**fields)
                 self.plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits)
         self._checked = not self.settings.self_check
+        if self._checked:
+            self._announce("self check left out")
 
     def _limits(self) -> Dict[str, int]:
         scheduler, speculative = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
@@ -175,6 +180,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             return  # not bound yet
         check_pages([self._checked_layer(name, layer) for name, layer in owners.items()], self.device_text, self.settings)
         self._checked = True
+        self._announce("self check passed")
+
+    def _announce(self, self_check: str) -> None:
+        """A line for each kind of layer. On a CPU vLLM says "Cannot use AttentionBackendEnum.CUSTOM" also where imbrex is in use."""
+        role = "in place of CPU_ATTN" if self.device_text == "cpu" else "as CUSTOM"
+        for key, plan in self.plans.items():
+            names = [name for name, layer in self.layers.items() if layer.impl.plan_key == key]
+            kind = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+            announce(logger, plan, f"{kind} from {names[0]} on, {role}", "no pages to check" if plan.spec.block_size == 0 else self_check)
 
     def _checked_layer(self, name: str, layer: Any) -> CheckedLayer:
         cache, impl, spec = layer.kv_cache, layer.impl, self.plans[layer.impl.plan_key].spec

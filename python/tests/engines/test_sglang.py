@@ -181,6 +181,25 @@ def test_verification_of_a_chain(device):
         runner.step([(r, 4) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=VerifyInput(4, mask, topk=1))
 
 
+class DFlashVerifyInput:
+    """Of SGLang's block drafts: a chain, which says so in `topk`, and has a mask all the same."""
+
+    topk = 1
+
+    def __init__(self, width, mask):
+        self.draft_token_num, self.custom_mask = width, mask
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_verification_of_dflash(device, page_size):
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    runner = Runner(device, MODELS["windows"], page_size=page_size)
+    requests = prefilled(runner)
+    for mask in (torch.ones(4 * sum(r.computed + 4 for r in requests), dtype=torch.bool, device=device), None):
+        runner.step([(r, 4) for r in requests], mode=ForwardMode.TARGET_VERIFY, spec_info=DFlashVerifyInput(4, mask))
+
+
 def test_masks_over_draft_tokens_alone(sglang):
     """SGLang's workers on a CPU give these."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -282,6 +301,44 @@ def test_the_check_can_be_left_out(device, monkeypatch):
     written_the_other_way(runner.token_to_kv_pool)
     with pytest.raises(AssertionError, match="off by"):
         first_step(runner)
+
+
+# Tokens within a page.
+
+
+def scattered(runner, request, count, swap):
+    """A step whose new tokens have their slots in another order; `swap` is a pair of them."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    batch, inputs = runner.batch(ForwardMode.EXTEND, [(request, count)]), runner.inputs([(request, count)])
+    a, b = swap
+    batch.out_cache_loc[[a, b]] = batch.out_cache_loc[[b, a]]
+    where = slice(request.computed, request.computed + count)
+    runner.req_to_token_pool.write((runner.rows[request.name], where), batch.out_cache_loc.to(torch.int32))
+    runner.attn_backend.init_forward_metadata(batch)
+    return runner.forward(batch, inputs)
+
+
+@pytest.mark.parametrize("swap", [(0, 1), (3, 19), (5, 21)])  # the last within another page, at the same place
+def test_tokens_in_another_order_than_their_slots(device, swap):
+    runner = Runner(device, PLAIN, page_size=16)
+    a = runner.request("a", 60)
+    runner.step([(a, 11)])
+    with pytest.raises(NotImplementedError, match="in the order of their slots within a page of 16, got another: --page-size 1"):
+        scattered(runner, a, 30, swap)
+        if device == "cuda":  # which is noticed when the host hears of it
+            torch.cuda.synchronize()
+            scattered(runner, a, 30, swap)
+
+
+def test_tokens_in_any_order_without_pages(device):
+    runner = Runner(device, PLAIN, page_size=1)
+    a = runner.request("a", 60)
+    runner.step([(a, 11)])
+    outputs = scattered(runner, a, 30, (3, 19))
+    assert torch.isfinite(outputs[0]).all()
+    a.computed += 30
+    runner.step([(a, 1)])
 
 
 # Refusals.
@@ -418,6 +475,42 @@ def test_register(sglang):
     for _ in range(3):
         imbrex.sglang.register()
     assert ATTENTION_BACKEND_CHOICES == [*others, "imbrex"] and set(ATTENTION_BACKENDS) == {"imbrex"}
+
+
+def server_args(architecture, prefill, decode):
+    hf_config = SimpleNamespace(architectures=[architecture])
+    backends = dict(attention_backend=None, prefill_attention_backend=prefill, decode_attention_backend=decode)
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=hf_config), **backends)
+
+
+def test_gpt_oss_may_have_imbrex(sglang):
+    """SGLang's list of backends for it is inside of a function."""
+    from sglang.srt.arg_groups import model_hook
+    from sglang.srt.arg_groups.resolution_hooks import run_hook
+
+    import imbrex.sglang
+
+    def adjust(*arguments):
+        args = server_args(*arguments)
+        before = dict(vars(args))
+        run_hook(model_hook.handle_model_specific_adjustments, args)
+        assert vars(args) == before
+
+    with pytest.raises(AssertionError, match="GptOssForCausalLM requires one of"):
+        adjust("GptOssForCausalLM", "imbrex", "imbrex")
+    for _ in range(2):
+        imbrex.sglang.register()
+    plain = model_hook.attention_backends_of
+    for prefill, decode in (("imbrex", "imbrex"), ("triton", "imbrex"), ("imbrex", "fa3")):
+        adjust("GptOssForCausalLM", prefill, decode)
+    for refused in (
+        ("GptOssForCausalLM", "imbrex", "flashinfer"),
+        ("GptOssForCausalLM", "flashinfer", "flashinfer"),
+        ("Gemma4ForCausalLM", "imbrex", "imbrex"),
+    ):
+        with pytest.raises(AssertionError, match="requires one of"):
+            adjust(*refused)
+        assert model_hook.attention_backends_of is plain
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.4.0", "0.6.0", "nightly"])

@@ -421,6 +421,14 @@ def test_quantised_outputs_are_refused(vllm):
         layer.impl.forward(layer, x, None, None, layer.kv_cache, None, output=x, output_scale=torch.ones(1))
 
 
+def test_quantised_queries_are_refused(vllm):
+    runner = Runner("cpu", PLAIN)
+    layer, x = runner.layers[0], torch.zeros(1, 8, 64)
+    assert layer.impl.supports_quant_query_input is False
+    with pytest.raises(NotImplementedError, match="expected queries of f32, bf16 or f16 in vLLM, got torch.float8_e4m3fn"):
+        layer.impl.forward(layer, x.to(torch.float8_e4m3fn), None, None, layer.kv_cache, None, output=x)
+
+
 def test_lengths_are_never_guessed(vllm, monkeypatch):
     runner = Runner("cpu", PLAIN)
     first_step(runner)

@@ -195,7 +195,6 @@ void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, lo
 
 void write_kv(const WriteKvParams& p, DType from) {
   const int tokens = p.num_tokens_now ? std::min(*p.num_tokens_now, p.num_tokens) : p.num_tokens;
-  if (tokens > p.num_tokens) std::abort();
   for (int token = 0; token < tokens; ++token) {
     const long slot = p.slots[token * p.slot_stride];
     for (int head = 0; slot >= 0 && head < p.num_kv_heads; ++head) {

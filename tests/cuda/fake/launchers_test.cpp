@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "cuda/copy_blocks.h"
 #include "cuda/fake/fake_driver.h"
@@ -90,6 +91,23 @@ TEST_F(WriteKvLaunch, StridesGoInBytes) {
   EXPECT_EQ(w.slot_stride, 1);
   launch(0);
   EXPECT_EQ(state().launches.size(), 1u) << "no tokens, no launch";
+}
+
+// The limit of a plan may be 16384 tokens where a graph has rows for 16, or a replay one token in rows for 4000.
+TEST_F(WriteKvLaunch, InAGraphRowsAndAThousandBlocksBoundTheGrid) {
+  const int now = 5;
+  const auto launch_for = [&](int64_t rows_of_k, int64_t rows_of_v) {
+    p.k = TensorView::contiguous(at(1 << 26), DType::bf16, {rows_of_k, 2, 64}, kGpu);
+    p.v = TensorView::contiguous(at(1 << 27), DType::bf16, {rows_of_v, 2, 32}, kGpu);
+    writer->run(p.cache, p.k, p.v, {.slots = p.slots, .num_tokens = 5, .reach = {}, .captured_tokens = 16384, .now = &now}, nullptr);
+    const auto w = params_of<WriteKvParams>(state().launches.back());
+    EXPECT_EQ(w.num_tokens_now, &now);
+    return std::pair(state().launches.back().grid_x, w.num_tokens);
+  };
+  EXPECT_EQ(launch_for(16, 20), std::pair(16u, 16));
+  EXPECT_EQ(launch_for(20, 5), std::pair(5u, 5));
+  EXPECT_EQ(launch_for(4000, 4000), std::pair(1024u, 4000));
+  EXPECT_EQ(launch_for(20000, 20000), std::pair(1024u, 16384));
 }
 
 TEST_F(WriteKvLaunch, TheEntryFollowsTypeAndAlignment) {

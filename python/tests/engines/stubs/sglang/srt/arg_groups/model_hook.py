@@ -1,0 +1,17 @@
+def attention_backends_of(config):
+    return config.prefill_attention_backend or config.attention_backend, config.decode_attention_backend or config.attention_backend
+
+
+def model_config_of(server_args):
+    return server_args.model_config
+
+
+def handle_model_specific_adjustments(server_args):
+    (architecture,) = model_config_of(server_args).hf_config.architectures
+    supported = {
+        "GptOssForCausalLM": ["triton", "trtllm_mha", "fa3", "fa4", "ascend", "intel_amx", "intel_xpu", "aiter"],
+        "Gemma4ForCausalLM": ["trtllm_mha", "triton", "fa4", "ascend", "intel_xpu", "intel_amx", "aiter"],
+    }
+    if architecture in supported:
+        prefill, decode = attention_backends_of(server_args)
+        assert prefill in supported[architecture] and decode in supported[architecture], f"{architecture} requires one of {supported[architecture]}"
