@@ -26,7 +26,7 @@ struct Combination {
 };
 
 struct Totals {
-  int run = 0;
+  int run = 0, left_out = 0;
   std::map<std::string, int> refused;  // reason code -> cases
 };
 
@@ -39,6 +39,7 @@ const std::vector<Target>& targets();
 // The options that run a case in a target's format; nothing when the format cannot hold the case.
 bool options_for(const Case&, const Target&, RunOptions&);
 bool runs(const Case&, const Target&);
+// All but what is left out: most cases of the reference, and of an emulated unit beside the real one.
 std::vector<Combination> combinations();
 // The same in another order: GoogleTest deals tests out to its shards one by one, and with up to kMostShards of them (a power of two) a
 // shard is dealt whole cases, whose inputs and expected results are made once.

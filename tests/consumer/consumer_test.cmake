@@ -1,8 +1,9 @@
-# Installs the build BUILD to a fresh prefix, then builds and runs the consumer project against it, the programs of the docs, and the
-# examples in C++, C and, where there is cargo, Rust.
+# Builds and runs the consumer project against BUILD/installed, the programs of the docs, and the examples in C++, C and, where there is
+# cargo, Rust.
 # {fmt} and nlohmann-json are hidden from the consumer: the installed library must not need them.
 include(${CMAKE_CURRENT_LIST_DIR}/snippets.cmake)
 set(work ${BUILD}/consumer)
+set(prefix ${BUILD}/installed)
 file(REMOVE_RECURSE ${work})
 file(MAKE_DIRECTORY ${work})
 
@@ -30,20 +31,19 @@ foreach(i RANGE 2 ${page_COUNT})
 endforeach()
 file(WRITE ${work}/my_engine/main.cpp "${page_1}\nint main() {\n${main}}\n")
 
-step(${CMAKE_COMMAND} --install ${BUILD} --prefix ${work}/prefix --component library)
 step(${CMAKE_COMMAND} -S ${ROOT}/tests/consumer -B ${work}/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER} -DCMAKE_CXX_FLAGS=${FLAGS}
-  -DCMAKE_PREFIX_PATH=${work}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON
+  -DCMAKE_PREFIX_PATH=${prefix} -DCMAKE_DISABLE_FIND_PACKAGE_fmt=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON
   -DPROGRAMS=${work}/programs -DEXAMPLES=${ROOT}/examples)
 step(${CMAKE_COMMAND} --build ${work}/build)
 step(${CMAKE_COMMAND} -S ${work}/my_engine -B ${work}/my_engine/build -G ${GENERATOR} -DCMAKE_CXX_COMPILER=${COMPILER}
-  -DCMAKE_CXX_FLAGS=${FLAGS} -DCMAKE_PREFIX_PATH=${work}/prefix)
+  -DCMAKE_CXX_FLAGS=${FLAGS} -DCMAKE_PREFIX_PATH=${prefix})
 step(${CMAKE_COMMAND} --build ${work}/my_engine/build)
 foreach(program IN ITEMS build/consumer build/readme_example build/backend_example build/decode build/decode_c my_engine/build/my_engine)
   step(${work}/${program})
   message(STATUS "${output}")
 endforeach()
 
-set(ENV{PKG_CONFIG_PATH} ${work}/prefix/lib/pkgconfig)
+set(ENV{PKG_CONFIG_PATH} ${prefix}/lib/pkgconfig)
 find_program(PKG_CONFIG pkg-config)
 if(PKG_CONFIG)
   step(${PKG_CONFIG} --cflags --libs imbrex)
@@ -53,7 +53,7 @@ if(PKG_CONFIG)
 endif()
 find_program(CARGO cargo HINTS $ENV{HOME}/.cargo/bin)
 if(CARGO)
-  set(ENV{IMBREX_LIB_DIR} ${work}/prefix/lib)
+  set(ENV{IMBREX_LIB_DIR} ${prefix}/lib)
   step(${CARGO} run --quiet --offline --manifest-path ${ROOT}/examples/rust/Cargo.toml --target-dir ${work}/rust)
   message(STATUS "${output}")
 endif()

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "cuda/compiled.h"
 #include "cuda/cubin.h"
 #include "cuda/needs.h"
 #include "cuda/params.h"
@@ -73,7 +74,7 @@ TEST(AttentionSm80, OneSpecOneShape) {
 void expect_clean(const char* arch, const AttentionSpec& spec, KernelPhase phase, int rows = 1) {
   const AttentionTiles tiles = *attention_sm80_tiles(arch, spec, phase, rows);
   const KernelKey key = attention_sm80_key(arch, spec, spec.q_dtype, tiles);
-  const CompiledKernel kernel = compile(key);
+  const CompiledKernel kernel = test::compiled(key);
   EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << key.str();
   ASSERT_EQ(entry_reports(kernel).size(), 1u) << kernel.log;
   const EntryReport entry = entry_reports(kernel)[0];
@@ -110,7 +111,7 @@ TEST(AttentionSm80, MergeCompilesCleanly) {
   NEEDS_NVRTC();
   for (const char* arch : kArchs)
     for (int dim : {8, 128, 512}) {
-      const CompiledKernel kernel = compile(merge_key(arch, spec_of(DType::bf16, DType::bf16, dim, dim), DType::bf16));
+      const CompiledKernel kernel = test::compiled(merge_key(arch, spec_of(DType::bf16, DType::bf16, dim, dim), DType::bf16));
       EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << arch << " " << dim;
       ASSERT_EQ(entry_reports(kernel).size(), 1u);
       EXPECT_EQ(entry_reports(kernel)[0].name, "merge");

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <map>
 #include <numeric>
 
 #include "attention/case_runner.h"
@@ -171,6 +172,17 @@ class Lanes : public testing::TestWithParam<Variant> {
   RunResult run(const How& how, const RunOptions& options) const {
     return run_case(LanesBackend(GetParam(), how), probe_cpu(), make_inputs(GetParam().c), options);
   }
+  // What other runs are compared with; each is made once.
+  const RunResult& whole() const { return kept("whole", {}); }
+  const RunResult& pieces() const { return kept("pieces", {.split = 1, .workers = 1 << 10}); }
+
+ private:
+  const RunResult& kept(const std::string& name, const How& how) const {
+    static std::map<std::string, RunResult> all;
+    const std::string key = std::string(GetParam().name) + " " + name;
+    if (!all.contains(key)) all[key] = run(how, default_options(GetParam().c));
+    return all.at(key);
+  }
 };
 
 class LanesWithRuns : public Lanes {};
@@ -179,48 +191,45 @@ class LanesOfClusters : public Lanes {};
 TEST_P(Lanes, AgreesWithTheReference) {
   const Case& c = GetParam().c;
   const Expected expected = expect(make_inputs(c));
-  for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
-    const Judgement j = judge(expected, run(how, default_options(c)));
-    EXPECT_TRUE(j.pass()) << c.spec.str() << ", split " << how.split << ": " << j.failure;
+  for (const RunResult* result : {&whole(), &pieces()}) {
+    const Judgement j = judge(expected, *result);
+    EXPECT_TRUE(j.pass()) << c.spec.str() << (result == &whole() ? ", whole: " : ", in pieces: ") << j.failure;
   }
 }
 
 // One thread block folds the pieces of a run in registers, others leave theirs for the last to join.
 TEST_P(LanesWithRuns, HaveTheBitsOfTheirPieces) {
   const RunOptions options = default_options(GetParam().c);
-  const RunResult pieces = run({.split = 1, .workers = 1 << 10}, options);
   for (int workers : {1, 3, 8}) {
     const RunResult runs = run({.split = 1, .workers = workers}, options);
-    EXPECT_TRUE(bit_identical(pieces.out, runs.out)) << workers;
-    EXPECT_TRUE(bit_identical(pieces.lse, runs.lse)) << workers;
+    EXPECT_TRUE(bit_identical(pieces().out, runs.out)) << workers;
+    EXPECT_TRUE(bit_identical(pieces().lse, runs.lse)) << workers;
   }
 }
 
 // When copies happen, which warp runs first, how many blocks share the work, where pages lie and what is in other memory: not a bit.
 TEST_P(Lanes, ResultsDoNotDependOnChance) {
   RunOptions options = default_options(GetParam().c);
-  const RunResult first = run({}, options);
   for (unsigned chance : {2u, 3u}) {
     options.page_seed = chance, options.poison = chance == 2 ? Poison::zero : Poison::ones;
     const RunResult other = run(
         {.launch = {.blocks = chance == 2 ? 1 : 50, .late_copies = chance == 2, .chance = chance}, .heads_together = int(chance)}, options);
-    EXPECT_TRUE(bit_identical(first.out, other.out)) << chance;
-    EXPECT_TRUE(bit_identical(first.lse, other.lse)) << chance;
+    EXPECT_TRUE(bit_identical(whole().out, other.out)) << chance;
+    EXPECT_TRUE(bit_identical(whole().lse, other.lse)) << chance;
   }
 }
 
 // A warp that comes late to a barrier finds it as the others left it: of each block, one that multiplies, and one that loads or transposes.
 TEST_P(LanesOfClusters, AnyWarpMayBeLate) {
   const RunOptions options = default_options(GetParam().c);
-  const RunResult first = run({.launch = {.blocks = 1}}, options);
   const cuda::Sm90Tiles tiles = GetParam().wgmma_tiles();
   const int warps = int(tiles.threads()) / 32;
   for (int rank = 0; rank < tiles.cluster; ++rank)
     for (const int from_end : {5, 2}) {
       const int starved = (rank + 1) * warps - from_end;
       const RunResult other = run({.launch = {.blocks = 1, .starved = starved}}, options);
-      EXPECT_TRUE(bit_identical(first.out, other.out)) << starved;
-      EXPECT_TRUE(bit_identical(first.lse, other.lse)) << starved;
+      EXPECT_TRUE(bit_identical(whole().out, other.out)) << starved;
+      EXPECT_TRUE(bit_identical(whole().lse, other.lse)) << starved;
     }
 }
 

@@ -2,9 +2,10 @@
 // Stands in for src/cuda/kernels/ptx.cuh where kernel texts run on the host: the words that they use, by the definitions of the PTX ISA.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "config.cuh"
-#include "core/float_types.h"
+#include "core/small_floats.h"
 #include "cuda/lanes/machine.h"
 
 #define DEVICE inline
