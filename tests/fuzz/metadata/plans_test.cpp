@@ -1,79 +1,28 @@
-// Wrong metadata through the C ABI: a problem that is right runs; one with mistakes gets an error or a result, never touches memory that
-// it was not given, and leaves nothing behind. Cases are numbered. IMBREX_METADATA_CASES says how many, IMBREX_METADATA_CASE which one (or
-// the first), and to tell what happens.
-#include <csignal>
-#include <cstdio>
-#include <cstdlib>
-#include <map>
-
-#include <unistd.h>
-
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#include <sanitizer/asan_interface.h>
-#define IMBREX_ASAN
-// Memory that no machine has is an error of the library's, not of the sanitizer.
-extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1:max_allocation_size_mb=512"; }
-void* operator new(size_t bytes) {
-  if (void* memory = std::malloc(bytes)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
-#endif
-#endif
+// Wrong metadata through the plans of the C ABI: a problem that is right runs; one with mistakes gets an error or a result, never touches
+// memory that it was not given, and leaves nothing behind. Cases are numbered, see cases.h.
+#include <algorithm>
 
 #include "api/structs.h"
 #include "fuzz/metadata/breakage.h"
+#include "fuzz/metadata/cases.h"
 
 namespace imbrex::test {
 namespace {
 
-constexpr int kCases = 1500, kSeconds = 60;  // a case takes milliseconds: one that takes so long hangs
+constexpr int kCases = 1500;
 
-// Says in which case a program ended that could not say it itself.
-struct Current {
-  char text[96] = "";
-  static Current& of_process() {
-    static Current current;
-    return current;
-  }
-  void begin(const std::string& target, int number) {
-    std::snprintf(text, sizeof text, "\nin case %d on %s: IMBREX_METADATA_CASE=%d shows it\n", number, target.c_str(), number);
-    alarm(kSeconds);
-  }
-  static void say() { [[maybe_unused]] const auto ignored = write(2, of_process().text, std::strlen(of_process().text)); }
-  static void on_signal(int signal) {
-    say();
-    std::signal(signal, SIG_DFL);
-    std::raise(signal);
-  }
-  static void watch() {
-    std::signal(SIGALRM, on_signal);
-    std::signal(SIGABRT, on_signal);
-#ifdef IMBREX_ASAN  // has reports of its own for the others
-    __sanitizer_set_death_callback(say);
-#else
-    for (const int signal : {SIGSEGV, SIGFPE, SIGBUS, SIGILL}) std::signal(signal, on_signal);
-#endif
-  }
-};
-
-int number_from(const char* name, int otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoi(text);
-}
-
-// Every CPU backend that this machine runs, two of them by phase, and those of the GPU that the fake driver pretends.
+// Every backend that may be there and pairs of them by phase, in a fixed order. One that this machine does not run leaves its cases to another.
 std::vector<Target> targets() {
-  static const imbrex_device cpu{probe_cpu(), "cpu"};
+  static imbrex_device cpu{probe_cpu(), "cpu"};
   static const imbrex_device gpu{probe_cuda().at(0), "cuda:0"};
+  const bool emulates = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+  if (cpu.info.isa == CpuIsa::avx512 && emulates) cpu.info.isa = CpuIsa::amx_emulated;
   std::vector<Target> all;
-  const auto add = [&](const imbrex_device& device, const char* prefill, const char* decode) {
-    AttentionSpec s{.num_q_heads = 2, .num_kv_heads = 1, .head_dim_qk = 32, .head_dim_v = 32};
-    for (const char* name : {prefill, decode})
-      if (!find_backend(name)->unsupported(s, device.info).empty()) return;
-    all.push_back({prefill == decode ? prefill : std::string(prefill) + " and " + decode, &device, prefill, decode, &device == &gpu});
+  const auto add = [&](const imbrex_device& device, std::string prefill, std::string decode) {
+    const AttentionSpec s{.num_q_heads = 2, .num_kv_heads = 1, .head_dim_qk = 32, .head_dim_v = 32};
+    for (std::string* name : {&prefill, &decode})
+      if (!find_backend(*name)->unsupported(s, device.info).empty()) *name = "cpu_generic";
+    all.push_back({prefill == decode ? prefill : prefill + " and " + decode, &device, prefill, decode, &device == &gpu});
   };
   for (const char* name : {"reference", "cpu_generic", "cpu_avx512", "cpu_amx"}) add(cpu, name, name);
   add(cpu, "cpu_generic", "reference");
@@ -82,12 +31,6 @@ std::vector<Target> targets() {
   for (const char* name : {"cuda_sm80", "cuda_sm90"}) add(gpu, name, name);
   add(gpu, "cuda_sm90", "cuda_sm80");
   return all;
-}
-
-void expect_explained(imbrex_status status, const char* call) {
-  EXPECT_STRNE(imbrex_last_error(), "") << call;
-  EXPECT_NE(last_code(), "") << call;
-  EXPECT_NE(status, IMBREX_INTERNAL) << call << ": " << imbrex_last_error();
 }
 
 // A problem that is right: everything works, and these are its results.
@@ -168,19 +111,12 @@ void run_case(const Target& target, int number, bool verbose) {
 }
 
 TEST(Metadata, WrongProblemsGetAnErrorOrAResult) {
-  const int only = number_from("IMBREX_METADATA_CASE", -1);
-  const int first = std::max(only, 0), cases = number_from("IMBREX_METADATA_CASES", only >= 0 ? 1 : kCases);
   const std::vector<Target> all = targets();
-  Current::watch();
-  std::setvbuf(stdout, nullptr, _IOLBF, 0);  // what was said last is needed when a case ends the program
-  for (int number = first; number < first + cases; ++number) {
+  for_each_case(kCases, [&](int number, bool verbose) {
     const Target& target = all[size_t(number) % all.size()];
-    Current::of_process().begin(target.name, number);
-    SCOPED_TRACE("case " + std::to_string(number) + " on " + target.name);
-    run_case(target, number, only >= 0);
-    if (HasFatalFailure()) break;
-  }
-  alarm(0);
+    SCOPED_TRACE(target.name);
+    run_case(target, number, verbose);
+  });
 }
 
 }  // namespace
