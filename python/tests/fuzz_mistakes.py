@@ -124,14 +124,16 @@ def _of_value(value, rng):
 
 def make_mistake(arguments, rng):
     """Changes one of the arguments; what is told of it, in a list."""
-    while True:
+    for _ in range(1000):
         name = rng.choice(sorted(arguments))
         value = arguments[name]
         if rng.random() < 0.03:
             other = rng.choice(sorted(arguments))
             arguments[name] = arguments[other]
             return [f"{name} is {other}"]
-        if isinstance(value, list):  # of arrays
+        if isinstance(value, list):
+            if not all(isinstance(part, np.ndarray) for part in value):
+                continue  # one mistake is enough
             if not value or rng.random() < 0.1:
                 arguments[name] = value[1:]
                 return [f"{name} has {len(value) - 1} parts"]
@@ -145,3 +147,4 @@ def make_mistake(arguments, rng):
         if changed is not None:
             arguments[name] = changed[0]
             return [f"{name} {changed[1] or '= ' + repr(changed[0])[:40]}"]
+    return []

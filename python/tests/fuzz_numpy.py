@@ -126,14 +126,29 @@ def _pages(step, rng):
 
 def merge(rng):
     tokens, heads, dim, parts = rng.randint(0, 4), rng.randint(1, 3), rng.randint(1, 140), rng.randint(1, 3)
-    arguments = dict(outs=[floats(rng, tokens, heads, dim) for _ in range(parts)], lses=[floats(rng, tokens, heads) for _ in range(parts)], num_threads=1)
+    arguments = dict(
+        outs=[floats(rng, tokens, heads, dim) for _ in range(parts)], lses=[floats(rng, tokens, heads) for _ in range(parts)], num_threads=1
+    )
     if rng.random() < 0.3:
         arguments.update(out=np.zeros((tokens, heads, dim), np.float32), lse=np.zeros((tokens, heads), np.float32))
     return Surface(arguments, lambda a: _arrays(imbrex.merge_states(**a)))
 
 
 _PLAN = ("backend", "max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len", "num_threads", "balanced", "load_on_demand")
-_SPEC = ("kind", "num_q_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "q_dtype", "kv_dtype", "block_size", "causal", "window_left", "chunk", "soft_cap")
+_SPEC = (
+    "kind",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim_qk",
+    "head_dim_v",
+    "q_dtype",
+    "kv_dtype",
+    "block_size",
+    "causal",
+    "window_left",
+    "chunk",
+    "soft_cap",
+)
 _WRITE = ("k", "v")
 _CACHE = ("k_cache", "v_cache")
 _RUN = ("q", "out", "lse")

@@ -75,7 +75,7 @@ TensorView view_of(const imbrex_tensor* pointer, const char* name) {
   int64_t count = 1;  // of elements in the dimensions from i on
   for (int i = t.ndim - 1; i >= 0; --i) {
     view.sizes[size_t(i)] = t.shape[i];
-    view.strides[size_t(i)] = t.strides != nullptr ? t.strides[i] : count;
+    view.strides[size_t(i)] = t.strides != nullptr && t.shape[i] > 1 ? t.strides[i] : count;  // of one element it may be anything
     count = checked_mul("api.tensor", count, t.shape[i]);
   }
   checked_mul("api.tensor", count, size_of(view.dtype));

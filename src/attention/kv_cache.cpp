@@ -30,8 +30,7 @@ constexpr SideCodes kValueCodes{
 
 // No two elements may share an address by a stride of 0.
 void check_strides(const TensorView& t, const char* code) {
-  for (int d = 0; d < t.rank; ++d)
-    check(t.size(d) <= 1 || t.stride(d) > 0, code, "stride of dimension {} of {} is {}", d, t, t.stride(d));
+  for (int d = 0; d < t.rank; ++d) check(t.size(d) <= 1 || t.stride(d) > 0, code, "stride of dimension {} of {} is {}", d, t, t.stride(d));
   check(t.is_addressable(), code, "the strides of {} reach past 63 bits", t);
 }
 

@@ -12,8 +12,6 @@ namespace {
 constexpr int64_t kMin32 = std::numeric_limits<int32_t>::min(), kMax32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMin64 = std::numeric_limits<int64_t>::min(), kMax64 = std::numeric_limits<int64_t>::max();
 
-int32_t wrong_int(Random& random, int64_t right) { return int32_t(wrong_number(random, right, kMin32, kMax32)); }
-
 // An int32 of a struct, named.
 template <class T>
 struct Field {
@@ -270,6 +268,8 @@ int64_t wrong_number(Random& random, int64_t right, int64_t low, int64_t high) {
     if (n != right && n >= low && n <= high) return n;
   }
 }
+
+int32_t wrong_int(Random& random, int64_t right) { return int32_t(wrong_number(random, right, kMin32, kMax32)); }
 
 bool break_argument(Argument& a, Random& random, std::string& what) {
   const Argument before = a;

@@ -17,6 +17,7 @@ Broken break_problem(const Problem&, Random&, int count);
 
 // A number that is wrong, or nearly right, where `right` is right.
 int64_t wrong_number(Random&, int64_t right, int64_t low, int64_t high);
+int32_t wrong_int(Random&, int64_t right);
 
 // Another description of a tensor; false when nothing has changed. `what` tells the change.
 bool break_argument(Argument&, Random&, std::string& what);

@@ -1,5 +1,5 @@
-// Wrong arguments of all that the C ABI has beside plans: specs, devices, selections, caches, copies, merges, block pools, and backends from
-// outside. Cases are numbered, see cases.h.
+// Wrong arguments of all that the C ABI has beside plans: specs, devices, selections, caches, copies, merges, block pools, and backends
+// from outside. Cases are numbered, see cases.h.
 #include <algorithm>
 #include <climits>
 
@@ -9,9 +9,7 @@
 namespace imbrex::test {
 namespace {
 
-constexpr int kCases = 1500;
-
-int32_t wrong_int(Random& random, int64_t right) { return int32_t(wrong_number(random, right, INT32_MIN, INT32_MAX)); }
+constexpr int kHandleCases = 1500;
 
 // True when it went well.
 bool done(imbrex_status status, const char* call, bool verbose) {
@@ -20,7 +18,7 @@ bool done(imbrex_status status, const char* call, bool verbose) {
   return status == IMBREX_OK;
 }
 
-Argument floats(std::vector<int64_t> shape) {
+Argument halves(std::vector<int64_t> shape) {
   int64_t count = 1;
   for (const int64_t n : shape) count *= n;
   Argument a;
@@ -31,7 +29,7 @@ Argument floats(std::vector<int64_t> shape) {
 void merge_parts(Random& random, bool verbose) {
   const int64_t tokens = random.between(0, 5), heads = random.between(1, 3), dim = random.between(1, 140), count = random.between(1, 3);
   std::vector<Argument> tensors;  // of parts, out and lse
-  for (int64_t i = 0; i <= count; ++i) tensors.push_back(floats({tokens, heads, dim})), tensors.push_back(floats({tokens, heads}));
+  for (int64_t i = 0; i <= count; ++i) tensors.push_back(halves({tokens, heads, dim})), tensors.push_back(halves({tokens, heads}));
   const auto merge = [&](int32_t number, bool parts_given) {
     std::vector<imbrex_partial_result> parts;
     for (Argument& a : tensors) a.make();
@@ -60,7 +58,7 @@ void copy_blocks(Random& random, bool verbose) {
   const imbrex_spec_fields fields = cached_fields(random);
   const SpecHandle spec = spec_of(fields);
   const int64_t blocks = random.between(2, 9);
-  Argument k = floats({blocks, fields.block_size, 2, 16}), v = floats({blocks, fields.block_size, 2, 32});
+  Argument k = halves({blocks, fields.block_size, 2, 16}), v = halves({blocks, fields.block_size, 2, 32});
   Struct<imbrex_kv_cache> kv;
   Numbers from, to;
   const int64_t half = random.between(1, blocks / 2);
@@ -138,8 +136,20 @@ void allocate_cache(Random& random, bool verbose) {
 }
 
 void select_backend(Random& random, bool verbose) {
-  constexpr const char* kDevices[] = {"cpu", "cuda:0", "cuda:9", "cuda:-1", "cuda:99999999999999999999", "h200", "avx512,32 threads", "",
-                                      "avx512,-1 threads", "\xff\xfe", "sm_0", "amx,2147483648 threads", ",,,", nullptr};
+  constexpr const char* kDevices[] = {"cpu",
+                                      "cuda:0",
+                                      "cuda:9",
+                                      "cuda:-1",
+                                      "cuda:99999999999999999999",
+                                      "h200",
+                                      "avx512,32 threads",
+                                      "",
+                                      "avx512,-1 threads",
+                                      "\xff\xfe",
+                                      "sm_0",
+                                      "amx,2147483648 threads",
+                                      ",,,",
+                                      nullptr};
   constexpr const char* kNames[] = {nullptr, "", "cpu_generic", "FLASH_ATTN", "fa3", "nothing", "\xff", "reference"};
   const DeviceHandle device = make_handle<DeviceHandle>([&](auto** out) {
     const imbrex_status status = imbrex_device_create(random.pick(kDevices), out);
@@ -186,7 +196,9 @@ void register_backends(Random& random, bool verbose) {
   };
   b.value.plan_free = [](void*) {};
   b.value.update = [](void*, const imbrex_batch*, void*) { return imbrex_status(IMBREX_OK); };
-  b.value.write_kv = [](void*, const imbrex_kv_cache*, const imbrex_tensor*, const imbrex_tensor*, void*) { return imbrex_status(IMBREX_OK); };
+  b.value.write_kv = [](void*, const imbrex_kv_cache*, const imbrex_tensor*, const imbrex_tensor*, void*) {
+    return imbrex_status(IMBREX_OK);
+  };
   b.value.run = [](void*, const imbrex_inputs*, const imbrex_outputs*, void*) { return imbrex_status(IMBREX_OK); };
   switch (random.between(0, 6)) {
     case 0: b.value.name = nullptr; break;
@@ -212,7 +224,7 @@ void register_backends(Random& random, bool verbose) {
 
 TEST(Metadata, WrongArgumentsOfHandlesGetAnErrorOrAResult) {
   constexpr void (*kSurfaces[])(Random&, bool) = {merge_parts, copy_blocks, use_pool, allocate_cache, select_backend, register_backends};
-  for_each_case(kCases, [&](int number, bool verbose) {
+  for_each_case(kHandleCases, [&](int number, bool verbose) {
     Random random{uint64_t(number)};
     kSurfaces[size_t(number) % std::size(kSurfaces)](random, verbose);
   });

@@ -9,9 +9,10 @@
 namespace imbrex::test {
 namespace {
 
-constexpr int kCases = 1500;
+constexpr int kPlanCases = 1500;
 
-// Every backend that may be there and pairs of them by phase, in a fixed order. One that this machine does not run leaves its cases to another.
+// Every backend that may be there and pairs of them by phase, in a fixed order. One that this machine does not run leaves its cases to
+// another.
 std::vector<Target> targets() {
   static imbrex_device cpu{probe_cpu(), "cpu"};
   static const imbrex_device gpu{probe_cuda().at(0), "cuda:0"};
@@ -112,7 +113,7 @@ void run_case(const Target& target, int number, bool verbose) {
 
 TEST(Metadata, WrongProblemsGetAnErrorOrAResult) {
   const std::vector<Target> all = targets();
-  for_each_case(kCases, [&](int number, bool verbose) {
+  for_each_case(kPlanCases, [&](int number, bool verbose) {
     const Target& target = all[size_t(number) % all.size()];
     SCOPED_TRACE(target.name);
     run_case(target, number, verbose);
