@@ -1,23 +1,16 @@
 #pragma once
-// Counts calls of operator new by replacing it. Include in exactly one file of a test program.
-#include <atomic>
+// Counts calls of operator new, and lets them fail, by replacing it. Include in exactly one file of a test program; others include
+// allocations.h.
 #include <cstdlib>
 #include <new>
 
+#include "allocations.h"
+
 namespace imbrex::test {
-
-inline std::atomic<long> allocations{0};
-
-// Calls of operator new, in any thread, while f runs.
-template <class F>
-long count_allocations(F&& f) {
-  const long before = allocations.load();
-  f();
-  return allocations.load() - before;
-}
 
 [[gnu::noinline]] inline void* counted_allocation(std::size_t bytes, std::size_t alignment) {
   allocations.fetch_add(1, std::memory_order_relaxed);
+  if (allocations_left > 0 && --allocations_left == 0) return nullptr;
   const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
   return alignment <= alignof(std::max_align_t) ? std::malloc(bytes > 0 ? bytes : 1) : std::aligned_alloc(alignment, rounded);
 }

@@ -52,7 +52,9 @@ struct Reason {
 class Plan {
  public:
   virtual ~Plan() = default;
-  // Reads the batch's host arrays and keeps views of its device arrays, which must live until the next update.
+  // Reads the batch's host arrays and keeps views of its device arrays, which must live until the next update. What fails leaves the plan
+  // at the step before: run() then computes that one, bit for bit. Where a GPU's driver fails in the middle, and fails again when the last
+  // step is sent once more, there is none: write_kv() and run() say plan.no_step until an update succeeds.
   virtual void update(const Batch&, Stream = nullptr) = 0;
   // The same from lengths that are on the device: launches one kernel that makes the lists there, waits for nothing, and may be captured
   // into a graph together with the layers of the step. The arrays are read when the kernel runs. A request beyond the limits, or of which
@@ -66,6 +68,9 @@ class Plan {
   virtual void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream = nullptr) const = 0;
   // Allocates nothing, compiles nothing.
   virtual void run(const Inputs&, const Outputs&, Stream = nullptr) const = 0;
+  // Whether write_kv() and run() may be captured into a graph that replays later steps too. A plan of two phases may not, since what it
+  // launches depends on the step: there they refuse a stream that is being captured (Error phase_plan.captured).
+  virtual bool capturable() const { return false; }
   virtual std::string str() const = 0;  // "cpu_amx: 264 work items, 12 merges"
 };
 

@@ -42,15 +42,17 @@ struct DeviceBatch {
   int max_num_tokens = 0;  // what the host knows of query_start_loc.back(); 0: PlanLimits::max_num_tokens. The tensors of write_kv() and
                            // run(), and slot_mapping, have so many tokens
 
-  int num_reqs() const { return int(seq_lens.size(0)); }
+  int64_t num_reqs() const { return seq_lens.size(0); }
 };
 
 // Upper bounds of every later Plan::update: scratch is sized once, from these.
 struct PlanLimits {
-  int max_num_reqs = 256;
-  int max_num_tokens = 8192;  // query tokens of a step
+  int max_num_reqs = 256;     // 2^24 at most
+  int max_num_tokens = 8192;  // query tokens of a step; 2^30 at most
   int max_seq_len = 131072;
   int max_query_len = 0;  // query tokens of one request; 0: no limit of its own. 1 makes a plan for decode, which needs less on a GPU
+
+  void validate() const;  // Error limits.* for what is no size; backends call it when a plan is made
 };
 
 // Throws Error batch.* at the first thing that is wrong. num_blocks bounds block ids and slots; < 0 when there are no blocks.

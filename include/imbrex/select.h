@@ -52,7 +52,9 @@ struct Selection {
 // exist or has reasons against it; the message lists them.
 Selection select(const AttentionSpec&, const DeviceInfo&, const SelectOptions& = {});
 
-// Plan that sends requests with at most `decode_max_q` query tokens to one backend and the others to another.
+// Plan that sends requests with at most `decode_max_q` query tokens to one backend and the others to another. An update is taken by both or
+// by none. On a GPU the requests of a phase have to be next to each other (Error phase_plan.interleaved), and the plan is no part of a
+// graph: Plan::capturable() is false, and write_kv() and run() refuse a stream that is being captured (Error phase_plan.captured).
 std::unique_ptr<Plan> plan_by_phase(const Backend& prefill, const Backend& decode, const AttentionSpec&, const DeviceInfo&,
                                     const PlanOptions&, int decode_max_q = 1);
 

@@ -54,10 +54,11 @@ class OutsidePlan final : public Plan {
                          .kv_start_loc = start.get(),
                          .slot_mapping = slots.get(),
                          .custom_mask = mask.get()};
+    const BatchReach reach = reach_of(batch, spec_, validate_);
     functions_->must(functions_->update(plan_, &b, stream), "update");
     num_tokens_ = batch.num_tokens();
     slots_ = batch.slot_mapping;
-    reach_ = validate_ ? reach_of(batch, spec_) : BatchReach{};
+    reach_ = reach;
   }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {
@@ -121,11 +122,7 @@ class OutsideBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    const std::vector<Reason> reasons = unsupported(spec, device);
-    check(reasons.empty(), "backend.unsupported", "{} does not run {} on {}: {}", name(), spec.str(), device.str(),
-          reasons.empty() ? "" : reasons.front().str());
-    check(device.present, "backend.device_absent", "{} is only described", device.str());
+    check_can_plan(*this, spec, device, options);
     return std::make_unique<OutsidePlan>(functions_, spec, device, options);
   }
 

@@ -151,6 +151,8 @@ const char* imbrex_plan_str(imbrex_plan* plan) {
   return status == IMBREX_OK ? plan->text.c_str() : "";
 }
 
+int32_t imbrex_plan_capturable(const imbrex_plan* plan) { return plan != nullptr && plan->plan->capturable() ? 1 : 0; }
+
 imbrex_status imbrex_plan_update(imbrex_plan* plan, const imbrex_batch* batch, void* stream) {
   return guarded([&] { plan_of(plan).update(batch_of(batch), stream); });
 }

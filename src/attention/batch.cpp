@@ -7,8 +7,21 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 
 namespace imbrex {
+
+// Far beyond any machine, and small enough that products of a few limits fit 63 bits.
+static constexpr int kMostReqs = 1 << 24, kMostTokens = 1 << 30;
+
+void PlanLimits::validate() const {
+  check(max_num_reqs >= 0 && max_num_reqs <= kMostReqs, "limits.max_num_reqs", "expected 0 to {} requests, got {}", kMostReqs,
+        max_num_reqs);
+  check(max_num_tokens >= 0 && max_num_tokens <= kMostTokens, "limits.max_num_tokens", "expected 0 to {} query tokens, got {}", kMostTokens,
+        max_num_tokens);
+  check(max_seq_len >= 0, "limits.max_seq_len", "expected 0 or more keys, got {}", max_seq_len);
+  check(max_query_len >= 0, "limits.max_query_len", "expected 0 (no limit of its own) or more query tokens, got {}", max_query_len);
+}
 
 int Batch::max_query_len() const {
   int longest = 0;
@@ -214,21 +227,28 @@ void validate_custom_mask(const Batch& batch, const AttentionSpec& spec) {
   check(mask.size(0) == bytes, "batch.custom_mask.size", "expected {} bytes (sum of q_len * seq_len), got {}", bytes, mask);
 }
 
-void validate_devices(const Batch& batch) {
+void validate_memory(const Batch& batch) {
   const TensorView* first = nullptr;
-  for (const TensorView* t : {&batch.block_table, &batch.kv_indptr, &batch.kv_indices, &batch.kv_last_page_len, &batch.kv_start_loc,
-                              &batch.slot_mapping, &batch.custom_mask}) {
-    if (t->empty()) continue;
-    if (first == nullptr) first = t;
-    check(t->device == first->device, "batch.device", "expected all arrays on {}, got {}", first->device, *t);
-  }
+  const auto look_at = [&](const TensorView& t, const char* name) {
+    if (t.empty()) return;
+    if (first == nullptr) first = &t;
+    check(t.device == first->device, "batch.device", "expected all arrays on {}, got {}", first->device, t);
+    check_layout(t, name);
+  };
+  look_at(batch.block_table, "block_table");
+  look_at(batch.kv_indptr, "kv_indptr");
+  look_at(batch.kv_indices, "kv_indices");
+  look_at(batch.kv_last_page_len, "kv_last_page_len");
+  look_at(batch.kv_start_loc, "kv_start_loc");
+  look_at(batch.slot_mapping, "slot_mapping");
+  look_at(batch.custom_mask, "custom_mask");
 }
 
 }  // namespace
 
 void validate(const Batch& batch, const AttentionSpec& spec, const PlanLimits& limits, int64_t num_blocks) {
   validate_lengths(batch, spec, limits);
-  validate_devices(batch);
+  validate_memory(batch);
   validate_keys(batch, spec, num_blocks);
   validate_slots(batch, spec, num_blocks);
   validate_custom_mask(batch, spec);

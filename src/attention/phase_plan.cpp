@@ -11,7 +11,10 @@
 #include <array>
 #include <cstring>
 
+#include "attention/plan_checks.h"
+#include "attention/step_plan.h"
 #include "core/check.h"
+#include "core/stream_capture.h"
 #include "imbrex/select.h"
 
 namespace imbrex {
@@ -56,24 +59,24 @@ void for_rows(const ParallelFor& threads, const std::vector<Range>& ranges, cons
   }
 }
 
+// Rows of heads, or of one number a head (lse). The target's numbers lie next to each other.
 void copy_row(const TensorView& from, int64_t from_row, const TensorView& to, int64_t to_row) {
-  const int64_t size = size_of(from.dtype);
+  const int64_t size = size_of(from.dtype), dim = from.rank == 2 ? 1 : from.size(2), stride = from.rank == 2 ? 1 : from.stride(2);
   const auto* source = from.as<const std::byte>() + from_row * from.stride(0) * size;
   auto* target = to.as<std::byte>() + to_row * to.stride(0) * size;
-  if (from.rank == 2) {  // lse
-    for (int64_t h = 0; h < from.size(1); ++h) std::memcpy(target + h * to.stride(1) * size, source + h * from.stride(1) * size, size);
-    return;
-  }
-  const int64_t head_bytes = from.size(2) * size;
   for (int64_t h = 0; h < from.size(1); ++h) {
-    std::memcpy(target + h * to.stride(1) * size, source + h * from.stride(1) * size, size_t(head_bytes));
+    const auto* head = source + h * from.stride(1) * size;
+    auto* copy = target + h * to.stride(1) * size;
+    if (stride == 1) {
+      std::memcpy(copy, head, size_t(dim * size));
+    } else {
+      for (int64_t d = 0; d < dim; ++d) std::memcpy(copy + d * size, head + d * stride * size, size_t(size));
+    }
   }
 }
 
-// One of the two phases: its plan, which tokens it has, and the scratch for tokens that are not contiguous.
+// What one of the phases has of a step.
 struct PhasePart {
-  const char* name;
-  std::unique_ptr<Plan> plan;
   std::vector<Range> ranges;  // token ranges, merged where they touch; empty: nothing to do this step
   int num_tokens = 0;
   std::vector<int32_t> query_start_loc;
@@ -83,7 +86,7 @@ struct PhasePart {
   bool contiguous() const { return ranges.size() == 1; }
 };
 
-class PhasePlan final : public Plan {
+class PhasePlan final : public StepPlan {
  public:
   PhasePlan(const Backend& prefill, const Backend& decode, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
             int decode_max_q)
@@ -99,45 +102,81 @@ class PhasePlan final : public Plan {
         lse_rows_(scratch_rows_, int64_t(spec.num_q_heads) * sizeof(float)) {
     PlanOptions part_options = options;
     part_options.validate = false;  // the whole batch is checked here, before it is taken apart
-    parts_[1] = {"prefill", prefill.plan(spec, device, part_options), {}, 0, {}, {}, {}};
+    phases_[1] = {"prefill", step_plan(prefill.plan(spec, device, part_options))};
     int& longest = part_options.limits.max_query_len;
     longest = longest > 0 ? std::min(longest, decode_max_q) : decode_max_q;
-    parts_[0] = {"decode", decode.plan(spec, device, part_options), {}, 0, {}, {}, {}};
+    phases_[0] = {"decode", step_plan(decode.plan(spec, device, part_options))};
+    if (!phases_[0].plan->can_revert() && phases_[1].plan->can_revert()) std::swap(order_[0], order_[1]);
   }
 
-  void update(const Batch& batch, Stream stream) override {
+  void prepare(const Batch& batch, Stream stream) override {
     if (options_.validate) validate(batch, spec_, options_.limits, -1);
-    for (PhasePart& part : parts_) {
-      divide(batch, part, &part == &parts_[0]);
-      if (part.ranges.empty()) continue;
-      check(part.contiguous() || device_.type == DeviceType::cpu, "phase_plan.interleaved",
-            "{} tokens next to each other on {}, got {} separate runs: order the batch by phase", part.name, device_.str(),
+    check(batch.num_tokens() <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
+          options_.limits.max_num_tokens, batch.num_tokens());
+    Step& next = steps_.spare();
+    for (size_t i : order_) {
+      PhasePart& part = next.parts[i];
+      divide(batch, part, i == 0);
+      check(part.ranges.size() < 2 || device_.type == DeviceType::cpu, "phase_plan.interleaved",
+            "{} tokens next to each other on {}, got {} separate runs: order the batch by phase", phases_[i].name, device_.str(),
             part.ranges.size());
-      part.plan->update(part_batch(batch, part), stream);
     }
-    num_tokens_ = batch.num_tokens();
+    for (size_t i : order_)
+      if (!next.parts[i].ranges.empty()) phases_[i].plan->prepare(part_batch(batch, next.parts[i]), stream);
+    next.slots = batch.slot_mapping;
+    next.num_tokens = batch.num_tokens();
+    next.reach = reach_of(batch, spec_, options_.validate);
+  }
+
+  // A plan that cannot be taken back comes last: when it fails, the others are.
+  void commit(Stream stream) override {
+    size_t done = 0;
+    try {
+      for (; done < order_.size(); ++done)
+        if (const size_t i = order_[done]; !steps_.spare().parts[i].ranges.empty()) phases_[i].plan->commit(stream);
+    } catch (...) {
+      while (done-- > 0)
+        if (const size_t i = order_[done]; !steps_.spare().parts[i].ranges.empty()) phases_[i].plan->revert(stream);
+      throw;
+    }
+    steps_.flip();
+  }
+  void revert(Stream stream) noexcept override {
+    for (size_t i : order_)
+      if (!steps_.now().parts[i].ranges.empty()) phases_[i].plan->revert(stream);
+    steps_.flip();
+  }
+  bool can_revert() const noexcept override { return phases_[0].plan->can_revert() && phases_[1].plan->can_revert(); }
+  bool has_step() const noexcept override {
+    for (size_t i : order_)
+      if (!steps_.now().parts[i].ranges.empty() && !phases_[i].plan->has_step()) return false;
+    return true;
   }
 
   void write_kv(const KvCache& kv, const TensorView& k, const TensorView& v, Stream stream) const override {
-    check_tokens("k", k, spec_.num_kv_heads, spec_.head_dim_qk);
-    check_tokens("v", v, spec_.num_kv_heads, spec_.head_dim_v);
-    for (const PhasePart& part : parts_) {
+    const Step& step = steps_.now();
+    check_step(*this);
+    check_capture(stream);
+    check_write(spec_, device_, kv, k, v, step.slots, step.num_tokens, step.reach);
+    for (size_t i : order_) {
+      const PhasePart& part = step.parts[i];
       if (part.ranges.empty()) continue;
-      part.plan->write_kv(kv, tokens_of(part, k, k_rows_), tokens_of(part, v, v_rows_), stream);
+      phases_[i].plan->write_kv(kv, tokens_of(part, k, k_rows_), tokens_of(part, v, v_rows_), stream);
     }
   }
 
   void run(const Inputs& inputs, const Outputs& outputs, Stream stream) const override {
-    check_tokens("q", inputs.q, spec_.num_q_heads, spec_.head_dim_qk);
-    check_tokens("out", outputs.out, spec_.num_q_heads, spec_.head_dim_v);
-    check(num_tokens_ == 0 || outputs.lse.empty() || fits(outputs.lse, 2, spec_.num_q_heads, 1), "phase_plan.lse",
-          "lse: expected f32[>= {}, {}], got {}", num_tokens_, spec_.num_q_heads, outputs.lse.str());
-    for (const PhasePart& part : parts_) {
+    const Step& step = steps_.now();
+    check_step(*this);
+    check_capture(stream);
+    check_run(spec_, device_, inputs, outputs, step.num_tokens, step.reach);
+    for (size_t i : order_) {
+      const PhasePart& part = step.parts[i];
       if (part.ranges.empty()) continue;
       Inputs part_inputs = inputs;
       part_inputs.q = tokens_of(part, inputs.q, q_rows_);
       const Outputs part_outputs{output_of(part, outputs.out, out_rows_), output_of(part, outputs.lse, lse_rows_)};
-      part.plan->run(part_inputs, part_outputs, stream);
+      phases_[i].plan->run(part_inputs, part_outputs, stream);
       if (part.contiguous()) continue;
       for_rows(options_.threads, part.ranges, [&](int row, int token) {
         copy_row(part_outputs.out, row, outputs.out, token);
@@ -148,23 +187,31 @@ class PhasePlan final : public Plan {
 
   std::string str() const override {
     std::string text = fmt::format("by phase, decode is up to {} query tokens", decode_max_q_);
-    for (const PhasePart& part : parts_) {
-      text += part.ranges.empty() ? fmt::format("; {}: nothing", part.name)
-                                  : fmt::format("; {}{}: {}", part.name, part.contiguous() ? "" : " (gathered)", part.plan->str());
+    for (size_t i = 0; i < phases_.size(); ++i) {
+      const PhasePart& part = steps_.now().parts[i];
+      text += part.ranges.empty()
+                  ? fmt::format("; {}: nothing", phases_[i].name)
+                  : fmt::format("; {}{}: {}", phases_[i].name, part.contiguous() ? "" : " (gathered)", phases_[i].plan->str());
     }
     return text;
   }
 
  private:
-  // Rows are sliced and copied here, before the plans of the phases see them; dtypes are checked there.
-  bool fits(const TensorView& t, int rank, int heads, int dim) const {
-    return !t.empty() && t.rank == rank && t.size(0) >= num_tokens_ && t.size(1) == heads && size_of(t.dtype) <= int64_t(sizeof(float)) &&
-           (rank == 2 || (t.size(2) == dim && t.stride(2) == 1));
-  }
+  struct Phase {
+    const char* name;
+    std::unique_ptr<StepPlan> plan;
+  };
+  struct Step {
+    std::array<PhasePart, 2> parts;  // of phases_
+    TensorView slots;
+    BatchReach reach;
+    int num_tokens = 0;
+  };
 
-  void check_tokens(const char* name, const TensorView& t, int heads, int dim) const {
-    check(num_tokens_ == 0 || fits(t, 3, heads, dim), "phase_plan.tokens", "{}: expected [>= {}, {}, {}] with innermost stride 1, got {}",
-          name, num_tokens_, heads, dim, t.str());
+  // A graph would repeat the rows of this step's phases, and a phase that has no tokens now would be missing.
+  void check_capture(Stream stream) const {
+    check(!is_captured(device_, stream), "phase_plan.captured",
+          "expected a stream that captures nothing: which rows are whose differs from step to step. Capture a plan of one backend");
   }
 
   // Which tokens the part has, and where each request's tokens begin among them.
@@ -246,8 +293,9 @@ class PhasePlan final : public Plan {
   PlanOptions options_;
   int decode_max_q_;
   int64_t scratch_rows_;
-  int num_tokens_ = 0;
-  std::array<PhasePart, 2> parts_;
+  std::array<Phase, 2> phases_;           // decode, prefill
+  std::array<size_t, 2> order_ = {0, 1};  // in which they are updated and run
+  TwoSteps<Step> steps_;
   RowBuffer q_rows_, k_rows_, v_rows_, out_rows_, lse_rows_;  // of one part at a time
 };
 
@@ -255,6 +303,8 @@ class PhasePlan final : public Plan {
 
 std::unique_ptr<Plan> plan_by_phase(const Backend& prefill, const Backend& decode, const AttentionSpec& spec, const DeviceInfo& device,
                                     const PlanOptions& options, int decode_max_q) {
+  spec.validate();
+  check_options(options);
   check(decode_max_q >= 1, "phase_plan.decode_max_q", "at least 1 query token, got {}", decode_max_q);
   return std::make_unique<PhasePlan>(prefill, decode, spec, device, options, decode_max_q);
 }

@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 
 namespace imbrex {
 namespace {
@@ -15,21 +16,34 @@ void check_rows(const TensorView& t, const char* name, std::string_view code, DT
   check(t.rank == 3 && t.dtype == dtype && t.device == device && t.size(0) >= tokens && t.size(1) == heads && t.size(2) == dim &&
             (t.data != nullptr || tokens == 0),
         code, "{}: expected {}[>= {}, {}, {}] on {}, got {}", name, to_string(dtype), tokens, heads, dim, device, t);
+  check_layout(t, name);
 }
 
 void check_heads(bool wanted, const TensorView& t, const char* name, std::string_view code, int num_heads, Device device) {
   check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
   check(!wanted || (t.rank == 1 && t.dtype == DType::f32 && t.size(0) == num_heads && t.stride(0) == 1 && t.device == device), code,
         "{}: expected contiguous f32[{}] on {}, got {}", name, num_heads, device, t);
+  check_layout(t, name);
+}
+
+// Of heads, before the host reads them. Kernels have room for an i32 of a stride.
+void check_scales(const TensorView& t, const char* name) {
+  check_layout(t, name);
+  check(t.empty() || t.rank != 1 || t.size(0) <= 1 || (t.stride(0) >= INT32_MIN && t.stride(0) <= INT32_MAX), "tensor.strides",
+        "{}: expected a stride that an i32 can count, got {} in {}", name, t.stride(0), t);
 }
 
 // `t` where it is one of `types`, else the usual one: what a message then says was expected.
 DType one_of(std::span<const DType> types, DType t) { return std::ranges::find(types, t) != types.end() ? t : types.front(); }
 
 void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_view code, Device device) {
+  check_scales(cache.k_scale, "k_scale");
+  check_scales(cache.v_scale, "v_scale");
   cache.validate(spec);
   check_memory(cache.k, "k", code, device);
   check_memory(cache.v, "v", code, device);
+  check_layout(cache.k, "k");
+  check_layout(cache.v, "v");
   if (device.type != DeviceType::cpu) return;  // elsewhere a scale may be on the host too, see KvCache
   check_memory(cache.k_scale, "k_scale", code, device);
   check_memory(cache.v_scale, "v_scale", code, device);
@@ -37,14 +51,45 @@ void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_vi
 
 }  // namespace
 
+void check_options(const PlanOptions& options) {
+  constexpr int kMostWorkers = 1 << 16;
+  options.limits.validate();
+  check(options.threads.num_workers > 0 && options.threads.num_workers <= kMostWorkers, "threads.num_workers",
+        "expected 1 to {} workers of PlanOptions::threads, got {}", kMostWorkers, options.threads.num_workers);
+}
+
+void check_can_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
+  spec.validate();
+  check_options(options);
+  for (const Reason& reason : backend.unsupported(spec, device))
+    fail("backend.unsupported", "{} cannot run {}: {}", backend.name(), spec.str(), reason.str());
+  check(device.present, "backend.device_absent", "{} cannot make a runnable plan for {}, which is only described", backend.name(),
+        device.name);
+}
+
 void check_memory(const TensorView& t, const char* name, std::string_view code, Device device) {
   check(t.empty() || t.device == device, code, "{}: expected memory of {}, got {}", name, device, t);
 }
 
-BatchReach reach_of(const Batch& batch, const AttentionSpec& spec) {
+void check_on_host(const Batch& batch) {
+  constexpr std::string_view code = "update.device";
+  check_memory(batch.block_table, "block_table", code, {});
+  check_memory(batch.kv_indptr, "kv_indptr", code, {});
+  check_memory(batch.kv_indices, "kv_indices", code, {});
+  check_memory(batch.kv_start_loc, "kv_start_loc", code, {});
+  check_memory(batch.slot_mapping, "slot_mapping", code, {});
+  check_memory(batch.custom_mask, "custom_mask", code, {});
+}
+
+BatchReach reach_of(const Batch& batch, const AttentionSpec& spec, bool validate) {
   const auto on_host = [](const TensorView& t) { return !t.empty() && t.device.type == DeviceType::cpu; };
-  const bool dense = on_host(batch.block_table), csr = on_host(batch.kv_indptr) && on_host(batch.kv_indices);
   BatchReach reach;
+  if (on_host(batch.kv_start_loc))
+    for (int r = 0; r < batch.num_reqs(); ++r)
+      if (batch.seq_lens[r] > 0)  // a start below 0, which nobody has refused without validation, is beyond all rows here
+        reach.rows = std::max(reach.rows, int64_t(uint32_t(batch.kv_start_loc.as<const int>()[r])) + batch.seq_lens[r]);
+  if (!validate) return reach;
+  const bool dense = on_host(batch.block_table), csr = on_host(batch.kv_indptr) && on_host(batch.kv_indices);
   for (int r = 0; (dense || csr) && r < batch.num_reqs(); ++r) {
     const int* ids = dense ? batch.block_table.as<const int>() + r * batch.block_table.stride(0)
                            : batch.kv_indices.as<const int>() + batch.kv_indptr.as<const int>()[r];
@@ -65,6 +110,7 @@ void check_q_scale(const AttentionSpec& spec, Device device, const TensorView& s
   check(scale.rank == 1 && scale.dtype == DType::f32 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads) &&
             (host || scale.device == device),
         code, "q_scale: expected f32[1] or f32[{}] on {} or cpu, got {}", spec.num_kv_heads, device, scale);
+  check_scales(scale, "q_scale");
   for (int64_t h = 0; host && h < scale.size(0); ++h) {
     const float value = scale.as<const float>()[h * scale.stride(0)];
     check(std::isfinite(value) && value > 0, code, "q_scale: expected finite positive numbers, got {} at {}", value, h);
@@ -82,10 +128,14 @@ DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, cons
   check(lse.empty() ||
             (lse.rank == 2 && lse.dtype == DType::f32 && lse.device == device && lse.size(0) >= num_tokens && lse.size(1) == heads),
         "run.lse", "lse: expected f32[>= {}, {}] on {}, got {}", num_tokens, heads, device, lse);
+  check_written_layout(out.out, "out");
+  check_written_layout(lse, "lse");
   check_q_scale(spec, device, in.q_scale);
   check_cache(spec, in.kv, "run.device", device);
   check(spec.block_size == 0 || reach.block < in.kv.num_blocks(spec), "run.block_id", "block ids must be below {}, the batch has {}",
         in.kv.num_blocks(spec), reach.block);
+  check(spec.block_size > 0 || reach.rows <= in.kv.k.size(0), "run.kv_rows", "k and v need {} rows (kv_start_loc), they have {}",
+        reach.rows, in.kv.k.size(0));
   check_heads(spec.score.head_scales, in.head_scales, "head_scales", "run.head_scales", heads, device);
   check_heads(spec.score.alibi, in.alibi_slopes, "alibi_slopes", "run.alibi_slopes", heads, device);
   check_heads(spec.score.sinks, in.sinks, "sinks", "run.sinks", heads, device);
@@ -95,6 +145,7 @@ DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, cons
   check(buckets == 0 || (!bias.empty() && bias.rank == 2 && bias.dtype == DType::f32 && bias.device == device && bias.size(0) == buckets &&
                          bias.size(1) == heads),
         "run.relative_bias", "relative_bias: expected f32[{}, {}] on {}, got {}", buckets, heads, device, bias);
+  check_layout(bias, "relative_bias");
   return out_dtype;
 }
 
@@ -106,6 +157,8 @@ DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache
   check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
   check(num_tokens == 0 || !slot_mapping.empty(), "write_kv.slot_mapping", "write_kv needs Batch::slot_mapping, none was given to update");
+  check_written_layout(cache.k, "k of the cache");
+  check_written_layout(cache.v, "v of the cache");
   const int64_t num_slots = cache.num_blocks(spec) * spec.block_size;
   check(reach.slot < num_slots, "write_kv.slot", "slots must be below {}, the batch has {}", num_slots, reach.slot);
   return dtype;

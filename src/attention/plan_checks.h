@@ -7,15 +7,25 @@
 
 namespace imbrex {
 
+// What every backend asks before it makes a plan: that the spec, the limits and the number of threads are some, that unsupported() has
+// nothing against it, and that the device is present. Errors spec.*, limits.*, threads.num_workers, backend.unsupported,
+// backend.device_absent.
+void check_can_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
+void check_options(const PlanOptions&);  // of these, limits.* and threads.num_workers
+
 // An empty view passes. `code` is the caller's: update.device, run.device, ...
 void check_memory(const TensorView&, const char* name, std::string_view code, Device);
+// The arrays of a batch that a plan reads on the host: all of them there. Error update.device.
+void check_on_host(const Batch&);
 
-// Host block tables know more than validate(): a batch does not know how large the cache is, so run() and write_kv() compare.
+// How far a batch's host arrays reach into a cache. A batch does not know how large that is, so run() and write_kv() compare.
 struct BatchReach {
-  int block = -1;     // largest block id that a request needs; -1: none, or not on the host
-  int64_t slot = -1;  // largest slot
+  int block = -1;     // largest block id that a request needs; -1: none, or nobody has looked
+  int64_t slot = -1;  // largest slot; likewise
+  int64_t rows = 0;   // of ragged k and v: so many at least
 };
-BatchReach reach_of(const Batch&, const AttentionSpec&);
+// Block ids and slots are looked at with `validate` alone, since it takes a step over all of them.
+BatchReach reach_of(const Batch&, const AttentionSpec&, bool validate);
 
 // Inputs::q_scale. Error run.q_scale.
 void check_q_scale(const AttentionSpec&, Device, const TensorView&);

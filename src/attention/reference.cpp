@@ -9,6 +9,7 @@
 #include "attention/mask.h"
 #include "attention/plan_checks.h"
 #include "attention/relative_bias.h"
+#include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/float_types.h"
 
@@ -34,56 +35,7 @@ float head_scale(const TensorView& scales, DType dtype, int head) {
   return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];
 }
 
-// [>= tokens, heads, dim] in one of the types, with innermost stride 1.
-void check_tokens(const char* name, std::string_view code, const TensorView& t, const std::vector<DType>& types, int tokens, int heads,
-                  int dim) {
-  if (tokens == 0) return;
-  std::vector<std::string> names(types.size());
-  std::ranges::transform(types, names.begin(), [](DType type) { return to_string(type); });
-  check(!t.empty() && std::ranges::find(types, t.dtype) != types.end() && t.device.type == DeviceType::cpu && t.rank == 3 &&
-            t.size(0) >= tokens && t.size(1) == heads && t.size(2) == dim,
-        code, "{}: expected {} [>= {}, {}, {}] on cpu, got {}", name, fmt::join(names, " or "), tokens, heads, dim, t.str());
-  check(t.stride(2) == 1, "run.stride", "{}: expected innermost stride 1, got {}", name, t.stride(2));
-}
-
-void check_host(const char* name, std::string_view code, const TensorView& t) {
-  check(t.empty() || t.device.type == DeviceType::cpu, code, "{}: expected memory of cpu, got {}", name, t.str());
-}
-void check_host(const KvCache& cache, std::string_view code) {
-  check_host("k", code, cache.k);
-  check_host("v", code, cache.v);
-  check_host("k_scale", code, cache.k_scale);
-  check_host("v_scale", code, cache.v_scale);
-}
-
-// A parameter of the score modification: there exactly when the spec has it.
-void check_parameter(const char* name, std::string_view code, const TensorView& t, bool wanted, int rank, int size0, int size1 = 1) {
-  check(wanted != t.empty(), code, "{}: {} by the spec, but {}", name, wanted ? "needed" : "not used", t.empty() ? "not given" : "given");
-  check(!wanted || (t.dtype == DType::f32 && t.rank == rank && t.size(0) == size0 && (rank == 1 || t.size(1) == size1)), code,
-        "{}: expected f32 of rank {} with {} x {} elements, got {}", name, rank, size0, size1, t.str());
-  check_host(name, code, t);
-}
-
-void check_run(const AttentionSpec& spec, int tokens, const Inputs& in, const Outputs& out) {
-  const int heads = spec.num_q_heads;
-  const std::span<const DType> outputs = spec.out_dtypes();
-  check_tokens("q", "run.q", in.q, {spec.q_dtype}, tokens, heads, spec.head_dim_qk);
-  check_tokens("out", "run.out", out.out, {outputs.begin(), outputs.end()}, tokens, heads, spec.head_dim_v);
-  check_q_scale(spec, {}, in.q_scale);
-  check_parameter("head_scales", "run.head_scales", in.head_scales, spec.score.head_scales, 1, heads);
-  check_parameter("alibi_slopes", "run.alibi_slopes", in.alibi_slopes, spec.score.alibi, 1, heads);
-  check_parameter("sinks", "run.sinks", in.sinks, spec.score.sinks, 1, heads);
-  const int buckets = spec.score.relative_buckets;
-  check_parameter("relative_bias", "run.relative_bias", in.relative_bias, buckets > 0, 2, buckets, heads);
-  const TensorView& lse = out.lse;
-  check(lse.empty() || (lse.rank == 2 && lse.dtype == DType::f32 && lse.size(0) >= tokens && lse.size(1) == heads), "run.lse",
-        "lse: expected f32[>= {}, {}], got {}", tokens, heads, lse.str());
-  check_host("lse", "run.lse", lse);
-  in.kv.validate(spec);
-  check_host(in.kv, "run.device");
-}
-
-class ReferencePlan final : public Plan {
+class ReferencePlan final : public StepPlan {
  public:
   ReferencePlan(const AttentionSpec& spec, const PlanOptions& options) : spec_(spec), options_(options) {
     k_row_.resize(spec.head_dim_qk);
@@ -92,39 +44,31 @@ class ReferencePlan final : public Plan {
     sums_.resize(size_t(spec.group_size()) * spec.head_dim_v);
   }
 
-  void update(const Batch& batch, Stream) override {
+  void prepare(const Batch& batch, Stream) override {
     if (options_.validate) validate(batch, spec_, options_.limits, -1);
-    check_host("block_table", "update.device", batch.block_table);
-    check_host("kv_indptr", "update.device", batch.kv_indptr);
-    check_host("kv_indices", "update.device", batch.kv_indices);
-    check_host("kv_start_loc", "update.device", batch.kv_start_loc);
-    check_host("slot_mapping", "update.device", batch.slot_mapping);
-    check_host("custom_mask", "update.device", batch.custom_mask);
-    batch_ = batch;
-    query_start_loc_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
-    seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
-    batch_.query_start_loc = query_start_loc_;
-    batch_.seq_lens = seq_lens_;
-    mask_start_.assign(1, 0);
-    for (int r = 0; r < batch.num_reqs(); ++r) mask_start_.push_back(mask_start_[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
-    weights_.resize(size_t(spec_.group_size()) * size_t(batch.max_seq_len()));
-    seen_.reserve(size_t(batch.max_seq_len()));
+    check_on_host(batch);
+    Step& next = steps_.spare();
+    next.query_start_loc.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
+    next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+    next.batch = batch;
+    next.batch.query_start_loc = next.query_start_loc;
+    next.batch.seq_lens = next.seq_lens;
+    next.mask_start.assign(1, 0);
+    for (int r = 0; r < batch.num_reqs(); ++r)
+      next.mask_start.push_back(next.mask_start[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
+    next.reach = reach_of(batch, spec_, options_.validate);
+    // Shared by both steps, and never smaller than one of them needs.
+    const size_t keys = size_t(std::max(batch.max_seq_len(), 0));
+    if (weights_.size() < size_t(spec_.group_size()) * keys) weights_.resize(size_t(spec_.group_size()) * keys);
+    seen_.reserve(keys);
   }
+  void commit(Stream) noexcept override { steps_.flip(); }
+  void revert(Stream) noexcept override { steps_.flip(); }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const override {
-    const int tokens = batch_.num_tokens();
-    check(spec_.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is 0");
-    std::vector<DType> types(spec_.new_kv_dtypes().begin(), spec_.new_kv_dtypes().end());
-    types.push_back(spec_.kv_dtype);
-    check_tokens("k", "write_kv.k", k, types, tokens, spec_.num_kv_heads, spec_.head_dim_qk);
-    check_tokens("v", "write_kv.v", v, types, tokens, spec_.num_kv_heads, spec_.head_dim_v);
-    check(tokens == 0 || !batch_.slot_mapping.empty(), "write_kv.slot_mapping",
-          "write_kv needs Batch::slot_mapping, none was given to update");
-    cache.validate(spec_);
-    check_host(cache, "write_kv.device");
-    const int64_t slots = cache.num_blocks(spec_) * spec_.block_size;
-    for (int t = 0; t < tokens; ++t)  // all before the first is written
-      check(slot_of(t) >= -1 && slot_of(t) < slots, "write_kv.slot", "slot of token {} must be in [-1, {}), is {}", t, slots, slot_of(t));
+    const Step& step = steps_.now();
+    const int tokens = step.batch.num_tokens();
+    check_write(spec_, {}, cache, k, v, step.batch.slot_mapping, tokens, step.reach);
     for (int t = 0; t < tokens; ++t) {
       if (slot_of(t) == -1) continue;
       write_token(cache.k, cache.k_scale, k, t, slot_of(t));
@@ -133,63 +77,69 @@ class ReferencePlan final : public Plan {
   }
 
   void run(const Inputs& in, const Outputs& out, Stream) const override {
-    check_run(spec_, batch_.num_tokens(), in, out);
-    check_blocks(in.kv.num_blocks(spec_));
-    for (int r = 0; r < batch_.num_reqs(); ++r)
-      for (int token = batch_.query_start_loc[r]; token < batch_.query_start_loc[r + 1]; ++token)
+    const Batch& batch = steps_.now().batch;
+    check_run(spec_, {}, in, out, batch.num_tokens(), steps_.now().reach);
+    for (int r = 0; r < batch.num_reqs(); ++r)
+      for (int token = batch.query_start_loc[r]; token < batch.query_start_loc[r + 1]; ++token)
         for (int head = 0; head < spec_.num_kv_heads; ++head) attend(in, out, r, token, head);
   }
 
-  std::string str() const override { return fmt::format("reference: {} requests, {} tokens", batch_.num_reqs(), batch_.num_tokens()); }
+  std::string str() const override {
+    return fmt::format("reference: {} requests, {} tokens", steps_.now().batch.num_reqs(), steps_.now().batch.num_tokens());
+  }
 
  private:
+  struct Step {
+    std::vector<int32_t> query_start_loc{0}, seq_lens;
+    Batch batch;
+    BatchReach reach;
+    std::vector<int64_t> mask_start;  // first byte of each request's custom mask
+  };
+
   void write_token(const TensorView& cache, const TensorView& scales, const TensorView& source, int token, int64_t slot) const {
     for (int h = 0; h < spec_.num_kv_heads; ++h) {
       const int64_t to = offset(cache, slot / spec_.block_size, slot % spec_.block_size, h), from = offset(source, token, h);
       const float scale = head_scale(scales, cache.dtype, h);
       for (int64_t d = 0; d < cache.size(3); ++d) {
-        const int64_t target = to + d * cache.stride(3);
+        const int64_t target = to + d * cache.stride(3), at = from + d * source.stride(2);
         if (source.dtype == cache.dtype) {  // bits as they are: an fp8 source has the scale in it
           const int64_t size = size_of(cache.dtype);
-          std::memcpy(cache.as<char>() + target * size, source.as<const char>() + (from + d) * size, size);
+          std::memcpy(cache.as<char>() + target * size, source.as<const char>() + at * size, size);
         } else {
-          store_from_float(cache.data, cache.dtype, target, load_as_float(source.data, source.dtype, from + d) / scale);
+          store_from_float(cache.data, cache.dtype, target, load_as_float(source.data, source.dtype, at) / scale);
         }
       }
     }
   }
 
-  int64_t slot_of(int token) const { return batch_.slot_mapping.as<int64_t>()[token * batch_.slot_mapping.stride(0)]; }
+  int64_t slot_of(int token) const {
+    const TensorView& slots = steps_.now().batch.slot_mapping;
+    return slots.as<int64_t>()[token * slots.stride(0)];
+  }
 
   // Block `index` of request `r`.
   int64_t block_of(int r, int64_t index) const {
-    const TensorView &table = batch_.block_table, &indptr = batch_.kv_indptr, &indices = batch_.kv_indices;
+    const Batch& batch = steps_.now().batch;
+    const TensorView &table = batch.block_table, &indptr = batch.kv_indptr, &indices = batch.kv_indices;
     return table.empty() ? indices.as<int32_t>()[(indptr.as<int32_t>()[r * indptr.stride(0)] + index) * indices.stride(0)]
                          : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
-  }
-
-  // The batch does not know how large the cache is.
-  void check_blocks(int64_t num_blocks) const {
-    for (int r = 0; spec_.block_size > 0 && r < batch_.num_reqs(); ++r)
-      for (int64_t index = 0; batch_.query_len(r) > 0 && index * spec_.block_size < batch_.seq_lens[r]; ++index)
-        check(block_of(r, index) >= 0 && block_of(r, index) < num_blocks, "run.block_id",
-              "block {} of request {} must be in [0, {}), is {}", index, r, num_blocks, block_of(r, index));
   }
 
   // Where key `j` of request `r` begins in k or v.
   int64_t key_offset(const TensorView& t, int r, int64_t j, int head) const {
     if (spec_.block_size == 0) {
-      const TensorView& start = batch_.kv_start_loc;
+      const TensorView& start = steps_.now().batch.kv_start_loc;
       return offset(t, start.as<int32_t>()[r * start.stride(0)] + j, head);
     }
     return offset(t, block_of(r, j / spec_.block_size), j % spec_.block_size, head);
   }
 
   bool visible(int r, int64_t query, int64_t j) const {
-    if (!mask_allows(spec_.mask, batch_.context_len(r) + query, j)) return false;
+    const Step& step = steps_.now();
+    if (!mask_allows(spec_.mask, step.batch.context_len(r) + query, j)) return false;
     if (!spec_.mask.custom) return true;
-    const TensorView& custom = batch_.custom_mask;
-    return custom.as<uint8_t>()[(mask_start_[r] + query * batch_.seq_lens[r] + j) * custom.stride(0)] != 0;
+    const TensorView& custom = step.batch.custom_mask;
+    return custom.as<uint8_t>()[(step.mask_start[r] + query * step.batch.seq_lens[r] + j) * custom.stride(0)] != 0;
   }
 
   // The logit of one query and key, from their dot product to the position bias.
@@ -209,7 +159,8 @@ class ReferencePlan final : public Plan {
   // The outputs of one token for the q heads that share kv head `head`.
   void attend(const Inputs& in, const Outputs& out, int r, int token, int head) const {
     const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
-    const int64_t keys = batch_.seq_lens[r], query = token - batch_.query_start_loc[r], position = batch_.context_len(r) + query;
+    const Batch& batch = steps_.now().batch;
+    const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = batch.context_len(r) + query;
     const KvCache& kv = in.kv;
     const int dim_axis = spec_.block_size == 0 ? 2 : 3;
     const double k_scale = head_scale(kv.k_scale, spec_.kv_dtype, head), v_scale = head_scale(kv.v_scale, spec_.kv_dtype, head);
@@ -261,9 +212,7 @@ class ReferencePlan final : public Plan {
 
   AttentionSpec spec_;
   PlanOptions options_;
-  Batch batch_;
-  std::vector<int32_t> query_start_loc_{0}, seq_lens_;
-  std::vector<int64_t> mask_start_;                            // first byte of each request's custom mask
+  TwoSteps<Step> steps_;
   mutable std::vector<double> k_row_, v_row_, q_rows_, sums_;  // scratch of attend
   mutable std::vector<double> weights_;                        // [group, keys of the request]: logits, then probabilities
   mutable std::vector<int64_t> seen_;                          // keys that the query sees
@@ -283,10 +232,7 @@ class ReferenceBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    for (const Reason& reason : unsupported(spec, device))
-      fail("backend.unsupported", "reference cannot run {}: {}", spec.str(), reason.str());
-    check(device.present, "backend.device_absent", "reference cannot make a plan for {}, which is only described", device.name);
+    check_can_plan(*this, spec, device, options);
     return std::make_unique<ReferencePlan>(spec, options);
   }
 };

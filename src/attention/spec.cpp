@@ -86,7 +86,7 @@ std::string AttentionSpec::str() const {
 }
 
 // Bounds that keep products of a few sizes within an int; no model comes near them.
-static constexpr int kMaxSpecHeads = 4096, kMaxSpecHeadDim = 576, kMaxBlockSize = 65536;
+static constexpr int kMaxSpecHeads = 4096, kMaxSpecHeadDim = 576, kMaxBlockSize = 65536, kMaxRelativeDistance = 1 << 20;
 
 static void check_head_dim(std::string_view code, int head_dim) {
   check(head_dim > 0 && head_dim <= kMaxSpecHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}",
@@ -115,8 +115,8 @@ static void validate_score(const ScoreMod& score) {
   const int directions = score.relative_bidirectional ? 2 : 1, exact = score.relative_buckets / directions / 2;
   check(score.relative_buckets % directions == 0 && exact >= 1, "spec.score.relative_buckets.count", "expected {} or more{}, got {}",
         2 * directions, directions == 2 ? " and even" : "", score.relative_buckets);
-  check(score.relative_max_distance > exact, "spec.score.relative_max_distance", "expected more than {} (the exact buckets), got {}", exact,
-        score.relative_max_distance);
+  check(score.relative_max_distance > exact && score.relative_max_distance <= kMaxRelativeDistance, "spec.score.relative_max_distance",
+        "expected more than {} (the exact buckets), at most {}, got {}", exact, kMaxRelativeDistance, score.relative_max_distance);
 }
 
 void AttentionSpec::validate() const {

@@ -1,7 +1,7 @@
 // The CPU backends: one class, told apart by their limits and by the kernel table they hand to the plan.
 #include "imbrex/backend.h"
 
-#include "core/check.h"
+#include "attention/plan_checks.h"
 #include "cpu/plan.h"
 
 namespace imbrex {
@@ -43,10 +43,7 @@ class CpuBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    const std::vector<Reason> reasons = unsupported(spec, device);
-    check(reasons.empty(), "backend.unsupported", "{} cannot run {}: {}", name_, spec.str(), reasons.empty() ? "" : reasons[0].str());
-    check(device.present, "backend.device_absent", "{} cannot make a runnable plan for {}, which is only described", name_, device.name);
+    check_can_plan(*this, spec, device, options);
     return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
   }
 

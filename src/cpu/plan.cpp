@@ -1,4 +1,4 @@
-// See plan.h. Everything that depends on the batch happens in update(); run() checks shapes, fills one POD and starts the workers.
+// See plan.h. Everything that depends on the batch happens in prepare(); run() checks shapes, fills one POD and starts the workers.
 #include "cpu/plan.h"
 
 #include <algorithm>
@@ -9,6 +9,8 @@
 #include <fmt/format.h>
 
 #include "attention/relative_bias.h"
+#include "core/check.h"
+#include "core/tensor_layout.h"
 
 namespace imbrex::cpu {
 namespace {
@@ -31,35 +33,21 @@ void invoke(const ParallelFor& threads, ParallelFor::Body body, void* argument) 
 KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, int dim) {
   KvSide side{};
   side.data = t.as<const char>();
-  const long size = size_of(t.dtype);
   if (spec.kv_format == KvFormat::amx_packed) {
-    side.block_stride = t.stride(0) * size;
-    side.head_stride = t.stride(1) * size;
-  } else if (spec.block_size == 0) {
-    side.token_stride = t.stride(0) * size;
-    side.head_stride = t.stride(1) * size;
-    side.dim_stride = t.stride(2) * size;
+    side.block_stride = byte_stride(t, 0);
+    side.head_stride = byte_stride(t, 1);
   } else {
-    side.block_stride = t.stride(0) * size;
-    side.token_stride = t.stride(1) * size;
-    side.head_stride = t.stride(2) * size;
-    side.dim_stride = t.stride(3) * size;
+    const int token = spec.block_size > 0 ? 1 : 0;
+    if (token == 1) side.block_stride = byte_stride(t, 0);
+    side.token_stride = byte_stride(t, token);
+    side.head_stride = byte_stride(t, token + 1);
+    side.dim_stride = byte_stride(t, token + 2);
   }
   side.scales = scale.as<const float>();
   side.scale_stride = !scale.empty() && scale.size(0) > 1 ? int(scale.stride(0)) : 0;
   side.type = int(spec.kv_dtype);
   side.dim = dim;
   return side;
-}
-
-void check_host(const Batch& batch) {
-  constexpr std::string_view code = "update.device";
-  check_memory(batch.block_table, "block_table", code, {});
-  check_memory(batch.kv_indptr, "kv_indptr", code, {});
-  check_memory(batch.kv_indices, "kv_indices", code, {});
-  check_memory(batch.kv_start_loc, "kv_start_loc", code, {});
-  check_memory(batch.slot_mapping, "slot_mapping", code, {});
-  check_memory(batch.custom_mask, "custom_mask", code, {});
 }
 
 }  // namespace
@@ -74,9 +62,6 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   policy_.balanced = options.balanced;
   // Every item is run for all heads, so fewer items than threads are enough.
   policy_.num_workers = (options.threads.num_workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
-  query_start_.reserve(size_t(options.limits.max_num_reqs) + 1);
-  seq_lens_.reserve(options.limits.max_num_reqs);
-  block_start_.reserve(options.limits.max_num_reqs);
 
   AttentionParams shape{};
   shape.q_type = int(spec.q_dtype);
@@ -86,61 +71,62 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   shape.packed = spec.kv_format == KvFormat::amx_packed;
   shape.group = group;
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
-  scratch_memory_ = std::make_unique_for_overwrite<char[]>(scratch_bytes_ * std::max(1, options.threads.num_workers) + kPage);
+  const long workers = options.threads.num_workers;
+  scratch_memory_ = std::make_unique_for_overwrite<char[]>(size_t(checked_mul("plan.scratch", scratch_bytes_, workers) + kPage));
   char* const memory = scratch_memory_.get();
   scratch_ = memory + (kPage - long(reinterpret_cast<uintptr_t>(memory) % kPage)) % kPage;
   if (spec.score.relative_buckets > 0) bias_by_distance_.resize(size_t(spec.num_q_heads) * relative_bias_width(spec.score));
 }
 
-void Plan::update(const Batch& batch, Stream) {
+void Plan::prepare(const Batch& batch, Stream) {
   if (options_.validate) validate(batch, spec_, options_.limits, -1);
-  check_host(batch);
+  check_on_host(batch);
   const int num_reqs = batch.num_reqs();
-  query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
-  seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
-  num_tokens_ = batch.num_tokens();
-  slot_mapping_ = batch.slot_mapping;
-  custom_mask_ = batch.custom_mask;
-  block_start_.assign(num_reqs, 0);
-  block_ids_ = {};
+  Step& next = steps_.spare();
+  next.query_start.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
+  next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+  next.num_tokens = batch.num_tokens();
+  next.slot_mapping = batch.slot_mapping;
+  next.custom_mask = batch.custom_mask;
+  next.block_start.assign(num_reqs, 0);
+  next.block_ids = {};
   if (!batch.kv_start_loc.empty()) {
-    for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_start_loc.as<const int>()[r];
+    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = batch.kv_start_loc.as<const int>()[r];
   } else if (!batch.block_table.empty()) {
-    block_ids_ = batch.block_table;
-    for (int r = 0; r < num_reqs; ++r) block_start_[r] = r * batch.block_table.stride(0);
+    next.block_ids = batch.block_table;
+    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = r * batch.block_table.stride(0);
   } else if (!batch.kv_indptr.empty()) {
-    block_ids_ = batch.kv_indices;
-    for (int r = 0; r < num_reqs; ++r) block_start_[r] = batch.kv_indptr.as<const int>()[r];
+    next.block_ids = batch.kv_indices;
+    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = batch.kv_indptr.as<const int>()[r];
   }
   if (spec_.mask.custom) {
-    custom_start_.resize(num_reqs);
+    next.custom_start.resize(num_reqs);
     long start = 0;
     for (int r = 0; r < num_reqs; ++r) {
-      custom_start_[r] = start;
+      next.custom_start[r] = start;
       start += long(batch.query_len(r)) * batch.seq_lens[r];
     }
   }
-  reach_ = options_.validate ? reach_of(batch, spec_) : BatchReach{};
-  schedule(batch, spec_.mask, policy_, schedule_);
-  const size_t rows = size_t(schedule_.num_partial_rows) * spec_.num_q_heads;
-  if (partial_state_.size() < rows * 2) {
-    partial_state_.resize(rows * 2);
-    partial_out_.resize(rows * spec_.head_dim_v);
-  }
+  next.reach = reach_of(batch, spec_, options_.validate);
+  schedule(batch, spec_.mask, policy_, next.schedule);
+  // Shared by both steps, and never smaller than one of them needs.
+  const size_t rows = size_t(next.schedule.num_partial_rows) * spec_.num_q_heads;
+  if (partial_state_.size() < rows * 2) partial_state_.resize(rows * 2);
+  if (partial_out_.size() < rows * spec_.head_dim_v) partial_out_.resize(rows * spec_.head_dim_v);
 }
 
 AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   const int heads = spec_.num_q_heads;
-  const DType out_dtype = check_run(spec_, {}, in, out, num_tokens_, reach_);
+  const Step& step = steps_.now();
+  const DType out_dtype = check_run(spec_, {}, in, out, step.num_tokens, step.reach);
   AttentionParams a{};
-  const long q_size = size_of(in.q.dtype), out_size = size_of(out_dtype);
   a.q = in.q.as<const char>();
-  a.q_token_stride = in.q.stride(0) * q_size;
-  a.q_head_stride = in.q.stride(1) * q_size;
+  a.q_token_stride = byte_stride(in.q, 0);
+  a.q_head_stride = byte_stride(in.q, 1);
   a.q_type = int(in.q.dtype);
   a.out = out.out.as<char>();
-  a.out_token_stride = out.out.stride(0) * out_size;
-  a.out_head_stride = out.out.stride(1) * out_size;
+  a.out_token_stride = byte_stride(out.out, 0);
+  a.out_head_stride = byte_stride(out.out, 1);
   a.out_type = int(out_dtype);
   if (!out.lse.empty()) {
     a.lse = out.lse.as<float>();
@@ -151,13 +137,13 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.v = kv_side(in.kv.v, in.kv.v_scale, spec_, spec_.head_dim_v);
   a.packed = spec_.kv_format == KvFormat::amx_packed;
   a.block_size = spec_.block_size;
-  a.query_start = query_start_.data();
-  a.seq_lens = seq_lens_.data();
-  a.block_ids = block_ids_.as<const int>();
-  a.block_start = block_start_.data();
+  a.query_start = step.query_start.data();
+  a.seq_lens = step.seq_lens.data();
+  a.block_ids = step.block_ids.as<const int>();
+  a.block_start = step.block_start.data();
   if (spec_.mask.custom) {
-    a.custom_mask = custom_mask_.as<const unsigned char>();
-    a.custom_start = custom_start_.data();
+    a.custom_mask = step.custom_mask.as<const unsigned char>();
+    a.custom_start = step.custom_start.data();
   }
   a.num_q_heads = heads;
   a.num_kv_heads = spec_.num_kv_heads;
@@ -243,49 +229,51 @@ struct Write {
 void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
   const AttentionParams a = params(in, out);
   const int heads = spec_.num_kv_heads;
+  const Schedule& schedule = steps_.now().schedule;
   Run run{.params = a,
           .kernels = kernels_,
-          .schedule = schedule_,
+          .schedule = schedule,
           .scratch = scratch_,
           .scratch_bytes = scratch_bytes_,
-          .num_tasks = int(schedule_.work.size()) * heads,
-          .num_merges = int(schedule_.merges.size()) * heads};
+          .num_tasks = int(schedule.work.size()) * heads,
+          .num_merges = int(schedule.merges.size()) * heads};
   if (run.num_tasks == 0) return;
   invoke(
       options_.threads, [](void* r, int worker) { static_cast<Run*>(r)->work(worker); }, &run);
 }
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {
-  const DType dtype = check_write(spec_, {}, cache, k, v, slot_mapping_, num_tokens_, reach_);
+  const Step& step = steps_.now();
+  const DType dtype = check_write(spec_, {}, cache, k, v, step.slot_mapping, step.num_tokens, step.reach);
   const int heads = spec_.num_kv_heads;
   WriteKvParams w{};
   w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
   w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
   w.src_k = k.as<const char>();
   w.src_v = v.as<const char>();
-  const long size = size_of(dtype);
-  w.k_token_stride = k.stride(0) * size;
-  w.k_head_stride = k.stride(1) * size;
-  w.k_dim_stride = k.stride(2) * size;
-  w.v_token_stride = v.stride(0) * size;
-  w.v_head_stride = v.stride(1) * size;
-  w.v_dim_stride = v.stride(2) * size;
+  w.k_token_stride = byte_stride(k, 0);
+  w.k_head_stride = byte_stride(k, 1);
+  w.k_dim_stride = byte_stride(k, 2);
+  w.v_token_stride = byte_stride(v, 0);
+  w.v_head_stride = byte_stride(v, 1);
+  w.v_dim_stride = byte_stride(v, 2);
   w.src_type = int(dtype);
-  w.slots = slot_mapping_.as<const long long>();
-  w.slot_stride = slot_mapping_.stride(0);
+  w.slots = step.slot_mapping.as<const long long>();
+  w.slot_stride = step.slot_mapping.stride(0);
   w.block_size = spec_.block_size;
   w.num_kv_heads = heads;
   w.packed = spec_.kv_format == KvFormat::amx_packed;
-  Write write{.params = w, .kernels = kernels_, .num_tokens = num_tokens_};
-  const long bytes = long(num_tokens_) * heads * (spec_.head_dim_qk + spec_.head_dim_v) * size;
+  Write write{.params = w, .kernels = kernels_, .num_tokens = step.num_tokens};
+  const long bytes = long(step.num_tokens) * heads * (spec_.head_dim_qk + spec_.head_dim_v) * size_of(dtype);
   const ParallelFor threads = bytes < kSerialWriteBytes ? ParallelFor{} : options_.threads;
   invoke(
       threads, [](void* x, int) { static_cast<Write*>(x)->work(); }, &write);
 }
 
 std::string Plan::str() const {
-  return fmt::format("{} ({}): {} work items x {} kv heads, {} merges", backend_, kernels_.isa, schedule_.work.size(), spec_.num_kv_heads,
-                     schedule_.merges.size());
+  const Schedule& schedule = steps_.now().schedule;
+  return fmt::format("{} ({}): {} work items x {} kv heads, {} merges", backend_, kernels_.isa, schedule.work.size(), spec_.num_kv_heads,
+                     schedule.merges.size());
 }
 
 }  // namespace imbrex::cpu

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention/plan_checks.h"
+#include "attention/step_plan.h"
 #include "cpu/params.h"
 #include "imbrex/backend.h"
 #include "imbrex/schedule.h"
@@ -13,15 +14,26 @@ namespace imbrex::cpu {
 // Kernel tables, one file each in kernels/; null where this build has no such kernels.
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_amx_emulated, kernels_amx;
 
-class Plan final : public imbrex::Plan {
+class Plan final : public StepPlan {
  public:
   Plan(std::string_view backend, const Kernels&, const AttentionSpec&, const PlanOptions&);
-  void update(const Batch&, Stream) override;
+  void prepare(const Batch&, Stream) override;
+  void commit(Stream) noexcept override { steps_.flip(); }
+  void revert(Stream) noexcept override { steps_.flip(); }
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
   void run(const Inputs&, const Outputs&, Stream) const override;
   std::string str() const override;
 
  private:
+  // A batch: what it is cut into, and its arrays.
+  struct Step {
+    Schedule schedule;
+    BatchReach reach;
+    int num_tokens = 0;
+    std::vector<int> query_start, seq_lens;
+    std::vector<long> block_start, custom_start;
+    TensorView block_ids, slot_mapping, custom_mask;
+  };
   AttentionParams params(const Inputs&, const Outputs&) const;
 
   std::string backend_;
@@ -29,15 +41,9 @@ class Plan final : public imbrex::Plan {
   AttentionSpec spec_;
   PlanOptions options_;
   SchedulePolicy policy_;
-  Schedule schedule_;
-  int num_tokens_ = 0;
-  BatchReach reach_;  // of the batch, where it is validated
+  TwoSteps<Step> steps_;
 
-  std::vector<int> query_start_, seq_lens_;
-  std::vector<long> block_start_, custom_start_;
-  TensorView block_ids_, slot_mapping_, custom_mask_;
-
-  // Written by run(); sized here or in update().
+  // Written by run(); sized here or in prepare().
   mutable std::vector<float> bias_by_distance_;
   mutable std::vector<float> partial_out_, partial_state_;
   long scratch_bytes_ = 0;                  // of one worker

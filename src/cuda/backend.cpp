@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "attention/plan_checks.h"
 #include "core/check.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90.h"
@@ -168,10 +169,7 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    const std::vector<Reason> reasons = unsupported(spec, device);
-    check(reasons.empty(), "backend.unsupported", "{} cannot run {}: {}", name(), spec.str(), reasons.empty() ? "" : reasons[0].str());
-    check(device.present, "backend.device_absent", "{} cannot make a runnable plan for {}, which is only described", name(), device.name);
+    check_can_plan(*this, spec, device, options);
     return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
   }
 

@@ -7,6 +7,7 @@
 #include "attention/plan_checks.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 #include "cuda/plan.h"
 
 namespace imbrex::cuda {
@@ -17,6 +18,7 @@ constexpr int kLeastThreads = 128;
 void check_lengths(const TensorView& t, const char* name, int64_t count) {
   check(t.rank == 1 && t.dtype == DType::i32 && t.size(0) == count && (count <= 1 || t.stride(0) == 1), "batch.lengths",
         "{}: expected contiguous i32[{}], got {}", name, count, t);
+  check_layout(t, name);
 }
 
 }  // namespace
@@ -30,10 +32,10 @@ DevicePlan::DevicePlan(const ContextPtr& context, std::string_view arch, const A
       device_{DeviceType::cuda, context->device()},
       module_(Module::load(context, plan_batch_key(arch))),
       kernel_(module_->kernel("plan_batch")),
-      item_start_(context, size_t(std::max(limits.max_num_reqs, 0)) * sizeof(int)),
+      item_start_(context, size_t(limits.max_num_reqs) * sizeof(int)),
       items_(context, size_t(most_items) * sizeof(CutItem)),
       broken_(context, kNumBatchRules * sizeof(int)),
-      zeros_(size_t(std::max(limits.max_num_reqs, 0)) + 1) {
+      zeros_(size_t(limits.max_num_reqs) + 1) {
   const CurrentContext current(*context);
   fill_bytes(broken_.address(), 0, broken_.bytes(), nullptr);
   check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
@@ -45,8 +47,10 @@ int DevicePlan::max_tokens(const DeviceBatch& batch) const {
 
 Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
   const int64_t reqs = batch.num_reqs();
-  check(reqs <= limits_.max_num_reqs, "batch.num_reqs.limit", "expected at most {} requests (PlanLimits), got {}", limits_.max_num_reqs,
-        reqs);
+  check(reqs >= 0 && reqs <= limits_.max_num_reqs, "batch.num_reqs.limit", "expected 0 to {} requests (PlanLimits), got {}",
+        limits_.max_num_reqs, reqs);
+  check(batch.max_num_tokens >= 0, "batch.num_tokens.limit", "expected max_num_tokens of 0 (those of PlanLimits) or more, got {}",
+        batch.max_num_tokens);
   check(max_tokens(batch) <= limits_.max_num_tokens, "batch.num_tokens.limit", "expected at most {} query tokens (PlanLimits), got {}",
         limits_.max_num_tokens, max_tokens(batch));
   if (reqs > 0) {
@@ -68,8 +72,8 @@ Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
         slots);
   check(spec_.mask.custom != mask.empty(), mask.empty() ? "batch.custom_mask.missing" : "batch.custom_mask.unexpected",
         "the spec's mask is {}, custom_mask is {}", spec_.mask.str(), mask);
-  check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && mask.stride(0) == 1), "batch.custom_mask.dtype",
-        "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
+  check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && (mask.size(0) <= 1 || mask.stride(0) == 1)),
+        "batch.custom_mask.dtype", "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
   arrays.custom_mask = mask;
   const auto on_device = [&](const TensorView& t, const char* name) { check_memory(t, name, "update.device", device_); };
   on_device(batch.seq_lens, "seq_lens");
@@ -90,10 +94,10 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.starts_from = batch.query_start_loc.as<const int>();
   p.kv_starts = starts.as<const int>();
   p.kv_stride = table.empty() ? 0 : table.stride(0);
-  p.kv_entries = !table.empty() ? table.size(1) : spec_.block_size > 0 ? batch.kv_indices.size(0) : INT32_MAX;
+  p.kv_entries = std::min<long>(!table.empty() ? table.size(1) : spec_.block_size > 0 ? batch.kv_indices.size(0) : INT32_MAX, INT32_MAX);
   p.entry_keys = std::max(spec_.block_size, 1);
   p.mask_bytes = batch.custom_mask.size(0);
-  p.num_reqs = batch.num_reqs();
+  p.num_reqs = int(batch.num_reqs());
   p.max_tokens = max_tokens(batch);
   p.max_query_len = limits_.max_query_len;
   p.max_seq_len = limits_.max_seq_len;
@@ -149,10 +153,14 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
                        m.device(s.counts), s.l2_keys};
   }
   device_plan_->launch(p, cu_stream(stream));
-  batch_ = placed;
-  reach_ = {};
-  num_tokens_ = p.max_tokens;
-  on_device_ = true;
+  memory_->made_on_device();
+  Step& step = steps_.now();
+  step.arrays = placed;
+  step.reach = {};
+  step.num_tokens = p.max_tokens;
+  step.on_device = true;
+  step.key_starts = {};
+  has_step_ = true;
 }
 
 std::vector<Reason> Plan::device_problems(Stream stream) {

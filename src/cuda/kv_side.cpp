@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 
 namespace imbrex::cuda {
 
@@ -18,14 +19,13 @@ Fp8Scales fp8_scales(const TensorView& scale, Device device) {
 }
 
 KvSide kv_side(const TensorView& kv, const TensorView& scale, const AttentionSpec& spec) {
-  const long size = size_of(kv.dtype);
   const int token = spec.block_size > 0 ? 1 : 0;
   KvSide side{};
   side.data = kv.as<char>();
-  if (token == 1) side.block_stride = kv.stride(0) * size;
-  side.token_stride = kv.stride(token) * size;
-  side.head_stride = kv.stride(token + 1) * size;
-  side.dim_stride = kv.stride(token + 2) * size;
+  if (token == 1) side.block_stride = byte_stride(kv, 0);
+  side.token_stride = byte_stride(kv, token);
+  side.head_stride = byte_stride(kv, token + 1);
+  side.dim_stride = byte_stride(kv, token + 2);
   const Fp8Scales scales = fp8_scales(scale, kv.device);
   side.scales = scales.device;
   side.scale_stride = scales.stride;

@@ -1,6 +1,8 @@
 // Device memory, pinned memory, streams, events and copies, through the driver's table.
 #include "cuda/memory.h"
 
+#include "core/stream_capture.h"
+
 namespace imbrex::cuda {
 
 DeviceBuffer::DeviceBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
@@ -62,4 +64,14 @@ void fill_bytes(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stre
   if (bytes > 0) check_cuda(need_driver().cuMemsetD8Async(to, value, bytes, stream), "fill {} bytes on the device", bytes);
 }
 
+bool is_captured(CUstream stream) {
+  int status = kCaptureStatusNone;
+  if (stream != nullptr) check_cuda(need_driver().cuStreamIsCapturing(stream, &status), "ask whether a stream is captured");
+  return status != kCaptureStatusNone;
+}
+
 }  // namespace imbrex::cuda
+
+bool imbrex::is_captured(const Device& device, Stream stream) {
+  return device.type == DeviceType::cuda && cuda::is_captured(cuda::cu_stream(stream));
+}

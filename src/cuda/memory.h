@@ -93,6 +93,8 @@ class Event : public Owned<CUevent, destroy_event> {
 };
 float elapsed_ms(const Event& begin, const Event& end);  // both with timing, and done
 
+bool is_captured(CUstream);  // what it is given goes into a graph; false for the null stream
+
 inline CUstream cu_stream(Stream stream) { return static_cast<CUstream>(stream); }
 inline CUdeviceptr device_address(const void* p) { return reinterpret_cast<CUdeviceptr>(p); }
 

@@ -28,7 +28,7 @@ struct WriteKvParams {
   const long* slots;  // [num_tokens], on the device; negative: not written
   long slot_stride;   // elements
   int num_tokens, num_kv_heads;
-  const int* num_tokens_now;  // on the device, null: all of num_tokens. What a captured launch obeys when the batch is smaller
+  const int* num_tokens_now;  // on the device, null: all of num_tokens. What a captured launch obeys, up to num_tokens
 };
 
 constexpr int kCopyBlocksThreads = 256, kCopyBlocksAtOnce = 256;

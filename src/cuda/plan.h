@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/plan_checks.h"
+#include "attention/step_plan.h"
 #include "cuda/cut.h"
 #include "cuda/device_plan.h"
 #include "cuda/params.h"
@@ -51,16 +52,22 @@ constexpr size_t kMostOutputs = 3;  // types, of one spec
 std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&,
                                     size_t num_outputs = kMostOutputs);
 
-class Plan final : public imbrex::Plan {
+inline int64_t blocks_of(int seq_len, int block_size) { return (int64_t(seq_len) + block_size - 1) / block_size; }
+
+class Plan final : public StepPlan {
  public:
   Plan(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
   // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
   // replay of its graph device arrays must stay where they are: Error update.moved.
-  void update(const Batch&, Stream) override;
+  void prepare(const Batch&, Stream) override;  // plan_update.cpp, with the next two
+  void commit(Stream) override;
+  void revert(Stream) noexcept override;
+  bool has_step() const noexcept override { return has_step_; }
   void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
   std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
   void run(const Inputs&, const Outputs&, Stream) const override;
+  bool capturable() const override { return !options_.load_on_demand; }
   std::string str() const override;
 
  private:
@@ -79,7 +86,6 @@ class Plan final : public imbrex::Plan {
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
     long l2_keys = 0;       // keys_in_l2()
-    Schedule schedule;
     ArrayOf<WorkItem> work;
     ArrayOf<MergeItem> merges;
     ArrayOf<PlanCounts> counts;
@@ -95,6 +101,16 @@ class Plan final : public imbrex::Plan {
     TensorView slots;
     bool has_slots = false;
   };
+  // A batch, as far as the host knows it.
+  struct Step {
+    std::array<Schedule, kNumShapes> schedules;
+    BatchArrays arrays;
+    BatchReach reach;
+    int num_tokens = 0;      // at most, where the lengths are on the device
+    bool on_device = false;  // where the lists were made: the host does not know how long they are
+    TensorView key_starts;   // on the device, to be widened for a request each; empty: the host has sent them
+    int num_reqs = 0;
+  };
   struct Arrays {
     ArrayOf<int> query_start, seq_lens, block_ids;
     ArrayOf<long> block_start, custom_start, slots;
@@ -106,12 +122,15 @@ class Plan final : public imbrex::Plan {
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
   void lay_out();
   BatchArrays place(const Batch&) const;
+  void check_captured_cache(const BatchReach&) const;
+  void put_lists(const Batch&, const Step&);
   void put_block_starts(const Batch&);
   void put_block_ids(const Batch&);
-  AttentionParams params(const Inputs&, const Outputs&, DType out) const;
+  void widen_key_starts(const Step&, CUstream) const;
+  void restore_key_starts(CUstream) noexcept;
+  AttentionParams params(const Inputs&, const Outputs&) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
-  bool is_captured(CUstream) const;
 
   const AttentionKernels& table_;
   AttentionSpec spec_;
@@ -130,12 +149,10 @@ class Plan final : public imbrex::Plan {
   std::unique_ptr<DevicePlan> device_plan_;              // null: PlanOptions::on_device was not asked for
   bool programmatic_ = false;                            // launches may begin before the ones in front of them have ended
 
-  // Of the last update.
-  BatchArrays batch_;
-  BatchReach reach_;
-  int num_tokens_ = 0;                                          // at most, where the lengths are on the device
-  bool on_device_ = false;                                      // where the lists were made: the host does not know how long they are
-  mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads batch_'s addresses
+  TwoSteps<Step> steps_;
+  bool has_step_ = true;
+  mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads the addresses of Step::arrays
+  mutable int64_t captured_entries_ = int64_t(1) << 32;         // blocks, or ragged rows, of the smallest cache in a graph
 };
 
 }  // namespace imbrex::cuda

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 #include "cuda/kv_side.h"
 
 namespace imbrex::cuda {
@@ -12,10 +13,7 @@ namespace {
 
 constexpr int kMaxTokenBlocks = 1 << 16;  // thread blocks of a launch; more tokens take turns
 
-NewRows new_rows(const TensorView& t) {
-  const long size = size_of(t.dtype);
-  return {t.as<const char>(), t.stride(0) * size, t.stride(1) * size, t.stride(2) * size};
-}
+NewRows new_rows(const TensorView& t) { return {t.as<const char>(), byte_stride(t, 0), byte_stride(t, 1), byte_stride(t, 2)}; }
 
 // Eight elements are read and written at once, 16 bytes at a time where they have as many.
 bool is_wide(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
@@ -48,8 +46,11 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
   check_write(spec_, device_, cache, k, v, slots, tokens.num_tokens, tokens.reach);
   check(slots.empty() || (slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= tokens.num_tokens),
         "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
-  const int num_tokens = std::max(tokens.num_tokens, tokens.captured_tokens);
-  if (num_tokens == 0 || slots.empty()) return;
+  if (slots.empty()) return;
+  // A graph writes no more tokens than these tensors have, whatever later steps bring.
+  const int64_t room = std::min({k.size(0), v.size(0), slots.size(0)});
+  const int num_tokens = tokens.captured_tokens > 0 ? int(std::min<int64_t>(tokens.captured_tokens, room)) : tokens.num_tokens;
+  if (num_tokens == 0) return;
   const bool copies = k.dtype == spec_.kv_dtype;
   const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
                              .v = kv_side(cache.v, cache.v_scale, spec_),

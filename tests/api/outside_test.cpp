@@ -147,6 +147,37 @@ TEST(CApiOutside, StatusAndTextOfABackendReachTheCaller) {
   EXPECT_EQ(imbrex_plan_create(selection.get(), nullptr, &none), IMBREX_OUT_OF_MEMORY);
 }
 
+// A plug-in that refuses its part of a step leaves a plan of two phases at the step before, whichever of them it is.
+TEST(CApiOutside, AFailedUpdateOfOnePhaseIsNone) {
+  Failing state;
+  const imbrex_backend backend = failing_backend(state);
+  ASSERT_EQ(imbrex_register_backend(&backend), IMBREX_OK) << imbrex_last_error();
+  const Registered until{"failing"};
+  const SelectionHandle outside = forced(small_fields(), "failing"), inside = forced(small_fields(), "reference");
+  HostTensor<int> table({3, 3}, kInt, 1);
+  const auto update = [&](imbrex_plan* plan, int decodes, int tokens) {  // and a prefill
+    const int starts[4] = {0, 1, decodes == 1 ? 1 + tokens : 2, 2 + tokens}, lens[3] = {30, decodes == 1 ? tokens : 31, tokens};
+    imbrex_batch batch = init(imbrex_batch_init);
+    batch.num_reqs = decodes + 1, batch.query_start_loc = starts, batch.seq_lens = lens, batch.block_table = &table.view;
+    return imbrex_plan_update(plan, &batch, nullptr);
+  };
+  for (const bool decodes : {true, false}) {
+    state.function = {};
+    const PlanHandle plan = make_handle<PlanHandle>([&](auto** out) {
+      return imbrex_plan_create_by_phase((decodes ? inside : outside).get(), (decodes ? outside : inside).get(), nullptr, 1, out);
+    });
+    ASSERT_NE(plan, nullptr) << imbrex_last_error();
+    ASSERT_EQ(update(plan.get(), 1, 7), IMBREX_OK) << imbrex_last_error();
+    const std::string before = imbrex_plan_str(plan.get());
+    state.function = "update";
+    EXPECT_EQ(update(plan.get(), 2, 20), IMBREX_DEVICE);
+    EXPECT_EQ(imbrex_plan_str(plan.get()), before);
+    EXPECT_NE(before.find(decodes ? "reference: 2 requests, 7 tokens" : "reference: 2 requests, 1 tokens"), std::string::npos) << before;
+    state.function = {};
+    EXPECT_EQ(update(plan.get(), 2, 20), IMBREX_OK);
+  }
+}
+
 TEST(CApiOutside, IncompleteBackendsAreRefused) {
   Failing state;
   const auto code = [&](auto&& change) {

@@ -134,6 +134,93 @@ TEST_F(CApiPlan, ByPhaseTakesTwoSelections) {
   EXPECT_EQ(last_code(), "api.phases");
 }
 
+// Both kinds of plan refuse what lies outside the cache, before anything is read or written.
+TEST_F(CApiPlan, NothingBeyondTheCacheIsTouched) {
+  const SelectionHandle selection = select_for(spec.get(), device.get(), "cpu_generic");
+  const PlanHandle by_phase =
+      make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create_by_phase(selection.get(), selection.get(), nullptr, 1, out); });
+  ASSERT_NE(by_phase, nullptr) << imbrex_last_error();
+  EXPECT_EQ(imbrex_plan_capturable(by_phase.get()), 0);
+  EXPECT_EQ(imbrex_plan_capturable(nullptr), 0);
+  const PlanHandle one = plan(nullptr, "cpu_generic");
+  for (imbrex_plan* p : {one.get(), by_phase.get()}) {
+    for (const size_t entry : {size_t(1), size_t(3)}) {  // of the prefill, of the decode
+      Step step(cache);
+      step.table.data[entry] = 8;
+      step.batch.slot_mapping = nullptr;
+      ASSERT_EQ(imbrex_plan_update(p, &step.batch, nullptr), IMBREX_OK) << imbrex_last_error();
+      EXPECT_EQ(imbrex_plan_run(p, &step.inputs, &step.outputs, nullptr), IMBREX_INVALID);
+      EXPECT_EQ(last_code(), "run.block_id");
+    }
+    for (const size_t token : {size_t(4), size_t(20)}) {
+      Step step(cache);
+      step.slots.data[token] = 8 * 16;
+      ASSERT_EQ(imbrex_plan_update(p, &step.batch, nullptr), IMBREX_OK) << imbrex_last_error();
+      EXPECT_EQ(imbrex_plan_write_kv(p, &cache, &step.k.view, &step.v.view, nullptr), IMBREX_INVALID);
+      EXPECT_EQ(last_code(), "write_kv.slot");
+    }
+    Step step(cache);
+    run(p, step);
+    step.q.view.byte_offset = 1;
+    EXPECT_EQ(imbrex_plan_run(p, &step.inputs, &step.outputs, nullptr), IMBREX_INVALID);
+    EXPECT_EQ(last_code(), "tensor.alignment");
+  }
+}
+
+TEST_F(CApiPlan, RaggedKeysLieInTheRowsOfKAndV) {
+  imbrex_spec_fields fields = small_fields();
+  fields.block_size = 0;
+  const SpecHandle ragged = spec_of(fields);
+  for (const char* backend : {"cpu_generic", "reference"}) {
+    const SelectionHandle selection = select_for(ragged.get(), device.get(), backend);
+    const PlanHandle p = make_handle<PlanHandle>([&](auto** out) { return imbrex_plan_create(selection.get(), nullptr, out); });
+    ASSERT_NE(p, nullptr) << imbrex_last_error();
+    HostTensor<float> q({7, 4, 64}, kFloat), k({9, 2, 64}, kFloat), v({9, 2, 64}, kFloat), out({7, 4, 64}, kFloat);
+    HostTensor<int> starts({2}, kInt);
+    imbrex_kv_cache kv = init(imbrex_kv_cache_init);
+    kv.k = &k.view, kv.v = &v.view;
+    imbrex_inputs inputs = init(imbrex_inputs_init);
+    inputs.q = &q.view, inputs.kv = &kv;
+    imbrex_outputs outputs = init(imbrex_outputs_init);
+    outputs.out = &out.view;
+    const auto code = [&](int begin, int end) {
+      const int queries[2] = {0, 7}, len = end - begin;
+      starts.data = {begin, end};
+      imbrex_batch batch = init(imbrex_batch_init);
+      batch.num_reqs = 1, batch.query_start_loc = queries, batch.seq_lens = &len, batch.kv_start_loc = &starts.view;
+      EXPECT_EQ(imbrex_plan_update(p.get(), &batch, nullptr), IMBREX_OK) << imbrex_last_error();
+      return imbrex_plan_run(p.get(), &inputs, &outputs, nullptr) == IMBREX_OK ? "fine" : last_code();
+    };
+    EXPECT_EQ(code(0, 9), "fine");
+    EXPECT_EQ(code(0, 900), "run.kv_rows");
+    EXPECT_EQ(code(5, 14), "run.kv_rows");
+    EXPECT_EQ(code(100000000, 100000009), "run.kv_rows");
+  }
+}
+
+TEST_F(CApiPlan, LimitsAreSizes) {
+  const auto code = [&](auto&& change) {
+    imbrex_plan_options options = init(imbrex_plan_options_init);
+    change(options);
+    const SelectionHandle selection = select_for(spec.get(), device.get(), "cpu_generic");
+    imbrex_plan* out = nullptr;
+    EXPECT_EQ(imbrex_plan_create(selection.get(), &options, &out), IMBREX_INVALID);
+    EXPECT_EQ(out, nullptr);
+    return last_code();
+  };
+  EXPECT_EQ(code([](auto& o) { o.max_num_reqs = -1; }), "limits.max_num_reqs");
+  EXPECT_EQ(code([](auto& o) { o.max_num_tokens = INT32_MAX; }), "limits.max_num_tokens");
+  EXPECT_EQ(code([](auto& o) { o.max_seq_len = INT32_MIN; }), "limits.max_seq_len");
+  EXPECT_EQ(code([](auto& o) { o.max_query_len = -1; }), "limits.max_query_len");
+}
+
+TEST_F(CApiPlan, RelativeDistancesAreBounded) {
+  imbrex_spec_fields fields = small_fields();
+  fields.relative_buckets = 32, fields.relative_max_distance = 1 << 30;
+  EXPECT_EQ(spec_of(fields), nullptr);
+  EXPECT_EQ(last_code(), "spec.score.relative_max_distance");
+}
+
 TEST_F(CApiPlan, SelectionExplains) {
   const SelectionHandle s = select_for(spec.get(), device.get());
   const std::string chosen = imbrex_selection_backend(s.get());

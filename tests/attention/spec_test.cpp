@@ -130,6 +130,8 @@ const std::vector<BadSpec>& bad_specs() {
        [](S s) { s.score = {.relative_buckets = 2, .relative_max_distance = 128, .relative_bidirectional = true}; }},
       {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32, .relative_max_distance = 16}; }},
       {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32}; }},
+      {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32, .relative_max_distance = (1 << 20) + 1}; }},
+      {"spec.score.relative_max_distance", [](S s) { s.score = {.relative_buckets = 32, .relative_max_distance = INT32_MAX}; }},
   };
   return all;
 }

@@ -178,7 +178,8 @@ class GraphAgainstEager {
     batch.seq_lens = step.lens;
     const int64_t reqs = int64_t(step.lens.size());
     if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width});
-    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {int64_t(step.slots.size())});
+    const int64_t slots = p_.device_arrays ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
+    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots});
     if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())});
     side.plan->update(batch, stream_.get());
   }

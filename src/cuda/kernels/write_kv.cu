@@ -66,7 +66,7 @@ DEVICE void write_token(const WriteKvParams& p, int token) {
 template <int from, bool vector>
 DEVICE void write_tokens(const WriteKvParams& p) {
   griddep_wait();
-  const int tokens = p.num_tokens_now != nullptr ? *p.num_tokens_now : p.num_tokens;
+  const int tokens = p.num_tokens_now != nullptr ? min(*p.num_tokens_now, p.num_tokens) : p.num_tokens;
   for (int token = int(blockIdx.x); token < tokens; token += int(gridDim.x)) write_token<from, vector>(p, token);
   griddep_launch();
 }

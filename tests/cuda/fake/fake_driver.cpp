@@ -81,8 +81,17 @@ bool is_pinned(const void* data) {
 // Null for more than a test may touch.
 void* allocate(size_t bytes) { return bytes > size_t(1) << 30 ? nullptr : std::malloc(bytes); }
 
+// For calls that a step makes: fails when it is their turn.
+CUresult failure() {
+  constexpr CUresult kUnknown = 999;
+  if (the_state.has_failed) return the_state.keeps_failing ? kUnknown : kCudaSuccess;
+  if (the_state.calls_until_failure == 0 || --the_state.calls_until_failure > 0) return kCudaSuccess;
+  return the_state.has_failed = true, kUnknown;
+}
+
 // For calls that make something: fails when told to, or without a context.
 CUresult begin() {
+  if (const CUresult result = failure(); result != 0) return result;
   if (the_state.fail_next != 0) return std::exchange(the_state.fail_next, 0);
   return current() ? kCudaSuccess : kCudaInvalidContext;
 }
@@ -176,7 +185,10 @@ CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device) {
   if (--p.references == 0) delete std::exchange(p.context, nullptr);
   return kCudaSuccess;
 }
-CUresult cuCtxGetCurrent(CUcontext* context) { return *context = current(), kCudaSuccess; }
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  if (const CUresult result = failure(); result != 0) return result;
+  return *context = current(), kCudaSuccess;
+}
 CUresult cuCtxSetCurrent(CUcontext context) {
   if (!stack.empty()) stack.pop_back();
   if (context) stack.push_back(context);
@@ -184,6 +196,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
 }
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
   const std::lock_guard lock(mutex);
+  if (const CUresult result = failure(); result != 0) return result;
   ++the_state.context_pushes;
   stack.push_back(context);
   return kCudaSuccess;
@@ -215,11 +228,13 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
   return delete stream, kCudaSuccess;
 }
 CUresult cuStreamSynchronize(CUstream stream) {
+  if (const CUresult result = failure(); result != 0) return result;
   ++the_state.waits;
   return drain(stream), kCudaSuccess;
 }
 
 CUresult cuStreamIsCapturing(CUstream stream, int* status) {
+  if (const CUresult result = failure(); result != 0) return result;
   return *status = stream != nullptr && stream->captured != nullptr ? 1 : kCaptureStatusNone, kCudaSuccess;
 }
 CUresult cuStreamBeginCapture_v2(CUstream stream, int) { return stream->captured = new CUgraph_st, kCudaSuccess; }
@@ -249,13 +264,18 @@ CUresult cuEventDestroy_v2(CUevent event) {
   return delete event, kCudaSuccess;
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
+  if (const CUresult result = failure(); result != 0) return result;
   if (!current()) return kCudaInvalidContext;
   event->recorded = stream;
   event->done = false;
   return enqueue(stream, [event] { event->done = true; });
 }
-CUresult cuEventQuery(CUevent event) { return event->done ? kCudaSuccess : kCudaNotReady; }
+CUresult cuEventQuery(CUevent event) {
+  if (const CUresult result = failure(); result != 0) return result;
+  return event->done ? kCudaSuccess : kCudaNotReady;
+}
 CUresult cuEventSynchronize(CUevent event) {
+  if (const CUresult result = failure(); result != 0) return result;
   ++the_state.waits;
   return drain(event->recorded), kCudaSuccess;
 }
@@ -299,6 +319,7 @@ CUresult cuMemFreeHost(void* data) {
 }
 // A copy from memory that is not pinned has taken its bytes when it returns; from pinned memory it takes them late.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (const CUresult result = failure(); result != 0) return result;
   if (is_pinned(from)) return enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), from, bytes); });
   const std::string taken(static_cast<const char*>(from), bytes);
   return enqueue(stream, [to, taken] { std::memcpy(reinterpret_cast<void*>(to), taken.data(), taken.size()); });
@@ -310,6 +331,7 @@ CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CU
   return enqueue(stream, [=] { std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes); });
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  if (const CUresult result = failure(); result != 0) return result;
   return enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(to), value, bytes); });
 }
 

@@ -33,8 +33,11 @@ struct TensorMap {
 };
 
 struct State {
-  int version = 13000, init_result = 0, num_devices = 2;                              // what the driver says of itself
-  CUresult fail_next = 0;                                                             // what the next call that makes something returns
+  int version = 13000, init_result = 0, num_devices = 2;  // what the driver says of itself
+  CUresult fail_next = 0;                                 // what the next call that makes something returns
+  long calls_until_failure = 0;                           // of those that a step makes, the failing one included; 0: none fails
+  bool keeps_failing = false;                             // and all behind it too
+  bool has_failed = false;
   int buffers = 0, pinned = 0, streams = 0, events = 0, libraries = 0, contexts = 0;  // alive; contexts: references to primary ones
   size_t free_bytes = size_t(100) << 20;                                              // what the device says it has left
   int waits = 0;                                                                      // for a stream or an event, ever
@@ -48,5 +51,21 @@ struct State {
 
 // The state of the library that IMBREX_CUDA_DRIVER names.
 State& state();
+
+// While it lives, call `number` of those that a step makes fails, counted from 1.
+template <bool keeps_failing>
+class FailCall {
+ public:
+  explicit FailCall(long number) { set(number, keeps_failing); }
+  ~FailCall() { set(0, false); }
+  FailCall(const FailCall&) = delete;
+  FailCall& operator=(const FailCall&) = delete;
+  bool has_failed() const { return state().has_failed; }
+
+ private:
+  static void set(long number, bool keeps) {
+    state().calls_until_failure = number, state().keeps_failing = keeps, state().has_failed = false;
+  }
+};
 
 }  // namespace imbrex::cuda::fake

@@ -193,7 +193,7 @@ void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, lo
 }
 
 void write_kv(const WriteKvParams& p, DType from) {
-  const int tokens = p.num_tokens_now ? *p.num_tokens_now : p.num_tokens;
+  const int tokens = p.num_tokens_now ? std::min(*p.num_tokens_now, p.num_tokens) : p.num_tokens;
   if (tokens > p.num_tokens) std::abort();
   for (int token = 0; token < tokens; ++token) {
     const long slot = p.slots[token * p.slot_stride];

@@ -1,0 +1,47 @@
+#pragma once
+// Plans whose update can be taken back, so that a plan made of several others is updated as a whole or not at all.
+#include <memory>
+#include <utility>
+
+#include "imbrex/backend.h"
+
+namespace imbrex {
+
+class StepPlan : public Plan {
+ public:
+  void update(const Batch& batch, Stream stream) final {
+    prepare(batch, stream);
+    commit(stream);
+  }
+  // Everything that can be refused, and nothing that shows: run() still computes the step before, and the next prepare() may find this
+  // one without its commit(). The batch stays as it is until then.
+  virtual void prepare(const Batch&, Stream) = 0;
+  // The prepared step becomes the plan's. What fails leaves the step before.
+  virtual void commit(Stream) = 0;
+  // Right after a commit(): the step before becomes the plan's again.
+  virtual void revert(Stream) noexcept = 0;
+  virtual bool can_revert() const noexcept { return true; }
+  // False after a failure that could not be taken back, until an update succeeds: run() and write_kv() refuse to compute then.
+  virtual bool has_step() const noexcept { return true; }
+};
+
+void check_step(const StepPlan&);  // Error plan.no_step
+
+// Of a plan that is none: it has only its update(), which cannot be taken back.
+std::unique_ptr<StepPlan> step_plan(std::unique_ptr<Plan>);
+
+// The step that a plan computes, and room for the next: both keep their capacity, so that warm updates allocate nothing.
+template <class Step>
+class TwoSteps {
+ public:
+  const Step& now() const { return steps_[now_]; }
+  Step& now() { return steps_[now_]; }
+  Step& spare() { return steps_[1 - now_]; }
+  void flip() noexcept { now_ = 1 - now_; }
+
+ private:
+  Step steps_[2];
+  int now_ = 0;
+};
+
+}  // namespace imbrex

@@ -1,0 +1,74 @@
+// See tensor_layout.h. Checked for each tensor of each layer, so nothing is formatted unless it fails.
+#include "core/tensor_layout.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+
+namespace imbrex {
+namespace {
+
+constexpr int64_t kAddressSpace = int64_t(1) << 56;  // bytes, of a process on a machine of today
+
+bool has_elements(const TensorView& t) {
+  if (t.empty() || t.rank > TensorView::kMaxRank) return false;  // a rank that nobody expects is refused as such
+  for (int d = 0; d < t.rank; ++d)
+    if (t.size(d) <= 0) return false;
+  return true;
+}
+
+// From the element in front to the one behind all others.
+bool fits_address_space(const TensorView& t) {
+  int64_t span = 0;
+  for (int d = 0; d < t.rank; ++d) {
+    if (t.size(d) <= 1) continue;
+    int64_t reach = 0;
+    if (__builtin_mul_overflow(t.size(d) - 1, t.stride(d), &reach) || reach <= -kAddressSpace || reach >= kAddressSpace) return false;
+    span += reach < 0 ? -reach : reach;
+  }
+  return span < kAddressSpace / size_of(t.dtype);
+}
+
+// Dimensions from the smallest stride on: each steps over all that those before it reach.
+bool elements_are_apart(const TensorView& t) {
+  struct Dimension {
+    int64_t stride, size;
+  } dims[TensorView::kMaxRank];
+  int count = 0;
+  for (int d = 0; d < t.rank; ++d) {
+    if (t.size(d) <= 1) continue;
+    const Dimension next{t.stride(d) < 0 ? -t.stride(d) : t.stride(d), t.size(d)};
+    int at = count++;
+    for (; at > 0 && dims[at - 1].stride > next.stride; --at) dims[at] = dims[at - 1];
+    dims[at] = next;
+  }
+  int64_t reach = 0;  // of the dimensions so far, in elements
+  for (int i = 0; i < count; ++i) {
+    if (dims[i].stride <= reach) return false;
+    reach += (dims[i].size - 1) * dims[i].stride;
+  }
+  return true;
+}
+
+std::string strides_of(const TensorView& t) { return fmt::format("{}", fmt::join(t.strides.begin(), t.strides.begin() + t.rank, ", ")); }
+
+}  // namespace
+
+void check_layout(const TensorView& t, const char* name) {
+  if (!has_elements(t)) return;
+  if (!fits_address_space(t))
+    fail("tensor.strides", "{}: expected elements within {} bytes of the first, got {} with strides {}", name, kAddressSpace, t,
+         strides_of(t));
+  const uintptr_t behind = reinterpret_cast<uintptr_t>(t.data) % uintptr_t(size_of(t.dtype));
+  check(behind == 0, "tensor.alignment", "{}: expected an address that is a multiple of {} bytes, got {} that begins {} bytes behind one",
+        name, size_of(t.dtype), t, behind);
+}
+
+void check_written_layout(const TensorView& t, const char* name) {
+  check_layout(t, name);
+  if (has_elements(t) && !elements_are_apart(t))
+    fail("tensor.overlap", "{}: expected elements that do not overlap, got {} with strides {}", name, t, strides_of(t));
+}
+
+}  // namespace imbrex
