@@ -1,10 +1,12 @@
 """imbrex.flash_attn against the definition, with flash-attn's layouts [b, s, h, d] and options."""
+import functools
 import inspect
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import imbrex  # noqa: E402
 from imbrex import flash_attn  # noqa: E402
 from torch_reference import DEVICES, TOLERANCE, arrays, near, paged, reference  # noqa: E402
 
@@ -47,12 +49,15 @@ OPTIONS = [
     dict(causal=True),
     dict(causal=True, window_size=(3, 0), softcap=7.0),
     dict(window_size=(2, 4), softmax_scale=0.2),
-    dict(causal=True, alibi=True),
+    dict(causal=True, alibi=1),
+    dict(alibi=1),
+    dict(alibi=2, window_size=(6, 2), softcap=9.0),
+    dict(alibi=2, causal=True),
 ]
 
 
-def both(options, heads, device):
-    """Options as flash-attn names them, and as the reference does."""
+def both(options, batch, heads, device):
+    """Options as flash-attn names them, and as the reference does. alibi: dimensions of the slopes, which may be one row for each request."""
     ours = dict(options)
     theirs = dict(
         causal=ours.get("causal", False),
@@ -60,8 +65,9 @@ def both(options, heads, device):
         scale=ours.get("softmax_scale"),
         soft_cap=ours.get("softcap", 0.0),
     )
-    if ours.pop("alibi", False):
-        ours["alibi_slopes"] = theirs["alibi_slopes"] = torch.rand(heads, device=device)
+    dims = ours.pop("alibi", 0)
+    if dims:
+        ours["alibi_slopes"] = theirs["falling_slopes"] = torch.rand((batch, heads)[-dims:], device=device)
     return ours, theirs
 
 
@@ -70,8 +76,8 @@ def both(options, heads, device):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_dense(device, dtype, options):
     torch.manual_seed(1)
-    ours, theirs = both(options, 4, device)
     for b, sq, sk, d in ((2, 5, 11, 64), (1, 9, 9, 40), (3, 1, 20, 72), (2, 6, 3, 20)):
+        ours, theirs = both(options, b, 4, device)
         q, k, v = arrays(device, dtype, b, 4, 2, sq, sk, d)
         if d % 8:
             theirs = dict(theirs, scale=theirs["scale"] or d ** -0.5)
@@ -100,7 +106,8 @@ def test_packed_in_one(device):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_varlen(device, page_size, options):
     torch.manual_seed(3)
-    ours, theirs = both(options, 4, device)
+    ours, theirs = both(options, 5, 4, device)
+    slopes = theirs.pop("falling_slopes", None)
     q_lens, k_lens = [5, 1, 12, 0, 3], [9, 40, 12, 4, 2]
     starts, kv_starts = (torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32, device=device) for n in (q_lens, k_lens))
     q = torch.randn(sum(q_lens), 4, 64, device=device)
@@ -119,82 +126,82 @@ def test_varlen(device, page_size, options):
     assert lse.shape == (4, sum(q_lens))
     for r in range(5):
         one, own = slice(starts[r], starts[r + 1]), slice(kv_starts[r], kv_starts[r + 1])
-        expected, expected_lse = reference(*(x[None].transpose(1, 2) for x in (q[one], k[own], v[own])), **theirs)
+        falling = slopes if slopes is None or slopes.dim() == 1 else slopes[r]
+        expected, expected_lse = reference(*(x[None].transpose(1, 2) for x in (q[one], k[own], v[own])), falling_slopes=falling, **theirs)
         near(out[one], expected[0].transpose(0, 1))
         near(lse[:, one], expected_lse[0])
 
 
-def rotated(x, cos, sin, positions, interleaved):
-    """The definition, dim by dim: x [s, h, d]."""
-    y, half = x.clone(), cos.shape[1]
-    for t, position in enumerate(positions):
-        for i in range(half):
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-            c, s = cos[position, i], sin[position, i]
-            y[t, :, a], y[t, :, b] = x[t, :, a] * c - x[t, :, b] * s, x[t, :, a] * s + x[t, :, b] * c
-    return y
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_expanded_keys(device, dtype):
+    """k and v that all requests or heads share, without memory of their own."""
+    torch.manual_seed(5)
+    q = torch.randn(3, 5, 4, 64, device=device).to(dtype)
+    for shape in ((1, 7, 1, 64), (1, 7, 2, 64), (3, 7, 1, 64), (1, 1, 1, 64)):
+        shared = torch.randn(shape, device=device).to(dtype)
+        k = v = shared.expand(3, 7, max(shape[2], 2) if shape[0] == 3 else shape[2], 64)
+        expected, _ = reference(*swap(q, k, v), causal=True)
+        near(flash_attn.flash_attn_func(q, k, v, causal=True).transpose(1, 2), expected)
+        starts = [torch.arange(4, dtype=torch.int32, device=device) * n for n in (5, 7)]
+        flat = shared[:, :1].expand(3, 7, 2, 64)[0] if shape[2] == 1 else k[0]
+        out = flash_attn.flash_attn_varlen_func(q[0], flat, flat, starts[0][:2], starts[1][:2], 5, 7)
+        near(out.transpose(0, 1)[None], reference(*swap(q[:1], flat[None], flat[None]))[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("page_size", [0, 16])
-@pytest.mark.parametrize("rotary", [None, "interleaved", "halves"])
-@pytest.mark.parametrize("lens", [(20, 20, 20), (5, 0, 43)], ids=str)
-@pytest.mark.parametrize("new", [(1, 1), (3, 3), (2, 4), (2, 0)], ids=str)
-def test_cache(device, page_size, rotary, lens, new):
-    torch.manual_seed(4)
-    sq, sn = new
-    if rotary and not sn:
-        pytest.skip("rotary needs new keys")
-    b, room = 3, 48
-    q = torch.randn(b, sq, 4, 32, device=device)
-    k, v = (torch.randn(b, sn, 2, 32, device=device) for _ in range(2))
-    old = torch.full((b, room, 4, 32), float("nan"), device=device)
-    for r, n in enumerate(lens):
-        old[r, :n] = torch.randn(n, 4, 32, device=device)
-    cos, sin = (f(torch.rand(64, 8, device=device) * 6) for f in (torch.cos, torch.sin)) if rotary else (None, None)
-    options = dict(rotary_cos=cos, rotary_sin=sin, rotary_interleaved=rotary == "interleaved", causal=True, return_softmax_lse=True)
-    seqlens = lens[0] if len(set(lens)) == 1 else torch.tensor(lens, dtype=torch.int32, device=device)
-    new_kv = (k, v) if sn else (None, None)
-    if page_size:
-        cache, table = paged(old, page_size)
-        k_cache, v_cache = cache[:, :, :2].contiguous(), cache[:, :, 2:].contiguous()
-        out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *new_kv, cache_seqlens=seqlens, block_table=table, **options)
-        k_rows, v_rows = (torch.stack([c[table[r].long()].flatten(0, 1) for r in range(b)]) for c in (k_cache, v_cache))
-    else:
-        rows = torch.tensor([2, 0, 3], dtype=torch.int32, device=device)
-        k_cache, v_cache = (torch.full((4, room, 2, 32), float("nan"), device=device) for _ in range(2))
-        k_cache[rows.long()], v_cache[rows.long()] = old[:, :, :2], old[:, :, 2:]
-        out, lse = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, *new_kv, cache_seqlens=seqlens, cache_batch_idx=rows, **options)
-        k_rows, v_rows = k_cache[rows.long()], v_cache[rows.long()]
-    for r, n in enumerate(lens):
-        qr, kr = q[r], k[r]
-        if rotary:
-            qr = rotated(qr, cos, sin, range(n, n + sq), rotary == "interleaved")
-            kr = rotated(kr, cos, sin, range(n, n + sn), rotary == "interleaved")
-        keys, values = torch.cat((old[r, :n, :2], kr)), torch.cat((old[r, :n, 2:], v[r]))
-        assert torch.isnan(k_rows[r, n + sn :]).all() and torch.equal(v_rows[r, : n + sn], values)
-        near(k_rows[r, : n + sn], keys.double())
-        expected, expected_lse = reference(*(x[None].transpose(1, 2) for x in (qr, keys, values)), causal=True)
-        near(out[r], expected[0].transpose(0, 1))
-        near(lse[r], expected_lse[0])
+@pytest.mark.parametrize("alibi", [None, 1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_keys_at_all(device, alibi, causal):
+    q, k = torch.randn(5, 4, 64, device=device), torch.randn(0, 2, 64, device=device)
+    slopes = None if alibi is None else torch.rand((2, 4)[-alibi:], device=device)
+    starts = [torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 2, 5], [0, 0, 0])]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, k, *starts, 3, 0, causal=causal, alibi_slopes=slopes, return_attn_probs=True)
+    assert torch.equal(out, torch.zeros_like(q)) and torch.equal(lse, torch.full((4, 5), float("-inf"), device=device))
 
 
 def test_what_is_not_there_is_refused_by_name():
     q, k, v = (x.contiguous() for x in swap(*arrays("cpu", torch.float32, 2, 4, 2, 3, 8, 32)))
     with pytest.raises(NotImplementedError, match="dropout"):
         flash_attn.flash_attn_func(q, k, v, 0.1)
-    with pytest.raises(NotImplementedError, match="alibi_slopes of each request"):
-        flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.rand(2, 4))
-    with pytest.raises(NotImplementedError, match="alibi_slopes with keys after the query"):
-        flash_attn.flash_attn_func(q, k, v, alibi_slopes=torch.rand(4))
     with pytest.raises(NotImplementedError, match="backward"):
         flash_attn.flash_attn_func(q.clone().requires_grad_(), k, v)
-    with pytest.raises(NotImplementedError, match="cache_leftpad"):
-        flash_attn.flash_attn_with_kvcache(q, k, v, cache_leftpad=torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="k with v"):
-        flash_attn.flash_attn_with_kvcache(q, k, v, k)
-    with pytest.raises(ValueError, match="block_table or cache_batch_idx"):
-        table = torch.zeros(2, 1, dtype=torch.int32)
-        flash_attn.flash_attn_with_kvcache(q, k, v, cache_batch_idx=table[0], block_table=table)
-    with pytest.raises(ValueError, match="room for 8 tokens, got 9"):
-        flash_attn.flash_attn_with_kvcache(q, k, v, k[:, :3], v[:, :3], cache_seqlens=6)
+    k_cache = k.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match="backward"):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v)
+    for name in ("fwd", "varlen_fwd", "fwd_kvcache"):
+        with pytest.raises(NotImplementedError, match=f"flash_attn_2_cuda.{name} is not there"):
+            getattr(flash_attn.flash_attn_gpu, name)(q, k, v)
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward"):
+        with pytest.raises(NotImplementedError, match=f"imbrex.flash_attn: {name} is not there: .+"):
+            getattr(flash_attn.flash_attn_interface, name)(q, k, v)
+
+
+def wrong(match):
+    return pytest.raises(ValueError, match="imbrex.flash_attn: " + match)
+
+
+def test_wrong_arguments_are_named():
+    q, k, v = (x.contiguous() for x in swap(*arrays("cpu", torch.float32, 2, 4, 2, 3, 8, 32)))
+    starts, kv_starts = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 8], dtype=torch.int32)
+    with wrong(r"q: expected \[batch, seqlen_q, heads, d\], got \[3, 4, 32\]"):
+        flash_attn.flash_attn_func(q[0], k, v)
+    with wrong(r"k: expected a batch of 2, as q has, got \[1, 8, 2, 32\]"):
+        flash_attn.flash_attn_func(q, k[:1], v[:1])
+    with wrong(r"v: expected a batch of 1, as q has, got \[2, 8, 2, 32\]"):
+        flash_attn.flash_attn_func(q[:1], k[:1], v)
+    for shape in ((3,), (3, 4), (1, 2, 4)):
+        with wrong(r"alibi_slopes: expected \[4\] or \[2, 4\], got"):
+            flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=torch.rand(shape))
+    varlen = functools.partial(flash_attn.flash_attn_varlen_func, q[0], k[0], v[0])
+    with wrong(r"cu_seqlens_q: expected contiguous torch.int32 \[batch \+ 1\], got torch.int64"):
+        varlen(starts.long(), kv_starts, 3, 8)
+    with wrong(r"cu_seqlens_k: expected contiguous torch.int32 \[2\], got torch.int32 \[3\]"):
+        varlen(starts, torch.tensor([0, 4, 8], dtype=torch.int32), 3, 8)
+    with wrong(r"k: expected \[total_k, heads_k, d\], got \[2, 8, 2, 32\]"):
+        flash_attn.flash_attn_varlen_func(q[0], k, v, starts, kv_starts, 3, 8)
+    with wrong(r"k: expected \[num_blocks, page_size, heads_k, d\], got \[8, 2, 32\]"):
+        varlen(starts, kv_starts, 3, 8, block_table=torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(imbrex.Error, match="needs 2 blocks of 8"):
+        long = torch.tensor([0, 9], dtype=torch.int32)
+        flash_attn.flash_attn_varlen_func(q[0], k, v, starts, long, 3, 9, block_table=torch.zeros(1, 1, dtype=torch.int32))

@@ -7,8 +7,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 TOLERANCE = {torch.float32: 2e-3 if torch.cuda.is_available() else 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-def reference(q, k, v, *, causal=False, window=(-1, -1), mask=None, scale=None, soft_cap=0.0, sinks=None, alibi_slopes=None):
-    """Out and the natural log of the denominator; a row that sees no key is 0 and -inf."""
+def reference(q, k, v, *, causal=False, window=(-1, -1), mask=None, scale=None, soft_cap=0.0, sinks=None, alibi_slopes=None, falling_slopes=None):
+    """Out and the natural log of the denominator; a row that sees no key is 0 and -inf.
+
+    falling_slopes: [h] or [b, h], of a bias that falls on both sides of a query, as flash-attn's alibi_slopes do.
+    """
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -19,6 +22,8 @@ def reference(q, k, v, *, causal=False, window=(-1, -1), mask=None, scale=None, 
     key = torch.arange(sk, device=q.device)[None]
     if alibi_slopes is not None:
         logits = logits + alibi_slopes.double()[:, None, None] * (key - position)
+    if falling_slopes is not None:
+        logits = logits - falling_slopes.double()[..., None, None] * (key - position).abs()
     seen = key <= position if causal else key >= 0
     if window[0] >= 0:
         seen = seen & (key >= position - window[0])

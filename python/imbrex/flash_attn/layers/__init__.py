@@ -1,0 +1,2 @@
+"""Of flash_attn.layers there is rotary."""
+from imbrex.flash_attn.layers import rotary

@@ -1,0 +1,2 @@
+"""Of flash_attn.ops there is triton.rotary."""
+from imbrex.flash_attn.ops import triton

@@ -1,0 +1,2 @@
+"""Of flash_attn.ops.triton there is rotary."""
+from imbrex.flash_attn.ops.triton import rotary
