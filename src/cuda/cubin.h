@@ -11,10 +11,10 @@ namespace imbrex::cuda {
 
 struct EntryReport {  // one __global__ function
   std::string name;
-  int registers = 0;                                                     // of a thread
-  int64_t stack_bytes = 0, spill_store_bytes = 0, spill_load_bytes = 0;  // local memory of a thread
-  int static_smem_bytes = 0;                                             // of a block
-  int dynamic_smem_bytes = 0;                                            // of a block, see dynamic_smem_bytes()
+  int registers = 0;                                                 // of a thread
+  int stack_bytes = 0, spill_store_bytes = 0, spill_load_bytes = 0;  // local memory of a thread
+  int static_smem_bytes = 0;                                         // of a block
+  int dynamic_smem_bytes = 0;                                        // of a block, see dynamic_smem_bytes()
 };
 std::vector<EntryReport> entry_reports(const CompiledKernel&);
 
