@@ -40,7 +40,11 @@ TensorView view_of(const Array& a, const char* name, DType wanted) {
     throw Error("python.tensor", std::string(name) + ": expected memory of a host or of CUDA, got DLPack device " + std::to_string(device));
   TensorView view{.data = const_cast<void*>(a.data()), .dtype = *type, .rank = int(a.ndim())};
   view.device = {cuda ? DeviceType::cuda : DeviceType::cpu, cuda ? a.device_id() : 0};
-  for (size_t i = 0; i < a.ndim(); ++i) view.sizes[i] = int64_t(a.shape(i)), view.strides[i] = a.stride(i);
+  int64_t dense = 1;
+  for (size_t i = a.ndim(); i-- > 0; dense *= view.sizes[i]) {
+    view.sizes[i] = int64_t(a.shape(i));
+    view.strides[i] = view.sizes[i] > 1 ? a.stride(i) : dense;  // of one element it may be anything
+  }
   return view;
 }
 

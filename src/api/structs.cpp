@@ -2,6 +2,7 @@
 #include "api/structs.h"
 
 #include <array>
+#include <limits>
 
 #include "core/tensor_format.h"
 
@@ -74,10 +75,13 @@ TensorView view_of(const imbrex_tensor* pointer, const char* name) {
   int64_t count = 1;  // of elements in the dimensions from i on
   for (int i = t.ndim - 1; i >= 0; --i) {
     view.sizes[size_t(i)] = t.shape[i];
-    view.strides[size_t(i)] = t.strides != nullptr ? t.strides[i] : count;
+    view.strides[size_t(i)] = t.strides != nullptr && t.shape[i] > 1 ? t.strides[i] : count;  // of one element it may be anything
     count = checked_mul("api.tensor", count, t.shape[i]);
   }
   checked_mul("api.tensor", count, size_of(view.dtype));
+  check(view.is_addressable(), "api.tensor", "{}: the strides of {} reach past 63 bits", name, view);
+  check(t.byte_offset <= uint64_t(std::numeric_limits<int64_t>::max()), "api.tensor", "{}: expected an offset of 63 bits, got {}", name,
+        t.byte_offset);
   check(t.data != nullptr || count == 0, "api.tensor", "{}: {} has no data", name, view);
   if (t.data != nullptr) view.data = static_cast<char*>(t.data) + t.byte_offset;
   return view;

@@ -52,11 +52,14 @@ void init(T* given, size_t struct_size) {
   std::memcpy(static_cast<void*>(given), &all, std::min(struct_size, sizeof all));
 }
 
+// More than any version will have: what is larger was never set, and nobody may look at so many bytes.
+inline constexpr size_t kLargestSize = 4096;
+
 template <class T>
 void check_size(const T& given, const char* name) {
-  static_assert(kFirstSize<T> > 0 && sizeof(T) >= kFirstSize<T>);
-  check(given.struct_size >= kFirstSize<T>, "api.struct_size", "{}: expected a struct_size of {} or more, got {}: call its init function",
-        name, kFirstSize<T>, given.struct_size);
+  static_assert(kFirstSize<T> > 0 && sizeof(T) >= kFirstSize<T> && sizeof(T) <= kLargestSize);
+  check(given.struct_size >= kFirstSize<T> && given.struct_size <= kLargestSize, "api.struct_size",
+        "{}: expected a struct_size of {} to {}, got {}: call its init function", name, kFirstSize<T>, kLargestSize, given.struct_size);
 }
 
 // As this version knows the struct. A newer caller's fields must be zero: they would be ignored.

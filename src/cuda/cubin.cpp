@@ -6,6 +6,7 @@
 
 #include <charconv>
 #include <cstring>
+#include <limits>
 
 namespace imbrex::cuda {
 namespace {
@@ -26,6 +27,11 @@ int number_before(std::string_view line, std::string_view unit) {
   int value = 0;
   std::from_chars(line.data() + begin, line.data() + end, value);
   return value;
+}
+
+// Sums of a log stay numbers, whatever stands in it.
+void add(int& sum, int more) {
+  if (__builtin_add_overflow(sum, more, &sum)) sum = std::numeric_limits<int>::max();
 }
 
 std::string_view quoted(std::string_view line) {
@@ -65,9 +71,9 @@ std::vector<EntryReport> entry_reports(const CompiledKernel& kernel) {
     } else if (!entries.empty() && line.find("bytes stack frame") != std::string_view::npos) {
       // A function that was not inlined reports itself below the entry: its frame counts too.
       EntryReport& entry = entries.back();
-      entry.stack_bytes += number_before(line, " bytes stack frame");
-      entry.spill_store_bytes += number_before(line, " bytes spill stores");
-      entry.spill_load_bytes += number_before(line, " bytes spill loads");
+      add(entry.stack_bytes, number_before(line, " bytes stack frame"));
+      add(entry.spill_store_bytes, number_before(line, " bytes spill stores"));
+      add(entry.spill_load_bytes, number_before(line, " bytes spill loads"));
     } else if (!entries.empty() && line.find("Used ") != std::string_view::npos) {
       entries.back().registers = number_before(line, " registers");
       entries.back().static_smem_bytes = number_before(line, " bytes smem");
@@ -79,7 +85,7 @@ std::vector<EntryReport> entry_reports(const CompiledKernel& kernel) {
 std::vector<std::string> strict_problems(const CompiledKernel& kernel) {
   std::vector<std::string> problems;
   for (const EntryReport& entry : entry_reports(kernel)) {
-    if (entry.spill_store_bytes + entry.spill_load_bytes > 0) {
+    if (entry.spill_store_bytes > 0 || entry.spill_load_bytes > 0) {
       problems.push_back(
           fmt::format("{}: {} bytes of spill stores and {} of spill loads", entry.name, entry.spill_store_bytes, entry.spill_load_bytes));
     }

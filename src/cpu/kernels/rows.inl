@@ -111,8 +111,9 @@ inline float exp2_exact(float x) {
   p = p * f + 2.402264791e-1f;
   p = p * f + 6.931472028e-1f;
   p = p * f + 1.f;
-  // 2^n in two factors, so that results below 2^-126 come out as subnormals or zero.
-  const int i = int(n), half = i >> 1;
+  // 2^n in two factors, so that results below 2^-126 come out as subnormals or zero. n is in the bits of `shifted` already: those of a NaN
+  // are some number too, where a conversion would be undefined.
+  const int i = int(as_bits(shifted) - as_bits(magic)), half = i >> 1;
   return p * as_float(u32(half + 127) << 23) * as_float(u32(i - half + 127) << 23);
 }
 

@@ -78,6 +78,9 @@ bool is_pinned(const void* data) {
   return static_cast<const char*>(data) < begin + bytes;
 }
 
+// Null for more than a test may touch.
+void* allocate(size_t bytes) { return bytes > size_t(1) << 30 ? nullptr : std::malloc(bytes); }
+
 // For calls that a step makes: fails when it is their turn.
 CUresult failure() {
   constexpr CUresult kUnknown = 999;
@@ -286,8 +289,9 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
+  *address = reinterpret_cast<CUdeviceptr>(allocate(bytes));
+  if (*address == 0) return kCudaOutOfMemory;
   ++the_state.buffers;
-  *address = reinterpret_cast<CUdeviceptr>(std::malloc(bytes));
   return std::memset(reinterpret_cast<void*>(*address), 0xff, bytes), kCudaSuccess;
 }
 CUresult cuMemFree_v2(CUdeviceptr address) {
@@ -300,8 +304,9 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
+  *data = allocate(bytes);
+  if (*data == nullptr) return kCudaOutOfMemory;
   ++the_state.pinned;
-  *data = std::malloc(bytes);
   pinned[static_cast<const char*>(*data)] = bytes;
   return std::memset(*data, 0xff, bytes), kCudaSuccess;
 }
