@@ -24,3 +24,18 @@ from imbrex.flash_attn.flash_attn_interface import (
 )
 
 __version__ = "2.8.3"  # the one whose names and meanings are here
+
+__all__ = [
+    "bert_padding",
+    "flash_attn_func",
+    "flash_attn_gpu",
+    "flash_attn_interface",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "layers",
+    "ops",
+]

@@ -42,6 +42,8 @@ def _split(pages: _Pages, size: int) -> _Pages:
     rows, tokens = pages.k.shape[:2]
     apart = _apart(pages.k)
     count = ((rows - 1) * apart + tokens) // size
+    if count >= 1 << 31:
+        raise wrong("k_cache", f"fewer than 2^31 pages of {size} tokens, which int32 tables can name", count)
     k, v = (x.as_strided((count, size, *x.shape[2:]), (size * x.stride(1), *x.stride()[1:])) for x in (pages.k, pages.v))
     within = torch.arange(tokens // size, dtype=torch.int32, device=pages.table.device)
     return _Pages(k, v, (pages.table[:, :, None] * (apart // size) + within).flatten(1))
@@ -98,6 +100,64 @@ def _check_lens(lens: Tensor, cached: Tensor, pads: Optional[Tensor], new: int, 
         raise wrong("cache_seqlens", f"{max(int(lowest[r]), 0)} or more for request {r}", f"{int(cached[r])} with cache_leftpad {int(lowest[r])}")
 
 
+def _check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool, ragged: bool) -> None:
+    queries, caches = "total_q heads d" if ragged else "batch seqlen_q heads d", "batch_cache seqlen_cache heads_k d"
+    check_tensors(f"{queries}, {'num_blocks page_size heads_k d' if paged else caches}", q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[-1] % 8:
+            refuse(f"{name} with head_dim {cache.shape[-1]}", "make caches with a head_dim that is a multiple of 8, and pad q, k and v")
+        if cache.stride(-1) != 1:
+            raise wrong(name, "stride 1 in its last dimension", list(cache.stride()))
+    if not k_cache.shape[1]:
+        raise wrong("k_cache", "room for a token or more", list(k_cache.shape))
+
+
+def _check_rows(
+    batch: int, k_cache: Tensor, k: Optional[Tensor], v: Optional[Tensor], table: Optional[Tensor], table_name: str, batch_idx: Optional[Tensor]
+) -> None:
+    """New keys, and which rows or pages of the caches are those of the requests."""
+    for name, x in (("k", k), ("v", v)):
+        if x is not None and k is not None and x.shape[:2] != (batch, k.shape[1]):
+            raise wrong(name, f"[{batch}, {k.shape[1]}, heads_k, d]", list(x.shape))
+    if table is not None:
+        if batch_idx is not None:
+            raise ValueError(f"imbrex.flash_attn: expected {table_name} or cache_batch_idx, got both")
+        if table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != batch:
+            raise wrong(table_name, f"torch.int32 [{batch}, max_blocks]", f"{table.dtype} {list(table.shape)}")
+    elif batch_idx is not None:
+        check_ints("cache_batch_idx", batch_idx, batch)
+        if not batch_idx.is_cuda and batch and not 0 <= int(batch_idx.min()) <= int(batch_idx.max()) < k_cache.shape[0]:
+            raise wrong("cache_batch_idx", f"0 to {k_cache.shape[0] - 1}, rows of k_cache", batch_idx.tolist())
+    elif batch > k_cache.shape[0]:
+        raise wrong("k_cache", f"{batch} rows or more, as q has requests", list(k_cache.shape))
+
+
+class _Counts(NamedTuple):
+    """Of a step, all on the host or all on the GPU, int32 [batch]."""
+
+    cached: Tensor  # tokens in front of the new ones
+    pads: Optional[Tensor]  # of them those that are not seen
+    keys: Tensor  # that are seen, the new ones too; 0 for a request that has no room, which is an error on the host
+
+
+def _counts(cache_seqlens: Union[int, Tensor], pads: Optional[Tensor], batch: int, new: int, room: int, device: torch.device) -> _Counts:
+    """device: where a number goes."""
+    if torch.is_tensor(cache_seqlens):
+        check_ints("cache_seqlens", cache_seqlens, batch)
+        cached = cache_seqlens
+    else:
+        if cache_seqlens + new > room:
+            raise _too_long(room, cache_seqlens + new, 0, new)
+        cached = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    pads = None if pads is None else pads.to(cached.device)
+    ends = cached + new
+    keys = ends if pads is None else ends - pads
+    if cached.is_cuda:
+        return _Counts(cached, pads, torch.where(ends <= room, keys.clamp(min=0), 0))
+    _check_lens(ends, cached, pads, new, room)
+    return _Counts(cached, pads, keys)
+
+
 def attend_over_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -124,41 +184,18 @@ def attend_over_cache(
 ) -> Any:
     """What flash_attn_with_kvcache() says; with cu_seqlens_q int32 [batch + 1] q is [total_q, heads, d], and out and lse are as varlen ones."""
     check_call(0.0, q, k, v, k_cache, v_cache, rotary_cos, rotary_sin, alibi_slopes)
-    caches = "batch_cache seqlen_cache heads_k d" if table is None else "num_blocks page_size heads_k d"
-    check_tensors(
-        f"batch seqlen_q heads d, {caches}" if cu_seqlens_q is None else f"total_q heads d, {caches}", q=q, k_cache=k_cache, v_cache=v_cache
-    )
-    check_tensors("batch seqlen_new heads_k d", k=k, v=v)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("imbrex.flash_attn: expected k with v and rotary_cos with rotary_sin, got one of two")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.shape[-1] % 8:
-            refuse(f"{name} with head_dim {cache.shape[-1]}", "make caches with a head_dim that is a multiple of 8, and pad q, k and v")
-        if cache.stride(-1) != 1:
-            raise wrong(name, "stride 1 in its last dimension", list(cache.stride()))
-    if not k_cache.shape[1]:
-        raise wrong("k_cache", "room for a token or more", list(k_cache.shape))
-    device, heads = q.device, q.shape[-2]
     ragged = cu_seqlens_q is not None
+    _check_caches(q, k_cache, v_cache, table is not None, ragged)
+    check_tensors("batch seqlen_new heads_k d", k=k, v=v)
     if ragged:
         check_ints("cu_seqlens_q", cu_seqlens_q, "batch + 1")
+    device, heads = q.device, q.shape[-2]
     batch = len(cu_seqlens_q) - 1 if ragged else q.shape[0]
     seqlen_q = int(q.shape[0] if max_seqlen_q is None else max_seqlen_q) if ragged else q.shape[1]
     new = 0 if k is None else k.shape[1]
-    for name, x in (("k", k), ("v", v)):
-        if x is not None and x.shape[:2] != (batch, new):
-            raise wrong(name, f"[{batch}, {new}, heads_k, d]", list(x.shape))
-    if table is not None:
-        if cache_batch_idx is not None:
-            raise ValueError(f"imbrex.flash_attn: expected {table_name} or cache_batch_idx, got both")
-        if table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != batch:
-            raise wrong(table_name, f"torch.int32 [{batch}, max_blocks]", f"{table.dtype} {list(table.shape)}")
-    elif cache_batch_idx is not None:
-        check_ints("cache_batch_idx", cache_batch_idx, batch)
-        if not cache_batch_idx.is_cuda and batch and not 0 <= int(cache_batch_idx.min()) <= int(cache_batch_idx.max()) < k_cache.shape[0]:
-            raise wrong("cache_batch_idx", f"0 to {k_cache.shape[0] - 1}, rows of k_cache", cache_batch_idx.tolist())
-    elif batch > k_cache.shape[0]:
-        raise wrong("k_cache", f"{batch} rows or more, as q has requests", list(k_cache.shape))
+    _check_rows(batch, k_cache, k, v, table, table_name, cache_batch_idx)
     if cache_leftpad is not None:
         check_ints("cache_leftpad", cache_leftpad, batch)
 
@@ -166,24 +203,13 @@ def attend_over_cache(
     room = pages.room
     if cache_seqlens is None:
         cache_seqlens = room - new if k is None else 0
-    if torch.is_tensor(cache_seqlens):
-        check_ints("cache_seqlens", cache_seqlens, batch)
-        same, cached = (), cache_seqlens
-    else:
-        if cache_seqlens + new > room:
-            raise _too_long(room, cache_seqlens + new, 0, new)
-        same = (batch, seqlen_q, cache_seqlens + new) if not ragged and cache_leftpad is None else ()
-        on_device = _torch.is_capturing(q) or any(x is not None and x.is_cuda for x in (cu_seqlens_q, cache_leftpad))
-        cached = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device if on_device else "cpu")
-    pads = None if cache_leftpad is None else cache_leftpad.to(cached.device)
-    lens = cached + new
-    own = lens if pads is None else lens - pads
-    if cached.is_cuda:
-        own = torch.where(lens <= room, own.clamp(min=0), 0)
-    else:
-        _check_lens(lens, cached, pads, new, room)
+    same: Tuple[int, ...] = ()
+    if not (torch.is_tensor(cache_seqlens) or ragged or cache_leftpad is not None):
+        same = (batch, seqlen_q, cache_seqlens + new)
+    on_device = _torch.is_capturing(q) or any(x is not None and x.is_cuda for x in (cu_seqlens_q, cache_leftpad))
+    cached, pads, keys = _counts(cache_seqlens, cache_leftpad, batch, new, room, device if on_device else torch.device("cpu"))
     starts = cu_seqlens_q if ragged else torch.arange(batch + 1, dtype=torch.int32, device=cached.device) * seqlen_q
-    lengths = _torch.Lengths(starts, own.to(starts.device), seqlen_q, room, same)
+    lengths = _torch.Lengths(starts, keys.to(starts.device), seqlen_q, room, same)
 
     begin = cached.to(device)[:, None]  # of the new tokens
     if rotary_cos is not None:
