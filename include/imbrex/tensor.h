@@ -52,6 +52,7 @@ struct TensorView {
   int64_t stride(int dim) const { return strides[dim]; }
   bool empty() const { return data == nullptr; }
   int64_t num_elements() const;
+  bool is_addressable() const;  // the bytes from one element to any other fit 63 bits
   template <class T>
   T* as() const {
     return static_cast<T*>(data);

@@ -80,6 +80,20 @@ int64_t TensorView::num_elements() const {
   return count;
 }
 
+bool TensorView::is_addressable() const {
+  int64_t below = 0, above = size_of(dtype);  // bytes on either side of the first element
+  for (int d = 0; d < rank; ++d) {
+    int64_t reach = 0;
+    if (sizes[d] <= 1) continue;
+    int64_t& side = strides[d] < 0 ? below : above;
+    if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &reach) || __builtin_mul_overflow(reach, size_of(dtype), &reach) ||
+        __builtin_add_overflow(side, reach, &side))
+      return false;
+  }
+  int64_t bytes = 0;
+  return !__builtin_sub_overflow(above, below, &bytes);
+}
+
 static void check_dim(const TensorView& view, int dim) {
   check(dim >= 0 && dim < view.rank, "tensor.dim", "{} has no dimension {}", view, dim);
 }
