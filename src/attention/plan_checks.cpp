@@ -58,13 +58,12 @@ void check_options(const PlanOptions& options) {
         "expected 1 to {} workers of PlanOptions::threads, got {}", kMostWorkers, options.threads.num_workers);
 }
 
-void check_can_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
+void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
   spec.validate();
   check_options(options);
   for (const Reason& reason : backend.unsupported(spec, device))
-    fail("backend.unsupported", "{} cannot run {}: {}", backend.name(), spec.str(), reason.str());
-  check(device.present, "backend.device_absent", "{} cannot make a runnable plan for {}, which is only described", backend.name(),
-        device.name);
+    fail("backend.unsupported", "{} cannot run {} on {}: {}", backend.name(), spec.str(), device.str(), reason.str());
+  check(device.present, "backend.device_absent", "{} cannot make a plan for {}, which is only described", backend.name(), device.str());
 }
 
 void check_memory(const TensorView& t, const char* name, std::string_view code, Device device) {
@@ -81,24 +80,26 @@ void check_on_host(const Batch& batch) {
   check_memory(batch.custom_mask, "custom_mask", code, {});
 }
 
-BatchReach reach_of(const Batch& batch, const AttentionSpec& spec, bool validate) {
+BatchReach reach_of(const Batch& batch, const AttentionSpec& spec, bool all) {
   const auto on_host = [](const TensorView& t) { return !t.empty() && t.device.type == DeviceType::cpu; };
   BatchReach reach;
   if (on_host(batch.kv_start_loc))
     for (int r = 0; r < batch.num_reqs(); ++r)
-      if (batch.seq_lens[r] > 0)  // a start below 0, which nobody has refused without validation, is beyond all rows here
+      if (batch.seq_lens[r] > 0)
         reach.rows = std::max(reach.rows, int64_t(uint32_t(batch.kv_start_loc.as<const int>()[r])) + batch.seq_lens[r]);
-  if (!validate) return reach;
+  if (!all) return reach;
   const bool dense = on_host(batch.block_table), csr = on_host(batch.kv_indptr) && on_host(batch.kv_indices);
   for (int r = 0; (dense || csr) && r < batch.num_reqs(); ++r) {
     const int* ids = dense ? batch.block_table.as<const int>() + r * batch.block_table.stride(0)
                            : batch.kv_indices.as<const int>() + batch.kv_indptr.as<const int>()[r];
     const int count = int((int64_t(batch.seq_lens[r]) + spec.block_size - 1) / spec.block_size);
-    for (int b = 0; b < count; ++b) reach.block = std::max(reach.block, ids[b]);
+    for (int b = 0; b < count; ++b) reach.block = std::max(reach.block, int64_t(uint32_t(ids[b])));
   }
   const TensorView& slots = batch.slot_mapping;
-  for (int64_t t = 0; on_host(slots) && t < batch.num_tokens(); ++t)
-    reach.slot = std::max(reach.slot, slots.as<const int64_t>()[t * slots.stride(0)]);
+  for (int64_t t = 0; on_host(slots) && t < batch.num_tokens(); ++t) {
+    const int64_t slot = slots.as<const int64_t>()[t * slots.stride(0)];
+    reach.slot = std::max(reach.slot, slot < -1 ? INT64_MAX : slot);
+  }
   return reach;
 }
 
@@ -132,8 +133,8 @@ DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, cons
   check_written_layout(lse, "lse");
   check_q_scale(spec, device, in.q_scale);
   check_cache(spec, in.kv, "run.device", device);
-  check(spec.block_size == 0 || reach.block < in.kv.num_blocks(spec), "run.block_id", "block ids must be below {}, the batch has {}",
-        in.kv.num_blocks(spec), reach.block);
+  check(spec.block_size == 0 || reach.block < in.kv.num_blocks(spec), "run.block_id", "block ids must be 0 to {}, the batch has {}",
+        in.kv.num_blocks(spec) - 1, reach.block);
   check(spec.block_size > 0 || reach.rows <= in.kv.k.size(0), "run.kv_rows", "k and v need {} rows (kv_start_loc), they have {}",
         reach.rows, in.kv.k.size(0));
   check_heads(spec.score.head_scales, in.head_scales, "head_scales", "run.head_scales", heads, device);

@@ -10,7 +10,7 @@ namespace imbrex {
 // What every backend asks before it makes a plan: that the spec, the limits and the number of threads are some, that unsupported() has
 // nothing against it, and that the device is present. Errors spec.*, limits.*, threads.num_workers, backend.unsupported,
 // backend.device_absent.
-void check_can_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
+void begin_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
 void check_options(const PlanOptions&);  // of these, limits.* and threads.num_workers
 
 // An empty view passes. `code` is the caller's: update.device, run.device, ...
@@ -20,12 +20,13 @@ void check_on_host(const Batch&);
 
 // How far a batch's host arrays reach into a cache. A batch does not know how large that is, so run() and write_kv() compare.
 struct BatchReach {
-  int block = -1;     // largest block id that a request needs; -1: none, or nobody has looked
-  int64_t slot = -1;  // largest slot; likewise
-  int64_t rows = 0;   // of ragged k and v: so many at least
+  int64_t block = -1;  // largest block id that a request needs; -1: none, or nobody has looked
+  int64_t slot = -1;   // largest slot; likewise
+  int64_t rows = 0;    // of ragged k and v: so many at least
 };
-// Block ids and slots are looked at with `validate` alone, since it takes a step over all of them.
-BatchReach reach_of(const Batch&, const AttentionSpec&, bool validate);
+// Negative ones, which validate() refuses, reach beyond every cache. Block ids and slots are looked at with `all` alone, since that is a
+// walk over each of them; of a plan that does not validate its batches, the caller has vouched for them.
+BatchReach reach_of(const Batch&, const AttentionSpec&, bool all);
 
 // Inputs::q_scale. Error run.q_scale.
 void check_q_scale(const AttentionSpec&, Device, const TensorView&);

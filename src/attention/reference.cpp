@@ -56,7 +56,7 @@ class ReferencePlan final : public StepPlan {
     next.mask_start.assign(1, 0);
     for (int r = 0; r < batch.num_reqs(); ++r)
       next.mask_start.push_back(next.mask_start[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
-    next.reach = reach_of(batch, spec_, options_.validate);
+    next.reach = reach_of(batch, spec_, true);  // whoever vouches for the batch
     // Shared by both steps, and never smaller than one of them needs.
     const size_t keys = size_t(std::max(batch.max_seq_len(), 0));
     if (weights_.size() < size_t(spec_.group_size()) * keys) weights_.resize(size_t(spec_.group_size()) * keys);
@@ -232,7 +232,7 @@ class ReferenceBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    check_can_plan(*this, spec, device, options);
+    begin_plan(*this, spec, device, options);
     return std::make_unique<ReferencePlan>(spec, options);
   }
 };

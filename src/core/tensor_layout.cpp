@@ -9,25 +9,11 @@
 namespace imbrex {
 namespace {
 
-constexpr int64_t kAddressSpace = int64_t(1) << 56;  // bytes, of a process on a machine of today
-
 bool has_elements(const TensorView& t) {
   if (t.empty() || t.rank > TensorView::kMaxRank) return false;  // a rank that nobody expects is refused as such
   for (int d = 0; d < t.rank; ++d)
     if (t.size(d) <= 0) return false;
   return true;
-}
-
-// From the element in front to the one behind all others.
-bool fits_address_space(const TensorView& t) {
-  int64_t span = 0;
-  for (int d = 0; d < t.rank; ++d) {
-    if (t.size(d) <= 1) continue;
-    int64_t reach = 0;
-    if (__builtin_mul_overflow(t.size(d) - 1, t.stride(d), &reach) || reach <= -kAddressSpace || reach >= kAddressSpace) return false;
-    span += reach < 0 ? -reach : reach;
-  }
-  return span < kAddressSpace / size_of(t.dtype);
 }
 
 // Dimensions from the smallest stride on: each steps over all that those before it reach.
@@ -57,9 +43,8 @@ std::string strides_of(const TensorView& t) { return fmt::format("{}", fmt::join
 
 void check_layout(const TensorView& t, const char* name) {
   if (!has_elements(t)) return;
-  if (!fits_address_space(t))
-    fail("tensor.strides", "{}: expected elements within {} bytes of the first, got {} with strides {}", name, kAddressSpace, t,
-         strides_of(t));
+  if (!t.is_addressable())
+    fail("tensor.strides", "{}: expected elements whose distances in bytes fit 63 bits, got {} with strides {}", name, t, strides_of(t));
   const uintptr_t behind = reinterpret_cast<uintptr_t>(t.data) % uintptr_t(size_of(t.dtype));
   check(behind == 0, "tensor.alignment", "{}: expected an address that is a multiple of {} bytes, got {} that begins {} bytes behind one",
         name, size_of(t.dtype), t, behind);

@@ -4,7 +4,7 @@
 
 namespace imbrex {
 
-// Elements are aligned to their size and lie within what a machine can address. Errors tensor.alignment, tensor.strides.
+// Elements are aligned to their size, and the bytes between any two of them fit 63 bits. Errors tensor.alignment, tensor.strides.
 void check_layout(const TensorView&, const char* name);
 // Also, no two elements share their place: threads would race for it. Error tensor.overlap.
 void check_written_layout(const TensorView&, const char* name);

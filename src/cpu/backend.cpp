@@ -43,7 +43,7 @@ class CpuBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    check_can_plan(*this, spec, device, options);
+    begin_plan(*this, spec, device, options);
     return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
   }
 

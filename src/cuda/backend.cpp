@@ -169,7 +169,7 @@ class CudaBackend final : public Backend {
   }
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    check_can_plan(*this, spec, device, options);
+    begin_plan(*this, spec, device, options);
     return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
   }
 

@@ -103,6 +103,7 @@ void PlanArrays::send_again(Step& step, Content content, CUstream stream) noexce
     }
     content_ = content;
   } catch (...) {
+    content_ = Content::broken;
   }
   if (content == Content::sent) mark_busy(step, stream);
 }

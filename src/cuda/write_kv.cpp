@@ -46,11 +46,11 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
   check_write(spec_, device_, cache, k, v, slots, tokens.num_tokens, tokens.reach);
   check(slots.empty() || (slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= tokens.num_tokens),
         "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
-  if (slots.empty()) return;
-  // A graph writes no more tokens than these tensors have, whatever later steps bring.
-  const int64_t room = std::min({k.size(0), v.size(0), slots.size(0)});
-  const int num_tokens = tokens.captured_tokens > 0 ? int(std::min<int64_t>(tokens.captured_tokens, room)) : tokens.num_tokens;
-  if (num_tokens == 0) return;
+  const bool captured = tokens.captured_tokens > 0;
+  // No replay can have more tokens than there are rows to take them from, and slots.
+  const int64_t most = std::min({int64_t(tokens.captured_tokens), k.size(0), v.size(0), slots.size(0)});
+  const int num_tokens = captured ? int(most) : tokens.num_tokens;
+  if (num_tokens == 0 || slots.empty()) return;
   const bool copies = k.dtype == spec_.kv_dtype;
   const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
                              .v = kv_side(cache.v, cache.v_scale, spec_),
@@ -60,7 +60,7 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
                              .slot_stride = slots.stride(0),
                              .num_tokens = num_tokens,
                              .num_kv_heads = spec_.num_kv_heads,
-                             .num_tokens_now = tokens.captured_tokens > 0 ? tokens.now : nullptr};
+                             .num_tokens_now = captured ? tokens.now : nullptr};
   const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
   const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
   const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;

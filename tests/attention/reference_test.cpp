@@ -168,14 +168,15 @@ TEST(Reference, RefusesWhatItDoesNotRun) {
   std::vector<float> out(8);
   Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}), .lse = {}};
   EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "kv_cache.k.missing");
-  inputs.sinks = one_float(1.f).view();
-  EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "run.sinks");
-  inputs.sinks = {};
   const KvAllocation cache(in.spec, 1, 1);
   EXPECT_EQ(error_code([&] { plan->write_kv(cache.layer(0), in.k.view(), in.v.view()); }), "write_kv.slot_mapping");
   EXPECT_EQ(error_code([&] { plan->write_kv(cache.layer(0), {}, in.v.view()); }), "write_kv.k");
-  table[0] = 7;
   inputs.kv = cache.layer(0);
+  inputs.sinks = one_float(1.f).view();
+  EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "run.sinks");
+  inputs.sinks = {};
+  table[0] = 7;
+  plan->update(batch);
   EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "run.block_id");
   EXPECT_EQ(error_code([&] { reference_backend().plan(in.spec, describe_device("avx512,32 threads"), {}); }), "backend.device_absent");
 }

@@ -11,7 +11,7 @@ namespace {
 
 using test::MixedStep, test::Requests;
 constexpr const char* kAccepted = "nothing thrown";
-constexpr int64_t kHuge = std::numeric_limits<int64_t>::max() / 8;
+constexpr int64_t kHuge = std::numeric_limits<int64_t>::max() / 2;
 
 const Requests kMixed{{1, 30}, {5, 9}, {0, 7}, {1, 13}};
 

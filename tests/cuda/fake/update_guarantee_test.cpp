@@ -16,8 +16,8 @@ using imbrex::test::fail_everywhere, imbrex::test::FailAllocation, imbrex::test:
 constexpr Device kDevice{DeviceType::cuda, 0};
 
 // Ordered by phase, since a GPU's plan of two phases asks for that.
-const Requests kFew{{1, 30}, {0, 0}, {1, 5}, {3, 9}, {20, 20}};
-const Requests kMany{{1, 3000}, {1, 700}, {1, 40}, {0, 17}, {5, 1500}, {2, 2}, {30, 30}};
+const Requests kFew{{1, 30}, {0, 0}, {1, 5}, {3, 9}, {6, 6}};
+const Requests kMany{{1, 1300}, {1, 40}, {0, 17}, {2, 700}, {2, 2}, {9, 9}};  // the first one is split
 
 class CudaUpdateGuarantee : public testing::TestWithParam<bool> {
  protected:
@@ -92,11 +92,14 @@ TEST_P(CudaUpdateGuarantee, OfAStepThatTheDeviceMade) {
     const std::vector<float> before = run(*p, few);
     {
       const FailCall<false> fault(number);
+      bool updated = false;
       try {
         p->update(many.batch, stream.get());
+        updated = true;
       } catch (const Error&) {
       }
       if (!fault.has_failed()) break;
+      if (updated) continue;  // what has failed was not needed
     }
     try {
       EXPECT_TRUE(run(*p, few) == before) << number;
