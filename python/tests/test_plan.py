@@ -167,6 +167,11 @@ def test_merge(rng):
         imbrex.merge_states([], [])
 
 
+def test_parts_without_tokens_are_merged():
+    out, lse = imbrex.merge_states([np.ones((0, 3, 22), np.float32)] * 2, [np.ones((0, 3), np.float32)] * 2)
+    assert out.shape == (0, 3, 22) and lse.shape == (0, 3)
+
+
 def test_plans_run_beside_each_other(rng):
     """The lock of Python is not held meanwhile; results do not depend on it."""
     step = Step(rng)

@@ -318,6 +318,10 @@ TEST_F(CApiPlan, RefusesWhatBreaksRules) {
   int64_t huge[3] = {int64_t(1) << 40, int64_t(1) << 40, 64}, negative[3] = {-1, 4, 64};
   broken([&](imbrex_tensor& t) { t.shape = huge; });
   broken([&](imbrex_tensor& t) { t.shape = negative; });
+  int64_t far[3] = {int64_t(1) << 61, 64, 1}, farther[3] = {INT64_MIN, 64, 1};
+  broken([&](imbrex_tensor& t) { t.strides = far; });
+  broken([&](imbrex_tensor& t) { t.strides = farther; });
+  broken([](imbrex_tensor& t) { t.byte_offset = UINT64_MAX; });
   step.q.view = good;
   step.q.view.dtype = {2, 16, 1};
   expect(run_now(), "run.q");

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <limits>
 
 namespace imbrex::test {
@@ -65,17 +66,16 @@ bool Argument::is_honest() const {
 }
 
 template <class Visit>
-void Argument::each_element(const Visit& visit) const {
+void Argument::each_run(const Visit& visit) const {
   int64_t count = 1;
   for (const int64_t n : shape) count = n <= 0 || count > kHeap / n ? 0 : count * n;
+  auto* const first = static_cast<unsigned char*>(tensor_.data) + byte_offset;
+  if (strides.empty()) return visit(size_t(0), first, size_t(count));
   std::vector<int64_t> index(shape.size());
   for (int64_t i = 0; i < count; ++i) {
-    int64_t at = 0, dense = 1;
-    for (size_t d = shape.size(); d-- > 0;) {
-      at += index[d] * (strides.empty() ? dense : strides[d]);
-      dense *= shape[d];
-    }
-    visit(size_t(i), static_cast<unsigned char*>(tensor_.data) + byte_offset + at * int64_t(element()));
+    int64_t at = 0;
+    for (size_t d = 0; d < shape.size(); ++d) at += index[d] * strides[d];
+    visit(size_t(i), first + at * int64_t(element()), size_t(1));
     for (size_t d = shape.size(); d-- > 0 && ++index[d] == shape[d];) index[d] = 0;
   }
 }
@@ -94,14 +94,20 @@ const imbrex_tensor* Argument::make() {
              .strides = strides.empty() ? nullptr : given_strides_.data(),
              .byte_offset = byte_offset};
   if (memory_ == nullptr || null_data || impossible || content.empty()) return &tensor_;
-  each_element([&](size_t i, unsigned char* to) { std::memcpy(to, &content[i % count() * element()], element()); });
+  each_run([&](size_t begin, unsigned char* to, size_t elements) {
+    for (size_t done = 0; done < elements;) {
+      const size_t from = (begin + done) % count(), some = std::min(elements - done, count() - from);
+      std::memcpy(to + done * element(), &content[from * element()], some * element());
+      done += some;
+    }
+  });
   return &tensor_;
 }
 
 std::vector<unsigned char> Argument::elements() const {
   std::vector<unsigned char> all;
   if (!given || memory_ == nullptr || tensor_.data == nullptr || extent().high - extent().low > kAddresses) return all;
-  each_element([&](size_t, const unsigned char* from) { all.insert(all.end(), from, from + element()); });
+  each_run([&](size_t, const unsigned char* from, size_t elements) { all.insert(all.end(), from, from + elements * element()); });
   return all;
 }
 

@@ -65,7 +65,7 @@ class Argument {
   };
   Extent extent() const;
   template <class Visit>
-  void each_element(const Visit&) const;
+  void each_run(const Visit&) const;  // of elements that lie one after the other: the first one's index, its address, and how many
 
   std::shared_ptr<unsigned char> memory_;
   std::vector<int64_t> given_shape_, given_strides_;

@@ -12,6 +12,8 @@ namespace {
 constexpr int64_t kMin32 = std::numeric_limits<int32_t>::min(), kMax32 = std::numeric_limits<int32_t>::max();
 constexpr int64_t kMin64 = std::numeric_limits<int64_t>::min(), kMax64 = std::numeric_limits<int64_t>::max();
 
+int32_t plus(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }  // what is wrong already may wrap
+
 // An int32 of a struct, named.
 template <class T>
 struct Field {
@@ -130,7 +132,7 @@ std::string longer(Problem& p, Random& random) {
   const auto r = size_t(random.between(0, int64_t(p.lens.values.size()) - 1));
   constexpr int32_t kBy[] = {1, 2, 16, 100, 900, 100000};
   const int32_t by = random.pick(kBy);
-  p.lens.values[r] += by;
+  p.lens.values[r] = plus(p.lens.values[r], by);
   for (size_t i = r + 1; p.kv_start_loc.given && i < p.kv_start_loc.count(); ++i)
     p.kv_start_loc.set_number(i, p.kv_start_loc.number(i) + by);
   return fmt::format("request {} has {} more keys", r, by);
@@ -148,7 +150,7 @@ std::string more_queries(Problem& p, Random& random) {
   constexpr int32_t kBy[] = {1, 3, 40};
   const int32_t by = random.pick(kBy);
   const auto r = size_t(random.between(0, int64_t(p.starts.values.size()) - 1));
-  for (size_t i = r; i < p.starts.values.size(); ++i) p.starts.values[i] += i > 0 ? by : 0;
+  for (size_t i = r; i < p.starts.values.size(); ++i) p.starts.values[i] = plus(p.starts.values[i], i > 0 ? by : 0);
   return fmt::format("{} more query tokens from request {} on", by, r);
 }
 
