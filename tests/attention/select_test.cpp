@@ -1,8 +1,8 @@
 // Tests of selection: order, force, aliases, reasons, proposals, and devices that are only described.
 #include <gtest/gtest.h>
 
-#include <ctime>
 #include <cmath>
+#include <ctime>
 #include <set>
 
 #include "attention/fake_backend.h"
