@@ -1,8 +1,8 @@
 // Tests of selection: order, force, aliases, reasons, proposals, and devices that are only described.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
+#include <ctime>
 #include <set>
 
 #include "attention/fake_backend.h"
@@ -227,7 +227,7 @@ TEST(Select, EveryPresetAndDeviceUnder50Milliseconds) {
   for (const ModelPreset& preset : model_presets()) {
     for (const char* name : {"cpu", "h200", "b200", "a100"}) {
       const DeviceInfo device = describe_device(name);
-      const auto start = std::chrono::steady_clock::now();
+      const std::clock_t start = std::clock();  // of this process: others may be in its way
       try {
         const ModelSpec model = load_model(preset.name);
         for (const auto& kind : model.kinds()) {
@@ -238,8 +238,7 @@ TEST(Select, EveryPresetAndDeviceUnder50Milliseconds) {
       } catch (const Error& e) {
         EXPECT_EQ(e.code(), "model.family.later") << preset.name << ": " << e.what();
       }
-      const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - start;
-      EXPECT_LT(time.count(), 50) << preset.name << " on " << name;
+      EXPECT_LT(1e3 * double(std::clock() - start) / CLOCKS_PER_SEC, 50) << preset.name << " on " << name;
     }
   }
 }

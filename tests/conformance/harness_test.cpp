@@ -125,6 +125,28 @@ TEST(Harness, FindsWrongCacheContents) {
   EXPECT_NE(judgement.failure.find("write_kv"), std::string::npos) << judgement.failure;
 }
 
+// Why there is more than one poison: what looks beyond a request's bytes for a larger number does not see a NaN.
+TEST(Harness, FindsAMaximumOverForeignBytesAmongZerosOnly) {
+  FaultyBackend backend;
+  backend.after_run = [](const AttentionSpec& s, int tokens, const Outputs& o) {
+    for (int d = 0; d < s.head_dim_v; ++d) {
+      const float foreign = load_as_float(o.out.data, o.out.dtype, tokens * o.out.stride(0) + d);
+      if (foreign > load_as_float(o.out.data, o.out.dtype, d)) store_from_float(o.out.data, o.out.dtype, d, foreign);
+    }
+  };
+  const Case& c = *find_case("dtype_bf16_bf16_mixed");
+  RunOptions options = default_options(c);
+  options.padding_tokens = 1;
+  const auto among = [&](Poison poison) {
+    options.poison = poison;
+    return run_case(backend, probe_cpu(), inputs_of(c), options);
+  };
+  const RunResult nan = among(Poison::nan);
+  EXPECT_EQ(judge(expected_of(c), nan).failure, "");
+  EXPECT_TRUE(bit_identical(nan.out, among(Poison::ones).out));
+  EXPECT_FALSE(bit_identical(nan.out, among(Poison::zero).out));
+}
+
 // What a kernel with an online softmax may do wrong when a block of keys has a new maximum.
 enum class Online { correct, output_not_rescaled, sum_not_rescaled, first_maximum_kept, no_maximum };
 
