@@ -119,6 +119,8 @@ def problems_of(row, variant, said, base):
         found.append("expected drafts to be accepted, got none")
     if row.cached < sum(LENGTHS) // 2:
         found.append(f"expected prompts out of the prefix cache, got {row.cached} tokens")
+    if row.stopped is None:
+        found.append("expected the server to end after SIGTERM, got one that had to be killed")
     if said is not variant.is_imbrex:
         found.append("expected " + ("" if variant.is_imbrex else "no ") + "line of imbrex with its self check in the log")
     return [f"{row.model}, {row.backend}: {text}" for text in found]
