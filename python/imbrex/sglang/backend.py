@@ -167,7 +167,8 @@ class Backend(AttentionBackend):
         longest = int(lens.max()) if not on_device and num_reqs else self.max_keys if known is None else known + ahead
         out = self._graph_table if graph else None
         table = block_table(self.req_to_token, batch.req_pool_indices[:num_reqs], min(longest, self.max_keys), self.page_size, out)
-        if self._slot_check is not None and not graph and not on_device and not mode.is_target_verify():
+        looked_at = not (graph or on_device or mode.is_target_verify() or (mode.is_decode() and self.device_text != "cpu"))
+        if self._slot_check is not None and looked_at:
             self._slot_check(table, starts, lens, batch.out_cache_loc)
         mask = self._mask(batch, graph, None if on_device else lens, num_reqs, query_lens) if mode.is_target_verify() else None
         self.forward_metadata = Step(self._num_steps, starts, lens, table, mask, num_tokens, graph, on_device)

@@ -1,8 +1,13 @@
 // Plans made on the device, as far as the host sees them: what it refuses, what it launches, what it reports. On the fake driver.
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <signal.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
@@ -92,6 +97,43 @@ TEST_F(DevicePlans, RefuseWhatTheHostSees) {
   }
   spec.mask.custom = true;
   EXPECT_EQ(error_code([&] { plan_for()->update_on_device(batch); }), "batch.custom_mask.missing");
+}
+
+// A server's process goes on as it was: its signal masks and handlers are its own.
+TEST_F(DevicePlans, LeaveSignalsAlone) {
+  const auto signals = [] {
+    std::vector<std::pair<void*, int>> found;
+    sigset_t blocked;
+    pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
+    for (int signal = 1; signal < 32; ++signal) {
+      struct sigaction action;
+      sigaction(signal, nullptr, &action);
+      found.emplace_back(reinterpret_cast<void*>(action.sa_handler), action.sa_flags | (sigismember(&blocked, signal) << 30));
+    }
+    return found;
+  };
+  const auto before = signals();
+  for (const bool on_device : {false, true}) {
+    const auto plan = plan_for(on_device);
+    if (on_device) {
+      plan->update_on_device(batch);
+      plan->write_kv(in.kv, floats({5, 2, 16}), floats({5, 2, 8}));
+      plan->run(in, out);
+    }
+    EXPECT_EQ(signals(), before);
+  }
+  EXPECT_EQ(signals(), before);
+}
+
+TEST_F(DevicePlans, LetTheProcessExit) {
+  EXPECT_EXIT(
+      {
+        const auto plan = plan_for();
+        plan->update_on_device(batch);
+        plan->run(in, out);
+        std::exit(0);
+      },
+      testing::ExitedWithCode(0), "");
 }
 
 // The host does not know how much there is to do, so everything is launched that the limits allow; tensors need room for max_num_tokens.
