@@ -26,6 +26,9 @@ class Score(NamedTuple):
     soft_cap: float = 0.0
     sinks: Optional[torch.Tensor] = None  # float32 [num_q_heads]
     alibi_slopes: Optional[torch.Tensor] = None  # float32 [num_q_heads]
+    relative_bias: Optional[torch.Tensor] = None  # float32 [buckets, num_q_heads], T5's
+    relative_max_distance: int = 0
+    relative_bidirectional: bool = False
 
 
 class _Kept:
@@ -106,6 +109,9 @@ def _fields(q, k, head_dim_v, block_size, score, custom_mask):
         ("soft_cap", float(score.soft_cap or 0.0)),
         ("sinks", score.sinks is not None),
         ("alibi", score.alibi_slopes is not None),
+        ("relative_buckets", 0 if score.relative_bias is None else len(score.relative_bias)),
+        ("relative_max_distance", score.relative_max_distance),
+        ("relative_bidirectional", score.relative_bidirectional),
     )
 
 
@@ -170,6 +176,8 @@ def attend(
     lse: True makes one, a tensor is filled. Returns (out, lse or None).
     """
     layer = KvLayer(*layer)
+    if not layer.k.shape[0]:  # no keys at all: imbrex wants memory to point to
+        layer = layer._replace(k=layer.k.new_empty((1, *layer.k.shape[1:])), v=layer.v.new_empty((1, *layer.v.shape[1:])))
     v_dim = layer.v.shape[-1]
     fields = _fields(q, layer.k, v_dim, block_size, score, custom_mask)
     num_reqs, num_tokens = lengths.seq_lens.shape[0], q.shape[0]
@@ -194,7 +202,7 @@ def attend(
             kept.batch = same
     if new_kv is not None:
         kept.plan.write_kv(layer, *new_kv)
-    kept.plan.run(q, layer, out, lse=lse, sinks=score.sinks, alibi_slopes=score.alibi_slopes)
+    kept.plan.run(q, layer, out, lse=lse, sinks=score.sinks, alibi_slopes=score.alibi_slopes, relative_bias=score.relative_bias)
     return out, lse
 
 
@@ -216,10 +224,15 @@ def write_kv(layer, k, v, slot_mapping, block_size):
     kept.plan.write_kv(layer, k, v)
 
 
+def _overlaps(x):
+    """Elements share memory, as after expand(): kernels take no stride of 0."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
+
+
 def _rows(x):
     """[b, h, s, d] as [b * s, h, d] without a copy, or None."""
     b, h, s, d = x.shape
-    if x.stride(3) != 1 or (b > 1 and x.stride(0) != s * x.stride(2)):
+    if x.stride(3) != 1 or _overlaps(x) or (b > 1 and x.stride(0) != s * x.stride(2)):
         return None
     return x.as_strided((b * s, h, d), (x.stride(2), x.stride(1), 1), x.storage_offset())
 
@@ -232,7 +245,7 @@ def _rows_or_copy(x):
 def _heads(x):
     """[b, h, s, d] as [s, b * h, d] without a copy, or None."""
     b, h, s, d = x.shape
-    if x.stride(3) != 1 or b * h > _MOST_HEADS or (b > 1 and h > 1 and x.stride(0) != h * x.stride(1)):
+    if x.stride(3) != 1 or _overlaps(x) or b * h > _MOST_HEADS or (b > 1 and h > 1 and x.stride(0) != h * x.stride(1)):
         return None
     return x.as_strided((s, b * h, d), (x.stride(2), x.stride(0) if h == 1 else x.stride(1), 1), x.storage_offset())
 
@@ -258,6 +271,7 @@ def _by_heads(q, k, v, score, lse):
     repeated = score._replace(
         sinks=None if score.sinks is None else score.sinks.repeat(b),
         alibi_slopes=None if score.alibi_slopes is None else score.alibi_slopes.repeat(b),
+        relative_bias=None if score.relative_bias is None else score.relative_bias.repeat(1, b),
     )
     out = q.new_empty((b, h, sq, dv))
     if lse:
@@ -277,7 +291,7 @@ def _by_heads(q, k, v, score, lse):
 def _token_pages(x):
     """[b, h, s, d] as pages of one token [n, 1, h, d] and how far apart the requests' first pages are, without a copy; or None."""
     b, h, s, d = x.shape
-    if x.stride(3) != 1 or x.stride(0) % x.stride(2) != 0:
+    if x.stride(3) != 1 or _overlaps(x) or x.stride(0) % x.stride(2) != 0:
         return None
     apart = x.stride(0) // x.stride(2)
     pages = (b - 1) * apart + s
