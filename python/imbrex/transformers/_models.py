@@ -6,6 +6,7 @@ bool mask, which they add to their logits.
 import functools
 import inspect
 import re
+import sys
 from typing import Any, Iterator, Tuple
 
 import torch
@@ -18,8 +19,9 @@ _OWN_ADDITION = re.compile(r"\+=?\s*(\(1\.0 - )?[\w.]*mask\b")
 
 
 def _goes_through_the_interface(model: PreTrainedModel) -> bool:
-    """As far as transformers knows: by its word, or by the source of the model."""
-    return bool(model._supports_attention_backend) or model._can_set_attn_implementation()
+    """By its word, or by its source: it calls the interface, and has no table of classes for the implementations it knows."""
+    tables = [n for n in vars(sys.modules[type(model).__module__]) if n.endswith("ATTENTION_CLASSES")]
+    return bool(model._supports_attention_backend) or (model._can_set_attn_implementation() and not tables)
 
 
 @functools.lru_cache(maxsize=None)
@@ -27,17 +29,14 @@ def _adds_a_mask_itself(layer: type) -> bool:
     """A class of attention that takes a softmax and adds a mask in code of its own, beside others of the same model that go through the interface."""
     if "Attention" not in layer.__name__:
         return False
-    for method in vars(layer).values():
-        code = getattr(method, "__code__", None)
-        if code is None or "get_interface" in code.co_names:
-            continue
-        try:
-            source = inspect.getsource(method)
-        except (OSError, TypeError):  # typed into an interpreter
-            continue
-        if "softmax(" in source and _OWN_ADDITION.search(source):
-            return True
-    return False
+    methods = [m for m in vars(layer).values() if hasattr(m, "__code__")]
+    if any("get_interface" in m.__code__.co_names for m in methods):
+        return False
+    try:
+        sources = [inspect.getsource(m) for m in methods]
+    except (OSError, TypeError):  # typed into an interpreter
+        return False
+    return any("softmax(" in s and _OWN_ADDITION.search(s) for s in sources)
 
 
 def _own_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
