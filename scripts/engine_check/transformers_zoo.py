@@ -142,7 +142,7 @@ def examine(variant):
 def zoo(only):
     found, wrong = defaultdict(list), []
     for variant in VARIANTS:
-        if only in variant.name:
+        if only in variant.name or only in variant.group:
             outcome = examine(variant)
             found[variant.group].append((variant, outcome))
             if outcome[0] == "WRONG":
@@ -187,7 +187,7 @@ def speed():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="variants with this in their names")
+    parser.add_argument("--only", default="", help="variants with this in their names or groups")
     parser.add_argument("--no-speed", action="store_true")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
