@@ -52,6 +52,8 @@ def _decoders():
     )  # fmt: skip
     for name in plain:
         options = dict(DECODER)
+        if name == "Cwm":
+            options.update(bos_token_id=1, eos_token_id=[2])
         if name in ("Gemma", "Glm", "Glm4", "Qwen3", "Helium", "SeedOss", "HunYuanDenseV1", "Ministral", "Cwm"):
             options.update(head_dim=16)
         yield "decoders", name.lower(), name + "ForCausalLM", options
@@ -70,7 +72,7 @@ def _decoders():
 
 
 def _windows():
-    for window in (1, 6, 64):
+    for window in (2, 6, 64):
         yield "windows, sinks, soft caps", f"mistral-window{window}", "MistralForCausalLM", dict(DECODER, sliding_window=window)
     yield "windows, sinks, soft caps", "qwen2-window", "Qwen2ForCausalLM", dict(
         DECODER, use_sliding_window=True, sliding_window=5, max_window_layers=1
