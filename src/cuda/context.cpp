@@ -1,4 +1,4 @@
-// Context and CurrentContext.
+// Context, CurrentContext and RelaxedCapture.
 #include "cuda/context.h"
 
 #include "core/check.h"
@@ -49,5 +49,9 @@ CurrentContext::~CurrentContext() {
   CUcontext popped = nullptr;
   if (pushed_) need_driver().cuCtxPopCurrent_v2(&popped);
 }
+
+RelaxedCapture::RelaxedCapture() noexcept : mode_(kCaptureRelaxed) { need_driver().cuThreadExchangeStreamCaptureMode(&mode_); }
+
+RelaxedCapture::~RelaxedCapture() { need_driver().cuThreadExchangeStreamCaptureMode(&mode_); }
 
 }  // namespace imbrex::cuda

@@ -178,16 +178,14 @@ void Plan::lay_out() {
     s.arrivals = counters;
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
   }
-  counters_ = DeviceBuffer(context_, counters * sizeof(int));
-  fill_bytes(counters_.address(), 0, counters_.bytes(), nullptr);
-  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
+  counters_ = zeroed(context_, counters * sizeof(int));
   const size_t rows = size_t(partial_rows_) * size_t(spec_.num_q_heads);
   partial_out_ = DeviceBuffer(context_, rows * size_t(spec_.head_dim_v) * sizeof(float));
   partial_state_ = DeviceBuffer(context_, rows * 2 * sizeof(float));
 }
 
 // Where kernels find the batch's arrays, checked before anything of the last step is given up.
-Plan::BatchArrays Plan::place(const Batch& batch) const {
+Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
   const TensorView& ids = !batch.block_table.empty() ? batch.block_table : batch.kv_indices;
   BatchArrays placed = batch_;
   if (!ids.empty()) {
@@ -209,8 +207,9 @@ Plan::BatchArrays Plan::place(const Batch& batch) const {
                        ? TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {batch.num_tokens()}, device_.device)
                        : batch.slot_mapping;
   }
-  const bool same = (!captured_run_ || (placed.block_ids == batch_.block_ids && placed.custom_mask == batch_.custom_mask)) &&
-                    (!captured_write_ || placed.slots.data == batch_.slots.data);
+  // What is captured after an update that is captured too reads where that update points to.
+  const bool same = captured || ((!captured_run_ || (placed.block_ids == batch_.block_ids && placed.custom_mask == batch_.custom_mask)) &&
+                                 (!captured_write_ || placed.slots.data == batch_.slots.data));
   check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
   return placed;
 }
@@ -225,7 +224,7 @@ void Plan::update(const Batch& batch, Stream stream) {
   check(batch.num_reqs() <= limits.max_num_reqs && batch.num_tokens() <= limits.max_num_tokens, "update.limits",
         "expected at most {} requests and {} tokens, got {} and {}", limits.max_num_reqs, limits.max_num_tokens, batch.num_reqs(),
         batch.num_tokens());
-  const BatchArrays placed = place(batch);
+  const BatchArrays placed = place(batch, false);
   int rows = 0;
   for (ShapePlan& s : shapes_) {
     s.policy.first_partial = rows;

@@ -105,7 +105,7 @@ class Plan final : public imbrex::Plan {
   void load(Specialised&) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
   void lay_out();
-  BatchArrays place(const Batch&) const;
+  BatchArrays place(const Batch&, bool captured) const;
   void put_block_starts(const Batch&);
   void put_block_ids(const Batch&);
   AttentionParams params(const Inputs&, const Outputs&, DType out) const;
