@@ -1,4 +1,5 @@
 """What differs from framework to framework: names of types, devices, streams, and new arrays. No framework is imported here."""
+import functools
 import sys
 
 _NAMES = {
@@ -20,12 +21,27 @@ def is_torch(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype):
+    name = str(dtype).rsplit(".", 1)[-1]
+    if name not in _NAMES:
+        raise TypeError(f"imbrex has no element type for {dtype}")
+    return _NAMES[name]
+
+
 def dtype_name(array):
     """imbrex's name of an array's type: "bf16"."""
-    name = str(array.dtype).rsplit(".", 1)[-1]
-    if name not in _NAMES:
-        raise TypeError(f"imbrex has no element type for {array.dtype}")
-    return _NAMES[name]
+    return _name_of(array.dtype)
+
+
+NO_BACKWARD = "imbrex has no backward pass: call it under torch.no_grad() or torch.inference_mode(), or give it detached tensors"
+
+
+def no_gradient(*arrays):
+    """NotImplementedError for a torch tensor that wants a gradient, which it would never get."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_grad_enabled() and any(is_torch(a) and a.requires_grad for a in arrays):
+        raise NotImplementedError(NO_BACKWARD)
 
 
 def device_name(array):

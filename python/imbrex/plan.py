@@ -2,7 +2,7 @@
 from typing import Any, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
-from ._arrays import empty, stream_address
+from ._arrays import empty, no_gradient, stream_address
 
 
 Array = Any  # of any framework with DLPack
@@ -76,11 +76,12 @@ class KvCache:
 
 
 class Plan:
-    """Everything one step needs, decided once and reused by every layer of the same spec. For one stream, and one thread at a time.
+    """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
     num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
-    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph.
+    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
+    `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Plan:
         validate: bool = True,
         load_on_demand: bool = False,
         on_device: bool = False,
+        ordered: bool = False,
     ) -> None:
         self.spec = spec
         self._stream = 0  # of the last update_on_device()
@@ -114,6 +116,7 @@ class Plan:
             validate=validate,
             load_on_demand=load_on_demand,
             on_device=on_device,
+            ordered=ordered,
         )
 
     def update(
@@ -191,6 +194,7 @@ class Plan:
     def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Array, *, stream: Any = None) -> None:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
         layer = KvLayer(*layer)
+        no_gradient(layer.k, layer.v, k, v)
         self._plan.write_kv(layer.k, layer.v, layer.k_scale, layer.v_scale, k, v, stream=stream_address(stream, k))
 
     def run(
@@ -210,9 +214,11 @@ class Plan:
         """Attention of q [>= num_tokens, num_q_heads, head_dim_qk] over a layer's pages.
 
         Returns out [.., num_q_heads, head_dim_v], which is made when it is not given. lse float32 [.., num_q_heads] receives the natural
-        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them.
+        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them. out and lse have memory of their
+        own. There is no backward pass: tensors that want a gradient are refused.
         """
         layer = KvLayer(*layer)
+        no_gradient(q, *layer, out, lse, q_scale, sinks, alibi_slopes, head_scales, relative_bias)
         if out is None:
             out = empty(q, (q.shape[0], self.spec.num_q_heads, self.spec.head_dim_v), self.spec.out_dtypes[0])
         self._plan.run(
@@ -231,6 +237,19 @@ class Plan:
             stream=stream_address(stream, q),
         )
         return out
+
+    def keep_for_capture(self, stream: Any) -> None:
+        """Makes the CUDA graph that a stream is captured into keep this plan's memory until the graph is gone.
+
+        Memory of graphs that are gone is freed by a later call that needs a plan of the package's own, or by release_captured().
+        """
+        self._plan.keep_for_capture(stream_address(stream, None))
+
+    @property
+    def num_graphs(self) -> int:
+        """How often graphs keep the plan."""
+        _core.release_captured()
+        return self._plan.num_graphs
 
     def __str__(self) -> str:
         return str(self._plan)

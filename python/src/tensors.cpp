@@ -1,6 +1,8 @@
 // See tensors.h.
 #include "tensors.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <array>
 #include <cstdlib>
