@@ -7,7 +7,7 @@ A plan serves one thread, one batch and one stream at a time, so
 """
 import threading
 from collections import OrderedDict
-from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Tuple
+from typing import Callable, Dict, Hashable, List, NamedTuple, Tuple
 
 from . import _core
 from .plan import Plan
@@ -130,6 +130,6 @@ class PlanCache(threading.local):
             self._captured[key, stream] = kept
         return kept
 
-    def plans(self) -> List[Any]:
-        """Those of the cache, without those of graphs."""
-        return [kept.plan for plans in self._kept.values() for kept in plans]
+    def kept(self) -> List[Kept]:
+        """What the cache has, without the plans of graphs."""
+        return [kept for plans in self._kept.values() for kept in plans]
