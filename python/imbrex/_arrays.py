@@ -29,6 +29,12 @@ def _name_of(dtype):
     return _NAMES[name]
 
 
+def exported(array):
+    """What the library is given: of a torch tensor its DLPack capsule, since __dlpack__() is Python that takes microseconds and makes streams
+    wait for each other; any other array as it is."""
+    return sys.modules["torch"].to_dlpack(array) if is_torch(array) else array
+
+
 def dtype_name(array):
     """imbrex's name of an array's type: "bf16"."""
     return _name_of(array.dtype)
@@ -52,12 +58,14 @@ def device_name(array):
     return f"cuda:{index}" if int(kind) in (2, 13) else "cpu"
 
 
-def stream_address(stream, array):
-    """What the library takes: of the stream that is given, else of the one that the array's framework would use now."""
+def stream_address(stream, array, gpu=None):
+    """What the library takes: of the stream that is given, else of the one that the array's framework would use now. gpu: the number of the
+    one that an array of the host is for."""
     if stream is not None:
         return int(getattr(stream, "cuda_stream", getattr(stream, "ptr", stream)))
     if is_torch(array):
-        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0
+        device = array.device if array.is_cuda else gpu
+        return 0 if device is None else sys.modules["torch"].cuda.current_stream(device).cuda_stream
     if type(array).__module__.split(".")[0] == "cupy":
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return 0

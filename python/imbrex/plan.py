@@ -2,7 +2,7 @@
 from typing import Any, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
-from ._arrays import empty, no_gradient, stream_address
+from ._arrays import empty, exported, no_gradient, stream_address
 
 
 Array = Any  # of any framework with DLPack
@@ -103,9 +103,11 @@ class Plan:
     ) -> None:
         self.spec = spec
         self._stream = 0  # of the last update_on_device()
+        device = _device(device)
+        self._gpu = device.index if device.type == "cuda" else None
         self._plan = _core.Plan(
             spec,
-            _device(device),
+            device,
             backend=backend,
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
@@ -142,16 +144,16 @@ class Plan:
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
-            query_start_loc,
-            seq_lens,
-            block_table=block_table,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_last_page_len=kv_last_page_len,
-            kv_start_loc=kv_start_loc,
-            slot_mapping=slot_mapping,
-            custom_mask=custom_mask,
-            stream=stream_address(stream, anchor),
+            exported(query_start_loc),
+            exported(seq_lens),
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            kv_last_page_len=exported(kv_last_page_len),
+            kv_start_loc=exported(kv_start_loc),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
+            stream=stream_address(stream, anchor, self._gpu),
         )
 
     def update_on_device(
@@ -175,15 +177,15 @@ class Plan:
         """
         self._stream = stream_address(stream, query_start_loc)
         self._plan.update_on_device(
-            query_start_loc,
-            seq_lens,
+            exported(query_start_loc),
+            exported(seq_lens),
             max_num_tokens,
-            block_table=block_table,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_start_loc=kv_start_loc,
-            slot_mapping=slot_mapping,
-            custom_mask=custom_mask,
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            kv_start_loc=exported(kv_start_loc),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
             stream=self._stream,
         )
 
@@ -195,7 +197,7 @@ class Plan:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
         layer = KvLayer(*layer)
         no_gradient(layer.k, layer.v, k, v)
-        self._plan.write_kv(layer.k, layer.v, layer.k_scale, layer.v_scale, k, v, stream=stream_address(stream, k))
+        self._plan.write_kv(*map(exported, (*layer, k, v)), stream=stream_address(stream, k))
 
     def run(
         self,
@@ -222,18 +224,12 @@ class Plan:
         if out is None:
             out = empty(q, (q.shape[0], self.spec.num_q_heads, self.spec.head_dim_v), self.spec.out_dtypes[0])
         self._plan.run(
-            q,
-            layer.k,
-            layer.v,
-            layer.k_scale,
-            layer.v_scale,
-            out,
-            lse,
-            q_scale=q_scale,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            head_scales=head_scales,
-            relative_bias=relative_bias,
+            *map(exported, (q, *layer, out, lse)),
+            q_scale=exported(q_scale),
+            sinks=exported(sinks),
+            alibi_slopes=exported(alibi_slopes),
+            head_scales=exported(head_scales),
+            relative_bias=exported(relative_bias),
             stream=stream_address(stream, q),
         )
         return out
