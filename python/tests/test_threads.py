@@ -50,10 +50,11 @@ def wrong_calls(kind, framework, num_threads, calls):
     return len(wrong)
 
 
-@pytest.mark.parametrize("cores", ["1", "2"])
-@pytest.mark.parametrize("num_threads", [2, 3])
-@pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "framework, num_threads, cores",
+    [("numpy", 2, "1"), ("numpy", 2, "2"), ("numpy", 3, "1"), ("numpy", 3, "2"), ("torch", 2, "2"), ("torch", 3, "1")],
+)
 def test_threads_do_not_disturb_each_other(kind, framework, num_threads, cores):
     """In a process of its own: what goes wrong here goes as far as the heap. `cores` are those of the pool that all plans share."""
     if framework == "torch":
