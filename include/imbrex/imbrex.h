@@ -260,7 +260,8 @@ IMBREX_API imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* pre
                                                      const imbrex_plan_options*, int32_t decode_max_q, imbrex_plan** out);
 IMBREX_API void imbrex_plan_free(imbrex_plan*);
 IMBREX_API const char* imbrex_plan_str(imbrex_plan*); /* "cpu_amx: 264 work items, 12 merges" */
-/* 1: write_kv and run may be captured into a CUDA graph that replays later steps too; 0: such a stream is refused, or the device has none. */
+/* 1: write_kv and run may be captured into a CUDA graph that replays later steps too; 0: such a stream is refused, or the device has none.
+ */
 IMBREX_API int32_t imbrex_plan_capturable(const imbrex_plan*);
 
 IMBREX_API imbrex_status imbrex_plan_update(imbrex_plan*, const imbrex_batch*, void* stream); /* once a step */

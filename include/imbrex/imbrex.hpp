@@ -3,6 +3,7 @@
 #include "imbrex/backend.h"
 #include "imbrex/batch.h"
 #include "imbrex/block_pool.h"
+#include "imbrex/capture.h"
 #include "imbrex/device.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/error.h"

@@ -1,4 +1,5 @@
 """What differs from framework to framework: names of types, devices, streams, and new arrays. No framework is imported here."""
+import functools
 import sys
 
 _NAMES = {
@@ -20,12 +21,33 @@ def is_torch(array):
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+@functools.lru_cache(maxsize=64)
+def _name_of(dtype):
+    name = str(dtype).rsplit(".", 1)[-1]
+    if name not in _NAMES:
+        raise TypeError(f"imbrex has no element type for {dtype}")
+    return _NAMES[name]
+
+
+def exported(array):
+    """What the library is given: of a torch tensor its DLPack capsule, since __dlpack__() is Python that takes microseconds and makes streams
+    wait for each other; any other array as it is."""
+    return sys.modules["torch"].to_dlpack(array) if is_torch(array) else array
+
+
 def dtype_name(array):
     """imbrex's name of an array's type: "bf16"."""
-    name = str(array.dtype).rsplit(".", 1)[-1]
-    if name not in _NAMES:
-        raise TypeError(f"imbrex has no element type for {array.dtype}")
-    return _NAMES[name]
+    return _name_of(array.dtype)
+
+
+NO_BACKWARD = "imbrex has no backward pass: call it under torch.no_grad() or torch.inference_mode(), or give it detached tensors"
+
+
+def no_gradient(*arrays):
+    """NotImplementedError for a torch tensor that wants a gradient, which it would never get."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_grad_enabled() and any(is_torch(a) and a.requires_grad for a in arrays):
+        raise NotImplementedError(NO_BACKWARD)
 
 
 def device_name(array):
@@ -36,12 +58,14 @@ def device_name(array):
     return f"cuda:{index}" if int(kind) in (2, 13) else "cpu"
 
 
-def stream_address(stream, array):
-    """What the library takes: of the stream that is given, else of the one that the array's framework would use now."""
+def stream_address(stream, array, gpu=None):
+    """What the library takes: of the stream that is given, else of the one that the array's framework would use now. gpu: the number of the
+    one that an array of the host is for."""
     if stream is not None:
         return int(getattr(stream, "cuda_stream", getattr(stream, "ptr", stream)))
     if is_torch(array):
-        return sys.modules["torch"].cuda.current_stream(array.device).cuda_stream if array.is_cuda else 0
+        device = array.device if array.is_cuda else gpu
+        return 0 if device is None else sys.modules["torch"].cuda.current_stream(device).cuda_stream
     if type(array).__module__.split(".")[0] == "cupy":
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return 0

@@ -3,18 +3,20 @@
 Plans are found again by what they are for. Lengths on a GPU stay there: the plan of the step is then made by a kernel, and a CUDA graph may
 hold the call.
 """
-import threading
-from collections import OrderedDict
+import functools
 from typing import NamedTuple, Optional, Tuple
 
 import torch
 
 from . import _core
-from ._arrays import device_name, dtype_name
+from ._arrays import device_name, dtype_name, no_gradient, stream_address
+from ._plan_cache import Limits, PlanCache
 from .plan import KvLayer, Plan
 
-_MOST_PLANS = 64
+__all__ = ["Lengths", "Score", "attend", "dense", "equal_lengths", "f32", "is_capturing", "no_gradient", "starts_of", "write_kv"]
+
 _MOST_HEADS = 4096  # of a spec; in a batch of equal lengths the heads of all requests may be those of one
+_CPU = torch.device("cpu")  # named wherever a tensor of the host is made: the default device may be another one
 
 
 class Score(NamedTuple):
@@ -31,88 +33,58 @@ class Score(NamedTuple):
     relative_bidirectional: bool = False
 
 
-class _Kept:
-    """A plan, what it was updated with last where that may be asked again, and the stream of its last use."""
+_plans = PlanCache()
+_SPEC_FIELDS = (
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim_qk",
+    "head_dim_v",
+    "q_dtype",
+    "kv_dtype",
+    "block_size",
+    "causal",
+    "window_left",
+    "window_right",
+    "custom_mask",
+    "scale",
+    "soft_cap",
+    "sinks",
+    "alibi",
+    "relative_buckets",
+    "relative_max_distance",
+    "relative_bidirectional",
+)
 
-    def __init__(self, plan):
-        self.plan, self.batch, self.stream, self.captured = plan, None, None, False
 
-
-_plans = OrderedDict()
-_lock = threading.Lock()
-
-
-def _limit(n):
-    """A power of two, so that few plans serve many batches."""
-    return 1 << max(0, int(n) - 1).bit_length()
-
-
-def _make(fields, device, limits):
-    spec = _core.AttentionSpec(**dict(fields))
-    max_num_reqs, max_num_tokens, max_seq_len, max_query_len = limits
-    return Plan(
-        spec,
-        device,
-        max_num_reqs=max_num_reqs,
-        max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len,
-        max_query_len=max_query_len,
-        on_device=device != "cpu",
+def _plan_for(q, k, head_dim_v, block_size, score, masked, needed, stream):
+    """The plan for a spec, as PlanCache keeps it, and the limits of a batch."""
+    device = device_name(q)
+    values = (
+        q.shape[-2],
+        k.shape[-2],
+        q.shape[-1],
+        head_dim_v,
+        dtype_name(q),
+        dtype_name(k),
+        block_size,
+        bool(score.causal),
+        int(score.window[0]),
+        int(score.window[1]),
+        masked,
+        0.0 if score.scale is None else float(score.scale),
+        float(score.soft_cap or 0.0),
+        score.sinks is not None,
+        score.alibi_slopes is not None,
+        0 if score.relative_bias is None else len(score.relative_bias),
+        score.relative_max_distance,
+        score.relative_bidirectional,
     )
 
+    def make(limits):
+        spec = _core.AttentionSpec(kind="encoder_decoder", **dict(zip(_SPEC_FIELDS, values)))  # there may be fewer keys than queries
+        return Plan(spec, device, on_device=device != "cpu", ordered=True, **limits.arguments())
 
-def _plan_for(fields, anchor, num_reqs, num_tokens, max_query_len, max_seq_len):
-    """The plan for a spec and the limits of a batch, ordered behind its last use when that was on another stream."""
-    device = device_name(anchor)
-    limits = (_limit(num_reqs), _limit(num_tokens), _limit(max_seq_len), 1 if max_query_len == 1 else 0)
-    key = (fields, device, limits, threading.get_ident())
-    capturing = anchor.is_cuda and torch.cuda.is_current_stream_capturing()
-    with _lock:
-        kept = _plans.get(key)
-        if kept is not None:
-            _plans.move_to_end(key)
-    if kept is None:
-        if capturing:
-            raise RuntimeError("imbrex: call the function once with these shapes before a CUDA graph captures it: kernels are loaded then")
-        kept = _Kept(_make(fields, device, limits))
-        with _lock:
-            _plans[key] = kept
-            for old in [k for k, p in _plans.items() if not p.captured][: max(0, len(_plans) - _MOST_PLANS)]:
-                del _plans[old]
-    if anchor.is_cuda:
-        stream = torch.cuda.current_stream(anchor.device)
-        if kept.stream is not None and kept.stream != stream and not capturing:
-            stream.wait_stream(kept.stream)
-        kept.stream = stream
-        if capturing:
-            kept.captured = True  # a graph reads its memory
-            kept.batch = None
-    return kept, capturing
-
-
-def _fields(q, k, head_dim_v, block_size, score, custom_mask):
-    window = score.window
-    return (
-        ("kind", "encoder_decoder"),  # there may be fewer keys than queries
-        ("num_q_heads", q.shape[-2]),
-        ("num_kv_heads", k.shape[-2]),
-        ("head_dim_qk", q.shape[-1]),
-        ("head_dim_v", head_dim_v),
-        ("q_dtype", dtype_name(q)),
-        ("kv_dtype", dtype_name(k)),
-        ("block_size", block_size),
-        ("causal", bool(score.causal)),
-        ("window_left", int(window[0])),
-        ("window_right", int(window[1])),
-        ("custom_mask", custom_mask is not None),
-        ("scale", 0.0 if score.scale is None else float(score.scale)),
-        ("soft_cap", float(score.soft_cap or 0.0)),
-        ("sinks", score.sinks is not None),
-        ("alibi", score.alibi_slopes is not None),
-        ("relative_buckets", 0 if score.relative_bias is None else len(score.relative_bias)),
-        ("relative_max_distance", score.relative_max_distance),
-        ("relative_bidirectional", score.relative_bidirectional),
-    )
+    return _plans.find((device, needed.query_len, *values), needed, make, stream)
 
 
 class Lengths(NamedTuple):
@@ -125,16 +97,36 @@ class Lengths(NamedTuple):
     same: tuple = ()
 
 
-def equal_lengths(num_reqs, query_len, seq_len, device=None):
-    """Lengths of a batch without padding; on a device inside a capture, else on the host."""
-    on = torch.device("cpu") if device is None else device
+@functools.lru_cache(maxsize=256)
+def _equal_on_host(num_reqs, query_len, seq_len):
+    return _equal(num_reqs, query_len, seq_len, _CPU)
+
+
+def _equal(num_reqs, query_len, seq_len, device):
     return Lengths(
-        torch.arange(num_reqs + 1, dtype=torch.int32, device=on) * query_len,
-        torch.full((num_reqs,), seq_len, dtype=torch.int32, device=on),
+        torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * query_len,
+        torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
         query_len,
         seq_len,
         (num_reqs, query_len, seq_len),
     )
+
+
+def equal_lengths(num_reqs, query_len, seq_len, device=None):
+    """Lengths of a batch without padding, not to be written; on a device inside a capture, else on the host."""
+    return _equal_on_host(num_reqs, query_len, seq_len) if device is None else _equal(num_reqs, query_len, seq_len, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _equal_starts_on_host(num_reqs, length):
+    return torch.arange(num_reqs + 1, dtype=torch.int32, device=_CPU) * length
+
+
+def _equal_starts(num_reqs, length, device):
+    """Where each request begins, on the host or a device; not to be written."""
+    if device.type == "cpu":
+        return _equal_starts_on_host(num_reqs, length)
+    return torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * length
 
 
 def starts_of(seq_lens):
@@ -144,11 +136,6 @@ def starts_of(seq_lens):
 
 def is_capturing(x):
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def no_gradient(*tensors):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise NotImplementedError("imbrex has no backward pass: call it under torch.no_grad() or torch.inference_mode()")
 
 
 def f32(x):
@@ -176,52 +163,95 @@ def attend(
     lse: True makes one, a tensor is filled. Returns (out, lse or None).
     """
     layer = KvLayer(*layer)
+    _check_rows(q, layer.k, layer.v, block_size)
     if not layer.k.shape[0]:  # no keys at all: imbrex wants memory to point to
         layer = layer._replace(k=layer.k.new_empty((1, *layer.k.shape[1:])), v=layer.v.new_empty((1, *layer.v.shape[1:])))
-    v_dim = layer.v.shape[-1]
-    fields = _fields(q, layer.k, v_dim, block_size, score, custom_mask)
-    num_reqs, num_tokens = lengths.seq_lens.shape[0], q.shape[0]
+    num_reqs, num_tokens, v_dim = lengths.seq_lens.shape[0], q.shape[0], layer.v.shape[-1]
     if out is None:
         out = q.new_empty((num_tokens, q.shape[1], v_dim))
     if lse is True:
         lse = q.new_empty((num_tokens, q.shape[1]), dtype=torch.float32)
     if num_tokens == 0 or num_reqs == 0:
         return out, lse
-    kept, capturing = _plan_for(fields, q, num_reqs, num_tokens, lengths.max_query_len, lengths.max_seq_len)
-    arrays = dict(block_table=block_table, kv_start_loc=kv_start_loc, slot_mapping=slot_mapping, custom_mask=custom_mask)
-    if lengths.query_start_loc.is_cuda:
+    on_device = lengths.query_start_loc.is_cuda
+    if not on_device and is_capturing(q):
+        raise RuntimeError("imbrex: inside a CUDA graph capture lengths must be on the GPU, got them on the host")
+    needed = Limits(num_reqs, num_tokens, lengths.max_seq_len, 1 if lengths.max_query_len == 1 else 0)
+    stream = stream_address(None, q)
+    kept = _plan_for(q, layer.k, v_dim, block_size, score, custom_mask is not None, needed, stream)
+    arrays = dict(block_table=block_table, kv_start_loc=kv_start_loc, slot_mapping=slot_mapping, custom_mask=custom_mask, stream=stream)
+    if on_device:
         kept.batch = None
         kept.plan.update_on_device(lengths.query_start_loc, lengths.seq_lens, max_num_tokens=num_tokens, **arrays)
     else:
-        if capturing:
-            raise RuntimeError("imbrex: inside a CUDA graph capture lengths must be on the GPU, got them on the host")
         # Tables are read where they lie; only lengths are copied, and equal ones need not be planned again.
-        same = lengths.same if all(a is None or a is kv_start_loc for a in arrays.values()) else ()
+        same = lengths.same if block_table is None and slot_mapping is None and custom_mask is None else ()
         if not same or kept.batch != same:
+            kept.batch = None
             kept.plan.update(lengths.query_start_loc, lengths.seq_lens, **arrays)
             kept.batch = same
     if new_kv is not None:
-        kept.plan.write_kv(layer, *new_kv)
-    kept.plan.run(q, layer, out, lse=lse, sinks=score.sinks, alibi_slopes=score.alibi_slopes, relative_bias=score.relative_bias)
+        kept.plan.write_kv(layer, *new_kv, stream=stream)
+    per_head = dict(sinks=score.sinks, alibi_slopes=score.alibi_slopes, relative_bias=score.relative_bias)
+    kept.plan.run(q, layer, out, lse=lse, stream=stream, **per_head)
     return out, lse
 
 
 def write_kv(layer, k, v, slot_mapping, block_size):
     """k and v [num_tokens, num_kv_heads, d] to their slots of pages [num_blocks, block_size, num_kv_heads, d], converted; -1 is not written."""
     layer = KvLayer(*layer)
+    _check_pages(layer.k, layer.v)
+    for name, new, pages in (("k", k, layer.k), ("v", v, layer.v)):
+        _expect(name, new, (k.shape[0], *pages.shape[2:]), layer.k.device)
     tokens, device = k.shape[0], k.device
     if tokens == 0:
         return
-    fields = _fields(k, layer.k, layer.v.shape[-1], block_size, Score(), None)
-    kept, capturing = _plan_for(fields, k, 1, tokens, tokens, tokens)
+    stream = stream_address(None, k)
+    kept = _plan_for(k, layer.k, layer.v.shape[-1], block_size, Score(), False, Limits(1, tokens, tokens), stream)
+    capturing = is_capturing(k)
     lengths = equal_lengths(1, tokens, tokens, device if capturing else None)
     pages = torch.zeros((1, -(-tokens // block_size)), dtype=torch.int32, device=device)  # of a request that nobody attends to
     kept.batch = None
+    arrays = dict(block_table=pages, slot_mapping=slot_mapping, stream=stream)
     if capturing:
-        kept.plan.update_on_device(lengths.query_start_loc, lengths.seq_lens, max_num_tokens=tokens, block_table=pages, slot_mapping=slot_mapping)
+        kept.plan.update_on_device(lengths.query_start_loc, lengths.seq_lens, max_num_tokens=tokens, **arrays)
     else:
-        kept.plan.update(lengths.query_start_loc, lengths.seq_lens, block_table=pages, slot_mapping=slot_mapping)
-    kept.plan.write_kv(layer, k, v)
+        kept.plan.update(lengths.query_start_loc, lengths.seq_lens, **arrays)
+    kept.plan.write_kv(layer, k, v, stream=stream)
+
+
+def _expect(name, x, shape, device, dtypes=()):
+    """ValueError unless a tensor has a shape (None is any size), a device and one of some types."""
+    if x.dim() != len(shape) or any(n is not None and n != have for n, have in zip(shape, x.shape)):
+        raise ValueError(f"{name}: expected [{', '.join('*' if n is None else str(n) for n in shape)}], got {list(x.shape)}")
+    if x.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got one on {x.device}")
+    if dtypes and x.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {' or '.join(str(t).rsplit('.', 1)[-1] for t in dtypes)}, got {str(x.dtype).rsplit('.', 1)[-1]}")
+
+
+def _check_pages(k, v):
+    _expect("k_cache", k, (None, None, None, None), k.device)
+    _expect("v_cache", v, (*k.shape[:3], None), k.device, (k.dtype,))
+
+
+def _check_rows(q, k, v, block_size):
+    _expect("q", q, (None, None, None), q.device)
+    if block_size:
+        _expect("k_cache", k, (None, block_size, None, q.shape[2]), q.device)
+        _check_pages(k, v)
+    else:
+        _expect("k", k, (None, None, q.shape[2]), q.device)
+        _expect("v", v, (*k.shape[:2], None), q.device, (k.dtype,))
+
+
+def _check_dense(q, k, v, mask):
+    _expect("q", q, (None, None, None, None), q.device)
+    b, _, sq, d = q.shape
+    _expect("k", k, (b, None, None, d), q.device)
+    _expect("v", v, (*k.shape[:3], None), q.device, (k.dtype,))
+    if mask is not None:
+        _expect("mask", mask, (b if mask.dim() == 4 and mask.shape[0] != 1 else 1, 1, sq, k.shape[2]), q.device, (torch.bool, torch.uint8))
 
 
 def _overlaps(x):
@@ -232,9 +262,12 @@ def _overlaps(x):
 def _rows(x):
     """[b, h, s, d] as [b * s, h, d] without a copy, or None."""
     b, h, s, d = x.shape
-    if x.stride(3) != 1 or _overlaps(x) or (b > 1 and x.stride(0) != s * x.stride(2)):
+    apart, by_head, by_token, innermost = x.stride()
+    if s == 1:
+        by_token = apart
+    if innermost != 1 or _overlaps(x) or (b > 1 and apart != s * by_token):
         return None
-    return x.as_strided((b * s, h, d), (x.stride(2), x.stride(1), 1), x.storage_offset())
+    return x.as_strided((b * s, h, d), (by_token, by_head, 1), x.storage_offset())
 
 
 def _rows_or_copy(x):
@@ -250,15 +283,22 @@ def _heads(x):
     return x.as_strided((s, b * h, d), (x.stride(2), x.stride(0) if h == 1 else x.stride(1), 1), x.storage_offset())
 
 
-def _by_rows(q, k, v, score, custom_mask, lse):
+def _of_rows(q, layer, lengths, score, lse, **arrays):
+    """attend() of q [b, h, sq, d]: out [b, h, sq, dv], which lies as rows where no view shows these in it, and lse [b, h, sq]."""
     b, h, sq, _ = q.shape
+    dv = layer[1].shape[-1]
+    out = _rows(q.new_empty((b, h, sq, dv)))
+    out, lse = attend(_rows_or_copy(q), layer, lengths, score, out=out, lse=lse, **arrays)
+    out = out.as_strided((b, h, sq, dv), (sq * out.stride(0), out.stride(1), out.stride(0), 1))
+    return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
+
+
+def _by_rows(q, k, v, score, custom_mask, lse):
+    b, _, sq, _ = q.shape
     sk = k.shape[2]
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
-    where = lengths.query_start_loc if custom_mask is None else custom_mask  # arrays of a step lie together
-    starts = torch.arange(b + 1, dtype=torch.int32, device=where.device) * sk
-    out, lse = attend(_rows_or_copy(q), (_rows_or_copy(k), _rows_or_copy(v)), lengths, score, kv_start_loc=starts, custom_mask=custom_mask, lse=lse)
-    out = out.view(b, sq, h, -1).transpose(1, 2)
-    return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
+    starts = _equal_starts(b, sk, (lengths.query_start_loc if custom_mask is None else custom_mask).device)  # arrays of a step lie together
+    return _of_rows(q, (_rows_or_copy(k), _rows_or_copy(v)), lengths, score, lse, kv_start_loc=starts, custom_mask=custom_mask)
 
 
 def _by_heads(q, k, v, score, lse):
@@ -267,7 +307,7 @@ def _by_heads(q, k, v, score, lse):
     q_heads = _heads(q)
     q_heads = _heads(q.contiguous()) if q_heads is None else q_heads
     lengths = equal_lengths(1, sq, sk, q.device if is_capturing(q) else None)
-    starts = torch.arange(2, dtype=torch.int32, device=lengths.query_start_loc.device) * sk
+    starts = _equal_starts(1, sk, lengths.query_start_loc.device)
     repeated = score._replace(
         sinks=None if score.sinks is None else score.sinks.repeat(b),
         alibi_slopes=None if score.alibi_slopes is None else score.alibi_slopes.repeat(b),
@@ -300,7 +340,7 @@ def _token_pages(x):
 
 def _by_pages(q, k, v, score, custom_mask, lse):
     """As _by_rows, for keys that lie head by head; None where no view shows them."""
-    b, h, sq, _ = q.shape
+    b, _, sq, _ = q.shape
     k_pages, v_pages = _token_pages(k), _token_pages(v)
     if k_pages is None or v_pages is None or k_pages[1] != v_pages[1]:
         return None
@@ -308,9 +348,7 @@ def _by_pages(q, k, v, score, custom_mask, lse):
     first = torch.arange(b, dtype=torch.int32, device=q.device) * k_pages[1]
     table = first[:, None] + torch.arange(sk, dtype=torch.int32, device=q.device)
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
-    out, lse = attend(_rows_or_copy(q), (k_pages[0], v_pages[0]), lengths, score, block_size=1, block_table=table, custom_mask=custom_mask, lse=lse)
-    out = out.view(b, sq, h, -1).transpose(1, 2)
-    return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
+    return _of_rows(q, (k_pages[0], v_pages[0]), lengths, score, lse, block_size=1, block_table=table, custom_mask=custom_mask)
 
 
 def dense(q, k, v, score, custom_mask=None, lse=None):
@@ -318,17 +356,18 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
 
     custom_mask: bool or uint8 [b, 1, sq, sk] (or [1, 1, sq, sk]), false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
     """
+    _check_dense(q, k, v, custom_mask)
     b, _, sq, _ = q.shape
     sk = k.shape[2]
     if q.numel() == 0 or sk == 0:
         out = q.new_zeros((b, q.shape[1], sq, v.shape[3]))
         return out, q.new_full(out.shape[:3], float("-inf"), dtype=torch.float32) if lse else None
+    by_rows = _rows(k) is not None and _rows(v) is not None
     if custom_mask is not None:
         custom_mask = custom_mask.expand(b, 1, sq, sk).reshape(-1).contiguous().view(torch.uint8)
-        if _rows(k) is None or _rows(v) is None:
-            found = _by_pages(q, k, v, score, custom_mask, lse)
-            if found is not None:
-                return found
-    elif _heads(k) is not None and _heads(v) is not None and (_rows(k) is None or _rows(v) is None):
+        found = None if by_rows else _by_pages(q, k, v, score, custom_mask, lse)
+        if found is not None:
+            return found
+    elif not by_rows and _heads(k) is not None and _heads(v) is not None:
         return _by_heads(q, k, v, score, lse)
     return _by_rows(q, k, v, score, custom_mask, lse)

@@ -1,29 +1,20 @@
 """Attention in one call, as the ecosystem's functions have it. For steps that share a plan among layers, use imbrex.Plan."""
-from functools import lru_cache
 from typing import Any, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import device_name, dtype_name, empty, stream_address
+from ._arrays import device_name, dtype_name, empty, no_gradient, stream_address
+from ._plan_cache import Limits, PlanCache
 from .plan import Array, KvLayer, Plan
 
-
-@lru_cache(maxsize=64)
-def _plan_of(key, device, max_num_reqs, max_num_tokens, max_seq_len):
-    spec = _core.AttentionSpec(**dict(key))
-    return Plan(spec, device, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, load_on_demand=device != "cpu")
-
-
-def _limit(n):
-    """A power of two, so that few plans serve many batches."""
-    return 1 << max(0, int(n) - 1).bit_length()
+_plans = PlanCache()
 
 
 def _run(q, layer, v_head_dim, block_size, seq_lens, arrays, *, out, return_lse, window, causal, scale, soft_cap, sinks, alibi_slopes, stream):
-    num_kv_heads = layer.k.shape[-2]
+    no_gradient(q, *layer, sinks, alibi_slopes, out)
     fields = dict(
         kind="decoder" if causal else "encoder_decoder",  # in which there may be fewer keys than queries
         num_q_heads=q.shape[1],
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=layer.k.shape[-2],
         head_dim_qk=q.shape[2],
         head_dim_v=v_head_dim,
         q_dtype=dtype_name(q),
@@ -37,9 +28,16 @@ def _run(q, layer, v_head_dim, block_size, seq_lens, arrays, *, out, return_lse,
         sinks=sinks is not None,
         alibi=alibi_slopes is not None,
     )
-    longest = int(max(seq_lens)) if len(seq_lens) else 1
-    plan = _plan_of(tuple(fields.items()), device_name(q), _limit(len(seq_lens)), _limit(q.shape[0]), _limit(longest))
-    plan.update(arrays.pop("query_start_loc"), seq_lens, stream=stream_address(stream, q), **arrays)
+    device, stream = device_name(q), stream_address(stream, q)
+    if stream and _core.capture_of(stream):
+        raise RuntimeError("imbrex: a CUDA graph cannot hold a call whose lengths are on the host: use imbrex.torch, or a Plan")
+    needed = Limits(len(seq_lens), q.shape[0], int(max(seq_lens)) if len(seq_lens) else 1)
+
+    def make(limits):
+        return Plan(_core.AttentionSpec(**fields), device, load_on_demand=device != "cpu", ordered=True, **limits.arguments())
+
+    plan = _plans.find((device, *fields.values()), needed, make, stream).plan
+    plan.update(arrays.pop("query_start_loc"), seq_lens, stream=stream, **arrays)
     lse = empty(q, (q.shape[0], q.shape[1]), "f32") if return_lse else None
     out = plan.run(q, layer, out, lse=lse, sinks=sinks, alibi_slopes=alibi_slopes, stream=stream)
     return (out, lse) if return_lse else out
@@ -150,6 +148,7 @@ def merge_states(
     outs [num_tokens, num_heads, d] each, lses float32 [num_tokens, num_heads], natural logarithms, -inf for an empty part. Returns (out, lse).
     """
     outs, lses = list(outs), list(lses)
+    no_gradient(*outs, *lses, out, lse)
     if not outs:
         raise ValueError("merge_states: expected one part or more, got none")
     out = empty(outs[0], tuple(outs[0].shape), dtype_name(outs[0])) if out is None else out

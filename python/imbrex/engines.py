@@ -175,7 +175,7 @@ def reference_row(q: Any, k: Any, v: Any, *, scale: float, soft_cap: float = 0.0
     logits = torch.einsum("hd,nhd->hn", q, k.repeat_interleave(group, 1)) * scale
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    distance = torch.arange(k.shape[0], dtype=torch.float64) - (k.shape[0] - 1)
+    distance = torch.arange(k.shape[0], dtype=torch.float64, device="cpu") - (k.shape[0] - 1)
     if alibi_slopes is not None:
         logits = logits + alibi_slopes.double().cpu()[:, None] * distance
     if window_left >= 0:
@@ -197,7 +197,7 @@ def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> No
     attention; then puts back what was there. Error python.engine_cache names the layer that gives something else."""
     import torch
 
-    generator = torch.Generator().manual_seed(20)
+    generator = torch.Generator(device="cpu").manual_seed(20)
     written = []
     for layer in layers:
         spec, pages = layer.spec, layer.kv.k
@@ -206,18 +206,18 @@ def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> No
                 raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}")
         blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
         num_tokens = (len(blocks) - 1) * spec.block_size + 1
-        position = torch.arange(num_tokens)
-        slots = (torch.tensor(blocks)[position // spec.block_size] * spec.block_size + position % spec.block_size).to(pages.device)
+        position = torch.arange(num_tokens, device="cpu")
+        slots = (torch.tensor(blocks, device="cpu")[position // spec.block_size] * spec.block_size + position % spec.block_size).to(pages.device)
         dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[spec.q_dtype]
 
         k, v = (
-            (torch.randn((num_tokens, spec.num_kv_heads, dim), generator=generator) * scale).to(pages.device, dtype)
+            (torch.randn((num_tokens, spec.num_kv_heads, dim), generator=generator, device="cpu") * scale).to(pages.device, dtype)
             for dim, scale in zip((spec.head_dim_qk, spec.head_dim_v), _scales(layer))
         )
         plan = make_plan(spec, device, chosen, max_num_reqs=1, max_num_tokens=num_tokens, max_seq_len=num_tokens, load_on_demand=True)
         table = torch.tensor([blocks], dtype=torch.int32, device=pages.device)
         step = dict(block_table=table, slot_mapping=slots)
-        ends = torch.tensor([0, num_tokens], dtype=torch.int32)
+        ends = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
         plan.update(ends, ends[1:], **step)
         saved = [(x, x[blocks].clone()) for x in (layer.kv.k, layer.kv.v)]
         layer.write(plan, k.clone(), v.clone(), slots)
@@ -262,11 +262,11 @@ def _check_attention(layer: CheckedLayer, plan: Plan, step: Dict[str, Any], k: A
     import torch
 
     spec, num_tokens = layer.spec, k.shape[0]
-    ends = torch.tensor([0, 1], dtype=torch.int32)
-    plan.update(ends, torch.tensor([num_tokens], dtype=torch.int32), **step)
+    ends = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
+    plan.update(ends, torch.tensor([num_tokens], dtype=torch.int32, device="cpu"), **step)
     window = layer.score.get("window_left", -1)
     near = min(8 if layer.extras.get("alibi_slopes") is not None else num_tokens, num_tokens if window < 0 else window + 1)
-    heads = torch.arange(spec.num_q_heads)
+    heads = torch.arange(spec.num_q_heads, device="cpu")
     targets = (num_tokens - 1 - heads * max(1, near // spec.num_q_heads) % near).to(k.device)
     kv_heads = (heads // (spec.num_q_heads // spec.num_kv_heads)).to(k.device)
     keys = k[targets, kv_heads].float()
@@ -276,7 +276,7 @@ def _check_attention(layer: CheckedLayer, plan: Plan, step: Dict[str, Any], k: A
     cached = [_widened(x, spec.kv_dtype) * s for x, s in zip(layer.rows(step["slot_mapping"]), _scales(layer))]
     expected = reference_row(q[0], *cached, **layer.score, **layer.extras)
     error = (out[0].double().cpu() - expected).abs().max().item()
-    allowed = 0.08 * float(torch.as_tensor(_scales(layer)[1]).max())
+    allowed = 0.08 * float(torch.as_tensor(_scales(layer)[1], device="cpu").max())
     if not error < allowed:  # NaN too
         raise _cache_error(
             f"{layer.name}: expected attention over the pages just written within {allowed:.3g} of float64, got an error of {error:.3g}"

@@ -3,7 +3,7 @@ import sys
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import empty, stream_address
+from ._arrays import empty, exported, no_gradient, stream_address
 
 
 Array = Any  # of any framework with DLPack
@@ -89,11 +89,12 @@ class KvCache:
 
 
 class Plan:
-    """Everything one step needs, decided once and reused by every layer of the same spec. For one stream, and one thread at a time.
+    """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
     num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
-    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph.
+    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
+    `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two.
     """
 
     def __init__(
@@ -111,12 +112,15 @@ class Plan:
         validate: bool = True,
         load_on_demand: bool = False,
         on_device: bool = False,
+        ordered: bool = False,
     ) -> None:
         self.spec = spec
         self._stream = 0  # of the last update_on_device()
+        device = _device(device)
+        self._gpu = device.index if device.type == "cuda" else None
         self._plan = _core.Plan(
             spec,
-            _device(device),
+            device,
             backend=backend,
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
@@ -127,6 +131,7 @@ class Plan:
             validate=validate,
             load_on_demand=load_on_demand,
             on_device=on_device,
+            ordered=ordered,
         )
 
     def update(
@@ -152,16 +157,16 @@ class Plan:
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
-            query_start_loc,
-            seq_lens,
-            block_table=block_table,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_last_page_len=kv_last_page_len,
-            kv_start_loc=kv_start_loc,
-            slot_mapping=slot_mapping,
-            custom_mask=custom_mask,
-            stream=stream_address(stream, anchor),
+            exported(query_start_loc),
+            exported(seq_lens),
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            kv_last_page_len=exported(kv_last_page_len),
+            kv_start_loc=exported(kv_start_loc),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
+            stream=stream_address(stream, anchor, self._gpu),
         )
 
     def update_on_device(
@@ -185,15 +190,15 @@ class Plan:
         """
         self._stream = stream_address(stream, query_start_loc)
         self._plan.update_on_device(
-            query_start_loc,
-            seq_lens,
+            exported(query_start_loc),
+            exported(seq_lens),
             max_num_tokens,
-            block_table=block_table,
-            kv_indptr=kv_indptr,
-            kv_indices=kv_indices,
-            kv_start_loc=kv_start_loc,
-            slot_mapping=slot_mapping,
-            custom_mask=custom_mask,
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            kv_start_loc=exported(kv_start_loc),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
             stream=self._stream,
         )
 
@@ -204,7 +209,8 @@ class Plan:
     def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Array, *, stream: Any = None) -> None:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
         layer = KvLayer(*layer)
-        self._plan.write_kv(layer.k, layer.v, layer.k_scale, layer.v_scale, k, v, stream=stream_address(stream, k))
+        no_gradient(layer.k, layer.v, k, v)
+        self._plan.write_kv(*map(exported, (*layer, k, v)), stream=stream_address(stream, k))
 
     def run(
         self,
@@ -223,27 +229,36 @@ class Plan:
         """Attention of q [>= num_tokens, num_q_heads, head_dim_qk] over a layer's pages.
 
         Returns out [.., num_q_heads, head_dim_v], which is made when it is not given. lse float32 [.., num_q_heads] receives the natural
-        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them.
+        logarithm of the softmax's denominator. The others are float32 [num_q_heads], where the spec has them. out and lse have memory of their
+        own. There is no backward pass: tensors that want a gradient are refused.
         """
         layer = KvLayer(*layer)
+        no_gradient(q, *layer, out, lse, q_scale, sinks, alibi_slopes, head_scales, relative_bias)
         if out is None:
             out = empty(q, (q.shape[0], self.spec.num_q_heads, self.spec.head_dim_v), self.spec.out_dtypes[0])
         self._plan.run(
-            q,
-            layer.k,
-            layer.v,
-            layer.k_scale,
-            layer.v_scale,
-            out,
-            lse,
-            q_scale=q_scale,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            head_scales=head_scales,
-            relative_bias=relative_bias,
+            *map(exported, (q, *layer, out, lse)),
+            q_scale=exported(q_scale),
+            sinks=exported(sinks),
+            alibi_slopes=exported(alibi_slopes),
+            head_scales=exported(head_scales),
+            relative_bias=exported(relative_bias),
             stream=stream_address(stream, q),
         )
         return out
+
+    def keep_for_capture(self, stream: Any) -> None:
+        """Makes the CUDA graph that a stream is captured into keep this plan's memory until the graph is gone.
+
+        Memory of graphs that are gone is freed by a later call that needs a plan of the package's own, or by release_captured().
+        """
+        self._plan.keep_for_capture(stream_address(stream, None))
+
+    @property
+    def num_graphs(self) -> int:
+        """How often graphs keep the plan."""
+        _core.release_captured()
+        return self._plan.num_graphs
 
     def __str__(self) -> str:
         return str(self._plan)

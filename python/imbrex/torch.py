@@ -3,8 +3,8 @@
     import imbrex.torch                      # torch.ops.imbrex.attention, .varlen_attention, .paged_attention, .write_kv
     out = imbrex.torch.attention(q, k, v, causal=True)
 
-There is no backward pass: autograd refuses these operators by name. Before a CUDA graph is captured, call them once with the same shapes; inside a
-capture lengths are on the GPU.
+There is no backward pass: backward() of what they give, and write_kv of tensors that want a gradient, are refused by name. Before the first CUDA
+graph is captured, call them once like this: kernels are compiled then. Inside a capture lengths are on the GPU.
 """
 from typing import Optional, Tuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from ._arrays import NO_BACKWARD
 
 
 def _score(
@@ -137,6 +138,14 @@ def _(
     return q.new_empty((*q.shape[:2], v_cache.shape[3])), q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
 
 
+def _no_backward(context, *gradients):
+    raise NotImplementedError(NO_BACKWARD)
+
+
+for _operator in (_attention, _varlen_attention, _paged_attention):
+    _operator.register_autograd(_no_backward)
+
+
 @torch.library.custom_op("imbrex::write_kv", mutates_args=("k_cache", "v_cache"))
 def _write_kv(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, k_scale: Optional[Tensor], v_scale: Optional[Tensor]
@@ -248,4 +257,5 @@ def write_kv(
 
     slot_mapping int64 [num_tokens] is where k is: block * block_size + offset, -1 is not written.
     """
+    _torch.no_gradient(k_cache, v_cache, k, v, k_scale, v_scale)
     _write_kv(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)

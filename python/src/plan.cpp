@@ -37,17 +37,38 @@ std::span<const int32_t> host_numbers(const Array& a, const char* name) {
   return {view.as<const int32_t>(), size_t(view.size(0))};
 }
 
+// What graphs that captured a plan keep of it.
+struct PlanState {
+  std::unique_ptr<ThreadPool> threads;
+  std::unique_ptr<Plan> plan;
+  std::optional<StreamOrder> order;
+  std::vector<Array> held;  // what tensors of the last update show
+};
+
 struct PyPlan {
   AttentionSpec spec;
   DeviceInfo device;
-  std::unique_ptr<ThreadPool> threads;
-  std::unique_ptr<Plan> plan;
-  std::vector<Array> held;  // what tensors of the last update show
+  std::shared_ptr<PlanState> state;
 
   void hold(std::initializer_list<const OptionalArray*> arrays) {
-    held.clear();
+    state->held.clear();
     for (const OptionalArray* a : arrays)
-      if (*a) held.push_back(**a);
+      if (*a) state->held.push_back(**a);
+  }
+  // Without Python's lock; behind the plan's last use on another stream, if that is wanted. A capture has an order of its own.
+  template <class Work>
+  void use(uintptr_t address, Work work) const {
+    const nb::gil_scoped_release release;
+    const Stream stream = stream_of(address);
+    const StreamOrder* const order = state->order && capture_of(device.device, stream) == 0 ? &*state->order : nullptr;
+    if (order) order->begin(stream);
+    try {
+      work(*state->plan, stream);
+    } catch (...) {
+      if (order) order->end(stream);
+      throw;
+    }
+    if (order) order->end(stream);
   }
 };
 
@@ -65,29 +86,31 @@ void bind_plan_class(nb::module_& m) {
           "__init__",
           [](PyPlan* self, const AttentionSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
              int max_num_tokens, int max_seq_len, int max_query_len, int num_threads, bool balanced, bool validate, bool load_on_demand,
-             bool on_device) {
+             bool on_device, bool ordered) {
             const Selection chosen = select(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
             options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len};
             options.balanced = balanced, options.validate = validate, options.load_on_demand = load_on_demand,
             options.on_device = on_device;
-            PyPlan made{spec, device, nullptr, nullptr, {}};
+            PyPlan made{spec, device, std::make_shared<PlanState>()};
             if (num_threads > 1 && device.device.type == DeviceType::cpu) {
-              made.threads = std::make_unique<ThreadPool>(num_threads);
-              options.threads = made.threads->parallel_for();
+              made.state->threads = std::make_unique<ThreadPool>(num_threads);
+              options.threads = made.state->threads->parallel_for();
             } else if (device.device.type == DeviceType::cpu || num_threads < 0) {
               options.threads = shared_threads(num_threads);
             }
             {
               const nb::gil_scoped_release release;
-              made.plan = chosen.backend->plan(spec, device, options);
+              made.state->plan = chosen.backend->plan(spec, device, options);
+              if (ordered) made.state->order.emplace(device.device);
             }
             new (self) PyPlan(std::move(made));
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
           nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("num_threads") = 0,
-          nb::arg("balanced") = false, nb::arg("validate") = true, nb::arg("load_on_demand") = false, nb::arg("on_device") = false)
+          nb::arg("balanced") = false, nb::arg("validate") = true, nb::arg("load_on_demand") = false, nb::arg("on_device") = false,
+          nb::arg("ordered") = false)
       .def_ro("spec", &PyPlan::spec)
       .def_ro("device", &PyPlan::device)
       .def(
@@ -105,10 +128,7 @@ void bind_plan_class(nb::module_& m) {
             batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
-            {
-              const nb::gil_scoped_release release;
-              p.plan->update(batch, stream_of(stream));
-            }
+            p.use(stream, [&](Plan& plan, Stream on) { plan.update(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
@@ -129,10 +149,7 @@ void bind_plan_class(nb::module_& m) {
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
             batch.max_num_tokens = max_num_tokens;
-            {
-              const nb::gil_scoped_release release;
-              p.plan->update_on_device(batch, stream_of(stream));
-            }
+            p.use(stream, [&](Plan& plan, Stream on) { plan.update_on_device(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
@@ -141,28 +158,30 @@ void bind_plan_class(nb::module_& m) {
       .def(
           "device_problems",
           [](PyPlan& p, uintptr_t stream) {
-            const nb::gil_scoped_release release;
-            return p.plan->device_problems(stream_of(stream));
+            std::vector<Reason> problems;
+            p.use(stream, [&](Plan& plan, Stream on) { problems = plan.device_problems(on); });
+            return problems;
           },
           nb::arg("stream") = 0)
       .def(
           "write_kv",
-          [](PyPlan& p, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale,
-             const Array& k, const Array& v, uintptr_t stream) {
-            const KvCache kv = kv_of(p, k_cache, v_cache, k_scale, v_scale);
+          [](PyPlan& p, nb::handle k_cache, nb::handle v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale, const Array& k,
+             const Array& v, uintptr_t stream) {
+            const Array k_pages = written(k_cache, "k_cache"), v_pages = written(v_cache, "v_cache");
+            const KvCache kv = kv_of(p, k_pages, v_pages, k_scale, v_scale);
             const DType type = p.spec.new_kv_dtypes().front();
             const TensorView new_k = view_of(k, "k", type), new_v = view_of(v, "v", type);
-            const nb::gil_scoped_release release;
-            p.plan->write_kv(kv, new_k, new_v, stream_of(stream));
+            for (const auto& [pages, name] : {std::pair(kv.k, "k_cache"), std::pair(kv.v, "v_cache")})
+              check_apart(pages, name, new_k, "k"), check_apart(pages, name, new_v, "v");
+            p.use(stream, [&](const Plan& plan, Stream on) { plan.write_kv(kv, new_k, new_v, on); });
           },
           nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"), nb::arg("v"),
           nb::arg("stream") = 0)
       .def(
           "run",
           [](PyPlan& p, const Array& q, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale,
-             const OptionalArray& v_scale, const Array& out, const OptionalArray& lse, const OptionalArray& q_scale,
-             const OptionalArray& sinks, const OptionalArray& alibi_slopes, const OptionalArray& head_scales,
-             const OptionalArray& relative_bias, uintptr_t stream) {
+             const OptionalArray& v_scale, nb::handle out, nb::handle lse, const OptionalArray& q_scale, const OptionalArray& sinks,
+             const OptionalArray& alibi_slopes, const OptionalArray& head_scales, const OptionalArray& relative_bias, uintptr_t stream) {
             const Inputs in{.q = view_of(q, "q", p.spec.q_dtype),
                             .q_scale = view_of(q_scale, "q_scale", DType::f32),
                             .kv = kv_of(p, k_cache, v_cache, k_scale, v_scale),
@@ -170,14 +189,30 @@ void bind_plan_class(nb::module_& m) {
                             .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
                             .head_scales = view_of(head_scales, "head_scales", DType::f32),
                             .relative_bias = view_of(relative_bias, "relative_bias", DType::f32)};
-            const Outputs outputs{.out = view_of(out, "out", p.spec.out_dtypes().front()), .lse = view_of(lse, "lse", DType::f32)};
-            const nb::gil_scoped_release release;
-            p.plan->run(in, outputs, stream_of(stream));
+            const Array out_array = written(out, "out");
+            const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
+            const Outputs outputs{.out = written_view(out_array, "out", p.spec.out_dtypes().front()),
+                                  .lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{}};
+            check_apart(outputs.lse, "lse", outputs.out, "out");
+            for (const auto& [to, name] : {std::pair(&outputs.out, "out"), std::pair(&outputs.lse, "lse")})
+              check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv.k, "k"), check_apart(*to, name, in.kv.v, "v");
+            p.use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
           },
           nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
           nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
           nb::arg("head_scales") = nb::none(), nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
-      .def("__str__", [](const PyPlan& p) { return p.plan->str(); });
+      .def(
+          "keep_for_capture",
+          [](const PyPlan& p, uintptr_t stream) {
+            const nb::gil_scoped_release release;
+            if (p.state->order) p.state->order->synchronize();  // a replay may begin on any stream
+            keep_for_capture(p.device.device, stream_of(stream), p.state);
+          },
+          nb::arg("stream"), "Makes the graph that the stream is captured into keep the plan for as long as it lives.")
+      .def_prop_ro(
+          "num_graphs", [](const PyPlan& p) { return p.state.use_count() - 1; },
+          "How often graphs keep the plan; those that are gone count until release_captured().")
+      .def("__str__", [](const PyPlan& p) { return p.state->plan->str(); });
 }
 
 // Memory of a device, shared with every array that was made of it.
@@ -229,15 +264,31 @@ void bind_plan(nb::module_& m) {
           },
           nb::arg("copies"), nb::arg("stream") = 0);
   m.def(
+      "capture_of",
+      [](uintptr_t stream) {
+        return capture_of({DeviceType::cuda, 0}, stream_of(stream));
+      },
+      nb::arg("stream"), "The number of the capture that a stream of any GPU is part of; 0: none.");
+  m.def(
+      "release_captured",
+      [] {
+        const nb::gil_scoped_release release;
+        release_captured();
+      },
+      "Frees what graphs that are gone have kept.");
+  m.def(
       "merge_partial_results",
-      [](const std::vector<Array>& outs, const std::vector<Array>& lses, const Array& out, const OptionalArray& lse, int num_threads) {
+      [](const std::vector<Array>& outs, const std::vector<Array>& lses, nb::handle out, nb::handle lse, int num_threads) {
         if (outs.size() != lses.size())
           throw Error("merge.parts", "expected as many outputs as log-sum-exps, got " + std::to_string(outs.size()) + " and " +
                                          std::to_string(lses.size()));
         std::vector<PartialResult> parts;
         const DType type = DType::bf16;  // what uint16 is
         for (size_t i = 0; i < outs.size(); ++i) parts.push_back({view_of(outs[i], "out", type), view_of(lses[i], "lse", DType::f32)});
-        const TensorView to = view_of(out, "out", type), to_lse = view_of(lse, "lse", DType::f32);
+        const Array out_array = written(out, "out");
+        const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
+        const TensorView to = written_view(out_array, "out", type);
+        const TensorView to_lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{};
         const ParallelFor threads = shared_threads(num_threads);
         const nb::gil_scoped_release release;
         merge_partial_results(parts, to, to_lse, threads);

@@ -1,7 +1,13 @@
 // See tensors.h.
 #include "tensors.h"
 
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
 #include <array>
+#include <cstdlib>
+#include <string_view>
+#include <vector>
 
 #include "imbrex/error.h"
 
@@ -23,6 +29,48 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& t, DType wanted) {
   for (const DlType& known : kTypes)
     if (known.code == t.code && known.bits == t.bits) return known.type;
   return std::nullopt;
+}
+
+struct Dim {
+  int64_t size, stride;  // bytes
+};
+// The bytes of a tensor: where the lowest lies, and the dimensions that spread them, the largest stride first.
+struct Spread {
+  intptr_t begin = 0;
+  int64_t element = 0;
+  std::vector<Dim> dims;
+
+  explicit Spread(const TensorView& t) : begin(reinterpret_cast<intptr_t>(t.data)), element(size_of(t.dtype)) {
+    for (int d = 0; d < t.rank; ++d) {
+      const Dim dim{t.size(d), t.stride(d) * element};
+      if (dim.stride < 0) begin += (dim.size - 1) * dim.stride;
+      if (dim.size > 1) dims.push_back({dim.size, std::abs(dim.stride)});
+    }
+    std::ranges::sort(dims, std::greater<>(), &Dim::stride);
+  }
+  int64_t extent(size_t from) const {  // of the dimensions from that one on
+    int64_t bytes = element;
+    for (size_t d = from; d < dims.size(); ++d) bytes += (dims[d].size - 1) * dims[d].stride;
+    return bytes;
+  }
+};
+
+// Whether bytes of a and b can be the same, from dimension d on, b beginning `ahead` bytes behind a. Certain where both have the same
+// strides, as parts of one larger array have; otherwise that the extents meet is enough.
+bool meet(const Spread& a, const Spread& b, int64_t ahead, size_t d) {
+  if (ahead >= a.extent(d) || -ahead >= b.extent(d)) return false;
+  if (d == a.dims.size() || d == b.dims.size() || a.dims[d].stride != b.dims[d].stride) return true;
+  const int64_t stride = a.dims[d].stride;
+  if (a.extent(d + 1) > stride || b.extent(d + 1) > stride) return true;
+  const int64_t rows = ahead / stride;
+  for (int64_t n = rows - 1; n <= rows + 1; ++n)  // rows of a in front of the row of b
+    if (n < a.dims[d].size && -n < b.dims[d].size && meet(a, b, ahead - n * stride, d + 1)) return true;
+  return false;
+}
+
+bool is_of_jax(nb::handle array) {
+  const nb::object module = nb::getattr(array.type(), "__module__", nb::none());
+  return nb::isinstance<nb::str>(module) && std::string_view(nb::borrow<nb::str>(module).c_str()).starts_with("jax");
 }
 
 }  // namespace
@@ -49,6 +97,33 @@ TensorView view_of(const Array& a, const char* name, DType wanted) {
 }
 
 TensorView view_of(const OptionalArray& a, const char* name, DType wanted) { return a ? view_of(*a, name, wanted) : TensorView{}; }
+
+Array written(nb::handle object, const char* name) {
+  nb::ndarray<> array;
+  if (!is_of_jax(object) && nb::try_cast(object, array)) return Array(array.handle());
+  Array readable;
+  if (nb::try_cast(object, readable))
+    throw Error("python.read_only", std::string(name) + ": expected an array that can be written, got a read-only " +
+                                        nb::cast<std::string>(nb::getattr(object.type(), "__name__")));
+  throw nb::type_error(
+      (std::string(name) + ": expected an array, got " + nb::cast<std::string>(nb::getattr(object.type(), "__name__"))).c_str());
+}
+
+TensorView written_view(const Array& a, const char* name, DType wanted) {
+  const TensorView view = view_of(a, name, wanted);
+  for (int d = 0; d < view.rank; ++d)
+    if (view.size(d) > 1 && view.stride(d) == 0)
+      throw Error("python.overlap", std::string(name) + ": expected memory of its own for each element, got stride 0 in dimension " +
+                                        std::to_string(d) + " of " + view.str());
+  return view;
+}
+
+void check_apart(const TensorView& out, const char* name, const TensorView& other, const char* other_name) {
+  if (out.num_elements() == 0 || other.num_elements() == 0 || out.device != other.device) return;
+  const Spread a(out), b(other);
+  if (meet(a, b, b.begin - a.begin, 0))
+    throw Error("python.overlap", std::string(name) + ": expected memory of its own, got some that " + other_name + " has too");
+}
 
 nb::ndarray<nb::array_api> array_of(const TensorView& view, nb::handle owner) {
   std::array<size_t, TensorView::kMaxRank> shape{};

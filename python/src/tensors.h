@@ -18,6 +18,13 @@ using OptionalArray = std::optional<Array>;
 TensorView view_of(const Array&, const char* name, DType wanted);
 TensorView view_of(const OptionalArray&, const char* name, DType wanted);  // empty without an array
 
+// An array that is to be written. Error python.read_only for one that must not be, such as those of JAX.
+Array written(nb::handle, const char* name);
+// The view of such an array. Error python.overlap where elements of it share an address.
+TensorView written_view(const Array&, const char* name, DType wanted);
+// Error python.overlap where what is written may share memory with something else of the call.
+void check_apart(const TensorView& out, const char* name, const TensorView& other, const char* other_name);
+
 // An array over memory that `owner` keeps alive, for from_dlpack() of any framework.
 nb::ndarray<nb::array_api> array_of(const TensorView&, nb::handle owner);
 

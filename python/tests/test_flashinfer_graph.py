@@ -303,23 +303,31 @@ def test_keys_of_a_request_have_a_limit():
 
 
 def test_what_a_capture_cannot_hold(monkeypatch):
-    batch = Batch(1, [1, 1], [5, 40])
+    batch, kept = Batch(1, [1, 1], [5, 40]), []
+    monkeypatch.setattr(_plans.Plan, "keep_for_capture", lambda plan, stream: kept.append(plan))
+    monkeypatch.setattr(_plans.Plan, "num_graphs", property(kept.count))
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     plan = [*batch.arrays("cpu"), 4, 2, 64, 4]
     wrapper.plan(*plan, q_data_type=torch.bfloat16)
     with monkeypatch.context() as capture:
         for module in (_plans, flashinfer._single):
             capture.setattr(module, "is_capturing", lambda device: True)
+        capture.setattr(_plans._core, "capture_of", lambda stream: 1)
         with pytest.raises(RuntimeError, match="no part of a CUDA graph"):
             wrapper.plan(*plan, q_data_type=torch.bfloat16)
         with pytest.raises(RuntimeError, match="once before a CUDA graph"):
             wrapper.run(batch.q, batch.cache(), sinks=torch.zeros(4))
         with pytest.raises(RuntimeError, match="cannot be captured"):
             flashinfer.single_decode_with_kv_cache(batch.q[0], *batch.ragged())
-        wrapper.run(batch.q, batch.cache())
+        for _ in range(3):  # the layers of one graph, which keeps the plan once
+            wrapper.run(batch.q, batch.cache())
+    assert len(kept) == 1
     long = Batch(1, [1, 1], [5, 2000])
     with pytest.raises(RuntimeError, match="a CUDA graph holds a plan"):
         wrapper.plan(*long.arrays("cpu"), 4, 2, 64, 4, q_data_type=torch.bfloat16)
     for window_left in range(6):  # others come and go, it stays
         wrapper.plan(*plan, window_left=window_left, q_data_type=torch.bfloat16)
     assert any(made.captured for made in wrapper._plans._made.values())
+    kept.clear()  # the graph is gone
+    wrapper.plan(*long.arrays("cpu"), 4, 2, 64, 4, q_data_type=torch.bfloat16)
+    assert not any(made.captured for made in wrapper._plans._made.values())

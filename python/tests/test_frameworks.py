@@ -21,6 +21,8 @@ def test_jax_arrays_are_read(rng):
     np.testing.assert_allclose(out, expected, atol=2e-5)
     with pytest.raises(TypeError, match="out="):  # they cannot be written
         imbrex.attention_varlen(*arrays, STARTS, STARTS, causal=True)
+    with pytest.raises(imbrex.Error, match="out: .* read-only"):
+        imbrex.attention_varlen(*arrays, STARTS, STARTS, causal=True, out=arrays[0])
 
 
 def test_jax_arrays_of_a_gpu_are_read(rng):

@@ -91,7 +91,9 @@ def test_bf16_logits(name, device):
 def test_masks_are_windows_where_they_say_no_more(device, monkeypatch):
     """A sliding layer without padding runs with a window; with padding, or a mask that allows more, with the mask."""
     seen = []
-    monkeypatch.setattr(imbrex.transformers._forward, "attention", lambda *a, **k: seen.append((a[3] is None, k["causal"], k["window"])) or call(*a, **k))
+    monkeypatch.setattr(
+        imbrex.transformers._forward, "attention", lambda *a, **k: seen.append((a[3] is None, k["causal"], k["window"])) or call(*a, **k)
+    )
     call = imbrex.torch.attention
     model = model_of("gemma3", device)
     ids, mask = ids_of(device, False)

@@ -1,4 +1,4 @@
-// Context and CurrentContext.
+// Context, CurrentContext and RelaxedCapture.
 #include "cuda/context.h"
 
 #include "core/check.h"
@@ -50,6 +50,14 @@ CurrentContext::~CurrentContext() {
   CUcontext popped = nullptr;
   const DriverApi* const cu = pushed_ ? driver() : nullptr;
   if (cu != nullptr) cu->cuCtxPopCurrent_v2(&popped);
+}
+
+RelaxedCapture::RelaxedCapture() noexcept : mode_(kCaptureRelaxed) {
+  if (const DriverApi* const cu = driver()) cu->cuThreadExchangeStreamCaptureMode(&mode_);
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (const DriverApi* const cu = driver()) cu->cuThreadExchangeStreamCaptureMode(&mode_);
 }
 
 }  // namespace imbrex::cuda

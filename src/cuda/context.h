@@ -42,4 +42,17 @@ class CurrentContext {
   bool pushed_ = false;  // false: it was current already
 };
 
+// For a scope, the thread may allocate, free, load and wait although some thread captures a stream. None of it becomes part of the graph;
+// without this, the driver refuses such calls and breaks the capture, also one of another thread.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept;
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_;  // the thread's, to be put back
+};
+
 }  // namespace imbrex::cuda

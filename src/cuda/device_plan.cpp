@@ -34,12 +34,8 @@ DevicePlan::DevicePlan(const ContextPtr& context, std::string_view arch, const A
       kernel_(module_->kernel("plan_batch")),
       item_start_(context, size_t(limits.max_num_reqs) * sizeof(int)),
       items_(context, size_t(most_items) * sizeof(CutItem)),
-      broken_(context, kNumBatchRules * sizeof(int)),
-      zeros_(size_t(limits.max_num_reqs) + 1) {
-  const CurrentContext current(*context);
-  fill_bytes(broken_.address(), 0, broken_.bytes(), nullptr);
-  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
-}
+      broken_(zeroed(context, kNumBatchRules * sizeof(int))),
+      zeros_(size_t(limits.max_num_reqs) + 1) {}
 
 int DevicePlan::max_tokens(const DeviceBatch& batch) const {
   return batch.max_num_tokens > 0 ? batch.max_num_tokens : limits_.max_num_tokens;
@@ -139,7 +135,8 @@ std::vector<Reason> DevicePlan::problems(CUstream stream) const {
 void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   check(device_plan_ != nullptr, "update.on_device", "expected a plan made with PlanOptions::on_device, got one without");
   const CurrentContext current(*context_);
-  const BatchArrays placed = place(device_plan_->arrays_of(batch));
+  const CUstream cu = cu_stream(stream);
+  const BatchArrays placed = place(device_plan_->arrays_of(batch), is_captured(cu));
   const PlanArrays& m = *memory_;
   PlanBatchParams p = device_plan_->params(batch);
   p.query_start = m.device(arrays_.query_start);
@@ -152,7 +149,7 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
     p.shapes[shape] = {cut_rules(spec_.mask, s.policy), s.bounds.num_work > 0 ? m.device(s.work) : nullptr, m.device(s.merges),
                        m.device(s.counts), s.l2_keys};
   }
-  device_plan_->launch(p, cu_stream(stream));
+  device_plan_->launch(p, cu);
   memory_->made_on_device();
   Step& step = steps_.now();
   step.arrays = placed;

@@ -99,6 +99,10 @@ Loaded<DriverApi> load_driver(const std::string& name) {
   if (!bind(library, name.c_str(), #symbol, api->symbol, loaded.why)) return loaded;
   IMBREX_CUDA_DRIVER_API(X)
 #undef X
+  std::string absent;
+#define X(symbol, parameters) bind(library, name.c_str(), #symbol, api->symbol, absent);
+  IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
+#undef X
   const CUresult result = api->cuInit(0);
   if (result != kCudaSuccess) {
     // Of a process that another library started CUDA in before it was forked off.

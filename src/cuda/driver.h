@@ -25,6 +25,9 @@ using CUkernel = struct CUkern_st*;
 using CUfunction = struct CUfunc_st*;
 using CUgraph = struct CUgraph_st*;
 using CUgraphExec = struct CUgraphExec_st*;
+using CUgraphNode = struct CUgraphNode_st*;
+using CUgraphEdgeData = struct CUgraphEdgeData_st;
+using CUuserObject = struct CUuserObject_st*;
 using CUhostFn = void (*)(void*);
 using nvrtcProgram = struct _nvrtcProgram*;
 using nvrtcResult = int;
@@ -79,6 +82,9 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kCaptureThreadLocal, 1, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)                                \
   X(kCaptureRelaxed, 2, CU_STREAM_CAPTURE_MODE_RELAXED)                                         \
   X(kCaptureStatusNone, 0, CU_STREAM_CAPTURE_STATUS_NONE)                                       \
+  X(kCaptureStatusActive, 1, CU_STREAM_CAPTURE_STATUS_ACTIVE)                                   \
+  X(kUserObjectNoDestructorSync, 1, CU_USER_OBJECT_NO_DESTRUCTOR_SYNC)                          \
+  X(kGraphUserObjectMove, 1, CU_GRAPH_USER_OBJECT_MOVE)                                         \
   X(kLaunchCluster, 4, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)                                   \
   X(kLaunchProgrammaticSerialization, 6, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) \
   X(kTensorMapU8, 0, CU_TENSOR_MAP_DATA_TYPE_UINT8)                                             \
@@ -151,7 +157,15 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuGraphInstantiateWithFlags, (CUgraphExec*, CUgraph, unsigned long long flags))                                                       \
   X(cuGraphLaunch, (CUgraphExec, CUstream))                                                                                               \
   X(cuGraphExecDestroy, (CUgraphExec))                                                                                                    \
-  X(cuGraphDestroy, (CUgraph))
+  X(cuGraphDestroy, (CUgraph))                                                                                                            \
+  X(cuUserObjectCreate, (CUuserObject*, void* argument, CUhostFn destroy, unsigned references, unsigned flags))                           \
+  X(cuUserObjectRelease, (CUuserObject, unsigned references))                                                                             \
+  X(cuGraphRetainUserObject, (CUgraph, CUuserObject, unsigned references, unsigned flags))
+
+// Null in a driver that is too old for them, with what that takes away.
+#define IMBREX_CUDA_OPTIONAL_DRIVER_API(X)                                                                                                \
+  X(cuStreamGetCaptureInfo_v3, (CUstream, int* status, unsigned long long* id, CUgraph*, const CUgraphNode** dependencies,                \
+                                const CUgraphEdgeData** edges, size_t* num_dependencies)) /* below 12.3: no capture_of() */
 
 #define IMBREX_NVRTC_API(X)                                                                                                               \
   X(nvrtcVersion, (int* major, int* minor))                                                                                               \
@@ -175,6 +189,7 @@ IMBREX_CUDA_CONSTANTS(X)
 struct DriverApi {
 #define X(name, parameters) CUresult(*name) parameters = nullptr;
   IMBREX_CUDA_DRIVER_API(X)
+  IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
 #undef X
 };
 

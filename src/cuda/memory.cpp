@@ -8,24 +8,54 @@ namespace imbrex::cuda {
 DeviceBuffer::DeviceBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
   if (bytes == 0) return;
   const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
   check_cuda(need_driver().cuMemAlloc_v2(&handle_, bytes), "allocate {} bytes on cuda:{}", bytes, context_->device());
+}
+
+namespace {
+
+template <class Fill>
+DeviceBuffer filled(const ContextPtr& context, size_t bytes, Fill fill) {
+  DeviceBuffer buffer(context, bytes);
+  if (bytes == 0) return buffer;
+  const CurrentContext current(*context);
+  const OwnedStream stream(context);
+  fill(buffer.address(), stream.get());
+  stream.synchronize();
+  return buffer;
+}
+
+}  // namespace
+
+DeviceBuffer zeroed(const ContextPtr& context, size_t bytes) {
+  return filled(context, bytes, [bytes](CUdeviceptr to, CUstream stream) { fill_bytes(to, 0, bytes, stream); });
+}
+
+DeviceBuffer copy_of(const ContextPtr& context, const void* from, size_t bytes) {
+  return filled(context, bytes, [=](CUdeviceptr to, CUstream stream) { copy_to_device(to, from, bytes, stream); });
 }
 
 PinnedBuffer::PinnedBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
   if (bytes == 0) return;
   const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
   check_cuda(need_driver().cuMemHostAlloc(&handle_, bytes, kHostPortable), "allocate {} bytes of pinned memory", bytes);
 }
 
 OwnedStream::OwnedStream(ContextPtr context) : Owned(std::move(context)) {
   const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
   check_cuda(need_driver().cuStreamCreate(&handle_, kStreamNonBlocking), "create a stream");
 }
 
-void OwnedStream::synchronize() const { check_cuda(need_driver().cuStreamSynchronize(handle_), "wait for a stream"); }
+void OwnedStream::synchronize() const {
+  const RelaxedCapture relaxed;
+  check_cuda(need_driver().cuStreamSynchronize(handle_), "wait for a stream");
+}
 
 Event::Event(ContextPtr context, bool timing) : Owned(std::move(context)) {
   const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
   check_cuda(need_driver().cuEventCreate(&handle_, timing ? kEventDefault : kEventDisableTiming), "create an event");
 }
 
@@ -35,6 +65,7 @@ void Event::record(CUstream stream) const {
 }
 
 bool Event::done() const {
+  const RelaxedCapture relaxed;
   const CUresult result = need_driver().cuEventQuery(handle_);
   if (result != kCudaNotReady) check_cuda(result, "look at an event");
   return result == kCudaSuccess;
@@ -42,7 +73,9 @@ bool Event::done() const {
 
 // Asking takes a tenth of a microsecond, waiting more than one even when there is nothing to wait for.
 void Event::synchronize() const {
-  if (!done()) check_cuda(need_driver().cuEventSynchronize(handle_), "wait for an event");
+  if (done()) return;
+  const RelaxedCapture relaxed;
+  check_cuda(need_driver().cuEventSynchronize(handle_), "wait for an event");
 }
 
 float elapsed_ms(const Event& begin, const Event& end) {

@@ -1,6 +1,6 @@
 #pragma once
 // What a plan holds on a device: memory, pinned host memory, a stream, events. Each belongs to a context and gives itself back.
-// The caller's context is current again after every call.
+// The caller's context is current again after every call. All of it may be made, waited for and given back while a stream is captured.
 #include <cstddef>
 #include <memory>
 #include <utility>
@@ -27,6 +27,7 @@ class Owned {
     const DriverApi* const cu = handle_ == Handle{} ? nullptr : driver();
     if (cu == nullptr) return;
     const CurrentContext current(*context_, std::nothrow);
+    const RelaxedCapture relaxed;
     // Not checked: when the process ends, or its owner has destroyed the context, it is gone already.
     give_back(*cu, handle_);
   }
@@ -60,6 +61,11 @@ class DeviceBuffer : public Owned<CUdeviceptr, free_device> {
  private:
   size_t bytes_ = 0;
 };
+
+// Device memory that is filled when the call returns, for every stream. Not through the legacy default stream, which must not be used while
+// another stream is captured, but through one that lives as long as the call.
+DeviceBuffer zeroed(const ContextPtr&, size_t bytes);
+DeviceBuffer copy_of(const ContextPtr&, const void* from, size_t bytes);
 
 // Host memory that copies to and from every device without a detour. Error cuda.memory.
 class PinnedBuffer : public Owned<void*, free_pinned> {

@@ -47,18 +47,21 @@ std::shared_ptr<const Module> Module::load(const std::shared_ptr<const Context>&
 
 Module::Module(std::shared_ptr<const Context> context, std::string what, std::shared_ptr<const CompiledKernel> compiled)
     : context_(std::move(context)), what_(std::move(what)), compiled_(std::move(compiled)) {
+  const RelaxedCapture relaxed;
   check_cuda(need_driver().cuLibraryLoadData(&library_, compiled_->cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "load {}",
              what_);
 }
 
 // A context that its owner has destroyed, or a process that ends, has unloaded the library already.
 Module::~Module() {
+  const RelaxedCapture relaxed;
   if (const DriverApi* const cu = driver()) cu->cuLibraryUnload(library_);
 }
 
 Kernel Module::kernel(const std::string& entry) const {
   const DriverApi& cu = need_driver();
   const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
   Kernel kernel;
   kernel.name_ = entry;
   CUkernel handle = nullptr;

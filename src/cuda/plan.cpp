@@ -146,9 +146,7 @@ void Plan::lay_out() {
     s.arrivals = counters;
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
   }
-  counters_ = DeviceBuffer(context_, counters * sizeof(int));
-  fill_bytes(counters_.address(), 0, counters_.bytes(), nullptr);
-  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");
+  counters_ = zeroed(context_, counters * sizeof(int));
   const int64_t rows = checked_mul("plan.scratch", partial_rows_, spec_.num_q_heads * int64_t(sizeof(float)));
   partial_out_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, spec_.head_dim_v)));
   partial_state_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, 2)));

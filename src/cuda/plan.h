@@ -121,7 +121,7 @@ class Plan final : public StepPlan {
   void load(Specialised&) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
   void lay_out();
-  BatchArrays place(const Batch&) const;
+  BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
   void put_lists(const Batch&, const Step&);
   void put_block_starts(const Batch&);

@@ -13,10 +13,7 @@ size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
 
 }  // namespace
 
-PlanArrays::PlanArrays(const ContextPtr& context, const ArrayLayout& layout) : context_(context), memory_(context, layout.bytes()) {
-  const CurrentContext current(*context);
-  fill_bytes(memory_.address(), 0, memory_.bytes(), nullptr);
-  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for cleared memory");  // other streams do not wait for this one
+PlanArrays::PlanArrays(const ContextPtr& context, const ArrayLayout& layout) : context_(context), memory_(zeroed(context, layout.bytes())) {
   for (Step& step : steps_) {
     step.sent = Event(context);
     step.pieces.reserve(16);

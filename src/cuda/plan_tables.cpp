@@ -25,11 +25,8 @@ PlanTables::PlanTables(const ContextPtr& context, std::string_view arch, const A
   width_ = relative_bias_width(spec.score);
   std::vector<int> buckets(static_cast<size_t>(width_));
   for (int i = 0; i < width_; ++i) buckets[size_t(i)] = relative_bucket(spec.score, i - width_ / 2);
-  buckets_ = DeviceBuffer(context, buckets.size() * sizeof(int));
+  buckets_ = copy_of(context, buckets.data(), buckets.size() * sizeof(int));
   bias_ = DeviceBuffer(context, buckets.size() * size_t(num_heads_) * sizeof(float));
-  const CurrentContext current(*context);
-  copy_to_device(buckets_.address(), buckets.data(), buckets_.bytes(), nullptr);
-  check_cuda(need_driver().cuStreamSynchronize(nullptr), "wait for a copy");
 }
 
 void PlanTables::widen_starts(const TensorView& from, long* to, int count, CUstream stream) const {

@@ -41,7 +41,7 @@ int heads_together(const Batch& batch, const SchedulePolicy& policy, long l2_key
 }  // namespace
 
 // Where kernels find the batch's arrays, checked before anything of the last step is given up.
-Plan::BatchArrays Plan::place(const Batch& batch) const {
+Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
   const TensorView& ids = !batch.block_table.empty() ? batch.block_table : batch.kv_indices;
   const BatchArrays& before = steps_.now().arrays;
   BatchArrays placed = before;
@@ -64,8 +64,9 @@ Plan::BatchArrays Plan::place(const Batch& batch) const {
                                                                         {int64_t(arrays_.slots.capacity)}, device_.device)
                                                : batch.slot_mapping;
   }
-  const bool same = (!captured_run_ || (placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask)) &&
-                    (!captured_write_ || placed.slots.data == before.slots.data);
+  // What is captured after an update that is captured too reads where that update points to.
+  const bool same = captured || ((!captured_run_ || (placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask)) &&
+                                 (!captured_write_ || placed.slots.data == before.slots.data));
   check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
   return placed;
 }
@@ -80,7 +81,7 @@ void Plan::prepare(const Batch& batch, Stream stream) {
         "expected at most {} requests and {} tokens, got {} and {}", limits.max_num_reqs, limits.max_num_tokens, batch.num_reqs(),
         batch.num_tokens());
   Step& next = steps_.spare();
-  next.arrays = place(batch);
+  next.arrays = place(batch, false);
   int rows = 0;
   for (const Shape shape : kShapes) {
     const ShapePlan& s = shapes_[shape];

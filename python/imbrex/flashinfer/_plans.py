@@ -5,29 +5,10 @@ from typing import Any, Dict, NamedTuple, Optional, Tuple
 import torch
 
 from .. import _core
+from .._plan_cache import Limits
 from ..plan import Plan
 
 Key = Tuple[Tuple[str, Any], ...]  # fields of a spec, sorted
-_LARGEST = 2**31 - 1
-
-
-class Limits(NamedTuple):
-    """Bounds of a plan's batches. query_len 0 is no limit of its own."""
-
-    num_reqs: int
-    num_tokens: int
-    seq_len: int
-    query_len: int = 0
-
-    def hold(self, needed: "Limits") -> bool:
-        return all(a >= b for a, b in zip(self[:3], needed[:3]))
-
-    def grown(self, needed: "Limits") -> "Limits":
-        """Powers of two that hold both, so that few plans serve many batches."""
-        sizes = [max(a, min(1 << max(0, b - 1).bit_length(), _LARGEST)) for a, b in zip(self[:3], needed[:3])]
-        return Limits(*sizes, needed.query_len)
-
-
 _SMALLEST = Limits(8, 64, 1024)
 
 
@@ -47,7 +28,20 @@ class Step(NamedTuple):
 
 class _Made:
     def __init__(self, plan: Plan, limits: Limits) -> None:
-        self.plan, self.limits, self.captured = plan, limits, False
+        self.plan, self.limits = plan, limits
+        self._capture = 0  # the last one that it is part of
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph that holds the plan."""
+        return self._capture != 0 and self.plan.num_graphs > 0
+
+    def capture(self, stream: int) -> None:
+        """The graph that the stream is captured into keeps the plan, also when the wrapper is gone."""
+        capture = _core.capture_of(stream)
+        if capture not in (0, self._capture):
+            self.plan.keep_for_capture(stream)
+            self._capture = capture
 
 
 def device_text(device: torch.device) -> str:
@@ -56,6 +50,11 @@ def device_text(device: torch.device) -> str:
     if device.type != "cuda":
         raise ValueError(f"expected tensors on cpu or cuda, got {device}")
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def stream_of(device: torch.device) -> int:
+    """The address of the current stream; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -110,7 +109,8 @@ class Plans:
                 raise RuntimeError("imbrex.flashinfer: call run() with these arguments once before a CUDA graph captures it")
             made = self._ready[key] = self._updated(dict(key))
         self._asked[key] = None
-        made.captured = made.captured or capturing
+        if capturing:
+            made.capture(stream_of(self.device))
         return made.plan
 
     def _updated(self, changes: Dict[str, Any]) -> _Made:
@@ -133,8 +133,7 @@ class Plans:
             idle = [k for k, m in self._made.items() if k != key and not m.captured and m not in self._ready.values()]
             for old in idle[: max(0, len(self._made) - self.kept)]:
                 del self._made[old]
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
-        made.plan.update(step.query_start_loc, step.seq_lens, **step.arrays, stream=stream)
+        made.plan.update(step.query_start_loc, step.seq_lens, **step.arrays, stream=stream_of(self.device))
         return made
 
     def _make(self, fields: Dict[str, Any], limits: Limits) -> Plan:
@@ -142,11 +141,9 @@ class Plans:
             _core.AttentionSpec(**fields),
             device_text(self.device),
             backend=self.backend,
-            max_num_reqs=max(limits.num_reqs, 1),
-            max_num_tokens=max(limits.num_tokens, 1),
-            max_seq_len=max(limits.seq_len, 1),
-            max_query_len=limits.query_len,
             load_on_demand=self.device.type == "cuda" and self.on_demand,
+            ordered=True,
+            **limits.arguments(),
         )
 
 

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from .. import _core
+from .._plan_cache import Kept, Limits, PlanCache
 from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
 from ..plan import Plan
 from . import WRITTEN_FOR
@@ -43,22 +44,7 @@ class Step:
             plan.update(self.query_start_loc, self.seq_lens, **arrays)
 
 
-@dataclass
-class Planned:
-    """A plan for one kind of layer, and the step it was last updated with."""
-
-    plan: Plan
-    masked: bool
-    room: Tuple[int, int]  # requests, tokens
-    step: int = -1
-
-
-_LEAST_ROOM = (32, 1024)
-
-
-def _room(count: int, least: int) -> int:
-    """A power of two, so that few plans serve many batches."""
-    return max(least, 1 << max(0, count - 1).bit_length())
+_SMALLEST = Limits(32, 1024, 1)  # of eager steps
 
 
 class Backend(AttentionBackend):
@@ -86,8 +72,8 @@ class Backend(AttentionBackend):
         self.on_device = gpu and (wanted == "always" or (wanted == "auto" and speculative))
         self.needs_cpu_seq_lens = not self.on_device  # SGLang then does not wait for the GPU to know them
         self.forward_metadata: Optional[Step] = None
-        self._eager: Dict[Tuple, Planned] = {}
-        self._captured: Dict[Tuple, Planned] = {}
+        self._eager = PlanCache(_SMALLEST)
+        self._captured: Dict[Tuple, Kept] = {}  # also updated before every replay, so that they belong to the backend and not to a graph
         self._graph_room = (0, 0)
         self._graph_table: Optional[torch.Tensor] = None
         self._graph_mask: Optional[torch.Tensor] = None
@@ -123,9 +109,10 @@ class Backend(AttentionBackend):
         step = self.forward_metadata
         if step is None:
             return
-        for planned in self._captured.values():
-            if not planned.masked or step.mask is not None:
-                self._update(planned, step)
+        for key, kept in self._captured.items():
+            masked = dict(key)["custom_mask"]
+            if not masked or step.mask is not None:
+                self._update(kept, step, masked)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Nothing: plans are where the captured kernels look."""
@@ -185,7 +172,7 @@ class Backend(AttentionBackend):
         if mode.is_dllm_extend() or mode.is_draft_extend_v2() or not mode.is_extend():
             raise NotImplementedError(f"imbrex: expected a step to extend, decode, mix or verify, got {mode.name}")
         if batch.extend_seq_lens_cpu is not None:
-            return torch.as_tensor(batch.extend_seq_lens_cpu, dtype=torch.int32), 0
+            return torch.as_tensor(batch.extend_seq_lens_cpu, dtype=torch.int32, device="cpu"), 0
         return batch.extend_seq_lens[:num_reqs].to(torch.int32), 0
 
     def _host_lens(self, batch: Any, num_reqs: int, query_lens: Any) -> Optional[torch.Tensor]:
@@ -193,7 +180,7 @@ class Backend(AttentionBackend):
         known = lens is not None and (isinstance(query_lens, int) or query_lens.device.type == "cpu")
         if not known or self.on_device and (self.settings.on_device == "always" or batch.forward_mode.is_target_verify()):
             return None
-        return torch.as_tensor(lens)[:num_reqs].to(torch.int32)
+        return torch.as_tensor(lens, device="cpu")[:num_reqs].to(torch.int32)
 
     def _mask(self, batch: Any, graph: bool, lens: Any, num_reqs: int, width: int) -> Optional[torch.Tensor]:
         """The tree's mask as bytes: for each draft token its row over all keys. None where drafts are a chain, which is causal."""
@@ -226,10 +213,11 @@ class Backend(AttentionBackend):
 
     # Plans.
 
-    def _update(self, planned: Planned, step: Step) -> None:
-        if planned.step != step.number:
-            step.update(planned.plan, planned.masked)
-            planned.step = step.number
+    def _update(self, kept: Kept, step: Step, masked: bool) -> None:
+        if kept.batch != step.number:
+            kept.batch = None
+            step.update(kept.plan, masked)
+            kept.batch = step.number
 
     def _plan(self, layer: Any, q: torch.Tensor, sinks: Any) -> Plan:
         step = self.forward_metadata
@@ -238,23 +226,25 @@ class Backend(AttentionBackend):
             raise NotImplementedError("imbrex: expected no tree of draft tokens with a sliding window, whose positions are depths in the tree")
         fields = self._spec_fields(layer, q, sinks is not None, masked)
         key = tuple(fields.items())
-        plans = self._captured if step.graph else self._eager
-        needed = step.seq_lens.shape[0], step.num_tokens
-        planned = plans.get(key)
-        if planned is None or (not step.graph and (needed[0] > planned.room[0] or needed[1] > planned.room[1])):
-            room, most = self._graph_room, 0
-            if step.graph:
-                most = -(-room[1] // room[0])
-            else:
-                before = _LEAST_ROOM if planned is None else planned.room
-                room = _room(needed[0], before[0]), _room(needed[1], before[1])
-            limits = dict(max_num_reqs=room[0], max_num_tokens=room[1], max_seq_len=self.max_keys + self.page_size, max_query_len=most)
-            plan = make_plan(_core.AttentionSpec(**fields), self.device_text, self.settings, on_device=self.on_device, **limits)
-            planned = plans[key] = Planned(plan, masked, room)
-            check = "self check passed" if layer.layer_id in self._checked else "self check left out"
-            announce(logger, plan, f"layers like layer {layer.layer_id}", check)
-        self._update(planned, step)
-        return planned.plan
+        max_seq_len = self.max_keys + self.page_size
+        if step.graph:
+            room = self._graph_room
+            limits = Limits(*room, max_seq_len, -(-room[1] // room[0]))
+            kept = self._captured.get(key)
+            if kept is None:
+                kept = self._captured[key] = Kept(self._make(layer, fields, limits), limits)
+        else:
+            needed = Limits(step.seq_lens.shape[0], step.num_tokens, max_seq_len)
+            kept = self._eager.find(key, needed, lambda limits: self._make(layer, fields, limits, ordered=True))
+        self._update(kept, step, masked)
+        return kept.plan
+
+    def _make(self, layer: Any, fields: Dict[str, Any], limits: Limits, **options: Any) -> Plan:
+        spec = _core.AttentionSpec(**fields)
+        plan = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits.arguments(), **options)
+        check = "self check passed" if layer.layer_id in self._checked else "self check left out"
+        announce(logger, plan, f"layers like layer {layer.layer_id}", check)
+        return plan
 
     def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, masked: bool) -> Dict[str, Any]:
         return dict(

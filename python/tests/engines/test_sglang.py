@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import imbrex  # noqa: E402
+from imbrex._plan_cache import Limits  # noqa: E402
 from sglang_runner import Runner, idle, serve  # noqa: E402
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -88,12 +89,12 @@ def test_graphs(device, name, page_size):
 
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_many_requests_outgrow_a_plan(device, page_size, monkeypatch):
-    monkeypatch.setattr("imbrex.sglang.backend._LEAST_ROOM", (1, 1))
+    monkeypatch.setattr("imbrex.sglang.backend._SMALLEST", Limits(1, 1, 1))
     runner = Runner(device, PLAIN, page_size=page_size)
     requests, rooms = [runner.request(f"r{i}", 24) for i in range(8)], []
     for n in (1, 3, 8, 2):
         runner.step([(r, 4) for r in requests[:n]])
-        rooms.append({p.room for p in runner.attn_backend._eager.values()})
+        rooms.append({kept.limits[:2] for kept in runner.attn_backend._eager.kept()})
     runner.step([(r, 1) for r in requests])
     assert rooms == [{(1, 4)}, {(4, 16)}, {(8, 32)}, {(8, 32)}]
 
@@ -538,7 +539,7 @@ def test_settings(sglang, monkeypatch):
     monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"backend": "reference", "num_threads": 1}')
     runner = Runner("cpu", PLAIN)
     first_step(runner)
-    assert all("reference" in str(p.plan) for p in runner.attn_backend._eager.values())
+    assert all("reference" in str(kept.plan) for kept in runner.attn_backend._eager.kept())
     monkeypatch.setenv("IMBREX_ENGINE_CONFIG", '{"speed": 11}')
     with pytest.raises(ValueError, match="got 'speed'"):
         Runner("cpu", PLAIN)

@@ -1,75 +1,51 @@
-// The functions of the fake driver. One lock around each: tests call it from several threads.
-#include "cuda/fake/fake_driver.h"
+// Contexts, memory, modules and launches of the fake driver. One lock around each call: tests make them from several threads.
+#include "cuda/fake/fake_objects.h"
 
 #include <cstdlib>
 #include <cstring>
-#include <deque>
-#include <map>
-#include <mutex>
-#include <set>
 
 namespace imbrex::cuda {
 
-// What the driver's handles point to.
-struct CUctx_st {
-  unsigned long long id;
-  CUdevice device;
-};
-struct CUstream_st {
-  CUcontext context;
-  CUgraph captured = nullptr;  // what the stream's calls are added to
-  std::deque<std::function<void()>> work;
-};
-struct CUgraph_st {
-  std::vector<fake::Launch> launches;
-};
-struct CUgraphExec_st {
-  std::vector<fake::Launch> launches;
-};
-struct CUevent_st {
-  CUstream recorded = nullptr;
-  bool done = false;
-};
-struct CUlib_st {
-  std::string code;
-  std::vector<std::unique_ptr<struct CUkern_st>> kernels;
-};
-struct CUkern_st {
-  std::string name, module;
-};
+namespace fake {
+
+State the_state;
+std::mutex mutex;
+unsigned long long next_id = 1;
+
+namespace {
+thread_local std::vector<CUcontext> stack;
+}
+
+CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
+
+CUresult failure() {
+  constexpr CUresult kUnknown = 999;
+  if (the_state.has_failed) return the_state.keeps_failing ? kUnknown : kCudaSuccess;
+  if (the_state.calls_until_failure == 0 || --the_state.calls_until_failure > 0) return kCudaSuccess;
+  return the_state.has_failed = true, kUnknown;
+}
+
+CUresult begin() {
+  if (in_callback) return kNotPermitted;
+  if (const CUresult result = failure(); result != 0) return result;
+  if (the_state.fail_next != 0) return std::exchange(the_state.fail_next, 0);
+  return current() ? kCudaSuccess : kCudaInvalidContext;
+}
+
+}  // namespace fake
+
+using namespace fake;
 
 namespace {
 
-fake::State the_state;
-std::mutex mutex;
 constexpr int kMaxDevices = 8;
 struct Primary {
   CUcontext context = nullptr;
   int references = 0;
 };
 Primary primaries[kMaxDevices];
-unsigned long long next_id = 1;
-thread_local std::vector<CUcontext> stack;
 
-CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
-
-std::set<CUstream> streams;
 std::map<const char*, size_t> pinned;  // bytes of each
-
-// What a stream is given is done when somebody waits for it, in order; the null stream does it at once.
-template <class Work>
-CUresult enqueue(CUstream stream, Work work) {
-  if (stream == nullptr) return work(), kCudaSuccess;
-  return stream->work.emplace_back(std::move(work)), kCudaSuccess;
-}
-
-void drain(CUstream stream) {
-  while (streams.count(stream) > 0 && !stream->work.empty()) {
-    const auto work = std::move(stream->work.front());
-    stream->work.pop_front();
-    work();
-  }
-}
 
 bool is_pinned(const void* data) {
   const auto next = pinned.upper_bound(static_cast<const char*>(data));
@@ -80,21 +56,6 @@ bool is_pinned(const void* data) {
 
 // Null for more than a test may touch.
 void* allocate(size_t bytes) { return bytes > size_t(1) << 30 ? nullptr : std::malloc(bytes); }
-
-// For calls that a step makes: fails when it is their turn.
-CUresult failure() {
-  constexpr CUresult kUnknown = 999;
-  if (the_state.has_failed) return the_state.keeps_failing ? kUnknown : kCudaSuccess;
-  if (the_state.calls_until_failure == 0 || --the_state.calls_until_failure > 0) return kCudaSuccess;
-  return the_state.has_failed = true, kUnknown;
-}
-
-// For calls that make something: fails when told to, or without a context.
-CUresult begin() {
-  if (const CUresult result = failure(); result != 0) return result;
-  if (the_state.fail_next != 0) return std::exchange(the_state.fail_next, 0);
-  return current() ? kCudaSuccess : kCudaInvalidContext;
-}
 
 CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
   if (const CUresult result = begin(); result != 0) return result;
@@ -125,11 +86,7 @@ CUresult record(CUfunction function, const CUlaunchConfig& c, void** params) {
   } else {
     launch.params = bytes_of(0, the_state.params_bytes);
   }
-  if (c.stream != nullptr && c.stream->captured != nullptr) {
-    c.stream->captured->launches.push_back(std::move(launch));
-    return kCudaSuccess;
-  }
-  the_state.launches.push_back(launch);
+  if (c.stream == nullptr || c.stream->captured == nullptr) the_state.launches.push_back(launch);
   return enqueue(c.stream, [launch] {
     if (the_state.on_launch) the_state.on_launch(launch);
   });
@@ -213,80 +170,11 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 }
 CUresult cuCtxGetId(CUcontext context, unsigned long long* id) { return *id = context->id, kCudaSuccess; }
 
-CUresult cuStreamCreate(CUstream* stream, unsigned) {
-  const std::lock_guard lock(mutex);
-  if (const CUresult result = begin(); result != 0) return result;
-  ++the_state.streams;
-  *stream = new CUstream_st{current()};
-  return streams.insert(*stream), kCudaSuccess;
-}
-CUresult cuStreamDestroy_v2(CUstream stream) {
-  drain(stream);
-  const std::lock_guard lock(mutex);
-  --the_state.streams;
-  streams.erase(stream);
-  return delete stream, kCudaSuccess;
-}
-CUresult cuStreamSynchronize(CUstream stream) {
-  if (const CUresult result = failure(); result != 0) return result;
-  ++the_state.waits;
-  return drain(stream), kCudaSuccess;
-}
-
-CUresult cuStreamIsCapturing(CUstream stream, int* status) {
-  if (const CUresult result = failure(); result != 0) return result;
-  return *status = stream != nullptr && stream->captured != nullptr ? 1 : kCaptureStatusNone, kCudaSuccess;
-}
-CUresult cuStreamBeginCapture_v2(CUstream stream, int) { return stream->captured = new CUgraph_st, kCudaSuccess; }
-CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) { return *graph = std::exchange(stream->captured, nullptr), kCudaSuccess; }
-CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
-  return *exec = new CUgraphExec_st{graph->launches}, kCudaSuccess;
-}
-CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
-  return enqueue(stream, [launches = exec->launches] {
-    for (const fake::Launch& launch : launches)
-      if (the_state.on_launch) the_state.on_launch(launch);
-  });
-}
-CUresult cuGraphDestroy(CUgraph graph) { return delete graph, kCudaSuccess; }
-CUresult cuGraphExecDestroy(CUgraphExec exec) { return delete exec, kCudaSuccess; }
-
-CUresult cuEventCreate(CUevent* event, unsigned) {
-  const std::lock_guard lock(mutex);
-  if (const CUresult result = begin(); result != 0) return result;
-  ++the_state.events;
-  return *event = new CUevent_st{}, kCudaSuccess;
-}
-CUresult cuEventDestroy_v2(CUevent event) {
-  drain(event->recorded);
-  const std::lock_guard lock(mutex);
-  --the_state.events;
-  return delete event, kCudaSuccess;
-}
-CUresult cuEventRecord(CUevent event, CUstream stream) {
-  if (const CUresult result = failure(); result != 0) return result;
-  if (!current()) return kCudaInvalidContext;
-  event->recorded = stream;
-  event->done = false;
-  return enqueue(stream, [event] { event->done = true; });
-}
-CUresult cuEventQuery(CUevent event) {
-  if (const CUresult result = failure(); result != 0) return result;
-  return event->done ? kCudaSuccess : kCudaNotReady;
-}
-CUresult cuEventSynchronize(CUevent event) {
-  if (const CUresult result = failure(); result != 0) return result;
-  ++the_state.waits;
-  return drain(event->recorded), kCudaSuccess;
-}
-CUresult cuEventElapsedTime(float* ms, CUevent begin, CUevent end) {
-  return *ms = 1.5f, begin->done && end->done ? kCudaSuccess : kCudaNotReady;
-}
-
 CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
   return *free = the_state.free_bytes, *total = size_t(141) << 30, current() ? kCudaSuccess : kCudaInvalidContext;
 }
 CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   *address = reinterpret_cast<CUdeviceptr>(allocate(bytes));
@@ -295,6 +183,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* address, size_t bytes) {
   return std::memset(reinterpret_cast<void*>(*address), 0xff, bytes), kCudaSuccess;
 }
 CUresult cuMemFree_v2(CUdeviceptr address) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   for (const CUstream stream : streams) drain(stream);
   const std::lock_guard lock(mutex);
   if (!current()) return kCudaInvalidContext;
@@ -302,6 +191,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
   return std::free(reinterpret_cast<void*>(address)), kCudaSuccess;
 }
 CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   *data = allocate(bytes);
@@ -311,6 +201,7 @@ CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
   return std::memset(*data, 0xff, bytes), kCudaSuccess;
 }
 CUresult cuMemFreeHost(void* data) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   for (const CUstream stream : streams) drain(stream);
   const std::lock_guard lock(mutex);
   --the_state.pinned;
@@ -336,12 +227,14 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUst
 }
 
 CUresult cuLibraryLoadData(CUlibrary* library, const void* code, int*, void**, unsigned, int*, void**, unsigned) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
   ++the_state.libraries, ++the_state.library_loads;
   return *library = new CUlib_st{static_cast<const char*>(code), {}}, kCudaSuccess;
 }
 CUresult cuLibraryUnload(CUlibrary library) {
+  if (const CUresult result = unsafe(); result != 0) return result;
   const std::lock_guard lock(mutex);
   --the_state.libraries;
   return delete library, kCudaSuccess;

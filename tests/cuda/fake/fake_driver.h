@@ -1,7 +1,7 @@
 #pragma once
 // A CUDA driver for machines without a GPU: memory is the host's, kernels do not run, and everything that is made is counted. What a stream
 // is given happens as late as the rules allow, when somebody waits for it, and fresh memory is poisoned: a copy or a wait that is missing
-// shows. Only the null stream works at once.
+// shows. Only the null stream works at once. While a stream is captured it refuses what CUDA refuses then.
 // Tests load it in place of libcuda and look at its state.
 #include <cstdio>
 #include <functional>
@@ -40,7 +40,9 @@ struct State {
   bool has_failed = false;
   int buffers = 0, pinned = 0, streams = 0, events = 0, libraries = 0, contexts = 0;  // alive; contexts: references to primary ones
   size_t free_bytes = size_t(100) << 20;                                              // what the device says it has left
-  int waits = 0;                                                                      // for a stream or an event, ever
+  int user_objects = 0;                                                               // alive, of graphs
+  int waits = 0;                                                                      // of the host for a stream or an event, ever
+  int stream_waits = 0;                                                               // of a stream for an event, ever
   int library_loads = 0, context_pushes = 0, maps = 0;                                // ever
   size_t params_bytes = 0;
   std::map<std::string, std::vector<size_t>> param_sizes;  // of the parameters of an entry

@@ -37,6 +37,7 @@ class FakeEnvironment : public testing::Environment {
     EXPECT_EQ(state().streams, 0);
     EXPECT_EQ(state().events, 0);
     EXPECT_EQ(state().libraries, 0);
+    EXPECT_EQ(state().user_objects, 0);
     EXPECT_EQ(state().contexts, 0);
   }
 };

@@ -9,6 +9,7 @@ constexpr int kNotSupported = 801;
 #define X(name, parameters) \
   __attribute__((weak)) CUresult name parameters { return kNotSupported; }
 IMBREX_CUDA_DRIVER_API(X)
+IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
 #undef X
 }
 }  // namespace imbrex::cuda

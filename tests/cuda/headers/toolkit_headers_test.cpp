@@ -6,6 +6,7 @@ namespace imbrex::cuda {
 // Our types under names of their own, before the headers hide some of the symbols behind macros.
 #define X(name, parameters) using ours_##name = decltype(DriverApi::name);
 IMBREX_CUDA_DRIVER_API(X)
+IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
 #undef X
 #define X(name, parameters) using ours_##name = decltype(NvrtcApi::name);
 IMBREX_NVRTC_API(X)
@@ -89,6 +90,7 @@ static_assert(!std::is_same_v<seen<int (*)(float)>, seen<int (*)(int)>>);
 #define X(name, parameters) \
   static_assert(std::is_same_v<seen<ours_##name>, seen<decltype(&::name)>>, #name " has another signature in cuda.h");
 IMBREX_CUDA_DRIVER_API(X)
+IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
 #undef X
 #define X(name, parameters) \
   static_assert(std::is_same_v<seen<ours_##name>, seen<decltype(&::name)>>, #name " has another signature in nvrtc.h");

@@ -1,0 +1,94 @@
+#pragma once
+// What the parts of the fake driver share: the objects that its handles point to, the streams, and the captures that go on.
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "cuda/fake/fake_driver.h"
+
+namespace imbrex::cuda {
+
+// What the driver's handles point to.
+struct CUctx_st {
+  unsigned long long id;
+  CUdevice device;
+};
+struct CUstream_st {
+  CUcontext context;
+  bool blocking = false;       // the null stream and this one wait for each other
+  CUgraph captured = nullptr;  // what the stream's calls are added to
+  std::deque<std::function<void()>> work;
+};
+struct CUuserObject_st {
+  CUhostFn destroy;
+  void* argument;
+};
+using Objects = std::vector<std::shared_ptr<CUuserObject_st>>;
+struct CUgraph_st {
+  unsigned long long capture;
+  int mode;
+  std::thread::id thread;
+  bool invalid = false;
+  std::vector<std::function<void()>> work;
+  Objects objects;
+};
+struct CUgraphExec_st {
+  std::vector<std::function<void()>> work;
+  Objects objects;
+};
+struct CUevent_st {
+  struct Point {  // what one record() stands for
+    CUstream stream;
+    bool done = false;
+    CUgraph captured = nullptr;
+  };
+  std::shared_ptr<Point> point;
+};
+struct CUlib_st {
+  std::string code;
+  std::vector<std::unique_ptr<struct CUkern_st>> kernels;
+};
+struct CUkern_st {
+  std::string name, module;
+};
+
+namespace fake {
+
+extern State the_state;
+extern std::mutex mutex;
+extern unsigned long long next_id;  // of contexts and captures
+extern std::set<CUstream> streams;
+extern thread_local bool in_callback;  // of a graph that has ended: nothing of the driver works there
+
+CUcontext current();
+// For calls that a step makes: fails when it is their turn.
+CUresult failure();
+// For calls that make something: fails when told to, or without a context.
+CUresult begin();
+
+// Captures. A call that could get into the way of one fails, and breaks it, unless the calling thread has said that it knows.
+constexpr CUresult kNotPermitted = 800, kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureIsolation = 905,
+                   kCaptureImplicit = 906;
+CUresult unsafe();
+// What the null stream is given waits for every blocking stream, which one that is captured cannot have.
+CUresult check_implicit(CUstream);
+
+// What a stream is given is done when somebody waits for it, in order; the null stream does it at once, and a graph when it is launched.
+template <class Work>
+CUresult enqueue(CUstream stream, Work work) {
+  if (const CUresult result = check_implicit(stream); result != 0) return result;
+  if (stream == nullptr) return work(), kCudaSuccess;
+  if (stream->captured == nullptr) return stream->work.emplace_back(std::move(work)), kCudaSuccess;
+  if (stream->captured->invalid) return kCaptureInvalidated;
+  return stream->captured->work.emplace_back(std::move(work)), kCudaSuccess;
+}
+
+void drain(CUstream);
+
+}  // namespace fake
+}  // namespace imbrex::cuda
