@@ -7,9 +7,12 @@ Registers "imbrex" with transformers' attention and mask interfaces, and "paged|
 caps and T5's position bias are passed through; what would change the result and cannot be, and models that would not call this function, are refused by
 name. Inference only: there is no backward pass. docs/transformers.md has the versions and the models.
 """
+from . import _versions
+
+_versions.check()  # before the others ask for what an older version lacks
+
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from . import _versions  # noqa: F401  refuses old versions before the others are imported
 from ._forward import attention_forward
 from ._masks import attention_mask
 from ._models import refuse_at_load

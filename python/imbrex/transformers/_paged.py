@@ -4,7 +4,6 @@ import inspect
 from typing import Any, Optional, Tuple
 
 import torch
-import transformers
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
 from .. import _torch

@@ -1,4 +1,4 @@
-"""Versions of transformers: an older one is refused by name when this is imported, before anything that it lacks is asked for."""
+"""Versions of transformers that imbrex runs in; older ones are refused by name."""
 import transformers
 
 OLDEST = (5, 4)
@@ -20,6 +20,3 @@ def check_continuous_batching(version: str = transformers.__version__) -> None:
         raise NotImplementedError(
             f"imbrex: continuous batching: expected transformers {major}.{minor} or later, got {version}; use generate(), or attn_implementation='sdpa'"
         )
-
-
-check()
