@@ -33,7 +33,7 @@ GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**shape()),
     "qwen3": lambda: transformers.Qwen3Config(**shape(q_heads=4, kv_heads=1, head_dim=128)),
-    "gemma2": lambda: transformers.Gemma2Config(**shape(**GEMMA2)),
+    "gemma2": lambda: transformers.Gemma2Config(**{**shape(**GEMMA2), "tie_word_embeddings": True}),  # vLLM knows no other
     "gemma3": lambda: transformers.Gemma3TextConfig(**shape(**GEMMA3)),
     "gpt-oss": lambda: transformers.GptOssConfig(**shape(**GPT_OSS)),
     # Attention is most of its work, so that tokens/s tell something of the backends.
