@@ -26,7 +26,9 @@ using CUfunction = struct CUfunc_st*;
 using CUgraph = struct CUgraph_st*;
 using CUgraphExec = struct CUgraphExec_st*;
 using CUgraphNode = struct CUgraphNode_st*;
-using CUgraphEdgeData = struct CUgraphEdgeData_st;
+struct CUgraphEdgeData {
+  unsigned char from_port, to_port, type, reserved[5];
+};
 using CUuserObject = struct CUuserObject_st*;
 using CUhostFn = void (*)(void*);
 using nvrtcProgram = struct _nvrtcProgram*;

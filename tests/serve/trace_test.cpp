@@ -105,7 +105,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadRow{"trace.json.syntax", "f:3:", mooncake("{\"timestamp\": 1} 2")}, BadRow{"trace.json.object", "f:3:1: ", mooncake("[1, 2]")},
         BadRow{"trace.json.missing", "f:3:1: ", mooncake(R"({"timestamp": 4000, "input_length": 1, "output_length": 1})")},
         BadRow{"trace.json.duplicate",
-               "f:3:2: ", mooncake(R"({"timestamp": 4000, "timestamp": 4001, "input_length": 1, "output_length": 1})")},
+               "f:3:15: ", mooncake(R"({"timestamp": 4000, "timestamp": 4001, "input_length": 1, "output_length": 1})")},
         BadRow{"trace.json.missing", "f:3:1: ", mooncake(R"({"timestamp": 4000, "output_length": 1, "hash_ids": [1]})")},
         BadRow{"trace.json.type", "f:3:15: ", mooncake(R"({"timestamp": "4", "input_length": 1, "output_length": 1, "hash_ids": [1]})")},
         BadRow{"trace.json.type", "f:3:37: ", mooncake(R"({"timestamp": 4000, "input_length": 1.5, "output_length": 1, "hash_ids": [1]})")},

@@ -126,6 +126,7 @@ TEST_F(DevicePlans, LeaveSignalsAlone) {
 }
 
 TEST_F(DevicePlans, LetTheProcessExit) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a child that is only forked has no GPU
   EXPECT_EXIT(
       {
         const auto plan = plan_for();

@@ -149,7 +149,8 @@ CUresult cuEventDestroy_v2(CUevent event) {
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (const CUresult result = failure(); result != 0) return result;
   if (!current()) return kCudaInvalidContext;
-  event->point = std::make_shared<CUevent_st::Point>(CUevent_st::Point{stream});
+  if (event->point.use_count() > 1) event->point = std::make_shared<CUevent_st::Point>();  // somebody still looks at the last record
+  *event->point = {stream};
   if (stream != nullptr && stream->captured != nullptr) return event->point->captured = stream->captured, kCudaSuccess;
   return enqueue(stream, [point = event->point] { point->done = true; });
 }

@@ -96,6 +96,7 @@ TEST_F(WriteKvLaunch, StridesGoInBytes) {
 // The limit of a plan may be 16384 tokens where a graph has rows for 16, or a replay one token in rows for 4000.
 TEST_F(WriteKvLaunch, InAGraphRowsAndAThousandBlocksBoundTheGrid) {
   const int now = 5;
+  p.slots = TensorView::contiguous(at(1 << 28), DType::i64, {16384}, kGpu);
   const auto launch_for = [&](int64_t rows_of_k, int64_t rows_of_v) {
     p.k = TensorView::contiguous(at(1 << 26), DType::bf16, {rows_of_k, 2, 64}, kGpu);
     p.v = TensorView::contiguous(at(1 << 27), DType::bf16, {rows_of_v, 2, 32}, kGpu);
