@@ -198,38 +198,46 @@ def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> No
     import torch
 
     generator = torch.Generator(device="cpu").manual_seed(20)
-    written = []
-    for layer in layers:
-        spec, pages = layer.spec, layer.kv.k
-        for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.kv.v, spec.head_dim_v)):
-            if tuple(x.shape[1:]) != (spec.block_size, spec.num_kv_heads, dim):
-                raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}")
-        blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
-        num_tokens = (len(blocks) - 1) * spec.block_size + 1
-        position = torch.arange(num_tokens, device="cpu")
-        slots = (torch.tensor(blocks, device="cpu")[position // spec.block_size] * spec.block_size + position % spec.block_size).to(pages.device)
-        dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[spec.q_dtype]
-
-        k, v = (
-            (torch.randn((num_tokens, spec.num_kv_heads, dim), generator=generator, device="cpu") * scale).to(pages.device, dtype)
-            for dim, scale in zip((spec.head_dim_qk, spec.head_dim_v), _scales(layer))
-        )
-        plan = make_plan(spec, device, chosen, max_num_reqs=1, max_num_tokens=num_tokens, max_seq_len=num_tokens, load_on_demand=True)
-        table = torch.tensor([blocks], dtype=torch.int32, device=pages.device)
-        step = dict(block_table=table, slot_mapping=slots)
-        ends = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
-        plan.update(ends, ends[1:], **step)
-        saved = [(x, x[blocks].clone()) for x in (layer.kv.k, layer.kv.v)]
-        layer.write(plan, k.clone(), v.clone(), slots)
-        written.append((layer, plan, step, slots, k, v, saved, blocks))
+    written, saved = [], []
     try:
-        for layer, plan, step, slots, k, v, _, _ in written:
-            _check_rows(layer, slots, k, v)
+        for layer in layers:
+            plan, blocks, step, k, v = _request(layer, device, chosen, generator)
+            saved += [(x, blocks, x[blocks].clone()) for x in (layer.kv.k, layer.kv.v)]
+            try:
+                layer.write(plan, k.clone(), v.clone(), step["slot_mapping"])
+            except _core.Error as error:
+                raise _cache_error(f"{layer.name}: expected pages that can be written to: {error}") from error
+            written.append((layer, plan, step, k, v))
+        for layer, plan, step, k, v in written:
+            _check_rows(layer, step["slot_mapping"], k, v)
             _check_attention(layer, plan, step, k, v)
     finally:
-        for _, _, _, _, _, _, saved, blocks in reversed(written):
-            for pages, before in saved:
-                pages[blocks] = before
+        for pages, blocks, before in reversed(saved):
+            pages[blocks] = before
+
+
+def _request(layer: CheckedLayer, device: str, chosen: Settings, generator: Any) -> Tuple[Plan, List[int], Dict[str, Any], Any, Any]:
+    """A plan that is updated with a request over some blocks of a layer: with these, the arrays of its step, and its keys and values."""
+    import torch
+
+    spec, pages = layer.spec, layer.kv.k
+    for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.kv.v, spec.head_dim_v)):
+        if tuple(x.shape[1:]) != (spec.block_size, spec.num_kv_heads, dim):
+            raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}")
+    blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
+    num_tokens = (len(blocks) - 1) * spec.block_size + 1
+    position = torch.arange(num_tokens, device="cpu")
+    slots = (torch.tensor(blocks, device="cpu")[position // spec.block_size] * spec.block_size + position % spec.block_size).to(pages.device)
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[spec.q_dtype]
+    k, v = (
+        (torch.randn((num_tokens, spec.num_kv_heads, dim), generator=generator, device="cpu") * scale).to(pages.device, dtype)
+        for dim, scale in zip((spec.head_dim_qk, spec.head_dim_v), _scales(layer))
+    )
+    plan = make_plan(spec, device, chosen, max_num_reqs=1, max_num_tokens=num_tokens, max_seq_len=num_tokens, load_on_demand=True)
+    step = dict(block_table=torch.tensor([blocks], dtype=torch.int32, device=pages.device), slot_mapping=slots)
+    ends = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
+    plan.update(ends, ends[1:], **step)
+    return plan, blocks, step, k, v
 
 
 def _scales(layer: CheckedLayer) -> List[Any]:

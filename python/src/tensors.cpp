@@ -111,7 +111,7 @@ Array written(nb::handle object, const char* name) {
 
 TensorView written_view(const Array& a, const char* name, DType wanted) {
   const TensorView view = view_of(a, name, wanted);
-  for (int d = 0; d < view.rank; ++d)
+  for (int d = 0; view.num_elements() > 0 && d < view.rank; ++d)
     if (view.size(d) > 1 && view.stride(d) == 0)
       throw Error("python.overlap", std::string(name) + ": expected memory of its own for each element, got stride 0 in dimension " +
                                         std::to_string(d) + " of " + view.str());
