@@ -251,7 +251,9 @@ def _check_dense(q, k, v, mask):
     _expect("k", k, (b, None, None, d), q.device)
     _expect("v", v, (*k.shape[:3], None), q.device, (k.dtype,))
     if mask is not None:
-        _expect("mask", mask, (b if mask.dim() == 4 and mask.shape[0] != 1 else 1, 1, sq, k.shape[2]), q.device, (torch.bool, torch.uint8))
+        repeated = mask.dim() == 4
+        shape = (1 if repeated and mask.shape[0] == 1 else b, 1, 1 if repeated and mask.shape[2] == 1 else sq, k.shape[2])
+        _expect("mask", mask, shape, q.device, (torch.bool, torch.uint8))
 
 
 def _overlaps(x):
@@ -354,7 +356,7 @@ def _by_pages(q, k, v, score, custom_mask, lse):
 def dense(q, k, v, score, custom_mask=None, lse=None):
     """Attention of a batch of equal lengths, q [b, h, sq, d], k and v [b, hk, sk, d] with any strides; copies only what no view can show.
 
-    custom_mask: bool or uint8 [b, 1, sq, sk] (or [1, 1, sq, sk]), false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
+    custom_mask: bool or uint8 [b or 1, 1, sq or 1, sk], false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
     """
     _check_dense(q, k, v, custom_mask)
     b, _, sq, _ = q.shape

@@ -174,7 +174,7 @@ def attention(
 ):
     """Attention of a batch of equal lengths: q [batch, heads, query_len, d], k [batch, kv_heads, seq_len, d], v [.., d_v], any strides.
 
-    mask bool [batch or 1, 1, query_len, seq_len]: false hides a key, together with causal (aligned at the bottom right) and window (left,
+    mask bool [batch or 1, 1, query_len or 1, seq_len]: false hides a key, together with causal (aligned at the bottom right) and window (left,
     right; inclusive, -1 is no limit). scale None is 1 / sqrt(d). sinks and alibi_slopes [heads]. Returns out [batch, heads, query_len, d_v], with
     return_lse also the natural logarithm of the denominators, float32 [batch, heads, query_len].
     """

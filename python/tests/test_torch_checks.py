@@ -42,7 +42,7 @@ WRONG = {
     "batch of mask": (dense(mask=torch.ones(3, 1, 7, 9, dtype=torch.bool)), r"mask: expected \[2, 1, 7, 9\], got \[3, 1, 7, 9\]"),
     "keys of mask": (dense(mask=torch.ones(1, 1, 7, 8, dtype=torch.bool)), r"mask: expected \[1, 1, 7, 9\], got \[1, 1, 7, 8\]"),
     "heads of mask": (dense(mask=torch.ones(2, 4, 7, 9, dtype=torch.bool)), r"mask: expected \[2, 1, 7, 9\]"),
-    "dimensions of mask": (dense(mask=torch.ones(7, 9, dtype=torch.bool)), r"mask: expected \[1, 1, 7, 9\], got \[7, 9\]"),
+    "dimensions of mask": (dense(mask=torch.ones(7, 9, dtype=torch.bool)), r"mask: expected \[2, 1, 7, 9\], got \[7, 9\]"),
     "flash-attn's batch": (lambda: flash_attn.flash_attn_func(randn(2, 7, 4, 32), randn(1, 9, 2, 32), randn(1, 9, 2, 32)), "k"),
     "flash-attn's larger batch": (lambda: flash_attn.flash_attn_func(randn(1, 7, 4, 32), randn(2, 9, 2, 32), randn(2, 9, 2, 32)), "k"),
     "ragged q": (
@@ -128,3 +128,11 @@ def test_the_default_device_does_not_matter():
         torch.set_default_device(None)
     for a, b in zip(found, expected):
         assert a.device.type == "cpu" and torch.equal(a, b)
+
+
+def test_a_mask_may_be_one_row_for_all_queries():
+    q, k, v = randn(2, 4, 7, 32), randn(2, 2, 9, 32), randn(2, 2, 9, 32)
+    for shape in ((2, 1, 1, 9), (1, 1, 1, 9), (1, 1, 7, 9)):
+        mask = torch.rand(shape) > 0.3
+        whole = mask.expand(2, 1, 7, 9).contiguous()
+        assert torch.equal(imbrex.torch.attention(q, k, v, mask), imbrex.torch.attention(q, k, v, whole))
