@@ -10,7 +10,7 @@ namespace {
 
 constinit std::atomic<uint64_t> generation{0};
 
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
+[[maybe_unused]] const int counts_forks = pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1, std::memory_order_relaxed); });
 
 }  // namespace
 
