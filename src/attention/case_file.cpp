@@ -14,7 +14,7 @@ namespace {
 using nlohmann::json;
 
 constexpr int kVersion = 1;
-constexpr int kMaxDepth = 4;  // of the metadata: root, spec; two to spare
+constexpr int kMaxMetadataDepth = 4;  // of the metadata: root, spec; two to spare
 
 // Reads the fields of a JSON object and refuses those that nobody asked for.
 class Fields {
@@ -239,9 +239,9 @@ CaseFile parse_case(const Safetensors& file) {
   check(text != file.metadata.end(), "case_file.metadata", "the file has no metadata key imbrex");
   json root;
   try {
-    root = parse_json(text->second, kMaxDepth);
+    root = parse_json(text->second, kMaxMetadataDepth);
   } catch (const JsonProblem& p) {
-    check(p.kind != JsonProblem::depth, "case_file.json.depth", "the metadata nests deeper than {} levels", kMaxDepth);
+    check(p.kind != JsonProblem::depth, "case_file.json.depth", "the metadata nests deeper than {} levels", kMaxMetadataDepth);
     check(p.kind != JsonProblem::duplicate, "case_file.json.duplicate", "the metadata has the key {} twice in one object",
           p.name.substr(0, 64));
     fail("case_file.json.syntax", "the metadata imbrex is not JSON");

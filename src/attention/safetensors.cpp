@@ -17,7 +17,7 @@ using nlohmann::json;
 
 constexpr int64_t kMaxFile = int64_t(1) << 40;
 constexpr uint64_t kMaxHeader = 100'000'000;
-constexpr int kMaxDepth = 4;  // header, tensor, shape; one to spare
+constexpr int kMaxHeaderDepth = 4;  // header, tensor, shape; one to spare
 
 struct NamedDType {
   const char* name;
@@ -44,9 +44,9 @@ std::string shortened(const std::string& text) { return text.size() <= 64 ? text
 
 json parse_header(std::string_view text) {
   try {
-    return parse_json(text, kMaxDepth);
+    return parse_json(text, kMaxHeaderDepth);
   } catch (const JsonProblem& p) {
-    check(p.kind != JsonProblem::depth, "safetensors.header.depth", "expected at most {} levels, got more", kMaxDepth);
+    check(p.kind != JsonProblem::depth, "safetensors.header.depth", "expected at most {} levels, got more", kMaxHeaderDepth);
     check(p.kind != JsonProblem::duplicate, "safetensors.header.duplicate", "the name {} appears twice", shortened(p.name));
     check(p.kind != JsonProblem::number, "safetensors.header.json", "the header has a number that does not fit a double");
     fail("safetensors.header.json", "the header is not JSON: error at byte {} of {}", p.byte, text.size());

@@ -49,8 +49,9 @@ void check_step(const StepPlan& plan) {
 
 std::unique_ptr<StepPlan> step_plan(std::unique_ptr<Plan> plan) {
   if (auto* const steps = dynamic_cast<StepPlan*>(plan.get())) {
-    plan.release();
-    return std::unique_ptr<StepPlan>(steps);
+    std::unique_ptr<StepPlan> same(steps);
+    static_cast<void>(plan.release());
+    return same;
   }
   return std::make_unique<UpdateOnly>(std::move(plan));
 }

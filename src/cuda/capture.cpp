@@ -59,7 +59,7 @@ void keep_for_capture(const Device& device, Stream stream, std::shared_ptr<void>
   auto kept = std::make_unique<Kept>(Kept{std::move(share)});
   CUuserObject object = nullptr;
   check_cuda(cu.cuUserObjectCreate(&object, kept.get(), on_end_of_graph, 1, kUserObjectNoDestructorSync), "make an object of a graph");
-  kept.release();  // on_end_of_graph() has it now
+  static_cast<void>(kept.release());  // on_end_of_graph() has it now
   const CUresult result = cu.cuGraphRetainUserObject(info.graph, object, 1, kGraphUserObjectMove);
   if (result != kCudaSuccess) cu.cuUserObjectRelease(object, 1);
   check_cuda(result, "give an object to a graph");

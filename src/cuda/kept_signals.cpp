@@ -11,15 +11,15 @@
 namespace imbrex::cuda {
 namespace {
 
-struct Kept {
+struct KeptActions {
   std::mutex mutex;
   int users = 0;
   const void* library = nullptr;
   std::array<struct sigaction, 32> actions;  // by signal; those of real-time signals are nobody's here
 };
 
-Kept& kept() {
-  static auto* const one = new Kept;  // never destroyed: kernels may be compiled while static objects go down
+KeptActions& kept() {
+  static auto* const one = new KeptActions;  // never destroyed: kernels may be compiled while static objects go down
   return *one;
 }
 
@@ -39,7 +39,7 @@ const void* library_of(const void* address) {
 }  // namespace
 
 KeptSignals::KeptSignals(const void* library) {
-  Kept& k = kept();
+  KeptActions& k = kept();
   const std::lock_guard lock(k.mutex);
   if (k.users++ > 0) return;
   k.library = library_of(library);
@@ -47,7 +47,7 @@ KeptSignals::KeptSignals(const void* library) {
 }
 
 KeptSignals::~KeptSignals() {
-  Kept& k = kept();
+  KeptActions& k = kept();
   const std::lock_guard lock(k.mutex);
   if (--k.users > 0) return;
   for (int signal = 1; signal < int(k.actions.size()); ++signal) {

@@ -122,10 +122,10 @@ TEST_F(Captures, AFailedCaptureGivesBackToo) {
 
 // Also of plans that end, and by another thread than the one that captures.
 TEST_P(Captures, PlansAreMadeAndEndWhileAStreamIsCaptured) {
+  spec.score.relative_buckets = 32, spec.score.relative_max_distance = 128;
   fake::run_on_host(spec);
   CUstream blocking = nullptr;
   ASSERT_EQ(cu.cuStreamCreate(&blocking, kStreamDefault), 0);
-  spec.score.relative_buckets = 32, spec.score.relative_max_distance = 128;
   const auto one_plan = [&] {
     const CurrentContext here(*context);
     const auto made = plan(spec);

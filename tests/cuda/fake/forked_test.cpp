@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_kernels.h"
 #include "cuda/memory.h"
 #include "expect_error.h"
 #include "forked.h"
@@ -20,7 +21,11 @@ using imbrex::test::in_child;
 
 class Forked : public testing::Test {
  protected:
-  void SetUp() override { plan_ = select(spec_, gpu_).backend->plan(spec_, gpu_, {.limits = {.max_num_reqs = 4, .max_num_tokens = 64}}); }
+  void SetUp() override {
+    fake::run_on_host(spec_);  // so that nothing is compiled
+    plan_ = select(spec_, gpu_).backend->plan(spec_, gpu_, {.limits = {.max_num_reqs = 4, .max_num_tokens = 64}});
+  }
+  void TearDown() override { state().on_launch = nullptr, state().param_sizes.clear(), state().launches.clear(); }
   void update(Plan& plan) const {
     const std::vector<int32_t> query_start_loc{0, 20}, seq_lens{20}, blocks{7, 3};
     plan.update({.query_start_loc = query_start_loc,
@@ -28,7 +33,6 @@ class Forked : public testing::Test {
                  .block_table = TensorView::contiguous(const_cast<int32_t*>(blocks.data()), DType::i32, {1, 2})},
                 stream_->get());
   }
-  // Of no case: kernels that are compiled for this stay in memory, and other tests put theirs into the cache on disk.
   AttentionSpec spec_{.num_q_heads = 10, .num_kv_heads = 1, .head_dim_qk = 56, .head_dim_v = 56};
   DeviceInfo gpu_ = probe_cuda().at(0);
   std::unique_ptr<DeviceStream> stream_ = open_stream(gpu_);
