@@ -57,7 +57,6 @@ class Argument {
   const imbrex_tensor* make();
   const imbrex_tensor* tensor() const { return given ? &tensor_ : nullptr; }
   std::vector<unsigned char> elements() const;  // as they are in memory now, in the order of `content`
-  void share_memory_of(const Argument& other) { memory_ = other.memory_, tensor_.data = other.tensor_.data; }
 
  private:
   struct Extent {
