@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 import imbrex.transformers  # noqa: E402
 from imbrex.transformers import _versions  # noqa: E402
 from test_transformers import ids_of, model_of  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 INTERFACE = "does not go through transformers' attention interface"
 SMALL = dict(vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
@@ -139,11 +140,24 @@ def t5_of(name, buckets, distance):
     return model
 
 
+def count_calls(monkeypatch):
+    """A list that grows with every layer that imbrex computes: the modules."""
+    modules = []
+
+    def counted(module, *args, **kwargs):
+        modules.append(module)
+        return imbrex.transformers.attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "imbrex", counted)
+    return modules
+
+
 @pytest.mark.parametrize("buckets,distance", [(32, 128), (8, 20)])
 @pytest.mark.parametrize("name", T5_FAMILY)
-def test_t5(name, buckets, distance):
+def test_t5(name, buckets, distance, monkeypatch):
     """Encoder, decoder and cross attention; greedy tokens of growing and of static caches, and of beams. In float64 eager is exact beside either."""
     model = t5_of(name, buckets, distance)
+    calls = count_calls(monkeypatch)
     torch.manual_seed(32)
     ids, decoder_ids = torch.randint(1, 128, (3, 45)), torch.randint(1, 128, (3, 33))
     for padded in (False, True):
@@ -154,6 +168,7 @@ def test_t5(name, buckets, distance):
         results = {}
         for implementation in ("eager", "imbrex"):
             model.set_attn_implementation(implementation)
+            calls.clear()
             options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None)
             results[implementation] = [
                 model(ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits,
@@ -161,6 +176,7 @@ def test_t5(name, buckets, distance):
                 model.generate(ids, cache_implementation="static", disable_compile=True, **options),
                 model.generate(ids, num_beams=3, **options),
             ]
+            assert len(set(calls)) == (3 + 2 * 3 if implementation == "imbrex" else 0)  # self attention of 6 layers, cross attention of 3
         model.set_attn_implementation("eager")
         exact = model.double()(ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
         model.float()

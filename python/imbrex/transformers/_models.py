@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterable, Iterator, Tuple
 
 import torch
 from transformers import PreTrainedModel
@@ -121,6 +121,16 @@ def _checks_layers(method):
     return post_init
 
 
+def _bring_copies(model: PreTrainedModel, named: Iterable[int]) -> None:
+    """T5's encoder and decoder have copies of the model's config, which set_attn_implementation() passes over: their layers would go on with what they
+    had, under the masks of what was asked for. `named`: ids of the configs that it does reach."""
+    wanted = model.config._attn_implementation
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part.config) is type(model.config) and id(part.config) not in named:
+            if wanted in NAMES or part.config._attn_implementation in NAMES:
+                part.config._attn_implementation = wanted
+
+
 def _checks_change(method):
     """Of a model that goes over to imbrex: transformers only warns of parts that cannot. Nothing is changed when one is refused."""
 
@@ -133,6 +143,7 @@ def _checks_change(method):
             _check_class(model)
             _check_layers(model)
         method(self, attn_implementation, *args, **kwargs)
+        _bring_copies(self, asked)
         for model in models:
             _accept(model)
 
