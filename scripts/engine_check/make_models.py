@@ -26,15 +26,17 @@ def shape(hidden=256, layers=4, q_heads=8, kv_heads=2, head_dim=64, **more):
     )
 
 
-GEMMA2 = dict(attn_logit_softcapping=20.0, final_logit_softcapping=30.0, query_pre_attn_scalar=64, sliding_window=64)
-GEMMA3 = dict(sliding_window=64, query_pre_attn_scalar=64, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+# With tied embeddings, as published models have them: vLLM and SGLang read no others of Gemma.
+GEMMA = dict(query_pre_attn_scalar=64, sliding_window=64)
+GEMMA2 = dict(GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=30.0, hidden_act="gelu_pytorch_tanh")  # SGLang asks for hidden_act
+GEMMA3 = dict(GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
 
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**shape()),
     "qwen3": lambda: transformers.Qwen3Config(**shape(q_heads=4, kv_heads=1, head_dim=128)),
-    "gemma2": lambda: transformers.Gemma2Config(**{**shape(**GEMMA2), "tie_word_embeddings": True}),  # vLLM knows no other
-    "gemma3": lambda: transformers.Gemma3TextConfig(**shape(**GEMMA3)),
+    "gemma2": lambda: transformers.Gemma2Config(**{**shape(**GEMMA2), "tie_word_embeddings": True}),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**{**shape(**GEMMA3), "tie_word_embeddings": True}),
     "gpt-oss": lambda: transformers.GptOssConfig(**shape(**GPT_OSS)),
     # Attention is most of its work, so that tokens/s tell something of the backends.
     "speed": lambda: transformers.LlamaConfig(**shape(hidden=512, layers=2, q_heads=32, kv_heads=8, head_dim=128)),
