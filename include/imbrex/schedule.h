@@ -28,10 +28,11 @@ struct SchedulePolicy {
   int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
   int first_partial = 0;         // first row of the partial buffers to use: another list may have those before
 
-  int pieces_together = 1;  // neighbouring pieces whose sums are folded first: MergeItem::together
-  // For kernels that take them, with max_splits only, and not when balanced: items may be runs of pieces_together pieces, or of all pieces
-  // of a tile of queries, as long as the load keeps the workers busy.
+  // For kernels that take them, with max_splits only, and not when balanced: items may be runs of as many pieces as a node of
+  // kPiecesTogether's tree has, or of all pieces of a tile of queries where there are no more, as long as the load keeps the workers busy.
   bool runs = false;
+  int most_in_run = kMostInRun;  // pieces of a run at most: 4, 16 or 64
+  int workers_each = 1;          // of num_workers, those that share a multiprocessor, and its pace
 };
 
 struct Schedule {

@@ -13,9 +13,10 @@ struct WorkItem {
 };
 static_assert(sizeof(WorkItem) == 32);  // two loads of 16 bytes where a kernel likes that; aligned to so many, prefill's registers spill
 
-// Pieces of a request whose sums are folded into one before they meet those of others, whether one thread block computes the pieces (a
-// run) or several do: so results do not depend on it.
+// Sums of the pieces of a request are folded as a tree of such nodes: neighbouring pieces become one, these become one with their
+// neighbours, and so on, from the left. So it does not matter whether one thread block computes the pieces of a node (a run) or several do.
 constexpr int kPiecesTogether = 4;
+constexpr int kMostInRun = kPiecesTogether * kPiecesTogether * kPiecesTogether;
 
 // An item before it is split.
 struct CutItem {
@@ -28,7 +29,6 @@ struct CutItem {
 struct MergeItem {
   int q_begin, q_end;
   int first_partial, num_splits;
-  int together = 1;  // neighbouring splits that are folded first: kPiecesTogether pieces where a list has runs, 1 where splits are runs
 };
 
 }  // namespace imbrex

@@ -9,7 +9,7 @@ namespace imbrex {
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, growth, min_q, max_q;
-  int pieces_together, num_workers;
+  int num_workers, workers_each, most_in_run;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal, runs;
   int window_left, window_right, chunk;
@@ -119,44 +119,61 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
+// Keys of a run, where so many items of `keys` keys are all there is: what ends the last of them soonest. Workers that share a
+// multiprocessor share its pace, so that one of them is as fast alone.
+inline long soonest_run(const CutRules& rules, long keys, long items) {
+  constexpr long kTaskKeys = 300,
+                 kSplitKeys = 20;  // what a task costs besides its keys, and a split its merge: an H200's time for so many keys
+  const int q_len = int(larger(rules.min_q, 1));
+  const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len)), workers = larger(rules.num_workers, 1);
+  if (piece == 0) return keys;
+  long best = 0, least = 0;
+  for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
+    const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
+    const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
+    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + splits * kSplitKeys;
+    if (best == 0 || (time < least && run <= 4l * rules.longest_kv)) best = run, least = time;
+  }
+  return best * 5 / 4;  // items of about this length
+}
+
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
-// round get a worker's share of their keys and a quarter, so that the last to end do not end much later than the others; or, while they are
-// short, two shares: two workers have a multiprocessor, which is as fast with one. Items of different lengths do not end together, and
-// get a share at most, and no more keys than a piece may have. Nor do equal ones that are few and very long: the heads of a request, which
-// read neighbouring keys, drift apart.
+// round get a worker's share of their keys and a quarter, or two shares while they are short, so that the last to end do not end much later
+// than the others. Where there is no other round, all get what ends it soonest. Items of different lengths do not end together, and get a
+// share at most, and no more keys than a piece may have. Nor do equal ones that are few and very long: the heads of a request, which read
+// neighbouring keys, drift apart.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const long workers = larger(rules.num_workers, 1);
   if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
+  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;
   return {drift ? rules.longest_kv : load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
 }
 
-// Makes the pieces of an item runs, of all of them or of pieces_together, where these are not too long. This alone depends on the load, and
-// no result does: a thread block adds up the pieces of a run as the item's merge groups them.
+// Makes the pieces of an item runs: the longest ones that are not too long. This alone depends on the load, and no result does: a thread
+// block adds up the pieces of a run as the item's merge adds up splits.
 inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
   if (item.num_splits == 1 || longest == 0) return;
-  const bool of_all = item.whole.kv_end - item.whole.kv_begin <= longest;
-  const int together = rules.pieces_together;
-  if (!of_all && long(item.split) * together > longest) return;
+  int run = rules.most_in_run;
+  if (item.num_splits > run || item.whole.kv_end - item.whole.kv_begin > longest)
+    while (run > 1 && long(item.split) * run > longest) run /= kPiecesTogether;
+  if (run == 1) return;
   item.whole.piece = item.split;
-  if (of_all) {
-    item.num_splits = 1, item.first_end = item.split = 0;
+  item.num_splits = (item.num_splits + run - 1) / run;
+  if (item.num_splits == 1) {
+    item.first_end = item.split = 0;
   } else {
-    item.num_splits = (item.num_splits + together - 1) / together;
-    item.first_end += (together - 1) * item.split;
-    item.split *= together;
+    item.first_end += (run - 1) * item.split;
+    item.split *= run;
   }
 }
 
 // Of an item in several splits whose partial rows are given out.
-inline MergeItem merge_of(const CutRules& rules, const CutItem& item) {
-  const WorkItem& w = item.whole;
-  return {w.q_begin, w.q_end, w.partial, item.num_splits, w.piece > 0 ? 1 : int(larger(rules.pieces_together, 1))};
-}
+inline MergeItem merge_of(const CutItem& item) { return {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_splits}; }
 
 inline WorkItem split_of(const CutItem& item, int index) {
   WorkItem w = item.whole;

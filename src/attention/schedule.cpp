@@ -52,8 +52,9 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .growth = policy.growth,
           .min_q = policy.min_q,
           .max_q = policy.max_q,
-          .pieces_together = policy.pieces_together,
           .num_workers = policy.num_workers,
+          .workers_each = policy.workers_each,
+          .most_in_run = policy.most_in_run,
           .balanced_piece = 0,
           .causal = mask.causal,
           .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
@@ -91,7 +92,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     if (item.num_splits == 1) continue;
     item.whole.partial = rows;
     item.whole.merge = int(out.merges.size());
-    out.merges.push_back(merge_of(rules, item));
+    out.merges.push_back(merge_of(item));
     rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
   }
   out.num_partial_rows = rows - policy.first_partial;

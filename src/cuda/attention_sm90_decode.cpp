@@ -43,6 +43,10 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   return std::nullopt;
 }
 
+int attention_sm90_decode_most_in_run(const AttentionSpec& spec, const AttentionTiles& tiles) {
+  return tiles.rows > 16 && spec.head_dim_v > 128 ? kMostInRun / kPiecesTogether : kMostInRun;
+}
+
 unsigned attention_sm90_decode_threads(const AttentionTiles& tiles) { return unsigned(tiles.blocks * (tiles.threads() + 64)); }
 
 KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& tiles, bool maps) {

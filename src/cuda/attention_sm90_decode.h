@@ -13,6 +13,8 @@ namespace imbrex::cuda {
 // the queries' type, f16, fp8), dims to 256, groups of no more q heads than rows, and pages whose greatest common divisor with a tile's
 // keys is 8 or more.
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec&, int rows);
+// Pieces of a run: the sums of a node of each level need registers.
+int attention_sm90_decode_most_in_run(const AttentionSpec&, const AttentionTiles&);
 unsigned attention_sm90_decode_threads(const AttentionTiles&);
 // Entry `attention_sm90_decode`. Parameters: AttentionParams, then the maps of q (not used), k and v. `maps`: whether it reads through
 // them; otherwise it reads tensors of any strides, slower, and computes the same bits.

@@ -79,7 +79,11 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
     return {.entry = "attention_sm90_decode",
-            .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true, .blocks = tiles->blocks},
+            .tile = {.rows = tiles->rows,
+                     .keys = tiles->keys,
+                     .runs = true,
+                     .most_in_run = attention_sm90_decode_most_in_run(spec, *tiles),
+                     .blocks = tiles->blocks},
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
             .joins_pieces = true};

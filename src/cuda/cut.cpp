@@ -14,6 +14,7 @@ struct LeastPiece {
 constexpr LeastPiece kLeastPiece{576, 5}, kLeastOfRuns{128, 15};
 constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
 constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
+constexpr int kMostPieces = 256;     // what join_pieces() takes: nodes of four levels
 constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
@@ -40,13 +41,14 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
     p.split_kv = piece_keys(spec, tiles[shape]);
-    p.pieces_together = kPiecesTogether;
     p.runs = tiles[shape].runs;
+    p.most_in_run = tiles[shape].most_in_run;
+    p.workers_each = tiles[shape].blocks;
     p.growth = std::max(1, kLongestPiece / p.split_kv);
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.
     p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
-    p.max_splits = kTasksEach * most;
+    p.max_splits = std::min(kTasksEach * most, kMostPieces);
     p.longest_kv = kLongestPiece;
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);

@@ -13,7 +13,8 @@ struct Tile {
   int rows = 0;  // (query token, q head of a kv head's group)
   int keys = 0;
   bool runs = false;  // whether an item may be a run of several pieces: WorkItem::piece
-  int blocks = 2;     // thread blocks, or crews of one, that a multiprocessor runs at a time
+  int most_in_run = kMostInRun;
+  int blocks = 2;  // thread blocks, or crews of one, that a multiprocessor runs at a time
 };
 
 // A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.

@@ -29,7 +29,6 @@ SchedulePolicy random_policy(Random& random) {
   p.min_q = random.of({0, 0, 5});
   p.max_q = random.of({4, 16, INT32_MAX});
   p.first_partial = random.of({0, 100});
-  p.pieces_together = 3;
   p.runs = random.of({0, 1}) != 0;
   return p;
 }

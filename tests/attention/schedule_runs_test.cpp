@@ -20,14 +20,15 @@ SchedulePolicy random_policy(Random& random) {
   p.split_kv = p.tile_kv * random.of({1, 2, 5});
   p.split_max_q = random.of({1, 4, 40});
   p.num_workers = random.of({1, 5, 33, 132});
-  p.max_splits = random.of({2, 3, 7, 34});
+  p.max_splits = random.of({2, 3, 7, 34, 130});
   p.max_split_rows = p.max_splits * random.of({1, 4, 16});
   p.growth = random.of({1, 8});
   p.share_splits = random.of({INT32_MAX, 3, 12});
   p.longest_kv = random.of({INT32_MAX, 2000});
   p.max_q = random.of({4, INT32_MAX});
-  p.pieces_together = random.of({2, 3, 5});
   p.runs = true;
+  p.workers_each = random.of({1, 2});
+  p.most_in_run = random.of({16, 64, 64});
   return p;
 }
 
@@ -54,29 +55,21 @@ std::map<int, std::vector<WorkItem>> by_token(const Schedule& s) {
 
 int keys_of(const std::vector<WorkItem>& tile) { return tile.back().kv_end - tile.front().kv_begin; }
 
-// Keys of the pieces of a tile, in the groups in which their sums are folded: what a result may depend on.
-using Groups = std::vector<std::vector<std::pair<int, int>>>;
-Groups groups_of(const Schedule& s, const std::vector<WorkItem>& tile, int pieces_together) {
-  const int together = tile[0].merge < 0 ? 1 : s.merges.at(size_t(tile[0].merge)).together;  // splits
-  Groups groups;
-  for (size_t i = 0; i < tile.size(); ++i) {
-    const WorkItem& w = tile[i];
-    const int piece = w.piece > 0 ? w.piece : w.kv_end - w.kv_begin;
-    int number = 0;  // of the piece in its run
-    do {
-      const int begin = w.kv_begin + number * piece;
-      // A thread block groups the pieces of its run, the merge groups splits.
-      if (number % pieces_together == 0 && (number > 0 || int(i) % together == 0)) groups.emplace_back();
-      groups.back().emplace_back(begin, std::min(begin + piece, w.kv_end));
-    } while (w.kv_begin + ++number * piece < w.kv_end);
-  }
-  return groups;
+// Keys of the pieces of a tile: what a result may depend on.
+using Pieces = std::vector<std::pair<int, int>>;
+Pieces pieces_of(const std::vector<WorkItem>& tile) {
+  Pieces pieces;
+  for (const WorkItem& w : tile)
+    for (int begin = w.kv_begin, keys = w.piece > 0 ? w.piece : w.kv_end - w.kv_begin; begin < w.kv_end; begin += keys)
+      pieces.emplace_back(begin, std::min(begin + keys, w.kv_end));
+  return pieces;
 }
 
-enum Level { kPieces, kGroups, kWhole, kNumLevels };
+constexpr std::array kRuns{1, 4, 16, 64};  // pieces: the nodes of the tree that a thread block may have
 
-TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
-  std::array<int, kNumLevels> levels{};
+TEST(ScheduleRuns, PiecesDependOnTheRequestAloneAndRunsAreNodesOfTheirTree) {
+  std::map<int, int> runs;  // pieces of a run, and how many tiles have such
+  int whole = 0;
   for (int seed = 0; seed < 1500; ++seed) {
     Random random(seed);
     const Mask& mask = kMasks[size_t(seed) % kMasks.size()];
@@ -102,33 +95,49 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
         SCOPED_TRACE(testing::Message() << "seed " << seed << ", request " << r << ", token " << token);
         const std::vector<WorkItem>& tile = tiles.at(batch.query_start_loc[size_t(r)] + token);
         const bool in_rest = number++ >= count - rest;
-        Groups expected;
-        for (size_t i = 0; i < pieces.size(); ++i) {
-          if (i % size_t(policy.pieces_together) == 0) expected.emplace_back();
-          expected.back().emplace_back(pieces[i].kv_begin, pieces[i].kv_end);
-        }
-        ASSERT_EQ(groups_of(s, tile, policy.pieces_together), expected);
+        ASSERT_EQ(pieces_of(tile), pieces_of(pieces));
         if (pieces.size() == 1) {
           ASSERT_TRUE(tile.size() == 1 && tile[0].piece == 0 && tile[0].merge < 0);
           continue;
         }
-        // As documented: in rounds of equal items all are whole, unless they are few and very long; in the rest of them none has more keys
-        // than 5/4 of a worker's share of the rest, or two shares and a little more while that is 1024 at most; in uneven lists a share, or
-        // longest_kv; unless it is a piece.
+        // As documented: in full rounds of equal items all are as long as runs may be, unless they are few and very long; in the round
+        // after these none has more keys than 5/4 of a worker's share of it, or two shares and a little more while that is 1024 at most; in
+        // uneven lists a share, or longest_kv; unless it is a piece. A round alone ends as soon as it may.
         const int64_t piece = pieces[0].kv_end - pieces[0].kv_begin, share = keys * rest / (count * workers);
         const auto fits = [&](int64_t n) {
           if (!even) return n <= std::min<int64_t>(keys / workers, policy.longest_kv);
           if (!in_rest) return longest <= 4 * int64_t(policy.longest_kv) || count >= 6 * workers || n <= policy.longest_kv;
           return n <= share * 5 / 4 || (n <= 1024 && n <= share * 17 / 8);
         };
-        const Level level = fits(keys_of(tile)) ? kWhole : fits(policy.pieces_together * piece) ? kGroups : kPieces;
-        ++levels[level];
-        for (const WorkItem& w : tile) ASSERT_EQ(w.piece, level == kPieces ? 0 : piece);
-        ASSERT_EQ(tile.size(), level == kWhole ? 1 : level == kGroups ? expected.size() : pieces.size());
-        ASSERT_EQ(tile[0].merge < 0, level == kWhole);
-        if (level == kWhole) continue;
+        const int num_pieces = int(pieces.size());
+        const auto run_of = [&](const auto& fits) {
+          if (num_pieces <= policy.most_in_run && fits(keys_of(tile))) return policy.most_in_run;
+          return *std::find_if(kRuns.rbegin(), kRuns.rend(),
+                               [&](int run) { return run == 1 || (run <= policy.most_in_run && fits(run * piece)); });
+        };
+        int run = run_of(fits);
+        if (even && count < workers) {
+          const auto time = [&](int64_t of_run) {
+            const int64_t splits = (num_pieces + of_run - 1) / of_run, tasks = count * splits;
+            const int64_t rounds = (tasks * policy.workers_each + workers - 1) / workers;
+            return rounds * std::min<int64_t>(of_run * piece, keys_of(tile)) + (tasks + workers - 1) / workers * 300 + splits * 20;
+          };
+          run = *std::find_if(kRuns.begin(), kRuns.end(),
+                              [&](int of_run) { return tile.size() == size_t((num_pieces + of_run - 1) / of_run); });
+          if (count == 1 && batch.query_len(r) == std::max(policy.min_q, 1) && mask == Mask{}) {
+            for (const int other : kRuns) {
+              if (other <= policy.most_in_run && other * piece <= 4 * int64_t(policy.longest_kv)) {
+                ASSERT_LE(time(run), time(other));
+              }
+            }
+          }
+        }
+        ++runs[run], whole += run > 1 && tile.size() == 1;
+        for (const WorkItem& w : tile) ASSERT_EQ(w.piece, run == 1 ? 0 : piece);
+        ASSERT_EQ(tile.size(), size_t((num_pieces + run - 1) / run));
+        ASSERT_EQ(tile[0].merge < 0, tile.size() == 1);
+        if (tile.size() == 1) continue;
         const MergeItem& m = s.merges.at(size_t(tile[0].merge));
-        ASSERT_EQ(m.together, level == kPieces ? policy.pieces_together : 1);
         ASSERT_EQ(m.num_splits, int(tile.size()));
         for (size_t i = 0; i < tile.size(); ++i) {
           ASSERT_EQ(tile[i].merge, tile[0].merge);
@@ -137,7 +146,8 @@ TEST(ScheduleRuns, PiecesAndTheirGroupsDependOnTheRequestAlone) {
       }
     }
   }
-  for (const int items : levels) EXPECT_GT(items, 400);
+  for (const int run : kRuns) EXPECT_GT(runs[run], 100) << run;
+  EXPECT_GT(whole, 300);
 }
 
 // Whose pieces are not equal from the first on, or whose cut depends on the load anyway.
@@ -154,12 +164,11 @@ TEST(ScheduleRuns, OtherListsHaveNone) {
     Schedule s;
     schedule(lengths.view(), {}, policy, s);
     for (const WorkItem& w : s.work) ASSERT_EQ(w.piece, 0);
-    for (const MergeItem& m : s.merges) ASSERT_EQ(m.together, policy.pieces_together);
   }
 }
 
 TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
-  const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .pieces_together = 3, .runs = true};
+  const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .runs = true};
   for (const int num_workers : {1, 3, 132}) {
     SchedulePolicy p = policy;
     p.num_workers = num_workers;
@@ -168,7 +177,7 @@ TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
     Schedule s;
     schedule(lengths.view(), {}, p, s);
     for (const auto& [token, tile] : by_token(s)) {
-      EXPECT_EQ(tile.size(), num_workers == 1 ? 1u : num_workers == 3 ? 3u : 7u);
+      EXPECT_EQ(tile.size(), num_workers == 1 ? 1u : 7u);
       EXPECT_EQ(tile.front().kv_begin, 0);
       EXPECT_EQ(tile.back().kv_end, lengths.lens[size_t(token)]);
       for (size_t i = 1; i < tile.size(); ++i) EXPECT_EQ(tile[i].kv_begin, tile[i - 1].kv_end);

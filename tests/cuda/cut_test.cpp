@@ -119,13 +119,15 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
   EXPECT_EQ(items(Step(1, 1, 4096)), std::vector<int>{16});
   EXPECT_EQ(items(Step(1, 1, 16384)), std::vector<int>{16});
   EXPECT_EQ(items(Step(1, 1, 131072)), std::vector<int>{32});
-  EXPECT_EQ(items(Step(16, 1, 4096)), std::vector<int>(16, 4));
+  EXPECT_EQ(items(Step(4, 1, 4096)), std::vector<int>(4, 4));
+  EXPECT_EQ(items(Step(16, 1, 4096)), std::vector<int>(16, 1));
+  EXPECT_EQ(items(Step(17, 1, 4096)), std::vector<int>(17, 4));
   EXPECT_EQ(items(Step(64, 1, 4096)), std::vector<int>(64, 1));
-  for (int reqs = 1; reqs <= 256; ++reqs) {  // a task for most multiprocessors, two where these are long, as far as there are pieces
+  for (int reqs = 1; reqs <= 256; ++reqs) {  // a task for most multiprocessors, as far as there are pieces
     for (const int context : {1024, 4096, 16384}) {
       const std::vector<int> of = items(Step(reqs, 1, context));
-      const int pieces = std::min(context / 128, 16), most = context > 4096 ? 2 * 132 * 3 / 4 : 120;
-      EXPECT_GE(std::accumulate(of.begin(), of.end(), 0) * spec.num_kv_heads, std::min(pieces * reqs * spec.num_kv_heads, most))
+      const int pieces = std::min(context / 128, 16);
+      EXPECT_GE(std::accumulate(of.begin(), of.end(), 0) * spec.num_kv_heads, std::min(pieces * reqs * spec.num_kv_heads, 132 / 2))
           << reqs << " of " << context;
     }
   }
@@ -139,6 +141,26 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
   EXPECT_EQ(of[0], 32);
   EXPECT_EQ(std::vector<int>(of.begin() + 1, of.end()), std::vector<int>(63, 1));
   EXPECT_EQ(policy_of(llama(32, 32)).num_workers, 8);
+}
+
+// What a rank of a tensor-parallel model has: more pieces than anybody wants to join.
+TEST(Cut, FewHeadsGetLongRuns) {
+  const DeviceInfo device = describe_device("h200");
+  const AttentionSpec spec = llama(8, 1);
+  std::array<Tile, kNumShapes> tiles;
+  for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+  const SchedulePolicy policy = cut_policy(spec, device, tiles, false)[kDecode];
+  const auto items_each = [&](int reqs, int context) {
+    Schedule s;
+    schedule(Step(reqs, 1, context).view(), spec.mask, policy, s);
+    return s.work.size() / size_t(reqs);
+  };
+  EXPECT_EQ(items_each(1, 1024), 8u);
+  EXPECT_EQ(items_each(1, 16384), 32u);
+  EXPECT_EQ(items_each(16, 16384), 8u);
+  EXPECT_EQ(items_each(64, 16384), 2u);
+  EXPECT_EQ(items_each(132, 4096), 1u);
+  EXPECT_EQ(items_each(264, 8192), 1u);
 }
 
 TEST(Cut, MemoryIsBounded) {

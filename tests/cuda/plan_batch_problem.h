@@ -68,8 +68,8 @@ struct PlanBatchProblem {
     if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
     judge();
     for (const Shape shape : {kDecode, kVerify}) {
-      policies[shape].pieces_together = kPiecesTogether;
       policies[shape].runs = below(4) > 0;
+      if (below(3) == 0) policies[shape].most_in_run = kMostInRun / kPiecesTogether;
       if (below(3) == 0) policies[shape].tile_q = 1 + below(3);  // several items of a request
     }
   }
@@ -267,7 +267,7 @@ struct PlanBatchProblem {
       all.num_work += item.num_splits;
       if (item.num_splits == 1) continue;
       item.whole.partial = rows, item.whole.merge = int(all.merges.size());
-      all.merges.push_back(merge_of(rules, item));
+      all.merges.push_back(merge_of(item));
       rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
     }
     all.num_partial_rows = rows - first_partial;

@@ -1,7 +1,7 @@
 #pragma once
 // Sums of a row over several ranges of keys become one: from memory, where thread blocks have left pieces of an item or runs of pieces, and
-// in registers, where one block has several pieces. Always from the left, in groups of kPiecesTogether pieces, by the same arithmetic: a
-// result has the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
+// in registers, where one block has several pieces. Always from the left, as kPiecesTogether's tree, by the same arithmetic: a result has
+// the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
 #include "attention_item.cuh"
 #include "attention_output.cuh"
 
@@ -73,11 +73,12 @@ DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   return true;
 }
 
-// By `threads` threads, when that was so. Several share eight dims of a row where there are enough of them: each folds a group of splits,
-// whose loads are all under way at the same time.
+// By `threads` threads, when that was so. Each has the loads of several splits under way at the same time: where the memory is busy, they
+// take many times as long as what is done with them. Two threads share eight dims of a row where there are enough.
 template <int threads>
 DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
-  constexpr int kEights = kHeadDimV / 8, kLanes = threads > 32 ? 2 : 1;
+  constexpr int kEights = kHeadDimV / 8, kLanes = threads >= 2 * kGroup * kEights ? 2 : 1;
+  constexpr int kNodes = 2, kSplits = kNodes * kPiecesTogether;  // of a thread, at a time
   const MergeItem merge = p.merges[item.merge];
   const int heads = p.num_kv_heads * kGroup, thread = computed_here(int(threadIdx.x)) % threads, lane = thread % kLanes;
   const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
@@ -86,23 +87,47 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
   for (int begin = 0; begin < item.num_rows * kEights; begin += threads / kLanes) {
     const int i = begin + thread / kLanes, row = min(i / kEights, item.num_rows - 1), d = i % kEights * 8;
     const long first = partial_row(p, item, row) + to_first;
-    RowSums sums;
+    RowSums all, level3, level2;  // of the tree: nodes that are not complete
+    int nodes = 0;                // of the first level that are in them
 #pragma unroll 1
-    for (int s = 0; s < merge.num_splits; s += kLanes * merge.together) {
-      RowSums group, split[kPiecesTogether];
-      const int mine = s + lane * merge.together, end = min(mine + merge.together, merge.num_splits);
+    for (int s = 0; s < merge.num_splits; s += kLanes * kSplits) {
+      RowSums node[kNodes][kPiecesTogether];
+      const auto begin_of = [&](int n, int l) { return s + (n * kLanes + l) * kPiecesTogether; };
 #pragma unroll
-      for (int k = 0; k < kPiecesTogether; ++k) {
-        if (mine + k < end) split[k].take(p, first + (mine + k) * stride, d);
+      for (int n = 0; n < kNodes; ++n) {
+#pragma unroll
+        for (int k = 0; k < kPiecesTogether; ++k) {
+          const int split = begin_of(n, lane) + k;
+          if (split < merge.num_splits) node[n][k].take(p, first + split * stride, d);
+        }
       }
 #pragma unroll
-      for (int k = 0; k < kPiecesTogether; ++k) {
-        if (mine + k < end) group.fold(split[k]);
-      }
+      for (int n = 0; n < kNodes; ++n) {
 #pragma unroll
-      for (int l = 0; l < kLanes; ++l) sums.fold(kLanes == 1 ? group : group.of_lane(lane_id() / kLanes * kLanes + l));
+        for (int k = 1; k < kPiecesTogether; ++k) node[n][0].fold(node[n][k]);
+#pragma unroll
+        for (int l = 0; l < kLanes; ++l) {
+          if (begin_of(n, l) >= merge.num_splits) break;
+          if (nodes > 0 && nodes % kPiecesTogether == 0) {
+            level3.fold(level2);
+            level2 = {};
+            if (nodes % (kPiecesTogether * kPiecesTogether) == 0) {
+              all.fold(level3);
+              level3 = {};
+            }
+          }
+          level2.fold(kLanes == 1 ? node[n][0] : node[n][0].of_lane(lane_id() / kLanes * kLanes + l));
+          ++nodes;
+        }
+      }
     }
-    if (lane == 0 && i < item.num_rows * kEights) sums.store(p, item, row, d, v_scale, wide);
+    if (nodes <= kPiecesTogether) {
+      all = level2;
+    } else {
+      level3.fold(level2);
+      all.fold(level3);
+    }
+    if (lane == 0 && i < item.num_rows * kEights) all.store(p, item, row, d, v_scale, wide);
   }
 }
 

@@ -17,6 +17,11 @@ DEVICE void meet_crew(int crew) { named_barrier_sync(crew_barrier(crew), kCrewTh
 
 // --- consumers: four warps for each 16 rows
 
+// A run is a node of three levels of the tree of pieces, or of two where registers do not hold sums of each:
+// attention_sm90_decode_most_in_run().
+constexpr bool kThreeLevels = kRowWarps == 1 || kHeadDimV <= 128;
+static_assert(kMostInRun == kPiecesTogether * kPiecesTogether * kPiecesTogether);
+
 // Of a lane's two rows and its warp's dims: sums, and what they are relative to.
 struct Sums {
   float reference[2], sum[2], out[1][kTeamDimTiles][4];
@@ -88,16 +93,19 @@ class Consumer {
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
     const Tiles tiles = tiles_of(item);
     const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
-    Sums piece, together, all;  // together: of kPiecesTogether pieces, or fewer
-    piece.clear(0.f), together.clear(kNoSum), all.clear(kNoSum);
-    int pieces = 0;  // that are in `together`
+    Sums piece, level1, level2, all;  // of the tree of pieces: nodes that are not complete
+    piece.clear(0.f), level1.clear(kNoSum), level2.clear(kNoSum), all.clear(kNoSum);
+    int pieces = 0;  // that are in them
     const auto end_piece = [&]() __attribute__((always_inline)) {
       total_sums(piece);
-      together.fold(piece);
+      level1.fold(piece);
       piece.clear(0.f);
-      if (++pieces < kPiecesTogether) return;
-      all.fold(together);
-      together.clear(kNoSum), pieces = 0;
+      if (++pieces % kPiecesTogether != 0) return;
+      (kThreeLevels ? level2 : all).fold(level1);
+      level1.clear(kNoSum);
+      if (!kThreeLevels || pieces % (kPiecesTogether * kPiecesTogether) != 0) return;
+      all.fold(level2);
+      level2.clear(kNoSum);
     };
     ScoreTile s;
     score(scores, tiles.first, 0, s);
@@ -115,8 +123,14 @@ class Consumer {
     }
     meet();
     add_values(item, tiles.end - 1, piece);
-    end_piece();
-    all.fold(together);
+    if (item.piece == 0) {
+      total_sums(piece);
+      all = piece;
+    } else {
+      end_piece();
+      (kThreeLevels ? level2 : all).fold(level1);
+      if constexpr (kThreeLevels) all.fold(level2);
+    }
     store(item, all);
   }
 

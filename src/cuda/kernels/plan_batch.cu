@@ -195,7 +195,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
     if (rows > 0) {
       item.whole.partial = first_row + int(sums.before);
       item.whole.merge = num_merges + int(sums.before >> 32);
-      shape.merges[item.whole.merge] = merge_of(rules, item);
+      shape.merges[item.whole.merge] = merge_of(item);
     }
     if (i < num_items) p.items[i] = item;
     first_row += int(sums.all);

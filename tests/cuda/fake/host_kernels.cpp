@@ -143,7 +143,7 @@ AttentionParams through_maps(const Launch& launch) {
   AttentionParams p = through_kv_maps(launch);
   const TensorMap q = parameter<TensorMap>(launch, 1);
   if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
-  if (int(q.box[1] * q.box[2]) != 64 || int(q.box[1]) != spec.group_size()) std::abort();
+  if (int(q.box[1]) != spec.group_size() || int(q.box[2]) != 64 / spec.group_size()) std::abort();  // whole tokens of 64 rows
   p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   return p;
 }
@@ -223,8 +223,9 @@ SchedulePolicy policy_of(const CutRules& r) {
           .growth = r.growth,
           .min_q = r.min_q,
           .max_q = r.max_q,
-          .pieces_together = r.pieces_together,
-          .runs = r.runs};
+          .runs = r.runs,
+          .most_in_run = r.most_in_run,
+          .workers_each = r.workers_each};
 }
 
 // Of batches that break no rule.

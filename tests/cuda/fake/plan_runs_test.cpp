@@ -111,11 +111,9 @@ TEST_F(PlanRuns, AreAsLongAsTheLoadAllowsWhereverLengthsAre) {
         EXPECT_EQ(std::memcmp(host.merges.data(), device.merges.data(), host.merges.size() * sizeof(MergeItem)), 0);
       }
       items.push_back(host.work.size() / size_t(reqs));
-      for (const WorkItem& w : host.work) EXPECT_EQ(w.piece > 0, reqs > 1);
-      for (const MergeItem& m : host.merges) EXPECT_EQ(m.together, reqs > 1 ? 1 : kPiecesTogether);
     }
-    EXPECT_GT(items[0], size_t(kPiecesTogether));
-    EXPECT_EQ(items[1], (items[0] + kPiecesTogether - 1) / kPiecesTogether) << q_len;
+    EXPECT_GT(items[0], items[1]) << q_len;
+    EXPECT_GT(items[1], 1u) << q_len;
     EXPECT_EQ(items[2], 1u) << q_len;
   }
 }

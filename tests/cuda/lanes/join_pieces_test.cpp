@@ -51,13 +51,13 @@ class JoinPieces : public testing::Test {
       return same(out, other.out) && same(lse, other.lse);
     }
   };
-  Result joined(const std::vector<Splits>& items, int tokens_each, int together) const {
+  Result joined(const std::vector<Splits>& items, int tokens_each) const {
     const int dims = spec.head_dim_v, tokens = int(items.size()) * tokens_each;
     std::vector<MergeItem> merges;
     std::vector<float> out, state;
     for (const Splits& splits : items) {
       const int begin = int(merges.size()) * tokens_each, first = int(state.size()) / 2 / heads();
-      merges.push_back({begin, begin + tokens_each, first, int(splits.size()), together});
+      merges.push_back({begin, begin + tokens_each, first, int(splits.size())});
       for (const std::vector<Sums>& split : splits)
         for (const Sums& row : split) {
           out.insert(out.end(), row.x.begin(), row.x.end());
@@ -91,7 +91,7 @@ TEST_F(JoinPieces, GivesTheSameBitsWhoeverFolded) {
   std::vector<Splits> pieces;
   for (int item = 0; item < 40; ++item) {
     Splits& splits = pieces.emplace_back();
-    for (int split = 2 + below(12); split > 0; --split) {
+    for (int split = 2 + below(item % 2 == 0 ? 12 : 250); split > 0; --split) {
       std::vector<Sums>& rows = splits.emplace_back();
       for (int row = 0; row < kTokens * heads(); ++row) {
         Sums& sums = rows.emplace_back(spec.head_dim_v);
@@ -106,24 +106,32 @@ TEST_F(JoinPieces, GivesTheSameBitsWhoeverFolded) {
     }
   }
   // Folded on the host, as a thread block folds the pieces of its run.
-  std::vector<Splits> groups, whole;
+  constexpr size_t kLevels = 3;
+  std::vector<Splits> runs[kLevels + 1];  // of 4, 16, 64 pieces, and of all
   for (const Splits& splits : pieces) {
     const std::vector<Sums> empty(size_t(kTokens * heads()), Sums(spec.head_dim_v));
     const auto fold = [&](std::vector<Sums>& to, const std::vector<Sums>& from) {
       for (size_t row = 0; row < to.size(); ++row) to[row].fold(from[row]);
     };
-    Splits& folded = groups.emplace_back();
-    for (size_t i = 0; i < splits.size(); ++i) {
-      if (i % kPiecesTogether == 0) folded.push_back(empty);
-      fold(folded.back(), splits[i]);
-    }
-    std::vector<Sums>& all = whole.emplace_back(1, empty)[0];
-    for (const std::vector<Sums>& group : folded) fold(all, group);
+    const auto folded = [&](const Splits& from) {
+      Splits to;
+      for (size_t i = 0; i < from.size(); ++i) {
+        if (i % kPiecesTogether == 0) to.push_back(empty);
+        fold(to.back(), from[i]);
+      }
+      return to;
+    };
+    const Splits* nodes = &splits;
+    for (size_t level = 0; level < kLevels; ++level) nodes = &runs[level].emplace_back(folded(*nodes));
+    std::vector<Sums>& all = runs[kLevels].emplace_back(1, empty)[0];
+    for (const std::vector<Sums>& sums : *nodes) fold(all, sums);
   }
-  const Result from_pieces = joined(pieces, kTokens, kPiecesTogether);
-  EXPECT_EQ(from_pieces, joined(groups, kTokens, 1));
-  EXPECT_EQ(from_pieces, joined(whole, kTokens, 1));
-  EXPECT_FALSE(from_pieces == joined(pieces, kTokens, 1)) << "groups are told from pieces";
+  const Result from_pieces = joined(pieces, kTokens);
+  for (const std::vector<Splits>& of_level : runs) EXPECT_EQ(from_pieces, joined(of_level, kTokens));
+  Splits& spoiled = pieces.back();
+  std::swap(spoiled[0], spoiled[1]);
+  EXPECT_FALSE(from_pieces == joined(pieces, kTokens)) << "the order of pieces is seen";
+  std::swap(spoiled[0], spoiled[1]);
 
   size_t rows = 0, seen = 0;
   for (size_t item = 0; item < pieces.size(); ++item)

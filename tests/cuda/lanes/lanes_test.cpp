@@ -52,8 +52,8 @@ class LanesPlan final : public Plan {
     policy.tile_kv = tiles_.keys;
     policy.split_kv = tiles_.keys * how_.split;
     if (variant_.takes_runs())
-      policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.pieces_together = kPiecesTogether,
-      policy.runs = true, policy.num_workers = how_.workers;
+      policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.runs = true,
+      policy.num_workers = how_.workers;
     schedule(batch, spec_.mask, policy, schedule_);
   }
 
