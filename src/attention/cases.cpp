@@ -387,6 +387,26 @@ void add_fp8_queries(Table& table) {
     }
 }
 
+// Groups that do not divide 64, the rows of a warpgroup's product, in prefill of several tiles of rows: of one kv head, and of two, whose
+// thread blocks may share keys.
+void add_odd_groups(Table& table) {
+  const Requests requests[] = {{{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}, {{1, 33}, {90, 90}}};
+  const int block_sizes[] = {16, 0, 64};
+  constexpr DTypes kTypes[] = {kDTypes[0], {DType::fp8_e4m3, DType::fp8_e4m3}, kDTypes[2]};
+  for (const int group : {3, 5, 6, 7, 9, 12, 20, 33, 48})
+    for (const int kv_heads : {1, 2}) {
+      const size_t i = table.cases.size(), n = size_t(group + kv_heads);
+      const int dim = n % 3 == 0 ? 64 : n % 5 == 0 && i % 3 != 1 ? 256 : 128;
+      Case& c = table.add(fmt::format("group_{}_{}", group, kv_heads), group, kv_heads, {dim, dim}, kTypes[i % 3], requests[n % 3]);
+      c.spec.block_size = block_sizes[i % 3];
+      c.order = "lbthd";
+      if (n % 4 == 1) c.spec.mask.causal = false;
+      if (n % 4 == 2) c.spec.mask.window_left = 50;
+      if (n % 7 == 0) c.spec.score.soft_cap = 20.f;
+      if (n % 7 == 1) c.spec.score.alibi = true;
+    }
+}
+
 std::vector<Case> make_cases() {
   Table table;
   add_shapes(table);
@@ -401,6 +421,7 @@ std::vector<Case> make_cases() {
   add_values(table);
   add_prefills(table);
   add_fp8_queries(table);
+  add_odd_groups(table);
   return std::move(table.cases);
 }
 

@@ -10,12 +10,15 @@
 namespace imbrex::cuda {
 
 struct Sm90Tiles {
+  int teams;        // warpgroups that compute
   int rows, keys;   // (query token, q head) of a thread block at most; items' key ranges begin at multiples of `keys`
   int stages;       // tiles of keys and values in shared memory
   int cluster = 1;  // thread blocks that share an item
   int item_rows() const { return rows * cluster; }
-  unsigned threads() const { return unsigned(2 * rows + 128); }
+  unsigned threads() const { return unsigned(128 * (teams + 1)); }
 };
+constexpr int kTeamRows = 64;  // of a product of a warpgroup, which takes as many of them as whole tokens have
+int sm90_team_rows(const AttentionSpec&);
 // Thread blocks that read the same keys from L2 once: those of an item's rows, which see nearly the same, or of different kv heads.
 int attention_sm90_cluster(const AttentionSpec&);
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);

@@ -1,7 +1,6 @@
 // See attention_sm90_fp8.h.
 #include "cuda/attention_sm90_fp8.h"
 
-#include <bit>
 #include <numeric>
 
 #include "core/check.h"
@@ -18,12 +17,16 @@ int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, atten
 
 // As many scores as registers have room for, beside the output and what logits need.
 Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
-  return {.rows = 128, .keys = has_plain_logits(spec) ? 192 : 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
+  constexpr int kTeams = 2;
+  return {.teams = kTeams,
+          .rows = kTeams * sm90_team_rows(spec),
+          .keys = has_plain_logits(spec) ? 192 : 128,
+          .stages = 2,
+          .cluster = attention_sm90_cluster(spec)};
 }
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
-  constexpr int kLeastBox = 8;    // keys: the swizzle repeats after so many
-  constexpr int kMostGroup = 64;  // rows of a warpgroup: it takes whole tokens
+  constexpr int kLeastBox = 8;  // keys: the swizzle repeats after so many
   const int dim = spec.head_dim_v, group = spec.group_size();
   std::vector<Reason> reasons;
   const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
@@ -33,8 +36,7 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
   need(spec.kv_dtype == DType::fp8_e4m3, "spec.kv_dtype", to_string(DType::fp8_e4m3), to_string(spec.kv_dtype));
   need(spec.head_dim_qk == dim && (dim == 64 || dim == 128), "spec.head_dim_qk", "64 or 128, for keys and values",
        fmt::format("{} and {}", spec.head_dim_qk, dim));
-  need(std::has_single_bit(unsigned(group)) && group <= kMostGroup, "spec.num_q_heads",
-       fmt::format("a power of two up to {} for each kv head", kMostGroup), fmt::format("{}", group));
+  need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
   need(box_keys(spec) % kLeastBox == 0, "spec.block_size", fmt::format("a multiple of {}", kLeastBox), fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
@@ -51,7 +53,7 @@ bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, con
   const uint64_t strides[2] = {uint64_t(q.stride(1)), uint64_t(q.stride(0))};
   const int width = spec.head_dim_v;
   const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
-  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(width), group, 64 / group};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(width), group, kTeamRows / group};
   return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) &&
          encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) && encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
 }

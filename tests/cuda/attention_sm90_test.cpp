@@ -86,7 +86,7 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
 }
 
 TEST(AttentionSm90, EveryReasonIsGiven) {
-  AttentionSpec spec = spec_of(DType::f32, DType::bf16, 80, 64, 3, 20);
+  AttentionSpec spec = spec_of(DType::f32, DType::bf16, 80, 64, 65, 20);
   spec.mask.custom = true;
   spec.score.relative_buckets = 32;
   std::vector<std::string> codes;

@@ -9,7 +9,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTileRows / 64, kThreads = 128 * (kConsumers + 1);
+constexpr int kThreads = 128 * (kConsumers + 1);
 // Of 64 dims: 128 bytes, the width of the swizzle. Dims that the last one lacks are loaded as zeros.
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64, kVDims = 64 * kVChunks;
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
@@ -28,7 +28,7 @@ constexpr int kQSteps = kHeadDimQk / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
 // With two, the next item's queries load meanwhile.
-constexpr int kQSlots = 2 * kQBytes + kKvBytes + kTileRows * 8 <= kRoom ? 2 : 1;
+constexpr int kQSlots = 2 * kQBytes + kKvBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
 struct SharedStorage {
@@ -38,9 +38,9 @@ struct SharedStorage {
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[kItems], item_ends;
   HandedTasks handed;
-  bool together[kItems];          // the item's rows are those of all blocks of the cluster
-  Item item[kItems];              // kNoItem rows: no item, and none will come
-  float2 ended_state[kTileRows];  // reference and sum of each row of the item whose output is to be stored
+  bool together[kItems];               // the item's rows are those of all blocks of the cluster
+  Item item[kItems];                   // kNoItem rows: no item, and none will come
+  float2 ended_state[kConsumers][64];  // reference and sum of each row of the item whose output is to be stored
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -80,12 +80,12 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       break;
     }
     if (lane == 0) {
-      mbarrier_arrive_expect(q_full, kQBytes);
+      mbarrier_arrive_expect(q_full, kConsumers * kQChunks * kTeamRows * 128);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
         const int wg = i / kQChunks, c = i % kQChunks;
         tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * 64, item.kv_head * kGroup,
-                 item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
+                 item.q_begin + item.row_begin / kGroup + wg * (kTeamRows / kGroup));
       }
     }
     mbarrier_wait(shared_address(&shared.item_ends), ring_at<1>(num_items).parity);
@@ -175,7 +175,7 @@ DEVICE void clear_values(u32 v, int wg, int lo, int hi) {
 }
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
-  const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
+  const int row = item_row();  // and row + 8
   Ring<kQSlots> slot;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v is a tile behind
@@ -200,8 +200,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto ready_rows = [&]() __attribute__((always_inline)) {
     const Item& item = shared.item[entry.at];
     set_rows(rows, p, item, row, p.scale * kv_scale(p.k, item.kv_head));
-    const int begin = warp_id() / 4 * 64;  // not by wg, which would stay in a register meanwhile
-    const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + 63, item.num_rows - 1);
+    const int begin = warp_id() / 4 * kTeamRows;  // not by wg, which would stay in a register meanwhile
+    const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + kTeamRows - 1, item.num_rows - 1);
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
@@ -271,7 +271,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       next_tile(Edge<true>{});
     }
     const auto end_item = [&]() __attribute__((always_inline)) {
-      const float2 first = shared.ended_state[row], second = shared.ended_state[row + 8];
+      const float2* const ended = shared.ended_state[warp_id() / 4] + matrix_row();
+      const float2 first = ended[0], second = ended[8];
       const float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
       store_rows(p, shared.item[(entry.at + kItems - 1) % kItems], row, references, totals, out);
     };
@@ -318,7 +319,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       if (begins) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          shared.ended_state[row + 8 * h] = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
+          shared.ended_state[warp_id() / 4][matrix_row() + 8 * h] = {reference[h], sum_over<4>(sum[h])};  // four lanes, the same
           reference[h] = kEmptyReference, sum[h] = 0.f;
         }
         __syncwarp();

@@ -10,7 +10,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTileRows / 64, kThreads = 128 * (kConsumers + 1), kTransposers = 3;
+constexpr int kThreads = 128 * (kConsumers + 1), kTransposers = 3;
 constexpr int kWidth = kHeadDimQk % 128 == 0 && kHeadDimV % 128 == 0 ? 128 : 64;  // bytes of a row in a chunk: the width of the swizzle
 constexpr int kQChunks = kHeadDimQk / kWidth, kVChunks = kHeadDimV / kWidth;
 constexpr int kQChunkBytes = 64 * kWidth, kKvChunkBytes = kTileKeys * kWidth;
@@ -91,12 +91,12 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       break;
     }
     if (lane == 0) {
-      mbarrier_arrive_expect(q_full, kConsumers * kQChunks * (64 / kGroup * kGroup) * kWidth);
+      mbarrier_arrive_expect(q_full, kConsumers * kQChunks * kTeamRows * kWidth);
 #pragma unroll
       for (int i = 0; i < kConsumers * kQChunks; ++i) {
         const int wg = i / kQChunks, c = i % kQChunks;
         tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * kWidth, item.kv_head * kGroup,
-                 item.q_begin + item.row_begin / kGroup + wg * (64 / kGroup));
+                 item.q_begin + item.row_begin / kGroup + wg * (kTeamRows / kGroup));
       }
     }
     const Tiles tiles = tiles_of(item);
@@ -232,7 +232,7 @@ DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, fl
 }
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
-  const int row = wg * 64 + warp_id() % 4 * 16 + lane_id() / 4;  // and row + 8
+  const int row = item_row();  // and row + 8
   Ring<kQSlots> slot;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v, of transposed values, is a tile behind
@@ -255,7 +255,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     if (item.num_rows == kNoItem) return false;
     const float scale = logit_scale(p, item.kv_head);
     set_rows(rows, p, item, row, scale);
-    const int first_row = min(wg * 64, item.num_rows - 1), last_row = min(wg * 64 + 63, item.num_rows - 1);
+    const int first_row = min(wg * kTeamRows, item.num_rows - 1), last_row = min((wg + 1) * kTeamRows - 1, item.num_rows - 1);
     all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     all_hi = min(item.hi, visible_keys(p, item.position_of(first_row)).hi);
     const Tiles tiles = tiles_of(item);

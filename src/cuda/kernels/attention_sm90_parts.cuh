@@ -10,6 +10,15 @@ namespace imbrex::cuda {
 
 constexpr u32 kPage = kBlockSize > 0 ? kBlockSize : 1;
 
+// Warpgroups that compute, and the rows of each: 64, or as many of these as whole tokens have. What it computes for those behind them is
+// anything, and stays within their rows.
+constexpr int kConsumers = (kTileRows + 63) / 64, kTeamRows = kTileRows / kConsumers;
+static_assert(kTeamRows % kGroup == 0 && kTileRows % kConsumers == 0);
+
+// The first of a thread's two rows; the other one is 8 further on. As the matrix unit counts, and as the item does.
+DEVICE int matrix_row() { return warp_id() % 4 * 16 + lane_id() / 4; }
+DEVICE int item_row() { return warp_id() / 4 * kTeamRows + matrix_row(); }
+
 struct Rows {  // what a thread knows of its two rows
   RowTerms terms[2];
   KeyRange seen[2];
@@ -106,10 +115,10 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
                        float (&out)[n]) {
   const bool partial = item.partial >= 0, wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
-  const int quad_lane = lane_id() % 4;
+  const int quad_lane = lane_id() % 4, end = kTeamRows == 64 ? item.num_rows : min(item.num_rows, row - matrix_row() + kTeamRows);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool exists = row + 8 * h < item.num_rows, writes_state = exists && quad_lane == 0;
+    const bool exists = row + 8 * h < end, writes_state = exists && quad_lane == 0;
     const int r = exists ? row + 8 * h : 0, token = item.token_of(r), head = item.head_of(r);
     float factor = v_scale;
     char* to;
