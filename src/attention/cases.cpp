@@ -56,20 +56,10 @@ std::string dims_name(Dims dims) { return dims.qk == dims.v ? fmt::format("d{}",
 // Group sizes and head dimensions of all models known, short sequences.
 void add_shapes(Table& table) {
   const Requests short_ones[] = {{{1, 37}, {1, 5}}, {{9, 9}, {1, 2}}, {{5, 29}}, {{3, 21}, {0, 0}, {1, 1}}};
+  const Dims all_dims[] = {{8, 8},     {24, 24},   {64, 64},   {72, 72},   {80, 80},   {96, 96},  {112, 112},
+                           {128, 128}, {192, 128}, {224, 224}, {256, 256}, {512, 512}, {576, 512}};
   for (int group : {1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 71})
-    for (Dims dims : {Dims{8, 8},
-                      {24, 24},
-                      {64, 64},
-                      {72, 72},
-                      {80, 80},
-                      {96, 96},
-                      {112, 112},
-                      {128, 128},
-                      {192, 128},
-                      {224, 224},
-                      {256, 256},
-                      {512, 512},
-                      {576, 512}})
+    for (const Dims dims : all_dims)
       table.add(fmt::format("shape_g{}_{}", group, dims_name(dims)), group, group > 8 ? 1 : 2, dims, table.types(),
                 short_ones[table.cases.size() % 4]);
 }
@@ -387,23 +377,16 @@ void add_fp8_queries(Table& table) {
     }
 }
 
-// Groups that do not divide 64, the rows of a warpgroup's product, in prefill of several tiles of rows: of one kv head, and of two, whose
-// thread blocks may share keys.
+// Groups that do not divide 64, the rows of a warpgroup's product, in prefill of several tiles of rows.
 void add_odd_groups(Table& table) {
-  const Requests requests[] = {{{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}, {{1, 33}, {90, 90}}};
-  const int block_sizes[] = {16, 0, 64};
-  constexpr DTypes kTypes[] = {kDTypes[0], {DType::fp8_e4m3, DType::fp8_e4m3}, kDTypes[2]};
   for (const int group : {3, 5, 6, 7, 9, 12, 20, 33, 48})
     for (const int kv_heads : {1, 2}) {
-      const size_t i = table.cases.size(), n = size_t(group + kv_heads);
-      const int dim = n % 3 == 0 ? 64 : n % 5 == 0 && i % 3 != 1 ? 256 : 128;
-      Case& c = table.add(fmt::format("group_{}_{}", group, kv_heads), group, kv_heads, {dim, dim}, kTypes[i % 3], requests[n % 3]);
-      c.spec.block_size = block_sizes[i % 3];
-      c.order = "lbthd";
-      if (n % 4 == 1) c.spec.mask.causal = false;
-      if (n % 4 == 2) c.spec.mask.window_left = 50;
-      if (n % 7 == 0) c.spec.score.soft_cap = 20.f;
-      if (n % 7 == 1) c.spec.score.alibi = true;
+      const int n = group + kv_heads, dim = n / 3 % 2 == 0 ? 128 : 64, queries = 400 / n;
+      const DType type = n % 3 == 1 ? DType::fp8_e4m3 : DType::bf16;
+      const Requests requests{{queries, queries + 150}, {1, 40}, {queries / 2, queries / 2}};
+      Case& c = table.add(fmt::format("group_{}_{}", group, kv_heads), group, kv_heads, {dim, dim}, {type, type}, requests);
+      c.spec.mask = {.causal = n % 4 != 1, .window_left = n % 4 == 2 ? 50 : -1};
+      c.spec.score.alibi = n % 7 == 1;
     }
 }
 
