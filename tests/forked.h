@@ -8,13 +8,9 @@
 #include <csignal>
 #include <thread>
 
-namespace imbrex::test {
+#include "sanitizers.h"
 
-#if defined(__SANITIZE_THREAD__)
-inline constexpr bool kThreadSanitizer = true;
-#else
-inline constexpr bool kThreadSanitizer = false;
-#endif
+namespace imbrex::test {
 
 // Waits 30 s at most. -1 for a child that had to be killed by then; 128 and more for one that died of a signal.
 inline int exit_code_of(pid_t child) {

@@ -7,20 +7,15 @@
 
 #include "imbrex/error.h"
 #include "mixed_step.h"
+#include "sanitizers.h"
 
 namespace imbrex::test {
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
-constexpr long kEachPlace = 6;  // ten times as slow there: every sixth place, another one for each pair of steps
-#else
-constexpr long kEachPlace = 1;
-#endif
-#else
-constexpr long kEachPlace = 1;
-#endif
+// AddressSanitizer is slow: there every sixth place, beginning with another one for each pair of steps.
+constexpr long kEachPlace = kAddressSanitizer ? 6 : 1;
 
-// Lets the update from `first` to `second` fail at its first place, at its second, and so on until there are no more; how many there are.
+// Lets the update from `first` to `second` fail at its first place, at its second, and so on until there are no more; how many there are,
+// or some fewer than kEachPlace more.
 // Fault(number) arms a failure for its lifetime, and has_failed() says whether it came to it. `run` waits for what it has computed. With
 // `may_lose`, what has failed goes on failing, and the plan may say that it has no step left.
 template <class Fault, class MakePlan, class Run>

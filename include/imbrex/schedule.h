@@ -30,6 +30,7 @@ struct SchedulePolicy {
 
   // For kernels that take them, with max_splits only, and not when balanced: items may be runs of as many pieces as a node of
   // kPiecesTogether's tree has, or of all pieces of a tile of queries where there are no more, as long as the load keeps the workers busy.
+  // A tile has 256 pieces at most then: where there are more, the tree would be another one for long runs.
   bool runs = false;
   int most_in_run = kMostInRun;  // pieces of a run at most: 4, 16 or 64
   int workers_each = 1;          // of num_workers, those that share a multiprocessor, and its pace

@@ -90,7 +90,10 @@ def switched(model, implementation):
         return imbrex.transformers.attention_forward(module, *args, **kwargs)
 
     transformers.AttentionInterface.register("imbrex", counted)
-    yield
+    try:
+        yield
+    finally:
+        imbrex.transformers.register()
     if bool(reached) is not (implementation == "imbrex"):
         raise Wrong(f"on {implementation} imbrex computes {len(set(reached))} layers")
 

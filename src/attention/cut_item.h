@@ -122,8 +122,8 @@ inline long longest_run(const RunLengths& lengths, int item) { return item < len
 // Keys of a run, where so many items of `keys` keys are all there is: what ends the last of them soonest. Workers that share a
 // multiprocessor share its pace, so that one of them is as fast alone.
 inline long soonest_run(const CutRules& rules, long keys, long items) {
-  constexpr long kTaskKeys = 300,
-                 kSplitKeys = 20;  // what a task costs besides its keys, and a split its merge: an H200's time for so many keys
+  // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys.
+  constexpr long kTaskKeys = 300, kSplitKeys = 20;
   const int q_len = int(larger(rules.min_q, 1));
   const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len)), workers = larger(rules.num_workers, 1);
   if (piece == 0) return keys;

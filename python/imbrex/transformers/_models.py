@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from typing import Any, Iterable, Iterator, Tuple
+from typing import Any, Container, Iterator, Tuple
 
 import torch
 from transformers import PreTrainedModel
@@ -121,7 +121,7 @@ def _checks_layers(method):
     return post_init
 
 
-def _bring_copies(model: PreTrainedModel, named: Iterable[int]) -> None:
+def _bring_copies(model: PreTrainedModel, named: Container[int]) -> None:
     """T5's encoder and decoder have copies of the model's config, which set_attn_implementation() passes over: their layers would go on with what they
     had, under the masks of what was asked for. `named`: ids of the configs that it does reach."""
     wanted = model.config._attn_implementation

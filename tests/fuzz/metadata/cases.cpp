@@ -11,11 +11,10 @@
 #include <new>
 #include <string>
 
-#if defined(__has_feature)
-#if __has_feature(address_sanitizer)
+#include "sanitizers.h"
+
+#ifdef IMBREX_ASAN
 #include <sanitizer/asan_interface.h>
-#define IMBREX_ASAN
-#endif
 #endif
 
 // Limits near 2^31 ask for memory that no machine has. It is refused here, so that no test makes a machine swap.
