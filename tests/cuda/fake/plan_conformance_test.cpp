@@ -12,9 +12,12 @@
 #include "cuda/params.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
+#include "sanitizers.h"
 
 namespace imbrex::cuda {
 namespace {
+
+using imbrex::test::kAddressSanitizer;
 
 // Plans of a CUDA backend, whose kernels run on the host.
 struct OnHost final : Backend {
@@ -51,12 +54,13 @@ class PlanConformance : public testing::TestWithParam<const char*> {
 };
 
 TEST_P(PlanConformance, CasesMatchTheReference) {
-  int run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0;
+  constexpr int kEach = kAddressSanitizer ? 3 : 1;  // which is slow: every third case
+  int taken = 0, run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0;
   for (const Case& c : cases()) {
     const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"),
                prefill = c.name.starts_with("prefill") || c.name.starts_with("dtype_e4m3") || c.name.starts_with("group_");
     if (!paged && c.seed % (prefill ? 2 : 6) != 0) continue;
-    if (!mirror->unsupported(c.spec, device).empty()) continue;
+    if (!mirror->unsupported(c.spec, device).empty() || taken++ % kEach != 0) continue;
     const CaseInputs inputs = make_inputs(c);
     fake::state().launches.clear();
     const RunResult result = run_case(*mirror, device, inputs, default_options(c));
@@ -74,11 +78,11 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
     }
     ++run;
   }
-  EXPECT_GT(run, backend.name() == "cuda_sm90" ? 60 : 200);
-  EXPECT_GT(merged, 3);
-  EXPECT_GT(unmapped, 3);
-  EXPECT_EQ(mapped > 25, backend.name() == "cuda_sm90") << mapped;
-  EXPECT_EQ(mapped_bytes > 3, backend.name() == "cuda_sm90") << mapped_bytes;
+  EXPECT_GT(run, (backend.name() == "cuda_sm90" ? 60 : 200) / kEach);
+  EXPECT_GT(merged, 3 / kEach);
+  EXPECT_GT(unmapped, 3 / kEach);
+  EXPECT_EQ(mapped > 25 / kEach, backend.name() == "cuda_sm90") << mapped;
+  EXPECT_EQ(mapped_bytes > 3 / kEach, backend.name() == "cuda_sm90") << mapped_bytes;
 }
 
 TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {

@@ -4,9 +4,12 @@
 #include "cuda/fake/host_kernels.h"
 #include "cuda/graph_batches.h"
 #include "imbrex/select.h"
+#include "sanitizers.h"
 
 namespace imbrex::cuda {
 namespace {
+
+constexpr int kBatches = imbrex::test::kAddressSanitizer ? 7 : 20;  // which is slow
 
 class PlanGraph : public testing::TestWithParam<const char*> {
  protected:
@@ -22,23 +25,23 @@ class PlanGraph : public testing::TestWithParam<const char*> {
   PlanLimits limits{.max_num_reqs = 8, .max_num_tokens = 120, .max_seq_len = 1800};
 };
 
-TEST_P(PlanGraph, HostArrays) { run({.spec = spec, .limits = limits, .batches = 20, .seed = 1}); }
-TEST_P(PlanGraph, DeviceArrays) { run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 20, .seed = 2}); }
+TEST_P(PlanGraph, HostArrays) { run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 1}); }
+TEST_P(PlanGraph, DeviceArrays) { run({.spec = spec, .limits = limits, .device_arrays = true, .batches = kBatches, .seed = 2}); }
 TEST_P(PlanGraph, CustomMaskAndSinks) {
   spec.mask.custom = spec.score.sinks = true;
-  run({.spec = spec, .limits = limits, .batches = 20, .seed = 3});
+  run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 3});
 }
 TEST_P(PlanGraph, DecodeOnly) {
   limits.max_query_len = 1;
-  run({.spec = spec, .limits = limits, .device_arrays = true, .batches = 20, .seed = 4});
+  run({.spec = spec, .limits = limits, .device_arrays = true, .batches = kBatches, .seed = 4});
 }
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {
-  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 40, .seed = 5});
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 2 * kBatches, .seed = 5});
 }
 TEST_P(PlanGraph, LengthsAndMaskOnTheDevice) {
   spec.mask.custom = spec.score.sinks = true;
-  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 20, .seed = 6});
+  run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = kBatches, .seed = 6});
 }
 INSTANTIATE_TEST_SUITE_P(Backends, PlanGraph, testing::Values("cuda_sm80", "cuda_sm90"), [](const auto& info) { return info.param; });
 
