@@ -37,6 +37,9 @@ AttentionSpec spec_of(const json& j) {
   spec.kv_dtype = parse_dtype(j.at("kv").get<std::string>());
   spec.block_size = j.at("page");
   spec.mask.causal = j.at("causal");
+  spec.mask.window_left = j.value("window", 0) - 1;  // counts the query itself
+  spec.score.soft_cap = j.value("soft_cap", 0.f);
+  spec.score.sinks = j.value("sinks", false);
   return spec;
 }
 
@@ -50,6 +53,7 @@ struct Planned {
   Batch batch;
   Inputs in;
   Outputs out;
+  void* sinks = nullptr;
 };
 
 Planned* make_plan(const json& j) {
@@ -100,6 +104,7 @@ void run(Planned& p, void* q, void* k, void* v, int64_t count, int64_t stride, v
     return TensorView::contiguous(data, type, {p.batch.num_tokens(), p.spec.num_q_heads, p.spec.head_dim_qk}, p.device);
   };
   p.in = {.q = rows(q, p.spec.q_dtype), .kv = {.k = pages(p, k, count, stride), .v = pages(p, v, count, stride)}};
+  if (p.spec.score.sinks) p.in.sinks = TensorView::contiguous(p.sinks, DType::f32, {p.spec.num_q_heads}, p.device);
   p.out = {.out = rows(out, p.spec.out_dtypes().front())};
   p.plan->run(p.in, p.out, stream);
 }
@@ -158,6 +163,9 @@ int imbrex_bench_update(void* plan, int num_reqs, const int32_t* query_start, co
                         void* stream) {
   return guarded(-1, [&] { return update(*static_cast<Planned*>(plan), num_reqs, query_start, seq_lens, keys, columns, stream), 0; });
 }
+
+// Of the runs that follow, where the layer has them: f32 [q heads].
+void imbrex_bench_sinks(void* plan, void* sinks) { static_cast<Planned*>(plan)->sinks = sinks; }
 
 // q, out: [tokens, q heads, head_dim], contiguous. k, v: `count` pages, `stride` elements apart.
 int imbrex_bench_run(void* plan, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, void* stream) {

@@ -29,6 +29,10 @@ class Cell:
     lengths: str | None = None  # which draw of lengths: see inputs.py
     rotate: bool = True  # other pages in each call, so that L2 does not hold them
     balanced: bool = False
+    mixed: int = 0  # query tokens of the first request, where the others have `query`
+    window: int = 0  # keys that a query sees, itself included; 0: all
+    soft_cap: float = 0.0
+    sinks: bool = False
     sdpa: str | None = None  # PyTorch's kernels run beside ours and join these peers: peers, dense or none
     base: str | None = None  # the cell whose time is the yardstick
     floor: dict[str, float] | None = None  # {"peers": 0.97}: of the best peer; {"base": r}: of the base's; {"us": t}: at most
@@ -36,13 +40,34 @@ class Cell:
     dense: dict[str, float] = field(default_factory=dict)  # us, over keys without pages
 
     @property
+    def query_lens(self) -> list[int]:
+        return [self.mixed or self.query] + [self.query] * (self.batch - 1)
+
+    @property
     def flops(self) -> float:
-        hidden = self.query**2 / 2 if self.causal else 0
-        return 4.0 * self.batch * self.heads[0] * self.head_dim * (self.query * self.context - hidden)
+        """Of the keys that are seen, where all requests have `context` of them."""
+        return sum(4.0 * self.heads[0] * self.head_dim * self.seen(queries) for queries in self.query_lens)
+
+    def seen(self, queries: int) -> float:
+        """Pairs of a request's queries and the keys that these see."""
+        if not self.causal:
+            return queries * self.context
+        first = self.context - queries  # keys in front of the first query
+        if not self.window:
+            return queries * self.context - queries**2 / 2
+        whole = max(min(queries, self.context - self.window), 0)  # of the queries, those that see a whole window
+        return whole * self.window + sum(min(first + i + 1, self.window) for i in range(queries - whole))
+
+    @property
+    def read(self) -> int:
+        """Keys of all requests that some query sees."""
+        if not self.window or not self.context:
+            return self.tokens
+        return sum(min(self.context, self.window + queries - 1) for queries in self.query_lens)
 
     @property
     def kv_bytes(self) -> int:
-        return 2 * self.tokens * self.heads[1] * self.head_dim * BYTES[self.kv]
+        return 2 * self.read * self.heads[1] * self.head_dim * BYTES[self.kv]
 
     @property
     def work(self) -> float:
@@ -54,7 +79,9 @@ class Cell:
         return self.work / us / 1e6
 
     def spec(self) -> dict:
+        extras = {name: getattr(self, name) for name in ("window", "soft_cap", "sinks") if getattr(self, name)}
         return {
+            **extras,
             "q_heads": self.heads[0],
             "kv_heads": self.heads[1],
             "head_dim": self.head_dim,

@@ -8,8 +8,8 @@ import torch
 from cells import Cell
 
 DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
-KV_HEADS, HEAD_DIM = 8, 128  # of every paged cell
-POOL_TOKENS = 256 << 14  # 16 Ki tokens of 256 requests; the largest cells need four times as many
+KV_HEADS, HEAD_DIM = 8, 128  # of most paged cells
+POOL = (256 << 14) * KV_HEADS * HEAD_DIM  # elements: 16 Ki tokens of 256 requests; the largest cells need four times as many
 MB = 1e6
 # How far an output may be from float64, in errors of the same attention as a framework would write it in bf16: src/attention/conformance.h
 MAX_FACTOR = {"bf16": 2.0, "fp8_e4m3": 4.0}
@@ -56,20 +56,22 @@ def fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Pools:
-    """Keys and values of all paged cells, [tokens, kv heads, dim] each: made when first needed, grown when a cell needs more."""
+    """Keys and values of all paged cells: made when first needed, grown when a cell needs more."""
 
     def __init__(self, device: str):
         self.device = device
         self.pools: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def get(self, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = POOL_TOKENS if cell.tokens <= POOL_TOKENS else 4 * POOL_TOKENS
-        if cell.kv not in self.pools or self.pools[cell.kv][0].shape[0] < tokens:
-            self.pools.pop(cell.kv, None)
-            shape = (tokens, KV_HEADS, HEAD_DIM)
-            made = [torch.empty(shape, dtype=DTYPES[cell.kv], device=self.device) for _ in range(2)]
-            self.pools[cell.kv] = (fill(made[0]), fill(made[1]))
-        return self.pools[cell.kv]
+    def get(self, cell: Cell, kv: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        """[tokens, kv heads, dim] each, of whole pages; of type `kv` where that is not the cell's."""
+        kv, token = kv or cell.kv, cell.heads[1] * cell.head_dim
+        elements = POOL if cell.tokens * token <= POOL else 4 * POOL
+        if kv not in self.pools or self.pools[kv][0].numel() < elements:
+            self.pools.pop(kv, None)
+            made = [torch.empty(elements, dtype=DTYPES[kv], device=self.device) for _ in range(2)]
+            self.pools[kv] = (fill(made[0]), fill(made[1]))
+        tokens = self.pools[kv][0].numel() // (token * cell.page) * cell.page
+        return tuple(side[: tokens * token].view(tokens, cell.heads[1], cell.head_dim) for side in self.pools[kv])
 
 
 class Problem:
@@ -80,8 +82,9 @@ class Problem:
         device = pools.device
         self.cell = cell
         self.seq_lens = seq_lens_of(cell)
-        self.query_start = starts_of([cell.query] * cell.batch)
-        shape = (cell.batch * cell.query, cell.heads[0], cell.head_dim)
+        self.query_start = starts_of(cell.query_lens)
+        shape = (self.query_start[-1], cell.heads[0], cell.head_dim)
+        self.sinks = torch.randn(cell.heads[0], device=device) if cell.sinks else None
         self.q = fill(torch.empty(shape, device=device, dtype=DTYPES[cell.q]))
         self.out = torch.empty(shape, device=device, dtype=torch.bfloat16)
         self.poison()
@@ -91,7 +94,7 @@ class Problem:
             self.k, self.v = (fill(torch.empty(rows, device=device, dtype=DTYPES[cell.kv])) for _ in "kv")
             self.starts = torch.tensor(starts_of(self.seq_lens), dtype=torch.int32)
             return
-        self.k, self.v = (pool.view(-1, cell.page, KV_HEADS, HEAD_DIM) for pool in pools.get(cell))
+        self.k, self.v = (pool.view(-1, cell.page, cell.heads[1], cell.head_dim) for pool in pools.get(cell))
         blocks = [math.ceil(n / cell.page) for n in self.seq_lens]
         self.sets = rotation(cell, self.k.shape[0] // sum(blocks))
         ids = torch.randperm(self.k.shape[0] // self.sets, device=device)[: sum(blocks)].int().split(blocks)
@@ -124,18 +127,22 @@ def rotation(cell: Cell, fits: int) -> int:
     return max(1, min(8 if cell.kv_bytes > 64 * MB else 64, int(600 * MB / cell.kv_bytes) + 1, fits))
 
 
-def attention_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_row(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, soft_cap: float = 0.0, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One row in float64, and as one would write it in bf16: logits, probabilities and output rounded, sums in float. Where q is in bytes,
     exponentials are too, relative to 256 for the largest."""
     in_bytes, scale = q.dtype == torch.float8_e4m3fn, q.shape[-1] ** -0.5
-    exact = torch.softmax(k.double() @ q.double() * scale, 0) @ v.double()
+    capped = lambda logits: soft_cap * torch.tanh(logits / soft_cap) if soft_cap else logits
+    weights = lambda logits: torch.softmax(logits if sink is None else torch.cat([logits, sink.to(logits.dtype).view(1)]), 0)[: len(logits)]
+    exact = weights(capped(k.double() @ q.double() * scale)) @ v.double()
     k, v, q = k.float(), v.float(), q.float()
-    logits = ((k @ q).bfloat16() * scale).bfloat16().float()
+    logits = capped(((k @ q).bfloat16() * scale).bfloat16().float())
     if in_bytes:
         exponentials = torch.exp(logits - logits.max())
         p = (256 * exponentials).to(torch.float8_e4m3fn).float() / (256 * exponentials.sum())
     else:
-        p = torch.softmax(logits, 0).bfloat16().float()
+        p = weights(logits).bfloat16().float()
     return exact, (p @ v).bfloat16().double()
 
 
@@ -146,12 +153,15 @@ def check_rows(problem: Problem, index: int, samples: int) -> dict:
     errors, naive = [], []
     draw = lambda n: int(torch.randint(n, (1,)))
     for _ in range(samples):
-        request, token, head = draw(cell.batch), draw(cell.query), draw(cell.heads[0])
-        kv_head = head * cell.heads[1] // cell.heads[0]
-        row = request * cell.query + token
-        seen = problem.seq_lens[request] - (cell.query - 1 - token if cell.causal else 0)
-        keys, values = (problem.rows_of(side, request, kv_head)[:seen] for side in (k, v))
-        exact, plain = attention_row(problem.q[row, head], keys, values)
+        request, head = draw(cell.batch), draw(cell.heads[0])
+        queries = cell.query_lens[request]
+        token, kv_head = draw(queries), head * cell.heads[1] // cell.heads[0]
+        row = problem.query_start[request] + token
+        end = problem.seq_lens[request] - (queries - 1 - token if cell.causal else 0)
+        begin = max(end - cell.window, 0) if cell.window else 0
+        keys, values = (problem.rows_of(side, request, kv_head)[begin:end] for side in (k, v))
+        sink = None if problem.sinks is None else problem.sinks[head]
+        exact, plain = attention_row(problem.q[row, head], keys, values, cell.soft_cap, sink)
         errors.append((problem.out[row, head].double() - exact).abs())
         naive.append((plain - exact).abs())
     ours, theirs = torch.stack(errors), torch.stack(naive)

@@ -27,6 +27,7 @@ class Native:
             ("describe", c_char_p, [c_void_p]),
             ("update", c_int, [c_void_p, c_int, POINTER(c_int32), POINTER(c_int32), c_void_p, c_int64, c_void_p]),
             ("run", c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
+            ("sinks", None, [c_void_p, c_void_p]),
             ("host_us", c_double, [c_void_p, c_int, c_int, c_void_p]),
             ("compile", c_int, [c_char_p]),
         ):
@@ -61,6 +62,9 @@ class Plan:
         """k, v: `count` pages (rows where there are none), `stride` elements apart."""
         if self.native.run(self.handle, q, k, v, count, stride, out, stream) != 0:
             raise NativeError(self.native.error().decode())
+
+    def set_sinks(self, sinks: int) -> None:
+        self.native.sinks(self.handle, sinks)
 
     def host_us(self, of_update: bool, calls: int, stream: int = 0) -> float:
         return self.native.checked(self.native.host_us(self.handle, int(of_update), calls, stream))

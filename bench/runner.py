@@ -21,7 +21,7 @@ def stream() -> int:
 
 def limits_of(cell: Cell, seq_lens: list[int]) -> dict:
     longest = max(seq_lens) if cell.unit == "TFLOP/s" else max(MAX_SEQ_LEN, max(seq_lens))
-    return {"requests": cell.batch, "tokens": cell.batch * cell.query, "seq_len": longest, "query_len": cell.query}
+    return {"requests": cell.batch, "tokens": sum(cell.query_lens), "seq_len": longest, "query_len": max(cell.query_lens)}
 
 
 def update(plan: Plan, problem: Problem) -> None:
@@ -31,6 +31,8 @@ def update(plan: Plan, problem: Problem) -> None:
 
 def imbrex_calls(plan: Plan, problem: Problem) -> list[protocols.Call]:
     """One for each set of keys."""
+    if problem.sinks is not None:
+        plan.set_sinks(problem.sinks.data_ptr())
 
     def call_for(index: int) -> protocols.Call:
         k, v = problem.keys(index)
@@ -120,6 +122,17 @@ class Runner:
             if cell.unit == "TFLOP/s" and cell.protocol == "graph":
                 result["eager_us"] = protocols.sustained({"imbrex": ours[0]}, 30 if self.quick else 120, 1)["imbrex"]
             return result
+
+    def beside(self, cell: Cell, peers) -> dict:
+        """{"us", "peers": {name: us}, "check", "plan"} of a cell, with what `peers` (of fa3.py) has beside it."""
+        problem = Problem(cell, self.pools)
+        with self.plan(cell, problem.seq_lens) as plan:
+            update(plan, problem)
+            ours = imbrex_calls(plan, problem)
+            times = self.times(problem, {"imbrex": ours, **peers(cell, problem, self.pools)})
+            torch.cuda.synchronize()
+            check = check_rows(problem, len(ours) - 1, 6)
+            return {"us": times.pop("imbrex"), "peers": best_layouts(times), "check": check, "plan": str(plan)}
 
     def times(self, problem: Problem, calls: dict[str, list[protocols.Call]]) -> dict[str, float]:
         protocol, rounds = problem.cell.protocol, 1 if self.quick else 2
