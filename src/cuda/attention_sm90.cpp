@@ -11,7 +11,7 @@
 namespace imbrex::cuda {
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
-  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 ? 2 : 1;
+  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) ? 2 : 1;
 }
 
 int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
@@ -20,16 +20,16 @@ int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_si
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  if (spec.head_dim_qk == 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
-  if (spec.head_dim_qk == 256) tiles.keys = plain ? 80 : 64;
+  if (spec.head_dim_qk <= 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
+  if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
   tiles.rows = tiles.teams * sm90_team_rows(spec);
   return tiles;
 }
 
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
-  constexpr int kPageUnit = 8;  // keys of a box, one at least: the swizzle repeats after so many
+  constexpr int kDimUnit = 8, kMostDims = 256;
   const int qk = spec.head_dim_qk, v = spec.head_dim_v, group = spec.group_size();
-  const bool dims = qk == v ? v == 64 || v == 96 || v == 128 || v == 256 : qk == 192 && v == 128;
+  const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128;
   std::vector<Reason> reasons;
   const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
     if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
@@ -37,9 +37,9 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16, "spec.q_dtype", "bf16 or f16", to_string(spec.q_dtype));
   need(spec.kv_dtype == spec.q_dtype, "spec.kv_dtype", fmt::format("{}, as the queries", to_string(spec.q_dtype)),
        to_string(spec.kv_dtype));
-  need(dims, "spec.head_dim_qk", "64, 96, 128 or 256 for keys and values, or 192 and 128", fmt::format("{} and {}", qk, v));
+  need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
+       fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(spec.block_size % kPageUnit == 0, "spec.block_size", fmt::format("a multiple of {}", kPageUnit), fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;
@@ -66,9 +66,10 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
   const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, kTeamRows / group};
+  if (!encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box)) return false;
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
-  return encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box) &&
-         encode_kv_map(maps.k, kv.k, tiles.keys, kTensorMapLine, tiles.cluster) &&
+  return encode_kv_map(maps.k, kv.k, tiles.keys, kTensorMapLine, tiles.cluster) &&
          encode_kv_map(maps.v, kv.v, tiles.keys, kTensorMapLine, tiles.cluster);
 }
 

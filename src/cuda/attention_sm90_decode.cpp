@@ -2,7 +2,6 @@
 #include "cuda/attention_sm90_decode.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "cuda/tensor_map.h"
 
@@ -12,7 +11,6 @@ namespace {
 constexpr int kKeyWarps = 4;
 constexpr int kSharedMemory = 227 << 10;  // of a thread block
 constexpr int kSharedUnit = 1024;         // a crew's begins at a multiple: of a swizzle's pattern
-constexpr int kLeastPageRows = 8;         // of a box: a swizzle's
 
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 // 16 of them, or 32 in bytes, are one warp's.
@@ -21,8 +19,7 @@ int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
   return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && spec.kv_format == KvFormat::strided &&
-         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256 &&
-         (spec.block_size == 0 || std::gcd(spec.block_size, tile_keys(spec)) >= kLeastPageRows);
+         spec.head_dim_qk <= 256 && spec.head_dim_v <= 256;
 }
 
 int row_bytes(int elements) { return (elements * 2 / 16 | 1) * 16; }
@@ -57,6 +54,7 @@ KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec& 
 }
 
 bool attention_sm90_decode_maps(const AttentionSpec& spec, const TensorView&, const KvCache& kv, AttentionMaps& maps) {
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
   return encode_kv_map(maps.k, kv.k, tile_keys(spec)) && encode_kv_map(maps.v, kv.v, tile_keys(spec));
 }
 

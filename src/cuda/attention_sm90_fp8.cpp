@@ -1,20 +1,11 @@
 // See attention_sm90_fp8.h.
 #include "cuda/attention_sm90_fp8.h"
 
-#include <numeric>
-
 #include "core/check.h"
 #include "cuda/attention_constants.h"
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
-namespace {
-
-// Keys of a box, as in the kernel: as many as divide a page and a tile.
-int box_keys(const AttentionSpec& spec) { return std::gcd(spec.block_size, attention_sm90_fp8_tiles(spec).keys); }
-
-}  // namespace
-
 // As many scores as registers have room for, beside the output and what logits need.
 Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
   constexpr int kTeams = 2;
@@ -26,7 +17,6 @@ Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
 }
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
-  constexpr int kLeastBox = 8;  // keys: the swizzle repeats after so many
   const int dim = spec.head_dim_v, group = spec.group_size();
   std::vector<Reason> reasons;
   const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
@@ -37,7 +27,7 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
   need(spec.head_dim_qk == dim && (dim == 64 || dim == 128), "spec.head_dim_qk", "64 or 128, for keys and values",
        fmt::format("{} and {}", spec.head_dim_qk, dim));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(box_keys(spec) % kLeastBox == 0, "spec.block_size", fmt::format("a multiple of {}", kLeastBox), fmt::format("{}", spec.block_size));
+  need(!has_small_pages(spec), "spec.block_size", fmt::format("a multiple of {}", kLeastBoxKeys), fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;

@@ -18,15 +18,15 @@ constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom ma
 
 }  // namespace
 
-std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, size_t num_outputs) {
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
   std::vector<KernelKey> keys;
   if (spec.kv_format != KvFormat::strided) return keys;
-  for (const DType out : spec.out_dtypes().first(std::min(spec.out_dtypes().size(), num_outputs))) {
+  for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
     for (const Shape shape : kShapes) {
       const ShapeKernel kernel = table.shape(arch, spec, shape);
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, shape, out));
-      if (kernel.maps != nullptr) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
+      if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
     }
     keys.push_back(table.merge(arch, spec, out));
   }

@@ -47,10 +47,14 @@ extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
 
 constexpr size_t kMostOutputs = 3;  // types, of one spec
 
-// Every kernel that a plan for the spec may load, for the first so many types of output (AttentionSpec::out_dtypes); empty for a spec that
-// the kernels do not run.
-std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&,
-                                    size_t num_outputs = kMostOutputs);
+enum class Extent : uint8_t {
+  all,     // every kernel that a plan may load
+  sample,  // those that differ in more than the type they store
+  usual    // of these, those that run unless a tensor lies in an unusual way
+};
+
+// The kernels of a plan for the spec; none for a spec that the kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&, Extent = Extent::all);
 
 inline int64_t blocks_of(int seq_len, int block_size) { return (int64_t(seq_len) + block_size - 1) / block_size; }
 

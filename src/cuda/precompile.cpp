@@ -20,31 +20,31 @@
 namespace imbrex::cuda {
 namespace {
 
-std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, bool) {
+std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, Extent) {
   if (spec.block_size == 0 || spec.kv_format != KvFormat::strided) return {};
   std::vector<KernelKey> keys;
   for (const DType from : spec.new_kv_dtypes()) keys.push_back(write_kv_key(arch, spec, from));
   return keys;
 }
 
-std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec, bool) {
+std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSpec& spec, Extent) {
   if (spec.block_size == 0) return {};
   return {copy_blocks_key(arch)};
 }
 
-std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, bool) { return {gather_key(arch)}; }
+std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, Extent) { return {gather_key(arch)}; }
 
-std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
-  return plan_kernels(kernels_sm80, arch, spec, sample ? 1 : kMostOutputs);
+std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, Extent extent) {
+  return plan_kernels(kernels_sm80, arch, spec, extent);
 }
 
-std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec, bool sample) {
-  return plan_kernels(kernels_sm90, arch, spec, sample ? 1 : kMostOutputs);
+std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spec, Extent extent) {
+  return plan_kernels(kernels_sm90, arch, spec, extent);
 }
 
 constexpr KernelFamily kFamilies[] = {
-    {"write_kv", write_kv_keys}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
-    {"cuda_sm80", sm80_keys},    {"cuda_sm90", sm90_keys},
+    {"write_kv", write_kv_keys, "sm_90a"}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys}, {"cuda_sm80", sm80_keys},
+    {"cuda_sm90", sm90_keys, "sm_90a"},
 };
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
@@ -78,33 +78,60 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 
 }  // namespace
 
-std::span<const KernelFamily> kernel_families() { return kFamilies; }
-
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, bool sample) {
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
-  for (const KernelFamily& family : kFamilies)
-    for (const AttentionSpec& spec : specs)
-      for (KernelKey& key : family.keys(arch, spec, sample))
-        if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
+  for (const KernelFamily& family : kFamilies) {
+    const auto add = [&](std::span<const AttentionSpec> all, Extent extent) {
+      for (const AttentionSpec& spec : all)
+        for (KernelKey& key : family.keys(arch, spec, extent))
+          if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
+    };
+    if (!specs.empty()) {
+      add(specs, Extent::all);
+    } else {
+      add(covering_specs(), Extent::sample);
+      if (family.thorough == arch) add(thorough_specs(), Extent::usual);
+    }
+  }
   return shipped;
 }
 
-std::vector<AttentionSpec> covering_specs(bool every_pair) {
+namespace {
+
+AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int block_size = 16) {
+  return {.num_q_heads = 32,
+          .num_kv_heads = 8,
+          .head_dim_qk = dim_qk,
+          .head_dim_v = dim_v,
+          .q_dtype = q,
+          .kv_dtype = kv,
+          .block_size = block_size};
+}
+
+}  // namespace
+
+std::vector<AttentionSpec> thorough_specs() {
   std::vector<AttentionSpec> specs;
-  const auto add = [&](DType q, DType kv, int dim_qk, int dim_v) {
-    specs.push_back({.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = dim_qk, .head_dim_v = dim_v, .q_dtype = q, .kv_dtype = kv});
-  };
   constexpr DType kQ[] = {DType::bf16, DType::f16, DType::f32},
                   kKv[] = {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3, DType::fp8_e5m2};
-  if (every_pair) {
-    for (const DType q : kQ)
-      for (const DType kv : kKv) add(q, kv, 128, 128);
-    constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
-    for (const auto& dims : kDims)
-      for (const DType kv : {DType::bf16, DType::fp8_e4m3}) add(DType::bf16, kv, dims[0], dims[1]);
-    for (const int dim : {64, 256}) add(DType::fp8_e4m3, DType::fp8_e4m3, dim, dim);
-  }
+  for (const DType q : kQ)
+    for (const DType kv : kKv) specs.push_back(spec_of(q, kv, 128, 128));
+  constexpr int kDims[][2] = {{64, 64}, {80, 80}, {96, 96}, {192, 128}, {256, 256}};
+  for (const auto& dims : kDims)
+    for (const DType kv : {DType::bf16, DType::fp8_e4m3}) specs.push_back(spec_of(DType::bf16, kv, dims[0], dims[1]));
+  for (const int dim : {72, 112, 192}) specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
+  for (const int dim : {64, 256}) specs.push_back(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, dim, dim));
+  for (const int dim : {64, 128, 256}) specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim, 1));
+  specs.push_back(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128, 1));
+  specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
+  specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
+  return specs;
+}
+
+std::vector<AttentionSpec> covering_specs() {
+  std::vector<AttentionSpec> specs;
+  const auto add = [&](DType q, DType kv, int dim_qk, int dim_v) { specs.push_back(spec_of(q, kv, dim_qk, dim_v)); };
   // Copied as it is, converted, widened from bytes, and the planes of f32; narrow, odd, unequal and wide heads.
   add(DType::bf16, DType::bf16, 128, 128);
   add(DType::bf16, DType::f32, 128, 128);
@@ -135,14 +162,10 @@ std::vector<AttentionSpec> covering_specs(bool every_pair) {
 
 namespace imbrex {
 
-constexpr std::string_view kEveryPair = "sm_90a";  // compiled for every pair of types and dimensions when no model is named
-
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
-  const bool sample = request.specs.empty();
   std::vector<cuda::ShippedKernel> shipped;
   for (const std::string& arch : request.archs) {
-    const auto specs = sample ? cuda::covering_specs(arch == kEveryPair) : request.specs;
-    for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, specs, sample)) shipped.push_back(std::move(kernel));
+    for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, request.specs)) shipped.push_back(std::move(kernel));
   }
   const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
   check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,

@@ -5,27 +5,28 @@
 #include <vector>
 
 #include "cuda/jit.h"
+#include "cuda/plan.h"
 #include "imbrex/spec.h"
 
 namespace imbrex::cuda {
 
 struct KernelFamily {
   const char* name;
-  // Every kernel that a plan for the spec may load on the architecture; with `sample` those of them that differ in more than the
-  // type they store. Empty: the family does not run it.
-  std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&, bool sample);
+  // Of a plan for the spec on the architecture. Empty: the family does not run it.
+  std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&, Extent);
+  std::string_view thorough = "";  // the architecture for which a sample has every pair of types and dimensions
 };
-std::span<const KernelFamily> kernel_families();
 
 struct ShippedKernel {
   const char* family;
   KernelKey key;
 };
-// Of all families, for all specs, each kernel once.
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, bool sample = false);
+// Of all families, each kernel once: for the specs, or a sample where there are none.
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs);
 
-// Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores; with
-// `every_pair` also all pairs of types, and all usual head dimensions with a cache of 16 bits and of 8.
-std::vector<AttentionSpec> covering_specs(bool every_pair);
+// Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
+std::vector<AttentionSpec> covering_specs();
+// All pairs of types, all usual head dimensions, pages of one token.
+std::vector<AttentionSpec> thorough_specs();
 
 }  // namespace imbrex::cuda

@@ -27,4 +27,13 @@ bool encode_kv_map(CUtensorMap& map, const TensorView& t, int tile, int width, i
   return encode_tensor_map(map, t.dtype, t.data, 4, sizes, strides, box);
 }
 
+bool has_small_pages(const AttentionSpec& spec) { return spec.block_size % kLeastBoxKeys != 0; }
+
+bool has_aligned_rows(const TensorView& t) {
+  constexpr int64_t kUnit = 16;
+  bool aligned = t.stride(t.rank - 1) == 1 && reinterpret_cast<uintptr_t>(t.data) % kUnit == 0;
+  for (int d = 0; d + 1 < t.rank; ++d) aligned = aligned && t.stride(d) * size_of(t.dtype) % kUnit == 0;
+  return aligned;
+}
+
 }  // namespace imbrex::cuda

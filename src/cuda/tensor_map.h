@@ -4,6 +4,7 @@
 
 #include "cuda/driver.h"
 #include "imbrex/kv_cache.h"
+#include "imbrex/spec.h"
 
 namespace imbrex::cuda {
 
@@ -18,5 +19,11 @@ bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, con
 // in which they follow each other, and `width` bytes of each. A whole tile would be one box: then it has one for each of the thread blocks
 // that load it together.
 bool encode_kv_map(CUtensorMap&, const TensorView&, int tile, int width = kTensorMapLine, int blocks = 1);
+
+// Whether a box of a page would be less than a swizzle, which repeats after so many keys. Then rows come one by one, without a map.
+constexpr int kLeastBoxKeys = 8;
+bool has_small_pages(const AttentionSpec&);
+// Whether such rows can be copied 16 bytes at a time.
+bool has_aligned_rows(const TensorView&);
 
 }  // namespace imbrex::cuda

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cuda/plan.h"
+#include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -85,19 +86,38 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
 }
 
+// Rows of small pages are copied 16 bytes at a time.
+TEST(AttentionSm90, SmallPagesNeedAlignedRows) {
+  for (const int page : {1, 4, 12, 100}) EXPECT_TRUE(has_small_pages(spec_of(DType::bf16, DType::bf16, 128, 128, 4, page))) << page;
+  for (const int page : {0, 8, 24, 128}) EXPECT_FALSE(has_small_pages(spec_of(DType::bf16, DType::bf16, 128, 128, 4, page))) << page;
+  alignas(16) char data[64];
+  TensorView rows = TensorView::contiguous(data, DType::bf16, {9, 1, 2, 64});
+  EXPECT_TRUE(has_aligned_rows(rows));
+  rows.data = data + 8;
+  EXPECT_FALSE(has_aligned_rows(rows));
+  rows.data = data;
+  for (int d = 0; d < 4; ++d) {
+    TensorView odd = rows;
+    odd.strides[d] += 1;
+    EXPECT_FALSE(has_aligned_rows(odd)) << d;
+  }
+}
+
 TEST(AttentionSm90, EveryReasonIsGiven) {
   AttentionSpec spec = spec_of(DType::f32, DType::bf16, 80, 64, 65, 20);
   spec.mask.custom = true;
   spec.score.relative_buckets = 32;
-  std::vector<std::string> codes;
-  for (const Reason& reason : attention_sm90_refusals(spec)) codes.push_back(reason.code);
-  const std::vector<std::string> all{"spec.q_dtype",    "spec.kv_dtype",    "spec.head_dim_qk",           "spec.num_q_heads",
-                                     "spec.block_size", "spec.mask.custom", "spec.score.relative_buckets"};
-  EXPECT_EQ(codes, all);
+  const auto codes = [](const std::vector<Reason>& reasons) {
+    std::vector<std::string> all;
+    for (const Reason& reason : reasons) all.push_back(reason.code);
+    return all;
+  };
+  std::vector<std::string> all{"spec.q_dtype",     "spec.kv_dtype",    "spec.head_dim_qk",
+                               "spec.num_q_heads", "spec.mask.custom", "spec.score.relative_buckets"};
+  EXPECT_EQ(codes(attention_sm90_refusals(spec)), all);
   spec.block_size = 4;
-  codes.clear();
-  for (const Reason& reason : attention_sm90_fp8_refusals(spec)) codes.push_back(reason.code);
-  EXPECT_EQ(codes, all);
+  all.insert(all.begin() + 4, "spec.block_size");
+  EXPECT_EQ(codes(attention_sm90_fp8_refusals(spec)), all);
 }
 
 }  // namespace

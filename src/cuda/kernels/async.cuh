@@ -28,6 +28,10 @@ DEVICE void mbarrier_arrive(u32 barrier) { asm volatile("mbarrier.arrive.shared:
 DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Arrives once all copies that this thread has begun (copy_async) are there.
+DEVICE void mbarrier_arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 // At the barrier with the same offset in another block of the cluster.
 DEVICE void mbarrier_arrive_remote(u32 barrier, u32 block) {
   asm volatile(

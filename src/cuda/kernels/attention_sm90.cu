@@ -5,15 +5,18 @@
 // with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
 // queries, keys, values. docs/kernels/cuda_sm90.md has the schedule.
 #include "attention_sm90_cluster.cuh"
+#include "tile_rows.cuh"
 #include "wgmma.cuh"
 
 namespace imbrex::cuda {
 
 constexpr int kThreads = 128 * (kConsumers + 1);
 // Of 64 dims: 128 bytes, the width of the swizzle. Dims that the last one lacks are loaded as zeros.
-constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64, kVDims = 64 * kVChunks;
+constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64;
+constexpr int kVDims = kHeadDimV > 64 && kHeadDimV <= 128 ? kHeadDimV : 64 * kVChunks;  // of the output that the matrix unit computes
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
 constexpr int kPageBytes = kPageRows * 128;
+constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: who has told TMA to bring it, or those that copy its rows
 
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
@@ -24,7 +27,7 @@ static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
 constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
 
-constexpr int kQSteps = kHeadDimQk / 16;
+constexpr int kQSteps = (kHeadDimQk + 15) / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
 // With two, the next item's queries load meanwhile.
@@ -63,7 +66,10 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       if (lane == 0) item = found, shared.together[entry.at] = together;
       __syncwarp();
       if (!mine) continue;
-      if constexpr (kBlockSize > 0) {
+      if constexpr (kSmallPages) {
+        const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kRowParts;
+        if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
+      } else if constexpr (kBlockSize > 0) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
       }
@@ -93,7 +99,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   }
 }
 
-// Keys or values, tile by tile: a page a lane, in chunks of dims. `to`, `full` and `empty` are those of the first stage.
+// Keys or values, tile by tile: a page a lane, in chunks of dims, or rows. `to`, `full` and `empty` are those of the first stage.
 template <bool keys>
 DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, SharedStorage& shared, u32 to, u32 full, u32 empty) {
   constexpr int kChunks = keys ? kQChunks : kVChunks;
@@ -109,11 +115,14 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     const int lo = item.lo, hi = item.hi, kv_head = item.kv_head;
     const long first_block = item.first_block;
     const auto block_of = [&](int tile) {
-      if constexpr (kBlockSize == 0) return 0;
+      if constexpr (kBlockSize == 0 || kSmallPages) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
       return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
     };
+    const auto rows_of = [&](int tile) { return row_blocks(p, first_block, tile * kTileKeys, lo, hi); };
     int block = block_of(tiles.end - 1);
+    RowBlocks rows{};
+    if constexpr (kSmallPages) rows = rows_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, stage.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
@@ -121,13 +130,20 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
       const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage);
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
-      const u32 barrier = full + stage.at * 8, at = to + stage.at * (kChunks * kKvChunkBytes) + lane * kPageBytes;
+      const u32 barrier = full + stage.at * 8, stage_at = to + stage.at * (kChunks * kKvChunkBytes), at = stage_at + lane * kPageBytes;
       mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
+      if (!kSmallPages && lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
       if (keys && lane == 0 && tile == tile_from_end(tiles, 3)) mbarrier_arrive(shared_address(&shared.item_ends));
       __syncwarp();
+      if constexpr (kSmallPages) {
+        const RowBlocks next_rows = rows_of(tile - 1);
+        copy_rows<2 * (keys ? kHeadDimQk : kHeadDimV), kKvChunkBytes, 2>(keys ? p.k : p.v, kv_head, rows, tile * kTileKeys, stage_at,
+                                                                         barrier);
+        rows = next_rows;
+      } else {
 #pragma unroll
-      for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);
+        for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);
+      }
       block = next_block;
     }
   }
@@ -190,6 +206,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto pass_turn = [&] { named_barrier_arrive(1 + (wg + 1) % kConsumers, 256); };
   if (wg == kConsumers - 1) pass_turn();
 
+  const auto wait_for_tile = [](u64& full, u32 parity) {
+    mbarrier_wait(shared_address(&full), parity);
+    if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
+  };
   const auto meet = [&] { named_barrier_sync(1 + kConsumers + wg, 128); };
   const auto leave = [](u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); };
   const auto skip = [&](u64& full, u32 parity, u64& empty) { skip_stage(full, parity, empty, int(threadIdx.x) % 128, meet); };
@@ -243,7 +263,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     v = k;
     k.next();
   };
-  const auto wait_for_values = [&] { mbarrier_wait(shared_address(&shared.v_full[v.at]), v.parity); };
+  const auto wait_for_values = [&] { wait_for_tile(shared.v_full[v.at], v.parity); };
   const auto clear_hidden_values = [&]() __attribute__((always_inline)) {
     if (weighed.lo <= 0 && weighed.hi >= kTileKeys) return;
     wait_for_values();
@@ -256,7 +276,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   if (begin_item()) {
     {
       float s[kTileKeys / 2];
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      wait_for_tile(shared.k_full[k.at], k.parity);
       take_turn();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
@@ -279,7 +299,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {
       float s[kTileKeys / 2];
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      wait_for_tile(shared.k_full[k.at], k.parity);
       clear_hidden_values();
       take_turn();
       wgmma_fence();
@@ -360,8 +380,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.q_empty[i]), 4 * kConsumers);
     }
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.k_full[i]), 1);
-      mbarrier_init(shared_address(&shared.v_full[i]), 1);
+      mbarrier_init(shared_address(&shared.k_full[i]), kLoaders);
+      mbarrier_init(shared_address(&shared.v_full[i]), kLoaders);
       mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers * kCluster);
       mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers * kCluster);
     }

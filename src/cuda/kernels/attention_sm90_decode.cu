@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
   if (threadIdx.x % kCrewThreads == 0) {
     begin_barriers(shared);
     shared.last_slot = -1;
-    if constexpr (kMaps) {  // they are far away too
+    if constexpr (kMaps && !kSmallPages) {  // they are far away too
       tma_prefetch_map(k_map);
       tma_prefetch_map(v_map);
     }

@@ -1,9 +1,9 @@
 #pragma once
-// How keys, values and queries get into the shared memory of attention_sm90_decode.cu: its layout, and the warp that fills it, through TMA
-// or, where no map describes a tensor, element by element.
+// How keys, values and queries get into the shared memory of attention_sm90_decode.cu: its layout, and the warp that fills it, through TMA,
+// row by row where pages are small, or element by element where no map describes a tensor.
 #include "async.cuh"
 #include "attention_products.cuh"
-#include "tile_pages.cuh"
+#include "tile_rows.cuh"
 
 namespace imbrex::cuda {
 
@@ -46,7 +46,7 @@ struct SharedStorage {  // of a crew
   bool more[kItemSlots];  // false: no item, and none will come
   int last_slot;          // of the crew's last item; -1: it had none
 };
-constexpr int kLoaders = kMaps ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
+constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
 
 // --- producer: a warp
@@ -55,10 +55,15 @@ extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage)
 struct Box {
   int key, block;
   bool loads;
+  RowBlocks rows;  // instead, where pages are small
 };
 DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
   const int lane = lane_id();
-  Box box{tile * kTileKeys + lane * kPageRows, 0, false};
+  Box box{tile * kTileKeys + lane * kPageRows, 0, false, {}};
+  if constexpr (kMaps && kSmallPages) {
+    box.rows = row_blocks(p, item.first_block, tile * kTileKeys, item.lo, item.hi);
+    return box;
+  }
   box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
   if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
   return box;
@@ -103,6 +108,20 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
     }
   }
   mbarrier_arrive(full);
+}
+
+// The tile of a box, of keys or of values.
+template <int dim, int chunks>
+DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, const Item& item, const Box& box, u32 to,
+                      u32 full, u64 l2) {
+  const int begin = box.key - lane_id() * kPageRows;
+  if constexpr (!kMaps) {
+    load_elements<dim, chunks>(p, side, item, begin, to, full);
+  } else if constexpr (kSmallPages) {
+    copy_rows<dim * kStoredBytes, kChunkBytes, 8>(side, item.kv_head, box.rows, begin, to, full);
+  } else {
+    load_boxes<chunks>(map, item, box, to, full, l2);
+  }
 }
 
 // What is known of a task before its turn: four loads, each of which needs the one before. In the turn they would hold up those of keys.
@@ -160,11 +179,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     const auto load_values = [&] {
       const u32 to = shared_address(shared.v[v.at]), full = shared_address(&shared.v_full[v.at]);
       mbarrier_wait(shared_address(&shared.v_empty[v.at]), v.parity ^ 1);
-      if constexpr (kMaps) {
-        load_boxes<kVChunks>(v_map, item, before, to, full, l2);
-      } else {
-        load_elements<kHeadDimV, kVChunks>(p, p.v, item, before.key - lane * kPageRows, to, full);
-      }
+      load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, item, before, to, full, l2);
       v.next();
     };
     // Values come a tile behind the keys, as they are asked for.
@@ -173,11 +188,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
       const Box next = box_of(p, item, tile + 1);
       mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
-      if constexpr (kMaps) {
-        load_boxes<kKChunks>(k_map, item, box, to, full, l2);
-      } else {
-        load_elements<kHeadDimQk, kKChunks>(p, p.k, item, tile * kTileKeys, to, full);
-      }
+      load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, to, full, l2);
       if (tile > tiles.first) {
         load_values();
       } else {

@@ -12,8 +12,8 @@ constexpr u32 kPage = kBlockSize > 0 ? kBlockSize : 1;
 
 // Warpgroups that compute, and the rows of each: 64, or as many of these as whole tokens have. What it computes for those behind them is
 // anything, and stays within their rows.
-constexpr int kConsumers = (kTileRows + 63) / 64, kTeamRows = kTileRows / kConsumers;
-static_assert(kTeamRows % kGroup == 0 && kTileRows % kConsumers == 0);
+constexpr int kTeamRows = 64 / kGroup * kGroup, kConsumers = kTileRows / kTeamRows;
+static_assert(kTeamRows > 0 && kTileRows % kTeamRows == 0);
 
 // The first of a thread's two rows; the other one is 8 further on. As the matrix unit counts, and as the item does.
 DEVICE int matrix_row() { return warp_id() % 4 * 16 + lane_id() / 4; }
@@ -157,11 +157,12 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
         u32 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float x = out[4 * (j + i) + 2 * h], y = out[4 * (j + i) + 2 * h + 1];
-          pairs[i] = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
+          const int at = j + i < n / 4 ? 4 * (j + i) + 2 * h : 0;  // not stored if there is none
+          pairs[i] = kOutType == kBf16 ? pack_bf16(out[at], out[at + 1]) : pack_f16(out[at], out[at + 1]);
         }
         transpose_quad(pairs);
-        if (exists) *reinterpret_cast<uint4*>(to + (8 * j + 8 * quad_lane) * 2) = {pairs[0], pairs[1], pairs[2], pairs[3]};
+        if (exists && 8 * (j + quad_lane) < kHeadDimV)
+          *reinterpret_cast<uint4*>(to + (8 * j + 8 * quad_lane) * 2) = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }
   }

@@ -1,5 +1,6 @@
 #pragma once
-// The boxes in which TMA brings a tile of keys, one for each page of it.
+// The boxes in which TMA brings a tile of keys, one for each page of it. Pages that no box of a whole swizzle fits into come row by row
+// (tile_rows.cuh).
 #include "attention_item.cuh"
 
 namespace imbrex::cuda {
@@ -7,8 +8,9 @@ namespace imbrex::cuda {
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
 constexpr int kBlockKeys = kTileKeys / kCluster;  // of a tile, that a thread block loads, give or take half a box
 constexpr int kCommonKeys = common_divisor(kBlockSize, kTileKeys);
+constexpr bool kSmallPages = kBlockSize > 0 && kCommonKeys < 8;
 constexpr int kPageRows = kCommonKeys == kTileKeys ? kBlockKeys : kCommonKeys;  // of a box
 constexpr int kPages = kTileKeys / kPageRows;                                   // boxes of a tile
-static_assert(kPages <= 32, "a lane loads a page");
+static_assert(kSmallPages || kPages <= 32, "a lane loads a page");
 
 }  // namespace imbrex::cuda

@@ -5,6 +5,7 @@
 // A lane of warp w holds of d, with g = lane / 4 and t = lane % 4: d[4 j + 2 h + c] is row 16 w + g + 8 h, column 8 j + 2 t + c. Of a in
 // registers the same 16 x 16 as in mma_bf16.
 #include "async.cuh"
+#include "wgmma_registers.cuh"
 
 namespace imbrex::cuda {
 
@@ -14,51 +15,49 @@ namespace imbrex::cuda {
 template <int n>
 struct Wgmma;
 
-// The instruction spells out every register of d: operand numbers in its text, ten by ten, and then the operands, eight by eight.
-#define IMBREX_TEN(t) "%" #t "0, %" #t "1, %" #t "2, %" #t "3, %" #t "4, %" #t "5, %" #t "6, %" #t "7, %" #t "8, %" #t "9, "
-#define IMBREX_EIGHT(i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-#define IMBREX_TEXT_30 IMBREX_TEN() IMBREX_TEN(1) IMBREX_TEN(2)
-#define IMBREX_TEXT_60 IMBREX_TEXT_30 IMBREX_TEN(3) IMBREX_TEN(4) IMBREX_TEN(5)
-#define IMBREX_TEXT_90 IMBREX_TEXT_60 IMBREX_TEN(6) IMBREX_TEN(7) IMBREX_TEN(8)
-#define IMBREX_TEXT_120 IMBREX_TEXT_90 IMBREX_TEN(9) IMBREX_TEN(10) IMBREX_TEN(11)
-#define IMBREX_OPERANDS_32 IMBREX_EIGHT(0), IMBREX_EIGHT(8), IMBREX_EIGHT(16), IMBREX_EIGHT(24)
-#define IMBREX_OPERANDS_40 IMBREX_OPERANDS_32, IMBREX_EIGHT(32)
-#define IMBREX_OPERANDS_64 IMBREX_OPERANDS_32, IMBREX_EIGHT(32), IMBREX_EIGHT(40), IMBREX_EIGHT(48), IMBREX_EIGHT(56)
-#define IMBREX_OPERANDS_96 IMBREX_OPERANDS_64, IMBREX_EIGHT(64), IMBREX_EIGHT(72), IMBREX_EIGHT(80), IMBREX_EIGHT(88)
-#define IMBREX_OPERANDS_128 IMBREX_OPERANDS_96, IMBREX_EIGHT(96), IMBREX_EIGHT(104), IMBREX_EIGHT(112), IMBREX_EIGHT(120)
-
-#define IMBREX_WGMMA(add, n, text, ...)                                                                       \
-  do {                                                                                                        \
-    if constexpr (kQType == 2) {                                                                              \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-                   "k16.f32.bf16.bf16 {" text __VA_ARGS__);                                                   \
-    } else {                                                                                                  \
-      asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n \
-                   "k16.f32.f16.f16 {" text __VA_ARGS__);                                                     \
-    }                                                                                                         \
+#define IMBREX_WGMMA(type, n, add, text, ...)                                                                                    \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
+               " {" text __VA_ARGS__)
+#define IMBREX_WGMMA_OF_TYPE(...)        \
+  do {                                   \
+    if constexpr (kQType == 2) {         \
+      IMBREX_WGMMA("bf16", __VA_ARGS__); \
+    } else {                             \
+      IMBREX_WGMMA("f16", __VA_ARGS__);  \
+    }                                    \
   } while (false)
 
-// i0 to i6: the numbers of the operands that follow d, n / 2 and up.
-#define IMBREX_WGMMA_SHAPE(n, text, operands, i0, i1, i2, i3, i4, i5, i6)                                            \
-  template <>                                                                                                        \
-  struct Wgmma<n> {                                                                                                  \
-    DEVICE static void shared(float (&d)[n / 2], u64 a, u64 b, int add) {                                            \
-      IMBREX_WGMMA(i2, n, text, "}, %" #i0 ", %" #i1 ", add, 1, 1, 0, 0;\n}" : operands : "l"(a), "l"(b), "r"(add)); \
-    }                                                                                                                \
-    template <bool b_rows>                                                                                           \
-    DEVICE static void registers(float (&d)[n / 2], const u32 (&a)[4], u64 b, int add) {                             \
-      IMBREX_WGMMA(i5, n, text, "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", add, 1, 1, %" #i6 ";\n}"     \
-                   : operands                                                                                        \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(b_rows)));                \
-    }                                                                                                                \
-  }
+// n, n / 2, and the names of the seven operands behind d.
+#define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                            \
+  template <>                                                                                                               \
+  struct Wgmma<n> {                                                                                                         \
+    DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                   \
+      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count, "}, " o0 ", " o1 ", add, 1, 1, 0, 0;\n}"                             \
+                           : IMBREX_D##count                                                                                \
+                           : "l"(a), "l"(b), "r"(add));                                                                     \
+    }                                                                                                                       \
+    template <bool b_rows>                                                                                                  \
+    DEVICE static void registers(float (&d)[count], const u32 (&a)[4], u64 b, int add) {                                    \
+      IMBREX_WGMMA_OF_TYPE(n, o5, IMBREX_NAMES##count, "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", add, 1, 1, " o6 ";\n}" \
+                           : IMBREX_D##count                                                                                \
+                           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(b_rows)));               \
+    }                                                                                                                       \
+  };
 
-IMBREX_WGMMA_SHAPE(64, IMBREX_TEXT_30 "%30, %31", IMBREX_OPERANDS_32, 32, 33, 34, 35, 36, 37, 38);
-IMBREX_WGMMA_SHAPE(80, IMBREX_TEXT_30 "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39", IMBREX_OPERANDS_40, 40, 41, 42, 43, 44, 45, 46);
-IMBREX_WGMMA_SHAPE(128, IMBREX_TEXT_60 "%60, %61, %62, %63", IMBREX_OPERANDS_64, 64, 65, 66, 67, 68, 69, 70);
-IMBREX_WGMMA_SHAPE(256, IMBREX_TEXT_120 "%120, %121, %122, %123, %124, %125, %126, %127", IMBREX_OPERANDS_128, 128, 129, 130, 131, 132, 133,
-                   134);
+IMBREX_WGMMA_SHAPE(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+IMBREX_WGMMA_SHAPE(72, 36, "%36", "%37", "%38", "%39", "%40", "%41", "%42")
+IMBREX_WGMMA_SHAPE(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+IMBREX_WGMMA_SHAPE(88, 44, "%44", "%45", "%46", "%47", "%48", "%49", "%50")
+IMBREX_WGMMA_SHAPE(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+IMBREX_WGMMA_SHAPE(104, 52, "%52", "%53", "%54", "%55", "%56", "%57", "%58")
+IMBREX_WGMMA_SHAPE(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+IMBREX_WGMMA_SHAPE(120, 60, "%60", "%61", "%62", "%63", "%64", "%65", "%66")
+IMBREX_WGMMA_SHAPE(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+IMBREX_WGMMA_SHAPE(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+IMBREX_WGMMA_SHAPE(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+
+#undef IMBREX_WGMMA_SHAPE
+#undef IMBREX_WGMMA_OF_TYPE
+#undef IMBREX_WGMMA
 
 }  // namespace imbrex::cuda

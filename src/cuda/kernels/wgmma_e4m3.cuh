@@ -5,26 +5,9 @@
 // A lane of warp w holds of d, with g = lane / 4 and t = lane % 4: d[4 j + 2 h + c] is row 16 w + g + 8 h, column 8 j + 2 t + c. Of a in
 // registers, a[2 i + h] has the bytes of row 16 w + g + 8 h, columns 16 i + 4 t to 16 i + 4 t + 3.
 #include "async.cuh"
+#include "wgmma_registers.cuh"
 
 namespace imbrex::cuda {
-
-// The first registers of an instruction by name, and as operands from d[i] on.
-#define IMBREX_NAMES32                                                                                                                 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-  "%28, "                                                                                                                              \
-  "%29, %30, %31"
-#define IMBREX_NAMES48 IMBREX_NAMES32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define IMBREX_NAMES64 IMBREX_NAMES48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define IMBREX_NAMES80 IMBREX_NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define IMBREX_NAMES96 IMBREX_NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-
-#define IMBREX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define IMBREX_D16(i) IMBREX_D4(i), IMBREX_D4(i + 4), IMBREX_D4(i + 8), IMBREX_D4(i + 12)
-#define IMBREX_D32 IMBREX_D16(0), IMBREX_D16(16)
-#define IMBREX_D48 IMBREX_D32, IMBREX_D16(32)
-#define IMBREX_D64 IMBREX_D48, IMBREX_D16(48)
-#define IMBREX_D80 IMBREX_D64, IMBREX_D16(64)
-#define IMBREX_D96 IMBREX_D80, IMBREX_D16(80)
 
 // `shared`: a in shared memory too. `registers`: a in registers. With `add` 0, d is taken for zero.
 template <int n>

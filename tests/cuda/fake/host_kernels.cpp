@@ -14,6 +14,7 @@
 #include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
+#include "cuda/tensor_map.h"
 
 namespace imbrex::cuda::fake {
 namespace {
@@ -127,7 +128,7 @@ void attention(const AttentionParams& p, DType out_type) {
 // there.
 AttentionParams through_kv_maps(const Launch& launch) {
   AttentionParams p = parameter<AttentionParams>(launch, 0);
-  if (launch.module.find("kMaps false") != std::string::npos) return p;
+  if (launch.module.find("kMaps false") != std::string::npos || has_small_pages(spec)) return p;
   for (KvSide* side : {&p.k, &p.v}) {
     const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
     if (spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();

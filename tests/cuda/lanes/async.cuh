@@ -80,6 +80,16 @@ void write_later(lanes::MBarrier& b, u32 bytes, Write write) {
   }
 }
 
+// Copies count as one byte that arrives with them.
+inline void mbarrier_arrive_after_copies(u32 barrier) {
+  lanes::MBarrier& b = mbarrier_at(barrier);
+  const std::vector<lanes::Copy> copies = std::exchange(lanes::block.fiber().open, {});
+  mbarrier_arrive_expect(b, 1);
+  write_later(b, 1, [copies] {
+    for (const lanes::Copy& copy : copies) perform(copy);
+  });
+}
+
 // --- clusters
 
 inline u32 cluster_rank() { return u32(lanes::block.rank()); }

@@ -63,6 +63,7 @@ inline u32 shuffle_xor(u32 x, int lanes) {
 inline int shuffle(int x, int lane) {
   return lanes::meet(kShuffle, x, [lane](const int* all) { return all[lane % 32]; });
 }
+inline u32 shuffle(u32 x, int lane) { return u32(shuffle(int(x), lane)); }
 inline float shuffle(float x, int lane) {
   return lanes::meet(kShuffle, x, [lane](const float* all) { return all[lane % 32]; });
 }

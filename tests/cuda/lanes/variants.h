@@ -100,6 +100,7 @@ inline std::vector<Variant> variants() {
   all.back().c.values = ValuePattern::rising;
   Case& tma_ragged = add_decode("tma_ragged", 16, spec(DType::bf16, DType::f16, 96, 72, 2, 0));
   tma_ragged.spec.score.soft_cap = 20.f, tma_ragged.spec.mask.chunk = 150;
+  add_decode("tma_rows", 16, spec(DType::bf16, DType::bf16, 128, 72, 4, 6));
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
 
@@ -117,6 +118,8 @@ inline std::vector<Variant> variants() {
   add_wgmma("dims_256", spec(DType::bf16, DType::bf16, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   Case& dims_64 = add_wgmma("dims_64", spec(DType::bf16, DType::bf16, 64, 64, 1, 64), {{200, 300, 0}, {3, 40, 1}, {390, 390, 2}});
   dims_64.spec.score.sinks = true;
+  add_wgmma("dims_72", spec(DType::bf16, DType::bf16, 72, 72, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
+  add_wgmma("rows", spec(DType::bf16, DType::bf16, 128, 128, 2, 1), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   add_wgmma("e4m3", spec(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}}, Text::wgmma_e4m3);
   Case& e4m3_64 = add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 40, 1}}, Text::wgmma_e4m3);
   e4m3_64.scale_per_head = true;

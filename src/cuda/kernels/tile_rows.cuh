@@ -1,0 +1,54 @@
+#pragma once
+// A tile of keys row by row, where pages are too small for boxes of TMA: copies of 16 bytes a lane, to where TMA's swizzle would put them.
+#include "async.cuh"
+#include "tile_pages.cuh"
+
+namespace imbrex::cuda {
+
+constexpr u32 kSmallPage = kSmallPages ? kBlockSize : 1;
+constexpr int kRowParts = (kTileKeys + 31) / 32;
+
+// Of the tile's rows lane_id(), 32 + lane_id() and so on: the blocks they are in; negative: left out. Asked for a tile ahead, since what
+// else the memory has to do makes each answer take a microsecond.
+struct RowBlocks {
+  int of[kRowParts];
+};
+
+// Of the keys of the tile at `begin`; those outside of [lo, hi) are left out.
+DEVICE RowBlocks row_blocks(const AttentionParams& p, long first_block, int begin, int lo, int hi) {
+  RowBlocks blocks;
+#pragma unroll
+  for (int part = 0; part < kRowParts; ++part) {
+    const int row = 32 * part + lane_id(), key = begin + row;
+    const bool wanted = row < kTileKeys && key >= lo && key < hi;
+    blocks.of[part] = wanted ? __ldg(p.block_ids + first_block + u32(key) / kSmallPage) : -1;
+  }
+  return blocks;
+}
+
+// Rows of `row_bytes`, a multiple of 16, in chunks of 128 bytes which are chunk_bytes apart; what the last chunk lacks is zero. Each lane
+// arrives at `full` when its copies are there. `unrolled`: groups of four rows, as many as registers are there for.
+template <int row_bytes, int chunk_bytes, int unrolled>
+DEVICE void copy_rows(const KvSide& side, int kv_head, const RowBlocks& blocks, int begin, u32 to, u32 full) {
+  constexpr int kRowsAtOnce = 32 / 8;
+  const int lane = lane_id(), piece = lane % 8;
+  const char* const head = side.data + kv_head * side.head_stride + piece * 16;
+#pragma unroll
+  for (int part = 0; part < kRowParts; ++part) {
+    const i64 at =
+        blocks.of[part] < 0 ? -1 : blocks.of[part] * side.block_stride + u32(begin + 32 * part + lane) % kSmallPage * side.token_stride;
+#pragma unroll(unrolled)
+    for (int i = 0; i < 32; i += kRowsAtOnce) {
+      const int row = i + lane / 8;
+      const u32 low = shuffle(u32(at), row), high = shuffle(u32(u64(at) >> 32), row);
+      const i64 from = i64(u64(high) << 32 | low);
+      const u32 place = to + (32 * part + row) * 128 + (piece ^ row % 8) * 16;
+#pragma unroll
+      for (int chunk = 0; chunk * 128 < row_bytes; ++chunk)
+        if (from >= 0) copy_async<16>(place + chunk * chunk_bytes, head + from + chunk * 128, chunk * 128 + piece * 16 < row_bytes);
+    }
+  }
+  mbarrier_arrive_after_copies(full);
+}
+
+}  // namespace imbrex::cuda
