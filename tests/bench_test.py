@@ -6,11 +6,13 @@ bench_test.py OBJECT, the standard library only. Run by ctest.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import os
 import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,6 +20,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import cells  # noqa: E402
 import results  # noqa: E402
+import zoo  # noqa: E402
 from native import Native, NativeError, Plan  # noqa: E402
 
 OBJECT = ""
@@ -77,6 +80,36 @@ class Cells(unittest.TestCase):
         self.assertEqual(names, ["verify/q1", "verify/q8"])
 
 
+class Zoo(unittest.TestCase):
+    def test_cells_are_whole_and_meet_everything(self):
+        table = zoo.load()
+        self.assertEqual(len(table), len({cell.name for cell in table}))
+        self.assertGreater(len(table), 300)
+        for what in ("group", "page", "kv", "head_dim"):
+            self.assertGreater(len({getattr(cell, what) for cell in table}), 1, what)
+        for group in {cell.group for cell in table}:
+            self.assertEqual({cell.page for cell in table if cell.group == group}, set(zoo.PAGES), group)
+        for cell in table:
+            with self.subTest(cell.name):
+                self.assertGreater(cell.work, 0)
+                self.assertEqual(cell.heads[0] % cell.heads[1], 0)
+                self.assertEqual(len(cell.query_lens), cell.batch)
+                self.assertLessEqual(cell.read, cell.tokens)
+                self.assertEqual(cell.spec().get("window", 0), cell.window)
+
+    def test_a_new_shape_changes_no_other_cell(self):
+        before = {cell.name for cell in zoo.load()}
+        shapes = zoo.shapes()
+        with unittest.mock.patch.object(zoo, "shapes", lambda: [{"heads": [6, 3], "head_dim": 64, "models": []}, *shapes]):
+            self.assertLessEqual(before, {cell.name for cell in zoo.load()})
+
+    def test_windows_hide_work(self):
+        cell = next(cell for cell in zoo.load() if cell.window == 128 and cell.group == "decode" and cell.context > 128)
+        self.assertEqual(cell.read, cell.batch * 128)
+        wide = dataclasses.replace(cell, query=300, context=400, batch=1)
+        self.assertEqual(wide.seen(300), 272 * 128 + sum(range(101, 129)))
+
+
 class Results(unittest.TestCase):
     def test_a_peer_in_this_process_replaces_its_older_figure(self):
         cell = by_name()["prefill/d128/16-16/16x1024/full"]
@@ -130,6 +163,7 @@ class Bridge(unittest.TestCase):
         q, out = (ctypes.c_uint16 * 128)(*[0x3F80] * 128), (ctypes.c_uint16 * 128)()
         k = (ctypes.c_uint16 * 384)(*[0x3F80] * 384)
         v = (ctypes.c_uint16 * 384)(*([0x3F80] * 128 + [0x4000] * 128 + [0x3F80] * 128))
+        self.kept = (q, k, v, out, keys)  # host_us() runs with them again
         plan.run(*(ctypes.addressof(a) for a in (q, k, v)), count, stride, ctypes.addressof(out))
         return list(out)
 

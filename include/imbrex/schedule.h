@@ -23,7 +23,7 @@ struct SchedulePolicy {
   int share_splits = INT32_MAX;  // so many pieces, but no more keys than
   int longest_kv = INT32_MAX;    // these, as far as max_splits allows
   int max_split_rows = 0;        // query tokens of a request times its pieces at most; with max_splits only
-  int growth = 1;                // a request of n query tokens has pieces of min(n, growth) * split_kv keys or more
+  int split_kv_each = 0;         // a request of n query tokens has pieces of n * split_kv_each keys or more, as far as longest_kv allows
   int min_q = 0;                 // only requests with this many query tokens or more are cut,
   int max_q = INT32_MAX;         // and with this many or fewer: the others belong to the list of another kernel
   int first_partial = 0;         // first row of the partial buffers to use: another list may have those before

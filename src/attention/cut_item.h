@@ -8,7 +8,7 @@ namespace imbrex {
 // SchedulePolicy and Mask, as far as a cut depends on them; all fields mean what they mean there.
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
-  int max_splits, share_splits, longest_kv, max_split_rows, growth, min_q, max_q;
+  int max_splits, share_splits, longest_kv, max_split_rows, split_kv_each, min_q, max_q;
   int num_workers, workers_each, most_in_run;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal, runs;
@@ -60,7 +60,10 @@ inline int most_pieces(const CutRules& rules, int q_len) {
   return int(clamped(rules.max_split_rows / int(larger(q_len, 1)), 1, rules.max_splits));
 }
 
-inline long least_keys(const CutRules& rules, int q_len) { return rules.split_kv * clamped(q_len, 1, larger(rules.growth, 1)); }
+inline long least_keys(const CutRules& rules, int q_len) {
+  const long wanted = smaller(long(q_len) * rules.split_kv_each, rules.longest_kv), tile = larger(rules.tile_kv, 1);
+  return larger(rules.split_kv, (wanted + tile - 1) / tile * tile);
+}
 
 // Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more
 // when these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
@@ -105,11 +108,12 @@ inline void cut_item(const CutRules& rules, int request, int q_start, int q_len,
 // What a list has before its pieces become runs.
 struct Load {
   long keys = 0, longest = 0;  // of all its items, of one
-  int items = 0;
+  int items = 0, queries = 0;  // queries: tokens of the item that has most
 };
 inline void add_item(Load& load, const CutItem& item) {
   const long keys = item.whole.kv_end - item.whole.kv_begin;
   load.keys += keys, load.longest = larger(load.longest, keys), ++load.items;
+  load.queries = int(larger(load.queries, item.whole.q_end - item.whole.q_begin));
 }
 
 // Keys that a work item may have, of the items of a list that come before number first_of_rest, and of the others. 0: no runs.
@@ -119,20 +123,21 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
-// Keys of a run, where so many items of `keys` keys are all there is: what ends the last of them soonest. Workers that share a
-// multiprocessor share its pace, so that one of them is as fast alone.
-inline long soonest_run(const CutRules& rules, long keys, long items) {
-  // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys.
-  constexpr long kTaskKeys = 300, kSplitKeys = 20;
-  const int q_len = int(larger(rules.min_q, 1));
+// Keys of a run, where so many items of `keys` keys and `q_len` query tokens are all there is: what ends the last of them soonest. Workers
+// that share a multiprocessor share its pace, so that one of them is as fast alone.
+inline long soonest_run(const CutRules& rules, long keys, long items, int q_len) {
+  // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys. A worker joins what it has done
+  // last with all of its threads, what it has done before with a warp.
+  constexpr long kTaskKeys = 300;
+  const long least = larger(q_len * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
   const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len)), workers = larger(rules.num_workers, 1);
   if (piece == 0) return keys;
-  long best = 0, least = 0;
+  long best = 0, soonest = 0;
   for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
     const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
     const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
-    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + splits * kSplitKeys;
-    if (best == 0 || (time < least && run <= 4l * rules.longest_kv)) best = run, least = time;
+    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + splits * (tasks > workers ? joined_before : joined_last);
+    if (best == 0 || (time < soonest && run <= 4l * rules.longest_kv)) best = run, soonest = time;
   }
   return best * 5 / 4;  // items of about this length
 }
@@ -147,7 +152,7 @@ inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const long workers = larger(rules.num_workers, 1);
   if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
-  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items), 0};
+  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items, load.queries), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;

@@ -49,7 +49,7 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .share_splits = policy.share_splits,
           .longest_kv = policy.longest_kv,
           .max_split_rows = policy.max_split_rows,
-          .growth = policy.growth,
+          .split_kv_each = policy.split_kv_each,
           .min_q = policy.min_q,
           .max_q = policy.max_q,
           .num_workers = policy.num_workers,

@@ -3,28 +3,31 @@
 
 #include <algorithm>
 
+#include "cuda/tensor_map.h"
+
 namespace imbrex::cuda {
 namespace {
 
 // What a piece has at least: keys, and as many that traffic of partial results is so many percent of theirs. Where pieces make runs, they
-// are items of their own only as long as the GPU would idle otherwise.
+// are items of their own only as long as the GPU would idle otherwise. Of many query tokens, partial results mostly stay in L2.
 struct LeastPiece {
   int keys, partial_percent;
 };
-constexpr LeastPiece kLeastPiece{576, 5}, kLeastOfRuns{128, 15};
-constexpr int kLongestPiece = 4096;  // keys: a longer one would still run when all short ones beside it are done
-constexpr int kTasksEach = 2;        // of a multiprocessor: two thread blocks share one
-constexpr int kMostPieces = 256;     // what join_pieces() takes: nodes of four levels
-constexpr int kL2Percent = 60;       // for keys and values; queries and outputs pass through the rest
+constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
+// Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
+// partial results of so many keys a seventh as long.
+constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
+constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
+constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
+constexpr int kL2Percent = 60;    // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
-// Keys of a piece for one query token.
-int piece_keys(const AttentionSpec& spec, const Tile& tile) {
-  const LeastPiece& least = tile.runs ? kLeastOfRuns : kLeastPiece;
+// Of a piece, for each query token.
+int keys_each(const AttentionSpec& spec, const LeastPiece& least) {
   const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
   const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
-  return round_up(std::max<int64_t>(least.keys, partial_bytes * 100 / (least.partial_percent * key_bytes)), tile.keys);
+  return int(partial_bytes * 100 / (least.partial_percent * key_bytes));
 }
 
 }  // namespace
@@ -40,16 +43,18 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     SchedulePolicy& p = policies[shape];
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
-    p.split_kv = piece_keys(spec, tiles[shape]);
+    const LeastPiece& least = tiles[shape].runs ? kLeastOfRuns : shape == kDecode ? kLeastOfDecode : kLeastOfMore;
+    p.split_kv_each = keys_each(spec, least);
+    p.split_kv = round_up(std::max(least.keys, p.split_kv_each), tiles[shape].keys);
     p.runs = tiles[shape].runs;
     p.most_in_run = tiles[shape].most_in_run;
-    p.workers_each = tiles[shape].blocks;
-    p.growth = std::max(1, kLongestPiece / p.split_kv);
+    // A thread block that widens fp8, or copies keys one by one, is no faster when it has a multiprocessor to itself.
+    p.workers_each = is_fp8(spec.kv_dtype) || has_small_pages(spec) ? 1 : tiles[shape].blocks;
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.
     p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
     p.max_splits = std::min(kTasksEach * most, kMostPieces);
-    p.longest_kv = kLongestPiece;
+    p.longest_kv = tiles[shape].runs || shape == kDecode ? kLongestPiece : kLongestOfMore;
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;

@@ -23,7 +23,7 @@ SchedulePolicy random_policy(Random& random) {
   p.num_workers = random.of({1, 17, 132});
   p.max_splits = random.of({0, 1, 2, 3, 17});
   p.max_split_rows = p.max_splits * random.of({1, 4, 16});
-  p.growth = random.of({1, 8});
+  p.split_kv_each = random.of({0, 40});
   p.share_splits = random.of({INT32_MAX, 3, 12});
   p.longest_kv = random.of({INT32_MAX, 700});
   p.min_q = random.of({0, 0, 5});
@@ -107,7 +107,8 @@ TEST(ScheduleBounds, HoldForEveryBatchWithinTheLimits) {
         ASSERT_LE(int(pieces.size()), std::clamp(policy.max_split_rows / q_len, 1, policy.max_splits)) << "seed " << seed;
       }
       for (size_t i = 1; i + 1 < pieces.size(); ++i)  // the first and the last may be cut short by the range
-        ASSERT_GE(pieces[i].kv_end - pieces[i].kv_begin, policy.split_kv * std::min(q_len, policy.growth) * 5 / 8);
+        ASSERT_GE(pieces[i].kv_end - pieces[i].kv_begin,
+                  std::max(policy.split_kv, std::min(q_len * policy.split_kv_each, policy.longest_kv)) * 5 / 8);
     }
     ASSERT_EQ(by_token.size(), tiles);
   }

@@ -22,7 +22,7 @@ SchedulePolicy random_policy(Random& random) {
   p.num_workers = random.of({1, 5, 33, 132});
   p.max_splits = random.of({2, 3, 7, 34, 130});
   p.max_split_rows = p.max_splits * random.of({1, 4, 16});
-  p.growth = random.of({1, 8});
+  p.split_kv_each = random.of({0, 40});
   p.share_splits = random.of({INT32_MAX, 3, 12});
   p.longest_kv = random.of({INT32_MAX, 2000});
   p.max_q = random.of({4, INT32_MAX});

@@ -69,7 +69,7 @@ TEST(Cut, PartialResultsAreAFewPercentOfTheTraffic) {
       for (const int q_len : {1, 2, 4, 8})
         for (const int context : {1024, 4096, 16384, 131072}) {
           const Cut many = cut(llama(q_heads, 8, kv), Step(64, q_len, context), {.max_num_reqs = 64, .max_num_tokens = 512});
-          EXPECT_LT(many.partial_share, 0.07)  // pieces of 5 %, made even
+          EXPECT_LT(many.partial_share, many.shape == kDecode ? 0.07 : 0.13)  // pieces of 5 or 10 %, made even
               << q_heads << " heads, " << q_len << " tokens, " << context << " keys, " << to_string(kv);
         }
 }
@@ -87,6 +87,9 @@ TEST(Cut, RowsDecideTheShape) {
 TEST(Cut, TheLastChunkOfALongPromptIsNotLeftToAFewMultiprocessors) {
   EXPECT_GE(cut(llama(), Step(1, 20, 131072)).tasks, 3 * 8);
   EXPECT_GE(cut(llama(), Step(1, 8, 131072)).tasks, 6 * 8);
+  // What a rank of a shared-out model has to do for eight drafted tokens, or for sixteen of a prompt.
+  EXPECT_GE(cut(llama(8, 1), Step(1, 8, 16384)).tasks, 10);
+  EXPECT_GE(cut(llama(4, 2), Step(1, 16, 6000)).tasks, 8);
 }
 
 TEST(Cut, DependsOnTheRequestAlone) {

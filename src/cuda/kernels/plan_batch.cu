@@ -16,8 +16,8 @@ struct Numbers {
 
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
-  int cursor[kCostBuckets];  // splits of a bucket; then where its next split goes
-  int starts_fall, longest;  // longest: of the shape's items, in keys
+  int cursor[kCostBuckets];           // splits of a bucket; then where its next split goes
+  int starts_fall, longest, queries;  // of the shape's items the longest, in keys, and the one with most query tokens
   Numbers numbers[kPlanShapes];
   int item_start[kNearRequests];
 };
@@ -125,8 +125,8 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
   int* const item_start = item_starts(p, s);
   int num_items = 0;
   long keys = 0, visible = 0;
-  int longest = 0;
-  if (threadIdx.x == 0) s.longest = 0;
+  int longest = 0, queries = 0;
+  if (threadIdx.x == 0) s.longest = s.queries = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     int items = 0;
@@ -134,9 +134,9 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
       const int q_len = p.query_start[r + 1] - p.query_start[r];
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r];
       for (int i = 0; rules.runs && i < items; ++i) {
-        const int t0 = i * rules.tile_q;
-        const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, min(q_len, t0 + rules.tile_q));
-        visible += seen.end - seen.begin, longest = max(longest, seen.end - seen.begin);
+        const int t0 = i * rules.tile_q, t1 = min(q_len, t0 + rules.tile_q);
+        const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, t1);
+        visible += seen.end - seen.begin, longest = max(longest, seen.end - seen.begin), queries = max(queries, t1 - t0);
       }
     }
     const Sums sums = sums_over_block(items, s);
@@ -146,10 +146,11 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
   if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
   if (rules.runs) {
     atomicMax(&s.longest, longest);
+    atomicMax(&s.queries, queries);
     visible = sums_over_block(visible, s).all;
   }
   __syncthreads();
-  return {num_items, keys, {visible, s.longest, num_items}};
+  return {num_items, keys, {visible, s.longest, num_items, s.queries}};
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.

@@ -221,7 +221,7 @@ SchedulePolicy policy_of(const CutRules& r) {
           .share_splits = r.share_splits,
           .longest_kv = r.longest_kv,
           .max_split_rows = r.max_split_rows,
-          .growth = r.growth,
+          .split_kv_each = r.split_kv_each,
           .min_q = r.min_q,
           .max_q = r.max_q,
           .runs = r.runs,
