@@ -9,9 +9,16 @@
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
+namespace {
+
+// Bytes become 16-bit numbers on their way: kernels/attention_sm90_widen.cuh, which loads a tile in so many parts.
+constexpr int kWidenedParts = 4;
+bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
+
+}  // namespace
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
-  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) ? 2 : 1;
+  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;
 }
 
 int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
@@ -22,6 +29,7 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
   if (spec.head_dim_qk <= 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
   if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
+  if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
   return tiles;
 }
@@ -35,8 +43,8 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
     if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
   };
   need(spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16, "spec.q_dtype", "bf16 or f16", to_string(spec.q_dtype));
-  need(spec.kv_dtype == spec.q_dtype, "spec.kv_dtype", fmt::format("{}, as the queries", to_string(spec.q_dtype)),
-       to_string(spec.kv_dtype));
+  need(spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3, "spec.kv_dtype",
+       fmt::format("{}, as the queries, or {}", to_string(spec.q_dtype), to_string(DType::fp8_e4m3)), to_string(spec.kv_dtype));
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
@@ -69,8 +77,11 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
   if (!encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box)) return false;
   if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
-  return encode_kv_map(maps.k, kv.k, tiles.keys, kTensorMapLine, tiles.cluster) &&
-         encode_kv_map(maps.v, kv.v, tiles.keys, kTensorMapLine, tiles.cluster);
+  const auto encode = [&](CUtensorMap& map, const TensorView& side, int dim) {
+    const int width = widens(spec) && dim <= kTensorMapLine / 2 ? kTensorMapLine / 2 : kTensorMapLine;
+    return encode_kv_map(map, side, tiles.keys, width, widens(spec) ? kWidenedParts : tiles.cluster);
+  };
+  return encode(maps.k, kv.k, spec.head_dim_qk) && encode(maps.v, kv.v, spec.head_dim_v);
 }
 
 }  // namespace imbrex::cuda

@@ -1,6 +1,7 @@
 // See tensor_map.h.
 #include "cuda/tensor_map.h"
 
+#include <algorithm>
 #include <numeric>
 
 namespace imbrex::cuda {
@@ -23,7 +24,7 @@ bool encode_kv_map(CUtensorMap& map, const TensorView& t, int tile, int width, i
   const uint64_t strides[3] = {uint64_t(t.stride(rank - 3)) * size, uint64_t(t.stride(rank - 2)) * size,
                                rank == 4 ? uint64_t(t.stride(0)) * size : 16};
   const int common = rank == 4 ? int(std::gcd(page, uint64_t(tile))) : tile;
-  const uint32_t box[4] = {uint32_t(width / int(size)), uint32_t(common == tile ? tile / blocks : common), 1, 1};
+  const uint32_t box[4] = {uint32_t(width / int(size)), uint32_t(std::min(common, tile / blocks)), 1, 1};
   return encode_tensor_map(map, t.dtype, t.data, 4, sizes, strides, box);
 }
 
@@ -31,7 +32,8 @@ bool has_small_pages(const AttentionSpec& spec) { return spec.block_size % kLeas
 
 bool has_aligned_rows(const TensorView& t) {
   constexpr int64_t kUnit = 16;
-  bool aligned = t.stride(t.rank - 1) == 1 && reinterpret_cast<uintptr_t>(t.data) % kUnit == 0;
+  bool aligned =
+      t.stride(t.rank - 1) == 1 && t.size(t.rank - 1) * size_of(t.dtype) % kUnit == 0 && reinterpret_cast<uintptr_t>(t.data) % kUnit == 0;
   for (int d = 0; d + 1 < t.rank; ++d) aligned = aligned && t.stride(d) * size_of(t.dtype) % kUnit == 0;
   return aligned;
 }

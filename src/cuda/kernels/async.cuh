@@ -52,6 +52,18 @@ DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
       : "memory");
   return done != 0;
 }
+// Whether the phase of that parity is over, without waiting.
+DEVICE bool mbarrier_is_over(u32 barrier, u32 parity) {
+  u32 over;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
 // Until the phase of that parity is over. A fresh barrier is in phase 0: waiting for parity 1 returns at once.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {

@@ -5,6 +5,7 @@
 // with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
 // queries, keys, values. docs/kernels/cuda_sm90.md has the schedule.
 #include "attention_sm90_cluster.cuh"
+#include "attention_sm90_widen.cuh"
 #include "tile_rows.cuh"
 #include "wgmma.cuh"
 
@@ -15,8 +16,8 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64;
 constexpr int kVDims = kHeadDimV > 64 && kHeadDimV <= 128 ? kHeadDimV : 64 * kVChunks;  // of the output that the matrix unit computes
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
-constexpr int kPageBytes = kPageRows * 128;
-constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: who has told TMA to bring it, or those that copy its rows
+// Lanes that report a tile: who has told TMA to bring it, those that copy its rows, or one of each warp that widens them.
+constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? 32 : 1, kValueLoaders = kWidens ? 1 : kKeyLoaders;
 
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
@@ -25,16 +26,19 @@ constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHead
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
-constexpr float kSlack = 8.f;                 // log2 units by which a maximum may outgrow a row's reference
+// Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
+// values' sake keep their bits down to 2^-21 of the maximum so.
+constexpr int kValueType = kWidens ? int(kF16) : kQType;
+constexpr float kFresh = kWidens ? 7.f : 0.f, kSlack = kFresh + 8.f;
 
 constexpr int kQSteps = (kHeadDimQk + 15) / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
 // With two, the next item's queries load meanwhile.
-constexpr int kQSlots = 2 * kQBytes + kKvBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
+constexpr int kQSlots = 2 * kQBytes + kKvBytes + kStagedBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 
-struct SharedStorage {
+struct SharedStorage : Staging<kWidens> {
   alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
   alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
   alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
@@ -102,7 +106,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
 // Keys or values, tile by tile: a page a lane, in chunks of dims, or rows. `to`, `full` and `empty` are those of the first stage.
 template <bool keys>
 DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, SharedStorage& shared, u32 to, u32 full, u32 empty) {
-  constexpr int kChunks = keys ? kQChunks : kVChunks;
+  constexpr int kChunks = keys ? kQChunks : kVChunks, kPageBytes = kPageRows * 128;
   const int lane = lane_id();
   Ring<kItems> entry;
   Ring<kStages> stage;
@@ -149,12 +153,31 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
   }
 }
 
+template <class Shared>
+DEVICE void produce_keys(const AttentionParams& p, const TensorMap& map, Shared& shared, int share) {
+  const u32 to = shared_address(shared.k), full = shared_address(shared.k_full), empty = shared_address(shared.k_empty);
+  if constexpr (kWidens) {
+    Widener<true, kKvChunkBytes, Shared>(p, map, shared, share * (kWidenedParts / kKeyWideners)).run(to, full, empty);
+  } else {
+    produce_tiles<true>(p, map, shared, to, full, empty);
+  }
+}
+template <class Shared>
+DEVICE void produce_values(const AttentionParams& p, const TensorMap& map, Shared& shared) {
+  const u32 to = shared_address(shared.v), full = shared_address(shared.v_full), empty = shared_address(shared.v_empty);
+  if constexpr (kWidens) {
+    Widener<false, kKvChunkBytes, Shared>(p, map, shared, 0).run(to, full, empty);
+  } else {
+    produce_tiles<false>(p, map, shared, to, full, empty);
+  }
+}
+
 // --- consumers: a warpgroup each
 
 DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 16][4]) {
 #pragma unroll
   for (int i = 0; i < kTileKeys / 4; ++i) {
-    weights[i / 4][i % 4] = kQType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
+    weights[i / 4][i % 4] = kValueType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
   }
 }
 
@@ -173,7 +196,7 @@ DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
 DEVICE void start_output(const u32 (&weights)[kTileKeys / 16][4], u64 v, float (&out)[kVDims / 2]) {
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
-    Wgmma<kVDims>::template registers<true>(out, weights[step], further(v, step * 2048), true);
+    Wgmma<kVDims, kValueType>::template registers<true>(out, weights[step], further(v, step * 2048), true);
   }
   wgmma_commit();
 }
@@ -208,7 +231,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 
   const auto wait_for_tile = [](u64& full, u32 parity) {
     mbarrier_wait(shared_address(&full), parity);
-    if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
+    if constexpr (kSmallPages && !kWidens) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
   };
   const auto meet = [&] { named_barrier_sync(1 + kConsumers + wg, 128); };
   const auto leave = [](u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); };
@@ -251,7 +274,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(p, begin, rows, s);
     if constexpr (edge) hide(begin, rows, s);
-    return weigh(rows, s, reference, sum, factor, kSlack, 0.f);
+    return weigh(rows, s, reference, sum, factor, kSlack, kFresh);
   };
   const auto next_tile = [&]<bool edge>(Edge<edge>) __attribute__((always_inline)) {
     weighed = {0, kTileKeys};
@@ -380,14 +403,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.q_empty[i]), 4 * kConsumers);
     }
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.k_full[i]), kLoaders);
-      mbarrier_init(shared_address(&shared.v_full[i]), kLoaders);
+      mbarrier_init(shared_address(&shared.k_full[i]), kKeyLoaders);
+      mbarrier_init(shared_address(&shared.v_full[i]), kValueLoaders);
       mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers * kCluster);
       mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers * kCluster);
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_ends), 1);
     for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
+    init_staging(shared);
     mbarrier_fence_init();
   }
   begin_cluster();
@@ -396,11 +420,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     registers_shrink<kProducerRegisters>();
     switch (warp_id() - 4 * kConsumers) {
       case 0: produce_items(p, q_map, shared); break;
-      case 1:
-        produce_tiles<true>(p, k_map, shared, shared_address(shared.k), shared_address(shared.k_full), shared_address(shared.k_empty));
-        break;
-      case 2:
-        produce_tiles<false>(p, v_map, shared, shared_address(shared.v), shared_address(shared.v_full), shared_address(shared.v_empty));
+      case 1: produce_keys(p, k_map, shared, 0); break;
+      case 2: produce_values(p, v_map, shared); break;
+      case 3:
+        if constexpr (kWidens) produce_keys(p, k_map, shared, 1);
         break;
     }
   } else {

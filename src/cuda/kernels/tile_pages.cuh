@@ -6,10 +6,12 @@
 namespace imbrex::cuda {
 
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-constexpr int kBlockKeys = kTileKeys / kCluster;  // of a tile, that a thread block loads, give or take half a box
+// Of a tile that attention_sm90_widen.cuh loads; then a box is within one of them.
+constexpr int kWidenedParts = kTileRows >= 64 && kKeyWarps == 1 && kKvType == kE4m3 && kQType != kE4m3 ? 4 : 1;
+constexpr int kBlockKeys = kTileKeys / kCluster / kWidenedParts;  // of a tile, that a thread block loads, give or take half a box
 constexpr int kCommonKeys = common_divisor(kBlockSize, kTileKeys);
 constexpr bool kSmallPages = kBlockSize > 0 && kCommonKeys < 8;
-constexpr int kPageRows = kCommonKeys == kTileKeys ? kBlockKeys : kCommonKeys;  // of a box
+constexpr int kPageRows = kCommonKeys < kBlockKeys ? kCommonKeys : kBlockKeys;  // of a box
 constexpr int kPages = kTileKeys / kPageRows;                                   // boxes of a tile
 static_assert(kSmallPages || kPages <= 32, "a lane loads a page");
 

@@ -9,10 +9,10 @@
 
 namespace imbrex::cuda {
 
-// Sixteen-bit operands of the type kQType; with `add` 0, d is taken for zero.
+// Sixteen-bit operands of a type, that of the queries if no other is named; with `add` 0, d is taken for zero.
 // shared: a and b in shared memory, both with the 16 as their contiguous dimension.
 // registers: a in registers; b in shared memory, `b_rows` with its n as the contiguous dimension.
-template <int n>
+template <int n, int type = kQType>
 struct Wgmma;
 
 #define IMBREX_WGMMA(type, n, add, text, ...)                                                                                    \
@@ -20,7 +20,7 @@ struct Wgmma;
                " {" text __VA_ARGS__)
 #define IMBREX_WGMMA_OF_TYPE(...)        \
   do {                                   \
-    if constexpr (kQType == 2) {         \
+    if constexpr (operands == 2) {       \
       IMBREX_WGMMA("bf16", __VA_ARGS__); \
     } else {                             \
       IMBREX_WGMMA("f16", __VA_ARGS__);  \
@@ -29,8 +29,8 @@ struct Wgmma;
 
 // n, n / 2, and the names of the seven operands behind d.
 #define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                            \
-  template <>                                                                                                               \
-  struct Wgmma<n> {                                                                                                         \
+  template <int operands>                                                                                                   \
+  struct Wgmma<n, operands> {                                                                                               \
     DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                   \
       IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count, "}, " o0 ", " o1 ", add, 1, 1, 0, 0;\n}"                             \
                            : IMBREX_D##count                                                                                \

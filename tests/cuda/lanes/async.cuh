@@ -65,6 +65,7 @@ inline void mbarrier_wait(u32 barrier, u32 parity) {
     return u32(b.phase & 1) != parity;
   });
 }
+inline bool mbarrier_is_over(u32 barrier, u32 parity) { return u32(mbarrier_at(barrier).phase & 1) != parity; }
 // An asynchronous `write`, whose bytes the barrier counts.
 template <class Write>
 void write_later(lanes::MBarrier& b, u32 bytes, Write write) {

@@ -112,6 +112,7 @@ class LanesPlan final : public Plan {
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
 
   int box_bytes() const { return variant_.text == Text::wgmma_e4m3 ? spec_.head_dim_v : cuda::kTensorMapLine; }
+  bool widens() const { return variant_.text == Text::wgmma && spec_.kv_dtype != spec_.q_dtype; }
 
   TensorMap map_of_queries(const TensorView& q) const {
     const int size = int(size_of(q.dtype)), group = spec_.group_size();
@@ -126,12 +127,13 @@ class LanesPlan final : public Plan {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
     const int common = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
-    const int page = common == tiles_.keys && variant_.has_wgmma() ? common / variant_.wgmma_tiles().cluster : common;
+    const int page = variant_.has_wgmma() ? std::min(common, tiles_.keys / (widens() ? 4 : variant_.wgmma_tiles().cluster)) : common;
+    const int width = widens() && kv.size(rank - 1) <= 64 ? 64 : box_bytes();
     return {.data = kv.as<const char>(),
             .element_bytes = size,
             .sizes = {kv.size(rank - 1), kv.size(rank - 3), kv.size(rank - 2), rank == 4 ? kv.size(0) : 1},
             .strides = {size, stride(rank - 3), stride(rank - 2), rank == 4 ? stride(0) : 0},
-            .box = {box_bytes() / size, page, 1, 1}};
+            .box = {width / size, page, 1, 1}};
   }
 
   // Scales lie on the host here, and kv_side() reads only one of those.

@@ -159,6 +159,11 @@ inline uint2 load_once_8(const void* p) {
 }
 
 inline u32 shared_address(const void* p) { return u32(static_cast<const char*>(p) - lanes::shared()); }
+inline uint4 load_shared(u32 from) {
+  uint4 v;
+  std::memcpy(&v, lanes::shared_at(from, 16), 16);
+  return v;
+}
 inline void store_shared(u32 to, const uint4& v) { std::memcpy(lanes::shared_at(to, 16), &v, 16); }
 inline void store_shared(u32 to, u32 v) { std::memcpy(lanes::shared_at(to, 4), &v, 4); }
 inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }

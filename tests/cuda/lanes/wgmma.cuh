@@ -76,7 +76,11 @@ struct WarpgroupProduct {
   }
 };
 
-template <int n>
-using Wgmma = WarpgroupProduct<n, u16, kQType == kBf16 ? bf16_to_float : f16_to_float>;
+template <int type>
+float number(u16 x) {
+  return type == kBf16 ? bf16_to_float(x) : f16_to_float(x);
+}
+template <int n, int type = kQType>
+using Wgmma = WarpgroupProduct<n, u16, number<type>>;
 
 }  // namespace imbrex::cuda

@@ -1,0 +1,221 @@
+#pragma once
+// Keys and values in e4m3 for queries of 16 bits: TMA brings a tile's bytes, and warps of the producer's warpgroup write them, widened, to
+// where TMA would have put 16-bit numbers. Two warps have half of the keys each, and one has all values: keys become what the queries are,
+// four instructions a pair if that is bf16; values become f16, as the weights are, one.
+//
+// A tile is loaded in parts. When a warp has widened a part, it asks for the same part of the next tile, of the next item too if that is
+// there already; so bytes are under way while it widens the others and waits for a stage.
+#include "attention_sm90_cluster.cuh"
+#include "convert.cuh"
+#include "tile_rows.cuh"
+
+namespace imbrex::cuda {
+
+constexpr bool kWidens = kWidenedParts > 1;
+static_assert(kWidens == (kKvType != kQType) && (!kWidens || (kKvType == kE4m3 && kCluster == 1)));
+constexpr int kKeyWideners = kWidens ? 2 : 1;  // warps
+constexpr int kPartRows = kTileKeys / kWidenedParts, kPartPages = kSmallPages ? 1 : kPartRows / kPageRows;
+static_assert(!kWidens || (kPartRows % 8 == 0 && (kSmallPages || kPartRows % kPageRows == 0)));
+
+template <int dim>
+struct StagedPart {                                                    // bytes, swizzled as TMA does it
+  static constexpr int kWidth = dim <= 64 && !kSmallPages ? 64 : 128;  // of a row in a chunk
+  static constexpr int kChunks = (dim + kWidth - 1) / kWidth, kChunkBytes = kPartRows * kWidth, kBytes = kChunks * kChunkBytes;
+};
+
+template <bool widens>
+struct Staging {  // in shared memory
+  alignas(1024) char staged_k[kWidenedParts][StagedPart<kHeadDimQk>::kBytes];
+  alignas(1024) char staged_v[kWidenedParts][StagedPart<kHeadDimV>::kBytes];
+  u64 staged_k_full[kWidenedParts], staged_v_full[kWidenedParts];
+};
+template <>
+struct Staging<false> {};
+constexpr int kStagedBytes =
+    kWidens ? kWidenedParts * (StagedPart<kHeadDimQk>::kBytes + StagedPart<kHeadDimV>::kBytes) + 1024 : 0;  // and what aligns the rest
+
+template <class Shared>
+DEVICE void init_staging(Shared& shared) {
+  if constexpr (kWidens) {
+    constexpr int kLanes = kSmallPages ? 32 : 1;
+    for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), kLanes);
+    for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), kLanes);
+  }
+}
+
+// Two bytes of `four`, of which half 0 has the lower ones.
+template <int type>
+DEVICE u32 widened(u32 four, int half) {
+  if constexpr (type == kF16) return e4m3_to_f16(four, half);
+  const float2 pair = unpack_e4m3(four, half);
+  return pack_bf16(pair.x, pair.y);
+}
+
+// A lane's place in eight rows: a piece of 16 bytes in half a line of one row, two pieces when widened. Eight neighbouring lanes have two
+// rows, chosen so that their pieces lie in different banks, as bytes and as 16-bit numbers.
+struct WidenedPlace {
+  u32 from, to;
+};
+template <int width>
+DEVICE WidenedPlace widened_place() {
+  const int lane = lane_id(), row = lane / 8 ^ lane / 4 % 2 * 5, piece = lane % 4;
+  const int exchanged = width == 128 ? row : row / 2 % 4;
+  return {u32(row * width + (piece ^ exchanged) * 16), u32(row * 128 + (2 * piece ^ row) * 16)};
+}
+
+// `from`, `to`: the lane's place in the part, and in the part's rows of a stage.
+template <int type, int dim, int chunk_bytes>
+DEVICE void widen_part(u32 from, u32 to) {
+  using Part = StagedPart<dim>;
+  constexpr int kHalves = (dim + 63) / 64, kPieces = kPartRows / 8 * kHalves, kAtOnce = 2;
+  static_assert(kPieces % kAtOnce == 0);
+#pragma unroll
+  for (int i = 0; i < kPieces; i += kAtOnce) {
+    uint4 bytes[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int half = (i + j) % kHalves, rows = (i + j) / kHalves * 8;
+      bytes[j] = load_shared((from ^ half % 2 * 64) + half / 2 * Part::kChunkBytes + rows * Part::kWidth);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int half = (i + j) % kHalves, rows = (i + j) / kHalves * 8;
+      const u32 at = half * chunk_bytes + rows * 128;
+      const uint4& b = bytes[j];
+      store_shared(to + at, uint4{widened<type>(b.x, 0), widened<type>(b.x, 1), widened<type>(b.y, 0), widened<type>(b.y, 1)});
+      store_shared((to ^ 16) + at, uint4{widened<type>(b.z, 0), widened<type>(b.z, 1), widened<type>(b.w, 0), widened<type>(b.w, 1)});
+    }
+  }
+}
+
+// A warp's share of keys or of values: `parts` of each tile, from the first_part-th on. One of the warps also says when an item ends.
+template <bool keys, int chunk_bytes, class Shared>
+class Widener {
+ public:
+  DEVICE Widener(const AttentionParams& p, const TensorMap& map, Shared& shared, int first_part)
+      : p_(p), map_(map), shared_(shared), first_part_(first_part) {}
+
+  // `stages`, `full` and `empty` are those of the first stage.
+  DEVICE void run(u32 stages, u32 full, u32 empty) {
+    constexpr int kStageBytes = (kDim + 63) / 64 * chunk_bytes;
+    constexpr int kType = keys ? kQType : int(kF16);
+    Ring<kStages> stage;
+    u32 parity = 0;
+    while (begin_item()) {
+      for (int part = 0; part < kShare; ++part) ask(part);
+      for (bool ahead = true; ahead; stage.next(), parity ^= 1) {
+        mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
+        ahead = advance();
+        const WidenedPlace place = widened_place<Part::kWidth>();
+        const u32 to = stages + stage.at * kStageBytes + first_part_ * (kPartRows * 128) + place.to, from = staged() + place.from;
+#pragma unroll 1
+        for (int part = 0; part < kShare; ++part) {
+          mbarrier_wait(staged_full() + part * 8, parity);
+          widen_part<kType, kDim, chunk_bytes>(from + part * Part::kBytes, to + part * (kPartRows * 128));
+          __syncwarp();
+          if (ahead) ask(part);
+        }
+        async_proxy_fence();
+        __syncwarp();
+        if (lane_id() == 0) mbarrier_arrive(full + stage.at * 8);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kDim = keys ? kHeadDimQk : kHeadDimV, kShare = keys ? kWidenedParts / kKeyWideners : kWidenedParts;
+  static constexpr int kShareRows = kShare * kPartRows, kBlocks = kSmallPages ? (kShareRows + 31) / 32 : 1;
+  using Part = StagedPart<kDim>;
+
+  DEVICE const Item& item() const { return shared_.item[entry_.at]; }
+  DEVICE u32 item_full() const { return shared_address(&shared_.item_full[entry_.at]); }
+  DEVICE u32 staged() const { return shared_address(keys ? shared_.staged_k : shared_.staged_v) + first_part_ * Part::kBytes; }
+  DEVICE u32 staged_full() const { return shared_address(keys ? shared_.staged_k_full : shared_.staged_v_full) + first_part_ * 8; }
+
+  // False: none will come.
+  DEVICE bool begin_item() {
+    mbarrier_wait(item_full(), entry_.parity);
+    if (item().num_rows == kNoItem) return false;
+    tile_ = tiles_of(item()).end - 1;
+    begin_tile();
+    return true;
+  }
+
+  // To the tile that is loaded next; false if that is not known yet.
+  DEVICE bool advance() {
+    if (tile_ > tiles_of(item()).first) {
+      --tile_;
+      begin_tile();
+      return true;
+    }
+    entry_.next();
+    return any_lane(mbarrier_is_over(item_full(), entry_.parity)) && begin_item();
+  }
+
+  DEVICE void begin_tile() {
+    const Item& item = this->item();
+    if (keys && first_part_ == 0 && lane_id() == 0 && tile_ == tile_from_end(tiles_of(item), 3))
+      mbarrier_arrive(shared_address(&shared_.item_ends));
+    if constexpr (kSmallPages) {
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const int row = 32 * i + lane_id(), key = first_key() + row;
+        const bool wanted = row < kShareRows && key >= item.lo && key < item.hi;
+        blocks_[i] = wanted ? __ldg(p_.block_ids + item.first_block + u32(key) / kSmallPage) : -1;
+      }
+    } else if constexpr (kBlockSize > 0) {
+      blocks_[0] = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / kPage) : 0;
+    }
+  }
+
+  DEVICE int first_key() const { return tile_ * kTileKeys + first_part_ * kPartRows; }
+  DEVICE int page_key() const { return first_key() + lane_id() * kPageRows; }  // a page a lane
+  DEVICE bool wanted(const Item& item) const {
+    const int key = page_key();
+    return lane_id() < kShare * kPartPages && key < item.hi && key + kPageRows > item.lo && item.hi > item.lo;
+  }
+
+  DEVICE void ask(int part) {
+    const Item& item = this->item();
+    const int lane = lane_id();
+    const u32 full = staged_full() + part * 8;
+    if constexpr (kSmallPages) {
+      const KvSide& side = keys ? p_.k : p_.v;
+      const char* const head = side.data + item.kv_head * side.head_stride;
+      const int first = part * kPartRows;  // of the warp's rows
+      const int block = kBlocks == 1 ? blocks_[0] : block_of_lane(first / 32);
+      const i64 at =
+          block < 0 ? -1 : block * side.block_stride + u32(first_key() + first / 32 * 32 + lane) % kSmallPage * side.token_stride;
+      copy_some_rows<kDim, Part::kChunkBytes, 1, kPartRows>(head, at, first % 32, staged() + part * Part::kBytes);
+      mbarrier_arrive_after_copies(full);
+    } else {
+      const bool loads = lane / kPartPages == part && wanted(item);
+      const int boxes = __popc(__ballot_sync(kFullWarp, loads));
+      if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);
+      __syncwarp();
+      const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % kPage);
+      const u32 at = staged() + part * Part::kBytes + lane % kPartPages * (kPageRows * Part::kWidth);
+#pragma unroll
+      for (int c = 0; loads && c < Part::kChunks; ++c)
+        tma_load(at + c * Part::kChunkBytes, map_, full, l2_normal(), c * Part::kWidth, offset, item.kv_head, blocks_[0]);
+    }
+  }
+
+  // Without an index that would need memory.
+  DEVICE int block_of_lane(int i) const {
+    int block = blocks_[0];
+#pragma unroll
+    for (int j = 1; j < kBlocks; ++j) block = i == j ? blocks_[j] : block;
+    return block;
+  }
+
+  const AttentionParams& p_;
+  const TensorMap& map_;
+  Shared& shared_;
+  const int first_part_;
+  Ring<int(sizeof(Shared::item) / sizeof(Item))> entry_;
+  int tile_ = 0;
+  int blocks_[kBlocks] = {};  // of `tile_`
+};
+
+}  // namespace imbrex::cuda
