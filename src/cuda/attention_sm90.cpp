@@ -27,7 +27,8 @@ int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_si
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  if (spec.head_dim_qk <= 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
+  const bool widens_rows = widens(spec) && has_small_pages(spec);  // takes the registers that loading has beside two teams
+  if (spec.head_dim_qk <= 64) tiles.teams = plain && !widens_rows ? 3 : 2, tiles.stages = 3;
   if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);

@@ -67,7 +67,8 @@ DEVICE WidenedPlace widened_place() {
 template <int type, int dim, int chunk_bytes>
 DEVICE void widen_part(u32 from, u32 to) {
   using Part = StagedPart<dim>;
-  constexpr int kHalves = (dim + 63) / 64, kPieces = kPartRows / 8 * kHalves, kAtOnce = 2;
+  constexpr int kHalves = (dim + 63) / 64, kPieces = kPartRows / 8 * kHalves,
+                kAtOnce = kConsumers == 3 ? 1 : 2;  // with three, registers are few
   static_assert(kPieces % kAtOnce == 0);
 #pragma unroll
   for (int i = 0; i < kPieces; i += kAtOnce) {
