@@ -27,8 +27,7 @@ int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_si
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  const bool widens_rows = widens(spec) && has_small_pages(spec);  // takes the registers that loading has beside two teams
-  if (spec.head_dim_qk <= 64) tiles.teams = plain && !widens_rows ? 3 : 2, tiles.stages = 3;
+  if (spec.head_dim_qk <= 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
   if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
@@ -38,7 +37,7 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const int qk = spec.head_dim_qk, v = spec.head_dim_v, group = spec.group_size();
-  const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128;
+  const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128 && !widens(spec);
   std::vector<Reason> reasons;
   const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
     if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
@@ -49,6 +48,8 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
+  need(!widens(spec) || !has_small_pages(spec), "spec.block_size", fmt::format("a multiple of {} with such keys", kLeastBoxKeys),
+       fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;

@@ -231,7 +231,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 
   const auto wait_for_tile = [](u64& full, u32 parity) {
     mbarrier_wait(shared_address(&full), parity);
-    if constexpr (kSmallPages && !kWidens) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
+    if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
   };
   const auto meet = [&] { named_barrier_sync(1 + kConsumers + wg, 128); };
   const auto leave = [](u64& barrier) { leave_stage(barrier, int(threadIdx.x) % 128); };

@@ -7,19 +7,18 @@
 // there already; so bytes are under way while it widens the others and waits for a stage.
 #include "attention_sm90_cluster.cuh"
 #include "convert.cuh"
-#include "tile_rows.cuh"
 
 namespace imbrex::cuda {
 
 constexpr bool kWidens = kWidenedParts > 1;
 static_assert(kWidens == (kKvType != kQType) && (!kWidens || (kKvType == kE4m3 && kCluster == 1)));
 constexpr int kKeyWideners = kWidens ? 2 : 1;  // warps
-constexpr int kPartRows = kTileKeys / kWidenedParts, kPartPages = kSmallPages ? 1 : kPartRows / kPageRows;
-static_assert(!kWidens || (kPartRows % 8 == 0 && (kSmallPages || kPartRows % kPageRows == 0)));
+constexpr int kPartRows = kTileKeys / kWidenedParts, kPartPages = kPartRows >= kPageRows ? kPartRows / kPageRows : 1;
+static_assert(!kWidens || (kPartRows % 8 == 0 && kPartRows % kPageRows == 0 && !kSmallPages));
 
 template <int dim>
-struct StagedPart {                                                    // bytes, swizzled as TMA does it
-  static constexpr int kWidth = dim <= 64 && !kSmallPages ? 64 : 128;  // of a row in a chunk
+struct StagedPart {                                    // bytes, swizzled as TMA does it
+  static constexpr int kWidth = dim <= 64 ? 64 : 128;  // of a row in a chunk
   static constexpr int kChunks = (dim + kWidth - 1) / kWidth, kChunkBytes = kPartRows * kWidth, kBytes = kChunks * kChunkBytes;
 };
 
@@ -37,9 +36,8 @@ constexpr int kStagedBytes =
 template <class Shared>
 DEVICE void init_staging(Shared& shared) {
   if constexpr (kWidens) {
-    constexpr int kLanes = kSmallPages ? 32 : 1;
-    for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), kLanes);
-    for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), kLanes);
+    for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), 1);
+    for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), 1);
   }
 }
 
@@ -125,12 +123,13 @@ class Widener {
 
  private:
   static constexpr int kDim = keys ? kHeadDimQk : kHeadDimV, kShare = keys ? kWidenedParts / kKeyWideners : kWidenedParts;
-  static constexpr int kShareRows = kShare * kPartRows, kBlocks = kSmallPages ? (kShareRows + 31) / 32 : 1;
   using Part = StagedPart<kDim>;
 
   DEVICE const Item& item() const { return shared_.item[entry_.at]; }
   DEVICE u32 item_full() const { return shared_address(&shared_.item_full[entry_.at]); }
-  DEVICE u32 staged() const { return shared_address(keys ? shared_.staged_k : shared_.staged_v) + first_part_ * Part::kBytes; }
+  DEVICE u32 staged() const {
+    return (keys ? shared_address(shared_.staged_k) : shared_address(shared_.staged_v)) + first_part_ * Part::kBytes;
+  }
   DEVICE u32 staged_full() const { return shared_address(keys ? shared_.staged_k_full : shared_.staged_v_full) + first_part_ * 8; }
 
   // False: none will come.
@@ -157,15 +156,8 @@ class Widener {
     const Item& item = this->item();
     if (keys && first_part_ == 0 && lane_id() == 0 && tile_ == tile_from_end(tiles_of(item), 3))
       mbarrier_arrive(shared_address(&shared_.item_ends));
-    if constexpr (kSmallPages) {
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int row = 32 * i + lane_id(), key = first_key() + row;
-        const bool wanted = row < kShareRows && key >= item.lo && key < item.hi;
-        blocks_[i] = wanted ? __ldg(p_.block_ids + item.first_block + u32(key) / kSmallPage) : -1;
-      }
-    } else if constexpr (kBlockSize > 0) {
-      blocks_[0] = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / kPage) : 0;
+    if constexpr (kBlockSize > 0) {
+      block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / kPage) : 0;
     }
   }
 
@@ -180,34 +172,15 @@ class Widener {
     const Item& item = this->item();
     const int lane = lane_id();
     const u32 full = staged_full() + part * 8;
-    if constexpr (kSmallPages) {
-      const KvSide& side = keys ? p_.k : p_.v;
-      const char* const head = side.data + item.kv_head * side.head_stride;
-      const int first = part * kPartRows;  // of the warp's rows
-      const int block = kBlocks == 1 ? blocks_[0] : block_of_lane(first / 32);
-      const i64 at =
-          block < 0 ? -1 : block * side.block_stride + u32(first_key() + first / 32 * 32 + lane) % kSmallPage * side.token_stride;
-      copy_some_rows<kDim, Part::kChunkBytes, 1, kPartRows>(head, at, first % 32, staged() + part * Part::kBytes);
-      mbarrier_arrive_after_copies(full);
-    } else {
-      const bool loads = lane / kPartPages == part && wanted(item);
-      const int boxes = __popc(__ballot_sync(kFullWarp, loads));
-      if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);
-      __syncwarp();
-      const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % kPage);
-      const u32 at = staged() + part * Part::kBytes + lane % kPartPages * (kPageRows * Part::kWidth);
+    const bool loads = lane / kPartPages == part && wanted(item);
+    const int boxes = __popc(__ballot_sync(kFullWarp, loads));
+    if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);
+    __syncwarp();
+    const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % kPage);
+    const u32 at = staged() + part * Part::kBytes + lane % kPartPages * (kPageRows * Part::kWidth);
 #pragma unroll
-      for (int c = 0; loads && c < Part::kChunks; ++c)
-        tma_load(at + c * Part::kChunkBytes, map_, full, l2_normal(), c * Part::kWidth, offset, item.kv_head, blocks_[0]);
-    }
-  }
-
-  // Without an index that would need memory.
-  DEVICE int block_of_lane(int i) const {
-    int block = blocks_[0];
-#pragma unroll
-    for (int j = 1; j < kBlocks; ++j) block = i == j ? blocks_[j] : block;
-    return block;
+    for (int c = 0; loads && c < Part::kChunks; ++c)
+      tma_load(at + c * Part::kChunkBytes, map_, full, l2_normal(), c * Part::kWidth, offset, item.kv_head, block_);
   }
 
   const AttentionParams& p_;
@@ -216,7 +189,7 @@ class Widener {
   const int first_part_;
   Ring<int(sizeof(Shared::item) / sizeof(Item))> entry_;
   int tile_ = 0;
-  int blocks_[kBlocks] = {};  // of `tile_`
+  int block_ = 0;  // of `tile_`, that the lane asks for
 };
 
 }  // namespace imbrex::cuda

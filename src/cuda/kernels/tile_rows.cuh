@@ -26,25 +26,6 @@ DEVICE RowBlocks row_blocks(const AttentionParams& p, long first_block, int begi
   return blocks;
 }
 
-// Of 32 rows, `count` from `first` on: `at` is where the lane's row begins, from `head` on; negative: left out. `to`: the first one's
-// place.
-template <int row_bytes, int chunk_bytes, int unrolled, int count>
-DEVICE void copy_some_rows(const char* head, i64 at, int first, u32 to) {
-  constexpr int kRowsAtOnce = 32 / 8;
-  const int lane = lane_id(), piece = lane % 8;
-#pragma unroll(unrolled)
-  for (int i = 0; i < count; i += kRowsAtOnce) {
-    const int row = i + lane / 8;
-    const u32 low = shuffle(u32(at), first + row), high = shuffle(u32(u64(at) >> 32), first + row);
-    const i64 from = i64(u64(high) << 32 | low);
-    const u32 place = to + row * 128 + (piece ^ row % 8) * 16;
-#pragma unroll
-    for (int chunk = 0; chunk * 128 < row_bytes; ++chunk)
-      if (from >= 0)
-        copy_async<16>(place + chunk * chunk_bytes, head + piece * 16 + from + chunk * 128, chunk * 128 + piece * 16 < row_bytes);
-  }
-}
-
 // Rows of `row_bytes`, a multiple of 16, in chunks of 128 bytes which are chunk_bytes apart; what the last chunk lacks is zero. Each lane
 // arrives at `full` when its copies are there. `unrolled`: groups of four rows, as many as registers are there for.
 template <int row_bytes, int chunk_bytes, int unrolled>

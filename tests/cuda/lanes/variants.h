@@ -122,7 +122,7 @@ inline std::vector<Variant> variants() {
   add_wgmma("rows", spec(DType::bf16, DType::bf16, 128, 128, 2, 1), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   Case& widened = add_wgmma("widened", spec(DType::bf16, DType::fp8_e4m3, 128, 128, 2, 16), {{70, 300, 0}, {3, 40, 1}, {200, 200, 2}});
   widened.scale_per_head = true;
-  add_wgmma("widened_rows", spec(DType::f16, DType::fp8_e4m3, 64, 64, 2, 1), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}}).values =
+  add_wgmma("widened_64", spec(DType::f16, DType::fp8_e4m3, 64, 64, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}}).values =
       ValuePattern::rising;
   Case& widened_256 = add_wgmma("widened_256", spec(DType::bf16, DType::fp8_e4m3, 240, 240, 4, 0), {{40, 170, 0}, {3, 40, 1}});
   widened_256.spec.mask.window_left = 90, widened_256.spec.score.soft_cap = 20.f;
