@@ -22,7 +22,7 @@ constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? 32 : 1, kValu
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 ? 232 : 240;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 || kWidens ? 232 : 240;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
