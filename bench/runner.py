@@ -109,30 +109,26 @@ class Runner:
         return Plan(self.native, "cuda:0", self.backend, cell.spec(), limits_of(cell, seq_lens), cell.balanced)
 
     def measure(self, cell: Cell) -> dict:
-        """{"us", "live": {peer: us}, "check", "plan"}; of prefill in a graph also "eager_us": a graph holds every shape of the kernel, an
-        eager call only those that the batch has work for."""
-        problem = Problem(cell, self.pools)
-        with self.plan(cell, problem.seq_lens) as plan:
-            update(plan, problem)
-            ours = imbrex_calls(plan, problem)
-            times = self.times(problem, {"imbrex": ours, **sdpa_calls(cell, problem, self.pools)})
-            torch.cuda.synchronize()
-            check = check_rows(problem, len(ours) - 1, 8 if self.quick else 24)  # what the last of the timed calls has left
-            result = {"us": times.pop("imbrex"), "live": best_layouts(times), "check": check, "plan": str(plan)}
-            if cell.unit == "TFLOP/s" and cell.protocol == "graph":
-                result["eager_us"] = protocols.sustained({"imbrex": ours[0]}, 30 if self.quick else 120, 1)["imbrex"]
-            return result
+        """As beside() has it, with PyTorch's kernels; of prefill in a graph also "eager_us": a graph holds every shape of the kernel, an eager
+        call only those that the batch has work for."""
 
-    def beside(self, cell: Cell, peers) -> dict:
-        """{"us", "peers": {name: us}, "check", "plan"} of a cell, with what `peers` (of fa3.py) has beside it."""
+        def eagerly(ours: list[protocols.Call]) -> dict:
+            if cell.unit != "TFLOP/s" or cell.protocol != "graph":
+                return {}
+            return {"eager_us": protocols.sustained({"imbrex": ours[0]}, 30 if self.quick else 120, 1)["imbrex"]}
+
+        return self.beside(cell, sdpa_calls, 8 if self.quick else 24, eagerly)
+
+    def beside(self, cell: Cell, peers, samples: int = 6, also=lambda ours: {}) -> dict:
+        """{"us", "live": {peer: us}, "check", "plan"} of a cell, with what `peers` has beside it and what `also` finds out."""
         problem = Problem(cell, self.pools)
         with self.plan(cell, problem.seq_lens) as plan:
             update(plan, problem)
             ours = imbrex_calls(plan, problem)
             times = self.times(problem, {"imbrex": ours, **peers(cell, problem, self.pools)})
             torch.cuda.synchronize()
-            check = check_rows(problem, len(ours) - 1, 6)
-            return {"us": times.pop("imbrex"), "peers": best_layouts(times), "check": check, "plan": str(plan)}
+            check = check_rows(problem, len(ours) - 1, samples)  # what the last of the timed calls has left
+            return {"us": times.pop("imbrex"), "live": best_layouts(times), "check": check, "plan": str(plan), **also(ours)}
 
     def times(self, problem: Problem, calls: dict[str, list[protocols.Call]]) -> dict[str, float]:
         protocol, rounds = problem.cell.protocol, 1 if self.quick else 2

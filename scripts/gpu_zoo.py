@@ -52,9 +52,9 @@ def measure(runner, cell, peers) -> dict:
         return {**begin, "status": "failed", "why": str(error).splitlines()[0][:200]}
     if found["check"]["failure"]:
         return {**begin, "status": "wrong", "why": found["check"]["failure"], "plan": found["plan"]}
-    result = {**begin, "status": "ok", "us": found["us"], "rate": cell.rate(found["us"]), "plan": found["plan"], "peers": found["peers"]}
-    if found["peers"]:
-        result["peer_us"] = min(found["peers"].values())
+    result = {**begin, "status": "ok", "us": found["us"], "rate": cell.rate(found["us"]), "plan": found["plan"], "peers": found["live"]}
+    if found["live"]:
+        result["peer_us"] = min(found["live"].values())
         result["ratio"] = result["peer_us"] / found["us"]
     return result
 

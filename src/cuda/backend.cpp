@@ -13,6 +13,7 @@
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
 #include "cuda/plan.h"
+#include "cuda/tensor_map.h"
 
 namespace imbrex {
 namespace cuda {
@@ -78,12 +79,14 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
+    const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
     return {.entry = "attention_sm90_decode",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
                      .runs = true,
                      .most_in_run = attention_sm90_decode_most_in_run(spec, *tiles),
-                     .blocks = tiles->blocks},
+                     .blocks = tiles->blocks,
+                     .blocks_each = shares_pace ? tiles->blocks : 1},
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
             .joins_pieces = true};

@@ -3,8 +3,6 @@
 
 #include <algorithm>
 
-#include "cuda/tensor_map.h"
-
 namespace imbrex::cuda {
 namespace {
 
@@ -48,8 +46,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.split_kv = round_up(std::max(least.keys, p.split_kv_each), tiles[shape].keys);
     p.runs = tiles[shape].runs;
     p.most_in_run = tiles[shape].most_in_run;
-    // A thread block that widens fp8, or copies keys one by one, is no faster when it has a multiprocessor to itself.
-    p.workers_each = is_fp8(spec.kv_dtype) || has_small_pages(spec) ? 1 : tiles[shape].blocks;
+    p.workers_each = tiles[shape].blocks_each;
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.
     p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);

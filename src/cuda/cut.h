@@ -14,7 +14,8 @@ struct Tile {
   int keys = 0;
   bool runs = false;  // whether an item may be a run of several pieces: WorkItem::piece
   int most_in_run = kMostInRun;
-  int blocks = 2;  // thread blocks, or crews of one, that a multiprocessor runs at a time
+  int blocks = 2;       // thread blocks, or crews of one, that a multiprocessor runs at a time
+  int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
 };
 
 // A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.

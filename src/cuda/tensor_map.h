@@ -16,8 +16,8 @@ constexpr int kTensorMapLine = 128;  // bytes of a row of a box at most: the wid
 bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box);
 // Of keys or values: dims, keys of a page, kv heads, pages. A box has keys of a head, as many as divide a page and a tile of `tile` keys,
-// in which they follow each other, and `width` bytes of each. A tile has one for each of the thread blocks that
-// load it together at least, or for each of the parts that come one by one: `blocks`.
+// in which they follow each other, and `width` bytes of each. No box is more than a tile's share of `blocks`: of the thread
+// blocks that load it together, or of the parts in which it comes.
 bool encode_kv_map(CUtensorMap&, const TensorView&, int tile, int width = kTensorMapLine, int blocks = 1);
 
 // Whether a box of a page would be less than a swizzle, which repeats after so many keys. Then rows come one by one, without a map.
