@@ -10,6 +10,11 @@ from ._paged import paged_attention_forward
 from ._refusals import finish, refuse
 
 
+def _is_causal(module: torch.nn.Module) -> bool:
+    """By its word. In some versions of transformers UMT5's decoder does not give it: its layers with a bias are those that look at their own tokens."""
+    return getattr(module, "is_causal", True) or (getattr(module, "is_decoder", False) and getattr(module, "has_relative_attention_bias", False))
+
+
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -34,7 +39,7 @@ def attention_forward(
         )
     refuse(module, (query, key, value, s_aux, position_bias), dropout, kwargs)
     query_len, seq_len = query.shape[2], key.shape[2]
-    causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
+    causal = _is_causal(module) if is_causal is None else bool(is_causal)
     window = (-1, -1)
     shape = None if position_bias is not None else shape_of(attention_mask, query_len, seq_len)
     if shape is not None:
