@@ -9,9 +9,9 @@ namespace imbrex {
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, split_kv_each, min_q, max_q;
-  int num_workers, workers_each, most_in_run;
+  int num_workers, items_each, workers_each, most_in_run;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
-  bool causal, runs;
+  bool causal, runs, few_splits;
   int window_left, window_right, chunk;
 };
 
@@ -123,23 +123,29 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
+// With few_splits, of a list for each worker: tasks that soonest_run() makes of items of equal length, and splits of any items. A run is at
+// least a quarter as long as it may be, so that items which allow twice the run of these make twice as many splits and one each at most.
+// Where runs have a share of the load each, there are five for each worker.
+constexpr int kMostTasksEach = 4, kMostSplitsEach = 2 * kMostTasksEach + 1;
+
 // Keys of a run, where so many items of `keys` keys and `q_len` query tokens are all there is: what ends the last of them soonest. Workers
 // that share a multiprocessor share its pace, so that one of them is as fast alone.
-inline long soonest_run(const CutRules& rules, long keys, long items, int q_len) {
+inline long soonest_run(const CutRules& rules, long keys, long items, int q_len, long workers) {
   // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys. A worker joins what it has done
   // last with all of its threads, what it has done before with a warp.
   constexpr long kTaskKeys = 300;
   const long least = larger(q_len * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
-  const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len)), workers = larger(rules.num_workers, 1);
+  const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len));
   if (piece == 0) return keys;
   long best = 0, soonest = 0;
   for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
     const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
+    if (rules.few_splits && tasks > kMostTasksEach * workers && pieces < rules.most_in_run) continue;
     const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
     const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + splits * (tasks > workers ? joined_before : joined_last);
     if (best == 0 || (time < soonest && run <= 4l * rules.longest_kv)) best = run, soonest = time;
   }
-  return best * 5 / 4;  // items of about this length
+  return rules.few_splits ? 2 * best : best * 5 / 4;  // items of about this length
 }
 
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
@@ -150,9 +156,10 @@ inline long soonest_run(const CutRules& rules, long keys, long items, int q_len)
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;
   if (!rules.runs || load.items == 0) return {0, 0, 0};
-  const long workers = larger(rules.num_workers, 1);
+  const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
+  const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
   if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
-  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items, load.queries), 0};
+  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items, load.queries, workers), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;

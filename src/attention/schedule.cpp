@@ -53,11 +53,13 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .min_q = policy.min_q,
           .max_q = policy.max_q,
           .num_workers = policy.num_workers,
+          .items_each = policy.items_each,
           .workers_each = policy.workers_each,
           .most_in_run = policy.most_in_run,
           .balanced_piece = 0,
           .causal = mask.causal,
           .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
+          .few_splits = policy.few_splits,
           .window_left = mask.window_left,
           .window_right = mask.window_right,
           .chunk = mask.chunk};
@@ -174,23 +176,35 @@ ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& l
             .num_partial_rows = std::min<int64_t>(policy.tile_q, split_q) * (merges + workers)};
   }
   const Splits splits = most_splits(policy, limits);
-  return {.num_work = items + requests * splits.extra_items,
-          .num_merges = std::min(requests * splits.merges, items),
-          .num_partial_rows = std::min(requests * splits.partial_rows, tokens * splits.pieces)};
+  ScheduleBounds bounds{.num_work = items + requests * splits.extra_items,
+                        .num_merges = std::min(requests * splits.merges, items),
+                        .num_partial_rows = std::min(requests * splits.partial_rows, tokens * splits.pieces)};
+  if (policy.runs && policy.few_splits) {
+    const int64_t most = int64_t(kMostSplitsEach) * std::max(policy.num_workers, 1);  // of items with tile_q query tokens
+    bounds.num_work = std::min(bounds.num_work, items + most * policy.items_each);
+    bounds.num_merges = std::min(bounds.num_merges, most * policy.items_each);
+    bounds.num_partial_rows = std::min(bounds.num_partial_rows, most * policy.tile_q);
+  }
+  return bounds;
 }
 
 int64_t partial_rows_bound(std::span<const SchedulePolicy> policies, const PlanLimits& limits) {
-  int64_t sum = 0, rows = 0, pieces = 0;
+  int64_t few = 0, sum = 0, rows = 0, pieces = 0;
   bool balanced = false;
   for (const SchedulePolicy& policy : policies) {
     const Splits splits = most_splits(policy, limits);
-    sum += schedule_bounds(policy, limits).num_partial_rows;
+    const int64_t most = schedule_bounds(policy, limits).num_partial_rows;
+    if (policy.runs && policy.few_splits) {
+      few += most;
+      continue;
+    }
+    sum += most;
     rows = std::max(rows, splits.partial_rows);
     pieces = std::max(pieces, splits.pieces);
     balanced = balanced || policy.balanced;
   }
-  if (balanced) return sum;
-  return std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
+  if (balanced) return few + sum;
+  return few + std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
 }
 
 }  // namespace imbrex

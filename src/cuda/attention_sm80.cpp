@@ -129,7 +129,8 @@ KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, D
                                {"kKeyWarps", t.key_warps},
                                {"kDimWarps", t.dim_warps},
                                {"kStages", t.stages},
-                               {"kBlocks", t.blocks}})};
+                               {"kBlocks", t.blocks}},
+                              1, t.whole_items)};
 }
 
 KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {

@@ -19,6 +19,7 @@ struct AttentionTiles {
   int stages;                           // tiles of keys and values in shared memory
   int blocks;                           // thread blocks a multiprocessor is to hold
   int item_rows = rows;                 // (query token, q head) of an item at most, unless a token has more
+  bool whole_items = false;             // whether a split that begins an item computes all of it, and the others nothing
   int threads() const { return 32 * row_warps * key_warps * dim_warps; }
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };

@@ -33,7 +33,7 @@ ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
-          .joins_pieces = tiles->key_warps > 1};
+          .joins_pieces = tiles->key_warps > 1 || tiles->whole_items};
 }
 
 ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) { return sm80_shape(sm80_tiles(arch, spec, shape)); }
@@ -73,9 +73,15 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
     return {.entry = kernel.entry,
-            .tile = {.rows = tiles.item_rows(), .keys = tiles.keys},
+            .tile = {.rows = tiles.item_rows(),
+                     .keys = tiles.keys,
+                     .runs = runs_in_prefill(spec.head_dim_v),
+                     .most_in_run = kMostInPrefillRun,
+                     .blocks = 1,
+                     .cluster = tiles.cluster},
             .threads = tiles.threads(),
             .cluster = unsigned(tiles.cluster),
+            .run_sums = !runs_in_prefill(spec.head_dim_v) ? 0 : tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
             .maps = kernel.maps};
   }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
@@ -101,12 +107,14 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
 }
 
 // Where TMA cannot read the tensors: decode and verify have a variant that can, and prefill runs as in cuda_sm80, with tiles that take the
-// same items: a part of their rows, and keys that begin where the items' do.
+// same items: a part of their rows, and keys that begin where the items' do. They know no runs, of which nothing may depend on how many
+// pieces they have: so an item is done at one go.
 AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
   AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
   const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
   tiles.item_rows = items.item_rows();
   tiles.keys = std::gcd(tiles.keys, items.keys);
+  tiles.whole_items = true;
   return tiles;
 }
 

@@ -12,6 +12,7 @@ struct LeastPiece {
   int keys, partial_percent;
 };
 constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
+constexpr int kLeastOfPrefillRuns = 512;  // keys: four tiles of products for each time that sums go to memory and back
 // Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
 // partial results of so many keys a seventh as long.
 constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
@@ -55,7 +56,18 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.max_split_rows = most * decode_q;
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
-    p.num_workers = std::max(tiles[shape].blocks * workers / heads_of(shape), 1);
+    p.num_workers = std::max(tiles[shape].blocks * workers / tiles[shape].cluster / heads_of(shape), 1);
+    if (shape == kPrefill && tiles[shape].runs) {
+      p.split_kv_each = 0;
+      p.split_kv = round_up(kLeastOfPrefillRuns, tiles[shape].keys);
+      p.longest_kv = INT32_MAX;
+      p.few_splits = true;
+      p.items_each = p.tile_q % tiles[shape].cluster == 0 ? tiles[shape].cluster : 1;
+      p.max_splits = std::min(p.num_workers * p.items_each, p.most_in_run);
+      p.share_splits = p.max_splits;
+      p.max_split_rows = p.num_workers * p.tile_q;
+      p.split_max_q = std::max(1, p.max_split_rows / 2);
+    }
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;

@@ -15,6 +15,7 @@ struct Tile {
   bool runs = false;  // whether an item may be a run of several pieces: WorkItem::piece
   int most_in_run = kMostInRun;
   int blocks = 2;       // thread blocks, or crews of one, that a multiprocessor runs at a time
+  int cluster = 1;      // of these blocks, those that take an item together
   int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
 };
 
@@ -32,7 +33,8 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 //
 // Kernels that take runs are spared the trade: one thread block computes several pieces of a request as soon as others keep all blocks
 // busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
-// has 128 keys or more, and up to 15 % may be traffic of partial results.
+// has 128 keys or more, and up to 15 % may be traffic of partial results. Of prefill's items, which are bound by products, it has 512 keys,
+// and an item as many pieces as give a lone request a task on each multiprocessor, up to a run's.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

@@ -103,7 +103,12 @@ struct PlanBatchParams {
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
-constexpr int kMergeThreads = 256;
+constexpr int kMergeThreads = 256, kMergeShares = 8;  // shares: tasks that the rows of an item and kv head are
+
+// Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
+constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
+constexpr bool runs_in_prefill(int head_dim_v) { return head_dim_v <= 128; }
+constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
 
 // For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
 struct AttentionParams {
@@ -132,6 +137,7 @@ struct AttentionParams {
   int bias_reach;
   float* partial_out;     // [partial rows, num_q_heads, head_dim_v], not normalised
   float* partial_state;   // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
+  float* run_sums;        // [thread blocks, warpgroups, kRunLevels, run_node_floats()]: prefill, between the pieces of a run
   const float* q_scales;  // of fp8 queries, on the device, [1] or [num_kv_heads]; null: `scale` has it
   int q_scale_stride;     // elements; 0: one for all heads
 };

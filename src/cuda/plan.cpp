@@ -87,7 +87,9 @@ void Plan::name_kernels() {
     ShapePlan& s = shapes_[shape];
     if (s.bounds.num_work == 0) continue;
     name_attention(s.kernels, table_, shape, options_.load_on_demand);
-    if (s.kernel.maps != nullptr) name_attention(s.without_maps, *table_.without_maps, shape, true);
+    if (s.kernel.maps == nullptr) continue;
+    s.mapless_joins = table_.without_maps->shape(arch_, spec_, shape).joins_pieces;
+    name_attention(s.without_maps, *table_.without_maps, shape, true);
   }
   const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(shapes_, merges))
@@ -150,6 +152,10 @@ void Plan::lay_out() {
   const int64_t rows = checked_mul("plan.scratch", partial_rows_, spec_.num_q_heads * int64_t(sizeof(float)));
   partial_out_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, spec_.head_dim_v)));
   partial_state_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, 2)));
+  int64_t run_sums = 0;
+  for (const ShapePlan& s : shapes_)
+    if (s.bounds.num_merges > 0) run_sums = std::max(run_sums, s.kernel.run_sums);
+  run_sums_ = DeviceBuffer(context_, size_t(run_sums * std::max(device_.num_workers, 1)) * sizeof(float));
 }
 
 AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
@@ -193,6 +199,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.bias_reach = tables_->bias_reach();
   a.partial_out = partial_out_.as<float>();
   a.partial_state = partial_state_.as<float>();
+  a.run_sums = run_sums_.as<float>();
   return a;
 }
 
@@ -228,8 +235,10 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     const bool mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
     ByOutput& kernels = mapped ? s.kernels : s.without_maps;
     launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
-    const int64_t merges = s.kernel.joins_pieces ? 0 : any ? s.bounds.num_merges : int64_t(schedule.merges.size());
-    if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_q_heads, cu, a);
+    const int64_t merges = (mapped ? s.kernel.joins_pieces : s.mapless_joins) ? 0
+                           : any                                              ? s.bounds.num_merges
+                                                                              : int64_t(schedule.merges.size());
+    if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
   }
   if (!captured) return;
   captured_run_ = true;

@@ -28,8 +28,9 @@ struct ShapeKernel {
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
   unsigned cluster = 1;      // thread blocks that take a task together
+  int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor has one then: AttentionParams::run_sums
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
-  // Whether it adds up the pieces of an item itself. As in the table for tensors without maps.
+  // Whether it adds up the pieces of an item itself, or leaves none.
   bool joins_pieces = false;
 };
 
@@ -95,6 +96,7 @@ class Plan final : public StepPlan {
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
+    bool mapless_joins = false;     // joins_pieces of these
     int row_blocks = 1;             // tiles of rows of one token
     size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
   };
@@ -148,10 +150,10 @@ class Plan final : public StepPlan {
   std::unique_ptr<PlanTables> tables_;
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  int64_t partial_rows_ = 0;                             // the most that a batch within the limits has
-  DeviceBuffer counters_, partial_out_, partial_state_;  // counters: a task of each shape, then arrivals
-  std::unique_ptr<DevicePlan> device_plan_;              // null: PlanOptions::on_device was not asked for
-  bool programmatic_ = false;                            // launches may begin before the ones in front of them have ended
+  int64_t partial_rows_ = 0;                                        // the most that a batch within the limits has
+  DeviceBuffer counters_, partial_out_, partial_state_, run_sums_;  // counters: a task of each shape, then arrivals
+  std::unique_ptr<DevicePlan> device_plan_;                         // null: PlanOptions::on_device was not asked for
+  bool programmatic_ = false;                                       // launches may begin before the ones in front of them have ended
 
   TwoSteps<Step> steps_;
   bool has_step_ = true;

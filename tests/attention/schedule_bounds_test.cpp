@@ -30,6 +30,11 @@ SchedulePolicy random_policy(Random& random) {
   p.max_q = random.of({4, 16, INT32_MAX});
   p.first_partial = random.of({0, 100});
   p.runs = random.of({0, 1}) != 0;
+  if (p.runs && !p.balanced && random.of({0, 1}) != 0) {
+    p.few_splits = true;
+    p.longest_kv = INT32_MAX, p.most_in_run = 16, p.max_splits = random.between(1, 16);
+    p.items_each = p.tile_q % 2 == 0 ? random.of({1, 2}) : 1;
+  }
   return p;
 }
 

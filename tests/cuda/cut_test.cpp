@@ -166,19 +166,49 @@ TEST(Cut, FewHeadsGetLongRuns) {
   EXPECT_EQ(items_each(264, 8192), 1u);
 }
 
+// Chunks and extends of a GPU's share of a model in cuda_sm90's prefill: pieces alone, runs of them beside others.
+TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
+  const DeviceInfo device = describe_device("h200");
+  const auto prefill = [&](const AttentionSpec& spec, const Step& step) {
+    std::array<Tile, kNumShapes> tiles;
+    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    const CutPolicy policies = cut_policy(spec, device, tiles, false);
+    EXPECT_LE(policies[kPrefill].max_splits, policies[kPrefill].most_in_run) << "pieces for which an item has no run";
+    Schedule s;
+    schedule(step.view(), spec.mask, policies[kPrefill], s);
+    return s;
+  };
+  struct {
+    AttentionSpec spec;
+    int q_len, seq_len, least_tasks;
+  } const kSteps[] = {{llama(4, 1), 512, 8192, 128}, {llama(8, 2), 512, 8192, 64}, {llama(4, 4), 512, 8192, 64},
+                      {llama(12, 1), 16, 6000, 16},  {llama(24, 8), 16, 6000, 32}, {llama(8, 1, DType::fp8_e4m3), 512, 8192, 120}};
+  for (const auto& [spec, q_len, seq_len, least_tasks] : kSteps) {
+    const std::string what = spec.str() + ", " + std::to_string(q_len) + " tokens";
+    const Schedule alone = prefill(spec, Step(1, q_len, seq_len)), many = prefill(spec, Step(200, q_len, seq_len));
+    EXPECT_GE(int(alone.work.size()) * spec.num_kv_heads, least_tasks) << what;
+    EXPECT_GT(alone.merges.size(), 0u) << what;
+    const auto whole = std::ranges::count_if(many.work, [](const WorkItem& w) { return w.partial < 0 && w.piece > 0; });
+    EXPECT_GE(whole, std::ssize(many.work) * 3 / 5) << what;
+  }
+  EXPECT_TRUE(prefill(llama(), Step(1, 4096, 8192)).merges.empty()) << "enough rows";
+}
+
 TEST(Cut, MemoryIsBounded) {
   const DeviceInfo device = describe_device("h200");
   for (const auto& [q_heads, kv_heads] : {std::pair{32, 8}, {64, 8}, {8, 1}, {32, 32}, {71, 1}, {128, 8}})
     for (const PlanLimits& limits : {PlanLimits{}, PlanLimits{.max_num_reqs = 256, .max_num_tokens = 256, .max_query_len = 1}}) {
       const AttentionSpec spec = llama(q_heads, kv_heads);
       std::array<Tile, kNumShapes> tiles;
-      for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
-      const CutPolicy policies = cut_policy(spec, device, tiles, false);
-      const int64_t rows = partial_rows_bound(policies, limits);
-      const double mib = double(rows) * q_heads * (128 + 2) * 4 / (1 << 20);
-      EXPECT_LT(mib, 700) << q_heads << "/" << kv_heads;
-      if (limits.max_query_len == 1) {
-        EXPECT_EQ(schedule_bounds(policies[kPrefill], limits).num_work, 0);
+      for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90}) {
+        for (const Shape shape : kShapes) tiles[shape] = kernels->shape(arch_of(device), spec, shape).tile;
+        const CutPolicy policies = cut_policy(spec, device, tiles, false);
+        const int64_t rows = partial_rows_bound(policies, limits);
+        const double mib = double(rows) * q_heads * (128 + 2) * 4 / (1 << 20);
+        EXPECT_LT(mib, 700) << kernels->backend << ", " << q_heads << "/" << kv_heads;
+        if (limits.max_query_len == 1) {
+          EXPECT_EQ(schedule_bounds(policies[kPrefill], limits).num_work, 0);
+        }
       }
     }
 }

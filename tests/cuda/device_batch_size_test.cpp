@@ -16,10 +16,11 @@ struct Layer {
   AttentionSpec spec;
   int q_len = 1;
   const char* backend = "cuda_sm90";
+  int from_element = 0;  // where keys and values begin: TMA loads from multiples of 16 bytes
 };
 
-AttentionSpec few_heads(int q_heads, int kv_heads, int dim, DType kv = DType::bf16) {
-  return {.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = dim, .head_dim_v = dim, .kv_dtype = kv};
+AttentionSpec few_heads(int q_heads, int kv_heads, int dim, DType kv = DType::bf16, DType q = DType::bf16) {
+  return {.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = dim, .head_dim_v = dim, .q_dtype = q, .kv_dtype = kv};
 }
 
 const Layer kLayers[] = {
@@ -32,6 +33,13 @@ const Layer kLayers[] = {
     {"heads8_1_verify", few_heads(8, 1, 128), 4},
     {"heads8_1_d256_verify", few_heads(8, 1, 256), 4},
     {"heads71_1_d64_sm80", few_heads(71, 1, 64), 1, "cuda_sm80"},
+    {"heads8_1_extend", few_heads(8, 1, 128), 9},
+    {"heads14_2_extend", few_heads(14, 2, 64), 40},
+    {"heads4_4_extend", few_heads(4, 4, 128), 200},
+    {"heads8_1_extend_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 30},
+    {"heads8_2_extend_e4m3_queries", few_heads(8, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3), 30},
+    {"heads4_1_d256_extend", few_heads(4, 1, 256), 40},
+    {"heads8_1_extend_unaligned", few_heads(8, 1, 128), 30, "cuda_sm90", 1},
 };
 
 class DeviceBatchSize : public test::Gpu, public testing::WithParamInterface<Layer> {};
@@ -60,14 +68,15 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
   const std::vector<unsigned char> of_request = bytes(q_len * int64_t(spec.num_q_heads) * spec.head_dim_qk, spec.q_dtype);
   std::vector<unsigned char> queries;
   for (int r = 0; r < kMostReqs; ++r) queries.insert(queries.end(), of_request.begin(), of_request.end());
-  const int64_t key_values = int64_t(width) * spec.block_size * spec.num_kv_heads * spec.head_dim_qk;
+  const int64_t key_values = GetParam().from_element + int64_t(width) * spec.block_size * spec.num_kv_heads * spec.head_dim_qk;
   const DeviceBuffer q = upload(queries), k = upload(bytes(key_values, spec.kv_dtype)), v = upload(bytes(key_values, spec.kv_dtype)),
                      ids = upload(table), out(context, size_t(tokens * row_values) * 2),
                      lse(context, size_t(tokens * spec.num_q_heads) * 4);
 
   const Device gpu{DeviceType::cuda, 0};
   const auto pages = [&](const DeviceBuffer& side) {
-    return TensorView::contiguous(side.as(), spec.kv_dtype, {width, spec.block_size, spec.num_kv_heads, spec.head_dim_qk}, gpu);
+    void* const data = side.as<unsigned char>() + GetParam().from_element * size_of(spec.kv_dtype);
+    return TensorView::contiguous(data, spec.kv_dtype, {width, spec.block_size, spec.num_kv_heads, spec.head_dim_qk}, gpu);
   };
   struct Result {
     std::vector<uint16_t> out;
@@ -89,7 +98,7 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
     fill_bytes(out.address(), 0xff, out.bytes(), stream.get());
     plan->run({.q = TensorView::contiguous(q.as(), spec.q_dtype, {reqs * q_len, spec.num_q_heads, spec.head_dim_qk}, gpu),
                .kv = {.k = pages(k), .v = pages(v), .k_scale = {}, .v_scale = {}}},
-              {.out = TensorView::contiguous(out.as(), spec.q_dtype, {reqs * q_len, spec.num_q_heads, spec.head_dim_v}, gpu),
+              {.out = TensorView::contiguous(out.as(), spec.out_dtypes()[0], {reqs * q_len, spec.num_q_heads, spec.head_dim_v}, gpu),
                .lse = TensorView::contiguous(lse.as(), DType::f32, {reqs * q_len, spec.num_q_heads}, gpu)},
               stream.get());
     const auto all = download<uint16_t>(out);

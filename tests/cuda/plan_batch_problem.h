@@ -46,7 +46,8 @@ struct PlanBatchProblem {
     if (kind == 0 && below(2) == 0) limits.max_query_len = 1;
     const DeviceInfo device = describe_device("h200");
     std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+    const AttentionKernels& kernels = limits.max_num_tokens % 2 ? kernels_sm80 : kernels_sm90;  // with runs in prefill
+    for (const Shape shape : kShapes) tiles[shape] = kernels.shape(arch_of(device), spec, shape).tile;
     policies = cut_policy(spec, device, tiles, false);
     for (const Shape shape : kShapes) l2_keys[shape] = below(2) ? below(1 << below(24)) : 0;
     num_kv_heads = kv_heads;

@@ -1,67 +1,9 @@
 #pragma once
-// Sums of a row over several ranges of keys become one: from memory, where thread blocks have left pieces of an item or runs of pieces, and
-// in registers, where one block has several pieces. Always from the left, as kPiecesTogether's tree, by the same arithmetic: a result has
-// the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
+// The end of an item in pieces: the thread block whose piece comes last joins all of them.
 #include "attention_item.cuh"
-#include "attention_output.cuh"
+#include "row_sums.cuh"
 
 namespace imbrex::cuda {
-
-constexpr float kNoSum = -0.f;  // of no keys: whatever is added to it, -0 too, keeps its bits
-
-// Joins sums that are relative to two references, those of rising keys in their order.
-struct Fold {
-  float reference;    // of the result
-  float kept, added;  // what the sums so far and the others are multiplied by
-
-  DEVICE Fold(float sums, float others)
-      : reference(fmaxf(sums, others)), kept(exp2_approx(sums - reference)), added(exp2_approx(others - reference)) {}
-  // Spelt out: a compiler could contract either product.
-  DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
-};
-
-// Eight dims of a row, from `d` on: its sums so far, and what they are relative to.
-struct RowSums {
-  float reference = kEmptyReference, sum = kNoSum, x[8] = {kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum};
-
-  // Sums that are empty change nothing, and empty ones become the others, bit for bit.
-  DEVICE void fold(const RowSums& others) {
-    const Fold fold(reference, others.reference);
-    reference = fold.reference, sum = fold(sum, others.sum);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = fold(x[k], others.x[k]);
-  }
-
-  DEVICE RowSums of_lane(int lane) const {
-    RowSums other;
-    other.reference = shuffle(reference, lane), other.sum = shuffle(sum, lane);
-#pragma unroll
-    for (int k = 0; k < 8; ++k) other.x[k] = shuffle(x[k], lane);
-    return other;
-  }
-
-  // To and from a row of the partial buffers.
-  DEVICE void leave(const AttentionParams& p, long row, int d) const {
-    if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
-    float4* const to = reinterpret_cast<float4*>(p.partial_out + row * kHeadDimV + d);
-    to[0] = {x[0], x[1], x[2], x[3]}, to[1] = {x[4], x[5], x[6], x[7]};
-  }
-  DEVICE void take(const AttentionParams& p, long row, int d) {
-    const float2 state = load_l2(reinterpret_cast<const float2*>(p.partial_state) + row);
-    const float4* const from = reinterpret_cast<const float4*>(p.partial_out + row * kHeadDimV + d);
-    const float4 low = load_l2(from), high = load_l2(from + 1);
-    *this = {state.x, state.y, {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-  }
-
-  DEVICE void store(const AttentionParams& p, const Item& item, int row, int d, float v_scale, bool wide) {
-    const int token = item.token_of(row), head = item.head_of(row);
-    const RowEnd end = row_end(p, head, reference, sum);
-    if (d == 0) store_lse(p, token, head, end.lse);
-#pragma unroll
-    for (float& value : x) value = ended(value, end.factor * v_scale);
-    store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
-  }
-};
 
 // By one thread that has seen all others leave the sums of a split: whether it was the last split of its item.
 DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
@@ -73,12 +15,10 @@ DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   return true;
 }
 
-// By `threads` threads, when that was so. Each has the loads of several splits under way at the same time: where the memory is busy, they
-// take many times as long as what is done with them. Two threads share eight dims of a row where there are enough.
+// By `threads` threads, when that was so. Two threads share eight dims of a row where there are enough.
 template <int threads>
 DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
   constexpr int kEights = kHeadDimV / 8, kLanes = threads >= 2 * kGroup * kEights ? 2 : 1;
-  constexpr int kNodes = 2, kSplits = kNodes * kPiecesTogether;  // of a thread, at a time
   const MergeItem merge = p.merges[item.merge];
   const int heads = p.num_kv_heads * kGroup, thread = computed_here(int(threadIdx.x)) % threads, lane = thread % kLanes;
   const long stride = long(merge.q_end - merge.q_begin) * heads, to_first = long(merge.first_partial - item.partial) * heads;
@@ -86,48 +26,8 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
   const float v_scale = kv_scale(p.v, item.kv_head);
   for (int begin = 0; begin < item.num_rows * kEights; begin += threads / kLanes) {
     const int i = begin + thread / kLanes, row = min(i / kEights, item.num_rows - 1), d = i % kEights * 8;
-    const long first = partial_row(p, item, row) + to_first;
-    RowSums all, level3, level2;  // of the tree: nodes that are not complete
-    int nodes = 0;                // of the first level that are in them
-#pragma unroll 1
-    for (int s = 0; s < merge.num_splits; s += kLanes * kSplits) {
-      RowSums node[kNodes][kPiecesTogether];
-      const auto begin_of = [&](int n, int l) { return s + (n * kLanes + l) * kPiecesTogether; };
-#pragma unroll
-      for (int n = 0; n < kNodes; ++n) {
-#pragma unroll
-        for (int k = 0; k < kPiecesTogether; ++k) {
-          const int split = begin_of(n, lane) + k;
-          if (split < merge.num_splits) node[n][k].take(p, first + split * stride, d);
-        }
-      }
-#pragma unroll
-      for (int n = 0; n < kNodes; ++n) {
-#pragma unroll
-        for (int k = 1; k < kPiecesTogether; ++k) node[n][0].fold(node[n][k]);
-#pragma unroll
-        for (int l = 0; l < kLanes; ++l) {
-          if (begin_of(n, l) >= merge.num_splits) break;
-          if (nodes > 0 && nodes % kPiecesTogether == 0) {
-            level3.fold(level2);
-            level2 = {};
-            if (nodes % (kPiecesTogether * kPiecesTogether) == 0) {
-              all.fold(level3);
-              level3 = {};
-            }
-          }
-          level2.fold(kLanes == 1 ? node[n][0] : node[n][0].of_lane(lane_id() / kLanes * kLanes + l));
-          ++nodes;
-        }
-      }
-    }
-    if (nodes <= kPiecesTogether) {
-      all = level2;
-    } else {
-      level3.fold(level2);
-      all.fold(level3);
-    }
-    if (lane == 0 && i < item.num_rows * kEights) all.store(p, item, row, d, v_scale, wide);
+    RowSums all = join_splits<2, kLanes>(p, partial_row(p, item, row) + to_first, stride, merge.num_splits, d, lane);
+    if (lane == 0 && i < item.num_rows * kEights) all.store(p, item.token_of(row), item.head_of(row), d, v_scale, wide);
   }
 }
 

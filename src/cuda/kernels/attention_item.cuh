@@ -5,13 +5,13 @@
 // Row r of an item is query token r / kGroup and, of the q heads that share its kv head, number r % kGroup. A result depends on its own
 // query and keys alone: keys are taken in tiles that begin at multiples of kTileKeys, in rising order, and a key that is hidden from a row
 // changes no bit of that row's sums.
+#include "attention_output.cuh"
 #include "cuda/params.h"
 #include "ptx.cuh"
 
 namespace imbrex::cuda {
 
-constexpr float kEmptyReference = -1e30f;  // of a row that has seen no key: finite, so that no infinities are subtracted
-constexpr int kFar = 1 << 29;              // beyond any sequence, and its sum with a position is still an int
+constexpr int kFar = 1 << 29;  // beyond any sequence, and its sum with a position is still an int
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
@@ -88,6 +88,12 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   const KeyRange first = visible_keys(p, item.position_of(0)), last = visible_keys(p, item.position_of(item.num_rows - 1));
   item.lo = max(work.kv_begin, first.lo);
   item.hi = min(min(work.kv_end, item.seq_len), last.hi);
+  if constexpr (kWholeItems) {
+    if (work.merge >= 0) {
+      if (work.partial != p.merges[work.merge].first_partial) item.num_rows = 0;
+      item.hi = min(item.seq_len, last.hi), item.partial = -1;
+    }
+  }
   return item;
 }
 
@@ -108,10 +114,6 @@ DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
 // --- logits: scale, head scale, soft cap, position bias; in log2 units at the end
 
 constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale
-
-DEVICE float kv_scale(const KvSide& side, int kv_head) {
-  return side.scales != nullptr ? side.scales[kv_head * side.scale_stride] : side.scale;
-}
 
 // What every q.k of a kv head is multiplied by.
 DEVICE float logit_scale(const AttentionParams& p, int kv_head) {

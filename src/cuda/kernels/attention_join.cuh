@@ -41,7 +41,7 @@ DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& p
       for (int k = 0; k < 8; ++k) sums.x[k] += values[k] * weight;
     }
     if (item.partial < 0) {
-      sums.store(p, item, row, d, v_scale, wide);
+      sums.store(p, item.token_of(row), item.head_of(row), d, v_scale, wide);
     } else {
       sums.leave(p, partial_row(p, item, row), d);
     }

@@ -5,6 +5,13 @@
 
 namespace imbrex::cuda {
 
+constexpr float kEmptyReference = -1e30f;  // of a row that has seen no key: finite, so that no infinities are subtracted
+
+// Dequantisation of keys or values.
+DEVICE float kv_scale(const KvSide& side, int kv_head) {
+  return side.scales != nullptr ? side.scales[kv_head * side.scale_stride] : side.scale;
+}
+
 struct RowEnd {
   float factor;  // of the sums of weighted values; 0: no key was seen, and they may be anything
   float lse;     // natural log

@@ -42,7 +42,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
 #pragma unroll
       for (int pair = 0; pair < kDimTiles; ++pair) {
         const float2 x = warp.pair_of(m, h, pair);
-        if (warp.dim_of(pair) < kHeadDimV) *reinterpret_cast<float2*>(out + warp.dim_of(pair)) = {x.x * v_scale, x.y * v_scale};
+        if (warp.dim_of(pair) < kHeadDimV) *reinterpret_cast<float2*>(out + warp.dim_of(pair)) = x;
       }
     } else {
       const RowEnd end = row_end(p, head, warp.reference(m, h), sum);

@@ -45,7 +45,8 @@ struct SharedStorage : Staging<kWidens> {
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   u64 item_full[kItems], item_ends;
   HandedTasks handed;
-  bool together[kItems];               // the item's rows are those of all blocks of the cluster
+  bool together[kItems];  // Found
+  RunPiece piece[kItems];
   Item item[kItems];                   // kNoItem rows: no item, and none will come
   float2 ended_state[kConsumers][64];  // reference and sum of each row of the item whose output is to be stored
 };
@@ -64,10 +65,9 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
     Item& item = shared.item[entry.at];
     const bool exists = tasks.exists();
     if (exists) {
-      Item found;
-      bool together;
-      const bool mine = tasks.find(num_items, found, together);
-      if (lane == 0) item = found, shared.together[entry.at] = together;
+      Found found;
+      const bool mine = tasks.find(num_items, found);
+      if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
       __syncwarp();
       if (!mine) continue;
       if constexpr (kSmallPages) {
@@ -316,8 +316,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const auto end_item = [&]() __attribute__((always_inline)) {
       const float2* const ended = shared.ended_state[warp_id() / 4] + matrix_row();
       const float2 first = ended[0], second = ended[8];
-      const float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
-      store_rows(p, shared.item[(entry.at + kItems - 1) % kItems], row, references, totals, out);
+      float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
+      const int at = (entry.at + kItems - 1) % kItems;
+      if (fold_piece(p, shared.piece[at], references, totals, out)) store_rows(p, shared.item[at], row, references, totals, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {

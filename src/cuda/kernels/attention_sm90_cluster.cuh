@@ -2,6 +2,7 @@
 // How thread blocks of the wgmma kernels come by their work: each alone, or those of a cluster together. These read the same tiles of keys
 // and values, a part of each from L2 and the rest from each other, and have a part of the item's rows each.
 #include "attention_sm90_parts.cuh"
+#include "attention_sm90_runs.cuh"
 
 namespace imbrex::cuda {
 
@@ -57,34 +58,68 @@ static_assert(kStages + 2 <= kHandedTasks);
 struct HandedTasks {  // in shared memory
   u64 full[kHandedTasks];
   int task[kHandedTasks];
+  struct {
+    int piece;   // the one that find() gives
+    bool more;   // whether there are more behind the one that was found last
+    u32 before;  // items that were found before the run
+  } run;         // of the one who finds, whose registers are few
 };
 
-// The tasks of a warp: first the one with the number of its block or cluster, then what the counter gives.
+// What a warp finds for the others: an item, or a piece of a run, which is done like an item of its own.
+struct Found {
+  Item item;
+  RunPiece piece;
+  bool together;  // the item's rows are those of all blocks of the cluster
+};
+
+// The tasks of a warp: first the one with the number of its block or cluster, then what the counter gives. A task that is a run is found
+// piece by piece.
 class Tasks {
  public:
-  DEVICE Tasks(const AttentionParams& p, HandedTasks& handed) : p_(p), handed_(handed) {}
+  DEVICE Tasks(const AttentionParams& p, HandedTasks& handed) : p_(p), handed_(handed) {
+    if (lane_id() == 0) handed_.run = {0, false, 0};
+    __syncwarp();
+  }
 
   DEVICE bool exists() const { return task_ < num_tasks(p_); }
 
   // The item of this block, or false: another cluster has it. Where one block has room for an item's rows, those of a cluster have a kv
   // head each instead, and what would be a task of the other heads is done with the first. `items`: found before.
-  DEVICE bool find(u32 items, Item& found, bool& together) const {
-    found = item_of(p_, task_);
-    found.request = found.seq_len = found.query_index = found.merge = found.piece = 0;  // not read: registers are few
-    together = kCluster > 1 && found.num_rows > kTileRows;
-    if (!together) {
-      const bool first = found.kv_head % kCluster == 0;
-      found.kv_head += rank_in_cluster();
-      return first;
+  DEVICE bool find(u32 items, Found& found) {
+    Item& item = found.item;
+    item = item_of(p_, task_);
+    const int piece = handed_.run.piece;
+    found.piece = {piece, true};
+    if (item.piece > 0) {
+      const int begin = tiles_of(item).first * kTileKeys + piece * item.piece, end = begin + item.piece;
+      found.piece.last = end >= item.hi;
+      item.lo = max(item.lo, begin), item.hi = min(item.hi, end);
+    }
+    item.request = item.seq_len = item.query_index = item.merge = item.piece = 0;  // not read: registers are few
+    found.together = kCluster > 1 && item.num_rows > kTileRows;
+    const bool mine = found.together || item.kv_head % kCluster == 0;
+    if (lane_id() == 0) {
+      if (piece == 0) handed_.run.before = items;
+      handed_.run.more = mine && !found.piece.last;
+    }
+    __syncwarp();
+    if (!found.together) {
+      item.kv_head += rank_in_cluster();
+      return mine;
     }
     // In turn: with a causal mask the first rows have less to do.
-    const int before = (rank_in_cluster() + int(items)) % kCluster * kTileRows;
-    found.row_begin += before;
-    found.num_rows = max(0, min(kTileRows, found.num_rows - before));  // who has none goes along
+    const int before = (rank_in_cluster() + int(handed_.run.before)) % kCluster * kTileRows;
+    item.row_begin += before;
+    item.num_rows = max(0, min(kTileRows, item.num_rows - before));  // who has none goes along
     return true;
   }
 
   DEVICE void next() {
+    const bool more = handed_.run.more;
+    __syncwarp();
+    if (lane_id() == 0) handed_.run.piece = more ? handed_.run.piece + 1 : 0;
+    __syncwarp();
+    if (more) return;
     const auto at = ring_at<kHandedTasks>(num_handed_++);
     if (rank_in_cluster() == 0) {
       if (lane_id() == 0) task_ = clusters() + fetch();

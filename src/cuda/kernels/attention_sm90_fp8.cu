@@ -34,8 +34,9 @@ struct SharedStorage {
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
       turned_empty[kStages];
   HandedTasks handed;
-  bool together[kItems];  // the item's rows are those of all blocks of the cluster
-  Item item[kItems];      // kNoItem rows: no item, and none will come
+  bool together[kItems];  // Found
+  RunPiece piece[kItems];
+  Item item[kItems];  // kNoItem rows: no item, and none will come
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -68,14 +69,13 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
   u32 num_items = 0;
   Ring<kStages> kv;
   const auto find_item = [&](int at) {
-    Item found;
-    bool together = false;
-    while (tasks.exists() && !tasks.find(num_items, found, together)) tasks.next();
+    Found found{};
+    while (tasks.exists() && !tasks.find(num_items, found)) tasks.next();
     if (!tasks.exists()) {
-      found.num_rows = kNoItem;
+      found.item.num_rows = kNoItem;
       tasks.end();
     }
-    if (lane == 0) shared.item[at] = found, shared.together[at] = together;
+    if (lane == 0) shared.item[at] = found.item, shared.piece[at] = found.piece, shared.together[at] = found.together;
     ++num_items;
     __syncwarp();
   };
@@ -293,8 +293,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     float old_reference[2] = {}, old_sum[2] = {};
     int old_entry = 0;
     const auto end_item = [&]() __attribute__((always_inline)) {
-      const float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
-      store_rows(p, shared.item[old_entry], row, old_reference, total, out);
+      float total[2] = {sum_over<4>(old_sum[0]), sum_over<4>(old_sum[1])};
+      if (fold_piece(p, shared.piece[old_entry], old_reference, total, out))
+        store_rows(p, shared.item[old_entry], row, old_reference, total, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
@@ -378,14 +379,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   begin_cluster();
   griddep_wait();
   if (wg == kConsumers) {
-    registers_shrink<40>();
+    registers_shrink<56>();
     if (const int warp = warp_id() % 4; warp == 0) {
       produce(p, q_map, k_map, v_map, shared);
     } else {
       transpose(p, shared, warp - 1);
     }
   } else {
-    registers_grow<232>();
+    registers_grow<224>();
     consume(p, shared, wg);
   }
   end_cluster();

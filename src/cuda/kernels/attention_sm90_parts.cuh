@@ -114,13 +114,12 @@ template <int n>
 DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
                        float (&out)[n]) {
   const bool partial = item.partial >= 0, wide = out_is_wide(p);
-  const float v_scale = kv_scale(p.v, item.kv_head);
   const int quad_lane = lane_id() % 4, end = kTeamRows == 64 ? item.num_rows : min(item.num_rows, row - matrix_row() + kTeamRows);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const bool exists = row + 8 * h < end, writes_state = exists && quad_lane == 0;
     const int r = exists ? row + 8 * h : 0, token = item.token_of(r), head = item.head_of(r);
-    float factor = v_scale;
+    float factor = 1.f;
     char* to;
     if (partial) {
       const long at = partial_row(p, item, r);
@@ -129,7 +128,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
     } else {
       const RowEnd end = row_end(p, head, reference[h], total[h]);
       to = out_row(p, token, head);
-      factor *= end.factor;
+      factor = end.factor * kv_scale(p.v, item.kv_head);
       if (writes_state) store_lse(p, token, head, end.lse);
     }
 #pragma unroll

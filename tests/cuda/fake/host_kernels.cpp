@@ -169,6 +169,7 @@ void merge(const AttentionParams& p, DType out_type) {
 // A kernel whose warps share out keys joins the pieces of its items too, and leaves the counters for that as they were.
 void attention_and_merge(const Launch& launch, const AttentionParams& p, DType out_type) {
   attention(p, out_type);
+  if (launch.module.find("kWholeItems true") != std::string::npos) return merge(p, out_type);
   if (launch.module.find("kKeyWarps 1") != std::string::npos) return;
   for (int i = 0; i < p.counts->num_merges * p.num_kv_heads; ++i)
     if (p.arrivals[i] != 0) std::abort();
@@ -226,6 +227,8 @@ SchedulePolicy policy_of(const CutRules& r) {
           .max_q = r.max_q,
           .runs = r.runs,
           .most_in_run = r.most_in_run,
+          .few_splits = r.few_splits,
+          .items_each = r.items_each,
           .workers_each = r.workers_each};
 }
 

@@ -54,6 +54,7 @@ class LanesPlan final : public Plan {
     if (variant_.takes_runs())
       policy.max_splits = 1 << 10, policy.max_split_rows = 1 << 20, policy.share_splits = 1 << 20, policy.runs = true,
       policy.num_workers = how_.workers;
+    if (variant_.has_wgmma()) policy.most_in_run = cuda::kMostInPrefillRun, policy.max_splits = policy.most_in_run;
     schedule(batch, spec_.mask, policy, schedule_);
   }
 
@@ -92,6 +93,10 @@ class LanesPlan final : public Plan {
     const size_t rows = size_t(schedule_.num_partial_rows) * size_t(spec_.num_q_heads);
     std::vector<float> partial_out(rows * size_t(spec_.head_dim_v), NAN), partial_state(rows * 2, NAN);
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
+    const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
+    std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v)),
+                                NAN);
+    p.run_sums = run_sums.data();
 
     const Library attention = open_library(std::string("attention_") + variant_.name);
     if (variant_.text == Text::sm80) {

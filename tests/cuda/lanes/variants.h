@@ -7,6 +7,7 @@
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
+#include "cuda/params.h"
 
 namespace imbrex::test {
 
@@ -22,7 +23,7 @@ struct Variant {
   Text text = Text::sm80;
 
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
-  bool takes_runs() const { return text == Text::decode || text == Text::decode_without_maps; }
+  bool takes_runs() const { return text != Text::sm80 && (!has_wgmma() || cuda::runs_in_prefill(c.spec.head_dim_v)); }
   cuda::Sm90Tiles wgmma_tiles() const {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
@@ -111,12 +112,12 @@ inline std::vector<Variant> variants() {
     all.back().text = text;
     return c;
   };
-  add_wgmma("turns", spec(DType::bf16, DType::bf16, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}, {0, 0, 3}});
+  add_wgmma("turns", spec(DType::bf16, DType::bf16, 128, 128, 1, 0), {{140, 300, 0}, {3, 1300, 1}, {400, 400, 2}, {0, 0, 3}});
   add_wgmma("pages", spec(DType::f16, DType::f16, 128, 128, 4, 16), {{40, 200, 0}, {3, 150, 1}, {70, 70, 2}}).spec.mask.causal = false;
   Case& window = add_wgmma("window", spec(DType::bf16, DType::bf16, 128, 128, 2, 64), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
   window.spec.mask.window_left = 90;
   add_wgmma("dims_256", spec(DType::bf16, DType::bf16, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
-  Case& dims_64 = add_wgmma("dims_64", spec(DType::bf16, DType::bf16, 64, 64, 1, 64), {{200, 300, 0}, {3, 40, 1}, {390, 390, 2}});
+  Case& dims_64 = add_wgmma("dims_64", spec(DType::bf16, DType::bf16, 64, 64, 1, 64), {{200, 300, 0}, {3, 700, 1}, {390, 390, 2}});
   dims_64.spec.score.sinks = true;
   add_wgmma("dims_72", spec(DType::bf16, DType::bf16, 72, 72, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   add_wgmma("rows", spec(DType::bf16, DType::bf16, 128, 128, 2, 1), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
@@ -127,7 +128,8 @@ inline std::vector<Variant> variants() {
   Case& widened_256 = add_wgmma("widened_256", spec(DType::bf16, DType::fp8_e4m3, 240, 240, 4, 0), {{40, 170, 0}, {3, 40, 1}});
   widened_256.spec.mask.window_left = 90, widened_256.spec.score.soft_cap = 20.f;
   add_wgmma("e4m3", spec(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}}, Text::wgmma_e4m3);
-  Case& e4m3_64 = add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 40, 1}}, Text::wgmma_e4m3);
+  Case& e4m3_64 =
+      add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 900, 1}}, Text::wgmma_e4m3);
   e4m3_64.scale_per_head = true;
   return all;
 }

@@ -1,0 +1,109 @@
+#pragma once
+// Sums of a row over several ranges of keys become one: from memory, where thread blocks have left pieces of an item or runs of pieces, and
+// in registers, where one block has several pieces. Always from the left, as kPiecesTogether's tree, by the same arithmetic: a result has
+// the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
+#include "attention_output.cuh"
+
+namespace imbrex::cuda {
+
+constexpr float kNoSum = -0.f;  // of no keys: whatever is added to it, -0 too, keeps its bits
+
+// Joins sums that are relative to two references, those of rising keys in their order.
+struct Fold {
+  float reference;    // of the result
+  float kept, added;  // what the sums so far and the others are multiplied by
+
+  DEVICE Fold(float sums, float others)
+      : reference(fmaxf(sums, others)), kept(exp2_approx(sums - reference)), added(exp2_approx(others - reference)) {}
+  // Spelt out: a compiler could contract either product.
+  DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
+};
+
+// Eight dims of a row, from `d` on: its sums so far, and what they are relative to.
+struct RowSums {
+  float reference = kEmptyReference, sum = kNoSum, x[8] = {kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum};
+
+  // Sums that are empty change nothing, and empty ones become the others, bit for bit.
+  DEVICE void fold(const RowSums& others) {
+    const Fold fold(reference, others.reference);
+    reference = fold.reference, sum = fold(sum, others.sum);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) x[k] = fold(x[k], others.x[k]);
+  }
+
+  DEVICE RowSums of_lane(int lane) const {
+    RowSums other;
+    other.reference = shuffle(reference, lane), other.sum = shuffle(sum, lane);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) other.x[k] = shuffle(x[k], lane);
+    return other;
+  }
+
+  // To and from a row of the partial buffers.
+  DEVICE void leave(const AttentionParams& p, long row, int d) const {
+    if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
+    float4* const to = reinterpret_cast<float4*>(p.partial_out + row * kHeadDimV + d);
+    to[0] = {x[0], x[1], x[2], x[3]}, to[1] = {x[4], x[5], x[6], x[7]};
+  }
+  DEVICE void take(const AttentionParams& p, long row, int d) {
+    const float2 state = load_l2(reinterpret_cast<const float2*>(p.partial_state) + row);
+    const float4* const from = reinterpret_cast<const float4*>(p.partial_out + row * kHeadDimV + d);
+    const float4 low = load_l2(from), high = load_l2(from + 1);
+    *this = {state.x, state.y, {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+  }
+
+  DEVICE void store(const AttentionParams& p, int token, int head, int d, float v_scale, bool wide) {
+    const RowEnd end = row_end(p, head, reference, sum);
+    if (d == 0) store_lse(p, token, head, end.lse);
+#pragma unroll
+    for (float& value : x) value = ended(value, end.factor * v_scale);
+    store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
+  }
+};
+
+// Eight dims of a row whose splits lie `stride` rows apart. A thread has the loads of kNodes nodes of the tree under way at the same time:
+// where the memory is busy, they take many times as long as what is done with them. Several lanes may share the splits out.
+template <int kNodes, int kLanes>
+DEVICE RowSums join_splits(const AttentionParams& p, long first, long stride, int num_splits, int d, int lane) {
+  constexpr int kSplits = kNodes * kPiecesTogether;  // of a lane, at a time
+  RowSums all, level3, level2;                       // of the tree: nodes that are not complete
+  int nodes = 0;                                     // of the first level that are in them
+#pragma unroll 1
+  for (int s = 0; s < num_splits; s += kLanes * kSplits) {
+    RowSums node[kNodes][kPiecesTogether];
+    const auto begin_of = [&](int n, int l) { return s + (n * kLanes + l) * kPiecesTogether; };
+#pragma unroll
+    for (int n = 0; n < kNodes; ++n) {
+#pragma unroll
+      for (int k = 0; k < kPiecesTogether; ++k) {
+        const int split = begin_of(n, lane) + k;
+        if (split < num_splits) node[n][k].take(p, first + split * stride, d);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kNodes; ++n) {
+#pragma unroll
+      for (int k = 1; k < kPiecesTogether; ++k) node[n][0].fold(node[n][k]);
+#pragma unroll
+      for (int l = 0; l < kLanes; ++l) {
+        if (begin_of(n, l) >= num_splits) break;
+        if (nodes > 0 && nodes % kPiecesTogether == 0) {
+          level3.fold(level2);
+          level2 = {};
+          if (nodes % (kPiecesTogether * kPiecesTogether) == 0) {
+            all.fold(level3);
+            level3 = {};
+          }
+        }
+        level2.fold(kLanes == 1 ? node[n][0] : node[n][0].of_lane(lane_id() / kLanes * kLanes + l));
+        ++nodes;
+      }
+    }
+  }
+  if (nodes <= kPiecesTogether) return level2;
+  level3.fold(level2);
+  all.fold(level3);
+  return all;
+}
+
+}  // namespace imbrex::cuda
