@@ -123,9 +123,9 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
-// With few_splits, of a list for each worker: tasks that soonest_run() makes of items of equal length, and splits of any items. A run is at
-// least a quarter as long as it may be, so that items which allow twice the run of these make twice as many splits and one each at most.
-// Where runs have a share of the load each, there are five for each worker.
+// Of a list with few_splits, for each worker. soonest_run() cuts items of the greatest length into kMostTasksEach tasks at most, and allows
+// runs twice as long. make_runs() gives an item a quarter of what is allowed at least: so all items together have twice as many splits, and
+// one more each. Where runs get a share of the load instead, there are five splits for each worker.
 constexpr int kMostTasksEach = 4, kMostSplitsEach = 2 * kMostTasksEach + 1;
 
 // Keys of a run, where so many items of `keys` keys and `q_len` query tokens are all there is: what ends the last of them soonest. Workers

@@ -107,8 +107,8 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
 }
 
 // Where TMA cannot read the tensors: decode and verify have a variant that can, and prefill runs as in cuda_sm80, with tiles that take the
-// same items: a part of their rows, and keys that begin where the items' do. They know no runs, of which nothing may depend on how many
-// pieces they have: so an item is done at one go.
+// same items: a part of their rows, and keys that begin where the items' do. They cannot fold
+// runs, and no result may depend on how many pieces make a run: so one thread block does all pieces of an item at one go.
 AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
   AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
   const Sm90Tiles items = sm90_prefill(spec).tiles(spec);

@@ -82,6 +82,7 @@ void Plan::name_kernels() {
     const ShapeKernel kernel = table.shape(arch_, spec_, shape);
     name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand,
          [&](DType out) { return table.attention(arch_, spec_, shape, out); });
+    for (Specialised& s : kernels) s.one_each = kernel.run_sums > 0;
   };
   for (const Shape shape : kShapes) {
     ShapePlan& s = shapes_[shape];
@@ -106,8 +107,8 @@ void Plan::name_kernels() {
 void Plan::load(Specialised& s) const {
   s.module = Module::load(context_, s.key);
   s.kernel = s.module->kernel(s.entry);
-  s.grid =
-      unsigned(std::max(device_.num_workers, 1) * std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1)) / s.cluster * s.cluster;
+  const int each = s.one_each ? 1 : std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1);
+  s.grid = unsigned(std::max(device_.num_workers, 1) * each) / s.cluster * s.cluster;
 }
 
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {

@@ -28,7 +28,7 @@ struct ShapeKernel {
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
   unsigned cluster = 1;      // thread blocks that take a task together
-  int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor has one then: AttentionParams::run_sums
+  int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether it adds up the pieces of an item itself, or leaves none.
   bool joins_pieces = false;
@@ -83,7 +83,8 @@ class Plan final : public StepPlan {
     unsigned threads = 0, cluster = 1;
     std::shared_ptr<const Module> module;  // null: not loaded
     Kernel kernel;
-    unsigned grid = 0;  // thread blocks that the device holds at a time
+    unsigned grid = 0;      // thread blocks that the device holds at a time
+    bool one_each = false;  // one for each multiprocessor, though it could hold more: run_sums has room for these
   };
   using ByOutput = std::array<Specialised, kMostOutputs>;  // in the order of AttentionSpec::out_dtypes
   struct ShapePlan {
