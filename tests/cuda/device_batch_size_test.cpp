@@ -1,6 +1,7 @@
 // A request has the same bits alone and in a batch of any size, on a real driver: alone its pieces are many thread blocks', which join
 // them; beside many others they are runs, which one thread block folds in registers.
 #include <algorithm>
+#include <functional>
 #include <numeric>
 #include <random>
 
@@ -81,7 +82,22 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
   struct Result {
     std::vector<uint16_t> out;
     std::vector<float> lse;
-    bool operator==(const Result&) const = default;
+  };
+  // Of each request, how many values differ from those alone, and the first of them.
+  const auto differences = [&](const std::vector<Result>& results, const std::function<const Result&(size_t)>& expected) {
+    std::string text;
+    for (size_t r = 0; r < results.size(); ++r) {
+      const Result &got = results[r], &want = expected(r);
+      size_t values = 0, first = got.out.size(), sums = 0;
+      for (size_t i = 0; i < got.out.size(); ++i)
+        if (got.out[i] != want.out[i]) first = std::min(first, i), ++values;
+      for (size_t i = 0; i < got.lse.size(); ++i) sums += got.lse[i] != want.lse[i];
+      if (values + sums == 0) continue;
+      text += "\n  request " + std::to_string(r) + ": " + std::to_string(values) + " values, " + std::to_string(sums) + " LSE";
+      if (values > 0)
+        text += ", value " + std::to_string(first) + ": " + std::to_string(got.out[first]) + ", alone " + std::to_string(want.out[first]);
+    }
+    return text;
   };
   std::string made;
   // Of each request.
@@ -121,7 +137,8 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
     for (const int reqs : {2, 5, 20, 40, 130, 300}) {
       const std::vector<Result> results = run(std::vector<int32_t>(size_t(reqs), len));
       whole += made.find(" 0 merges") != std::string::npos;
-      for (const Result& result : results) ASSERT_TRUE(result == alone.back()) << len << " keys, " << reqs << " requests: " << made;
+      const std::string different = differences(results, [&](size_t) -> const Result& { return alone.back(); });
+      ASSERT_TRUE(different.empty()) << len << " keys, " << reqs << " requests: " << made << different;
     }
   }
   EXPECT_GE(joined, 4);
@@ -132,8 +149,8 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
     std::vector<int32_t> mixed;
     for (size_t& w : which) mixed.push_back(lens[w = random() % lens.size()]);
     const std::vector<Result> results = run(mixed);
-    for (size_t r = 0; r < which.size(); ++r)
-      ASSERT_TRUE(results[r] == alone[which[r]]) << mixed[r] << " keys, request " << r << " of " << which.size() << ": " << made;
+    const std::string different = differences(results, [&](size_t r) -> const Result& { return alone[which[r]]; });
+    ASSERT_TRUE(different.empty()) << "a batch of all lengths: " << made << different;
   }
 }
 

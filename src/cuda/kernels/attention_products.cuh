@@ -104,6 +104,15 @@ class Scores {
     }
   }
 
+  // Of the queries in registers, made of all of them.
+  DEVICE u32 kept_bits() const {
+    static_assert(kept);
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kSteps * kRowTiles * kQPlanes * 4; ++i) bits ^= (&q_kept_[0][0][0][0])[i];
+    return bits;
+  }
+
   // Whether a row sees any of the keys [begin, begin + kTeamKeys).
   DEVICE bool sees(int begin) const { return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo); }
 

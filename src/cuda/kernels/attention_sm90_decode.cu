@@ -79,7 +79,7 @@ class Consumer {
       const float scale = logit_scale(p_, mine.item.kv_head) * kLog2e;
       ItemScores scores(p_, mine.item, mine, shared_address(shared_.q[q.at]), scale, 16 * group_);
       scores.begin();
-      if constexpr (kQKept) report(shared_.q_empty[q.at]);
+      if constexpr (kQKept) report_read(shared_.q_empty[q.at], scores.kept_bits());
       run_item(mine.item, scores);
       if constexpr (!kQKept) report(shared_.q_empty[q.at]);
       report(shared_.stored[slot.at]);
@@ -138,6 +138,12 @@ class Consumer {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
   }
+  // Likewise, of shared memory that will be overwritten. A load may still be on its way when the arrival behind it is seen, and TMA then
+  // writes what it has yet to read. So the arrival needs `read`, which is made of all that was loaded: it chooses the lane that arrives.
+  DEVICE void report_read(u64& barrier, u32 read) const {
+    constexpr u32 kHardlyEver = 0x7fedcba9;
+    if (lane_id() == int(any_lane(read == kHardlyEver))) mbarrier_arrive(shared_address(&barrier));
+  }
   DEVICE void meet() const { named_barrier_sync(barrier_, 32 * kTeams); }
   DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
   DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
@@ -152,17 +158,19 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kKeyTiles * 4; ++i) s[0][i / 4][i % 4] = -infinity();
     }
-    report(shared_.k_empty[k_.at]);
-    k_.next();
+    u32 read = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float top = -infinity();
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[0][n][2 * h], s[0][n][2 * h + 1]));
+      read ^= bits_of(top);
       top = max_over<4>(top);
       if constexpr (kPlainLogits) top *= scores.scale_of(row_of(h));
       if (lane_ % 4 == 0) of_team(shared_.tops[odd_ ^ ahead][row_of(h)], team_) = top;
     }
+    report_read(shared_.k_empty[k_.at], read);
+    k_.next();
   }
 
   // Scores become weights relative to each row's reference; where a maximum outgrows it by too much, the row's sums are rescaled.
@@ -219,6 +227,7 @@ class Consumer {
   // Of the tile before the one that is weighed next.
   DEVICE void add_values(const Item& item, int tile, Sums& piece) {
     mbarrier_wait(shared_address(&shared_.v_full[v_.at]), v_.parity);
+    u32 read = 0;
     if (team_ * kTeamDims < kHeadDimV) {
       const u32 values = shared_address(shared_.v[v_.at]);
       const int lo = item.lo - tile * kTileKeys, hi = item.hi - tile * kTileKeys;
@@ -229,8 +238,10 @@ class Consumer {
         load_matrix(a[0][0], weights_from_ + (odd_ ^ 1) * kWeightBytes + n * 32);
         add_products<SwizzledRows>(a, values + v_lane_ + n * 16 * 128, piece.out);
       }
+#pragma unroll
+      for (int n = 0; n < kTeamDimTiles; ++n) read ^= bits_of(piece.out[0][n][0]);
     }
-    report(shared_.v_empty[v_.at]);
+    report_read(shared_.v_empty[v_.at], read);
     v_.next();
   }
 
