@@ -180,6 +180,8 @@ void add_bench(CLI::App& app, Action& action) {
          "Rotate over so many caches, as the layers of a model do: keys then come from DRAM (0: one, or on a GPU as many as that takes)")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
+  sub->add_option("--kv-order", o->bench.kv_order,
+                  "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token");
   sub->add_option("--min-time", o->min_time, "CPU: seconds to repeat at least")->check(CLI::NonNegativeNumber)->capture_default_str();
   sub->add_option("--max-time", o->max_time, "CPU: seconds to repeat at most")->check(CLI::NonNegativeNumber)->capture_default_str();
   sub->add_option("--min-samples", o->bench.min_samples, "CPU: samples at least")->check(CLI::Range(1, 1000000))->capture_default_str();

@@ -40,6 +40,7 @@ struct AttentionParams {
   const long* custom_start;          // [num_reqs]: where the request's bytes begin
 
   int num_q_heads, num_kv_heads, group;
+  int heads_together;     // kv heads of an item that `attention` runs, 1 to Kernels::most_heads
   float scale, soft_cap;  // soft_cap 0: off
   bool causal;
   int window_left, window_right, chunk;             // as in Mask
@@ -62,11 +63,14 @@ struct WriteKvParams {
   bool packed;
 };
 
-// The kernels of one instruction set. `attention` runs one work item for one kv head. It returns false when a row's output is not finite
-// though its weights are: then a value is not, and rows that do not see it may have met it with weight zero, which makes NaN.
+// The kernels of one instruction set. `attention` runs one work item for heads_together kv heads, from `kv_head` on. It returns false when
+// a row's output is not finite though its weights are: then a value is not, and rows that do not see it may have met it with weight zero,
+// which makes NaN.
 struct Kernels {
   const char* isa;
-  int row_tile;                                                 // rows (query token, q head) an item should have at most
+  int row_tile;    // rows (query token, q head) an item should have at most
+  int most_heads;  // that it can run together, of items of most_rows_together rows at most
+  int most_rows_together;
   long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();

@@ -17,6 +17,8 @@ namespace {
 
 constexpr long kPage = 4096;
 constexpr int kWriteTokens = 32;              // tokens a worker takes at a time in write_kv
+constexpr long kTogetherBytes = 1 << 20;      // of keys and values in L2: a block of some heads, and the next one
+constexpr int kTasksEach = 4;                 // of a worker, that tasks of several heads leave at least
 constexpr long kSerialWriteBytes = 64 << 10;  // below this, waking the pool costs more than the copy
 
 static_assert(int(DType::f32) == kF32 && int(DType::f16) == kF16 && int(DType::bf16) == kBf16 && int(DType::fp8_e4m3) == kE4m3 &&
@@ -109,10 +111,29 @@ void Plan::prepare(const Batch& batch, Stream) {
   }
   next.reach = reach_of(batch, spec_, options_.validate);
   schedule(batch, spec_.mask, policy_, next.schedule);
+  next.longest_item = 0;
+  for (const WorkItem& item : next.schedule.work) next.longest_item = std::max(next.longest_item, item.q_end - item.q_begin);
   // Shared by both steps, and never smaller than one of them needs.
   const size_t rows = size_t(next.schedule.num_partial_rows) * spec_.num_q_heads;
   if (partial_state_.size() < rows * 2) partial_state_.resize(rows * 2);
   if (partial_out_.size() < rows * spec_.head_dim_v) partial_out_.resize(rows * spec_.head_dim_v);
+}
+
+// Where the heads of a token are neighbours, memory is read in order only if they are run together. No result depends on it.
+int Plan::heads_together(const AttentionParams& a) const {
+  const auto within_tokens = [&](const KvSide& side) {
+    return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= side.token_stride;
+  };
+  const Step& step = steps_.now();
+  if (a.packed || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) || !within_tokens(a.v)) return 1;
+  const long bytes = 2L * kBlockKeys * (a.k.dim + a.v.dim) * size_of(spec_.kv_dtype), workers = std::max(options_.threads.num_workers, 1);
+  const long items = long(step.schedule.work.size());
+  for (int heads = std::min(kernels_.most_heads, a.num_kv_heads); heads > 1; --heads) {
+    if (a.num_kv_heads % heads != 0 || heads * bytes > kTogetherBytes) continue;
+    const long tasks = items * a.num_kv_heads / heads;
+    if (tasks >= kTasksEach * workers || (items == 1 && tasks % workers == 0)) return heads;
+  }
+  return 1;
 }
 
 AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
@@ -164,6 +185,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   }
   a.partial_out = partial_out_.data();
   a.partial_state = partial_state_.data();
+  a.heads_together = heads_together(a);
   return a;
 }
 
@@ -175,7 +197,7 @@ struct Run {
   const Schedule& schedule;
   char* scratch;
   long scratch_bytes;
-  int num_tasks, num_merges;  // items times heads, merges times heads
+  int num_tasks, num_merges;  // items times heads, several of which may be one task; merges times heads
   std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
 
   // A value that is not finite spoils every row of its item, also those that give it the weight zero. Smaller items part the rows that
@@ -195,10 +217,10 @@ struct Run {
   }
 
   void work(int worker) {
-    const int heads = params.num_kv_heads;
+    const int heads = params.num_kv_heads, together = params.heads_together, groups = heads / together;
     kernels.enter();
     for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      run(schedule.work[t / heads], t % heads, scratch + worker * scratch_bytes);
+      run(schedule.work[t / groups], t % groups * together, scratch + worker * scratch_bytes);
       if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
     }
     kernels.leave();
@@ -235,7 +257,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
           .schedule = schedule,
           .scratch = scratch_,
           .scratch_bytes = scratch_bytes_,
-          .num_tasks = int(schedule.work.size()) * heads,
+          .num_tasks = int(schedule.work.size()) * (heads / a.heads_together),
           .num_merges = int(schedule.merges.size()) * heads};
   if (run.num_tasks == 0) return;
   invoke(

@@ -29,12 +29,13 @@ class Plan final : public StepPlan {
   struct Step {
     Schedule schedule;
     BatchReach reach;
-    int num_tokens = 0;
+    int num_tokens = 0, longest_item = 0;  // in query tokens
     std::vector<int> query_start, seq_lens;
     std::vector<long> block_start, custom_start;
     TensorView block_ids, slot_mapping, custom_mask;
   };
   AttentionParams params(const Inputs&, const Outputs&) const;
+  int heads_together(const AttentionParams&) const;
 
   std::string backend_;
   const Kernels& kernels_;

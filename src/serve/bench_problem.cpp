@@ -70,7 +70,8 @@ BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, co
   }
   make_tables(options.seed);
   const auto add_cache = [&] {
-    caches_.emplace_back(spec, 1, num_blocks_, spec.kv_format == KvFormat::strided ? "lbhtd" : "lbh", &stream);
+    const std::string order = options.kv_order.empty() ? (spec.kv_format == KvFormat::strided ? "lbhtd" : "lbh") : options.kv_order;
+    caches_.emplace_back(spec, 1, num_blocks_, order, &stream);
   };
   add_cache();
   cache_bytes_ = caches_[0].bytes();

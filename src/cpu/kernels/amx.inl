@@ -35,6 +35,12 @@ void pack_queries(const AttentionParams& a, const Scratch& s, const Shape& n) {
   }
 }
 
+// Of few rows, for keys that are left operands.
+void turn_queries(const Scratch& s, const Shape& n) {
+  for (int b = 0; b < n.row_blocks; ++b)
+    for (int k = 0; k < n.steps; ++k) turn_tile(s.q + (2L * b * n.steps + k) * 1024);
+}
+
 void clear(const Scratch& s, const Shape& n) {
   for (int b = 0; b < n.row_blocks; ++b) s.fresh[b] = true;
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
@@ -68,19 +74,26 @@ void run_list(JobList& list, bool narrow) {
 }
 
 bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
-  const int num_rows = (item.q_end - item.q_begin) * a.group;
-  const Shape n = shape_of(a, num_rows);
+  const int num_rows = (item.q_end - item.q_begin) * a.group, heads = a.heads_together;
+  const Shape n = shape_of(a, num_rows, heads);
   Scratch s;
-  layout(memory, a, num_rows, &s);
-  fill_rows(a, item, kv_head, s.rows);
+  layout(memory, a, num_rows, heads, &s);
+  const int blocks_each = n.row_blocks / heads, all_rows = n.row_blocks * kRowBlock;
+  // Calls visit(i) for each row. Behind those of a head there is padding.
+  const auto for_rows = [&](auto visit) {
+    for (int h = 0; h < heads; ++h)
+      for (int r = 0; r < num_rows; ++r) visit(h * blocks_each * kRowBlock + r);
+  };
+  for (int h = 0; h < heads; ++h) fill_rows(a, item, kv_head + h, s.rows + h * blocks_each * kRowBlock);
   const Visible keys = item_keys(a, item, s.rows, num_rows);
   const bool capped = a.soft_cap > 0.f;
   bool regular = !a.alibi_slopes && !a.bias_by_distance && !a.custom_mask;
-  for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
-    if (i >= num_rows) s.rows[i] = s.rows[num_rows - 1];  // padding does what the last row does, so that it needs no mask
+  for (int i = 0; i < all_rows; ++i) {
+    const int first = i / (blocks_each * kRowBlock) * (blocks_each * kRowBlock);  // of the head
+    if (i - first >= num_rows) s.rows[i] = s.rows[first + num_rows - 1];  // padding does what the last row does, so that it needs no mask
     const Row& row = s.rows[i];
     s.scale[i] = row.scale * kLog2e;
-    if (capped) s.curves[i] = i < a.group ? cap_curve(row.scale, a.soft_cap) : s.curves[i - a.group];
+    if (capped) s.curves[i] = i - first < a.group ? cap_curve(row.scale, a.soft_cap) : s.curves[i - a.group];
     regular = regular && (capped || row.scale > 0.f);
     RowBlock& b = s.blocks[i / kRowBlock];
     if (i % kRowBlock == 0) b = {row.lo, row.hi, row.lo, row.hi};
@@ -98,6 +111,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   const long zero_bytes = n.steps * 1024L > kMaxDim * 4L ? n.steps * 1024L : kMaxDim * 4L;
   for (long i = 0; i < zero_bytes; i += 64) _mm512_store_si512(zero + i, _mm512_setzero_si512());
   pack_queries(a, s, n);
+  if (s.stage[0].as_rows) turn_queries(s, n);
   clear(s, n);
 
   float row_out[kMaxDim + 32];
@@ -106,7 +120,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     const long split_end = (begin / kSplitKeys + 1L) * kSplitKeys;
     const int end = split_end < item.kv_end && item.partial < 0 ? int(split_end) : item.kv_end;
     if (begin > item.kv_begin) {
-      for (int i = 0; i < num_rows; ++i) {
+      for_rows([&](int i) {
         float* into = s.folded + long(i) * n.dim_tiles * 16;
         if (!folded) {
           s.folded_max[i] = kEmptyMax;
@@ -115,7 +129,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
         }
         gather_out(s, n, i, row_out);
         fold(into, s.folded_max + i, s.folded_sum + i, row_out, s.max[i], _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i)), a.v.dim);
-      }
+      });
       clear(s, n);
       folded = true;
     }
@@ -124,6 +138,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
                  .s = s,
                  .n = n,
                  .kv_head = kv_head,
+                 .heads = heads,
                  .keys = keys,
                  .regular = regular,
                  .stage_later = narrow,
@@ -138,7 +153,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     begin = end;
   }
   bool finite = true;
-  for (int i = 0; i < num_rows; ++i) {
+  for_rows([&](int i) {
     gather_out(s, n, i, row_out);
     const float* out = row_out;
     float max = s.max[i], sum = _mm512_reduce_add_ps(_mm512_load_ps(s.sum + 16 * i));
@@ -148,7 +163,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       out = into, max = s.folded_max[i], sum = s.folded_sum[i];
     }
     finite &= finish_row(a, item, s.rows[i], out, max, sum);
-  }
+  });
   return finite;
 }
 

@@ -104,7 +104,8 @@ struct JobList {
   const WorkItem& item;
   const Scratch& s;
   const Shape& n;
-  int kv_head;
+  int kv_head;  // the first of `heads`
+  int heads;    // several: each has a row block
   Visible keys;
   bool regular;               // all rows have plain logits, or all capped ones
   bool stage_later;           // the caller stages the parts of a block itself, between its products
@@ -118,15 +119,17 @@ struct JobList {
       for (; block < n.row_blocks; ++block) {
         const RowBlock& rows = s.blocks[block];
         if (rows.lo >= kb + kBlockKeys || rows.hi <= kb) continue;
+        const int head = heads > 1 ? kv_head + block : kv_head;
         if (!staged) {
           slot = (slot + 1) % kRing;
-          find_block(a, item, kv_head, kb, keys, s.stage[slot], tiles + slot);
+          find_block(a, item, head, kb, keys, s.stage[slot], tiles + slot);
           if (!stage_later) {
-            for (int part = 0; part < kGroups; ++part) stage_part(a, item, kv_head, kb, keys, s.stage[slot], part);
+            for (int part = 0; part < kGroups; ++part) stage_part(a, item, head, kb, keys, s.stage[slot], part, [] {});
           }
-          staged = true;
+          staged = heads == 1;
         }
         job->block = block;
+        job->head = head;
         job->kb = kb;
         job->c0 = rows.lo > kb && !whole_blocks ? (rows.lo - kb) / 32 : 0;
         job->c1 = rows.hi < kb + kBlockKeys && !whole_blocks ? (rows.hi - kb + 31) / 32 : kChunks;

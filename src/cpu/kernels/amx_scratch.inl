@@ -6,6 +6,7 @@ namespace {
 constexpr int kRowBlock = 32;    // rows of a job: two row tiles
 constexpr int kMaxRows = 512;    // rows of an item, unless one token's group is larger
 constexpr int kNarrowRows = 16;  // items with so few rows (decode) use tiles with just these rows
+constexpr int kMostHeads = 8;    // of which a narrow item takes its rows together
 constexpr int kRing = 3;         // blocks in flight: PV of one, softmax of the next, QK of the one after
 // A row keeps the reference that its exponentials are taken against until they sum to more than this: bf16 and fp32 are equally
 // precise at 2^20 and at 1, so the maximum is not computed for blocks that do not need a new one.
@@ -20,6 +21,7 @@ struct RowBlock {
 // 32 rows against one block of keys.
 struct Job {
   int block;  // of rows
+  int head;   // of keys and values
   int kb;
   int c0, c1;  // chunks of 32 keys that some row sees
   bool fresh;  // the first of these rows: they have no output yet
@@ -49,17 +51,18 @@ struct Scratch {
   BlockTiles tiles[kRing];
 };
 
+// `rows` of each head. Each of several heads has a row block of its own.
 struct Shape {
   int rows, row_blocks, steps, dim_tiles;
 };
 
-Shape shape_of(const AttentionParams& a, int num_rows) {
-  const int blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+Shape shape_of(const AttentionParams& a, int num_rows, int heads) {
+  const int blocks = (num_rows + kRowBlock - 1) / kRowBlock * heads;
   return {num_rows, blocks, (a.k.dim + 31) / 32, (a.v.dim + 31) / 32 * 2};
 }
 
-long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
-  const Shape n = shape_of(a, num_rows);
+long layout(char* base, const AttentionParams& a, int num_rows, int heads, Scratch* out) {
+  const Shape n = shape_of(a, num_rows, heads);
   const long rows = long(n.row_blocks) * kRowBlock, tile = 1024;
   long at = 0;
   auto take = [&](long bytes) {
@@ -87,6 +90,7 @@ long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
     stage.values = take(kChunks * n.dim_tiles * tile);
     stage.zero = zero;
     stage.direct = a.packed && num_rows <= kNarrowRows;
+    stage.as_rows = !a.packed && num_rows <= kNarrowRows;
   }
   s.folded = floats(n.row_blocks * 2L * n.dim_tiles * 256);
   s.folded_max = floats(rows);
@@ -101,7 +105,10 @@ long layout(char* base, const AttentionParams& a, int num_rows, Scratch* out) {
   return at;
 }
 
-long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
+long scratch_bytes(const AttentionParams& a, int max_rows) {
+  const long wide = layout(nullptr, a, max_rows, 1, nullptr), narrow = layout(nullptr, a, kNarrowRows, kMostHeads, nullptr);
+  return wide > narrow ? wide : narrow;
+}
 
 // Row i's 16 elements of column tile t are at tiles[...][t]: where it begins, in floats.
 IMBREX_INLINE long row_offset(int row, int tiles) { return (row / 16) * (tiles * 256L) + row % 16 * 16; }

@@ -7,10 +7,12 @@ namespace {
 constexpr int kGroups = kBlockKeys / 16;  // key groups of 16 keys
 constexpr int kChunks = kBlockKeys / 32;  // value groups of 32 keys
 
-// One block's tiles. keys[g]: `steps` tiles of 16 dim pairs x 16 keys. values[c]: `dim_tiles` tiles of 16 key pairs x 16 dims.
+// One block's tiles. keys[g]: `steps` tiles of 16 dim pairs x 16 keys; or, of a stage that takes keys as rows, 16 of these, key_pitch[g]
+// bytes apart. values[c]: `dim_tiles` tiles of 16 key pairs x 16 dims.
 // A direct stage (below) leaves keys as fp8 where they are, and values, as null, in two halves of 16 keys.
 struct BlockTiles {
   const char* keys[kGroups];
+  long key_pitch[kGroups];
   const char* values[kChunks];
   const char* halves[kGroups];  // 8 rows of each dim tile, `pitch` bytes from one to the next
   long pitch[kGroups];
@@ -23,7 +25,8 @@ struct Stage {
   const char* zero;      // a row of zeros, and a key group of zeros
   const char **key_rows, **value_rows;
   char *key_compact, *value_compact;
-  bool direct;  // of a packed cache, what is seen as a whole is not staged: the caller turns it into tiles as it goes
+  bool as_rows;  // of a strided cache, keys stay rows: left operands
+  bool direct;   // of a packed cache, what is seen as a whole is not staged: the caller turns it into tiles as it goes
 };
 
 // bf16 of 128 fp8 codes without sign: lower and upper bytes, each a table that vpermi2b looks up.
@@ -106,6 +109,21 @@ void stage_strided_keys(const Stage& s, int dim, int group) {
   }
 }
 
+// Keys of a group as rows of bf16, where they cannot be read as they lie.
+template <int type>
+void copy_strided_keys(const Stage& s, int dim, int group) {
+  char* to = s.keys + long(group) * s.steps * 1024;
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 0; k < s.steps; ++k, to += 64) _mm512_store_si512(to, load_bf16<type>(s.key_rows[group * 16 + i], 32 * k, dim));
+  }
+}
+
+// Whether the 16 keys from `key` on are rows that a tile can be loaded from: evenly apart, all seen, and none ends within a tile.
+inline bool keys_in_rows(const AttentionParams& a, int key, Visible keys) {
+  const bool even = a.block_size == 0 || key % a.block_size + 16 <= a.block_size;
+  return a.k.type == kBf16 && a.k.dim_stride == 2 && a.k.dim % 32 == 0 && even && key >= keys.lo && key + 16 <= keys.hi;
+}
+
 IMBREX_INLINE vi interleave_index(int half) {
   alignas(64) u16 index[32];
   for (int i = 0; i < 32; ++i) index[i] = u16(half * 16 + i / 2 + (i % 2) * 32);
@@ -113,11 +131,12 @@ IMBREX_INLINE vi interleave_index(int half) {
 }
 
 // Values of 16 keys: half of the pair rows of a chunk's tiles.
-template <int type>
-void stage_strided_values(const Stage& s, int dim, int half) {
+template <int type, class Between>
+void stage_strided_values(const Stage& s, int dim, int half, const Between& between) {
   char* to = s.values + long(half / 2) * s.dim_tiles * 1024 + half % 2 * 512;
   const vi low = interleave_index(0), high = interleave_index(1);
   for (int r = 0; r < 8; ++r) {
+    between();
     const char *even = s.value_rows[half * 16 + 2 * r], *odd = s.value_rows[half * 16 + 2 * r + 1];
     for (int t = 0; t < s.dim_tiles; t += 2) {
       const vi a = load_bf16<type>(even, 16 * t, dim), b = load_bf16<type>(odd, 16 * t, dim);
@@ -189,8 +208,12 @@ void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int
   }
   for (int g = 0; g < kGroups; ++g) {
     const int key = kb + 16 * g;
+    out->key_pitch[g] = s.steps * 64L;
     if (key + 16 <= keys.lo || key >= keys.hi) {
       out->keys[g] = s.zero;
+    } else if (s.as_rows && keys_in_rows(a, key, keys)) {
+      out->keys[g] = s.key_rows[16 * g];
+      out->key_pitch[g] = a.k.token_stride;
     } else if (a.packed && (a.k.type == kBf16 || s.direct)) {
       out->keys[g] = find_keys(a, item, kv_head, key, s.steps);
     } else {
@@ -210,13 +233,20 @@ void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int
   }
 }
 
-// The second half, for 16 of its keys at a time, so that decode can do it between products.
-inline void stage_part(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, int g) {
+// The second half, for 16 of its keys at a time, so that decode can do it between products. `between` is called every two rows of values of
+// a strided cache.
+template <class Between>
+void stage_part(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, int g,
+                const Between& between) {
   const int key = kb + 16 * g, chunk_key = kb + g / 2 * 32;
   const bool seen = key + 16 > keys.lo && key < keys.hi;
   if (!a.packed) {
-    if (seen) IMBREX_BY_TYPE8(a.k.type, stage_strided_keys, s, a.k.dim, g)
-    IMBREX_BY_TYPE8(a.v.type, stage_strided_values, s, a.v.dim, g)
+    if (seen && !s.as_rows) {
+      IMBREX_BY_TYPE8(a.k.type, stage_strided_keys, s, a.k.dim, g)
+    } else if (seen && !keys_in_rows(a, key, keys)) {
+      IMBREX_BY_TYPE8(a.k.type, copy_strided_keys, s, a.k.dim, g)
+    }
+    IMBREX_BY_TYPE8(a.v.type, stage_strided_values, s, a.v.dim, g, between)
     return;
   }
   if (a.k.type != kBf16 && seen && !s.direct) {
@@ -242,18 +272,62 @@ inline void ring_values(const AttentionParams& a, const BlockTiles& b, int t, in
   }
 }
 
-// Asks for what will be widened two steps later: with so much to do for a line, too few of them are under way otherwise. (For tiles used
-// as they lie it changes nothing.)
-constexpr int kFetchAhead = 2;
-inline void fetch_keys(const BlockTiles& b, int g, int steps) {
-  for (int i = 0; i < 512 * steps; i += 64) _mm_prefetch(b.keys[g] + i, _MM_HINT_T1);
-}
-inline void fetch_values(const BlockTiles& b, int t, int c0, int c1) {
-  for (int half = 2 * c0; half < 2 * c1; ++half) {
-    if (b.values[half / 2]) continue;
-    for (int i = 0; i < 256; i += 64) _mm_prefetch(b.halves[half] + t * b.pitch[half] + i, _MM_HINT_T1);
+// What decode will need soon is asked for in portions, between its products: all at once it would fill the core's line buffers, and what is
+// computed would wait behind it. Keys and values take turns, as two streams of memory do.
+class Fetch {
+ public:
+  // Groups of keys, or dim tiles, from the one that is computed.
+  static constexpr int kRowsAhead = 2, kTilesAhead = 3;
+
+  // Rows of a strided cache: of a group of keys.
+  void rows(const AttentionParams& a, const Stage& s, int g) {
+    keys_.begin(a.k.dim * element_size(a.k.type)), values_.begin(a.v.dim * element_size(a.v.type));
+    for (int i = 16 * g; i < 16 * g + 16; ++i) keys_.add(s.key_rows[i]), values_.add(s.value_rows[i]);
   }
-}
+  // Of several heads, those of each token in turn, as they lie in memory.
+  void tokens(const AttentionParams& a, const WorkItem& item, int kv_head, int heads, Visible tokens, Visible seen) {
+    keys_.begin(a.k.dim * element_size(a.k.type)), values_.begin(a.v.dim * element_size(a.v.type));
+    const int end = tokens.hi < seen.hi ? tokens.hi : seen.hi;
+    for (int key = tokens.lo > seen.lo ? tokens.lo : seen.lo; key < end; ++key) {
+      const char *k = kv_row(a, a.k, item.request, kv_head, key), *v = kv_row(a, a.v, item.request, kv_head, key);
+      for (int h = 0; h < heads; ++h) keys_.add(k + h * a.k.head_stride), values_.add(v + h * a.v.head_stride);
+    }
+  }
+  // Tiles of a packed cache: a group of keys; a dim tile of the values of chunks [c0, c1).
+  void packed_keys(const AttentionParams& a, const BlockTiles& b, int g, int steps) {
+    keys_.begin(32L * steps * element_size(a.k.type));
+    for (int i = 0; i < 16; ++i) keys_.add(b.keys[g] + i * keys_.bytes);
+  }
+  void packed_values(const AttentionParams& a, const BlockTiles& b, int t, int c0, int c1) {
+    values_.begin(128L * element_size(a.v.type));
+    for (int i = 4 * c0; i < 4 * c1; ++i) {
+      const char* const tile = b.values[i / 4] ? b.values[i / 4] + t * 1024 + i % 4 / 2 * 512 : b.halves[i / 2] + t * b.pitch[i / 2];
+      values_.add(tile + i % 2 * values_.bytes);
+    }
+  }
+
+  // A piece of keys and one of values, so many times.
+  IMBREX_INLINE void some(int pieces) {
+    for (; pieces > 0; --pieces) keys_.fetch_one(), values_.fetch_one();
+  }
+
+ private:
+  struct Pieces {
+    const char* at[16];
+    int count = 0, next = 0;
+    long bytes = 0;
+    void begin(long of_each) { count = next = 0, bytes = of_each; }
+    void add(const char* from) {
+      if (count < 16) at[count++] = from;
+    }
+    IMBREX_INLINE void fetch_one() {
+      if (next == count) return;
+      const char* from = at[next++];
+      for (const char* const end = from + bytes; from < end; from += 64) _mm_prefetch(from, _MM_HINT_T1);
+    }
+  };
+  Pieces keys_, values_;
+};
 
 }  // namespace
 }  // namespace imbrex::cpu

@@ -12,7 +12,7 @@ thread_local TileFile tiles;
 
 inline void tiles_shape(int rows) {
   for (int t = 0; t < 8; ++t) {
-    tiles.rows[t] = t < 6 ? rows : 16;
+    tiles.rows[t] = t < 6 && t != 1 && t != 3 ? rows : 16;
     for (float& x : tiles.tile[t]) x = 0.f;
   }
 }
@@ -22,7 +22,9 @@ inline void tiles_release() {
 [[gnu::noinline]] void tile_zero(int t) {
   for (int i = 0; i < 16 * tiles.rows[t]; ++i) tiles.tile[t][i] = 0.f;
 }
-[[gnu::noinline]] void tile_load(int t, const void* p) { __builtin_memcpy(tiles.tile[t], p, 64ul * tiles.rows[t]); }
+[[gnu::noinline]] void tile_load(int t, const char* p, long pitch) {
+  for (int r = 0; r < tiles.rows[t]; ++r) __builtin_memcpy(tiles.tile[t] + 16 * r, p + r * pitch, 64);
+}
 [[gnu::noinline]] void tile_store(int t, void* p) { __builtin_memcpy(p, tiles.tile[t], 64ul * tiles.rows[t]); }
 
 // TDPBF16PS: even and odd halves of the pairs are summed separately over the tile, then joined, then added; subnormals count as zero
@@ -47,8 +49,9 @@ inline void tiles_release() {
 }  // namespace imbrex::cpu
 
 #define TILE_ZERO(t) tile_zero(t)
-#define TILE_LOAD(t, p) tile_load(t, p)
-#define TILE_STREAM(t, p) tile_load(t, p)
+#define TILE_LOAD(t, p) tile_load(t, (const char*)(p), 64)
+#define TILE_STREAM(t, p) TILE_LOAD(t, p)
+#define TILE_STREAM_ROWS(t, p, pitch) tile_load(t, (const char*)(p), pitch)
 #define TILE_STORE(t, p) tile_store(t, p)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
 #define TILE_FENCE() asm volatile("" ::: "memory")

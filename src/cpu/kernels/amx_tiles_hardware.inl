@@ -1,5 +1,5 @@
 // Tile verbs on the AMX unit. Tile numbers must be literals, hence macros. A tile has 64-byte rows; `tiles_shape` sets how many rows
-// tiles 0 to 5 have (accumulators and left operands); 6 and 7 (right operands) always have 16.
+// tiles 0 to 5 have (accumulators and left operands), but for 1 and 3, which with 6 and 7 (right operands) always have 16.
 #include <immintrin.h>
 
 namespace imbrex::cpu {
@@ -17,7 +17,7 @@ inline void tiles_shape(int rows) {
   c.palette = 1;
   for (int t = 0; t < 8; ++t) {
     c.row_bytes[t] = 64;
-    c.rows[t] = t < 6 ? (unsigned char)rows : 16;
+    c.rows[t] = t < 6 && t != 1 && t != 3 ? (unsigned char)rows : 16;
   }
   _tile_loadconfig(&c);
 }
@@ -28,7 +28,8 @@ inline void tiles_release() { _tile_release(); }
 
 #define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD(t, p) _tile_loadd(t, (const void*)(p), 64)
-#define TILE_STREAM(t, p) _tile_stream_loadd(t, (const void*)(p), 64)  // for data that will not be used again soon
+#define TILE_STREAM(t, p) _tile_stream_loadd(t, (const void*)(p), 64)                 // for data that will not be used again soon
+#define TILE_STREAM_ROWS(t, p, pitch) _tile_stream_loadd(t, (const void*)(p), pitch)  // whose rows are `pitch` bytes apart
 #define TILE_STORE(t, p) _tile_stored(t, (void*)(p), 64)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)  // c += a * b, pairs of bf16
 // The intrinsics do not tell the compiler that they read and write memory.

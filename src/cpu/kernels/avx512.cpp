@@ -268,6 +268,6 @@ void nothing() {}
 }  // namespace
 
 extern const Kernels kernels_avx512;
-const Kernels kernels_avx512 = {"avx512", kMaxRows, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+const Kernels kernels_avx512 = {"avx512", kMaxRows, 1, 0, scratch_bytes, nothing, nothing, attention, merge, write_kv};
 
 }  // namespace imbrex::cpu
