@@ -16,7 +16,7 @@ struct BenchRequest {
 
 struct BenchOptions {
   uint64_t seed = 1;
-  int kv_copies = 0;  // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
+  int kv_copies = 0;     // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
   std::string kv_order;  // of a strided cache, as KvAllocation has it; empty: its default
   bool check = true;     // compare sampled outputs with the reference first
   ParallelFor threads;

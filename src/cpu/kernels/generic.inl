@@ -5,6 +5,9 @@
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/rows.inl"
 #include "cpu/kernels/write_kv.inl"
+#ifdef __AVX2__
+#include "cpu/kernels/avx2_decode.inl"
+#endif
 // clang-format on
 
 namespace imbrex::cpu {
@@ -209,6 +212,19 @@ inline bool all_finite(const float* x, int n) {
   return !any;
 }
 
+// One block of keys for four rows, whose scores begin at `scores`: `multiply` makes these of 16 or fewer keys, `add` adds a few dims of
+// values.
+template <class Multiply, class Add>
+inline void run_rows(const AttentionParams& a, const Scratch& s, int i, int num_rows, int kb, int v, const Multiply& multiply,
+                     const Add& add) {
+  float* const scores = s.s + long(i) * kBlockKeys;
+  for (int j = 0; j < kBlockKeys; j += kColTile) multiply(scores + j, j);
+  for (int x = i; x < i + kRowTile && x < num_rows; ++x) {
+    softmax_row(a, s.rows[x], kb, s.s + long(x) * kBlockKeys, s.max + x, s.sum + x, s.out + long(x) * v, v);
+  }
+  for (int d = 0; d < v; d += kColTile) add(scores, d, s.out + long(i) * v + d);
+}
+
 bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   const int rows = (num_rows + kRowTile - 1) / kRowTile * kRowTile, qk = a.k.dim, v = pad16(a.v.dim);
@@ -226,6 +242,13 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   }
   clear(s.out, long(rows) * v, s.max, s.sum, rows);
   bool folded = false;
+#ifdef __AVX2__
+  const bool pairs = takes_pairs(a, num_rows);
+  alignas(32) static const char zero[2 * kMaxDim] = {};
+  BlockRows block[2];  // by turns: of this block, and of the next one
+  if (pairs && item.kv_begin < item.kv_end)
+    find_block_rows(a, item, kv_head, item.kv_begin, keys, zero, block[item.kv_begin / kBlockKeys % 2]);
+#endif
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
     if (kb > item.kv_begin && kb % kSplitKeys == 0 && item.partial < 0) {
       if (!folded) clear(s.folded, long(rows) * v, s.folded_max, s.folded_sum, rows);
@@ -235,20 +258,35 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       clear(s.out, long(rows) * v, s.max, s.sum, rows);
       folded = true;
     }
+#ifdef __AVX2__
+    if (pairs) {
+      const int next_kb = kb + kBlockKeys, turn = kb / kBlockKeys % 2;
+      const bool more = next_kb < item.kv_end;
+      if (more) find_block_rows(a, item, kv_head, next_kb, keys, zero, block[turn ^ 1]);
+      const BlockRows& now = block[turn];
+      unsigned* const packed = reinterpret_cast<unsigned*>(s.k);
+      Fetch fetch(more ? block + (turn ^ 1) : nullptr, a);
+      pack_keys(now, qk, packed, fetch);
+      for (int i = 0; i < rows; i += kRowTile) {
+        run_rows(
+            a, s, i, num_rows, kb, v,
+            [&](float* to, int j) {
+              if (i == 0 && j == 0) fetch.begin(Fetch::kOfScores, kBlockKeys / kColTile * (qk / 16));
+              multiply_pairs(s.q + long(i) * qk, qk, packed + j, qk, to, fetch);
+            },
+            [&](const float* scores, int d, float* to) {
+              if (i == 0 && d == 0) fetch.begin(Fetch::kOfValues, v / kColTile * (kBlockKeys / 8));
+              add_values(scores, now, d, to, v, fetch);
+            });
+      }
+      continue;
+    }
+#endif
     load_block(a, item.request, kv_head, kb, keys, s);
     for (int i = 0; i < rows; i += kRowTile) {
-      float* scores = s.s + long(i) * kBlockKeys;
-      for (int j = 0; j < kBlockKeys; j += kColTile) {
-        tile(s.q + long(i) * qk, qk, s.k + j, kBlockKeys, qk, scores + j, kBlockKeys, false);
-      }
-      for (int x = i; x < i + kRowTile; ++x) {
-        if (x < num_rows) {
-          softmax_row(a, s.rows[x], kb, s.s + long(x) * kBlockKeys, s.max + x, s.sum + x, s.out + long(x) * v, v);
-        }
-      }
-      for (int d = 0; d < v; d += kColTile) {
-        tile(scores, kBlockKeys, s.v + d, v, kBlockKeys, s.out + long(i) * v + d, v, true);
-      }
+      run_rows(
+          a, s, i, num_rows, kb, v, [&](float* to, int j) { tile(s.q + long(i) * qk, qk, s.k + j, kBlockKeys, qk, to, kBlockKeys, false); },
+          [&](const float* scores, int d, float* to) { tile(scores, kBlockKeys, s.v + d, v, kBlockKeys, to, v, true); });
     }
   }
   bool finite = true;
