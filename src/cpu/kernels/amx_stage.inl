@@ -12,10 +12,9 @@ constexpr int kChunks = kBlockKeys / 32;  // value groups of 32 keys
 // A direct stage (below) leaves keys as fp8 where they are, and values, as null, in two halves of 16 keys.
 struct BlockTiles {
   const char* keys[kGroups];
-  long key_pitch[kGroups];
   const char* values[kChunks];
   const char* halves[kGroups];  // 8 rows of each dim tile, `pitch` bytes from one to the next
-  long pitch[kGroups];
+  long pitch[kGroups], key_pitch[kGroups];
 };
 
 // Where staging writes, and the shape of what it writes.

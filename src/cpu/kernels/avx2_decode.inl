@@ -13,38 +13,6 @@ inline bool takes_pairs(const AttentionParams& a, int num_rows) {
   return num_rows <= kFewRows && whole(a.k) && whole(a.v);
 }
 
-// Where the rows of a block of keys and of the next one lie.
-struct BlockRows {
-  const char *k[kBlockKeys], *v[kBlockKeys];
-};
-
-inline void find_block_rows(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
-                            BlockRows& rows) {
-  find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.k);
-  find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.v);
-}
-
-// Asks for the rows of the next block, in portions that are spread over the work on this one, keys and values by turns.
-class Fetch {
- public:
-  // Of 2 * kBlockKeys rows, the share of a phase that has `steps` steps: of turning keys, of scores, of values.
-  static constexpr int kOfKeys = 64, kOfScores = 96, kOfValues = 96;
-
-  Fetch(const BlockRows* next, const AttentionParams& a) : next_(next), key_bytes_(2 * a.k.dim), value_bytes_(2 * a.v.dim) {}
-  void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = steps, due_ = 0; }
-  __attribute__((always_inline)) void step() {
-    for (due_ += rows_; due_ >= steps_ && at_ < 2 * kBlockKeys; due_ -= steps_, ++at_) {
-      const char* const row = at_ % 2 == 0 ? next_->k[at_ / 2] : next_->v[at_ / 2];
-      const int bytes = at_ % 2 == 0 ? key_bytes_ : value_bytes_;
-      for (int b = 0; b < bytes; b += 64) _mm_prefetch(row + b, _MM_HINT_T1);
-    }
-  }
-
- private:
-  const BlockRows* next_;
-  int key_bytes_, value_bytes_, rows_ = 0, steps_ = 1, due_ = 0, at_ = 0;  // at_: the row that is asked for next
-};
-
 inline void transpose(__m256i r[8]) {
   __m256i t[8];
   for (int i = 0; i < 4; ++i) {
@@ -65,8 +33,8 @@ inline void transpose(__m256i r[8]) {
 }
 
 // Keys of a block as [dim / 2][kBlockKeys] pairs.
-inline void pack_keys(const BlockRows& rows, int dim, unsigned* pairs, Fetch& fetch) {
-  fetch.begin(Fetch::kOfKeys, kBlockKeys / 8 * (dim / 16));
+inline void pack_keys(const BlockRows& rows, int dim, unsigned* pairs, BlockFetch& fetch) {
+  fetch.begin(BlockFetch::kOfKeys, kBlockKeys / 8 * (dim / 16));
   for (int j = 0; j < kBlockKeys; j += 8) {
     for (int d = 0; d < dim / 16; ++d) {
       fetch.step();
@@ -82,7 +50,7 @@ inline __m256 low_of(__m256i pair) { return _mm256_castsi256_ps(_mm256_slli_epi3
 inline __m256 high_of(__m256i pair) { return _mm256_castsi256_ps(_mm256_and_si256(pair, _mm256_set1_epi32(int(0xffff0000)))); }
 
 // Scores of four rows against 16 keys.
-inline void multiply_pairs(const float* q, long q_stride, const unsigned* pairs, int dim, float* out, Fetch& fetch) {
+inline void multiply_pairs(const float* q, long q_stride, const unsigned* pairs, int dim, float* out, BlockFetch& fetch) {
   __m256 a0 = _mm256_setzero_ps(), a1 = a0, b0 = a0, b1 = a0, c0 = a0, c1 = a0, d0 = a0, d1 = a0;
   for (int x = 0; x < dim; x += 2, pairs += kBlockKeys) {
     if (x % 16 == 0) fetch.step();
@@ -106,7 +74,7 @@ inline void multiply_pairs(const float* q, long q_stride, const unsigned* pairs,
 }
 
 // Adds weights of four rows times 16 dims, from `d` on, of a block's values.
-inline void add_values(const float* weights, const BlockRows& rows, int d, float* out, long out_stride, Fetch& fetch) {
+inline void add_values(const float* weights, const BlockRows& rows, int d, float* out, long out_stride, BlockFetch& fetch) {
   const auto widened = [](const char* from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
   };

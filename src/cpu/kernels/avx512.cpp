@@ -8,6 +8,7 @@
 #include "cpu/kernels/write_kv.inl"
 #include "cpu/kernels/avx512_math.inl"
 #include "cpu/kernels/avx512_rows.inl"
+#include "cpu/kernels/fetch.inl"
 #include "cpu/kernels/avx512_stage.inl"
 #include "cpu/kernels/avx512_tiles.inl"
 // clang-format on
@@ -29,8 +30,7 @@ struct Scratch {
   long key_bytes;                        // of a wide panel
   char* v;                               // value panels: all when wide, an f16 one for narrow fp8
   float* s;                              // [kPassRows, kBlockKeys]
-  const char **k_rows, **v_rows;         // [kBlockKeys]: where each key and value is; a zero row where there is none
-  const char** next_rows;                // [kBlockKeys]: keys of the next block
+  BlockRows *now, *next;                 // where each key and value is, also of the next block; a zero row where there is none
   char* zero;                            // a row of zeros
   char *k_compact, *v_compact;           // rows of layouts whose elements are not neighbours
 };
@@ -57,9 +57,8 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
   s.folded_max = floats(rows);
   s.folded_sum = floats(rows);
   s.sum = floats(rows * 16);
-  s.k_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
-  s.v_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
-  s.next_rows = reinterpret_cast<const char**>(take(kBlockKeys * 8));
+  s.now = reinterpret_cast<BlockRows*>(take(sizeof(BlockRows)));
+  s.next = reinterpret_cast<BlockRows*>(take(sizeof(BlockRows)));
   s.zero = take(4 * (kMaxDim + 64));
   s.k_compact = take(compact_bytes(a.k));
   s.v_compact = take(compact_bytes(a.v));
@@ -122,24 +121,21 @@ Tile make_tile(const Scratch& s, int first, int count, int kb) {
 }
 
 template <int type>
-void dot_tiles(const Scratch& s, const Tile* tiles, int num_tiles, const char* panel, int dim, int key, Ahead ahead) {
+void dot_tiles(const Scratch& s, const Tile* tiles, int num_tiles, const char* panel, int dim, int key, BlockFetch& fetch) {
   for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
     if (t->hi <= key || t->lo >= key + kPanel) continue;
     float* to = s.s + (t->first - tiles->first) * kBlockKeys + key;
-    with_rows(t->count, [&]<int R>() { dot_tile<R, type>(s.q + long(t->first) * dim, panel, dim, to, ahead); });
-    ahead = {};
+    with_rows(t->count, [&]<int R>() { dot_tile<R, type>(s.q + long(t->first) * dim, panel, dim, to, fetch); });
   }
 }
 
 template <int type>
 void value_tiles(const Scratch& s, const Tile* tiles, int num_tiles, int num_keys, Values v) {
   const int stride = pad(v.dim, 32);
-  const Ahead ahead = v.ahead;
   for (int d = 0; d < v.dim; d += kPanel) {
     if constexpr (type == kE4m3 || type == kE5m2) stage_narrow_values<type>(v.rows, num_keys, v.dim, d, s.v);
     for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
       if (t->lo >= t->hi) continue;
-      v.ahead = t == tiles ? ahead : Ahead{};
       const float* p = s.s + (t->first - tiles->first) * kBlockKeys;
       float* out = s.out + long(t->first) * stride + d;
       constexpr int form = type == kE4m3 || type == kE5m2 ? kNarrow : type;
@@ -156,13 +152,16 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
     const int at = t * tile_rows;
     tiles[t] = make_tile(s, first + at, count - at < tile_rows ? count - at : tile_rows, kb);
   }
+  BlockFetch fetch = narrow ? BlockFetch(a, s.next) : BlockFetch();
+  constexpr int kPanels = kBlockKeys / kPanel;
   for (int key = 0; key < num_keys; key += kPanel) {
     if (narrow) {
-      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, s.k_rows + key, a.k.dim, s.k)
-      const Ahead values = {s.v_rows + key, a.v.dim * element_size(a.v.type)};
-      IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, values)
+      fetch.begin(BlockFetch::kOfKeys / kPanels, kPanel / 16 * int(a.k.dim * element_size(a.k.type) / 64));
+      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, s.now->k + key, a.k.dim, s.k, fetch)
+      fetch.begin(BlockFetch::kOfScores / kPanels, num_tiles * a.k.dim / (a.k.type == kBf16 ? 2 : 1));
+      IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, fetch)
     } else {
-      dot_tiles<kWide>(s, tiles, num_tiles, s.k + key / kPanel * s.key_bytes, a.k.dim, key, {});
+      dot_tiles<kWide>(s, tiles, num_tiles, s.k + key / kPanel * s.key_bytes, a.k.dim, key, fetch);
     }
   }
   for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
@@ -170,8 +169,8 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
       softmax_row(a, s.rows[i], kb, s.s + (i - first) * kBlockKeys, s.max + i, s.sum + 16 * i, s.out + long(i) * stride, stride);
     }
   }
-  const long key_size = element_size(a.k.type);
-  Values v = {s.v_rows, s.v, a.v.dim, {s.next_rows, a.k.dim * key_size}, key_size};
+  fetch.begin(BlockFetch::kOfValues, num_tiles * num_keys * ((a.v.dim + kPanel - 1) / kPanel));
+  const Values v = {s.now->v, s.v, a.v.dim, &fetch};
   if (narrow) {
     IMBREX_BY_TYPE(a.v.type, value_tiles, s, tiles, num_tiles, num_keys, v)
   } else {
@@ -181,9 +180,9 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
 
 void stage_block(const AttentionParams& a, int num_keys, const Scratch& s) {
   for (int key = 0; key < num_keys; key += kPanel) {
-    IMBREX_BY_TYPE(a.k.type, stage_wide_keys, s.k_rows + key, a.k.dim, s.k + key / kPanel * s.key_bytes)
+    IMBREX_BY_TYPE(a.k.type, stage_wide_keys, s.now->k + key, a.k.dim, s.k + key / kPanel * s.key_bytes)
   }
-  IMBREX_BY_TYPE(a.v.type, stage_wide_values, s.v_rows, num_keys, a.v.dim, reinterpret_cast<float*>(s.v))
+  IMBREX_BY_TYPE(a.v.type, stage_wide_values, s.now->v, num_keys, a.v.dim, reinterpret_cast<float*>(s.v))
 }
 
 // Finished sums from the order and the scale in which values were widened to those of the cache.
@@ -219,7 +218,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   clear(s, num_rows, v);
   const bool narrow = num_rows <= kPassRows;
   const Visible keys = item_keys(a, item, s.rows, num_rows);
-  find_rows(a, a.k, item.request, kv_head, item.kv_begin, kBlockKeys, keys, s.zero, s.k_rows);
+  find_block_rows(a, item, kv_head, item.kv_begin, keys, s.zero, *s.now);
   bool folded = false;
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
     if (kb > item.kv_begin && kb % kSplitKeys == 0 && item.partial < 0) {
@@ -237,17 +236,15 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       folded = true;
     }
     const int num_keys = item.kv_end - kb < kBlockKeys ? item.kv_end - kb : kBlockKeys;
-    find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.v_rows);
-    find_rows(a, a.k, item.request, kv_head, kb + kBlockKeys, kBlockKeys, keys, s.zero, s.next_rows);
-    compact_rows(a.k, kBlockKeys, s.zero, s.k_rows, s.k_compact);
-    compact_rows(a.v, kBlockKeys, s.zero, s.v_rows, s.v_compact);
+    find_block_rows(a, item, kv_head, kb + kBlockKeys, keys, s.zero, *s.next);
+    compact_rows(a.k, kBlockKeys, s.zero, s.now->k, s.k_compact);
+    compact_rows(a.v, kBlockKeys, s.zero, s.now->v, s.v_compact);
     if (!narrow) stage_block(a, num_keys, s);
     for (int i = 0; i < num_rows; i += kPassRows) {
       row_pass(a, s, i, num_rows - i < kPassRows ? num_rows - i : kPassRows, kb, num_keys, narrow);
     }
-    const char** const rows = s.k_rows;
-    s.k_rows = s.next_rows;
-    s.next_rows = rows;
+    BlockRows* const done = s.now;
+    s.now = s.next, s.next = done;
   }
   bool finite = true;
   for (int i = 0; i < num_rows; ++i) {

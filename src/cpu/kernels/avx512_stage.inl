@@ -114,17 +114,6 @@ IMBREX_INLINE void transpose16(vi r[16]) {
   }
 }
 
-// Rows that will be read next, to be fetched into L2 while others are worked on: pages are scattered, so the machine cannot guess them.
-struct Ahead {
-  const char* const* rows = nullptr;
-  long bytes = 0;  // of a row
-  IMBREX_INLINE void fetch(int row, long begin, long end) const {
-    if (!rows) return;
-    for (long at = begin; at < end && at < bytes; at += 64) __builtin_prefetch(rows[row] + at, 0, kLevel);
-  }
-  static constexpr int kLevel = 2;  // L2
-};
-
 // Narrow f16 panels: dims come in groups of 2 H, d and d + H side by side so that stores are whole lines: [group][H][64 / 16 keys][2][16
 // keys]. H is 16, and 32 where elements of fp8 are widened in pairs.
 constexpr int half_group(int type) { return type == kF16 ? 16 : 32; }
@@ -144,10 +133,11 @@ IMBREX_INLINE void put_f16(char* panel, int d, int key, vi x) {
 // 16 keys into a panel, transposed to [dim][64 keys]; narrow bf16 to [dim / 2][64 keys][2]. Dims are written up to the next multiple
 // of 64 bytes of a row. Returns whether there is a NaN to be patched.
 template <int type, bool wide, bool patch>
-IMBREX_INLINE bool transpose_keys(const char* const* rows, int dim, char* panel, int key) {
+IMBREX_INLINE bool transpose_keys(const char* const* rows, int dim, char* panel, int key, BlockFetch& fetch) {
   constexpr int size = type == kF32 ? 4 : type == kE4m3 || type == kE5m2 ? 1 : 2;
   NanSearch search;
   for (int d = 0; d < dim; d += 64 / size) {
+    if constexpr (!wide) fetch.step();
     vi r[16];
     const bool full = (type == kF32 || type == kBf16) && (dim - d) * size >= 64;
     if (full) {
@@ -188,20 +178,22 @@ IMBREX_INLINE bool transpose_keys(const char* const* rows, int dim, char* panel,
 }
 // kPanel keys.
 template <int type, bool wide>
-void stage_keys(const char* const* rows, int dim, char* panel) {
+void stage_keys(const char* const* rows, int dim, char* panel, BlockFetch& fetch) {
   for (int key = 0; key < kPanel; key += 16) {
-    if (transpose_keys<type, wide, false>(rows + key, dim, panel, key)) {
-      transpose_keys<type, wide, true>(rows + key, dim, panel, key);
+    if (transpose_keys<type, wide, false>(rows + key, dim, panel, key, fetch)) {
+      transpose_keys<type, wide, true>(rows + key, dim, panel, key, fetch);
     }
   }
 }
+// `fetch` is told of every line of the keys.
 template <int type>
-void stage_narrow_keys(const char* const* rows, int dim, char* panel) {
-  stage_keys<type, false>(rows, dim, panel);
+void stage_narrow_keys(const char* const* rows, int dim, char* panel, BlockFetch& fetch) {
+  stage_keys<type, false>(rows, dim, panel, fetch);
 }
 template <int type>
 void stage_wide_keys(const char* const* rows, int dim, char* panel) {
-  stage_keys<type, true>(rows, dim, panel);
+  BlockFetch nothing;
+  stage_keys<type, true>(rows, dim, panel, nothing);
 }
 
 // 32 elements of a row as floats, of which the first `left` are there (a multiple of 8); the others are zero. See in_pairs.

@@ -7,9 +7,9 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int kWide = -1, kNarrow = -2;  // in place of an element type: panels of stage_wide_values, one of stage_narrow_values
 
-// s[r][64] = q . k. type: of the cache when the panel is narrow, else kWide. Narrow: rows `ahead` are fetched on the way.
+// s[r][64] = q . k. type: of the cache when the panel is narrow, else kWide. Narrow: `fetch` is told of every dim, or pair of them.
 template <int R, int type>
-void dot_tile(const float* q, const char* panel, int dim, float* s, Ahead ahead) {
+void dot_tile(const float* q, const char* panel, int dim, float* s, BlockFetch& fetch) {
   vf acc[R][4];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_setzero_ps();
@@ -23,10 +23,8 @@ void dot_tile(const float* q, const char* panel, int dim, float* s, Ahead ahead)
   };
   constexpr bool f16 = type != kWide && narrow_type(type) == kF16;
   constexpr int step = type == kBf16 ? 2 : 1, half = half_group(type);
-  for (int d = 0, owed = 0, row = 0; d < dim; d += step) {
-    if (type != kWide && ahead.rows) {
-      for (owed += step * kPanel; owed >= dim; owed -= dim) ahead.fetch(row++, 0, ahead.bytes);
-    }
+  for (int d = 0; d < dim; d += step) {
+    if constexpr (type != kWide) fetch.step();
     vf k[4];
     const char* from = f16 ? panel + (d / (2 * half) * half + d % half) * 256L + d / half % 2 * 32 : panel + d / step * 256L;
     if constexpr (f16) {
@@ -55,19 +53,17 @@ struct Values {
   const char* const* rows;  // of an element type
   const char* panels;       // kWide: all; kNarrow: the one at hand
   int dim;
-  Ahead ahead;      // keys of the next block
-  long ahead_step;  // bytes of a key for each dim
+  BlockFetch* fetch;  // is told of every key, unless kWide
 };
 
 // out[r][d..] += p[r][keys] * v[keys][d..] for 32 C dims, of which `left` are there.
 template <int R, int C, int type, bool full>
 IMBREX_INLINE void value_tile(const Values& v, const float* p, float* out, int stride, int d, int left, int key_begin, int key_end) {
-  const long ahead_begin = d * v.ahead_step, ahead_end = (d + 32 * C) * v.ahead_step;
   vf acc[R][2 * C];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < 2 * C; ++c) acc[r][c] = _mm512_load_ps(out + long(r) * stride + 16 * c);
   for (int j = key_begin; j < key_end; ++j) {
-    if constexpr (type != kWide) v.ahead.fetch(j, ahead_begin, ahead_end);
+    if constexpr (type != kWide) v.fetch->step();
     vf x[2 * C];
     IMBREX_UNROLL(2)
     for (int c = 0; c < C; ++c) {

@@ -6,6 +6,7 @@
 #include "cpu/kernels/rows.inl"
 #include "cpu/kernels/write_kv.inl"
 #ifdef __AVX2__
+#include "cpu/kernels/fetch.inl"
 #include "cpu/kernels/avx2_decode.inl"
 #endif
 // clang-format on
@@ -265,17 +266,17 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       if (more) find_block_rows(a, item, kv_head, next_kb, keys, zero, block[turn ^ 1]);
       const BlockRows& now = block[turn];
       unsigned* const packed = reinterpret_cast<unsigned*>(s.k);
-      Fetch fetch(more ? block + (turn ^ 1) : nullptr, a);
+      BlockFetch fetch(a, more ? block + (turn ^ 1) : nullptr);
       pack_keys(now, qk, packed, fetch);
       for (int i = 0; i < rows; i += kRowTile) {
         run_rows(
             a, s, i, num_rows, kb, v,
             [&](float* to, int j) {
-              if (i == 0 && j == 0) fetch.begin(Fetch::kOfScores, kBlockKeys / kColTile * (qk / 16));
+              if (i == 0 && j == 0) fetch.begin(BlockFetch::kOfScores, kBlockKeys / kColTile * (qk / 16));
               multiply_pairs(s.q + long(i) * qk, qk, packed + j, qk, to, fetch);
             },
             [&](const float* scores, int d, float* to) {
-              if (i == 0 && d == 0) fetch.begin(Fetch::kOfValues, v / kColTile * (kBlockKeys / 8));
+              if (i == 0 && d == 0) fetch.begin(BlockFetch::kOfValues, v / kColTile * (kBlockKeys / 8));
               add_values(scores, now, d, to, v, fetch);
             });
       }

@@ -1,0 +1,46 @@
+// Where the rows of a block of keys lie, and how those of the next one are asked for: pages are scattered, so the machine cannot guess
+// them.
+
+namespace imbrex::cpu {
+namespace {
+
+struct BlockRows {
+  const char *k[kBlockKeys], *v[kBlockKeys];
+};
+
+inline void find_block_rows(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
+                            BlockRows& rows) {
+  find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.k);
+  find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.v);
+}
+
+// Asks for the rows of the next block, in portions that are spread over the work on this one, keys and values by turns: all at once they
+// would fill the core's line buffers, and what is computed would wait behind them.
+class BlockFetch {
+ public:
+  // Of 2 * kBlockKeys rows, the share of each phase: of turning keys, of scores, of values.
+  static constexpr int kOfKeys = 64, kOfScores = 96, kOfValues = 96;
+
+  BlockFetch() = default;
+  BlockFetch(const AttentionParams& a, const BlockRows* next)
+      : next_(next), key_bytes_(a.k.dim * element_size(a.k.type)), value_bytes_(a.v.dim * element_size(a.v.type)) {}
+
+  // A phase of about so many steps, each of which is announced.
+  void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = steps > 0 ? steps : 1, due_ = 0; }
+  __attribute__((always_inline)) void step() {
+    for (due_ += rows_; due_ >= steps_ && at_ < 2 * kBlockKeys; due_ -= steps_, ++at_) {
+      const char* const row = at_ % 2 == 0 ? next_->k[at_ / 2] : next_->v[at_ / 2];
+      const long bytes = at_ % 2 == 0 ? key_bytes_ : value_bytes_;
+      for (long b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, kLevel);
+    }
+  }
+
+ private:
+  static constexpr int kLevel = 2;  // L2
+  const BlockRows* next_ = nullptr;
+  long key_bytes_ = 0, value_bytes_ = 0;
+  int rows_ = 0, steps_ = 1, due_ = 0, at_ = 0;  // at_: the row that is asked for next
+};
+
+}  // namespace
+}  // namespace imbrex::cpu
