@@ -40,6 +40,7 @@ struct Job {
 std::vector<Job> jobs_of(const BenchArguments& o) {
   std::vector<Job> jobs;
   if (!o.cases.empty()) {
+    check(o.bench.kv_order.empty(), "bench.kv_order", "cases have orders of their own, got \"{}\"", o.bench.kv_order);
     std::regex pattern;
     try {
       pattern.assign(o.cases);

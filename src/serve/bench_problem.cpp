@@ -60,6 +60,7 @@ BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, co
   batch_.seq_lens = seq_lens_;
   if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
   if (spec.block_size == 0) {
+    check(options.kv_order.empty(), "bench.kv_order", "ragged keys have no order to choose, got \"{}\"", options.kv_order);
     inputs_.kv.k = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk}));
     inputs_.kv.v = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v}));
     make_rows(Side::k, 0, inputs_.kv.k);

@@ -55,7 +55,7 @@ struct Result {
   std::vector<float> out, lse;
 };
 
-Result run(const Layer& layer, const Backend& backend, const DeviceInfo& device, const char* order) {
+Result run(const Layer& layer, const Backend& backend, const DeviceInfo& device, const char* order, ParallelFor threads = {}) {
   const AttentionSpec& spec = layer.spec;
   std::mt19937 random(7);
   std::vector<int32_t> starts{0}, indptr{0}, indices;
@@ -86,7 +86,7 @@ Result run(const Layer& layer, const Backend& backend, const DeviceInfo& device,
   Result result{std::vector<float>(size_t(tokens * spec.num_q_heads * spec.head_dim_v)),
                 std::vector<float>(size_t(tokens * spec.num_q_heads))};
 
-  const auto plan = backend.plan(spec, device, {.limits = {}, .threads = {}});
+  const auto plan = backend.plan(spec, device, {.limits = {}, .threads = threads});
   Batch batch;
   batch.query_start_loc = starts, batch.seq_lens = layer.lens;
   batch.kv_indptr = TensorView::contiguous(indptr.data(), DType::i32, {int64_t(indptr.size())});
@@ -101,6 +101,7 @@ Result run(const Layer& layer, const Backend& backend, const DeviceInfo& device,
 
 TEST(PlanHeads, TogetherOrApartIsTheSame) {
   const DeviceInfo probed = probe_cpu();
+  ThreadPool pool(2);
   int runs = 0;
   struct Target {
     const char* backend;
@@ -114,9 +115,12 @@ TEST(PlanHeads, TogetherOrApartIsTheSame) {
       const Backend& backend = *find_backend(name);
       if (!backend.unsupported(layer.spec, device).empty()) continue;
       SCOPED_TRACE(std::string(name) + " on " + to_string(isa) + ", " + layer.name);
-      const Result apart = run(layer, backend, device, "lbhtd"), together = run(layer, backend, device, "lbthd");
-      EXPECT_EQ(apart.out, together.out);
-      EXPECT_EQ(apart.lse, together.lse);
+      const Result apart = run(layer, backend, device, "lbhtd");
+      for (const ParallelFor& threads : {ParallelFor{}, pool.parallel_for()}) {
+        const Result together = run(layer, backend, device, "lbthd", threads);
+        EXPECT_EQ(apart.out, together.out);
+        EXPECT_EQ(apart.lse, together.lse);
+      }
       ++runs;
     }
   }

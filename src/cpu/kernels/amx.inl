@@ -20,6 +20,7 @@
 #include "cpu/kernels/amx_scratch.inl"
 #include "cpu/kernels/amx_softmax.inl"
 #include "cpu/kernels/amx_jobs.inl"
+#include "cpu/kernels/amx_fetch.inl"
 #include "cpu/kernels/amx_decode.inl"
 // clang-format on
 

@@ -29,7 +29,9 @@ void run_narrow(JobList& list) {
   char *const key_ring = s.stage[0].keys, *const value_ring = s.stage[1].keys;  // which a direct stage does not use otherwise
   const bool together = list.heads > 1;
   Fetch fetch;
-  const int share = as_rows ? 1 : 2;  // of the 16 pieces of keys that are asked for in a group of them: there are 16 or 8 places
+  // A group of keys brings 16 pieces of keys and 16 of values to ask for. They are spread over its 8 products and, where values are rows, 8
+  // pairs of these.
+  const int share = as_rows ? 1 : 2;
   // The share of the next block of keys that is asked for during a group of keys: all heads of some tokens.
   const auto tokens_of_next = [&](const Job& job, int g) {
     const int step = job.block * kGroups + g, begin = job.kb + kBlockKeys;

@@ -6,7 +6,7 @@
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kFewRows = 8;
+constexpr int kFewRows = 32;  // with more of them, floats that are made once cost no more than widening in every tile
 
 inline bool takes_pairs(const AttentionParams& a, int num_rows) {
   const auto whole = [](const KvSide& side) { return side.type == kBf16 && side.dim_stride == 2 && side.dim % 16 == 0; };
