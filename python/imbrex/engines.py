@@ -222,8 +222,11 @@ def _request(layer: CheckedLayer, device: str, chosen: Settings, generator: Any)
 
     spec, pages = layer.spec, layer.kv.k
     for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.kv.v, spec.head_dim_v)):
-        if tuple(x.shape[1:]) != (spec.block_size, spec.num_kv_heads, dim):
-            raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {spec.block_size}, {spec.num_kv_heads}, {dim}], got {list(x.shape)}")
+        sizes = [spec.block_size, spec.num_kv_heads, dim]
+        if spec.kv_format != "strided":
+            sizes = [spec.num_kv_heads, spec.block_size * dim * (1 if spec.kv_dtype.startswith("fp8") else 2)]
+        if list(x.shape[1:]) != sizes:
+            raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {', '.join(map(str, sizes))}], got {list(x.shape)}")
     blocks = sorted({0, min(1, pages.shape[0] - 1), pages.shape[0] - 1})
     num_tokens = (len(blocks) - 1) * spec.block_size + 1
     position = torch.arange(num_tokens, device="cpu")

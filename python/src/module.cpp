@@ -89,6 +89,7 @@ void bind_spec(nb::module_& m) {
       .def_prop_ro("kind", [](const AttentionSpec& s) { return to_string(s.kind); })
       .def_prop_ro("q_dtype", [](const AttentionSpec& s) { return to_string(s.q_dtype); })
       .def_prop_ro("kv_dtype", [](const AttentionSpec& s) { return to_string(s.kv_dtype); })
+      .def_prop_ro("kv_format", [](const AttentionSpec& s) { return to_string(s.kv_format); })
       .def_prop_ro(
           "out_dtypes",
           [](const AttentionSpec& s) {

@@ -6,6 +6,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
+from .. import _packed
 from ..engines import as_bytes, floats, type_name
 from ..plan import KvLayer, Plan
 
@@ -59,6 +60,7 @@ class Impl(AttentionImpl):
         self.sinks = sinks
         self._sinks = None  # float32; at one address, which graphs read
         self.plan_key: Tuple = ()
+        self.kv_format = "strided"  # or amx_packed, which the Builder of the group decides for all of its layers
         self._seen: Optional[torch.Tensor] = None
         self._pages: Tuple[Any, Any] = (None, None)
 
@@ -74,6 +76,7 @@ class Impl(AttentionImpl):
             head_dim_v=kv_cache_spec.head_size_v,
             q_dtype=q_dtype,
             kv_dtype=q_dtype if self.ragged else kv_type(self.kv_cache_dtype, model_dtype),
+            kv_format=self.kv_format,
             block_size=0 if self.ragged else kv_cache_spec.block_size,
             causal=not self.ragged,
             window_left=left,
@@ -110,10 +113,14 @@ class Impl(AttentionImpl):
         return made
 
     def kv_of(self, layer: Any, kv_cache: torch.Tensor) -> KvLayer:
-        """The pages of vLLM's [num_blocks, heads, block_size, k and v dims], whatever their strides."""
+        """The pages of vLLM's [num_blocks, heads, block_size, k and v dims], whatever their strides; packed, keys are the first part of a
+        head's block and values the rest."""
         if kv_cache is not self._seen:
-            pages = as_bytes(kv_cache.permute(0, 2, 1, 3))
-            self._pages = pages[..., : self.head_size], pages[..., self.head_size :]
+            if self.kv_format == _packed.FORMAT:
+                self._pages = _packed.halves(kv_cache, kv_cache.shape[2] * self.head_size * kv_cache.element_size())
+            else:
+                pages = as_bytes(kv_cache.permute(0, 2, 1, 3))
+                self._pages = pages[..., : self.head_size], pages[..., self.head_size :]
             self._seen = kv_cache
         if not self.kv_cache_dtype.startswith("fp8"):
             return KvLayer(*self._pages)
@@ -135,7 +142,7 @@ class Impl(AttentionImpl):
         if metadata is not None and metadata.slot_mapping.data_ptr() == slot_mapping.data_ptr():
             self.write_pages(metadata.plans[self.plan_key], layer, key, value, kv_cache)
         else:  # a draft model's own slots, or a graph that is captured without metadata
-            scatter(self.kv_of(layer, kv_cache), self.kv_cache_dtype, key, value, slot_mapping)
+            scatter(self.kv_of(layer, kv_cache), self.kv_cache_dtype, kv_cache, key, value, slot_mapping)
 
     def forward(
         self,
@@ -162,15 +169,19 @@ class Impl(AttentionImpl):
         return output
 
 
-def scatter(pages: KvLayer, kv_cache_dtype: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def scatter(pages: KvLayer, kv_cache_dtype: str, kv_cache: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """write_kv() with PyTorch alone, for slots that no plan has. Slot -1 becomes slot 0, in vLLM's null block, which nobody reads."""
-    block_size = pages.k.shape[1]
+    block_size = kv_cache.shape[2]
     slots = slot_mapping.clamp(min=0)
-    blocks, offsets = slots // block_size, slots % block_size
-    for x, cache, scale in ((key, pages.k, pages.k_scale), (value, pages.v, pages.v_scale)):
+    for side, x, cache, scale in (("k", key, pages.k, pages.k_scale), ("v", value, pages.v, pages.v_scale)):
         x = x[: slots.shape[0]]
         if scale is not None:
             kind = torch.float8_e5m2 if kv_cache_dtype == "fp8_e5m2" else torch.float8_e4m3fn
             most = torch.finfo(kind).max
             x = (x.float() / scale.reshape(-1, 1)).clamp(-most, most).to(kind).view(torch.uint8)
-        cache[blocks, offsets] = x.to(cache.dtype)
+        elif x.dtype != kv_cache.dtype:
+            x = x.to(kv_cache.dtype)
+        if cache.dim() == 3:
+            _packed.write_rows(side, cache, x, block_size, slots)
+        else:
+            cache[slots // block_size, slots % block_size] = x

@@ -9,9 +9,9 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
-from .. import _core
-from ..engines import CheckedLayer, announce, check_pages, device_text, make_plan, settings
-from ..plan import Plan
+from .. import _core, _packed
+from ..engines import CheckedLayer, announce, as_bytes, check_pages, device_text, make_plan, settings
+from ..plan import Plan, select
 from .impl import Impl
 
 logger = init_logger("vllm.imbrex")  # below "vllm", whose handlers and level it has
@@ -64,10 +64,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.supports_draft_decode_metadata_update = self.on_device
         self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         self.plans: Dict[Tuple, Plan] = {}
-        limits = self._limits()
         for layer in self.layers.values():
             if not isinstance(layer.impl, Impl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
+        limits, packed = self._limits(), self._takes_packed_pages()
+        for layer in self.layers.values():
+            layer.impl.kv_format = _packed.FORMAT if packed else "strided"
             fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
             layer.impl.plan_key = tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
@@ -87,6 +89,22 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             max_num_tokens=max_num_tokens,
             max_seq_len=max(self.vllm_config.model_config.max_model_len + ahead, max_num_tokens),  # warm-up steps have lengths of their own
         )
+
+    def _takes_packed_pages(self) -> bool:
+        """Whether all layers of the group are run by a backend that reads amx_packed, in the memory that vLLM's layout gives a head's block."""
+        layout = getattr(self.vllm_config.cache_config, "kv_cache_layout", None)
+        if self.device_text != "cpu" or layout is None or not layout.endswith("NC"):
+            return False
+
+        def same_backend(layer: Any) -> bool:
+            fields = layer.impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype)
+            if not _packed.fits(fields):
+                return False
+            strided, packed = (_core.AttentionSpec(**{**fields, "kv_format": name}) for name in ("strided", _packed.FORMAT))
+            chosen = select(strided, "cpu", forced=self.settings.backend).backend
+            return any(name == chosen and not reasons for name, reasons in select(packed, "cpu").candidates)
+
+        return all(same_backend(layer) for layer in self.layers.values())
 
     def _refuse_configuration(self) -> None:
         spec, config = self.kv_cache_spec, self.vllm_config
@@ -197,6 +215,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             raise NotImplementedError(f"imbrex: expected pages [num_blocks, {', '.join(map(str, expected))}] of {name}, got {list(cache.shape)}")
         pages = impl.kv_of(layer, cache)
 
+        def packed_rows(slots: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+            k, v = _packed.halves(cache, spec.block_size * spec.head_dim_qk * cache.element_size())
+            sides = (("k", k, spec.head_dim_qk), ("v", v, spec.head_dim_v))
+            return tuple(_packed.read_rows(side, x, as_bytes(cache).dtype, spec.block_size, dim, slots) for side, x, dim in sides)
+
         def rows(slots: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
             found = cache[slots // spec.block_size, :, slots % spec.block_size]
             return found[..., : spec.head_dim_qk], found[..., spec.head_dim_qk :]
@@ -204,4 +227,5 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
             impl.write_pages(plan, layer, k, v, cache)
 
-        return CheckedLayer(name, spec, pages, write, rows, impl.extras(cache.device), impl.score_fields())
+        find = packed_rows if impl.kv_format == _packed.FORMAT else rows
+        return CheckedLayer(name, spec, pages, write, find, impl.extras(cache.device), impl.score_fields())

@@ -71,6 +71,7 @@ class Runner:
         layouts = self.layers[0].attn_backend.supported_kv_cache_layouts() or tuple(KVCacheLayout)
         self.layout = KVCacheLayout[layout] if layout else layouts[0]
         assert self.layout in layouts
+        self.config.cache_config.kv_cache_layout = self.layout.name
         self._make_groups(one_group)
         self.builders = [g.layers[0].attn_backend.get_builder_cls()(g.spec, g.names, self.config, self.device) for g in self.groups]
         limits = self.config.scheduler_config

@@ -41,6 +41,7 @@ class CacheConfig:
     user_specified_block_size: bool = True
     cache_dtype: str = "auto"
     kv_sharing_fast_prefill: bool = False
+    kv_cache_layout: Optional[str] = None  # of the resolved layout, before builders are made
 
 
 @dataclass
