@@ -13,6 +13,11 @@ inline bool takes_pairs(const AttentionParams& a, int num_rows) {
   return num_rows <= kFewRows && whole(a.k) && whole(a.v);
 }
 
+// Whether values are widened where they lie: one instruction does it for all types but e4m3.
+inline bool takes_values_in_place(const AttentionParams& a, int num_rows) {
+  return num_rows <= kFewRows && a.v.dim_stride == element_size(a.v.type) && a.v.dim % 16 == 0 && a.v.type != kE4m3;
+}
+
 inline void transpose(__m256i r[8]) {
   __m256i t[8];
   for (int i = 0; i < 4; ++i) {
@@ -74,17 +79,15 @@ inline void multiply_pairs(const float* q, long q_stride, const unsigned* pairs,
 }
 
 // Adds weights of four rows times 16 dims, from `d` on, of a block's values.
+template <int type>
 inline void add_values(const float* weights, const BlockRows& rows, int d, float* out, long out_stride, BlockFetch& fetch) {
-  const auto widened = [](const char* from) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16));
-  };
   float *const ra = out, *const rb = ra + out_stride, *const rc = rb + out_stride, *const rd = rc + out_stride;
   __m256 a0 = _mm256_loadu_ps(ra), a1 = _mm256_loadu_ps(ra + 8), b0 = _mm256_loadu_ps(rb), b1 = _mm256_loadu_ps(rb + 8);
   __m256 c0 = _mm256_loadu_ps(rc), c1 = _mm256_loadu_ps(rc + 8), d0 = _mm256_loadu_ps(rd), d1 = _mm256_loadu_ps(rd + 8);
   for (int j = 0; j < kBlockKeys; ++j, ++weights) {
     if (j % 8 == 0) fetch.step();
-    const char* const row = rows.v[j] + 2 * d;
-    const __m256 v0 = widened(row), v1 = widened(row + 16);
+    const char* const row = rows.v[j] + d * element_size(type);
+    const __m256 v0 = load_floats<type>(row), v1 = load_floats<type>(row + 8 * element_size(type));
     const __m256 a = _mm256_broadcast_ss(weights), b = _mm256_broadcast_ss(weights + kBlockKeys);
     a0 = _mm256_fmadd_ps(a, v0, a0), a1 = _mm256_fmadd_ps(a, v1, a1);
     b0 = _mm256_fmadd_ps(b, v0, b0), b1 = _mm256_fmadd_ps(b, v1, b1);

@@ -7,6 +7,7 @@
 #include "cpu/kernels/write_kv.inl"
 #ifdef __AVX2__
 #include "cpu/kernels/fetch.inl"
+#include "cpu/kernels/avx2_stage.inl"
 #include "cpu/kernels/avx2_decode.inl"
 #endif
 // clang-format on
@@ -244,10 +245,10 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   clear(s.out, long(rows) * v, s.max, s.sum, rows);
   bool folded = false;
 #ifdef __AVX2__
-  const bool pairs = takes_pairs(a, num_rows);
-  alignas(32) static const char zero[2 * kMaxDim] = {};
+  const bool dense = takes_dense_rows(a), pairs = takes_pairs(a, num_rows), in_place = takes_values_in_place(a, num_rows);
+  alignas(32) static const char zero[sizeof(float) * kMaxDim] = {};
   BlockRows block[2];  // by turns: of this block, and of the next one
-  if (pairs && item.kv_begin < item.kv_end)
+  if (dense && item.kv_begin < item.kv_end)
     find_block_rows(a, item, kv_head, item.kv_begin, keys, zero, block[item.kv_begin / kBlockKeys % 2]);
 #endif
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
@@ -259,36 +260,52 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       clear(s.out, long(rows) * v, s.max, s.sum, rows);
       folded = true;
     }
+    const auto multiply_floats = [&](int i, int j, float* to) {
+      tile(s.q + long(i) * qk, qk, s.k + j, kBlockKeys, qk, to, kBlockKeys, false);
+    };
+    const auto add_floats = [&](const float* scores, int d, float* to) { tile(scores, kBlockKeys, s.v + d, v, kBlockKeys, to, v, true); };
+    const auto run_tiles = [&](const auto& multiply, const auto& add) {
+      for (int i = 0; i < rows; i += kRowTile) {
+        run_rows(
+            a, s, i, num_rows, kb, v, [&](float* to, int j) { multiply(i, j, to); },
+            [&](const float* scores, int d, float* to) { add(i, scores, d, to); });
+      }
+    };
 #ifdef __AVX2__
-    if (pairs) {
+    if (dense) {
       const int next_kb = kb + kBlockKeys, turn = kb / kBlockKeys % 2;
       const bool more = next_kb < item.kv_end;
       if (more) find_block_rows(a, item, kv_head, next_kb, keys, zero, block[turn ^ 1]);
       const BlockRows& now = block[turn];
-      unsigned* const packed = reinterpret_cast<unsigned*>(s.k);
       BlockFetch fetch(a, more ? block + (turn ^ 1) : nullptr);
-      pack_keys(now, qk, packed, fetch);
-      for (int i = 0; i < rows; i += kRowTile) {
-        run_rows(
-            a, s, i, num_rows, kb, v,
-            [&](float* to, int j) {
-              if (i == 0 && j == 0) fetch.begin(BlockFetch::kOfScores, kBlockKeys / kColTile * (qk / 16));
-              multiply_pairs(s.q + long(i) * qk, qk, packed + j, qk, to, fetch);
-            },
-            [&](const float* scores, int d, float* to) {
-              if (i == 0 && d == 0) fetch.begin(BlockFetch::kOfValues, v / kColTile * (kBlockKeys / 8));
-              add_values(scores, now, d, to, v, fetch);
-            });
+      unsigned* const packed = reinterpret_cast<unsigned*>(s.k);
+      pairs ? pack_keys(now, qk, packed, fetch) : stage_keys(a, now, s.k, fetch);
+      if (!in_place) stage_values(a, now, v, s.v, fetch);
+      const int steps = kBlockKeys / kColTile * (pairs ? qk / 16 : 1);
+      const auto multiply = [&](int i, int j, float* to) {
+        if (i == 0 && j == 0) fetch.begin(BlockFetch::kOfScores, steps);
+        if (pairs) {
+          multiply_pairs(s.q + long(i) * qk, qk, packed + j, qk, to, fetch);
+        } else {
+          if (i == 0) fetch.step();
+          multiply_floats(i, j, to);
+        }
+      };
+      if (in_place) {
+        with_type(a.v.type, [&](auto type) {
+          run_tiles(multiply, [&](int i, const float* scores, int d, float* to) {
+            if (i == 0 && d == 0) fetch.begin(BlockFetch::kOfValues, v / kColTile * (kBlockKeys / 8));
+            add_values<type.value>(scores, now, d, to, v, fetch);
+          });
+        });
+      } else {
+        run_tiles(multiply, [&](int, const float* scores, int d, float* to) { add_floats(scores, d, to); });
       }
       continue;
     }
 #endif
     load_block(a, item.request, kv_head, kb, keys, s);
-    for (int i = 0; i < rows; i += kRowTile) {
-      run_rows(
-          a, s, i, num_rows, kb, v, [&](float* to, int j) { tile(s.q + long(i) * qk, qk, s.k + j, kBlockKeys, qk, to, kBlockKeys, false); },
-          [&](const float* scores, int d, float* to) { tile(scores, kBlockKeys, s.v + d, v, kBlockKeys, to, v, true); });
-    }
+    run_tiles(multiply_floats, [&](int, const float* scores, int d, float* to) { add_floats(scores, d, to); });
   }
   bool finite = true;
   for (int i = 0; i < num_rows; ++i) {
