@@ -32,6 +32,8 @@ def _name_of(dtype):
 def exported(array):
     """What the library is given: of a torch tensor its DLPack capsule, since __dlpack__() is Python that takes microseconds and makes streams
     wait for each other; any other array as it is."""
+    if array is None:
+        return None
     return sys.modules["torch"].to_dlpack(array) if is_torch(array) else array
 
 

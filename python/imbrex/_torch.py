@@ -143,7 +143,18 @@ def f32(x):
     return None if x is None else x.detach().to(torch.float32).contiguous()
 
 
-def attend(
+def attend(q, layer, lengths, score, *, block_size=0, **arrays):
+    """Attention of q [num_tokens, num_q_heads, d] over ragged keys (block_size 0) or pages; first new_kv (k, v) go to their slots.
+
+    Further arrays: block_table, kv_start_loc, custom_mask, new_kv, slot_mapping, out, lse. lse: True makes one, a tensor is filled. Returns
+    (out, lse or None).
+    """
+    layer = KvLayer(*layer)
+    _check_rows(q, layer.k, layer.v, block_size)
+    return _attend(q, layer, lengths, score, block_size=block_size, **arrays)
+
+
+def _attend(
     q,
     layer,
     lengths,
@@ -158,12 +169,7 @@ def attend(
     out=None,
     lse=None,
 ):
-    """Attention of q [num_tokens, num_q_heads, d] over ragged keys (block_size 0) or pages; first new_kv (k, v) go to their slots.
-
-    lse: True makes one, a tensor is filled. Returns (out, lse or None).
-    """
-    layer = KvLayer(*layer)
-    _check_rows(q, layer.k, layer.v, block_size)
+    """attend() of tensors whose shapes were looked at."""
     if not layer.k.shape[0]:  # no keys at all: imbrex wants memory to point to
         layer = layer._replace(k=layer.k.new_empty((1, *layer.k.shape[1:])), v=layer.v.new_empty((1, *layer.v.shape[1:])))
     num_reqs, num_tokens, v_dim = lengths.seq_lens.shape[0], q.shape[0], layer.v.shape[-1]
@@ -220,10 +226,15 @@ def write_kv(layer, k, v, slot_mapping, block_size):
     kept.plan.write_kv(layer, k, v, stream=stream)
 
 
+def _fits(size, actual):
+    return size is None or size == actual
+
+
 def _expect(name, x, shape, device, dtypes=()):
     """ValueError unless a tensor has a shape (None is any size), a device and one of some types."""
-    if x.dim() != len(shape) or any(n is not None and n != have for n, have in zip(shape, x.shape)):
-        raise ValueError(f"{name}: expected [{', '.join('*' if n is None else str(n) for n in shape)}], got {list(x.shape)}")
+    actual = x.shape
+    if len(actual) != len(shape) or not all(map(_fits, shape, actual)):
+        raise ValueError(f"{name}: expected [{', '.join('*' if n is None else str(n) for n in shape)}], got {list(actual)}")
     if x.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got one on {x.device}")
     if dtypes and x.dtype not in dtypes:
@@ -258,7 +269,8 @@ def _check_dense(q, k, v, mask):
 
 def _overlaps(x):
     """Elements share memory, as after expand(): kernels take no stride of 0."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
+    strides = x.stride()
+    return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape))
 
 
 def _rows(x):
@@ -289,18 +301,18 @@ def _of_rows(q, layer, lengths, score, lse, **arrays):
     """attend() of q [b, h, sq, d]: out [b, h, sq, dv], which lies as rows where no view shows these in it, and lse [b, h, sq]."""
     b, h, sq, _ = q.shape
     dv = layer[1].shape[-1]
-    out = _rows(q.new_empty((b, h, sq, dv)))
-    out, lse = attend(_rows_or_copy(q), layer, lengths, score, out=out, lse=lse, **arrays)
-    out = out.as_strided((b, h, sq, dv), (sq * out.stride(0), out.stride(1), out.stride(0), 1))
+    out = q.new_empty((b, h, sq, dv)) if b == 1 or sq == 1 else None
+    rows, lse = _attend(_rows_or_copy(q), KvLayer(*layer), lengths, score, out=None if out is None else _rows(out), lse=lse, **arrays)
+    if out is None:
+        out = rows.view(b, sq, h, dv).transpose(1, 2)
     return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
 
 
-def _by_rows(q, k, v, score, custom_mask, lse):
+def _by_rows(q, k, v, sk, score, custom_mask, lse):
     b, _, sq, _ = q.shape
-    sk = k.shape[2]
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
     starts = _equal_starts(b, sk, (lengths.query_start_loc if custom_mask is None else custom_mask).device)  # arrays of a step lie together
-    return _of_rows(q, (_rows_or_copy(k), _rows_or_copy(v)), lengths, score, lse, kv_start_loc=starts, custom_mask=custom_mask)
+    return _of_rows(q, (k, v), lengths, score, lse, kv_start_loc=starts, custom_mask=custom_mask)
 
 
 def _by_heads(q, k, v, score, lse):
@@ -318,9 +330,9 @@ def _by_heads(q, k, v, score, lse):
     out = q.new_empty((b, h, sq, dv))
     if lse:
         lse = q.new_empty((b, h, sq), dtype=torch.float32)
-    attend(
+    _attend(
         q_heads,
-        (_heads(k), _heads(v)),
+        KvLayer(_heads(k), _heads(v)),
         lengths,
         repeated,
         kv_start_loc=starts,
@@ -364,7 +376,8 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
     if q.numel() == 0 or sk == 0:
         out = q.new_zeros((b, q.shape[1], sq, v.shape[3]))
         return out, q.new_full(out.shape[:3], float("-inf"), dtype=torch.float32) if lse else None
-    by_rows = _rows(k) is not None and _rows(v) is not None
+    k_rows, v_rows = _rows(k), _rows(v)
+    by_rows = k_rows is not None and v_rows is not None
     if custom_mask is not None:
         custom_mask = custom_mask.expand(b, 1, sq, sk).reshape(-1).contiguous().view(torch.uint8)
         found = None if by_rows else _by_pages(q, k, v, score, custom_mask, lse)
@@ -372,4 +385,6 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
             return found
     elif not by_rows and _heads(k) is not None and _heads(v) is not None:
         return _by_heads(q, k, v, score, lse)
-    return _by_rows(q, k, v, score, custom_mask, lse)
+    if not by_rows:
+        k_rows, v_rows = _rows_or_copy(k), _rows_or_copy(v)
+    return _by_rows(q, k_rows, v_rows, sk, score, custom_mask, lse)

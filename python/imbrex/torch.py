@@ -31,6 +31,49 @@ def _lse_or_empty(lse: Optional[Tensor], like: Tensor) -> Tensor:
     return like.new_empty((0,), dtype=torch.float32) if lse is None else lse
 
 
+# Nothing but eager execution: no tracer, transform or profiler wants to see an operator. Where PyTorch cannot be asked, one is always called.
+try:
+    from torch._C import _len_torch_dispatch_stack
+    from torch._C._functorch import maybe_current_level
+    from torch.autograd import _profiler_enabled
+
+    def _eager() -> bool:
+        return not (torch.compiler.is_compiling() or _len_torch_dispatch_stack() or maybe_current_level() is not None or _profiler_enabled())
+
+except ImportError:
+
+    def _eager() -> bool:
+        return False
+
+
+def _is_plain(x: Optional[Tensor], wants_gradient: bool) -> bool:
+    return x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda") and not (wants_gradient and x.requires_grad))
+
+
+def _either(function, operator, *tensors: Optional[Tensor]):
+    """The function itself where it is enough: an operator's way through PyTorch costs 30 us."""
+    gradients = torch.is_grad_enabled()
+    return function if _eager() and all(_is_plain(x, gradients) for x in tensors) else operator
+
+
+def _dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Optional[Tensor],
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    scale: Optional[float],
+    soft_cap: float,
+    sinks: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    return_lse: bool,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
+    return _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
+
+
 @torch.library.custom_op("imbrex::attention", mutates_args=())
 def _attention(
     q: Tensor,
@@ -46,8 +89,7 @@ def _attention(
     alibi_slopes: Optional[Tensor],
     return_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
-    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    out, lse = _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
+    out, lse = _dense(q, k, v, mask, causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes, return_lse)
     return out.contiguous(), _lse_or_empty(None if lse is None else lse.contiguous(), q)
 
 
@@ -57,8 +99,7 @@ def _(q, k, v, mask, causal, window_left, window_right, scale, soft_cap, sinks, 
     return q.new_empty((b, h, sq, v.shape[3])), q.new_empty((b, h, sq) if return_lse else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("imbrex::varlen_attention", mutates_args=())
-def _varlen_attention(
+def _varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -79,6 +120,9 @@ def _varlen_attention(
     lengths = _torch.Lengths(query_start_loc, kv_start_loc[1:] - kv_start_loc[:-1], max_query_len, max_seq_len)
     out, lse = _torch.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
     return out, _lse_or_empty(lse, q)
+
+
+_varlen_attention = torch.library.custom_op("imbrex::varlen_attention", _varlen, mutates_args=())
 
 
 @_varlen_attention.register_fake
@@ -102,8 +146,7 @@ def _(
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2] if return_lse else (0,), dtype=torch.float32)
 
 
-@torch.library.custom_op("imbrex::paged_attention", mutates_args=())
-def _paged_attention(
+def _paged(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -128,6 +171,9 @@ def _paged_attention(
     layer = (k_cache, v_cache, k_scale, v_scale)
     out, lse = _torch.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
     return out, _lse_or_empty(lse, q)
+
+
+_paged_attention = torch.library.custom_op("imbrex::paged_attention", _paged, mutates_args=())
 
 
 @_paged_attention.register_fake
@@ -176,9 +222,11 @@ def attention(
 
     mask bool [batch or 1, 1, query_len or 1, seq_len]: false hides a key, together with causal (aligned at the bottom right) and window (left,
     right; inclusive, -1 is no limit). scale None is 1 / sqrt(d). sinks and alibi_slopes [heads]. Returns out [batch, heads, query_len, d_v], with
-    return_lse also the natural logarithm of the denominators, float32 [batch, heads, query_len].
+    return_lse also the natural logarithm of the denominators, float32 [batch, heads, query_len]. In eager mode these may be strided: rows of a
+    token's heads lie together, where no view of contiguous memory shows them so.
     """
-    out, lse = _attention(q, k, v, mask, causal, window[0], window[1], scale, soft_cap, sinks, alibi_slopes, return_lse)
+    call = _either(_dense, _attention, q, k, v, mask, sinks, alibi_slopes)
+    out, lse = call(q, k, v, mask, causal, window[0], window[1], scale, soft_cap, sinks, alibi_slopes, return_lse)
     return (out, lse) if return_lse else out
 
 
@@ -204,7 +252,8 @@ def varlen_attention(
     query_start_loc and kv_start_loc int32 [num_reqs + 1], both on the host or both where q is; the longest query and request bound them. The
     rest is as in attention(). Returns out [num_tokens, heads, d_v], with return_lse also float32 [num_tokens, heads].
     """
-    out, lse = _varlen_attention(
+    call = _either(_varlen, _varlen_attention, q, k, v, query_start_loc, kv_start_loc, sinks, alibi_slopes)
+    out, lse = call(
         q, k, v, query_start_loc, kv_start_loc, max_query_len, max_seq_len, causal, window[0], window[1], scale, soft_cap, sinks,
         alibi_slopes, return_lse,
     )  # fmt: skip
@@ -236,7 +285,8 @@ def paged_attention(
     query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs], both on the host or both where q is; seq_lens counts the queries' own keys,
     which are in the cache. block_table int32 [num_reqs, max_blocks] is where q is. The rest is as in varlen_attention().
     """
-    out, lse = _paged_attention(
+    call = _either(_paged, _paged_attention, q, k_cache, v_cache, query_start_loc, seq_lens, block_table, k_scale, v_scale, sinks, alibi_slopes)
+    out, lse = call(
         q, k_cache, v_cache, query_start_loc, seq_lens, block_table, max_query_len, max_seq_len, k_scale, v_scale, causal, window[0],
         window[1], scale, soft_cap, sinks, alibi_slopes, return_lse,
     )  # fmt: skip
