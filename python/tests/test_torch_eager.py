@@ -62,6 +62,8 @@ def test_what_traces_sees_the_operator(device, seen):
     x = tensors(device)
     graph = make_fx(lambda *x: imbrex.torch.attention(*x))(*x)
     assert any("imbrex.attention" in str(node.target) for node in graph.graph.nodes)
+    traced = torch.jit.trace(lambda *x: imbrex.torch.attention(*x), x, check_trace=False)
+    assert "imbrex::attention" in str(traced.graph)
     with torch.profiler.profile() as profile:
         imbrex.torch.attention(*x)
     assert any("imbrex::attention" in event.key for event in profile.key_averages())
@@ -81,3 +83,13 @@ def test_transforms_see_the_operator(device, seen):
     mapped = torch.vmap(lambda q: imbrex.torch.attention(q, k, v))(torch.stack([q, 2 * q]))
     assert seen
     assert torch.equal(mapped, torch.stack([imbrex.torch.attention(x, k, v) for x in (q, 2 * q)]))
+
+
+def test_tangents_are_not_dropped(device):
+    import torch.autograd.forward_ad as forward_ad
+
+    q, k, v = tensors(device)
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="imbrex has no forward derivative"):
+            imbrex.torch.attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+        imbrex.torch.attention(q, k, v)
