@@ -59,7 +59,7 @@ def _is_plain(x: Optional[Tensor], wants_gradient: bool) -> bool:
 
 def _either(function, operator, *tensors: Optional[Tensor]):
     """The function itself where it is enough: an operator's way through PyTorch costs 20 to 30 us."""
-    if forward_ad._current_level >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if getattr(forward_ad, "_current_level", -1) >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("imbrex has no forward derivative: give it tensors without tangents")
     gradients = torch.is_grad_enabled()
     return function if _eager() and all(_is_plain(x, gradients) for x in tensors) else operator

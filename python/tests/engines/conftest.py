@@ -28,6 +28,7 @@ def _engine(name, monkeypatch):
     importlib.invalidate_caches()
     module = importlib.import_module(name)
     assert Path(module.__file__).is_relative_to(STUBS) if hasattr(Path, "is_relative_to") else str(STUBS) in module.__file__
+    torch.manual_seed(11)
     yield module
     _forget(name)
 
@@ -35,6 +36,13 @@ def _engine(name, monkeypatch):
 @pytest.fixture
 def vllm(monkeypatch):
     yield from _engine("vllm", monkeypatch)
+
+
+@pytest.fixture
+def vllm_on_cpu(vllm, monkeypatch):
+    """vLLM on a CPU takes CPU_ATTN, so there the plug-in is asked to stand in for it."""
+    monkeypatch.setenv("IMBREX_VLLM_CPU_ATTN", "1")
+    return vllm
 
 
 @pytest.fixture

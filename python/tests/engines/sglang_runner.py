@@ -286,3 +286,35 @@ def idle(runner):
     for layer, (q, k, v) in zip(runner.layers, runner.inputs([])):
         out = layer(q.view(0, -1) if q.numel() else q.reshape(0, layer.tp_q_head_num * layer.qk_head_dim), k, v, batch, runner.attn_backend)
         assert out.shape == (0, layer.tp_q_head_num * layer.v_head_dim)
+
+
+class VerifyInput:
+    """As EagleVerifyInput: a mask of all keys for each draft token, request after request."""
+
+    def __init__(self, width, mask, topk=4):
+        self.draft_token_num, self.custom_mask, self.tree_topk = width, mask, topk
+
+
+def tree(width, generator):
+    """Which draft tokens are ancestors of which, the token itself included: random parents."""
+    seen = torch.eye(width, dtype=torch.bool)
+    for i in range(1, width):
+        seen[i] |= seen[int(torch.randint(0, i, (1,), generator=generator))]
+    return seen
+
+
+def masks_of(requests, width, device, tail=0):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.cat([torch.ones(width, r.computed, dtype=torch.bool), tree(width, generator)], 1) for r in requests]
+    flat = torch.cat([m.reshape(-1) for m in rows] + [torch.ones(tail, dtype=torch.bool)])
+    return [m.numpy() for m in rows], flat.to(device)
+
+
+def prefilled(runner, lengths=(37, 61, 20)):
+    requests = [runner.request(n, s + 20) for n, s in zip("abc", lengths)]
+    runner.step([(r, s) for r, s in zip(requests, lengths)])
+    return requests
+
+
+def first_step(runner):
+    runner.step([(runner.request("a", 20), 20)])

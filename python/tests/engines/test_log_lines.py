@@ -19,11 +19,6 @@ def lines(monkeypatch, caplog):
     return lambda: [(r.name, r.getMessage()) for r in caplog.records if r.getMessage().startswith("imbrex")]
 
 
-@pytest.fixture
-def vllm_on_cpu(vllm, monkeypatch):
-    monkeypatch.setenv("IMBREX_VLLM_CPU_ATTN", "1")
-
-
 def step(runner):
     runner.step([(runner.request("a", 20), 20)])
 

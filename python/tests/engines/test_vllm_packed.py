@@ -13,8 +13,7 @@ WINDOWS = [{"per_layer_sliding_window": 20}, {}]
 
 
 @pytest.fixture(autouse=True)
-def tiles(vllm, monkeypatch):
-    monkeypatch.setenv("IMBREX_VLLM_CPU_ATTN", "1")
+def tiles(vllm_on_cpu, monkeypatch):
     if "cpu_amx" != imbrex.select(imbrex.AttentionSpec(32, 8, 128), "cpu").backend:
         monkeypatch.setenv("IMBREX_CPU_ISA", "amx_emulated")
     try:
@@ -23,7 +22,6 @@ def tiles(vllm, monkeypatch):
         pytest.skip(f"no tiles and no AVX-512 to emulate them: {error}")
     if chosen != "cpu_amx":
         pytest.skip(f"no tiles: {chosen} is chosen")
-    torch.manual_seed(11)
 
 
 def formats(runner):

@@ -303,3 +303,7 @@ def serve(runner):
     runner.release(a)
     runner.step([(b, 2)])
     assert runner.num_steps == 10
+
+
+def first_step(runner):
+    runner.step([(runner.request("a", 20), 20)])
