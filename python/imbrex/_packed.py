@@ -1,4 +1,4 @@
-"""Rows of a cache in the format amx_packed, by PyTorch alone: docs/kv-formats.md has its formulas."""
+"""The format amx_packed in the pages of imbrex.vllm: where keys and values lie, and their rows by PyTorch alone. docs/kv-formats.md has the formulas."""
 
 import functools
 from typing import Any
@@ -37,7 +37,7 @@ def fits(spec_fields: Any) -> bool:
     )
 
 
-def halves(pages: Any, k_bytes: int) -> Any:
+def halves(pages: Any, k_dim: int) -> Any:
     """Keys and values, uint8 [num_blocks, heads, bytes], of pages [num_blocks, heads, tokens, k and v dims] whose head's block is one piece of
     memory: it begins with the keys."""
     import torch
@@ -48,7 +48,7 @@ def halves(pages: Any, k_bytes: int) -> Any:
             f"imbrex: expected pages whose last two dimensions are one piece of memory for {FORMAT}, got {list(pages.shape)} with strides "
             f"{list(pages.stride())}"
         )
-    flat = pages.view(torch.uint8).flatten(2)
+    flat, k_bytes = pages.view(torch.uint8).flatten(2), tokens * k_dim * pages.element_size()
     return flat[..., :k_bytes], flat[..., k_bytes:]
 
 

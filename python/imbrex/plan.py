@@ -40,7 +40,7 @@ class KvLayer(NamedTuple):
     """One layer's pages.
 
     k [num_blocks, block_size, num_kv_heads, head_dim_qk] and v [.., head_dim_v] with any strides; ragged (block_size 0) [num_rows,
-    num_kv_heads, head_dim]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
+    num_kv_heads, head_dim]; of kv_format "amx_packed" uint8 [num_blocks, num_kv_heads, bytes]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
     """
 
     k: Array

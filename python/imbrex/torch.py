@@ -6,6 +6,7 @@
 There is no backward pass: backward() of what they give, and write_kv of tensors that want a gradient, are refused by name. Before the first CUDA
 graph is captured, call them once like this: kernels are compiled then. Inside a capture lengths are on the GPU.
 """
+import functools
 from typing import Optional, Tuple
 
 import torch
@@ -78,28 +79,19 @@ def _dense(
     sinks: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     return_lse: bool,
-) -> Tuple[Tensor, Optional[Tensor]]:
-    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    return _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
-
-
-@torch.library.custom_op("imbrex::attention", mutates_args=())
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Optional[Tensor],
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    scale: Optional[float],
-    soft_cap: float,
-    sinks: Optional[Tensor],
-    alibi_slopes: Optional[Tensor],
-    return_lse: bool,
 ) -> Tuple[Tensor, Tensor]:
-    out, lse = _dense(q, k, v, mask, causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes, return_lse)
-    return out.contiguous(), _lse_or_empty(None if lse is None else lse.contiguous(), q)
+    score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
+    out, lse = _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
+    return out, _lse_or_empty(lse, q)
+
+
+@functools.wraps(_dense)
+def _contiguous(*arguments):
+    """What the operator gives: the compiler is told that its results are contiguous."""
+    return tuple(x.contiguous() for x in _dense(*arguments))
+
+
+_attention = torch.library.custom_op("imbrex::attention", _contiguous, mutates_args=())
 
 
 @_attention.register_fake

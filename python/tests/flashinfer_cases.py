@@ -3,6 +3,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import imbrex.flashinfer as flashinfer  # noqa: E402
+
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
 LOG2E = 1.4426950408889634
@@ -142,3 +144,36 @@ def check(result, expected, dtype=torch.bfloat16, tolerance=None):
     if lse is not None:
         assert lse.dtype == torch.float32 and lse.shape == expected[1].shape
         torch.testing.assert_close(lse.double().cpu(), expected[1], atol=2e-3, rtol=2e-3)
+
+
+DECODE = [17, 0, 1, 64, 33]
+
+
+def workspace(device):
+    return torch.empty(0, device=device)
+
+
+def decode_batch(device, **options):
+    return Batch(1, [1] * len(DECODE), DECODE, device=device, **options)
+
+
+def planned_decode(batch, layout="NHD", where="cpu", **options):
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace(batch.device), layout)
+    types = dict(q_data_type=batch.dtype, kv_data_type=batch.kv_dtype)
+    wrapper.plan(*batch.arrays(where), batch.heads, batch.kv_heads, batch.dim, batch.page_size, **{**types, **options})
+    return wrapper
+
+
+def planned_prefill(batch, layout="NHD", where="cpu", **options):
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(batch.device), layout)
+    types = dict(q_data_type=batch.dtype, kv_data_type=batch.kv_dtype, head_dim_vo=batch.dim_v)
+    arrays = (batch.qo_indptr.to(where), *batch.arrays(where))
+    wrapper.plan(*arrays, batch.heads, batch.kv_heads, batch.dim, batch.page_size, **{**types, **options})
+    return wrapper
+
+
+def planned_ragged(batch, layout="NHD", where="cpu", **options):
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(batch.device), layout)
+    types = dict(q_data_type=batch.dtype, kv_data_type=batch.kv_dtype, head_dim_vo=batch.dim_v)
+    wrapper.plan(batch.qo_indptr.to(where), batch.kv_indptr.to(where), batch.heads, batch.kv_heads, batch.dim, **{**types, **options})
+    return wrapper

@@ -117,7 +117,7 @@ class Impl(AttentionImpl):
         head's block and values the rest."""
         if kv_cache is not self._seen:
             if self.kv_format == _packed.FORMAT:
-                self._pages = _packed.halves(kv_cache, kv_cache.shape[2] * self.head_size * kv_cache.element_size())
+                self._pages = _packed.halves(kv_cache, self.head_size)
             else:
                 pages = as_bytes(kv_cache.permute(0, 2, 1, 3))
                 self._pages = pages[..., : self.head_size], pages[..., self.head_size :]

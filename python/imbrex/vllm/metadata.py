@@ -216,7 +216,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         pages = impl.kv_of(layer, cache)
 
         def packed_rows(slots: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-            k, v = _packed.halves(cache, spec.block_size * spec.head_dim_qk * cache.element_size())
+            k, v = _packed.halves(cache, spec.head_dim_qk)
             sides = (("k", k, spec.head_dim_qk), ("v", v, spec.head_dim_v))
             return tuple(_packed.read_rows(side, x, as_bytes(cache).dtype, spec.block_size, dim, slots) for side, x, dim in sides)
 

@@ -1,5 +1,5 @@
-// A block of keys and values as floats, with AVX2: any element type whose rows are dense, keys transposed eight by eight. The floats are
-// those of convert.inl.
+// A block of keys and values as floats for generic.inl's tiles, with AVX2: any element type whose rows are dense, keys transposed eight by
+// eight. The floats are those of convert.inl, up to the payload of a NaN.
 #include <immintrin.h>
 
 namespace imbrex::cpu {
