@@ -1,6 +1,6 @@
-// Items of few rows in generic.inl, with AVX2: what its loops would spend most of their time on there is bringing keys and values into shape.
-// bf16 keys are turned in pairs of dims, half as many bytes as floats, and widened by the tile that multiplies them; values of any type but
-// e4m3 are widened where they lie. Chains of sums are those of generic.inl, so the bits are the same.
+// Items of few rows in generic.inl, with AVX2: what its loops would spend most of their time on there is bringing keys and values into
+// shape. bf16 keys are turned in pairs of dims, half as many bytes as floats, and widened by the tile that multiplies them; values of any
+// type but e4m3 are widened where they lie. Chains of sums are those of generic.inl, so the bits are the same.
 #include <immintrin.h>
 
 namespace imbrex::cpu {
