@@ -17,7 +17,7 @@ def load(library: Path) -> None:
 
 
 def calls(problem: Problem, keys: list[tuple[torch.Tensor, torch.Tensor]], splits: int) -> list[protocols.Call]:
-    """One for each of `keys`: pages of 16-bit keys and values."""
+    """One for each of `keys`: pages of keys and values, of 16 bits or as narrow as the queries."""
     cell, device = problem.cell, problem.q.device
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=device)
     starts, lens, longest = ints(problem.query_start), ints(problem.seq_lens), max(problem.seq_lens)
@@ -25,11 +25,11 @@ def calls(problem: Problem, keys: list[tuple[torch.Tensor, torch.Tensor]], split
     window = (cell.window - 1, 0) if cell.window else (-1, -1)
     sinks = None if problem.sinks is None else problem.sinks.bfloat16()
     out = torch.empty_like(problem.out)
-    q = problem.q.bfloat16()
+    q = problem.q if problem.q.dtype == keys[0][0].dtype else problem.q.bfloat16()
     plan = None
     if splits == 0:
         plan = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-            cell.batch, most, longest, *cell.heads, cell.head_dim, cell.head_dim, torch.bfloat16, lens, starts,
+            cell.batch, most, longest, *cell.heads, cell.head_dim, cell.head_dim, q.dtype, lens, starts,
             None, None, None, None, cell.page, 0, cell.causal, *window, cell.soft_cap > 0, splits, None, 0)  # fmt: skip
 
     def call_of(k: torch.Tensor, v: torch.Tensor) -> protocols.Call:
@@ -42,8 +42,8 @@ def calls(problem: Problem, keys: list[tuple[torch.Tensor, torch.Tensor]], split
 
 
 def peers(cell: Cell, problem: Problem, pools) -> dict[str, list[protocols.Call]]:
-    """By number of splits; over a cache of 16 bits also where the cell's is narrower."""
-    if cell.kv == "bf16":
+    """By number of splits; over a cache of 16 bits also where the cell's is narrower than its queries."""
+    if cell.kv == cell.q:
         keys = [problem.keys(i) for i in range(problem.sets)]
     else:
         wide = pools.get(cell, "bf16")

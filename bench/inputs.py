@@ -122,7 +122,7 @@ class Problem:
 
 
 def rotation(cell: Cell, fits: int) -> int:
-    if not cell.rotate or cell.unit == "TFLOP/s":
+    if not cell.rotate or cell.unit == "TFLOP/s" or cell.protocol == "sustained":
         return 1
     return max(1, min(8 if cell.kv_bytes > 64 * MB else 64, int(600 * MB / cell.kv_bytes) + 1, fits))
 

@@ -1,75 +1,65 @@
-"""Cells for every layer of zoo.json: each shape with some of the steps, page sizes and cache types that engines run, so that all of
-these meet all kinds of shapes. Needs no PyTorch."""
+"""Cells for every layer of zoo.json, as cells.py has them. Needs no PyTorch."""
 from __future__ import annotations
 
-import functools
 import json
-import random
+import re
 from pathlib import Path
 
-import cells
 from cells import Cell
 
 TABLE = Path(__file__).with_name("zoo.json")
-PAGES = (16, 1, 64, 128)
-# Requests, query tokens, keys, and what else a cell has.
-DECODE = ((1, 1, 4096), (16, 1, 4096), (64, 1, 4096), (16, 1, 16384), (128, 1, 1024), (4, 1, 32768), (256, 1, 2048), (1, 1, 1024), (2, 1, 65536))
-PREFILL = ((1, 4096, 4096), (4, 1024, 1024), (1, 1500, 1500), (2, 8192, 8192), (8, 300, 300))
-OTHERS = (
-    (2, 512, 8192, "chunk"),
-    (32, 4, 4096, "verify"),
-    (32, 1, 4096, "mixed"),
-    (64, 1, 0, "ragged"),
-    (4, 16, 6000, "extend"),
-    (8, 8, 16384, "verify"),
-)
-MIXED_QUERIES = 512
-
-
-@functools.cache
-def uniform64_tokens() -> int:
-    return next(cell.tokens for cell in cells.load() if cell.lengths == "uniform64")
+ITEM = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
+LAUNCHED = ("prefill", "chunk")  # one by one, where a cell does not say otherwise
+PROTOCOLS = {"eager": "sustained", "graph": "graph"}
 
 
 def shapes() -> list[dict]:
     return json.loads(TABLE.read_text())["shapes"]
 
 
+def ragged() -> list[int]:
+    return json.loads(TABLE.read_text())["ragged"]
+
+
 def load() -> list[Cell]:
-    """Three cells of each shape: decode, prefill, and one of the others, drawn by the shape's own name, so that a new shape changes no other.
-    A third of them have an e4m3 cache under bf16 queries."""
-    made: dict[str, Cell] = {}
-    for shape in shapes():
-        draw = random.Random(json.dumps({**shape, "models": []}))
-        for kind, steps in (("decode", DECODE), ("prefill", PREFILL), (None, OTHERS)):
-            row = draw.choice(steps)
-            cell = cell_of(shape, kind or row[3], row[:3], draw.choice(PAGES), draw.random() < 1 / 3)
-            made.setdefault(cell.name, cell)
-    return list(made.values())
+    return [cell_of(shape, text) for shape in shapes() for text in shape["cells"]]
 
 
-def cell_of(shape: dict, kind: str, row: tuple[int, int, int], page: int, in_bytes: bool) -> Cell:
-    batch, query, context = row
-    heads, kv = tuple(shape["heads"]), "fp8_e4m3" if in_bytes else "bf16"
+def batch_of(text: str) -> list[tuple[int, int, int]]:
+    """Requests, query tokens and keys of each item of `imbrex bench`'s notation."""
+    items = []
+    for item in text.split(","):
+        count, queries, queries_k, keys, keys_k = ITEM.fullmatch(item).groups()
+        query = int(queries) << (10 if queries_k else 0)
+        items.append((int(count or 1), query, int(keys) << (10 if keys_k else 0) if keys else query))
+    return items
+
+
+def cell_of(shape: dict, text: str) -> Cell:
+    kind, batch, page, kv, *more = text.split()
+    items = [(len(ragged()), 1, 0)] if batch == "ragged" else batch_of(batch)
+    (count, query, context), mixed = items[-1], items[0][1] if len(items) > 1 else 0
+    requests = count + bool(mixed)
+    launch = next((word for word in more if word in PROTOCOLS), "eager" if kind in LAUNCHED else "graph")
     extras = {name: shape[name] for name in ("window", "soft_cap", "sinks") if name in shape}
-    of_layer = f"{heads[0]}-{heads[1]}/d{shape['head_dim']}" + "".join(f"/{name}{value:g}" for name, value in extras.items())
-    step = f"{batch}x{query}of{context}" if kind != "ragged" else "uniform64"
-    compute = kind in ("prefill", "chunk")
+    of_layer = f"{shape['heads'][0]}-{shape['heads'][1]}/d{shape['head_dim']}" + "".join(f"/{name}" + ("" if value is True else f"{value:g}") for name, value in extras.items())
+    step = batch if context else f"{requests}ragged"
     return Cell(
         group=kind,
-        name=f"{kind}/{of_layer}/{kv}/p{page}/{step}",
-        protocol="sustained" if compute else "graph",
-        unit="TFLOP/s" if compute else "TB/s",
+        name="/".join([kind, of_layer, kv, page, step, *more]),
+        protocol=PROTOCOLS[launch],
+        unit="TFLOP/s" if kind in LAUNCHED else "TB/s",
         head_dim=shape["head_dim"],
-        heads=heads,
-        batch=batch,
+        heads=tuple(shape["heads"]),
+        batch=requests,
         query=query,
         context=context,
-        page=page,
+        page=int(page.removeprefix("p")),
         kv=kv,
+        q="fp8_e4m3" if "fp8_e4m3_queries" in more else "bf16",
         causal=True,
-        tokens=batch * context or uniform64_tokens(),
-        lengths="uniform64" if kind == "ragged" else None,
-        mixed=MIXED_QUERIES if kind == "mixed" else 0,
+        tokens=requests * context or sum(ragged()),
+        lengths=None if context else "uniform64",
+        mixed=mixed,
         **extras,
     )

@@ -2,15 +2,16 @@
 # Everything that needs a GPU, on a machine that has one and no network: scripts/gpu_check.sh BUILD OUT [STEP...]
 #   BUILD  a build folder with the programs `imbrex`, `tests/cuda_tests` and `tests/conformance_tests` (nothing is built here)
 #   OUT    where summary.json, summary.txt and a log of each step go
-#   STEP   of device, conformance, laws, sanitize, bench; default: all
+#   STEP   of device, conformance, laws, sanitize, bench, zoo; default: all. With GPU_CHECK_FA3, _vllm_fa3_C.abi3.so of a wheel of vLLM, the
+#          zoo has FlashAttention-3 beside it, and fails where that is faster
 # Kernels are compiled by as many processes as there are cores, which needs NVRTC or a full IMBREX_CUDA_CACHE. Exit code 1 when a step failed.
 set -uo pipefail
-[ $# -ge 2 ] || { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { sed -n '2,7s/^# //p' "$0" >&2; exit 2; }
 build=$(cd "$1" && pwd) || exit 2
 mkdir -p "$2" && out=$(cd "$2" && pwd) || exit 2
 shift 2
 steps=("$@")
-[ ${#steps[@]} -gt 0 ] || steps=(device conformance laws sanitize bench)
+[ ${#steps[@]} -gt 0 ] || steps=(device conformance laws sanitize bench zoo)
 for program in imbrex tests/cuda_tests tests/conformance_tests; do
   [ -x "$build/$program" ] || { echo "gpu_check: $build/$program is missing" >&2; exit 2; }
 done
@@ -79,17 +80,34 @@ run_sanitize() {
   done
 }
 
+# Adds the row of a step that leaves NAME.json: bench_row NAME VERDICT BEGAN
+bench_row() {
+  names+=("$1") verdicts+=("$2") seconds+=("$((SECONDS - $3))")
+  passed+=("$(grep -c '"status": "ok"' "$out/$1.json" 2>/dev/null || true)")
+  failed+=("$(grep -cE '"status": "(wrong|failed)"' "$out/$1.json" 2>/dev/null || true)")
+  skipped+=("$(grep -cE '"status": "(not run|refused)"' "$out/$1.json" 2>/dev/null || true)")
+}
+
+has_torch() { python3 -c 'import torch' 2>/dev/null || { echo "$1: python3 has no PyTorch here, left out"; return 1; }; }
+
 # Every cell against PyTorch's kernels and the recorded peers; a floor that is not reached is shown, a wrong output fails.
 run_bench() {
-  local began=$SECONDS code=0 verdict=pass
-  python3 -c 'import torch' 2>/dev/null || { echo "bench: python3 has no PyTorch here, left out"; return; }
+  local began=$SECONDS verdict=pass
+  has_torch bench || return
   timeout "${GPU_CHECK_BENCH_SECONDS:-590}" python3 "$(dirname "$0")/gpu_bench.py" --object "$build/libimbrex_bench.so" --json "$out/bench.json" \
-    >"$out/bench.log" 2>&1 || code=1 verdict=FAIL
-  names+=(bench) verdicts+=("$verdict") seconds+=("$((SECONDS - began))")
-  passed+=("$(grep -c '"status": "ok"' "$out/bench.json" 2>/dev/null || true)")
-  failed+=("$(grep -cE '"status": "(wrong|failed)"' "$out/bench.json" 2>/dev/null || true)")
-  skipped+=("$(grep -cE '"status": "(not run|refused)"' "$out/bench.json" 2>/dev/null || true)")
+    >"$out/bench.log" 2>&1 || verdict=FAIL
+  bench_row bench "$verdict" "$began"
   sed -n '/^group  /,$p' "$out/bench.log"
+}
+
+# The layers of published models: a cliff fails.
+run_zoo() {
+  local began=$SECONDS verdict=pass limit=${GPU_CHECK_ZOO_SECONDS:-590}
+  has_torch zoo || return
+  timeout "$limit" python3 "$(dirname "$0")/gpu_zoo.py" --object "$build/libimbrex_bench.so" --json "$out/zoo.json" --seconds "$((limit - 50))" \
+    ${GPU_CHECK_FA3:+--fa3 "$GPU_CHECK_FA3"} >"$out/zoo.log" 2>&1 || verdict=FAIL
+  bench_row zoo "$verdict" "$began"
+  sed -n '/^worst ten/,$p' "$out/zoo.log"
 }
 
 "$build/imbrex" info >"$out/info.txt" 2>&1

@@ -85,10 +85,10 @@ class Zoo(unittest.TestCase):
         table = zoo.load()
         self.assertEqual(len(table), len({cell.name for cell in table}))
         self.assertGreater(len(table), 300)
-        for what in ("group", "page", "kv", "head_dim"):
+        for what in ("group", "page", "kv", "q", "protocol", "head_dim"):
             self.assertGreater(len({getattr(cell, what) for cell in table}), 1, what)
         for group in {cell.group for cell in table}:
-            self.assertEqual({cell.page for cell in table if cell.group == group}, set(zoo.PAGES), group)
+            self.assertEqual({cell.page for cell in table if cell.group == group}, {1, 16, 64, 128}, group)
         for cell in table:
             with self.subTest(cell.name):
                 self.assertGreater(cell.work, 0)
@@ -97,11 +97,14 @@ class Zoo(unittest.TestCase):
                 self.assertLessEqual(cell.read, cell.tokens)
                 self.assertEqual(cell.spec().get("window", 0), cell.window)
 
-    def test_a_new_shape_changes_no_other_cell(self):
-        before = {cell.name for cell in zoo.load()}
-        shapes = zoo.shapes()
-        with unittest.mock.patch.object(zoo, "shapes", lambda: [{"heads": [6, 3], "head_dim": 64, "models": []}, *shapes]):
-            self.assertLessEqual(before, {cell.name for cell in zoo.load()})
+    def test_a_batch_is_read_as_the_program_reads_it(self):
+        self.assertEqual(zoo.batch_of("q512s4k,31q1s4k"), [(1, 512, 4096), (31, 1, 4096)])
+        self.assertEqual(zoo.batch_of("8q300"), [(8, 300, 300)])
+        mixed = zoo.cell_of({"heads": [8, 2], "head_dim": 64}, "mixed q512s4k,31q1s4k p16 bf16")
+        self.assertEqual((mixed.query_lens, mixed.context, mixed.protocol), ([512] + 31 * [1], 4096, "graph"))
+        eager = zoo.cell_of({"heads": [8, 2], "head_dim": 64}, "ragged ragged p1 fp8_e4m3 fp8_e4m3_queries eager")
+        self.assertEqual((eager.q, eager.protocol, eager.batch, eager.context), ("fp8_e4m3", "sustained", len(zoo.ragged()), 0))
+        self.assertEqual(eager.tokens, next(cell.tokens for cell in cells.load() if cell.lengths == "uniform64"))
 
     def test_windows_hide_work(self):
         cell = next(cell for cell in zoo.load() if cell.window == 128 and cell.group == "decode" and cell.context > 128)

@@ -24,7 +24,7 @@ struct DeviceInfo {
   int sm = 0;                    // CUDA: 90 for compute capability 9.0
   int num_workers = 1;           // threads (CPU) or multiprocessors (CUDA)
   int64_t l2_bytes = 0;          // CPU: of one core; CUDA: of the chip
-  int64_t l3_bytes = 0;          // CPU only
+  int64_t l3_bytes = 0;          // CPU only: of the caches that this process's cores belong to
   int64_t memory_bytes = 0;
   double peak_flops = 0;        // CUDA: FLOP/s of dense bf16 products with f32 sums, by the data sheet; 0: not known
   double peak_bytes_per_s = 0;  // CUDA: of its memory, by the data sheet; 0: not known

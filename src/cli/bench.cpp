@@ -1,5 +1,5 @@
 // `imbrex bench`: times backends on batches written in vLLM's notation, or on cases of the conformance table.
-#include "serve/bench.h"
+#include "cli/bench.h"
 
 #include <fmt/format.h>
 
@@ -9,7 +9,6 @@
 
 #include "attention/cases.h"
 #include "cli/cli.h"
-#include "cli/spec_options.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 #include "serve/batch_grammar.h"
@@ -19,16 +18,6 @@ namespace imbrex::cli {
 namespace {
 
 using nlohmann::ordered_json;
-
-struct BenchArguments {
-  SpecOptions spec;
-  serve::BenchOptions bench;
-  std::vector<std::string> batches;
-  std::string device = "cpu", backends, cases, format = "table";
-  int threads = 0;
-  double min_time = 0.3, max_time = 10, noise = 1;
-  bool json = false, no_ceilings = false, no_check = false;
-};
 
 // One thing to time.
 struct Job {
@@ -83,31 +72,27 @@ std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& devic
   return list;
 }
 
-// The nearer ceiling: arithmetic, or reading keys from where they are.
-struct Share {
-  double of_ceiling = 0;
-  const char* bound = "";
-};
-Share share_of(const serve::BenchResult& r, const Backend& backend, const serve::Ceilings& c, const DeviceInfo& device) {
-  if (c.dram_read <= 0) return {};
-  const bool in_cache = c.l3_read > 0 && r.cache_bytes * r.kv_copies < device.l3_bytes / 2;
-  const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
-  const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name() == "cpu_amx");
-  if (arithmetic >= memory) return {arithmetic, "flop"};
-  return {memory, in_cache ? "L3" : "DRAM"};
+DeviceInfo device_of(const BenchArguments& o) {
+  DeviceInfo device = describe_device(o.device);
+  check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
+  return device;
 }
 
-int run_bench(BenchArguments& o) {
-  const DeviceInfo device = describe_device(o.device);
-  check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
-  const bool gpu = device.device.type == DeviceType::cuda;
-  const double unit = gpu ? 1e12 : 1e9;
-  ThreadPool pool(o.threads);
+void set_options(BenchArguments& o, ThreadPool& pool) {
   o.bench.threads = pool.parallel_for();
   o.bench.min_seconds = o.min_time;
   o.bench.max_seconds = std::max(o.max_time, o.min_time);
   o.bench.target_noise = o.noise / 100;
   o.bench.check = !o.no_check;
+}
+
+int run_bench(BenchArguments& o) {
+  const DeviceInfo device = device_of(o);
+  const bool gpu = device.device.type == DeviceType::cuda;
+  const double unit = gpu ? 1e12 : 1e9;
+  ThreadPool pool(o.threads);
+  set_options(o, pool);
+  if (o.zoo) return run_zoo(o, device);
   const std::vector<Job> jobs = jobs_of(o);
   serve::Ceilings ceilings;
   if (!o.no_ceilings) ceilings = serve::ceilings_of(device, o.threads);
@@ -122,7 +107,7 @@ int run_bench(BenchArguments& o) {
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const Backend* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
-      const Share share = share_of(r, *backend, ceilings, device);
+      const serve::Share share = share_of(r, *backend, ceilings, device);
       ++timed;
       table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
                             fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
@@ -173,6 +158,13 @@ void add_bench(CLI::App& app, Action& action) {
                   "vLLM's notation: items [count]q<queries>[k][s<keys>[k]] joined by ',' or '_', k is 1024 (default: five typical ones)");
   add_spec_options(*sub, o->spec);
   sub->add_option("--cases", o->cases, "Time the cases of the conformance table whose name matches this regular expression instead");
+  sub->add_flag(
+      "--zoo", o->zoo,
+      "Look for cliffs: layers of published models (or of --model), whole and shared out over GPUs, in many steps, page sizes and "
+      "cache types");
+  sub->add_option("--only", o->only, "With --zoo: cells whose names this regular expression matches");
+  sub->add_flag("--list", o->list, "With --zoo: print the names of the cells and leave");
+  sub->add_option("--seconds", o->seconds, "With --zoo: begin no cell after so many (0: run all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--backend", o->backends, "Backends or aliases, separated by commas (default: the one that select takes)");
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
@@ -202,11 +194,20 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench 32q1s4k --kv-dtype fp8_e4m3 --kv-copies 8 --backend cpu_avx512,cpu_generic\n"
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
-      "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n\n"
+      "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
+      "  imbrex bench --zoo --device cuda:0 --model gemma-2-9b\n\n"
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
       "useful FLOP/s; share of the nearer ceiling (flop, L3 or DRAM: measured, or of the GPU's data sheet); best time of planning on the\n"
-      "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.");
-  sub->callback([o, &action] { action = [o] { return run_bench(*o); }; });
+      "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.\n"
+      "--zoo: cells that would take long run with fewer or shorter requests; beside is the share of the ceiling by the median share of "
+      "the\n"
+      "same kind of step and cache. Exit code 1: an output is wrong, or a cell is below half of its kind.");
+  sub->callback([o, sub, &action] {
+    o->page_given = sub->count("--block-size") > 0;
+    o->kv_dtype_given = sub->count("--kv-dtype") > 0;
+    o->time_given = sub->count("--min-time") + sub->count("--max-time") + sub->count("--noise") > 0;
+    action = [o] { return run_bench(*o); };
+  });
 }
 
 }  // namespace imbrex::cli

@@ -1,10 +1,10 @@
 // `imbrex run`: replays a serving trace through the attention layers of a model, and reports.
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <ctime>
 
 #include "cli/cli.h"
+#include "cli/progress.h"
 #include "core/check.h"
 #include "imbrex/model.h"
 #include "serve/replay.h"
@@ -20,29 +20,12 @@ struct RunArguments {
   bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
 };
 
-// One line on a terminal, redrawn in place; nothing at all when stderr is not one.
-class ProgressBar {
- public:
-  explicit ProgressBar(bool wanted) : on_(wanted && isatty(STDERR_FILENO)) {}
-  ~ProgressBar() { clear(); }
-  void show(const serve::ReplayProgress& p) {
-    if (!on_) return;
-    constexpr int kWidth = 28;
-    const double done = p.total_tokens > 0 ? double(p.finished_tokens) / double(p.total_tokens) : 0;
-    const int full = int(done * kWidth);
-    fmt::print(stderr, "\r\033[K[{:█<{}}{:·<{}}] {:3.0f} %  {}/{} requests  {} running, {} waiting  {}", "", full, "", kWidth - full,
-               100 * done, p.finished_requests, p.total_requests, p.running, p.waiting, serve::format_seconds(p.wall_s));
-    fflush(stderr);
-    shown_ = true;
-  }
-  void clear() {
-    if (shown_) fmt::print(stderr, "\r\033[K");
-    shown_ = false;
-  }
-
- private:
-  bool on_, shown_ = false;
-};
+void show(ProgressBar& bar, const serve::ReplayProgress& p) {
+  if (!bar.on()) return;
+  const double done = p.total_tokens > 0 ? double(p.finished_tokens) / double(p.total_tokens) : 0;
+  bar.show(done, fmt::format("{}/{} requests  {} running, {} waiting  {}", p.finished_requests, p.total_requests, p.running, p.waiting,
+                             serve::format_seconds(p.wall_s)));
+}
 
 std::string utc_now() {
   const std::time_t now = std::time(nullptr);
@@ -71,7 +54,7 @@ int run_trace(RunArguments& o) {
   {
     ProgressBar bar(!o.quiet);
     r.progress = [&](const serve::ReplayProgress& progress) {
-      bar.show(progress);
+      show(bar, progress);
       return true;
     };
     result = serve::replay(model, trace, r);

@@ -13,6 +13,7 @@
 #include "core/cores.h"
 #include "core/env.h"
 #include "core/gpus.h"
+#include "core/last_level_cache.h"
 #include "core/text.h"
 
 namespace imbrex {
@@ -204,7 +205,8 @@ DeviceInfo probe_cpu() {
   }
   info.num_workers = default_num_threads();
   info.l2_bytes = std::max(0l, sysconf(_SC_LEVEL2_CACHE_SIZE));
-  info.l3_bytes = std::max(0l, sysconf(_SC_LEVEL3_CACHE_SIZE));
+  info.l3_bytes = last_level_cache_bytes();
+  if (info.l3_bytes == 0) info.l3_bytes = std::max(0l, sysconf(_SC_LEVEL3_CACHE_SIZE));
   info.memory_bytes = int64_t(sysconf(_SC_PHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   return info;
 }

@@ -34,23 +34,6 @@ std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_
   return {begin, std::max(begin, end)};
 }
 
-void count_work(const AttentionSpec& spec, const std::vector<BenchRequest>& requests, BenchResult& result) {
-  double pairs = 0, keys = 0;
-  for (const BenchRequest& r : requests) {
-    int64_t seen_begin = r.seq_len, seen_end = 0;
-    for (int i = 0; i < r.q_len; ++i) {
-      const auto [begin, end] = visible(spec, r.seq_len - r.q_len + i, r.seq_len);
-      pairs += double(end - begin);
-      if (end == begin) continue;
-      seen_begin = std::min(seen_begin, begin);
-      seen_end = std::max(seen_end, end);
-    }
-    keys += double(std::max<int64_t>(seen_end - seen_begin, 0));
-  }
-  result.flops = pairs * spec.num_q_heads * 2.0 * (spec.head_dim_qk + spec.head_dim_v);
-  result.kv_bytes = keys * double(spec.kv_bytes_per_token());
-}
-
 // Some queries of the timed batch itself: the last of a few requests and one in the middle, over all kv heads in turn.
 void check_outputs(const Backend& backend, const BenchProblem& problem, const AttentionSpec& spec,
                    const std::vector<BenchRequest>& requests, BenchResult& result) {
@@ -144,10 +127,26 @@ void time_on_gpu(const std::function<void()>& run, DeviceStream& stream, BenchRe
 
 }  // namespace
 
+Work work_of(const AttentionSpec& spec, const std::vector<BenchRequest>& requests) {
+  double pairs = 0, keys = 0;
+  for (const BenchRequest& r : requests) {
+    int64_t seen_begin = r.seq_len, seen_end = 0;
+    for (int i = 0; i < r.q_len; ++i) {
+      const auto [begin, end] = visible(spec, r.seq_len - r.q_len + i, r.seq_len);
+      pairs += double(end - begin);
+      if (end == begin) continue;
+      seen_begin = std::min(seen_begin, begin);
+      seen_end = std::max(seen_end, end);
+    }
+    keys += double(std::max<int64_t>(seen_end - seen_begin, 0));
+  }
+  return {.kv_bytes = keys * double(spec.kv_bytes_per_token()),
+          .flops = pairs * spec.num_q_heads * 2.0 * (spec.head_dim_qk + spec.head_dim_v)};
+}
+
 BenchResult bench(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
                   const BenchOptions& options) {
-  BenchResult result;
-  count_work(spec, requests, result);
+  BenchResult result{work_of(spec, requests)};
   const auto stream = open_stream(device, options.threads);
   const BenchProblem problem(backend, spec, device, requests, options, *stream);
   result.cache_bytes = problem.cache_bytes();
@@ -155,7 +154,9 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
   PlanOptions plan_options;
   plan_options.limits = problem.limits();
   plan_options.threads = options.threads;
-  result.captured = stream->asynchronous() && plan_options.limits.max_query_len <= kCapturedQueries;
+  const bool captured = options.launch == BenchLaunch::by_queries ? plan_options.limits.max_query_len <= kCapturedQueries
+                                                                  : options.launch == BenchLaunch::graph;
+  result.captured = stream->asynchronous() && captured;
   const auto plan = backend.plan(spec, device, plan_options);
   result.plan_s = 1e9;
   for (int i = 0; i < 5; ++i) {
@@ -179,6 +180,15 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
     time_on_cpu(run, options, result);
   }
   return result;
+}
+
+Share share_of(const BenchResult& r, const Backend& backend, const Ceilings& c, const DeviceInfo& device) {
+  if (c.dram_read <= 0) return {};
+  const bool in_cache = c.l3_read > 0 && r.cache_bytes * r.kv_copies < device.l3_bytes / 2;
+  const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
+  const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name() == "cpu_amx");
+  if (arithmetic >= memory) return {arithmetic, "flop"};
+  return {memory, in_cache ? "L3" : "DRAM"};
 }
 
 }  // namespace imbrex::serve

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "imbrex/backend.h"
+#include "serve/ceilings.h"
 
 namespace imbrex::serve {
 
@@ -14,11 +15,26 @@ struct BenchRequest {
   int q_len = 0, seq_len = 0;
 };
 
+// How calls reach a GPU; on a CPU nothing differs.
+enum class BenchLaunch : uint8_t {
+  by_queries,  // from a graph where no request has more than 16 of them
+  eager,       // one after the other
+  graph        // some in a graph
+};
+
+// What a batch needs, whoever computes it.
+struct Work {
+  double kv_bytes = 0;  // keys and values that some query sees, each once
+  double flops = 0;     // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+};
+Work work_of(const AttentionSpec&, const std::vector<BenchRequest>&);
+
 struct BenchOptions {
   uint64_t seed = 1;
   int kv_copies = 0;     // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
   std::string kv_order;  // of a strided cache, as KvAllocation has it; empty: its default
   bool check = true;     // compare sampled outputs with the reference first
+  BenchLaunch launch = BenchLaunch::by_queries;
   ParallelFor threads;
   // Of a CPU.
   int min_samples = 5;
@@ -26,13 +42,11 @@ struct BenchOptions {
   double target_noise = 0.01;  // stop when the median is known this well
 };
 
-struct BenchResult {
+struct BenchResult : Work {
   double median_s = 0, best_s = 0;
   double noise = 0;  // half-width of the median's 95 % interval, as a share of the median
   int samples = 0;
   double plan_s = 0;         // Plan::update, best
-  double kv_bytes = 0;       // keys and values that some query sees, each once
-  double flops = 0;          // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
   int64_t cache_bytes = 0;   // of one copy
   int kv_copies = 0;         // that were rotated over
   bool captured = false;     // calls were part of a graph
@@ -43,5 +57,12 @@ struct BenchResult {
 
 // Error bench.check when a sampled output is wrong (nothing is timed then), otherwise what validation, planning and memory throw.
 BenchResult bench(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&);
+
+// The nearer ceiling: arithmetic, or reading keys from where they are.
+struct Share {
+  double of_ceiling = 0;   // 0: no ceiling is known
+  const char* bound = "";  // "flop", "L3" or "DRAM"
+};
+Share share_of(const BenchResult&, const Backend&, const Ceilings&, const DeviceInfo&);
 
 }  // namespace imbrex::serve

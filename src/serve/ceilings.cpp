@@ -51,6 +51,7 @@ template <class V>
     factor[i] = 0.999f;
     term[i] = 0.001f;
   }
+  for (V& sum : sums) __asm__ volatile("" : "+m"(sum));  // else the compiler sees that all chains are equal and runs one
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 12
     for (int c = 0; c < kChains; ++c) sums[c] = sums[c] * factor + term;
@@ -64,6 +65,7 @@ template <class V>
 [[gnu::target("avx2,fma"), gnu::noinline]] float fma_avx2(int64_t rounds) { return multiply_add<F256>(rounds); }
 [[gnu::noinline]] float fma_portable(int64_t rounds) {
   float sums[kChains * 4] = {};
+  __asm__ volatile("" : "+m"(sums));
   for (int64_t round = 0; round < rounds; ++round) {
     for (float& sum : sums) sum = sum * 0.999f + 0.001f;
   }
@@ -128,7 +130,10 @@ class ReadBuffer {
     std::vector<uint64_t> sums(size_t(threads_.num_workers) * 8);  // a cache line each
     return best_rate(threads_, double(bytes) * repeat * threads_.num_workers, seconds, [&](int worker) {
       uint64_t sum = 0;
-      for (int i = 0; i < repeat; ++i) sum += avx512 ? read_avx512(part(worker), bytes) : read_portable(part(worker), bytes);
+      for (int i = 0; i < repeat; ++i) {
+        sum += avx512 ? read_avx512(part(worker), bytes) : read_portable(part(worker), bytes);
+        __asm__ volatile("" : : : "memory");  // else the compiler sees that the sums are equal and reads once
+      }
       sums[size_t(worker) * 8] = sum;
     });
   }

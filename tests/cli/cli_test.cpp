@@ -110,6 +110,10 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench --cases '('", 2, "[cli.cases]"},
       {"bench --cases no_such_case", 2, "[cli.cases]"},
       {"bench q1 --format pdf", 2, "[usage]"},
+      {"bench q1 --zoo", 2, "[cli.zoo]"},
+      {"bench --zoo --no-ceilings", 2, "[cli.zoo]"},
+      {"bench --zoo --only no_such_cell", 2, "[cli.only]"},
+      {"bench --zoo --only '('", 2, "[cli.only]"},
       {"completion tcsh", 2, "[usage]"},
       {"compile --arch sm_90x", 2, "[cuda.arch]"},
       {"compile --arch sm_75", 2, "[cuda.arch]"},
@@ -257,6 +261,26 @@ TEST_F(Cli, BenchChecksAndTimes) {
       run("bench --cases ^mask_window --heads 4/2 --no-ceilings --min-time 0 --max-time 0.001 --format csv --backend cpu_generic");
   EXPECT_EQ(cases.code, 0) << cases.err;
   EXPECT_TRUE(cases.out.starts_with("case,backend,")) << cases.out;
+}
+
+TEST_F(Cli, TheZooFindsWhatItRuns) {
+  const Ran list = run("bench --zoo --model llama-3.2-1b --list");
+  EXPECT_EQ(list.code, 0) << list.err;
+  EXPECT_TRUE(contains(list.out, "/32-8/d64/")) << list.out;
+  EXPECT_TRUE(contains(list.out, "/4-1/d64/")) << list.out;
+  const Ran ran = run("bench --zoo --only ^decode/1-1/d64/ --min-time 0 --max-time 0.01 --format json");
+  ASSERT_TRUE(ran.code == 0 || ran.code == 1) << ran.err;  // 1: a cliff, which a busy machine may show
+  const auto j = nlohmann::json::parse(ran.out);
+  EXPECT_EQ(j["failed"], 0);
+  ASSERT_FALSE(j["cells"].empty());
+  for (const auto& cell : j["cells"]) {
+    EXPECT_GT(cell["median_s"].get<double>(), 0);
+    EXPECT_GT(cell["share_of_ceiling"].get<double>(), 0);
+    EXPECT_GT(cell["beside"].get<double>(), 0);
+  }
+  const Ran table = run("bench --zoo --only ^decode/1-1/d64/ --min-time 0 --max-time 0.01 --seconds 1e-9");
+  EXPECT_EQ(table.code, 3) << table.out;  // nothing ran
+  EXPECT_TRUE(contains(table.out, "not run")) << table.out;
 }
 
 TEST_F(Cli, RunReplaysATraceAndReports) {
