@@ -63,6 +63,12 @@ struct WriteKvParams {
   bool packed;
 };
 
+// What a worker will probably run after an item, so that its first keys can be asked for in time. item null: nothing is known.
+struct NextTask {
+  const WorkItem* item;
+  int kv_head;
+};
+
 // The kernels of one instruction set. `attention` runs one work item for heads_together kv heads, from `kv_head` on. It returns false when
 // a row's output is not finite though its weights are: then a value is not, and rows that do not see it may have met it with weight zero,
 // which makes NaN.
@@ -74,7 +80,7 @@ struct Kernels {
   long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();
-  bool (*attention)(const AttentionParams&, const WorkItem&, int kv_head, char* scratch);
+  bool (*attention)(const AttentionParams&, const WorkItem&, int kv_head, NextTask, char* scratch);
   void (*merge)(const AttentionParams&, const MergeItem&, int kv_head);
   void (*write_kv)(const WriteKvParams&, int token_begin, int token_end);
 };

@@ -197,20 +197,21 @@ struct Run {
   const Schedule& schedule;
   char* scratch;
   long scratch_bytes;
+  int num_workers;
   int num_tasks, num_merges;  // items times heads, several of which may be one task; merges times heads
   std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
 
   // A value that is not finite spoils every row of its item, also those that give it the weight zero. Smaller items part the rows that
   // see it from those that do not, and rows are the same bits in any item. Rows of one token see the same keys, custom masks aside.
-  void run(const WorkItem& item, int head, char* memory) const {
-    if (kernels.attention(params, item, head, memory) || item.q_end - item.q_begin == 1) return;
+  void run(const WorkItem& item, int head, NextTask next, char* memory) const {
+    if (kernels.attention(params, item, head, next, memory) || item.q_end - item.q_begin == 1) return;
     const Visible first = visible(item.request, item.q_begin), last = visible(item.request, item.q_end - 1);
     if (first.lo == last.lo && first.hi == last.hi) return;
     WorkItem front = item, back = item;
     front.q_end = back.q_begin = item.q_begin + (item.q_end - item.q_begin) / 2;
     if (item.partial >= 0) back.partial += back.q_begin - item.q_begin;
-    run(front, head, memory);
-    run(back, head, memory);
+    run(front, head, {}, memory);
+    run(back, head, {}, memory);
   }
   Visible visible(int request, int token) const {
     return visible_keys(params, params.seq_lens[request] - params.query_start[request + 1] + token, params.seq_lens[request]);
@@ -220,7 +221,10 @@ struct Run {
     const int heads = params.num_kv_heads, together = params.heads_together, groups = heads / together;
     kernels.enter();
     for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      run(schedule.work[t / groups], t % groups * together, scratch + worker * scratch_bytes);
+      const auto item_of = [&](int task) { return NextTask{&schedule.work[task / groups], task % groups * together}; };
+      // Tasks next to each other are about equally long, so every other worker will take one before this one is free again.
+      const int next = next_task.load(std::memory_order_relaxed) + num_workers - 1;
+      run(*item_of(t).item, item_of(t).kv_head, next < num_tasks ? item_of(next) : NextTask{}, scratch + worker * scratch_bytes);
       if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
     }
     kernels.leave();
@@ -257,6 +261,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
           .schedule = schedule,
           .scratch = scratch_,
           .scratch_bytes = scratch_bytes_,
+          .num_workers = std::max(options_.threads.num_workers, 1),
           .num_tasks = int(schedule.work.size()) * (heads / a.heads_together),
           .num_merges = int(schedule.merges.size()) * heads};
   if (run.num_tasks == 0) return;

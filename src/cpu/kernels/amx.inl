@@ -74,7 +74,7 @@ void run_list(JobList& list, bool narrow) {
   }
 }
 
-bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group, heads = a.heads_together;
   const Shape n = shape_of(a, num_rows, heads);
   Scratch s;

@@ -68,8 +68,11 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
 
 long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
 
-// Logits of one row to probabilities, in place.
-IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, float* max, float* sum, float* out, int v) {
+// Logits of one row to probabilities, in place: of 16 keys each, those from `begin` on and before `end`, among which are all that it sees.
+template <bool whole>
+void softmax_row(const AttentionParams& a, const Row& row, int kb, int begin, int end, float* s, float* max, float* sum, float* out,
+                 int v) {
+  if constexpr (whole) begin = 0, end = kVecs;
   vf x[kVecs], top = _mm512_set1_ps(-__builtin_inff());
   float scale = row.scale * kLog2e;
   if (!is_plain(a, row)) {
@@ -79,13 +82,13 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb,
     scale = 1.f;
   }
   if (sees_all(row, kb)) {
-    for (int t = 0; t < kVecs; ++t) x[t] = _mm512_load_ps(s + 16 * t);
+    for (int t = begin; t < end; ++t) x[t] = _mm512_load_ps(s + 16 * t);
   } else {
     __mmask16 seen[kVecs];
     row_masks(row, kb, seen);
-    for (int t = 0; t < kVecs; ++t) x[t] = _mm512_mask_load_ps(_mm512_set1_ps(-__builtin_inff()), seen[t], s + 16 * t);
+    for (int t = begin; t < end; ++t) x[t] = _mm512_mask_load_ps(_mm512_set1_ps(-__builtin_inff()), seen[t], s + 16 * t);
   }
-  for (int t = 0; t < kVecs; ++t) top = _mm512_max_ps(top, x[t]);
+  for (int t = begin; t < end; ++t) top = _mm512_max_ps(top, x[t]);
   const vf factor = _mm512_set1_ps(scale);
   if (_mm512_cmp_ps_mask(_mm512_mul_ps(top, factor), _mm512_set1_ps(*max + kLazy), _CMP_GT_OQ)) {
     const float new_max = _mm512_reduce_max_ps(top) * scale;
@@ -96,7 +99,7 @@ IMBREX_INLINE void softmax_row(const AttentionParams& a, const Row& row, int kb,
   }
   const vf m = _mm512_set1_ps(*max);
   vf total = _mm512_setzero_ps();
-  for (int t = 0; t < kVecs; ++t) {
+  for (int t = begin; t < end; ++t) {
     const vf p = exp2_f32(_mm512_fmsub_ps(x[t], factor, m));
     total = _mm512_add_ps(total, p);
     _mm512_store_ps(s + 16 * t, p);
@@ -120,12 +123,26 @@ Tile make_tile(const Scratch& s, int first, int count, int kb) {
   return tile;
 }
 
+bool any_sees(const Tile* tiles, int num_tiles, int begin, int end) {
+  bool seen = false;
+  for (const Tile* t = tiles; t < tiles + num_tiles; ++t) seen |= t->hi > begin && t->lo < end;
+  return seen;
+}
+
 template <int type>
 void dot_tiles(const Scratch& s, const Tile* tiles, int num_tiles, const char* panel, int dim, int key, BlockFetch& fetch) {
   for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
     if (t->hi <= key || t->lo >= key + kPanel) continue;
     float* to = s.s + (t->first - tiles->first) * kBlockKeys + key;
-    with_rows(t->count, [&]<int R>() { dot_tile<R, type>(s.q + long(t->first) * dim, panel, dim, to, fetch); });
+    const float* q = s.q + long(t->first) * dim;
+    constexpr int half = kPanel / 2;
+    if (type == kWide && t->hi <= key + half) {
+      with_rows(t->count, [&]<int R>() { dot_tile<R, type, 2>(q, panel, dim, to, fetch); });
+    } else if (type == kWide && t->lo >= key + half) {
+      with_rows(t->count, [&]<int R>() { dot_tile<R, type, 2>(q, panel + half * 4, dim, to + half, fetch); });
+    } else {
+      with_rows(t->count, [&]<int R>() { dot_tile<R, type, 4>(q, panel, dim, to, fetch); });
+    }
   }
 }
 
@@ -145,16 +162,16 @@ void value_tiles(const Scratch& s, const Tile* tiles, int num_tiles, int num_key
 }
 
 // Rows [first, first + count), at most kPassRows, against one block of keys.
-void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, int kb, int num_keys, bool narrow) {
+void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, int kb, int num_keys, bool narrow, BlockFetch& fetch) {
   const int stride = pad(a.v.dim, 32), num_tiles = (count + kTileRows - 1) / kTileRows, tile_rows = (count + num_tiles - 1) / num_tiles;
   Tile tiles[kMaxTiles];
   for (int t = 0; t < num_tiles; ++t) {
     const int at = t * tile_rows;
     tiles[t] = make_tile(s, first + at, count - at < tile_rows ? count - at : tile_rows, kb);
   }
-  BlockFetch fetch = narrow ? BlockFetch(a, s.next) : BlockFetch();
   constexpr int kPanels = kBlockKeys / kPanel;
   for (int key = 0; key < num_keys; key += kPanel) {
+    if (!any_sees(tiles, num_tiles, key, key + kPanel)) continue;
     if (narrow) {
       fetch.begin(BlockFetch::kOfKeys / kPanels, kPanel / 16 * int(a.k.dim * element_size(a.k.type) / 64));
       IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, s.now->k + key, a.k.dim, s.k, fetch)
@@ -165,17 +182,24 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
     }
   }
   for (const Tile* t = tiles; t < tiles + num_tiles; ++t) {
+    const int begin = t->lo / 16, end = (t->hi + 15) / 16;
     for (int i = t->first; t->lo < t->hi && i < t->first + t->count; ++i) {
-      softmax_row(a, s.rows[i], kb, s.s + (i - first) * kBlockKeys, s.max + i, s.sum + 16 * i, s.out + long(i) * stride, stride);
+      float *const scores = s.s + (i - first) * kBlockKeys, *const out = s.out + long(i) * stride;
+      if (end - begin == kVecs) {
+        softmax_row<true>(a, s.rows[i], kb, begin, end, scores, s.max + i, s.sum + 16 * i, out, stride);
+      } else {
+        softmax_row<false>(a, s.rows[i], kb, begin, end, scores, s.max + i, s.sum + 16 * i, out, stride);
+      }
     }
   }
-  fetch.begin(BlockFetch::kOfValues, num_tiles * num_keys * ((a.v.dim + kPanel - 1) / kPanel));
+  if (narrow) fetch.begin(BlockFetch::kOfValues, num_tiles * num_keys * ((a.v.dim + kPanel - 1) / kPanel));
   const Values v = {s.now->v, s.v, a.v.dim, &fetch};
   if (narrow) {
     IMBREX_BY_TYPE(a.v.type, value_tiles, s, tiles, num_tiles, num_keys, v)
   } else {
     value_tiles<kWide>(s, tiles, num_tiles, num_keys, v);
   }
+  if (narrow) fetch.rest();
 }
 
 void stage_block(const AttentionParams& a, int num_keys, const Scratch& s) {
@@ -204,7 +228,16 @@ void clear(const Scratch& s, long rows, int v) {
   }
 }
 
-bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+// Queries and outputs of an item's rows lie a token apart, where the machine does not guess them.
+constexpr int kRowsAhead = 8;
+void ask_for_row(const AttentionParams& a, const Row& row) {
+  const char* const q = a.q + row.token * a.q_token_stride + row.head * a.q_head_stride;
+  char* const out = a.out + row.token * a.out_token_stride + row.head * a.out_head_stride;
+  for (long b = 0; b < a.k.dim * element_size(a.q_type); b += 64) __builtin_prefetch(q + b);
+  for (long b = 0; b < a.v.dim * element_size(a.out_type); b += 64) __builtin_prefetch(out + b, 1, 2);
+}
+
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group, qk = a.k.dim, v = pad(a.v.dim, 32);
   Scratch s;
   layout(memory, a, num_rows, &s);
@@ -212,6 +245,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
   for (int i = 0; i < 4 * (kMaxDim + 64); i += 64) _mm512_store_si512(s.zero + i, _mm512_setzero_si512());
   for (int i = 0; i < num_rows; ++i) {
     Row& row = s.rows[i];
+    if (i + kRowsAhead < num_rows) ask_for_row(a, s.rows[i + kRowsAhead]);
     if (a.k.type == kE4m3) row.scale *= kE4m3Factor;
     load_row(a.q + row.token * a.q_token_stride + row.head * a.q_head_stride, element_size(a.q_type), a.q_type, qk, s.q + long(i) * qk);
   }
@@ -236,12 +270,14 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
       folded = true;
     }
     const int num_keys = item.kv_end - kb < kBlockKeys ? item.kv_end - kb : kBlockKeys;
-    find_block_rows(a, item, kv_head, kb + kBlockKeys, keys, s.zero, *s.next);
+    const bool more = find_rows_after(a, item, kv_head, kb, keys, next, s.zero, *s.next);
+    BlockFetch fetch(a, more ? s.next : nullptr);
     compact_rows(a.k, kBlockKeys, s.zero, s.now->k, s.k_compact);
     compact_rows(a.v, kBlockKeys, s.zero, s.now->v, s.v_compact);
     if (!narrow) stage_block(a, num_keys, s);
     for (int i = 0; i < num_rows; i += kPassRows) {
-      row_pass(a, s, i, num_rows - i < kPassRows ? num_rows - i : kPassRows, kb, num_keys, narrow);
+      if (!narrow) fetch.share(kPassRows, num_rows);
+      row_pass(a, s, i, num_rows - i < kPassRows ? num_rows - i : kPassRows, kb, num_keys, narrow, fetch);
     }
     BlockRows* const done = s.now;
     s.now = s.next, s.next = done;

@@ -7,45 +7,46 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int kWide = -1, kNarrow = -2;  // in place of an element type: panels of stage_wide_values, one of stage_narrow_values
 
-// s[r][64] = q . k. type: of the cache when the panel is narrow, else kWide. Narrow: `fetch` is told of every dim, or pair of them.
-template <int R, int type>
+// s[r][16 C] = q . k, of the first 16 C keys of `panel`. type: of the cache when the panel is narrow, else kWide. Narrow: `fetch` is told
+// of every dim, or pair of them.
+template <int R, int type, int C>
 void dot_tile(const float* q, const char* panel, int dim, float* s, BlockFetch& fetch) {
-  vf acc[R][4];
+  vf acc[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_setzero_ps();
+    for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
   const auto add = [&](int d, const vf* k) {
     IMBREX_UNROLL(6)
     for (int r = 0; r < R; ++r) {
       const vf x = _mm512_set1_ps(q[long(r) * dim + d]);
       IMBREX_UNROLL(4)
-      for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_fmadd_ps(x, k[c], acc[r][c]);
+      for (int c = 0; c < C; ++c) acc[r][c] = _mm512_fmadd_ps(x, k[c], acc[r][c]);
     }
   };
   constexpr bool f16 = type != kWide && narrow_type(type) == kF16;
   constexpr int step = type == kBf16 ? 2 : 1, half = half_group(type);
   for (int d = 0; d < dim; d += step) {
     if constexpr (type != kWide) fetch.step();
-    vf k[4];
+    vf k[C];
     const char* from = f16 ? panel + (d / (2 * half) * half + d % half) * 256L + d / half % 2 * 32 : panel + d / step * 256L;
     if constexpr (f16) {
       IMBREX_UNROLL(4)
-      for (int c = 0; c < 4; ++c) k[c] = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from + 64 * c)));
+      for (int c = 0; c < C; ++c) k[c] = _mm512_cvtph_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(from + 64 * c)));
     } else {
       IMBREX_UNROLL(4)
-      for (int c = 0; c < 4; ++c) k[c] = _mm512_load_ps(from + 64 * c);
+      for (int c = 0; c < C; ++c) k[c] = _mm512_load_ps(from + 64 * c);
     }
     if constexpr (type == kBf16) {
-      vf even[4];
+      vf even[C];
       IMBREX_UNROLL(4)
-      for (int c = 0; c < 4; ++c) even[c] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(k[c]), 16));
+      for (int c = 0; c < C; ++c) even[c] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(k[c]), 16));
       add(d, even);
       IMBREX_UNROLL(4)
-      for (int c = 0; c < 4; ++c) k[c] = _mm512_and_ps(k[c], _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000))));
+      for (int c = 0; c < C; ++c) k[c] = _mm512_and_ps(k[c], _mm512_castsi512_ps(_mm512_set1_epi32(int(0xffff0000))));
     }
     add(d + step - 1, k);
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 4; ++c) _mm512_store_ps(s + r * kBlockKeys + 16 * c, acc[r][c]);
+    for (int c = 0; c < C; ++c) _mm512_store_ps(s + r * kBlockKeys + 16 * c, acc[r][c]);
 }
 
 // Where the values of a block are.

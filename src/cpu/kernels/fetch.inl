@@ -14,6 +14,19 @@ inline void find_block_rows(const AttentionParams& a, const WorkItem& item, int 
   find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.v);
 }
 
+// The rows that the worker reads after the block at `kb`: the item's next block, or the first one of the next task. False when there are
+// none.
+inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, NextTask next,
+                            const char* zero, BlockRows& rows) {
+  if (kb + kBlockKeys < item.kv_end) {
+    find_block_rows(a, item, kv_head, kb + kBlockKeys, keys, zero, rows);
+    return true;
+  }
+  if (!next.item || next.item->kv_begin >= next.item->kv_end) return false;
+  find_block_rows(a, *next.item, next.kv_head, next.item->kv_begin, keys_seen(a, *next.item), zero, rows);
+  return true;
+}
+
 // Asks for the rows of the next block, in portions that are spread over the work on this one, keys and values by turns: all at once they
 // would fill the core's line buffers, and what is computed would wait behind them.
 class BlockFetch {
@@ -25,6 +38,16 @@ class BlockFetch {
   BlockFetch(const AttentionParams& a, const BlockRows* next)
       : next_(next), key_bytes_(a.k.dim * element_size(a.k.type)), value_bytes_(a.v.dim * element_size(a.v.type)) {}
 
+  // So much of all rows at once, for items of many rows, which take their time for a block.
+  void share(int part, int of) {
+    begin((2 * kBlockKeys * part + of - 1) / of, 1);
+    step();
+  }
+  // What the phases have left, where rows see few keys of a block.
+  void rest() {
+    begin(2 * kBlockKeys, 1);
+    step();
+  }
   // A phase of about so many steps, each of which is announced.
   void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = steps > 0 ? steps : 1, due_ = 0; }
   __attribute__((always_inline)) void step() {

@@ -227,7 +227,7 @@ inline void run_rows(const AttentionParams& a, const Scratch& s, int i, int num_
   for (int d = 0; d < v; d += kColTile) add(scores, d, s.out + long(i) * v + d);
 }
 
-bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char* memory) {
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[maybe_unused]] NextTask next, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   const int rows = (num_rows + kRowTile - 1) / kRowTile * kRowTile, qk = a.k.dim, v = pad16(a.v.dim);
   Scratch s;
@@ -273,9 +273,8 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, char
     };
 #ifdef __AVX2__
     if (dense) {
-      const int next_kb = kb + kBlockKeys, turn = kb / kBlockKeys % 2;
-      const bool more = next_kb < item.kv_end;
-      if (more) find_block_rows(a, item, kv_head, next_kb, keys, zero, block[turn ^ 1]);
+      const int turn = kb / kBlockKeys % 2;
+      const bool more = find_rows_after(a, item, kv_head, kb, keys, next, zero, block[turn ^ 1]);
       const BlockRows& now = block[turn];
       BlockFetch fetch(a, more ? block + (turn ^ 1) : nullptr);
       unsigned* const packed = reinterpret_cast<unsigned*>(s.k);

@@ -61,6 +61,15 @@ inline Visible item_keys(const AttentionParams& a, const WorkItem& item, const R
   return keys;
 }
 
+// The same without rows at hand: what a query sees moves with its position, so the first and the last one tell.
+inline Visible keys_seen(const AttentionParams& a, const WorkItem& item) {
+  const int seq_len = a.seq_lens[item.request], shift = seq_len - a.query_start[item.request + 1];
+  const Visible first = visible_keys(a, shift + item.q_begin, seq_len), last = visible_keys(a, shift + item.q_end - 1, seq_len);
+  const bool first_empty = first.lo >= first.hi, last_empty = last.lo >= last.hi;
+  const int lo = first_empty ? last.lo : first.lo, hi = last_empty ? first.hi : last.hi;
+  return {lo > item.kv_begin ? lo : item.kv_begin, hi < item.kv_end ? hi : item.kv_end};
+}
+
 // rows[j] = where key (or value) kb + j of the request is; `zero` for keys outside `keys`, whose memory and table are not touched.
 inline void find_rows(const AttentionParams& a, const KvSide& side, int request, int kv_head, int kb, int count, Visible keys,
                       const char* zero, const char** rows) {
