@@ -122,7 +122,8 @@ void Plan::prepare(const Batch& batch, Stream) {
 // Where the heads of a token are neighbours, memory is read in order only if they are run together. No result depends on it.
 int Plan::heads_together(const AttentionParams& a) const {
   const auto within_tokens = [&](const KvSide& side) {
-    return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= side.token_stride;
+    const long token_stride = a.block_size == 1 ? side.block_stride : side.token_stride;
+    return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= token_stride;
   };
   const Step& step = steps_.now();
   if (a.packed || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) || !within_tokens(a.v)) return 1;

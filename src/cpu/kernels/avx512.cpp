@@ -17,6 +17,7 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kMaxRows = 384;  // rows of an item, unless one token's group is larger
+constexpr int kMaxHeads = 8;   // kv heads of an item with narrow keys and values that are run together
 constexpr int kPassRows = 18;  // rows that go through a block together; items with no more of them use narrow keys and values
 constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maximum before its sums are rescaled
 
@@ -31,6 +32,7 @@ struct Scratch {
   char* v;                               // value panels: all when wide, an f16 one for narrow fp8
   float* s;                              // [kPassRows, kBlockKeys]
   BlockRows *now, *next;                 // where each key and value is, also of the next block; a zero row where there is none
+  BlockRows* of_head;                    // those of this block for another head
   char* zero;                            // a row of zeros
   char *k_compact, *v_compact;           // rows of layouts whose elements are not neighbours
 };
@@ -59,6 +61,7 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
   s.sum = floats(rows * 16);
   s.now = reinterpret_cast<BlockRows*>(take(sizeof(BlockRows)));
   s.next = reinterpret_cast<BlockRows*>(take(sizeof(BlockRows)));
+  s.of_head = reinterpret_cast<BlockRows*>(take(sizeof(BlockRows)));
   s.zero = take(4 * (kMaxDim + 64));
   s.k_compact = take(compact_bytes(a.k));
   s.v_compact = take(compact_bytes(a.v));
@@ -162,7 +165,8 @@ void value_tiles(const Scratch& s, const Tile* tiles, int num_tiles, int num_key
 }
 
 // Rows [first, first + count), at most kPassRows, against one block of keys.
-void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, int kb, int num_keys, bool narrow, BlockFetch& fetch) {
+void row_pass(const AttentionParams& a, const Scratch& s, const BlockRows& rows, int first, int count, int kb, int num_keys, bool narrow,
+              BlockFetch& fetch) {
   const int stride = pad(a.v.dim, 32), num_tiles = (count + kTileRows - 1) / kTileRows, tile_rows = (count + num_tiles - 1) / num_tiles;
   Tile tiles[kMaxTiles];
   for (int t = 0; t < num_tiles; ++t) {
@@ -174,7 +178,7 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
     if (!any_sees(tiles, num_tiles, key, key + kPanel)) continue;
     if (narrow) {
       fetch.begin(BlockFetch::kOfKeys / kPanels, kPanel / 16 * int(a.k.dim * element_size(a.k.type) / 64));
-      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, s.now->k + key, a.k.dim, s.k, fetch)
+      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, rows.k + key, a.k.dim, s.k, fetch)
       fetch.begin(BlockFetch::kOfScores / kPanels, num_tiles * a.k.dim / (a.k.type == kBf16 ? 2 : 1));
       IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, fetch)
     } else {
@@ -193,20 +197,19 @@ void row_pass(const AttentionParams& a, const Scratch& s, int first, int count, 
     }
   }
   if (narrow) fetch.begin(BlockFetch::kOfValues, num_tiles * num_keys * ((a.v.dim + kPanel - 1) / kPanel));
-  const Values v = {s.now->v, s.v, a.v.dim, &fetch};
+  const Values v = {rows.v, s.v, a.v.dim, &fetch};
   if (narrow) {
     IMBREX_BY_TYPE(a.v.type, value_tiles, s, tiles, num_tiles, num_keys, v)
   } else {
     value_tiles<kWide>(s, tiles, num_tiles, num_keys, v);
   }
-  if (narrow) fetch.rest();
 }
 
-void stage_block(const AttentionParams& a, int num_keys, const Scratch& s) {
+void stage_block(const AttentionParams& a, const BlockRows& rows, int num_keys, const Scratch& s) {
   for (int key = 0; key < num_keys; key += kPanel) {
-    IMBREX_BY_TYPE(a.k.type, stage_wide_keys, s.now->k + key, a.k.dim, s.k + key / kPanel * s.key_bytes)
+    IMBREX_BY_TYPE(a.k.type, stage_wide_keys, rows.k + key, a.k.dim, s.k + key / kPanel * s.key_bytes)
   }
-  IMBREX_BY_TYPE(a.v.type, stage_wide_values, s.now->v, num_keys, a.v.dim, reinterpret_cast<float*>(s.v))
+  IMBREX_BY_TYPE(a.v.type, stage_wide_values, rows.v, num_keys, a.v.dim, reinterpret_cast<float*>(s.v))
 }
 
 // Finished sums from the order and the scale in which values were widened to those of the cache.
@@ -238,10 +241,11 @@ void ask_for_row(const AttentionParams& a, const Row& row) {
 }
 
 bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
-  const int num_rows = (item.q_end - item.q_begin) * a.group, qk = a.k.dim, v = pad(a.v.dim, 32);
+  const int rows_each = (item.q_end - item.q_begin) * a.group, heads = a.heads_together, num_rows = rows_each * heads;
+  const int qk = a.k.dim, v = pad(a.v.dim, 32);
   Scratch s;
   layout(memory, a, num_rows, &s);
-  fill_rows(a, item, kv_head, s.rows);
+  for (int h = 0; h < heads; ++h) fill_rows(a, item, kv_head + h, s.rows + h * rows_each);
   for (int i = 0; i < 4 * (kMaxDim + 64); i += 64) _mm512_store_si512(s.zero + i, _mm512_setzero_si512());
   for (int i = 0; i < num_rows; ++i) {
     Row& row = s.rows[i];
@@ -250,8 +254,8 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     load_row(a.q + row.token * a.q_token_stride + row.head * a.q_head_stride, element_size(a.q_type), a.q_type, qk, s.q + long(i) * qk);
   }
   clear(s, num_rows, v);
-  const bool narrow = num_rows <= kPassRows;
-  const Visible keys = item_keys(a, item, s.rows, num_rows);
+  const bool narrow = rows_each <= kPassRows;
+  const Visible keys = item_keys(a, item, s.rows, rows_each);
   find_block_rows(a, item, kv_head, item.kv_begin, keys, s.zero, *s.now);
   bool folded = false;
   for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
@@ -272,13 +276,18 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     const int num_keys = item.kv_end - kb < kBlockKeys ? item.kv_end - kb : kBlockKeys;
     const bool more = find_rows_after(a, item, kv_head, kb, keys, next, s.zero, *s.next);
     BlockFetch fetch(a, more ? s.next : nullptr);
-    compact_rows(a.k, kBlockKeys, s.zero, s.now->k, s.k_compact);
-    compact_rows(a.v, kBlockKeys, s.zero, s.now->v, s.v_compact);
-    if (!narrow) stage_block(a, num_keys, s);
-    for (int i = 0; i < num_rows; i += kPassRows) {
-      if (!narrow) fetch.share(kPassRows, num_rows);
-      row_pass(a, s, i, num_rows - i < kPassRows ? num_rows - i : kPassRows, kb, num_keys, narrow, fetch);
+    for (int h = 0; h < heads; ++h) {
+      BlockRows* const rows = heads > 1 ? s.of_head : s.now;
+      if (heads > 1) shift_rows(*s.now, s.zero, h * a.k.head_stride, h * a.v.head_stride, *rows);
+      compact_rows(a.k, kBlockKeys, s.zero, rows->k, s.k_compact);
+      compact_rows(a.v, kBlockKeys, s.zero, rows->v, s.v_compact);
+      if (!narrow) stage_block(a, *rows, num_keys, s);
+      for (int i = 0; i < rows_each; i += kPassRows) {
+        if (!narrow) fetch.share(kPassRows, rows_each);
+        row_pass(a, s, *rows, h * rows_each + i, rows_each - i < kPassRows ? rows_each - i : kPassRows, kb, num_keys, narrow, fetch);
+      }
     }
+    if (narrow) fetch.rest();
     BlockRows* const done = s.now;
     s.now = s.next, s.next = done;
   }
@@ -301,6 +310,6 @@ void nothing() {}
 }  // namespace
 
 extern const Kernels kernels_avx512;
-const Kernels kernels_avx512 = {"avx512", kMaxRows, 1, 0, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+const Kernels kernels_avx512 = {"avx512", kMaxRows, kMaxHeads, kPassRows, scratch_bytes, nothing, nothing, attention, merge, write_kv};
 
 }  // namespace imbrex::cpu

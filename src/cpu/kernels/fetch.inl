@@ -8,6 +8,14 @@ struct BlockRows {
   const char *k[kBlockKeys], *v[kBlockKeys];
 };
 
+// The rows of another head, whose keys and values lie so many bytes further.
+inline void shift_rows(const BlockRows& from, const char* zero, long k_by, long v_by, BlockRows& to) {
+  for (int j = 0; j < kBlockKeys; ++j) {
+    to.k[j] = from.k[j] == zero ? zero : from.k[j] + k_by;
+    to.v[j] = from.v[j] == zero ? zero : from.v[j] + v_by;
+  }
+}
+
 inline void find_block_rows(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
                             BlockRows& rows) {
   find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.k);
@@ -28,7 +36,8 @@ inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int 
 }
 
 // Asks for the rows of the next block, in portions that are spread over the work on this one, keys and values by turns: all at once they
-// would fill the core's line buffers, and what is computed would wait behind them.
+// would fill the core's line buffers, and what is computed would wait behind them. Where heads are run together, a row is that of all of
+// them: each head's work on the block is told of in turn.
 class BlockFetch {
  public:
   // Of 2 * kBlockKeys rows, the share of each phase: of turning keys, of scores, of values.
@@ -36,7 +45,7 @@ class BlockFetch {
 
   BlockFetch() = default;
   BlockFetch(const AttentionParams& a, const BlockRows* next)
-      : next_(next), key_bytes_(a.k.dim * element_size(a.k.type)), value_bytes_(a.v.dim * element_size(a.v.type)) {}
+      : next_(next), heads_(a.heads_together), key_bytes_(bytes_of(a, a.k)), value_bytes_(bytes_of(a, a.v)) {}
 
   // So much of all rows at once, for items of many rows, which take their time for a block.
   void share(int part, int of) {
@@ -45,22 +54,28 @@ class BlockFetch {
   }
   // What the phases have left, where rows see few keys of a block.
   void rest() {
-    begin(2 * kBlockKeys, 1);
+    begin(2 * kBlockKeys * heads_, 1);
     step();
   }
   // A phase of about so many steps, each of which is announced.
-  void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = steps > 0 ? steps : 1, due_ = 0; }
+  void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = (steps > 0 ? steps : 1) * heads_, due_ = 0; }
   __attribute__((always_inline)) void step() {
     for (due_ += rows_; due_ >= steps_ && at_ < 2 * kBlockKeys; due_ -= steps_, ++at_) {
       const char* const row = at_ % 2 == 0 ? next_->k[at_ / 2] : next_->v[at_ / 2];
-      const long bytes = at_ % 2 == 0 ? key_bytes_ : value_bytes_;
-      for (long b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, kLevel);
+      const char* const end = row + (at_ % 2 == 0 ? key_bytes_ : value_bytes_);
+      for (const char* line = row - reinterpret_cast<unsigned long>(row) % 64; line < end; line += 64) __builtin_prefetch(line, 0, kLevel);
     }
   }
 
  private:
   static constexpr int kLevel = 2;  // L2
+  // Of one head, or of those that are run together, with what lies between them.
+  static long bytes_of(const AttentionParams& a, const KvSide& side) {
+    return (a.heads_together - 1) * side.head_stride + side.dim * element_size(side.type);
+  }
+
   const BlockRows* next_ = nullptr;
+  int heads_ = 1;
   long key_bytes_ = 0, value_bytes_ = 0;
   int rows_ = 0, steps_ = 1, due_ = 0, at_ = 0;  // at_: the row that is asked for next
 };

@@ -5,6 +5,8 @@
 namespace imbrex::cpu {
 namespace {
 
+inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi : x; }
+
 struct Row {
   int token, head;              // of the batch; q head
   int position;                 // of the query among the request's keys
@@ -73,23 +75,22 @@ inline Visible keys_seen(const AttentionParams& a, const WorkItem& item) {
 // rows[j] = where key (or value) kb + j of the request is; `zero` for keys outside `keys`, whose memory and table are not touched.
 inline void find_rows(const AttentionParams& a, const KvSide& side, int request, int kv_head, int kb, int count, Visible keys,
                       const char* zero, const char** rows) {
-  const char* base = side.data + kv_head * side.head_stride;
-  for (int j = 0; j < count;) {
-    const int key = kb + j;
-    if (key < keys.lo || key >= keys.hi) {
-      rows[j++] = zero;
-      continue;
-    }
-    int run = keys.hi - key;
-    const char* p;
-    if (a.block_size == 0) {
-      p = base + (a.block_start[request] + key) * side.token_stride;
-    } else {
-      const int offset = key % a.block_size;
-      p = base + a.block_ids[a.block_start[request] + key / a.block_size] * side.block_stride + offset * side.token_stride;
-      run = run < a.block_size - offset ? run : a.block_size - offset;
-    }
-    for (; run > 0 && j < count; --run, ++j, p += side.token_stride) rows[j] = p;
+  const char* const base = side.data + kv_head * side.head_stride;
+  const int begin = clamp_int(keys.lo - kb, 0, count), end = clamp_int(keys.hi - kb, begin, count);
+  for (int j = 0; j < begin; ++j) rows[j] = zero;
+  for (int j = end; j < count; ++j) rows[j] = zero;
+  if (begin == end) return;
+  if (a.block_size == 0) {
+    const char* p = base + (a.block_start[request] + kb + begin) * side.token_stride;
+    for (int j = begin; j < end; ++j, p += side.token_stride) rows[j] = p;
+    return;
+  }
+  const int* block = a.block_ids + a.block_start[request] + (kb + begin) / a.block_size;
+  int offset = (kb + begin) % a.block_size;
+  for (int j = begin; j < end; ++block, offset = 0) {
+    const char* p = base + *block * side.block_stride + offset * side.token_stride;
+    const int run = a.block_size - offset < end - j ? a.block_size - offset : end - j;
+    for (const int stop = j + run; j < stop; ++j, p += side.token_stride) rows[j] = p;
   }
 }
 
@@ -104,8 +105,6 @@ inline void compact_rows(const KvSide& side, int count, const char* zero, const 
   }
 }
 inline long compact_bytes(const KvSide& side) { return kBlockKeys * side.dim * element_size(side.type); }
-
-inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 // exp2 to 1e-7, exact for integers; 0 far below zero. Scalar, for merges and the portable kernels; loops over it vectorise.
 inline float exp2_exact(float x) {
