@@ -201,7 +201,8 @@ void add_bench(CLI::App& app, Action& action) {
       "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.\n"
       "--zoo: cells that would take long run with fewer or shorter requests; beside is the share of the ceiling by the median share of "
       "the\n"
-      "same kind of step and cache. Exit code 1: an output is wrong, or a cell is below half of its kind.");
+      "same kind of step and cache; cells below half of it are measured up to twice more. Exit code 1: an output is wrong, or such a cell "
+      "is left.");
   sub->callback([o, sub, &action] {
     o->page_given = sub->count("--block-size") > 0;
     o->kv_dtype_given = sub->count("--kv-dtype") > 0;

@@ -27,6 +27,7 @@ using Clock = std::chrono::steady_clock;
 // Of a call by the nearer ceiling: larger cells run with fewer or shorter requests.
 constexpr double kCpuCall = 0.03, kGpuCall = 0.05;
 constexpr int kWorst = 10;
+constexpr int kAgain = 2;  // times that cells below the floor are measured once more
 
 std::vector<serve::ZooCell> cells_asked(const BenchArguments& o) {
   std::vector<serve::ZooCell> cells;
@@ -198,24 +199,34 @@ int run_zoo(const BenchArguments& o, const DeviceInfo& device) {
     return kOk;
   }
   const auto begin = Clock::now();
+  const auto out_of_time = [&] { return o.seconds > 0 && std::chrono::duration<double>(Clock::now() - begin).count() > o.seconds; };
   Zoo zoo(o, device);
   for (serve::ZooCell& cell : cells) cell = zoo.fitted(std::move(cell));
   zoo.compile(cells);
   std::vector<serve::ZooResult> results;
-  size_t not_run = 0, failed = 0;
+  size_t not_run = 0;
   {
     ProgressBar bar;
     for (const serve::ZooCell& cell : cells) {
-      if (o.seconds > 0 && std::chrono::duration<double>(Clock::now() - begin).count() > o.seconds) {
+      if (out_of_time()) {
         not_run = cells.size() - results.size();
         break;
       }
       bar.show(double(results.size()) / double(cells.size()), cell.name());
       results.push_back(zoo.measure(cell));
-      failed += !results.back().problem.empty() && !results.back().backend.empty();
+    }
+  }
+  // What the machine was busy with for a moment is no cliff.
+  for (int again = 0; again < kAgain && !out_of_time(); ++again) {
+    for (const serve::ZooResult* cliff : serve::judge_zoo(results)) {
+      const size_t i = size_t(cliff - results.data());
+      serve::ZooResult result = zoo.measure(cells[i]);
+      if (!result.problem.empty() || result.share.of_ceiling > results[i].share.of_ceiling) results[i] = std::move(result);
     }
   }
   const size_t cliffs = serve::judge_zoo(results).size();
+  const auto failed = size_t(
+      std::count_if(results.begin(), results.end(), [](const serve::ZooResult& r) { return !r.problem.empty() && !r.backend.empty(); }));
   const auto no_backend =
       size_t(std::count_if(results.begin(), results.end(), [](const serve::ZooResult& r) { return r.backend.empty(); }));
   if (o.json || o.format == "json") {

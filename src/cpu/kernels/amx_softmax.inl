@@ -81,7 +81,11 @@ __attribute__((noinline)) void softmax_row_again(const AttentionParams& a, const
   const vf scale = _mm512_set1_ps(factor);
   auto probabilities = [&](float max_of_row) {
     IMBREX_UNROLL(8)
-    for (int t = 0; t < kVecs; ++t) p[t] = exp2_bf16(_mm512_fmsub_ps(x[t], scale, _mm512_set1_ps(max_of_row)));
+    for (int t = 0; t < kVecs; ++t) {
+      const vf m = _mm512_set1_ps(max_of_row);
+      const bool large = __builtin_fabsf(max_of_row) >= kLargeLogit;
+      p[t] = exp2_bf16(large ? _mm512_sub_ps(rounded_product(x[t], scale), m) : _mm512_fmsub_ps(x[t], scale, m));
+    }
     return sum_of(p);
   };
   vf total = vf{};

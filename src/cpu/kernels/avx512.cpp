@@ -71,6 +71,17 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
 
 long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
 
+// The end of softmax_row where the maximum is at least kLargeLogit.
+__attribute__((noinline)) vf weigh_large(float* s, int begin, int end, float scale, float max) {
+  vf total = _mm512_setzero_ps();
+  for (int t = begin; t < end; ++t) {
+    const vf p = exp2_f32(_mm512_sub_ps(rounded_product(_mm512_load_ps(s + 16 * t), _mm512_set1_ps(scale)), _mm512_set1_ps(max)));
+    total = _mm512_add_ps(total, p);
+    _mm512_store_ps(s + 16 * t, p);
+  }
+  return total;
+}
+
 // Logits of one row to probabilities, in place: of 16 keys each, those from `begin` on and before `end`, among which are all that it sees.
 template <bool whole>
 void softmax_row(const AttentionParams& a, const Row& row, int kb, int begin, int end, float* s, float* max, float* sum, float* out,
@@ -102,10 +113,15 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, int begin, in
   }
   const vf m = _mm512_set1_ps(*max);
   vf total = _mm512_setzero_ps();
-  for (int t = begin; t < end; ++t) {
-    const vf p = exp2_f32(_mm512_fmsub_ps(x[t], factor, m));
-    total = _mm512_add_ps(total, p);
-    _mm512_store_ps(s + 16 * t, p);
+  if (__builtin_expect(!(__builtin_fabsf(*max) < kLargeLogit), false)) {
+    for (int t = begin; t < end; ++t) _mm512_store_ps(s + 16 * t, x[t]);
+    total = weigh_large(s, begin, end, scale, *max);
+  } else {
+    for (int t = begin; t < end; ++t) {
+      const vf p = exp2_f32(_mm512_fmsub_ps(x[t], factor, m));
+      total = _mm512_add_ps(total, p);
+      _mm512_store_ps(s + 16 * t, p);
+    }
   }
   _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), total));
 }

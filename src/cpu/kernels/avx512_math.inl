@@ -37,6 +37,12 @@ IMBREX_INLINE vf exp2_bf16(vf x) {  // relative error 9e-5: a twentieth of the r
   return _mm512_scalef_ps(p, x);
 }
 
+// From here on the rounding of a maximum, which a multiply-add leaves in the exponent of the maximum itself, is more than that should have:
+// logits are rounded alike then, so that the maximum's own exponent is zero.
+constexpr float kLargeLogit = 1 << 27;
+// Not to be joined with an addition by the compiler.
+IMBREX_INLINE vf rounded_product(vf a, vf b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
 // cap * tanh(x / cap), as cap - 2 cap / (exp(2x / cap) + 1). `twice` is 2 log2(e) / cap. Absolute error cap * 1e-7.
 // The limit is the first operand of min, which returns the second where one is NaN.
 IMBREX_INLINE vf soft_cap_f32(vf x, float twice, float cap) {
