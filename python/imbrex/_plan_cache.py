@@ -7,13 +7,14 @@ A plan serves one thread, one batch and one stream at a time, so
 """
 import threading
 from collections import OrderedDict
-from typing import Callable, Dict, Hashable, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Tuple
 
 from . import _core
 from .plan import Plan
 
 _MOST_PLANS = 64  # of a thread
 _MOST_NAMES = 4096
+_MOST_RECIPES = 256  # of a thread
 _LARGEST = 2**31 - 1
 
 
@@ -69,16 +70,14 @@ class PlanCache(threading.local):
         self._count = 0
         self._capture = 0  # the last one that this thread made calls of
         self._captured: Dict[Tuple[Hashable, int], Kept] = {}  # its plans, by stream: branches of a graph run beside each other
+        self._recipes: Dict[Hashable, Any] = {}
 
     def find(self, key: Hashable, needed: Limits, make: Callable[[Limits], Plan], stream: int = 0) -> Kept:
         """A plan that holds a batch. key: of the spec and the device; make: a plan of it, with ordered=True; stream: an address, 0 on CPUs."""
         capture = _core.capture_of(stream) if stream else 0
         if capture:
             return self._find_captured(capture, key, needed, make, stream)
-        if self._captured:
-            self._captured = {}  # that graph alone keeps them
-        if stream:
-            _core.release_captured()
+        self._leave_captures(stream)
         plans = self._kept.get(key, ())
         for kept in plans:
             if kept.limits.hold(needed):
@@ -102,6 +101,7 @@ class PlanCache(threading.local):
         plans = [other for other in self._kept.get(key, ()) if not kept.limits.hold(other.limits)]
         self._count += 1 + len(plans) - len(self._kept.get(key, ()))
         self._kept[key] = [kept, *plans]
+        self._recipes.clear()
         self._kept.move_to_end(key)
         while self._count > self._most and len(self._kept) > 1:
             self._count -= len(self._kept.popitem(last=False)[1])
@@ -121,6 +121,7 @@ class PlanCache(threading.local):
             if kept is not None:
                 plans.remove(kept)
                 self._count -= 1
+                self._recipes.clear()
             elif key not in _made:
                 raise RuntimeError("imbrex: call the function once like this before a CUDA graph captures it: its kernels are compiled then")
             else:
@@ -129,6 +130,23 @@ class PlanCache(threading.local):
             kept.plan.keep_for_capture(stream)
             self._captured[key, stream] = kept
         return kept
+
+    def _leave_captures(self, stream: int) -> None:
+        if self._captured:
+            self._captured = {}  # that graph alone keeps them
+        if stream:
+            _core.release_captured()
+
+    def recall(self, call: Hashable, stream: int) -> Any:
+        """What remember() was given for a call, or None. Not inside of a capture."""
+        self._leave_captures(stream)
+        return self._recipes.get(call)
+
+    def remember(self, call: Hashable, recipe: Any) -> None:
+        """How to repeat a call with a plan of this cache: until plans go, which it would keep alive."""
+        if len(self._recipes) >= _MOST_RECIPES:
+            self._recipes.clear()
+        self._recipes[call] = recipe
 
     def kept(self) -> List[Kept]:
         """What the cache has, without the plans of graphs."""

@@ -10,7 +10,7 @@ import torch
 
 from . import _core
 from ._arrays import device_name, dtype_name, no_gradient, stream_address
-from ._plan_cache import Limits, PlanCache
+from ._plan_cache import Kept, Limits, PlanCache
 from .plan import KvLayer, Plan
 
 __all__ = ["Lengths", "Score", "attend", "dense", "equal_lengths", "f32", "is_capturing", "no_gradient", "starts_of", "write_kv"]
@@ -85,6 +85,59 @@ def _plan_for(q, k, head_dim_v, block_size, score, masked, needed, stream):
         return Plan(spec, device, on_device=device != "cpu", ordered=True, **limits.arguments())
 
     return _plans.find((device, needed.query_len, *values), needed, make, stream)
+
+
+class _Recipe(NamedTuple):
+    """How a call of dense() is repeated with tensors elsewhere."""
+
+    kept: Kept
+    batch: tuple  # that the plan has to be for
+    run: _core.PreparedRun
+    shape: tuple  # of the output, as it is made
+    by_token: bool  # and whether its heads lie together
+
+
+class _Call:
+    """A call of dense() that may be repeated: what it looks like, where its tensors are, and what became of its output."""
+
+    __slots__ = ("key", "at", "shape", "by_token")
+
+    def __init__(self, key, tensors):
+        self.key, self.at = key, [x.data_ptr() for x in tensors]
+
+    def remember(self, kept, q, layer, out):
+        """The plan's arrays are views of the call's tensors, or else the next call needs copies too."""
+        if kept.batch and self.at == [x.data_ptr() for x in (q, layer.k, layer.v)]:
+            _plans.remember(self.key, _Recipe(kept, kept.batch, kept.plan.prepare(q, layer, out), self.shape, self.by_token))
+
+
+def _key_of(q, k, v, score):
+    """Hashable: all that an answer depends on but the tensors' numbers; None for what is not repeated."""
+    if score.sinks is not None or score.alibi_slopes is not None or score.relative_bias is not None or is_capturing(q):
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    scale = None if score.scale is None else float(score.scale)
+    of_score = (bool(score.causal), *score.window, scale, float(score.soft_cap or 0.0))
+    of_tensors = (x for t in (q, k, v) for x in (t.shape, t.stride(), t.dtype, t.device))
+    return (*of_tensors, *of_score)
+
+
+def _repeat(key, q, k, v):
+    """The output of a call that is known, or None."""
+    stream = stream_address(None, q)
+    recipe = _plans.recall(key, stream)
+    if recipe is None or recipe.kept.batch != recipe.batch:
+        return None
+    out = q.new_empty(recipe.shape)
+    recipe.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream)
+    return _by_token(out, q) if recipe.by_token else out
+
+
+def _by_token(rows, q):
+    """Outputs [b * s, h, d] as [b, h, s, d]."""
+    b, h, sq, _ = q.shape
+    return rows.view(b, sq, h, rows.shape[-1]).transpose(1, 2)
 
 
 class Lengths(NamedTuple):
@@ -168,8 +221,9 @@ def _attend(
     slot_mapping=None,
     out=None,
     lse=None,
+    call=None,
 ):
-    """attend() of tensors whose shapes were looked at."""
+    """attend() of tensors whose shapes were looked at; `call` may then be repeated without that."""
     if not layer.k.shape[0]:  # no keys at all: imbrex wants memory to point to
         layer = layer._replace(k=layer.k.new_empty((1, *layer.k.shape[1:])), v=layer.v.new_empty((1, *layer.v.shape[1:])))
     num_reqs, num_tokens, v_dim = lengths.seq_lens.shape[0], q.shape[0], layer.v.shape[-1]
@@ -200,6 +254,8 @@ def _attend(
         kept.plan.write_kv(layer, *new_kv, stream=stream)
     per_head = dict(sinks=score.sinks, alibi_slopes=score.alibi_slopes, relative_bias=score.relative_bias)
     kept.plan.run(q, layer, out, lse=lse, stream=stream, **per_head)
+    if call is not None:
+        call.remember(kept, q, layer, out)
     return out, lse
 
 
@@ -297,25 +353,28 @@ def _heads(x):
     return x.as_strided((s, b * h, d), (x.stride(2), x.stride(0) if h == 1 else x.stride(1), 1), x.storage_offset())
 
 
-def _of_rows(q, layer, lengths, score, lse, **arrays):
+def _of_rows(q, layer, lengths, score, lse, call=None, **arrays):
     """attend() of q [b, h, sq, d]: out [b, h, sq, dv], which lies as rows where no view shows these in it, and lse [b, h, sq]."""
     b, h, sq, _ = q.shape
     dv = layer[1].shape[-1]
     out = q.new_empty((b, h, sq, dv)) if b == 1 or sq == 1 else None
-    rows, lse = _attend(_rows_or_copy(q), KvLayer(*layer), lengths, score, out=None if out is None else _rows(out), lse=lse, **arrays)
+    if call is not None:
+        call.by_token, call.shape = out is None, (b * sq, h, dv) if out is None else (b, h, sq, dv)
+    into = None if out is None else _rows(out)
+    rows, lse = _attend(_rows_or_copy(q), KvLayer(*layer), lengths, score, out=into, lse=lse, call=call, **arrays)
     if out is None:
-        out = rows.view(b, sq, h, dv).transpose(1, 2)
+        out = _by_token(rows, q)
     return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
 
 
-def _by_rows(q, k, v, sk, score, custom_mask, lse):
+def _by_rows(q, k, v, sk, score, custom_mask, lse, call):
     b, _, sq, _ = q.shape
     lengths = equal_lengths(b, sq, sk, q.device if is_capturing(q) else None)
     starts = _equal_starts(b, sk, (lengths.query_start_loc if custom_mask is None else custom_mask).device)  # arrays of a step lie together
-    return _of_rows(q, (k, v), lengths, score, lse, kv_start_loc=starts, custom_mask=custom_mask)
+    return _of_rows(q, (k, v), lengths, score, lse, call, kv_start_loc=starts, custom_mask=custom_mask)
 
 
-def _by_heads(q, k, v, score, lse):
+def _by_heads(q, k, v, score, lse, call):
     b, h, sq, _ = q.shape
     sk, dv = k.shape[2], v.shape[3]
     q_heads = _heads(q)
@@ -330,6 +389,8 @@ def _by_heads(q, k, v, score, lse):
     out = q.new_empty((b, h, sq, dv))
     if lse:
         lse = q.new_empty((b, h, sq), dtype=torch.float32)
+    if call is not None:
+        call.by_token, call.shape = False, out.shape
     _attend(
         q_heads,
         KvLayer(_heads(k), _heads(v)),
@@ -338,6 +399,7 @@ def _by_heads(q, k, v, score, lse):
         kv_start_loc=starts,
         out=_heads(out),
         lse=lse.view(b * h, sq).t() if lse is not None else None,
+        call=call,
     )
     return out, lse
 
@@ -370,6 +432,13 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
 
     custom_mask: bool or uint8 [b or 1, 1, sq or 1, sk], false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
     """
+    call = None
+    if custom_mask is None and not lse:
+        key = _key_of(q, k, v, score)
+        out = None if key is None else _repeat(key, q, k, v)
+        if out is not None:
+            return out, None
+        call = None if key is None else _Call(key, (q, k, v))
     _check_dense(q, k, v, custom_mask)
     b, _, sq, _ = q.shape
     sk = k.shape[2]
@@ -384,7 +453,7 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
         if found is not None:
             return found
     elif not by_rows and _heads(k) is not None and _heads(v) is not None:
-        return _by_heads(q, k, v, score, lse)
+        return _by_heads(q, k, v, score, lse, call)
     if not by_rows:
         k_rows, v_rows = _rows_or_copy(k), _rows_or_copy(v)
-    return _by_rows(q, k_rows, v_rows, sk, score, custom_mask, lse)
+    return _by_rows(q, k_rows, v_rows, sk, score, custom_mask, lse, call)

@@ -247,6 +247,13 @@ class Plan:
         )
         return out
 
+    def prepare(self, q: Array, layer: Tuple[Array, ...], out: Array) -> _core.PreparedRun:
+        """run() for arrays elsewhere: called with their addresses and a stream's, it takes shapes, strides and types to be those of these.
+
+        Of a layer without scales and a spec without further arrays; nothing is checked that run() checked.
+        """
+        return self._plan.prepare(*map(exported, (q, *KvLayer(*layer)[:2], out)))
+
     def keep_for_capture(self, stream: Any) -> None:
         """Makes the CUDA graph that a stream is captured into keep this plan's memory until the graph is gone.
 

@@ -29,6 +29,7 @@ ParallelFor shared_threads(int num_threads) {
 }
 
 Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
+void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }      // NOLINT: of Python, as frameworks give it
 
 std::span<const int32_t> host_numbers(const Array& a, const char* name) {
   const TensorView view = view_of(a, name, DType::i32);
@@ -70,6 +71,13 @@ struct PyPlan {
     }
     if (order) order->end(stream);
   }
+};
+
+// A run whose arrays differ from those of an earlier one in nothing but where they are: what run() would look at again was looked at then.
+struct PyPreparedRun {
+  nb::object plan;  // a PyPlan
+  Inputs in;
+  Outputs out;
 };
 
 KvCache kv_of(const PyPlan& p, const Array& k, const Array& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
@@ -202,6 +210,18 @@ void bind_plan_class(nb::module_& m) {
           nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
           nb::arg("head_scales") = nb::none(), nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
       .def(
+          "prepare",
+          [](nb::handle_t<PyPlan> self, const Array& q, const Array& k_cache, const Array& v_cache, nb::handle out) {
+            const auto& p = nb::cast<const PyPlan&>(self);
+            PyPreparedRun made{.plan = nb::borrow(self)};
+            made.in.q = view_of(q, "q", p.spec.q_dtype);
+            made.in.kv = kv_of(p, k_cache, v_cache, {}, {});
+            made.out.out = written_view(written(out, "out"), "out", p.spec.out_dtypes().front());
+            return made;
+          },
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("out"),
+          "run() for arrays elsewhere, of the same shapes and strides.")
+      .def(
           "keep_for_capture",
           [](const PyPlan& p, uintptr_t stream) {
             const nb::gil_scoped_release release;
@@ -227,6 +247,17 @@ struct PyCache {
 
 void bind_plan(nb::module_& m) {
   bind_plan_class(m);
+  nb::class_<PyPreparedRun>(m, "PreparedRun")
+      .def(
+          "__call__",
+          [](const PyPreparedRun& r, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintptr_t stream) {
+            Inputs in = r.in;
+            Outputs outputs = r.out;
+            in.q.data = address(q), in.kv.k.data = address(k), in.kv.v.data = address(v), outputs.out.data = address(out);
+            nb::cast<const PyPlan&>(r.plan).use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
+          },
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("out"), nb::arg("stream"),
+          "Addresses of arrays that the caller keeps alive; out has memory of its own.");
   nb::class_<PyCache>(m, "KvCache")
       .def(
           "__init__",

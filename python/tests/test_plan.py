@@ -257,3 +257,24 @@ def test_the_log_names_backend_device_and_kernels():
         [sys.executable, "-c", text], capture_output=True, text=True, cwd=Path(imbrex.__file__).parents[1], env={**os.environ, "IMBREX_LOG": "x"}
     )
     assert ran.returncode == 1 and "expected off, warning or info in IMBREX_LOG" in ran.stderr
+
+
+def test_a_prepared_run_takes_arrays_elsewhere():
+    spec = imbrex.AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim_qk=16, head_dim_v=16, q_dtype="f32", kv_dtype="f32", block_size=0)
+    plan = imbrex.Plan(spec)
+    plan.update(np.array([0, 3], np.int32), np.array([5], np.int32), kv_start_loc=np.array([0, 5], np.int32))
+    rng = np.random.default_rng(2)
+    prepared = None
+    for _ in range(3):
+        q, k, v = (rng.standard_normal(shape, np.float32) for shape in ((3, 4, 16), (5, 2, 16), (5, 2, 16)))
+        expected, out = plan.run(q, (k, v)), np.full((3, 4, 16), np.nan, np.float32)
+        prepared = prepared or plan.prepare(q, (k, v), out)
+        prepared(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, 0)
+        assert np.array_equal(out, expected)
+    readonly = np.zeros((3, 4, 16), np.float32)
+    readonly.flags.writeable = False
+    with pytest.raises(RuntimeError, match="read-only"):
+        plan.prepare(q, (k, v), readonly)
+    del plan
+    prepared(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, 0)  # keeps its plan
+    assert np.array_equal(out, expected)
