@@ -3,10 +3,10 @@
 set(kernels ${PROJECT_SOURCE_DIR}/src/cpu/kernels)
 set(avx2_flags -mavx2 -mfma -mf16c)
 set(avx512_flags -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c -mprefer-vector-width=512)
-set(amx_flags ${avx512_flags} -mavx512vbmi -mavx512bf16)
+set(avx512_bf16_flags ${avx512_flags} -mavx512vbmi -mavx512bf16)
 # GCC 12 warns about its own intrinsics headers (GCC bug 105593).
 set(kernel_warnings -Wno-uninitialized $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
-foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "amx_emulated;amx_flags" "amx;amx_flags")
+foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "avx512_bf16;avx512_bf16_flags" "amx_emulated;avx512_bf16_flags" "amx;avx512_bf16_flags")
   list(GET pair 0 stem)
   list(GET pair 1 flags)
   file(GLOB files CONFIGURE_DEPENDS ${kernels}/${stem}.cpp ${kernels}/*_${stem}.cpp)

@@ -23,6 +23,7 @@ const char* to_string(CpuIsa isa) {
     case CpuIsa::generic: return "generic";
     case CpuIsa::avx2: return "avx2";
     case CpuIsa::avx512: return "avx512";
+    case CpuIsa::avx512_bf16: return "avx512_bf16";
     case CpuIsa::amx_emulated: return "amx_emulated";
     case CpuIsa::amx: return "amx";
   }
@@ -31,7 +32,7 @@ const char* to_string(CpuIsa isa) {
 
 namespace {
 
-constexpr CpuIsa kAllIsas[] = {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx_emulated, CpuIsa::amx};
+constexpr CpuIsa kAllIsas[] = {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx};
 
 bool parse_isa(std::string_view text, CpuIsa& isa) {
   for (CpuIsa candidate : kAllIsas)
@@ -69,14 +70,15 @@ bool request_tiles() {
 
 // What the processor has; for each instruction set the first thing that is missing, or nothing.
 struct Missing {
-  std::string avx2, avx512, amx_emulated, amx;
+  std::string avx2, avx512, avx512_bf16, amx;
   const std::string& of(CpuIsa isa) const {
     static const std::string nothing;
     switch (isa) {
       case CpuIsa::generic: return nothing;
       case CpuIsa::avx2: return avx2;
       case CpuIsa::avx512: return avx512;
-      case CpuIsa::amx_emulated: return amx_emulated;
+      case CpuIsa::avx512_bf16:
+      case CpuIsa::amx_emulated: return avx512_bf16;
       case CpuIsa::amx: return amx;
     }
     return nothing;
@@ -108,10 +110,10 @@ Missing probe_missing() {
                                     {"avx512dq", has(extended.ebx, 17)},
                                     {"avx512vl", has(extended.ebx, 31)}});
   if (missing.avx512.empty() && (state & kVector512) != kVector512) missing.avx512 = "avx512 state not enabled by the system";
-  missing.amx_emulated = missing.avx512;
-  if (missing.amx_emulated.empty())
-    missing.amx_emulated = first_missing({{"avx512vbmi", has(extended.ecx, 1)}, {"avx512bf16", has(more.eax, 5)}});
-  missing.amx = missing.amx_emulated;
+  missing.avx512_bf16 = missing.avx512;
+  if (missing.avx512_bf16.empty())
+    missing.avx512_bf16 = first_missing({{"avx512vbmi", has(extended.ecx, 1)}, {"avx512bf16", has(more.eax, 5)}});
+  missing.amx = missing.avx512_bf16;
   if (missing.amx.empty()) missing.amx = first_missing({{"amx-tile", has(extended.edx, 24)}, {"amx-bf16", has(extended.edx, 22)}});
   if (missing.amx.empty() && (state & kTiles) != kTiles) missing.amx = "tile state not enabled by the system";
   if (missing.amx.empty() && !request_tiles()) missing.amx = "the system refused tile state to this process";
@@ -191,13 +193,13 @@ DeviceInfo probe_cpu() {
   static const Missing missing = probe_missing();
   DeviceInfo info;
   info.name = brand_string();
-  for (CpuIsa isa : {CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx})
+  for (CpuIsa isa : {CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx})
     if (missing.of(isa).empty()) info.isa = isa;
   if (info.isa != CpuIsa::amx) info.isa_note = "amx: " + missing.amx;
   if (const auto wanted = env::get(env::kCpuIsa)) {
     CpuIsa isa = CpuIsa::generic;
-    check(parse_isa(*wanted, isa), "device.cpu_isa.unknown", "expected generic, avx2, avx512, amx_emulated or amx in {}, got \"{}\"",
-          env::kCpuIsa, *wanted);
+    check(parse_isa(*wanted, isa), "device.cpu_isa.unknown",
+          "expected generic, avx2, avx512, avx512_bf16, amx_emulated or amx in {}, got \"{}\"", env::kCpuIsa, *wanted);
     check(missing.of(isa).empty(), "device.cpu_isa.absent", "{} asks for {}, but this CPU cannot: {}", env::kCpuIsa, *wanted,
           missing.of(isa));
     if (isa != info.isa) info.isa_note = fmt::format("{}: set by {}", *wanted, env::kCpuIsa);

@@ -9,7 +9,7 @@
 namespace imbrex::env {
 
 static constexpr Variable kVariables[] = {
-    {kCpuIsa.data(), "CPU instruction set to use at most: generic, avx2, avx512, amx_emulated, amx"},
+    {kCpuIsa.data(), "CPU instruction set to use at most: generic, avx2, avx512, avx512_bf16, amx_emulated, amx"},
     {kBackend.data(), "backend (or alias) to force for every layer"},
     {kPlugins.data(), "shared objects with backends, separated by colons, that the imbrex program loads when it starts"},
     {kNumThreads.data(), "threads to use; default: one for each core this process may use"},

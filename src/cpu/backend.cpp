@@ -50,7 +50,7 @@ class CpuBackend final : public Backend {
  private:
   const Kernels& kernels(CpuIsa isa) const {
     if (needs_ == CpuIsa::generic) return isa >= CpuIsa::avx2 ? cpu::kernels_avx2 : cpu::kernels_generic;
-    if (needs_ == CpuIsa::avx512) return cpu::kernels_avx512;
+    if (needs_ == CpuIsa::avx512) return isa >= CpuIsa::avx512_bf16 ? cpu::kernels_avx512_bf16 : cpu::kernels_avx512;
     return isa == CpuIsa::amx ? cpu::kernels_amx : cpu::kernels_amx_emulated;
   }
 
@@ -65,7 +65,7 @@ const Backend& cpu_amx() {
   return backend;
 }
 const Backend& cpu_avx512() {
-  static const CpuBackend backend("cpu_avx512", "fp32 register tiles (AVX-512), every element type", CpuIsa::avx512);
+  static const CpuBackend backend("cpu_avx512", "register tiles (AVX-512), every element type; pairs of bf16 where the CPU multiplies them", CpuIsa::avx512);
   return backend;
 }
 const Backend& cpu_generic() {

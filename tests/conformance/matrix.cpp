@@ -67,7 +67,7 @@ std::string Target::name() const {
 std::vector<DeviceInfo> test_devices() {
   const DeviceInfo probed = probe_cpu();
   std::vector<DeviceInfo> devices;
-  for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx_emulated, CpuIsa::amx}) {
+  for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
     const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&
                           __builtin_cpu_supports("avx512bf16");
     if (isa > probed.isa && !emulated) continue;

@@ -61,7 +61,7 @@ TEST(Device, TheInstructionSetCanBeLowered) {
     const ScopedEnv isa("IMBREX_CPU_ISA", nullptr);
     best = probe_cpu().isa;
   }
-  for (CpuIsa wanted : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
+  for (CpuIsa wanted : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx}) {
     const ScopedEnv isa("IMBREX_CPU_ISA", to_string(wanted));
     if (wanted <= best) {
       EXPECT_EQ(probe_cpu().isa, wanted);

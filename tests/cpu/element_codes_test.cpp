@@ -86,8 +86,10 @@ void expect_all_codes(const Backend& backend, const DeviceInfo& device, DType ty
 
 TEST(ElementCodes, AllAreRead) {
   const DeviceInfo probed = probe_cpu();
-  for (const auto& [name, isa] :
-       {std::pair{"cpu_generic", CpuIsa::generic}, {"cpu_generic", CpuIsa::avx2}, {"cpu_avx512", CpuIsa::avx512}}) {
+  for (const auto& [name, isa] : {std::pair{"cpu_generic", CpuIsa::generic},
+                                  {"cpu_generic", CpuIsa::avx2},
+                                  {"cpu_avx512", CpuIsa::avx512},
+                                  {"cpu_avx512", CpuIsa::avx512_bf16}}) {
     DeviceInfo device = probed;
     device.isa = isa;
     if (isa > probed.isa) continue;

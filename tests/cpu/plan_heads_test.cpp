@@ -107,7 +107,10 @@ TEST(PlanHeads, TogetherOrApartIsTheSame) {
     const char* backend;
     CpuIsa isa;
   };
-  for (const auto& [name, isa] : {Target{"cpu_avx512", CpuIsa::avx512}, {"cpu_amx", CpuIsa::amx_emulated}, {"cpu_amx", CpuIsa::amx}}) {
+  for (const auto& [name, isa] : {Target{"cpu_avx512", CpuIsa::avx512},
+                                  {"cpu_avx512", CpuIsa::avx512_bf16},
+                                  {"cpu_amx", CpuIsa::amx_emulated},
+                                  {"cpu_amx", CpuIsa::amx}}) {
     DeviceInfo device = probed;
     device.isa = isa;
     if (isa > probed.isa) continue;

@@ -34,7 +34,7 @@ std::vector<Runner> runners() {
   const DeviceInfo probed = probe_cpu();
   std::vector<Runner> all;
   for (const char* name : {"cpu_generic", "cpu_avx512", "cpu_amx"})
-    for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
+    for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx}) {
       DeviceInfo device = probed;
       device.isa = isa;
       if (isa <= probed.isa && find_backend(name)->unsupported(bf16_spec(false), device).empty())

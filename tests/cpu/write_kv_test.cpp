@@ -71,7 +71,7 @@ std::vector<Writer> writers(const AttentionSpec& spec) {
   std::vector<Writer> all;
   const DeviceInfo probed = probe_cpu();
   for (const char* name : {"cpu_generic", "cpu_avx512", "cpu_amx"})
-    for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx_emulated, CpuIsa::amx}) {
+    for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
       DeviceInfo device = probed;
       device.isa = isa;
       const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&

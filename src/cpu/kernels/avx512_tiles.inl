@@ -5,7 +5,8 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kTileRows = 6;
-constexpr int kWide = -1, kNarrow = -2;  // in place of an element type: panels of stage_wide_values, one of stage_narrow_values
+// In place of an element type: panels of stage_wide_values, one of stage_narrow_values, and pairs of bf16 that are multiplied as such.
+constexpr int kWide = -1, kNarrow = -2, kPairs = -3;
 
 // s[r][16 C] = q . k, of the first 16 C keys of `panel`. type: of the cache when the panel is narrow, else kWide. Narrow: `fetch` is told
 // of every dim, or pair of them.
@@ -14,6 +15,25 @@ void dot_tile(const float* q, const char* panel, int dim, float* s, BlockFetch& 
   vf acc[R][C];
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+#ifdef __AVX512BF16__
+  if constexpr (type == kPairs) {
+    for (int d = 0; d < dim / 2; ++d) {
+      fetch.step();
+      __m512bh k[C];
+      IMBREX_UNROLL(4)
+      for (int c = 0; c < C; ++c) k[c] = (__m512bh)_mm512_load_si512(panel + d * 256L + 64 * c);
+      IMBREX_UNROLL(6)
+      for (int r = 0; r < R; ++r) {
+        const auto x = (__m512bh)_mm512_set1_epi32(reinterpret_cast<const int*>(q + long(r) * dim)[d]);
+        IMBREX_UNROLL(4)
+        for (int c = 0; c < C; ++c) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], x, k[c]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < C; ++c) _mm512_store_ps(s + r * kBlockKeys + 16 * c, acc[r][c]);
+    return;
+  }
+#endif
   const auto add = [&](int d, const vf* k) {
     IMBREX_UNROLL(6)
     for (int r = 0; r < R; ++r) {

@@ -51,6 +51,7 @@ class BlockFetch {
   void share(int part, int of) {
     begin((2 * kBlockKeys * part + of - 1) / of, 1);
     step();
+    begin(0, 1);
   }
   // What the phases have left, where rows see few keys of a block.
   void rest() {

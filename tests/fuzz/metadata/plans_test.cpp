@@ -16,8 +16,7 @@ constexpr int kPlanCases = 1500;
 std::vector<Target> targets() {
   static imbrex_device cpu{probe_cpu(), "cpu"};
   static const imbrex_device gpu{probe_cuda().at(0), "cuda:0"};
-  const bool emulates = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
-  if (cpu.info.isa == CpuIsa::avx512 && emulates) cpu.info.isa = CpuIsa::amx_emulated;
+  if (cpu.info.isa == CpuIsa::avx512_bf16) cpu.info.isa = CpuIsa::amx_emulated;
   std::vector<Target> all;
   const auto add = [&](const imbrex_device& device, std::string prefill, std::string decode) {
     const AttentionSpec s{.num_q_heads = 2, .num_kv_heads = 1, .head_dim_qk = 32, .head_dim_v = 32};
