@@ -65,7 +65,8 @@ const Backend& cpu_amx() {
   return backend;
 }
 const Backend& cpu_avx512() {
-  static const CpuBackend backend("cpu_avx512", "register tiles (AVX-512), every element type; pairs of bf16 where the CPU multiplies them", CpuIsa::avx512);
+  static const CpuBackend backend("cpu_avx512", "register tiles (AVX-512), every element type; pairs of bf16 where the CPU multiplies them",
+                                  CpuIsa::avx512);
   return backend;
 }
 const Backend& cpu_generic() {

@@ -24,9 +24,11 @@ constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maxi
 
 // Whether queries and keys are multiplied as they are, in pairs of dims: products are exact and sums floats, as they are otherwise.
 #ifdef __AVX512BF16__
-IMBREX_INLINE bool multiplies_pairs(const AttentionParams& a) { return a.q_type == kBf16 && a.k.type == kBf16; }
+IMBREX_INLINE bool multiplies_pairs(const AttentionParams& a) { return a.q_type == kBf16 && a.k.type != kF32 && a.k.type != kF16; }
 #else
 IMBREX_INLINE bool multiplies_pairs(const AttentionParams&) { return false; }
+template <int type>
+void stage_pairs(const char* const*, int, char*, BlockFetch&) {}
 #endif
 
 // One worker's memory, cut from `scratch`.
@@ -203,11 +205,14 @@ void row_pass(const AttentionParams& a, const Scratch& s, const BlockRows& rows,
     if (!any_sees(tiles, num_tiles, key, key + kPanel)) continue;
     if (narrow) {
       fetch.begin(BlockFetch::kOfKeys / kPanels, kPanel / 16 * int(a.k.dim * element_size(a.k.type) / 64));
-      IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, rows.k + key, a.k.dim, s.k, fetch)
-      fetch.begin(BlockFetch::kOfScores / kPanels, num_tiles * a.k.dim / (a.k.type == kBf16 ? 2 : 1));
+      const int steps = num_tiles * a.k.dim;
       if (multiplies_pairs(a)) {
+        IMBREX_BY_TYPE(a.k.type, stage_pairs, rows.k + key, a.k.dim, s.k, fetch)
+        fetch.begin(BlockFetch::kOfScores / kPanels, steps / 2);
         dot_tiles<kPairs>(s, tiles, num_tiles, s.k, a.k.dim, key, fetch);
       } else {
+        IMBREX_BY_TYPE(a.k.type, stage_narrow_keys, rows.k + key, a.k.dim, s.k, fetch)
+        fetch.begin(BlockFetch::kOfScores / kPanels, a.k.type == kBf16 ? steps / 2 : steps);
         IMBREX_BY_TYPE(a.k.type, dot_tiles, s, tiles, num_tiles, s.k, a.k.dim, key, fetch)
       }
     } else if (multiplies_pairs(a)) {
@@ -241,7 +246,7 @@ void stage_block(const AttentionParams& a, const BlockRows& rows, int num_keys, 
     char* const panel = s.k + key / kPanel * s.key_bytes;
     if (multiplies_pairs(a)) {
       BlockFetch nothing;
-      stage_narrow_keys<kBf16>(rows.k + key, a.k.dim, panel, nothing);
+      IMBREX_BY_TYPE(a.k.type, stage_pairs, rows.k + key, a.k.dim, panel, nothing)
     } else {
       IMBREX_BY_TYPE(a.k.type, stage_wide_keys, rows.k + key, a.k.dim, panel)
     }
@@ -287,7 +292,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   for (int i = 0; i < num_rows; ++i) {
     Row& row = s.rows[i];
     if (i + kRowsAhead < num_rows) ask_for_row(a, s.rows[i + kRowsAhead]);
-    if (a.k.type == kE4m3) row.scale *= kE4m3Factor;
+    if (a.k.type == kE4m3 && !multiplies_pairs(a)) row.scale *= kE4m3Factor;
     const char* const q = a.q + row.token * a.q_token_stride + row.head * a.q_head_stride;
     if (multiplies_pairs(a)) {
       __builtin_memcpy(s.q + long(i) * qk, q, 2ul * qk);

@@ -84,7 +84,9 @@ IMBREX_INLINE void load_transposed(const char* const* rows, long at, vi r[16]) {
   for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// 16 rows of 32 16-bit elements: r[i] becomes elements i and i + 16 of all rows.
+// 16 rows of 32 16-bit elements: r[i] becomes elements i and i + 16 of all rows, one after the other, or `mixed`: four rows of either by
+// turns.
+template <bool mixed = false>
 IMBREX_INLINE void transpose16(vi r[16]) {
   vi t[16];
   IMBREX_UNROLL(2)
@@ -106,7 +108,8 @@ IMBREX_INLINE void transpose16(vi r[16]) {
       t[h + 2 * i + 1] = _mm512_unpackhi_epi16(b[i], b[i + 4]);
     }
   }
-  const vi even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  const vi even = mixed ? _mm512_setr_epi64(0, 4, 1, 5, 8, 12, 9, 13) : _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+  const vi odd = _mm512_add_epi64(even, _mm512_set1_epi64(2));
   IMBREX_UNROLL(8)
   for (int i = 0; i < 8; ++i) {  // the lanes are elements i, 8 + i, 16 + i, 24 + i
     r[i] = _mm512_permutex2var_epi64(t[i], even, t[8 + i]);
@@ -195,6 +198,75 @@ void stage_wide_keys(const char* const* rows, int dim, char* panel) {
   BlockFetch nothing;
   stage_keys<type, true>(rows, dim, panel, nothing);
 }
+
+#ifdef __AVX512VBMI__
+// Codes of fp8 without their signs as bf16, which has them all: upper and lower bytes.
+struct Bf16Codes {
+  alignas(64) u8 upper[128], lower[128];
+};
+template <int type>
+constexpr Bf16Codes bf16_codes() {
+  constexpr int mantissa = type == kE4m3 ? 3 : 2, bias = type == kE4m3 ? 7 : 15;
+  Bf16Codes codes{};
+  for (int code = 0; code < 128; ++code) {
+    const int exponent = code >> mantissa, fraction = code & ((1 << mantissa) - 1);
+    int bits = 0;
+    if (type == kE4m3 ? code == 127 : exponent == 31) {
+      bits = 0x7f80 | (type == kE4m3 ? 0x40 : fraction << 5);  // NaN, infinity
+    } else if (exponent > 0) {
+      bits = (exponent - bias + 127) << 7 | fraction << (7 - mantissa);
+    } else if (fraction > 0) {  // subnormal here, normal there
+      const int top = fraction >= 4 ? 2 : fraction >= 2 ? 1 : 0;
+      bits = (1 - bias - mantissa + top + 127) << 7 | (fraction - (1 << top)) << (7 - top);
+    }
+    codes.upper[code] = u8(bits >> 8), codes.lower[code] = u8(bits & 0xff);
+  }
+  return codes;
+}
+
+template <int type>
+struct Bf16Tables {
+  static constexpr Bf16Codes codes = bf16_codes<type>();
+  vi upper[2] = {_mm512_load_si512(codes.upper), _mm512_load_si512(codes.upper + 64)};
+  vi lower[2] = {_mm512_load_si512(codes.lower), _mm512_load_si512(codes.lower + 64)};
+
+  // Of each 16 codes, the first eight to `first` and the others to `second`.
+  IMBREX_INLINE void widen(vi x, vi* first, vi* second) const {
+    const vi low = _mm512_permutex2var_epi8(lower[0], x, lower[1]), sign = _mm512_set1_epi8(char(0x80));
+    // A look-up takes no notice of the sign: it is put back, a | (b & c).
+    const vi high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper[0], x, upper[1]), x, sign, 0xf8);
+    *first = _mm512_unpacklo_epi8(low, high);
+    *second = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+// kPanel keys of bf16 or fp8 as bf16, [dim / 2][64 keys][2]. `fetch` is told of every line of the keys.
+template <int type>
+void stage_pairs(const char* const* rows, int dim, char* panel, BlockFetch& fetch) {
+  if constexpr (type == kBf16) {
+    stage_keys<type, false>(rows, dim, panel, fetch);
+  } else if constexpr (type == kE4m3 || type == kE5m2) {
+    const Bf16Tables<type> tables;
+    for (int key = 0; key < kPanel; key += 16) {
+      for (int d = 0; d < dim; d += 64) {
+        fetch.step();
+        vi r[16];
+        IMBREX_UNROLL(16)
+        for (int i = 0; i < 16; ++i) r[i] = load_bytes(rows[key + i] + d, dim - d);
+        transpose16<true>(r);
+        char* const to = panel + (d / 2 * kPanel + key) * 4L;
+        IMBREX_UNROLL(16)
+        for (int i = 0; i < 16; ++i) {
+          vi first, second;
+          tables.widen(r[i], &first, &second);
+          _mm512_store_si512(to + i * kPanel * 4L, first);
+          _mm512_store_si512(to + (i + 16) * kPanel * 4L, second);
+        }
+      }
+    }
+  }
+}
+#endif
 
 // 32 elements of a row as floats, of which the first `left` are there (a multiple of 8); the others are zero. See in_pairs.
 template <int type>
