@@ -107,7 +107,7 @@ int run_bench(BenchArguments& o) {
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const Backend* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
-      const serve::Share share = share_of(r, *backend, ceilings, device);
+      const serve::Share share = share_of(r, *backend, job.spec, ceilings, device);
       ++timed;
       table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
                             fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),

@@ -67,11 +67,9 @@ int run_info(const InfoArguments& o) {
     }
     for (const auto& preset : model_presets()) j["models"].push_back(preset.name);
     if (o.measure) {
-      j["ceilings"] = {{"threads", ceilings.num_threads},
-                       {"dram_read_bytes_per_s", ceilings.dram_read},
-                       {"l3_read_bytes_per_s", ceilings.l3_read},
-                       {"fma_flop_per_s", ceilings.fma},
-                       {"amx_flop_per_s", ceilings.amx}};
+      j["ceilings"] = {{"threads", ceilings.num_threads},         {"dram_read_bytes_per_s", ceilings.dram_read},
+                       {"l3_read_bytes_per_s", ceilings.l3_read}, {"fma_flop_per_s", ceilings.fma},
+                       {"bf16_pairs_flop_per_s", ceilings.pairs}, {"amx_flop_per_s", ceilings.amx}};
     }
     fmt::print("{}\n", j.dump(2));
     return kOk;
@@ -91,6 +89,7 @@ int run_info(const InfoArguments& o) {
     fmt::print("\nMeasured with {} threads\n  read from DRAM   {:>8.1f} GB/s\n", ceilings.num_threads, ceilings.dram_read / 1e9);
     if (ceilings.l3_read > 0) fmt::print("  read from L3     {:>8.1f} GB/s\n", ceilings.l3_read / 1e9);
     fmt::print("  f32 multiply-add {:>8.1f} GFLOP/s\n", ceilings.fma / 1e9);
+    if (ceilings.pairs > 0) fmt::print("  pairs of bf16    {:>8.1f} GFLOP/s\n", ceilings.pairs / 1e9);
     if (ceilings.amx > 0) fmt::print("  bf16 tiles (AMX) {:>8.1f} GFLOP/s\n", ceilings.amx / 1e9);
   }
   serve::Table table{{"backend", "what it is"}, {}};

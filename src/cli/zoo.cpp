@@ -66,7 +66,7 @@ class Zoo {
   serve::ZooCell fitted(serve::ZooCell cell) const {
     const double call = gpu_ ? kGpuCall : kCpuCall, most = double(device_.memory_bytes) / 8;
     const double bytes = ceilings_.dram_read > 0 ? std::min(most, call * ceilings_.dram_read) : most;
-    const double peak = ceilings_.flops_for(device_.isa == CpuIsa::amx);
+    const double peak = ceilings_.flops_for(device_.isa == CpuIsa::amx ? "cpu_amx" : "", to_string(cell.spec.q_dtype));
     return serve::fitted(std::move(cell), bytes, peak > 0 ? call * peak : 1e13);
   }
 
@@ -91,7 +91,7 @@ class Zoo {
       serve::BenchOptions options = options_;
       options.launch = cell.launch;
       result.bench = serve::bench(backend, cell.spec, device_, cell.requests, with_copies(options, cell));
-      result.share = share_of(result.bench, backend, ceilings_, device_);
+      result.share = share_of(result.bench, backend, cell.spec, ceilings_, device_);
       result.share.of_ceiling += call_seconds(backend, result.bench.captured) / result.bench.median_s;
     } catch (const Error& error) {
       result.problem = error.what();

@@ -182,11 +182,11 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
   return result;
 }
 
-Share share_of(const BenchResult& r, const Backend& backend, const Ceilings& c, const DeviceInfo& device) {
+Share share_of(const BenchResult& r, const Backend& backend, const AttentionSpec& spec, const Ceilings& c, const DeviceInfo& device) {
   if (c.dram_read <= 0) return {};
   const bool in_cache = c.l3_read > 0 && r.cache_bytes * r.kv_copies < device.l3_bytes / 2;
   const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
-  const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name() == "cpu_amx");
+  const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name(), to_string(spec.q_dtype));
   if (arithmetic >= memory) return {arithmetic, "flop"};
   return {memory, in_cache ? "L3" : "DRAM"};
 }

@@ -63,6 +63,6 @@ struct Share {
   double of_ceiling = 0;   // 0: no ceiling is known
   const char* bound = "";  // "flop", "L3" or "DRAM"
 };
-Share share_of(const BenchResult&, const Backend&, const Ceilings&, const DeviceInfo&);
+Share share_of(const BenchResult&, const Backend&, const AttentionSpec&, const Ceilings&, const DeviceInfo&);
 
 }  // namespace imbrex::serve

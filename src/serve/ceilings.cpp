@@ -1,6 +1,7 @@
 // What the machine can do at best: read bandwidth and arithmetic rate, measured with the simplest loops that reach them.
 #include "serve/ceilings.h"
 
+#include <immintrin.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -70,6 +71,19 @@ template <class V>
     for (float& sum : sums) sum = sum * 0.999f + 0.001f;
   }
   return sums[0];
+}
+
+[[gnu::target("avx512f,avx512bf16"), gnu::noinline]] float multiply_pairs(int64_t rounds) {
+  __m512 sums[kChains] = {};
+  for (__m512& sum : sums) __asm__ volatile("" : "+m"(sum));
+  const auto pairs = (__m512bh)_mm512_set1_epi16(0x3f80);
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int c = 0; c < kChains; ++c) sums[c] = _mm512_dpbf16_ps(sums[c], pairs, pairs);
+  }
+  float total = 0;
+  for (const __m512& sum : sums) total += sum[0];
+  return total;
 }
 
 // Four accumulators, two operand tiles a side, as the attention kernels have them; all tiles 16 rows of 64 bytes.
@@ -154,7 +168,7 @@ Ceilings measure_ceilings(const DeviceInfo& cpu, int num_threads, double seconds
   Ceilings result;
   result.num_threads = threads.num_workers;
   const bool avx512 = cpu.isa >= CpuIsa::avx512;
-  const double part = seconds / 5;
+  const double part = seconds / 6;
 
   // Larger than the last-level cache, but never more than an eighth of the memory; at most 512 MiB, because filling it takes time too.
   const int64_t wanted = std::clamp<int64_t>(4 * cpu.l3_bytes, int64_t(128) << 20, int64_t(512) << 20);
@@ -173,10 +187,22 @@ Ceilings measure_ceilings(const DeviceInfo& cpu, int num_threads, double seconds
   result.fma = best_rate(threads, 2.0 * kChains * width * kRounds * threads.num_workers, part, [&](int worker) {
     sums[size_t(worker) * 16] = avx512 ? fma_avx512(kRounds) : cpu.isa >= CpuIsa::avx2 ? fma_avx2(kRounds) : fma_portable(kRounds);
   });
+  if (cpu.isa >= CpuIsa::avx512_bf16) {
+    result.pairs = best_rate(threads, 4.0 * kChains * 16 * kRounds * threads.num_workers, part,
+                             [&](int worker) { sums[size_t(worker) * 16] = multiply_pairs(kRounds); });
+  }
   if (cpu.isa == CpuIsa::amx) {
     result.amx = best_rate(threads, 4.0 * double(kTileFlops) * kRounds * threads.num_workers, part, [&](int) { multiply_tiles(kRounds); });
   }
   return result;
+}
+
+double Ceilings::flops_for(std::string_view backend, std::string_view q_dtype) const {
+  if (tensor > 0) return tensor;
+  const auto names = [&](std::string_view part) { return backend.find(part) != std::string_view::npos; };
+  if (names("amx") && amx > 0) return amx;
+  if (names("avx512") && q_dtype == to_string(DType::bf16) && pairs > 0) return 2 / (1 / pairs + 1 / fma);
+  return fma;
 }
 
 Ceilings ceilings_of(const DeviceInfo& device, int num_threads, double seconds) {

@@ -1,6 +1,8 @@
 #pragma once
 // What a device can do at best: the yardstick of `imbrex info --measure`, bench and the run report. Of a CPU it is measured, in about two
 // seconds; of a GPU it is what the data sheet says.
+#include <string_view>
+
 #include "imbrex/device.h"
 
 namespace imbrex::serve {
@@ -10,9 +12,12 @@ struct Ceilings {
   double dram_read = 0;  // bytes/s, all threads, a buffer far larger than the caches, on huge pages
   double l3_read = 0;    // bytes/s, a buffer larger than L2 and smaller than L3
   double fma = 0;        // FLOP/s of f32 fused multiply-adds in the widest vectors
+  double pairs = 0;      // FLOP/s of bf16 products in pairs (AVX512_BF16); 0 without them
   double amx = 0;        // FLOP/s of bf16 tile products; 0 without AMX
   double tensor = 0;     // GPU: FLOP/s of dense bf16 products; the fields of CPUs are 0 then, but for dram_read
-  double flops_for(bool uses_tiles) const { return tensor > 0 ? tensor : uses_tiles && amx > 0 ? amx : fma; }
+  // Of attention by a backend of this name ("cpu_amx", or two of them by phase) with queries of this type. Where queries and keys are
+  // multiplied in pairs, values are not.
+  double flops_for(std::string_view backend, std::string_view q_dtype) const;
 };
 
 // `seconds` is for all measurements together; the best of several short repetitions counts. Error ceilings.memory when the

@@ -32,11 +32,11 @@ ordered_json work_json(const ReplayWork& w) {
           {"kv_bytes_per_s", w.bytes_per_s()}};
 }
 
-bool uses_tiles(const ReplayResult& r) {
-  for (const ReplayKind& kind : r.kinds) {
-    if (kind.backend.find("amx") != std::string::npos) return true;
-  }
-  return false;
+// The highest of the layers' ceilings.
+double flop_ceiling_of(const ReplayResult& r, const Ceilings& c) {
+  double ceiling = 0;
+  for (const ReplayKind& kind : r.kinds) ceiling = std::max(ceiling, c.flops_for(kind.backend, r.q_dtype));
+  return ceiling;
 }
 
 constexpr double kTera = 1e13;  // FLOP/s from which tables count in TFLOP/s and TB/s
@@ -115,9 +115,10 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
   j["prefill_steps"] = work_json(r.prefill_steps);
   j["kv_written_bytes"] = r.kv_written_bytes;
   const Ceilings& c = context.ceilings;
-  j["ceilings"] = {{"threads", c.num_threads},         {"dram_read_bytes_per_s", c.dram_read},
-                   {"l3_read_bytes_per_s", c.l3_read}, {"fma_flop_per_s", c.fma},
-                   {"amx_flop_per_s", c.amx},          {"flop_per_s", c.flops_for(uses_tiles(r))}};
+  j["ceilings"] = {{"threads", c.num_threads},           {"dram_read_bytes_per_s", c.dram_read},
+                   {"l3_read_bytes_per_s", c.l3_read},   {"fma_flop_per_s", c.fma},
+                   {"bf16_pairs_flop_per_s", c.pairs},   {"amx_flop_per_s", c.amx},
+                   {"flop_per_s", flop_ceiling_of(r, c)}};
   j["kinds"] = ordered_json::array();
   for (const ReplayKind& k : r.kinds) {
     j["kinds"].push_back({{"spec", k.spec},
@@ -210,7 +211,7 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
   out += "\n" + table.text();
 
   const Ceilings& c = context.ceilings;
-  const double flop_ceiling = c.flops_for(uses_tiles(r));
+  const double flop_ceiling = flop_ceiling_of(r, c);
   const bool tera = std::max(r.prefill_steps.flop_per_s(), flop_ceiling) >= kTera;
   const double unit = tera ? 1e12 : 1e9;
   table = {{"attention", ">steps", ">tokens", tera ? ">KV TB/s" : ">KV GB/s", ">of DRAM", tera ? ">TFLOP/s" : ">GFLOP/s", ">of peak"}, {}};
