@@ -10,7 +10,8 @@ import torch
 
 from . import _core
 from ._arrays import device_name, dtype_name, no_gradient, stream_address
-from ._plan_cache import Kept, Limits, PlanCache
+from ._plan_cache import Limits, PlanCache
+from ._repeat import Call, by_token, key_of, repeat
 from .plan import KvLayer, Plan
 
 __all__ = ["Lengths", "Score", "attend", "dense", "equal_lengths", "f32", "is_capturing", "no_gradient", "starts_of", "write_kv"]
@@ -85,59 +86,6 @@ def _plan_for(q, k, head_dim_v, block_size, score, masked, needed, stream):
         return Plan(spec, device, on_device=device != "cpu", ordered=True, **limits.arguments())
 
     return _plans.find((device, needed.query_len, *values), needed, make, stream)
-
-
-class _Recipe(NamedTuple):
-    """How a call of dense() is repeated with tensors elsewhere."""
-
-    kept: Kept
-    batch: tuple  # that the plan has to be for
-    run: _core.PreparedRun
-    shape: tuple  # of the output, as it is made
-    by_token: bool  # and whether its heads lie together
-
-
-class _Call:
-    """A call of dense() that may be repeated: what it looks like, where its tensors are, and what became of its output."""
-
-    __slots__ = ("key", "at", "shape", "by_token")
-
-    def __init__(self, key, tensors):
-        self.key, self.at = key, [x.data_ptr() for x in tensors]
-
-    def remember(self, kept, q, layer, out):
-        """The plan's arrays are views of the call's tensors, or else the next call needs copies too."""
-        if kept.batch and self.at == [x.data_ptr() for x in (q, layer.k, layer.v)]:
-            _plans.remember(self.key, _Recipe(kept, kept.batch, kept.plan.prepare(q, layer, out), self.shape, self.by_token))
-
-
-def _key_of(q, k, v, score):
-    """Hashable: all that an answer depends on but the tensors' numbers; None for what is not repeated."""
-    if score.sinks is not None or score.alibi_slopes is not None or score.relative_bias is not None or is_capturing(q):
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    scale = None if score.scale is None else float(score.scale)
-    of_score = (bool(score.causal), *score.window, scale, float(score.soft_cap or 0.0))
-    of_tensors = (x for t in (q, k, v) for x in (t.shape, t.stride(), t.dtype, t.device))
-    return (*of_tensors, *of_score)
-
-
-def _repeat(key, q, k, v):
-    """The output of a call that is known, or None."""
-    stream = stream_address(None, q)
-    recipe = _plans.recall(key, stream)
-    if recipe is None or recipe.kept.batch != recipe.batch:
-        return None
-    out = q.new_empty(recipe.shape)
-    recipe.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream)
-    return _by_token(out, q) if recipe.by_token else out
-
-
-def _by_token(rows, q):
-    """Outputs [b * s, h, d] as [b, h, s, d]."""
-    b, h, sq, _ = q.shape
-    return rows.view(b, sq, h, rows.shape[-1]).transpose(1, 2)
 
 
 class Lengths(NamedTuple):
@@ -255,7 +203,7 @@ def _attend(
     per_head = dict(sinks=score.sinks, alibi_slopes=score.alibi_slopes, relative_bias=score.relative_bias)
     kept.plan.run(q, layer, out, lse=lse, stream=stream, **per_head)
     if call is not None:
-        call.remember(kept, q, layer, out)
+        call.remember(_plans, kept, q, layer, out)
     return out, lse
 
 
@@ -363,7 +311,7 @@ def _of_rows(q, layer, lengths, score, lse, call=None, **arrays):
     into = None if out is None else _rows(out)
     rows, lse = _attend(_rows_or_copy(q), KvLayer(*layer), lengths, score, out=into, lse=lse, call=call, **arrays)
     if out is None:
-        out = _by_token(rows, q)
+        out = by_token(rows, q)
     return out, None if lse is None else lse.view(b, sq, h).transpose(1, 2)
 
 
@@ -433,12 +381,12 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
     custom_mask: bool or uint8 [b or 1, 1, sq or 1, sk], false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
     """
     call = None
-    if custom_mask is None and not lse:
-        key = _key_of(q, k, v, score)
-        out = None if key is None else _repeat(key, q, k, v)
+    key = None if custom_mask is not None or lse or is_capturing(q) else key_of(q, k, v, score)
+    if key is not None:
+        out = repeat(_plans, key, q, k, v)
         if out is not None:
             return out, None
-        call = None if key is None else _Call(key, (q, k, v))
+        call = Call(key, (q, k, v))
     _check_dense(q, k, v, custom_mask)
     b, _, sq, _ = q.shape
     sk = k.shape[2]

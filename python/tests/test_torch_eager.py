@@ -4,14 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import imbrex.torch  # noqa: E402
-
-
-def tensors(device, b=2, h=4, hk=2, sq=5, sk=9, d=32, by_token=False):
-    torch.manual_seed(3)
-    shapes = [(b, n, s, d) for n, s in ((h, sq), (hk, sk), (hk, sk))]
-    if by_token:
-        return [torch.randn(b, s, n, d, device=device).transpose(1, 2) for b, n, s, d in shapes]
-    return [torch.randn(*shape, device=device) for shape in shapes]
+from torch_reference import tensors  # noqa: E402
 
 
 @pytest.fixture

@@ -7,6 +7,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 TOLERANCE = {torch.float32: 2e-3 if torch.cuda.is_available() else 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
+def tensors(device, b=2, h=4, hk=2, sq=5, sk=9, d=32, by_token=False, seed=3):
+    """q, k, v in float32; by_token: the heads of a token lie together."""
+    torch.manual_seed(seed)
+    shapes = [(b, n, s, d) for n, s in ((h, sq), (hk, sk), (hk, sk))]
+    if by_token:
+        return [torch.randn(b, s, n, d, device=device).transpose(1, 2) for b, n, s, d in shapes]
+    return [torch.randn(*shape, device=device) for shape in shapes]
+
+
 def reference(q, k, v, *, causal=False, window=(-1, -1), mask=None, scale=None, soft_cap=0.0, sinks=None, alibi_slopes=None, falling_slopes=None):
     """Out and the natural log of the denominator; a row that sees no key is 0 and -inf.
 

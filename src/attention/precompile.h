@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "imbrex/device.h"
 #include "imbrex/spec.h"
 
 namespace imbrex {
@@ -32,6 +33,9 @@ struct PrecompiledKernel {
 
 // Every kernel of the request once, in a fixed order. Throws what concerns them all: Error cuda.nvrtc_missing, cuda.arch, cuda.cache.
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest&);
+
+// "sm_90a": what a GPU's kernels are compiled for.
+std::string kernel_arch(const DeviceInfo&);
 
 struct KernelCompiler {
   std::string name;  // "NVRTC 13.0"; empty: there is none, see `why`

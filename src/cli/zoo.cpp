@@ -73,7 +73,7 @@ class Zoo {
   // Kernels of all cells at once, by as many threads as there are cores: one by one they would take most of the time.
   void compile(const std::vector<serve::ZooCell>& cells) const {
     if (!gpu_ || kernel_compiler().name.empty()) return;
-    PrecompileRequest request{.archs = {fmt::format("sm_{}{}", device_.sm, device_.sm >= 90 ? "a" : "")}, .jobs = default_num_threads()};
+    PrecompileRequest request{.archs = {kernel_arch(device_)}, .jobs = default_num_threads()};
     for (const serve::ZooCell& cell : cells) request.specs.push_back(cell.spec);
     precompile(request);
   }

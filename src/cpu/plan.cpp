@@ -222,10 +222,11 @@ struct Run {
     const int heads = params.num_kv_heads, together = params.heads_together, groups = heads / together;
     kernels.enter();
     for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      const auto item_of = [&](int task) { return NextTask{&schedule.work[task / groups], task % groups * together}; };
+      const auto task_at = [&](int task) { return NextTask{&schedule.work[task / groups], task % groups * together}; };
       // Tasks next to each other are about equally long, so every other worker will take one before this one is free again.
       const int next = next_task.load(std::memory_order_relaxed) + num_workers - 1;
-      run(*item_of(t).item, item_of(t).kv_head, next < num_tasks ? item_of(next) : NextTask{}, scratch + worker * scratch_bytes);
+      const NextTask own = task_at(t);
+      run(*own.item, own.kv_head, next < num_tasks ? task_at(next) : NextTask{}, scratch + worker * scratch_bytes);
       if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
     }
     kernels.leave();

@@ -162,6 +162,8 @@ std::vector<AttentionSpec> covering_specs() {
 
 namespace imbrex {
 
+std::string kernel_arch(const DeviceInfo& device) { return cuda::arch_of(device); }
+
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
   std::vector<cuda::ShippedKernel> shipped;
   for (const std::string& arch : request.archs) {
