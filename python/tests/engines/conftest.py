@@ -46,6 +46,12 @@ def vllm_on_cpu(vllm, monkeypatch):
 
 
 @pytest.fixture
+def plain_rows(monkeypatch):
+    """Pages of vLLM hold rows on every CPU, also where AMX would have them packed (test_vllm_packed.py)."""
+    monkeypatch.setenv("IMBREX_CPU_ISA", "avx2")
+
+
+@pytest.fixture
 def sglang(monkeypatch):
     yield from _engine("sglang", monkeypatch)
 

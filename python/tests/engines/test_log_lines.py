@@ -45,7 +45,7 @@ def test_vllm_without_the_check(vllm_on_cpu, lines):
     assert "; self check left out. Kernels: " in text
 
 
-def test_vllm_says_nothing_where_the_check_fails(vllm_on_cpu, lines):
+def test_vllm_says_nothing_where_the_check_fails(plain_rows, vllm_on_cpu, lines):
     runner = vllm_runner.Runner("cpu", [{}])
     for layer in runner.layers:
         layer.bind_kv_cache(layer.kv_cache.flip(0).transpose(1, 2).contiguous().transpose(1, 2)[:, :, :, torch.randperm(128)])

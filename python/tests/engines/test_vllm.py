@@ -107,7 +107,7 @@ def test_what_the_classes_say(vllm):
     assert Backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport.ALWAYS
 
 
-def test_slots_that_no_plan_has(device):
+def test_slots_that_no_plan_has(plain_rows, device):
     """As a draft model brings them; what has slot -1 is not kept."""
     for kv_dtype in ("auto", "fp8_e4m3", "fp8_e5m2"):
         runner = Runner(device, PLAIN, kv_dtype=kv_dtype, scales=(0.5, 0.25))
@@ -242,7 +242,7 @@ def tokens_and_heads_mixed(runner):
 
 
 @pytest.mark.parametrize("wrong", [one_memory, blocks_that_overlap, halves_the_other_way, tokens_and_heads_mixed])
-def test_a_wrong_layout_is_found(device, wrong):
+def test_a_wrong_layout_is_found(plain_rows, device, wrong):
     runner = Runner(device, PLAIN)
     wrong(runner)
     with pytest.raises(imbrex.Error, match="layers.0: expected") as caught:
