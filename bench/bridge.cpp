@@ -1,6 +1,7 @@
 // The bridge over which Python (bench/native.py) makes plans, sends steps and launches layers in memory that another library owns, PyTorch
 // above all. For measuring only: nothing here is installed or promised to stay.
 #include <chrono>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "attention/precompile.h"
@@ -122,15 +123,22 @@ double host_us(Planned& p, bool of_update, int calls, Stream stream) {
 }
 
 int compile(const json& j) {
-  PrecompileRequest request{.archs = {cuda::arch_of(describe_device(j.at("device").get<std::string>()))},
-                            .specs = {},
-                            .folder = j.at("folder"),
-                            .jobs = default_num_threads()};
-  for (const json& spec : j.at("specs")) request.specs.push_back(spec_of(spec));
+  const DeviceInfo device = describe_device(j.at("device").get<std::string>());
+  std::map<std::string, std::vector<AttentionSpec>> by_backend;
+  for (const json& one : j.at("specs")) {
+    const AttentionSpec spec = spec_of(one);
+    const std::string backend = j.at("backend");
+    const Selection chosen = select(spec, device, {.forced = backend == "auto" ? "" : backend});
+    if (chosen.backend != nullptr) by_backend[std::string(chosen.backend->name())].push_back(spec);
+  }
   int compiled = 0;
-  for (const PrecompiledKernel& kernel : precompile(request)) {
-    check(kernel.error.empty(), "cuda.compile", "{}", kernel.error);
-    compiled += kernel.compile_ms > 0;
+  for (const auto& [backend, specs] : by_backend) {
+    const PrecompileRequest request{
+        .archs = {cuda::arch_of(device)}, .specs = specs, .backend = backend, .folder = j.at("folder"), .jobs = default_num_threads()};
+    for (const PrecompiledKernel& kernel : precompile(request)) {
+      check(kernel.error.empty(), "cuda.compile", "{}", kernel.error);
+      compiled += kernel.compile_ms > 0;
+    }
   }
   return compiled;
 }
@@ -177,7 +185,7 @@ double imbrex_bench_host_us(void* plan, int of_update, int calls, void* stream) 
   return guarded(-1.0, [&] { return host_us(*static_cast<Planned*>(plan), of_update != 0, calls, stream); });
 }
 
-// Fills a folder with the kernels of specs, those that are there already left alone; how many were compiled.
+// Fills a folder with the kernels that plans for the specs usually run, those that are there already left alone; how many were compiled.
 int imbrex_bench_compile(const char* request) {
   return guarded(-1, [&] { return compile(json::parse(request)); });
 }

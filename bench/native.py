@@ -40,9 +40,10 @@ class Native:
             raise NativeError(self.error().decode())
         return result
 
-    def compile_specs(self, device: str, specs: list[dict], folder: str = "") -> int:
-        """Fills a folder ("": IMBREX_CUDA_CACHE or its default) with every kernel of the specs; how many were not there yet."""
-        return self.checked(self.compile(json.dumps({"device": device, "specs": specs, "folder": folder}).encode()))
+    def compile_specs(self, device: str, backend: str, specs: list[dict], folder: str = "") -> int:
+        """Fills a folder ("": IMBREX_CUDA_CACHE or its default) with the kernels that plans of the backend ("auto": what select() says) usually run;
+        how many were not there yet."""
+        return self.checked(self.compile(json.dumps({"device": device, "backend": backend, "specs": specs, "folder": folder}).encode()))
 
 
 class Plan:

@@ -118,7 +118,7 @@ def bench(args: argparse.Namespace, chosen: list[cells.Cell], table: list[cells.
     print(f"{report['gpu']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, seed {seed}", flush=True)
     torch.cuda.init()
     try:
-        compiled = f"{native.compile_specs('cuda:0', specs_of(chosen))} kernels compiled"
+        compiled = f"{native.compile_specs('cuda:0', args.backend, specs_of(chosen))} kernels compiled"
     except NativeError as error:  # the cells that it concerns will say so too
         compiled = str(error)
     print(f"{time.monotonic() - began:5.0f} s  {compiled}", flush=True)
@@ -179,7 +179,7 @@ def main() -> int:
         print(f"gpu_bench: {args.object} is missing: build the target imbrex_bench", file=sys.stderr)
         return 2
     if args.compile:
-        compiled = Native(args.object).compile_specs(args.device, specs_of(chosen), args.compile)
+        compiled = Native(args.object).compile_specs(args.device, args.backend, specs_of(chosen), args.compile)
         print(f"{compiled} kernels compiled into {args.compile}")
         return 0
     return bench(args, chosen, table)

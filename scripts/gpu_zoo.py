@@ -89,7 +89,7 @@ def main() -> int:
     gpu_bench.find_compiler()
     native = Native(args.object)
     begin = time.monotonic()
-    native.compile_specs("cuda:0", gpu_bench.specs_of(cells))
+    native.compile_specs("cuda:0", args.backend, gpu_bench.specs_of(cells))
     print(f"{len(cells)} cells, kernels ready after {time.monotonic() - begin:.0f} s", flush=True)
     import fa3
     from runner import Runner
@@ -105,6 +105,8 @@ def main() -> int:
             results.append({"cell": cell.name, "group": cell.group, "unit": cell.unit, "status": "not run", "why": "no time"})
         else:
             results.append(measure(runner, cell, peers))
+            last = results[-1]
+            print(f"{last['cell']}: {last['status']} {last.get('us', 0):.1f} {last.get('ratio', 0):.2f}", file=sys.stderr, flush=True)
     cliffs = judge(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

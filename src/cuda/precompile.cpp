@@ -78,7 +78,7 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 
 }  // namespace
 
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs) {
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
   for (const KernelFamily& family : kFamilies) {
@@ -87,7 +87,9 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
         for (KernelKey& key : family.keys(arch, spec, extent))
           if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
     };
-    if (!specs.empty()) {
+    if (!backend.empty()) {
+      if (family.name == backend) add(specs, Extent::usual);
+    } else if (!specs.empty()) {
       add(specs, Extent::all);
     } else {
       add(covering_specs(), Extent::sample);
@@ -167,7 +169,7 @@ std::string kernel_arch(const DeviceInfo& device) { return cuda::arch_of(device)
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
   std::vector<cuda::ShippedKernel> shipped;
   for (const std::string& arch : request.archs) {
-    for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, request.specs)) shipped.push_back(std::move(kernel));
+    for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, request.specs, request.backend)) shipped.push_back(std::move(kernel));
   }
   const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
   check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,

@@ -21,8 +21,9 @@ struct ShippedKernel {
   const char* family;
   KernelKey key;
 };
-// Of all families, each kernel once: for the specs, or a sample where there are none.
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs);
+// Of all families, each kernel once: for the specs, or a sample where there are none. With the name of a backend, what its plans for the
+// specs usually run.
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend = {});
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
 std::vector<AttentionSpec> covering_specs();
