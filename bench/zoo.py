@@ -9,7 +9,7 @@ from cells import Cell
 
 TABLE = Path(__file__).with_name("zoo.json")
 ITEM = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
-LAUNCHED = ("prefill", "chunk")  # one by one, where a cell does not say otherwise
+LAUNCHED = ("prefill", "chunk", "mixed")  # one by one, as engines do, where a cell does not say otherwise
 PROTOCOLS = {"eager": "sustained", "graph": "graph"}
 
 
@@ -42,13 +42,15 @@ def cell_of(shape: dict, text: str) -> Cell:
     requests = count + bool(mixed)
     launch = next((word for word in more if word in PROTOCOLS), "eager" if kind in LAUNCHED else "graph")
     extras = {name: shape[name] for name in ("window", "soft_cap", "sinks") if name in shape}
-    of_layer = f"{shape['heads'][0]}-{shape['heads'][1]}/d{shape['head_dim']}" + "".join(f"/{name}" + ("" if value is True else f"{value:g}") for name, value in extras.items())
+    of_layer = f"{shape['heads'][0]}-{shape['heads'][1]}/d{shape['head_dim']}" + "".join(
+        f"/{name}" + ("" if value is True else f"{value:g}") for name, value in extras.items()
+    )
     step = batch if context else f"{requests}ragged"
     return Cell(
         group=kind,
         name="/".join([kind, of_layer, kv, page, step, *more]),
         protocol=PROTOCOLS[launch],
-        unit="TFLOP/s" if kind in LAUNCHED else "TB/s",
+        unit="TFLOP/s" if kind in ("prefill", "chunk") else "TB/s",
         head_dim=shape["head_dim"],
         heads=tuple(shape["heads"]),
         batch=requests,

@@ -47,8 +47,10 @@ std::string batch_text(const std::vector<BenchRequest>& requests) {
   return items.size() > 2 ? fmt::format("{}{}", requests.size(), kRagged) : to_string(items);
 }
 
-// Prefill and chunks are launched one by one, all other steps from a graph.
-BenchLaunch usual_launch(std::string_view kind) { return kind == "prefill" || kind == "chunk" ? BenchLaunch::eager : BenchLaunch::graph; }
+// As engines do: steps with many tokens of a request are launched one by one, all others from a graph.
+BenchLaunch usual_launch(std::string_view kind) {
+  return kind == "prefill" || kind == "chunk" || kind == "mixed" ? BenchLaunch::eager : BenchLaunch::graph;
+}
 
 std::string layer_text(const AttentionSpec& spec) {
   std::string text = fmt::format("{}-{}/d{}", spec.num_q_heads, spec.num_kv_heads, spec.head_dim_qk);
