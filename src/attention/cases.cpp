@@ -1,60 +1,15 @@
 // The one table of attention cases, made by composing axes. A new feature gets an axis here, and every backend is tested on it.
 #include "attention/cases.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
+
+#include "attention/case_table.h"
 
 namespace imbrex {
 namespace {
 
-using Requests = std::vector<CaseRequest>;
-
-struct Dims {
-  int qk, v;
-};
-struct DTypes {
-  DType q, kv;
-};
-constexpr DTypes kDTypes[] = {{DType::bf16, DType::bf16},     {DType::f32, DType::f32},  {DType::f16, DType::f16},
-                              {DType::bf16, DType::fp8_e4m3}, {DType::f32, DType::bf16}, {DType::f16, DType::fp8_e5m2}};
-
-const Requests kDecode{{1, 19}, {1, 131}, {1, 1}}, kPrefill{{70, 70}, {3, 3}}, kChunked{{20, 150}, {33, 40}},
-    kVerify{{5, 140}, {2, 2}, {4, 33}}, kMixed{{1, 100}, {0, 0}, {40, 40}, {0, 25}, {6, 71}, {1, 1}, {0, 0}};
-struct NamedRequests {
-  const char* name;
-  const Requests& requests;
-};
-const NamedRequests kPhases[] = {{"decode", kDecode}, {"prefill", kPrefill}, {"chunked", kChunked}, {"verify", kVerify}, {"mixed", kMixed}};
-
-// Collects cases; gives each its seed and its requests their ids.
-struct Table {
-  std::vector<Case> cases;
-
-  Case& add(std::string name, int group, int kv_heads, Dims dims, DTypes types, const Requests& requests) {
-    Case c;
-    c.name = std::move(name);
-    c.spec.num_q_heads = group * kv_heads;
-    c.spec.num_kv_heads = kv_heads;
-    c.spec.head_dim_qk = dims.qk;
-    c.spec.head_dim_v = dims.v;
-    c.spec.q_dtype = types.q;
-    c.spec.kv_dtype = types.kv;
-    c.requests = requests;
-    for (int r = 0; r < int(requests.size()); ++r) c.requests[r].id = r;
-    c.seed = cases.size() + 1;
-    c.out_dtype = cases.size() % 4 == 3 ? DType::f32 : c.spec.out_dtypes().front();
-    c.padding_tokens = int(cases.size() % 3);
-    cases.push_back(std::move(c));
-    return cases.back();
-  }
-  DTypes types() const { return kDTypes[cases.size() % std::size(kDTypes)]; }  // another one for each case
-};
-
-std::string dims_name(Dims dims) { return dims.qk == dims.v ? fmt::format("d{}", dims.qk) : fmt::format("d{}_{}", dims.qk, dims.v); }
-
 // Group sizes and head dimensions of all models known, short sequences.
-void add_shapes(Table& table) {
+void add_shapes(CaseTable& table) {
   const Requests short_ones[] = {{{1, 37}, {1, 5}}, {{9, 9}, {1, 2}}, {{5, 29}}, {{3, 21}, {0, 0}, {1, 1}}};
   const Dims all_dims[] = {{8, 8},     {24, 24},   {64, 64},   {72, 72},   {80, 80},   {96, 96},  {112, 112},
                            {128, 128}, {192, 128}, {224, 224}, {256, 256}, {512, 512}, {576, 512}};
@@ -65,7 +20,7 @@ void add_shapes(Table& table) {
 }
 
 // Lengths around the sizes of tiles and pages.
-void add_lengths(Table& table) {
+void add_lengths(CaseTable& table) {
   for (int length : {1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 300})
     for (bool prefill : {false, true})
       for (DTypes types : {kDTypes[0], kDTypes[1]})
@@ -73,7 +28,7 @@ void add_lengths(Table& table) {
                   types, {{prefill ? length : 1, length}});
 }
 
-void add_dtypes(Table& table) {
+void add_dtypes(CaseTable& table) {
   for (DType q : {DType::f32, DType::bf16, DType::f16})
     for (DType kv : {DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3, DType::fp8_e5m2})
       for (const NamedRequests& phase : kPhases)
@@ -97,7 +52,7 @@ struct NamedMask {
   CustomPattern custom = CustomPattern::none;
 };
 
-void add_masks(Table& table) {
+void add_masks(CaseTable& table) {
   const NamedMask masks[] = {
       {"bidirectional", {.causal = false}},
       {"window_1", {.window_left = 0}},
@@ -144,7 +99,7 @@ void add_masks(Table& table) {
 }
 
 // Page sizes, tables and physical orders; ragged keys too.
-void add_pages(Table& table) {
+void add_pages(CaseTable& table) {
   for (int block_size : {0, 1, 3, 16, 32, 64, 128, 544})
     for (bool csr : {false, true})
       for (const char* order : {"lbhtd", "lbthd", "blhtd", "hlbtd", "lbhdt"}) {
@@ -163,7 +118,7 @@ struct NamedScore {
   bool causal = true;
 };
 
-void add_scores(Table& table) {
+void add_scores(CaseTable& table) {
   const NamedScore scores[] = {
       {"scale", {.scale = 0.3f}},
       {"cap_30", {.soft_cap = 30.f}},
@@ -191,7 +146,7 @@ void add_scores(Table& table) {
 }
 
 // Contexts around multiples of 4096 keys, where CPU plans split.
-void add_long(Table& table) {
+void add_long(CaseTable& table) {
   for (int length : {4095, 4096, 4097, 8193, 12289})
     for (int q_len : {1, 4, 17})
       for (const char* what : {"causal", "window", "sinks", "fp8", "f32"}) {
@@ -207,7 +162,7 @@ void add_long(Table& table) {
 }
 
 // Batches of everything at once, in an order that a seed decides.
-void add_mixed(Table& table) {
+void add_mixed(CaseTable& table) {
   uint64_t state = 12345;
   const auto below = [&](int n) { return int((state = state * 6364136223846793005ull + 1442695040888963407ull) >> 33) % n; };
   for (int i = 0; i < 24; ++i) {
@@ -233,7 +188,7 @@ void add_mixed(Table& table) {
   table.add("mixed_no_request", 2, 1, {64, 64}, kDTypes[0], {});
 }
 
-void add_verifies(Table& table) {
+void add_verifies(CaseTable& table) {
   for (int q_len = 2; q_len <= 16; ++q_len)
     for (int group : {1, 5})
       table.add(fmt::format("verify_q{}_g{}", q_len, group), group, 1, {128, 128}, table.types(), {{q_len, 130 + q_len}, {q_len, q_len}});
@@ -250,7 +205,7 @@ const NamedValues kValues[] = {{"rising", ValuePattern::rising},
                                {"constant", ValuePattern::constant}};
 
 // Logits with a trend: from one row of an item to several blocks of rows, over three to five blocks of keys.
-void add_value_shapes(Table& table, const NamedValues& values) {
+void add_value_shapes(CaseTable& table, const NamedValues& values) {
   const Dims few_rows[] = {{128, 128}, {80, 80}, {256, 256}, {64, 64}, {192, 128}}, more_rows[] = {{64, 64}, {128, 128}};
   const int block_sizes[] = {16, 1, 128};
   for (int group : {1, 4, 8})
@@ -267,15 +222,8 @@ void add_value_shapes(Table& table, const NamedValues& values) {
     }
 }
 
-struct NamedFeature {
-  const char* name;
-  int kv_heads;
-  DTypes types;
-  void (*set)(Case&);
-};
-
 // With whatever else moves, hides or weighs logits, and in every element type; 20 rows for the first request and 4 for the second.
-void add_value_features(Table& table, const NamedValues& values) {
+void add_value_features(CaseTable& table, const NamedValues& values) {
   const DTypes bf16 = kDTypes[0];
   const NamedFeature features[] = {
       {"sinks", 1, bf16, [](Case& c) { c.spec.score.sinks = true; }},
@@ -299,13 +247,13 @@ void add_value_features(Table& table, const NamedValues& values) {
 }
 
 // Across the 4096 keys at which CPU plans split.
-void add_value_split(Table& table, const NamedValues& values, int q_len, int seq_len) {
+void add_value_split(CaseTable& table, const NamedValues& values, int q_len, int seq_len) {
   Case& c = table.add(fmt::format("value_{}_split_q{}", values.name, q_len), 4, 1, {64, 64}, kDTypes[0], {{q_len, seq_len}});
   c.spec.block_size = 64;
   c.values = values.pattern;
 }
 
-void add_values(Table& table) {
+void add_values(CaseTable& table) {
   for (const NamedValues& values : kValues) {
     add_value_shapes(table, values);
     add_value_features(table, values);
@@ -314,84 +262,8 @@ void add_values(Table& table) {
   }
 }
 
-// Several tiles of 64 and of 128 rows and keys in a request, in the dimensions of most models: what steps of prefill are made of.
-void add_prefills(Table& table) {
-  const DTypes bf16 = kDTypes[0];
-  const NamedFeature features[] = {
-      {"causal", 1, bf16, [](Case&) {}},
-      {"bidirectional", 1, bf16, [](Case& c) { c.spec.mask.causal = false; }},
-      {"window", 1, bf16, [](Case& c) { c.spec.mask.window_left = 99; }},
-      {"window_both", 1, bf16, [](Case& c) { c.spec.mask = {.causal = false, .window_left = 20, .window_right = 40}; }},
-      {"chunk", 1, bf16, [](Case& c) { c.spec.mask.chunk = 100; }},
-      {"cap", 1, bf16, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
-      {"alibi", 1, bf16, [](Case& c) { c.spec.score.alibi = true; }},
-      {"head_scales", 1, bf16, [](Case& c) { c.spec.score.head_scales = true; }},
-      {"sinks", 1, bf16, [](Case& c) { c.spec.score.sinks = true; }},
-      {"f16", 2, kDTypes[2], [](Case&) {}},
-      {"e4m3", 2, kDTypes[3], [](Case& c) { c.scale_per_head = true; }},
-  };
-  const Requests requests[] = {{{120, 120}}, {{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}};
-  const int block_sizes[] = {16, 64, 0, 128, 256}, groups[] = {4, 1, 8, 2};
-  for (const Dims dims : {Dims{64, 64}, {128, 128}, {192, 128}, {256, 256}})
-    for (const NamedFeature& f : features) {
-      const size_t i = table.cases.size();
-      const int group = std::max(1, (dims.qk > 128 ? 4 : groups[i % 4]) / f.kv_heads);  // work is limited
-      Case& c = table.add(fmt::format("prefill_{}_{}", dims_name(dims), f.name), group, f.kv_heads, dims, f.types, requests[i % 3]);
-      c.spec.block_size = block_sizes[i % 5];
-      c.order = i % 6 == 5 ? "lbhdt" : "lbthd";
-      f.set(c);
-    }
-}
-
-// Queries in e4m3, which a kernel may multiply as they are: every phase, then prefill of several tiles of 128 rows and of 192 keys.
-void add_fp8_queries(Table& table) {
-  constexpr DTypes kE4m3{DType::fp8_e4m3, DType::fp8_e4m3};
-  for (const NamedRequests& phase : kPhases) {
-    table.add(fmt::format("dtype_e4m3_{}", phase.name), 3, 2, {64, 48}, kE4m3, phase.requests).out_dtype = DType::f16;
-    table.add(fmt::format("dtype_e4m3_heads_{}", phase.name), 2, 3, {128, 128}, kE4m3, phase.requests).scale_per_head = true;
-  }
-  const NamedFeature features[] = {
-      {"causal", 1, kE4m3, [](Case&) {}},
-      {"bidirectional", 1, kE4m3, [](Case& c) { c.spec.mask.causal = false; }},
-      {"heads", 2, kE4m3, [](Case& c) { c.scale_per_head = true; }},
-      {"window", 1, kE4m3, [](Case& c) { c.spec.mask.window_left = 99; }},
-      {"window_both", 1, kE4m3, [](Case& c) { c.spec.mask = {.causal = false, .window_left = 20, .window_right = 40}; }},
-      {"chunk", 1, kE4m3, [](Case& c) { c.spec.mask.chunk = 100; }},
-      {"cap", 1, kE4m3, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
-      {"alibi", 1, kE4m3, [](Case& c) { c.spec.score.alibi = true; }},
-      {"head_scales", 1, kE4m3, [](Case& c) { c.spec.score.head_scales = true; }},
-      {"sinks", 1, kE4m3, [](Case& c) { c.spec.score.sinks = true; }},
-      {"rising", 1, kE4m3, [](Case& c) { c.values = ValuePattern::rising; }},
-      {"falling", 1, kE4m3, [](Case& c) { c.values = ValuePattern::falling; }},
-  };
-  const Requests requests[] = {{{150, 220}}, {{40, 420}, {1, 40}}, {{20, 500}, {0, 9}, {70, 70}}};
-  const int block_sizes[] = {16, 64, 0, 128, 8, 544}, groups[] = {4, 1, 8, 2};
-  for (const int dim : {64, 128, 256})
-    for (const NamedFeature& f : features) {
-      const size_t i = table.cases.size();
-      const int group = std::max(1, (dim > 128 ? 2 : groups[i % 4]) / f.kv_heads);  // work is limited
-      Case& c = table.add(fmt::format("dtype_e4m3_prefill_d{}_{}", dim, f.name), group, f.kv_heads, {dim, dim}, kE4m3, requests[i % 3]);
-      c.spec.block_size = block_sizes[i % 6];
-      c.order = "lbthd";
-      f.set(c);
-    }
-}
-
-// Groups that do not divide 64, the rows of a warpgroup's product, in prefill of several tiles of rows.
-void add_odd_groups(Table& table) {
-  for (const int group : {3, 5, 6, 7, 9, 12, 20, 33, 48})
-    for (const int kv_heads : {1, 2}) {
-      const int n = group + kv_heads, dim = n / 3 % 2 == 0 ? 128 : 64, queries = 400 / n;
-      const DType type = n % 3 == 1 ? DType::fp8_e4m3 : DType::bf16;
-      const Requests requests{{queries, queries + 150}, {1, 40}, {queries / 2, queries / 2}};
-      Case& c = table.add(fmt::format("group_{}_{}", group, kv_heads), group, kv_heads, {dim, dim}, {type, type}, requests);
-      c.spec.mask = {.causal = n % 4 != 1, .window_left = n % 4 == 2 ? 50 : -1};
-      c.spec.score.alibi = n % 7 == 1;
-    }
-}
-
 std::vector<Case> make_cases() {
-  Table table;
+  CaseTable table;
   add_shapes(table);
   add_lengths(table);
   add_dtypes(table);
@@ -402,9 +274,7 @@ std::vector<Case> make_cases() {
   add_mixed(table);
   add_verifies(table);
   add_values(table);
-  add_prefills(table);
-  add_fp8_queries(table);
-  add_odd_groups(table);
+  add_prefill_cases(table);
   return std::move(table.cases);
 }
 

@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "cuda/attention_constants.h"
+#include "cuda/flat_kv.h"
 #include "cuda/params.h"
 #include "cuda/tensor_map.h"
 
@@ -31,6 +32,13 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
+  if (flattens(spec)) tiles.row_blocks = attention_sm90_cluster(flat_spec(spec));
+  return tiles;
+}
+
+Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec& spec) {
+  Sm90Tiles tiles = attention_sm90_tiles(spec);
+  std::swap(tiles.cluster, tiles.row_blocks);
   return tiles;
 }
 
@@ -48,35 +56,47 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(!widens(spec) || !has_small_pages(spec), "spec.block_size", fmt::format("a multiple of {} with such keys", kLeastBoxKeys),
-       fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;
 }
 
-KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, const Sm90Tiles& tiles) {
+KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, const Sm90Tiles& tiles,
+                           bool from_bytes) {
   return {path, std::string(arch),
           attention_constants(spec, out,
                               {{"kTileRows", tiles.rows},
                                {"kItemRows", tiles.item_rows()},
                                {"kTileKeys", tiles.keys},
                                {"kKeyWarps", 1},
+                               {"kFromBytes", from_bytes},
                                {"kStages", tiles.stages}},
                               tiles.cluster)};
 }
 
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec));
+  return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec), widens(spec));
 }
 
-bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_flat_tiles(spec), widens(spec));
+}
+
+namespace {
+
+bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q) {
   if (q.stride(2) != 1) return false;
   const uint64_t size = uint64_t(size_of(q.dtype));
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
   const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, kTeamRows / group};
-  if (!encode_tensor_map(maps.q, q.dtype, q.data, 3, sizes, strides, box)) return false;
+  return encode_tensor_map(map, q.dtype, q.data, 3, sizes, strides, box);
+}
+
+}  // namespace
+
+bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (!encode_query_map(maps.q, spec, q)) return false;
   if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   const auto encode = [&](CUtensorMap& map, const TensorView& side, int dim) {
@@ -84,6 +104,14 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
     return encode_kv_map(map, side, tiles.keys, width, widens(spec) ? kWidenedParts : tiles.cluster);
   };
   return encode(maps.k, kv.k, spec.head_dim_qk) && encode(maps.v, kv.v, spec.head_dim_v);
+}
+
+bool attention_sm90_flat_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& flat, AttentionMaps& maps) {
+  const Sm90Tiles tiles = attention_sm90_flat_tiles(spec);
+  const auto encode = [&](CUtensorMap& map, const TensorView& side) {
+    return encode_kv_map(map, side, tiles.keys, kTensorMapLine, tiles.cluster);
+  };
+  return encode_query_map(maps.q, spec, q) && encode(maps.k, flat.k) && encode(maps.v, flat.v);
 }
 
 }  // namespace imbrex::cuda

@@ -10,11 +10,12 @@
 namespace imbrex::cuda {
 
 struct Sm90Tiles {
-  int teams;        // warpgroups that compute
-  int rows, keys;   // (query token, q head) of a thread block at most; items' key ranges begin at multiples of `keys`
-  int stages;       // tiles of keys and values in shared memory
-  int cluster = 1;  // thread blocks that share an item
-  int item_rows() const { return rows * cluster; }
+  int teams;           // warpgroups that compute
+  int rows, keys;      // (query token, q head) of a thread block at most; items' key ranges begin at multiples of `keys`
+  int stages;          // tiles of keys and values in shared memory
+  int cluster = 1;     // thread blocks that share an item
+  int row_blocks = 1;  // tasks, of a thread block or cluster each, that an item's rows are
+  int item_rows() const { return rows * cluster * row_blocks; }
   unsigned threads() const { return unsigned(128 * (teams + 1)); }
 };
 constexpr int kTeamRows = 64;  // of a product of a warpgroup, which takes as many of them as whole tokens have
@@ -24,8 +25,12 @@ int attention_sm90_cluster(const AttentionSpec&);
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
 // Why the kernel cannot run a spec whose cache is strided; empty: it can.
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
+// The same over the flat copy of the keys that flattens() asks for: the same items and the same bits.
+Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec&);
+KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec&, DType out);
 // Of any wgmma prefill kernel.
-KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&);
+KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&,
+                           bool from_bytes = false);
 // Entry `attention_sm90`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);
 
@@ -34,5 +39,6 @@ struct AttentionMaps {
 };
 // False where strides or addresses are not multiples of 16 bytes, or dims not neighbours: TMA cannot read such tensors.
 bool attention_sm90_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
+bool attention_sm90_flat_maps(const AttentionSpec&, const TensorView& q, const KvCache& flat, AttentionMaps&);
 
 }  // namespace imbrex::cuda

@@ -12,6 +12,7 @@
 #include "cuda/attention_sm90.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
+#include "cuda/flat_kv.h"
 #include "cuda/plan.h"
 #include "cuda/tensor_map.h"
 
@@ -78,9 +79,10 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
                      .runs = runs_in_prefill(spec.head_dim_v),
                      .most_in_run = kMostInPrefillRun,
                      .blocks = 1,
-                     .cluster = tiles.cluster},
+                     .cluster = tiles.cluster * tiles.row_blocks},
             .threads = tiles.threads(),
             .cluster = unsigned(tiles.cluster),
+            .row_blocks = tiles.row_blocks,
             .run_sums = !runs_in_prefill(spec.head_dim_v) ? 0 : tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
             .maps = kernel.maps};
   }
@@ -129,6 +131,20 @@ KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Sh
   return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, shape), false);
 }
 
+// Over flat keys: prefill alone, and the same items too.
+ShapeKernel flat_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  if (arch != "sm_90a" || shape != kPrefill || !has_sm90_prefill(spec) || !flattens(spec)) return {};
+  ShapeKernel kernel = sm90_shape(arch, spec, shape);
+  const Sm90Tiles tiles = attention_sm90_flat_tiles(spec);
+  kernel.cluster = unsigned(tiles.cluster), kernel.row_blocks = tiles.row_blocks;
+  kernel.maps = attention_sm90_flat_maps;
+  return kernel;
+}
+
+KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Shape, DType out) {
+  return attention_sm90_flat_key(arch, spec, out);
+}
+
 constexpr int kLeastSm80 = 80;
 
 // Dimensions whose tiles the shared memory of the device does not hold.
@@ -150,9 +166,10 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_shape, mapless_attention, merge_key, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_mapless};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_shape, mapless_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_shape, flat_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_mapless, &kernels_flat};
 
 }  // namespace cuda
 

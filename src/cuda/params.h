@@ -56,6 +56,21 @@ struct GatherParams {
   int num_rows, row_length;
 };
 
+constexpr int kFlattenThreads = 256, kFlatRows = 64;  // rows: of a thread block, all of one request and kv head
+
+// Keys and values of requests, row by row behind each other, as cuda/flat_kv.h has them. A thread block for each of `requests`, kv head,
+// and keys or values.
+struct FlattenKvParams {
+  KvSide k, v;
+  const int* block_ids;     // as in AttentionParams, with the next two
+  const long* block_start;  //
+  const int* seq_lens;      //
+  const int* requests;      // whose kFlatRows rows these are
+  const long* flat_start;   // [num_reqs]: row of the request's key 0, which may not be there itself
+  char *to_k, *to_v;        // [rows, kv heads of the launch, dim]
+  int first_kv_head;
+};
+
 constexpr int kPlanTableThreads = 256;
 
 struct ExpandBiasParams {
@@ -130,8 +145,9 @@ struct AttentionParams {
   int* next_task;  // zero before a launch and after it: the last block resets it
   int* arrivals;   // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
-  float scale, soft_cap;                            // soft_cap 0: off
-  int window_left, window_right, chunk;             // as in Mask
+  int first_kv_head, kv_heads_now;       // of a launch for some heads only: prefill over flat keys, of which `k` and `v` have no more
+  float scale, soft_cap;                 // soft_cap 0: off
+  int window_left, window_right, chunk;  // as in Mask
   const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;

@@ -16,6 +16,10 @@ namespace {
 constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
 constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
 
+bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  return table.flat != nullptr && table.flat->shape(arch, spec, shape).entry != nullptr;
+}
+
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
@@ -27,9 +31,11 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, shape, out));
       if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
+      if (has_flat(table, arch, spec, shape)) keys.push_back(table.flat->attention(arch, spec, shape, out));
     }
     keys.push_back(table.merge(arch, spec, out));
   }
+  if (has_flat(table, arch, spec, kPrefill)) keys.push_back(flatten_kv_key(arch, spec));
   keys.push_back(plan_tables_key(arch));
   keys.push_back(plan_batch_key(arch));
   return keys;
@@ -52,7 +58,8 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     ShapePlan& s = shapes_[shape];
     s.kernel = table.shape(arch_, spec, shape);
     tiles[shape] = s.kernel.tile;
-    s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows;
+    s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
+    if (table.flat != nullptr) s.flat_kernel = table.flat->shape(arch_, spec, shape);
   }
   const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
   partial_rows_ = partial_rows_bound(policies, options.limits);
@@ -62,6 +69,8 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     shapes_[shape].l2_keys = keys_in_l2(spec, device, shape);
   }
   name_kernels();
+  if (const ShapePlan& prefill = shapes_[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
+    flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   lay_out();
   // Every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
@@ -88,6 +97,7 @@ void Plan::name_kernels() {
     ShapePlan& s = shapes_[shape];
     if (s.bounds.num_work == 0) continue;
     name_attention(s.kernels, table_, shape, options_.load_on_demand);
+    if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, shape, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
     s.mapless_joins = table_.without_maps->shape(arch_, spec_, shape).joins_pieces;
     name_attention(s.without_maps, *table_.without_maps, shape, true);
@@ -133,6 +143,8 @@ void Plan::lay_out() {
   arrays_.seq_lens = layout.add<int>(reqs);
   arrays_.block_start = layout.add<long>(reqs);
   arrays_.custom_start = layout.add<long>(spec_.mask.custom ? reqs : 0);
+  arrays_.flat_start = layout.add<long>(flat_ ? reqs : 0);
+  arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
   for (ShapePlan& s : shapes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
   for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
@@ -184,7 +196,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
     a.custom_mask = arrays.custom_mask;
     a.custom_start = m.device(arrays_.custom_start);
   }
-  a.num_kv_heads = spec_.num_kv_heads;
+  a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
   a.q_scales = q_scale.device;
   a.q_scale_stride = q_scale.stride;
@@ -234,8 +246,10 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     if (tasks == 0) continue;
     AttentionMaps maps{};
     const bool mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
-    ByOutput& kernels = mapped ? s.kernels : s.without_maps;
-    launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
+    if (any || shape != kPrefill || !mapped || !run_over_flat(in, a, out_dtype, cu)) {
+      ByOutput& kernels = mapped ? s.kernels : s.without_maps;
+      launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
+    }
     const int64_t merges = (mapped ? s.kernel.joins_pieces : s.mapless_joins) ? 0
                            : any                                              ? s.bounds.num_merges
                                                                               : int64_t(schedule.merges.size());
@@ -244,6 +258,36 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   if (!captured) return;
   captured_run_ = true;
   captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));
+}
+
+// Prefill of a step whose lists the host has made; false: it has to be run over the cache itself.
+bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, CUstream stream) const {
+  const Step& step = steps_.now();
+  const ShapePlan& s = shapes_[kPrefill];
+  if (step.flat.kv_heads == 0 || !FlatKv::takes(in.kv)) return false;
+  AttentionParams a = all;
+  a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
+  FlattenKvParams keys{.k = all.k,
+                       .v = all.v,
+                       .block_ids = all.block_ids,
+                       .block_start = all.block_start,
+                       .seq_lens = all.seq_lens,
+                       .requests = memory_->device(arrays_.flat_requests),
+                       .flat_start = a.block_start,
+                       .to_k = nullptr,
+                       .to_v = nullptr,
+                       .first_kv_head = 0};
+  const Specialised& kernel = loaded(s.over_flat, out, false);
+  for (int head = 0; head < spec_.num_kv_heads; head += step.flat.kv_heads) {
+    a.first_kv_head = keys.first_kv_head = head;
+    a.kv_heads_now = std::min(step.flat.kv_heads, spec_.num_kv_heads - head);
+    AttentionMaps maps{};
+    if (!s.flat_kernel.maps(spec_, in.q, flat_->cache(step.flat, a.kv_heads_now), maps)) return false;  // queries: before the first launch
+    flat_->run(step.flat, a.kv_heads_now, keys, programmatic_, stream);
+    launch(kernel, int64_t(step.schedules[kPrefill].num_work) * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k,
+           maps.v);
+  }
+  return true;
 }
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const {
@@ -276,8 +320,11 @@ std::string Plan::str() const {
     items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
     merges += schedule.merges.size();
   }
-  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges", table_.backend, arch_, items,
-                     spec_.num_kv_heads, merges);
+  const std::string flat = step.flat.kv_heads > 0
+                               ? fmt::format(", prefill over {} keys made flat {} kv heads at a time", step.flat.rows(), step.flat.kv_heads)
+                               : "";
+  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges{}", table_.backend, arch_, items,
+                     spec_.num_kv_heads, merges, flat);
 }
 
 }  // namespace imbrex::cuda

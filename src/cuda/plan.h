@@ -11,6 +11,7 @@
 #include "attention/step_plan.h"
 #include "cuda/cut.h"
 #include "cuda/device_plan.h"
+#include "cuda/flat_kv.h"
 #include "cuda/params.h"
 #include "cuda/plan_arrays.h"
 #include "cuda/plan_tables.h"
@@ -28,6 +29,7 @@ struct ShapeKernel {
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
   unsigned cluster = 1;      // thread blocks that take a task together
+  int row_blocks = 1;        // tasks, of a kv head, that an item of `tile` may be
   int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether it adds up the pieces of an item itself, or leaves none.
@@ -40,8 +42,9 @@ struct AttentionKernels {
   ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
-  // Run the same items, cut for the tiles of this table, where maps of the tensors cannot be made. Null: no shape takes maps.
-  const AttentionKernels* without_maps;
+  // Run the same items, cut for the tiles of this table: where maps of the tensors cannot be made, and over flat keys (flat_kv.h). Null: no
+  // shape takes maps; there are none.
+  const AttentionKernels *without_maps, *flat;
 };
 
 extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
@@ -97,6 +100,8 @@ class Plan final : public StepPlan {
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
+    ShapeKernel flat_kernel;        // entry null: none
+    mutable ByOutput over_flat;     // what it names
     bool mapless_joins = false;     // joins_pieces of these
     int row_blocks = 1;             // tiles of rows of one token
     size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
@@ -115,12 +120,13 @@ class Plan final : public StepPlan {
     BatchReach reach;
     int num_tokens = 0;      // at most, where the lengths are on the device
     bool on_device = false;  // where the lists were made: the host does not know how long they are
-    TensorView key_starts;   // on the device, to be widened for a request each; empty: the host has sent them
+    FlatStep flat;
+    TensorView key_starts;  // on the device, to be widened for a request each; empty: the host has sent them
     int num_reqs = 0;
   };
   struct Arrays {
-    ArrayOf<int> query_start, seq_lens, block_ids;
-    ArrayOf<long> block_start, custom_start, slots;
+    ArrayOf<int> query_start, seq_lens, block_ids, flat_requests;
+    ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
   };
 
@@ -136,6 +142,7 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   AttentionParams params(const Inputs&, const Outputs&) const;
+  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, CUstream) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 
@@ -149,6 +156,7 @@ class Plan final : public StepPlan {
   mutable ByOutput merge_;
   std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
   std::unique_ptr<PlanTables> tables_;
+  std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
   int64_t partial_rows_ = 0;                                        // the most that a batch within the limits has

@@ -96,6 +96,7 @@ void Plan::prepare(const Batch& batch, Stream stream) {
   }
   check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
   const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
+  next.flat = flat_ ? flat_->plan(batch) : FlatStep{};
   next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
   next.num_reqs = batch.num_reqs();
   next.num_tokens = batch.num_tokens();
@@ -143,6 +144,10 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
       starts[r] = start;
       start += long(batch.query_len(r)) * batch.seq_lens[r];
     }
+  }
+  if (step.flat.kv_heads > 0) {
+    flat_->put_starts(batch, m.put(arrays_.flat_start, reqs));
+    flat_->put_requests(batch, m.put(arrays_.flat_requests, size_t(step.flat.blocks)));
   }
   for (const Shape shape : kShapes)
     if (const auto& merges = step.schedules[shape].merges; !merges.empty())

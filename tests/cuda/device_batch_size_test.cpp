@@ -20,8 +20,14 @@ struct Layer {
   int from_element = 0;  // where keys and values begin: TMA loads from multiples of 16 bytes
 };
 
-AttentionSpec few_heads(int q_heads, int kv_heads, int dim, DType kv = DType::bf16, DType q = DType::bf16) {
-  return {.num_q_heads = q_heads, .num_kv_heads = kv_heads, .head_dim_qk = dim, .head_dim_v = dim, .q_dtype = q, .kv_dtype = kv};
+AttentionSpec few_heads(int q_heads, int kv_heads, int dim, DType kv = DType::bf16, DType q = DType::bf16, int page = 16) {
+  return {.num_q_heads = q_heads,
+          .num_kv_heads = kv_heads,
+          .head_dim_qk = dim,
+          .head_dim_v = dim,
+          .q_dtype = q,
+          .kv_dtype = kv,
+          .block_size = page};
 }
 
 const Layer kLayers[] = {
@@ -40,6 +46,9 @@ const Layer kLayers[] = {
     {"heads8_1_extend_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 30},
     {"heads8_2_extend_e4m3_queries", few_heads(8, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3), 30},
     {"heads4_1_d256_extend", few_heads(4, 1, 256), 40},
+    {"heads16_2_d64_flat_page1", few_heads(16, 2, 64, DType::bf16, DType::bf16, 1), 110},  // flat keys, as long as there is room
+    {"heads8_1_flat_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 90},
+    {"heads8_2_flat_e4m3_page1", few_heads(8, 2, 128, DType::fp8_e4m3, DType::bf16, 1), 70},
     {"heads8_1_extend_unaligned", few_heads(8, 1, 128), 30, "cuda_sm90", 1},
 };
 

@@ -54,7 +54,7 @@ struct Item {
   DEVICE int position_of(int row) const { return position + (row_begin + row) / kGroup; }
 };
 
-DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.num_kv_heads * kRowBlocks; }
+DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.kv_heads_now * kRowBlocks; }
 
 // Decode only: brings what item_of reads first.
 DEVICE void prefetch_item(const AttentionParams& p, int task) { prefetch_l1(p.work + task / kRowBlocks / p.num_kv_heads); }
@@ -64,9 +64,9 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   int index, kv_head;
   if constexpr (kTileRows >= 64 && kKeyWarps == 1) {  // prefill: thread blocks that run together share the keys of a few heads in L2
     const u32 num_work = u32(p.counts->num_work), together = u32(p.counts->heads_together);
-    const u32 first = u32(rest) / (num_work * together) * together, heads = min(together, u32(p.num_kv_heads) - first);
+    const u32 first = u32(rest) / (num_work * together) * together, heads = min(together, u32(p.kv_heads_now) - first);
     const u32 within = u32(rest) - num_work * first;
-    index = int(within / heads), kv_head = int(first + within % heads);
+    index = int(within / heads), kv_head = p.first_kv_head + int(first + within % heads);
   } else {  // decode: the heads of a token are neighbours in most caches
     index = rest / p.num_kv_heads, kv_head = rest % p.num_kv_heads;
   }

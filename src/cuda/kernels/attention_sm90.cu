@@ -22,14 +22,14 @@ constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? 32 : 1, kValu
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 || kWidens ? 232 : 240;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 || kFromBytes ? 232 : 240;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
 // Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
 // values' sake keep their bits down to 2^-21 of the maximum so.
-constexpr int kValueType = kWidens ? int(kF16) : kQType;
-constexpr float kFresh = kWidens ? 7.f : 0.f, kSlack = kFresh + 8.f;
+constexpr int kValueType = kFromBytes ? int(kF16) : kQType;
+constexpr float kFresh = kFromBytes ? 7.f : 0.f, kSlack = kFresh + 8.f;
 
 constexpr int kQSteps = (kHeadDimQk + 15) / 16;
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
@@ -62,14 +62,15 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   Ring<kItems> entry;
   u32 num_items = 0;
   for (Tasks tasks(p, shared.handed);; tasks.next()) {
-    Item& item = shared.item[entry.at];
+    // A loop of its own: where this one went on to its next turn for a task of others, lanes would count items apart from each other.
+    Found found;
+    while (tasks.exists() && !tasks.find(num_items, found)) tasks.next();
     const bool exists = tasks.exists();
+    Item& item = shared.item[entry.at];
+    if (!exists) found.item.num_rows = kNoItem;
+    if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
+    __syncwarp();
     if (exists) {
-      Found found;
-      const bool mine = tasks.find(num_items, found);
-      if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
-      __syncwarp();
-      if (!mine) continue;
       if constexpr (kSmallPages) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kRowParts;
         if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
@@ -77,8 +78,6 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
       }
-    } else if (lane == 0) {
-      item.num_rows = kNoItem;
     }
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
     const auto q = ring_at<kQSlots>(num_items);
@@ -146,7 +145,8 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
         rows = next_rows;
       } else {
 #pragma unroll
-        for (int c = 0; loads && c < kChunks; ++c) load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head, block);
+        for (int c = 0; loads && c < kChunks; ++c)
+          load_box(at + c * kKvChunkBytes, map, barrier, together, c * 64, offset, kv_head - p.first_kv_head, block);
       }
       block = next_block;
     }

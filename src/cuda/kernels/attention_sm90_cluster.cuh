@@ -83,8 +83,9 @@ class Tasks {
 
   DEVICE bool exists() const { return task_ < num_tasks(p_); }
 
-  // The item of this block, or false: another cluster has it. Where one block has room for an item's rows, those of a cluster have a kv
-  // head each instead, and what would be a task of the other heads is done with the first. `items`: found before.
+  // The item of this block, or false: another cluster has it, or the item has no rows for this task. Where one block has room for an item's
+  // rows, those of a cluster have a kv head each instead, and what would be a task of the other heads is done with the first. `items`:
+  // found before.
   DEVICE bool find(u32 items, Found& found) {
     Item& item = found.item;
     item = item_of(p_, task_);
@@ -97,7 +98,8 @@ class Tasks {
     }
     item.request = item.seq_len = item.query_index = item.merge = item.piece = 0;  // not read: registers are few
     found.together = kCluster > 1 && item.num_rows > kTileRows;
-    const bool mine = found.together || item.kv_head % kCluster == 0;
+    const bool has_rows = kRowBlocks == 1 || item.num_rows > 0;
+    const bool mine = has_rows && (found.together || item.kv_head % kCluster == 0);
     if (lane_id() == 0) {
       if (piece == 0) handed_.run.before = items;
       handed_.run.more = mine && !found.piece.last;

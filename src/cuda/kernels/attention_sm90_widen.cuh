@@ -7,14 +7,15 @@
 // there already; so bytes are under way while it widens the others and waits for a stage.
 #include "attention_sm90_cluster.cuh"
 #include "convert.cuh"
+#include "tile_rows.cuh"
 
 namespace imbrex::cuda {
 
 constexpr bool kWidens = kWidenedParts > 1;
-static_assert(kWidens == (kKvType != kQType) && (!kWidens || (kKvType == kE4m3 && kCluster == 1)));
+static_assert(kWidens == (kKvType != kQType) && (!kWidens || (kKvType == kE4m3 && kCluster == 1 && kFromBytes)));
 constexpr int kKeyWideners = kWidens ? 2 : 1;  // warps
 constexpr int kPartRows = kTileKeys / kWidenedParts, kPartPages = kPartRows >= kPageRows ? kPartRows / kPageRows : 1;
-static_assert(!kWidens || (kPartRows % 8 == 0 && kPartRows % kPageRows == 0 && !kSmallPages));
+static_assert(!kWidens || (kPartRows % 8 == 0 && kPartRows <= 32 && kPartRows % kPageRows == 0));
 
 template <int dim>
 struct StagedPart {                                    // bytes, swizzled as TMA does it
@@ -36,8 +37,9 @@ constexpr int kStagedBytes =
 template <class Shared>
 DEVICE void init_staging(Shared& shared) {
   if constexpr (kWidens) {
-    for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), 1);
-    for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), 1);
+    constexpr u32 kLoaders = kSmallPages ? 32 : 1;  // lanes
+    for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), kLoaders);
+    for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), kLoaders);
   }
 }
 
@@ -85,6 +87,27 @@ DEVICE void widen_part(u32 from, u32 to) {
       store_shared((to ^ 16) + at, uint4{widened<type>(b.z, 0), widened<type>(b.z, 1), widened<type>(b.w, 0), widened<type>(b.w, 1)});
     }
   }
+}
+
+// A part row by row, where pages are too small for boxes. The lane has the block of row lane_id() of the part, or a negative number.
+template <int dim>
+DEVICE void copy_part(const KvSide& side, int kv_head, int block, int first_key, u32 to, u32 full) {
+  using Part = StagedPart<dim>;
+  constexpr int kRowLanes = Part::kWidth / 16, kRowsAtOnce = 32 / kRowLanes;
+  const int lane = lane_id(), piece = lane % kRowLanes;
+  const i64 at = block < 0 ? -1 : block * side.block_stride + u32(first_key + lane) % kSmallPage * side.token_stride;
+  const char* const head = side.data + kv_head * side.head_stride + piece * 16;
+#pragma unroll 1
+  for (int i = 0; i < kPartRows; i += kRowsAtOnce) {
+    const int row = i + lane / kRowLanes;
+    const u32 low = shuffle(u32(at), row), high = shuffle(u32(u64(at) >> 32), row);
+    const i64 from = i64(u64(high) << 32 | low);
+    const u32 place = to + row * Part::kWidth + (piece ^ (Part::kWidth == 128 ? row % 8 : row / 2 % 4)) * 16;
+#pragma unroll
+    for (int c = 0; c < Part::kChunks; ++c)
+      if (from >= 0) copy_async<16>(place + c * Part::kChunkBytes, head + from + c * Part::kWidth, c * Part::kWidth + piece * 16 < dim);
+  }
+  mbarrier_arrive_after_copies(full);
 }
 
 // A warp's share of keys or of values: `parts` of each tile, from the first_part-th on. One of the warps also says when an item ends.
@@ -156,7 +179,7 @@ class Widener {
     const Item& item = this->item();
     if (keys && first_part_ == 0 && lane_id() == 0 && tile_ == tile_from_end(tiles_of(item), 3))
       mbarrier_arrive(shared_address(&shared_.item_ends));
-    if constexpr (kBlockSize > 0) {
+    if constexpr (kBlockSize > 0 && !kSmallPages) {
       block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / kPage) : 0;
     }
   }
@@ -172,6 +195,13 @@ class Widener {
     const Item& item = this->item();
     const int lane = lane_id();
     const u32 full = staged_full() + part * 8;
+    if constexpr (kSmallPages) {
+      const int begin = first_key() + part * kPartRows, row = begin + lane;
+      const bool is_read = lane < kPartRows && row >= item.lo && row < item.hi;
+      const int block = is_read ? __ldg(p_.block_ids + item.first_block + u32(row) / kSmallPage) : -1;
+      copy_part<kDim>(keys ? p_.k : p_.v, item.kv_head, block, begin, staged() + part * Part::kBytes, full);
+      return;
+    }
     const bool loads = lane / kPartPages == part && wanted(item);
     const int boxes = __popc(__ballot_sync(kFullWarp, loads));
     if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);

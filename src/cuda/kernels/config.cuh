@@ -24,7 +24,8 @@ constexpr int kStages = 3;                                  // tiles of keys and
 constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocessor that registers have to suffice for
 
 // attention_sm90.cu, besides
-constexpr int kCluster = 1;  // thread blocks that share the keys of an item, and its rows among them: kTileRows each
+constexpr bool kFromBytes = false;  // the cache has bytes, whoever has widened them: values and weights are f16 then
+constexpr int kCluster = 1;         // thread blocks that share the keys of an item, and its rows among them: kTileRows each
 
 // attention_sm90_decode.cu, besides
 constexpr bool kMaps = true;  // TMA can read the keys and values

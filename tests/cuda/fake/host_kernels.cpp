@@ -11,6 +11,7 @@
 #include "core/float_types.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/fake/fake_driver.h"
+#include "cuda/flat_kv.h"
 #include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/plan.h"
@@ -29,8 +30,8 @@ T parameter(const Launch& launch, size_t index) {
 }
 
 const char* row_of(const AttentionParams& p, const KvSide& side, int request, int kv_head, int j) {
-  const char* base = side.data + kv_head * side.head_stride;
-  if (spec.block_size == 0) return base + (p.block_start[request] + j) * side.token_stride;
+  const char* base = side.data + (kv_head - p.first_kv_head) * side.head_stride;
+  if (p.block_ids == nullptr) return base + (p.block_start[request] + j) * side.token_stride;
   return base + p.block_ids[p.block_start[request] + j / spec.block_size] * side.block_stride + j % spec.block_size * side.token_stride;
 }
 
@@ -86,7 +87,12 @@ void finish(const AttentionParams& p, DType out_type, int token, int head, Sums&
 // The keys and values of an item and a kv head; empty before a row sees them.
 using Loaded = std::vector<std::pair<std::vector<double>, std::vector<double>>>;
 
-void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, int token, int kv_head, int head, Loaded& loaded) {
+struct CacheTypes {
+  DType k = spec.kv_dtype, v = spec.kv_dtype;
+};
+
+void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int token, int kv_head, int head,
+                Loaded& loaded) {
   const int r = item.request, query = token - p.query_start[r];
   const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
@@ -98,8 +104,8 @@ void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, 
     if (!sees(p, r, query, position, j)) continue;
     auto& [key, value] = loaded[size_t(j - item.kv_begin)];
     if (key.empty()) {
-      key = load_row(row_of(p, p.k, r, kv_head, j), spec.kv_dtype, p.k.dim_stride, spec.head_dim_qk);
-      value = load_row(row_of(p, p.v, r, kv_head, j), spec.kv_dtype, p.v.dim_stride, spec.head_dim_v);
+      key = load_row(row_of(p, p.k, r, kv_head, j), types.k, p.k.dim_stride, spec.head_dim_qk);
+      value = load_row(row_of(p, p.v, r, kv_head, j), types.v, p.v.dim_stride, spec.head_dim_v);
     }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
     s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
@@ -112,28 +118,35 @@ void attend_row(const AttentionParams& p, DType out_type, const WorkItem& item, 
   p.partial_state[2 * row + 1] = float(s.sum);
 }
 
-void attention(const AttentionParams& p, DType out_type) {
+void attention(const AttentionParams& p, DType out_type, const CacheTypes& types = {}) {
   if (*p.next_task != 0) std::abort();  // the counter of another list, or of nothing
   if (p.counts->heads_together < 1 || p.counts->heads_together > p.num_kv_heads) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i)
-    for (int kv_head = 0; kv_head < spec.num_kv_heads; ++kv_head) {
+    for (int kv_head = p.first_kv_head; kv_head < p.first_kv_head + p.kv_heads_now; ++kv_head) {
       const WorkItem& item = p.work[i];
       Loaded loaded(size_t(item.kv_end - item.kv_begin));
       for (int token = item.q_begin; token < item.q_end; ++token)
-        for (int g = 0; g < spec.group_size(); ++g) attend_row(p, out_type, item, token, kv_head, kv_head * spec.group_size() + g, loaded);
+        for (int g = 0; g < spec.group_size(); ++g)
+          attend_row(p, types, out_type, item, token, kv_head, kv_head * spec.group_size() + g, loaded);
     }
+}
+
+bool is_over_flat_keys(const Launch& launch) {
+  return flattens(spec) && launch.module.find(fmt::format("kKvType {},", int(spec.q_dtype))) != std::string::npos &&
+         launch.module.find("kBlockSize 0,") != std::string::npos;
 }
 
 // Where the maps say that keys and values are; the parameters' own pointers are gone. A variant that needs no maps has nothing to gain
 // there.
 AttentionParams through_kv_maps(const Launch& launch) {
   AttentionParams p = parameter<AttentionParams>(launch, 0);
-  if (launch.module.find("kMaps false") != std::string::npos || has_small_pages(spec)) return p;
+  const bool flat = is_over_flat_keys(launch);
+  if (launch.module.find("kMaps false") != std::string::npos || (!flat && has_small_pages(spec))) return p;
   for (KvSide* side : {&p.k, &p.v}) {
     const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
-    if (spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
-    if (map.sizes[2] != uint64_t(spec.num_kv_heads)) std::abort();
-    side->data = map.data, side->dim_stride = size_of(spec.kv_dtype);
+    if (!flat && spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
+    if (map.sizes[2] != uint64_t(p.kv_heads_now)) std::abort();
+    side->data = map.data, side->dim_stride = size_of(flat ? spec.q_dtype : spec.kv_dtype);
     side->token_stride = long(map.strides[0]), side->head_stride = long(map.strides[1]), side->block_stride = long(map.strides[2]);
   }
   return p;
@@ -147,6 +160,31 @@ AttentionParams through_maps(const Launch& launch) {
   if (int(q.box[1]) != spec.group_size() || int(q.box[2]) != 64 / spec.group_size()) std::abort();  // whole tokens of 64 rows
   p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   return p;
+}
+
+// Keys of bytes become queries' type, values f16.
+CacheTypes flat_types() { return {spec.q_dtype, is_fp8(spec.kv_dtype) ? DType::f16 : spec.q_dtype}; }
+
+void flatten_kv(const Launch& launch) {
+  const FlattenKvParams p = parameter<FlattenKvParams>(launch, 0);
+  AttentionParams from{};
+  from.block_ids = p.block_ids, from.block_start = p.block_start;
+  const int heads = int(launch.grid_y);
+  for (unsigned block = 0; block < launch.grid_x; ++block)
+    for (int row = int(block) * kFlatRows; row < int(block + 1) * kFlatRows; ++row) {
+      const int r = p.requests[block], j = int(row - p.flat_start[r]);
+      if (j < 0) std::abort();
+      for (int head = 0; j < p.seq_lens[r] && head < heads; ++head)
+        for (const KvSide* side : {&p.k, &p.v}) {
+          const bool keys = side == &p.k;
+          const DType type = keys ? flat_types().k : flat_types().v;
+          const int dim = keys ? spec.head_dim_qk : spec.head_dim_v;
+          char* const to = (keys ? p.to_k : p.to_v) + (long(row) * heads + head) * dim * size_of(type);
+          const std::vector<double> values =
+              load_row(row_of(from, *side, r, p.first_kv_head + head, j), spec.kv_dtype, side->dim_stride, dim);
+          for (int d = 0; d < dim; ++d) store_from_double(to, type, d, values[size_t(d)]);
+        }
+    }
 }
 
 void merge(const AttentionParams& p, DType out_type) {
@@ -291,7 +329,9 @@ void run_launch(const Launch& launch) {
   const DType out = type_named(launch, "kOutType", spec.out_dtypes());
   if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
-  if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8") return attention(through_maps(launch), out);
+  if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8")
+    return attention(through_maps(launch), out, is_over_flat_keys(launch) ? flat_types() : CacheTypes{});
+  if (launch.entry == "flatten_kv") return flatten_kv(launch);
   if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
   if (launch.entry.starts_with("write_kv"))
     return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
@@ -327,6 +367,7 @@ void run_on_host(const AttentionSpec& of) {
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},
+      {"flatten_kv", {sizeof(FlattenKvParams)}},
       {"write_kv", {sizeof(WriteKvParams)}},
       {"write_kv_strided", {sizeof(WriteKvParams)}},
       {"copy_kv", {sizeof(WriteKvParams)}},

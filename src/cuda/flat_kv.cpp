@@ -1,0 +1,130 @@
+// See flat_kv.h; host side of kernels/flatten_kv.cu.
+#include "cuda/flat_kv.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "cuda/tensor_map.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// At most; what does not fit for all kv heads is made flat for some of them at a time.
+constexpr int64_t kMostBytes = int64_t(64) << 20;
+// Query rows of a kv head that have to read a key, on average: for fewer it costs more than it saves. On an H200, four requests of 6000
+// keys and 8 heads took as long with flat keys as without at about so many rows: of 16-bit pages of 1, of bytes, of bytes in pages of 1.
+constexpr int64_t kLeastRows = 850, kLeastRowsOfBytes = 650, kLeastRowsOfSmallBytes = 250;
+
+int64_t least_rows(const AttentionSpec& spec) {
+  if (!is_fp8(spec.kv_dtype)) return kLeastRows;
+  return has_small_pages(spec) ? kLeastRowsOfSmallBytes : kLeastRowsOfBytes;
+}
+
+int64_t blocks_of_rows(int64_t rows) { return (rows + kFlatRows - 1) / kFlatRows; }
+
+struct Keys {
+  int begin = 0, end = 0;  // whole blocks from key 0 on are left out
+};
+Keys keys_of(const CutRules& rules, const Batch& batch, int r) {
+  const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
+  if (!is_cut(rules, q_len)) return {};
+  const int begin = item_keys(rules, q_len, seq_len, 0, std::min(q_len, rules.tile_q)).begin;
+  return {begin / kFlatRows * kFlatRows, seq_len};
+}
+
+}  // namespace
+
+bool flattens(const AttentionSpec& spec) {
+  const bool words = spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16;
+  return words && (spec.kv_dtype == DType::fp8_e4m3 || (spec.kv_dtype == spec.q_dtype && has_small_pages(spec)));
+}
+
+AttentionSpec flat_spec(const AttentionSpec& spec) {
+  AttentionSpec flat = spec;
+  flat.kv_dtype = spec.q_dtype;
+  flat.block_size = 0;
+  return flat;
+}
+
+KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec& spec) {
+  return {"flatten_kv.cu",
+          std::string(arch),
+          {{"kFrom", int(spec.kv_dtype)},
+           {"kTo", int(spec.q_dtype)},
+           {"kDimK", spec.head_dim_qk},
+           {"kDimV", spec.head_dim_v},
+           {"kBlockSize", spec.block_size}}};
+}
+
+FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const SchedulePolicy& prefill,
+               const PlanLimits& limits, int heads_together)
+    : spec_(spec), rules_(cut_rules(spec.mask, prefill)), heads_together_(heads_together) {
+  const int64_t reqs = std::min<int64_t>(limits.max_num_reqs, limits.max_num_tokens / std::max(prefill.min_q, 1));
+  const int64_t all = checked_mul("plan.scratch", reqs, blocks_of_rows(limits.max_seq_len));  // blocks
+  const int64_t block_bytes = checked_mul("plan.scratch", kFlatRows, row_bytes());
+  const int64_t bytes = std::min(kMostBytes / (block_bytes * heads_together) * (block_bytes * heads_together),
+                                 checked_mul("plan.scratch", all, block_bytes * spec.num_kv_heads));
+  most_blocks_ = std::min(all, bytes / (block_bytes * heads_together));
+  if (most_blocks_ == 0) return;
+  module_ = Module::load(context, flatten_kv_key(arch, spec));
+  kernel_ = module_->kernel("flatten_kv");
+  memory_ = DeviceBuffer(context, size_t(bytes));
+}
+
+int64_t FlatKv::row_bytes() const { return (spec_.head_dim_qk + spec_.head_dim_v) * size_of(spec_.q_dtype); }
+
+FlatStep FlatKv::plan(const Batch& batch) const {
+  int64_t blocks = 0, keys = 0, reads = 0;
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const Keys k = keys_of(rules_, batch, r);
+    blocks += blocks_of_rows(k.end - k.begin);
+    keys += k.end - k.begin;
+    reads += int64_t(k.end - k.begin) * batch.query_len(r) * spec_.group_size();
+  }
+  if (blocks == 0 || blocks > most_blocks_ || reads < least_rows(spec_) * keys) return {};
+  const int64_t room = int64_t(memory_.bytes()) / (blocks * kFlatRows * row_bytes());
+  const int all = spec_.num_kv_heads, at_once = int(std::min<int64_t>(all, room / heads_together_ * heads_together_));
+  if (at_once == 0) return {};
+  const int rounds = (all + at_once - 1) / at_once, each = (all + rounds - 1) / rounds;
+  return {.kv_heads = std::min(at_once, (each + heads_together_ - 1) / heads_together_ * heads_together_), .blocks = int(blocks)};
+}
+
+void FlatKv::put_starts(const Batch& batch, long* flat_start) const {
+  int64_t block = 0;
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const Keys k = keys_of(rules_, batch, r);
+    flat_start[r] = block * kFlatRows - k.begin;
+    block += blocks_of_rows(k.end - k.begin);
+  }
+}
+
+void FlatKv::put_requests(const Batch& batch, int* requests) const {
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const Keys k = keys_of(rules_, batch, r);
+    requests = std::fill_n(requests, blocks_of_rows(k.end - k.begin), r);
+  }
+}
+
+bool FlatKv::takes(const KvCache& cache) { return has_aligned_rows(cache.k) && has_aligned_rows(cache.v); }
+
+KvCache FlatKv::cache(const FlatStep& step, int kv_heads) const {
+  const int64_t rows = step.rows();
+  const auto view = [&](char* data, int dim) {
+    return TensorView::contiguous(data, spec_.q_dtype, {rows, kv_heads, dim}, {DeviceType::cuda, memory_.context()->device()});
+  };
+  char* const k = memory_.as<char>();
+  return {.k = view(k, spec_.head_dim_qk), .v = view(k + rows * kv_heads * spec_.head_dim_qk * size_of(spec_.q_dtype), spec_.head_dim_v)};
+}
+
+void FlatKv::run(const FlatStep& step, int kv_heads, FlattenKvParams params, bool programmatic, CUstream stream) const {
+  const KvCache to = cache(step, kv_heads);
+  params.to_k = to.k.as<char>(), params.to_v = to.v.as<char>();
+  kernel_.launch({.grid_x = unsigned(step.blocks),
+                  .grid_y = unsigned(kv_heads),
+                  .grid_z = 2,
+                  .threads = kFlattenThreads,
+                  .programmatic = programmatic},
+                 stream, params);
+}
+
+}  // namespace imbrex::cuda

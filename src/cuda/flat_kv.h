@@ -1,0 +1,59 @@
+#pragma once
+// Flat keys: those of a step's prefill requests once more, in memory of the plan, row by row without pages and in 16 bits. Prefill reads a
+// key as often as it has tiles of rows, so where pages are too small for TMA, or bytes have to be widened, it is faster to do that once and
+// in front of it than in each tile. What a kernel finds there is what it would have made of the cache itself: no bit of a result changes.
+#include <memory>
+#include <string_view>
+
+#include "attention/cut_rules.h"
+#include "cuda/memory.h"
+#include "cuda/module.h"
+#include "cuda/params.h"
+#include "imbrex/batch.h"
+#include "imbrex/kv_cache.h"
+
+namespace imbrex::cuda {
+
+// Whether cuda_sm90's prefill would read the cache of such a layer with more than TMA.
+bool flattens(const AttentionSpec&);
+// The layer over its flat keys.
+AttentionSpec flat_spec(const AttentionSpec&);
+KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec&);
+
+// Of a step: what run() makes flat at a time.
+struct FlatStep {
+  int kv_heads = 0;  // as many as there is room for; 0: it is not worth it, or there is room for none
+  int blocks = 0;    // of kFlatRows rows
+  int64_t rows() const { return int64_t(blocks) * kFlatRows; }
+};
+
+class FlatKv {
+ public:
+  // `prefill` cuts the requests whose keys these are. Heads are taken `heads_together` at a time.
+  FlatKv(const ContextPtr&, std::string_view arch, const AttentionSpec&, const SchedulePolicy& prefill, const PlanLimits&,
+         int heads_together);
+
+  int64_t most_blocks() const { return most_blocks_; }
+  // Pure arithmetic, as are the next two, which write FlattenKvParams' arrays.
+  FlatStep plan(const Batch&) const;
+  void put_starts(const Batch&, long* flat_start) const;
+  void put_requests(const Batch&, int* requests) const;
+  // Whether the kernel can read such a cache.
+  static bool takes(const KvCache&);
+  // Where the kernel leaves the heads of a step, as a ragged cache.
+  KvCache cache(const FlatStep&, int kv_heads) const;
+  // Launches the kernel. params: all but `to_k` and `to_v`. The context must be current.
+  void run(const FlatStep&, int kv_heads, FlattenKvParams, bool programmatic, CUstream) const;
+
+ private:
+  int64_t row_bytes() const;  // keys and values of a head
+  AttentionSpec spec_;
+  CutRules rules_;
+  int heads_together_;
+  int64_t most_blocks_ = 0;
+  std::shared_ptr<const Module> module_;
+  Kernel kernel_;
+  DeviceBuffer memory_;
+};
+
+}  // namespace imbrex::cuda
