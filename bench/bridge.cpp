@@ -72,6 +72,7 @@ Planned* make_plan(const json& j) {
                     .max_seq_len = limits.at("seq_len"),
                     .max_query_len = limits.at("query_len")};
   options.balanced = j.at("balanced");
+  options.out_dtype = planned->spec.out_dtypes().front();
   planned->plan = chosen.backend->plan(planned->spec, device, options);
   return planned.release();
 }

@@ -1,6 +1,7 @@
 #pragma once
 // The interface a backend implements: it says what it supports, and makes plans. Also all that a caller of a plan needs.
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -31,12 +32,14 @@ struct Outputs {
 
 struct PlanOptions {
   PlanLimits limits;
-  ParallelFor threads;          // CPU backends; default: the calling thread
-  bool balanced = false;        // split by load: faster for few long requests, results then depend on the batch
-  bool validate = true;         // check every batch in update
-  bool load_on_demand = false;  // GPU kernels are compiled and loaded by the first run() that needs them, not by plan(): for plans of
-                                // few batches. Such a plan cannot be captured into a graph
-  bool on_device = false;       // update_on_device() will be called; not with `balanced`
+  ParallelFor threads;             // CPU backends; default: the calling thread
+  bool balanced = false;           // split by load: faster for few long requests, results then depend on the batch
+  bool validate = true;            // check every batch in update
+  bool load_on_demand = false;     // GPU kernels are compiled and loaded by the first run() that needs them, not by plan(): for plans of
+                                   // few batches. Such a plan cannot be captured into a graph
+  bool on_device = false;          // update_on_device() will be called; not with `balanced`
+  std::optional<DType> out_dtype;  // the one of spec.out_dtypes() that every output of run() will have: a GPU's plan makes no kernels for
+                                   // others, and refuses them. Empty: any
 };
 
 // One thing that keeps a backend from running a spec on a device, or a request from being planned.

@@ -204,11 +204,12 @@ typedef struct {
   imbrex_threads* threads;                           /* CPU backends: these, */
   imbrex_parallel_for parallel_for;                  /* or the host's, */
   void* parallel_for_context;
-  int32_t num_workers;    /* so many; neither: the calling thread */
-  int32_t balanced;       /* 0; 1: split by load, results then depend on the batch */
-  int32_t validate;       /* 1: check every batch */
-  int32_t load_on_demand; /* 0; 1: GPU kernels are compiled by the first run that needs them */
-  int32_t on_device;      /* 0; 1: imbrex_plan_update_on_device() will be called */
+  int32_t num_workers;      /* so many; neither: the calling thread */
+  int32_t balanced;         /* 0; 1: split by load, results then depend on the batch */
+  int32_t validate;         /* 1: check every batch */
+  int32_t load_on_demand;   /* 0; 1: GPU kernels are compiled by the first run that needs them */
+  int32_t on_device;        /* 0; 1: imbrex_plan_update_on_device() will be called */
+  const int32_t* out_dtype; /* an imbrex_dtype that every output will have: GPU kernels for no others are made; NULL: any */
 } imbrex_plan_options;
 IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
 

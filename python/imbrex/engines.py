@@ -93,9 +93,10 @@ def all_cores():
 
 
 def make_plan(spec: _core.AttentionSpec, device: str, chosen: Settings, **limits: Any) -> Plan:
-    """A plan for an engine's layers."""
+    """A plan for an engine's layers, whose outputs are of the model's type."""
+    out_dtype = None if spec.q_dtype.startswith("fp8") else spec.q_dtype
     with all_cores():
-        return Plan(spec, device, backend=chosen.backend, num_threads=chosen.num_threads, validate=chosen.validate, **limits)
+        return Plan(spec, device, backend=chosen.backend, num_threads=chosen.num_threads, validate=chosen.validate, out_dtype=out_dtype, **limits)
 
 
 _announced: Set[str] = set()

@@ -94,7 +94,8 @@ class Plan:
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
     num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
     for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
-    `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two.
+    `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two. out_dtype ("bf16") is what every
+    output will have: a GPU's plan then makes no kernels for others.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Plan:
         load_on_demand: bool = False,
         on_device: bool = False,
         ordered: bool = False,
+        out_dtype: Optional[str] = None,
     ) -> None:
         self.spec = spec
         self._stream = 0  # of the last update_on_device()
@@ -132,6 +134,7 @@ class Plan:
             load_on_demand=load_on_demand,
             on_device=on_device,
             ordered=ordered,
+            out_dtype=out_dtype,
         )
 
     def update(

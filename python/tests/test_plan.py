@@ -195,6 +195,14 @@ def test_plans_run_beside_each_other(rng):
         np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
+def test_outputs_of_one_type():
+    spec = imbrex.AttentionSpec(8, 2, 64)
+    imbrex.Plan(spec, out_dtype="bf16")
+    with pytest.raises(imbrex.Error, match="expected a type of outputs of") as caught:
+        imbrex.Plan(spec, out_dtype="f16")
+    assert caught.value.code == "backend.out_dtype"
+
+
 def test_numbers_of_threads():
     with pytest.raises(imbrex.Error, match="0 .one for each core. or more threads, got -3") as error:
         imbrex.Plan(spec_f32(), max_seq_len=64, num_threads=-3)

@@ -41,6 +41,8 @@ class OutsidePlan final : public Plan {
     o.parallel_for = options.threads.invoke, o.parallel_for_context = options.threads.context, o.num_workers = options.threads.num_workers;
     o.balanced = options.balanced, o.validate = options.validate, o.load_on_demand = options.load_on_demand,
     o.on_device = options.on_device;
+    const int32_t out_dtype = int32_t(options.out_dtype.value_or(DType::f32));
+    if (options.out_dtype) o.out_dtype = &out_dtype;
     const imbrex_spec_fields fields = fields_of(spec);
     const imbrex_device_properties properties = properties_of(device);
     const std::shared_lock lock(functions_->mutex);

@@ -63,6 +63,11 @@ void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceI
                 std::string_view kernels) {
   spec.validate();
   check_options(options);
+  if (options.out_dtype) {
+    const auto types = spec.out_dtypes();
+    check(std::ranges::find(types, *options.out_dtype) != types.end(), "backend.out_dtype",
+          "expected a type of outputs of {}, such as {}, got {}", spec.str(), to_string(types.front()), to_string(*options.out_dtype));
+  }
   for (const Reason& reason : backend.unsupported(spec, device))
     fail("backend.unsupported", "{} cannot run {} on {}: {}", backend.name(), spec.str(), device.str(), reason.str());
   check(device.present, "backend.device_absent", "{} cannot make a plan for {}, which is only described", backend.name(), device.str());

@@ -83,6 +83,7 @@ void Plan::name_kernels() {
     size_t i = 0;
     for (const DType out : spec_.out_dtypes()) {
       Specialised& s = kernels[i++];
+      if (out != options_.out_dtype.value_or(out)) continue;
       s = {.key = key_of(out), .entry = entry, .threads = threads, .cluster = cluster, .module = {}, .kernel = {}};
       if (!on_demand) now.push_back(&s);
     }
@@ -124,6 +125,8 @@ void Plan::load(Specialised& s) const {
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
   Specialised& s = kernels[size_t(std::ranges::find(spec_.out_dtypes(), out) - spec_.out_dtypes().begin())];
   if (s.module) return s;
+  check(!s.entry.empty(), "run.out_dtype", "expected an output of {}, as the plan was asked for, got one of {}",
+        to_string(options_.out_dtype.value_or(out)), to_string(out));
   check(!captured, "run.on_demand",
         "expected {} to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run() with such tensors",
         s.key.path);

@@ -154,6 +154,7 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
   PlanOptions plan_options;
   plan_options.limits = problem.limits();
   plan_options.threads = options.threads;
+  plan_options.out_dtype = problem.outputs().out.dtype;
   const bool captured = options.launch == BenchLaunch::by_queries ? plan_options.limits.max_query_len <= kCapturedQueries
                                                                   : options.launch == BenchLaunch::graph;
   result.captured = stream->asynchronous() && captured;

@@ -62,6 +62,7 @@ void StepRunner::make_plans(const ModelSpec& model, const ModelSpec::Kind& kind,
       .max_num_reqs = options.max_num_seqs, .max_num_tokens = options.max_num_batched_tokens, .max_seq_len = max_seq_len};
   plan_options.threads = threads_;
   plan_options.validate = options.validate;
+  plan_options.out_dtype = DType::bf16;
   Kind made{.spec = spec, .group = model.layers[size_t(kind.layers.front())].kv_group, .report = {}, .plan = {}, .decode_plan = {}};
   made.plan = same ? prefill.backend->plan(spec, device, plan_options)
                    : plan_by_phase(*prefill.backend, *decode.backend, spec, device, plan_options);

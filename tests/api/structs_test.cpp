@@ -5,6 +5,7 @@
 
 #include "api/handles.h"
 #include "api/structs.h"
+#include "expect_error.h"
 
 namespace imbrex::test {
 namespace {
@@ -40,6 +41,12 @@ TEST(CApiStructs, DefaultsAreThoseOfCpp) {
   EXPECT_EQ(options.limits.max_seq_len, PlanLimits{}.max_seq_len);
   EXPECT_TRUE(options.validate);
   EXPECT_FALSE(options.balanced || options.on_device || options.load_on_demand);
+  EXPECT_FALSE(options.out_dtype.has_value());
+  int32_t out_dtype = IMBREX_BF16;
+  given.out_dtype = &out_dtype;
+  EXPECT_EQ(api::plan_options_of(&given).out_dtype, DType::bf16);
+  out_dtype = 99;
+  EXPECT_EQ(imbrex::test::error_code([&] { api::plan_options_of(&given); }), "api.enum");
 }
 
 TEST(CApiStructs, FieldsGoThereAndBack) {

@@ -122,6 +122,7 @@ pub struct PlanOptions {
     pub validate: i32,
     pub load_on_demand: i32,
     pub on_device: i32,
+    pub out_dtype: *const i32,
 }
 
 #[repr(C)]

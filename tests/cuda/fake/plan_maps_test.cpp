@@ -108,6 +108,25 @@ TEST_F(PlanMaps, EachShapeHasAKernelAndItsMaps) {
   }
 }
 
+// A plan for outputs of one type loads no kernels for others, and says so when it is given one.
+TEST_F(PlanMaps, OutputsOfOneTypeNeedNoOtherKernels) {
+  const auto loads_of = [&](std::optional<DType> type) {
+    const int before = fake::state().library_loads;
+    const PlanLimits limits{.max_num_reqs = 4, .max_num_tokens = kTokens, .max_seq_len = kBlocks * kBlockSize};
+    const auto plan = find_backend("cuda_sm90")->plan(spec, probe_cuda().at(0), {.limits = limits, .threads = {}, .out_dtype = type});
+    const int loads = fake::state().library_loads - before;
+    update(*plan, 40);
+    EXPECT_EQ(launches_of(*plan).size(), 1u);
+    out.out.dtype = DType::f32;
+    EXPECT_EQ(error_code([&] { launches_of(*plan); }), type ? "run.out_dtype" : "nothing thrown");
+    out.out.dtype = DType::bf16;
+    return loads;
+  };
+  const int all = loads_of({});
+  EXPECT_EQ(loads_of(DType::bf16), all - 4);  // of three shapes, and the merge
+  EXPECT_EQ(error_code([&] { loads_of(DType::f16); }), "backend.out_dtype");
+}
+
 // Each of these keeps TMA from one of the tensors. The kernel that runs instead has the same work, and is loaded when it is needed: prefill
 // is cuda_sm80's, decode and verify are variants of their own.
 TEST_F(PlanMaps, WhereThereIsNoMapAnotherKernelRunsTheSameItems) {
