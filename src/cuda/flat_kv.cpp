@@ -23,13 +23,14 @@ int64_t least_rows(const AttentionSpec& spec) {
 int64_t blocks_of_rows(int64_t rows) { return (rows + kFlatRows - 1) / kFlatRows; }
 
 struct Keys {
-  int begin = 0, end = 0;  // whole blocks from key 0 on are left out
+  int begin = 0, end = 0;  // that have rows: from the block on in which the first tile begins
+  int first = 0;           // that a query sees
 };
 Keys keys_of(const CutRules& rules, const Batch& batch, int r) {
-  const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
+  const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r], context = seq_len - q_len;
   if (!is_cut(rules, q_len)) return {};
   const int begin = item_keys(rules, q_len, seq_len, 0, std::min(q_len, rules.tile_q)).begin;
-  return {begin / kFlatRows * kFlatRows, seq_len};
+  return {begin / kFlatRows * kFlatRows, seq_len, visible_keys(rules, context, context, seq_len).begin};
 }
 
 }  // namespace
@@ -96,6 +97,10 @@ void FlatKv::put_starts(const Batch& batch, long* flat_start) const {
     flat_start[r] = block * kFlatRows - k.begin;
     block += blocks_of_rows(k.end - k.begin);
   }
+}
+
+void FlatKv::put_first_keys(const Batch& batch, int* first_keys) const {
+  for (int r = 0; r < batch.num_reqs(); ++r) first_keys[r] = keys_of(rules_, batch, r).first;
 }
 
 void FlatKv::put_requests(const Batch& batch, int* requests) const {

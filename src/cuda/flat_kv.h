@@ -34,9 +34,10 @@ class FlatKv {
          int heads_together);
 
   int64_t most_blocks() const { return most_blocks_; }
-  // Pure arithmetic, as are the next two, which write FlattenKvParams' arrays.
+  // Pure arithmetic, as are the next three, which write FlattenKvParams' arrays.
   FlatStep plan(const Batch&) const;
   void put_starts(const Batch&, long* flat_start) const;
+  void put_first_keys(const Batch&, int* first_keys) const;
   void put_requests(const Batch&, int* requests) const;
   // Whether the kernel can read such a cache.
   static bool takes(const KvCache&);

@@ -67,6 +67,7 @@ struct FlattenKvParams {
   const int* seq_lens;      //
   const int* requests;      // whose kFlatRows rows these are
   const long* flat_start;   // [num_reqs]: row of the request's key 0, which may not be there itself
+  const int* first_keys;    // [num_reqs]: the first that a query sees; nothing in front of it is read
   char *to_k, *to_v;        // [rows, kv heads of the launch, dim]
   int first_kv_head;
 };

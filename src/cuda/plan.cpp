@@ -147,6 +147,7 @@ void Plan::lay_out() {
   arrays_.block_start = layout.add<long>(reqs);
   arrays_.custom_start = layout.add<long>(spec_.mask.custom ? reqs : 0);
   arrays_.flat_start = layout.add<long>(flat_ ? reqs : 0);
+  arrays_.flat_first_keys = layout.add<int>(flat_ ? reqs : 0);
   arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
   for (ShapePlan& s : shapes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
   for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
@@ -277,6 +278,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
                        .seq_lens = all.seq_lens,
                        .requests = memory_->device(arrays_.flat_requests),
                        .flat_start = a.block_start,
+                       .first_keys = memory_->device(arrays_.flat_first_keys),
                        .to_k = nullptr,
                        .to_v = nullptr,
                        .first_kv_head = 0};

@@ -147,6 +147,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   }
   if (step.flat.kv_heads > 0) {
     flat_->put_starts(batch, m.put(arrays_.flat_start, reqs));
+    flat_->put_first_keys(batch, m.put(arrays_.flat_first_keys, reqs));
     flat_->put_requests(batch, m.put(arrays_.flat_requests, size_t(step.flat.blocks)));
   }
   for (const Shape shape : kShapes)

@@ -23,9 +23,13 @@ DEVICE Eight<to> widened(const Eight<kFrom>& e) {
   }
 }
 
-// Rows of a block: those of keys [begin, end) of a request.
+struct Keys {
+  int first, end;  // of a request, that are read
+};
+
+// Rows of a block, of which the first is key `begin`.
 template <int to, int dim>
-DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, long first_block, int begin, int end) {
+DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, long first_block, int begin, Keys keys) {
   constexpr int kPieces = dim / 8, kAll = kFlatRows * kPieces, kAtOnce = 4;
   const int head = int(blockIdx.y), heads = int(gridDim.y);
   const char* const from = side.data + (p.first_kv_head + head) * side.head_stride;
@@ -36,7 +40,7 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, lo
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = first + i * kFlattenThreads, row = at / kPieces, piece = at % kPieces;
-        if (at < kAll && begin + row < end) use(i, row, piece);
+        if (at < kAll && begin + row >= keys.first && begin + row < keys.end) use(i, row, piece);
       }
     };
     each([&](int i, int row, int piece) {
@@ -57,12 +61,13 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, lo
 
 extern "C" __global__ void __launch_bounds__(kFlattenThreads) flatten_kv(const __grid_constant__ FlattenKvParams p) {
   griddep_wait();
-  const int request = p.requests[blockIdx.x], begin = int(long(blockIdx.x) * kFlatRows - p.flat_start[request]), end = p.seq_lens[request];
+  const int request = p.requests[blockIdx.x], begin = int(long(blockIdx.x) * kFlatRows - p.flat_start[request]);
+  const Keys keys{p.first_keys[request], p.seq_lens[request]};
   const long first_block = p.block_start[request];
   if (blockIdx.z == 0) {
-    flatten<kTo, kDimK>(p, p.k, p.to_k, first_block, begin, end);
+    flatten<kTo, kDimK>(p, p.k, p.to_k, first_block, begin, keys);
   } else {
-    flatten<kValuesTo, kDimV>(p, p.v, p.to_v, first_block, begin, end);
+    flatten<kValuesTo, kDimV>(p, p.v, p.to_v, first_block, begin, keys);
   }
   griddep_launch();
 }

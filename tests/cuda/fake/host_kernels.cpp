@@ -174,7 +174,7 @@ void flatten_kv(const Launch& launch) {
     for (int row = int(block) * kFlatRows; row < int(block + 1) * kFlatRows; ++row) {
       const int r = p.requests[block], j = int(row - p.flat_start[r]);
       if (j < 0) std::abort();
-      for (int head = 0; j < p.seq_lens[r] && head < heads; ++head)
+      for (int head = 0; j >= p.first_keys[r] && j < p.seq_lens[r] && head < heads; ++head)
         for (const KvSide* side : {&p.k, &p.v}) {
           const bool keys = side == &p.k;
           const DType type = keys ? flat_types().k : flat_types().v;

@@ -37,6 +37,7 @@ class PlanFlat : public testing::Test {
         s.first_kv_head = p.first_kv_head, s.kv_heads = int(launch.grid_y);
         requests.assign(p.requests, p.requests + launch.grid_x);
         starts.assign(p.flat_start, p.flat_start + num_reqs);
+        first_keys.assign(p.first_keys, p.first_keys + num_reqs);
       } else if (launch.entry == "attention_sm90") {
         AttentionParams p;
         std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
@@ -85,7 +86,7 @@ class PlanFlat : public testing::Test {
   std::unique_ptr<imbrex::Plan> plan;
   size_t num_reqs = 0;
   std::vector<FlatSeen> seen;
-  std::vector<int> requests;
+  std::vector<int> requests, first_keys;
   std::vector<long> starts;
 };
 
@@ -129,6 +130,7 @@ TEST_F(PlanFlat, AWindowLeavesKeysOut) {
   ASSERT_EQ(seen.size(), 2u);
   EXPECT_EQ(std::ranges::count(requests, 0), 18);  // from key 896, where the tile of the first that is seen begins
   EXPECT_EQ(starts[0], -896);
+  EXPECT_EQ(first_keys, (std::vector<int>{901, 0, 0, 0}));  // blocks in front of it may be gone
   EXPECT_EQ(starts[3], 18 * kFlatRows);
 }
 
