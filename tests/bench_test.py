@@ -101,7 +101,7 @@ class Zoo(unittest.TestCase):
         self.assertEqual(zoo.batch_of("q512s4k,31q1s4k"), [(1, 512, 4096), (31, 1, 4096)])
         self.assertEqual(zoo.batch_of("8q300"), [(8, 300, 300)])
         mixed = zoo.cell_of({"heads": [8, 2], "head_dim": 64}, "mixed q512s4k,31q1s4k p16 bf16")
-        self.assertEqual((mixed.query_lens, mixed.context, mixed.protocol), ([512] + 31 * [1], 4096, "graph"))
+        self.assertEqual((mixed.query_lens, mixed.context, mixed.protocol), ([512] + 31 * [1], 4096, "sustained"))
         eager = zoo.cell_of({"heads": [8, 2], "head_dim": 64}, "ragged ragged p1 fp8_e4m3 fp8_e4m3_queries eager")
         self.assertEqual((eager.q, eager.protocol, eager.batch, eager.context), ("fp8_e4m3", "sustained", len(zoo.ragged()), 0))
         self.assertEqual(eager.tokens, next(cell.tokens for cell in cells.load() if cell.lengths == "uniform64"))

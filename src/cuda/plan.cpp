@@ -248,9 +248,11 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = (any ? s.bounds.num_work : int64_t(schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    AttentionMaps maps{};
-    const bool mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
-    if (any || shape != kPrefill || !mapped || !run_over_flat(in, a, out_dtype, cu)) {
+    const bool flat = !any && shape == kPrefill && run_over_flat(in, a, out_dtype, cu);
+    bool mapped = true;
+    if (!flat) {
+      AttentionMaps maps{};
+      mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
     }
@@ -287,7 +289,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
     a.first_kv_head = keys.first_kv_head = head;
     a.kv_heads_now = std::min(step.flat.kv_heads, spec_.num_kv_heads - head);
     AttentionMaps maps{};
-    if (!s.flat_kernel.maps(spec_, in.q, flat_->cache(step.flat, a.kv_heads_now), maps)) return false;  // queries: before the first launch
+    if (!s.flat_kernel.maps(spec_, in.q, flat_->cache(step.flat, a.kv_heads_now), maps)) return false;  // because of the queries: at once
     flat_->run(step.flat, a.kv_heads_now, keys, programmatic_, stream);
     launch(kernel, int64_t(step.schedules[kPrefill].num_work) * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k,
            maps.v);

@@ -74,7 +74,7 @@ class JoinPieces : public testing::Test {
     p.out_head_stride = dims * long(sizeof(float)), p.out_token_stride = heads() * p.out_head_stride;
     p.lse = result.lse.data(), p.lse_head_stride = 1, p.lse_token_stride = heads();
     p.v.scale = kScale;
-    p.merges = merges.data(), p.counts = &counts, p.num_kv_heads = spec.num_kv_heads;
+    p.merges = merges.data(), p.counts = &counts, p.num_kv_heads = p.kv_heads_now = spec.num_kv_heads;
     p.partial_out = partial_out, p.partial_state = state.data();
     open_library("join_pieces_bytes").run(&p, nullptr, {.blocks = 1});
     return result;
