@@ -62,15 +62,17 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   Ring<kItems> entry;
   u32 num_items = 0;
   for (Tasks tasks(p, shared.handed);; tasks.next()) {
-    // A loop of its own: where this one went on to its next turn for a task of others, lanes would count items apart from each other.
-    Found found;
-    while (tasks.exists() && !tasks.find(num_items, found)) tasks.next();
-    const bool exists = tasks.exists();
     Item& item = shared.item[entry.at];
-    if (!exists) found.item.num_rows = kNoItem;
-    if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
-    __syncwarp();
+    Found found;
+    // A block without a cluster passes over what has no rows here: if it went on to its next turn, ptxas would have its lanes, which part
+    // where one of them arrives at a barrier, count items in one register of all.
+    while (kCluster == 1 && tasks.exists() && !tasks.find(num_items, found)) tasks.next();
+    const bool exists = tasks.exists();
     if (exists) {
+      const bool mine = kCluster == 1 || tasks.find(num_items, found);
+      if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
+      __syncwarp();
+      if (!mine) continue;
       if constexpr (kSmallPages) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kRowParts;
         if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
@@ -78,6 +80,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
         if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
       }
+    } else if (lane == 0) {
+      item.num_rows = kNoItem;
     }
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[entry.at]));
     const auto q = ring_at<kQSlots>(num_items);
