@@ -123,29 +123,38 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
-// Of a list with few_splits, for each worker. soonest_run() cuts items of the greatest length into kMostTasksEach tasks at most, and allows
-// runs twice as long. make_runs() gives an item a quarter of what is allowed at least: so all items together have twice as many splits, and
-// one more each. Where runs get a share of the load instead, there are five splits for each worker.
-constexpr int kMostTasksEach = 4, kMostSplitsEach = 2 * kMostTasksEach + 1;
+// Of a list with few_splits, for each worker: tasks into which soonest_run() cuts items of the greatest length at most, and what is allowed
+// a run, in percent of theirs. make_runs() gives an item a quarter of that at least, so splits are bounded: one more for each item, of
+// which there are no more than workers. Where runs get a share of the load instead, there are five splits for each worker. Verify's items
+// (split_kv_each) are mostly of one length, and a task that is twice as long as others ends late.
+inline int most_tasks_each(bool verify) { return verify ? 3 : 4; }
+inline int allowed_percent(bool verify) { return verify ? 125 : 200; }
+inline int most_splits_each(bool verify) {
+  return (400 * most_tasks_each(verify) + allowed_percent(verify) - 1) / allowed_percent(verify) + 1;
+}
 
 // Keys of a run, where so many items of `keys` keys and `q_len` query tokens are all there is: what ends the last of them soonest. Workers
 // that share a multiprocessor share its pace, so that one of them is as fast alone.
 inline long soonest_run(const CutRules& rules, long keys, long items, int q_len, long workers) {
   // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys. A worker joins what it has done
-  // last with all of its threads, what it has done before with a warp.
-  constexpr long kTaskKeys = 300;
+  // last with all of its threads, what it has done before with a warp. With few_splits a launch of its own does it, and all workers write
+  // and read what there is to join.
+  constexpr long kTaskKeys = 300, kMergeKeys = 200;
   const long least = larger(q_len * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
   const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len));
   if (piece == 0) return keys;
+  const bool verify = rules.few_splits && rules.split_kv_each > 0;
   long best = 0, soonest = 0;
   for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
     const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
-    if (rules.few_splits && tasks > kMostTasksEach * workers && pieces < rules.most_in_run) continue;
+    if (rules.few_splits && tasks > most_tasks_each(verify) * workers && pieces < rules.most_in_run) continue;
     const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
-    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + splits * (tasks > workers ? joined_before : joined_last);
+    long joined = splits * (tasks > workers ? joined_before : joined_last);
+    if (verify) joined = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
+    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + joined;
     if (best == 0 || (time < soonest && run <= 4l * rules.longest_kv)) best = run, soonest = time;
   }
-  return rules.few_splits ? 2 * best : best * 5 / 4;  // items of about this length
+  return best * (rules.few_splits ? allowed_percent(verify) : 125) / 100;  // items of about this length
 }
 
 // Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete

@@ -82,21 +82,17 @@ KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& sp
   return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_flat_tiles(spec), widens(spec));
 }
 
-namespace {
-
-bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q) {
+bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows) {
   if (q.stride(2) != 1) return false;
   const uint64_t size = uint64_t(size_of(q.dtype));
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
-  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, kTeamRows / group};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, uint32_t(rows) / group};
   return encode_tensor_map(map, q.dtype, q.data, 3, sizes, strides, box);
 }
 
-}  // namespace
-
 bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
-  if (!encode_query_map(maps.q, spec, q)) return false;
+  if (!encode_query_map(maps.q, spec, q, kTeamRows)) return false;
   if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
   const Sm90Tiles tiles = attention_sm90_tiles(spec);
   const auto encode = [&](CUtensorMap& map, const TensorView& side, int dim) {
@@ -111,7 +107,7 @@ bool attention_sm90_flat_maps(const AttentionSpec& spec, const TensorView& q, co
   const auto encode = [&](CUtensorMap& map, const TensorView& side) {
     return encode_kv_map(map, side, tiles.keys, kTensorMapLine, tiles.cluster);
   };
-  return encode_query_map(maps.q, spec, q) && encode(maps.k, flat.k) && encode(maps.v, flat.v);
+  return encode_query_map(maps.q, spec, q, kTeamRows) && encode(maps.k, flat.k) && encode(maps.v, flat.v);
 }
 
 }  // namespace imbrex::cuda

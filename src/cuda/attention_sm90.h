@@ -37,7 +37,10 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType 
 struct AttentionMaps {
   CUtensorMap q, k, v;
 };
-// False where strides or addresses are not multiples of 16 bytes, or dims not neighbours: TMA cannot read such tensors.
+// The map of queries, of which a box has tokens of so many rows in all. False where strides or addresses are not multiples of 16 bytes, or
+// dims not neighbours: TMA cannot read such tensors.
+bool encode_query_map(CUtensorMap&, const AttentionSpec&, const TensorView& q, int rows);
+// All of them.
 bool attention_sm90_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 bool attention_sm90_flat_maps(const AttentionSpec&, const TensorView& q, const KvCache& flat, AttentionMaps&);
 

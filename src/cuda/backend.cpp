@@ -12,6 +12,7 @@
 #include "cuda/attention_sm90.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
+#include "cuda/attention_sm90_verify.h"
 #include "cuda/flat_kv.h"
 #include "cuda/plan.h"
 #include "cuda/tensor_map.h"
@@ -68,8 +69,15 @@ std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const Att
   return shape == kVerify && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
 }
 
+// Steps of more rows than decode's kernels take, and tokens of more q heads.
+std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  const bool wanted = shape == kVerify || (shape == kDecode && spec.group_size() > kDecodeRows);
+  return wanted ? attention_sm90_verify_tiles(arch, spec) : std::nullopt;
+}
+
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (arch != "sm_90a") return {};
+  const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
   if (shape == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
@@ -79,15 +87,28 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
                      .runs = runs_in_prefill(spec.head_dim_v),
                      .most_in_run = kMostInPrefillRun,
                      .blocks = 1,
-                     .cluster = tiles.cluster * tiles.row_blocks},
+                     .cluster = tiles.cluster * tiles.row_blocks,
+                     .merged = true},
             .threads = tiles.threads(),
             .cluster = unsigned(tiles.cluster),
             .row_blocks = tiles.row_blocks,
             .run_sums = !runs_in_prefill(spec.head_dim_v) ? 0 : tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
             .maps = kernel.maps};
   }
+  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) {
+    return {.entry = "attention_sm90_verify",
+            .tile = {.rows = tiles->rows,
+                     .keys = tiles->keys,
+                     .runs = true,
+                     .most_in_run = kMostInVerifyRun,
+                     .blocks = tiles->crews,
+                     .blocks_each = shares_pace ? tiles->crews : 1,
+                     .merged = true},
+            .threads = kSm90VerifyThreads,
+            .run_sums = attention_sm90_verify_run_sums(spec),
+            .maps = attention_sm90_verify_maps};
+  }
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
-    const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
     return {.entry = "attention_sm90_decode",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
@@ -104,6 +125,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   if (shape == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
+  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
   if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
   return sm80_attention(arch, spec, shape, out);
 }
@@ -128,6 +150,7 @@ ShapeKernel mapless_shape(std::string_view arch, const AttentionSpec& spec, Shap
 
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
   if (takes_mapless_prefill(spec, shape)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
+  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
   return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, shape), false);
 }
 
@@ -161,7 +184,8 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
 
 // What neither of its own kernels takes.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
-  return attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
+  const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
+  return few_rows ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
 }
 
 }  // namespace

@@ -12,10 +12,14 @@ struct LeastPiece {
   int keys, partial_percent;
 };
 constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
-constexpr int kLeastOfPrefillRuns = 512;  // keys: four tiles of products for each time that sums go to memory and back
+// Where a launch of its own joins what runs leave. Prefill: four tiles of products for each time that sums go to memory and back. Verify:
+// no more traffic of partial results than of keys.
+constexpr int kLeastOfPrefillRuns = 512;
+constexpr LeastPiece kLeastOfMergedRuns{256, 100};
 // Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
 // partial results of so many keys a seventh as long.
 constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
+constexpr int kMostGroup = 64;    // q heads: of larger ones, every request would leave as many partial results as this many
 constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
 constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
 constexpr int kL2Percent = 60;    // for keys and values; queries and outputs pass through the rest
@@ -36,10 +40,11 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
   const auto heads_of = [&](Shape shape) { return spec.num_kv_heads * ((group + tiles[shape].rows - 1) / tiles[shape].rows); };
-  const int most = std::max(workers / heads_of(kDecode), 1);  // a task for each multiprocessor, and none has two
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];
+    // A task for each multiprocessor, and none has two.
+    const int most = std::max(workers / std::max(heads_of(kDecode), spec.num_kv_heads * ((group + kMostGroup - 1) / kMostGroup)), 1);
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
     const LeastPiece& least = tiles[shape].runs ? kLeastOfRuns : shape == kDecode ? kLeastOfDecode : kLeastOfMore;
@@ -57,9 +62,10 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
     p.num_workers = std::max(tiles[shape].blocks * workers / tiles[shape].cluster / heads_of(shape), 1);
-    if (shape == kPrefill && tiles[shape].runs) {
-      p.split_kv_each = 0;
-      p.split_kv = round_up(kLeastOfPrefillRuns, tiles[shape].keys);
+    if (tiles[shape].runs && tiles[shape].merged) {
+      const bool prefill = shape == kPrefill;
+      p.split_kv_each = prefill ? 0 : keys_each(spec, kLeastOfMergedRuns);
+      p.split_kv = round_up(prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys, tiles[shape].keys);
       p.longest_kv = INT32_MAX;
       p.few_splits = true;
       p.items_each = p.tile_q % tiles[shape].cluster == 0 ? tiles[shape].cluster : 1;

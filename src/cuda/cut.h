@@ -17,6 +17,7 @@ struct Tile {
   int blocks = 2;       // thread blocks, or crews of one, that a multiprocessor runs at a time
   int cluster = 1;      // of these blocks, those that take an item together
   int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
+  bool merged = false;  // whether a launch of its own joins the pieces that runs leave
 };
 
 // A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.

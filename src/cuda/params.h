@@ -123,8 +123,14 @@ constexpr int kMergeThreads = 256, kMergeShares = 8;  // shares: tasks that the 
 
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
 constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
+constexpr int kVerifyLevels = 2;  // and likewise in verify, or one more
 constexpr bool runs_in_prefill(int head_dim_v) { return head_dim_v <= 128; }
 constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
+
+struct MergeList {  // of a shape
+  const MergeItem* items;
+  const PlanCounts* counts;  // null: there is no such list
+};
 
 // For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
 struct AttentionParams {
@@ -143,8 +149,9 @@ struct AttentionParams {
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
-  int* next_task;  // zero before a launch and after it: the last block resets it
-  int* arrivals;   // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
+  MergeList merge_lists[kPlanShapes];  // for merge.cu, which joins what all shapes have left
+  int* next_task;                      // zero before a launch and after it: the last block resets it
+  int* arrivals;  // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
   int first_kv_head, kv_heads_now;       // of a launch for some heads only: prefill over flat keys, of which `k` and `v` have no more
   float scale, soft_cap;                 // soft_cap 0: off

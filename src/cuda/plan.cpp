@@ -238,6 +238,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const bool captured = is_captured(cu), any = captured || step.on_device;
   AttentionParams a = params(in, out);
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
+  int64_t merges = 0;
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
     const ShapePlan& s = shapes_[shape];
     const Schedule& schedule = step.schedules[shape];
@@ -256,11 +257,12 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
     }
-    const int64_t merges = (mapped ? s.kernel.joins_pieces : s.mapless_joins) ? 0
-                           : any                                              ? s.bounds.num_merges
-                                                                              : int64_t(schedule.merges.size());
-    if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
+    if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
+    const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
+    if (of_shape > 0) a.merge_lists[shape] = {a.merges, a.counts};
+    merges += of_shape;
   }
+  if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
   if (!captured) return;
   captured_run_ = true;
   captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));

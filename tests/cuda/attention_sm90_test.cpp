@@ -78,7 +78,8 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90.cu"), 2);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 8);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 4);
+  EXPECT_EQ(count("attention_sm90_verify.cu"), 4);
   EXPECT_EQ(count("attention_sm80.cu"), 2);
   EXPECT_EQ(count("merge.cu"), 2);
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);

@@ -182,7 +182,7 @@ TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
     AttentionSpec spec;
     int q_len, seq_len, least_tasks;
   } const kSteps[] = {{llama(4, 1), 512, 8192, 128}, {llama(8, 2), 512, 8192, 64}, {llama(4, 4), 512, 8192, 64},
-                      {llama(12, 1), 16, 6000, 16},  {llama(24, 8), 16, 6000, 32}, {llama(8, 1, DType::fp8_e4m3), 512, 8192, 120}};
+                      {llama(12, 1), 16, 6000, 16},  {llama(24, 8), 32, 6000, 32}, {llama(8, 1, DType::fp8_e4m3), 512, 8192, 120}};
   for (const auto& [spec, q_len, seq_len, least_tasks] : kSteps) {
     const std::string what = spec.str() + ", " + std::to_string(q_len) + " tokens";
     const Schedule alone = prefill(spec, Step(1, q_len, seq_len)), many = prefill(spec, Step(200, q_len, seq_len));

@@ -12,6 +12,8 @@
 namespace imbrex::cuda {
 
 constexpr int kFar = 1 << 29;  // beyond any sequence, and its sum with a position is still an int
+constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out rows and nothing else
+constexpr int kPage = kBlockSize > 0 ? kBlockSize : 1;        // ragged keys have none; a divisor all the same
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
@@ -62,7 +64,7 @@ DEVICE void prefetch_item(const AttentionParams& p, int task) { prefetch_l1(p.wo
 DEVICE Item item_of(const AttentionParams& p, int task) {
   const int row_block = task % kRowBlocks, rest = task / kRowBlocks;
   int index, kv_head;
-  if constexpr (kTileRows >= 64 && kKeyWarps == 1) {  // prefill: thread blocks that run together share the keys of a few heads in L2
+  if constexpr (kPrefill) {  // thread blocks that run together share the keys of a few heads in L2
     const u32 num_work = u32(p.counts->num_work), together = u32(p.counts->heads_together);
     const u32 first = u32(rest) / (num_work * together) * together, heads = min(together, u32(p.kv_heads_now) - first);
     const u32 within = u32(rest) - num_work * first;
@@ -96,6 +98,8 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   }
   return item;
 }
+
+constexpr int kNoItem = -1;  // rows of what stands in for an item when none will come
 
 struct Tiles {
   int first, end;  // of kTileKeys keys, that some row of the item sees

@@ -108,7 +108,6 @@ constexpr int kPassRowsOfWarp = 32 / kRowLanes, kPassRows = kPassRowsOfWarp * kT
 constexpr int kPasses = (kTeamKeys + kPassRows - 1) / kPassRows;
 static_assert(kPasses * kPassRowsOfWarp <= 32, "a lane looks up the block of one row");
 
-constexpr int kPage = larger(kBlockSize, 1);                               // ragged keys have none; a divisor all the same
 constexpr bool kOneBlock = kBlockSize > 0 && kBlockSize % kTeamKeys == 0;  // all keys of a team's tile are in one block
 
 // A team's copies of its keys and values of an item, tile after tile. The block of each row is looked up one tile ahead.

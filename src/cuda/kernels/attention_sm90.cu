@@ -75,10 +75,10 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       if (!mine) continue;
       if constexpr (kSmallPages) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kRowParts;
-        if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
+        if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / u32(kPage));
       } else if constexpr (kBlockSize > 0) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
-        if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / kPage);
+        if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / u32(kPage));
       }
     } else if (lane == 0) {
       item.num_rows = kNoItem;
@@ -124,7 +124,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0 || kSmallPages) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
+      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / u32(kPage)] : 0;
     };
     const auto rows_of = [&](int tile) { return row_blocks(p, first_block, tile * kTileKeys, lo, hi); };
     int block = block_of(tiles.end - 1);
@@ -135,7 +135,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const bool loads = wanted && (kCluster == 1 || !together || loads_page(lane));
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
-      const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage);
+      const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage));
       const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
       const u32 barrier = full + stage.at * 8, stage_at = to + stage.at * (kChunks * kKvChunkBytes), at = stage_at + lane * kPageBytes;
       mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);

@@ -69,8 +69,8 @@ class Consumer {
   }
 
   DEVICE void run() {
-    Ring<kItemSlots> slot;
-    Ring<kQSlots> q;
+    Ring<SharedStorage::kItemSlots> slot;
+    Ring<SharedStorage::kQSlots> q;
 #pragma unroll 1
     for (;; slot.next(), q.next()) {
       mbarrier_wait(shared_address(&shared_.slot_full[slot.at]), slot.parity);
@@ -304,7 +304,7 @@ class Consumer {
 // The last item of the crew is left to all of its threads: nothing else is to be done, and they are faster.
 DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   const int lane = lane_id();
-  Ring<kItemSlots> slot;
+  Ring<SharedStorage::kItemSlots> slot;
   const auto has_item = [&] {
     mbarrier_wait(shared_address(&shared.slot_full[slot.at]), slot.parity);
     return shared.more[slot.at];
@@ -342,8 +342,8 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.v_empty[i]), kConsumers);
   }
   for (u64& barrier : shared.q_empty) mbarrier_init(shared_address(&barrier), kConsumers);
-  for (int i = 0; i < kItemSlots; ++i) {
-    mbarrier_init(shared_address(&shared.slot_full[i]), 32);  // lanes: each has brought a part of the queries
+  for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
+    mbarrier_init(shared_address(&shared.slot_full[i]), kSlotArrivals);
     mbarrier_init(shared_address(&shared.slot_empty[i]), 1);
     mbarrier_init(shared_address(&shared.stored[i]), kConsumers);
   }

@@ -105,7 +105,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / kPage] : 0;
+      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / u32(kPage)] : 0;
     };
     const int find_at = tile_from_end(tiles, 2);
     int block = block_of(tiles.end - 1);
@@ -113,7 +113,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool together = shared.together[entry], wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
-      const Page page{wanted && (!together || loads_page(lane)), block, kBlockSize == 0 ? int(first_block) + key : int(u32(key) % kPage),
+      const Page page{wanted && (!together || loads_page(lane)), block, kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)),
                       item.kv_head};
       block = tile > tiles.first ? block_of(tile - 1) : 0;
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);

@@ -8,11 +8,9 @@
 
 namespace imbrex::cuda {
 
-constexpr u32 kPage = kBlockSize > 0 ? kBlockSize : 1;
-
-// Warpgroups that compute, and the rows of each: 64, or as many of these as whole tokens have. What it computes for those behind them is
-// anything, and stays within their rows.
-constexpr int kTeamRows = 64 / kGroup * kGroup, kConsumers = kTileRows / kTeamRows;
+// Warpgroups that compute, and the rows of each: 64, or, where TMA brings queries, as many of these as whole tokens have. What it computes
+// for those behind them is anything, and stays within their rows.
+constexpr int kTeamRows = kPrefill ? 64 / kGroup * kGroup : 64, kConsumers = kPrefill ? kTileRows / kTeamRows : 2;
 static_assert(kTeamRows > 0 && kTileRows % kTeamRows == 0);
 
 // The first of a thread's two rows; the other one is 8 further on. As the matrix unit counts, and as the item does.
@@ -109,30 +107,31 @@ DEVICE void pin(T (&x)[n]) {
   for (int i = 0; i < n; ++i) wgmma_pin(x[i]);
 }
 
-// Writes the item's rows; what is in `out` afterwards is of no use.
-template <int n>
+// Writes the item's rows: their dims from first_dim on, as many of kStoredDims as there are. What is in `out` afterwards is of no use.
+template <int kStoredDims = kHeadDimV, int n>
 DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
-                       float (&out)[n]) {
+                       float (&out)[n], int first_dim = 0) {
   const bool partial = item.partial >= 0, wide = out_is_wide(p);
+  const auto has_dims = [&](int d) { return kStoredDims == kHeadDimV || first_dim + d < kHeadDimV; };
   const int quad_lane = lane_id() % 4, end = kTeamRows == 64 ? item.num_rows : min(item.num_rows, row - matrix_row() + kTeamRows);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const bool exists = row + 8 * h < end, writes_state = exists && quad_lane == 0;
+    const bool exists = row + 8 * h < end, writes_state = exists && quad_lane == 0 && first_dim == 0;
     const int r = exists ? row + 8 * h : 0, token = item.token_of(r), head = item.head_of(r);
     float factor = 1.f;
     char* to;
     if (partial) {
       const long at = partial_row(p, item, r);
-      to = reinterpret_cast<char*>(p.partial_out + at * kHeadDimV);
+      to = reinterpret_cast<char*>(p.partial_out + at * kHeadDimV + first_dim);
       if (writes_state) reinterpret_cast<float2*>(p.partial_state)[at] = {reference[h], total[h]};
     } else {
       const RowEnd end = row_end(p, head, reference[h], total[h]);
-      to = out_row(p, token, head);
+      to = out_row(p, token, head) + first_dim * element_bytes(kOutType);
       factor = end.factor * kv_scale(p.v, item.kv_head);
       if (writes_state) store_lse(p, token, head, end.lse);
     }
 #pragma unroll
-    for (int j = 0; j < kHeadDimV / 8; ++j) {
+    for (int j = 0; j < kStoredDims / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         out[4 * j + 2 * h + c] = ended(out[4 * j + 2 * h + c], factor);
@@ -141,18 +140,18 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
     }
     if (partial) {
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        if (exists) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+      for (int j = 0; j < kStoredDims / 8; ++j) {
+        if (exists && has_dims(8 * j)) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
       }
     } else if (kOutType == kF32 || !wide) {
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
+      for (int j = 0; j < kStoredDims / 8; ++j) {
         char* const at = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
-        if (exists) store_pair(at, wide, out[4 * j + 2 * h], out[4 * j + 2 * h + 1]);
+        if (exists && has_dims(8 * j)) store_pair(at, wide, out[4 * j + 2 * h], out[4 * j + 2 * h + 1]);
       }
     } else {
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; j += 4) {  // the four lanes of a row change what they have of 32 dims into 8 neighbours each
+      for (int j = 0; j < kStoredDims / 8; j += 4) {  // the four lanes of a row change what they have of 32 dims into 8 neighbours each
         u32 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -160,7 +159,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
           pairs[i] = kOutType == kBf16 ? pack_bf16(out[at], out[at + 1]) : pack_f16(out[at], out[at + 1]);
         }
         transpose_quad(pairs);
-        if (exists && 8 * (j + quad_lane) < kHeadDimV)
+        if (exists && 8 * (j + quad_lane) < kStoredDims && has_dims(8 * (j + quad_lane)))
           *reinterpret_cast<uint4*>(to + (8 * j + 8 * quad_lane) * 2) = {pairs[0], pairs[1], pairs[2], pairs[3]};
       }
     }

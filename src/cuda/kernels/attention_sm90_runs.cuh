@@ -22,15 +22,14 @@ DEVICE void fold_four(const Fold (&fold)[2], const float4& sums, float (&x)[4]) 
   x[0] = fold[0](sums.x, x[0]), x[1] = fold[0](sums.y, x[1]), x[2] = fold[1](sums.z, x[2]), x[3] = fold[1](sums.w, x[3]);
 }
 
-// A node of the tree that is not complete, as a thread of a warpgroup sees it.
+// A node of the tree that is not complete, as a thread of a warpgroup sees it, which computes kDims dims. kAtOnce: loads under way, as many
+// as there are registers for.
+template <int kDims, int kAtOnce, int kLevels = kRunLevels>
 class RunNode {
  public:
-  static constexpr int kAtOnce = 4;  // loads under way: registers are few
-
   DEVICE RunNode(const AttentionParams& p, int level) {
-    constexpr long kFloats = run_node_floats(kHeadDimV);
     const int thread = computed_here(int(threadIdx.x)), warpgroup = int(blockIdx.x) * kConsumers + thread / 128;
-    at_ = reinterpret_cast<float4*>(p.run_sums + (long(warpgroup) * kRunLevels + level) * kFloats) + thread % 128;
+    at_ = reinterpret_cast<float4*>(p.run_sums + (long(warpgroup) * kLevels + level) * kFloats) + thread % 128;
   }
 
   // `out`, with what it is relative to and its totals, becomes the node with it.
@@ -52,13 +51,14 @@ class RunNode {
 
   template <int n>
   DEVICE void put(const float (&reference)[2], const float (&total)[2], const float (&out)[n]) const {
-    static_assert((n + 4) * 128 <= run_node_floats(kHeadDimV));
+    static_assert((n + 4) * 128 <= kFloats);
     at_[n / 4 * 128] = {reference[0], reference[1], total[0], total[1]};
 #pragma unroll
     for (int i = 0; i < n / 4; ++i) at_[i * 128] = {out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]};
   }
 
  private:
+  static constexpr long kFloats = run_node_floats(kDims);
   float4* at_;
 };
 
@@ -70,7 +70,7 @@ DEVICE bool fold_piece(const AttentionParams& p, const RunPiece& piece, float (&
   const bool completes = piece.last || within + 1 == kPiecesTogether;  // a node of the first level
 #pragma unroll 1
   for (int level = 0; level < kRunLevels; ++level) {
-    const RunNode node(p, level);
+    const RunNode<kHeadDimV, 4> node(p, level);
     if (level == 0 ? within > 0 : piece.number >= kPiecesTogether) node.add_to(reference, total, out);
     if (level == 0 ? completes : piece.last) continue;
     node.put(reference, total, out);

@@ -180,7 +180,7 @@ class Widener {
     if (keys && first_part_ == 0 && lane_id() == 0 && tile_ == tile_from_end(tiles_of(item), 3))
       mbarrier_arrive(shared_address(&shared_.item_ends));
     if constexpr (kBlockSize > 0 && !kSmallPages) {
-      block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / kPage) : 0;
+      block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / u32(kPage)) : 0;
     }
   }
 
@@ -206,7 +206,7 @@ class Widener {
     const int boxes = __popc(__ballot_sync(kFullWarp, loads));
     if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);
     __syncwarp();
-    const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % kPage);
+    const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % u32(kPage));
     const u32 at = staged() + part * Part::kBytes + lane % kPartPages * (kPageRows * Part::kWidth);
 #pragma unroll
     for (int c = 0; loads && c < Part::kChunks; ++c)

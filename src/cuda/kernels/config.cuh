@@ -19,7 +19,7 @@ constexpr bool kHeadScales = false;                           // a scale for eac
 constexpr bool kSoftCap = false, kAlibi = false, kRelative = false, kSinks = false;
 constexpr int kTileRows = 16, kTileKeys = 64;               // of a thread block at a time
 constexpr int kItemRows = 16;                               // of a work item and kv head at most, unless a token has more
-constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share out rows, keys of a tile, dims of the output
+constexpr int kRowWarps = 1, kKeyWarps = 4, kDimWarps = 1;  // warps that share out rows, keys of a tile (1: prefill), dims of the output
 constexpr int kStages = 3;                                  // tiles of keys and values in shared memory
 constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocessor that registers have to suffice for
 
@@ -27,5 +27,6 @@ constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocess
 constexpr bool kFromBytes = false;  // the cache has bytes, whoever has widened them: values and weights are f16 then
 constexpr int kCluster = 1;         // thread blocks that share the keys of an item, and its rows among them: kTileRows each
 
-// attention_sm90_decode.cu, besides
-constexpr bool kMaps = true;  // TMA can read the keys and values
+// attention_sm90_decode.cu and attention_sm90_verify.cu, besides
+constexpr bool kMaps = true;     // TMA can read the keys and values
+constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers of keys and of values in shared memory, and kKeyWarps 0

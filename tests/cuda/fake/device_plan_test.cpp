@@ -146,7 +146,7 @@ TEST_F(DevicePlans, LaunchWhatTheLimitsAllow) {
   plan->run(in, out);
   std::string entries;
   for (const fake::Launch& l : fake::state().launches) entries += l.entry + " ";
-  EXPECT_EQ(entries, "copy_kv attention_sm80 merge attention_sm80 merge attention_sm80 ");
+  EXPECT_EQ(entries, "copy_kv attention_sm80 attention_sm80 attention_sm80 merge ");
   EXPECT_EQ(plan->str(), "cuda_sm80 (sm_90a): planned on the device, for at most 5 tokens");
   in.q.sizes[0] = 4;
   EXPECT_EQ(error_code([&] { plan->run(in, out); }), "run.q");

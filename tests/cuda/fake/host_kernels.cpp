@@ -187,10 +187,10 @@ void flatten_kv(const Launch& launch) {
     }
 }
 
-void merge(const AttentionParams& p, DType out_type) {
+void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
   std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
-  for (int i = 0; i < p.counts->num_merges; ++i) {
-    const MergeItem& m = p.merges[i];
+  for (int i = 0; i < list.counts->num_merges; ++i) {
+    const MergeItem& m = list.items[i];
     for (int token = m.q_begin; token < m.q_end; ++token)
       for (int head = 0; head < spec.num_q_heads; ++head) {
         Sums s;
@@ -207,7 +207,7 @@ void merge(const AttentionParams& p, DType out_type) {
 // A kernel whose warps share out keys joins the pieces of its items too, and leaves the counters for that as they were.
 void attention_and_merge(const Launch& launch, const AttentionParams& p, DType out_type) {
   attention(p, out_type);
-  if (launch.module.find("kWholeItems true") != std::string::npos) return merge(p, out_type);
+  if (launch.module.find("kWholeItems true") != std::string::npos) return merge(p, {p.merges, p.counts}, out_type);
   if (launch.module.find("kKeyWarps 1") != std::string::npos) return;
   for (int i = 0; i < p.counts->num_merges * p.num_kv_heads; ++i)
     if (p.arrivals[i] != 0) std::abort();
@@ -216,7 +216,7 @@ void attention_and_merge(const Launch& launch, const AttentionParams& p, DType o
     if ((w.partial < 0) != (w.merge < 0) || w.merge >= p.counts->num_merges) std::abort();
     if (w.merge >= 0 && p.merges[w.merge].q_begin != w.q_begin) std::abort();
   }
-  merge(p, out_type);
+  merge(p, {p.merges, p.counts}, out_type);
 }
 
 void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, long slot, int token, int head) {
@@ -332,7 +332,13 @@ void run_launch(const Launch& launch) {
   if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8")
     return attention(through_maps(launch), out, is_over_flat_keys(launch) ? flat_types() : CacheTypes{});
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
-  if (launch.entry == "merge") return merge(parameter<AttentionParams>(launch, 0), out);
+  if (launch.entry == "attention_sm90_verify") return attention(through_kv_maps(launch), out);
+  if (launch.entry == "merge") {
+    const auto& p = parameter<AttentionParams>(launch, 0);
+    for (const MergeList& list : p.merge_lists)
+      if (list.counts != nullptr) merge(p, list, out);
+    return;
+  }
   if (launch.entry.starts_with("write_kv"))
     return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
@@ -364,6 +370,7 @@ void run_on_host(const AttentionSpec& of) {
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_verify", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},

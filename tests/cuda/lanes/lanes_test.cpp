@@ -75,6 +75,7 @@ class LanesPlan final : public Plan {
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
     p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
+    p.merge_lists[1] = {p.merges, p.counts};
     int next_task = 0;
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
     p.next_task = &next_task, p.arrivals = arrivals.data();
@@ -94,8 +95,9 @@ class LanesPlan final : public Plan {
     std::vector<float> partial_out(rows * size_t(spec_.head_dim_v), NAN), partial_state(rows * 2, NAN);
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
     const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
-    std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v)),
-                                NAN);
+    const int64_t run_sums_each = variant_.is_verify() ? cuda::attention_sm90_verify_run_sums(spec_)
+                                                       : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
+    std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(run_sums_each), NAN);
     p.run_sums = run_sums.data();
 
     const Library attention = open_library(std::string("attention_") + variant_.name);
@@ -104,7 +106,8 @@ class LanesPlan final : public Plan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const TensorMap maps[3] = {variant_.has_wgmma() ? map_of_queries(in.q) : TensorMap{}, map_of(in.kv.k), map_of(in.kv.v)};
+    const TensorMap maps[3] = {variant_.has_wgmma() || variant_.is_verify() ? map_of_queries(in.q) : TensorMap{}, map_of(in.kv.k),
+                               map_of(in.kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
@@ -125,7 +128,7 @@ class LanesPlan final : public Plan {
             .element_bytes = size,
             .sizes = {q.size(2), q.size(1), q.size(0), 1},
             .strides = {size, long(q.stride(1)) * size, long(q.stride(0)) * size, 0},
-            .box = {box_bytes() / size, group, 64 / group, 1}};
+            .box = {box_bytes() / size, group, (variant_.is_verify() ? tiles_.rows : 64) / group, 1}};
   }
 
   TensorMap map_of(const TensorView& kv) const {

@@ -7,12 +7,13 @@
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
+#include "cuda/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {
 
-// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
-enum class Text { sm80, decode, decode_without_maps, wgmma, wgmma_e4m3 };
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90.cu, attention_sm90_fp8.cu
+enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps, wgmma, wgmma_e4m3 };
 
 struct Variant {
   const char* name;
@@ -22,12 +23,15 @@ struct Variant {
   Case c;
   Text text = Text::sm80;
 
+  bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool takes_runs() const { return text != Text::sm80 && (!has_wgmma() || cuda::runs_in_prefill(c.spec.head_dim_v)); }
   cuda::Sm90Tiles wgmma_tiles() const {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
+  cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
   cuda::AttentionTiles tiles() const {
+    if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, phase, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
@@ -35,6 +39,7 @@ struct Variant {
   cuda::KernelKey key() const {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
+    if (is_verify()) return cuda::attention_sm90_verify_key(arch, c.spec, c.out_dtype, verify_tiles(), text == Text::verify);
     return text == Text::sm80 ? cuda::attention_sm80_key(arch, c.spec, c.out_dtype, tiles())
                               : cuda::attention_sm90_decode_key(arch, c.spec, c.out_dtype, tiles(), text == Text::decode);
   }
@@ -104,6 +109,22 @@ inline std::vector<Variant> variants() {
   add_decode("tma_rows", 16, spec(DType::bf16, DType::bf16, 128, 72, 4, 6));
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
+
+  // attention_sm90_verify.cu: two crews, one whose warpgroups share rows, or dims; pieces of three levels of their tree.
+  const auto add_verify = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::verify) -> Case& {
+    Case& c = add(name, "sm_90a", KernelPhase::decode, 1, s);
+    c.requests = std::move(requests);
+    all.back().text = text;
+    return c;
+  };
+  add_verify("verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {{16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {40, 700, 3}, {1, 1, 4}})
+      .values = ValuePattern::rising;
+  Case& verify_rows = add_verify("verify_rows", spec(DType::f16, DType::f16, 72, 72, 12, 1), {{2, 90, 0}, {10, 330, 1}, {23, 400, 2}});
+  verify_rows.spec.mask.window_left = 140, verify_rows.spec.score.sinks = true;
+  Case& verify_dims = add_verify("verify_dims", spec(DType::bf16, DType::bf16, 256, 200, 2, 64), {{20, 300, 0}, {3, 1100, 1}});
+  verify_dims.spec.score.soft_cap = 20.f;
+  add_verify("verify_elements", spec(DType::bf16, DType::bf16, 192, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
+      .order = "lbhdt";
 
   // attention_sm90.cu and attention_sm90_fp8.cu: rows for a thread block and a few more, items of few rows, more rows than an item has.
   const auto add_wgmma = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::wgmma) -> Case& {

@@ -1,0 +1,76 @@
+// See attention_sm90_verify.h.
+#include "cuda/attention_sm90_verify.h"
+
+#include <algorithm>
+
+#include "cuda/attention_constants.h"
+#include "cuda/params.h"
+#include "cuda/tensor_map.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// Of a tile: more where products are short, and a turn is mostly waiting.
+int tile_keys(const AttentionSpec& spec, int rows) {
+  return std::max(spec.head_dim_qk, spec.head_dim_v) <= 64 && rows > kTeamRows ? 128 : 64;
+}
+constexpr int kChunkDims = kTensorMapLine / 2;          // of 16 bits
+constexpr int kSharedMemory = 227 << 10, kUnit = 1024;  // of a thread block; what a swizzle's pattern begins at
+constexpr int kMostStages = 6;
+
+int chunks(int dims) { return (dims + kChunkDims - 1) / kChunkDims; }
+bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kChunkDims; }
+
+bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
+  constexpr int kDimUnit = 8, kMostDims = 256;
+  const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
+  return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
+         spec.kv_format == KvFormat::strided && takes(spec.head_dim_qk) && takes(spec.head_dim_v) && spec.group_size() <= rows &&
+         !spec.mask.custom && spec.score.relative_buckets == 0;
+}
+
+}  // namespace
+
+std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec) {
+  // Rows for eight tokens: of a larger group two warpgroups have them. So they do where two crews would have too few stages.
+  const bool two = !shares_dims(spec) && (spec.group_size() > kTeamRows / 8 || spec.head_dim_qk > 2 * kChunkDims);
+  Sm90VerifyTiles tiles{.rows = two ? 2 * kTeamRows : kTeamRows, .crews = two || shares_dims(spec) ? 1 : 2};
+  if (!runs(arch, spec, tiles.rows)) return std::nullopt;
+  tiles.keys = tile_keys(spec, tiles.rows);
+  // As in the kernel: two places for queries, and what is small.
+  const int line = tiles.keys * kTensorMapLine, k = line * chunks(spec.head_dim_qk),
+            v = line * (shares_dims(spec) ? 4 : chunks(spec.head_dim_v));
+  const int room = kSharedMemory / tiles.crews / kUnit * kUnit - 2 * tiles.rows * kTensorMapLine * chunks(spec.head_dim_qk) - kUnit;
+  tiles.stages = tiles.value_stages = std::min(room / (k + v), kMostStages);
+  // Values stay half a turn longer.
+  if (tiles.stages < kMostStages && room - tiles.stages * (k + v) >= v) ++tiles.value_stages;
+  return tiles;
+}
+
+int64_t attention_sm90_verify_run_sums(const AttentionSpec& spec) {
+  const int levels = kVerifyLevels + (shares_dims(spec) && !has_plain_logits(spec));
+  return 2 * levels * run_node_floats(std::min(spec.head_dim_v, 2 * kChunkDims));
+}
+
+KernelKey attention_sm90_verify_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90VerifyTiles& tiles, bool maps) {
+  return {"attention_sm90_verify.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.rows},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 0},
+                               {"kStages", tiles.stages},
+                               {"kValueStages", tiles.value_stages},
+                               {"kBlocks", tiles.crews},
+                               {"kFromBytes", false},
+                               {"kMaps", maps}})};
+}
+
+bool attention_sm90_verify_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  const Sm90VerifyTiles tiles = *attention_sm90_verify_tiles("sm_90a", spec);
+  if (!encode_query_map(maps.q, spec, q, tiles.rows)) return false;
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
+  return encode_kv_map(maps.k, kv.k, tiles.keys) && encode_kv_map(maps.v, kv.v, tiles.keys);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,100 @@
+#pragma once
+// A warp that streams the keys and values of items, tile by tile, into a ring of stages in shared memory: through TMA, row by row where
+// pages are small, or element by element where no map describes a tensor. For kernels that wait for the memory, decode and verify.
+#include "async.cuh"
+#include "attention_item.cuh"
+#include "eight.cuh"
+#include "tile_rows.cuh"
+
+namespace imbrex::cuda {
+
+// A multiprocessor has room for kBlocks crews, each a warp that loads and those that compute. They are one thread block, so that a lone
+// request's tasks come to lie on different ones, also where the block of another launch still occupies some. They have nothing in common
+// but that.
+constexpr int kCrews = kBlocks;
+constexpr int kStreamBytes = kKvType == kE4m3 || kKvType == kE5m2 ? 1 : 2, kStreamPiece = 16 / kStreamBytes;  // of an element; dims
+constexpr int kChunkDims = 128 / kStreamBytes;  // of a box: the swizzle's width
+constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = (kHeadDimV + kChunkDims - 1) / kChunkDims;
+constexpr int kChunkBytes = kTileKeys * 128;
+constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
+
+// Groups of rows at a time, of small pages: as many as registers are there for where consumers have most of them.
+constexpr int kUnrolled = kKeyWarps == 0 && kCrews == 1 ? 2 : 8;
+
+// Where a piece of 16 bytes lies: 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
+DEVICE u32 swizzled_piece(int row, int piece, int chunk_bytes) { return piece / 8 * chunk_bytes + row * 128 + (piece % 8 ^ row % 8) * 16; }
+
+// What a lane loads of a tile: the keys of a page.
+struct Box {
+  int key, block;
+  bool loads;
+  RowBlocks rows;  // instead, where pages are small
+};
+DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
+  const int lane = lane_id();
+  Box box{tile * kTileKeys + lane * kPageRows, 0, false, {}};
+  if constexpr (kMaps && kSmallPages) {
+    box.rows = row_blocks(p, item.first_block, tile * kTileKeys, item.lo, item.hi);
+    return box;
+  }
+  box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
+  if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
+  return box;
+}
+
+// A tile of keys or of values by the warp, a box a lane.
+template <int chunks>
+DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
+  const int lane = lane_id(), boxes = __popc(__ballot_sync(kFullWarp, box.loads));
+  if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * 128 * chunks);
+  __syncwarp();
+  if (!box.loads) return;
+  const int offset = kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
+#pragma unroll
+  for (int c = 0; c < chunks; ++c)
+    tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, map, full, l2, c * kChunkDims, offset, item.kv_head, box.block);
+}
+
+// Likewise where no map describes the tensor: element by element.
+template <int dim, int chunks>
+DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const Item& item, int begin, u32 to, u32 full) {
+  constexpr int kEights = chunks * kChunkDims / 8;
+  const char* const head = side.data + item.kv_head * side.head_stride;
+#pragma unroll 1
+  for (int i = lane_id(); i < kTileKeys * kEights; i += 32) {
+    const int row = i / kEights, d = i % kEights * 8, key = begin + row;
+    Eight<kKvType> e = {};
+    if (d < dim && key >= item.lo && key < item.hi) {
+      const char* from = head + d * side.dim_stride;
+      if constexpr (kBlockSize == 0) {
+        from += (item.first_block + key) * side.token_stride;
+      } else {
+        from += p.block_ids[item.first_block + u32(key) / u32(kPage)] * side.block_stride + u32(key) % u32(kPage) * side.token_stride;
+      }
+      e = load_eight<kKvType, false>(from, side.dim_stride);
+    }
+    const u32 at = to + swizzled_piece(row, d / kStreamPiece, kChunkBytes);
+    if constexpr (kStreamBytes == 1) {
+      store_shared(at + d % kStreamPiece, uint2{e.words[0], e.words[1]});
+    } else {
+      store_shared(at, uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
+    }
+  }
+  mbarrier_arrive(full);
+}
+
+// The tile of a box, of keys or of values.
+template <int dim, int chunks>
+DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, const Item& item, const Box& box, u32 to,
+                      u32 full, u64 l2) {
+  const int begin = box.key - lane_id() * kPageRows;
+  if constexpr (!kMaps) {
+    load_elements<dim, chunks>(p, side, item, begin, to, full);
+  } else if constexpr (kSmallPages) {
+    copy_rows<dim * kStreamBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to, full);
+  } else {
+    load_boxes<chunks>(map, item, box, to, full, l2);
+  }
+}
+
+}  // namespace imbrex::cuda
