@@ -25,15 +25,16 @@ bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
-         spec.kv_format == KvFormat::strided && takes(spec.head_dim_qk) && takes(spec.head_dim_v) && spec.group_size() <= rows &&
-         !spec.mask.custom && spec.score.relative_buckets == 0;
+         spec.kv_format == KvFormat::strided && takes(spec.head_dim_qk) && takes(spec.head_dim_v) &&
+         (spec.head_dim_qk <= 2 * kChunkDims || shares_dims(spec)) && spec.group_size() <= rows && !spec.mask.custom &&
+         spec.score.relative_buckets == 0;
 }
 
 }  // namespace
 
 std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec) {
-  // Rows for eight tokens: of a larger group two warpgroups have them. So they do where two crews would have too few stages.
-  const bool two = !shares_dims(spec) && (spec.group_size() > kTeamRows / 8 || spec.head_dim_qk > 2 * kChunkDims);
+  // Rows for eight tokens: of a larger group two warpgroups have them.
+  const bool two = !shares_dims(spec) && spec.group_size() > kTeamRows / 8;
   Sm90VerifyTiles tiles{.rows = two ? 2 * kTeamRows : kTeamRows, .crews = two || shares_dims(spec) ? 1 : 2};
   if (!runs(arch, spec, tiles.rows)) return std::nullopt;
   tiles.keys = tile_keys(spec, tiles.rows);

@@ -119,7 +119,7 @@ struct PlanBatchParams {
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
-constexpr int kMergeThreads = 256, kMergeShares = 8;  // shares: tasks that the rows of an item and kv head are
+constexpr int kMergeThreads = 256, kMergeShares = 16;  // shares: tasks that the rows of an item and kv head are
 
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
 constexpr int kRunLevels = 2, kMostInPrefillRun = 16;

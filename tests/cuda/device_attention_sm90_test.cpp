@@ -176,7 +176,7 @@ TEST_P(DeviceAttentionSm90, AgreesWithTheReference) {
   a.work = work.as<WorkItem>();
   a.counts = count.as<PlanCounts>();
   a.next_task = task.as<int>();
-  a.num_kv_heads = spec.num_kv_heads;
+  a.num_kv_heads = a.kv_heads_now = spec.num_kv_heads;
   a.scale = spec.scale();
   a.soft_cap = spec.score.soft_cap;
   a.window_left = spec.mask.window_left;

@@ -30,6 +30,11 @@ AttentionSpec few_heads(int q_heads, int kv_heads, int dim, DType kv = DType::bf
           .block_size = page};
 }
 
+AttentionSpec capped(AttentionSpec spec) {
+  spec.score.soft_cap = 30.f;
+  return spec;
+}
+
 const Layer kLayers[] = {
     {"heads8_1", few_heads(8, 1, 128)},
     {"heads8_1_sm80", few_heads(8, 1, 128), 1, "cuda_sm80"},
@@ -49,6 +54,13 @@ const Layer kLayers[] = {
     {"heads16_2_d64_flat_page1", few_heads(16, 2, 64, DType::bf16, DType::bf16, 1), 110},  // flat keys, as long as there is room
     {"heads8_1_flat_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 90},
     {"heads8_2_flat_e4m3_page1", few_heads(8, 2, 128, DType::fp8_e4m3, DType::bf16, 1), 70},
+    {"heads8_1_verify_page1", few_heads(8, 1, 128, DType::bf16, DType::bf16, 1), 8},
+    {"heads16_1_verify", few_heads(16, 1, 128), 6},
+    {"heads12_1_d64_verify", few_heads(12, 1, 64), 10},
+    {"heads4_2_d256_cap_verify", capped(few_heads(4, 2, 256)), 20},
+    {"heads8_1_verify_unaligned", few_heads(8, 1, 128), 7, "cuda_sm90", 1},
+    {"heads71_1_d64", few_heads(71, 1, 64)},
+    {"heads40_1", few_heads(40, 1, 128)},
     {"heads8_1_extend_unaligned", few_heads(8, 1, 128), 30, "cuda_sm90", 1},
 };
 

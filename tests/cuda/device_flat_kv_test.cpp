@@ -49,7 +49,7 @@ const FlatProblem kFlatProblems[] = {
     {"e4m3_page64_dim64", spec_of(16, 4, 64, kBytes, 64), kMixed, kMixedKeys, " 4 kv heads"},
     {"e4m3_page16_dim256", spec_of(8, 2, 256, kBytes, 16), kMixed, kMixedKeys, " 2 kv heads"},
     {"e4m3_page1", spec_of(8, 2, 128, kBytes, 1), kMixed, kMixedKeys, " 2 kv heads"},
-    {"e4m3_page1_dim64_short", spec_of(8, 2, 64, kBytes, 1), {70, 9, 90}, {90, 2000, 512}, " 2 kv heads"},
+    {"e4m3_page1_dim64_short", spec_of(8, 2, 64, kBytes, 1), {250, 9, 290}, {250, 2000, 512}, " 2 kv heads"},
     {"e4m3_page5_window", spec_of(8, 2, 128, kBytes, 5, {.window_left = 300}), kMixed, kMixedKeys, " 2 kv heads"},
     {"e4m3_rounds", spec_of(32, 8, 128, kBytes, 16), {600, 400}, {30000, 5000}, " 2 kv heads"},
     {"page1_rounds", spec_of(32, 8, 128, kWords, 1), {600, 400}, {16000, 5000}, " 4 kv heads"},

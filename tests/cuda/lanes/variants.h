@@ -119,11 +119,11 @@ inline std::vector<Variant> variants() {
   };
   add_verify("verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {{16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {40, 700, 3}, {1, 1, 4}})
       .values = ValuePattern::rising;
-  Case& verify_rows = add_verify("verify_rows", spec(DType::f16, DType::f16, 72, 72, 12, 1), {{2, 90, 0}, {10, 330, 1}, {23, 400, 2}});
+  Case& verify_rows = add_verify("verify_rows", spec(DType::f16, DType::f16, 64, 64, 12, 1), {{2, 90, 0}, {10, 330, 1}, {23, 400, 2}});
   verify_rows.spec.mask.window_left = 140, verify_rows.spec.score.sinks = true;
   Case& verify_dims = add_verify("verify_dims", spec(DType::bf16, DType::bf16, 256, 200, 2, 64), {{20, 300, 0}, {3, 1100, 1}});
   verify_dims.spec.score.soft_cap = 20.f;
-  add_verify("verify_elements", spec(DType::bf16, DType::bf16, 192, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
+  add_verify("verify_elements", spec(DType::bf16, DType::bf16, 120, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
       .order = "lbhdt";
 
   // attention_sm90.cu and attention_sm90_fp8.cu: rows for a thread block and a few more, items of few rows, more rows than an item has.
