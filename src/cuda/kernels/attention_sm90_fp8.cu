@@ -113,8 +113,8 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool together = shared.together[entry], wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
-      const Page page{wanted && (!together || loads_page(lane)), block, kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)),
-                      item.kv_head};
+      const Page page{wanted && (!together || loads_page(lane)), block,
+                      kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)), item.kv_head};
       block = tile > tiles.first ? block_of(tile - 1) : 0;
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
       load_tile(shared_address(shared.k[kv.at]), k_map, shared_address(&shared.k_full[kv.at]), kQChunks, pages, together, page);
