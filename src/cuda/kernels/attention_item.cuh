@@ -11,7 +11,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kFar = 1 << 29;  // beyond any sequence, and its sum with a position is still an int
+constexpr int kFar = 1 << 29;                                 // beyond any sequence, and its sum with a position is still an int
 constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out rows and nothing else
 constexpr int kPage = kBlockSize > 0 ? kBlockSize : 1;        // ragged keys have none; a divisor all the same
 constexpr int kTaskRows = kTileRows * kCluster;

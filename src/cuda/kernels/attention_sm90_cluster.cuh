@@ -167,7 +167,6 @@ class Tasks {
 // waits for the whole of it, 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's work.
 DEVICE int tile_from_end(const Tiles& tiles, int n) { return min(tiles.end, tiles.first + n) - 1; }
 
-
 // In front of the first use of barriers, which other blocks may use too.
 DEVICE void begin_cluster() {
   if constexpr (kCluster == 1) {
