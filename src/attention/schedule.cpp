@@ -180,7 +180,8 @@ ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& l
                         .num_merges = std::min(requests * splits.merges, items),
                         .num_partial_rows = std::min(requests * splits.partial_rows, tokens * splits.pieces)};
   if (policy.runs && policy.few_splits) {
-    const int64_t most = int64_t(most_splits_each(policy.split_kv_each > 0)) * std::max(policy.num_workers, 1);  // of items with tile_q query tokens
+    const int64_t most =
+        int64_t(most_splits_each(policy.split_kv_each > 0)) * std::max(policy.num_workers, 1);  // of items with tile_q query tokens
     bounds.num_work = std::min(bounds.num_work, items + most * policy.items_each);
     bounds.num_merges = std::min(bounds.num_merges, most * policy.items_each);
     bounds.num_partial_rows = std::min(bounds.num_partial_rows, most * policy.tile_q);
