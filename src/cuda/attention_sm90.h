@@ -18,6 +18,8 @@ struct Sm90Tiles {
   int item_rows() const { return rows * cluster * row_blocks; }
   unsigned threads() const { return unsigned(128 * (teams + 1)); }
 };
+// Shared memory of a thread block, and what a swizzle's pattern begins at; bytes.
+constexpr int kSm90SharedMemory = 227 << 10, kSm90SharedUnit = 1024;
 constexpr int kTeamRows = 64;  // of a product of a warpgroup, which takes as many of them as whole tokens have
 int sm90_team_rows(const AttentionSpec&);
 // Thread blocks that read the same keys from L2 once: those of an item's rows, which see nearly the same, or of different kv heads.

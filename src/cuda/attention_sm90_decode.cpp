@@ -9,8 +9,6 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int kKeyWarps = 4;
-constexpr int kSharedMemory = 227 << 10;  // of a thread block
-constexpr int kSharedUnit = 1024;         // a crew's begins at a multiple: of a swizzle's pattern
 
 int lines(int dims, DType t) { return (dims * int(size_of(t)) + kTensorMapLine - 1) / kTensorMapLine; }
 // 16 of them, or 32 in bytes, are one warp's.
@@ -34,7 +32,7 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   constexpr int kSlots = 4, kRowState = 4 * 16 + kSlots * 20, kRest = 1024;
   const int rest = rows * (q_slots * row_bytes((spec.head_dim_qk + 15) / 16 * 16) + 2 * row_bytes(keys) + kRowState) + kRest;
   for (int crews = rows > 16 ? 1 : 2; crews > 0; --crews) {
-    const int stages = (kSharedMemory / crews / kSharedUnit * kSharedUnit - rest) / stage;
+    const int stages = (kSm90SharedMemory / crews / kSm90SharedUnit * kSm90SharedUnit - rest) / stage;
     if (stages >= (crews == 2 ? 3 : 2)) return AttentionTiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
   }
   return std::nullopt;

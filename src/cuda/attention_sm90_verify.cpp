@@ -14,8 +14,7 @@ namespace {
 int tile_keys(const AttentionSpec& spec, int rows) {
   return std::max(spec.head_dim_qk, spec.head_dim_v) <= 64 && rows > kTeamRows ? 128 : 64;
 }
-constexpr int kChunkDims = kTensorMapLine / 2;          // of 16 bits
-constexpr int kSharedMemory = 227 << 10, kUnit = 1024;  // of a thread block; what a swizzle's pattern begins at
+constexpr int kChunkDims = kTensorMapLine / 2;  // of 16 bits
 constexpr int kMostStages = 6;
 
 int chunks(int dims) { return (dims + kChunkDims - 1) / kChunkDims; }
@@ -41,7 +40,8 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
   // As in the kernel: two places for queries, and what is small.
   const int line = tiles.keys * kTensorMapLine, k = line * chunks(spec.head_dim_qk),
             v = line * (shares_dims(spec) ? 4 : chunks(spec.head_dim_v));
-  const int room = kSharedMemory / tiles.crews / kUnit * kUnit - 2 * tiles.rows * kTensorMapLine * chunks(spec.head_dim_qk) - kUnit;
+  const int room = kSm90SharedMemory / tiles.crews / kSm90SharedUnit * kSm90SharedUnit -
+                   2 * tiles.rows * kTensorMapLine * chunks(spec.head_dim_qk) - kSm90SharedUnit;
   tiles.stages = tiles.value_stages = std::min(room / (k + v), kMostStages);
   // Values stay half a turn longer.
   if (tiles.stages < kMostStages && room - tiles.stages * (k + v) >= v) ++tiles.value_stages;
