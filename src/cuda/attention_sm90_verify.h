@@ -15,10 +15,9 @@ struct Sm90VerifyTiles {
   int crews;                 // of a thread block, each with items of its own
 };
 
-// nullopt: the kernel does not run such layers. It takes 16-bit keys of the queries' type, dims that are multiples of 8 up to 256 (keys
-// of more than 128 with such values only), groups
-// of up to 128 q heads (64 where values have more than 128 dims), and all masks and modifications of logits but custom masks and relative
-// bias.
+// nullopt: the kernel does not run such layers. It takes 16-bit keys of the queries' type, dims that are multiples of 8 up to 256 (where
+// keys have more than 128, values do too), groups of up to 128 q heads (64 where values have more than 128 dims), and all masks and
+// modifications of logits but custom masks and relative bias.
 std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch, const AttentionSpec&);
 constexpr unsigned kSm90VerifyThreads = 384;
 constexpr int kMostInVerifyRun = kMostInRun;
