@@ -149,8 +149,8 @@ inline long soonest_run(const CutRules& rules, long keys, long items, int q_len,
     const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
     if (rules.few_splits && tasks > most_tasks_each(verify) * workers && pieces < rules.most_in_run) continue;
     const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
-    long joined = splits * (tasks > workers ? joined_before : joined_last);
-    if (verify) joined = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
+    const long by_launch = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
+    const long joined = verify ? by_launch : splits * (tasks > workers ? joined_before : joined_last);
     const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + joined;
     if (best == 0 || (time < soonest && run <= 4l * rules.longest_kv)) best = run, soonest = time;
   }

@@ -10,12 +10,13 @@
 namespace imbrex::cuda {
 namespace {
 
+constexpr int kChunkDims = kTensorMapLine / 2;  // of 16 bits
+constexpr int kMostStages = 6;
+
 // Of a tile: more where products are short, and a turn is mostly waiting.
 int tile_keys(const AttentionSpec& spec, int rows) {
   return std::max(spec.head_dim_qk, spec.head_dim_v) <= 64 && rows > kTeamRows ? 128 : 64;
 }
-constexpr int kChunkDims = kTensorMapLine / 2;  // of 16 bits
-constexpr int kMostStages = 6;
 
 int chunks(int dims) { return (dims + kChunkDims - 1) / kChunkDims; }
 bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kChunkDims; }
@@ -37,7 +38,7 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
   Sm90VerifyTiles tiles{.rows = two ? 2 * kTeamRows : kTeamRows, .crews = two || shares_dims(spec) ? 1 : 2};
   if (!runs(arch, spec, tiles.rows)) return std::nullopt;
   tiles.keys = tile_keys(spec, tiles.rows);
-  // As in the kernel: two places for queries, and what is small.
+  // As in the kernel: two places for queries, and a unit for barriers and items.
   const int line = tiles.keys * kTensorMapLine, k = line * chunks(spec.head_dim_qk),
             v = line * (shares_dims(spec) ? 4 : chunks(spec.head_dim_v));
   const int room = kSm90SharedMemory / tiles.crews / kSm90SharedUnit * kSm90SharedUnit -

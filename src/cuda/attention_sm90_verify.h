@@ -5,7 +5,6 @@
 #include <string_view>
 
 #include "cuda/attention_sm90.h"
-#include "imbrex/work.h"
 
 namespace imbrex::cuda {
 
@@ -20,7 +19,6 @@ struct Sm90VerifyTiles {
 // modifications of logits but custom masks and relative bias.
 std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch, const AttentionSpec&);
 constexpr unsigned kSm90VerifyThreads = 384;
-constexpr int kMostInVerifyRun = kMostInRun;
 int64_t attention_sm90_verify_run_sums(const AttentionSpec&);  // floats of a thread block: AttentionParams::run_sums
 // Entry `attention_sm90_verify`. Parameters: AttentionParams, then the maps of q, k and v. `maps`: whether it reads through
 // them; otherwise it reads tensors of any strides, slower, and computes the same bits.

@@ -100,7 +100,6 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
                      .runs = true,
-                     .most_in_run = kMostInVerifyRun,
                      .blocks = tiles->crews,
                      .blocks_each = shares_pace ? tiles->crews : 1,
                      .merged = true},

@@ -13,13 +13,14 @@ struct LeastPiece {
 };
 constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
 // Where a launch of its own joins what runs leave. Prefill: four tiles of products for each time that sums go to memory and back. Verify:
-// no more traffic of partial results than of keys.
+// as many keys as have the bytes of the partial results, or more.
 constexpr int kLeastOfPrefillRuns = 512;
 constexpr LeastPiece kLeastOfMergedRuns{256, 100};
 // Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
 // partial results of so many keys a seventh as long.
 constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
-constexpr int kMostGroup = 64;    // q heads: of larger ones, every request would leave as many partial results as this many
+// Q heads that a tile of any shape has rows for. A larger group is several heads, as far as filling the GPU goes: fewer pieces do it.
+constexpr int kMostGroup = 64;
 constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
 constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
 constexpr int kL2Percent = 60;    // for keys and values; queries and outputs pass through the rest

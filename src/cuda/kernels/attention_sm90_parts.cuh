@@ -9,7 +9,7 @@
 namespace imbrex::cuda {
 
 // Warpgroups that compute, and the rows of each: 64, or, where TMA brings queries, as many of these as whole tokens have. What it computes
-// for those behind them is anything, and stays within their rows.
+// for those behind them is anything, and stays within their rows. In verify there are two, which need not share out an item's rows.
 constexpr int kTeamRows = kPrefill ? 64 / kGroup * kGroup : 64, kConsumers = kPrefill ? kTileRows / kTeamRows : 2;
 static_assert(kTeamRows > 0 && kTileRows % kTeamRows == 0);
 

@@ -28,11 +28,11 @@ DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024,
 struct Sums {
   float reference[2], total[2], out[kTeamDims / 2];
 
-  DEVICE void clear() {
+  DEVICE void clear(float none) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, total[h] = kNoSum;
+    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, total[h] = none;
 #pragma unroll
-    for (float& x : out) x = kNoSum;
+    for (float& x : out) x = none;
   }
 };
 
@@ -165,10 +165,7 @@ class Consumer {
     const auto is_whole = [&](int tile) { return (!kWindow || tile >= whole_first) && tile < whole_end; };
 
     Sums piece, node;  // of the tree of pieces, one that is not complete
-    piece.clear(), node.clear();
-    piece.total[0] = piece.total[1] = 0.f;
-#pragma unroll
-    for (float& x : piece.out) x = 0.f;
+    piece.clear(0.f), node.clear(kNoSum);
     int pieces = 0, left = piece_tiles;  // pieces that are done; tiles of the one at work
     float factor[2];
     {
@@ -233,7 +230,7 @@ class Consumer {
 
   // What a piece has come to joins the node, and a complete node those before it. `last`: of the item, whose sums are then in `node`.
   DEVICE void end_piece(const Sums& piece, const float (&reference)[2], const float (&total)[2], Sums& node, int& pieces, bool last) const {
-    if constexpr (!kNodeKept) node.clear();
+    if constexpr (!kNodeKept) node.clear(kNoSum);
     const Fold fold[2] = {{node.reference[0], reference[0]}, {node.reference[1], reference[1]}};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -253,8 +250,7 @@ class Consumer {
       before.put(node.reference, node.total, node.out);
       break;
     }
-    if (last) return;
-    node.clear();
+    if (!last) node.clear(kNoSum);
   }
 
   const AttentionParams& p_;
