@@ -33,6 +33,7 @@ struct SchedulePolicy {
   // A tile has 256 pieces at most then: where there are more, the tree would be another one for long runs.
   bool runs = false;
   int most_in_run = kMostInRun;  // pieces of a run at most: 4, 16 or 64
+  int most_partial_rows = 0;     // runs become longer where partial rows would end behind this number, as far as most_in_run allows; 0: off
   bool few_splits = false;       // the splits of a list are bounded for each worker; needs max_splits <= most_in_run, and no longest_kv
   int items_each = 1;    // items that a worker runs at a time where none has more than tile_q / items_each query tokens; divides tile_q
   int workers_each = 1;  // of num_workers, those that share a multiprocessor, and its pace

@@ -9,7 +9,7 @@ namespace imbrex {
 struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, split_kv_each, min_q, max_q;
-  int num_workers, items_each, workers_each, most_in_run;
+  int num_workers, items_each, workers_each, most_in_run, most_partial_rows;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal, runs, few_splits;
   int window_left, window_right, chunk;
@@ -175,6 +175,17 @@ inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   return {drift ? rules.longest_kv : load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
 }
 
+// Where the partial rows of a list end at `rows`, behind most_partial_rows: longer runs, which do with fewer. False where all are as long
+// as they can be, or may stay as they are.
+inline bool lengthen(const CutRules& rules, const Load& load, long rows, RunLengths& lengths) {
+  if (!rules.runs || rules.most_partial_rows == 0 || rows <= rules.most_partial_rows) return false;
+  const long most = 2 * load.longest, least = load.longest / kMostInRun + 1;  // twice: pieces are rounded up to tiles
+  if (smaller(lengths.of_full, lengths.of_rest) >= most) return false;
+  lengths.of_full = clamped(2 * lengths.of_full, least, most);
+  lengths.of_rest = clamped(2 * lengths.of_rest, least, most);
+  return true;
+}
+
 // Makes the pieces of an item runs: the longest ones that are not too long. This alone depends on the load, and no result does: a thread
 // block adds up the pieces of a run as the item's merge adds up splits.
 inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
@@ -193,6 +204,9 @@ inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
   }
 }
 
+inline long partial_rows(const CutItem& item) {
+  return item.num_splits == 1 ? 0 : long(item.num_splits) * (item.whole.q_end - item.whole.q_begin);
+}
 // Of an item in several splits whose partial rows are given out.
 inline MergeItem merge_of(const CutItem& item) { return {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_splits}; }
 

@@ -29,6 +29,17 @@ int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePoli
   return int(std::min<int64_t>(tiles * policy.tile_kv, INT32_MAX / 2 / policy.tile_kv * policy.tile_kv));
 }
 
+// Partial rows of a list whose pieces become runs of such lengths. Only counted where there is a limit.
+int64_t rows_of_runs(const CutRules& rules, std::span<const CutItem> items, const RunLengths& lengths) {
+  int64_t rows = 0;
+  int number = 0;
+  for (CutItem item : rules.most_partial_rows > 0 ? items : std::span<const CutItem>()) {
+    make_runs(rules, item, longest_run(lengths, number++));
+    rows += partial_rows(item);
+  }
+  return rows;
+}
+
 // Calls visit(bucket, count, first) for the splits of an item that cost the same.
 template <class Visit>
 void for_splits(const CutItem& item, const Visit& visit) {
@@ -56,6 +67,7 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .items_each = policy.items_each,
           .workers_each = policy.workers_each,
           .most_in_run = policy.most_in_run,
+          .most_partial_rows = policy.most_partial_rows,
           .balanced_piece = 0,
           .causal = mask.causal,
           .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
@@ -86,8 +98,10 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
       add_item(load, item);
     }
   }
+  RunLengths lengths = run_lengths(rules, load);
+  while (lengthen(rules, load, policy.first_partial + rows_of_runs(rules, out.items, lengths), lengths)) {
+  }
   int rows = policy.first_partial, number = 0;
-  const RunLengths lengths = run_lengths(rules, load);
   for (CutItem& item : out.items) {
     make_runs(rules, item, longest_run(lengths, number++));
     out.num_work += item.num_splits;
@@ -95,7 +109,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     item.whole.partial = rows;
     item.whole.merge = int(out.merges.size());
     out.merges.push_back(merge_of(item));
-    rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
+    rows += int(partial_rows(item));
   }
   out.num_partial_rows = rows - policy.first_partial;
 }
@@ -136,11 +150,16 @@ QueryRange cut_queries(const SchedulePolicy& policy, const PlanLimits& limits) {
   return {std::max(policy.min_q, 1), std::min({limits.max_num_tokens, policy.max_q, longest})};
 }
 
+bool limits_rows(const SchedulePolicy& policy) {
+  return policy.runs && !policy.balanced && policy.max_splits > 0 && policy.most_partial_rows > 0;
+}
+
 int64_t tiles_of(const SchedulePolicy& policy, int64_t q) { return (q + policy.tile_q - 1) / policy.tile_q; }
 
 // The most that splitting makes of one request.
 struct Splits {
   int64_t merges = 0, extra_items = 0, partial_rows = 0, pieces = 0;  // pieces: of an item
+  int64_t least_rows = 0;                                             // of partial_rows, where runs are as long as they can be
 };
 Splits most_splits(const SchedulePolicy& policy, const PlanLimits& limits) {
   const auto [least, most] = cut_queries(policy, limits);
@@ -155,6 +174,7 @@ Splits most_splits(const SchedulePolicy& policy, const PlanLimits& limits) {
     splits.extra_items = std::max(splits.extra_items, tiles_of(policy, q) * (pieces - 1));
     splits.partial_rows = std::max(splits.partial_rows, q * pieces);
     splits.pieces = std::max(splits.pieces, pieces);
+    if (pieces > policy.most_in_run) splits.least_rows = std::max(splits.least_rows, q * ((pieces - 1) / policy.most_in_run + 1));
   }
   return splits;
 }
@@ -183,20 +203,24 @@ ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& l
     const int64_t most =
         int64_t(most_splits_each(policy.split_kv_each > 0)) * std::max(policy.num_workers, 1);  // of items with tile_q query tokens
     bounds.num_work = std::min(bounds.num_work, items + most * policy.items_each);
-    bounds.num_merges = std::min(bounds.num_merges, most * policy.items_each);
     bounds.num_partial_rows = std::min(bounds.num_partial_rows, most * policy.tile_q);
   }
+  if (limits_rows(policy))
+    bounds.num_partial_rows = std::min(bounds.num_partial_rows, std::max<int64_t>(policy.most_partial_rows, requests * splits.least_rows));
   return bounds;
 }
 
 int64_t partial_rows_bound(std::span<const SchedulePolicy> policies, const PlanLimits& limits) {
-  int64_t few = 0, sum = 0, rows = 0, pieces = 0;
+  int64_t sum = 0, rows = 0, pieces = 0;              // of lists without a limit of rows
+  int64_t limited = 0, last_end = 0, least_rows = 0;  // of those with one, which counts from the first row of all
   bool balanced = false;
   for (const SchedulePolicy& policy : policies) {
     const Splits splits = most_splits(policy, limits);
     const int64_t most = schedule_bounds(policy, limits).num_partial_rows;
-    if (policy.runs && policy.few_splits) {
-      few += most;
+    if (limits_rows(policy)) {
+      limited += most;
+      last_end = std::max<int64_t>(last_end, policy.most_partial_rows);
+      least_rows += std::max(limits.max_num_reqs, 0) * splits.least_rows;
       continue;
     }
     sum += most;
@@ -204,8 +228,9 @@ int64_t partial_rows_bound(std::span<const SchedulePolicy> policies, const PlanL
     pieces = std::max(pieces, splits.pieces);
     balanced = balanced || policy.balanced;
   }
-  if (balanced) return few + sum;
-  return few + std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
+  limited = std::min(limited, last_end + least_rows);
+  if (balanced) return limited + sum;
+  return limited + std::min({sum, std::max(limits.max_num_reqs, 0) * rows, std::max(limits.max_num_tokens, 0) * pieces});
 }
 
 }  // namespace imbrex

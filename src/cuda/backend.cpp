@@ -84,7 +84,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
     return {.entry = kernel.entry,
             .tile = {.rows = tiles.item_rows(),
                      .keys = tiles.keys,
-                     .runs = runs_in_prefill(spec.head_dim_v),
+                     .runs = true,
                      .most_in_run = kMostInPrefillRun,
                      .blocks = 1,
                      .cluster = tiles.cluster * tiles.row_blocks,
@@ -92,7 +92,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .threads = tiles.threads(),
             .cluster = unsigned(tiles.cluster),
             .row_blocks = tiles.row_blocks,
-            .run_sums = !runs_in_prefill(spec.head_dim_v) ? 0 : tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
+            .run_sums = tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
             .maps = kernel.maps};
   }
   if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) {

@@ -23,7 +23,10 @@ constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
 constexpr int kMostGroup = 64;
 constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
 constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
-constexpr int kL2Percent = 60;    // for keys and values; queries and outputs pass through the rest
+// Partial rows that a plan has room for, in those of a tile for each worker. Each shape may use them up to an end of its own, and leaves
+// what it does not need to the next.
+constexpr int kMostPartialTiles[kNumShapes] = {4, 3, 1};
+constexpr int kL2Percent = 60;  // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
@@ -75,6 +78,11 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
       p.max_split_rows = p.num_workers * p.tile_q;
       p.split_max_q = std::max(1, p.max_split_rows / 2);
     }
+  }
+  int64_t most_partial_rows = 0;
+  for (const Shape shape : kShapes) {
+    most_partial_rows += int64_t(kMostPartialTiles[shape]) * policies[shape].num_workers * policies[shape].tile_q;
+    policies[shape].most_partial_rows = int(std::min<int64_t>(most_partial_rows, INT32_MAX));
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;

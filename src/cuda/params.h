@@ -124,7 +124,6 @@ constexpr int kMergeThreads = 256, kMergeShares = 16;  // shares: tasks that the
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
 constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
 constexpr int kVerifyLevels = 2;  // and likewise in verify, or one more
-constexpr bool runs_in_prefill(int head_dim_v) { return head_dim_v <= 128; }
 constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
 
 struct MergeList {  // of a shape

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <utility>
 #include <vector>
 
 #include "attention/random_lengths.h"
@@ -30,6 +31,7 @@ SchedulePolicy random_policy(Random& random) {
   p.max_q = random.of({4, 16, INT32_MAX});
   p.first_partial = random.of({0, 100});
   p.runs = random.of({0, 1}) != 0;
+  p.most_partial_rows = random.of({0, 0, 20, 150});
   if (p.runs && !p.balanced && random.of({0, 1}) != 0) {
     p.few_splits = true;
     p.longest_kv = INT32_MAX, p.most_in_run = 16, p.max_splits = random.between(1, 16);
@@ -142,6 +144,38 @@ TEST(ScheduleBounds, TwoListsShareThePartialRows) {
   for (const WorkItem& w : a.work) EXPECT_LT(w.partial, rows);
   for (const WorkItem& w : b.work) EXPECT_GE(w.partial, rows);
   for (const MergeItem& m : b.merges) EXPECT_GE(m.first_partial, rows);
+}
+
+// Three lists behind each other: what one leaves, the next may use.
+TEST(ScheduleBounds, ListsWithALimitOfRowsShareThem) {
+  int64_t longer = 0;
+  for (int seed = 0; seed < 3000; ++seed) {
+    Random random(seed);
+    const PlanLimits limits = random_limits(random);
+    const Lengths lengths = random_batch(random, limits);
+    std::array<SchedulePolicy, 3> policies;
+    for (int i = 0; i < 3; ++i) {
+      SchedulePolicy& p = policies[size_t(i)] = random_policy(random);
+      p.balanced = false, p.runs = true;
+      p.most_partial_rows = random.of({1, 20, 60}) * (i + 1);
+      p.min_q = std::array{0, 5, 17}[size_t(i)], p.max_q = std::array{4, 16, INT32_MAX}[size_t(i)];
+    }
+    int rows = 0;
+    for (SchedulePolicy& p : policies) {
+      Schedule s, unlimited;
+      p.first_partial = rows;
+      schedule(lengths.view(), {}, p, s);
+      const int limit = std::exchange(p.most_partial_rows, 0);
+      schedule(lengths.view(), {}, p, unlimited);
+      p.most_partial_rows = limit;
+      ASSERT_LE(s.num_partial_rows, unlimited.num_partial_rows) << "seed " << seed;
+      ASSERT_TRUE(s.num_partial_rows < unlimited.num_partial_rows || s.num_work == unlimited.num_work) << "seed " << seed;
+      longer += s.num_partial_rows < unlimited.num_partial_rows;
+      rows += s.num_partial_rows;
+    }
+    ASSERT_LE(rows, partial_rows_bound(policies, limits)) << "seed " << seed;
+  }
+  EXPECT_GT(longer, 200);
 }
 
 TEST(ScheduleBounds, NothingFitsNoLimits) {

@@ -71,6 +71,7 @@ struct PlanBatchProblem {
     for (const Shape shape : {kDecode, kVerify}) {
       policies[shape].runs = below(4) > 0;
       if (below(3) == 0) policies[shape].most_in_run = kMostInRun / kPiecesTogether;
+      policies[shape].most_partial_rows = below(2) == 0 ? 0 : 1 + below(40);
       if (below(3) == 0) policies[shape].tile_q = 1 + below(3);  // several items of a request
     }
   }
@@ -193,7 +194,9 @@ struct PlanBatchProblem {
       const std::vector<MergeItem> joined = values(l.merges[shape], merges.size());
       for (size_t i = 0; i < joined.size(); ++i)
         ASSERT_EQ(std::memcmp(&joined[i], &merges[i], sizeof joined[i]), 0) << "shape " << shape << ", merge " << i;
-      EXPECT_TRUE(untouched(l.merges[shape], merges.size())) << "shape " << shape;
+      if (policies[shape].most_partial_rows == 0) {
+        EXPECT_TRUE(untouched(l.merges[shape], merges.size())) << "shape " << shape;
+      }
     }
   }
 
@@ -261,7 +264,18 @@ struct PlanBatchProblem {
       }
     }
     const CutRules rules = cut_rules(mask, policy);
-    const RunLengths lengths = run_lengths(rules, load);
+    RunLengths lengths = run_lengths(rules, load);
+    const auto end_row = [&] {
+      long rows = first_partial;
+      for (size_t i = 0; i < all.items.size(); ++i) {
+        CutItem item = all.items[i];
+        make_runs(rules, item, longest_run(lengths, int(i)));
+        rows += partial_rows(item);
+      }
+      return rows;
+    };
+    while (lengthen(rules, load, end_row(), lengths)) {
+    }
     int rows = first_partial, number = 0;
     for (CutItem& item : all.items) {
       make_runs(rules, item, longest_run(lengths, number++));
@@ -269,7 +283,7 @@ struct PlanBatchProblem {
       if (item.num_splits == 1) continue;
       item.whole.partial = rows, item.whole.merge = int(all.merges.size());
       all.merges.push_back(merge_of(item));
-      rows += item.num_splits * (item.whole.q_end - item.whole.q_begin);
+      rows += int(partial_rows(item));
     }
     all.num_partial_rows = rows - first_partial;
     all.work.resize(size_t(all.num_work));

@@ -172,37 +172,41 @@ DEVICE int request_of(const int* item_start, int num_reqs, int item) {
 DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Placed& placed, int& first_row, SharedStorage& s) {
   const CutRules& rules = shape.rules;
   const int num_items = placed.items;
-  const RunLengths lengths = run_lengths(rules, placed.load);
-  int num_merges = 0;
   const int* const item_start = item_starts(p, s);
-  for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
-  __syncthreads();
-  for (int first = 0; first < num_items; first += num_threads()) {
-    const int i = first + int(threadIdx.x);
-    CutItem item{};
-    long rows = 0;
-    if (i < num_items) {
-      const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
-      cut_item(rules, r, begin, q_len, p.seq_lens[r], last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q, item);
-      make_runs(rules, item, longest_run(lengths, i));
+  RunLengths lengths = run_lengths(rules, placed.load);
+  for (;;) {
+    int num_merges = 0, end_row = first_row;
+    for (int bucket = int(threadIdx.x); bucket < kCostBuckets; bucket += num_threads()) s.cursor[bucket] = 0;
+    __syncthreads();
+    for (int first = 0; first < num_items; first += num_threads()) {
+      const int i = first + int(threadIdx.x);
+      CutItem item{};
+      long rows = 0;
+      if (i < num_items) {
+        const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
+        cut_item(rules, r, begin, q_len, p.seq_lens[r], last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q, item);
+        make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
-      for (int kind = 0; kind < kSplitKinds; ++kind) {
-        const EqualSplits equal = equal_splits(item, kind);
-        if (equal.count > 0) atomicAdd(&s.cursor[equal.bucket], equal.count);
+        for (int kind = 0; kind < kSplitKinds; ++kind) {
+          const EqualSplits equal = equal_splits(item, kind);
+          if (equal.count > 0) atomicAdd(&s.cursor[equal.bucket], equal.count);
+        }
+        rows = partial_rows(item);
       }
-      if (item.num_splits > 1) rows = long(item.num_splits) * (item.whole.q_end - item.whole.q_begin);
+      const Sums sums = sums_over_block(rows > 0 ? 1l << 32 | rows : 0, s);  // merges and rows at a time
+      if (rows > 0) {
+        item.whole.partial = end_row + int(sums.before);
+        item.whole.merge = num_merges + int(sums.before >> 32);
+        shape.merges[item.whole.merge] = merge_of(item);
+      }
+      if (i < num_items) p.items[i] = item;
+      end_row += int(sums.all);
+      num_merges += int(sums.all >> 32);
     }
-    const Sums sums = sums_over_block(rows > 0 ? 1l << 32 | rows : 0, s);  // merges and rows at a time
-    if (rows > 0) {
-      item.whole.partial = first_row + int(sums.before);
-      item.whole.merge = num_merges + int(sums.before >> 32);
-      shape.merges[item.whole.merge] = merge_of(item);
-    }
-    if (i < num_items) p.items[i] = item;
-    first_row += int(sums.all);
-    num_merges += int(sums.all >> 32);
+    if (lengthen(rules, placed.load, end_row, lengths)) continue;
+    first_row = end_row;
+    return num_merges;
   }
-  return num_merges;
 }
 
 // --- splits of a shape

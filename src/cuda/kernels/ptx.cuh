@@ -145,6 +145,15 @@ DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];"
 // What other blocks of this launch have written: past L1, which may have older bytes.
 DEVICE float2 load_l2(const float2* p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4* p) { return __ldcg(p); }
+// In the order in which they stand, of one thread: ptxas moves others together, as many as it finds registers for, and then lacks some.
+DEVICE float4 load_in_order(const float4* p) {
+  float4 x;
+  asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
+  return x;
+}
+DEVICE void store_in_order(float4* p, const float4& x) {
+  asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
 // What this thread wrote before is seen by whoever sees what it writes after.
 DEVICE void memory_fence() { __threadfence(); }
 

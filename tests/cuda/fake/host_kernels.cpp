@@ -265,6 +265,7 @@ SchedulePolicy policy_of(const CutRules& r) {
           .max_q = r.max_q,
           .runs = r.runs,
           .most_in_run = r.most_in_run,
+          .most_partial_rows = r.most_partial_rows,
           .few_splits = r.few_splits,
           .items_each = r.items_each,
           .workers_each = r.workers_each};

@@ -148,6 +148,8 @@ T __ldg(const T* p) {
 inline void prefetch_l1(const void*) {}
 inline float2 load_l2(const float2* p) { return *p; }
 inline float4 load_l2(const float4* p) { return *p; }
+inline float4 load_in_order(const float4* p) { return *p; }
+inline void store_in_order(float4* p, const float4& x) { *p = x; }
 inline void memory_fence() {}
 inline uint4 load_once_16(const void* p) {
   lanes::check_aligned(p, 16);

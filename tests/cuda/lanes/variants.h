@@ -25,7 +25,7 @@ struct Variant {
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
-  bool takes_runs() const { return text != Text::sm80 && (!has_wgmma() || cuda::runs_in_prefill(c.spec.head_dim_v)); }
+  bool takes_runs() const { return text != Text::sm80; }
   cuda::Sm90Tiles wgmma_tiles() const {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
