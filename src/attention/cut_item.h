@@ -107,13 +107,14 @@ inline void cut_item(const CutRules& rules, int request, int q_start, int q_len,
 
 // What a list has before its pieces become runs.
 struct Load {
-  long keys = 0, longest = 0;  // of all its items, of one
-  int items = 0, queries = 0;  // queries: tokens of the item that has most
+  long keys = 0, longest = 0;             // of all its items, of one
+  int items = 0, queries = 0, q_len = 0;  // query tokens: of the item, and of the request, that has most
 };
-inline void add_item(Load& load, const CutItem& item) {
+inline void add_item(Load& load, const CutItem& item, int q_len) {
   const long keys = item.whole.kv_end - item.whole.kv_begin;
   load.keys += keys, load.longest = larger(load.longest, keys), ++load.items;
   load.queries = int(larger(load.queries, item.whole.q_end - item.whole.q_begin));
+  load.q_len = int(larger(load.q_len, q_len));
 }
 
 // Keys that a work item may have, of the items of a list that come before number first_of_rest, and of the others. 0: no runs.
@@ -126,27 +127,27 @@ inline long longest_run(const RunLengths& lengths, int item) { return item < len
 // Of a list with few_splits, for each worker: tasks into which soonest_run() cuts items of the greatest length at most, and what is allowed
 // a run, in percent of theirs. make_runs() gives an item a quarter of that at least, so splits are bounded: one more for each item, of
 // which there are no more than workers. Where runs get a share of the load instead, there are five splits for each worker. Verify's items
-// (split_kv_each) are mostly of one length, and a task that is twice as long as others ends late.
+// (split_kv_each) are mostly of one length; an item of two pieces is never a run where one of them is what ends soonest.
 inline int most_tasks_each(bool verify) { return verify ? 3 : 4; }
-inline int allowed_percent(bool verify) { return verify ? 125 : 200; }
+inline int allowed_percent(bool verify) { return verify ? 125 : 150; }
 inline int most_splits_each(bool verify) {
   return (400 * most_tasks_each(verify) + allowed_percent(verify) - 1) / allowed_percent(verify) + 1;
 }
 
-// Keys of a run, where so many items of `keys` keys and `q_len` query tokens are all there is: what ends the last of them soonest. Workers
-// that share a multiprocessor share its pace, so that one of them is as fast alone.
-inline long soonest_run(const CutRules& rules, long keys, long items, int q_len, long workers) {
+// Keys of a run, where items of about the same length are all there is: what ends the last of them soonest. Workers that share a
+// multiprocessor share its pace, so that one of them is as fast alone.
+inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
   // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys. A worker joins what it has done
   // last with all of its threads, what it has done before with a warp. With few_splits a launch of its own does it, and all workers write
   // and read what there is to join.
   constexpr long kTaskKeys = 300, kMergeKeys = 200;
-  const long least = larger(q_len * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
-  const long piece = piece_keys(rules, q_len, {0, int(keys)}, most_pieces(rules, q_len));
+  const long least = larger(load.queries * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
+  const long keys = load.longest, piece = piece_keys(rules, load.q_len, {0, int(keys)}, most_pieces(rules, load.q_len));
   if (piece == 0) return keys;
   const bool verify = rules.few_splits && rules.split_kv_each > 0;
   long best = 0, soonest = 0;
   for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
-    const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * items;
+    const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * load.items;
     if (rules.few_splits && tasks > most_tasks_each(verify) * workers && pieces < rules.most_in_run) continue;
     const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
     const long by_launch = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
@@ -168,7 +169,7 @@ inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
   const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
   if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
-  if (load.items < workers) return {0, soonest_run(rules, load.longest, load.items, load.queries, workers), 0};
+  if (load.items < workers) return {0, soonest_run(rules, load, workers), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;

@@ -95,7 +95,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     for (int t0 = last_tile(rules, q_len); t0 >= 0; t0 -= policy.tile_q) {
       CutItem& item = out.items.emplace_back();
       cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0, item);
-      add_item(load, item);
+      add_item(load, item, q_len);
     }
   }
   RunLengths lengths = run_lengths(rules, load);

@@ -86,7 +86,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;
-  policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q);
+  policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q * tiles[kVerify].tiles_each);
   policies[kPrefill].min_q = policies[kVerify].max_q + 1;
   return policies;
 }

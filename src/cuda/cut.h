@@ -17,6 +17,7 @@ struct Tile {
   int blocks = 2;       // thread blocks, or crews of one, that a multiprocessor runs at a time
   int cluster = 1;      // of these blocks, those that take an item together
   int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
+  int tiles_each = 1;   // verify: of a request at most; with more of them it is prefill
   bool merged = false;  // whether a launch of its own joins the pieces that runs leave
 };
 

@@ -166,6 +166,26 @@ TEST(Cut, FewHeadsGetLongRuns) {
   EXPECT_EQ(items_each(264, 8192), 1u);
 }
 
+// Pieces depend on the tokens of the whole request, which a tile has only some of.
+TEST(Cut, ChunksBesideEachOtherFillTheMultiprocessors) {
+  const DeviceInfo device = describe_device("h200");
+  AttentionSpec narrow = llama(4, 2);
+  narrow.head_dim_qk = narrow.head_dim_v = 256;
+  AttentionSpec window = narrow;
+  window.mask.window_left = 1023;
+  struct {
+    AttentionSpec spec;
+    int requests, context, least_blocks;
+  } const kSteps[] = {{llama(4, 1), 2, 8192, 120}, {llama(4, 4), 2, 8192, 120}, {narrow, 2, 8192, 120}, {window, 1, 4096, 32}};
+  for (const auto& [spec, requests, context, least_blocks] : kSteps) {
+    std::array<Tile, kNumShapes> tiles;
+    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    Schedule s;
+    schedule(Step(requests, 512, context).view(), spec.mask, cut_policy(spec, device, tiles, false)[kPrefill], s);
+    EXPECT_GE(int(s.work.size()) * spec.num_kv_heads, least_blocks) << spec.str();
+  }
+}
+
 // Chunks and extends of a GPU's share of a model in cuda_sm90's prefill: pieces alone, runs of them beside others.
 TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
   const DeviceInfo device = describe_device("h200");
@@ -182,7 +202,7 @@ TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
     AttentionSpec spec;
     int q_len, seq_len, least_tasks;
   } const kSteps[] = {{llama(4, 1), 512, 8192, 128}, {llama(8, 2), 512, 8192, 64}, {llama(4, 4), 512, 8192, 64},
-                      {llama(12, 1), 16, 6000, 16},  {llama(24, 8), 32, 6000, 32}, {llama(8, 1, DType::fp8_e4m3), 512, 8192, 120}};
+                      {llama(12, 1), 24, 6000, 16},  {llama(24, 8), 48, 6000, 32}, {llama(8, 1, DType::fp8_e4m3), 512, 8192, 120}};
   for (const auto& [spec, q_len, seq_len, least_tasks] : kSteps) {
     const std::string what = spec.str() + ", " + std::to_string(q_len) + " tokens";
     const Schedule alone = prefill(spec, Step(1, q_len, seq_len)), many = prefill(spec, Step(200, q_len, seq_len));

@@ -51,6 +51,8 @@ const Layer kLayers[] = {
     {"heads8_1_extend_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 30},
     {"heads8_2_extend_e4m3_queries", few_heads(8, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3), 30},
     {"heads4_1_d256_extend", few_heads(4, 1, 256), 40},
+    {"heads4_2_d192_extend", few_heads(4, 2, 192), 40},
+    {"heads4_2_d256_cap_extend", capped(few_heads(4, 2, 256)), 70},
     {"heads16_2_d64_flat_page1", few_heads(16, 2, 64, DType::bf16, DType::bf16, 1), 110},  // flat keys, as long as there is room
     {"heads8_1_flat_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 90},
     {"heads8_2_flat_e4m3_page1", few_heads(8, 2, 128, DType::fp8_e4m3, DType::bf16, 1), 70},

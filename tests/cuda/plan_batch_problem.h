@@ -260,7 +260,7 @@ struct PlanBatchProblem {
         item.whole.request = r, item.whole.q_begin += begin, item.whole.q_end += begin;
         item.whole.partial = item.whole.merge = -1;
         all.items.push_back(item);
-        add_item(load, item);
+        add_item(load, item, starts[size_t(r) + 1] - starts[size_t(r)]);
       }
     }
     const CutRules rules = cut_rules(mask, policy);

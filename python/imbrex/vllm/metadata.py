@@ -64,10 +64,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.supports_draft_decode_metadata_update = self.on_device
         self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
         self.plans: Dict[Tuple, Plan] = {}
+        self.decode_plans = self.plans  # of steps with one token a request
         for layer in self.layers.values():
             if not isinstance(layer.impl, Impl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
         limits, packed = self._limits(), self._takes_packed_pages()
+        if self._decode_has_graphs():
+            self.decode_plans = {}
         for layer in self.layers.values():
             layer.impl.kv_format = _packed.FORMAT if packed else "strided"
             fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
@@ -75,6 +78,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             if layer.impl.plan_key not in self.plans:
                 spec = _core.AttentionSpec(**fields)
                 self.plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits)
+                if self.decode_plans is not self.plans:
+                    alone = dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured()), max_query_len=1)
+                    self.decode_plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **alone)
         self._checked = not self.settings.self_check
         if self._checked:
             self._announce("self check left out")
@@ -82,13 +88,21 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def _limits(self) -> Dict[str, int]:
         scheduler, speculative = self.vllm_config.scheduler_config, self.vllm_config.speculative_config
         ahead = 2 * (speculative.num_speculative_tokens or 0) if speculative is not None else 0
-        captured = self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        max_num_tokens = max(scheduler.max_num_batched_tokens, captured) + scheduler.max_num_seqs * ahead
+        max_num_tokens = max(scheduler.max_num_batched_tokens, self._most_captured()) + scheduler.max_num_seqs * ahead
         return dict(
             max_num_reqs=scheduler.max_num_seqs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max(self.vllm_config.model_config.max_model_len + ahead, max_num_tokens),  # warm-up steps have lengths of their own
         )
+
+    def _most_captured(self) -> int:
+        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+
+    def _decode_has_graphs(self) -> bool:
+        """Whether full graphs are captured of decode alone, and other steps have none: what a graph of a plan launches is what the plan's limits
+        allow, so that those of a plan with one token a request have no launches for prompts."""
+        mode = getattr(self.vllm_config.compilation_config, "cudagraph_mode", None)
+        return self.vllm_config.speculative_config is None and mode is not None and mode.separate_routine()
 
     def _takes_packed_pages(self) -> bool:
         """Whether all layers of the group are run by a backend that reads amx_packed, in the memory that vLLM's layout gives a head's block."""
@@ -144,7 +158,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if not self._checked:
             self._self_check()
         metadata = Metadata(
-            plans=self.plans,
+            plans=self.decode_plans if cam.max_query_len == 1 else self.plans,
             num_actual_tokens=cam.num_actual_tokens,
             max_query_len=cam.max_query_len,
             max_seq_len=cam.max_seq_len,
@@ -165,7 +179,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         lengths = cam.seq_lens if self.device_text == "cpu" else cam.seq_lens_cpu_upper_bound
         if lengths is None:
             raise ValueError('imbrex: expected seq_lens_cpu_upper_bound, got none; the setting on_device "always" does without')
-        for plan in self.plans.values():
+        for plan in metadata.plans.values():
             if plan.spec.block_size == 0:
                 plan.update(starts, starts.diff(), kv_start_loc=metadata.query_start_loc)
             else:
@@ -173,7 +187,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def _update_on_device(self, metadata: Metadata) -> None:
         starts, tokens = metadata.query_start_loc, metadata.num_actual_tokens
-        for plan in self.plans.values():
+        for plan in metadata.plans.values():
             if plan.spec.block_size == 0:
                 plan.update_on_device(starts, starts.diff(), max_num_tokens=tokens, kv_start_loc=starts)
             else:

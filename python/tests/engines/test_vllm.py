@@ -129,12 +129,35 @@ def test_slots_that_no_plan_has(plain_rows, device):
 
 
 @on_gpu
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("settings", [{}, {"on_device": "always"}])
 @pytest.mark.parametrize("name", ["plain", "all together"])
-def test_graphs(vllm, name, settings):
-    runner = Runner("cuda", on("cuda", MODELS[name]), settings=settings)
+def test_graphs(vllm, name, settings, mode):
+    runner = Runner("cuda", on("cuda", MODELS[name]), settings=settings, cudagraph_mode=mode)
     runner.capture(8)
     serve(runner)
+
+
+def test_steps_with_a_token_each_have_plans_of_their_own_where_decode_has_graphs_of_its_own(device):
+    from vllm.config import SpeculativeConfig
+
+    runner = Runner(device, PLAIN, cudagraph_mode="FULL_AND_PIECEWISE")
+    builder = runner.builders[0]
+    (key, decode), whole = next(iter(builder.decode_plans.items())), builder.plans
+    assert decode is not whole[key]
+    with pytest.raises(imbrex.Error, match="at most 1 query token"):
+        decode.update([0, 2], [2], block_table=torch.zeros(1, 1, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64))
+    a, b = runner.request("a", 40), runner.request("b", 40)
+    for scheduled, plans in [([(a, 9)], whole), ([(a, 1), (b, 3)], whole), ([(a, 1), (b, 1)], builder.decode_plans), ([(b, 2)], whole)]:
+        lengths = [r.computed + n for r, n in scheduled]
+        for index in range(len(runner.groups)):
+            runner._place(index, [r for r, _ in scheduled], [n for _, n in scheduled], sum(n for _, n in scheduled))
+        metadata, _ = runner._metadata([n for _, n in scheduled], lengths, sum(n for _, n in scheduled), len(scheduled))
+        assert metadata[runner.groups[0].names[0]].plans is plans
+        runner.step(scheduled)
+    for other in ({"cudagraph_mode": "FULL"}, {"cudagraph_mode": "FULL_AND_PIECEWISE", "speculative": SpeculativeConfig()}):
+        builder = Runner(device, PLAIN, **other).builders[0]
+        assert builder.decode_plans is builder.plans
 
 
 @on_gpu

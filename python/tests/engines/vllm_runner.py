@@ -34,6 +34,7 @@ class Runner:
         backend=None,
         bind=True,
         heads=(8, 2, 64),
+        cudagraph_mode="NONE",
     ):
         import vllm.config
         import vllm.platforms
@@ -49,6 +50,7 @@ class Runner:
         self.config = vllm.config.VllmConfig(
             model_config=vllm.config.ModelConfig(*heads, dtype=dtype),
             cache_config=vllm.config.CacheConfig(block_size=block_size, cache_dtype=kv_dtype),
+            compilation_config=vllm.config.CompilationConfig(cudagraph_mode=vllm.config.CUDAGraphMode[cudagraph_mode]),
             speculative_config=speculative,
             additional_config={} if settings is None else {"imbrex": settings},
             attention_config=vllm.config.AttentionConfig(backend=backend or AttentionBackendEnum.CUSTOM),

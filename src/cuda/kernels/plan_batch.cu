@@ -16,8 +16,8 @@ struct Numbers {
 
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
-  int cursor[kCostBuckets];           // splits of a bucket; then where its next split goes
-  int starts_fall, longest, queries;  // of the shape's items the longest, in keys, and the one with most query tokens
+  int cursor[kCostBuckets];                  // splits of a bucket; then where its next split goes
+  int starts_fall, longest, queries, q_len;  // the last three: of the shape, as in Load
   Numbers numbers[kPlanShapes];
   int item_start[kNearRequests];
 };
@@ -125,14 +125,14 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
   int* const item_start = item_starts(p, s);
   int num_items = 0;
   long keys = 0, visible = 0;
-  int longest = 0, queries = 0;
-  if (threadIdx.x == 0) s.longest = s.queries = 0;
+  int longest = 0, queries = 0, longest_q = 0;
+  if (threadIdx.x == 0) s.longest = s.queries = s.q_len = 0;
   for (int first = 0; first < p.num_reqs; first += num_threads()) {
     const int r = first + int(threadIdx.x);
     int items = 0;
     if (r < p.num_reqs && p.seq_lens[r] >= 0) {
       const int q_len = p.query_start[r + 1] - p.query_start[r];
-      if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r];
+      if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r], longest_q = max(longest_q, q_len);
       for (int i = 0; rules.runs && i < items; ++i) {
         const int t0 = i * rules.tile_q, t1 = min(q_len, t0 + rules.tile_q);
         const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, t1);
@@ -147,10 +147,11 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
   if (rules.runs) {
     atomicMax(&s.longest, longest);
     atomicMax(&s.queries, queries);
+    atomicMax(&s.q_len, longest_q);
     visible = sums_over_block(visible, s).all;
   }
   __syncthreads();
-  return {num_items, keys, {visible, s.longest, num_items, s.queries}};
+  return {num_items, keys, {visible, s.longest, num_items, s.queries, s.q_len}};
 }
 
 // The request whose item this is: the last that begins with it or before, since requests without items begin where the next one does.

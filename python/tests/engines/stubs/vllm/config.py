@@ -1,3 +1,4 @@
+import enum
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Dict, Optional
@@ -44,8 +45,18 @@ class CacheConfig:
     kv_cache_layout: Optional[str] = None  # of the resolved layout, before builders are made
 
 
+class CUDAGraphMode(enum.Enum):
+    NONE = 0
+    FULL = 2
+    FULL_AND_PIECEWISE = (2, 1)
+
+    def separate_routine(self):
+        return isinstance(self.value, tuple)
+
+
 @dataclass
 class CompilationConfig:
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
     max_cudagraph_capture_size: Optional[int] = 32
     static_forward_context: Dict[str, Any] = field(default_factory=dict)
 
