@@ -146,7 +146,8 @@ def test_steps_with_a_token_each_have_plans_of_their_own_where_decode_has_graphs
     (key, decode), whole = next(iter(builder.decode_plans.items())), builder.plans
     assert decode is not whole[key]
     with pytest.raises(imbrex.Error, match="at most 1 query token"):
-        decode.update([0, 2], [2], block_table=torch.zeros(1, 1, dtype=torch.int32), slot_mapping=torch.zeros(2, dtype=torch.int64))
+        starts, lengths, table = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2], [2], [[0]]))
+        decode.update(starts, lengths, block_table=table, slot_mapping=torch.zeros(2, dtype=torch.int64))
     a, b = runner.request("a", 40), runner.request("b", 40)
     for scheduled, plans in [([(a, 9)], whole), ([(a, 1), (b, 3)], whole), ([(a, 1), (b, 1)], builder.decode_plans), ([(b, 2)], whole)]:
         lengths = [r.computed + n for r, n in scheduled]
