@@ -12,6 +12,7 @@ struct Sm90VerifyTiles {
   int rows, keys;            // (query token, q head) of an item at most; of a tile
   int stages, value_stages;  // tiles of keys and of values in shared memory, of a crew
   int crews;                 // of a thread block, each with items of its own
+  int each = 1;              // of a request at most
 };
 
 // nullopt: the kernel does not run such layers. It takes 16-bit keys of the queries' type, dims that are multiples of 8 up to 256 (where

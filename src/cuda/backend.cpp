@@ -102,7 +102,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
                      .runs = true,
                      .blocks = tiles->crews,
                      .blocks_each = shares_pace ? tiles->crews : 1,
-                     .tiles_each = 2,
+                     .tiles_each = tiles->each,
                      .merged = true},
             .threads = kSm90VerifyThreads,
             .run_sums = attention_sm90_verify_run_sums(spec),

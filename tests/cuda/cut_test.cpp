@@ -166,6 +166,25 @@ TEST(Cut, FewHeadsGetLongRuns) {
   EXPECT_EQ(items_each(264, 8192), 1u);
 }
 
+// 16 tokens of 5 to 8 q heads a kv head are two tiles of verify; other groups have one, and prefill beyond.
+TEST(Cut, VerifyHasTwoTilesOfARequestWhereTheSecondIsWorthIt) {
+  const DeviceInfo device = describe_device("h200");
+  const auto most = [&](const AttentionSpec& spec) {
+    std::array<Tile, kNumShapes> tiles;
+    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    const CutPolicy policies = cut_policy(spec, device, tiles, false);
+    EXPECT_EQ(policies[kPrefill].min_q, policies[kVerify].max_q + 1);
+    return policies[kVerify].max_q;
+  };
+  EXPECT_EQ(most(llama(32, 8)), 16);
+  EXPECT_EQ(most(llama(20, 4)), 24);
+  EXPECT_EQ(most(llama(64, 8)), 16);
+  EXPECT_EQ(most(llama(12, 1)), 10);
+  AttentionSpec wide = llama(8, 1);
+  wide.head_dim_qk = wide.head_dim_v = 256;
+  EXPECT_EQ(most(wide), 8);
+}
+
 // Pieces depend on the tokens of the whole request, which a tile has only some of.
 TEST(Cut, ChunksBesideEachOtherFillTheMultiprocessors) {
   const DeviceInfo device = describe_device("h200");

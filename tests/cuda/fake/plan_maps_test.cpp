@@ -95,15 +95,15 @@ bool starts_with(const Seen& s, std::string_view kernel) { return s.kernel.start
 
 TEST_F(PlanMaps, EachShapeHasAKernelAndItsMaps) {
   const auto sm90 = plan_of("cuda_sm90");
-  for (const int q_len : {1, 4, 5, 16, 32, 33}) {  // 4 and 16 tokens fill the tiles of decode and verify, which has two of a request
+  for (const int q_len : {1, 4, 5, 16, 17, 40}) {  // 4 and 16 tokens fill the tiles of decode and verify
     update(*sm90, q_len);
     const int maps = fake::state().maps;
     const auto seen = launches_of(*sm90);
     ASSERT_EQ(seen.size(), 1u);
     EXPECT_FALSE(seen[0].work.empty());
-    const char* const kernel = q_len <= 4 ? "attention_sm90_decode.cu" : q_len <= 32 ? "attention_sm90_verify.cu" : "attention_sm90.cu";
+    const char* const kernel = q_len <= 4 ? "attention_sm90_decode.cu" : q_len <= 16 ? "attention_sm90_verify.cu" : "attention_sm90.cu";
     EXPECT_TRUE(starts_with(seen[0], kernel)) << seen[0].kernel;
-    EXPECT_EQ(seen[0].heads_together, q_len <= 32 ? 1 : kKvHeads);  // L2 holds the keys of all
+    EXPECT_EQ(seen[0].heads_together, q_len <= 16 ? 1 : kKvHeads);  // L2 holds the keys of all
     EXPECT_EQ(fake::state().maps, maps + (q_len <= 4 ? 2 : 3));
   }
 }
