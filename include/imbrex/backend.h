@@ -11,6 +11,7 @@
 #include "imbrex/kv_cache.h"
 #include "imbrex/parallel.h"
 #include "imbrex/spec.h"
+#include "imbrex/workspace.h"
 
 namespace imbrex {
 
@@ -40,6 +41,7 @@ struct PlanOptions {
   bool on_device = false;          // update_on_device() will be called; not with `balanced`
   std::optional<DType> out_dtype;  // the one of spec.out_dtypes() that every output of run() will have: a GPU's plan makes no kernels for
                                    // others, and refuses them. Empty: any
+  std::shared_ptr<Workspace> workspace;  // scratch that the plan shares with others; null: of its own
 };
 
 // One thing that keeps a backend from running a spec on a device, or a request from being planned.

@@ -196,6 +196,14 @@ IMBREX_API imbrex_status imbrex_block_copier_copy(const imbrex_block_copier*, co
 
 /* ---- plans: batch.h, backend.h ---- */
 
+/* Scratch of plans of one device whose work is in the order of one stream: as much as the one that needs most. Two plans that share it must
+ * not compute at the same time; they may be made, updated and freed on any thread, and it may be freed before them. workspace.h says more.
+ */
+typedef struct imbrex_workspace imbrex_workspace;
+IMBREX_API imbrex_status imbrex_workspace_create(const imbrex_device*, imbrex_workspace** out);
+IMBREX_API void imbrex_workspace_free(imbrex_workspace*);
+IMBREX_API int64_t imbrex_workspace_bytes(const imbrex_workspace*); /* held now; of a CPU, whose plans keep theirs: 0 */
+
 typedef struct imbrex_plan imbrex_plan;
 typedef struct {
   size_t struct_size;
@@ -204,12 +212,13 @@ typedef struct {
   imbrex_threads* threads;                           /* CPU backends: these, */
   imbrex_parallel_for parallel_for;                  /* or the host's, */
   void* parallel_for_context;
-  int32_t num_workers;      /* so many; neither: the calling thread */
-  int32_t balanced;         /* 0; 1: split by load, results then depend on the batch */
-  int32_t validate;         /* 1: check every batch */
-  int32_t load_on_demand;   /* 0; 1: GPU kernels are compiled by the first run that needs them */
-  int32_t on_device;        /* 0; 1: imbrex_plan_update_on_device() will be called */
-  const int32_t* out_dtype; /* an imbrex_dtype that every output will have: GPU kernels for no others are made; NULL: any */
+  int32_t num_workers;         /* so many; neither: the calling thread */
+  int32_t balanced;            /* 0; 1: split by load, results then depend on the batch */
+  int32_t validate;            /* 1: check every batch */
+  int32_t load_on_demand;      /* 0; 1: GPU kernels are compiled by the first run that needs them */
+  int32_t on_device;           /* 0; 1: imbrex_plan_update_on_device() will be called */
+  const int32_t* out_dtype;    /* an imbrex_dtype that every output will have: GPU kernels for no others are made; NULL: any */
+  imbrex_workspace* workspace; /* scratch that the plan shares with others; NULL: of its own, and what backends from outside get */
 } imbrex_plan_options;
 IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
 

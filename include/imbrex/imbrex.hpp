@@ -15,3 +15,4 @@
 #include "imbrex/select.h"
 #include "imbrex/spec.h"
 #include "imbrex/tensor.h"
+#include "imbrex/workspace.h"

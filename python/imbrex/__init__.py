@@ -14,7 +14,7 @@ to `stream`: an address, or an object of PyTorch or CuPy.
 """
 from ._core import AttentionSpec, BlockPool, Device, Error, Reason, Selection, backends, hash_block, num_cuda_devices
 from .attention import attention_paged, attention_varlen, merge_state, merge_states
-from .plan import KvCache, KvLayer, Plan, explain, select
+from .plan import KvCache, KvLayer, Plan, Workspace, explain, select
 
 __all__ = [
     "AttentionSpec",
@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "Reason",
     "Selection",
+    "Workspace",
     "attention_paged",
     "attention_varlen",
     "backends",

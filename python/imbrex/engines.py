@@ -8,12 +8,14 @@ import json
 import logging
 import os
 import re
+import threading
+import weakref
 from dataclasses import dataclass, fields
 from importlib import metadata
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from . import _core
-from .plan import KvLayer, Plan
+from .plan import KvLayer, Plan, Workspace
 
 logger = logging.getLogger("imbrex")
 
@@ -90,6 +92,15 @@ def all_cores():
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+_workspaces = threading.local()
+
+
+def shared_workspace(device: str) -> Workspace:
+    """The same one for all that ask on one thread while any of them keeps it: for an engine that computes on one stream at a time."""
+    of_device = _workspaces.__dict__.setdefault("of_device", weakref.WeakValueDictionary())
+    return of_device.get(device) or of_device.setdefault(device, Workspace(device))
 
 
 def make_plan(spec: _core.AttentionSpec, device: str, chosen: Settings, **limits: Any) -> Plan:

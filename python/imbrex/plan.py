@@ -88,6 +88,22 @@ class KvCache:
         self._memory.copy_blocks(copies, stream_address(stream, None))
 
 
+class Workspace:
+    """Scratch memory that plans of one device share: as much as the one that needs most, where without it each has its own.
+
+    For plans whose work is in one order, as that of one stream is: two that share it must not compute at the same time. They may be made,
+    updated and freed on any thread. It grows when a plan is made; CUDA graphs go on with the memory that they were captured with.
+    """
+
+    def __init__(self, device: DeviceLike) -> None:
+        self._shared = _core.Workspace(_device(device))
+
+    @property
+    def nbytes(self) -> int:
+        """Held now; of a CPU, whose plans keep theirs: 0."""
+        return self._shared.nbytes
+
+
 class Plan:
     """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
@@ -95,7 +111,7 @@ class Plan:
     num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
     for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
     `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two. out_dtype ("bf16") is what every
-    output will have: a GPU's plan then makes no kernels for others.
+    output will have: a GPU's plan then makes no kernels for others. `workspace` is scratch that it shares with other plans.
     """
 
     def __init__(
@@ -115,6 +131,7 @@ class Plan:
         on_device: bool = False,
         ordered: bool = False,
         out_dtype: Optional[str] = None,
+        workspace: Optional[Workspace] = None,
     ) -> None:
         self.spec = spec
         self._stream = 0  # of the last update_on_device()
@@ -135,6 +152,7 @@ class Plan:
             on_device=on_device,
             ordered=ordered,
             out_dtype=out_dtype,
+            workspace=None if workspace is None else workspace._shared,
         )
 
     def update(

@@ -38,6 +38,10 @@ std::span<const int32_t> host_numbers(const Array& a, const char* name) {
   return {view.as<const int32_t>(), size_t(view.size(0))};
 }
 
+struct PyWorkspace {
+  std::shared_ptr<Workspace> shared;
+};
+
 // What graphs that captured a plan keep of it.
 struct PlanState {
   std::unique_ptr<ThreadPool> threads;
@@ -88,13 +92,29 @@ KvCache kv_of(const PyPlan& p, const Array& k, const Array& v, const OptionalArr
           .v_scale = view_of(v_scale, "v_scale", DType::f32)};
 }
 
+void bind_workspace(nb::module_& m) {
+  nb::class_<PyWorkspace>(m, "Workspace")
+      .def(
+          "__init__",
+          [](PyWorkspace* self, const DeviceInfo& device) {
+            PyWorkspace made;
+            {
+              const nb::gil_scoped_release release;
+              made.shared = make_workspace(device);
+            }
+            new (self) PyWorkspace(std::move(made));
+          },
+          nb::arg("device"))
+      .def_prop_ro("nbytes", [](const PyWorkspace& w) { return w.shared->bytes(); });
+}
+
 void bind_plan_class(nb::module_& m) {
   nb::class_<PyPlan>(m, "Plan")
       .def(
           "__init__",
           [](PyPlan* self, const AttentionSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
              int max_num_tokens, int max_seq_len, int max_query_len, int num_threads, bool balanced, bool validate, bool load_on_demand,
-             bool on_device, bool ordered, std::optional<std::string> out_dtype) {
+             bool on_device, bool ordered, std::optional<std::string> out_dtype, const PyWorkspace* workspace) {
             const Selection chosen = select(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
@@ -102,6 +122,7 @@ void bind_plan_class(nb::module_& m) {
             options.balanced = balanced, options.validate = validate, options.load_on_demand = load_on_demand,
             options.on_device = on_device;
             if (out_dtype) options.out_dtype = parse_dtype(*out_dtype);
+            if (workspace != nullptr) options.workspace = workspace->shared;
             PyPlan made{spec, device, std::make_shared<PlanState>()};
             if (num_threads > 1 && device.device.type == DeviceType::cpu) {
               made.state->threads = std::make_unique<ThreadPool>(num_threads);
@@ -119,7 +140,7 @@ void bind_plan_class(nb::module_& m) {
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
           nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("num_threads") = 0,
           nb::arg("balanced") = false, nb::arg("validate") = true, nb::arg("load_on_demand") = false, nb::arg("on_device") = false,
-          nb::arg("ordered") = false, nb::arg("out_dtype") = nb::none())
+          nb::arg("ordered") = false, nb::arg("out_dtype") = nb::none(), nb::arg("workspace").none() = nb::none())
       .def_ro("spec", &PyPlan::spec)
       .def_ro("device", &PyPlan::device)
       .def(
@@ -247,6 +268,7 @@ struct PyCache {
 }  // namespace
 
 void bind_plan(nb::module_& m) {
+  bind_workspace(m);
   bind_plan_class(m);
   nb::class_<PyPreparedRun>(m, "PreparedRun")
       .def(

@@ -123,6 +123,12 @@ const char* imbrex_selection_proposal(const imbrex_selection* s, int32_t index) 
   return proposal == nullptr ? nullptr : proposal->c_str();
 }
 
+imbrex_status imbrex_workspace_create(const imbrex_device* device, imbrex_workspace** out) {
+  return create(out, [&] { return std::make_unique<imbrex_workspace>(make_workspace(deref(device, "device").info)); });
+}
+void imbrex_workspace_free(imbrex_workspace* workspace) { delete workspace; }
+int64_t imbrex_workspace_bytes(const imbrex_workspace* workspace) { return workspace == nullptr ? 0 : workspace->workspace->bytes(); }
+
 imbrex_status imbrex_plan_create(const imbrex_selection* selection, const imbrex_plan_options* options, imbrex_plan** out) {
   return create(out, [&] {
     const imbrex_selection& s = deref(selection, "selection");

@@ -169,6 +169,7 @@ PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
   options.validate = flag_of(o.validate, "validate");
   options.load_on_demand = flag_of(o.load_on_demand, "load_on_demand");
   options.on_device = flag_of(o.on_device, "on_device");
+  if (o.workspace != nullptr) options.workspace = o.workspace->workspace;
   if (o.out_dtype != nullptr) options.out_dtype = enum_of<DType>(*o.out_dtype, int32_t(kDlTypes.size()), "out_dtype");
   return options;
 }

@@ -134,6 +134,10 @@ struct imbrex_device {
   imbrex::DeviceInfo info;
   std::string text;
 };
+struct imbrex_workspace {
+  explicit imbrex_workspace(std::shared_ptr<imbrex::Workspace> scratch) : workspace(std::move(scratch)) {}
+  std::shared_ptr<imbrex::Workspace> workspace;
+};
 struct imbrex_spec {
   imbrex::AttentionSpec spec;
   std::string text;

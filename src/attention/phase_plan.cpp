@@ -102,6 +102,8 @@ class PhasePlan final : public StepPlan {
         lse_rows_(scratch_rows_, int64_t(spec.num_q_heads) * sizeof(float)) {
     PlanOptions part_options = options;
     part_options.validate = false;  // the whole batch is checked here, before it is taken apart
+    if (device.present && part_options.workspace == nullptr)
+      part_options.workspace = make_workspace(device);  // one part computes after the other
     phases_[1] = {"prefill", step_plan(prefill.plan(spec, device, part_options))};
     int& longest = part_options.limits.max_query_len;
     longest = longest > 0 ? std::min(longest, decode_max_q) : decode_max_q;

@@ -68,6 +68,8 @@ void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceI
     check(std::ranges::find(types, *options.out_dtype) != types.end(), "backend.out_dtype",
           "expected a type of outputs of {}, such as {}, got {}", spec.str(), to_string(types.front()), to_string(*options.out_dtype));
   }
+  check(options.workspace == nullptr || options.workspace->device() == device.device, "backend.workspace",
+        "expected a workspace of {}, got one of {}", device.device, options.workspace == nullptr ? Device{} : options.workspace->device());
   for (const Reason& reason : backend.unsupported(spec, device))
     fail("backend.unsupported", "{} cannot run {} on {}: {}", backend.name(), spec.str(), device.str(), reason.str());
   check(device.present, "backend.device_absent", "{} cannot make a plan for {}, which is only described", backend.name(), device.str());

@@ -12,11 +12,11 @@
 namespace imbrex::cuda {
 namespace {
 
-// Bytes become 16-bit numbers on their way: kernels/attention_sm90_widen.cuh, which loads a tile in so many parts.
-constexpr int kWidenedParts = 4;
-bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
+constexpr int kWidenedParts = 4;  // in which kernels/attention_sm90_widen.cuh loads a tile
 
 }  // namespace
+
+bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
   return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;

@@ -30,6 +30,8 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
 // The same over the flat copy of the keys that flattens() asks for: the same items and the same bits.
 Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec&);
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec&, DType out);
+// Whether bytes become 16-bit numbers on their way to the matrix unit: kernels/widen.cuh.
+bool widens(const AttentionSpec&);
 // Of any wgmma prefill kernel.
 KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&,
                            bool from_bytes = false);

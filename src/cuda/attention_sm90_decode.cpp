@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/tensor_map.h"
+#include "imbrex/work.h"
 
 namespace imbrex::cuda {
 namespace {

@@ -71,8 +71,12 @@ std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const Att
 
 // Steps of more rows than decode's kernels take, and tokens of more q heads.
 std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  const bool wanted = shape == kVerify || (shape == kDecode && spec.group_size() > kDecodeRows);
-  return wanted ? attention_sm90_verify_tiles(arch, spec) : std::nullopt;
+  if (shape == kPrefill || (shape == kDecode && spec.group_size() <= kDecodeRows)) return std::nullopt;
+  const auto tiles = attention_sm90_verify_tiles(arch, spec);
+  // Of one crew, a warp widens all keys: with many dims that takes longer than what decode's kernel and prefill's do.
+  constexpr int kFewDims = 64;
+  const bool slow = tiles && widens(spec) && tiles->rows > kTeamRows && std::max(spec.head_dim_qk, spec.head_dim_v) > kFewDims;
+  return slow && shape == kVerify ? std::nullopt : tiles;
 }
 
 ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
@@ -104,7 +108,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
                      .blocks_each = shares_pace ? tiles->crews : 1,
                      .tiles_each = tiles->each,
                      .merged = true},
-            .threads = kSm90VerifyThreads,
+            .threads = tiles->threads,
             .run_sums = attention_sm90_verify_run_sums(spec),
             .maps = attention_sm90_verify_maps};
   }

@@ -71,12 +71,12 @@ class Mirrored {
 };
 
 // Memory of one backend's calls: they run one after the other.
-struct Workspace {
+struct MirrorMemory {
   ContextPtr context;
   OwnedStream stream;
   Mirrored k, v, q_scale, k_scale, v_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales, relative_bias;
 
-  explicit Workspace(int device) : context(Context::of_device(device)), stream(context) {}
+  explicit MirrorMemory(int device) : context(Context::of_device(device)), stream(context) {}
   TensorView take(Mirrored& to, const TensorView& t) { return to.take(context, t, stream.get()); }
   KvCache take(const KvCache& cache) {
     return {.k = take(k, cache.k), .v = take(v, cache.v), .k_scale = take(k_scale, cache.k_scale), .v_scale = take(v_scale, cache.v_scale)};
@@ -85,8 +85,8 @@ struct Workspace {
 
 class MirrorPlan final : public imbrex::Plan {
  public:
-  MirrorPlan(std::shared_ptr<imbrex::Plan> plan, std::shared_ptr<Workspace> workspace)
-      : plan_(std::move(plan)), workspace_(std::move(workspace)) {}
+  MirrorPlan(std::shared_ptr<imbrex::Plan> plan, std::shared_ptr<MirrorMemory> memory)
+      : plan_(std::move(plan)), memory_(std::move(memory)) {}
 
   void update(const Batch& batch, Stream) override {
     Batch step = batch;
@@ -94,21 +94,21 @@ class MirrorPlan final : public imbrex::Plan {
       TensorView Batch::*const members[] = {&Batch::block_table,  &Batch::kv_indptr,    &Batch::kv_indices, &Batch::kv_last_page_len,
                                             &Batch::kv_start_loc, &Batch::slot_mapping, &Batch::custom_mask};
       size_t i = 0;
-      for (const auto member : members) step.*member = workspace_->take(arrays_[i++], batch.*member);
+      for (const auto member : members) step.*member = memory_->take(arrays_[i++], batch.*member);
     }
-    plan_->update(step, workspace_->stream.get());
-    workspace_->stream.synchronize();
+    plan_->update(step, memory_->stream.get());
+    memory_->stream.synchronize();
   }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const override {
-    Workspace& w = *workspace_;
+    MirrorMemory& w = *memory_;
     plan_->write_kv(w.take(cache), w.take(w.new_k, k), w.take(w.new_v, v), w.stream.get());
     w.k.give_back(cache.k, "k", w.stream);
     w.v.give_back(cache.v, "v", w.stream);
   }
 
   void run(const Inputs& in, const Outputs& out, Stream) const override {
-    Workspace& w = *workspace_;
+    MirrorMemory& w = *memory_;
     const Inputs inputs{.q = w.take(w.q, in.q),
                         .q_scale = w.take(w.q_scale, in.q_scale),
                         .kv = w.take(in.kv),
@@ -125,7 +125,7 @@ class MirrorPlan final : public imbrex::Plan {
 
  private:
   std::shared_ptr<imbrex::Plan> plan_;
-  std::shared_ptr<Workspace> workspace_;
+  std::shared_ptr<MirrorMemory> memory_;
   std::array<Mirrored, 7> arrays_;
 };
 
@@ -140,16 +140,16 @@ class MirrorBackend final : public Backend {
   std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     std::shared_ptr<imbrex::Plan> plan = backend_.plan(spec, device, options);
     const std::lock_guard lock(mutex_);
-    if (!workspace_ || workspace_->context->device() != device.device.index) workspace_ = std::make_shared<Workspace>(device.device.index);
+    if (!memory_ || memory_->context->device() != device.device.index) memory_ = std::make_shared<MirrorMemory>(device.device.index);
     kept_.push_back(plan);
     if (kept_.size() > kPlansKept) kept_.pop_front();
-    return std::make_unique<MirrorPlan>(std::move(plan), workspace_);
+    return std::make_unique<MirrorPlan>(std::move(plan), memory_);
   }
 
  private:
   const Backend& backend_;
   mutable std::mutex mutex_;
-  mutable std::shared_ptr<Workspace> workspace_;
+  mutable std::shared_ptr<MirrorMemory> memory_;
   mutable std::deque<std::shared_ptr<imbrex::Plan>> kept_;
 };
 

@@ -59,7 +59,7 @@ KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec& spec) {
 
 FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const SchedulePolicy& prefill,
                const PlanLimits& limits, int heads_together)
-    : spec_(spec), rules_(cut_rules(spec.mask, prefill)), heads_together_(heads_together) {
+    : spec_(spec), rules_(cut_rules(spec.mask, prefill)), heads_together_(heads_together), device_{DeviceType::cuda, context->device()} {
   const int64_t reqs = std::min<int64_t>(limits.max_num_reqs, limits.max_num_tokens / std::max(prefill.min_q, 1));
   const int64_t all = checked_mul("plan.scratch", reqs, blocks_of_rows(limits.max_seq_len));  // blocks
   const int64_t block_bytes = checked_mul("plan.scratch", kFlatRows, row_bytes());
@@ -69,7 +69,7 @@ FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const Attention
   if (most_blocks_ == 0) return;
   module_ = Module::load(context, flatten_kv_key(arch, spec));
   kernel_ = module_->kernel("flatten_kv");
-  memory_ = DeviceBuffer(context, size_t(bytes));
+  bytes_ = bytes;
 }
 
 int64_t FlatKv::row_bytes() const { return (spec_.head_dim_qk + spec_.head_dim_v) * size_of(spec_.q_dtype); }
@@ -83,7 +83,7 @@ FlatStep FlatKv::plan(const Batch& batch) const {
     reads += int64_t(k.end - k.begin) * batch.query_len(r) * spec_.group_size();
   }
   if (blocks == 0 || blocks > most_blocks_ || reads < least_rows(spec_) * keys) return {};
-  const int64_t room = int64_t(memory_.bytes()) / (blocks * kFlatRows * row_bytes());
+  const int64_t room = bytes_ / (blocks * kFlatRows * row_bytes());
   const int all = spec_.num_kv_heads, at_once = int(std::min<int64_t>(all, room / heads_together_ * heads_together_));
   if (at_once == 0) return {};
   const int rounds = (all + at_once - 1) / at_once, each = (all + rounds - 1) / rounds;
@@ -112,18 +112,14 @@ void FlatKv::put_requests(const Batch& batch, int* requests) const {
 
 bool FlatKv::takes(const KvCache& cache) { return has_aligned_rows(cache.k) && has_aligned_rows(cache.v); }
 
-KvCache FlatKv::cache(const FlatStep& step, int kv_heads) const {
+KvCache FlatKv::cache(char* memory, const FlatStep& step, int kv_heads) const {
   const int64_t rows = step.rows();
-  const auto view = [&](char* data, int dim) {
-    return TensorView::contiguous(data, spec_.q_dtype, {rows, kv_heads, dim}, {DeviceType::cuda, memory_.context()->device()});
-  };
-  char* const k = memory_.as<char>();
-  return {.k = view(k, spec_.head_dim_qk), .v = view(k + rows * kv_heads * spec_.head_dim_qk * size_of(spec_.q_dtype), spec_.head_dim_v)};
+  const auto view = [&](char* data, int dim) { return TensorView::contiguous(data, spec_.q_dtype, {rows, kv_heads, dim}, device_); };
+  return {.k = view(memory, spec_.head_dim_qk),
+          .v = view(memory + rows * kv_heads * spec_.head_dim_qk * size_of(spec_.q_dtype), spec_.head_dim_v)};
 }
 
-void FlatKv::run(const FlatStep& step, int kv_heads, FlattenKvParams params, bool programmatic, CUstream stream) const {
-  const KvCache to = cache(step, kv_heads);
-  params.to_k = to.k.as<char>(), params.to_v = to.v.as<char>();
+void FlatKv::run(const FlatStep& step, int kv_heads, const FlattenKvParams& params, bool programmatic, CUstream stream) const {
   kernel_.launch({.grid_x = unsigned(step.blocks),
                   .grid_y = unsigned(kv_heads),
                   .grid_z = 2,

@@ -1,5 +1,5 @@
 #pragma once
-// Flat keys: those of a step's prefill requests once more, in memory of the plan, row by row without pages and in 16 bits. Prefill reads a
+// Flat keys: those of a step's prefill requests once more, in scratch of the plan, row by row without pages and in 16 bits. Prefill reads a
 // key as often as it has tiles of rows, so where pages are too small for TMA, or bytes have to be widened, it is faster to do that once and
 // in front of it than in each tile. What a kernel finds there is what it would have made of the cache itself: no bit of a result changes.
 #include <memory>
@@ -41,20 +41,21 @@ class FlatKv {
   void put_requests(const Batch&, int* requests) const;
   // Whether the kernel can read such a cache.
   static bool takes(const KvCache&);
-  // Where the kernel leaves the heads of a step, as a ragged cache.
-  KvCache cache(const FlatStep&, int kv_heads) const;
-  // Launches the kernel. params: all but `to_k` and `to_v`. The context must be current.
-  void run(const FlatStep&, int kv_heads, FlattenKvParams, bool programmatic, CUstream) const;
+  // The heads of a step as a ragged cache in so much memory.
+  int64_t bytes() const { return bytes_; }
+  KvCache cache(char* memory, const FlatStep&, int kv_heads) const;
+  // Launches the kernel that writes it. The context must be current.
+  void run(const FlatStep&, int kv_heads, const FlattenKvParams&, bool programmatic, CUstream) const;
 
  private:
   int64_t row_bytes() const;  // keys and values of a head
   AttentionSpec spec_;
   CutRules rules_;
   int heads_together_;
-  int64_t most_blocks_ = 0;
+  int64_t most_blocks_ = 0, bytes_ = 0;
+  Device device_;
   std::shared_ptr<const Module> module_;
   Kernel kernel_;
-  DeviceBuffer memory_;
 };
 
 }  // namespace imbrex::cuda

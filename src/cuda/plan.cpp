@@ -48,6 +48,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
       options_(options),
       arch_(arch_of(device)),
       context_(Context::of_device(device.device.index)),
+      workspace_(workspace_for(context_, options.workspace)),
       programmatic_(device.sm >= 90) {
   check(!options.on_device || !options.balanced, "backend.on_device",
         "expected on_device or balanced, got both: shares of the load are "
@@ -166,16 +167,20 @@ void Plan::lay_out() {
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
   }
   counters_ = zeroed(context_, counters * sizeof(int));
-  const int64_t rows = checked_mul("plan.scratch", partial_rows_, spec_.num_q_heads * int64_t(sizeof(float)));
-  partial_out_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, spec_.head_dim_v)));
-  partial_state_ = DeviceBuffer(context_, size_t(checked_mul("plan.scratch", rows, 2)));
+  const int64_t rows = checked_mul("plan.scratch", partial_rows_, spec_.num_q_heads);
   int64_t run_sums = 0;
   for (const ShapePlan& s : shapes_)
     if (s.bounds.num_merges > 0) run_sums = std::max(run_sums, s.kernel.run_sums);
-  run_sums_ = DeviceBuffer(context_, size_t(run_sums * std::max(device_.num_workers, 1)) * sizeof(float));
+  ArrayLayout scratch;
+  scratch_.flat_keys = scratch.add<char>(flat_ ? flat_->bytes() : 0);
+  scratch_.partial_out =
+      scratch.add<float>(checked_mul("plan.scratch", rows, spec_.head_dim_v * int64_t(sizeof(float))) / int64_t(sizeof(float)));
+  scratch_.run_sums = scratch.add<float>(run_sums * std::max(device_.num_workers, 1));
+  scratch_.partial_state = scratch.add<float>(rows * 2);
+  workspace_->reserve(scratch.bytes());
 }
 
-AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
+AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceBuffer& scratch) const {
   const PlanArrays& m = *memory_;
   const BatchArrays& arrays = steps_.now().arrays;
   AttentionParams a{};
@@ -214,9 +219,9 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.sinks = in.sinks.as<const float>();
   a.bias_by_distance = tables_->bias_by_distance();
   a.bias_reach = tables_->bias_reach();
-  a.partial_out = partial_out_.as<float>();
-  a.partial_state = partial_state_.as<float>();
-  a.run_sums = run_sums_.as<float>();
+  a.partial_out = array_in(scratch, scratch_.partial_out);
+  a.partial_state = array_in(scratch, scratch_.partial_state);
+  a.run_sums = array_in(scratch, scratch_.run_sums);
   return a;
 }
 
@@ -236,7 +241,8 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   // A graph has to hold what a later batch may need, and so do lists that only the device knows; otherwise what this one does not need is
   // left out.
   const bool captured = is_captured(cu), any = captured || step.on_device;
-  AttentionParams a = params(in, out);
+  const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
+  AttentionParams a = params(in, out, *scratch);
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merges = 0;
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
@@ -249,7 +255,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = (any ? s.bounds.num_work : int64_t(schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    const bool flat = !any && shape == kPrefill && run_over_flat(in, a, out_dtype, cu);
+    const bool flat = !any && shape == kPrefill && run_over_flat(in, a, out_dtype, *scratch, cu);
     bool mapped = true;
     if (!flat) {
       AttentionMaps maps{};
@@ -265,11 +271,12 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
   if (!captured) return;
   captured_run_ = true;
+  if (captured_scratch_.empty() || captured_scratch_.back() != scratch) captured_scratch_.push_back(scratch);
   captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));
 }
 
 // Prefill of a step whose lists the host has made; false: it has to be run over the cache itself.
-bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, CUstream stream) const {
+bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream) const {
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
   if (step.flat.kv_heads == 0 || !FlatKv::takes(in.kv)) return false;
@@ -290,8 +297,10 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
   for (int head = 0; head < spec_.num_kv_heads; head += step.flat.kv_heads) {
     a.first_kv_head = keys.first_kv_head = head;
     a.kv_heads_now = std::min(step.flat.kv_heads, spec_.num_kv_heads - head);
+    const KvCache flat = flat_->cache(array_in(scratch, scratch_.flat_keys), step.flat, a.kv_heads_now);
+    keys.to_k = flat.k.as<char>(), keys.to_v = flat.v.as<char>();
     AttentionMaps maps{};
-    if (!s.flat_kernel.maps(spec_, in.q, flat_->cache(step.flat, a.kv_heads_now), maps)) return false;  // because of the queries: at once
+    if (!s.flat_kernel.maps(spec_, in.q, flat, maps)) return false;  // because of the queries: at once
     flat_->run(step.flat, a.kv_heads_now, keys, programmatic_, stream);
     launch(kernel, int64_t(step.schedules[kPrefill].num_work) * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k,
            maps.v);

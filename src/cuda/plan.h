@@ -15,6 +15,7 @@
 #include "cuda/params.h"
 #include "cuda/plan_arrays.h"
 #include "cuda/plan_tables.h"
+#include "cuda/workspace.h"
 #include "cuda/write_kv.h"
 #include "imbrex/backend.h"
 
@@ -130,6 +131,12 @@ class Plan final : public StepPlan {
     ArrayOf<unsigned char> custom_mask;
   };
 
+  // What a run() leaves for launches behind its own first, and no other run() needs.
+  struct Scratch {
+    ArrayOf<char> flat_keys;
+    ArrayOf<float> partial_out, partial_state, run_sums;
+  };
+
   void name_kernels();
   void load(Specialised&) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
@@ -141,8 +148,8 @@ class Plan final : public StepPlan {
   void put_block_ids(const Batch&);
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
-  AttentionParams params(const Inputs&, const Outputs&) const;
-  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, CUstream) const;
+  AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
+  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 
@@ -159,15 +166,18 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  int64_t partial_rows_ = 0;                                        // the most that a batch within the limits has
-  DeviceBuffer counters_, partial_out_, partial_state_, run_sums_;  // counters: a task of each shape, then arrivals
-  std::unique_ptr<DevicePlan> device_plan_;                         // null: PlanOptions::on_device was not asked for
-  bool programmatic_ = false;                                       // launches may begin before the ones in front of them have ended
+  DeviceBuffer counters_;     // a task of each shape, then arrivals
+  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
+  Scratch scratch_;
+  std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in
+  std::unique_ptr<DevicePlan> device_plan_;   // null: PlanOptions::on_device was not asked for
+  bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
 
   TwoSteps<Step> steps_;
   bool has_step_ = true;
-  mutable bool captured_run_ = false, captured_write_ = false;  // a graph reads the addresses of Step::arrays
-  mutable int64_t captured_entries_ = int64_t(1) << 32;         // blocks, or ragged rows, of the smallest cache in a graph
+  mutable std::vector<std::shared_ptr<const DeviceBuffer>> captured_scratch_;  // which graphs write to
+  mutable bool captured_run_ = false, captured_write_ = false;                 // a graph reads the addresses of Step::arrays
+  mutable int64_t captured_entries_ = int64_t(1) << 32;                        // blocks, or ragged rows, of the smallest cache in a graph
 };
 
 }  // namespace imbrex::cuda

@@ -15,6 +15,11 @@ struct ArrayOf {
   size_t offset = 0, capacity = 0;  // bytes, elements
 };
 
+template <class T>
+T* array_in(const DeviceBuffer& memory, const ArrayOf<T>& array) {
+  return reinterpret_cast<T*>(memory.as<char>() + array.offset);
+}
+
 // Arrays one after the other in one allocation; made before PlanArrays.
 class ArrayLayout {
  public:
@@ -39,7 +44,7 @@ class PlanArrays {
 
   template <class T>
   T* device(const ArrayOf<T>& array) const {
-    return reinterpret_cast<T*>(memory_.as<char>() + array.offset);
+    return array_in(memory_, array);
   }
   void begin();
   // Room for the first `count` elements, to be filled before the next call.

@@ -33,7 +33,7 @@ std::vector<RowGroup> group_rows(std::span<const WantedRow> wanted, const std::f
 
 StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const ReplayOptions& options, int max_seq_len,
                        const Synthetic& synthetic, const ParallelFor& threads)
-    : synthetic_(synthetic), threads_(threads), stream_(open_stream(device, threads)) {
+    : synthetic_(synthetic), threads_(threads), stream_(open_stream(device, threads)), workspace_(make_workspace(device)) {
   const auto pool = synthetic.pool();
   pool_ = stream_->copy_of(TensorView::contiguous(const_cast<uint16_t*>(pool.data()), DType::bf16, {int64_t(pool.size())}));
   graph_tokens_ = std::min(options.max_num_seqs, options.max_num_batched_tokens);
@@ -63,6 +63,7 @@ void StepRunner::make_plans(const ModelSpec& model, const ModelSpec::Kind& kind,
   plan_options.threads = threads_;
   plan_options.validate = options.validate;
   plan_options.out_dtype = DType::bf16;
+  plan_options.workspace = workspace_;
   Kind made{.spec = spec, .group = model.layers[size_t(kind.layers.front())].kv_group, .report = {}, .plan = {}, .decode_plan = {}};
   made.plan = same ? prefill.backend->plan(spec, device, plan_options)
                    : plan_by_phase(*prefill.backend, *decode.backend, spec, device, plan_options);

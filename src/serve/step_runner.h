@@ -95,6 +95,7 @@ class StepRunner {
   const Synthetic& synthetic_;
   ParallelFor threads_;
   std::unique_ptr<DeviceStream> stream_;
+  std::shared_ptr<Workspace> workspace_;  // of all plans
   std::vector<Kind> kinds_;
   std::vector<Layer> layers_;
   std::vector<KvAllocation> caches_;

@@ -80,6 +80,7 @@ FIELD(imbrex_plan_options, validate);
 FIELD(imbrex_plan_options, load_on_demand);
 FIELD(imbrex_plan_options, on_device);
 FIELD(imbrex_plan_options, out_dtype);
+FIELD(imbrex_plan_options, workspace);
 STRUCT(imbrex_batch);
 FIELD(imbrex_batch, struct_size);
 FIELD(imbrex_batch, num_reqs);

@@ -17,6 +17,7 @@ using DeviceHandle = std::unique_ptr<imbrex_device, Free<imbrex_device, imbrex_d
 using SpecHandle = std::unique_ptr<imbrex_spec, Free<imbrex_spec, imbrex_spec_free>>;
 using SelectionHandle = std::unique_ptr<imbrex_selection, Free<imbrex_selection, imbrex_selection_free>>;
 using ThreadsHandle = std::unique_ptr<imbrex_threads, Free<imbrex_threads, imbrex_threads_free>>;
+using WorkspaceHandle = std::unique_ptr<imbrex_workspace, Free<imbrex_workspace, imbrex_workspace_free>>;
 using PlanHandle = std::unique_ptr<imbrex_plan, Free<imbrex_plan, imbrex_plan_free>>;
 using AllocationHandle = std::unique_ptr<imbrex_kv_allocation, Free<imbrex_kv_allocation, imbrex_kv_allocation_free>>;
 using CopierHandle = std::unique_ptr<imbrex_block_copier, Free<imbrex_block_copier, imbrex_block_copier_free>>;

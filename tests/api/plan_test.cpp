@@ -113,6 +113,26 @@ TEST_F(CApiPlan, RunsOnThreadsOfTheLibraryOrTheHost) {
   EXPECT_EQ(last_code(), "api.threads");
 }
 
+TEST_F(CApiPlan, TakesAWorkspaceAndKeepsIt) {
+  auto workspace = make_handle<WorkspaceHandle>([&](auto** out) { return imbrex_workspace_create(device.get(), out); });
+  EXPECT_EQ(imbrex_workspace_bytes(workspace.get()), 0);
+  imbrex_plan_options options = init(imbrex_plan_options_init);
+  options.workspace = workspace.get();
+  const PlanHandle one = plan(&options), other = plan(&options);
+  workspace.reset();
+  Step a(cache), b(cache);
+  run(one.get(), a), run(other.get(), b);
+  EXPECT_EQ(a.out.data, b.out.data);
+  imbrex_device* described = nullptr;
+  ASSERT_EQ(imbrex_device_create("h200", &described), IMBREX_OK);
+  imbrex_workspace* none = nullptr;
+  EXPECT_EQ(imbrex_workspace_create(described, &none), IMBREX_DEVICE);
+  EXPECT_EQ(last_code(), "backend.device_absent");
+  EXPECT_EQ(none, nullptr);
+  EXPECT_EQ(imbrex_workspace_create(nullptr, &none), IMBREX_INVALID);
+  imbrex_device_free(described);
+}
+
 TEST_F(CApiPlan, ByPhaseTakesTwoSelections) {
   Step together(cache), by_phase(cache);
   run(plan(nullptr, "cpu_generic").get(), together);
@@ -364,7 +384,8 @@ TEST_F(CApiPlan, DevicePlansAreRefusedByCpus) {
 
 TEST(CApi, FreeingNothingDoesNothing) {
   imbrex_device_free(nullptr), imbrex_spec_free(nullptr), imbrex_selection_free(nullptr), imbrex_threads_free(nullptr);
-  imbrex_plan_free(nullptr), imbrex_kv_allocation_free(nullptr), imbrex_block_pool_free(nullptr);
+  imbrex_plan_free(nullptr), imbrex_kv_allocation_free(nullptr), imbrex_block_pool_free(nullptr), imbrex_workspace_free(nullptr);
+  EXPECT_EQ(imbrex_workspace_bytes(nullptr), 0);
   EXPECT_STREQ(imbrex_plan_str(nullptr), "");
   EXPECT_EQ(imbrex_selection_backend(nullptr), nullptr);
   EXPECT_EQ(imbrex_selection_num_candidates(nullptr), 0);

@@ -64,6 +64,10 @@ TEST_P(DeviceGraph, LengthsOnTheDevice) {
        .seed = 8});
 }
 
+TEST_P(DeviceGraph, SharedScratch) {
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) run({.spec = test::graph_spec(kv), .shared_scratch = true, .seed = 10});
+}
+
 TEST_P(DeviceGraph, LengthsAndMaskOnTheDevice) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;

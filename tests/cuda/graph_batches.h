@@ -18,6 +18,7 @@ struct GraphProblem {
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
   bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
+  bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
   int batches = 100;
   unsigned seed = 1;
 };
@@ -64,9 +65,16 @@ struct RandomStep {
 class GraphAgainstEager {
  public:
   GraphAgainstEager(const Backend& backend, const DeviceInfo& device, ContextPtr context, const GraphProblem& problem)
-      : p_(problem), context_(std::move(context)), stream_(context_), device_(device.device), random_(problem.seed) {
+      : p_(problem),
+        backend_(backend),
+        info_(device),
+        context_(std::move(context)),
+        stream_(context_),
+        device_(device.device),
+        random_(problem.seed) {
+    if (p_.shared_scratch) workspace_ = make_workspace(device);
     for (Side* side : {&graph_, &eager_}) {
-      side->plan = backend.plan(p_.spec, device, {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths});
+      side->plan = backend.plan(p_.spec, device, options());
       side->k = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
       side->v = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
       side->out = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_v, p_.spec.q_dtype);
@@ -101,6 +109,7 @@ class GraphAgainstEager {
     check_cuda(cu.cuGraphInstantiateWithFlags(&exec, graph, 0), "instantiate");
     int merged = 0;
     for (int batch = 0; batch < p_.batches && !testing::Test::HasFailure(); ++batch) {
+      if (workspace_ && batch == p_.batches / 2) grow();
       const RandomStep step(p_, kBlocks, random_);
       for (Side* side : {&graph_, &eager_}) {
         fill_bytes(side->out.address(), 0xff, side->out.bytes(), stream_.get());
@@ -143,6 +152,18 @@ class GraphAgainstEager {
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
   };
 
+  PlanOptions options() const {
+    return {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
+  }
+  // The graph's memory stays; what the eager plan finds from now on is elsewhere.
+  void grow() {
+    const int64_t before = workspace_->bytes();
+    PlanOptions larger = options();
+    larger.limits.max_num_reqs *= 4, larger.limits.max_num_tokens *= 4, larger.limits.max_seq_len *= 4;
+    larger_ = backend_.plan(p_.spec, info_, larger);
+    EXPECT_GT(workspace_->bytes(), before);
+    EXPECT_GT(before, 0);
+  }
   DeviceBuffer rows(int64_t count, int64_t heads, int64_t dim, DType dtype) const {
     return DeviceBuffer(context_, size_t(count * heads * dim * size_of(dtype)));
   }
@@ -221,11 +242,15 @@ class GraphAgainstEager {
   }
 
   GraphProblem p_;
+  const Backend& backend_;
+  DeviceInfo info_;
   ContextPtr context_;
   OwnedStream stream_;
   Device device_;
   std::mt19937 random_;
+  std::shared_ptr<Workspace> workspace_;  // null: each plan has its own
   Side graph_, eager_;
+  std::unique_ptr<imbrex::Plan> larger_;
   DeviceBuffer q_, new_k_, new_v_, sinks_;
 };
 

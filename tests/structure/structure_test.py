@@ -29,7 +29,7 @@ ARROWS = {
 }
 HARDWARE = {"cpu", "cuda"}
 REGISTRY = "src/attention/registry.cpp"
-PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h"}
+PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_MODEL = {"model.h"}
 PUBLIC_API = {"imbrex.h", "imbrex.hpp"}
 

@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from .. import _core
 from .._plan_cache import Kept, Limits, PlanCache
 from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
-from ..plan import Plan
+from ..plan import Plan, Workspace
 from . import WRITTEN_FOR
 from .pages import SlotCheck, block_table, check_pool, kv_layer, rows_of
 
@@ -73,6 +73,7 @@ class Backend(AttentionBackend):
         self.needs_cpu_seq_lens = not self.on_device  # SGLang then does not wait for the GPU to know them
         self.forward_metadata: Optional[Step] = None
         self._eager = PlanCache(_SMALLEST)
+        self._workspace = Workspace(self.device_text)  # of the plans of graphs, which replay one after the other
         self._captured: Dict[Tuple, Kept] = {}  # also updated before every replay, so that they belong to the backend and not to a graph
         self._graph_room = (0, 0)
         self._graph_table: Optional[torch.Tensor] = None
@@ -232,7 +233,7 @@ class Backend(AttentionBackend):
             limits = Limits(*room, max_seq_len, -(-room[1] // room[0]))
             kept = self._captured.get(key)
             if kept is None:
-                kept = self._captured[key] = Kept(self._make(layer, fields, limits), limits)
+                kept = self._captured[key] = Kept(self._make(layer, fields, limits, workspace=self._workspace), limits)
         else:
             needed = Limits(step.seq_lens.shape[0], step.num_tokens, max_seq_len)
             kept = self._eager.find(key, needed, lambda limits: self._make(layer, fields, limits, ordered=True))

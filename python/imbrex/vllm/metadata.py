@@ -10,7 +10,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 from .. import _core, _packed
-from ..engines import CheckedLayer, announce, as_bytes, check_pages, device_text, make_plan, settings
+from ..engines import CheckedLayer, announce, as_bytes, check_pages, device_text, make_plan, settings, shared_workspace
 from ..plan import Plan, select
 from .impl import Impl
 
@@ -63,6 +63,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.on_device = inexact or (self.settings.on_device == "always" and self.device_text != "cpu")
         self.supports_draft_decode_metadata_update = self.on_device
         self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        self.workspace = shared_workspace(self.device_text)
         self.plans: Dict[Tuple, Plan] = {}
         self.decode_plans = self.plans  # of steps with one token a request
         for layer in self.layers.values():
@@ -77,13 +78,16 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             layer.impl.plan_key = tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
                 spec = _core.AttentionSpec(**fields)
-                self.plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits)
+                self.plans[layer.impl.plan_key] = self._make_plan(spec, limits)
                 if self.decode_plans is not self.plans:
                     alone = dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured()), max_query_len=1)
-                    self.decode_plans[layer.impl.plan_key] = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **alone)
+                    self.decode_plans[layer.impl.plan_key] = self._make_plan(spec, alone)
         self._checked = not self.settings.self_check
         if self._checked:
             self._announce("self check left out")
+
+    def _make_plan(self, spec: _core.AttentionSpec, limits: Dict[str, int]) -> Plan:
+        return make_plan(spec, self.device_text, self.settings, on_device=self.on_device, workspace=self.workspace, **limits)
 
     def _limits(self) -> Dict[str, int]:
         scheduler, speculative = self.vllm_config.scheduler_config, self.vllm_config.speculative_config

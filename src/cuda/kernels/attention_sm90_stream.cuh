@@ -19,7 +19,7 @@ constexpr int kChunkBytes = kTileKeys * 128;
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 
 // Groups of rows at a time, of small pages: as many as registers are there for where consumers have most of them.
-constexpr int kUnrolled = kKeyWarps == 0 && kCrews == 1 ? 2 : 8;
+constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ? 2 : 8;
 
 // Where a piece of 16 bytes lies: 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 DEVICE u32 swizzled_piece(int row, int piece, int chunk_bytes) { return piece / 8 * chunk_bytes + row * 128 + (piece % 8 ^ row % 8) * 16; }

@@ -3,8 +3,9 @@
 //
 // Memory sets the pace, as in attention_sm90_decode.cu, but rows are as many as the matrix unit takes. A warpgroup has 64 rows and all keys
 // of a tile, so nothing crosses from warp to warp: scores, weights and outputs stay in registers, and beside the scores of a tile goes the
-// output of the one before. With up to 128 dims a multiprocessor has two crews of 64 rows, or one of 128; with more, the two warpgroups
-// compute the same scores, and half of the output's dims each. Sums of four pieces are folded in registers, those of more in L2.
+// output of the one before. Bytes become 16-bit numbers on their way there. With up to 128 dims a multiprocessor has two crews of 64 rows,
+// or one of 128; with more, the two warpgroups compute the same scores, and half of the output's dims each. Sums of four pieces are folded
+// in registers, those of more in L2.
 #include "attention_sm90_runs.cuh"
 #include "attention_sm90_verify_load.cuh"
 #include "wgmma.cuh"
@@ -14,10 +15,16 @@ namespace imbrex::cuda {
 // Levels of the tree of pieces whose nodes lie in memory, where L2 keeps them. Where logits need registers, the lowest one does too.
 constexpr bool kNodeKept = kPlainLogits || !kShareDims;
 constexpr int kLevels = kVerifyLevels + !kNodeKept;
-constexpr float kSlack = 8.f;  // log2 units by which a maximum may outgrow a row's reference
+// Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
+// values' sake keep their bits down to 2^-21 of the maximum so.
+constexpr int kValueType = kWidens ? int(kF16) : kQType;
+constexpr float kFresh = kWidens ? 7.f : 0.f, kSlack = kFresh + 8.f;
 
 // Registers of a thread, as many as are used: a launch has handed out what all threads together have.
-constexpr int kConsumerRegisters = kTwoStreams ? 232 : 216, kProducerRegisters = 65536 / kThreads / 8 * 8 * 3 - 2 * kConsumerRegisters;
+constexpr int kConsumerRegisters = kCrews == 1 ? (kWidens && kTeamDims * kTileRows != 128 * 128 ? 224 : 232)
+                                   : kWidens   ? 208
+                                               : 216,
+              kProducerRegisters = (65536 / kThreads / 8 * 8 * (kThreads / 128) - 2 * kConsumerRegisters) / kProducers;
 
 // Tiles in shared memory by the low half of their descriptor, which has the address in units of 16 bytes. The other half is the same in
 // all: groups of eight lines of a swizzle's width.
@@ -51,7 +58,7 @@ class Consumer {
       mbarrier_wait(shared_address(&shared_.item_full[slot.at]), slot.parity);
       const Item& item = shared_.item[slot.at];
       if (item.num_rows == kNoItem) break;
-      mbarrier_wait(shared_address(&shared_.q_full[slot.at]), slot.parity);
+      mbarrier_wait(shared_address(&shared_.q_full[q_slot().at]), q_slot().parity);
       if constexpr (!kMaps) async_proxy_fence();  // the matrix unit reads what lanes have written
       if (first_row() < item.num_rows) {
         run_item(item);
@@ -76,16 +83,22 @@ class Consumer {
   }
   // Places in rings, by how many have been passed: a register each.
   DEVICE Ring<SharedStorage::kItemSlots> item_slot() const { return ring_at<SharedStorage::kItemSlots>(items_); }
+  DEVICE Ring<SharedStorage::kQSlots> q_slot() const { return ring_at<SharedStorage::kQSlots>(items_); }
   DEVICE Ring<kStages> k_stage() const { return ring_at<kStages>(k_tiles_); }
   DEVICE Ring<kValueStages> v_stage() const { return ring_at<kValueStages>(v_tiles_); }
   DEVICE static void wait_for_tile(u64& full, u32 parity) {
     mbarrier_wait(shared_address(&full), parity);
-    if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
+    if constexpr (kLoaders > 1 && !kWidens) async_proxy_fence();  // the matrix unit reads what lanes have written
   }
   DEVICE void wait_for_keys() const { wait_for_tile(shared_.k_full[k_stage().at], k_stage().parity); }
   DEVICE void wait_for_values() const { wait_for_tile(shared_.v_full[v_stage().at], v_stage().parity); }
   DEVICE void leave_keys() { report(shared_.k_empty[k_stage().at]), ++k_tiles_; }
   DEVICE void leave_values() { report(shared_.v_empty[v_stage().at]), ++v_tiles_; }
+
+  // Behind an item's last scores. Where queries have as many places as items, they go with these.
+  DEVICE void leave_queries() {
+    if (SharedStorage::kQSlots < SharedStorage::kItemSlots) report(shared_.q_empty[q_slot().at]);
+  }
 
   // Of an item whose rows are the other warpgroup's.
   DEVICE void pass_item(const Item& item) {
@@ -97,10 +110,11 @@ class Consumer {
       wait_for_values();
       leave_values();
     }
+    leave_queries();
   }
 
   DEVICE void start_scores(Scores& s) {
-    const u32 q = q_ + item_slot().at * (kQChunks * kQChunkBytes / 16), k = k_begin_ + k_stage().at * (kKChunks * kChunkBytes / 16);
+    const u32 q = q_ + q_slot().at * (kQChunks * kQChunkBytes / 16), k = k_begin_ + k_stage().at * (kKRooms * kChunkBytes / 16);
 #pragma unroll
     for (int step = 0; step < kQSteps; ++step) {
       Wgmma<kTileKeys>::shared(s, descriptor(q, step / 4 * kQChunkBytes + step % 4 * 32),
@@ -112,7 +126,7 @@ class Consumer {
     const u32 v = v_begin_ + v_stage().at * (kVRooms * kChunkBytes / 16);
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step)
-      Wgmma<kTeamDims>::template registers<true>(sums.out, weights_[step], descriptor(v, step * 2048), true);
+      Wgmma<kTeamDims, kValueType>::template registers<true>(sums.out, weights_[step], descriptor(v, step * 2048), true);
     wgmma_commit();
   }
 
@@ -134,12 +148,12 @@ class Consumer {
   DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(p_, tile * kTileKeys, rows, s);
     if constexpr (edge) hide(tile * kTileKeys, rows, s);
-    return weigh(rows, s, sums.reference, sums.total, factor, kSlack, 0.f);
+    return weigh(rows, s, sums.reference, sums.total, factor, kSlack, kFresh);
   }
   DEVICE void pack_weights(const Scores& s) {
 #pragma unroll
     for (int i = 0; i < kTileKeys / 4; ++i)
-      weights_[i / 4][i % 4] = kQType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
+      weights_[i / 4][i % 4] = kValueType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
   }
 
   // The output of the tile before, whose keys [lo, hi) some row sees.
@@ -222,6 +236,7 @@ class Consumer {
         turn(Edge<true>{}, tile);
       }
     }
+    leave_queries();
     const int last = (tiles.end - 1) * kTileKeys;
     finish_output(piece, item.lo - last, item.hi - last);
     end_piece(piece, piece.reference, piece.total, node, pieces, true);
@@ -263,17 +278,27 @@ class Consumer {
 DEVICE void begin_barriers(SharedStorage& shared) {
   constexpr int kWarps = 4 * kTeams;
   for (int i = 0; i < kStages; ++i) {
-    mbarrier_init(shared_address(&shared.k_full[i]), kLoaders);
+    mbarrier_init(shared_address(&shared.k_full[i]), kReports);
     mbarrier_init(shared_address(&shared.k_empty[i]), kWarps);
   }
   for (int i = 0; i < kValueStages; ++i) {
-    mbarrier_init(shared_address(&shared.v_full[i]), kLoaders);
+    mbarrier_init(shared_address(&shared.v_full[i]), kReports);
     mbarrier_init(shared_address(&shared.v_empty[i]), kWarps);
   }
   for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
+    mbarrier_init(shared_address(&shared.item_empty[i]), kWarps + kLoadingWarps);
+  }
+  for (int i = 0; i < SharedStorage::kQSlots; ++i) {
     mbarrier_init(shared_address(&shared.q_full[i]), kMaps ? 1 : 32);
-    mbarrier_init(shared_address(&shared.item_empty[i]), kWarps + 1 + kTwoStreams);  // and who loads tiles
+    mbarrier_init(shared_address(&shared.q_empty[i]), kWarps);
+  }
+  auto& bytes = loaded_barriers(shared);
+  for (int i = 0; kWidens && i < kBytesStages; ++i) {
+    mbarrier_init(shared_address(&bytes.k_full[i]), kLoaders);
+    mbarrier_init(shared_address(&bytes.v_full[i]), kLoaders);
+    mbarrier_init(shared_address(&bytes.k_empty[i]), 1);
+    mbarrier_init(shared_address(&bytes.v_empty[i]), 1);
   }
   mbarrier_fence_init();
 }
@@ -295,10 +320,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   griddep_wait();
   const int wg = shuffle(int(threadIdx.x / 128), 0);
-  if (wg == kConsumers) {
+  if (wg >= kConsumers) {
     registers_shrink<kProducerRegisters>();
     const int warp = warp_id() - 4 * kConsumers;
-    if constexpr (kTwoStreams) {
+    if constexpr (kWidens) {
+      const int crew = warp / 4;
+      if (crew >= kCrews) return;
+      // A quarter of a multiprocessor, which has every fourth warp, unpacks four bytes a cycle: no two of them widen in the same one.
+      const int duty = (warp + 2 * crew) % 4;
+      if (duty == 0) {
+        produce_items(p, q_map, crew, crews[crew]);
+      } else if (duty == 1) {
+        produce_tiles<Stream::keys_and_values>(p, k_map, v_map, crews[crew]);
+      } else if (duty == 2) {
+        widen_tiles<true>(crews[crew]);
+      } else {
+        widen_tiles<false>(crews[crew]);
+      }
+    } else if constexpr (kTwoStreams) {
       if (warp == 0) produce_items(p, q_map, 0, crews[0]);
       if (warp == 1) produce_tiles<Stream::keys>(p, k_map, v_map, crews[0]);
       if (warp == 2) produce_tiles<Stream::values>(p, k_map, v_map, crews[0]);

@@ -2,29 +2,71 @@
 // The shared memory of attention_sm90_verify.cu, and the warps that fill it: items with their queries, keys, values.
 #include "attention_sm90_parts.cuh"
 #include "attention_sm90_stream.cuh"
+#include "widen.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int kTeams = kConsumers / kCrews;       // warpgroups of a crew
-constexpr bool kShareDims = kHeadDimV > 128;      // or rows
-constexpr int kThreads = 128 * kConsumers + 128;  // of the last warpgroup, two or three warps load for a crew
+constexpr int kTeams = kConsumers / kCrews;   // warpgroups of a crew
+constexpr bool kShareDims = kHeadDimV > 128;  // or rows
+constexpr bool kWidens = kKvType != kQType;   // bytes for queries of 16 bits
+static_assert(!kWidens || (kKvType == kE4m3 && kFromBytes));
+// A warp finds a crew's items, and another one loads its keys and values, or one each; bytes are widened by two more.
+constexpr int kProducers = kWidens && kCrews == 2 ? 2 : 1, kThreads = 128 * (kConsumers + kProducers);
 static_assert(kTileRows == (kShareDims ? kTeamRows : kTeams * kTeamRows) && (!kShareDims || kTeams == 2));
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kQSteps = (kHeadDimQk + 15) / 16, kQChunkBytes = kTileRows * 128;
 constexpr int kTeamDims = kShareDims ? 128 : kHeadDimV <= 64 ? 64 : kHeadDimV;  // of the output that a warpgroup computes
-constexpr int kVRooms = kShareDims ? 4 : kVChunks;                              // a product may reach beyond the last chunk
-constexpr bool kTwoStreams = kCrews == 1;                                       // a warp for keys and one for values
+// Of 64 dims, of a stage; a product may reach beyond the last one of values.
+constexpr int kKRooms = kQChunks, kVRooms = kShareDims ? 4 : (kHeadDimV + 63) / 64;
+constexpr bool kTwoStreams = kCrews == 1 && !kWidens;  // a warp for keys and one for values
+constexpr int kLoadingWarps = kWidens ? 3 : kTwoStreams ? 2 : 1;
+constexpr int kReports = kWidens ? 1 : kLoaders;  // of a tile that can be multiplied
 
-struct SharedStorage {  // of a crew
-  static constexpr int kItemSlots = 2;
-  alignas(1024) char k[kStages][kKChunks * kChunkBytes];
+// Tiles of bytes, on their way to be widened, and their barriers.
+constexpr int kBytesStages = 2;
+template <bool widens>
+struct BytesTiles {
+  alignas(1024) char k[kBytesStages][kKChunks * kChunkBytes];
+  alignas(1024) char v[kBytesStages][kVChunks * kChunkBytes];
+};
+template <bool widens>
+struct BytesBarriers {
+  u64 k_full[kBytesStages], k_empty[kBytesStages], v_full[kBytesStages], v_empty[kBytesStages];
+};
+template <>
+struct BytesTiles<false> {};
+template <>
+struct BytesBarriers<false> {};
+
+struct SharedStorage {                                             // of a crew
+  static constexpr int kItemSlots = 2, kQSlots = kWidens ? 1 : 2;  // beside bytes there is room for one
+  alignas(1024) char k[kStages][kKRooms * kChunkBytes];
   alignas(1024) char v[kValueStages][kVRooms * kChunkBytes];
-  alignas(1024) char q[kItemSlots][kQChunks * kQChunkBytes];
+  alignas(1024) char q[kQSlots][kQChunks * kQChunkBytes];
+  BytesTiles<kWidens> bytes;
   Item item[kItemSlots];  // none: kNoItem rows, and none will come
   u64 k_full[kStages], k_empty[kStages], v_full[kValueStages], v_empty[kValueStages];
-  u64 item_full[kItemSlots], q_full[kItemSlots], item_empty[kItemSlots];
+  u64 item_full[kItemSlots], item_empty[kItemSlots], q_full[kQSlots], q_empty[kQSlots];
+  BytesBarriers<kWidens> bytes_barriers;
 };
 static_assert(kCrews * sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
+
+// Where tiles come to as they lie in the cache, and the barriers of that.
+DEVICE auto& loaded_tiles(SharedStorage& shared) {
+  if constexpr (kWidens) {
+    return shared.bytes;
+  } else {
+    return shared;
+  }
+}
+DEVICE auto& loaded_barriers(SharedStorage& shared) {
+  if constexpr (kWidens) {
+    return shared.bytes_barriers;
+  } else {
+    return shared;
+  }
+}
+constexpr int kLoadedKeys = kWidens ? kBytesStages : kStages, kLoadedValues = kWidens ? kBytesStages : kValueStages;
 
 // --- warps that load
 
@@ -57,7 +99,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
     return crews + shuffle(taken, 0);
   };
   Ring<SharedStorage::kItemSlots> slot;
-  for (int number = first;; slot.next()) {
+  Ring<SharedStorage::kQSlots> q;
+  for (int number = first;; slot.next(), q.next()) {
     mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
     if (tasks > 0 && (number != first || number >= tasks)) number = take_number();
     const bool exists = number < tasks;
@@ -73,7 +116,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
     if (!exists) break;
-    const u32 to = shared_address(shared.q[slot.at]), full = shared_address(&shared.q_full[slot.at]);
+    const u32 to = shared_address(shared.q[q.at]), full = shared_address(&shared.q_full[q.at]);
+    if (SharedStorage::kQSlots < SharedStorage::kItemSlots) mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
     if constexpr (kMaps) {
       if (lane == 0) {
         mbarrier_arrive_expect(full, kQChunks * kTokens * kGroup * 128);
@@ -96,8 +140,10 @@ template <Stream stream>
 DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<SharedStorage::kItemSlots> slot;
-  Ring<kStages> k;
-  Ring<kValueStages> v;
+  auto& to_tiles = loaded_tiles(shared);
+  auto& barriers = loaded_barriers(shared);
+  Ring<kLoadedKeys> k;
+  Ring<kLoadedValues> v;
   for (;; slot.next()) {
     mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
     const Item item = shared.item[slot.at];
@@ -106,14 +152,14 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_empty[slot.at]));
     const Tiles tiles = tiles_of(item);
     const auto load_keys = [&](const Box& box) {
-      const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
-      mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
+      const u32 to = shared_address(to_tiles.k[k.at]), full = shared_address(&barriers.k_full[k.at]);
+      mbarrier_wait(shared_address(&barriers.k_empty[k.at]), k.parity ^ 1);
       load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, to, full, l2);
       k.next();
     };
     const auto load_values = [&](const Box& box) {
-      const u32 to = shared_address(shared.v[v.at]), full = shared_address(&shared.v_full[v.at]);
-      mbarrier_wait(shared_address(&shared.v_empty[v.at]), v.parity ^ 1);
+      const u32 to = shared_address(to_tiles.v[v.at]), full = shared_address(&barriers.v_full[v.at]);
+      mbarrier_wait(shared_address(&barriers.v_empty[v.at]), v.parity ^ 1);
       load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, item, box, to, full, l2);
       v.next();
     };
@@ -130,6 +176,47 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
       before = box, box = next;
     }
     if constexpr (stream == Stream::keys_and_values) load_values(before);
+  }
+}
+
+// A crew's keys, which become what the queries are, or its values, f16 as the weights are.
+template <bool keys>
+DEVICE void widen_tiles(SharedStorage& shared) {
+  constexpr int kDim = keys ? kHeadDimQk : kHeadDimV, kType = keys ? kQType : int(kF16), kRowsAtOnce = 16;
+  constexpr int kPiecesAtOnce = kTileRows > 64 ? 1 : 4;  // as registers are there
+  constexpr u32 kBytes = (keys ? kKChunks : kVChunks) * kChunkBytes, kStageBytes = (keys ? kKRooms : kVRooms) * kChunkBytes;
+  auto& from_barriers = loaded_barriers(shared);
+  const WidenedPlace place = widened_place<128>();
+  const u32 from_begin = (keys ? shared_address(loaded_tiles(shared).k) : shared_address(loaded_tiles(shared).v)) + place.from;
+  const u32 to_begin = (keys ? shared_address(shared.k) : shared_address(shared.v)) + place.to;
+  const u32 bytes_full = shared_address(keys ? from_barriers.k_full : from_barriers.v_full);
+  const u32 bytes_empty = shared_address(keys ? from_barriers.k_empty : from_barriers.v_empty);
+  const u32 full = shared_address(keys ? shared.k_full : shared.v_full), empty = shared_address(keys ? shared.k_empty : shared.v_empty);
+  Ring<SharedStorage::kItemSlots> slot;
+  Ring<kBytesStages> bytes;
+  Ring<keys ? kStages : kValueStages> stage;
+  for (;; slot.next()) {
+    mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
+    const Item& item = shared.item[slot.at];
+    if (item.num_rows == kNoItem) break;
+    const Tiles tiles = tiles_of(item);
+    __syncwarp();
+    if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_empty[slot.at]));
+#pragma unroll 1
+    for (int tile = tiles.first; tile < tiles.end; ++tile, bytes.next(), stage.next()) {
+      mbarrier_wait(bytes_full + bytes.at * 8, bytes.parity);
+      mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
+      const u32 from = from_begin + bytes.at * kBytes, to = to_begin + stage.at * kStageBytes;
+#pragma unroll 1
+      for (int row = 0; row < kTileKeys; row += kRowsAtOnce)
+        widen_rows<kType, kDim, kRowsAtOnce, 128, kChunkBytes, kChunkBytes, kPiecesAtOnce>(from + row * 128, to + row * 128);
+      async_proxy_fence();
+      __syncwarp();
+      if (lane_id() == 0) {
+        mbarrier_arrive(bytes_empty + bytes.at * 8);
+        mbarrier_arrive(full + stage.at * 8);
+      }
+    }
   }
 }
 

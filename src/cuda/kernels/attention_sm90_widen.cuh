@@ -6,8 +6,8 @@
 // A tile is loaded in parts. When a warp has widened a part, it asks for the same part of the next tile, of the next item too if that is
 // there already; so bytes are under way while it widens the others and waits for a stage.
 #include "attention_sm90_cluster.cuh"
-#include "convert.cuh"
 #include "tile_rows.cuh"
+#include "widen.cuh"
 
 namespace imbrex::cuda {
 
@@ -40,52 +40,6 @@ DEVICE void init_staging(Shared& shared) {
     constexpr u32 kLoaders = kSmallPages ? 32 : 1;  // lanes
     for (u64& full : shared.staged_k_full) mbarrier_init(shared_address(&full), kLoaders);
     for (u64& full : shared.staged_v_full) mbarrier_init(shared_address(&full), kLoaders);
-  }
-}
-
-// Two bytes of `four`, of which half 0 has the lower ones.
-template <int type>
-DEVICE u32 widened(u32 four, int half) {
-  if constexpr (type == kF16) return e4m3_to_f16(four, half);
-  const float2 pair = unpack_e4m3(four, half);
-  return pack_bf16(pair.x, pair.y);
-}
-
-// A lane's place in eight rows: a piece of 16 bytes in half a line of one row, two pieces when widened. Eight neighbouring lanes have two
-// rows, chosen so that their pieces lie in different banks, as bytes and as 16-bit numbers.
-struct WidenedPlace {
-  u32 from, to;
-};
-template <int width>
-DEVICE WidenedPlace widened_place() {
-  const int lane = lane_id(), row = lane / 8 ^ lane / 4 % 2 * 5, piece = lane % 4;
-  const int exchanged = width == 128 ? row : row / 2 % 4;
-  return {u32(row * width + (piece ^ exchanged) * 16), u32(row * 128 + (2 * piece ^ row) * 16)};
-}
-
-// `from`, `to`: the lane's place in the part, and in the part's rows of a stage.
-template <int type, int dim, int chunk_bytes>
-DEVICE void widen_part(u32 from, u32 to) {
-  using Part = StagedPart<dim>;
-  constexpr int kHalves = (dim + 63) / 64, kPieces = kPartRows / 8 * kHalves,
-                kAtOnce = kConsumers == 3 ? 1 : 2;  // with three, registers are few
-  static_assert(kPieces % kAtOnce == 0);
-#pragma unroll
-  for (int i = 0; i < kPieces; i += kAtOnce) {
-    uint4 bytes[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int half = (i + j) % kHalves, rows = (i + j) / kHalves * 8;
-      bytes[j] = load_shared((from ^ half % 2 * 64) + half / 2 * Part::kChunkBytes + rows * Part::kWidth);
-    }
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j) {
-      const int half = (i + j) % kHalves, rows = (i + j) / kHalves * 8;
-      const u32 at = half * chunk_bytes + rows * 128;
-      const uint4& b = bytes[j];
-      store_shared(to + at, uint4{widened<type>(b.x, 0), widened<type>(b.x, 1), widened<type>(b.y, 0), widened<type>(b.y, 1)});
-      store_shared((to ^ 16) + at, uint4{widened<type>(b.z, 0), widened<type>(b.z, 1), widened<type>(b.w, 0), widened<type>(b.w, 1)});
-    }
   }
 }
 
@@ -133,7 +87,8 @@ class Widener {
 #pragma unroll 1
         for (int part = 0; part < kShare; ++part) {
           mbarrier_wait(staged_full() + part * 8, parity);
-          widen_part<kType, kDim, chunk_bytes>(from + part * Part::kBytes, to + part * (kPartRows * 128));
+          widen_rows<kType, kDim, kPartRows, Part::kWidth, Part::kChunkBytes, chunk_bytes, kConsumers == 3 ? 1 : 2>(
+              from + part * Part::kBytes, to + part * (kPartRows * 128));
           __syncwarp();
           if (ahead) ask(part);
         }

@@ -36,6 +36,8 @@ TEST_P(PlanGraph, DecodeOnly) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .batches = kBatches, .seed = 4});
 }
 
+TEST_P(PlanGraph, SharedScratch) { run({.spec = spec, .limits = limits, .shared_scratch = true, .batches = kBatches, .seed = 7}); }
+
 TEST_P(PlanGraph, LengthsOnTheDevice) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 2 * kBatches, .seed = 5});
 }

@@ -125,6 +125,19 @@ inline std::vector<Variant> variants() {
   verify_dims.spec.score.soft_cap = 20.f;
   add_verify("verify_elements", spec(DType::bf16, DType::bf16, 120, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
       .order = "lbhdt";
+  // The same of bytes, which warps widen.
+  Case& verify_bytes = add_verify("verify_bytes", spec(DType::bf16, DType::fp8_e4m3, 128, 128, 4, 16),
+                                  {{16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {40, 700, 3}, {1, 1, 4}});
+  verify_bytes.values = ValuePattern::rising, verify_bytes.scale_per_head = true;
+  Case& verify_byte_rows =
+      add_verify("verify_byte_rows", spec(DType::f16, DType::fp8_e4m3, 64, 64, 12, 1), {{2, 90, 0}, {10, 330, 1}, {23, 400, 2}});
+  verify_byte_rows.spec.mask.window_left = 140, verify_byte_rows.spec.score.sinks = true;
+  Case& verify_byte_dims =
+      add_verify("verify_byte_dims", spec(DType::bf16, DType::fp8_e4m3, 256, 208, 2, 64), {{20, 300, 0}, {3, 1100, 1}});
+  verify_byte_dims.spec.score.soft_cap = 20.f;
+  add_verify("verify_byte_elements", spec(DType::bf16, DType::fp8_e4m3, 120, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}},
+             Text::verify_without_maps)
+      .order = "lbhdt";
 
   // attention_sm90.cu and attention_sm90_fp8.cu: rows for a thread block and a few more, items of few rows, more rows than an item has.
   const auto add_wgmma = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::wgmma) -> Case& {

@@ -1,0 +1,26 @@
+// Workspaces of all devices. cuda/workspace.cpp has those of GPUs.
+#include "imbrex/workspace.h"
+
+#include "core/check.h"
+
+namespace imbrex {
+
+std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&);  // cuda/workspace.cpp
+
+namespace {
+
+class HostWorkspace final : public Workspace {
+ public:
+  Device device() const override { return {}; }
+  int64_t bytes() const override { return 0; }
+};
+
+}  // namespace
+
+std::shared_ptr<Workspace> make_workspace(const DeviceInfo& device) {
+  check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
+  if (device.device.type == DeviceType::cuda) return make_cuda_workspace(device);
+  return std::make_shared<HostWorkspace>();
+}
+
+}  // namespace imbrex
