@@ -149,6 +149,7 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
     p.shapes[shape] = {cut_rules(spec_.mask, s.policy), s.bounds.num_work > 0 ? m.device(s.work) : nullptr, m.device(s.merges),
                        m.device(s.counts), s.l2_keys};
   }
+  p.flat = flat_ ? m.device(arrays_.flat_counts) : nullptr;
   device_plan_->launch(p, cu);
   memory_->made_on_device();
   Step& step = steps_.now();

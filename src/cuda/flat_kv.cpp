@@ -20,6 +20,9 @@ int64_t least_rows(const AttentionSpec& spec) {
   return has_small_pages(spec) ? kLeastRowsOfSmallBytes : kLeastRowsOfBytes;
 }
 
+// Thread blocks of a launch whose work only the device knows: eight for each multiprocessor of the largest GPUs.
+constexpr int64_t kMostCapturedBlocks = 1056;
+
 int64_t blocks_of_rows(int64_t rows) { return (rows + kFlatRows - 1) / kFlatRows; }
 
 struct Keys {
@@ -60,6 +63,8 @@ KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec& spec) {
 FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const SchedulePolicy& prefill,
                const PlanLimits& limits, int heads_together)
     : spec_(spec), rules_(cut_rules(spec.mask, prefill)), heads_together_(heads_together), device_{DeviceType::cuda, context->device()} {
+  const int64_t longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
+  if (longest * spec.group_size() < least_rows(spec)) return;
   const int64_t reqs = std::min<int64_t>(limits.max_num_reqs, limits.max_num_tokens / std::max(prefill.min_q, 1));
   const int64_t all = checked_mul("plan.scratch", reqs, blocks_of_rows(limits.max_seq_len));  // blocks
   const int64_t block_bytes = checked_mul("plan.scratch", kFlatRows, row_bytes());
@@ -88,6 +93,19 @@ FlatStep FlatKv::plan(const Batch& batch) const {
   if (at_once == 0) return {};
   const int rounds = (all + at_once - 1) / at_once, each = (all + rounds - 1) / rounds;
   return {.kv_heads = std::min(at_once, (each + heads_together_ - 1) / heads_together_ * heads_together_), .blocks = int(blocks)};
+}
+
+FlatStep FlatKv::in_graph() const {
+  const int64_t blocks = bytes_ / (kFlatRows * row_bytes() * spec_.num_kv_heads);
+  return {.kv_heads = spec_.num_kv_heads, .blocks = int(std::min(blocks, most_blocks_))};
+}
+
+FlatCounts FlatKv::counts_in_graph(const PlanCounts& prefill, const FlatStep& step) const {
+  const FlatStep room = in_graph();
+  const bool fits = step.kv_heads == room.kv_heads && step.blocks <= room.blocks;
+  FlatCounts counts{.over_cache = prefill, .over_flat = prefill, .num_blocks = fits ? step.blocks : 0};
+  (fits ? counts.over_cache : counts.over_flat).num_work = 0;
+  return counts;
 }
 
 void FlatKv::put_starts(const Batch& batch, long* flat_start) const {
@@ -119,13 +137,10 @@ KvCache FlatKv::cache(char* memory, const FlatStep& step, int kv_heads) const {
           .v = view(memory + rows * kv_heads * spec_.head_dim_qk * size_of(spec_.q_dtype), spec_.head_dim_v)};
 }
 
-void FlatKv::run(const FlatStep& step, int kv_heads, const FlattenKvParams& params, bool programmatic, CUstream stream) const {
-  kernel_.launch({.grid_x = unsigned(step.blocks),
-                  .grid_y = unsigned(kv_heads),
-                  .grid_z = 2,
-                  .threads = kFlattenThreads,
-                  .programmatic = programmatic},
-                 stream, params);
+void FlatKv::run(const FlattenKvParams& params, bool programmatic, CUstream stream) const {
+  const int64_t tasks = int64_t(2) * params.num_blocks * params.num_heads;
+  const int64_t blocks = params.num_blocks_now != nullptr ? std::min(tasks, kMostCapturedBlocks) : tasks;
+  kernel_.launch({.grid_x = unsigned(blocks), .threads = kFlattenThreads, .programmatic = programmatic}, stream, params);
 }
 
 }  // namespace imbrex::cuda

@@ -33,9 +33,14 @@ class FlatKv {
   FlatKv(const ContextPtr&, std::string_view arch, const AttentionSpec&, const SchedulePolicy& prefill, const PlanLimits&,
          int heads_together);
 
+  // Whether a batch within the limits may ask for it.
+  bool is_needed() const { return most_blocks_ > 0; }
   int64_t most_blocks() const { return most_blocks_; }
   // Pure arithmetic, as are the next three, which write FlattenKvParams' arrays.
   FlatStep plan(const Batch&) const;
+  // What a graph has room for: all kv heads at a time. No blocks: nothing.
+  FlatStep in_graph() const;
+  FlatCounts counts_in_graph(const PlanCounts& prefill, const FlatStep&) const;
   void put_starts(const Batch&, long* flat_start) const;
   void put_first_keys(const Batch&, int* first_keys) const;
   void put_requests(const Batch&, int* requests) const;
@@ -45,7 +50,7 @@ class FlatKv {
   int64_t bytes() const { return bytes_; }
   KvCache cache(char* memory, const FlatStep&, int kv_heads) const;
   // Launches the kernel that writes it. The context must be current.
-  void run(const FlatStep&, int kv_heads, const FlattenKvParams&, bool programmatic, CUstream) const;
+  void run(const FlattenKvParams&, bool programmatic, CUstream) const;
 
  private:
   int64_t row_bytes() const;  // keys and values of a head

@@ -58,18 +58,19 @@ struct GatherParams {
 
 constexpr int kFlattenThreads = 256, kFlatRows = 64;  // rows: of a thread block, all of one request and kv head
 
-// Keys and values of requests, row by row behind each other, as cuda/flat_kv.h has them. A thread block for each of `requests`, kv head,
-// and keys or values.
+// Keys and values of requests, row by row behind each other, as cuda/flat_kv.h has them. A task for each of `requests`, kv head, and keys
+// or values.
 struct FlattenKvParams {
   KvSide k, v;
   const int* block_ids;     // as in AttentionParams, with the next two
   const long* block_start;  //
   const int* seq_lens;      //
-  const int* requests;      // whose kFlatRows rows these are
+  const int* requests;      // [num_blocks]: whose kFlatRows rows these are
   const long* flat_start;   // [num_reqs]: row of the request's key 0, which may not be there itself
   const int* first_keys;    // [num_reqs]: the first that a query sees; nothing in front of it is read
   char *to_k, *to_v;        // [rows, kv heads of the launch, dim]
-  int first_kv_head;
+  int first_kv_head, num_heads, num_blocks;
+  const int* num_blocks_now;  // on the device, instead of num_blocks: what a captured launch obeys; or null
 };
 
 constexpr int kPlanTableThreads = 256;
@@ -86,6 +87,12 @@ struct ExpandBiasParams {
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
   int heads_together = 1;  // prefill: kv heads whose tasks stand together, the longest of all of them first; from heads_in_l2()
+};
+
+// Of prefill in a graph, which holds a launch over the cache and one over flat keys: a step has work for either.
+struct FlatCounts {
+  PlanCounts over_cache, over_flat;
+  int num_blocks;  // FlattenKvParams
 };
 
 // For kernels/plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
@@ -113,6 +120,7 @@ struct PlanBatchParams {
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
   long *block_start, *custom_start;
   ShapeLists shapes[kPlanShapes];
+  FlatCounts* flat;  // or null; keys are not made flat then
   // Between the steps of the kernel, and what the host may ask for.
   int* item_start;  // [num_reqs]: used when these are many
   CutItem* items;   // of one shape: one for each query token at most
@@ -163,6 +171,9 @@ struct AttentionParams {
   float* run_sums;        // [thread blocks, warpgroups, kRunLevels, run_node_floats()]: prefill, between the pieces of a run
   const float* q_scales;  // of fp8 queries, on the device, [1] or [num_kv_heads]; null: `scale` has it
   int q_scale_stride;     // elements; 0: one for all heads
+  // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
+  // read in front of griddep_wait().
+  bool lists_are_there;
 };
 
 }  // namespace imbrex::cuda

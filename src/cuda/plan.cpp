@@ -72,6 +72,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   name_kernels();
   if (const ShapePlan& prefill = shapes_[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
+  if (flat_ && !flat_->is_needed()) flat_ = nullptr;
   lay_out();
   // Every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
@@ -143,6 +144,7 @@ void Plan::lay_out() {
   // What every step sends comes first, what is long last.
   ArrayLayout layout;
   for (ShapePlan& s : shapes_) s.counts = layout.add<PlanCounts>(1);
+  arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
   arrays_.query_start = layout.add<int>(reqs + 1);
   arrays_.seq_lens = layout.add<int>(reqs);
   arrays_.block_start = layout.add<long>(reqs);
@@ -243,6 +245,8 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const bool captured = is_captured(cu), any = captured || step.on_device;
   const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
   AttentionParams a = params(in, out, *scratch);
+  // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
+  a.lists_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merges = 0;
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
@@ -255,13 +259,15 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = (any ? s.bounds.num_work : int64_t(schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
-    const bool flat = !any && shape == kPrefill && run_over_flat(in, a, out_dtype, *scratch, cu);
+    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured);
     bool mapped = true;
-    if (!flat) {
+    if (!flat || captured) {
+      AttentionParams over_cache = a;
+      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache;
       AttentionMaps maps{};
       mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
-      launch(loaded(kernels, out_dtype, captured), tasks, cu, a, maps.q, maps.k, maps.v);  // a kernel that takes no maps does not see them
+      launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
     }
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
@@ -275,13 +281,20 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));
 }
 
-// Prefill of a step whose lists the host has made; false: it has to be run over the cache itself.
-bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream) const {
+// Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
+// which have the room for it; others are left to one over the cache.
+bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream,
+                         bool captured) const {
+  if (!flat_ || !FlatKv::takes(in.kv)) return false;
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
-  if (step.flat.kv_heads == 0 || !FlatKv::takes(in.kv)) return false;
+  const FlatStep flat = captured ? flat_->in_graph() : step.flat;
+  if (flat.kv_heads == 0 || flat.blocks == 0) return false;
   AttentionParams a = all;
+  a.lists_are_there = false;  // nor are keys, of which the first would be asked for too early
   a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
+  const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
+  if (captured) a.counts = &counts->over_flat;
   FlattenKvParams keys{.k = all.k,
                        .v = all.v,
                        .block_ids = all.block_ids,
@@ -292,18 +305,21 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
                        .first_keys = memory_->device(arrays_.flat_first_keys),
                        .to_k = nullptr,
                        .to_v = nullptr,
-                       .first_kv_head = 0};
-  const Specialised& kernel = loaded(s.over_flat, out, false);
-  for (int head = 0; head < spec_.num_kv_heads; head += step.flat.kv_heads) {
+                       .first_kv_head = 0,
+                       .num_heads = 0,
+                       .num_blocks = flat.blocks,
+                       .num_blocks_now = captured ? &counts->num_blocks : nullptr};
+  const Specialised& kernel = loaded(s.over_flat, out, captured);
+  const int64_t num_work = captured ? s.bounds.num_work : step.schedules[kPrefill].num_work;
+  for (int head = 0; head < spec_.num_kv_heads; head += flat.kv_heads) {
     a.first_kv_head = keys.first_kv_head = head;
-    a.kv_heads_now = std::min(step.flat.kv_heads, spec_.num_kv_heads - head);
-    const KvCache flat = flat_->cache(array_in(scratch, scratch_.flat_keys), step.flat, a.kv_heads_now);
-    keys.to_k = flat.k.as<char>(), keys.to_v = flat.v.as<char>();
+    a.kv_heads_now = keys.num_heads = std::min(flat.kv_heads, spec_.num_kv_heads - head);
+    const KvCache cache = flat_->cache(array_in(scratch, scratch_.flat_keys), flat, a.kv_heads_now);
+    keys.to_k = cache.k.as<char>(), keys.to_v = cache.v.as<char>();
     AttentionMaps maps{};
-    if (!s.flat_kernel.maps(spec_, in.q, flat, maps)) return false;  // because of the queries: at once
-    flat_->run(step.flat, a.kv_heads_now, keys, programmatic_, stream);
-    launch(kernel, int64_t(step.schedules[kPrefill].num_work) * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k,
-           maps.v);
+    if (!s.flat_kernel.maps(spec_, in.q, cache, maps)) return false;  // because of the queries: at once
+    flat_->run(keys, programmatic_, stream);
+    launch(kernel, num_work * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k, maps.v);
   }
   return true;
 }

@@ -129,6 +129,7 @@ class Plan final : public StepPlan {
     ArrayOf<int> query_start, seq_lens, block_ids, flat_first_keys, flat_requests;
     ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
+    ArrayOf<FlatCounts> flat_counts;
   };
 
   // What a run() leaves for launches behind its own first, and no other run() needs.
@@ -149,7 +150,7 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
-  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream) const;
+  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 

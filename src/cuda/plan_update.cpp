@@ -124,15 +124,18 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   const size_t reqs = size_t(step.num_reqs);
   PlanArrays& m = *memory_;
   m.begin();
+  PlanCounts counts;  // in the end those of prefill
   for (const Shape shape : kShapes) {
     const ShapePlan& s = shapes_[shape];
     const Schedule& schedule = step.schedules[shape];
-    *m.put(s.counts, 1) = {.num_work = schedule.num_work,
-                           .num_merges = int(schedule.merges.size()),
-                           .num_tokens = step.num_tokens,
-                           .num_reqs = step.num_reqs,
-                           .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
+    counts = {.num_work = schedule.num_work,
+              .num_merges = int(schedule.merges.size()),
+              .num_tokens = step.num_tokens,
+              .num_reqs = step.num_reqs,
+              .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
+    *m.put(s.counts, 1) = counts;
   }
+  if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat);
   if (step.num_tokens == 0) return;
   std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
   std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));

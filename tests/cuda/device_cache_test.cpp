@@ -5,6 +5,7 @@
 
 #include "core/float_types.h"
 #include "cuda/gpu.h"
+#include "cuda/graph.h"
 #include "cuda/write_kv.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/kv_cache.h"
@@ -165,29 +166,23 @@ TEST_F(DeviceCache, ManyTokensAndHeadsOfDifferentSize) {
 }
 
 TEST_F(DeviceCache, AGraphReplaysWithOtherSlots) {
-  const DriverApi& cu = need_driver();
   AttentionSpec spec{.num_q_heads = 2, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64, .block_size = 8};
   const WriteKv writer(context, arch_of(device), spec);
   const std::vector<int64_t> first{3, 4, -1}, second{-1, 20, 0};
   const Side k = side(DType::bf16, DType::bf16, 3, 2, 64, 4, 8, kLayouts[0], 0, 1),
              v = side(DType::bf16, DType::bf16, 3, 2, 64, 4, 8, kLayouts[0], 0, 2);
   const DeviceBuffer slot_buffer = upload(first);
-  CUgraph graph = nullptr;
-  CUgraphExec exec = nullptr;
-  check_cuda(cu.cuStreamBeginCapture_v2(stream.get(), kCaptureThreadLocal), "capture");
-  writer.run({.k = device_cache(k), .v = device_cache(v), .k_scale = {}, .v_scale = {}}, device_rows(k), device_rows(v),
-             {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {3}, {DeviceType::cuda, 0}), .num_tokens = 3, .reach = {}},
-             stream.get());
-  check_cuda(cu.cuStreamEndCapture(stream.get(), &graph), "end the capture");
-  check_cuda(cu.cuGraphInstantiateWithFlags(&exec, graph, 0), "instantiate");
+  const test::Graph graph(stream.get(), [&] {
+    writer.run({.k = device_cache(k), .v = device_cache(v), .k_scale = {}, .v_scale = {}}, device_rows(k), device_rows(v),
+               {.slots = TensorView::contiguous(slot_buffer.as(), DType::i64, {3}, {DeviceType::cuda, 0}), .num_tokens = 3, .reach = {}},
+               stream.get());
+  });
   for (const auto* slots : {&first, &second}) {
     copy_to_device(slot_buffer.address(), slots->data(), 24, stream.get());
     copy_to_device(k.cache_buffer.address(), k.before.data(), k.before.size(), stream.get());
-    check_cuda(cu.cuGraphLaunch(exec, stream.get()), "replay");
+    graph.replay();
     expect_written(k, *slots, {1.f}, "k");
   }
-  cu.cuGraphExecDestroy(exec);
-  cu.cuGraphDestroy(graph);
 }
 
 TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <random>
 
+#include "cuda/graph.h"
 #include "gpu.h"
 #include "imbrex/select.h"
 
@@ -101,11 +102,20 @@ TEST_P(DeviceFlatKv, ChangesNoBit) {
   struct Result {
     std::vector<float> out, lse;
   };
-  const auto run = [&](const imbrex::Plan& plan) {
+  const auto result_of = [&](const auto& launch) {
     const DeviceBuffer out = upload(std::vector<float>(size_t(tokens * heads * dim), NAN)),
                        lse = upload(std::vector<float>(size_t(tokens * heads), NAN));
-    plan.run(in, {.out = view(out, DType::f32, {tokens, heads, dim}), .lse = view(lse, DType::f32, {tokens, heads})}, stream.get());
+    launch(Outputs{.out = view(out, DType::f32, {tokens, heads, dim}), .lse = view(lse, DType::f32, {tokens, heads})});
     return Result{download<float>(out), download<float>(lse)};
+  };
+  const auto run = [&](const imbrex::Plan& plan) {
+    return result_of([&](const Outputs& outputs) { plan.run(in, outputs, stream.get()); });
+  };
+  const auto replay = [&](const imbrex::Plan& plan) {
+    return result_of([&](const Outputs& outputs) {
+      test::Graph(stream.get(), [&] { plan.run(in, outputs, stream.get()); }).replay();
+      stream.synchronize();
+    });
   };
   Batch batch{.query_start_loc = starts, .seq_lens = seq_lens};
   batch.block_table = TensorView::contiguous(table.data(), DType::i32, {reqs, width});
@@ -129,14 +139,19 @@ TEST_P(DeviceFlatKv, ChangesNoBit) {
                          stream.get());
   const Result paged = run(*plan);
   EXPECT_TRUE(plan->device_problems(stream.get()).empty());
+  plan->update(batch, stream.get());
+  const Result in_graph = replay(*plan);
   sm80->update(batch, stream.get());
   const Result expected = run(*sm80);
 
-  for (const Result* other : {&again, &paged}) {
+  for (const Result* other : {&again, &paged, &in_graph}) {
     size_t values = 0, sums = 0;
     for (size_t i = 0; i < flat.out.size(); ++i) values += std::bit_cast<uint32_t>(flat.out[i]) != std::bit_cast<uint32_t>(other->out[i]);
     for (size_t i = 0; i < flat.lse.size(); ++i) sums += std::bit_cast<uint32_t>(flat.lse[i]) != std::bit_cast<uint32_t>(other->lse[i]);
-    EXPECT_EQ(values + sums, 0u) << values << " values, " << sums << " LSE " << (other == &again ? "in a second run" : "over the cache")
+    EXPECT_EQ(values + sums, 0u) << values << " values, " << sums << " LSE "
+                                 << (other == &again   ? "in a second run"
+                                     : other == &paged ? "over the cache"
+                                                       : "in a graph")
                                  << ": " << made;
   }
   double worst = 0, worst_lse = 0;

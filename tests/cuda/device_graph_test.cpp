@@ -68,6 +68,16 @@ TEST_P(DeviceGraph, SharedScratch) {
   for (const DType kv : {DType::bf16, DType::fp8_e4m3}) run({.spec = test::graph_spec(kv), .shared_scratch = true, .seed = 10});
 }
 
+// Some steps have prefill over flat keys, others over the cache.
+TEST_P(DeviceGraph, FlatKeys) {
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+    AttentionSpec spec = test::graph_spec(kv);
+    spec.num_q_heads = 16, spec.num_kv_heads = 2, spec.head_dim_qk = spec.head_dim_v = 128, spec.block_size = 1;
+    run({.spec = spec, .batches = 150, .seed = 11});
+    run({.spec = spec, .device_arrays = true, .device_lengths = true, .batches = 50, .seed = 12});
+  }
+}
+
 TEST_P(DeviceGraph, LengthsAndMaskOnTheDevice) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;

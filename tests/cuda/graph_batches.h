@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "cuda/graph.h"
 #include "cuda/memory.h"
 #include "imbrex/backend.h"
 
@@ -75,8 +76,8 @@ class GraphAgainstEager {
     if (p_.shared_scratch) workspace_ = make_workspace(device);
     for (Side* side : {&graph_, &eager_}) {
       side->plan = backend.plan(p_.spec, device, options());
-      side->k = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
-      side->v = fill(rows(kBlocks * p_.spec.block_size, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
+      side->k = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
+      side->v = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
       side->out = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_v, p_.spec.q_dtype);
       side->lse = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, 1, DType::f32);
       const int64_t width = (p_.limits.max_seq_len + p_.spec.block_size - 1) / p_.spec.block_size;
@@ -93,24 +94,20 @@ class GraphAgainstEager {
   }
 
   void run() {
-    const DriverApi& cu = need_driver();
     const CurrentContext current(*context_);
-    CUgraph graph = nullptr;
-    CUgraphExec exec = nullptr;
     {
-      RandomStep first(p_, kBlocks, random_);
-      while (p_.device_arrays && first.slots.empty()) first = RandomStep(p_, kBlocks, random_);  // it has to say where its arrays are
+      RandomStep first(p_, num_blocks(), random_);
+      while (p_.device_arrays && first.slots.empty()) first = RandomStep(p_, num_blocks(), random_);  // it has to say where its arrays are
       if (!p_.device_lengths) update(graph_, first);
-      check_cuda(cu.cuStreamBeginCapture_v2(stream_.get(), kCaptureThreadLocal), "capture");
+    }
+    const Graph graph(stream_.get(), [&] {
       if (p_.device_lengths) update_on_device(graph_);
       layer(graph_);
-      check_cuda(cu.cuStreamEndCapture(stream_.get(), &graph), "end the capture");
-    }
-    check_cuda(cu.cuGraphInstantiateWithFlags(&exec, graph, 0), "instantiate");
+    });
     int merged = 0;
     for (int batch = 0; batch < p_.batches && !testing::Test::HasFailure(); ++batch) {
       if (workspace_ && batch == p_.batches / 2) grow();
-      const RandomStep step(p_, kBlocks, random_);
+      const RandomStep step(p_, num_blocks(), random_);
       for (Side* side : {&graph_, &eager_}) {
         fill_bytes(side->out.address(), 0xff, side->out.bytes(), stream_.get());
         fill_bytes(side->lse.address(), 0xff, side->lse.bytes(), stream_.get());
@@ -120,7 +117,7 @@ class GraphAgainstEager {
           update(*side, step);
         }
       }
-      check_cuda(cu.cuGraphLaunch(exec, stream_.get()), "replay");
+      graph.replay();
       layer(eager_);
       stream_.synchronize();
       const std::string what = eager_.plan->str() + ", batch " + std::to_string(batch);
@@ -141,17 +138,16 @@ class GraphAgainstEager {
       EXPECT_TRUE(used == 0 || !std::all_of(out.begin(), out.begin() + long(used), [](unsigned char b) { return b == 0xff; })) << what;
     }
     EXPECT_GT(merged, p_.batches / 10) << "too few batches had merges";
-    check_cuda(cu.cuGraphExecDestroy(exec), "destroy");
-    check_cuda(cu.cuGraphDestroy(graph), "destroy");
   }
 
  private:
-  static constexpr int kBlocks = 800;
+  static constexpr int kKeys = 12800;  // that the cache has room for
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
   };
 
+  int num_blocks() const { return kKeys / p_.spec.block_size; }
   PlanOptions options() const {
     return {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
   }
@@ -227,8 +223,8 @@ class GraphAgainstEager {
   void layer(const Side& side) const {
     const AttentionSpec& s = p_.spec;
     const int64_t tokens = p_.limits.max_num_tokens;
-    const KvCache cache{.k = view(side.k, s.kv_dtype, {kBlocks, s.block_size, s.num_kv_heads, s.head_dim_qk}),
-                        .v = view(side.v, s.kv_dtype, {kBlocks, s.block_size, s.num_kv_heads, s.head_dim_v}),
+    const KvCache cache{.k = view(side.k, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_qk}),
+                        .v = view(side.v, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_v}),
                         .k_scale = {},
                         .v_scale = {}};
     side.plan->write_kv(cache, view(new_k_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_qk}),

@@ -86,6 +86,7 @@ struct PlanBatchProblem {
     ArrayOf<WorkItem> work[kPlanShapes];
     ArrayOf<MergeItem> merges[kPlanShapes];
     ArrayOf<PlanCounts> counts[kPlanShapes];
+    ArrayOf<FlatCounts> flat;
   };
   Layout layout() const {
     Layout l;
@@ -100,6 +101,7 @@ struct PlanBatchProblem {
       l.merges[shape] = l.add<MergeItem>(bounds.num_merges);
     }
     l.items = l.add<CutItem>(limits.max_num_tokens);
+    l.flat = l.add<FlatCounts>(1);
     return l;
   }
   std::vector<char> image() const {
@@ -124,7 +126,7 @@ struct PlanBatchProblem {
     p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
     p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
     p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
-    p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken);
+    p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken), p.flat = at(l.flat);
     for (const Shape shape : kShapes)
       p.shapes[shape] = {cut_rules(mask, policies[shape]), l.work[shape].capacity > 0 ? at(l.work[shape]) : nullptr, at(l.merges[shape]),
                          at(l.counts[shape]), l2_keys[shape]};
@@ -170,6 +172,10 @@ struct PlanBatchProblem {
       custom += mask_rows(int(r));
     }
     const std::vector<Schedule> lists = expected();
+    const FlatCounts flat = values(l.flat, 1)[0];
+    EXPECT_EQ(std::memcmp(&flat.over_cache, bytes.data() + l.counts[kPrefill].offset, sizeof flat.over_cache), 0);
+    EXPECT_EQ(flat.over_flat.num_work, 0);
+    EXPECT_EQ(flat.num_blocks, 0);
     for (const Shape shape : kShapes) {
       const PlanCounts counts = values(l.counts[shape], 1)[0];
       const std::vector<WorkItem>& work = lists[shape].work;

@@ -172,6 +172,13 @@ DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, i
       : "memory");
 }
 
+// A box into L2 alone.
+DEVICE void tma_prefetch(const TensorMap& map, u64 l2, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.L2::cache_hint [%0, {%1, %2, %3, %4}], %5;" ::"l"(&map), "r"(x), "r"(y), "r"(z),
+               "r"(w), "l"(l2)
+               : "memory");
+}
+
 // The box goes to the same place in each of the cluster's first `blocks` thread blocks, and its bytes to the barrier there.
 DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, int blocks, int x, int y, int z, int w) {
   asm volatile(

@@ -420,6 +420,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_fence_init();
   }
   begin_cluster();
+  constexpr bool kBoxes = !kWidens && !kSmallPages;
+  if (warp_id() == 0) fetch_ahead<kBoxes ? kQChunks : 0, kBoxes ? kVChunks : 0>(p, k_map, v_map);
   griddep_wait();
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();

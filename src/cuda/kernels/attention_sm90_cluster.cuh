@@ -167,6 +167,32 @@ class Tasks {
 // waits for the whole of it, 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's work.
 DEVICE int tile_from_end(const Tiles& tiles, int n) { return min(tiles.end, tiles.first + n) - 1; }
 
+// The first tiles that the block will load, into L2, by a warp and in front of griddep_wait(), as in attention_sm90_stream.cuh: chunks of
+// 64 dims of keys and of values. Without any, lists alone are read.
+template <int k_chunks, int v_chunks>
+DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map) {
+  constexpr int kAhead = 2;
+  const int task = int(blockIdx.x) / kCluster;
+  if (!p.lists_are_there || task >= num_tasks(p)) return;
+  Item item = item_of(p, task);
+  if (item.piece > 0) item.hi = min(item.hi, tiles_of(item).first * kTileKeys + item.piece);
+  const Tiles tiles = tiles_of(item);
+  const bool together = item.num_rows > kTileRows;
+  const int head = item.kv_head + (together ? 0 : rank_in_cluster());
+  if (k_chunks == 0 && kBlockSize > 0) prefetch_l2(p.block_ids + item.first_block + u32(tiles.first * kTileKeys) / u32(kPage));
+#pragma unroll 1
+  for (int tile = tiles.end - 1; k_chunks > 0 && tile >= max(tiles.first, tiles.end - kAhead); --tile) {
+    const int lane = lane_id(), key = tile * kTileKeys + lane * kPageRows;
+    if (lane >= kPages || key >= item.hi || key + kPageRows <= item.lo || (together && !loads_page(lane))) continue;
+    const int block = kBlockSize == 0 ? 0 : load_l2(p.block_ids + item.first_block + u32(key) / u32(kPage));
+    const int row = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % u32(kPage));
+#pragma unroll 1
+    for (int c = 0; c < k_chunks; ++c) tma_prefetch(k_map, l2_normal(), c * 64, row, head, block);
+#pragma unroll 1
+    for (int c = 0; c < v_chunks; ++c) tma_prefetch(v_map, l2_normal(), c * 64, row, head, block);
+  }
+}
+
 // In front of the first use of barriers, which other blocks may use too.
 DEVICE void begin_cluster() {
   if constexpr (kCluster == 1) {

@@ -367,6 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     }
   }
   meet_crew(crew);
+  if (warp == kConsumers) fetch_ahead(p, k_map, v_map, first_task(crew));
   griddep_wait();
   if (warp < kConsumers) {
     Consumer(p, shared, crew, warp).run();

@@ -69,7 +69,7 @@ DEVICE Task task_of(const AttentionParams& p, int number, int tasks) {
 constexpr int kSlotArrivals = 64;
 
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int crew, SharedStorage& shared) {
-  const int crews = kCrews * int(gridDim.x), first = crew * int(gridDim.x) + int(blockIdx.x);
+  const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
   const u64 l2 = l2_first_out();  // nobody else reads these keys

@@ -18,6 +18,8 @@ constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = 
 constexpr int kChunkBytes = kTileKeys * 128;
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 
+DEVICE int first_task(int crew) { return crew * int(gridDim.x) + int(blockIdx.x); }
+
 // Groups of rows at a time, of small pages: as many as registers are there for where consumers have most of them.
 constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ? 2 : 8;
 
@@ -30,16 +32,24 @@ struct Box {
   bool loads;
   RowBlocks rows;  // instead, where pages are small
 };
-DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
-  const int lane = lane_id();
-  Box box{tile * kTileKeys + lane * kPageRows, 0, false, {}};
-  if constexpr (kMaps && kSmallPages) {
-    box.rows = row_blocks(p, item.first_block, tile * kTileKeys, item.lo, item.hi);
-    return box;
-  }
-  box.loads = lane < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
-  if (kMaps && kBlockSize > 0 && box.loads) box.block = __ldg(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
+// `load`: of its block's id.
+template <class Load>
+DEVICE Box whole_box(const AttentionParams& p, const Item& item, int tile, const Load& load) {
+  Box box{tile * kTileKeys + lane_id() * kPageRows, 0, false, {}};
+  box.loads = lane_id() < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
+  if (kMaps && kBlockSize > 0 && box.loads) box.block = load(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
   return box;
+}
+DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
+  if constexpr (kMaps && kSmallPages) {
+    const int begin = tile * kTileKeys;
+    return {begin + lane_id() * kPageRows, 0, false, row_blocks(p, item.first_block, begin, item.lo, item.hi)};
+  } else {
+    return whole_box(p, item, tile, [](const int* id) { return __ldg(id); });
+  }
+}
+DEVICE int first_row(const Item& item, const Box& box) {
+  return kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
 }
 
 // A tile of keys or of values by the warp, a box a lane.
@@ -49,10 +59,32 @@ DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u
   if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * 128 * chunks);
   __syncwarp();
   if (!box.loads) return;
-  const int offset = kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
 #pragma unroll
   for (int c = 0; c < chunks; ++c)
-    tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, map, full, l2, c * kChunkDims, offset, item.kv_head, box.block);
+    tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, map, full, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+}
+
+// The first tiles of a crew's first item into L2, by a warp and in front of griddep_wait(): while the last blocks of the kernel in front
+// end, the memory has little to do. That kernel may be writing these keys, or the ids of their blocks, so nothing is taken from them, and
+// an id that is not one yet only asks for the wrong bytes, or for none. Lists are in L1 afterwards.
+DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int task) {
+  if (!p.lists_are_there || task >= num_tasks(p)) return;
+  const Item item = item_of(p, task);
+  const Tiles tiles = tiles_of(item);
+  if constexpr (!kMaps || kSmallPages) {
+    if (kBlockSize > 0) prefetch_l2(p.block_ids + item.first_block + u32(tiles.first * kTileKeys) / u32(kPage));
+  } else {
+    const u64 l2 = l2_first_out();
+#pragma unroll 1
+    for (int tile = tiles.first; tile < min(tiles.end, tiles.first + kStages); ++tile) {
+      const Box box = whole_box(p, item, tile, [](const int* id) { return load_l2(id); });
+      if (!box.loads) continue;
+#pragma unroll
+      for (int c = 0; c < kKChunks; ++c) tma_prefetch(k_map, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+#pragma unroll
+      for (int c = 0; c < kVChunks; ++c) tma_prefetch(v_map, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+    }
+  }
 }
 
 // Likewise where no map describes the tensor: element by element.

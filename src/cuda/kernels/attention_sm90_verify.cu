@@ -318,6 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   __syncthreads();
+  if (warp_id() < kCrews) fetch_ahead(p, k_map, v_map, first_task(warp_id()));
   griddep_wait();
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg >= kConsumers) {

@@ -86,7 +86,7 @@ DEVICE void copy_queries(const AttentionParams& p, const Item& item, u32 to) {
 // Items and their queries. Finding an item takes several loads, one after the other: the next one is looked for while this one is computed.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int crew, SharedStorage& shared) {
   constexpr int kTokens = kTileRows / kGroup;  // of a box
-  const int crews = kCrews * int(gridDim.x), first = crew * int(gridDim.x) + int(blockIdx.x);
+  const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
   // Taken as often as there are tasks, or crews if these are more; not at all where there is nothing to do.

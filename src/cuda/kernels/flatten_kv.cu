@@ -27,13 +27,13 @@ struct Keys {
   int first, end;  // of a request, that are read
 };
 
-// Rows of a block, of which the first is key `begin`.
+// Rows of a head, of which the first is key `begin`; `rows`: its place.
 template <int to, int dim>
-DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, long first_block, int begin, Keys keys) {
+DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, int head, long first_block, int begin, Keys keys) {
   constexpr int kPieces = dim / 8, kAll = kFlatRows * kPieces, kAtOnce = 4;
-  const int head = int(blockIdx.y), heads = int(gridDim.y);
+  const int heads = p.num_heads;
   const char* const from = side.data + (p.first_kv_head + head) * side.head_stride;
-  rows += (long(blockIdx.x) * kFlatRows * heads + head) * dim * element_bytes(to);
+  rows += head * dim * element_bytes(to);
   for (int first = int(threadIdx.x); first < kAll; first += kAtOnce * kFlattenThreads) {
     Eight<kFrom> e[kAtOnce];
     const auto each = [&](const auto& use) {
@@ -61,13 +61,17 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, lo
 
 extern "C" __global__ void __launch_bounds__(kFlattenThreads) flatten_kv(const __grid_constant__ FlattenKvParams p) {
   griddep_wait();
-  const int request = p.requests[blockIdx.x], begin = int(long(blockIdx.x) * kFlatRows - p.flat_start[request]);
-  const Keys keys{p.first_keys[request], p.seq_lens[request]};
-  const long first_block = p.block_start[request];
-  if (blockIdx.z == 0) {
-    flatten<kTo, kDimK>(p, p.k, p.to_k, first_block, begin, keys);
-  } else {
-    flatten<kValuesTo, kDimV>(p, p.v, p.to_v, first_block, begin, keys);
+  const int blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks, tasks = blocks * p.num_heads;
+  for (int i = int(blockIdx.x); i < 2 * tasks; i += int(gridDim.x)) {
+    const int task = i < tasks ? i : i - tasks, block = task % blocks, head = task / blocks;
+    const int request = p.requests[block], begin = int(long(block) * kFlatRows - p.flat_start[request]);
+    const Keys keys{p.first_keys[request], p.seq_lens[request]};
+    const long first_block = p.block_start[request], row = long(block) * kFlatRows * p.num_heads;
+    if (i < tasks) {
+      flatten<kTo, kDimK>(p, p.k, p.to_k + row * kDimK * element_bytes(kTo), head, first_block, begin, keys);
+    } else {
+      flatten<kValuesTo, kDimV>(p, p.v, p.to_v + row * kDimV * element_bytes(kValuesTo), head, first_block, begin, keys);
+    }
   }
   griddep_launch();
 }

@@ -30,22 +30,34 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
 
 extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __grid_constant__ AttentionParams p) {
   griddep_launch();
-  griddep_wait();
+  if (!p.lists_are_there) griddep_wait();
   const int shares = p.num_kv_heads * kMergeShares;
-  int first = 0;  // task of the list
-  for (const MergeList& list : p.merge_lists) {
-    const int tasks = list.counts == nullptr ? 0 : list.counts->num_merges * shares;
-    int task = int(blockIdx.x) - first % int(gridDim.x);  // lists go on where the one before ended
-    if (task < 0) task += int(gridDim.x);
-    for (first += tasks; task < tasks; task += int(gridDim.x)) {
-      const MergeItem item = list.items[task / shares];
-      const int kv_head = task % shares / kMergeShares, share = task % kMergeShares;
-      if (item.num_splits > kPiecesTogether) {
-        merge_rows<kMostLanes>(p, item, kv_head, share);
-      } else {
-        merge_rows<1>(p, item, kv_head, share);
-      }
+  int ends[kPlanShapes], all = 0;  // tasks of the lists, one behind the other
+#pragma unroll
+  for (int i = 0; i < kPlanShapes; ++i) {
+    const PlanCounts* const counts = p.merge_lists[i].counts;
+    ends[i] = all += counts == nullptr ? 0 : counts->num_merges * shares;
+  }
+  const auto item_of = [&](int task) {
+    int list = 0, begin = 0;
+#pragma unroll
+    for (int i = 1; i < kPlanShapes; ++i)
+      if (task >= ends[i - 1]) list = i, begin = ends[i - 1];
+    return p.merge_lists[list].items[(task - begin) / shares];
+  };
+  int task = int(blockIdx.x);
+  MergeItem item{};
+  if (task < all) item = item_of(task);
+  if (p.lists_are_there) griddep_wait();
+  while (task < all) {
+    const int kv_head = task % shares / kMergeShares, share = task % kMergeShares;  // lists end with whole items
+    if (item.num_splits > kPiecesTogether) {
+      merge_rows<kMostLanes>(p, item, kv_head, share);
+    } else {
+      merge_rows<1>(p, item, kv_head, share);
     }
+    task += int(gridDim.x);
+    if (task < all) item = item_of(task);
   }
 }
 

@@ -303,7 +303,9 @@ extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const 
   const int num_tokens = empty ? 0 : min(p.query_start[p.num_reqs], p.max_tokens);
   for (int shape = 0; shape < kPlanShapes; ++shape) {
     const Numbers& numbers = s.numbers[shape];
-    *p.shapes[shape].counts = {numbers.work, numbers.merges, num_tokens, p.num_reqs, numbers.heads_together};
+    const PlanCounts counts{numbers.work, numbers.merges, num_tokens, p.num_reqs, numbers.heads_together};
+    *p.shapes[shape].counts = counts;
+    if (shape == kPlanShapes - 1 && p.flat != nullptr) *p.flat = {counts, {0, 0, num_tokens, p.num_reqs, 1}, 0};  // the last one is prefill
   }
 }
 

@@ -141,8 +141,10 @@ DEVICE uint2 load_once_8(const void* p) {
   return v;
 }
 DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// What other blocks of this launch have written: past L1, which may have older bytes.
+// What other blocks, or the kernel in front, write meanwhile: past L1, which may have older bytes.
+DEVICE int load_l2(const int* p) { return __ldcg(p); }
 DEVICE float2 load_l2(const float2* p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4* p) { return __ldcg(p); }
 // In the order in which they stand, of one thread: ptxas moves others together, as many as it finds registers for, and then lacks some.

@@ -169,9 +169,10 @@ void flatten_kv(const Launch& launch) {
   const FlattenKvParams p = parameter<FlattenKvParams>(launch, 0);
   AttentionParams from{};
   from.block_ids = p.block_ids, from.block_start = p.block_start;
-  const int heads = int(launch.grid_y);
-  for (unsigned block = 0; block < launch.grid_x; ++block)
-    for (int row = int(block) * kFlatRows; row < int(block + 1) * kFlatRows; ++row) {
+  const int heads = p.num_heads, blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks;
+  if (blocks > p.num_blocks) std::abort();
+  for (int block = 0; block < blocks; ++block)
+    for (int row = block * kFlatRows; row < (block + 1) * kFlatRows; ++row) {
       const int r = p.requests[block], j = int(row - p.flat_start[r]);
       if (j < 0) std::abort();
       for (int head = 0; j >= p.first_keys[r] && j < p.seq_lens[r] && head < heads; ++head)

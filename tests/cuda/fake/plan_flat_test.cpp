@@ -7,6 +7,7 @@
 
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
+#include "cuda/graph.h"
 #include "cuda/memory.h"
 #include "cuda/params.h"
 #include "imbrex/select.h"
@@ -18,7 +19,8 @@ constexpr int kFlatDim = 128, kMostKeys = 200000;
 
 struct FlatSeen {
   std::string entry;
-  unsigned grid_x, grid_y, cluster;
+  int blocks;  // of flat keys
+  unsigned cluster;
   int first_kv_head, kv_heads, num_work;
 };
 
@@ -30,12 +32,13 @@ class PlanFlat : public testing::Test {
     spec = of;
     fake::run_on_host(spec);
     fake::state().on_launch = [this](const fake::Launch& launch) {
-      FlatSeen s{launch.entry, launch.grid_x, launch.grid_y, launch.cluster, 0, 0, 0};
+      FlatSeen s{launch.entry, 0, launch.cluster, 0, 0, 0};
       if (launch.entry == "flatten_kv") {
         FlattenKvParams p;
         std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
-        s.first_kv_head = p.first_kv_head, s.kv_heads = int(launch.grid_y);
-        requests.assign(p.requests, p.requests + launch.grid_x);
+        s.blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks;
+        s.first_kv_head = p.first_kv_head, s.kv_heads = p.num_heads;
+        requests.assign(p.requests, p.requests + s.blocks);
         starts.assign(p.flat_start, p.flat_start + num_reqs);
         first_keys.assign(p.first_keys, p.first_keys + num_reqs);
       } else if (launch.entry == "attention_sm90") {
@@ -106,8 +109,8 @@ TEST_F(PlanFlat, OnceForManyRows) {
   run();
   ASSERT_EQ(seen.size(), 2u);
   EXPECT_EQ(seen[0].entry, "flatten_kv");
-  EXPECT_EQ(seen[0].grid_x, 40u);
-  EXPECT_EQ(seen[0].grid_y, 2u);
+  EXPECT_EQ(seen[0].blocks, 40);
+  EXPECT_EQ(seen[0].kv_heads, 2);
   EXPECT_EQ(seen[1].cluster, 2u);  // whatever the cache needs
   EXPECT_EQ(seen[1].kv_heads, 2);
   EXPECT_EQ(std::ranges::count(requests, 0), 32);
@@ -162,25 +165,67 @@ TEST_F(PlanFlat, SmallPagesOfBytesNeedFewRows) {
   EXPECT_EQ(seen[0].entry, "flatten_kv");
 }
 
-// A graph replays batches that nobody has measured.
-TEST_F(PlanFlat, NotInAGraph) {
-  make(bytes_of(8, 2));
-  update({600}, {2000});
-  seen.clear();
-  CUgraph graph = nullptr;
-  CUgraphExec exec = nullptr;
-  ASSERT_EQ(need_driver().cuStreamBeginCapture_v2(stream.get(), kCaptureThreadLocal), kCudaSuccess);
-  plan->run(in(0), {.out = TensorView::contiguous(memory.as<char>(), spec.q_dtype, {4000, spec.num_q_heads, kFlatDim}, gpu)}, stream.get());
-  ASSERT_EQ(need_driver().cuStreamEndCapture(stream.get(), &graph), kCudaSuccess);
-  ASSERT_EQ(need_driver().cuGraphInstantiateWithFlags(&exec, graph, 0), kCudaSuccess);
-  ASSERT_EQ(need_driver().cuGraphLaunch(exec, stream.get()), kCudaSuccess);
-  stream.synchronize();
-  ASSERT_EQ(seen.size(), 1u);
-  EXPECT_EQ(seen[0].entry, "attention_sm90");
-  need_driver().cuGraphExecDestroy(exec);
-  need_driver().cuGraphDestroy(graph);
+// A graph holds prefill twice, and a step has work for one of them: over flat keys where they are worth it and all heads have room.
+TEST_F(PlanFlat, AGraphHasBoth) {
+  make(bytes_of(16, 4));
+  update({1}, {900});
+  const Outputs out{.out = TensorView::contiguous(memory.as<char>(), spec.q_dtype, {4000, spec.num_q_heads, kFlatDim}, gpu)};
+  const test::Graph graph(stream.get(), [&] { plan->run(in(0), out, stream.get()); });
+  const auto replay = [&] {
+    seen.clear();
+    graph.replay();
+    stream.synchronize();
+    ASSERT_EQ(seen.size(), 3u);
+    EXPECT_EQ(seen[0].entry, "flatten_kv");
+    EXPECT_EQ(seen[1].entry, "attention_sm90");
+    EXPECT_EQ(seen[1].cluster, 2u) << "over flat keys";
+    EXPECT_EQ(seen[2].cluster, 1u) << "over the cache";
+    EXPECT_EQ(seen[0].kv_heads, 4);
+  };
+  const auto expect_flat = [&](int blocks) {
+    replay();
+    EXPECT_EQ(seen[0].blocks, blocks);
+    EXPECT_GT(seen[1].num_work, 0);
+    EXPECT_EQ(seen[2].num_work, 0);
+  };
+  const auto expect_cache = [&](bool any) {
+    replay();
+    EXPECT_EQ(seen[0].blocks, 0);
+    EXPECT_EQ(seen[1].num_work, 0);
+    EXPECT_EQ(seen[2].num_work > 0, any);
+  };
+  expect_cache(false);
+  update({600, 1, 500}, {2000, 900, 501});
+  expect_flat(40);
+  EXPECT_EQ(std::ranges::count(requests, 2), 8);
+  const int work = seen[1].num_work;
+  run();  // eagerly, beside it
+  ASSERT_EQ(seen.size(), 2u);
+  EXPECT_EQ(seen[1].num_work, work);
+  expect_flat(40);
+  update({64, 1, 50}, {2000, 900, 501});  // few rows read a key
+  expect_cache(true);
+  update({600}, {32768});  // as many as there is room for
+  expect_flat(512);
+  update({600}, {32769});
+  expect_cache(true);
   run();
-  EXPECT_EQ(seen.size(), 2u) << "beside it";
+  EXPECT_EQ(seen.size(), 4u) << "two heads at a time";
+}
+
+TEST_F(PlanFlat, OnlyWhereQueriesMayBeLongEnough) {
+  const auto launches = [&](int max_query_len) {
+    make(bytes_of(8, 2));
+    plan = find_backend("cuda_sm90")
+               ->plan(spec, probe_cuda().at(0),
+                      {.limits = {.max_num_reqs = 4, .max_num_tokens = 4000, .max_seq_len = kMostKeys, .max_query_len = max_query_len},
+                       .threads = {}});
+    update({max_query_len}, {max_query_len});
+    run();
+    return seen.size();
+  };
+  EXPECT_EQ(launches(162), 1u);  // 648 rows of a kv head
+  EXPECT_EQ(launches(163), 2u);
 }
 
 TEST_F(PlanFlat, OnlyOfRowsThatCanBeReadSoWide) {

@@ -38,6 +38,12 @@ TEST_P(PlanGraph, DecodeOnly) {
 
 TEST_P(PlanGraph, SharedScratch) { run({.spec = spec, .limits = limits, .shared_scratch = true, .batches = kBatches, .seed = 7}); }
 
+// Some steps have prefill over flat keys, others over the cache.
+TEST_P(PlanGraph, FlatKeys) {
+  spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
+  run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 8});
+}
+
 TEST_P(PlanGraph, LengthsOnTheDevice) {
   run({.spec = spec, .limits = limits, .device_arrays = true, .device_lengths = true, .batches = 2 * kBatches, .seed = 5});
 }

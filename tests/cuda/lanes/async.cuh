@@ -106,6 +106,7 @@ inline void hand_over(u32 to, int value, u32 barrier, u32 block) {
 // --- TMA
 
 inline void tma_prefetch_map(const TensorMap&) {}
+inline void tma_prefetch(const TensorMap&, u64, int, int, int, int) {}
 inline u64 l2_first_out() { return 0; }
 inline u64 l2_normal() { return 0; }
 inline void async_proxy_fence() {}

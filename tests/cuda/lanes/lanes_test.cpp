@@ -80,6 +80,7 @@ class LanesPlan final : public Plan {
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
     p.next_task = &next_task, p.arrivals = arrivals.data();
     p.num_kv_heads = p.kv_heads_now = spec_.num_kv_heads;
+    p.lists_are_there = how_.launch.late_copies;
     p.q_scales = in.q_scale.as<const float>(), p.q_scale_stride = in.q_scale.size(0) > 1 ? int(in.q_scale.stride(0)) : 0;
     p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
     p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;

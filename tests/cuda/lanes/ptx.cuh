@@ -146,6 +146,8 @@ T __ldg(const T* p) {
   return *p;
 }
 inline void prefetch_l1(const void*) {}
+inline void prefetch_l2(const void*) {}
+inline int load_l2(const int* p) { return *p; }
 inline float2 load_l2(const float2* p) { return *p; }
 inline float4 load_l2(const float4* p) { return *p; }
 inline float4 load_in_order(const float4* p) { return *p; }
