@@ -41,7 +41,7 @@ TEST_P(PlanGraph, SharedScratch) { run({.spec = spec, .limits = limits, .shared_
 // Some steps have prefill over flat keys, others over the cache.
 TEST_P(PlanGraph, FlatKeys) {
   spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
-  run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 8});
+  run({.spec = spec, .limits = limits, .batches = 2 * kBatches, .seed = 10});
 }
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {
