@@ -39,6 +39,7 @@ AttentionSpec spec_of(const json& j) {
   spec.block_size = j.at("page");
   spec.mask.causal = j.at("causal");
   spec.mask.window_left = j.value("window", 0) - 1;  // counts the query itself
+  spec.mask.custom = j.value("custom_mask", false);
   spec.score.soft_cap = j.value("soft_cap", 0.f);
   spec.score.sinks = j.value("sinks", false);
   return spec;
@@ -55,6 +56,7 @@ struct Planned {
   Inputs in;
   Outputs out;
   void* sinks = nullptr;
+  TensorView custom_mask;
 };
 
 Planned* make_plan(const json& j) {
@@ -88,6 +90,7 @@ void update(Planned& p, int num_reqs, const int32_t* query_start, const int32_t*
     p.key_start.assign(starts, starts + num_reqs + 1);
     p.batch.kv_start_loc = TensorView::contiguous(p.key_start.data(), DType::i32, {num_reqs + 1});
   }
+  p.batch.custom_mask = p.custom_mask;
   p.plan->update(p.batch, stream);
 }
 
@@ -175,6 +178,12 @@ int imbrex_bench_update(void* plan, int num_reqs, const int32_t* query_start, co
 
 // Of the runs that follow, where the layer has them: f32 [q heads].
 void imbrex_bench_sinks(void* plan, void* sinks) { static_cast<Planned*>(plan)->sinks = sinks; }
+
+// Of the updates that follow, where the layer has one: `bytes` of it, on the plan's device.
+void imbrex_bench_custom_mask(void* plan, void* mask, int64_t bytes) {
+  auto& p = *static_cast<Planned*>(plan);
+  p.custom_mask = imbrex::TensorView::contiguous(mask, imbrex::DType::u8, {bytes}, p.device);
+}
 
 // q, out: [tokens, q heads, head_dim], contiguous. k, v: `count` pages, `stride` elements apart.
 int imbrex_bench_run(void* plan, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, void* stream) {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("cells.json")
+DOCUMENT = 1024  # keys
 BYTES = {"bf16": 2, "fp8_e4m3": 1}
 
 
@@ -33,6 +34,7 @@ class Cell:
     window: int = 0  # keys that a query sees, itself included; 0: all
     soft_cap: float = 0.0
     sinks: bool = False
+    mask: str = ""  # a custom one, beside `causal`: documents (of 1024 keys each), or holes (a third of the keys, anywhere)
     sdpa: str | None = None  # PyTorch's kernels run beside ours and join these peers: peers, dense or none
     base: str | None = None  # the cell whose time is the yardstick
     floor: dict[str, float] | None = None  # {"peers": 0.97}: of the best peer; {"base": r}: of the base's; {"us": t}: at most
@@ -50,6 +52,8 @@ class Cell:
 
     def seen(self, queries: int) -> float:
         """Pairs of a request's queries and the keys that these see."""
+        if self.mask == "documents":
+            return sum(min(DOCUMENT, queries - begin) ** 2 / 2 for begin in range(0, queries, DOCUMENT))
         if not self.causal:
             return queries * self.context
         first = self.context - queries  # keys in front of the first query
@@ -80,6 +84,8 @@ class Cell:
 
     def spec(self) -> dict:
         extras = {name: getattr(self, name) for name in ("window", "soft_cap", "sinks") if getattr(self, name)}
+        if self.mask:
+            extras["custom_mask"] = True
         return {
             **extras,
             "q_heads": self.heads[0],
@@ -97,6 +103,8 @@ def name_of(row: dict) -> str:
     if row["group"].startswith("prefill"):
         mask = "causal" if row["causal"] else "full"
         return f"{row['group']}/d{row['head_dim']}/{row['heads'][0]}-{row['heads'][1]}/{row['batch']}x{row['query']}/{mask}"
+    if row["group"] == "mask":
+        return f"mask/{row['mask']}/d{row['head_dim']}/{row['heads'][0]}-{row['heads'][1]}/{row['batch']}x{row['query']}"
     if row["group"] == "verify":
         return f"verify/q{row['query']}"
     if row["group"] == "launch":

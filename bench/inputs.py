@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from cells import Cell
+from cells import DOCUMENT, Cell
 
 DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 KV_HEADS, HEAD_DIM = 8, 128  # of most paged cells
@@ -74,6 +74,17 @@ class Pools:
         return tuple(side[: tokens * token].view(tokens, cell.heads[1], cell.head_dim) for side in self.pools[kv])
 
 
+def custom_mask(cell: Cell, device: str) -> torch.Tensor:
+    """u8 [batch, queries, keys]. Hides keys behind a query too where the cell is causal, since PyTorch's kernels take one mask."""
+    query = torch.arange(cell.context - cell.query, cell.context, device=device).view(1, -1, 1)
+    key = torch.arange(cell.context, device=device).view(1, 1, -1)
+    if cell.mask == "documents":
+        seen = query // DOCUMENT == key // DOCUMENT
+    else:
+        seen = (torch.rand(cell.batch, cell.query, cell.context, device=device) < 2 / 3) | (query == key)
+    return (seen & (key <= query) if cell.causal else seen).expand(cell.batch, -1, -1).to(torch.uint8).contiguous()
+
+
 class Problem:
     """A cell with queries of its own. Call i of a rotation has keys that lie between those of the others, so every call's pages are spread
     over the whole pool, and one block table serves them all: it counts pages of a view whose stride skips the others' pages."""
@@ -87,6 +98,7 @@ class Problem:
         self.sinks = torch.randn(cell.heads[0], device=device) if cell.sinks else None
         self.q = fill(torch.empty(shape, device=device, dtype=DTYPES[cell.q]))
         self.out = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        self.mask = custom_mask(cell, device) if cell.mask else None
         self.poison()
         if cell.page == 0:
             self.sets, self.table = 1, None
@@ -160,6 +172,9 @@ def check_rows(problem: Problem, index: int, samples: int) -> dict:
         end = problem.seq_lens[request] - (queries - 1 - token if cell.causal else 0)
         begin = max(end - cell.window, 0) if cell.window else 0
         keys, values = (problem.rows_of(side, request, kv_head)[begin:end] for side in (k, v))
+        if problem.mask is not None:
+            seen = problem.mask[request, token, begin:end].bool()
+            keys, values = keys[seen], values[seen]
         sink = None if problem.sinks is None else problem.sinks[head]
         exact, plain = attention_row(problem.q[row, head], keys, values, cell.soft_cap, sink)
         errors.append((problem.out[row, head].double() - exact).abs())

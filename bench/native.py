@@ -28,6 +28,7 @@ class Native:
             ("update", c_int, [c_void_p, c_int, POINTER(c_int32), POINTER(c_int32), c_void_p, c_int64, c_void_p]),
             ("run", c_int, [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
             ("sinks", None, [c_void_p, c_void_p]),
+            ("custom_mask", None, [c_void_p, c_void_p, c_int64]),
             ("host_us", c_double, [c_void_p, c_int, c_int, c_void_p]),
             ("compile", c_int, [c_char_p]),
         ):
@@ -66,6 +67,10 @@ class Plan:
 
     def set_sinks(self, sinks: int) -> None:
         self.native.sinks(self.handle, sinks)
+
+    def set_custom_mask(self, mask: int, count: int) -> None:
+        """Of the updates that follow: so many bytes."""
+        self.native.custom_mask(self.handle, mask, count)
 
     def host_us(self, of_update: bool, calls: int, stream: int = 0) -> float:
         return self.native.checked(self.native.host_us(self.handle, int(of_update), calls, stream))

@@ -26,6 +26,8 @@ def limits_of(cell: Cell, seq_lens: list[int]) -> dict:
 
 def update(plan: Plan, problem: Problem) -> None:
     keys = problem.starts if problem.table is None else problem.table
+    if problem.mask is not None:
+        plan.set_custom_mask(problem.mask.data_ptr(), problem.mask.numel())
     plan.update(problem.query_start, problem.seq_lens, keys.data_ptr(), keys.shape[-1], stream())
 
 
@@ -42,13 +44,15 @@ def imbrex_calls(plan: Plan, problem: Problem) -> list[protocols.Call]:
     return [call_for(index) for index in range(problem.sets)]
 
 
-def sdpa_call(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> protocols.Call:
-    """q, k, v: [batch, heads, tokens, dim]."""
+def sdpa_call(
+    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
+) -> protocols.Call:
+    """q, k, v: [batch, heads, tokens, dim]; mask: [batch, 1, queries, keys], instead of `causal`."""
     grouped = q.shape[1] != k.shape[1]
 
     def call():
         with sdpa_kernel([backend]):
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     return call
 
@@ -74,14 +78,15 @@ def sdpa_calls(cell: Cell, problem: Problem, pools: Pools) -> dict[str, list[pro
     """PyTorch's kernels in both layouts: [batch, tokens, heads, dim] seen transposed, and [batch, heads, tokens, dim]."""
     if not cell.sdpa or cell.tokens * KV_HEADS * HEAD_DIM > MAX_DENSE:
         return {}
-    causal = cell.causal and cell.query > 1
+    causal = cell.causal and cell.query > 1 and not cell.mask
+    mask = problem.mask.bool().unsqueeze(1) if cell.mask else None
     q = problem.q.view(cell.batch, cell.query, *problem.q.shape[1:]).transpose(1, 2)
     calls: dict[str, list[protocols.Call]] = {}
     for name, backend in SDPA.items():
         for layout in ("bshd", "bhsd"):
             queries = q.contiguous() if layout == "bhsd" else q
             sides = [[laid_out(side, layout, cell) for side in pair] for pair in dense_keys(cell, problem, pools)]
-            made = [sdpa_call(backend, queries, k, v, causal) for k, v in sides]
+            made = [sdpa_call(backend, queries, k, v, causal, mask) for k, v in sides]
             try:
                 made[0]()
             except RuntimeError as error:

@@ -93,6 +93,7 @@ bool custom_shows(const Case& c, const CaseRequest& r, int i, int j) {
       while (node > 0 && node > j - context) node = (node - 1) / 2;
       return node == j - context;
     }
+    case CustomPattern::documents: return j / kDocumentTokens == position / kDocumentTokens;
     case CustomPattern::blind:
       if (position % 3 == 1) return false;
       [[fallthrough]];

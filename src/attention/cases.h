@@ -15,8 +15,11 @@ enum class CustomPattern : uint8_t {
   none,
   random,  // two of three keys, the query itself always
   tree,    // the context, and of this step's tokens the ancestors in a binary tree (speculative decoding)
-  blind    // random, and every third query sees nothing
+  blind,   // random, and every third query sees nothing
+  documents  // of kDocumentTokens each, one after the other in the request: keys of the query's own
 };
+
+constexpr int kDocumentTokens = 300;
 
 // How the logits of a row go along its keys; whatever follows from the order of an online softmax hides behind `plain` ones.
 enum class ValuePattern : uint8_t {

@@ -19,7 +19,8 @@ constexpr int kWidenedParts = 4;  // in which kernels/attention_sm90_widen.cuh l
 bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
 
 int attention_sm90_cluster(const AttentionSpec& spec) {
-  return has_plain_logits(spec) && !has_window(spec.mask) && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;
+  const bool plain_mask = !has_window(spec.mask) && !spec.mask.custom;
+  return has_plain_logits(spec) && plain_mask && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;
 }
 
 int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
@@ -28,8 +29,8 @@ int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_si
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool plain = has_plain_logits(spec);
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  if (spec.head_dim_qk <= 64) tiles.teams = plain ? 3 : 2, tiles.stages = 3;
-  if (spec.head_dim_v > 128) tiles.keys = plain ? 80 : 64;
+  if (spec.head_dim_qk <= 64) tiles.teams = plain && !spec.mask.custom ? 3 : 2, tiles.stages = 3;
+  if (spec.head_dim_v > 128) tiles.keys = plain && !spec.mask.custom ? 80 : 64;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
   if (flattens(spec)) tiles.row_blocks = attention_sm90_cluster(flat_spec(spec));
@@ -44,6 +45,7 @@ Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec& spec) {
 
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   constexpr int kDimUnit = 8, kMostDims = 256;
+  constexpr int kMostMaskedDims = 128;  // registers are short
   const int qk = spec.head_dim_qk, v = spec.head_dim_v, group = spec.group_size();
   const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128 && !widens(spec);
   std::vector<Reason> reasons;
@@ -56,7 +58,8 @@ std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
        fmt::format("{} and {}", qk, v));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
+  need(!spec.mask.custom || v <= kMostMaskedDims || has_plain_logits(spec), "spec.mask.custom",
+       fmt::format("no custom mask beside a soft cap, ALiBi or head scales with more than {} dims", kMostMaskedDims), "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;
 }
@@ -80,6 +83,10 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
 
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
   return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_flat_tiles(spec), widens(spec));
+}
+
+KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& spec) {
+  return sm90_prefill_key("pack_mask.cu", arch, spec, spec.q_dtype, attention_sm90_tiles(spec), widens(spec));
 }
 
 bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows) {

@@ -35,6 +35,8 @@ bool widens(const AttentionSpec&);
 // Of any wgmma prefill kernel.
 KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&,
                            bool from_bytes = false);
+// Entry `pack_mask`, which makes AttentionParams::mask_bits and seen_tiles in front of it, with kPackMaskThreads; takes AttentionParams.
+KernelKey pack_mask_key(std::string_view arch, const AttentionSpec&);
 // Entry `attention_sm90`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType out);
 

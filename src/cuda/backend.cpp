@@ -97,6 +97,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .cluster = unsigned(tiles.cluster),
             .row_blocks = tiles.row_blocks,
             .run_sums = tiles.teams * kRunLevels * run_node_floats(spec.head_dim_v),
+            .mask_teams = spec.mask.custom ? tiles.teams : 0,
             .maps = kernel.maps};
   }
   if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) {

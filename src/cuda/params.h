@@ -127,6 +127,8 @@ struct PlanBatchParams {
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
+constexpr int kPackMaskThreads = 256;
+
 constexpr int kMergeThreads = 256, kMergeShares = 16;  // shares: tasks that the rows of an item and kv head are
 
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
@@ -153,6 +155,11 @@ struct AttentionParams {
   const long* block_start;           // [num_reqs]; ragged: the request's first row
   const unsigned char* custom_mask;  // or null
   const long* custom_start;          // [num_reqs]: where the request's bytes begin
+  // What pack_mask.cu makes of them for prefill with wgmma, and how many words there are for a token and, of each kind, for an item:
+  // kernels/attention_sm90_mask.cuh.
+  unsigned *mask_bits, *seen_tiles;
+  int mask_words, seen_tile_words;
+  int least_masked_q;  // query tokens of a request that it makes them for
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
@@ -174,6 +181,7 @@ struct AttentionParams {
   // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
   // read in front of griddep_wait().
   bool lists_are_there;
+  bool beside;  // the kernel in front is one of the same run(): begin_launch() in kernels/attention_item.cuh
 };
 
 }  // namespace imbrex::cuda

@@ -20,6 +20,10 @@ bool has_flat(const AttentionKernels& table, std::string_view arch, const Attent
   return table.flat != nullptr && table.flat->shape(arch, spec, shape).entry != nullptr;
 }
 
+bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+  return spec.mask.custom && table.shape(arch, spec, kPrefill).mask_teams > 0;
+}
+
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
@@ -35,6 +39,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
     }
     keys.push_back(table.merge(arch, spec, out));
   }
+  if (packs_mask(table, arch, spec)) keys.push_back(pack_mask_key(arch, spec));
   if (has_flat(table, arch, spec, kPrefill)) keys.push_back(flatten_kv_key(arch, spec));
   keys.push_back(plan_tables_key(arch));
   keys.push_back(plan_batch_key(arch));
@@ -108,6 +113,10 @@ void Plan::name_kernels() {
   const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(shapes_, merges))
     name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
+  if (shapes_[kPrefill].bounds.num_work > 0 && packs_mask(table_, arch_, spec_)) {
+    pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
+    if (!options_.load_on_demand) now.push_back(&pack_mask_);
+  }
   std::vector<std::future<void>> compiled;
   compiled.reserve(now.size());
   for (const Specialised* one : now) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
@@ -126,9 +135,13 @@ void Plan::load(Specialised& s) const {
 
 const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
   Specialised& s = kernels[size_t(std::ranges::find(spec_.out_dtypes(), out) - spec_.out_dtypes().begin())];
-  if (s.module) return s;
   check(!s.entry.empty(), "run.out_dtype", "expected an output of {}, as the plan was asked for, got one of {}",
         to_string(options_.out_dtype.value_or(out)), to_string(out));
+  return loaded(s, captured);
+}
+
+const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
+  if (s.module) return s;
   check(!captured, "run.on_demand",
         "expected {} to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run() with such tensors",
         s.key.path);
@@ -163,7 +176,7 @@ void Plan::lay_out() {
       .block_ids = memory_->device(arrays_.block_ids),
       .custom_mask = memory_->device(arrays_.custom_mask),
       .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {int64_t(arrays_.slots.capacity)}, device_.device)};
-  size_t counters = kNumShapes;
+  size_t counters = kNumShapes + 1;
   for (ShapePlan& s : shapes_) {
     s.arrivals = counters;
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
@@ -179,6 +192,12 @@ void Plan::lay_out() {
       scratch.add<float>(checked_mul("plan.scratch", rows, spec_.head_dim_v * int64_t(sizeof(float))) / int64_t(sizeof(float)));
   scratch_.run_sums = scratch.add<float>(run_sums * std::max(device_.num_workers, 1));
   scratch_.partial_state = scratch.add<float>(rows * 2);
+  if (const ShapeKernel& prefill = shapes_[kPrefill].kernel; !pack_mask_.entry.empty()) {
+    const int64_t tiles = blocks_of(limits.max_seq_len, prefill.tile.keys);
+    mask_words_ = int(tiles * prefill.tile.keys / 32), seen_tile_words_ = int((tiles + 31) / 32);
+    scratch_.mask_bits = scratch.add<unsigned>(checked_mul("plan.scratch", tokens, mask_words_));
+    scratch_.seen_tiles = scratch.add<unsigned>(checked_mul("plan.scratch", tokens, (1 + prefill.mask_teams) * seen_tile_words_));
+  }
   workspace_->reserve(scratch.bytes());
 }
 
@@ -206,6 +225,9 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceB
   if (spec_.mask.custom) {
     a.custom_mask = arrays.custom_mask;
     a.custom_start = m.device(arrays_.custom_start);
+    a.mask_bits = array_in(scratch, scratch_.mask_bits), a.seen_tiles = array_in(scratch, scratch_.seen_tiles);
+    a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
+    a.least_masked_q = shapes_[kPrefill].policy.min_q;
   }
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
@@ -249,6 +271,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   a.lists_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merges = 0;
+  bool sums_in_use = false;  // by a kernel in front, which folds runs in the same memory
   for (const Shape shape : {kPrefill, kVerify, kDecode}) {
     const ShapePlan& s = shapes_[shape];
     const Schedule& schedule = step.schedules[shape];
@@ -259,21 +282,26 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = (any ? s.bounds.num_work : int64_t(schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
     if (tasks == 0) continue;
+    if (shape == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
     const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured);
     bool mapped = true;
     if (!flat || captured) {
       AttentionParams over_cache = a;
-      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache;
+      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache, over_cache.beside = true;
+      if (sums_in_use && s.kernel.run_sums > 0) over_cache.beside = false;
       AttentionMaps maps{};
       mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
     }
+    a.beside = true;
+    sums_in_use = sums_in_use || s.kernel.run_sums > 0;
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
     if (of_shape > 0) a.merge_lists[shape] = {a.merges, a.counts};
     merges += of_shape;
   }
+  a.beside = false;
   if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
   if (!captured) return;
   captured_run_ = true;
@@ -293,6 +321,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
   AttentionParams a = all;
   a.lists_are_there = false;  // nor are keys, of which the first would be asked for too early
   a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
+  a.next_task = counters_.as<int>() + kNumShapes;
   const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
   if (captured) a.counts = &counts->over_flat;
   FlattenKvParams keys{.k = all.k,

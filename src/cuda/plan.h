@@ -32,6 +32,7 @@ struct ShapeKernel {
   unsigned cluster = 1;      // thread blocks that take a task together
   int row_blocks = 1;        // tasks, of a kv head, that an item of `tile` may be
   int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
+  int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (kernels/attention_sm90_mask.cuh); 0: it reads bytes
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether it adds up the pieces of an item itself, or leaves none.
   bool joins_pieces = false;
@@ -136,10 +137,12 @@ class Plan final : public StepPlan {
   struct Scratch {
     ArrayOf<char> flat_keys;
     ArrayOf<float> partial_out, partial_state, run_sums;
+    ArrayOf<unsigned> mask_bits, seen_tiles;
   };
 
   void name_kernels();
   void load(Specialised&) const;
+  const Specialised& loaded(Specialised&, bool captured) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;
   void lay_out();
   BatchArrays place(const Batch&, bool captured) const;
@@ -162,12 +165,14 @@ class Plan final : public StepPlan {
   ContextPtr context_;
   std::array<ShapePlan, kNumShapes> shapes_;
   mutable ByOutput merge_;
+  mutable Specialised pack_mask_;  // entry empty: not needed
   std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
   std::unique_ptr<PlanTables> tables_;
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  DeviceBuffer counters_;     // a task of each shape, then arrivals
+  DeviceBuffer counters_;     // a task of each shape, one of prefill over flat keys, then arrivals
+  int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;  // the most that a batch within the limits has
   Scratch scratch_;
   std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in

@@ -113,11 +113,10 @@ TEST(AttentionSm90, EveryReasonIsGiven) {
     for (const Reason& reason : reasons) all.push_back(reason.code);
     return all;
   };
-  std::vector<std::string> all{"spec.q_dtype",     "spec.kv_dtype",    "spec.head_dim_qk",
-                               "spec.num_q_heads", "spec.mask.custom", "spec.score.relative_buckets"};
+  std::vector<std::string> all{"spec.q_dtype", "spec.kv_dtype", "spec.head_dim_qk", "spec.num_q_heads", "spec.score.relative_buckets"};
   EXPECT_EQ(codes(attention_sm90_refusals(spec)), all);
   spec.block_size = 4;
-  all.insert(all.begin() + 4, "spec.block_size");
+  all.insert(all.begin() + 4, {"spec.block_size", "spec.mask.custom"});
   EXPECT_EQ(codes(attention_sm90_fp8_refusals(spec)), all);
 }
 

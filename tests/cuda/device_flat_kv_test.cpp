@@ -121,8 +121,8 @@ TEST_P(DeviceFlatKv, ChangesNoBit) {
   batch.block_table = TensorView::contiguous(table.data(), DType::i32, {reqs, width});
   const PlanOptions options{.limits = {.max_num_reqs = reqs + 3, .max_num_tokens = int(tokens) + 100, .max_seq_len = most},
                             .threads = {},
-                            .load_on_demand = true,
-                            .on_device = true};
+                            .on_device = true,
+                            .out_dtype = DType::f32};
   const auto plan = find_backend("cuda_sm90")->plan(spec, device, options), sm80 = find_backend("cuda_sm80")->plan(spec, device, options);
   plan->update(batch, stream.get());
   const std::string made = plan->str();

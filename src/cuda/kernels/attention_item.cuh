@@ -5,6 +5,7 @@
 // Row r of an item is query token r / kGroup and, of the q heads that share its kv head, number r % kGroup. A result depends on its own
 // query and keys alone: keys are taken in tiles that begin at multiples of kTileKeys, in rising order, and a key that is hidden from a row
 // changes no bit of that row's sums.
+#include "async.cuh"
 #include "attention_output.cuh"
 #include "cuda/params.h"
 #include "ptx.cuh"
@@ -97,6 +98,17 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
     }
   }
   return item;
+}
+
+// Kernels of one run() depend on what is in front of it, and not on each other: they fill the GPU together. One that is `beside` the kernel in
+// front was let in when all thread blocks of that one had waited, so what they see is there. It ends behind it, for the sake of what comes
+// next, which waits for this one alone.
+DEVICE void begin_launch(const AttentionParams& p) {
+  if (!p.beside) griddep_wait();
+  griddep_launch();
+}
+DEVICE void end_launch(const AttentionParams& p) {
+  if (p.beside) griddep_wait();
 }
 
 constexpr int kNoItem = -1;  // rows of what stands in for an item when none will come

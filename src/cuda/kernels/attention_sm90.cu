@@ -5,6 +5,7 @@
 // with 64 rows each take turns: while one multiplies, the other exponentiates. Of a third one, each warp has its own duty: items and their
 // queries, keys, values. docs/kernels/cuda_sm90.md has the schedule.
 #include "attention_sm90_cluster.cuh"
+#include "attention_sm90_mask.cuh"
 #include "attention_sm90_widen.cuh"
 #include "tile_rows.cuh"
 #include "wgmma.cuh"
@@ -17,7 +18,8 @@ constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 6
 constexpr int kVDims = kHeadDimV > 64 && kHeadDimV <= 128 ? kHeadDimV : 64 * kVChunks;  // of the output that the matrix unit computes
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
 // Lanes that report a tile: who has told TMA to bring it, those that copy its rows, or one of each warp that widens them.
-constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? 32 : 1, kValueLoaders = kWidens ? 1 : kKeyLoaders;
+constexpr int kValueLoaders = kSmallPages && !kWidens ? 32 : 1;
+constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? kValueLoaders + kCustomMask : 1;
 
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
@@ -48,6 +50,7 @@ struct SharedStorage : Staging<kWidens> {
   bool together[kItems];  // Found
   RunPiece piece[kItems];
   Item item[kItems];                   // kNoItem rows: no item, and none will come
+  int told[kStages];                   // told_tile() of a stage's keys
   float2 ended_state[kConsumers][64];  // reference and sum of each row of the item whose output is to be stored
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
@@ -70,6 +73,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
     const bool exists = tasks.exists();
     if (exists) {
       const bool mine = kCluster == 1 || tasks.find(num_items, found);
+      if constexpr (kCustomMask) take_off_hidden_tiles(p, found.item);
       if (lane == 0) item = found.item, shared.piece[entry.at] = found.piece, shared.together[entry.at] = found.together;
       __syncwarp();
       if (!mine) continue;
@@ -130,20 +134,26 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     int block = block_of(tiles.end - 1);
     RowBlocks rows{};
     if constexpr (kSmallPages) rows = rows_of(tiles.end - 1);
-    for (int tile = tiles.end - 1; tile >= tiles.first; --tile, stage.next()) {
+    for (int tile = tiles.end - 1, before = tiles.end, next; tile >= tiles.first; before = tile, tile = next, stage.next()) {
+      next = tile > tiles.first ? tile_below(p, item, tile) : tiles.first - 1;
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const bool loads = wanted && (kCluster == 1 || !together || loads_page(lane));
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
       const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage));
-      const int next_block = tile > tiles.first ? block_of(tile - 1) : 0;
+      const int next_block = tile > tiles.first ? block_of(next) : 0;
       const u32 barrier = full + stage.at * 8, stage_at = to + stage.at * (kChunks * kKvChunkBytes), at = stage_at + lane * kPageBytes;
+      const int told = kCustomMask && keys ? told_tile(p, item, tile) : 0;
       mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
+      if (kCustomMask && keys && lane == 0) {
+        shared.told[stage.at] = told;
+        if (kSmallPages) mbarrier_arrive(barrier);  // copies report themselves alone
+      }
       if (!kSmallPages && lane == 0) mbarrier_arrive_expect(barrier, pages * kPageBytes * kChunks);
-      if (keys && lane == 0 && tile == tile_from_end(tiles, 3)) mbarrier_arrive(shared_address(&shared.item_ends));
+      if (keys && lane == 0 && comes_to(tile_from_end(tiles, 3), before, tile)) mbarrier_arrive(shared_address(&shared.item_ends));
       __syncwarp();
       if constexpr (kSmallPages) {
-        const RowBlocks next_rows = rows_of(tile - 1);
+        const RowBlocks next_rows = rows_of(next);
         copy_rows<2 * (keys ? kHeadDimQk : kHeadDimV), kKvChunkBytes, 2>(keys ? p.k : p.v, kv_head, rows, tile * kTileKeys, stage_at,
                                                                          barrier);
         rows = next_rows;
@@ -252,6 +262,24 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
+    if constexpr (kCustomMask) prefetch_mask(p, item, row, tile);
+  };
+  const auto next_told = [&] {
+    wait_for_tile(shared.k_full[k.at], k.parity);
+    return shared.told[k.at];
+  };
+  // On to the next tile, if every row sees every key of it.
+  const auto goes_to_whole_tile = [&]() __attribute__((always_inline)) {
+    if constexpr (!kCustomMask) {
+      if (tile <= whole_first || tile > whole_end) return false;
+      --tile;
+    } else {
+      if (tile == tiles_of(shared.item[entry.at]).first) return false;
+      const int told = next_told();
+      if ((told >> wg & 1) == 0) return false;
+      tile = told >> (kToldTile + 1);
+    }
+    return true;
   };
   const auto begin_item = [&]() __attribute__((always_inline)) {
     mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
@@ -277,7 +305,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(p, begin, rows, s);
-    if constexpr (edge) hide(begin, rows, s);
+    if constexpr (edge && kCustomMask) hide_masked(p, shared.item[entry.at], row, tile, s);
+    if constexpr (edge && !kCustomMask) hide(begin, rows, s);
     return weigh(rows, s, reference, sum, factor, kSlack, kFresh);
   };
   const auto next_tile = [&]<bool edge>(Edge<edge>) __attribute__((always_inline)) {
@@ -375,13 +404,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
         leave_queries();
         if (!begin_item()) break;
       } else {
-        --tile;
+        tile = kCustomMask ? next_told() >> (kToldTile + 1) : tile - 1;
       }
       turn(Edge<true>{}, begins);
-      while (tile > whole_first && tile <= whole_end) {
-        --tile;
-        turn(Edge<false>{}, false);
-      }
+      while (goes_to_whole_tile()) turn(Edge<false>{}, false);
     }
     clear_hidden_values();
     wait_for_values();
@@ -398,7 +424,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
-  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = shuffle(int(threadIdx.x / 128), 0);
@@ -422,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   begin_cluster();
   constexpr bool kBoxes = !kWidens && !kSmallPages;
   if (warp_id() == 0) fetch_ahead<kBoxes ? kQChunks : 0, kBoxes ? kVChunks : 0>(p, k_map, v_map);
-  griddep_wait();
+  begin_launch(p);
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();
     switch (warp_id() - 4 * kConsumers) {
@@ -438,6 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(p, shared, wg);
   }
   end_cluster();
+  end_launch(p);
 }
 
 }  // namespace imbrex::cuda

@@ -355,7 +355,6 @@ extern __shared__ __align__(1024) char memory[];
 extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     attention_sm90_decode(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
-  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   const int crew = kCrews == 1 ? 0 : warp_id() / kCrewWarps, warp = warp_id() - crew * kCrewWarps;
   SharedStorage& shared = reinterpret_cast<SharedStorage*>(memory)[crew];
   if (threadIdx.x % kCrewThreads == 0) {
@@ -368,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
   }
   meet_crew(crew);
   if (warp == kConsumers) fetch_ahead(p, k_map, v_map, first_task(crew));
-  griddep_wait();
+  begin_launch(p);
   if (warp < kConsumers) {
     Consumer(p, shared, crew, warp).run();
   } else if (warp == kConsumers) {
@@ -378,6 +377,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
   }
   meet_crew(crew);
   if (shared.last_slot >= 0) join_last_item(p, crew, shared);
+  end_launch(p);
 }
 
 }  // namespace imbrex::cuda

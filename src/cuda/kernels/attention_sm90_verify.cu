@@ -308,7 +308,6 @@ extern __shared__ __align__(1024) char memory[];
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_verify(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
-  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   SharedStorage* const crews = reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     for (int crew = 0; crew < kCrews; ++crew) begin_barriers(crews[crew]);
@@ -319,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp_id() < kCrews) fetch_ahead(p, k_map, v_map, first_task(warp_id()));
-  griddep_wait();
+  begin_launch(p);
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg >= kConsumers) {
     registers_shrink<kProducerRegisters>();
@@ -353,6 +352,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_grow<kConsumerRegisters>();
     Consumer(p, crews[wg / kTeams]).run();
+    end_launch(p);
   }
 }
 

@@ -6,6 +6,7 @@
 // A tile is loaded in parts. When a warp has widened a part, it asks for the same part of the next tile, of the next item too if that is
 // there already; so bytes are under way while it widens the others and waits for a stage.
 #include "attention_sm90_cluster.cuh"
+#include "attention_sm90_mask.cuh"
 #include "tile_rows.cuh"
 #include "widen.cuh"
 
@@ -81,13 +82,14 @@ class Widener {
       for (int part = 0; part < kShare; ++part) ask(part);
       for (bool ahead = true; ahead; stage.next(), parity ^= 1) {
         mbarrier_wait(empty + stage.at * 8, stage.parity ^ 1);
+        if (kCustomMask && tells() && lane_id() == 0) shared_.told[stage.at] = told_tile(p_, item(), tile_);
         ahead = advance();
         const WidenedPlace place = widened_place<Part::kWidth>();
         const u32 to = stages + stage.at * kStageBytes + first_part_ * (kPartRows * 128) + place.to, from = staged() + place.from;
 #pragma unroll 1
         for (int part = 0; part < kShare; ++part) {
           mbarrier_wait(staged_full() + part * 8, parity);
-          widen_rows<kType, kDim, kPartRows, Part::kWidth, Part::kChunkBytes, chunk_bytes, kConsumers == 3 ? 1 : 2>(
+          widen_rows<kType, kDim, kPartRows, Part::kWidth, Part::kChunkBytes, chunk_bytes, kConsumers == 3 || kCustomMask ? 1 : 2>(
               from + part * Part::kBytes, to + part * (kPartRows * 128));
           __syncwarp();
           if (ahead) ask(part);
@@ -103,6 +105,7 @@ class Widener {
   static constexpr int kDim = keys ? kHeadDimQk : kHeadDimV, kShare = keys ? kWidenedParts / kKeyWideners : kWidenedParts;
   using Part = StagedPart<kDim>;
 
+  DEVICE bool tells() const { return keys && first_part_ == 0; }
   DEVICE const Item& item() const { return shared_.item[entry_.at]; }
   DEVICE u32 item_full() const { return shared_address(&shared_.item_full[entry_.at]); }
   DEVICE u32 staged() const {
@@ -115,24 +118,25 @@ class Widener {
     mbarrier_wait(item_full(), entry_.parity);
     if (item().num_rows == kNoItem) return false;
     tile_ = tiles_of(item()).end - 1;
-    begin_tile();
+    begin_tile(tile_ + 1);
     return true;
   }
 
   // To the tile that is loaded next; false if that is not known yet.
   DEVICE bool advance() {
     if (tile_ > tiles_of(item()).first) {
-      --tile_;
-      begin_tile();
+      const int before = tile_;
+      tile_ = tile_below(p_, item(), tile_);
+      begin_tile(before);
       return true;
     }
     entry_.next();
     return any_lane(mbarrier_is_over(item_full(), entry_.parity)) && begin_item();
   }
 
-  DEVICE void begin_tile() {
+  DEVICE void begin_tile(int before) {
     const Item& item = this->item();
-    if (keys && first_part_ == 0 && lane_id() == 0 && tile_ == tile_from_end(tiles_of(item), 3))
+    if (tells() && lane_id() == 0 && comes_to(tile_from_end(tiles_of(item), 3), before, tile_))
       mbarrier_arrive(shared_address(&shared_.item_ends));
     if constexpr (kBlockSize > 0 && !kSmallPages) {
       block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / u32(kPage)) : 0;

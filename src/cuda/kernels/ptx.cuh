@@ -61,6 +61,10 @@ DEVICE void transpose_quad(u32 (&x)[4]) {
   }
 }
 
+// Number of the lowest and of the highest bit of x that is set; x is not 0.
+DEVICE int lowest_bit(u32 x) { return __ffs(int(x)) - 1; }
+DEVICE int highest_bit(u32 x) { return 31 - __clz(int(x)); }
+
 DEVICE bool any_lane(bool x) { return __any_sync(kFullWarp, x); }
 DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 

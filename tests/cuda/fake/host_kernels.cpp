@@ -188,6 +188,14 @@ void flatten_kv(const Launch& launch) {
     }
 }
 
+// Host kernels read the caller's bytes; of what is packed only the room is used, all of it.
+void fill_packed_mask(const AttentionParams& p) {
+  for (int token = 0; token < p.counts->num_tokens; ++token) {
+    std::fill_n(p.mask_bits + long(token) * p.mask_words, p.mask_words, ~0u);
+    std::fill_n(p.seen_tiles + long(token) * 2 * p.seen_tile_words, 2 * p.seen_tile_words, ~0u);
+  }
+}
+
 void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
   std::vector<double> value(static_cast<size_t>(spec.head_dim_v));
   for (int i = 0; i < list.counts->num_merges; ++i) {
@@ -334,6 +342,7 @@ void run_launch(const Launch& launch) {
   if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8")
     return attention(through_maps(launch), out, is_over_flat_keys(launch) ? flat_types() : CacheTypes{});
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
+  if (launch.entry == "pack_mask") return fill_packed_mask(parameter<AttentionParams>(launch, 0));
   if (launch.entry == "attention_sm90_verify") return attention(through_kv_maps(launch), out);
   if (launch.entry == "merge") {
     const auto& p = parameter<AttentionParams>(launch, 0);
@@ -377,6 +386,7 @@ void run_on_host(const AttentionSpec& of) {
       {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},
       {"flatten_kv", {sizeof(FlattenKvParams)}},
+      {"pack_mask", {sizeof(AttentionParams)}},
       {"write_kv", {sizeof(WriteKvParams)}},
       {"write_kv_strided", {sizeof(WriteKvParams)}},
       {"copy_kv", {sizeof(WriteKvParams)}},

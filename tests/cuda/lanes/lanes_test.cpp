@@ -2,6 +2,7 @@
 // barriers, clusters, merges.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <numeric>
@@ -101,6 +102,15 @@ class LanesPlan final : public Plan {
     std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(run_sums_each), NAN);
     p.run_sums = run_sums.data();
 
+    std::vector<unsigned> mask_bits, seen_tiles;
+    if (variant_.packs_mask()) {
+      const int tiles = (*std::ranges::max_element(seq_lens_) + tiles_.keys - 1) / tiles_.keys, tokens = batch_.num_tokens();
+      p.mask_words = tiles * tiles_.keys / 32, p.seen_tile_words = (tiles + 31) / 32, p.least_masked_q = 1;
+      mask_bits.assign(size_t(tokens) * size_t(p.mask_words), 0xdeadbeef);
+      seen_tiles.assign(size_t(tokens) * size_t(p.seen_tile_words) * size_t(1 + variant_.wgmma_tiles().teams), 0xdeadbeef);
+      p.mask_bits = mask_bits.data(), p.seen_tiles = seen_tiles.data();
+      open_library(std::string("pack_mask_") + variant_.name).run(&p, nullptr, how_.launch);
+    }
     const Library attention = open_library(std::string("attention_") + variant_.name);
     if (variant_.text == Text::sm80) {
       EXPECT_EQ(int(attention.smem_bytes()), cuda::attention_sm80_smem_bytes(spec_, tiles_));

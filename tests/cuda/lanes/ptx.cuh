@@ -86,6 +86,8 @@ inline u32 __ballot_sync(u32, bool x) {
   });
 }
 inline int __popc(u32 x) { return std::popcount(x); }
+inline int lowest_bit(u32 x) { return std::countr_zero(x); }
+inline int highest_bit(u32 x) { return 31 - std::countl_zero(x); }
 // Four neighbouring lanes have a row of a 4 x 4 matrix each; then, a column each.
 inline void transpose_quad(u32 (&x)[4]) {
   struct Row {
@@ -140,6 +142,7 @@ inline float reciprocal_approx(float x) { return 1.f / x; }
 inline float __fdividef(float x, float y) { return x / y; }
 
 inline int atomicAdd(int* p, int x) { return std::exchange(*p, *p + x); }
+inline u32 atomicOr(u32* p, u32 x) { return std::exchange(*p, *p | x); }
 inline int atomicMax(int* p, int x) { return std::exchange(*p, max(*p, x)); }
 template <class T>
 T __ldg(const T* p) {

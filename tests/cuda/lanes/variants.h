@@ -24,6 +24,7 @@ struct Variant {
   Text text = Text::sm80;
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
+  bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool takes_runs() const { return text != Text::sm80; }
   cuda::Sm90Tiles wgmma_tiles() const {
@@ -161,6 +162,13 @@ inline std::vector<Variant> variants() {
       ValuePattern::rising;
   Case& widened_256 = add_wgmma("widened_256", spec(DType::bf16, DType::fp8_e4m3, 240, 240, 4, 0), {{40, 170, 0}, {3, 40, 1}});
   widened_256.spec.mask.window_left = 90, widened_256.spec.score.soft_cap = 20.f;
+  // Custom masks: tiles that nobody sees, or only a part of the rows; rows without a key; bytes.
+  Case& masked = add_wgmma("masked", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{700, 700, 0}, {3, 40, 1}, {70, 500, 2}});
+  masked.spec.mask.custom = true, masked.custom = CustomPattern::documents;
+  Case& masked_256 = add_wgmma("masked_256", spec(DType::f16, DType::f16, 256, 256, 4, 1), {{40, 200, 0}, {90, 900, 1}});
+  masked_256.spec.mask = {.causal = false, .custom = true}, masked_256.custom = CustomPattern::blind;
+  Case& masked_bytes = add_wgmma("masked_bytes", spec(DType::bf16, DType::fp8_e4m3, 64, 64, 1, 16), {{350, 900, 0}, {3, 40, 1}});
+  masked_bytes.spec.mask = {.causal = false, .custom = true}, masked_bytes.custom = CustomPattern::documents;
   add_wgmma("e4m3", spec(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}}, Text::wgmma_e4m3);
   Case& e4m3_64 =
       add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 900, 1}}, Text::wgmma_e4m3);
