@@ -89,12 +89,12 @@ KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& spec) {
   return sm90_prefill_key("pack_mask.cu", arch, spec, spec.q_dtype, attention_sm90_tiles(spec), widens(spec));
 }
 
-bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows) {
+bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows, int width) {
   if (q.stride(2) != 1) return false;
   const uint64_t size = uint64_t(size_of(q.dtype));
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
-  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(kTensorMapLine / size), group, uint32_t(rows) / group};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(uint64_t(width) / size), group, uint32_t(rows) / group};
   return encode_tensor_map(map, q.dtype, q.data, 3, sizes, strides, box);
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/jit.h"
+#include "cuda/tensor_map.h"
 #include "imbrex/backend.h"
 
 namespace imbrex::cuda {
@@ -43,9 +44,9 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType 
 struct AttentionMaps {
   CUtensorMap q, k, v;
 };
-// The map of queries, of which a box has tokens of so many rows in all. False where strides or addresses are not multiples of 16 bytes, or
-// dims not neighbours: TMA cannot read such tensors.
-bool encode_query_map(CUtensorMap&, const AttentionSpec&, const TensorView& q, int rows);
+// The map of queries, of which a box has tokens of so many rows in all, `width` bytes of each. False where strides or addresses are not
+// multiples of 16 bytes, or dims not neighbours: TMA cannot read such tensors.
+bool encode_query_map(CUtensorMap&, const AttentionSpec&, const TensorView& q, int rows, int width = kTensorMapLine);
 // All of them.
 bool attention_sm90_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 bool attention_sm90_flat_maps(const AttentionSpec&, const TensorView& q, const KvCache& flat, AttentionMaps&);

@@ -12,7 +12,8 @@ namespace imbrex::cuda {
 
 constexpr int kThreads = 128 * (kConsumers + 1), kTransposers = 3;
 constexpr int kWidth = kHeadDimQk % 128 == 0 && kHeadDimV % 128 == 0 ? 128 : 64;  // bytes of a row in a chunk: the width of the swizzle
-constexpr int kQChunks = kHeadDimQk / kWidth, kVChunks = kHeadDimV / kWidth;
+// Dims that the last chunk lacks are loaded as zeros.
+constexpr int kQChunks = (kHeadDimQk + kWidth - 1) / kWidth, kVChunks = (kHeadDimV + kWidth - 1) / kWidth;
 constexpr int kQChunkBytes = 64 * kWidth, kKvChunkBytes = kTileKeys * kWidth;
 constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 64 : 32;  // keys of a row of transposed values
 constexpr int kTurnedChunkBytes = kHeadDimV * kTurnedWidth;
@@ -143,14 +144,14 @@ DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
     const int key = block + lane;
     if (key < lo || key >= hi) {
 #pragma unroll
-      for (int i = 0; i < kHeadDimV / 16; ++i)
+      for (int i = 0; i < kVChunks * kWidth / 16; ++i)  // whole rows, whichever of their pieces the swizzle has put where
         store_shared(from + i / (kWidth / 16) * kKvChunkBytes + key * kWidth + i % (kWidth / 16) * 16, uint4{0, 0, 0, 0});
     }
     __syncwarp();
     const u32 read = (from + key * kWidth) ^ swizzle_of(lane, kWidth);
     const u32 write = (to + block / kTurnedWidth * kTurnedChunkBytes + dim * kTurnedWidth) ^ swizzle_of(dim, kTurnedWidth) ^
                       u32(block % kTurnedWidth + matrix / 2 * 16);
-    constexpr int kAtOnce = 4;  // of 16 dims
+    constexpr int kAtOnce = kHeadDimV % 64 == 0 ? 4 : 2;  // of 16 dims
 #pragma unroll
     for (int d = 0; d < kHeadDimV / 16; d += kAtOnce) {
       u32 x[kAtOnce][4];

@@ -173,6 +173,12 @@ inline std::vector<Variant> variants() {
   Case& e4m3_64 =
       add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 900, 1}}, Text::wgmma_e4m3);
   e4m3_64.scale_per_head = true;
+  add_wgmma("e4m3_256", spec(DType::fp8_e4m3, DType::fp8_e4m3, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}},
+            Text::wgmma_e4m3)
+      .scale_per_head = true;
+  Case& e4m3_96 =
+      add_wgmma("e4m3_96", spec(DType::fp8_e4m3, DType::fp8_e4m3, 96, 96, 4, 16), {{40, 200, 0}, {3, 150, 1}}, Text::wgmma_e4m3);
+  e4m3_96.spec.mask.window_left = 90, e4m3_96.spec.score.soft_cap = 20.f;
   return all;
 }
 
