@@ -84,7 +84,8 @@ void add_odd_groups(CaseTable& table) {
 
 // Keys that hundreds of rows read, in pages or types that are slow to read: a backend may first make them what its products take.
 void add_rereads(CaseTable& table) {
-  const DTypes bf16 = kDTypes[0], f16 = kDTypes[2], bytes = kDTypes[3], f16_bytes{DType::f16, DType::fp8_e4m3};
+  const DTypes bf16 = kDTypes[0], f16 = kDTypes[2], bytes = kDTypes[3], f16_bytes{DType::f16, DType::fp8_e4m3},
+               byte_queries{DType::fp8_e4m3, DType::fp8_e4m3};
   const struct {
     const char* name;
     DTypes types;
@@ -102,6 +103,11 @@ void add_rereads(CaseTable& table) {
       {"e4m3_ragged", bytes, 128, 2, 0, [](Case&) {}},
       {"e4m3_page1_heads", bytes, 128, 2, 1, [](Case& c) { c.scale_per_head = true; }},
       {"e4m3_page3_cap", bytes, 64, 1, 3, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"e4m3_queries_page1_heads", byte_queries, 128, 2, 1, [](Case& c) { c.scale_per_head = true; }},
+      {"e4m3_queries_page3_cap", byte_queries, 64, 1, 3, [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"e4m3_queries_page1_wide", byte_queries, 256, 1, 1, [](Case&) {}},
+      {"e4m3_queries_page5_window", byte_queries, 96, 2, 5, [](Case& c) { c.spec.mask.window_left = 149; }},
+      {"e4m3_queries_page1_bidirectional", byte_queries, 192, 1, 1, [](Case& c) { c.spec.mask.causal = false; }},
   };
   for (const auto& f : features) {
     const int keys = f.kv_heads * f.dim <= 128 ? 300 : 150;  // work is limited

@@ -38,7 +38,6 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
   need(dims, "spec.head_dim_qk", fmt::format("one of {}, for keys and values", fmt::join(kDims, ", ")),
        fmt::format("{} and {}", spec.head_dim_qk, dim));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
-  need(!has_small_pages(spec), "spec.block_size", fmt::format("a multiple of {}", kLeastBoxKeys), fmt::format("{}", spec.block_size));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
   need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
   return reasons;
@@ -51,8 +50,9 @@ KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spe
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
   const int width = chunk_width(spec);
-  return encode_query_map(maps.q, spec, q, kTeamRows, width) && encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) &&
-         encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
+  if (!encode_query_map(maps.q, spec, q, kTeamRows, width)) return false;
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
+  return encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) && encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
 }
 
 }  // namespace imbrex::cuda

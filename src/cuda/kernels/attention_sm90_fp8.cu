@@ -6,6 +6,7 @@
 // one warp loads and three transpose values, since wgmma wants keys to be the contiguous dimension of them. docs/kernels/cuda_sm90.md has
 // the schedule.
 #include "attention_sm90_cluster.cuh"
+#include "tile_rows.cuh"
 #include "wgmma_e4m3.cuh"
 
 namespace imbrex::cuda {
@@ -19,6 +20,7 @@ constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 
 constexpr int kTurnedChunkBytes = kHeadDimV * kTurnedWidth;
 
 constexpr int kPageBytes = kPageRows * kWidth;
+constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: who has told TMA to bring it, or those that copy its rows
 
 // Weights are rounded to e4m3, from 2^-9 to 448. A row's maximum is given 2^kFresh when it becomes the reference, and has outgrown it
 // when its weight would be more than 2^kMost.
@@ -48,17 +50,25 @@ DEVICE u64 descriptor(const char* tile, int width) { return wgmma_descriptor(sha
 
 // --- one warp loads
 
-// A tile's keys or values: a page a lane.
-struct Page {
-  bool loads;
-  int block, offset, kv_head;
+// What a lane loads of a tile of keys and values: a page, or parts of rows, where pages are too small for boxes.
+struct Load {
+  int begin, kv_head;  // the tile's first key
+  bool together, loads;
+  int pages, block, offset;  // pages: of all lanes
+  RowBlocks rows;
 };
-DEVICE void load_tile(u32 to, const TensorMap& map, u32 full, int chunks, int pages, bool together, const Page& page) {
-  if (lane_id() == 0) mbarrier_arrive_expect(full, pages * kPageBytes * chunks);
-  __syncwarp();
+template <int dim, int chunks>
+DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, u32 to, u32 full, const Load& tile) {
+  if constexpr (kSmallPages) {
+    copy_rows<dim, kKvChunkBytes, 2, kWidth>(side, tile.kv_head, tile.rows, tile.begin, to, full);
+  } else {
+    if (lane_id() == 0) mbarrier_arrive_expect(full, tile.pages * kPageBytes * chunks);
+    __syncwarp();
 #pragma unroll
-  for (int c = 0; page.loads && c < chunks; ++c) {
-    load_box(to + lane_id() * kPageBytes + c * kKvChunkBytes, map, full, together, c * kWidth, page.offset, page.kv_head, page.block);
+    for (int c = 0; tile.loads && c < chunks; ++c) {
+      const u32 at = to + lane_id() * kPageBytes + c * kKvChunkBytes;
+      load_box(at, map, full, tile.together, c * kWidth, tile.offset, tile.kv_head - p.first_kv_head, tile.block);
+    }
   }
 }
 
@@ -104,23 +114,31 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
     const int lo = item.lo, hi = item.hi;
     const long first_block = item.first_block;
     const auto block_of = [&](int tile) {
-      if constexpr (kBlockSize == 0) return 0;
+      if constexpr (kBlockSize == 0 || kSmallPages) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
       return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / u32(kPage)] : 0;
     };
+    const auto rows_of = [&](int tile) { return row_blocks(p, first_block, tile * kTileKeys, lo, hi); };
     const int find_at = tile_from_end(tiles, 2);
-    int block = block_of(tiles.end - 1);
+    Load next{.block = block_of(tiles.end - 1)};
+    if constexpr (kSmallPages) next.rows = rows_of(tiles.end - 1);
     for (int tile = tiles.end - 1; tile >= tiles.first; --tile, kv.next()) {
       const int key = tile * kTileKeys + lane * kPageRows;
       const bool together = shared.together[entry], wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
-      const int pages = __popc(__ballot_sync(kFullWarp, wanted));
-      const Page page{wanted && (!together || loads_page(lane)), block,
-                      kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)), item.kv_head};
-      block = tile > tiles.first ? block_of(tile - 1) : 0;
+      const Load load{.begin = tile * kTileKeys,
+                      .kv_head = item.kv_head,
+                      .together = together,
+                      .loads = wanted && (!together || loads_page(lane)),
+                      .pages = __popc(__ballot_sync(kFullWarp, wanted)),
+                      .block = next.block,
+                      .offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)),
+                      .rows = next.rows};
+      next.block = tile > tiles.first ? block_of(tile - 1) : 0;
+      if constexpr (kSmallPages) next.rows = rows_of(tile - 1);
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
-      load_tile(shared_address(shared.k[kv.at]), k_map, shared_address(&shared.k_full[kv.at]), kQChunks, pages, together, page);
+      load_tile<kHeadDimQk, kQChunks>(p, p.k, k_map, shared_address(shared.k[kv.at]), shared_address(&shared.k_full[kv.at]), load);
       mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
-      load_tile(shared_address(shared.v[kv.at]), v_map, shared_address(&shared.v_full[kv.at]), kVChunks, pages, together, page);
+      load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, shared_address(shared.v[kv.at]), shared_address(&shared.v_full[kv.at]), load);
       if (tile == find_at) {
         tasks.next();
         find_item(ring_at<kItems>(num_items).at);
@@ -243,6 +261,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
   const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
 
+  const auto wait_for_keys = [&] {
+    mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+    if constexpr (kSmallPages) async_proxy_fence();  // between the copies' writes and the matrix unit's reads
+  };
   const auto leave_keys = [&] { leave_stage(shared.k_empty[k.at], int(threadIdx.x) % 128); };
   const auto leave = [](u64& barrier) {
     if (threadIdx.x % 128 == 0) mbarrier_arrive(shared_address(&barrier));
@@ -281,7 +303,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   if (begin_item()) {
     {
       float s[kTileKeys / 2];
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      wait_for_keys();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
       wgmma_wait<0>();
@@ -301,7 +323,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
       float s[kTileKeys / 2];
-      mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
+      wait_for_keys();
       mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
@@ -367,9 +389,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.q_empty[i]), kConsumers + kTransposers);
     }
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.k_full[i]), 1);
+      mbarrier_init(shared_address(&shared.k_full[i]), kLoaders);
       mbarrier_init(shared_address(&shared.k_empty[i]), kConsumers * kCluster);
-      mbarrier_init(shared_address(&shared.v_full[i]), 1);
+      mbarrier_init(shared_address(&shared.v_full[i]), kLoaders);
       mbarrier_init(shared_address(&shared.v_empty[i]), kTransposers * kCluster);
       mbarrier_init(shared_address(&shared.turned_full[i]), kTransposers);
       mbarrier_init(shared_address(&shared.turned_empty[i]), kConsumers);

@@ -26,12 +26,12 @@ DEVICE RowBlocks row_blocks(const AttentionParams& p, long first_block, int begi
   return blocks;
 }
 
-// Rows of `row_bytes`, a multiple of 16, in chunks of 128 bytes which are chunk_bytes apart; what the last chunk lacks is zero. Each lane
-// arrives at `full` when its copies are there. `unrolled`: groups of four rows, as many as registers are there for.
-template <int row_bytes, int chunk_bytes, int unrolled>
+// Rows of `row_bytes`, a multiple of 16, in chunks of `width` bytes, that of the swizzle, which are chunk_bytes apart; what the last chunk
+// lacks is zero. Each lane arrives at `full` when its copies are there. `unrolled`: groups of rows, as many as registers are there for.
+template <int row_bytes, int chunk_bytes, int unrolled, int width = 128>
 DEVICE void copy_rows(const KvSide& side, int kv_head, const RowBlocks& blocks, int begin, u32 to, u32 full) {
-  constexpr int kRowsAtOnce = 32 / 8;
-  const int lane = lane_id(), piece = lane % 8;
+  constexpr int kPieces = width / 16, kRowsAtOnce = 32 / kPieces;
+  const int lane = lane_id(), piece = lane % kPieces;
   const char* const head = side.data + kv_head * side.head_stride + piece * 16;
 #pragma unroll
   for (int part = 0; part < kRowParts; ++part) {
@@ -39,13 +39,13 @@ DEVICE void copy_rows(const KvSide& side, int kv_head, const RowBlocks& blocks, 
         blocks.of[part] < 0 ? -1 : blocks.of[part] * side.block_stride + u32(begin + 32 * part + lane) % kSmallPage * side.token_stride;
 #pragma unroll(unrolled)
     for (int i = 0; i < 32; i += kRowsAtOnce) {
-      const int row = i + lane / 8;
+      const int row = i + lane / kPieces;
       const u32 low = shuffle(u32(at), row), high = shuffle(u32(u64(at) >> 32), row);
       const i64 from = i64(u64(high) << 32 | low);
-      const u32 place = to + (32 * part + row) * 128 + (piece ^ row % 8) * 16;
+      const u32 place = to + (32 * part + row) * width + (piece ^ row * width / 128 % kPieces) * 16;
 #pragma unroll
-      for (int chunk = 0; chunk * 128 < row_bytes; ++chunk)
-        if (from >= 0) copy_async<16>(place + chunk * chunk_bytes, head + from + chunk * 128, chunk * 128 + piece * 16 < row_bytes);
+      for (int chunk = 0; chunk * width < row_bytes; ++chunk)
+        if (from >= 0) copy_async<16>(place + chunk * chunk_bytes, head + from + chunk * width, chunk * width + piece * 16 < row_bytes);
     }
   }
   mbarrier_arrive_after_copies(full);
