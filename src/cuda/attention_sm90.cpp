@@ -37,12 +37,6 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   return tiles;
 }
 
-Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec& spec) {
-  Sm90Tiles tiles = attention_sm90_tiles(spec);
-  std::swap(tiles.cluster, tiles.row_blocks);
-  return tiles;
-}
-
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   constexpr int kMostMaskedDims = 128;  // registers are short
@@ -82,7 +76,7 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, D
 }
 
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
-  return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_flat_tiles(spec), widens(spec));
+  return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_tiles(spec).over_flat(), widens(spec));
 }
 
 KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& spec) {
@@ -110,7 +104,7 @@ bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const K
 }
 
 bool attention_sm90_flat_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& flat, AttentionMaps& maps) {
-  const Sm90Tiles tiles = attention_sm90_flat_tiles(spec);
+  const Sm90Tiles tiles = attention_sm90_tiles(spec).over_flat();
   const auto encode = [&](CUtensorMap& map, const TensorView& side) {
     return encode_kv_map(map, side, tiles.keys, kTensorMapLine, tiles.cluster);
   };

@@ -18,6 +18,12 @@ struct Sm90Tiles {
   int row_blocks = 1;  // tasks, of a thread block or cluster each, that an item's rows are
   int item_rows() const { return rows * cluster * row_blocks; }
   unsigned threads() const { return unsigned(128 * (teams + 1)); }
+  // The same over the flat copy of the keys that flattens() asks for: clusters take the rows that were several tasks.
+  Sm90Tiles over_flat() const {
+    Sm90Tiles flat = *this;
+    flat.cluster = row_blocks, flat.row_blocks = cluster;
+    return flat;
+  }
 };
 // Shared memory of a thread block, and what a swizzle's pattern begins at; bytes.
 constexpr int kSm90SharedMemory = 227 << 10, kSm90SharedUnit = 1024;
@@ -28,8 +34,7 @@ int attention_sm90_cluster(const AttentionSpec&);
 Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
 // Why the kernel cannot run a spec whose cache is strided; empty: it can.
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
-// The same over the flat copy of the keys that flattens() asks for: the same items and the same bits.
-Sm90Tiles attention_sm90_flat_tiles(const AttentionSpec&);
+// Over the flat keys that flattens() asks for: the same items and the same bits.
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec&, DType out);
 // Whether bytes become 16-bit numbers on their way to the matrix unit: kernels/widen.cuh.
 bool widens(const AttentionSpec&);

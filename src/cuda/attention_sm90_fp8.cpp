@@ -6,6 +6,7 @@
 
 #include "core/check.h"
 #include "cuda/attention_constants.h"
+#include "cuda/flat_kv.h"
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
@@ -13,6 +14,12 @@ namespace {
 
 // Bytes of a row in a chunk of dims, as the kernel's kWidth.
 int chunk_width(const AttentionSpec& spec) { return spec.head_dim_v % kTensorMapLine == 0 ? kTensorMapLine : kTensorMapLine / 2; }
+
+bool encode_maps(const AttentionSpec& spec, const Sm90Tiles& tiles, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  const int width = chunk_width(spec);
+  return encode_query_map(maps.q, spec, q, kTeamRows, width) && encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) &&
+         encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
+}
 
 }  // namespace
 
@@ -22,7 +29,12 @@ Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
   const int dim = spec.head_dim_v;
   const bool plain = has_plain_logits(spec);
   const int keys = dim <= 128 ? (plain ? 192 : 128) : !plain ? 64 : dim <= 192 ? 128 : 96;
-  return {.teams = kTeams, .rows = kTeams * sm90_team_rows(spec), .keys = keys, .stages = 2, .cluster = attention_sm90_cluster(spec)};
+  return {.teams = kTeams,
+          .rows = kTeams * sm90_team_rows(spec),
+          .keys = keys,
+          .stages = 2,
+          .cluster = attention_sm90_cluster(spec),
+          .row_blocks = flattens(spec) ? attention_sm90_cluster(flat_spec(spec)) : 1};
 }
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
@@ -47,12 +59,17 @@ KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec& spe
   return sm90_prefill_key("attention_sm90_fp8.cu", arch, spec, out, attention_sm90_fp8_tiles(spec));
 }
 
+KernelKey attention_sm90_fp8_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return sm90_prefill_key("attention_sm90_fp8.cu", arch, flat_spec(spec), out, attention_sm90_fp8_tiles(spec).over_flat());
+}
+
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
-  const Sm90Tiles tiles = attention_sm90_fp8_tiles(spec);
-  const int width = chunk_width(spec);
-  if (!encode_query_map(maps.q, spec, q, kTeamRows, width)) return false;
-  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
-  return encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) && encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
+  if (!has_small_pages(spec)) return encode_maps(spec, attention_sm90_fp8_tiles(spec), q, kv, maps);
+  return encode_query_map(maps.q, spec, q, kTeamRows, chunk_width(spec)) && has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
+}
+
+bool attention_sm90_fp8_flat_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& flat, AttentionMaps& maps) {
+  return encode_maps(spec, attention_sm90_fp8_tiles(spec).over_flat(), q, flat, maps);
 }
 
 }  // namespace imbrex::cuda

@@ -51,13 +51,16 @@ struct Sm90Prefill {
   Sm90Tiles (*tiles)(const AttentionSpec&);
   KernelKey (*key)(std::string_view arch, const AttentionSpec&, DType out);
   MakeMaps* maps;
+  KernelKey (*flat_key)(std::string_view arch, const AttentionSpec&, DType out);
+  MakeMaps* flat_maps;
 };
 
 const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
-  static constexpr Sm90Prefill kWords{"attention_sm90", attention_sm90_refusals, attention_sm90_tiles, attention_sm90_key,
-                                      attention_sm90_maps};
-  static constexpr Sm90Prefill kBytes{"attention_sm90_fp8", attention_sm90_fp8_refusals, attention_sm90_fp8_tiles, attention_sm90_fp8_key,
-                                      attention_sm90_fp8_maps};
+  static constexpr Sm90Prefill kWords{"attention_sm90",    attention_sm90_refusals, attention_sm90_tiles,    attention_sm90_key,
+                                      attention_sm90_maps, attention_sm90_flat_key, attention_sm90_flat_maps};
+  static constexpr Sm90Prefill kBytes{"attention_sm90_fp8",        attention_sm90_fp8_refusals, attention_sm90_fp8_tiles,
+                                      attention_sm90_fp8_key,      attention_sm90_fp8_maps,     attention_sm90_fp8_flat_key,
+                                      attention_sm90_fp8_flat_maps};
   return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
 }
 
@@ -163,14 +166,14 @@ KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Sh
 ShapeKernel flat_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (arch != "sm_90a" || shape != kPrefill || !has_sm90_prefill(spec) || !flattens(spec)) return {};
   ShapeKernel kernel = sm90_shape(arch, spec, shape);
-  const Sm90Tiles tiles = attention_sm90_flat_tiles(spec);
+  const Sm90Tiles tiles = sm90_prefill(spec).tiles(spec).over_flat();
   kernel.cluster = unsigned(tiles.cluster), kernel.row_blocks = tiles.row_blocks;
-  kernel.maps = attention_sm90_flat_maps;
+  kernel.maps = sm90_prefill(spec).flat_maps;
   return kernel;
 }
 
 KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Shape, DType out) {
-  return attention_sm90_flat_key(arch, spec, out);
+  return sm90_prefill(spec).flat_key(arch, spec, out);
 }
 
 constexpr int kLeastSm80 = 80;

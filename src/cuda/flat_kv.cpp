@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
@@ -16,7 +17,7 @@ constexpr int64_t kMostBytes = int64_t(64) << 20;
 constexpr int64_t kLeastRows = 850, kLeastRowsOfBytes = 650, kLeastRowsOfSmallBytes = 250;
 
 int64_t least_rows(const AttentionSpec& spec) {
-  if (!is_fp8(spec.kv_dtype)) return kLeastRows;
+  if (!widens(spec)) return kLeastRows;
   return has_small_pages(spec) ? kLeastRowsOfSmallBytes : kLeastRowsOfBytes;
 }
 
@@ -39,8 +40,9 @@ Keys keys_of(const CutRules& rules, const Batch& batch, int r) {
 }  // namespace
 
 bool flattens(const AttentionSpec& spec) {
-  const bool words = spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16;
-  return words && (spec.kv_dtype == DType::fp8_e4m3 || (spec.kv_dtype == spec.q_dtype && has_small_pages(spec)));
+  const bool words = spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16, bytes = spec.q_dtype == DType::fp8_e4m3;
+  if (spec.kv_dtype == spec.q_dtype) return (words || bytes) && has_small_pages(spec);
+  return words && spec.kv_dtype == DType::fp8_e4m3;
 }
 
 AttentionSpec flat_spec(const AttentionSpec& spec) {
@@ -51,12 +53,15 @@ AttentionSpec flat_spec(const AttentionSpec& spec) {
 }
 
 KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec& spec) {
+  // Bytes that stay bytes are copied as half as many 16-bit numbers: 16 bytes a lane.
+  const bool bytes = is_fp8(spec.q_dtype);
+  const int size = bytes ? 2 : 1;
   return {"flatten_kv.cu",
           std::string(arch),
-          {{"kFrom", int(spec.kv_dtype)},
-           {"kTo", int(spec.q_dtype)},
-           {"kDimK", spec.head_dim_qk},
-           {"kDimV", spec.head_dim_v},
+          {{"kFrom", int(bytes ? DType::bf16 : spec.kv_dtype)},
+           {"kTo", int(bytes ? DType::bf16 : spec.q_dtype)},
+           {"kDimK", spec.head_dim_qk / size},
+           {"kDimV", spec.head_dim_v / size},
            {"kBlockSize", spec.block_size}}};
 }
 

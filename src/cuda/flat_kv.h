@@ -1,7 +1,8 @@
 #pragma once
-// Flat keys: those of a step's prefill requests once more, in scratch of the plan, row by row without pages and in 16 bits. Prefill reads a
-// key as often as it has tiles of rows, so where pages are too small for TMA, or bytes have to be widened, it is faster to do that once and
-// in front of it than in each tile. What a kernel finds there is what it would have made of the cache itself: no bit of a result changes.
+// Flat keys: those of a step's prefill requests once more, in scratch of the plan, row by row without pages and in the queries' type.
+// Prefill reads a key as often as it has tiles of rows, so where pages are too small for TMA, or bytes have to be widened, it is faster to
+// do that once and in front of it than in each tile. What a kernel finds there is what it would have made of the cache itself: no bit of a
+// result changes.
 #include <memory>
 #include <string_view>
 

@@ -51,6 +51,7 @@ const Layer kLayers[] = {
     {"heads8_1_extend_e4m3", few_heads(8, 1, 128, DType::fp8_e4m3), 30},
     {"heads8_2_extend_e4m3_queries", few_heads(8, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3), 30},
     {"heads8_2_extend_e4m3_queries_page1", few_heads(8, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3, 1), 30},
+    {"heads16_2_flat_e4m3_queries_page1", few_heads(16, 2, 128, DType::fp8_e4m3, DType::fp8_e4m3, 1), 110},
     {"heads4_2_d256_extend_e4m3_queries", few_heads(4, 2, 256, DType::fp8_e4m3, DType::fp8_e4m3), 40},
     {"heads4_1_d256_extend", few_heads(4, 1, 256), 40},
     {"heads4_2_d192_extend", few_heads(4, 2, 192), 40},

@@ -9,6 +9,7 @@
 
 #include "attention/mask.h"
 #include "core/float_types.h"
+#include "cuda/attention_sm90.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/flat_kv.h"
@@ -162,8 +163,8 @@ AttentionParams through_maps(const Launch& launch) {
   return p;
 }
 
-// Keys of bytes become queries' type, values f16.
-CacheTypes flat_types() { return {spec.q_dtype, is_fp8(spec.kv_dtype) ? DType::f16 : spec.q_dtype}; }
+// Keys of bytes become queries' type, values f16 where that has 16 bits.
+CacheTypes flat_types() { return {spec.q_dtype, widens(spec) ? DType::f16 : spec.q_dtype}; }
 
 void flatten_kv(const Launch& launch) {
   const FlattenKvParams p = parameter<FlattenKvParams>(launch, 0);

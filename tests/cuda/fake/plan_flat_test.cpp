@@ -41,7 +41,7 @@ class PlanFlat : public testing::Test {
         requests.assign(p.requests, p.requests + s.blocks);
         starts.assign(p.flat_start, p.flat_start + num_reqs);
         first_keys.assign(p.first_keys, p.first_keys + num_reqs);
-      } else if (launch.entry == "attention_sm90") {
+      } else if (launch.entry == "attention_sm90" || launch.entry == "attention_sm90_fp8") {
         AttentionParams p;
         std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
         s.first_kv_head = p.first_kv_head, s.kv_heads = p.kv_heads_now, s.num_work = p.counts->num_work;
@@ -66,7 +66,7 @@ class PlanFlat : public testing::Test {
   }
   void run() {
     seen.clear();
-    plan->run(in(0), {.out = TensorView::contiguous(memory.as<char>(), spec.q_dtype, {4000, spec.num_q_heads, kFlatDim}, gpu)},
+    plan->run(in(0), {.out = TensorView::contiguous(memory.as<char>(), spec.out_dtypes()[0], {4000, spec.num_q_heads, kFlatDim}, gpu)},
               stream.get());
     stream.synchronize();
   }
@@ -163,6 +163,34 @@ TEST_F(PlanFlat, SmallPagesOfBytesNeedFewRows) {
   run();
   ASSERT_EQ(seen.size(), 2u);
   EXPECT_EQ(seen[0].entry, "flatten_kv");
+}
+
+// Queries in e4m3 over small pages: bytes stay bytes, of which twice as many keys have room. Over larger ones TMA reads the cache.
+TEST_F(PlanFlat, BytesForQueriesOfBytes) {
+  AttentionSpec of = bytes_of(32, 8, 1);
+  of.q_dtype = DType::fp8_e4m3;
+  make(of);
+  update({600, 400}, {30000, 5000});
+  run();
+  ASSERT_EQ(seen.size(), 4u);
+  for (size_t i = 0; i < seen.size(); ++i) {
+    EXPECT_EQ(seen[i].entry, i % 2 == 0 ? "flatten_kv" : "attention_sm90_fp8");
+    EXPECT_EQ(seen[i].first_kv_head, int(i) / 2 * 4);
+    EXPECT_EQ(seen[i].kv_heads, 4);
+    if (i % 2 == 1) {
+      EXPECT_EQ(seen[i].cluster, 2u);
+    }
+  }
+  update({64, 50}, {2000, 501});  // few rows read a key
+  run();
+  ASSERT_EQ(seen.size(), 1u);
+  EXPECT_EQ(seen[0].entry, "attention_sm90_fp8");
+  EXPECT_EQ(seen[0].cluster, 1u);
+  of.block_size = 8;
+  make(of);
+  update({600, 400}, {30000, 5000});
+  run();
+  ASSERT_EQ(seen.size(), 1u);
 }
 
 // A graph holds prefill twice, and a step has work for one of them: over flat keys where they are worth it and all heads have room.
