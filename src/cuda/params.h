@@ -181,7 +181,7 @@ struct AttentionParams {
   // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
   // read in front of griddep_wait().
   bool lists_are_there;
-  bool beside;  // the kernel in front is one of the same run(): begin_launch() in kernels/attention_item.cuh
+  bool beside, next_waits;  // begin_launch() in kernels/attention_item.cuh
 };
 
 }  // namespace imbrex::cuda

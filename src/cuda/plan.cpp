@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <future>
+#include <ranges>
 
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -176,7 +177,7 @@ void Plan::lay_out() {
       .block_ids = memory_->device(arrays_.block_ids),
       .custom_mask = memory_->device(arrays_.custom_mask),
       .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {int64_t(arrays_.slots.capacity)}, device_.device)};
-  size_t counters = kNumShapes + 1;
+  size_t counters = kNumShapes;
   for (ShapePlan& s : shapes_) {
     s.arrivals = counters;
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
@@ -271,8 +272,14 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   a.lists_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merges = 0;
-  bool sums_in_use = false;  // by a kernel in front, which folds runs in the same memory
-  for (const Shape shape : {kPrefill, kVerify, kDecode}) {
+  constexpr Shape kOrder[] = {kPrefill, kVerify, kDecode};
+  const auto tasks_of = [&](Shape shape) {
+    const ShapePlan& s = shapes_[shape];
+    return (any ? s.bounds.num_work : int64_t(step.schedules[shape].num_work)) * spec_.num_kv_heads * s.row_blocks;
+  };
+  const Shape last = *std::ranges::find_if(std::views::reverse(kOrder), [&](Shape s) { return s == kPrefill || tasks_of(s) > 0; });
+  bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
+  for (const Shape shape : kOrder) {
     const ShapePlan& s = shapes_[shape];
     const Schedule& schedule = step.schedules[shape];
     a.work = memory_->device(s.work);
@@ -280,22 +287,24 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + shape;
     a.arrivals = counters_.as<int>() + s.arrivals;
-    const int64_t tasks = (any ? s.bounds.num_work : int64_t(schedule.num_work)) * spec_.num_kv_heads * s.row_blocks;
+    const int64_t tasks = tasks_of(shape);
     if (tasks == 0) continue;
+    // Of a graph most launches have nothing to do: they are over soonest where each is there before the one in front has ended.
+    const bool folds = s.kernel.run_sums > 0;
+    a.beside = !any && !is_first && !(folds && sums_in_use);
+    a.next_waits = any || shape == last;
+    is_first = false, sums_in_use = sums_in_use || folds;
     if (shape == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
     const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured);
     bool mapped = true;
     if (!flat || captured) {
       AttentionParams over_cache = a;
-      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache, over_cache.beside = true;
-      if (sums_in_use && s.kernel.run_sums > 0) over_cache.beside = false;
+      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache;
       AttentionMaps maps{};
       mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
     }
-    a.beside = true;
-    sums_in_use = sums_in_use || s.kernel.run_sums > 0;
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
     if (of_shape > 0) a.merge_lists[shape] = {a.merges, a.counts};
@@ -321,7 +330,6 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
   AttentionParams a = all;
   a.lists_are_there = false;  // nor are keys, of which the first would be asked for too early
   a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
-  a.next_task = counters_.as<int>() + kNumShapes;
   const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
   if (captured) a.counts = &counts->over_flat;
   FlattenKvParams keys{.k = all.k,

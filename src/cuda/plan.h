@@ -171,7 +171,7 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  DeviceBuffer counters_;     // a task of each shape, one of prefill over flat keys, then arrivals
+  DeviceBuffer counters_;     // a task of each shape, then arrivals
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;  // the most that a batch within the limits has
   Scratch scratch_;

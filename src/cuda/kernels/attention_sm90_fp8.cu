@@ -379,7 +379,6 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_fp8(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
-  griddep_launch();  // what comes next has no room before a thread block has ended; then it begins up to its own griddep_wait()
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = warp_id() / 4;
@@ -400,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_fence_init();
   }
   begin_cluster();
-  griddep_wait();
+  begin_launch(p);
   if (wg == kConsumers) {
     registers_shrink<56>();
     if (const int warp = warp_id() % 4; warp == 0) {
@@ -413,6 +412,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     consume(p, shared, wg);
   }
   end_cluster();
+  end_launch(p);
 }
 
 }  // namespace imbrex::cuda
