@@ -25,12 +25,14 @@ int attention_sm90_cluster(const AttentionSpec& spec) {
 
 int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
 
-// What ran fastest of what shared memory and registers hold.
+// What ran fastest of what shared memory and registers hold, or the most that these do where logits need some.
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
-  const bool plain = has_plain_logits(spec);
+  const ScoreMod& score = spec.score;
+  const bool caps = score.soft_cap > 0, more = score.alibi && (caps || score.head_scales || has_window(spec.mask));
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
-  if (spec.head_dim_qk <= 64) tiles.teams = plain && !spec.mask.custom ? 3 : 2, tiles.stages = 3;
-  if (spec.head_dim_v > 128) tiles.keys = plain && !spec.mask.custom ? 80 : 64;
+  const bool masked = spec.mask.custom;
+  if (spec.head_dim_qk <= 64) tiles.teams = masked ? 2 : 3, tiles.stages = 3, tiles.keys = masked || !caps ? 128 : more ? 80 : 96;
+  if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi ? 64 : 80;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);
   if (flattens(spec)) tiles.row_blocks = attention_sm90_cluster(flat_spec(spec));

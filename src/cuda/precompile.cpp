@@ -126,6 +126,14 @@ std::vector<AttentionSpec> thorough_specs() {
   for (const int dim : {64, 256}) specs.push_back(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, dim, dim));
   for (const int dim : {64, 128, 256}) specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim, 1));
   for (const DType q : {DType::bf16, DType::fp8_e4m3}) specs.push_back(spec_of(q, DType::fp8_e4m3, 128, 128, 1));
+  // Tiles as large as logits that need registers leave room for.
+  for (const int dim : {64, 256}) {
+    for (const ScoreMod& score : {ScoreMod{.soft_cap = 50.f}, ScoreMod{.alibi = true}}) {
+      specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
+      specs.back().score = score;
+      if (score.soft_cap > 0) specs.back().mask.window_left = 4095;
+    }
+  }
   specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
   specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
   return specs;

@@ -9,6 +9,7 @@
 #include "attention_output.cuh"
 #include "cuda/params.h"
 #include "ptx.cuh"
+#include "soft_cap.cuh"
 
 namespace imbrex::cuda {
 
@@ -139,16 +140,8 @@ DEVICE float logit_scale(const AttentionParams& p, int kv_head) {
   return scale;
 }
 
-// cap * tanh(x / cap) * log2(e). tanh by exponentials: the instruction for it is off by 2^-11, which a cap of 50 makes visible.
-DEVICE float capped(float x, float cap) {
-  const float y = __fdividef(x, cap);
-  if constexpr (kQType == kF32) return cap * kLog2e * tanhf(y);
-  const float t = 1.f - 2.f * reciprocal_approx(exp2_approx(fabsf(y) * (2.f * kLog2e)) + 1.f);
-  return copysignf(cap * kLog2e * t, x);
-}
-
 struct RowTerms {     // what a row's logits need besides q.k
-  float scale;        // of q.k; log2(e) is in it unless there is a soft cap
+  float scale;        // of q.k: to log2 units, or to what tanh is taken of
   float slope;        // ALiBi, log2 units
   const float* bias;  // by distance, centred
 };
@@ -158,16 +151,36 @@ DEVICE RowTerms row_terms(const AttentionParams& p, int head, float scale) {
   if constexpr (kHeadScales) {
     if (p.head_scales != nullptr) terms.scale *= p.head_scales[head];
   }
-  if constexpr (!kSoftCap) terms.scale *= kLog2e;
+  if constexpr (!kSoftCap) {
+    terms.scale *= kLog2e;
+  } else if constexpr (kQType == kF32) {
+    terms.scale /= p.soft_cap;
+  } else {
+    terms.scale *= kTanhUnit * reciprocal_approx(p.soft_cap);
+  }
   if constexpr (kAlibi) terms.slope = p.alibi_slopes[head] * kLog2e;
   if constexpr (kRelative) terms.bias = p.bias_by_distance + long(head) * (2 * p.bias_reach + 1) + p.bias_reach;
   return terms;
 }
 
-// `distance` is key position - query position.
+// A logit in log2 units is bent(q.k) * factor_of(row), and what its key's distance adds. The factor is positive, so it may wait: for the
+// maximum, and for the multiply-add that also subtracts a reference.
+DEVICE float bent(const RowTerms& row, float product) {
+  if constexpr (!kSoftCap) return kHeadScales ? product * row.scale : product;
+  if constexpr (kQType == kF32) return tanhf(product * row.scale);
+  return tanh_of_units<(kHeadDimV > 128)>(product * row.scale);
+}
+DEVICE float factor_of(const AttentionParams& p, const RowTerms& row) {
+  if constexpr (kSoftCap) return p.soft_cap * kLog2e;
+  return kHeadScales ? 1.f : row.scale;
+}
+
+// For kernels that leave no more than a factor to the exponential's argument. `distance` is key position - query position.
+constexpr bool kFactorLeft = !kAlibi && !kRelative && (kSoftCap || !kHeadScales);
 DEVICE float modified(const AttentionParams& p, const RowTerms& row, float product, int distance) {
-  float x = product * row.scale;
-  if constexpr (kSoftCap) x = capped(x, p.soft_cap);
+  float x = bent(row, product);
+  if constexpr (kFactorLeft) return x;
+  x *= factor_of(p, row);
   if constexpr (kAlibi) x += row.slope * float(distance);
   if constexpr (kRelative) x += __ldg(row.bias + max(-p.bias_reach, min(p.bias_reach, distance))) * kLog2e;
   return x;

@@ -124,8 +124,11 @@ class Scores {
     if (!whole) hide(begin, s);
   }
 
-  // What a plain logit still has to be multiplied by.
-  DEVICE float scale_of(int row) const { return terms(row).scale; }
+  // What a row's scores still have to be multiplied by.
+  DEVICE float factor_left(int row) const {
+    if constexpr (!kFactorLeft) return 1.f;
+    return kSoftCap ? p_.soft_cap * kLog2e : terms(row).scale;
+  }
   // Row of the item's tile that this lane holds.
   DEVICE int row_of(int m, int h) const { return row_ + 16 * m + 8 * h + lane_ / 4; }
 

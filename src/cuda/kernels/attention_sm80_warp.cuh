@@ -64,7 +64,7 @@ class Warp {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         top = max_over<4>(top);
-        if constexpr (kPlainLogits) top *= scale[m][h] = scores_.scale_of(row_of(m, h));
+        top *= scale[m][h] = scores_.factor_left(row_of(m, h));
         const bool moves = top > reference_[m][h] + kSlack;
         factor[m][h] = moves ? exp2_approx(reference_[m][h] - top) : 1.f;
         if (moves) reference_[m][h] = top;
@@ -89,7 +89,7 @@ class Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float x = s[m][n][i], reference = reference_[m][i / 2];
-          s[m][n][i] = exp2_approx(kPlainLogits ? fmaf(x, scale[m][i / 2], -reference) : x - reference);
+          s[m][n][i] = exp2_approx(fmaf(x, scale[m][i / 2], -reference));
           sum_[m][i / 2] += s[m][n][i];
         }
       }

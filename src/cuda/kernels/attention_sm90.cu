@@ -24,7 +24,7 @@ constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? kValueLoaders
 // Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
 // kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kPlainLogits || kHeadDimV <= 128 || kFromBytes ? 232 : 240;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
 constexpr bool kManyDims = kHeadDimQk > 128;  // registers are short, and products long
@@ -228,14 +228,16 @@ DEVICE void clear_values(u32 v, int wg, int lo, int hi) {
 }
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
-  const int row = item_row();  // and row + 8
-  Ring<kQSlots> slot;
+  Ring<kQSlots> many_slots;
   Ring<kItems> entry;
   Ring<kStages> k, v;  // v is a tile behind
   const u64 first_q = wgmma_descriptor(shared_address(shared.q[0][wg]), 16, 1024, 1);
   const u64 first_k = wgmma_descriptor(shared_address(shared.k), 16, 1024, 1);
   const u64 first_v = wgmma_descriptor(shared_address(shared.v), kKvChunkBytes, 1024, 1);
-  const auto q_tile = [&] { return further(first_q, slot.at * kQBytes); };
+  // One slot of queries goes with the items, whose places are even in number then.
+  static_assert(kQSlots > 1 || kItems % 2 == 0);
+  const auto slot = [&] { return kQSlots > 1 ? many_slots : ring_at<kQSlots>(entry.at); };
+  const auto q_tile = [&] { return further(first_q, slot().at * kQBytes); };
   const auto k_tile = [&] { return further(first_k, k.at * (kQChunks * kKvChunkBytes)); };
   const auto v_tile = [&] { return further(first_v, v.at * (kVChunks * kKvChunkBytes)); };
   // The matrix unit goes round: a warpgroup takes it, starts its products, and passes it on.
@@ -256,13 +258,13 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   // While the first products of an item are under way: in front of them, it would take longer to get there.
   const auto ready_rows = [&]() __attribute__((always_inline)) {
     const Item& item = shared.item[entry.at];
-    set_rows(rows, p, item, row, p.scale * kv_scale(p.k, item.kv_head));
+    set_rows(rows, p, item, item_row(), p.scale * kv_scale(p.k, item.kv_head));
     const int begin = warp_id() / 4 * kTeamRows;  // not by wg, which would stay in a register meanwhile
     const int first_row = min(begin, item.num_rows - 1), last_row = min(begin + kTeamRows - 1, item.num_rows - 1);
     const int all_lo = max(item.lo, visible_keys(p, item.position_of(last_row)).lo);
     const int all_hi = max(0, min(item.hi, visible_keys(p, item.position_of(first_row)).hi));
     whole_first = (all_lo + kTileKeys - 1) / kTileKeys, whole_end = all_hi / kTileKeys;
-    if constexpr (kCustomMask) prefetch_mask(p, item, row, tile);
+    if constexpr (kCustomMask) prefetch_mask(p, item, item_row(), tile);
   };
   const auto next_told = [&] {
     wait_for_tile(shared.k_full[k.at], k.parity);
@@ -282,7 +284,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     return true;
   };
   const auto begin_item = [&]() __attribute__((always_inline)) {
-    mbarrier_wait(shared_address(&shared.q_full[slot.at]), slot.parity);
+    mbarrier_wait(shared_address(&shared.q_full[slot().at]), slot().parity);
     const Item& item = shared.item[entry.at];
     if (item.num_rows == kNoItem) return false;
     tile = tiles_of(item).end - 1;
@@ -292,8 +294,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   };
   const auto leave_queries = [&]() __attribute__((always_inline)) {
     __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot.at]));
-    slot.next();
+    if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.q_empty[slot().at]));
+    many_slots.next();
   };
 
   float out[kVDims / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
@@ -304,10 +306,14 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
-    if constexpr (!kPlainLogits) modify(p, begin, rows, s);
-    if constexpr (edge && kCustomMask) hide_masked(p, shared.item[entry.at], row, tile, s);
-    if constexpr (edge && !kCustomMask) hide(begin, rows, s);
-    return weigh(rows, s, reference, sum, factor, kSlack, kFresh);
+    if constexpr (!kPlainLogits) modify(rows, s);
+    if constexpr (edge && kCustomMask) {
+      hide_masked(p, shared.item[entry.at], item_row(), tile, s);
+    } else if constexpr (edge) {
+      if constexpr (!kPlainLogits) set_seen(rows, p, shared.item[entry.at], item_row());  // not kept meanwhile
+      hide(begin, rows, s);
+    }
+    return weigh(p, begin, rows, s, reference, sum, factor, kSlack, kFresh);
   };
   const auto next_tile = [&]<bool edge>(Edge<edge>) __attribute__((always_inline)) {
     weighed = {0, kTileKeys};
@@ -351,7 +357,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       const float2 first = ended[0], second = ended[8];
       float references[2] = {first.x, second.x}, totals[2] = {first.y, second.y};
       const int at = (entry.at + kItems - 1) % kItems;
-      if (fold_piece(p, shared.piece[at], references, totals, out)) store_rows(p, shared.item[at], row, references, totals, out);
+      if (fold_piece(p, shared.piece[at], references, totals, out)) store_rows(p, shared.item[at], item_row(), references, totals, out);
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&]<bool edge>(Edge<edge> kind, bool begins) __attribute__((always_inline)) {

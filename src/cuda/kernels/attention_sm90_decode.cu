@@ -166,7 +166,7 @@ class Consumer {
       for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[0][n][2 * h], s[0][n][2 * h + 1]));
       read ^= bits_of(top);
       top = max_over<4>(top);
-      if constexpr (kPlainLogits) top *= scores.scale_of(row_of(h));
+      top *= scores.factor_left(row_of(h));
       if (lane_ % 4 == 0) of_team(shared_.tops[odd_ ^ ahead][row_of(h)], team_) = top;
     }
     report_read(shared_.k_empty[k_.at], read);
@@ -196,8 +196,7 @@ class Consumer {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float scale = 1.f;
-      if constexpr (kPlainLogits) scale = scores.scale_of(row_of(h));
+      const float scale = scores.factor_left(row_of(h));
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
         const float low = exp2_approx(fmaf(s[0][n][2 * h], scale, -piece.reference[h]));

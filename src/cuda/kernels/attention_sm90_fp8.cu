@@ -295,9 +295,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
-    if constexpr (!kPlainLogits) modify(p, begin, rows, s);
+    if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge) hide(begin, rows, s);
-    return weigh(rows, s, reference, sum, factor, kMost, kFresh);
+    return weigh(p, begin, rows, s, reference, sum, factor, kMost, kFresh);
   };
 
   if (begin_item()) {

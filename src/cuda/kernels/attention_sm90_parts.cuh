@@ -17,22 +17,31 @@ static_assert(kTeamRows > 0 && kTileRows % kTeamRows == 0);
 DEVICE int matrix_row() { return warp_id() % 4 * 16 + lane_id() / 4; }
 DEVICE int item_row() { return warp_id() / 4 * kTeamRows + matrix_row(); }
 
-struct Rows {  // what a thread knows of its two rows
-  RowTerms terms[2];
+struct Rows {         // what a thread knows of its two rows
+  RowTerms terms[2];  // slopes in units of the row's factor
   KeyRange seen[2];
   int position[2];
 };
 
-// Of rows `row` and `row` + 8 of the item, or of its last one. `scale`: of the item's logits.
+// Of rows `row` and `row` + 8 of the item, or of its last one.
+DEVICE void set_seen(Rows& rows, const AttentionParams& p, const Item& item, int row) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const KeyRange seen = visible_keys(p, item.position_of(min(row + 8 * h, item.num_rows - 1)));
+    rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
+  }
+}
+
+// `scale`: of the item's logits.
 DEVICE void set_rows(Rows& rows, const AttentionParams& p, const Item& item, int row, float scale) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = min(row + 8 * h, item.num_rows - 1);
     rows.terms[h] = row_terms(p, item.head_of(r), scale);
+    if constexpr (kAlibi) rows.terms[h].slope *= reciprocal_approx(factor_of(p, rows.terms[h]));
     rows.position[h] = item.position_of(r);
-    const KeyRange seen = visible_keys(p, rows.position[h]);
-    rows.seen[h] = {max(seen.lo, item.lo), min(seen.hi, item.hi)};
   }
+  set_seen(rows, p, item, row);
 }
 
 template <bool>
@@ -54,45 +63,50 @@ DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
   }
 }
 
-DEVICE void modify(const AttentionParams& p, int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
+// Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
+// ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
+DEVICE void modify(const Rows& rows, float (&s)[kTileKeys / 2]) {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int distance = begin + 2 * (lane_id() % 4) - rows.position[h];
+  for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
+    for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[4 * j + 2 * h + c];
-        x = modified(p, rows.terms[h], x, distance + 8 * j + c);
+        x = bent(rows.terms[h], x);
+        if constexpr (kAlibi) x = fmaf(rows.terms[h].slope, float(8 * j + c), x);
       }
     }
   }
 }
 
-// Scores become weights relative to each row's reference. True where a row's sums must be multiplied by `factor` first. A maximum that has
-// outgrown its reference by more than 2^most moves it, and weighs 2^fresh then.
-DEVICE bool weigh(const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2], float (&factor)[2], float most,
-                  float fresh) {
+// Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
+// by `factor` first. A maximum that has outgrown its reference by more than 2^most moves it, and weighs 2^fresh then.
+DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2],
+                  float (&factor)[2], float most, float fresh) {
   bool moved = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float top = -infinity();
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-    top = max_over<4>(top);
-    if constexpr (kPlainLogits) top *= rows.terms[h].scale;
+    const float scale = factor_of(p, rows.terms[h]);
+    float first = 0.f;  // what ALiBi adds to all
+    if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + 2 * (lane_id() % 4) - rows.position[h]);
+    top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
     const bool moves = top > reference[h] + most;
     factor[h] = moves ? exp2_approx(reference[h] - (top - fresh)) : 1.f;
     if (moves) reference[h] = top - fresh;
     moved = moved || moves;
     sum[h] *= factor[h];
+    const float added = kAlibi ? first - reference[h] : -reference[h];
     float part[2] = {0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s[4 * j + 2 * h + c];
-        x = exp2_approx(kPlainLogits ? fmaf(x, rows.terms[h].scale, -reference[h]) : x - reference[h]);
+        x = exp2_approx(fmaf(x, scale, added));
         part[c] += x;
       }
     }

@@ -146,9 +146,9 @@ class Consumer {
   // Scores of `tile` become weights, which are those of the output's next product when the one under way is over.
   template <bool edge>
   DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
-    if constexpr (!kPlainLogits) modify(p_, tile * kTileKeys, rows, s);
+    if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge) hide(tile * kTileKeys, rows, s);
-    return weigh(rows, s, sums.reference, sums.total, factor, kSlack, kFresh);
+    return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.total, factor, kSlack, kFresh);
   }
   DEVICE void pack_weights(const Scores& s) {
 #pragma unroll

@@ -139,7 +139,6 @@ inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }
-inline float __fdividef(float x, float y) { return x / y; }
 
 inline int atomicAdd(int* p, int x) { return std::exchange(*p, *p + x); }
 inline u32 atomicOr(u32* p, u32 x) { return std::exchange(*p, *p | x); }

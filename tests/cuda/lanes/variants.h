@@ -121,7 +121,7 @@ inline std::vector<Variant> variants() {
   add_verify("verify", spec(DType::bf16, DType::bf16, 128, 128, 4, 16), {{16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {40, 700, 3}, {1, 1, 4}})
       .values = ValuePattern::rising;
   Case& verify_rows = add_verify("verify_rows", spec(DType::f16, DType::f16, 64, 64, 12, 1), {{2, 90, 0}, {10, 330, 1}, {23, 400, 2}});
-  verify_rows.spec.mask.window_left = 140, verify_rows.spec.score.sinks = true;
+  verify_rows.spec.mask.window_left = 140, verify_rows.spec.score.sinks = verify_rows.spec.score.alibi = true;
   Case& verify_dims = add_verify("verify_dims", spec(DType::bf16, DType::bf16, 256, 200, 2, 64), {{20, 300, 0}, {3, 1100, 1}});
   verify_dims.spec.score.soft_cap = 20.f;
   add_verify("verify_elements", spec(DType::bf16, DType::bf16, 120, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
@@ -162,6 +162,14 @@ inline std::vector<Variant> variants() {
       ValuePattern::rising;
   Case& widened_256 = add_wgmma("widened_256", spec(DType::bf16, DType::fp8_e4m3, 240, 240, 4, 0), {{40, 170, 0}, {3, 40, 1}});
   widened_256.spec.mask.window_left = 90, widened_256.spec.score.soft_cap = 20.f;
+  // Logits that need more than a scale, with the tiles that they have.
+  Case& capped_64 = add_wgmma("capped_64", spec(DType::bf16, DType::bf16, 64, 64, 2, 16), {{110, 300, 0}, {3, 700, 1}, {200, 200, 2}});
+  capped_64.spec.mask.window_left = 150, capped_64.spec.score.soft_cap = 20.f;
+  Case& capped_256 = add_wgmma("capped_256", spec(DType::bf16, DType::bf16, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
+  capped_256.spec.mask.window_left = 90, capped_256.spec.score.soft_cap = 20.f;
+  add_wgmma("alibi_256", spec(DType::f16, DType::f16, 256, 256, 4, 0), {{40, 170, 0}, {3, 40, 1}}).spec.score.alibi = true;
+  Case& all_terms = add_wgmma("all_terms", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
+  all_terms.spec.score.alibi = all_terms.spec.score.head_scales = true, all_terms.spec.score.soft_cap = 20.f;
   // Custom masks: tiles that nobody sees, or only a part of the rows; rows without a key; bytes.
   Case& masked = add_wgmma("masked", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{700, 700, 0}, {3, 40, 1}, {70, 500, 2}});
   masked.spec.mask.custom = true, masked.custom = CustomPattern::documents;
@@ -172,7 +180,7 @@ inline std::vector<Variant> variants() {
   add_wgmma("e4m3", spec(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 1, 0), {{140, 300, 0}, {3, 40, 1}, {400, 400, 2}}, Text::wgmma_e4m3);
   Case& e4m3_64 =
       add_wgmma("e4m3_64", spec(DType::fp8_e4m3, DType::fp8_e4m3, 64, 64, 4, 16), {{40, 200, 0}, {3, 900, 1}}, Text::wgmma_e4m3);
-  e4m3_64.scale_per_head = true;
+  e4m3_64.scale_per_head = true, e4m3_64.spec.score.alibi = true;
   add_wgmma("e4m3_256", spec(DType::fp8_e4m3, DType::fp8_e4m3, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}},
             Text::wgmma_e4m3)
       .scale_per_head = true;
