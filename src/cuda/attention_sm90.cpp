@@ -31,7 +31,11 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const bool caps = score.soft_cap > 0, more = score.alibi && (caps || score.head_scales || has_window(spec.mask));
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
   const bool masked = spec.mask.custom;
-  if (spec.head_dim_qk <= 64) tiles.teams = masked ? 2 : 3, tiles.stages = 3, tiles.keys = masked || !caps ? 128 : more ? 80 : 96;
+  if (spec.head_dim_qk <= 64) {
+    // Who widens takes whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not leave.
+    const bool two = masked || (widens(spec) && !has_plain_logits(spec)) || (caps && has_small_pages(spec));
+    tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;
+  }
   if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi ? 64 : 80;
   if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
   tiles.rows = tiles.teams * sm90_team_rows(spec);

@@ -89,7 +89,7 @@ class Widener {
 #pragma unroll 1
         for (int part = 0; part < kShare; ++part) {
           mbarrier_wait(staged_full() + part * 8, parity);
-          widen_rows<kType, kDim, kPartRows, Part::kWidth, Part::kChunkBytes, chunk_bytes, kConsumers == 3 || kCustomMask ? 1 : 2>(
+          widen_rows<kType, kDim, kPartRows, Part::kWidth, Part::kChunkBytes, chunk_bytes, kStages == 3 ? 1 : 2>(
               from + part * Part::kBytes, to + part * (kPartRows * 128));
           __syncwarp();
           if (ahead) ask(part);
