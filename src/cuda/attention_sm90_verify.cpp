@@ -59,7 +59,7 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
 }
 
 int64_t attention_sm90_verify_run_sums(const AttentionSpec& spec) {
-  const int levels = kVerifyLevels + (shares_dims(spec) && !has_plain_logits(spec));
+  const int levels = kVerifyLevels + (shares_dims(spec) && spec.score.alibi);
   return 2 * levels * run_node_floats(std::min(spec.head_dim_v, 2 * kChunkDims));
 }
 

@@ -12,8 +12,8 @@
 
 namespace imbrex::cuda {
 
-// Levels of the tree of pieces whose nodes lie in memory, where L2 keeps them. Where logits need registers, the lowest one does too.
-constexpr bool kNodeKept = kPlainLogits || !kShareDims;
+// Levels of the tree of pieces whose nodes lie in memory, where L2 keeps them. Where ALiBi needs registers, the lowest one does too.
+constexpr bool kNodeKept = !kAlibi || !kShareDims;
 constexpr int kLevels = kVerifyLevels + !kNodeKept;
 // Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
 // values' sake keep their bits down to 2^-21 of the maximum so.
