@@ -134,6 +134,12 @@ std::vector<AttentionSpec> thorough_specs() {
       if (score.soft_cap > 0) specs.back().mask.window_left = 4095;
     }
   }
+  specs.push_back(spec_of(DType::bf16, DType::fp8_e4m3, 64, 64));
+  specs.back().score.soft_cap = 50.f;
+  specs.push_back(spec_of(DType::bf16, DType::fp8_e4m3, 64, 64, 1));
+  specs.back().mask.custom = true;
+  specs.push_back(spec_of(DType::bf16, DType::bf16, 256, 256));
+  specs.back().mask.custom = true;
   specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
   specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
   return specs;
