@@ -44,9 +44,7 @@ def imbrex_calls(plan: Plan, problem: Problem) -> list[protocols.Call]:
     return [call_for(index) for index in range(problem.sets)]
 
 
-def sdpa_call(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None
-) -> protocols.Call:
+def sdpa_call(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None) -> protocols.Call:
     """q, k, v: [batch, heads, tokens, dim]; mask: [batch, 1, queries, keys], instead of `causal`."""
     grouped = q.shape[1] != k.shape[1]
 

@@ -13,9 +13,9 @@ namespace imbrex {
 // Which bytes of Batch::custom_mask are set.
 enum class CustomPattern : uint8_t {
   none,
-  random,  // two of three keys, the query itself always
-  tree,    // the context, and of this step's tokens the ancestors in a binary tree (speculative decoding)
-  blind,   // random, and every third query sees nothing
+  random,    // two of three keys, the query itself always
+  tree,      // the context, and of this step's tokens the ancestors in a binary tree (speculative decoding)
+  blind,     // random, and every third query sees nothing
   documents  // of kDocumentTokens each, one after the other in the request: keys of the query's own
 };
 

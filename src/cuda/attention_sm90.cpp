@@ -32,7 +32,8 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
   const bool masked = spec.mask.custom;
   if (spec.head_dim_qk <= 64) {
-    // Who widens takes whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not leave.
+    // Who widens takes whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not
+    // leave.
     const bool two = masked || (widens(spec) && !has_plain_logits(spec)) || (caps && has_small_pages(spec));
     tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;
   }

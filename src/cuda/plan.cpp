@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <future>
-#include <ranges>
 
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -277,7 +276,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     const ShapePlan& s = shapes_[shape];
     return (any ? s.bounds.num_work : int64_t(step.schedules[shape].num_work)) * spec_.num_kv_heads * s.row_blocks;
   };
-  const Shape last = *std::ranges::find_if(std::views::reverse(kOrder), [&](Shape s) { return s == kPrefill || tasks_of(s) > 0; });
+  Shape last = kPrefill;
+  for (const Shape shape : kOrder)
+    if (tasks_of(shape) > 0) last = shape;
   bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
   for (const Shape shape : kOrder) {
     const ShapePlan& s = shapes_[shape];

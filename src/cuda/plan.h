@@ -165,15 +165,15 @@ class Plan final : public StepPlan {
   ContextPtr context_;
   std::array<ShapePlan, kNumShapes> shapes_;
   mutable ByOutput merge_;
-  mutable Specialised pack_mask_;  // entry empty: not needed
+  mutable Specialised pack_mask_;      // entry empty: not needed
   std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
   std::unique_ptr<PlanTables> tables_;
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  DeviceBuffer counters_;     // a task of each shape, then arrivals
+  DeviceBuffer counters_;                     // a task of each shape, then arrivals
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
-  int64_t partial_rows_ = 0;  // the most that a batch within the limits has
+  int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
   Scratch scratch_;
   std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in
   std::unique_ptr<DevicePlan> device_plan_;   // null: PlanOptions::on_device was not asked for

@@ -101,9 +101,9 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   return item;
 }
 
-// Kernels of one run() depend on what is in front of it, and not on each other: they fill the GPU together. One that is `beside` the kernel in
-// front was let in when all thread blocks of that one had waited, so what they see is there. It ends behind it, for the sake of what comes
-// next, which waits for this one alone; and where that waits itself, it may be let in at once.
+// Kernels of one run() depend on what is in front of it, and not on each other: they fill the GPU together. One that is `beside` the kernel
+// in front was let in when all thread blocks of that one had waited, so what they see is there. It ends behind it, for the sake of what
+// comes next, which waits for this one alone; and where that waits itself, it may be let in at once.
 DEVICE void begin_launch(const AttentionParams& p) {
   if (p.next_waits) griddep_launch();
   if (!p.beside) griddep_wait();

@@ -1,6 +1,6 @@
 #pragma once
-// A custom mask as prefill with wgmma reads it: a bit for each query token and key, with the mask's other limits in it, and of each item the
-// tiles of keys that it sees at all, and whole. pack_mask.cu makes them of the caller's bytes, in front of each layer.
+// A custom mask as prefill with wgmma reads it: a bit for each query token and key, with the mask's other limits in it, and of each item
+// the tiles of keys that it sees at all, and whole. pack_mask.cu makes them of the caller's bytes, in front of each layer.
 #include "attention_sm90_parts.cuh"
 
 namespace imbrex::cuda {

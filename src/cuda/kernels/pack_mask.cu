@@ -10,8 +10,8 @@ namespace imbrex::cuda {
 constexpr int kWarps = kPackMaskThreads / 32;
 constexpr int kChunkKeys = 32 * 32, kTaskKeys = 32 * kTileKeys, kChunks = kTaskKeys / kChunkKeys;  // of a warp's turn, of a task
 
-struct SharedStorage {  // a bit for each word of the task's keys
-  u32 seen[kChunks];    // some token sees a key of it
+struct SharedStorage {            // a bit for each word of the task's keys
+  u32 seen[kChunks];              // some token sees a key of it
   u32 part[kConsumers][kChunks];  // of a warpgroup's tokens, one does not see all of it
 };
 extern __shared__ char memory[];
