@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kItems; ++i) mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_ends), 1);
-    for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
+    init_handed(shared.handed);
     init_staging(shared);
     mbarrier_fence_init();
   }

@@ -51,12 +51,11 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 full, bool together, int 
   }
 }
 
-// The first block is never more than kStages + 2 tasks ahead of the others, whose loads its tiles wait for: so many places need no way
-// back.
+// Places for tasks that the first block has taken and others have not. It is not many items ahead of them, since their loads are what its
+// tiles wait for; but of tasks that are nobody's there may be any number in a row.
 constexpr int kHandedTasks = 8;
-static_assert(kStages + 2 <= kHandedTasks);
 struct HandedTasks {  // in shared memory
-  u64 full[kHandedTasks];
+  u64 full[kHandedTasks], empty[kHandedTasks];
   int task[kHandedTasks];
   struct {
     int piece;   // the one that find() gives
@@ -64,6 +63,11 @@ struct HandedTasks {  // in shared memory
     u32 before;  // items that were found before the run
   } run;         // of the one who finds, whose registers are few
 };
+
+DEVICE void init_handed(HandedTasks& handed) {
+  for (u64& full : handed.full) mbarrier_init(shared_address(&full), 1);
+  for (u64& empty : handed.empty) mbarrier_init(shared_address(&empty), kCluster > 1 ? kCluster - 1 : 1);
+}
 
 // What a warp finds for the others: an item, or a piece of a run, which is done like an item of its own.
 struct Found {
@@ -126,6 +130,7 @@ class Tasks {
     if (rank_in_cluster() == 0) {
       if (lane_id() == 0) task_ = clusters() + fetch();
       task_ = shuffle(task_, 0);
+      if constexpr (kCluster > 1) mbarrier_wait(shared_address(&handed_.empty[at.at]), at.parity ^ 1);
       if (lane_id() == 0) hand_over(at);
     } else {
       const u32 full = shared_address(&handed_.full[at.at]);
@@ -133,6 +138,8 @@ class Tasks {
       __syncwarp();
       mbarrier_wait(full, at.parity);
       task_ = *static_cast<volatile int*>(&handed_.task[at.at]);
+      __syncwarp();
+      if (lane_id() == 0) mbarrier_arrive_at<true>(shared_address(&handed_.empty[at.at]), 0);
     }
   }
 

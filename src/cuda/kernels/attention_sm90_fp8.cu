@@ -395,7 +395,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.turned_full[i]), kTransposers);
       mbarrier_init(shared_address(&shared.turned_empty[i]), kConsumers);
     }
-    for (u64& full : shared.handed.full) mbarrier_init(shared_address(&full), 1);
+    init_handed(shared.handed);
     mbarrier_fence_init();
   }
   begin_cluster();
