@@ -154,6 +154,11 @@ inline std::vector<Variant> variants() {
   add_wgmma("dims_256", spec(DType::bf16, DType::bf16, 256, 256, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   Case& dims_64 = add_wgmma("dims_64", spec(DType::bf16, DType::bf16, 64, 64, 1, 64), {{200, 300, 0}, {3, 700, 1}, {390, 390, 2}});
   dims_64.spec.score.sinks = true;
+  // Items that one block of a cluster does alone: the other head's tasks are nobody's, more of them in a row than tasks are handed on
+  // ahead.
+  std::vector<CaseRequest> short_requests;
+  for (int i = 0; i < 14; ++i) short_requests.push_back({20 + 3 * i, 20 + 5 * i, i});
+  add_wgmma("short_items", spec(DType::bf16, DType::bf16, 64, 64, 2, 16), short_requests);
   add_wgmma("dims_72", spec(DType::bf16, DType::bf16, 72, 72, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   add_wgmma("rows", spec(DType::bf16, DType::bf16, 128, 128, 2, 1), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}});
   Case& widened = add_wgmma("widened", spec(DType::bf16, DType::fp8_e4m3, 128, 128, 2, 16), {{70, 300, 0}, {3, 40, 1}, {200, 200, 2}});
