@@ -67,7 +67,6 @@ void add_masks(CaseTable& table) {
       {"custom_random", {.causal = false, .custom = true}, CustomPattern::random},
       {"custom_causal", {.causal = true, .custom = true}, CustomPattern::random},
       {"custom_tree", {.causal = true, .custom = true}, CustomPattern::tree},
-      {"custom_documents", {.causal = true, .custom = true}, CustomPattern::documents},
       {"custom_blind", {.causal = false, .custom = true}, CustomPattern::blind},
       {"custom_window", {.causal = true, .window_left = 30, .custom = true}, CustomPattern::random},
   };
