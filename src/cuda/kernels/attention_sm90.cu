@@ -119,7 +119,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       if (tile == tiles_of(shared.item[entry.at]).first) return false;
       const int told = next_told();
       if ((told >> wg & 1) == 0) return false;
-      tile = told >> (kToldTile + 1);
+      tile = told >> kToldBits;
     }
     return true;
   };
@@ -250,7 +250,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
         leave_queries();
         if (!begin_item()) break;
       } else {
-        tile = kCustomMask ? next_told() >> (kToldTile + 1) : tile - 1;
+        tile = kCustomMask ? next_told() >> kToldBits : tile - 1;
       }
       turn(Edge<true>{}, begins);
       while (goes_to_whole_tile()) turn(Edge<false>{}, false);

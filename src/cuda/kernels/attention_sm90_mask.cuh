@@ -31,10 +31,10 @@ DEVICE int tile_below(const AttentionParams& p, const Item& item, int tile) {
 DEVICE bool comes_to(int at, int before, int tile) { return kCustomMask ? tile <= at && at < before : tile == at; }
 
 // A tile as who loads its keys tells it to those that multiply: a bit for each warpgroup whose rows all see it whole, and the number above.
-constexpr int kToldTile = 2;  // bits below it
-static_assert(kConsumers <= kToldTile + 1);
+constexpr int kToldBits = 3;  // below it
+static_assert(kConsumers <= kToldBits);
 DEVICE int told_tile(const AttentionParams& p, const Item& item, int tile) {
-  int told = tile << (kToldTile + 1);
+  int told = tile << kToldBits;
 #pragma unroll
   for (int wg = 0; wg < kConsumers; ++wg)
     told |= int(seen_tiles(p, item.q_begin)[(1 + wg) * p.seen_tile_words + tile / 32] >> tile % 32 & 1) << wg;

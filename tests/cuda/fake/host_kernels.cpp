@@ -191,9 +191,10 @@ void flatten_kv(const Launch& launch) {
 
 // Host kernels read the caller's bytes; of what is packed only the room is used, all of it.
 void fill_packed_mask(const AttentionParams& p) {
+  const int words = (1 + attention_sm90_tiles(spec).teams) * p.seen_tile_words;
   for (int token = 0; token < p.counts->num_tokens; ++token) {
     std::fill_n(p.mask_bits + long(token) * p.mask_words, p.mask_words, ~0u);
-    std::fill_n(p.seen_tiles + long(token) * 2 * p.seen_tile_words, 2 * p.seen_tile_words, ~0u);
+    std::fill_n(p.seen_tiles + long(token) * words, words, ~0u);
   }
 }
 
