@@ -21,7 +21,8 @@ def stream() -> int:
 
 def limits_of(cell: Cell, seq_lens: list[int]) -> dict:
     longest = max(seq_lens) if cell.unit == "TFLOP/s" else max(MAX_SEQ_LEN, max(seq_lens))
-    return {"requests": cell.batch, "tokens": sum(cell.query_lens), "seq_len": longest, "query_len": max(cell.query_lens)}
+    limits = {"requests": cell.batch, "tokens": sum(cell.query_lens), "seq_len": longest, "query_len": max(cell.query_lens)}
+    return {**limits, "least_query_len": cell.query} if cell.group == "verify" else limits
 
 
 def update(plan: Plan, problem: Problem) -> None:

@@ -219,6 +219,7 @@ typedef struct {
   int32_t on_device;           /* 0; 1: imbrex_plan_update_on_device() will be called */
   const int32_t* out_dtype;    /* an imbrex_dtype that every output will have: GPU kernels for no others are made; NULL: any */
   imbrex_workspace* workspace; /* scratch that the plan shares with others; NULL: of its own, and what backends from outside get */
+  int32_t min_query_len;       /* of a request that has query tokens; 0: any; more: a plan for graphs of verify */
 } imbrex_plan_options;
 IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
 

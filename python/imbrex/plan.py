@@ -107,7 +107,8 @@ class Workspace:
 class Plan:
     """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
-    `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode.
+    `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode, the
+    same min_query_len and max_query_len one for verify of so many tokens.
     num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
     for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
     `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two. out_dtype ("bf16") is what every
@@ -124,6 +125,7 @@ class Plan:
         max_num_tokens: int = 8192,
         max_seq_len: int = 131072,
         max_query_len: int = 0,
+        min_query_len: int = 0,
         num_threads: int = 0,
         balanced: bool = False,
         validate: bool = True,
@@ -145,6 +147,7 @@ class Plan:
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
             max_query_len=max_query_len,
+            min_query_len=min_query_len,
             num_threads=num_threads,
             balanced=balanced,
             validate=validate,

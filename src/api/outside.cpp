@@ -38,6 +38,7 @@ class OutsidePlan final : public Plan {
     o.struct_size = sizeof o;
     o.max_num_reqs = options.limits.max_num_reqs, o.max_num_tokens = options.limits.max_num_tokens;
     o.max_seq_len = options.limits.max_seq_len, o.max_query_len = options.limits.max_query_len;
+    o.min_query_len = options.limits.min_query_len;
     o.parallel_for = options.threads.invoke, o.parallel_for_context = options.threads.context, o.num_workers = options.threads.num_workers;
     o.balanced = options.balanced, o.validate = options.validate, o.load_on_demand = options.load_on_demand,
     o.on_device = options.on_device;

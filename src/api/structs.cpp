@@ -22,6 +22,7 @@ imbrex_plan_options defaults() {
   o.max_num_tokens = options.limits.max_num_tokens;
   o.max_seq_len = options.limits.max_seq_len;
   o.max_query_len = options.limits.max_query_len;
+  o.min_query_len = options.limits.min_query_len;
   o.validate = options.validate;
   return o;
 }
@@ -157,8 +158,11 @@ KvCache kv_of(const imbrex_kv_cache* pointer) {
 PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
   const imbrex_plan_options o = pointer != nullptr ? read(pointer, "options") : defaults<imbrex_plan_options>();
   PlanOptions options;
-  options.limits = {
-      .max_num_reqs = o.max_num_reqs, .max_num_tokens = o.max_num_tokens, .max_seq_len = o.max_seq_len, .max_query_len = o.max_query_len};
+  options.limits = {.max_num_reqs = o.max_num_reqs,
+                    .max_num_tokens = o.max_num_tokens,
+                    .max_seq_len = o.max_seq_len,
+                    .max_query_len = o.max_query_len,
+                    .min_query_len = o.min_query_len};
   check(o.threads == nullptr || o.parallel_for == nullptr, "api.threads", "options: threads and parallel_for are both given");
   if (o.threads != nullptr) options.threads = o.threads->pool.parallel_for();
   if (o.parallel_for != nullptr) {

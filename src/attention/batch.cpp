@@ -21,6 +21,9 @@ void PlanLimits::validate() const {
         max_num_tokens);
   check(max_seq_len >= 0, "limits.max_seq_len", "expected 0 or more keys, got {}", max_seq_len);
   check(max_query_len >= 0, "limits.max_query_len", "expected 0 (no limit of its own) or more query tokens, got {}", max_query_len);
+  const int longest = max_query_len > 0 ? max_query_len : kMostTokens;
+  check(min_query_len >= 0 && min_query_len <= longest, "limits.min_query_len", "expected 0 to {} query tokens, got {}", longest,
+        min_query_len);
 }
 
 int Batch::max_query_len() const {
@@ -59,6 +62,11 @@ void validate_lengths(const Batch& batch, const AttentionSpec& spec, const PlanL
   }
   check(limits.max_query_len <= 0 || batch.max_query_len() <= limits.max_query_len, "batch.query_len.limit",
         "expected at most {} query tokens of a request (PlanLimits), got {}", limits.max_query_len, batch.max_query_len());
+  for (int r = 0; limits.min_query_len > 1 && r < int(num_reqs); ++r) {
+    const int q_len = batch.query_len(r);
+    check(q_len == 0 || q_len >= limits.min_query_len, "batch.query_len.limit",
+          "expected no query tokens, or at least {} (PlanLimits), got {} in request {}", limits.min_query_len, q_len, r);
+  }
   check(starts[num_reqs] <= limits.max_num_tokens, "batch.num_tokens.limit", "expected at most {} query tokens (PlanLimits), got {}",
         limits.max_num_tokens, starts[num_reqs]);
 }

@@ -105,8 +105,9 @@ class PhasePlan final : public StepPlan {
     if (device.present && part_options.workspace == nullptr)
       part_options.workspace = make_workspace(device);  // one part computes after the other
     phases_[1] = {"prefill", step_plan(prefill.plan(spec, device, part_options))};
-    int& longest = part_options.limits.max_query_len;
-    longest = longest > 0 ? std::min(longest, decode_max_q) : decode_max_q;
+    PlanLimits& part = part_options.limits;
+    part.max_query_len = part.max_query_len > 0 ? std::min(part.max_query_len, decode_max_q) : decode_max_q;
+    part.min_query_len = std::min(part.min_query_len, part.max_query_len);
     phases_[0] = {"decode", step_plan(decode.plan(spec, device, part_options))};
     if (!phases_[0].plan->can_revert() && phases_[1].plan->can_revert()) std::swap(order_[0], order_[1]);
   }

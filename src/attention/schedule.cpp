@@ -147,7 +147,7 @@ struct QueryRange {
 };
 QueryRange cut_queries(const SchedulePolicy& policy, const PlanLimits& limits) {
   const int longest = limits.max_query_len > 0 ? limits.max_query_len : INT32_MAX;
-  return {std::max(policy.min_q, 1), std::min({limits.max_num_tokens, policy.max_q, longest})};
+  return {std::max({policy.min_q, limits.min_query_len, 1}), std::min({limits.max_num_tokens, policy.max_q, longest})};
 }
 
 bool limits_rows(const SchedulePolicy& policy) {

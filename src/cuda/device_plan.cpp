@@ -95,6 +95,7 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.mask_bytes = batch.custom_mask.size(0);
   p.num_reqs = int(batch.num_reqs());
   p.max_tokens = max_tokens(batch);
+  p.min_query_len = limits_.min_query_len;
   p.max_query_len = limits_.max_query_len;
   p.max_seq_len = limits_.max_seq_len;
   p.num_kv_heads = spec_.num_kv_heads;
@@ -119,7 +120,10 @@ std::vector<Reason> DevicePlan::problems(CUstream stream) const {
   const Reason rules[kNumBatchRules] = {
       {"batch.query_start_loc.monotone", "starts that begin with 0 and do not fall", {}},
       {"batch.num_tokens.limit", "query tokens within the batch's max_num_tokens", {}},
-      {"batch.query_len.limit", fmt::format("at most {} query tokens of a request", limits_.max_query_len), {}},
+      {"batch.query_len.limit",
+       fmt::format("no query tokens of a request, or {} to {}", std::max(limits_.min_query_len, 1),
+                   limits_.max_query_len > 0 ? limits_.max_query_len : limits_.max_num_tokens),
+       {}},
       {"batch.seq_len.limit", fmt::format("0 to {} keys", limits_.max_seq_len), {}},
       {"batch.seq_len.shorter_than_query", "as many keys as query tokens, or more", {}},
       {"batch.keys.room", "blocks, or rows, for all keys", {}},

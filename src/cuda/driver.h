@@ -75,6 +75,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kFunctionLocalBytes, 3, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)                                 \
   X(kFunctionRegisters, 4, CU_FUNC_ATTRIBUTE_NUM_REGS)                                          \
   X(kFunctionMaxDynamicSmem, 8, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)                \
+  X(kFunctionSmemCarveout, 9, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT)               \
   X(kStreamDefault, 0, CU_STREAM_DEFAULT)                                                       \
   X(kStreamNonBlocking, 1, CU_STREAM_NON_BLOCKING)                                              \
   X(kEventDefault, 0, CU_EVENT_DEFAULT)                                                         \

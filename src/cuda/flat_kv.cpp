@@ -100,14 +100,14 @@ FlatStep FlatKv::plan(const Batch& batch) const {
   return {.kv_heads = std::min(at_once, (each + heads_together_ - 1) / heads_together_ * heads_together_), .blocks = int(blocks)};
 }
 
-FlatStep FlatKv::in_graph() const {
-  const int64_t blocks = bytes_ / (kFlatRows * row_bytes() * spec_.num_kv_heads);
-  return {.kv_heads = spec_.num_kv_heads, .blocks = int(std::min(blocks, most_blocks_))};
+FlatStep FlatKv::in_graph(const FlatStep& now) const {
+  const int heads = now.kv_heads > 0 ? now.kv_heads : spec_.num_kv_heads;
+  const int64_t blocks = bytes_ / (kFlatRows * row_bytes() * heads);
+  return {.kv_heads = heads, .blocks = int(std::min(blocks, most_blocks_))};
 }
 
-FlatCounts FlatKv::counts_in_graph(const PlanCounts& prefill, const FlatStep& step) const {
-  const FlatStep room = in_graph();
-  const bool fits = step.kv_heads == room.kv_heads && step.blocks <= room.blocks;
+FlatCounts FlatKv::counts_in_graph(const PlanCounts& prefill, const FlatStep& step, int room) const {
+  const bool fits = step.kv_heads > 0 && step.blocks <= room;
   FlatCounts counts{.over_cache = prefill, .over_flat = prefill, .num_blocks = fits ? step.blocks : 0};
   (fits ? counts.over_cache : counts.over_flat).num_work = 0;
   return counts;

@@ -39,9 +39,10 @@ class FlatKv {
   int64_t most_blocks() const { return most_blocks_; }
   // Pure arithmetic, as are the next three, which write FlattenKvParams' arrays.
   FlatStep plan(const Batch&) const;
-  // What a graph has room for: all kv heads at a time. No blocks: nothing.
-  FlatStep in_graph() const;
-  FlatCounts counts_in_graph(const PlanCounts& prefill, const FlatStep&) const;
+  // What a graph has room for that is captured `now`: as many kv heads at a time as this step takes, or all if it takes none. No blocks:
+  // nothing. `room`: the blocks of every graph.
+  FlatStep in_graph(const FlatStep& now) const;
+  FlatCounts counts_in_graph(const PlanCounts& prefill, const FlatStep&, int room) const;
   void put_starts(const Batch&, long* flat_start) const;
   void put_first_keys(const Batch&, int* first_keys) const;
   void put_requests(const Batch&, int* requests) const;

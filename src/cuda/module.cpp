@@ -78,6 +78,8 @@ Kernel Module::kernel(const std::string& entry) const {
     check_cuda(cu.cuFuncSetAttribute(kernel.function_, kFunctionMaxDynamicSmem, int(kernel.smem_bytes_)),
                "prepare {} of {} with {} bytes of shared memory", entry, what_, kernel.smem_bytes_);
   }
+  // Kernels of one run follow each other, and a multiprocessor is empty for a moment where two want different shares of its memory.
+  prepare(cu.cuFuncSetAttribute(kernel.function_, kFunctionSmemCarveout, 100));
   return kernel;
 }
 

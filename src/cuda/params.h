@@ -71,6 +71,7 @@ struct FlattenKvParams {
   char *to_k, *to_v;        // [rows, kv heads of the launch, dim]
   int first_kv_head, num_heads, num_blocks;
   const int* num_blocks_now;  // on the device, instead of num_blocks: what a captured launch obeys; or null
+  bool may_be_idle;           // as in AttentionParams, of num_blocks_now
 };
 
 constexpr int kPlanTableThreads = 256;
@@ -113,7 +114,7 @@ struct PlanBatchParams {
   const int* kv_starts;                   // kv_indptr or kv_start_loc [num_reqs + 1]; null: a dense table
   long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
   long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
-  int num_reqs, max_tokens, max_query_len, max_seq_len;  // max_query_len 0: any
+  int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len;  // as PlanLimits has the last three
   int num_kv_heads;
   bool queries_are_keys;
   // The plan's arrays, as in AttentionParams; custom_start may be null.
@@ -129,7 +130,10 @@ struct PlanBatchParams {
 
 constexpr int kPackMaskThreads = 256;
 
-constexpr int kMergeThreads = 256, kMergeShares = 16;  // shares: tasks that the rows of an item and kv head are
+constexpr int kMergeThreads = 256;
+// Threads that share out the splits of eight dims at most, and rows that a thread block has then.
+constexpr int most_merge_lanes(int head_dim_v) { return 4 * (head_dim_v / 8) <= kMergeThreads ? 4 : 1; }
+constexpr int least_merge_rows(int head_dim_v) { return kMergeThreads / (head_dim_v / 8 * most_merge_lanes(head_dim_v)); }
 
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
 constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
@@ -139,6 +143,7 @@ constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 
 struct MergeList {  // of a shape
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list
+  int shares;                // tasks that the rows of an item and kv head are: best of least_merge_rows() each
 };
 
 // For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
@@ -181,6 +186,8 @@ struct AttentionParams {
   // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
   // read in front of griddep_wait().
   bool lists_are_there;
+  bool may_be_idle;         // likewise, and it is not known whether there is work
+  bool keys_are_there;      // likewise keys that are not of this step, and lists: their tiles may be asked for
   bool beside, next_waits;  // begin_launch() in kernels/attention_item.cuh
 };
 

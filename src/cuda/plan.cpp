@@ -24,6 +24,12 @@ bool packs_mask(const AttentionKernels& table, std::string_view arch, const Atte
   return spec.mask.custom && table.shape(arch, spec, kPrefill).mask_teams > 0;
 }
 
+// Of the rows of an item and kv head, which are a token's or as many as a tile has.
+int merge_shares(const AttentionSpec& spec, const SchedulePolicy& policy) {
+  const int rows = policy.tile_q * spec.group_size(), each = least_merge_rows(spec.head_dim_v);
+  return (rows + each - 1) / each;
+}
+
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
@@ -268,19 +274,24 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
   AttentionParams a = params(in, out, *scratch);
   // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
-  a.lists_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
+  a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
+  const auto num_kernels = std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) + (flat_ ? 1 : 0);
+  a.may_be_idle = a.lists_are_there && captured && num_kernels > 1;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
-  int64_t merges = 0;
-  constexpr Shape kOrder[] = {kPrefill, kVerify, kDecode};
+  int64_t merge_tasks = 0;
+  // Beside each other, long items begin first. In a graph most launches are idle, and one that is let in while another reads keys by TMA
+  // holds that up by some 4 us on an H100, whatever it does itself: the longest queries that the graph may have come last.
+  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
+  const std::array<Shape, kNumShapes>& order = captured ? kCaptured : kEager;
   const auto tasks_of = [&](Shape shape) {
     const ShapePlan& s = shapes_[shape];
     return (any ? s.bounds.num_work : int64_t(step.schedules[shape].num_work)) * spec_.num_kv_heads * s.row_blocks;
   };
-  Shape last = kPrefill;
-  for (const Shape shape : kOrder)
+  Shape last = order.front();
+  for (const Shape shape : order)
     if (tasks_of(shape) > 0) last = shape;
   bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
-  for (const Shape shape : kOrder) {
+  for (const Shape shape : order) {
     const ShapePlan& s = shapes_[shape];
     const Schedule& schedule = step.schedules[shape];
     a.work = memory_->device(s.work);
@@ -308,11 +319,12 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     }
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
-    if (of_shape > 0) a.merge_lists[shape] = {a.merges, a.counts};
-    merges += of_shape;
+    if (of_shape == 0) continue;
+    a.merge_lists[shape] = {a.merges, a.counts, merge_shares(spec_, s.policy)};
+    merge_tasks += of_shape * spec_.num_kv_heads * a.merge_lists[shape].shares;
   }
   a.beside = false;
-  if (merges > 0) launch(loaded(merge_, out_dtype, captured), merges * spec_.num_kv_heads * kMergeShares, cu, a);
+  if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
   if (!captured) return;
   captured_run_ = true;
   if (captured_scratch_.empty() || captured_scratch_.back() != scratch) captured_scratch_.push_back(scratch);
@@ -326,10 +338,11 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
   if (!flat_ || !FlatKv::takes(in.kv)) return false;
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
-  const FlatStep flat = captured ? flat_->in_graph() : step.flat;
+  const FlatStep flat = captured ? flat_->in_graph(step.flat) : step.flat;
+  if (captured) captured_flat_blocks_ = std::min(captured_flat_blocks_, flat.blocks);
   if (flat.kv_heads == 0 || flat.blocks == 0) return false;
   AttentionParams a = all;
-  a.lists_are_there = false;  // nor are keys, of which the first would be asked for too early
+  a.keys_are_there = false;
   a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
   const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
   if (captured) a.counts = &counts->over_flat;
@@ -346,7 +359,8 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
                        .first_kv_head = 0,
                        .num_heads = 0,
                        .num_blocks = flat.blocks,
-                       .num_blocks_now = captured ? &counts->num_blocks : nullptr};
+                       .num_blocks_now = captured ? &counts->num_blocks : nullptr,
+                       .may_be_idle = all.may_be_idle};
   const Specialised& kernel = loaded(s.over_flat, out, captured);
   const int64_t num_work = captured ? s.bounds.num_work : step.schedules[kPrefill].num_work;
   for (int head = 0; head < spec_.num_kv_heads; head += flat.kv_heads) {

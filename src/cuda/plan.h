@@ -183,6 +183,7 @@ class Plan final : public StepPlan {
   bool has_step_ = true;
   mutable std::vector<std::shared_ptr<const DeviceBuffer>> captured_scratch_;  // which graphs write to
   mutable bool captured_run_ = false, captured_write_ = false;                 // a graph reads the addresses of Step::arrays
+  mutable int captured_flat_blocks_ = INT32_MAX;                               // what all graphs have room for
   mutable int64_t captured_entries_ = int64_t(1) << 32;                        // blocks, or ragged rows, of the smallest cache in a graph
 };
 

@@ -135,7 +135,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
               .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
     *m.put(s.counts, 1) = counts;
   }
-  if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat);
+  if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat, captured_flat_blocks_);
   if (step.num_tokens == 0) return;
   std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
   std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));

@@ -232,6 +232,8 @@ TEST_F(CApiPlan, LimitsAreSizes) {
   EXPECT_EQ(code([](auto& o) { o.max_num_tokens = INT32_MAX; }), "limits.max_num_tokens");
   EXPECT_EQ(code([](auto& o) { o.max_seq_len = INT32_MIN; }), "limits.max_seq_len");
   EXPECT_EQ(code([](auto& o) { o.max_query_len = -1; }), "limits.max_query_len");
+  EXPECT_EQ(code([](auto& o) { o.min_query_len = -1; }), "limits.min_query_len");
+  EXPECT_EQ(code([](auto& o) { o.max_query_len = 4, o.min_query_len = 5; }), "limits.min_query_len");
 }
 
 TEST_F(CApiPlan, RelativeDistancesAreBounded) {

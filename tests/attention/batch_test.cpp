@@ -164,6 +164,7 @@ const std::vector<BadBatch>& bad_batches() {
       {"batch.num_tokens.limit", Form::dense, [](S s) { s.limits.max_num_tokens = 12; }},
       {"batch.num_tokens.limit", Form::dense, [](S s) { s.limits.max_num_tokens = -1; }},
       {"batch.query_len.limit", Form::dense, [](S s) { s.limits.max_query_len = 4; }},
+      {"batch.query_len.limit", Form::dense, [](S s) { s.limits.min_query_len = 6; }},
       {"batch.seq_len.negative", Form::dense, [](S s) { s.seq_lens[2] = -1; }},
       {"batch.seq_len.negative", Form::dense, [](S s) { s.seq_lens[0] = INT32_MIN; }},
       {"batch.seq_len.negative", Form::ragged, [](S s) { s.seq_lens[3] = -7; }},

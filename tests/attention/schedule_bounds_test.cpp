@@ -41,10 +41,12 @@ SchedulePolicy random_policy(Random& random) {
 }
 
 PlanLimits random_limits(Random& random) {
-  return {.max_num_reqs = random.between(1, 20),
-          .max_num_tokens = random.between(1, 300),
-          .max_seq_len = random.between(1, 5000),
-          .max_query_len = random.of({0, 0, 1, 6})};
+  PlanLimits limits{.max_num_reqs = random.between(1, 20),
+                    .max_num_tokens = random.between(1, 300),
+                    .max_seq_len = random.between(1, 5000),
+                    .max_query_len = random.of({0, 0, 1, 6})};
+  if (limits.max_query_len != 1) limits.min_query_len = std::min(random.of({0, 0, 2, 6}), limits.max_seq_len);
+  return limits;
 }
 
 // Half of them as hard on the bounds as the limits allow: every request with the longest context and the same number of queries.
@@ -55,7 +57,8 @@ Lengths random_batch(Random& random, const PlanLimits& limits) {
   const int same = random.between(1, longest);
   for (int r = 0; r < limits.max_num_reqs; ++r) {
     const int left = limits.max_num_tokens - batch.starts.back();
-    const int q = std::min(left, extreme ? same : random.between(0, longest));
+    int q = std::min(left, extreme ? same : random.between(0, longest));
+    if (q < limits.min_query_len) q = 0;
     batch.add(q, extreme ? limits.max_seq_len : random.between(q, limits.max_seq_len));
   }
   return batch;
@@ -184,6 +187,9 @@ TEST(ScheduleBounds, NothingFitsNoLimits) {
   const ScheduleBounds other =
       schedule_bounds({.min_q = 5}, {.max_num_reqs = 9, .max_num_tokens = 9, .max_seq_len = 9, .max_query_len = 1});
   EXPECT_EQ(other.num_work, 0);
+  PlanLimits verify{.max_num_reqs = 9, .max_num_tokens = 72, .max_seq_len = 900, .max_query_len = 8, .min_query_len = 8};
+  EXPECT_EQ(schedule_bounds({.max_q = 7}, verify).num_work, 0);
+  EXPECT_GT(schedule_bounds({.max_q = 8}, verify).num_work, 0);
 }
 
 }  // namespace

@@ -123,7 +123,7 @@ struct PlanBatchProblem {
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
     p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
     p.num_reqs = num_reqs(), p.num_kv_heads = num_kv_heads, p.max_tokens = limits.max_num_tokens;
-    p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
+    p.min_query_len = limits.min_query_len, p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
     p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
     p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
     p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken), p.flat = at(l.flat);
@@ -222,6 +222,7 @@ struct PlanBatchProblem {
     const int kind = below(8);
     if (kind == 0) limits.max_num_tokens = std::max(1, starts.back() - below(50));
     if (kind == 1) limits.max_query_len = 1 + below(8);
+    if (kind == 3) limits.min_query_len = 1 + below(4);
     if (kind == 2 && num_reqs() > 0) starts[size_t(below(num_reqs()))] += 1 + below(3);
   }
   // By the words of params.h.
@@ -231,6 +232,7 @@ struct PlanBatchProblem {
     if (end < begin || (r == 0 && begin != 0)) return kStartsRise;
     if (end > limits.max_num_tokens) return kTokensFit;
     if (limits.max_query_len > 0 && end - begin > limits.max_query_len) return kQueryFits;
+    if (end > begin && end - begin < limits.min_query_len) return kQueryFits;
     if (len < 0 || len > limits.max_seq_len) return kKeysFit;
     if (len < end - begin) return kQueriesAreKeys;
     if (len > blocks * kBlockSize) return kBlocksSuffice;

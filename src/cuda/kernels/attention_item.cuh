@@ -101,13 +101,25 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   return item;
 }
 
+// In front of everything else, whether a launch of a graph has no work. One thread block waits for the kernel in front then, since what
+// comes next waits for this launch alone, and the others make room at once.
+DEVICE bool is_idle(const AttentionParams& p) {
+  if (!p.may_be_idle || p.counts->num_work > 0) return false;
+  griddep_launch();
+  if (blockIdx.x == 0) griddep_wait();
+  return true;
+}
+
 // Kernels of one run() depend on what is in front of it, and not on each other: they fill the GPU together. One that is `beside` the kernel
 // in front was let in when all thread blocks of that one had waited, so what they see is there. It ends behind it, for the sake of what
 // comes next, which waits for this one alone; and where that waits itself, it may be let in at once.
-DEVICE void begin_launch(const AttentionParams& p) {
+//
+// False: there is no work, and no block asks for a task.
+DEVICE bool begin_launch(const AttentionParams& p) {
   if (p.next_waits) griddep_launch();
   if (!p.beside) griddep_wait();
   if (!p.next_waits) griddep_launch();
+  return p.counts->num_work > 0;
 }
 DEVICE void end_launch(const AttentionParams& p) {
   if (p.beside) griddep_wait();

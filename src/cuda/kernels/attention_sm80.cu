@@ -129,8 +129,10 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(const __grid_constant__ AttentionParams p) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  if (is_idle(p)) return;
   if (!p.beside) griddep_wait();
   const int tasks = num_tasks(p), warp = warp_id();
+  if (tasks == 0) return;
   const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
   // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
   // there, so the last to ask is known by its number, and sets the counter back.

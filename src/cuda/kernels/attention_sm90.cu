@@ -270,6 +270,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  if (is_idle(p)) return;
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = shuffle(int(threadIdx.x / 128), 0);
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   begin_cluster();
   constexpr bool kBoxes = !kWidens && !kSmallPages;
   if (warp_id() == 0) fetch_ahead<kBoxes ? kQChunks : 0, kBoxes ? kVChunks : 0>(p, k_map, v_map);
-  begin_launch(p);
+  if (!begin_launch(p)) return;
   if (wg == kConsumers) {
     registers_shrink<kProducerRegisters>();
     switch (warp_id() - 4 * kConsumers) {

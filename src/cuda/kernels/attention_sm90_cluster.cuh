@@ -180,7 +180,7 @@ template <int k_chunks, int v_chunks>
 DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map) {
   constexpr int kAhead = 2;
   const int task = int(blockIdx.x) / kCluster;
-  if (kCustomMask || !p.lists_are_there || task >= num_tasks(p)) return;  // which tiles a mask hides is not known yet
+  if (kCustomMask || !p.keys_are_there || task >= num_tasks(p)) return;  // which tiles a mask hides is not known yet
   Item item = item_of(p, task);
   if (item.piece > 0) item.hi = min(item.hi, tiles_of(item).first * kTileKeys + item.piece);
   const Tiles tiles = tiles_of(item);

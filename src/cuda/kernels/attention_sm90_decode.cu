@@ -354,6 +354,7 @@ extern __shared__ __align__(1024) char memory[];
 extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
     attention_sm90_decode(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  if (is_idle(p)) return;
   const int crew = kCrews == 1 ? 0 : warp_id() / kCrewWarps, warp = warp_id() - crew * kCrewWarps;
   SharedStorage& shared = reinterpret_cast<SharedStorage*>(memory)[crew];
   if (threadIdx.x % kCrewThreads == 0) {
@@ -366,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kThreadsOfAll, 1)
   }
   meet_crew(crew);
   if (warp == kConsumers) fetch_ahead(p, k_map, v_map, first_task(crew));
-  begin_launch(p);
+  if (!begin_launch(p)) return;
   if (warp < kConsumers) {
     Consumer(p, shared, crew, warp).run();
   } else if (warp == kConsumers) {

@@ -379,6 +379,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_fp8(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  if (is_idle(p)) return;
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const int wg = warp_id() / 4;
@@ -399,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_fence_init();
   }
   begin_cluster();
-  begin_launch(p);
+  if (!begin_launch(p)) return;
   if (wg == kConsumers) {
     registers_shrink<56>();
     if (const int warp = warp_id() % 4; warp == 0) {

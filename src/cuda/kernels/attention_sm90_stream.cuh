@@ -68,7 +68,7 @@ DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u
 // end, the memory has little to do. That kernel may be writing these keys, or the ids of their blocks, so nothing is taken from them, and
 // an id that is not one yet only asks for the wrong bytes, or for none. Lists are in L1 afterwards.
 DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int task) {
-  if (!p.lists_are_there || task >= num_tasks(p)) return;
+  if (!p.keys_are_there || task >= num_tasks(p)) return;
   const Item item = item_of(p, task);
   const Tiles tiles = tiles_of(item);
   if constexpr (!kMaps || kSmallPages) {

@@ -308,6 +308,7 @@ extern __shared__ __align__(1024) char memory[];
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_verify(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  if (is_idle(p)) return;
   SharedStorage* const crews = reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     for (int crew = 0; crew < kCrews; ++crew) begin_barriers(crews[crew]);
@@ -318,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp_id() < kCrews) fetch_ahead(p, k_map, v_map, first_task(warp_id()));
-  begin_launch(p);
+  if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg >= kConsumers) {
     registers_shrink<kProducerRegisters>();

@@ -89,7 +89,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
   const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
-  // Taken as often as there are tasks, or crews if these are more; not at all where there is nothing to do.
+  // Taken as often as there are tasks, or crews if these are more.
   const auto take_number = [&] {
     int taken = 0;
     if (lane == 0) {
@@ -102,7 +102,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
   Ring<SharedStorage::kQSlots> q;
   for (int number = first;; slot.next(), q.next()) {
     mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    if (tasks > 0 && (number != first || number >= tasks)) number = take_number();
+    if (number != first || number >= tasks) number = take_number();
     const bool exists = number < tasks;
     Item item;
     if (exists) item = item_of(p, number);

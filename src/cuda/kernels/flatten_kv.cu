@@ -61,6 +61,10 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, in
 }
 
 extern "C" __global__ void __launch_bounds__(kFlattenThreads) flatten_kv(const __grid_constant__ FlattenKvParams p) {
+  if (p.may_be_idle && *p.num_blocks_now == 0) {  // as in attention_item.cuh
+    if (blockIdx.x == 0) griddep_wait();
+    return;
+  }
   griddep_wait();
   const int blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks, tasks = blocks * p.num_heads;
   for (int i = int(blockIdx.x); i < 2 * tasks; i += int(gridDim.x)) {

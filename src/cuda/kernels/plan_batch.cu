@@ -74,7 +74,7 @@ DEVICE int broken_rule(const PlanBatchParams& p, int r, const Request& q) {
   if (q.begin < 0 || q.end < q.begin || (r == 0 && q.begin != 0)) return kStartsRise;
   const int q_len = q.end - q.begin;
   if (q.end > p.max_tokens) return kTokensFit;
-  if (p.max_query_len > 0 && q_len > p.max_query_len) return kQueryFits;
+  if ((p.max_query_len > 0 && q_len > p.max_query_len) || (q_len > 0 && q_len < p.min_query_len)) return kQueryFits;
   if (q.seq_len < 0 || q.seq_len > p.max_seq_len) return kKeysFit;
   if (p.queries_are_keys && q.seq_len < q_len) return kQueriesAreKeys;
   if (!has_room(p, r, q.seq_len)) return kBlocksSuffice;

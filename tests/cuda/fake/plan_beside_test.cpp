@@ -52,10 +52,13 @@ class PlanBeside : public testing::Test {
     Batch batch{.query_start_loc = starts, .seq_lens = lens};
     batch.block_table = TensorView::contiguous(const_cast<int32_t*>(table.data()), DType::i32, {int64_t(requests.size()), kWidth});
     if (spec.mask.custom) batch.custom_mask = TensorView::contiguous(const_cast<uint8_t*>(mask.data()), DType::u8, {mask_bytes});
-    const auto plan =
-        find_backend("cuda_sm90")
-            ->plan(spec, probe_cuda().at(0),
-                   {.limits = {.max_num_reqs = 8, .max_num_tokens = kTokens, .max_seq_len = kWidth * spec.block_size}, .threads = {}});
+    const auto plan = find_backend("cuda_sm90")
+                          ->plan(spec, probe_cuda().at(0),
+                                 {.limits = {.max_num_reqs = 8,
+                                             .max_num_tokens = kTokens,
+                                             .max_seq_len = kWidth * spec.block_size,
+                                             .min_query_len = min_query_len},
+                                  .threads = {}});
     plan->update(batch, stream.get());
     const auto pages = [&] {
       return TensorView::contiguous(memory.as<char>(), spec.kv_dtype, {8, spec.block_size, spec.num_kv_heads, kDim}, gpu);
@@ -76,6 +79,7 @@ class PlanBeside : public testing::Test {
     return seen;
   }
 
+  int min_query_len = 0;
   AttentionSpec spec{.num_q_heads = 8, .num_kv_heads = 2, .head_dim_qk = kDim, .head_dim_v = kDim};
   ContextPtr context = Context::of_device(0);
   CurrentContext current{*context};
@@ -101,10 +105,17 @@ TEST_F(PlanBeside, VerifyWaitsForPrefill) {
             (std::vector<Launched>{{"attention_sm90_verify", false, false}, {"attention_sm90_decode", true, true}}));
 }
 
+// What most launches of a graph are: idle. Those for the longest queries come last, behind them.
 TEST_F(PlanBeside, GraphsWait) {
   EXPECT_EQ(launches_of({{1, 300}, {500, 900}}, true),
             (std::vector<Launched>{
-                {"attention_sm90", false, true}, {"attention_sm90_verify", false, true}, {"attention_sm90_decode", false, true}}));
+                {"attention_sm90_decode", false, true}, {"attention_sm90_verify", false, true}, {"attention_sm90", false, true}}));
+}
+
+TEST_F(PlanBeside, GraphsHoldWhatTheLimitsAllow) {
+  min_query_len = 8;
+  EXPECT_EQ(launches_of({{8, 300}}, true),
+            (std::vector<Launched>{{"attention_sm90_verify", false, true}, {"attention_sm90", false, true}}));
 }
 
 TEST_F(PlanBeside, MasksArePackedForPrefillAlone) {

@@ -241,6 +241,48 @@ TEST_F(PlanFlat, AGraphHasBoth) {
   EXPECT_EQ(seen.size(), 4u) << "two heads at a time";
 }
 
+// Heads are taken as many at a time as the step takes them that is captured; another graph may have room for less.
+TEST_F(PlanFlat, AGraphTakesHeadsAsItsStepDoes) {
+  make(bytes_of(16, 4));
+  const Outputs out{.out = TensorView::contiguous(memory.as<char>(), spec.q_dtype, {4000, spec.num_q_heads, kFlatDim}, gpu)};
+  const auto capture = [&] { return test::Graph(stream.get(), [&] { plan->run(in(0), out, stream.get()); }); };
+  const auto replay = [&](const test::Graph& graph) {
+    seen.clear();
+    graph.replay();
+    stream.synchronize();
+  };
+  update({600}, {40000});
+  const test::Graph graph = capture();
+  const auto expect_rounds = [&](bool flat) {
+    replay(graph);
+    ASSERT_EQ(seen.size(), 5u);
+    for (const size_t i : {0, 2}) {
+      EXPECT_EQ(seen[i].first_kv_head, int(i));
+      EXPECT_EQ(seen[i].kv_heads, 2);
+      EXPECT_EQ(seen[i].blocks > 0, flat);
+      EXPECT_EQ(seen[i + 1].num_work > 0, flat);
+    }
+    EXPECT_EQ(seen[4].num_work > 0, !flat);
+  };
+  expect_rounds(true);
+  update({600, 500}, {1000, 501});  // would fit as a whole
+  expect_rounds(true);
+  update({600}, {65536});  // as many as there is room for
+  expect_rounds(true);
+  update({600}, {65537});
+  expect_rounds(false);
+  update({1}, {900});
+  const test::Graph for_fewer = capture();  // all heads at a time
+  update({600}, {40000});
+  expect_rounds(false);
+  replay(for_fewer);
+  ASSERT_EQ(seen.size(), 3u);
+  EXPECT_EQ(seen[0].blocks, 0);
+  EXPECT_GT(seen[2].num_work, 0);
+  update({600}, {32768});
+  expect_rounds(true);
+}
+
 TEST_F(PlanFlat, OnlyWhereQueriesMayBeLongEnough) {
   const auto launches = [&](int max_query_len) {
     make(bytes_of(8, 2));

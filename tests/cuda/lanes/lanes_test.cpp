@@ -76,12 +76,12 @@ class LanesPlan final : public Plan {
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
     p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
-    p.merge_lists[1] = {p.merges, p.counts};
+    p.merge_lists[1] = {p.merges, p.counts, 16};
     int next_task = 0;
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
     p.next_task = &next_task, p.arrivals = arrivals.data();
     p.num_kv_heads = p.kv_heads_now = spec_.num_kv_heads;
-    p.lists_are_there = how_.launch.late_copies;
+    p.lists_are_there = p.keys_are_there = how_.launch.late_copies;
     p.q_scales = in.q_scale.as<const float>(), p.q_scale_stride = in.q_scale.size(0) > 1 ? int(in.q_scale.stride(0)) : 0;
     p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
     p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;
