@@ -307,16 +307,20 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.next_waits = any || shape == last;
     is_first = false, sums_in_use = sums_in_use || folds;
     if (shape == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
-    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured);
     bool mapped = true;
-    if (!flat || captured) {
+    const auto run_over_cache = [&](const PlanCounts* counts) {
       AttentionParams over_cache = a;
-      if (flat) over_cache.counts = &memory_->device(arrays_.flat_counts)->over_cache;
+      over_cache.counts = counts;
       AttentionMaps maps{};
       mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
-    }
+    };
+    const auto in_front = [&] {
+      if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
+    };
+    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured, in_front);
+    if (!flat) run_over_cache(a.counts);
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
     if (of_shape == 0) continue;
@@ -332,9 +336,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
 }
 
 // Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
-// which have the room for it; others are left to one over the cache.
+// which have the room for it; others are left to one over the cache, which `in_front` makes.
 bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream,
-                         bool captured) const {
+                         bool captured, const std::function<void()>& in_front) const {
   if (!flat_ || !FlatKv::takes(in.kv)) return false;
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
@@ -370,6 +374,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
     keys.to_k = cache.k.as<char>(), keys.to_v = cache.v.as<char>();
     AttentionMaps maps{};
     if (!s.flat_kernel.maps(spec_, in.q, cache, maps)) return false;  // because of the queries: at once
+    if (head == 0) in_front();
     flat_->run(keys, programmatic_, stream);
     launch(kernel, num_work * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k, maps.v);
   }

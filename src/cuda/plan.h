@@ -3,6 +3,7 @@
 // kernels names in every layer. Everything a launch is given is fixed when the plan is made, or comes from run()'s own arguments, so that
 // a captured graph replays any batch within the limits.
 #include <array>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -153,7 +154,8 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
-  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured) const;
+  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured,
+                     const std::function<void()>& in_front) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 
