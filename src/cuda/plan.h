@@ -76,7 +76,7 @@ class Plan final : public StepPlan {
   bool has_step() const noexcept override { return has_step_; }
   void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
   std::vector<Reason> device_problems(Stream) override;
-  void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
+  void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;  // plan_run.cpp, with the next one
   void run(const Inputs&, const Outputs&, Stream) const override;
   bool capturable() const override { return !options_.load_on_demand; }
   std::string str() const override;

@@ -123,7 +123,8 @@ struct PlanBatchProblem {
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
     p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
     p.num_reqs = num_reqs(), p.num_kv_heads = num_kv_heads, p.max_tokens = limits.max_num_tokens;
-    p.min_query_len = limits.min_query_len, p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len, p.queries_are_keys = queries_are_keys;
+    p.min_query_len = limits.min_query_len, p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len,
+    p.queries_are_keys = queries_are_keys;
     p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
     p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
     p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken), p.flat = at(l.flat);
