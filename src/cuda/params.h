@@ -71,7 +71,7 @@ struct FlattenKvParams {
   char *to_k, *to_v;        // [rows, kv heads of the launch, dim]
   int first_kv_head, num_heads, num_blocks;
   const int* num_blocks_now;  // on the device, instead of num_blocks: what a captured launch obeys; or null
-  bool may_be_idle;           // as in AttentionParams, of num_blocks_now
+  bool lists_are_there;       // as in AttentionParams; block_ids may be the caller's
 };
 
 constexpr int kPlanTableThreads = 256;

@@ -192,7 +192,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
                        .num_heads = 0,
                        .num_blocks = flat.blocks,
                        .num_blocks_now = captured ? &counts->num_blocks : nullptr,
-                       .may_be_idle = all.may_be_idle};
+                       .lists_are_there = all.lists_are_there};
   const Specialised& kernel = loaded(s.over_flat, out, captured);
   const int64_t num_work = captured ? s.bounds.num_work : step.schedules[kPrefill].num_work;
   for (int head = 0; head < spec_.num_kv_heads; head += flat.kv_heads) {

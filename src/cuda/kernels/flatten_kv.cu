@@ -28,29 +28,36 @@ struct Keys {
   int first, end;  // of a request, that are read
 };
 
-// Rows of a head, of which the first is key `begin`; `rows`: its place.
+struct Task {       // kFlatRows rows of keys or values of a head
+  int head, begin;  // begin: the key that the first of them is
+  Keys keys;
+  long first_block;  // of the request's
+  long row;          // of all heads, where the first one goes
+};
+
 template <int to, int dim>
-DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, int head, long first_block, int begin, Keys keys) {
+DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, const Task& task) {
   constexpr int kPieces = dim / 8, kAll = kFlatRows * kPieces, kAtOnce = 4;
-  const int heads = p.num_heads;
-  const char* const from = side.data + (p.first_kv_head + head) * side.head_stride;
-  rows += head * dim * element_bytes(to);
+  const int heads = p.num_heads, begin = task.begin;
+  const char* const from = side.data + (p.first_kv_head + task.head) * side.head_stride;
+  rows += task.head * dim * element_bytes(to);
   for (int first = int(threadIdx.x); first < kAll; first += kAtOnce * kFlattenThreads) {
     Eight<kFrom> e[kAtOnce];
     const auto each = [&](const auto& use) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = first + i * kFlattenThreads, row = at / kPieces, piece = at % kPieces;
-        if (at < kAll && begin + row >= keys.first && begin + row < keys.end) use(i, row, piece);
+        if (at < kAll && begin + row >= task.keys.first && begin + row < task.keys.end) use(i, row, piece);
       }
     };
     each([&](int i, int row, int piece) {
       const u32 key = u32(begin + row);
       long offset;
       if constexpr (kBlockSize > 0) {
-        offset = __ldg(p.block_ids + first_block + key / u32(kBlockSize)) * side.block_stride + key % u32(kBlockSize) * side.token_stride;
+        offset =
+            __ldg(p.block_ids + task.first_block + key / u32(kBlockSize)) * side.block_stride + key % u32(kBlockSize) * side.token_stride;
       } else {
-        offset = (first_block + key) * side.token_stride;
+        offset = (task.first_block + key) * side.token_stride;
       }
       e[i] = load_eight<kFrom, true>(from + offset + piece * 8 * element_bytes(kFrom), 0);
     });
@@ -61,22 +68,28 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, in
 }
 
 extern "C" __global__ void __launch_bounds__(kFlattenThreads) flatten_kv(const __grid_constant__ FlattenKvParams p) {
-  if (p.may_be_idle && *p.num_blocks_now == 0) {  // as in attention_item.cuh
-    if (blockIdx.x == 0) griddep_wait();
-    return;
-  }
-  griddep_wait();
-  const int blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks, tasks = blocks * p.num_heads;
-  for (int i = int(blockIdx.x); i < 2 * tasks; i += int(gridDim.x)) {
-    const int task = i < tasks ? i : i - tasks, block = task % blocks, head = task / blocks;
-    const int request = p.requests[block], begin = int(long(block) * kFlatRows - p.flat_start[request]);
-    const Keys keys{p.first_keys[request], p.seq_lens[request]};
-    const long first_block = p.block_start[request], row = long(block) * kFlatRows * p.num_heads;
+  if (!p.lists_are_there) griddep_wait();
+  const int blocks = p.num_blocks_now != nullptr ? *p.num_blocks_now : p.num_blocks, tasks = blocks * p.num_heads, all = 2 * tasks;
+  const auto task_of = [&](int i) {
+    const int of_side = i < tasks ? i : i - tasks, block = of_side % blocks, request = p.requests[block];
+    return Task{.head = of_side / blocks,
+                .begin = int(long(block) * kFlatRows - p.flat_start[request]),
+                .keys = {p.first_keys[request], p.seq_lens[request]},
+                .first_block = p.block_start[request],
+                .row = long(block) * kFlatRows * p.num_heads};
+  };
+  int i = int(blockIdx.x);
+  Task task{};
+  if (i < all) task = task_of(i);
+  if (p.lists_are_there && (i < all || blockIdx.x == 0)) griddep_wait();  // as is_idle() in attention_item.cuh has it
+  while (i < all) {
     if (i < tasks) {
-      flatten<kTo, kDimK>(p, p.k, p.to_k + row * kDimK * element_bytes(kTo), head, first_block, begin, keys);
+      flatten<kTo, kDimK>(p, p.k, p.to_k + task.row * kDimK * element_bytes(kTo), task);
     } else {
-      flatten<kValuesTo, kDimV>(p, p.v, p.to_v + row * kDimV * element_bytes(kValuesTo), head, first_block, begin, keys);
+      flatten<kValuesTo, kDimV>(p, p.v, p.to_v + task.row * kDimV * element_bytes(kValuesTo), task);
     }
+    i += int(gridDim.x);
+    if (i < all) task = task_of(i);
   }
   griddep_launch();
 }
