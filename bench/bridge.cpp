@@ -73,7 +73,7 @@ Planned* make_plan(const json& j) {
                     .max_num_tokens = limits.at("tokens"),
                     .max_seq_len = limits.at("seq_len"),
                     .max_query_len = limits.at("query_len"),
-                    .min_query_len = limits.value("least_query_len", 0)};
+                    .min_query_len = limits.value("min_query_len", 0)};
   options.balanced = j.at("balanced");
   options.out_dtype = planned->spec.out_dtypes().front();
   planned->plan = chosen.backend->plan(planned->spec, device, options);

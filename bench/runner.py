@@ -22,7 +22,7 @@ def stream() -> int:
 def limits_of(cell: Cell, seq_lens: list[int]) -> dict:
     longest = max(seq_lens) if cell.unit == "TFLOP/s" else max(MAX_SEQ_LEN, max(seq_lens))
     limits = {"requests": cell.batch, "tokens": sum(cell.query_lens), "seq_len": longest, "query_len": max(cell.query_lens)}
-    return {**limits, "least_query_len": cell.query} if cell.group == "verify" else limits
+    return {**limits, "min_query_len": cell.query} if cell.group == "verify" else limits
 
 
 def update(plan: Plan, problem: Problem) -> None:

@@ -51,7 +51,8 @@ struct PlanLimits {
   int max_num_tokens = 8192;  // query tokens of a step; 2^30 at most
   int max_seq_len = 131072;
   int max_query_len = 0;  // query tokens of one request; 0: no limit of its own. 1 makes a plan for decode, which needs less on a GPU
-  // What a request has at least, unless it has none: a plan for verify of so many tokens in graphs, which then hold nothing for decode.
+  // Query tokens that a request has at least, unless it has none; 0: any number. As many as max_query_len make a plan for verify, whose
+  // graphs hold no launch for decode.
   int min_query_len = 0;
 
   void validate() const;  // Error limits.* for what is no size; backends call it when a plan is made

@@ -134,7 +134,7 @@ def merge(rng):
     return Surface(arguments, lambda a: _arrays(imbrex.merge_states(**a)))
 
 
-_PLAN = ("backend", "max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len", "num_threads", "balanced", "load_on_demand")
+_PLAN = ("backend", "max_num_reqs", "max_num_tokens", "max_seq_len", "max_query_len", "min_query_len", "num_threads", "balanced", "load_on_demand")
 _SPEC = (
     "kind",
     "num_q_heads",
@@ -185,6 +185,7 @@ def plan(rng):
         max_num_tokens=64,
         max_seq_len=200,
         max_query_len=0,
+        min_query_len=0,
         num_threads=rng.choice((1, 2)),
         balanced=False,
         load_on_demand=False,

@@ -75,6 +75,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   if (const ShapePlan& prefill = shapes_[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   if (flat_ && !flat_->is_needed()) flat_ = nullptr;
+  several_kernels_ = flat_ != nullptr || std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) > 1;
   lay_out();
   // Every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);

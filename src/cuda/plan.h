@@ -3,7 +3,6 @@
 // kernels names in every layer. Everything a launch is given is fixed when the plan is made, or comes from run()'s own arguments, so that
 // a captured graph replays any batch within the limits.
 #include <array>
-#include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -154,8 +153,9 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
+  template <class InFront>
   bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured,
-                     const std::function<void()>& in_front) const;
+                     const InFront& in_front) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 
@@ -179,6 +179,7 @@ class Plan final : public StepPlan {
   Scratch scratch_;
   std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in
   std::unique_ptr<DevicePlan> device_plan_;   // null: PlanOptions::on_device was not asked for
+  bool several_kernels_ = false;              // for attention in a graph: most have no work then
   bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
 
   TwoSteps<Step> steps_;

@@ -103,8 +103,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   AttentionParams a = params(in, out, *scratch);
   // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
   a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
-  const auto num_kernels = std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) + (flat_ ? 1 : 0);
-  a.may_be_idle = a.lists_are_there && captured && num_kernels > 1;
+  a.may_be_idle = a.lists_are_there && captured && several_kernels_;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merge_tasks = 0;
   // Beside each other, long items begin first. In a graph most launches are idle, and one that is let in while another reads keys by TMA
@@ -165,8 +164,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
 
 // Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
 // which have the room for it; others are left to one over the cache, which `in_front` makes.
+template <class InFront>
 bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream,
-                         bool captured, const std::function<void()>& in_front) const {
+                         bool captured, const InFront& in_front) const {
   if (!flat_ || !FlatKv::takes(in.kv)) return false;
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
@@ -174,7 +174,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
   if (captured) captured_flat_blocks_ = std::min(captured_flat_blocks_, flat.blocks);
   if (flat.kv_heads == 0 || flat.blocks == 0) return false;
   AttentionParams a = all;
-  a.keys_are_there = false;
+  a.keys_are_there = false;  // the kernel in front writes them
   a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
   const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
   if (captured) a.counts = &counts->over_flat;

@@ -1,5 +1,5 @@
-// Joins the pieces of items, or runs of them, whose sums attention kernels have left in memory; launched once behind them by cuda/plan.cpp.
-// Kernels whose own thread blocks do it (attention_fold.cuh) need no launch.
+// Joins the pieces of items, or runs of them, whose sums attention kernels have left in memory; launched once behind them by
+// cuda/plan_run.cpp. Kernels whose own thread blocks do it (attention_fold.cuh) need no launch.
 //
 // Memory: every partial row is read once, 4 * kHeadDimV bytes and a state.
 #include "async.cuh"
@@ -34,7 +34,7 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
   }
 }
 
-// Lanes that would have no splits are those of other rows.
+// With no more lanes than the item has splits for, so that all have something to load.
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
   constexpr int kMost = most_merge_lanes(kHeadDimV), kSome = kMost < 2 ? kMost : 2;
   if (item.num_splits <= kPiecesTogether) {
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
 #pragma unroll
     for (int i = 1; i < kPlanShapes; ++i)
       if (task >= ends[i - 1]) list = i, begin = ends[i - 1], num_items = items[i];
-    // First shares first: the last ones of an item with few rows or splits have nothing to do.
+    // The first share of each item comes first: the last ones of items with few rows or splits have nothing to do, and lie at the end.
     const MergeList& from = p.merge_lists[list];
     const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
     const int index = rest / heads;

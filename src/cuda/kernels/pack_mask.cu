@@ -1,5 +1,5 @@
 // Custom masks, of which the caller has a byte for each query token and key, as prefill with wgmma reads them (attention_sm90_mask.cuh).
-// Launched by cuda/plan.cpp in front of it.
+// Launched by cuda/plan_run.cpp in front of it.
 //
 // Memory: each byte that a query may see is read once, and written as a bit: 4096 x 4096 causal are 8.4 MB, 3 us at 3 TB/s. A warp takes
 // 1024 keys of a token at a time, a thread block the tokens of an item and 32 tiles of keys: a word of its flags.

@@ -105,7 +105,7 @@ TEST_F(PlanBeside, VerifyWaitsForPrefill) {
             (std::vector<Launched>{{"attention_sm90_verify", false, false}, {"attention_sm90_decode", true, true}}));
 }
 
-// What most launches of a graph are: idle. Those for the longest queries come last, behind them.
+// Kernels of a graph wait for each other, and those for the longest queries come last.
 TEST_F(PlanBeside, GraphsWait) {
   EXPECT_EQ(launches_of({{1, 300}, {500, 900}}, true),
             (std::vector<Launched>{

@@ -51,10 +51,10 @@ constexpr Field<SpecFields> kSpecFields[] = {{"kind", &SpecFields::kind},
                                              {"relative_bidirectional", &SpecFields::relative_bidirectional}};
 using Options = imbrex_plan_options;
 // `validate` is not among them: it is how a caller promises that there are no mistakes.
-constexpr Field<Options> kOptions[] = {{"max_num_reqs", &Options::max_num_reqs},     {"max_num_tokens", &Options::max_num_tokens},
-                                       {"max_seq_len", &Options::max_seq_len},       {"max_query_len", &Options::max_query_len},
-                                       {"num_workers", &Options::num_workers},       {"balanced", &Options::balanced},
-                                       {"load_on_demand", &Options::load_on_demand}, {"on_device", &Options::on_device}};
+constexpr Field<Options> kOptions[] = {
+    {"max_num_reqs", &Options::max_num_reqs},   {"max_num_tokens", &Options::max_num_tokens}, {"max_seq_len", &Options::max_seq_len},
+    {"max_query_len", &Options::max_query_len}, {"min_query_len", &Options::min_query_len},   {"num_workers", &Options::num_workers},
+    {"balanced", &Options::balanced},           {"load_on_demand", &Options::load_on_demand}, {"on_device", &Options::on_device}};
 
 float wrong_float(Random& random) {
   constexpr float kValues[] = {0.f,
