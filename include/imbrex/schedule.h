@@ -37,6 +37,10 @@ struct SchedulePolicy {
   bool few_splits = false;       // the splits of a list are bounded for each worker; needs max_splits <= most_in_run, and no longest_kv
   int items_each = 1;    // items that a worker runs at a time where none has more than tile_q / items_each query tokens; divides tile_q
   int workers_each = 1;  // of num_workers, those that share a multiprocessor, and its pace
+
+  // An item costs what its keys do, however many query tokens it has: where memory sets the pace. So the tiles of a request stand together
+  // in a list, and the second one finds its keys in L2.
+  bool cost_by_keys = false;
 };
 
 struct Schedule {
@@ -44,6 +48,7 @@ struct Schedule {
   std::vector<MergeItem> merges;  // empty when nothing was split
   int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
   int num_work = 0;               // splits of all items
+  bool cost_by_keys = false;      // the policy's, for write_work()
   std::vector<CutItem> items;
 };
 

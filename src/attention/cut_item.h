@@ -11,7 +11,7 @@ struct CutRules {
   int max_splits, share_splits, longest_kv, max_split_rows, split_kv_each, min_q, max_q;
   int num_workers, items_each, workers_each, most_in_run, most_partial_rows;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
-  bool causal, runs, few_splits;
+  bool causal, runs, few_splits, cost_by_keys;
   int window_left, window_right, chunk;
 };
 
@@ -245,9 +245,9 @@ struct EqualSplits {
   int bucket, count, first;  // first: number of the first of them
 };
 constexpr int kSplitKinds = 3;
-inline EqualSplits equal_splits(const CutItem& item, int kind) {
+inline EqualSplits equal_splits(const CutItem& item, int kind, bool cost_by_keys) {
   const WorkItem& w = item.whole;
-  const int queries = w.q_end - w.q_begin, last = item.num_splits - 1;
+  const int queries = cost_by_keys ? 1 : w.q_end - w.q_begin, last = item.num_splits - 1;
   if (kind == 0) return {cost_bucket(queries, (last > 0 ? item.first_end : w.kv_end) - w.kv_begin), 1, 0};
   if (last == 0) return {0, 0, 0};
   if (kind == 1) return {cost_bucket(queries, item.split), last - 1, 1};

@@ -42,9 +42,9 @@ int64_t rows_of_runs(const CutRules& rules, std::span<const CutItem> items, cons
 
 // Calls visit(bucket, count, first) for the splits of an item that cost the same.
 template <class Visit>
-void for_splits(const CutItem& item, const Visit& visit) {
+void for_splits(const CutItem& item, bool cost_by_keys, const Visit& visit) {
   for (int kind = 0; kind < (item.num_splits > 1 ? kSplitKinds : 1); ++kind) {
-    const EqualSplits equal = equal_splits(item, kind);
+    const EqualSplits equal = equal_splits(item, kind, cost_by_keys);
     visit(equal.bucket, equal.count, equal.first);
   }
 }
@@ -72,6 +72,7 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .causal = mask.causal,
           .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
           .few_splits = policy.few_splits,
+          .cost_by_keys = policy.cost_by_keys,
           .window_left = mask.window_left,
           .window_right = mask.window_right,
           .chunk = mask.chunk};
@@ -85,6 +86,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
   out.merges.clear();
   out.items.clear();
   out.num_work = 0;
+  out.cost_by_keys = policy.cost_by_keys;
   CutRules rules = cut_rules(mask, policy);
   if (policy.balanced) rules.balanced_piece = balanced_piece(batch, rules, policy);
 
@@ -117,10 +119,12 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
 void write_work(const Schedule& schedule, WorkItem* to) {
   if (schedule.items.empty()) return;
   std::array<int, kCostBuckets + 1> start{};
-  for (const CutItem& item : schedule.items) for_splits(item, [&](int bucket, int count, int) { start[bucket + 1] += count; });
+  for (const CutItem& item : schedule.items) {
+    for_splits(item, schedule.cost_by_keys, [&](int bucket, int count, int) { start[bucket + 1] += count; });
+  }
   for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
   for (const CutItem& item : schedule.items) {
-    for_splits(item, [&](int bucket, int count, int first) {
+    for_splits(item, schedule.cost_by_keys, [&](int bucket, int count, int first) {
       WorkItem* at = to + start[bucket];
       start[bucket] += count;
       if (count == 0) return;

@@ -57,6 +57,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.runs = tiles[shape].runs;
     p.most_in_run = tiles[shape].most_in_run;
     p.workers_each = tiles[shape].blocks_each;
+    p.cost_by_keys = tiles[shape].runs && shape != kPrefill;
     // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
     // is busy widening fp8.
     p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);

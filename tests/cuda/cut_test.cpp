@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "attention/random_lengths.h"
@@ -183,6 +184,28 @@ TEST(Cut, VerifyHasTwoTilesOfARequestWhereTheSecondIsWorthIt) {
   AttentionSpec wide = llama(8, 1);
   wide.head_dim_qk = wide.head_dim_v = 256;
   EXPECT_EQ(most(wide), 8);
+}
+
+// Whatever rows each has: the second one to run finds in L2 what the first has read.
+TEST(Cut, TilesOfARequestStandTogether) {
+  const DeviceInfo device = describe_device("h100");
+  constexpr int kReqs = 8, kKeys = 16384;
+  for (const int group : {5, 6, 7, 8}) {
+    const AttentionSpec spec = llama(4 * group, 4);
+    std::array<Tile, kNumShapes> tiles;
+    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    const SchedulePolicy policy = cut_policy(spec, device, tiles, false)[kVerify];
+    for (int q_len = policy.tile_q + 1; q_len <= policy.max_q; ++q_len) {
+      Schedule s;
+      schedule(Step(kReqs, q_len, kKeys).view(), spec.mask, policy, s);
+      std::map<std::pair<int, int>, std::vector<int>> places;  // of a request's tasks that begin with the same key
+      for (int i = 0; i < int(s.work.size()); ++i) places[{s.work[size_t(i)].request, s.work[size_t(i)].kv_begin}].push_back(i);
+      for (const auto& [task, at] : places) {
+        ASSERT_EQ(at.size(), 2u);
+        EXPECT_LE((at[1] - at[0]) * spec.num_kv_heads, device.num_workers) << group << ": " << q_len << " tokens";
+      }
+    }
+  }
 }
 
 // Pieces depend on the tokens of the whole request, which a tile has only some of.

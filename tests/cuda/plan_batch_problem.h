@@ -256,6 +256,7 @@ struct PlanBatchProblem {
     SchedulePolicy pieces = policy;
     pieces.runs = false;
     Schedule all;
+    all.cost_by_keys = policy.cost_by_keys;
     Load load;
     for (int r = 0; r < num_reqs(); ++r) {
       if (left_out[size_t(r)]) continue;

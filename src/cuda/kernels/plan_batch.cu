@@ -189,7 +189,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
         make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
         for (int kind = 0; kind < kSplitKinds; ++kind) {
-          const EqualSplits equal = equal_splits(item, kind);
+          const EqualSplits equal = equal_splits(item, kind, rules.cost_by_keys);
           if (equal.count > 0) atomicAdd(&s.cursor[equal.bucket], equal.count);
         }
         rows = partial_rows(item);
@@ -265,15 +265,15 @@ DEVICE void write_equal(const CutItem* items, int first_kind, const EqualSplits&
   }
 }
 
-DEVICE void write_work(const PlanBatchParams& p, int num_items, WorkItem* work, SharedStorage& s) {
+DEVICE void write_work(const PlanBatchParams& p, const ShapeLists& shape, int num_items, SharedStorage& s) {
   const int num_kinds = num_items * kSplitKinds;
   for (int first = 0; first < num_kinds; first += num_threads()) {
     const int i = first + int(threadIdx.x);
     EqualSplits equal{};
-    if (i < num_kinds) equal = equal_splits(p.items[i / kSplitKinds], i % kSplitKinds);
+    if (i < num_kinds) equal = equal_splits(p.items[i / kSplitKinds], i % kSplitKinds, shape.rules.cost_by_keys);
     const int warps = min(num_threads(), num_kinds - first + 31) / 32;
     const int at = place_equal(equal, warps, s);
-    write_equal(p.items, i - lane_id(), equal, at, work);
+    write_equal(p.items, i - lane_id(), equal, at, shape.work);
   }
 }
 
@@ -283,7 +283,7 @@ DEVICE Numbers plan_shape(const PlanBatchParams& p, const ShapeLists& shape, int
   if (placed.items == 0) return {0, 0, 1};
   const int num_merges = cut_items(p, shape, placed, first_row, s);
   const int num_work = place_buckets(s);
-  write_work(p, placed.items, shape.work, s);
+  write_work(p, shape, placed.items, s);
   __syncthreads();
   return {num_work, num_merges, heads_in_l2(shape.l2_keys, placed.keys, p.num_kv_heads)};
 }

@@ -279,7 +279,8 @@ SchedulePolicy policy_of(const CutRules& r) {
           .most_partial_rows = r.most_partial_rows,
           .few_splits = r.few_splits,
           .items_each = r.items_each,
-          .workers_each = r.workers_each};
+          .workers_each = r.workers_each,
+          .cost_by_keys = r.cost_by_keys};
 }
 
 // Of batches that break no rule.
