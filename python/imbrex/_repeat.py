@@ -39,9 +39,9 @@ def key_of(q, k, v, score):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     scale = None if score.scale is None else float(score.scale)
-    of_score = (bool(score.causal), *score.window, scale, float(score.soft_cap or 0.0))
-    of_tensors = (x for t in (q, k, v) for x in (t.shape, t.stride(), t.dtype, t.device))
-    return (*of_tensors, *of_score)
+    of_score = (bool(score.causal), tuple(score.window), scale, float(score.soft_cap or 0.0))
+    of_tensors = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
+    return of_tensors + of_score
 
 
 def repeat(plans, key, q, k, v):

@@ -7,6 +7,7 @@ There is no backward pass: backward() of what they give, and write_kv of tensors
 graph is captured, call them once like this: kernels are compiled then. Inside a capture lengths are on the GPU.
 """
 import functools
+import inspect
 from typing import Optional, Tuple
 
 import torch
@@ -29,8 +30,16 @@ def _score(
     return _torch.Score(causal, (window_left, window_right), scale, soft_cap, _torch.f32(sinks), _torch.f32(alibi_slopes))
 
 
-def _lse_or_empty(lse: Optional[Tensor], like: Tensor) -> Tensor:
-    return like.new_empty((0,), dtype=torch.float32) if lse is None else lse
+def _operator(name: str, function):
+    """Registers a function that returns out and lse or None. An operator has no None among its results, which the compiler takes to be contiguous."""
+
+    @functools.wraps(function)
+    def operator(q, *others):
+        out, lse = function(q, *others)
+        return out.contiguous(), q.new_empty((0,), dtype=torch.float32) if lse is None else lse.contiguous()
+
+    operator.__signature__ = inspect.signature(function).replace(return_annotation=Tuple[Tensor, Tensor])
+    return torch.library.custom_op(name, operator, mutates_args=())
 
 
 try:  # what PyTorch has no public names for; without them an operator is always called
@@ -54,8 +63,8 @@ except ImportError:
         return False
 
 
-def _is_plain(x: Optional[Tensor], wants_gradient: bool) -> bool:
-    return x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda") and not (wants_gradient and x.requires_grad))
+def _is_plain(x: Tensor, wants_gradient: bool) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not (wants_gradient and x.requires_grad)
 
 
 def _either(function, operator, *tensors: Optional[Tensor]):
@@ -63,7 +72,7 @@ def _either(function, operator, *tensors: Optional[Tensor]):
     if getattr(forward_ad, "_current_level", -1) >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("imbrex has no forward derivative: give it tensors without tangents")
     gradients = torch.is_grad_enabled()
-    return function if _eager() and all(_is_plain(x, gradients) for x in tensors) else operator
+    return function if _eager() and all(x is None or _is_plain(x, gradients) for x in tensors) else operator
 
 
 def _dense(
@@ -79,19 +88,12 @@ def _dense(
     sinks: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     return_lse: bool,
-) -> Tuple[Tensor, Tensor]:
+) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    out, lse = _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
-    return out, _lse_or_empty(lse, q)
+    return _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
 
 
-@functools.wraps(_dense)
-def _contiguous(*arguments):
-    """What the operator gives: the compiler is told that its results are contiguous."""
-    return tuple(x.contiguous() for x in _dense(*arguments))
-
-
-_attention = torch.library.custom_op("imbrex::attention", _contiguous, mutates_args=())
+_attention = _operator("imbrex::attention", _dense)
 
 
 @_attention.register_fake
@@ -116,14 +118,13 @@ def _varlen(
     sinks: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     return_lse: bool,
-) -> Tuple[Tensor, Tensor]:
+) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
     lengths = _torch.Lengths(query_start_loc, kv_start_loc[1:] - kv_start_loc[:-1], max_query_len, max_seq_len)
-    out, lse = _torch.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
-    return out, _lse_or_empty(lse, q)
+    return _torch.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
 
 
-_varlen_attention = torch.library.custom_op("imbrex::varlen_attention", _varlen, mutates_args=())
+_varlen_attention = _operator("imbrex::varlen_attention", _varlen)
 
 
 @_varlen_attention.register_fake
@@ -166,15 +167,14 @@ def _paged(
     sinks: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
     return_lse: bool,
-) -> Tuple[Tensor, Tensor]:
+) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
     lengths = _torch.Lengths(query_start_loc, seq_lens, max_query_len, max_seq_len)
     layer = (k_cache, v_cache, k_scale, v_scale)
-    out, lse = _torch.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
-    return out, _lse_or_empty(lse, q)
+    return _torch.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
 
 
-_paged_attention = torch.library.custom_op("imbrex::paged_attention", _paged, mutates_args=())
+_paged_attention = _operator("imbrex::paged_attention", _paged)
 
 
 @_paged_attention.register_fake
