@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from cells import Cell
@@ -11,6 +14,7 @@ TABLE = Path(__file__).with_name("zoo.json")
 ITEM = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
 LAUNCHED = ("prefill", "chunk", "mixed")  # one by one, as engines do, where a cell does not say otherwise
 PROTOCOLS = {"eager": "sustained", "graph": "graph"}
+MOST_KEYS, MOST_FLOPS = 1 << 32, 5e12  # of a cell that is drawn: elements of its keys, and what a GPU does in some 10 ms
 
 
 def shapes() -> list[dict]:
@@ -23,6 +27,37 @@ def ragged() -> list[int]:
 
 def load() -> list[Cell]:
     return [cell_of(shape, text) for shape in shapes() for text in shape["cells"]]
+
+
+def step_of(kind: str, between: Callable[[int, int], int]) -> str:
+    """A batch of a kind, as `imbrex bench` takes it. between(a, b): a number whose logarithm is as likely to be anywhere."""
+    keys = between(256, 32768)
+    if kind == "decode":
+        return f"{between(1, 256)}q1s{keys}"
+    if kind == "verify":
+        return f"{between(1, 64)}q{between(2, 16)}s{keys}"
+    if kind == "extend":
+        return f"{between(1, 16)}q{between(17, 256)}s{keys + 256}"
+    if kind == "chunk":
+        return f"{between(1, 4)}q{between(256, 4096)}s{keys + 4096}"
+    if kind == "mixed":
+        return f"q{between(64, 2048)}s{keys + 2048},{between(1, 128)}q1s{keys + 2048}"
+    return f"{between(1, 32)}q{between(32, 16384)}"
+
+
+def drawn(count: int, seed: int) -> list[Cell]:
+    """Cells that the table does not name: its layers in steps of any size, the same for the same seed."""
+    rng = random.Random(seed)
+    between = lambda a, b: round(2 ** rng.uniform(math.log2(a), math.log2(b)))
+    cells: dict[str, Cell] = {}
+    while len(cells) < count:
+        kind = rng.choice(("decode", "verify", "extend", "chunk", "mixed", "prefill"))
+        kv = rng.choice(("bf16", "bf16", "fp8_e4m3", "fp8_e4m3 fp8_e4m3_queries"))
+        launch = rng.choice(("", "", " graph" if kind in LAUNCHED else " eager"))
+        cell = cell_of(rng.choice(shapes()), f"{kind} {step_of(kind, between)} p{rng.choice((1, 16, 32, 64, 128))} {kv}{launch}")
+        if cell.tokens * cell.heads[1] * cell.head_dim <= MOST_KEYS and cell.flops <= MOST_FLOPS:
+            cells[cell.name] = cell
+    return list(cells.values())
 
 
 def batch_of(text: str) -> list[tuple[int, int, int]]:

@@ -106,6 +106,17 @@ class Zoo(unittest.TestCase):
         self.assertEqual((eager.q, eager.protocol, eager.batch, eager.context), ("fp8_e4m3", "sustained", len(zoo.ragged()), 0))
         self.assertEqual(eager.tokens, next(cell.tokens for cell in cells.load() if cell.lengths == "uniform64"))
 
+    def test_drawn_cells_are_those_of_their_seed_and_not_the_tables(self):
+        some = zoo.drawn(300, seed=7)
+        self.assertEqual(some, zoo.drawn(300, seed=7))
+        self.assertNotEqual(some, zoo.drawn(300, seed=8))
+        self.assertEqual(len({cell.name for cell in some} - {cell.name for cell in zoo.load()}), 300)
+        self.assertEqual({cell.group for cell in some}, {"decode", "verify", "extend", "chunk", "mixed", "prefill"})
+        for cell in some:
+            self.assertLessEqual(cell.tokens * cell.heads[1] * cell.head_dim, zoo.MOST_KEYS)
+            self.assertLessEqual(cell.flops, zoo.MOST_FLOPS)
+            self.assertTrue(all(0 < queries <= cell.context for queries in cell.query_lens), cell.name)
+
     def test_windows_hide_work(self):
         cell = next(cell for cell in zoo.load() if cell.window == 128 and cell.group == "decode" and cell.context > 128)
         self.assertEqual(cell.read, cell.batch * 128)
