@@ -30,7 +30,7 @@ def load() -> list[Cell]:
 
 
 def step_of(kind: str, between: Callable[[int, int], int]) -> str:
-    """A batch of a kind, as `imbrex bench` takes it. between(a, b): a number whose logarithm is as likely to be anywhere."""
+    """A batch of a kind, as `imbrex bench` takes it. between(a, b): a random number of which each power of two is as likely."""
     keys = between(256, 32768)
     if kind == "decode":
         return f"{between(1, 256)}q1s{keys}"
@@ -46,7 +46,7 @@ def step_of(kind: str, between: Callable[[int, int], int]) -> str:
 
 
 def drawn(count: int, seed: int) -> list[Cell]:
-    """Cells that the table does not name: its layers in steps of any size, the same for the same seed."""
+    """Cells beside the table: its layers in random steps, pages and types, the same for the same seed."""
     rng = random.Random(seed)
     between = lambda a, b: round(2 ** rng.uniform(math.log2(a), math.log2(b)))
     cells: dict[str, Cell] = {}

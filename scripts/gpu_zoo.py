@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--backend", default="auto", help="cuda_sm80, cuda_sm90, or auto: what select() says (default)")
     parser.add_argument("--seconds", type=float, default=480, help="cells that are not begun by then are not run (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="file for everything that was measured")
-    parser.add_argument("--draw", type=int, metavar="N", help="cells drawn at random from the same layers, in steps of any size, instead of the table's")
+    parser.add_argument("--draw", type=int, metavar="N", help="so many cells drawn at random, of the same layers, instead of the table's")
     parser.add_argument("--seed", type=int, default=0, help="of --draw: the same cells for the same seed (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the cells and leave")
     return parser.parse_args()

@@ -62,7 +62,8 @@ def device_name(array):
 
 @functools.lru_cache(maxsize=None)
 def _current_stream():
-    """Of a GPU's number, the address of PyTorch's stream: by its own short way, since the public one makes an object, which takes microseconds."""
+    """A function that gives the address of PyTorch's current stream on the GPU of a number. PyTorch's public one makes an object first, which takes
+    microseconds, so it serves only where the private one is gone."""
     torch = sys.modules["torch"]
     return getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda gpu: torch.cuda.current_stream(gpu).cuda_stream)
 

@@ -40,6 +40,7 @@ def key_of(q, k, v, score):
         return None
     scale = None if score.scale is None else float(score.scale)
     of_score = (bool(score.causal), tuple(score.window), scale, float(score.soft_cap or 0.0))
+    # Written out: a loop over the three takes microseconds more.
     of_tensors = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
     return of_tensors + of_score
 
