@@ -74,6 +74,8 @@ KernelKey attention_sm90_verify_key(std::string_view arch, const AttentionSpec& 
                                {"kValueStages", tiles.value_stages},
                                {"kBlocks", tiles.crews},
                                {"kFromBytes", widens(spec)},
+                               {"kKWidth", kTensorMapLine},
+                               {"kVWidth", kTensorMapLine},
                                {"kMaps", maps}})};
 }
 

@@ -94,6 +94,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kTensorMapF16, 6, CU_TENSOR_MAP_DATA_TYPE_FLOAT16)                                          \
   X(kTensorMapBf16, 9, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)                                        \
   X(kTensorMapInterleaveNone, 0, CU_TENSOR_MAP_INTERLEAVE_NONE)                                 \
+  X(kTensorMapSwizzleNone, 0, CU_TENSOR_MAP_SWIZZLE_NONE)                                       \
   X(kTensorMapSwizzle64, 2, CU_TENSOR_MAP_SWIZZLE_64B)                                          \
   X(kTensorMapSwizzle128, 3, CU_TENSOR_MAP_SWIZZLE_128B)                                        \
   X(kTensorMapL2None, 0, CU_TENSOR_MAP_L2_PROMOTION_NONE)                                       \

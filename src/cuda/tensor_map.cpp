@@ -10,7 +10,10 @@ bool encode_tensor_map(CUtensorMap& map, DType type, const void* data, uint32_t 
                        const uint32_t* box) {
   constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
   const auto element = size_of(type) == 1 ? kTensorMapU8 : type == DType::bf16 ? kTensorMapBf16 : kTensorMapF16;
-  const auto swizzle = int64_t(box[0]) * size_of(type) == kTensorMapLine ? kTensorMapSwizzle128 : kTensorMapSwizzle64;
+  const int64_t width = int64_t(box[0]) * size_of(type);
+  const auto swizzle = width == kTensorMapLine       ? kTensorMapSwizzle128
+                       : width == kTensorMapLine / 2 ? kTensorMapSwizzle64
+                                                     : kTensorMapSwizzleNone;
   // Sectors as they are asked for: wider ones cost a few percent of the bandwidth.
   return need_driver().cuTensorMapEncodeTiled(&map, element, rank, const_cast<void*>(data), sizes, strides, box, kOnes,
                                               kTensorMapInterleaveNone, swizzle, kTensorMapL2None, kTensorMapFillZero) == 0;

@@ -8,10 +8,10 @@
 
 namespace imbrex::cuda {
 
-constexpr int kTensorMapLine = 128;  // bytes of a row of a box at most: the width of the swizzle
+constexpr int kTensorMapLine = 128;  // bytes of a row of a box: the width of the swizzle
 
 // Of a tensor of up to five dimensions, innermost first; sizes and box in elements, strides (of all but the innermost) in bytes. Rows of a
-// box are a line or half a line wide and swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read such a
+// box that are a line or half a line wide are swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read such a
 // tensor: addresses or strides that are not multiples of 16 bytes.
 bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box);

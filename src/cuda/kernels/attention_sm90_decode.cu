@@ -65,7 +65,7 @@ class Consumer {
     const u32 weights = shared_address(shared.weights[0]) + 16 * group_ * kWeightRow;
     weights_to_ = weights + lane_ / 4 * kWeightRow + (team_ * kTeamKeys + lane_ % 4 * 2) * 2;
     weights_from_ = weights + lane_ % 16 * kWeightRow + lane_ / 16 * 16;
-    v_lane_ = SwizzledRows::lane(lane_ % 16, team_ * (kTeamDims / kPieceDims) + lane_ / 16, 128);
+    v_lane_ = VRows::lane(lane_ % 16, team_ * (kTeamDims / kPieceDims) + lane_ / 16, VRows::kVRow);
   }
 
   DEVICE void run() {
@@ -87,7 +87,7 @@ class Consumer {
   }
 
  private:
-  using ItemScores = Scores<SwizzledRows, kQKept>;
+  using ItemScores = Scores<KRows, kQKept>;
   using ScoreTile = float[1][kKeyTiles][4];
 
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
@@ -153,7 +153,7 @@ class Consumer {
     mbarrier_wait(shared_address(&shared_.k_full[k_.at]), k_.parity);
     const int begin = tile * kTileKeys + team_ * kTeamKeys;
     if (scores.sees(begin)) {
-      scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * 128, s);
+      scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * KRows::kKRow, s);
     } else {
 #pragma unroll
       for (int i = 0; i < kKeyTiles * 4; ++i) s[0][i / 4][i % 4] = -infinity();
@@ -235,7 +235,7 @@ class Consumer {
       for (int n = 0; n < kTileKeys / 16; ++n) {
         u32 a[1][1][4];
         load_matrix(a[0][0], weights_from_ + (odd_ ^ 1) * kWeightBytes + n * 32);
-        add_products<SwizzledRows>(a, values + v_lane_ + n * 16 * 128, piece.out);
+        add_products<VRows>(a, values + v_lane_ + n * 16 * VRows::kVRow, piece.out);
       }
 #pragma unroll
       for (int n = 0; n < kTeamDimTiles; ++n) read ^= bits_of(piece.out[0][n][0]);
@@ -246,11 +246,11 @@ class Consumer {
 
   // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. The warps that read them clear them.
   DEVICE void clear_values(u32 values, int lo, int hi) const {
-    constexpr int kPieces = kTeamDims / kPieceDims;
+    constexpr int kPieces = kTeamDims / kPieceDims, kOfRow = kVChunks * kVWidth / 16;
 #pragma unroll 1
     for (int i = 32 * group_ + lane_; i < kTileKeys * kPieces; i += 32 * kRowWarps) {
-      const int row = i / kPieces;
-      if (row < lo || row >= hi) store_shared(values + SwizzledRows::lane(row, team_ * kPieces + i % kPieces, 128), uint4{0, 0, 0, 0});
+      const int row = i / kPieces, piece = team_ * kPieces + i % kPieces;
+      if ((row < lo || row >= hi) && piece < kOfRow) store_shared(values + VRows::lane(row, piece, VRows::kVRow), uint4{0, 0, 0, 0});
     }
     async_proxy_fence();  // before TMA writes there again
     if constexpr (kRowWarps == 1) {

@@ -15,18 +15,25 @@ static_assert(kDirect && kDimWarps == 1 && kRowTiles == 1 && kTeams == 4);
 // come while this one is computed.
 constexpr bool kQKept = kRowWarps == 1 || kQRegisters + 12 * kTeamDimTiles <= 96;
 
-// As attention_sm90_stream.cuh leaves them.
-struct SwizzledRows {
-  static constexpr int kKRow = 128, kVRow = 128;
-  DEVICE static u32 lane(int row, int piece, int) { return swizzled_piece(row, piece, kChunkBytes); }
-  DEVICE static u32 at(u32 lane, int pair) { return (lane ^ pair % 4 * 32) + pair / 4 * kChunkBytes; }
+// As attention_sm90_stream.cuh leaves rows of keys, or of values.
+template <int width>
+struct StreamedRows {
+  static constexpr int kKRow = width, kVRow = width;
+  DEVICE static u32 lane(int row, int piece, int) { return place_of_piece<width>(row, piece); }
+  DEVICE static u32 at(u32 lane, int pair) {
+    if constexpr (width == 128) return (lane ^ pair % 4 * 32) + pair / 4 * kChunkBytes;
+    if constexpr (width == 64) return lane ^ pair * 32;
+    return lane + pair * 32;
+  }
 };
+using KRows = StreamedRows<kKWidth>;
+using VRows = StreamedRows<kVWidth>;
 
 struct SharedStorage {  // of a crew
   static constexpr int kQSlots = kQKept ? 1 : 2;
   static constexpr int kItemSlots = 4;  // the warp that joins may be some items behind
-  alignas(1024) char k[kStages][kKChunks * kChunkBytes];
-  alignas(1024) char v[kStages][kVChunks * kChunkBytes];
+  alignas(1024) char k[kStages][kKChunks * kBytesOf<kKWidth>];
+  alignas(1024) char v[kStages][kVChunks * kBytesOf<kVWidth>];
   alignas(16) char q[kQSlots][kQPlaneBytes];
   alignas(16) char weights[2][kWeightBytes];  // of a tile and of the one before
   float4 tops[2][kTileRows];                  // likewise: of each row, the maxima that the four warps have found
@@ -105,7 +112,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     const auto load_values = [&] {
       const u32 to = shared_address(shared.v[v.at]), full = shared_address(&shared.v_full[v.at]);
       mbarrier_wait(shared_address(&shared.v_empty[v.at]), v.parity ^ 1);
-      load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, item, before, to, full, l2);
+      load_tile<kHeadDimV, kVChunks, kVWidth>(p, p.v, v_map, item, before, to, full, l2);
       v.next();
     };
     // Values come a tile behind the keys, as they are asked for.
@@ -114,7 +121,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);
       const Box next = box_of(p, item, tile + 1);
       mbarrier_wait(shared_address(&shared.k_empty[k.at]), k.parity ^ 1);
-      load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, to, full, l2);
+      load_tile<kHeadDimQk, kKChunks, kKWidth>(p, p.k, k_map, item, box, to, full, l2);
       if (tile > tiles.first) load_values();
       before = box, box = next;
       if (tile == full_ring) task = task_of(p, crews + shuffle(fetched, 0), tasks);

@@ -13,9 +13,16 @@ namespace imbrex::cuda {
 // but that.
 constexpr int kCrews = kBlocks;
 constexpr int kStreamBytes = kKvType == kE4m3 || kKvType == kE5m2 ? 1 : 2, kStreamPiece = 16 / kStreamBytes;  // of an element; dims
-constexpr int kChunkDims = 128 / kStreamBytes;  // of a box: the swizzle's width
-constexpr int kKChunks = (kHeadDimQk + kChunkDims - 1) / kChunkDims, kVChunks = (kHeadDimV + kChunkDims - 1) / kChunkDims;
-constexpr int kChunkBytes = kTileKeys * 128;
+// A row comes in chunks of a box's width: of 128 bytes, swizzled as wide; or in one, of 64 bytes, swizzled so, or of as many as it has, as
+// they are. Where the last of several chunks would be half empty, memory would have less on its way.
+template <int width>
+constexpr int kDimsOf = width / kStreamBytes;  // of a chunk
+constexpr int kChunkDims = kDimsOf<128>;
+constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>, kVChunks = (kHeadDimV + kDimsOf<kVWidth> - 1) / kDimsOf<kVWidth>;
+template <int width>
+constexpr int kBytesOf = kTileKeys * width;  // of a chunk of all rows
+constexpr int kChunkBytes = kBytesOf<128>;
+static_assert((kKWidth == 128 || kKChunks == 1) && (kVWidth == 128 || kVChunks == 1));
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
 
 DEVICE int first_task(int crew) { return crew * int(gridDim.x) + int(blockIdx.x); }
@@ -25,6 +32,12 @@ constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ?
 
 // Where a piece of 16 bytes lies: 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 DEVICE u32 swizzled_piece(int row, int piece, int chunk_bytes) { return piece / 8 * chunk_bytes + row * 128 + (piece % 8 ^ row % 8) * 16; }
+template <int width>
+DEVICE u32 place_of_piece(int row, int piece) {
+  if constexpr (width == 128) return swizzled_piece(row, piece, kChunkBytes);
+  if constexpr (width == 64) return row * 64 + (piece ^ row / 2 % 4) * 16;
+  return row * width + piece * 16;
+}
 
 // What a lane loads of a tile: the keys of a page.
 struct Box {
@@ -53,15 +66,16 @@ DEVICE int first_row(const Item& item, const Box& box) {
 }
 
 // A tile of keys or of values by the warp, a box a lane.
-template <int chunks>
+template <int width, int chunks>
 DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
   const int lane = lane_id(), boxes = __popc(__ballot_sync(kFullWarp, box.loads));
-  if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * 128 * chunks);
+  if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * width * chunks);
   __syncwarp();
   if (!box.loads) return;
 #pragma unroll
   for (int c = 0; c < chunks; ++c)
-    tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, map, full, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+    tma_load(to + lane * kPageRows * width + c * kBytesOf<width>, map, full, l2, c * kDimsOf<width>, first_row(item, box), item.kv_head,
+             box.block);
 }
 
 // The first tiles of a crew's first item into L2, by a warp and in front of griddep_wait(): while the last blocks of the kernel in front
@@ -80,17 +94,17 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
       const Box box = whole_box(p, item, tile, [](const int* id) { return load_l2(id); });
       if (!box.loads) continue;
 #pragma unroll
-      for (int c = 0; c < kKChunks; ++c) tma_prefetch(k_map, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+      for (int c = 0; c < kKChunks; ++c) tma_prefetch(k_map, l2, c * kDimsOf<kKWidth>, first_row(item, box), item.kv_head, box.block);
 #pragma unroll
-      for (int c = 0; c < kVChunks; ++c) tma_prefetch(v_map, l2, c * kChunkDims, first_row(item, box), item.kv_head, box.block);
+      for (int c = 0; c < kVChunks; ++c) tma_prefetch(v_map, l2, c * kDimsOf<kVWidth>, first_row(item, box), item.kv_head, box.block);
     }
   }
 }
 
 // Likewise where no map describes the tensor: element by element.
-template <int dim, int chunks>
+template <int dim, int chunks, int width>
 DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const Item& item, int begin, u32 to, u32 full) {
-  constexpr int kEights = chunks * kChunkDims / 8;
+  constexpr int kEights = chunks * kDimsOf<width> / 8;
   const char* const head = side.data + item.kv_head * side.head_stride;
 #pragma unroll 1
   for (int i = lane_id(); i < kTileKeys * kEights; i += 32) {
@@ -105,7 +119,7 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
       }
       e = load_eight<kKvType, false>(from, side.dim_stride);
     }
-    const u32 at = to + swizzled_piece(row, d / kStreamPiece, kChunkBytes);
+    const u32 at = to + place_of_piece<width>(row, d / kStreamPiece);
     if constexpr (kStreamBytes == 1) {
       store_shared(at + d % kStreamPiece, uint2{e.words[0], e.words[1]});
     } else {
@@ -116,16 +130,16 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
 }
 
 // The tile of a box, of keys or of values.
-template <int dim, int chunks>
+template <int dim, int chunks, int width = 128>
 DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, const Item& item, const Box& box, u32 to,
                       u32 full, u64 l2) {
   const int begin = box.key - lane_id() * kPageRows;
   if constexpr (!kMaps) {
-    load_elements<dim, chunks>(p, side, item, begin, to, full);
+    load_elements<dim, chunks, width>(p, side, item, begin, to, full);
   } else if constexpr (kSmallPages) {
-    copy_rows<dim * kStreamBytes, kChunkBytes, kUnrolled>(side, item.kv_head, box.rows, begin, to, full);
+    copy_rows<dim * kStreamBytes, kBytesOf<width>, kUnrolled, width>(side, item.kv_head, box.rows, begin, to, full);
   } else {
-    load_boxes<chunks>(map, item, box, to, full, l2);
+    load_boxes<width, chunks>(map, item, box, to, full, l2);
   }
 }
 

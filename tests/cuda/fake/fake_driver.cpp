@@ -261,11 +261,14 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, in
   return *blocks = 2048 / threads, kCudaSuccess;
 }
 
-// Refuses what the real one refuses of rows that are swizzled by 128 bytes; elements of 16 bits.
+// Refuses what the real one refuses: of rows that are swizzled by 128 bytes, or half, or not at all.
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
-                                const uint32_t* box, const uint32_t*, int, int, int, int) {
+                                const uint32_t* box, const uint32_t*, int, int swizzle, int, int) {
   fake::TensorMap made{.data = static_cast<char*>(address), .sizes = {}, .strides = {}, .rank = rank, .box = {}};
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || rank < 3 || rank > 5 || box[0] * (type == kTensorMapU8 ? 1 : 2) > 128)
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || rank < 3 || rank > 5)
+    return kCudaInvalidValue;
+  const uint32_t width = box[0] * (type == kTensorMapU8 ? 1 : 2);
+  if (width % 16 != 0 || (swizzle == kTensorMapSwizzle128 && width > 128) || (swizzle == kTensorMapSwizzle64 && width > 64))
     return kCudaInvalidValue;
   for (uint32_t i = 0; i < rank; ++i) {
     if (sizes[i] == 0 || sizes[i] > uint64_t(1) << 32 || box[i] == 0 || box[i] > 256) return kCudaInvalidValue;

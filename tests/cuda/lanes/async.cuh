@@ -116,8 +116,9 @@ inline u32 swizzled(u32 address, u32 row_bytes) { return address ^ (address >> 7
 
 inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int x, int y, int z, int w) {
   const u32 row_bytes = u32(map.box[0] * map.element_bytes);
-  if (row_bytes != 128 && row_bytes != 64) lanes::fail("a box that is neither 128 nor 64 bytes wide");
-  if (to % (8 * row_bytes) != 0) lanes::fail("a box that does not begin with a swizzle");
+  const bool swizzles = row_bytes == 128 || row_bytes == 64;
+  if (row_bytes % 16 != 0 || map.box[0] > 256) lanes::fail("a box of rows that TMA cannot load");
+  if (to % (swizzles ? 8 * row_bytes : 128) != 0) lanes::fail("a box that does not begin with a swizzle, or 128 bytes");
   const auto load = [=, at = std::array<long, 4>{x, y, z, w}] {
     u32 place = to;
     for (long l = at[3]; l < at[3] + map.box[3]; ++l)
@@ -131,7 +132,7 @@ inline void tma_load_to(int rank, u32 to, const TensorMap& map, u32 barrier, int
               inside = inside && index[d] >= 0 && index[d] < map.sizes[d];
               from += index[d] * map.strides[d];
             }
-            char* const element = lanes::shared_at(swizzled(place, row_bytes), u32(map.element_bytes), rank);
+            char* const element = lanes::shared_at(swizzles ? swizzled(place, row_bytes) : place, u32(map.element_bytes), rank);
             inside ? std::memcpy(element, from, size_t(map.element_bytes)) : std::memset(element, 0, size_t(map.element_bytes));
           }
   };

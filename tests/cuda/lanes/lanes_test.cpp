@@ -147,7 +147,9 @@ class LanesPlan final : public Plan {
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
     const int common = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
     const int page = variant_.has_wgmma() ? std::min(common, tiles_.keys / (widens() ? 4 : variant_.wgmma_tiles().cluster)) : common;
-    const int width = widens() && kv.size(rank - 1) <= 64 ? 64 : box_bytes();
+    const int dims = int(kv.size(rank - 1));
+    int width = widens() && dims <= 64 ? 64 : box_bytes();
+    if (variant_.text == Text::decode) width = cuda::attention_sm90_decode_width(spec_, dims);
     return {.data = kv.as<const char>(),
             .element_bytes = size,
             .sizes = {kv.size(rank - 1), kv.size(rank - 3), kv.size(rank - 2), rank == 4 ? kv.size(0) : 1},

@@ -107,7 +107,12 @@ inline std::vector<Variant> variants() {
   all.back().c.values = ValuePattern::rising;
   Case& tma_ragged = add_decode("tma_ragged", 16, spec(DType::bf16, DType::f16, 96, 72, 2, 0));
   tma_ragged.spec.score.soft_cap = 20.f, tma_ragged.spec.mask.chunk = 150;
+  // Rows in shared memory that are no lines: of their own width, of half a line in boxes and in small pages.
+  add_decode("tma_narrow", 16, spec(DType::bf16, DType::bf16, 80, 224, 4, 16)).spec.mask.window_left = 70;
+  add_decode("tma_half", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 96, 3, 16)).values = ValuePattern::rising;
+  add_decode("tma_half_rows", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 4, 1)).spec.mask.window_left = 70;
   add_decode("tma_rows", 16, spec(DType::bf16, DType::bf16, 128, 72, 4, 6));
+  add_decode("element_rows", 32, spec(DType::bf16, DType::bf16, 96, 80, 4, 16), Text::decode_without_maps).spec.score.sinks = true;
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;
 
