@@ -65,13 +65,21 @@ inline long least_keys(const CutRules& rules, int q_len) {
   return larger(rules.split_kv, (wanted + tile - 1) / tile * tile);
 }
 
+// Whether a list is of verify's items whose splits a launch of its own joins: they are mostly of one length.
+inline bool of_merged_verify(const CutRules& rules) { return rules.few_splits && rules.split_kv_each > 0; }
+
 // Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more
-// when these would have more than longest_kv. A short rest is no piece of its own. Never falls when the keys rise.
+// when these would have more than longest_kv. A short rest is no piece of its own. More than four of verify's are a power of two, the
+// nearest that is allowed, since runs of them are of one length then, and end together. Never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
   long wanted = smaller((keys + least * 3 / 4) / least, rules.share_splits);
   if (wanted * longest < keys) wanted = (keys + longest - 1) / longest;
-  return clamped(wanted, 1, pieces);
+  wanted = clamped(wanted, 1, pieces);
+  if (wanted <= 4 || !of_merged_verify(rules)) return wanted;
+  long power = 4;
+  while (power * 3 / 2 <= wanted && power * 2 <= pieces) power *= 2;
+  return power;
 }
 
 // Keys of a piece: split_kv, grown with the query tokens, or what makes even pieces. 0: one piece.
@@ -144,7 +152,7 @@ inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
   const long least = larger(load.queries * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
   const long keys = load.longest, piece = piece_keys(rules, load.q_len, {0, int(keys)}, most_pieces(rules, load.q_len));
   if (piece == 0) return keys;
-  const bool verify = rules.few_splits && rules.split_kv_each > 0;
+  const bool verify = of_merged_verify(rules);
   long best = 0, soonest = 0;
   for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
     const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * load.items;

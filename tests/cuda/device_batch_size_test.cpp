@@ -167,7 +167,7 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
   for (const int32_t len : lens) {
     alone.push_back(run({len})[0]);
     joined += made.find(" 0 merges") == std::string::npos;
-    for (const int reqs : {2, 5, 20, 40, 130, 300}) {
+    for (const int reqs : {2, 5, 20, 40, 130, 264, 300}) {
       const std::vector<Result> results = run(std::vector<int32_t>(size_t(reqs), len));
       whole += made.find(" 0 merges") != std::string::npos;
       const std::string different = differences(results, [&](size_t) -> const Result& { return alone.back(); });
