@@ -23,11 +23,10 @@ DEVICE void put_part(const Warp& warp, int team, const Part& part, float2 (&stat
 // By `threads` threads, when all parts are there.
 template <int threads, class Part>
 DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& part, const float2 (&state)[kTeams][kTileRows]) {
-  constexpr int kEights = kHeadDimV / 8;
   const bool wide = out_is_wide(p);
   const float v_scale = kv_scale(p.v, item.kv_head);
   for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
-    const int row = i / kEights, d = i % kEights * 8;
+    const int row = i / kEights, d = first_dim_of(i);
     RowSums sums;
 #pragma unroll
     for (int t = 0; t < kTeams; ++t) sums.reference = fmaxf(sums.reference, state[t][row].x);
@@ -35,7 +34,8 @@ DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& p
     for (int t = 0; t < kTeams; ++t) {
       const float weight = exp2_approx(state[t][row].x - sums.reference);
       sums.sum += state[t][row].y * weight;
-      const float4 low = *reinterpret_cast<const float4*>(part(t, row, d)), high = *reinterpret_cast<const float4*>(part(t, row, d + 4));
+      const float4 low = *reinterpret_cast<const float4*>(part(t, row, d));
+      const float4 high = *reinterpret_cast<const float4*>(part(t, row, d + kHighDims));
       const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
       for (int k = 0; k < 8; ++k) sums.x[k] += values[k] * weight;

@@ -1,7 +1,7 @@
 #pragma once
 // The end of an output row, for kernels that hold all of its sums: sink, division, LSE, and the way to memory.
+#include "convert.cuh"
 #include "cuda/params.h"
-#include "eight.cuh"
 
 namespace imbrex::cuda {
 
@@ -45,12 +45,24 @@ DEVICE bool out_is_wide(const AttentionParams& p) {
   return ((reinterpret_cast<u64>(p.out) | u64(p.out_token_stride) | u64(p.out_head_stride)) & 15) == 0;
 }
 
-DEVICE void store_out(char* at, bool wide, const float (&x)[8]) {
-  const Eight<kOutType> e = from_floats<kOutType>(x);
-  if (wide) {
-    store_eight<kOutType, true>(at, element_bytes(kOutType), e);
+// Four neighbours; `wide`: out_is_wide().
+DEVICE void store_out(char* at, bool wide, const float4& x) {
+  if constexpr (kOutType == kF32) {
+    if (wide) {
+      *reinterpret_cast<float4*>(at) = x;
+    } else {
+      float* const to = reinterpret_cast<float*>(at);
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
   } else {
-    store_eight<kOutType, false>(at, element_bytes(kOutType), e);
+    const u32 low = kOutType == kBf16 ? pack_bf16(x.x, x.y) : pack_f16(x.x, x.y);
+    const u32 high = kOutType == kBf16 ? pack_bf16(x.z, x.w) : pack_f16(x.z, x.w);
+    if (wide) {
+      *reinterpret_cast<uint2*>(at) = {low, high};
+    } else {
+      u16* const to = reinterpret_cast<u16*>(at);
+      to[0] = u16(low), to[1] = u16(low >> 16), to[2] = u16(high), to[3] = u16(high >> 16);
+    }
   }
 }
 

@@ -7,7 +7,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kEights = kHeadDimV / 8, kKeptItems = 64;
+constexpr int kKeptItems = 64;
 static_assert(kEights <= kMergeThreads);
 
 struct SharedStorage {
@@ -22,7 +22,7 @@ extern __shared__ __align__(1024) char memory[];
 template <int kLanes>
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
   constexpr int kRowThreads = kEights * kLanes, kRows = kMergeThreads / kRowThreads;
-  const int thread = int(threadIdx.x), lane = thread % kLanes, d = thread / kLanes % kEights * 8, heads = p.num_kv_heads * kGroup;
+  const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(thread / kLanes), heads = p.num_kv_heads * kGroup;
   const int end = (item.q_end - item.q_begin) * kGroup;
   const long stride = long(item.q_end - item.q_begin) * heads;
 #pragma unroll 1

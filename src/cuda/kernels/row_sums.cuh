@@ -19,7 +19,12 @@ struct Fold {
   DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
 };
 
-// Eight dims of a row, from `d` on: its sums so far, and what they are relative to.
+// Of a row's dims a thread has four and as many half a row behind, so that a warp's threads read and write what lies side by side.
+constexpr int kEights = kHeadDimV / 8, kHighDims = kHeadDimV / 2;
+// The first dim of thread `i` of those that have a row together, or several rows one after the other.
+DEVICE int first_dim_of(int i) { return i % kEights * 4; }
+
+// Eight dims of a row, four from `d` on and four from `d + kHighDims` on: its sums so far, and what they are relative to.
 struct RowSums {
   float reference = kEmptyReference, sum = kNoSum, x[8] = {kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum, kNoSum};
 
@@ -42,13 +47,14 @@ struct RowSums {
   // To and from a row of the partial buffers.
   DEVICE void leave(const AttentionParams& p, long row, int d) const {
     if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
-    float4* const to = reinterpret_cast<float4*>(p.partial_out + row * kHeadDimV + d);
-    to[0] = {x[0], x[1], x[2], x[3]}, to[1] = {x[4], x[5], x[6], x[7]};
+    float* const to = p.partial_out + row * kHeadDimV + d;
+    *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+    *reinterpret_cast<float4*>(to + kHighDims) = {x[4], x[5], x[6], x[7]};
   }
   DEVICE void take(const AttentionParams& p, long row, int d) {
     const float2 state = load_l2(reinterpret_cast<const float2*>(p.partial_state) + row);
-    const float4* const from = reinterpret_cast<const float4*>(p.partial_out + row * kHeadDimV + d);
-    const float4 low = load_l2(from), high = load_l2(from + 1);
+    const float* const from = p.partial_out + row * kHeadDimV + d;
+    const float4 low = load_l2(reinterpret_cast<const float4*>(from)), high = load_l2(reinterpret_cast<const float4*>(from + kHighDims));
     *this = {state.x, state.y, {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
   }
 
@@ -57,11 +63,13 @@ struct RowSums {
     if (d == 0) store_lse(p, token, head, end.lse);
 #pragma unroll
     for (float& value : x) value = ended(value, end.factor * v_scale);
-    store_out(out_row(p, token, head) + d * element_bytes(kOutType), wide, x);
+    char* const to = out_row(p, token, head) + d * element_bytes(kOutType);
+    store_out(to, wide, {x[0], x[1], x[2], x[3]});
+    store_out(to + kHighDims * element_bytes(kOutType), wide, {x[4], x[5], x[6], x[7]});
   }
 };
 
-// Eight dims of a row whose splits lie `stride` rows apart. A thread has the loads of kNodes nodes of the tree under way at the same time:
+// RowSums of a row whose splits lie `stride` rows apart. A thread has the loads of kNodes nodes of the tree under way at the same time:
 // where the memory is busy, they take many times as long as what is done with them. Several lanes may share the splits out.
 template <int kNodes, int kLanes>
 DEVICE RowSums join_splits(const AttentionParams& p, long first, long stride, int num_splits, int d, int lane) {

@@ -265,8 +265,7 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, in
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* strides,
                                 const uint32_t* box, const uint32_t*, int, int swizzle, int, int) {
   fake::TensorMap made{.data = static_cast<char*>(address), .sizes = {}, .strides = {}, .rank = rank, .box = {}};
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || rank < 3 || rank > 5)
-    return kCudaInvalidValue;
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || rank < 3 || rank > 5) return kCudaInvalidValue;
   const uint32_t width = box[0] * (type == kTensorMapU8 ? 1 : 2);
   if (width % 16 != 0 || (swizzle == kTensorMapSwizzle128 && width > 128) || (swizzle == kTensorMapSwizzle64 && width > 64))
     return kCudaInvalidValue;
