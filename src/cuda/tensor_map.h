@@ -11,8 +11,8 @@ namespace imbrex::cuda {
 constexpr int kTensorMapLine = 128;  // bytes of a row of a box: the width of the swizzle
 
 // Of a tensor of up to five dimensions, innermost first; sizes and box in elements, strides (of all but the innermost) in bytes. Rows of a
-// box that are a line or half a line wide are swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read such a
-// tensor: addresses or strides that are not multiples of 16 bytes.
+// box that are a line or half a line wide are swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read
+// such a tensor: addresses or strides that are not multiples of 16 bytes.
 bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box);
 // Of keys or values: dims, keys of a page, kv heads, pages. A box has keys of a head, as many as divide a page and a tile of `tile` keys,

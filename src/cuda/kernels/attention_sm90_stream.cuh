@@ -18,9 +18,10 @@ constexpr int kStreamBytes = kKvType == kE4m3 || kKvType == kE5m2 ? 1 : 2, kStre
 template <int width>
 constexpr int kDimsOf = width / kStreamBytes;  // of a chunk
 constexpr int kChunkDims = kDimsOf<128>;
-constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>, kVChunks = (kHeadDimV + kDimsOf<kVWidth> - 1) / kDimsOf<kVWidth>;
+constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>,
+              kVChunks = (kHeadDimV + kDimsOf<kVWidth> - 1) / kDimsOf<kVWidth>;
 template <int width>
-constexpr int kBytesOf = kTileKeys * width;  // of a chunk of all rows
+constexpr int kBytesOf = kTileKeys* width;  // of a chunk of all rows
 constexpr int kChunkBytes = kBytesOf<128>;
 static_assert((kKWidth == 128 || kKChunks == 1) && (kVWidth == 128 || kVChunks == 1));
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
