@@ -69,15 +69,15 @@ inline long least_keys(const CutRules& rules, int q_len) {
 inline bool of_merged_verify(const CutRules& rules) { return rules.few_splits && rules.split_kv_each > 0; }
 
 // Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more
-// when these would have more than longest_kv. A short rest is no piece of its own. More than four of verify's are a power of two, the
-// nearest that is allowed, since runs of them are of one length then, and end together. Never falls when the keys rise.
+// when these would have more than longest_kv. A short rest is no piece of its own. More than kPiecesTogether of verify's are a power of
+// two, the nearest that is allowed, since runs of them are of one length then, and end together. Never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
   const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
   long wanted = smaller((keys + least * 3 / 4) / least, rules.share_splits);
   if (wanted * longest < keys) wanted = (keys + longest - 1) / longest;
   wanted = clamped(wanted, 1, pieces);
-  if (wanted <= 4 || !of_merged_verify(rules)) return wanted;
-  long power = 4;
+  if (wanted <= kPiecesTogether || !of_merged_verify(rules)) return wanted;
+  long power = kPiecesTogether;
   while (power * 3 / 2 <= wanted && power * 2 <= pieces) power *= 2;
   return power;
 }

@@ -63,7 +63,8 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
     p.max_splits = std::min(kTasksEach * most, kMostPieces);
     p.longest_kv = tiles[shape].runs || shape == kDecode ? kLongestPiece : kLongestOfMore;
-    // Of a request's query tokens times its pieces: as many as are a task for each multiprocessor, in tiles of the shape that takes it.
+    // As many as make a lone request a task for each multiprocessor: in verify's own tiles, where runs bound the memory that partial rows
+    // take, else in decode's.
     p.max_split_rows = most * (shape == kVerify && tiles[shape].runs ? p.tile_q : decode_q);
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;

@@ -37,7 +37,8 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
 // has 128 keys or more, and up to 15 % may be traffic of partial results. Of prefill's items, which are bound by products, it has 512 keys,
 // and an item as many pieces as give a lone request a task on each multiprocessor, up to a run's. So it is with verify's where a launch of
-// its own joins what runs leave (Tile::merged): a piece has 256 keys or more, and no fewer bytes of them than its partial result has.
+// its own joins what runs leave (Tile::merged): a piece has 256 keys or more, and no fewer bytes of them than its partial result has, and
+// more than four pieces are a power of two.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 

@@ -8,7 +8,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kTensorMapLine = 128;  // bytes of a row of a box: the width of the swizzle
+constexpr int kTensorMapLine = 128;  // bytes of the widest swizzle, and of a row of most boxes
 
 // Of a tensor of up to five dimensions, innermost first; sizes and box in elements, strides (of all but the innermost) in bytes. Rows of a
 // box that are a line or half a line wide are swizzled; what lies outside of the tensor is loaded as zeros. False where TMA cannot read

@@ -246,7 +246,7 @@ class Consumer {
 
   // Values of keys outside of [lo, hi) may be anything, and zero times NaN is NaN. The warps that read them clear them.
   DEVICE void clear_values(u32 values, int lo, int hi) const {
-    constexpr int kPieces = kTeamDims / kPieceDims, kOfRow = kVChunks * kVWidth / 16;
+    constexpr int kPieces = kTeamDims / kPieceDims, kOfRow = kVChunks * kVWidth / 16;  // a row may end before the warp's dims do
 #pragma unroll 1
     for (int i = 32 * group_ + lane_; i < kTileKeys * kPieces; i += 32 * kRowWarps) {
       const int row = i / kPieces, piece = team_ * kPieces + i % kPieces;

@@ -21,7 +21,7 @@ constexpr int kChunkDims = kDimsOf<128>;
 constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>,
               kVChunks = (kHeadDimV + kDimsOf<kVWidth> - 1) / kDimsOf<kVWidth>;
 template <int width>
-constexpr int kBytesOf = kTileKeys* width;  // of a chunk of all rows
+constexpr int kBytesOf = width* kTileKeys;  // of a chunk of all rows
 constexpr int kChunkBytes = kBytesOf<128>;
 static_assert((kKWidth == 128 || kKChunks == 1) && (kVWidth == 128 || kVChunks == 1));
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
@@ -33,6 +33,7 @@ constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ?
 
 // Where a piece of 16 bytes lies: 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
 DEVICE u32 swizzled_piece(int row, int piece, int chunk_bytes) { return piece / 8 * chunk_bytes + row * 128 + (piece % 8 ^ row % 8) * 16; }
+// Likewise in a tile whose chunks are so many bytes wide.
 template <int width>
 DEVICE u32 place_of_piece(int row, int piece) {
   if constexpr (width == 128) return swizzled_piece(row, piece, kChunkBytes);
@@ -67,7 +68,7 @@ DEVICE int first_row(const Item& item, const Box& box) {
 }
 
 // A tile of keys or of values by the warp, a box a lane.
-template <int width, int chunks>
+template <int chunks, int width>
 DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
   const int lane = lane_id(), boxes = __popc(__ballot_sync(kFullWarp, box.loads));
   if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * width * chunks);
@@ -140,7 +141,7 @@ DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const Tensor
   } else if constexpr (kSmallPages) {
     copy_rows<dim * kStreamBytes, kBytesOf<width>, kUnrolled, width>(side, item.kv_head, box.rows, begin, to, full);
   } else {
-    load_boxes<width, chunks>(map, item, box, to, full, l2);
+    load_boxes<chunks, width>(map, item, box, to, full, l2);
   }
 }
 
