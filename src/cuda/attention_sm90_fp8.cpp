@@ -1,22 +1,17 @@
 // See attention_sm90_fp8.h.
 #include "cuda/attention_sm90_fp8.h"
 
-#include <algorithm>
-#include <iterator>
-
 #include "core/check.h"
 #include "cuda/attention_constants.h"
 #include "cuda/flat_kv.h"
+#include "cuda/params.h"
 #include "cuda/tensor_map.h"
 
 namespace imbrex::cuda {
 namespace {
 
-// Bytes of a row in a chunk of dims, as the kernel's kWidth.
-int chunk_width(const AttentionSpec& spec) { return spec.head_dim_v % kTensorMapLine == 0 ? kTensorMapLine : kTensorMapLine / 2; }
-
 bool encode_maps(const AttentionSpec& spec, const Sm90Tiles& tiles, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
-  const int width = chunk_width(spec);
+  const int width = sm90_fp8_chunk(spec.head_dim_v);
   return encode_query_map(maps.q, spec, q, kTeamRows, width) && encode_kv_map(maps.k, kv.k, tiles.keys, width, tiles.cluster) &&
          encode_kv_map(maps.v, kv.v, tiles.keys, width, tiles.cluster);
 }
@@ -38,16 +33,16 @@ Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
 }
 
 std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec& spec) {
-  constexpr int kDims[] = {64, 96, 128, 192, 256};
+  constexpr int kDimUnit = 16, kMostDims = 256;
   const int dim = spec.head_dim_v, group = spec.group_size();
-  const bool dims = spec.head_dim_qk == dim && std::ranges::find(kDims, dim) != std::end(kDims);
+  const bool dims = spec.head_dim_qk == dim && dim % kDimUnit == 0 && dim <= kMostDims;
   std::vector<Reason> reasons;
   const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
     if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
   };
   need(spec.q_dtype == DType::fp8_e4m3, "spec.q_dtype", to_string(DType::fp8_e4m3), to_string(spec.q_dtype));
   need(spec.kv_dtype == DType::fp8_e4m3, "spec.kv_dtype", to_string(DType::fp8_e4m3), to_string(spec.kv_dtype));
-  need(dims, "spec.head_dim_qk", fmt::format("one of {}, for keys and values", fmt::join(kDims, ", ")),
+  need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values", kDimUnit, kMostDims),
        fmt::format("{} and {}", spec.head_dim_qk, dim));
   need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
   need(!spec.mask.custom, "spec.mask.custom", "no custom mask", "a custom mask");
@@ -65,7 +60,7 @@ KernelKey attention_sm90_fp8_flat_key(std::string_view arch, const AttentionSpec
 
 bool attention_sm90_fp8_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   if (!has_small_pages(spec)) return encode_maps(spec, attention_sm90_fp8_tiles(spec), q, kv, maps);
-  return encode_query_map(maps.q, spec, q, kTeamRows, chunk_width(spec)) && has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
+  return encode_query_map(maps.q, spec, q, kTeamRows, sm90_fp8_chunk(spec.head_dim_v)) && has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
 }
 
 bool attention_sm90_fp8_flat_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& flat, AttentionMaps& maps) {

@@ -140,6 +140,13 @@ constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
 constexpr int kVerifyLevels = 2;  // and likewise in verify, or one more
 constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
 
+// Dims of a product in attention_sm90_fp8.cu for rows of so many: what there are turned values and instructions for.
+constexpr int sm90_fp8_dims(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+}
+// Bytes of a row in a chunk of them: the width of the swizzle.
+constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 128 == 0 ? 128 : 64; }
+
 struct MergeList {  // of a shape
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list

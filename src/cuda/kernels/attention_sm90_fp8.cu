@@ -12,12 +12,14 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = 128 * (kConsumers + 1), kTransposers = 3;
-constexpr int kWidth = kHeadDimQk % 128 == 0 && kHeadDimV % 128 == 0 ? 128 : 64;  // bytes of a row in a chunk: the width of the swizzle
-// Dims that the last chunk lacks are loaded as zeros.
-constexpr int kQChunks = (kHeadDimQk + kWidth - 1) / kWidth, kVChunks = (kHeadDimV + kWidth - 1) / kWidth;
+// Dims that products have: those that a row lacks are loaded as zeros, and not stored.
+constexpr int kDims = sm90_fp8_dims(kHeadDimV);
+static_assert(kHeadDimQk == kHeadDimV);
+constexpr int kWidth = sm90_fp8_chunk(kHeadDimV);
+constexpr int kChunks = (kDims + kWidth - 1) / kWidth;
 constexpr int kQChunkBytes = 64 * kWidth, kKvChunkBytes = kTileKeys * kWidth;
 constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 64 : 32;  // keys of a row of transposed values
-constexpr int kTurnedChunkBytes = kHeadDimV * kTurnedWidth;
+constexpr int kTurnedChunkBytes = kDims * kTurnedWidth;
 
 constexpr int kPageBytes = kPageRows * kWidth;
 constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: who has told TMA to bring it, or those that copy its rows
@@ -30,10 +32,10 @@ constexpr int kQSlots = 2;           // the next item's queries load meanwhile
 constexpr int kItems = kQSlots + 2;  // a warpgroup stores an item's output when it has begun the next, and the one after that is there
 
 struct SharedStorage {
-  alignas(1024) char q[kQSlots][kConsumers][kQChunks][kQChunkBytes];
-  alignas(1024) char k[kStages][kQChunks][kKvChunkBytes];
-  alignas(1024) char v[kStages][kVChunks][kKvChunkBytes];
-  alignas(1024) char turned[kStages][kTileKeys * kHeadDimV];  // values, [key / kTurnedWidth][dim][key]
+  alignas(1024) char q[kQSlots][kConsumers][kChunks][kQChunkBytes];
+  alignas(1024) char k[kStages][kChunks][kKvChunkBytes];
+  alignas(1024) char v[kStages][kChunks][kKvChunkBytes];
+  alignas(1024) char turned[kStages][kTileKeys * kDims];  // values, [key / kTurnedWidth][dim][key]
   u64 q_full[kQSlots], q_empty[kQSlots], k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages], turned_full[kStages],
       turned_empty[kStages];
   HandedTasks handed;
@@ -57,15 +59,14 @@ struct Load {
   int pages, block, offset;  // pages: of all lanes
   RowBlocks rows;
 };
-template <int dim, int chunks>
 DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, u32 to, u32 full, const Load& tile) {
   if constexpr (kSmallPages) {
-    copy_rows<dim, kKvChunkBytes, 2, kWidth>(side, tile.kv_head, tile.rows, tile.begin, to, full);
+    copy_rows<kHeadDimV, kKvChunkBytes, 2, kWidth>(side, tile.kv_head, tile.rows, tile.begin, to, full);
   } else {
-    if (lane_id() == 0) mbarrier_arrive_expect(full, tile.pages * kPageBytes * chunks);
+    if (lane_id() == 0) mbarrier_arrive_expect(full, tile.pages * kPageBytes * kChunks);
     __syncwarp();
 #pragma unroll
-    for (int c = 0; tile.loads && c < chunks; ++c) {
+    for (int c = 0; tile.loads && c < kChunks; ++c) {
       const u32 at = to + lane_id() * kPageBytes + c * kKvChunkBytes;
       load_box(at, map, full, tile.together, c * kWidth, tile.offset, tile.kv_head - p.first_kv_head, tile.block);
     }
@@ -102,10 +103,10 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       break;
     }
     if (lane == 0) {
-      mbarrier_arrive_expect(q_full, kConsumers * kQChunks * kTeamRows * kWidth);
+      mbarrier_arrive_expect(q_full, kConsumers * kChunks * kTeamRows * kWidth);
 #pragma unroll
-      for (int i = 0; i < kConsumers * kQChunks; ++i) {
-        const int wg = i / kQChunks, c = i % kQChunks;
+      for (int i = 0; i < kConsumers * kChunks; ++i) {
+        const int wg = i / kChunks, c = i % kChunks;
         tma_load(shared_address(shared.q[q.at][wg][c]), q_map, q_full, l2_first_out(), c * kWidth, item.kv_head * kGroup,
                  item.q_begin + item.row_begin / kGroup + wg * (kTeamRows / kGroup));
       }
@@ -136,9 +137,9 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
       next.block = tile > tiles.first ? block_of(tile - 1) : 0;
       if constexpr (kSmallPages) next.rows = rows_of(tile - 1);
       mbarrier_wait(shared_address(&shared.k_empty[kv.at]), kv.parity ^ 1);
-      load_tile<kHeadDimQk, kQChunks>(p, p.k, k_map, shared_address(shared.k[kv.at]), shared_address(&shared.k_full[kv.at]), load);
+      load_tile(p, p.k, k_map, shared_address(shared.k[kv.at]), shared_address(&shared.k_full[kv.at]), load);
       mbarrier_wait(shared_address(&shared.v_empty[kv.at]), kv.parity ^ 1);
-      load_tile<kHeadDimV, kVChunks>(p, p.v, v_map, shared_address(shared.v[kv.at]), shared_address(&shared.v_full[kv.at]), load);
+      load_tile(p, p.v, v_map, shared_address(shared.v[kv.at]), shared_address(&shared.v_full[kv.at]), load);
       if (tile == find_at) {
         tasks.next();
         find_item(ring_at<kItems>(num_items).at);
@@ -162,16 +163,16 @@ DEVICE void turn_values(u32 from, u32 to, int warp, int lo, int hi) {
     const int key = block + lane;
     if (key < lo || key >= hi) {
 #pragma unroll
-      for (int i = 0; i < kVChunks * kWidth / 16; ++i)  // whole rows, whichever of their pieces the swizzle has put where
+      for (int i = 0; i < kChunks * kWidth / 16; ++i)  // whole rows, whichever of their pieces the swizzle has put where
         store_shared(from + i / (kWidth / 16) * kKvChunkBytes + key * kWidth + i % (kWidth / 16) * 16, uint4{0, 0, 0, 0});
     }
     __syncwarp();
     const u32 read = (from + key * kWidth) ^ swizzle_of(lane, kWidth);
     const u32 write = (to + block / kTurnedWidth * kTurnedChunkBytes + dim * kTurnedWidth) ^ swizzle_of(dim, kTurnedWidth) ^
                       u32(block % kTurnedWidth + matrix / 2 * 16);
-    constexpr int kAtOnce = kHeadDimV % 64 == 0 ? 4 : 2;  // of 16 dims
+    constexpr int kAtOnce = kDims % 64 == 0 ? 4 : 2;  // of 16 dims
 #pragma unroll
-    for (int d = 0; d < kHeadDimV / 16; d += kAtOnce) {
+    for (int d = 0; d < kDims / 16; d += kAtOnce) {
       u32 x[kAtOnce][4];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -234,18 +235,18 @@ DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKe
 DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
   constexpr int kSteps = kWidth / 32;
 #pragma unroll
-  for (int step = 0; step < kHeadDimQk / 32; ++step) {
+  for (int step = 0; step < kDims / 32; ++step) {
     const int c = step / kSteps, within = step % kSteps * 32;
     WgmmaE4m3<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
   }
   wgmma_commit();
 }
 
-DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, float (&out)[kHeadDimV / 2]) {
+DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, float (&out)[kDims / 2]) {
   constexpr int kSteps = kTurnedWidth / 32;
 #pragma unroll
   for (int step = 0; step < kTileKeys / 32; ++step) {
-    WgmmaE4m3<kHeadDimV>::registers(out, weights[step], turned + (step / kSteps * kTurnedChunkBytes + step % kSteps * 32) / 16, 1);
+    WgmmaE4m3<kDims>::registers(out, weights[step], turned + (step / kSteps * kTurnedChunkBytes + step % kSteps * 32) / 16, 1);
   }
   wgmma_commit();
 }
@@ -257,9 +258,9 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   Ring<kStages> k, v;  // v, of transposed values, is a tile behind
   const u64 first_q = descriptor(shared.q[0][wg][0], kWidth), first_k = descriptor(shared.k[0][0], kWidth);
   const u64 first_v = descriptor(shared.turned[0], kTurnedWidth);
-  const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kQChunks * kQChunkBytes / 16); };
-  const auto k_tile = [&] { return first_k + k.at * (kQChunks * kKvChunkBytes / 16); };
-  const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kHeadDimV / 16); };
+  const auto q_tile = [&] { return first_q + slot.at * (kConsumers * kChunks * kQChunkBytes / 16); };
+  const auto k_tile = [&] { return first_k + k.at * (kChunks * kKvChunkBytes / 16); };
+  const auto v_tile = [&] { return first_v + v.at * (kTileKeys * kDims / 16); };
 
   const auto wait_for_keys = [&] {
     mbarrier_wait(shared_address(&shared.k_full[k.at]), k.parity);
@@ -288,10 +289,10 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     return true;
   };
 
-  float out[kHeadDimV / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
+  float out[kDims / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
   u32 weights[kTileKeys / 32][4];
 #pragma unroll
-  for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = 0.f;
+  for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
   // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
@@ -341,7 +342,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       if (begins) end_item();
       if (begins || moved) {  // one branch for both: two keep two copies of the sums
 #pragma unroll
-        for (int i = 0; i < kHeadDimV / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+        for (int i = 0; i < kDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
       }
       k.next(), v.next();
     };

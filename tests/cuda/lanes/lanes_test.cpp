@@ -130,7 +130,7 @@ class LanesPlan final : public Plan {
  private:
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
 
-  int box_bytes() const { return variant_.text == Text::wgmma_e4m3 && spec_.head_dim_v % 128 != 0 ? 64 : cuda::kTensorMapLine; }
+  int box_bytes() const { return variant_.text == Text::wgmma_e4m3 ? cuda::sm90_fp8_chunk(spec_.head_dim_v) : cuda::kTensorMapLine; }
   bool widens() const { return variant_.text == Text::wgmma && spec_.kv_dtype != spec_.q_dtype; }
 
   TensorMap map_of_queries(const TensorView& q) const {

@@ -203,6 +203,14 @@ inline std::vector<Variant> variants() {
   Case& e4m3_rows_96 =
       add_wgmma("e4m3_rows_96", spec(DType::fp8_e4m3, DType::fp8_e4m3, 96, 96, 4, 3), {{40, 300, 0}, {3, 150, 1}}, Text::wgmma_e4m3);
   e4m3_rows_96.spec.mask.window_left = 90;
+  // Products of more dims than rows have.
+  Case& e4m3_80 =
+      add_wgmma("e4m3_80", spec(DType::fp8_e4m3, DType::fp8_e4m3, 80, 80, 4, 16), {{40, 200, 0}, {3, 150, 1}}, Text::wgmma_e4m3);
+  e4m3_80.spec.mask.window_left = 90, e4m3_80.scale_per_head = true;
+  add_wgmma("e4m3_rows_112", spec(DType::fp8_e4m3, DType::fp8_e4m3, 112, 112, 2, 3), {{70, 300, 0}, {3, 40, 1}}, Text::wgmma_e4m3);
+  add_wgmma("e4m3_224", spec(DType::fp8_e4m3, DType::fp8_e4m3, 224, 224, 2, 16), {{70, 170, 0}, {3, 40, 1}, {200, 200, 2}},
+            Text::wgmma_e4m3)
+      .spec.score.sinks = true;
   add_wgmma("e4m3_rows_256", spec(DType::fp8_e4m3, DType::fp8_e4m3, 256, 256, 2, 4), {{70, 170, 0}, {3, 40, 1}}, Text::wgmma_e4m3)
       .spec.score.sinks = true;
   return all;
