@@ -13,7 +13,8 @@ struct ParallelFor {
   void (*invoke)(void* context, int num_workers, Body body, void* argument) = nullptr;  // null: run in the calling thread
 };
 
-// A pool of threads that wakes in microseconds: workers spin shortly, then yield, then sleep. The caller is worker 0.
+// A pool of threads that wakes in microseconds: they spin shortly, then yield, then sleep. The caller is worker 0, and those whose threads
+// have not come when it is done with that.
 // A forked child has the pool too: its first run starts threads of the child's own. A run is not to be forked from within.
 class ThreadPool {
  public:

@@ -17,6 +17,7 @@ from .plan import KvLayer, Plan
 __all__ = ["Lengths", "Score", "attend", "dense", "equal_lengths", "f32", "is_capturing", "no_gradient", "starts_of", "write_kv"]
 
 _MOST_HEADS = 4096  # of a spec; in a batch of equal lengths the heads of all requests may be those of one
+_FEW = 32  # numbers, which PyTorch takes from a list sooner than it computes them
 _CPU = torch.device("cpu")  # named wherever a tensor of the host is made: the default device may be another one
 
 
@@ -98,6 +99,13 @@ class Lengths(NamedTuple):
     same: tuple = ()
 
 
+def _multiples(count, of, device):
+    """0, of, 2 * of, .. as int32 [count]."""
+    if device.type == "cpu" and count <= _FEW:
+        return torch.tensor([i * of for i in range(count)], dtype=torch.int32, device=device)
+    return torch.arange(count, dtype=torch.int32, device=device) * of
+
+
 @functools.lru_cache(maxsize=256)
 def _equal_on_host(num_reqs, query_len, seq_len):
     return _equal(num_reqs, query_len, seq_len, _CPU)
@@ -105,7 +113,7 @@ def _equal_on_host(num_reqs, query_len, seq_len):
 
 def _equal(num_reqs, query_len, seq_len, device):
     return Lengths(
-        torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * query_len,
+        _multiples(num_reqs + 1, query_len, device),
         torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
         query_len,
         seq_len,
@@ -120,14 +128,14 @@ def equal_lengths(num_reqs, query_len, seq_len, device=None):
 
 @functools.lru_cache(maxsize=256)
 def _equal_starts_on_host(num_reqs, length):
-    return torch.arange(num_reqs + 1, dtype=torch.int32, device=_CPU) * length
+    return _multiples(num_reqs + 1, length, _CPU)
 
 
 def _equal_starts(num_reqs, length, device):
     """Where each request begins, on the host or a device; not to be written."""
     if device.type == "cpu":
         return _equal_starts_on_host(num_reqs, length)
-    return torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * length
+    return _multiples(num_reqs + 1, length, device)
 
 
 def starts_of(seq_lens):

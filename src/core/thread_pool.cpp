@@ -48,20 +48,34 @@ bool wait_actively(Ready ready, bool may_give_up) {
 
 thread_local const void* inside_pool = nullptr;  // the pool whose job this thread is running
 
+// The last job of which a thread's share was taken, by that thread or by the caller.
+struct alignas(64) Share {
+  std::atomic<uint64_t> taken{0};
+
+  bool take(uint64_t job) {
+    uint64_t last = taken.load(std::memory_order_relaxed);
+    return last < job && taken.compare_exchange_strong(last, job, std::memory_order_acq_rel);
+  }
+};
+
 // The threads of a pool in one process, and the job they share.
+//
+// The caller takes the shares of threads that have not come yet: the system may have given their cores to others (a spinning thread of
+// another library keeps one for milliseconds), and a job that is over sooner than they arrive must not wait for them.
 struct Crew {
   const void* const pool;
   const uint64_t generation = fork_generation();  // of the process that has these threads
+  std::vector<Share> shares;                      // of the caller, who needs none, and of the threads
   std::vector<std::thread> threads;
   std::mutex callers;  // held during a run
 
-  // The job, written before `epoch` rises and read after.
+  // The job, written before `epoch` rises and read by who has taken a share of it: it is over when all shares are.
   ParallelFor::Body body = nullptr;
   void* argument = nullptr;
   int num_workers = 0;
 
   alignas(64) std::atomic<uint64_t> epoch{0};  // counts the jobs
-  alignas(64) std::atomic<int> running{0};     // workers that have not finished the job
+  alignas(64) std::atomic<int> running{0};     // shares of threads that are not done
   alignas(64) std::atomic<int> sleeping{0};
   std::atomic<bool> stop{false};
   std::mutex sleep_mutex;
@@ -78,10 +92,16 @@ struct Crew {
     }
   }
 
-  // A job may have more workers than the pool has threads; each thread then takes every num_threads-th of them.
+  // A job may have more workers than the pool has threads; a share is then every num_threads-th of them.
   void run_share(int thread) {
-    const int num_threads = int(threads.size()) + 1;
+    const int num_threads = int(shares.size());
     for (int worker = thread; worker < num_workers; worker += num_threads) run_body(worker);
+  }
+
+  void take_share(int thread, uint64_t job) {
+    if (!shares[size_t(thread)].take(job)) return;
+    run_share(thread);
+    running.fetch_sub(1, std::memory_order_release);
   }
 
   void work(int thread) {
@@ -97,21 +117,20 @@ struct Crew {
       }
       seen = epoch.load(std::memory_order_acquire);
       if (stop.load(std::memory_order_relaxed)) return;
-      run_share(thread);
-      running.fetch_sub(1, std::memory_order_release);
+      take_share(thread, seen);
     }
   }
 
-  void start_job() {
-    epoch.fetch_add(1);
-    if (sleeping.load() == 0) return;
+  uint64_t start_job() {
+    const uint64_t job = epoch.fetch_add(1) + 1;
+    if (sleeping.load() == 0) return job;
     { const std::lock_guard lock(sleep_mutex); }  // a thread about to sleep has either read the epoch or waits already
     wake.notify_all();
+    return job;
   }
 
-  Crew(const void* pool, int num_threads) : pool(pool) {
+  Crew(const void* pool, int num_threads) : pool(pool), shares(size_t(num_threads)) {
     try {
-      // Threads look at the vector only within a job, and the first job comes after this.
       threads.reserve(size_t(num_threads - 1));
       for (int thread = 1; thread < num_threads; ++thread)
         threads.emplace_back([this, thread] {
@@ -143,8 +162,9 @@ struct Crew {
     num_workers = workers;
     error = nullptr;
     running.store(int(threads.size()), std::memory_order_relaxed);
-    start_job();
+    const uint64_t now = start_job();
     run_share(0);
+    for (int thread = int(shares.size()) - 1; thread > 0; --thread) take_share(thread, now);
     const auto forked = [&] { return fork_generation() != generation; };  // by the body itself, in the middle of the job
     wait_actively([&] { return running.load(std::memory_order_acquire) == 0 || forked(); }, false);
     inside_pool = outer;

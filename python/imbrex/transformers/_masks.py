@@ -1,4 +1,5 @@
 """What transformers' masks say, in the words of kernels."""
+import functools
 import inspect
 from typing import Any, NamedTuple, Optional
 
@@ -30,12 +31,17 @@ def _window_of(mask_function: Any) -> Optional[int]:
     return inspect.getclosurevars(windows[0]).nonlocals.get("sliding_window")
 
 
+@functools.lru_cache(maxsize=None)
+def _signature_of(function: Any) -> inspect.Signature:
+    return inspect.signature(function)  # takes a tenth of a millisecond, and a step of a model asks for it
+
+
 def attention_mask(*args: Any, **kwargs: Any) -> Optional[torch.Tensor]:
     """The mask of scaled_dot_product_attention: bool [batch, 1, query_len, seq_len], or None where causal or bidirectional says it all.
 
     A mask that says no more than "causal, with a window" carries that in an attribute, so that kernels need not read it.
     """
-    call = inspect.signature(masking_utils.sdpa_mask).bind(*args, **kwargs)
+    call = _signature_of(masking_utils.sdpa_mask).bind(*args, **kwargs)
     call.apply_defaults()
     given = call.arguments
     mask = masking_utils.sdpa_mask(*args, **kwargs)
