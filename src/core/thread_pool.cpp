@@ -164,8 +164,8 @@ struct Crew {
     running.store(int(threads.size()), std::memory_order_relaxed);
     const uint64_t now = start_job();
     run_share(0);
-    for (int thread = int(shares.size()) - 1; thread > 0; --thread) take_share(thread, now);
     const auto forked = [&] { return fork_generation() != generation; };  // by the body itself, in the middle of the job
+    for (int thread = int(shares.size()) - 1; thread > 0 && !forked(); --thread) take_share(thread, now);
     wait_actively([&] { return running.load(std::memory_order_acquire) == 0 || forked(); }, false);
     inside_pool = outer;
     check(!forked(), "threads.forked", "expected a job to end in the process that began it, this one was forked off during it");

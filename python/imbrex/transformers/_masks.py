@@ -33,7 +33,8 @@ def _window_of(mask_function: Any) -> Optional[int]:
 
 @functools.lru_cache(maxsize=None)
 def _signature_of(function: Any) -> inspect.Signature:
-    return inspect.signature(function)  # takes a tenth of a millisecond, and a step of a model asks for it
+    """Looked up once: that takes a tenth of a millisecond, and every step of a model needs it."""
+    return inspect.signature(function)
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Optional[torch.Tensor]:
