@@ -77,7 +77,7 @@ class PlanCache(threading.local):
         capture = _core.capture_of(stream) if stream else 0
         if capture:
             return self._find_captured(capture, key, needed, make, stream)
-        self._leave_captures(stream)
+        self.leave_captures(stream)
         plans = self._kept.get(key, ())
         for kept in plans:
             if kept.limits.hold(needed):
@@ -131,15 +131,15 @@ class PlanCache(threading.local):
             self._captured[key, stream] = kept
         return kept
 
-    def _leave_captures(self, stream: int) -> None:
+    def leave_captures(self, stream: int) -> None:
+        """For a call outside of any: the graph that this thread captured last has its plans for itself."""
         if self._captured:
             self._captured = {}  # that graph alone keeps them
         if stream:
             _core.release_captured()
 
-    def recall(self, call: Hashable, stream: int) -> Any:
-        """What remember() was given for a call, or None. Not inside of a capture."""
-        self._leave_captures(stream)
+    def recall(self, call: Hashable) -> Any:
+        """What remember() was given for a call, or None. Not inside of a capture: leave_captures() first."""
         return self._recipes.get(call)
 
     def remember(self, call: Hashable, recipe: Any) -> None:

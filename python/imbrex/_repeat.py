@@ -1,5 +1,5 @@
 """Calls of _torch.dense() that differ from an earlier one in their numbers alone: told apart, and repeated without a second look at them."""
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -12,45 +12,77 @@ class Recipe(NamedTuple):
     """How a call is repeated with tensors elsewhere."""
 
     kept: Kept
-    batch: tuple  # that the plan has to be for
+    batch: tuple  # that the plan has to be for: requests, query length, key length
     run: _core.PreparedRun
+    view: Callable  # of keys and values, as rows
     shape: tuple  # of the output, as it is made
     by_token: bool  # and whether its heads lie together
 
 
 class Call:
-    """A call that may be repeated: what it looks like, where its tensors are, and what became of its output."""
+    """A call that may be repeated: what it looks like, where its tensors are, how keys are seen as rows, and what became of its output."""
 
-    __slots__ = ("key", "at", "shape", "by_token")
+    __slots__ = ("key", "at", "view", "shape", "by_token")
 
-    def __init__(self, key, tensors):
-        self.key, self.at = key, [x.data_ptr() for x in tensors]
+    def __init__(self, key, tensors, view):
+        self.key, self.at, self.view = key, [x.data_ptr() for x in tensors], view
 
     def remember(self, plans, kept, q, layer, out):
         """Unless the plan's arrays were copies of the call's tensors: the next call needs such ones too."""
         if kept.batch and self.at == [x.data_ptr() for x in (q, layer.k, layer.v)]:
-            plans.remember(self.key, Recipe(kept, kept.batch, kept.plan.prepare(q, layer, out), self.shape, self.by_token))
+            run = kept.plan.prepare(q, layer, out)
+            _keep(plans, self.key, Recipe(kept, kept.batch, run, self.view, self.shape, self.by_token))
 
 
 def key_of(q, k, v, score):
-    """Hashable: all that an answer depends on but the tensors' numbers; None for what is not repeated."""
+    """Hashable, of two parts: all that an answer depends on but the tensors' numbers; None for what is not repeated."""
     if score.sinks is not None or score.alibi_slopes is not None or score.relative_bias is not None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
     scale = None if score.scale is None else float(score.scale)
-    of_score = (bool(score.causal), tuple(score.window), scale, float(score.soft_cap or 0.0))
     # Written out: a loop over the three takes microseconds more.
-    of_tensors = (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype, v.device)
-    return of_tensors + of_score
+    of_keys = (k.shape, k.stride(), v.shape, v.stride())
+    of_tensors = (q.shape, q.stride(), q.dtype, q.device, k.dtype, k.device, v.dtype, v.device)
+    return of_keys, of_tensors + (bool(score.causal), tuple(score.window), scale, float(score.soft_cap or 0.0))
+
+
+def _keep(plans, key, recipe):
+    """By all of the key, and without the keys' lengths and strides: for calls of a cache that has grown."""
+    plans.remember(key, recipe)
+    (k_shape, _, v_shape, _), others = key
+    plans.remember((k_shape[:2], k_shape[3:], v_shape[3:], others), recipe)
+
+
+def _with_other_lengths(plans, key, k, v):
+    """A recipe for a call like an earlier one but for how many keys there are, or None."""
+    (k_shape, _, v_shape, _), others = key
+    if k_shape[:3] != v_shape[:3]:
+        return None
+    recipe = plans.recall((k_shape[:2], k_shape[3:], v_shape[3:], others))
+    if recipe is None or not 0 < k_shape[2] <= recipe.kept.limits.seq_len:
+        return None
+    k_rows, v_rows = recipe.view(k), recipe.view(v)
+    if k_rows is None or v_rows is None:
+        return None
+    batch = (*recipe.batch[:2], k_shape[2])
+    recipe = recipe._replace(batch=batch, run=recipe.run.with_keys(k_rows.shape[0], k_rows.stride()[:2], v_rows.stride()[:2]))
+    _keep(plans, key, recipe)
+    return recipe
 
 
 def repeat(plans, key, q, k, v):
     """The output of a call that is known, or None. Not inside of a capture."""
     stream = stream_address(None, q)
-    recipe = plans.recall(key, stream)
-    if recipe is None or recipe.kept.batch != recipe.batch:
+    plans.leave_captures(stream)
+    recipe = plans.recall(key) or _with_other_lengths(plans, key, k, v)
+    if recipe is None:
         return None
+    kept = recipe.kept
+    if kept.batch != recipe.batch:
+        kept.batch = None
+        recipe.run.update(*recipe.batch, stream)
+        kept.batch = recipe.batch
     out = q.new_empty(recipe.shape)
     recipe.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), stream)
     return by_token(out, q) if recipe.by_token else out

@@ -388,13 +388,11 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
 
     custom_mask: bool or uint8 [b or 1, 1, sq or 1, sk], false hides. Returns out [b, h, sq, dv] and lse [b, h, sq] or None.
     """
-    call = None
     key = None if custom_mask is not None or lse or is_capturing(q) else key_of(q, k, v, score)
     if key is not None:
         out = repeat(_plans, key, q, k, v)
         if out is not None:
             return out, None
-        call = Call(key, (q, k, v))
     _check_dense(q, k, v, custom_mask)
     b, _, sq, _ = q.shape
     sk = k.shape[2]
@@ -409,7 +407,7 @@ def dense(q, k, v, score, custom_mask=None, lse=None):
         if found is not None:
             return found
     elif not by_rows and _heads(k) is not None and _heads(v) is not None:
-        return _by_heads(q, k, v, score, lse, call)
+        return _by_heads(q, k, v, score, lse, None if key is None else Call(key, (q, k, v), _heads))
     if not by_rows:
         k_rows, v_rows = _rows_or_copy(k), _rows_or_copy(v)
-    return _by_rows(q, k_rows, v_rows, sk, score, custom_mask, lse, call)
+    return _by_rows(q, k_rows, v_rows, sk, score, custom_mask, lse, None if key is None else Call(key, (q, k, v), _rows))

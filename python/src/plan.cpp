@@ -1,29 +1,41 @@
 // See plan.h. Arrays are looked at with Python's lock held, and the work is done without it.
 #include "plan.h"
 
+#include <cstdlib>
+#include <limits>
+
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "imbrex/imbrex.hpp"
+#include "openmp.h"
 #include "tensors.h"
 
 namespace imbrex::python {
 namespace {
 
-// Threads of all plans that ask for every core.
-ThreadPool& every_core() {
+// A thread for each core, shared by all plans.
+ParallelFor every_core() {
   static ThreadPool pool(0);
-  return pool;
+  return pool.parallel_for();
 }
 
-// 0: one for each core, 1: the calling thread. More are taken from the threads that all plans share.
+bool is_set(const char* variable) {
+  const char* const value = std::getenv(variable);
+  return value != nullptr && *value != '\0';
+}
+
+// 0: those of PyTorch where it is loaded and IMBREX_NUM_THREADS asks for no others, else one for each core. 1: the calling thread. More are
+// taken from the threads that all plans share.
 ParallelFor shared_threads(int num_threads) {
   if (num_threads < 0)
     throw Error("python.num_threads", "expected 0 (one for each core) or more threads, got " + std::to_string(num_threads));
   if (num_threads == 1) return {};
-  ParallelFor threads = every_core().parallel_for();
+  if (num_threads == 0 && !is_set("IMBREX_NUM_THREADS"))
+    if (const auto threads = threads_of_pytorch(every_core)) return *threads;
+  ParallelFor threads = every_core();
   if (num_threads > 1) threads.num_workers = num_threads;
   return threads;
 }
@@ -42,12 +54,36 @@ struct PyWorkspace {
   std::shared_ptr<Workspace> shared;
 };
 
+// A batch of requests that are alike, ragged keys one after the other.
+struct EqualLengths {
+  std::vector<int32_t> query_start_loc, seq_lens, kv_start_loc;
+
+  static std::vector<int32_t> multiples(int count, int of) {
+    if (int64_t{count} * of > std::numeric_limits<int32_t>::max())
+      throw Error("python.lengths", "expected fewer than 2^31 tokens, got " + std::to_string(count - 1) + " requests of " + std::to_string(of));
+    std::vector<int32_t> list;
+    for (int i = 0; i < count; ++i) list.push_back(i * of);
+    return list;
+  }
+  EqualLengths() = default;
+  EqualLengths(int num_reqs, int query_len, int seq_len)
+      : query_start_loc(multiples(num_reqs + 1, query_len)), seq_lens(num_reqs, seq_len), kv_start_loc(multiples(num_reqs + 1, seq_len)) {}
+
+  Batch batch() {
+    Batch made;
+    made.query_start_loc = query_start_loc, made.seq_lens = seq_lens;
+    made.kv_start_loc = TensorView::contiguous(kv_start_loc.data(), DType::i32, {int64_t(kv_start_loc.size())});
+    return made;
+  }
+};
+
 // What graphs that captured a plan keep of it.
 struct PlanState {
   std::unique_ptr<ThreadPool> threads;
   std::unique_ptr<Plan> plan;
   std::optional<StreamOrder> order;
   std::vector<Array> held;  // what tensors of the last update show
+  EqualLengths equal;       // of the last update, if it was one of these
 };
 
 struct PyPlan {
@@ -281,7 +317,28 @@ void bind_plan(nb::module_& m) {
             nb::cast<const PyPlan&>(r.plan).use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
           },
           nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("out"), nb::arg("stream"),
-          "Addresses of arrays that the caller keeps alive; out has memory of its own.");
+          "Addresses of arrays that the caller keeps alive; out has memory of its own.")
+      .def(
+          "update",
+          [](const PyPreparedRun& r, int num_reqs, int query_len, int seq_len, uintptr_t stream) {
+            auto& plan = nb::cast<PyPlan&>(r.plan);
+            EqualLengths lengths(num_reqs, query_len, seq_len);
+            plan.use(stream, [&](Plan& of_all, Stream on) { of_all.update(lengths.batch(), on); });
+            plan.hold({});
+            plan.state->equal = std::move(lengths);  // the vectors keep their memory, to which the plan points
+          },
+          nb::arg("num_reqs"), nb::arg("query_len"), nb::arg("seq_len"), nb::arg("stream"),
+          "Updates the plan for ragged requests that are alike, with lengths on the host.")
+      .def(
+          "with_keys",
+          [](const PyPreparedRun& r, int64_t num_keys, std::pair<int64_t, int64_t> k_strides, std::pair<int64_t, int64_t> v_strides) {
+            PyPreparedRun made = r;
+            for (const auto& [rows, strides] : {std::pair(&made.in.kv.k, k_strides), std::pair(&made.in.kv.v, v_strides)})
+              rows->sizes[0] = num_keys, rows->strides[0] = strides.first, rows->strides[1] = strides.second;
+            return made;
+          },
+          nb::arg("num_keys"), nb::arg("k_strides"), nb::arg("v_strides"),
+          "The same with other rows of keys and values [num_keys, heads, d]: how many, and the strides of a token and a head, in elements.");
   nb::class_<PyCache>(m, "KvCache")
       .def(
           "__init__",

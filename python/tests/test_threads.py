@@ -90,3 +90,68 @@ def test_plans_go_with_their_threads():
     before = resident()
     threads(100)
     assert resident() - before < 4 << 20
+
+
+def in_process_with_torch(body, **environment):
+    """What a process prints that has PyTorch, and no IMBREX_NUM_THREADS unless it is given."""
+    pytest.importorskip("torch")
+    around = {name: value for name, value in os.environ.items() if name != "IMBREX_NUM_THREADS"}
+    paths = os.pathsep.join([os.path.dirname(__file__), *filter(None, sys.path)])
+    code = "import torch, imbrex, test_threads, threading, os\n" + body
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**around, **environment, "PYTHONPATH": paths}, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout.split()
+
+
+# The names that the system has for a process's threads: one for each that is there.
+COUNT = """
+call = test_threads.call_of("paged", "torch", 1)
+threads = lambda: len(os.listdir("/proc/self/task"))
+call()
+torch.set_num_threads(3)
+torch.ones(1 << 20).add_(1)  # PyTorch's threads are there
+before = threads()
+expected = call().clone()
+print(threads() - before)
+"""
+
+
+def has_openmp():
+    torch = pytest.importorskip("torch")
+    return "backend: OpenMP" in torch.__config__.parallel_info()
+
+
+def test_the_threads_of_pytorch_are_used():
+    if not has_openmp():
+        pytest.skip("this PyTorch has no OpenMP")
+    assert in_process_with_torch(COUNT) == ["0"]
+
+
+def test_threads_of_its_own_are_used_where_they_are_asked_for():
+    assert in_process_with_torch(COUNT.replace("call()\ntorch.set", "torch.set"), IMBREX_NUM_THREADS="3") == ["2"]
+
+
+def test_results_do_not_depend_on_the_threads_of_pytorch():
+    """Not on how many there are, in a forked child, where they are not, nor in threads that PyTorch did not start."""
+    body = COUNT + """
+same = lambda: torch.equal(call(), expected)
+for count in (1, 2, 5, 3):
+    torch.set_num_threads(count)
+    assert same()
+child = os.fork()
+if child == 0:
+    os._exit(0 if all(same() for _ in range(3)) else 1)
+print(os.waitpid(child, 0)[1])
+wrong = []
+def work():
+    other = test_threads.call_of("paged", "torch", 1)
+    for _ in range(50):
+        if not torch.equal(other(), expected):
+            wrong.append(1)
+many = [threading.Thread(target=work) for _ in range(3)]
+[t.start() for t in many]; [t.join() for t in many]
+print(len(wrong), torch.equal(call(), expected))
+"""
+    assert in_process_with_torch(body)[1:] == ["0", "0", "True"]
