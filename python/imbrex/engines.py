@@ -28,7 +28,7 @@ class Settings:
     """What a user may set for a plug-in: in IMBREX_ENGINE_CONFIG, a JSON object, or where the engine has a way in its own options."""
 
     backend: str = ""  # an imbrex backend or alias; empty: the first that runs the layer
-    num_threads: int = 0  # CPUs; 0: one for each core that the process may use
+    num_threads: int = 0  # CPUs; 0: those of PyTorch
     validate: bool = True  # check every batch
     self_check: bool = True  # write to the cache's pages and read them back before the first step
     on_device: str = "auto"  # plan from lengths on the GPU: "auto" (where the host's are not exact), "always" or "never"

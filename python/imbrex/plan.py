@@ -109,10 +109,11 @@ class Plan:
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode, the
     same min_query_len and max_query_len one for verify of so many tokens.
-    num_threads is for CPUs: 0 is every core, shared among plans. `balanced` splits by load: results then depend on the batch. on_device is
-    for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such a plan cannot be captured into a graph. With
-    `ordered`, calls may come on several streams: each waits for the one before, which costs a microsecond or two. out_dtype ("bf16") is what every
-    output will have: a GPU's plan then makes no kernels for others. `workspace` is scratch that it shares with other plans.
+    num_threads is for CPUs: 0 is PyTorch's threads where it is loaded, else one for each core, shared among plans. `balanced` splits by load:
+    results then depend on the batch. on_device is for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such
+    a plan cannot be captured into a graph. With `ordered`, calls may come on several streams: each waits for the one before, which costs a
+    microsecond or two. out_dtype ("bf16") is what every output will have: a GPU's plan then makes no kernels for others. `workspace` is scratch
+    that it shares with other plans.
     """
 
     def __init__(

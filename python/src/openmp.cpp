@@ -14,7 +14,8 @@ namespace {
 
 // What libgomp and LLVM's and Intel's runtimes have in common.
 struct OpenMp {
-  void (*parallel)(void (*body)(void*), void* argument, unsigned num_threads, unsigned flags);  // 0 threads: as many as the caller's setting says
+  void (*parallel)(void (*body)(void*), void* argument, unsigned num_threads,
+                   unsigned flags);  // 0 threads: as many as the caller's setting says
   int (*num_threads)();
   int (*thread)();
   int (*max_threads)();
@@ -99,7 +100,8 @@ std::optional<ParallelFor> threads_of_pytorch(ParallelFor (*others)()) {
     }
   }
   // Plans outlive a change of torch.set_num_threads(): with fewer threads each has several workers' shares, with more some have none.
-  return ParallelFor{.num_workers = std::max(threads->openmp.num_procs(), threads->openmp.max_threads()), .context = threads, .invoke = invoke};
+  return ParallelFor{
+      .num_workers = std::max(threads->openmp.num_procs(), threads->openmp.max_threads()), .context = threads, .invoke = invoke};
 }
 
 }  // namespace imbrex::python

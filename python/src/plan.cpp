@@ -60,7 +60,8 @@ struct EqualLengths {
 
   static std::vector<int32_t> multiples(int count, int of) {
     if (int64_t{count} * of > std::numeric_limits<int32_t>::max())
-      throw Error("python.lengths", "expected fewer than 2^31 tokens, got " + std::to_string(count - 1) + " requests of " + std::to_string(of));
+      throw Error("python.lengths",
+                  "expected fewer than 2^31 tokens, got " + std::to_string(count - 1) + " requests of " + std::to_string(of));
     std::vector<int32_t> list;
     for (int i = 0; i < count; ++i) list.push_back(i * of);
     return list;
@@ -338,7 +339,8 @@ void bind_plan(nb::module_& m) {
             return made;
           },
           nb::arg("num_keys"), nb::arg("k_strides"), nb::arg("v_strides"),
-          "The same with other rows of keys and values [num_keys, heads, d]: how many, and the strides of a token and a head, in elements.");
+          "The same with other rows of keys and values [num_keys, heads, d]: how many, and the strides of a token and a head, in "
+          "elements.");
   nb::class_<PyCache>(m, "KvCache")
       .def(
           "__init__",

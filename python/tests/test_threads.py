@@ -135,7 +135,9 @@ def test_threads_of_its_own_are_used_where_they_are_asked_for():
 
 def test_results_do_not_depend_on_the_threads_of_pytorch():
     """Not on how many there are, in a forked child, where they are not, nor in threads that PyTorch did not start."""
-    body = COUNT + """
+    body = (
+        COUNT
+        + """
 same = lambda: torch.equal(call(), expected)
 for count in (1, 2, 5, 3):
     torch.set_num_threads(count)
@@ -154,4 +156,5 @@ many = [threading.Thread(target=work) for _ in range(3)]
 [t.start() for t in many]; [t.join() for t in many]
 print(len(wrong), torch.equal(call(), expected))
 """
+    )
     assert in_process_with_torch(body)[1:] == ["0", "0", "True"]

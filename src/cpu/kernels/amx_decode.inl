@@ -39,7 +39,9 @@ void run_narrow(JobList& list) {
   };
   const char* keys[2];
   const char* values[2][kChunks];
+  const auto computes = [](const Job& job, int g) { return g >= 2 * job.c0 && g < 2 * job.c1; };
   auto prepare_keys = [&](const Job& job, int g) {
+    if (!computes(job, g)) return;
     stage_part(a, list.item, job.head, job.kb, list.keys, *job.stage, g, [&] { fetch.some(share); });
     keys[g % 2] = direct ? ring_keys(a, *job.tiles, g, steps, key_ring + g % 2 * (steps * 1024L)) : job.tiles->keys[g];
   };
@@ -67,7 +69,7 @@ void run_narrow(JobList& list) {
         } else if (have_after) {
           prepare_keys(*after, 0);
         }
-        if (g < 2 * now->c0 || g >= 2 * now->c1) continue;
+        if (!computes(*now, g)) continue;
         TILE_FENCE();
         if (as_rows) {
           TILE_ZERO(1);
