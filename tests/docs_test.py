@@ -27,13 +27,13 @@ def without_comments(text):
 
 
 def type_bodies(header):
-    """Name and text between the braces of every struct, class and enum."""
-    for match in re.finditer(r"\b(?:struct|class|enum class)\s+(\w+)\b[^;{()]*{", header):
+    """Name, base or empty, and text between the braces of every struct, class and enum."""
+    for match in re.finditer(r"\b(?:struct|class|enum class)\s+(\w+)\b(?!\s*>)(?:[^;{()]*:\s*public\s+(\w+))?[^;{()]*{", header):
         depth, at = 1, match.end()
         while depth > 0:
             depth += {"{": 1, "}": -1}.get(header[at], 0)
             at += 1
-        yield match.group(1), header[match.end() : at - 1]
+        yield match.group(1), match.group(2) or "", header[match.end() : at - 1]
 
 
 class Names:
@@ -42,10 +42,16 @@ class Names:
     def __init__(self, root):
         self.text = "\n".join(without_comments(p.read_text()) for p in sorted((root / "include/imbrex").glob("*.h*")))
         self.types = {}
-        for name, body in type_bodies(self.text):
+        bases = {}
+        for name, base, body in type_bodies(self.text):
             self.types[name] = self.types.get(name, "") + body
-        for name in re.findall(r"\busing\s+(\w+)\s*=", self.text):
-            self.types.setdefault(name, "")
+            bases.setdefault(name, base)
+        for name, base in bases.items():
+            while base:
+                self.types[name] += self.types.get(base, "")
+                base = bases.get(base)
+        for name, meant in re.findall(r"\busing\s+(\w+)\s*=\s*(\w*)", self.text):  # of a template, its name
+            self.types.setdefault(name, self.types.get(meant, ""))
         self.environment = (root / "src/core/env.h").read_text()
         self.program = "\n".join(p.read_text() for p in sorted((root / "src/cli").glob("*.cpp")))
 
@@ -139,13 +145,13 @@ def check_columns(root):
 
 def check_aliases(root):
     """Every name that select() knows from vLLM or SGLang has a row in that document."""
-    source = (root / "src/attention/aliases.cpp").read_text()
+    source = (root / "src/family/aliases.cpp").read_text()
     for origin in ("vllm", "sglang"):
         section = (root / f"docs/coming-from-{origin}.md").read_text().split("## Backend names", 1)[-1].split("\n## ", 1)[0]
         known = set(re.findall(r"\w+", section))
         names = [n for call in re.findall(rf"\b{origin}\(([^;]*)\);", source) for n in re.findall(r'"([^"]+)"', call[call.rfind("{") :])]
         if not names:
-            yield f"src/attention/aliases.cpp: no names of {origin} found"
+            yield f"src/family/aliases.cpp: no names of {origin} found"
         for name in names:
             if name not in known:
                 yield f"docs/coming-from-{origin}.md: the alias {name} is missing under Backend names"

@@ -3,10 +3,11 @@
 #include <cstdint>
 #include <span>
 
-#include "imbrex/spec.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex {
+
+struct AttentionSpec;
 
 // Any mix of prefill, chunked prefill, decode and verify. Requests with no query tokens and padded requests (seq_len 0, no
 // tokens) are allowed anywhere and cost nothing. Tokens from query_start_loc.back() on are padding: their outputs are not written.

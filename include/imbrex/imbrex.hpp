@@ -1,5 +1,6 @@
 #pragma once
 // Everything, for users who do not care which header a name is in.
+#include "imbrex/attention.h"
 #include "imbrex/backend.h"
 #include "imbrex/batch.h"
 #include "imbrex/block_pool.h"
@@ -7,10 +8,12 @@
 #include "imbrex/device.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/error.h"
+#include "imbrex/family.h"
 #include "imbrex/kv_cache.h"
 #include "imbrex/merge.h"
 #include "imbrex/model.h"
 #include "imbrex/parallel.h"
+#include "imbrex/plan.h"
 #include "imbrex/schedule.h"
 #include "imbrex/select.h"
 #include "imbrex/spec.h"

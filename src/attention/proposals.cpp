@@ -134,11 +134,12 @@ struct Combination {
 
 }  // namespace
 
-std::vector<std::string> propose(const AttentionSpec& spec, const DeviceInfo& device, std::span<const Candidate> candidates,
-                                 const Backend* slow) {
+template <>
+std::vector<std::string> propose<AttentionFamily>(const AttentionSpec& spec, const DeviceInfo& device,
+                                                  std::span<const Candidate> candidates, const Backend& slow) {
   std::vector<const Backend*> backends;
   for (const Candidate& candidate : candidates) {
-    if (candidate.backend != slow && !refuses_device(candidate)) backends.push_back(candidate.backend);
+    if (candidate.backend != &slow && !refuses_device(candidate)) backends.push_back(candidate.backend);
   }
   if (backends.empty()) return {};
 

@@ -4,14 +4,16 @@
 #include <string>
 #include <vector>
 
+#include "family/select_of.h"
 #include "imbrex/select.h"
 
 namespace imbrex {
 
 // "kv_dtype bf16: cpu_amx, cpu_avx512", nearest first; single changes, and pairs only where no single one helps. A change that
-// alters results says so. `slow` (the reference) is no answer, and backends that refuse the device itself are not asked.
+// alters results says so. `slow` is no answer, and backends that refuse the device itself are not asked.
 // At most kMaxProposals. Costs a few milliseconds at worst.
 inline constexpr int kMaxProposals = 5;
-std::vector<std::string> propose(const AttentionSpec&, const DeviceInfo&, std::span<const Candidate>, const Backend* slow);
+template <>
+std::vector<std::string> propose<AttentionFamily>(const AttentionSpec&, const DeviceInfo&, std::span<const Candidate>, const Backend& slow);
 
 }  // namespace imbrex

@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "attention/cases.h"
 #include "cli/cli.h"
+#include "conformance/cases.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 #include "serve/batch_grammar.h"

@@ -3,9 +3,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "attention/case_file.h"
-#include "attention/device_mirror.h"
 #include "cli/cli.h"
+#include "conformance/case_file.h"
+#include "conformance/device_mirror.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <functional>
 
-#include "attention/conformance.h"
+#include "conformance/judge.h"
 #include "core/check.h"
 #include "imbrex/device_stream.h"
 #include "serve/bench_problem.h"

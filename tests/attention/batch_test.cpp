@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "expect_error.h"
+#include "imbrex/spec.h"
 
 namespace imbrex {
 namespace {

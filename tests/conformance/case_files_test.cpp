@@ -4,7 +4,7 @@
 #include <cmath>
 #include <filesystem>
 
-#include "attention/case_file.h"
+#include "conformance/case_file.h"
 #include "matrix.h"
 
 namespace imbrex::test {

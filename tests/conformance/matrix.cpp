@@ -7,8 +7,8 @@
 #include <array>
 #include <set>
 
-#include "attention/device_mirror.h"
 #include "attention/reference.h"
+#include "conformance/device_mirror.h"
 #include "imbrex/error.h"
 
 namespace imbrex::test {

@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
-#include "attention/case_runner.h"
-#include "attention/cases.h"
-#include "attention/conformance.h"
+#include "conformance/case_runner.h"
+#include "conformance/cases.h"
+#include "conformance/judge.h"
 #include "imbrex/select.h"
 
 namespace imbrex::test {

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "attention/case_file.h"
+#include "conformance/case_file.h"
 #include "imbrex/error.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

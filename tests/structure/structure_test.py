@@ -19,17 +19,20 @@ LONG_FILES = {}
 # Which folders of src/ a folder may include. Public headers count as part of the folder they are declared for.
 ARROWS = {
     "core": {"core"},
-    "attention": {"attention", "core"},
-    "model": {"model", "attention", "core"},
-    "cpu": {"cpu", "attention", "core"},
-    "cuda": {"cuda", "attention", "core"},
-    "serve": {"serve", "model", "attention", "core"},
-    "api": {"api", "model", "attention", "core"},
-    "cli": {"cli", "serve", "api", "model", "attention", "core"},
+    "family": {"family", "core"},
+    "attention": {"attention", "family", "core"},
+    "model": {"model", "attention", "family", "core"},
+    "cpu": {"cpu", "attention", "family", "core"},
+    "cuda": {"cuda", "attention", "family", "core"},
+    "conformance": {"conformance", "attention", "family", "core"},
+    "serve": {"serve", "conformance", "model", "attention", "family", "core"},
+    "api": {"api", "model", "attention", "family", "core"},
+    "cli": {"cli", "serve", "conformance", "api", "model", "attention", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h", "workspace.h"}
+PUBLIC_FAMILY = {"batch.h", "family.h", "plan.h"}
 PUBLIC_MODEL = {"model.h"}
 PUBLIC_API = {"imbrex.h", "imbrex.hpp"}
 
@@ -55,7 +58,7 @@ def includes(path):
 
 
 def folder_of_public(name):
-    for folder, names in (("core", PUBLIC_CORE), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
+    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
         if name in names:
             return folder
     return "attention"
@@ -70,7 +73,7 @@ def resolve(root, path, name):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model, attention -> core; cpu, cuda -> attention, core."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cli, serve -> conformance."""
     problems = []
     for path in sources(root, "src"):
         relative = path.relative_to(root).as_posix()

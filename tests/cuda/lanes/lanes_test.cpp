@@ -7,10 +7,10 @@
 #include <map>
 #include <numeric>
 
-#include "attention/case_runner.h"
-#include "attention/conformance.h"
 #include "attention/reference.h"
 #include "attention/relative_bias.h"
+#include "conformance/case_runner.h"
+#include "conformance/judge.h"
 #include "cuda/kv_side.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"

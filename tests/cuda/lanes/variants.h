@@ -3,7 +3,7 @@
 #include <ostream>
 #include <vector>
 
-#include "attention/cases.h"
+#include "conformance/cases.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"

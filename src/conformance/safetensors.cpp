@@ -1,5 +1,5 @@
 // See safetensors.h.
-#include "attention/safetensors.h"
+#include "conformance/safetensors.h"
 
 #include <algorithm>
 #include <cstring>

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/case_inputs.h"
+#include "conformance/case_inputs.h"
 #include "imbrex/backend.h"
 
 namespace imbrex {

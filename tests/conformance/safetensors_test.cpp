@@ -1,5 +1,5 @@
 // The reader of .safetensors files: every broken rule has its own code, and no damaged file gets through or crashes.
-#include "attention/safetensors.h"
+#include "conformance/safetensors.h"
 
 #include <gtest/gtest.h>
 

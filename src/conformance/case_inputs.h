@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/cases.h"
+#include "conformance/cases.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex {

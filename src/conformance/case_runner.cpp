@@ -1,5 +1,5 @@
 // See case_runner.h. Context tokens are written in two steps, then the case's queries run in one step or in chunks.
-#include "attention/case_runner.h"
+#include "conformance/case_runner.h"
 
 #include <algorithm>
 #include <cstring>

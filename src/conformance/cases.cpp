@@ -1,9 +1,9 @@
 // The one table of attention cases, made by composing axes. A new feature gets an axis here, and every backend is tested on it.
-#include "attention/cases.h"
+#include "conformance/cases.h"
 
 #include <algorithm>
 
-#include "attention/case_table.h"
+#include "conformance/case_table.h"
 
 namespace imbrex {
 namespace {

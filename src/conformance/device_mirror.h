@@ -1,7 +1,6 @@
 #pragma once
-// A CUDA backend for callers whose tensors are in host memory: every call copies what it is given to the device and the results back.
+// A GPU's backend for callers whose tensors are in host memory: every call copies what it is given to the device and the results back.
 // Correct and slow; conformance tests and case files run through it, so that what a caller of the real backend would see is what they see.
-// The folder of the hardware defines it.
 #include <memory>
 
 #include "imbrex/backend.h"

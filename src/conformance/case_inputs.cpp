@@ -1,5 +1,5 @@
 // See case_inputs.h. Contents come from a hash of (seed, tensor, request, position, head, dim), so that they do not depend on the batch.
-#include "attention/case_inputs.h"
+#include "conformance/case_inputs.h"
 
 #include <algorithm>
 #include <cmath>

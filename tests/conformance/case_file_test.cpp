@@ -1,5 +1,5 @@
 // Case files: what is written is read back, and everything that does not fit is refused with its own code.
-#include "attention/case_file.h"
+#include "conformance/case_file.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // The names that users of vLLM and SGLang know for attention backends, and which of ours serve them. Used by select() and the docs.
-#include "imbrex/select.h"
+#include "imbrex/family.h"
 
 namespace imbrex {
 namespace {

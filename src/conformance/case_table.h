@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention/cases.h"
+#include "conformance/cases.h"
 
 namespace imbrex {
 

@@ -1,5 +1,5 @@
 // See case_file.h. The file's fields are in design order: spec, mask, then the tensors.
-#include "attention/case_file.h"
+#include "conformance/case_file.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>

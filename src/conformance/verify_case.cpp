@@ -1,7 +1,7 @@
 // verify_case: a case file through every backend, in every layout that must not matter.
 #include <fmt/format.h>
 
-#include "attention/case_file.h"
+#include "conformance/case_file.h"
 
 namespace imbrex {
 namespace {

@@ -1,5 +1,5 @@
 // See conformance.h.
-#include "attention/conformance.h"
+#include "conformance/judge.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "attention/conformance.h"
-#include "attention/safetensors.h"
+#include "conformance/judge.h"
+#include "conformance/safetensors.h"
 
 namespace imbrex {
 

@@ -1,13 +1,13 @@
 // What a plan does whose backend has nothing of its own to say.
+#include "imbrex/plan.h"
 #include "core/check.h"
-#include "imbrex/backend.h"
 
 namespace imbrex {
 
-void Plan::update_on_device(const DeviceBatch&, Stream) {
+void BasicPlan::update_on_device(const DeviceBatch&, Stream) {
   fail("update.on_device", "expected a plan that reads lengths on a device, got {}, which needs them on the host", str());
 }
 
-std::vector<Reason> Plan::device_problems(Stream) { return {}; }
+std::vector<Reason> BasicPlan::device_problems(Stream) { return {}; }
 
 }  // namespace imbrex

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "attention/case_inputs.h"
-#include "attention/case_runner.h"
+#include "conformance/case_inputs.h"
+#include "conformance/case_runner.h"
 
 namespace imbrex {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "attention/case_inputs.h"
+#include "conformance/case_inputs.h"
 
 namespace imbrex {
 

@@ -1,0 +1,85 @@
+#pragma once
+// The interface a backend implements, for any family of layers: it says what it supports, and makes plans.
+//
+// A family is a struct of two types: Spec, what a layer computes, fixed for the life of a model, and Plan, which derives from BasicPlan and
+// has what a layer calls. Backends, the registry and select() are the same for all families.
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "imbrex/plan.h"
+
+namespace imbrex {
+
+// What every backend says of itself.
+class BasicBackend {
+ public:
+  virtual ~BasicBackend() = default;
+  virtual std::string_view name() const = 0;         // "cpu_amx"
+  virtual std::string_view description() const = 0;  // one line for `imbrex select`
+};
+
+// Stateless; one object a backend. Backends outside this library derive from it too and register at run time.
+template <class Family>
+class BackendOf : public BasicBackend {
+ public:
+  // Every reason why this backend cannot run the spec on the device; empty when it can. Must not touch the device.
+  virtual std::vector<Reason> unsupported(const typename Family::Spec&, const DeviceInfo&) const = 0;
+  // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise), and only for a device
+  // that is present (Error backend.device_absent): kernels, scratch and threads belong to it.
+  virtual std::unique_ptr<typename Family::Plan> plan(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const = 0;
+};
+
+// Built-in backends best first, then registered ones in front of them in the order of registration. A family's reference is the last.
+template <class Family>
+std::vector<const BackendOf<Family>*> backends();
+template <class Family>
+const BackendOf<Family>* find_backend(std::string_view name);  // nullptr when there is none of that name
+template <class Family>
+void register_backend(std::shared_ptr<const BackendOf<Family>>);  // Error registry.duplicate when the name is taken; thread-safe
+template <class Family>
+void unregister_backend(std::string_view name);  // only registered ones; Error registry.unknown
+
+// A name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know, and which of ours serve it, in order of preference.
+struct BackendAlias {
+  std::string_view origin;                 // "vllm", "sglang"
+  std::string_view name;                   // compared without case
+  std::vector<std::string_view> backends;  // of ours; empty: nothing yet, see `note`
+  std::string_view note;                   // what that backend is for, and which later part of imbrex it waits for
+};
+std::span<const BackendAlias> backend_aliases();
+
+enum class Phase : uint8_t { any, prefill, decode };
+const char* to_string(Phase);
+
+struct SelectOptions {
+  std::string forced;          // a backend or alias for every phase; empty: IMBREX_BACKEND, else by order
+  std::string forced_prefill;  // for one phase only, stronger than `forced`
+  std::string forced_decode;
+  Phase phase = Phase::any;
+};
+
+template <class Family>
+struct CandidateOf {
+  const BackendOf<Family>* backend = nullptr;
+  std::vector<Reason> reasons;  // empty: it could run the spec
+};
+
+template <class Family>
+struct SelectionOf {
+  const BackendOf<Family>* backend = nullptr;   // null when nothing runs it
+  std::string rule;                             // "first of 2 that run it", "forced by IMBREX_BACKEND"
+  std::vector<CandidateOf<Family>> candidates;  // every backend, in order
+  std::vector<std::string> proposals;           // changes of the spec after which something runs ("kv_dtype bf16: cpu_amx")
+  std::string str() const;                      // the table that `imbrex select` prints
+};
+
+// Never throws for a spec that nothing runs: `backend` is null then. Throws Error select.forced when a forced backend does not
+// exist or has reasons against it; the message lists them.
+template <class Family>
+SelectionOf<Family> select(const typename Family::Spec&, const DeviceInfo&, const SelectOptions& = {});
+
+}  // namespace imbrex

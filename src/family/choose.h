@@ -1,0 +1,29 @@
+#pragma once
+// Which backend of a list runs a spec, by order or by force, and how that is told: select() without the family's types.
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "imbrex/family.h"
+
+namespace imbrex {
+
+struct Contender {
+  const BasicBackend* backend;
+  const std::vector<Reason>* reasons;  // against the spec; empty: it could run it
+};
+
+struct Choice {
+  const BasicBackend* backend = nullptr;  // null: nothing runs it
+  std::string rule;
+  bool only_slow = false;  // nothing but `slow` runs it, or nothing at all
+};
+
+// `slow`: the family's reference. Error select.forced.
+Choice choose(std::span<const Contender>, const BasicBackend& slow, const SelectOptions&);
+
+std::string selection_table(const BasicBackend* chosen, std::string_view rule, std::span<const Contender>,
+                            std::span<const std::string> proposals);
+
+}  // namespace imbrex
