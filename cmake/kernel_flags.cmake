@@ -15,7 +15,7 @@ foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "avx512_bf16;avx51
   endif()
 endforeach()
 set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
-file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp)
+file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp ${kernels}/*_generic.cpp)
 set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno")
 file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
 # Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. What the AMX

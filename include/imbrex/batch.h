@@ -25,6 +25,11 @@ struct Batch {
   TensorView slot_mapping;  // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
   TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
 
+  // For layers that keep a state of each request, as short_conv.h has them: [num_reqs] each, on the host.
+  std::span<const int32_t> state_slots;      // where the request's state is. Not looked at where it has no tokens
+  std::span<const int32_t> num_drafts;       // of the step's tokens, the last so many may be taken back by the next step; empty: none
+  std::span<const int32_t> accepted_drafts;  // of the drafts of the request's step before, so many were kept; empty: none
+
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
   int query_len(int r) const { return query_start_loc[r + 1] - query_start_loc[r]; }

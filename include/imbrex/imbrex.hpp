@@ -16,6 +16,7 @@
 #include "imbrex/plan.h"
 #include "imbrex/schedule.h"
 #include "imbrex/select.h"
+#include "imbrex/short_conv.h"
 #include "imbrex/spec.h"
 #include "imbrex/tensor.h"
 #include "imbrex/workspace.h"

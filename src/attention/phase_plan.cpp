@@ -15,6 +15,7 @@
 #include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/stream_capture.h"
+#include "family/begin_plan.h"
 #include "imbrex/select.h"
 
 namespace imbrex {

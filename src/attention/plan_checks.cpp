@@ -5,9 +5,9 @@
 #include <cmath>
 
 #include "core/check.h"
-#include "core/log.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
+#include "family/begin_plan.h"
 
 namespace imbrex {
 namespace {
@@ -52,13 +52,6 @@ void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_vi
 
 }  // namespace
 
-void check_options(const PlanOptions& options) {
-  constexpr int kMostWorkers = 1 << 16;
-  options.limits.validate();
-  check(options.threads.num_workers > 0 && options.threads.num_workers <= kMostWorkers, "threads.num_workers",
-        "expected 1 to {} workers of PlanOptions::threads, got {}", kMostWorkers, options.threads.num_workers);
-}
-
 void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
                 std::string_view kernels) {
   spec.validate();
@@ -68,13 +61,7 @@ void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceI
     check(std::ranges::find(types, *options.out_dtype) != types.end(), "backend.out_dtype",
           "expected a type of outputs of {}, such as {}, got {}", spec.str(), to_string(types.front()), to_string(*options.out_dtype));
   }
-  check(options.workspace == nullptr || options.workspace->device() == device.device, "backend.workspace",
-        "expected a workspace of {}, got one of {}", device.device, options.workspace == nullptr ? Device{} : options.workspace->device());
-  for (const Reason& reason : backend.unsupported(spec, device))
-    fail("backend.unsupported", "{} cannot run {} on {}: {}", backend.name(), spec.str(), device.str(), reason.str());
-  check(device.present, "backend.device_absent", "{} cannot make a plan for {}, which is only described", backend.name(), device.str());
-  log_info("plan: {}{}{}{} on {} for {}", backend.name(), kernels.empty() ? "" : " (", kernels, kernels.empty() ? "" : " kernels)",
-           device.str(), spec.str());
+  begin_plan(backend, spec.str(), backend.unsupported(spec, device), device, options, kernels);
 }
 
 void check_memory(const TensorView& t, const char* name, std::string_view code, Device device) {

@@ -11,7 +11,6 @@ namespace imbrex {
 // nothing against it, and that the device is present. Errors spec.*, limits.*, threads.num_workers, backend.unsupported,
 // backend.device_absent. Then the log gets a line, with `kernels` as what they are called.
 void begin_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&, std::string_view kernels = {});
-void check_options(const PlanOptions&);  // of these, limits.* and threads.num_workers
 
 // An empty view passes. `code` is the caller's: update.device, run.device, ...
 void check_memory(const TensorView&, const char* name, std::string_view code, Device);

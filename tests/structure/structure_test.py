@@ -21,8 +21,9 @@ ARROWS = {
     "core": {"core"},
     "family": {"family", "core"},
     "attention": {"attention", "family", "core"},
+    "short_conv": {"short_conv", "family", "core"},
     "model": {"model", "attention", "family", "core"},
-    "cpu": {"cpu", "attention", "family", "core"},
+    "cpu": {"cpu", "attention", "short_conv", "family", "core"},
     "cuda": {"cuda", "attention", "family", "core"},
     "conformance": {"conformance", "attention", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "family", "core"},
@@ -33,6 +34,7 @@ HARDWARE = {"cpu", "cuda"}
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "plan.h"}
+PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_MODEL = {"model.h"}
 PUBLIC_API = {"imbrex.h", "imbrex.hpp"}
 
@@ -58,7 +60,7 @@ def includes(path):
 
 
 def folder_of_public(name):
-    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
+    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
         if name in names:
             return folder
     return "attention"
@@ -73,7 +75,7 @@ def resolve(root, path, name):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu -> short_conv -> family; cli, serve -> conformance."""
     problems = []
     for path in sources(root, "src"):
         relative = path.relative_to(root).as_posix()
@@ -120,7 +122,7 @@ def check_kernels(root):
     """
     problems = []
     kernels = root / "src/cpu/kernels"
-    allowed_files = {(root / "src/cpu/params.h").resolve(), (root / "include/imbrex/work.h").resolve()}
+    allowed_files = {(root / name).resolve() for name in ("src/cpu/params.h", "src/cpu/short_conv_params.h", "include/imbrex/work.h")}
     todo = list(sources(root, "src/cpu/kernels"))
     seen = {path.resolve() for path in todo}
     while todo:

@@ -1,0 +1,53 @@
+#pragma once
+// The short convolution of LFM2's layers, a family whose cache is a few rows of state for each request instead of keys of every token:
+//   h[t] = B[t] * x[t],  y[t] = C[t] * (bias + sum of weight[:, i] * h[t - width + 1 + i] over i in [0, width)),
+// channel by channel. h is rounded to dtype, as it is kept; sums are floats. Before a request's first token h is zero.
+#include <cstdint>
+#include <string>
+
+#include "imbrex/family.h"
+
+namespace imbrex {
+
+struct ShortConvSpec {
+  int dim = 0;                // channels; under tensor parallelism those of the rank
+  int width = 3;              // tokens that a sum is over, its own included (conv_L_cache): 2 to 8
+  bool bias = false;          // ShortConvInputs::bias is added to the sum
+  DType dtype = DType::bf16;  // of inputs, outputs, weights and state: f32, bf16 or f16
+  int num_drafts = 0;         // drafts of a step that a later one may take back (Batch::num_drafts), at most 64
+
+  int state_rows() const { return width - 1 + num_drafts; }
+  int64_t state_bytes() const { return int64_t(state_rows()) * dim * size_of(dtype); }  // of a slot of one layer
+  void validate() const;                                                                // Error short_conv.*
+  std::string str() const;                                                              // "short_conv d2048 w3 bf16 bias drafts4"
+  friend bool operator==(const ShortConvSpec&, const ShortConvSpec&) = default;
+};
+
+struct ShortConvInputs {
+  TensorView bcx;     // dtype [>= num_tokens, 3 * dim]: B, C and x of a token after one another, as in_proj gives them; innermost stride 1
+  TensorView weight;  // dtype [dim, width]; weight[:, width - 1] is of the current token
+  TensorView bias;    // dtype [dim], contiguous; only with ShortConvSpec::bias
+  // dtype [slots, state_rows, dim], innermost stride 1: h of tokens gone by, oldest first. Read and written by run(). A request reads rows
+  // accepted_drafts to accepted_drafts + width - 1 of its slot, and nothing where it has no token gone by; then it writes rows 0 to
+  // width - 1 + num_drafts. Other rows and slots are left alone.
+  TensorView state;
+};
+
+struct ShortConvOutputs {
+  TensorView out;  // dtype [>= num_tokens, dim], innermost stride 1
+};
+
+// A step is update() with Batch::query_start_loc, seq_lens and state_slots, and with drafts num_drafts and accepted_drafts. No two requests
+// with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do neighbours and threads.
+class ShortConvPlan : public BasicPlan {
+ public:
+  // Allocates nothing. Errors short_conv.run.*
+  virtual void run(const ShortConvInputs&, const ShortConvOutputs&, Stream = nullptr) const = 0;
+};
+
+struct ShortConvFamily {
+  using Spec = ShortConvSpec;
+  using Plan = ShortConvPlan;
+};
+
+}  // namespace imbrex

@@ -1,0 +1,160 @@
+// The kernel of the short convolution, in vectors as wide as the instruction set that it is compiled for has.
+// Roofline: three rows are read for one that is written, with 2 * width + 2 operations an element, so memory decides.
+#include "cpu/short_conv_params.h"
+// clang-format off
+#include "cpu/kernels/convert.inl"
+// clang-format on
+
+namespace imbrex::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef u32 Words __attribute__((vector_size(4 * kLanes)));
+typedef u16 Halves __attribute__((vector_size(2 * kLanes)));
+
+// Channels of one call: weights by tap, and the last `width` rows of h, in a ring.
+struct ShortConvTile {
+  Floats taps[kShortConvWidth][kShortConvDims / kLanes];
+  Floats bias[kShortConvDims / kLanes];
+  Floats h[kShortConvWidth][kShortConvDims / kLanes];
+};
+
+// The first n channels of a vector, zero behind them.
+template <int type>
+inline Floats load_vector(const char* p, int n) {
+  if constexpr (type == kF32) {
+    Floats f = {};
+    n == kLanes ? __builtin_memcpy(&f, p, 4 * kLanes) : __builtin_memcpy(&f, p, 4ul * n);
+    return f;
+  } else {
+    Halves h = {};
+    n == kLanes ? __builtin_memcpy(&h, p, 2 * kLanes) : __builtin_memcpy(&h, p, 2ul * n);
+    const Words w = __builtin_convertvector(h, Words);
+    if constexpr (type == kBf16) return (Floats)(w << 16);
+    const Words magnitude = (w & 0x7fff) << 13;
+    const Words finite = (Words)((Floats)magnitude * 0x1p112f), special = magnitude | 0x7f800000u;
+    return (Floats)((magnitude >= 0x0f800000u ? special : finite) | (w & 0x8000) << 16);
+  }
+}
+
+// As 16-bit codes in the lower half of each word.
+template <int type>
+inline Words to_codes(Floats f) {
+  const Words u = (Words)f;
+  if constexpr (type == kBf16) {
+    const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    return (u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded;
+  } else {
+    Words codes;
+    for (int i = 0; i < kLanes; ++i) codes[i] = to_f16(f[i]);
+    return codes;
+  }
+}
+
+template <int type>
+inline void store_vector(Floats f, int n, char* p) {
+  if constexpr (type == kF32) {
+    n == kLanes ? __builtin_memcpy(p, &f, 4 * kLanes) : __builtin_memcpy(p, &f, 4ul * n);
+  } else {
+    const Halves h = __builtin_convertvector(to_codes<type>(f), Halves);
+    n == kLanes ? __builtin_memcpy(p, &h, 2 * kLanes) : __builtin_memcpy(p, &h, 2ul * n);
+  }
+}
+
+// h of n channels from their B on, of a token: rounded as it is kept.
+template <int type>
+inline Floats load_h(const ShortConvParams& p, const char* b, int n) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const Floats product = load_vector<type>(b, n) * load_vector<type>(b + 2L * p.dim * size, n);
+  if constexpr (type == kF32) return product;
+  if constexpr (type == kBf16) return (Floats)(to_codes<type>(product) << 16);
+  const Halves codes = __builtin_convertvector(to_codes<type>(product), Halves);
+  return load_vector<type>(reinterpret_cast<const char*>(&codes), kLanes);
+}
+
+// Calls visit(i, offset in bytes, n) for each vector of n channels.
+template <int type, class Visit>
+inline void for_vectors(int dims, const Visit& visit) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  int i = 0;
+  for (; (i + 1) * kLanes <= dims; ++i) visit(i, i * kLanes * size, kLanes);
+  if (i * kLanes < dims) visit(i, i * kLanes * size, dims - i * kLanes);
+}
+
+template <int type>
+void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims, ShortConvTile& tile) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const int before = p.width - 1;
+  char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
+  const auto row_of = [&](int token) { return p.bcx + token * p.bcx_stride + dim * size; };
+  // h of a token, or of one that had gone by when the request's step began.
+  const auto load_row_h = [&](int token, Floats* h) {
+    const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
+    const char* const gone = state + (item.first_row + before - (item.request_begin - token)) * p.state_row_stride;
+    for_vectors<type>(dims, [&](int i, long at, int n) {
+      h[i] = token >= item.request_begin ? load_h<type>(p, b + at, n) : item.fresh ? Floats{} : load_vector<type>(gone + at, n);
+    });
+  };
+  for (int i = 0; i < before; ++i) load_row_h(item.begin - before + i, tile.h[i]);
+  int newest = before;  // where the ring takes the next row
+  for (int t = item.begin; t < item.end; ++t) {
+    const char *const b = row_of(t), *const next = t + 1 < item.end ? row_of(t + 1) : after;
+    char* const out = p.out + t * p.out_stride + dim * size;
+    const Floats* rows[kShortConvWidth];  // oldest first
+    for (int i = 0, row = newest; i < p.width; ++i) rows[i] = tile.h[row = row + 1 == p.width ? 0 : row + 1];
+    Floats* const mine = tile.h[newest];
+    for_vectors<type>(dims, [&](int i, long at, int n) {
+      // Rows of different tokens lie pages apart, which no processor expects.
+      for (int part = 0; part < 3; ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
+      mine[i] = load_h<type>(p, b + at, n);
+      Floats y = tile.bias[i];
+      for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
+      store_vector<type>(y * load_vector<type>(b + at + p.dim * size, n), n, out + at);
+    });
+    newest = newest + 1 == p.width ? 0 : newest + 1;
+  }
+  if (item.begin != item.request_begin) return;
+  // Row i of the state becomes a later one of the old state, which is not written yet, or h of a token.
+  for (int i = 0; i < before + item.drafts; ++i) {
+    Floats* const h = tile.h[0];
+    load_row_h(item.request_end - item.drafts - before + i, h);
+    for_vectors<type>(dims, [&](int v, long at, int n) { store_vector<type>(h[v], n, state + i * p.state_row_stride + at); });
+  }
+}
+
+template <int type>
+void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const int dims = dim_end - dim_begin;
+  ShortConvTile tile;
+  for (int tap = 0; tap < p.width; ++tap) {
+    float* const taps = reinterpret_cast<float*>(tile.taps[tap]);
+    for (int d = 0; d < dims; ++d)
+      taps[d] = load_element(p.weight + (dim_begin + d) * p.weight_dim_stride + tap * p.weight_tap_stride, type);
+  }
+  for_vectors<type>(dims, [&](int i, long at, int n) {
+    tile.bias[i] = p.bias == nullptr ? Floats{} : load_vector<type>(p.bias + dim_begin * size + at, n);
+  });
+  for (int i = 0; i < count; ++i) {
+    const int after = i + 1 < count ? items[i + 1].begin : items[i].begin;  // the token that is asked for at the end
+    run_item<type>(p, items[i], p.bcx + after * p.bcx_stride + dim_begin * size, dim_begin, dims, tile);
+  }
+}
+
+void run_short_conv(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
+  switch (p.type) {
+    case kF32: run_items<kF32>(p, items, count, dim_begin, dim_end); break;
+    case kF16: run_items<kF16>(p, items, count, dim_begin, dim_end); break;
+    default: run_items<kBf16>(p, items, count, dim_begin, dim_end); break;
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cpu

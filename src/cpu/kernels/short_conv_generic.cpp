@@ -1,0 +1,9 @@
+// The short convolution compiled for any x86-64 machine.
+#include "cpu/kernels/short_conv.inl"
+
+namespace imbrex::cpu {
+
+extern const ShortConvKernels short_conv_generic;
+const ShortConvKernels short_conv_generic = {"generic", run_short_conv};
+
+}  // namespace imbrex::cpu

@@ -1,0 +1,33 @@
+#pragma once
+// What crosses into a CPU kernel of the short convolution: plain structs, strides in bytes. Filled by cpu/short_conv.cpp.
+#include "cpu/params.h"
+
+namespace imbrex::cpu {
+
+constexpr int kShortConvDims = 1024;  // channels that a call works on at most
+constexpr int kShortConvWidth = 8;    // ShortConvSpec::width at most
+constexpr int kShortConvTokens = 64;  // of an item at most
+
+struct ShortConvParams {
+  const char *bcx, *weight, *bias;  // bias null: none
+  char *state, *out;
+  long bcx_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
+  int type;  // ElementType
+  int dim, width;
+};
+
+// Some tokens of a request. The item that begins it reads the state, and writes it when all is read.
+struct ShortConvItem {
+  int begin, end;                  // tokens of the batch, out of
+  int request_begin, request_end;  // those of the request
+  int slot, first_row, drafts;     // as in ShortConvRequest
+  bool fresh;
+};
+
+struct ShortConvKernels {
+  const char* isa;
+  // Items in order, for channels [dim_begin, dim_end), at most kShortConvDims of them.
+  void (*run)(const ShortConvParams&, const ShortConvItem* items, int count, int dim_begin, int dim_end);
+};
+
+}  // namespace imbrex::cpu

@@ -1,0 +1,30 @@
+// The family of the short convolution: its backends in order, and what the registry and select() make of them.
+#include "family/select_of.h"
+#include "imbrex/short_conv.h"
+#include "short_conv/reference.h"
+
+namespace imbrex {
+
+const BackendOf<ShortConvFamily>& cpu_avx512_short_conv();  // cpu/short_conv.cpp
+const BackendOf<ShortConvFamily>& cpu_generic_short_conv();
+
+template <>
+Registry<ShortConvFamily>::List Registry<ShortConvFamily>::built_in() {
+  return {&cpu_avx512_short_conv(), &cpu_generic_short_conv(), &short_conv_reference()};
+}
+
+// Backends refuse devices and nothing of a spec.
+template <>
+std::vector<std::string> propose<ShortConvFamily>(const ShortConvSpec&, const DeviceInfo&, std::span<const CandidateOf<ShortConvFamily>>,
+                                                  const BackendOf<ShortConvFamily>&) {
+  return {};
+}
+
+template struct SelectionOf<ShortConvFamily>;
+template std::vector<const BackendOf<ShortConvFamily>*> backends<ShortConvFamily>();
+template const BackendOf<ShortConvFamily>* find_backend<ShortConvFamily>(std::string_view);
+template void register_backend<ShortConvFamily>(std::shared_ptr<const BackendOf<ShortConvFamily>>);
+template void unregister_backend<ShortConvFamily>(std::string_view);
+template SelectionOf<ShortConvFamily> select<ShortConvFamily>(const ShortConvSpec&, const DeviceInfo&, const SelectOptions&);
+
+}  // namespace imbrex
