@@ -12,9 +12,22 @@ to `stream`: an address, or an object of PyTorch or CuPy.
     plan.write_kv(cache.layer(i), k, v)                                                          # once a layer
     out = plan.run(q, cache.layer(i))
 """
-from ._core import AttentionSpec, BlockPool, Device, Error, Reason, Selection, backends, hash_block, num_cuda_devices
+from ._core import (
+    AttentionSpec,
+    BlockPool,
+    Device,
+    Error,
+    Reason,
+    Selection,
+    ShortConvSelection,
+    ShortConvSpec,
+    backends,
+    hash_block,
+    num_cuda_devices,
+)
 from .attention import attention_paged, attention_varlen, merge_state, merge_states
 from .plan import KvCache, KvLayer, Plan, Workspace, explain, select
+from .short_conv import ShortConvPlan
 
 __all__ = [
     "AttentionSpec",
@@ -26,6 +39,9 @@ __all__ = [
     "Plan",
     "Reason",
     "Selection",
+    "ShortConvPlan",
+    "ShortConvSelection",
+    "ShortConvSpec",
     "Workspace",
     "attention_paged",
     "attention_varlen",

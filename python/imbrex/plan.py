@@ -14,15 +14,18 @@ def _device(device: DeviceLike) -> _core.Device:
     return device if isinstance(device, _core.Device) else _core.Device(str(device))
 
 
+Spec = Union[_core.AttentionSpec, _core.ShortConvSpec]
+
+
 def select(
-    spec: _core.AttentionSpec,
+    spec: Spec,
     device: DeviceLike = "cpu",
     *,
     forced: str = "",
     forced_prefill: str = "",
     forced_decode: str = "",
     phase: str = "any",
-) -> _core.Selection:
+) -> Union[_core.Selection, _core.ShortConvSelection]:
     """Which backend runs a spec on a device, with every reason against the others.
 
     `forced` is a backend or a name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know; `phase` is "any", "prefill" or "decode". That
@@ -31,7 +34,7 @@ def select(
     return _core.select(spec, _device(device), forced=forced, forced_prefill=forced_prefill, forced_decode=forced_decode, phase=phase)
 
 
-def explain(spec: _core.AttentionSpec, device: DeviceLike = "cpu", **options: str) -> str:
+def explain(spec: Spec, device: DeviceLike = "cpu", **options: str) -> str:
     """The table of `imbrex select`: every backend, and why it was taken or passed over."""
     return str(select(spec, device, **options))
 

@@ -8,22 +8,14 @@
 #include <optional>
 
 #include "imbrex/imbrex.hpp"
+#include "one_of.h"
 #include "plan.h"
+#include "selection.h"
+#include "short_conv.h"
 #include "tensors.h"
 
 namespace imbrex::python {
 namespace {
-
-template <class T>
-T one_of(const std::string& text, std::initializer_list<T> values, const char* name) {
-  std::string names;
-  for (const T value : values) {
-    if (text == to_string(value)) return value;
-    names += names.empty() ? "" : ", ";
-    names += to_string(value);
-  }
-  throw Error("python.name", std::string(name) + ": expected one of " + names + ", got \"" + text + "\"");
-}
 
 void bind_error(nb::module_& m) {
   static PyObject* error_class = nullptr;
@@ -129,33 +121,7 @@ void bind_selection(nb::module_& m) {
       .def_ro("actual", &Reason::actual)
       .def("__str__", &Reason::str)
       .def("__repr__", [](const Reason& r) { return "<Reason " + r.str() + ">"; });
-  nb::class_<Selection>(m, "Selection", "Which backend runs a spec on a device, and why. str() is the table that `imbrex select` prints.")
-      .def_prop_ro(
-          "backend", [](const Selection& s) { return s.backend == nullptr ? std::nullopt : std::optional<std::string>(s.backend->name()); },
-          "Its name; None when nothing runs the spec.")
-      .def_ro("rule", &Selection::rule, "\"first of 2 that run it\"")
-      .def_prop_ro(
-          "candidates",
-          [](const Selection& s) {
-            std::vector<std::pair<std::string, std::vector<Reason>>> all;
-            for (const Candidate& c : s.candidates) all.emplace_back(c.backend->name(), c.reasons);
-            return all;
-          },
-          "Every backend in order of preference, with its reasons against the spec; none: it could run it.")
-      .def_ro("proposals", &Selection::proposals, "Changes of the spec after which something runs it.")
-      .def("__str__", &Selection::str);
-  m.def(
-      "select",
-      [](const AttentionSpec& spec, const DeviceInfo& device, const std::string& forced, const std::string& forced_prefill,
-         const std::string& forced_decode, const std::string& phase) {
-        return select(spec, device,
-                      {.forced = forced,
-                       .forced_prefill = forced_prefill,
-                       .forced_decode = forced_decode,
-                       .phase = one_of(phase, {Phase::any, Phase::prefill, Phase::decode}, "phase")});
-      },
-      nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("forced") = "", nb::arg("forced_prefill") = "",
-      nb::arg("forced_decode") = "", nb::arg("phase") = "any");
+  bind_selection_of<AttentionFamily>(m, "Selection");
   m.def(
       "backends",
       [] {
@@ -222,6 +188,7 @@ NB_MODULE(_core, m) {
   bind_selection(m);
   bind_pool(m);
   bind_plan(m);
+  bind_short_conv(m);
 }
 
 }  // namespace imbrex::python

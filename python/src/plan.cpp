@@ -1,7 +1,6 @@
 // See plan.h. Arrays are looked at with Python's lock held, and the work is done without it.
 #include "plan.h"
 
-#include <cstdlib>
 #include <limits>
 
 #include <nanobind/stl/optional.h>
@@ -10,45 +9,14 @@
 #include <nanobind/stl/vector.h>
 
 #include "imbrex/imbrex.hpp"
-#include "openmp.h"
 #include "tensors.h"
+#include "threads.h"
 
 namespace imbrex::python {
 namespace {
 
-// A thread for each core, shared by all plans.
-ParallelFor every_core() {
-  static ThreadPool pool(0);
-  return pool.parallel_for();
-}
-
-bool is_set(const char* variable) {
-  const char* const value = std::getenv(variable);
-  return value != nullptr && *value != '\0';
-}
-
-// 0: those of PyTorch where it is loaded and IMBREX_NUM_THREADS asks for no others, else one for each core. 1: the calling thread. More are
-// taken from the threads that all plans share.
-ParallelFor shared_threads(int num_threads) {
-  if (num_threads < 0)
-    throw Error("python.num_threads", "expected 0 (one for each core) or more threads, got " + std::to_string(num_threads));
-  if (num_threads == 1) return {};
-  if (num_threads == 0 && !is_set("IMBREX_NUM_THREADS"))
-    if (const auto threads = threads_of_pytorch(every_core)) return *threads;
-  ParallelFor threads = every_core();
-  if (num_threads > 1) threads.num_workers = num_threads;
-  return threads;
-}
-
 Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
 void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }      // NOLINT: of Python, as frameworks give it
-
-std::span<const int32_t> host_numbers(const Array& a, const char* name) {
-  const TensorView view = view_of(a, name, DType::i32);
-  if (view.dtype != DType::i32 || view.rank != 1 || view.device.type != DeviceType::cpu || (view.size(0) > 1 && view.stride(0) != 1))
-    throw Error("python.tensor", std::string(name) + ": expected contiguous int32 [n] on the host, got " + view.str());
-  return {view.as<const int32_t>(), size_t(view.size(0))};
-}
 
 struct PyWorkspace {
   std::shared_ptr<Workspace> shared;

@@ -135,4 +135,11 @@ nb::ndarray<nb::array_api> array_of(const TensorView& view, nb::handle owner) {
   return {view.data, size_t(view.rank), shape.data(), owner, view.strides.data(), type, device, view.device.index};
 }
 
+std::span<const int32_t> host_numbers(const Array& a, const char* name) {
+  const TensorView view = view_of(a, name, DType::i32);
+  if (view.dtype != DType::i32 || view.rank != 1 || view.device.type != DeviceType::cpu || (view.size(0) > 1 && view.stride(0) != 1))
+    throw Error("python.tensor", std::string(name) + ": expected contiguous int32 [n] on the host, got " + view.str());
+  return {view.as<const int32_t>(), size_t(view.size(0))};
+}
+
 }  // namespace imbrex::python

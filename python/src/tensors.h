@@ -5,6 +5,7 @@
 #include <nanobind/ndarray.h>
 
 #include <optional>
+#include <span>
 
 #include "imbrex/tensor.h"
 
@@ -17,6 +18,9 @@ using OptionalArray = std::optional<Array>;
 // `wanted`: what uint16 and uint8 elements stand for, where the layer has such a type. Error python.tensor for what no tensor can be.
 TensorView view_of(const Array&, const char* name, DType wanted);
 TensorView view_of(const OptionalArray&, const char* name, DType wanted);  // empty without an array
+
+// A list of int32 on the host. Error python.tensor.
+std::span<const int32_t> host_numbers(const Array&, const char* name);
 
 // An array that is to be written. Error python.read_only for one that must not be, such as those of JAX.
 Array written(nb::handle, const char* name);

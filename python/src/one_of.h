@@ -1,0 +1,22 @@
+#pragma once
+// Values of C++ enums by their names.
+#include <initializer_list>
+#include <string>
+
+#include "imbrex/error.h"
+
+namespace imbrex::python {
+
+// Error python.name
+template <class T>
+T one_of(const std::string& text, std::initializer_list<T> values, const char* name) {
+  std::string names;
+  for (const T value : values) {
+    if (text == to_string(value)) return value;
+    names += names.empty() ? "" : ", ";
+    names += to_string(value);
+  }
+  throw Error("python.name", std::string(name) + ": expected one of " + names + ", got \"" + text + "\"");
+}
+
+}  // namespace imbrex::python

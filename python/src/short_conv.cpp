@@ -1,0 +1,101 @@
+// See short_conv.h. Arrays are looked at with Python's lock held, and the work is done without it.
+#include "short_conv.h"
+
+#include <memory>
+
+#include "imbrex/short_conv.h"
+#include "selection.h"
+#include "tensors.h"
+#include "threads.h"
+
+namespace imbrex::python {
+namespace {
+
+struct PyShortConvPlan {
+  ShortConvSpec spec;
+  std::unique_ptr<ShortConvPlan> plan;
+};
+
+void bind_spec(nb::module_& m) {
+  nb::class_<ShortConvSpec>(
+      m, "ShortConvSpec",
+      "The short convolution of LFM2's layers: h = B * x, y = C * (bias + weighted sum of h over `width` tokens). A request's\n"
+      "state are width - 1 + num_drafts rows of h.")
+      .def(
+          "__init__",
+          [](ShortConvSpec* self, int dim, int width, bool bias, const std::string& dtype, int num_drafts) {
+            const ShortConvSpec spec{dim, width, bias, parse_dtype(dtype), num_drafts};
+            spec.validate();
+            new (self) ShortConvSpec(spec);
+          },
+          nb::arg("dim"), nb::kw_only(), nb::arg("width") = 3, nb::arg("bias") = false, nb::arg("dtype") = "bf16",
+          nb::arg("num_drafts") = 0)
+      .def_ro("dim", &ShortConvSpec::dim)
+      .def_ro("width", &ShortConvSpec::width)
+      .def_ro("bias", &ShortConvSpec::bias)
+      .def_ro("num_drafts", &ShortConvSpec::num_drafts)
+      .def_prop_ro("dtype", [](const ShortConvSpec& s) { return to_string(s.dtype); })
+      .def_prop_ro("state_rows", &ShortConvSpec::state_rows)
+      .def_prop_ro("state_bytes", &ShortConvSpec::state_bytes, "Of a slot of one layer.")
+      .def(
+          "__eq__", [](const ShortConvSpec& a, const ShortConvSpec& b) { return a == b; }, nb::is_operator())
+      .def("__repr__", [](const ShortConvSpec& s) { return "<ShortConvSpec " + s.str() + ">"; })
+      .def("__str__", &ShortConvSpec::str);
+}
+
+}  // namespace
+
+void bind_short_conv(nb::module_& m) {
+  bind_spec(m);
+  bind_selection_of<ShortConvFamily>(m, "ShortConvSelection");
+  nb::class_<PyShortConvPlan>(m, "ShortConvPlan")
+      .def(
+          "__init__",
+          [](PyShortConvPlan* self, const ShortConvSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
+             int max_num_tokens, int max_seq_len, int num_threads, bool validate) {
+            const auto chosen = select<ShortConvFamily>(spec, device, {.forced = backend});
+            if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
+            PlanOptions options;
+            options.limits = {max_num_reqs, max_num_tokens, max_seq_len};
+            options.validate = validate, options.threads = shared_threads(num_threads);
+            new (self) PyShortConvPlan{spec, chosen.backend->plan(spec, device, options)};
+          },
+          nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
+          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("num_threads") = 0, nb::arg("validate") = true)
+      .def_ro("spec", &PyShortConvPlan::spec)
+      .def(
+          "update",
+          [](PyShortConvPlan& p, const Array& query_start_loc, const Array& seq_lens, const Array& state_slots,
+             const OptionalArray& num_drafts, const OptionalArray& accepted_drafts) {
+            Batch batch;
+            batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
+            batch.seq_lens = host_numbers(seq_lens, "seq_lens");
+            batch.state_slots = host_numbers(state_slots, "state_slots");
+            if (num_drafts) batch.num_drafts = host_numbers(*num_drafts, "num_drafts");
+            if (accepted_drafts) batch.accepted_drafts = host_numbers(*accepted_drafts, "accepted_drafts");
+            const nb::gil_scoped_release release;
+            p.plan->update(batch);
+          },
+          nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("state_slots"), nb::arg("num_drafts") = nb::none(),
+          nb::arg("accepted_drafts") = nb::none())
+      .def(
+          "run",
+          [](PyShortConvPlan& p, const Array& bcx, const Array& weight, const OptionalArray& bias, nb::handle state, nb::handle out) {
+            const DType type = p.spec.dtype;
+            const Array state_array = written(state, "state"), out_array = written(out, "out");
+            const ShortConvInputs in{.bcx = view_of(bcx, "bcx", type),
+                                     .weight = view_of(weight, "weight", type),
+                                     .bias = view_of(bias, "bias", type),
+                                     .state = written_view(state_array, "state", type)};
+            const ShortConvOutputs outputs{.out = written_view(out_array, "out", type)};
+            for (const auto& [to, name] : {std::pair(&in.state, "state"), std::pair(&outputs.out, "out")})
+              check_apart(*to, name, in.bcx, "bcx"), check_apart(*to, name, in.weight, "weight"), check_apart(*to, name, in.bias, "bias");
+            check_apart(outputs.out, "out", in.state, "state");
+            const nb::gil_scoped_release release;
+            p.plan->run(in, outputs);
+          },
+          nb::arg("bcx"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("state"), nb::arg("out"))
+      .def("__str__", [](const PyShortConvPlan& p) { return p.plan->str(); });
+}
+
+}  // namespace imbrex::python

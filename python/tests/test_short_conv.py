@@ -1,0 +1,106 @@
+"""The short convolution beside its definition in NumPy and PyTorch."""
+import numpy as np
+import pytest
+
+import imbrex
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def by_definition(bcx, weight, bias, history):
+    """Outputs and all of h, history first; float64."""
+    b, c, x = np.split(bcx.astype(np.float64), 3, 1)
+    h = np.concatenate([history, (b * x).astype(np.float32)])
+    width = weight.shape[1]
+    sums = sum(weight[:, i].astype(np.float64) * h[i : i + len(x)] for i in range(width))
+    return c * (sums + (0 if bias is None else bias)), h
+
+
+@pytest.mark.parametrize("width, with_bias", [(3, False), (4, True)])
+def test_prompts_and_decode(width, with_bias):
+    rng = np.random.default_rng(width)
+    spec = imbrex.ShortConvSpec(40, width=width, bias=with_bias, dtype="f32")
+    plan = imbrex.ShortConvPlan(spec, max_num_tokens=64)
+    weight = rng.standard_normal((40, width), np.float32)
+    bias = rng.standard_normal(40, np.float32) if with_bias else None
+    tokens = [rng.standard_normal((n, 120), np.float32) for n in (9, 5)]
+    expected = [by_definition(t, weight, bias, np.zeros((width - 1, 40))) for t in tokens]
+    state = np.full((3, spec.state_rows, 40), np.nan, np.float32)
+
+    plan.update(int32(0, 6, 8), int32(6, 2), int32(2, 0))
+    out = plan.run(np.concatenate([tokens[0][:6], tokens[1][:2]]), weight, state, bias=bias)
+    np.testing.assert_allclose(out[:6], expected[0][0][:6], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out[6:], expected[1][0][:2], rtol=1e-5, atol=1e-5)
+    plan.update(int32(0, 3, 6), int32(9, 5), int32(2, 0))
+    out = plan.run(np.concatenate([tokens[0][6:], tokens[1][2:]]), weight, state, bias=bias)
+    np.testing.assert_allclose(out, np.concatenate([expected[0][0][6:], expected[1][0][2:]]), rtol=1e-5, atol=1e-5)
+    for slot, (_, h) in ((2, expected[0]), (0, expected[1])):
+        np.testing.assert_array_equal(state[slot], h[1 - width :].astype(np.float32))
+    assert np.isnan(state[1]).all()
+    assert "2 requests" in str(plan)
+
+
+def test_tensors_of_pytorch():
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(1)
+    spec = imbrex.ShortConvSpec(64)
+    plan = imbrex.ShortConvPlan(spec)
+    bcx, weight = torch.randn(7, 192).bfloat16(), torch.randn(64, 3).bfloat16()
+    state = torch.zeros(2, spec.state_rows, 64, dtype=torch.bfloat16)
+    plan.update(int32(0, 7), int32(7), int32(1))
+    out = plan.run(bcx, weight, state)
+    b, c, x = bcx.split(64, 1)
+    h = (b * x).float()
+    padded = torch.nn.functional.pad(h.t()[None], (2, 0))
+    expected = c.float() * torch.nn.functional.conv1d(padded, weight.float()[:, None], groups=64)[0].t()
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    assert out.dtype == torch.bfloat16 and torch.equal(state[1].float(), h[-2:]) and not state[0].any()
+    with pytest.raises(NotImplementedError, match="backward"):
+        plan.run(bcx.float().requires_grad_(), weight, state)
+
+
+def test_drafts_that_are_taken_back():
+    rng = np.random.default_rng(5)
+    spec = imbrex.ShortConvSpec(16, dtype="f32", num_drafts=3)
+    plan = imbrex.ShortConvPlan(spec)
+    weight, tokens = rng.standard_normal((16, 3), np.float32), rng.standard_normal((6, 48), np.float32)
+    expected, _ = by_definition(tokens, weight, None, np.zeros((2, 16)))
+    state = np.zeros((1, spec.state_rows, 16), np.float32)
+    wrong = rng.standard_normal((2, 48), np.float32)
+    plan.update(int32(0, 4), int32(4), int32(0), num_drafts=int32(3), accepted_drafts=int32(0))
+    plan.run(np.concatenate([tokens[:2], wrong]), weight, state)  # one draft of three is kept
+    plan.update(int32(0, 4), int32(6), int32(0), num_drafts=int32(0), accepted_drafts=int32(1))
+    out = plan.run(tokens[2:], weight, state)
+    np.testing.assert_allclose(out, expected[2:], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_refused():
+    with pytest.raises(imbrex.Error) as error:
+        imbrex.ShortConvSpec(8, width=1)
+    assert error.value.code == "short_conv.width"
+    spec = imbrex.ShortConvSpec(8, dtype="f32")
+    plan = imbrex.ShortConvPlan(spec)
+    with pytest.raises(imbrex.Error) as error:
+        plan.update(int32(0, 1, 2), int32(1, 1), int32(3, 3))
+    assert error.value.code == "batch.state.shared"
+    plan.update(int32(0, 1), int32(1), int32(3))
+    bcx, weight = np.ones((1, 24), np.float32), np.ones((8, 3), np.float32)
+    for state, code in ((np.zeros((3, 2, 8), np.float32), "short_conv.run.tensor"), (bcx, "short_conv.run.tensor")):
+        with pytest.raises(imbrex.Error) as error:
+            plan.run(bcx, weight, state.copy())
+        assert error.value.code == code
+    whole = np.zeros((4, 2, 8), np.float32)
+    with pytest.raises(imbrex.Error) as error:
+        plan.run(bcx, weight, whole, out=whole[3, :1])
+    assert error.value.code == "python.overlap"
+
+
+def test_selection():
+    spec = imbrex.ShortConvSpec(2048, bias=True)
+    assert spec == imbrex.ShortConvSpec(2048, bias=True) and spec != imbrex.ShortConvSpec(2048) and spec.state_bytes == 2 * 2048 * 2
+    chosen = imbrex.select(spec, "avx512,4 threads")
+    assert chosen.backend == "cpu_avx512" and chosen.candidates[-1][0] == "reference"
+    assert imbrex.select(spec, "h200").backend is None
+    assert "cpu_generic" in imbrex.explain(spec, "cpu", forced="cpu_generic").splitlines()[0]
