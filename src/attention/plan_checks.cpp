@@ -55,7 +55,6 @@ void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_vi
 void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
                 std::string_view kernels) {
   spec.validate();
-  check_options(options);
   if (options.out_dtype) {
     const auto types = spec.out_dtypes();
     check(std::ranges::find(types, *options.out_dtype) != types.end(), "backend.out_dtype",

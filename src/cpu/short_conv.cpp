@@ -11,7 +11,6 @@
 #include "core/run_parallel.h"
 #include "core/tensor_layout.h"
 #include "cpu/short_conv_params.h"
-#include "family/begin_plan.h"
 #include "short_conv/step.h"
 
 namespace imbrex {
@@ -113,9 +112,7 @@ class ShortConvCpuBackend final : public BackendOf<ShortConvFamily> {
     const ShortConvKernels& kernels = needs_ == CpuIsa::avx512     ? short_conv_avx512
                                       : device.isa >= CpuIsa::avx2 ? short_conv_avx2
                                                                    : short_conv_generic;
-    spec.validate();
-    check_options(options);
-    begin_plan(*this, spec.str(), unsupported(spec, device), device, options, kernels.isa);
+    begin_plan(*this, spec, device, options, kernels.isa);
     return std::make_unique<ShortConvCpuPlan>(name_, kernels, spec, options);
   }
 

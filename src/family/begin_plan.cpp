@@ -16,6 +16,7 @@ void check_options(const PlanOptions& options) {
 
 void begin_plan(const BasicBackend& backend, std::string_view spec, const std::vector<Reason>& reasons, const DeviceInfo& device,
                 const PlanOptions& options, std::string_view kernels) {
+  check_options(options);
   check(options.workspace == nullptr || options.workspace->device() == device.device, "backend.workspace",
         "expected a workspace of {}, got one of {}", device.device, options.workspace == nullptr ? Device{} : options.workspace->device());
   for (const Reason& reason : reasons)

@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "core/float_types.h"
-#include "family/begin_plan.h"
 #include "short_conv/step.h"
 
 namespace imbrex {
@@ -70,9 +69,7 @@ class ReferenceBackend final : public BackendOf<ShortConvFamily> {
     return {{"device.type", "cpu", to_string(device.device.type)}};
   }
   std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    spec.validate();
-    check_options(options);
-    begin_plan(*this, spec.str(), unsupported(spec, device), device, options, {});
+    begin_plan(*this, spec, device, options);
     return std::make_unique<Reference>(spec, options);
   }
 };

@@ -7,6 +7,7 @@
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
 #include "family/batch_checks.h"
+#include "family/begin_plan.h"
 
 namespace imbrex {
 namespace {
@@ -56,6 +57,14 @@ void check_tensor(const TensorView& t, const char* name, Device device, DType dt
 }
 
 }  // namespace
+
+void begin_plan(const BackendOf<ShortConvFamily>& backend, const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options,
+                std::string_view kernels) {
+  spec.validate();
+  check(!options.out_dtype || *options.out_dtype == spec.dtype, "backend.out_dtype", "expected outputs of {} in {}, got {}", spec.str(),
+        to_string(spec.dtype), to_string(options.out_dtype.value_or(spec.dtype)));
+  begin_plan(backend, spec.str(), backend.unsupported(spec, device), device, options, kernels);
+}
 
 void read_batch(const ShortConvSpec& spec, const PlanLimits& limits, const Batch& batch, bool checked, ShortConvStep& step) {
   if (checked) {

@@ -1,5 +1,6 @@
 #pragma once
 // What every backend of the short convolution makes of a batch, and asks of the tensors of run().
+#include <string_view>
 #include <vector>
 
 #include "imbrex/short_conv.h"
@@ -20,6 +21,10 @@ struct ShortConvStep {
   std::vector<ShortConvRequest> requests;
   int num_tokens = 0, num_slots = 0;  // num_slots: the state has so many at least
 };
+
+// What every backend asks before it makes a plan. Errors short_conv.*, backend.out_dtype, and those of begin_plan() of all families.
+void begin_plan(const BackendOf<ShortConvFamily>&, const ShortConvSpec&, const DeviceInfo&, const PlanOptions&,
+                std::string_view kernels = {});
 
 // Error batch.*; `checked` false: the caller vouches for the batch.
 void read_batch(const ShortConvSpec&, const PlanLimits&, const Batch&, bool checked, ShortConvStep&);

@@ -291,6 +291,10 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
     EXPECT_EQ(run([](auto&, auto& to) { to.out.dtype = DType::f16; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown");
   }
+  EXPECT_EQ(test::error_code([&] { find_backend<ShortConvFamily>("cpu_generic")->plan(spec, probe_cpu(), {.out_dtype = DType::f32}); }),
+            "backend.out_dtype");
+  EXPECT_EQ(test::error_code([&] { find_backend<ShortConvFamily>("reference")->plan(spec, describe_device("h200"), {}); }),
+            "backend.unsupported");
   const auto invalid = [](const ShortConvSpec& bad) { return test::error_code([&] { bad.validate(); }); };
   EXPECT_EQ(invalid({.dim = 0}), "short_conv.dim");
   EXPECT_EQ(invalid({.dim = 8, .width = 9}), "short_conv.width");

@@ -19,11 +19,14 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef u32 Words __attribute__((vector_size(4 * kLanes)));
 typedef u16 Halves __attribute__((vector_size(2 * kLanes)));
 
+// Vectors of a row, a cache line longer than its channels: rows that lie pages apart would all want the same few lines of L1.
+constexpr int kRowVectors = (kShortConvDims * 4 + 64) / int(sizeof(Floats));
+
 // Channels of one call: weights by tap, and the last `width` rows of h, in a ring.
 struct ShortConvTile {
-  Floats taps[kShortConvWidth][kShortConvDims / kLanes];
-  Floats bias[kShortConvDims / kLanes];
-  Floats h[kShortConvWidth][kShortConvDims / kLanes];
+  Floats taps[kShortConvWidth][kRowVectors];
+  Floats bias[kRowVectors];
+  Floats h[kShortConvWidth][kRowVectors];
 };
 
 // The first n channels of a vector, zero behind them.
