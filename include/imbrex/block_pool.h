@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "imbrex/spec.h"
+
 namespace imbrex {
 
 using BlockHash = uint64_t;  // of a full block's tokens and of all before it; 0 is not a valid hash
@@ -66,7 +68,8 @@ BlockHash hash_block(const HashKey&, BlockHash parent, std::span<const uint64_t>
 // Slots of tokens [begin, end) of a request whose blocks are given: block * block_size + offset. Appends.
 void append_slots(std::span<const int32_t> blocks, int block_size, int begin, int end, std::vector<int64_t>& slots);
 
-// First block that a layer with this window still needs when the next query is at `position`; blocks before it can be given back.
-int first_needed_block(int position, int window_left, int chunk, int block_size);
+// First block that a layer with this mask still needs when the next query is at `position`; blocks before it can be given back.
+int first_needed_block(int position, const Mask&, int block_size);
+int first_needed_block(int position, int window_left, int chunk, int block_size);  // of a mask with these fields
 
 }  // namespace imbrex

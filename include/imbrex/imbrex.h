@@ -123,6 +123,8 @@ typedef struct {
   float soft_cap;                    /* 0: off */
   int32_t head_scales, alibi, sinks; /* 0; 1: imbrex_inputs has them */
   int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
+  int32_t chunk_lookback; /* 0; with chunk: chunks before the query's own that it sees too */
+  int32_t alibi_sqrt;     /* 0; 1, with alibi: by the square root of the distance */
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 
@@ -342,6 +344,7 @@ typedef struct {
   imbrex_status (*run)(void* plan, const imbrex_inputs*, const imbrex_outputs*, void* stream);
   const char* (*str)(void* plan);
   const char* (*error)(void* context);
+  size_t spec_size; /* sizeof(imbrex_spec_fields) as the backend knows it; 0: 96. A layer that has anything behind is refused in its name */
 } imbrex_backend;
 /* In front of the built-in ones. Thread-safe. The struct is copied. */
 IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);

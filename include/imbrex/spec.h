@@ -23,7 +23,8 @@ struct Mask {
   bool causal = true;       // j <= p
   int window_left = -1;     // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
   int window_right = -1;    // j <= p + window_right; -1: no limit
-  int chunk = 0;            // floor(j / chunk) == floor(p / chunk) (Llama 4); 0: off
+  int chunk = 0;            // floor(p / chunk) - floor(j / chunk) is 0 (Llama 4), or at most chunk_lookback; 0: off
+  int chunk_lookback = 0;   // with chunk: so many chunks before the query's own are seen too (vLLM: chunk_lookback)
   bool custom = false;      // Batch::custom_mask has a byte for every (query, key); zero hides the key
   std::string str() const;  // "causal window 128"
   friend bool operator==(const Mask&, const Mask&) = default;
@@ -35,7 +36,8 @@ struct ScoreMod {
   float scale = 0.f;                    // multiplies q.k; 0 means 1 / sqrt(head_dim_qk)
   bool head_scales = false;             // Inputs::head_scales multiplies the scaled logit (a temperature per q head)
   float soft_cap = 0.f;                 // logit = cap * tanh(logit / cap); 0: off
-  bool alibi = false;                   // logit += Inputs::alibi_slopes[head] * (j - p)
+  bool alibi = false;                   // logit += AttentionInputs::alibi_slopes[head] * (j - p)
+  bool alibi_sqrt = false;              // with alibi: -sqrt(p - j) in place of j - p, and 0 for keys after the query (Step1)
   int relative_buckets = 0;             // T5: logit += Inputs::relative_bias[bucket(j - p), head]; 0: off
   int relative_max_distance = 0;        // T5: distances from here on share the last bucket
   bool relative_bidirectional = false;  // T5 encoders: half of the buckets are for keys after the query

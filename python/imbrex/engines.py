@@ -175,23 +175,30 @@ class CheckedLayer:
     write: Callable[[Plan, Any, Any, Any], None]  # (plan, k, v, slots): new tokens, the way the engine's steps will
     rows: Callable[[Any], Tuple[Any, Any]]  # slots -> k and v [n, heads, dim] as the engine's own indices find them
     extras: Dict[str, Any]  # sinks, alibi_slopes for Plan.run
-    score: Dict[str, Any]  # scale, soft_cap, window_left, for the reference
+    score: Dict[str, Any]  # scale, soft_cap, window_left and others, for the reference
 
 
-def reference_row(q: Any, k: Any, v: Any, *, scale: float, soft_cap: float = 0.0, window_left: int = -1, sinks=None, alibi_slopes=None) -> Any:
-    """Attention of the last token in float64: q [heads, d], k and v [n, kv_heads, d]. Returns [heads, d]."""
+def first_seen(position: int, *, window_left: int = -1, chunk: int = 0, chunk_lookback: int = 0, **_: Any) -> int:
+    """The first key that the query at a position sees, of a causal layer."""
+    first = max(0, position - window_left) if window_left >= 0 else 0
+    return max(first, (position // chunk - chunk_lookback) * chunk) if chunk else first
+
+
+def reference_row(
+    q: Any, k: Any, v: Any, *, scale: float, soft_cap: float = 0.0, alibi_sqrt: bool = False, sinks=None, alibi_slopes=None, **mask: Any
+) -> Any:
+    """Attention of the last token in float64: q [heads, d], k and v [n, kv_heads, d]; `mask` as first_seen() takes it. Returns [heads, d]."""
     import torch
 
     q, k, v = (x.double().cpu() for x in (q, k, v))
-    group = q.shape[0] // k.shape[1]
+    group, last = q.shape[0] // k.shape[1], k.shape[0] - 1
     logits = torch.einsum("hd,nhd->hn", q, k.repeat_interleave(group, 1)) * scale
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
-    distance = torch.arange(k.shape[0], dtype=torch.float64, device="cpu") - (k.shape[0] - 1)
+    distance = torch.arange(k.shape[0], dtype=torch.float64, device="cpu") - last
     if alibi_slopes is not None:
-        logits = logits + alibi_slopes.double().cpu()[:, None] * distance
-    if window_left >= 0:
-        logits = logits.masked_fill(distance < -window_left, float("-inf"))
+        logits = logits + alibi_slopes.double().cpu()[:, None] * (-torch.sqrt(-distance) if alibi_sqrt else distance)
+    logits = logits.masked_fill(distance < first_seen(last, **mask) - last, float("-inf"))
     if sinks is not None:
         logits = torch.cat([logits, sinks.double().cpu()[:, None]], 1)
     weights = logits.softmax(-1)[:, : k.shape[0]]
@@ -287,8 +294,7 @@ def _check_attention(layer: CheckedLayer, plan: Plan, step: Dict[str, Any], k: A
     spec, num_tokens = layer.spec, k.shape[0]
     ends = torch.tensor([0, 1], dtype=torch.int32, device="cpu")
     plan.update(ends, torch.tensor([num_tokens], dtype=torch.int32, device="cpu"), **step)
-    window = layer.score.get("window_left", -1)
-    near = min(8 if layer.extras.get("alibi_slopes") is not None else num_tokens, num_tokens if window < 0 else window + 1)
+    near = min(8 if layer.extras.get("alibi_slopes") is not None else num_tokens, num_tokens - first_seen(num_tokens - 1, **layer.score))
     heads = torch.arange(spec.num_q_heads, device="cpu")
     targets = (num_tokens - 1 - heads * max(1, near // spec.num_q_heads) % near).to(k.device)
     kv_heads = (heads // (spec.num_q_heads // spec.num_kv_heads)).to(k.device)

@@ -12,6 +12,7 @@
 #include "plan.h"
 #include "selection.h"
 #include "short_conv.h"
+#include "spec.h"
 #include "tensors.h"
 
 namespace imbrex::python {
@@ -32,70 +33,6 @@ void bind_error(nb::module_& m) {
       PyErr_SetObject(error_class, instance.ptr());
     }
   });
-}
-
-void bind_spec(nb::module_& m) {
-  nb::class_<AttentionSpec>(
-      m, "AttentionSpec",
-      "What one softmax-attention layer computes. Fixed for the life of a model.\n\n"
-      "A query at index i of a request with q_len queries and seq_len keys has position seq_len - q_len + i. A window of W\n"
-      "keys, the query's own included, is window_left = W - 1; -1 is no limit. block_size 0: ragged keys without a cache.")
-      .def(
-          "__init__",
-          [](AttentionSpec* self, int num_q_heads, int num_kv_heads, int head_dim_qk, std::optional<int> head_dim_v,
-             const std::string& kind, const std::string& q_dtype, const std::optional<std::string>& kv_dtype, const std::string& kv_format,
-             int block_size, bool causal, int window_left, int window_right, int chunk, bool custom_mask, float scale, float soft_cap,
-             bool head_scales, bool alibi, bool sinks, int relative_buckets, int relative_max_distance, bool relative_bidirectional) {
-            AttentionSpec spec;
-            spec.kind =
-                one_of(kind, {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder},
-                       "kind");
-            spec.num_q_heads = num_q_heads, spec.num_kv_heads = num_kv_heads;
-            spec.head_dim_qk = head_dim_qk, spec.head_dim_v = head_dim_v.value_or(head_dim_qk);
-            spec.q_dtype = parse_dtype(q_dtype), spec.kv_dtype = kv_dtype ? parse_dtype(*kv_dtype) : spec.q_dtype;
-            spec.kv_format = one_of(kv_format, {KvFormat::strided, KvFormat::amx_packed}, "kv_format");
-            spec.block_size = block_size;
-            spec.mask = {.causal = causal, .window_left = window_left, .window_right = window_right, .chunk = chunk, .custom = custom_mask};
-            spec.score = {.scale = scale,
-                          .head_scales = head_scales,
-                          .soft_cap = soft_cap,
-                          .alibi = alibi,
-                          .relative_buckets = relative_buckets,
-                          .relative_max_distance = relative_max_distance,
-                          .relative_bidirectional = relative_bidirectional,
-                          .sinks = sinks};
-            spec.validate();
-            new (self) AttentionSpec(spec);
-          },
-          nb::arg("num_q_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim_qk"), nb::arg("head_dim_v") = nb::none(), nb::kw_only(),
-          nb::arg("kind") = "decoder", nb::arg("q_dtype") = "bf16", nb::arg("kv_dtype") = nb::none(), nb::arg("kv_format") = "strided",
-          nb::arg("block_size") = 16, nb::arg("causal") = true, nb::arg("window_left") = -1, nb::arg("window_right") = -1,
-          nb::arg("chunk") = 0, nb::arg("custom_mask") = false, nb::arg("scale") = 0.f, nb::arg("soft_cap") = 0.f,
-          nb::arg("head_scales") = false, nb::arg("alibi") = false, nb::arg("sinks") = false, nb::arg("relative_buckets") = 0,
-          nb::arg("relative_max_distance") = 0, nb::arg("relative_bidirectional") = false)
-      .def_ro("num_q_heads", &AttentionSpec::num_q_heads)
-      .def_ro("num_kv_heads", &AttentionSpec::num_kv_heads)
-      .def_ro("head_dim_qk", &AttentionSpec::head_dim_qk)
-      .def_ro("head_dim_v", &AttentionSpec::head_dim_v)
-      .def_ro("block_size", &AttentionSpec::block_size)
-      .def_prop_ro("kind", [](const AttentionSpec& s) { return to_string(s.kind); })
-      .def_prop_ro("q_dtype", [](const AttentionSpec& s) { return to_string(s.q_dtype); })
-      .def_prop_ro("kv_dtype", [](const AttentionSpec& s) { return to_string(s.kv_dtype); })
-      .def_prop_ro("kv_format", [](const AttentionSpec& s) { return to_string(s.kv_format); })
-      .def_prop_ro(
-          "out_dtypes",
-          [](const AttentionSpec& s) {
-            std::vector<std::string> names;
-            for (const DType t : s.out_dtypes()) names.emplace_back(to_string(t));
-            return names;
-          },
-          "Types that an output may have, the usual one first.")
-      .def_prop_ro("scale", &AttentionSpec::scale, "What multiplies q.k.")
-      .def_prop_ro("kv_bytes_per_token", &AttentionSpec::kv_bytes_per_token)
-      .def(
-          "__eq__", [](const AttentionSpec& a, const AttentionSpec& b) { return a == b; }, nb::is_operator())
-      .def("__repr__", [](const AttentionSpec& s) { return "<AttentionSpec " + s.str() + ">"; })
-      .def("__str__", &AttentionSpec::str);
 }
 
 void bind_device(nb::module_& m) {

@@ -12,7 +12,23 @@ def from_bf16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def attention(q, k, v, *, causal, scale=None, window_left=-1, window_right=-1, soft_cap=0.0, sinks=None, alibi_slopes=None, mask=None):
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal,
+    scale=None,
+    window_left=-1,
+    window_right=-1,
+    chunk=0,
+    chunk_lookback=0,
+    soft_cap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+    alibi_sqrt=False,
+    mask=None,
+):
     """q [t, hq, d], k and v [s, hkv, d] of one request, mask [t, s] or None; out and the natural log of the denominator."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -22,9 +38,13 @@ def attention(q, k, v, *, causal, scale=None, window_left=-1, window_right=-1, s
     position = k.shape[0] - q.shape[0] + np.arange(q.shape[0])[:, None]
     key = np.arange(k.shape[0])[None, :]
     if alibi_slopes is not None:
-        logits = logits + np.asarray(alibi_slopes, np.float64)[:, None, None] * (key - position)
+        distance = -np.sqrt(np.maximum(position - key, 0)) if alibi_sqrt else key - position
+        logits = logits + np.asarray(alibi_slopes, np.float64)[:, None, None] * distance
     seen = (key <= position if causal else key >= 0) & ((window_left < 0) | (key >= position - window_left))
     seen &= (window_right < 0) | (key <= position + window_right)
+    if chunk:
+        back = position // chunk - key // chunk
+        seen &= (back >= 0) & (back <= chunk_lookback)
     if mask is not None:
         seen &= np.asarray(mask, bool)
     logits = np.where(seen, logits, -np.inf)

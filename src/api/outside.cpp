@@ -1,11 +1,13 @@
 // Backends from outside of the library, by the C ABI: a Backend and a Plan that hand on to functions of somebody else.
 #include <atomic>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 
 #include "api/structs.h"
 #include "attention/plan_checks.h"
+#include "attention/spec_fields.h"
 
 namespace imbrex::api {
 namespace {
@@ -127,7 +129,8 @@ class OutsideBackend final : public Backend {
   std::string_view description() const override { return functions_->description_text; }
 
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
-    std::vector<Reason> reasons;
+    std::vector<Reason> reasons = unknown_fields(spec);
+    if (!reasons.empty()) return reasons;
     const imbrex_spec_fields fields = fields_of(spec);
     const imbrex_device_properties properties = properties_of(device);
     const imbrex_reasons sink{&reasons, [](void* to, const char* code, const char* wanted, const char* actual) {
@@ -154,6 +157,19 @@ class OutsideBackend final : public Backend {
   }
 
  private:
+  // Fields that came after the backend was compiled, and are not at their defaults.
+  std::vector<Reason> unknown_fields(const AttentionSpec& spec) const {
+    const size_t known = functions_->spec_size == 0 ? kFirstSize<imbrex_spec_fields> : functions_->spec_size;
+    const AttentionSpec usual;
+    std::vector<Reason> reasons;
+#define FIELD(part, member, name, key, feature, flag, help)                                                \
+  if (offsetof(imbrex_spec_fields, name) >= known &&                                                       \
+      part_of(spec, SpecTag<SpecPart::part>{}).member != part_of(usual, SpecTag<SpecPart::part>{}).member) \
+    reasons.push_back({"backend.spec_field", "fields of a spec that the backend knows", #name});
+#include "attention/spec_fields.inl"
+    return reasons;
+  }
+
   FunctionsPtr functions_;
 };
 

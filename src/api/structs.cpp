@@ -3,7 +3,9 @@
 
 #include <array>
 #include <limits>
+#include <type_traits>
 
+#include "attention/spec_fields.h"
 #include "core/tensor_format.h"
 
 namespace imbrex::api {
@@ -59,6 +61,22 @@ Enum enum_of(int32_t value, int32_t one_of, const char* name) {
 
 bool flag_of(int32_t value, const char* name) { return enum_of<int>(value, 2, name) == 1; }
 
+// How many values there are of what a field of a spec names.
+constexpr int32_t count_of(AttentionKind) { return 4; }
+constexpr int32_t count_of(KvFormat) { return 2; }
+constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
+
+// A field of a spec as C has it.
+template <class Value, class Given>
+void take(Value& value, Given given, const char* name) {
+  if constexpr (std::is_enum_v<Value>)
+    value = enum_of<Value>(given, count_of(Value{}), name);
+  else if constexpr (std::is_same_v<Value, bool>)
+    value = flag_of(given, name);
+  else
+    value = given;
+}
+
 }  // namespace
 
 TensorView view_of(const imbrex_tensor* pointer, const char* name) {
@@ -113,28 +131,9 @@ CKvCache::CKvCache(const KvCache& kv) : k(kv.k), v(kv.v), k_scale(kv.k_scale), v
 
 AttentionSpec spec_of(const imbrex_spec_fields* pointer) {
   const imbrex_spec_fields f = read(pointer, "spec");
-  constexpr int kKinds = 4, kDTypes = int(kDlTypes.size()), kFormats = 2;
   AttentionSpec s;
-  s.kind = enum_of<AttentionKind>(f.kind, kKinds, "kind");
-  s.num_q_heads = f.num_q_heads, s.num_kv_heads = f.num_kv_heads;
-  s.head_dim_qk = f.head_dim_qk, s.head_dim_v = f.head_dim_v;
-  s.q_dtype = enum_of<DType>(f.q_dtype, kDTypes, "q_dtype");
-  s.kv_dtype = enum_of<DType>(f.kv_dtype, kDTypes, "kv_dtype");
-  s.kv_format = enum_of<KvFormat>(f.kv_format, kFormats, "kv_format");
-  s.block_size = f.block_size;
-  s.mask = {.causal = flag_of(f.causal, "causal"),
-            .window_left = f.window_left,
-            .window_right = f.window_right,
-            .chunk = f.chunk,
-            .custom = flag_of(f.custom_mask, "custom_mask")};
-  s.score = {.scale = f.scale,
-             .head_scales = flag_of(f.head_scales, "head_scales"),
-             .soft_cap = f.soft_cap,
-             .alibi = flag_of(f.alibi, "alibi"),
-             .relative_buckets = f.relative_buckets,
-             .relative_max_distance = f.relative_max_distance,
-             .relative_bidirectional = flag_of(f.relative_bidirectional, "relative_bidirectional"),
-             .sinks = flag_of(f.sinks, "sinks")};
+#define FIELD(part, member, name, key, feature, flag, help) take(part_of(s, SpecTag<SpecPart::part>{}).member, f.name, #name);
+#include "attention/spec_fields.inl"
   s.validate();
   return s;
 }
@@ -238,18 +237,8 @@ Outputs outputs_of(const imbrex_outputs* pointer) {
 imbrex_spec_fields fields_of(const AttentionSpec& s) {
   imbrex_spec_fields f{};
   f.struct_size = sizeof f;
-  f.kind = int32_t(s.kind);
-  f.num_q_heads = s.num_q_heads, f.num_kv_heads = s.num_kv_heads;
-  f.head_dim_qk = s.head_dim_qk, f.head_dim_v = s.head_dim_v;
-  f.q_dtype = int32_t(s.q_dtype), f.kv_dtype = int32_t(s.kv_dtype);
-  f.kv_format = int32_t(s.kv_format);
-  f.block_size = s.block_size;
-  f.causal = s.mask.causal, f.custom_mask = s.mask.custom;
-  f.window_left = s.mask.window_left, f.window_right = s.mask.window_right, f.chunk = s.mask.chunk;
-  f.scale = s.score.scale, f.soft_cap = s.score.soft_cap;
-  f.head_scales = s.score.head_scales, f.alibi = s.score.alibi, f.sinks = s.score.sinks;
-  f.relative_buckets = s.score.relative_buckets, f.relative_max_distance = s.score.relative_max_distance;
-  f.relative_bidirectional = s.score.relative_bidirectional;
+#define FIELD(part, member, name, key, feature, flag, help) f.name = decltype(f.name)(part_of(s, SpecTag<SpecPart::part>{}).member);
+#include "attention/spec_fields.inl"
   return f;
 }
 

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 
+#include "attention/mask.h"
 #include "core/check.h"
 
 namespace imbrex {
@@ -359,13 +360,14 @@ void append_slots(std::span<const int32_t> blocks, int block_size, int begin, in
   }
 }
 
-int first_needed_block(int position, int window_left, int chunk, int block_size) {
+int first_needed_block(int position, const Mask& mask, int block_size) {
   check(position >= 0, "block_pool.needed.position", "position must be >= 0, is {}", position);
   check(block_size > 0, "block_pool.needed.block_size", "block_size must be positive, is {}", block_size);
-  int key = 0;
-  if (window_left >= 0) key = std::max(key, position - window_left);
-  if (chunk > 0) key = std::max(key, position / chunk * chunk);
-  return key / block_size;
+  return int(first_visible_key(mask, position) / block_size);
+}
+
+int first_needed_block(int position, int window_left, int chunk, int block_size) {
+  return first_needed_block(position, Mask{.window_left = window_left, .chunk = chunk}, block_size);
 }
 
 }  // namespace imbrex

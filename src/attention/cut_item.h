@@ -12,7 +12,7 @@ struct CutRules {
   int num_workers, items_each, workers_each, most_in_run, most_partial_rows;
   int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal, runs, few_splits, cost_by_keys;
-  int window_left, window_right, chunk;
+  int window_left, window_right, chunk, chunk_before;  // chunk_before: lookback_tokens() of the mask
 };
 
 struct KeyRange {
@@ -30,7 +30,7 @@ inline KeyRange visible_keys(const CutRules& rules, int first, int last, int seq
   if (rules.window_right >= 0) end = smaller(end, long(last) + rules.window_right + 1);
   if (rules.window_left >= 0) begin = larger(begin, long(first) - rules.window_left);
   if (rules.chunk > 0) {
-    begin = larger(begin, larger(first, 0) / rules.chunk * rules.chunk);
+    begin = larger(begin, larger(first, 0) / rules.chunk * rules.chunk - rules.chunk_before);
     end = smaller(end, (larger(last, 0) / rules.chunk + 1) * rules.chunk);
     if (last < 0) end = 0;
   }

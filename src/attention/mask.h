@@ -1,6 +1,9 @@
 #pragma once
-// The definition behind Mask, one query and one key at a time: what `reference` computes and kernels are tested against.
+// The definition behind Mask, one query and one key at a time: what `reference` computes and kernels are tested against. And which keys of
+// a request that leaves in sight.
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "imbrex/spec.h"
 
@@ -13,8 +16,27 @@ inline bool mask_allows(const Mask& mask, int64_t p, int64_t j) {
   if (mask.causal && j > p) return false;
   if (mask.window_left >= 0 && j < p - mask.window_left) return false;
   if (mask.window_right >= 0 && j > p + mask.window_right) return false;
-  if (mask.chunk > 0 && floor_div(j, mask.chunk) != floor_div(p, mask.chunk)) return false;
+  if (mask.chunk > 0) {
+    const int64_t chunks_back = floor_div(p, mask.chunk) - floor_div(j, mask.chunk);
+    if (chunks_back < 0 || chunks_back > mask.chunk_lookback) return false;
+  }
   return true;
+}
+
+// Tokens in front of its own chunk that a query sees: chunk_lookback chunks, as far as an int counts.
+inline int lookback_tokens(const Mask& mask) {
+  return int(std::min<int64_t>(int64_t(mask.chunk) * mask.chunk_lookback, std::numeric_limits<int>::max()));
+}
+
+// Whether there are earlier keys that a query does not see, the custom mask apart.
+inline bool forgets(const Mask& mask) { return mask.window_left >= 0 || mask.chunk > 0; }
+
+// The first key that a query at position p >= 0 may see, the custom mask apart. Never falls when p rises.
+inline int64_t first_visible_key(const Mask& mask, int64_t p) {
+  int64_t first = 0;
+  if (mask.window_left >= 0) first = std::max(first, p - mask.window_left);
+  if (mask.chunk > 0) first = std::max(first, p / mask.chunk * mask.chunk - lookback_tokens(mask));
+  return first;
 }
 
 }  // namespace imbrex

@@ -8,6 +8,7 @@
 #include <array>
 #include <functional>
 
+#include "attention/spec_fields.h"
 #include "imbrex/error.h"
 
 namespace imbrex {
@@ -95,22 +96,20 @@ void add_padding_changes(const AttentionSpec& spec, std::vector<Change>& changes
   }
 }
 
+// Each feature that the layer has, dropped: all of its fields as they are by default.
 void add_feature_changes(const AttentionSpec& spec, std::vector<Change>& changes) {
-  const auto drop = [&](bool has, Field field, const char* name, std::function<void(AttentionSpec&)> apply) {
-    if (has) changes.push_back({20, field, fmt::format("without {} (changes the result)", name), std::move(apply)});
-  };
-  drop(spec.score.soft_cap != 0, kScore, "soft cap", [](AttentionSpec& s) { s.score.soft_cap = 0; });
-  drop(spec.score.alibi, kScore, "ALiBi", [](AttentionSpec& s) { s.score.alibi = false; });
-  drop(spec.score.sinks, kScore, "sinks", [](AttentionSpec& s) { s.score.sinks = false; });
-  drop(spec.score.head_scales, kScore, "head scales", [](AttentionSpec& s) { s.score.head_scales = false; });
-  drop(spec.score.relative_buckets != 0, kScore, "relative bias", [](AttentionSpec& s) {
-    s.score.relative_buckets = s.score.relative_max_distance = 0;
-    s.score.relative_bidirectional = false;
+  const AttentionSpec usual;
+  for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
+    const std::string text = fmt::format("without {} (changes the result)", field.feature);
+    const bool listed = std::any_of(changes.begin(), changes.end(), [&](const Change& change) { return change.text == text; });
+    if (field.feature.empty() || value == default_value || listed) return;
+    changes.push_back({20, field.part == SpecPart::score ? kScore : kVisible, text, [feature = field.feature](AttentionSpec& changed) {
+                         const AttentionSpec without;
+                         for_each_field(changed, without, [&](const SpecField& f, auto& to, const auto& from) {
+                           if (f.feature == feature) to = from;
+                         });
+                       }});
   });
-  drop(spec.mask.custom, kVisible, "custom mask", [](AttentionSpec& s) { s.mask.custom = false; });
-  drop(spec.mask.chunk != 0, kVisible, "chunked-local mask", [](AttentionSpec& s) { s.mask.chunk = 0; });
-  drop(spec.mask.window_left >= 0 || spec.mask.window_right >= 0, kVisible, "window",
-       [](AttentionSpec& s) { s.mask.window_left = s.mask.window_right = -1; });
 }
 
 bool valid(const AttentionSpec& spec) {

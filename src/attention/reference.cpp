@@ -8,7 +8,7 @@
 
 #include "attention/mask.h"
 #include "attention/plan_checks.h"
-#include "attention/relative_bias.h"
+#include "attention/position_bias.h"
 #include "attention/step_plan.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -148,7 +148,7 @@ class ReferencePlan final : public StepPlan {
     double x = dot * double(spec_.scale());
     if (score.head_scales) x *= parameter(in.head_scales, q_head);
     if (score.soft_cap > 0.f) x = score.soft_cap * std::tanh(x / score.soft_cap);
-    if (score.alibi) x += parameter(in.alibi_slopes, q_head) * double(distance);
+    if (score.alibi) x += parameter(in.alibi_slopes, q_head) * alibi_distance(score, double(distance));
     if (score.relative_buckets > 0) {
       const TensorView& bias = in.relative_bias;
       x += bias.as<const float>()[offset(bias, relative_bucket(score, int(distance)), q_head)];

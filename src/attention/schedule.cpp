@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/cut_rules.h"
+#include "attention/mask.h"
 #include "core/check.h"
 
 namespace imbrex {
@@ -75,7 +76,8 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .cost_by_keys = policy.cost_by_keys,
           .window_left = mask.window_left,
           .window_right = mask.window_right,
-          .chunk = mask.chunk};
+          .chunk = mask.chunk,
+          .chunk_before = lookback_tokens(mask)};
 }
 
 void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {

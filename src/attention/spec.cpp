@@ -4,7 +4,9 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <type_traits>
 
+#include "attention/spec_fields.h"
 #include "core/check.h"
 
 namespace imbrex {
@@ -33,27 +35,39 @@ static void append(std::string& text, std::string_view word) {
   text += word;
 }
 
-std::string Mask::str() const {
+// What differs from the default of a field: a flag by its name, a number with its value. The fields of T5's bias are one word.
+static void append_field(std::string& text, const SpecField& field, bool value) {
+  if (value && !field.member.starts_with("relative_")) append(text, field.member);
+}
+static void append_field(std::string& text, const SpecField& field, auto value, auto usual) {
+  if (value != usual && !field.member.starts_with("relative_")) append(text, fmt::format("{}={:.6g}", field.member, double(value)));
+}
+
+static std::string str_of(SpecPart part, const Mask& mask, const ScoreMod& score) {
+  AttentionSpec spec;
+  const AttentionSpec usual;
+  spec.mask = mask, spec.score = score;
   std::string text;
-  if (causal) append(text, "causal");
-  if (window_left >= 0) append(text, fmt::format("window_left={}", window_left));
-  if (window_right >= 0) append(text, fmt::format("window_right={}", window_right));
-  if (chunk > 0) append(text, fmt::format("chunk={}", chunk));
-  if (custom) append(text, "custom");
+  for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
+    using Value = std::remove_cvref_t<decltype(value)>;
+    if (field.part != part) return;
+    if constexpr (std::is_same_v<Value, bool>)
+      append_field(text, field, value);
+    else if constexpr (std::is_arithmetic_v<Value>)
+      append_field(text, field, value, default_value);
+    if (field.member == "relative_buckets" && score.relative_buckets > 0)
+      append(text, fmt::format("relative={}/{}{}", score.relative_buckets, score.relative_max_distance,
+                               score.relative_bidirectional ? "/bidirectional" : ""));
+  });
+  return text;
+}
+
+std::string Mask::str() const {
+  const std::string text = str_of(SpecPart::mask, *this, {});
   return text.empty() ? "full" : text;
 }
 
-std::string ScoreMod::str() const {
-  std::string text;
-  if (scale != 0.f) append(text, fmt::format("scale={:.6g}", scale));
-  if (head_scales) append(text, "head_scales");
-  if (soft_cap != 0.f) append(text, fmt::format("soft_cap={:.6g}", soft_cap));
-  if (alibi) append(text, "alibi");
-  if (relative_buckets > 0)
-    append(text, fmt::format("relative={}/{}{}", relative_buckets, relative_max_distance, relative_bidirectional ? "/bidirectional" : ""));
-  if (sinks) append(text, "sinks");
-  return text;
-}
+std::string ScoreMod::str() const { return str_of(SpecPart::score, {}, *this); }
 
 std::span<const DType> AttentionSpec::out_dtypes() const {
   static constexpr DType kF32[] = {DType::f32}, kBf16[] = {DType::bf16, DType::f32}, kF16[] = {DType::f16, DType::f32},
@@ -97,12 +111,15 @@ static void validate_mask(const Mask& mask) {
   check(mask.window_left >= -1, "spec.mask.window_left", "expected -1 (no limit) or more, got {}", mask.window_left);
   check(mask.window_right >= -1, "spec.mask.window_right", "expected -1 (no limit) or more, got {}", mask.window_right);
   check(mask.chunk >= 0, "spec.mask.chunk", "expected 0 (off) or more, got {}", mask.chunk);
+  check(mask.chunk_lookback == 0 || (mask.chunk > 0 && mask.chunk_lookback > 0), "spec.mask.chunk_lookback",
+        "expected 0, or 1 or more beside a chunk, got {} with chunk {}", mask.chunk_lookback, mask.chunk);
 }
 
 static void validate_score(const ScoreMod& score) {
   check(std::isfinite(score.scale), "spec.score.scale", "expected a finite scale, got {}", score.scale);
   check(std::isfinite(score.soft_cap) && score.soft_cap >= 0, "spec.score.soft_cap", "expected 0 (off) or a finite positive cap, got {}",
         score.soft_cap);
+  check(score.alibi || !score.alibi_sqrt, "spec.score.alibi_sqrt", "expected alibi where alibi_sqrt is set, got none");
   check(score.relative_buckets >= 0, "spec.score.relative_buckets.negative", "expected 0 (off) or more, got {}", score.relative_buckets);
   if (score.relative_buckets == 0) {
     check(score.relative_max_distance == 0 && !score.relative_bidirectional, "spec.score.relative_unused",

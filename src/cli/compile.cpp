@@ -97,9 +97,9 @@ void add_compile(CLI::App& app, Action& action) {
   CLI::App* sub = app.add_subcommand("compile", "Compile GPU kernels ahead of time; needs NVRTC, but no GPU");
   sub->add_option("--arch", o->archs, fmt::format("Architectures, separated by commas (default: {})", kArchs));
   sub->add_option("--model", o->spec.model, "Only the kernels of a model: preset name, config.json or its folder (default: all kinds)");
-  sub->add_option("--q-dtype", o->spec.q_dtype, "With --model: type of queries")->capture_default_str();
+  add_dtype_option(*sub, "--q-dtype", o->spec.spec.q_dtype, "With --model: type of queries");
   sub->add_option("--kv-dtype", o->spec.kv_dtype, "With --model: type of cached keys and values (default: --q-dtype)");
-  sub->add_option("--block-size", o->spec.block_size, "With --model: tokens in a cache block")->capture_default_str();
+  sub->add_option("--block-size", o->spec.spec.block_size, "With --model: tokens in a cache block")->capture_default_str();
   sub->add_option("--out", o->folder, "Folder to fill, for IMBREX_CUDA_CACHE of another machine (default: the cache of this one)");
   sub->add_flag("--strict", o->strict, "Fail on spills, local memory and warnings of the compiler");
   sub->add_option("--jobs", o->jobs, "Kernels to compile at the same time (0: one for each core)")->check(CLI::Range(0, 4096));

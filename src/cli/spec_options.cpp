@@ -5,6 +5,7 @@
 
 #include <charconv>
 
+#include "attention/spec_fields.h"
 #include "core/check.h"
 
 namespace imbrex::cli {
@@ -31,25 +32,31 @@ AttentionKind parse_kind(const std::string& text) {
 }
 
 AttentionSpec spec_of(const SpecOptions& o) {
-  AttentionSpec spec;
-  spec.kind = parse_kind(o.kind);
+  AttentionSpec spec = o.spec;
   std::tie(spec.num_q_heads, spec.num_kv_heads) = parse_pair(o.heads, "cli.heads", "32/8 (query heads/kv heads)");
   std::tie(spec.head_dim_qk, spec.head_dim_v) = parse_pair(o.head_dim, "cli.head_dim", "128 or 192/128 (of q and k/of v)");
-  spec.q_dtype = parse_dtype(o.q_dtype);
   spec.kv_dtype = o.kv_dtype.empty() ? spec.q_dtype : parse_dtype(o.kv_dtype);
-  spec.kv_format = parse_kv_format(o.kv_format);
-  spec.block_size = o.block_size;
   spec.mask.causal = !o.bidirectional && spec.kind == AttentionKind::decoder;
   if (o.window > 0) spec.mask.window_left = o.window - 1;
-  spec.mask.chunk = o.chunk;
-  spec.mask.custom = o.custom_mask;
-  spec.score.scale = o.scale;
-  spec.score.soft_cap = o.soft_cap;
-  spec.score.sinks = o.sinks;
-  spec.score.alibi = o.alibi;
   spec.validate();
   return spec;
 }
+
+// An option whose values have names. `parse` throws for what is none.
+template <class Enum, class Parse>
+void add_named(CLI::App& app, const char* flag, Enum& value, const char* help, Parse parse) {
+  app.add_option_function<std::string>(
+         flag, [&value, parse](const std::string& text) { value = parse(text); }, help)
+      ->default_str(to_string(value));
+}
+
+// A field of the table that has an option of its own.
+void add_field(CLI::App& app, const SpecField& field, bool& value) { app.add_flag(field.flag, value, field.help); }
+void add_field(CLI::App& app, const SpecField& field, float& value) { app.add_option(field.flag, value, field.help); }
+void add_field(CLI::App& app, const SpecField& field, int& value) { app.add_option(field.flag, value, field.help)->capture_default_str(); }
+void add_field(CLI::App& app, const SpecField& field, AttentionKind& value) { add_named(app, field.flag, value, field.help, parse_kind); }
+void add_field(CLI::App& app, const SpecField& field, KvFormat& value) { add_named(app, field.flag, value, field.help, parse_kv_format); }
+void add_field(CLI::App& app, const SpecField& field, DType& value) { add_dtype_option(app, field.flag, value, field.help); }
 
 }  // namespace
 
@@ -60,29 +67,26 @@ KvFormat parse_kv_format(const std::string& text) {
   fail("cli.kv_format", "strided or amx_packed, got \"{}\"", text);
 }
 
+void add_dtype_option(CLI::App& app, const char* flag, DType& value, const char* help) {
+  add_named(app, flag, value, help, [](const std::string& text) { return parse_dtype(text); });
+}
+
 void add_spec_options(CLI::App& app, SpecOptions& o) {
   app.add_option("--model", o.model, "Preset name, config.json, or a folder with one (instead of --heads etc.)");
   app.add_option("--heads", o.heads, "Query heads / KV heads")->capture_default_str();
   app.add_option("--head-dim", o.head_dim, "Head dimension, or that of q and k / that of v")->capture_default_str();
-  app.add_option("--q-dtype", o.q_dtype, "f32, bf16, f16; fp8_e4m3 with such keys")->capture_default_str();
   app.add_option("--kv-dtype", o.kv_dtype, "f32, bf16, f16, fp8_e4m3, fp8_e5m2 (default: like q)");
-  app.add_option("--kv-format", o.kv_format, "strided or amx_packed")->capture_default_str();
-  app.add_option("--block-size", o.block_size, "Tokens in a block (page); 0: ragged keys without a cache")->capture_default_str();
-  app.add_option("--kind", o.kind, "decoder, encoder, encoder_only, encoder_decoder")->capture_default_str();
   app.add_option("--window", o.window, "Sliding window: keys a query sees, itself included")->check(CLI::PositiveNumber);
-  app.add_option("--chunk", o.chunk, "Chunked-local attention (Llama 4): chunk length")->check(CLI::PositiveNumber);
-  app.add_option("--soft-cap", o.soft_cap, "Soft cap of the logits");
-  app.add_option("--scale", o.scale, "Scale of the logits (default: 1/sqrt(head_dim))");
-  app.add_flag("--sinks", o.sinks, "A sink logit per query head (gpt-oss)");
-  app.add_flag("--alibi", o.alibi, "ALiBi position bias");
   app.add_flag("--bidirectional", o.bidirectional, "Queries see later keys too");
-  app.add_flag("--custom-mask", o.custom_mask, "A mask byte for every query and key");
+  for_each_field(o.spec, [&](const SpecField& field, auto& value) {
+    if (*field.flag != 0) add_field(app, field, value);
+  });
 }
 
 std::vector<NamedSpec> specs_of(const SpecOptions& o) {
   if (o.model.empty()) return {{"", {}, spec_of(o)}};
-  const DType q_dtype = parse_dtype(o.q_dtype), kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
-  const ModelSpec model = load_model(o.model).with_kv(q_dtype, kv_dtype, parse_kv_format(o.kv_format), o.block_size);
+  const DType q_dtype = o.spec.q_dtype, kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
+  const ModelSpec model = load_model(o.model).with_kv(q_dtype, kv_dtype, o.spec.kv_format, o.spec.block_size);
   std::vector<NamedSpec> specs;
   for (const auto& kind : model.kinds()) {
     specs.push_back(

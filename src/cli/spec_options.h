@@ -9,12 +9,11 @@
 namespace imbrex::cli {
 
 struct SpecOptions {
-  std::string model;  // preset, config.json or a folder with one; empty: the flags
-  std::string kind = "decoder", heads = "32/8", head_dim = "128";
-  std::string q_dtype = "bf16", kv_dtype, kv_format = "strided";  // kv_dtype empty: q_dtype
-  int block_size = 16, window = 0, chunk = 0;
-  float soft_cap = 0, scale = 0;
-  bool sinks = false, alibi = false, bidirectional = false, custom_mask = false;
+  std::string model;                                       // preset, config.json or a folder with one; empty: the flags
+  AttentionSpec spec;                                      // fields with an option of their own (attention/spec_fields.inl); the others:
+  std::string heads = "32/8", head_dim = "128", kv_dtype;  // kv_dtype empty: spec.q_dtype
+  int window = 0;
+  bool bidirectional = false;
 };
 
 // A kind of layer to look at.
@@ -28,5 +27,7 @@ void add_spec_options(CLI::App&, SpecOptions&);
 // Model kinds (with dtypes and cache format of the options), or the one spec of the flags. Error cli.*, spec.*, model.*.
 std::vector<NamedSpec> specs_of(const SpecOptions&);
 KvFormat parse_kv_format(const std::string&);  // Error cli.kv_format
+// An option that names a type.
+void add_dtype_option(CLI::App&, const char* flag, DType&, const char* help);
 
 }  // namespace imbrex::cli

@@ -37,7 +37,7 @@ std::vector<serve::ZooCell> cells_asked(const BenchArguments& o) {
     std::vector<AttentionSpec> layers;
     for (const NamedSpec& named : specs_of(o.spec)) layers.push_back(named.spec);
     serve::ZooAxes axes;
-    if (o.page_given) axes.pages = {o.spec.block_size};
+    if (o.page_given) axes.pages = {o.spec.spec.block_size};
     if (o.kv_dtype_given) axes.kv_dtypes = {parse_dtype(o.spec.kv_dtype)};
     cells = serve::cells_of(layers, axes);
   }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/mask.h"
 #include "core/check.h"
 #include "core/float_types.h"
 
@@ -60,9 +61,7 @@ int level_of(const Case& c, const CaseRequest& r, int j) {
 double step_of(const Case& c, const CaseRequest& r, int position, int q_head) {
   if (c.values == ValuePattern::large) return 32.0;
   if (!is_ramp(c)) return 1.0;
-  const Mask& mask = c.spec.mask;
-  const int first =
-      std::max(mask.window_left < 0 ? 0 : position - mask.window_left, mask.chunk == 0 ? 0 : position / mask.chunk * mask.chunk);
+  const int first = int(first_visible_key(c.spec.mask, position));
   const int top =
       c.values == ValuePattern::rising ? r.seq_len - 1 - position : first;  // the key in sight with the highest level is at -top
   return std::min(0.125 * (1 << q_head % 4), 16.0 / std::max(1, top));

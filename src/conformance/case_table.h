@@ -1,5 +1,5 @@
 #pragma once
-// What the axes of the table of cases (cases.cpp, cases_prefill.cpp) are made of: dimensions, types, requests, and the table that they
+// What the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp) are made of: dimensions, types, requests, and the table that they
 // fill.
 #include <fmt/format.h>
 
@@ -65,5 +65,6 @@ struct NamedFeature {
 };
 
 void add_prefill_cases(CaseTable&);  // cases_prefill.cpp
+void add_variant_cases(CaseTable&);  // cases_variants.cpp
 
 }  // namespace imbrex

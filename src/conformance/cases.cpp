@@ -275,6 +275,7 @@ std::vector<Case> make_cases() {
   add_verifies(table);
   add_values(table);
   add_prefill_cases(table);
+  add_variant_cases(table);  // last: a case's seed and types depend on how many are in front of it
   return std::move(table.cases);
 }
 

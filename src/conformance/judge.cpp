@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "attention/mask.h"
+#include "attention/position_bias.h"
 #include "attention/reference.h"
-#include "attention/relative_bias.h"
 #include "core/check.h"
 #include "core/float_types.h"
 
@@ -89,7 +89,7 @@ class NaiveRow {
     if (score.head_scales) x *= float(in_.head_scales.get(head));
     x = round_to(dtype_, x);
     if (score.soft_cap > 0.f) x = round_to(dtype_, score.soft_cap * std::tanh(x / score.soft_cap));
-    if (score.alibi) x += float(in_.alibi_slopes.get(head)) * float(distance);
+    if (score.alibi) x += float(in_.alibi_slopes.get(head)) * float(alibi_distance(score, double(distance)));
     if (score.relative_buckets > 0)
       x += float(in_.relative_bias.get(int64_t(relative_bucket(score, int(distance))) * spec_.num_q_heads + head));
     return x;

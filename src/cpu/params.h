@@ -44,7 +44,9 @@ struct AttentionParams {
   float scale, soft_cap;  // soft_cap 0: off
   bool causal;
   int window_left, window_right, chunk;             // as in Mask
+  int chunk_before;                                 // tokens in front of its own chunk that a query sees too
   const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
+  bool alibi_sqrt;
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
 
@@ -97,7 +99,7 @@ static inline Visible visible_keys(const AttentionParams& a, int p, int seq_len)
   if (a.chunk > 0) {
     const long chunk_begin = p < 0 ? -1 : long(p) / a.chunk * a.chunk;
     if (chunk_begin < 0) return {0, 0};
-    if (lo < chunk_begin) lo = chunk_begin;
+    if (lo < chunk_begin - a.chunk_before) lo = chunk_begin - a.chunk_before;
     if (hi > chunk_begin + a.chunk) hi = chunk_begin + a.chunk;
   }
   if (lo >= hi) return {0, 0};

@@ -8,7 +8,8 @@
 
 #include <fmt/format.h>
 
-#include "attention/relative_bias.h"
+#include "attention/mask.h"
+#include "attention/position_bias.h"
 #include "core/check.h"
 #include "core/tensor_layout.h"
 
@@ -176,8 +177,10 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.window_left = spec_.mask.window_left;
   a.window_right = spec_.mask.window_right;
   a.chunk = spec_.mask.chunk;
+  a.chunk_before = lookback_tokens(spec_.mask);
   a.head_scales = in.head_scales.as<const float>();
   a.alibi_slopes = in.alibi_slopes.as<const float>();
+  a.alibi_sqrt = spec_.score.alibi_sqrt;
   a.sinks = in.sinks.as<const float>();
   if (spec_.score.relative_buckets > 0) {
     expand_relative_bias(spec_, in.relative_bias, bias_by_distance_);

@@ -35,6 +35,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kHeadScales", score.head_scales || spec.scale() < 0},
                                   {"kSoftCap", score.soft_cap > 0},
                                   {"kAlibi", score.alibi},
+                                  {"kAlibiSqrt", score.alibi_sqrt},
                                   {"kRelative", score.relative_buckets > 0},
                                   {"kSinks", score.sinks},
                                   {"kWholeItems", whole_items}};

@@ -1,6 +1,7 @@
 // The part of plan.h that launches: run() checks shapes, fills one POD, and launches what the step, or a graph, has work for.
 #include <algorithm>
 
+#include "attention/mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -72,6 +73,7 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceB
   a.window_left = spec_.mask.window_left;
   a.window_right = spec_.mask.window_right;
   a.chunk = spec_.mask.chunk;
+  a.chunk_before = lookback_tokens(spec_.mask);
   a.head_scales = in.head_scales.as<const float>();
   a.alibi_slopes = in.alibi_slopes.as<const float>();
   a.sinks = in.sinks.as<const float>();

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention/relative_bias.h"
+#include "attention/position_bias.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {

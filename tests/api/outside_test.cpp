@@ -119,6 +119,27 @@ imbrex_backend failing_backend(Failing& state) {
   return b;
 }
 
+// A backend that was compiled before there were such layers would run them as if they were others.
+TEST(CApiOutside, LayersThatABackendCannotKnowAreRefusedInItsName) {
+  Failing state;
+  imbrex_backend backend = failing_backend(state);
+  imbrex_spec_fields fields = small_fields();
+  fields.alibi = 1, fields.alibi_sqrt = 1, fields.chunk = 64, fields.chunk_lookback = 1;
+  for (const size_t size : {size_t(0), offsetof(imbrex_spec_fields, alibi_sqrt), sizeof fields}) {
+    backend.spec_size = size;
+    ASSERT_EQ(imbrex_register_backend(&backend), IMBREX_OK) << imbrex_last_error();
+    const Registered until{"failing"};
+    EXPECT_NE(forced(small_fields(), "failing"), nullptr) << imbrex_last_error();
+    const SelectionHandle selection = forced(fields, "failing");
+    EXPECT_EQ(selection != nullptr, size == sizeof fields);
+    if (selection != nullptr) continue;
+    EXPECT_EQ(last_code(), "select.forced");
+    const std::string why = imbrex_last_error();
+    EXPECT_NE(why.find("alibi_sqrt"), std::string::npos) << why;
+    EXPECT_EQ(why.find("chunk_lookback") != std::string::npos, size == 0) << why;
+  }
+}
+
 TEST(CApiOutside, StatusAndTextOfABackendReachTheCaller) {
   Failing state;
   const imbrex_backend backend = failing_backend(state);

@@ -52,7 +52,7 @@ TEST(CApiStructs, DefaultsAreThoseOfCpp) {
 TEST(CApiStructs, FieldsGoThereAndBack) {
   imbrex_spec_fields f = small_fields();
   f.window_left = 100, f.window_right = 0, f.soft_cap = 30.f, f.scale = 0.25f, f.sinks = 1, f.head_scales = 1, f.causal = 0, f.chunk = 64;
-  f.block_size = 32, f.head_dim_v = 128, f.alibi = 1;
+  f.block_size = 32, f.head_dim_v = 128, f.alibi = 1, f.alibi_sqrt = 1, f.chunk_lookback = 3;
   const SpecHandle spec = spec_of(f);
   ASSERT_NE(spec, nullptr) << imbrex_last_error();
   imbrex_spec_fields back{};
@@ -82,8 +82,14 @@ TEST(CApiStructs, CallersOfLaterAndEarlierVersions) {
   EXPECT_EQ(imbrex_spec_create(&later.known, &none), IMBREX_INVALID);
   EXPECT_EQ(last_code(), "api.struct_size");
 
+  imbrex_spec_fields earlier = small;  // of the first version, behind which there may be anything
+  earlier.struct_size = api::kFirstSize<imbrex_spec_fields>;
+  earlier.chunk_lookback = -7, earlier.alibi_sqrt = 1;
+  EXPECT_NE(spec_of(earlier), nullptr) << imbrex_last_error();
+
   // The last two are what memory holds that nobody has set.
-  for (const size_t size : {size_t(0), sizeof(size_t), sizeof small - 4, size_t(0x7ffe12345678), SIZE_MAX}) {
+  constexpr size_t kFirst = api::kFirstSize<imbrex_spec_fields>;
+  for (const size_t size : {size_t(0), sizeof(size_t), kFirst - 4, size_t(0x7ffe12345678), SIZE_MAX}) {
     imbrex_spec_fields shorter = small;
     shorter.struct_size = size;
     EXPECT_EQ(imbrex_spec_create(&shorter, &none), IMBREX_INVALID);

@@ -386,6 +386,11 @@ TEST(FirstNeededBlock, IsTheBlockOfTheFirstVisibleKey) {
       }
     }
   }
+  for (int p = 0; p < 100; ++p) {
+    int key = 0;
+    while (p / 7 - key / 7 > 2) ++key;
+    ASSERT_EQ(first_needed_block(p, Mask{.chunk = 7, .chunk_lookback = 2}, 3), key / 3) << p;
+  }
   EXPECT_EQ(test::error_code([] { first_needed_block(-1, 4, 0, 16); }), "block_pool.needed.position");
   EXPECT_EQ(test::error_code([] { first_needed_block(1, 4, 0, 0); }), "block_pool.needed.block_size");
 }

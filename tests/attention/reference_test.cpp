@@ -75,6 +75,9 @@ TEST(Reference, MasksAreBottomRightAligned) {
   expect_row(in, {{3, 1.5}, {4, 2.0}});
   in.spec.mask.chunk = 4;
   expect_row(in, {{4, 2.0}});
+  in = counting(1, 8, 0.5f);
+  in.spec.mask = {.chunk = 3, .chunk_lookback = 1};  // the query at 7 is in chunk 2: it sees chunks 1 and 2
+  expect_row(in, {{3, 1.5}, {4, 2.0}, {5, 2.5}, {6, 3.0}, {7, 3.5}});
   in = counting(1, 1, 1.f);
   in.spec.mask = {.causal = false, .window_left = 0, .window_right = 0};
   expect_row(in, {{0, 0.0}});

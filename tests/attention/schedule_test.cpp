@@ -95,6 +95,8 @@ const std::vector<Mask>& masks() {
       {.chunk = 48},
       {.causal = false, .chunk = 7},
       {.window_left = 20, .chunk = 33},
+      {.chunk = 16, .chunk_lookback = 2},
+      {.causal = false, .chunk = 7, .chunk_lookback = 3},
       {.causal = false, .window_left = 11, .window_right = 200, .chunk = 64},
       {.custom = true},
       {.causal = false, .custom = true},
@@ -281,7 +283,8 @@ TEST(Schedule, LengthsNearTheEndOfIntDoNotOverflow) {
   Schedule s;
   const HostBatch host({{1, INT_MAX}, {3, INT_MAX - 1}});
   for (const bool balanced : {false, true}) {
-    for (const Mask& mask : {Mask{}, Mask{.causal = false, .window_right = INT_MAX}, Mask{.chunk = INT_MAX}}) {
+    for (const Mask& mask : {Mask{}, Mask{.causal = false, .window_right = INT_MAX}, Mask{.chunk = INT_MAX},
+                             Mask{.chunk = INT_MAX, .chunk_lookback = INT_MAX}}) {
       schedule(host.view(), mask, {.split_kv = 1 << 20, .balanced = balanced, .num_workers = 132}, s);
       const std::vector<Tile> tiles = tiles_of(s);
       ASSERT_EQ(tiles.size(), 2u);

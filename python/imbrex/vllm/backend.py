@@ -62,6 +62,10 @@ class Backend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_alibi_sqrt(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_sliding_window(cls) -> bool:
         return True
 

@@ -43,6 +43,8 @@ class Impl(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: Optional[str] = None,
         sinks: Optional[torch.Tensor] = None,
+        use_alibi_sqrt: bool = False,
+        chunk_lookback: int = -1,
         **extra: Any,
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -57,6 +59,8 @@ class Impl(AttentionImpl):
             if value not in (None, False, -1):
                 raise NotImplementedError(f"imbrex: expected no {name}, got {value!r}")
         self.alibi_slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_sqrt = bool(use_alibi_sqrt) and alibi_slopes is not None
+        self.chunk_lookback = chunk_lookback if sliding_window else -1  # 0 or more: the window is of chunks, so many before a token's own
         self.sinks = sinks
         self._sinks = None  # float32; at one address, which graphs read
         self.plan_key: Tuple = ()
@@ -66,7 +70,6 @@ class Impl(AttentionImpl):
 
     def spec_fields(self, kv_cache_spec: Any, model_dtype: Any) -> Dict[str, Any]:
         """The arguments of imbrex.AttentionSpec, of this layer and its group's cache."""
-        left = -1 if self.sliding_window is None else self.sliding_window - 1
         q_dtype = type_name(model_dtype)
         return dict(
             kind="encoder_only" if self.ragged else "decoder",
@@ -79,16 +82,19 @@ class Impl(AttentionImpl):
             kv_format=self.kv_format,
             block_size=0 if self.ragged else kv_cache_spec.block_size,
             causal=not self.ragged,
-            window_left=left,
-            window_right=left if self.ragged else -1,
-            scale=self.scale,
-            soft_cap=self.soft_cap,
             sinks=self.sinks is not None,
             alibi=self.alibi_slopes is not None,
+            **self.score_fields(),
         )
 
     def score_fields(self) -> Dict[str, Any]:
-        return dict(scale=self.scale, soft_cap=self.soft_cap, window_left=-1 if self.sliding_window is None else self.sliding_window - 1)
+        """Those of them that change what a query makes of its keys."""
+        fields = dict(scale=self.scale, soft_cap=self.soft_cap, alibi_sqrt=self.alibi_sqrt)
+        if self.chunk_lookback >= 0:
+            fields.update(chunk=self.sliding_window // (self.chunk_lookback + 1), chunk_lookback=self.chunk_lookback)
+        elif self.sliding_window is not None:
+            fields.update(window_left=self.sliding_window - 1, window_right=self.sliding_window - 1 if self.ragged else -1)
+        return fields
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         if self.sinks is None:

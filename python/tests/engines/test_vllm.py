@@ -19,6 +19,8 @@ MODELS = {
     "soft cap": [{"logits_soft_cap": 5.0}] * 2,
     "sinks": [{"sinks": SINKS}, {"sinks": SINKS.flip(0).bfloat16()}],
     "alibi": [{"alibi_slopes": SLOPES}] * 2,
+    "alibi by square roots": [{"alibi_slopes": SLOPES, "use_alibi_sqrt": True}] * 2,
+    "chunks": [{"per_layer_sliding_window": 32, "chunk_lookback": 1}, {"per_layer_sliding_window": 24, "chunk_lookback": 2}],
     "windows": [{"per_layer_sliding_window": 20}, {}],
     "window of one": [{"per_layer_sliding_window": 1}, {"per_layer_sliding_window": 33}],
     "all together": [{"per_layer_sliding_window": 24, "sinks": SINKS, "logits_soft_cap": 8.0}, {"sinks": SINKS}],

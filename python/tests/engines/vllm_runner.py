@@ -251,6 +251,11 @@ class Runner:
         owner = index
         if layer.kv_sharing_target_layer_name is not None:
             owner = [x.layer_name for x in self.layers].index(layer.kv_sharing_target_layer_name)
+        lookback = options.get("chunk_lookback", -1)
+        if window is not None and lookback >= 0:
+            span = dict(chunk=window // (lookback + 1), chunk_lookback=lookback)
+        else:
+            span = dict(window_left=-1 if window is None else window - 1, window_right=window - 1 if encoder and window is not None else -1)
         for request, count in scheduled:
             seen = request.computed + count
             check(
@@ -262,11 +267,11 @@ class Runner:
                 f"step {self.num_steps}, {layer.layer_name}, {request.name}",
                 causal=not encoder,
                 scale=options.get("scale"),
-                window_left=-1 if window is None else window - 1,
-                window_right=window - 1 if encoder and window is not None else -1,
+                **span,
                 soft_cap=options.get("logits_soft_cap") or 0.0,
                 sinks=None if options.get("sinks") is None else options["sinks"].float().cpu().numpy(),
                 alibi_slopes=options.get("alibi_slopes"),
+                alibi_sqrt=bool(options.get("use_alibi_sqrt")),
             )
             at += count
 

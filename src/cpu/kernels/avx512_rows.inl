@@ -22,7 +22,13 @@ __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row
     }
     if (biased) {
       const vi distance = _mm512_add_epi32(lane, _mm512_set1_epi32(kb + 16 * t - row.position));
-      if (row.slope != 0.f) x = _mm512_fmadd_ps(_mm512_set1_ps(row.slope), _mm512_cvtepi32_ps(distance), x);
+      if (row.slope != 0.f) {
+        vf far = _mm512_cvtepi32_ps(distance);
+        if (a.alibi_sqrt)
+          far = _mm512_sub_ps(_mm512_setzero_ps(),
+                              _mm512_sqrt_ps(_mm512_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), far), _mm512_setzero_ps())));
+        x = _mm512_fmadd_ps(_mm512_set1_ps(row.slope), far, x);
+      }
       if (row.bias) {
         const vi reach = _mm512_set1_epi32(a.bias_reach);
         const vi index = _mm512_max_epi32(_mm512_min_epi32(distance, reach), _mm512_sub_epi32(_mm512_setzero_si512(), reach));

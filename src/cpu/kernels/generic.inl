@@ -136,7 +136,10 @@ void softmax_row(const AttentionParams& a, const Row& row, int kb, float* s, flo
     for (int j = lo; j < hi; ++j) {
       float x = s[j];
       if (a.soft_cap > 0.f) x = a.soft_cap * __builtin_tanhf(x / a.soft_cap);
-      if (row.slope != 0.f) x += row.slope * float(kb + j - row.position);
+      if (row.slope != 0.f) {
+        const float distance = float(kb + j - row.position);
+        x += row.slope * (a.alibi_sqrt ? -__builtin_sqrtf(distance < 0.f ? -distance : 0.f) : distance);
+      }
       if (row.bias) x += row.bias[clamp_int(kb + j - row.position, -a.bias_reach, a.bias_reach)];
       s[j] = x * kLog2e;
     }

@@ -34,7 +34,7 @@ DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
     if (p.chunk > 0) {
       const int chunk = min(p.chunk, kFar), below = position >= 0 ? 0 : chunk - 1;  // rounds down
       const int begin = (position - below) / chunk * chunk;
-      keys.lo = max(keys.lo, begin);
+      keys.lo = max(keys.lo, begin - min(p.chunk_before, kFar));
       keys.hi = min(keys.hi, begin + chunk);
     }
   }
@@ -187,13 +187,19 @@ DEVICE float factor_of(const AttentionParams& p, const RowTerms& row) {
   return kHeadScales ? 1.f : row.scale;
 }
 
-// For kernels that leave no more than a factor to the exponential's argument. `distance` is key position - query position.
+// What ALiBi's slope is multiplied by. `distance` is key position - query position.
+DEVICE float alibi_distance(int distance) {
+  if constexpr (kAlibiSqrt) return -sqrtf(float(max(-distance, 0)));
+  return float(distance);
+}
+
+// For kernels that leave no more than a factor to the exponential's argument. `distance` as above.
 constexpr bool kFactorLeft = !kAlibi && !kRelative && (kSoftCap || !kHeadScales);
 DEVICE float modified(const AttentionParams& p, const RowTerms& row, float product, int distance) {
   float x = bent(row, product);
   if constexpr (kFactorLeft) return x;
   x *= factor_of(p, row);
-  if constexpr (kAlibi) x += row.slope * float(distance);
+  if constexpr (kAlibi) x += row.slope * alibi_distance(distance);
   if constexpr (kRelative) x += __ldg(row.bias + max(-p.bias_reach, min(p.bias_reach, distance))) * kLog2e;
   return x;
 }

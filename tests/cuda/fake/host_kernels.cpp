@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "attention/mask.h"
+#include "attention/position_bias.h"
 #include "core/float_types.h"
 #include "cuda/attention_sm90.h"
 #include "cuda/copy_blocks.h"
@@ -45,9 +46,12 @@ std::vector<double> load_row(const char* row, DType type, long stride, int dim) 
 }
 
 bool sees(const AttentionParams& p, int request, int query, int position, int j) {
-  if (!mask_allows({.causal = spec.mask.causal, .window_left = p.window_left, .window_right = p.window_right, .chunk = p.chunk}, position,
-                   j))
-    return false;
+  const Mask mask{.causal = spec.mask.causal,
+                  .window_left = p.window_left,
+                  .window_right = p.window_right,
+                  .chunk = p.chunk,
+                  .chunk_lookback = p.chunk > 0 ? p.chunk_before / p.chunk : 0};
+  if (!mask_allows(mask, position, j)) return false;
   return !spec.mask.custom || p.custom_mask[p.custom_start[request] + long(query) * p.seq_lens[request] + j] != 0;
 }
 
@@ -55,7 +59,7 @@ double logit(const AttentionParams& p, double dot, int head, int distance) {
   double x = dot * p.scale;
   if (spec.score.head_scales) x *= p.head_scales[head];
   if (spec.score.soft_cap > 0) x = p.soft_cap * std::tanh(x / p.soft_cap);
-  if (spec.score.alibi) x += p.alibi_slopes[head] * double(distance);
+  if (spec.score.alibi) x += p.alibi_slopes[head] * alibi_distance(spec.score, double(distance));
   if (spec.score.relative_buckets > 0) {
     const int at = std::clamp(distance, -p.bias_reach, p.bias_reach) + p.bias_reach;
     x += p.bias_by_distance[long(head) * (2 * p.bias_reach + 1) + at];

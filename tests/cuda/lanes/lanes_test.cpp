@@ -7,8 +7,9 @@
 #include <map>
 #include <numeric>
 
+#include "attention/mask.h"
+#include "attention/position_bias.h"
 #include "attention/reference.h"
-#include "attention/relative_bias.h"
 #include "conformance/case_runner.h"
 #include "conformance/judge.h"
 #include "cuda/kv_side.h"
@@ -85,6 +86,7 @@ class LanesPlan final : public Plan {
     p.q_scales = in.q_scale.as<const float>(), p.q_scale_stride = in.q_scale.size(0) > 1 ? int(in.q_scale.stride(0)) : 0;
     p.scale = spec_.scale(), p.soft_cap = spec_.score.soft_cap;
     p.window_left = spec_.mask.window_left, p.window_right = spec_.mask.window_right, p.chunk = spec_.mask.chunk;
+    p.chunk_before = lookback_tokens(spec_.mask);
     p.head_scales = in.head_scales.as<const float>(), p.alibi_slopes = in.alibi_slopes.as<const float>(),
     p.sinks = in.sinks.as<const float>();
     std::vector<float> bias;

@@ -80,7 +80,7 @@ inline std::vector<Variant> variants() {
   add("prefill", "sm_90a", KernelPhase::prefill, 1, spec(DType::bf16, DType::bf16, 64, 128, 2, 1)).values = ValuePattern::spike;
   // Converted on the way, rows that cannot be copied 16 bytes at a time.
   Case& strided = add("strided", "sm_120", KernelPhase::prefill, 1, spec(DType::f16, DType::bf16, 72, 40, 5, 16));
-  strided.spec.score.alibi = strided.spec.score.head_scales = true, strided.spec.mask.chunk = 50, strided.order = "lbhdt";
+  strided.spec.score.alibi = strided.spec.score.head_scales = true, strided.spec.mask.chunk = 25, strided.spec.mask.chunk_lookback = 1, strided.order = "lbhdt";
   Case& exact = add("exact", "sm_120", KernelPhase::prefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
   exact.spec.mask.causal = false, exact.spec.score.soft_cap = 20.f;
   exact.spec.score.relative_buckets = 32, exact.spec.score.relative_max_distance = 64, exact.spec.score.relative_bidirectional = true;
@@ -111,7 +111,8 @@ inline std::vector<Variant> variants() {
   add_decode("tma_narrow", 16, spec(DType::bf16, DType::bf16, 80, 224, 4, 16)).spec.mask.window_left = 70;
   add_decode("tma_half", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 96, 3, 16)).values = ValuePattern::rising;
   add_decode("tma_half_rows", 16, spec(DType::bf16, DType::fp8_e4m3, 64, 64, 4, 1)).spec.mask.window_left = 70;
-  add_decode("tma_rows", 16, spec(DType::bf16, DType::bf16, 128, 72, 4, 6));
+  Case& tma_rows = add_decode("tma_rows", 16, spec(DType::bf16, DType::bf16, 128, 72, 4, 6));
+  tma_rows.spec.score.alibi = tma_rows.spec.score.alibi_sqrt = true;
   add_decode("element_rows", 32, spec(DType::bf16, DType::bf16, 96, 80, 4, 16), Text::decode_without_maps).spec.score.sinks = true;
   add_decode("elements", 16, spec(DType::bf16, DType::bf16, 128, 128, 4, 16), Text::decode_without_maps).order = "lbhdt";
   add_decode("element_bytes", 16, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 200, 3, 0), Text::decode_without_maps).out_dtype = DType::f16;

@@ -45,6 +45,8 @@ class Attention(nn.Module, AttentionLayerBase):
         )
         if use_alibi_sqrt and not self.attn_backend.supports_alibi_sqrt():
             raise ValueError("use_alibi_sqrt is not supported")
+        if self.attn_backend.supports_alibi_sqrt():
+            extra_impl_args["use_alibi_sqrt"] = bool(use_alibi_sqrt)
         self.impl = self.attn_backend.get_impl_cls()(
             num_heads,
             head_size,

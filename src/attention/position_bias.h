@@ -1,10 +1,18 @@
 #pragma once
-// T5's relative position bias: bucket of a distance, and the expansion to one bias per distance that the CPU kernels read.
+// What a logit gets for the distance of its key: ALiBi's, and T5's relative position bias, with its expansion to one bias per distance that
+// the CPU kernels read.
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "imbrex/spec.h"
 
 namespace imbrex {
+
+// What ALiBi's slope is multiplied by, for a key at a distance (its position less the query's).
+inline double alibi_distance(const ScoreMod& score, double distance) {
+  return score.alibi_sqrt ? -std::sqrt(std::max(-distance, 0.)) : distance;
+}
 
 // Bucket of distance = key position - query position. Half of the (one-sided) buckets are exact, the others logarithmic up to
 // relative_max_distance. Source: "Exploring the limits of transfer learning", section 2.1, and the released implementation.

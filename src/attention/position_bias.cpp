@@ -1,5 +1,5 @@
-// See relative_bias.h.
-#include "attention/relative_bias.h"
+// See position_bias.h.
+#include "attention/position_bias.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,0 +1,58 @@
+// Variants of a mask and of a position bias: chunks with a lookback, and ALiBi by square roots. In every phase, in encoders, and in prefill
+// of several tiles.
+#include "conformance/case_table.h"
+
+namespace imbrex {
+
+void add_variant_cases(CaseTable& table) {
+  struct Variant {
+    const char* name;
+    Mask mask;
+    ScoreMod score;
+  };
+  const Variant variants[] = {
+      {"mask_lookback", {.chunk = 16, .chunk_lookback = 2}, {}},
+      {"mask_lookback_bidirectional", {.causal = false, .chunk = 32, .chunk_lookback = 1}, {}},
+      {"mask_lookback_window", {.window_left = 50, .chunk = 20, .chunk_lookback = 3}, {}},
+      {"mask_lookback_far", {.chunk = 1 << 30, .chunk_lookback = 1 << 30}, {}},
+      {"score_alibi_sqrt", {}, {.alibi = true, .alibi_sqrt = true}},
+      {"score_alibi_sqrt_both", {.causal = false}, {.alibi = true, .alibi_sqrt = true, .sinks = true}},
+      {"score_alibi_sqrt_cap", {.window_left = 63}, {.head_scales = true, .soft_cap = 10.f, .alibi = true, .alibi_sqrt = true}},
+      {"score_alibi_sqrt_lookback", {.chunk = 24, .chunk_lookback = 1}, {.alibi = true, .alibi_sqrt = true}},
+  };
+  for (const Variant& v : variants)
+    for (const NamedRequests& phase : kPhases) {
+      const size_t i = table.cases.size();
+      Case& c = table.add(fmt::format("{}_{}", v.name, phase.name), i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, {64, 64}, table.types(),
+                          phase.requests);
+      c.spec.mask = v.mask;
+      c.spec.score = v.score;
+    }
+
+  const Requests encoded{{50, 50}, {0, 0}, {131, 131}, {1, 1}};
+  for (const DTypes types : {kDTypes[0], kDTypes[1]}) {
+    Case& c = table.add(fmt::format("mask_encoder_only_alibi_sqrt_{}", to_string(types.q)), 1, 2, {64, 64}, types, encoded);
+    c.spec.kind = AttentionKind::encoder_only;
+    c.spec.mask.causal = false;
+    c.spec.block_size = 0;
+    c.spec.score.alibi = c.spec.score.alibi_sqrt = true;
+  }
+
+  const DTypes kTiles[] = {kDTypes[0], kDTypes[2], kDTypes[3], {DType::fp8_e4m3, DType::fp8_e4m3}};
+  const Requests several[] = {{{150, 220}}, {{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}};
+  for (const Dims dims : {Dims{64, 64}, {128, 128}})
+    for (const DTypes types : kTiles)
+      for (const bool alibi : {false, true}) {
+        const size_t i = table.cases.size();
+        const char* name = alibi ? "alibi_sqrt" : "lookback";
+        Case& c = table.add(fmt::format("prefill_{}_{}_{}_{}", dims_name(dims), name, to_string(types.q), to_string(types.kv)), 4, 1, dims,
+                            types, several[i % 3]);
+        c.order = "lbthd";
+        if (alibi)
+          c.spec.score.alibi = c.spec.score.alibi_sqrt = true;
+        else
+          c.spec.mask.chunk = 40, c.spec.mask.chunk_lookback = 1;
+      }
+}
+
+}  // namespace imbrex
