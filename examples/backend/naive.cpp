@@ -140,7 +140,7 @@ const char* why(void*) { return problem.c_str(); }
 extern "C" IMBREX_API imbrex_status imbrex_plugin(const imbrex_host* host) {
   if (host->abi_version != IMBREX_ABI_VERSION) return IMBREX_INVALID;
   imbrex_backend backend{};
-  backend.struct_size = sizeof backend;
+  backend.struct_size = sizeof backend, backend.spec_size = sizeof(imbrex_spec_fields);
   backend.name = "outside_naive";
   backend.description = "an example of a backend from outside: plain loops";
   backend.unsupported = unsupported;

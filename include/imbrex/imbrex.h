@@ -135,6 +135,20 @@ IMBREX_API void imbrex_spec_free(imbrex_spec*);
 IMBREX_API const char* imbrex_spec_str(const imbrex_spec*); /* "decoder q32/kv8 d128 bf16 block16 causal" */
 IMBREX_API imbrex_status imbrex_spec_get_fields(const imbrex_spec*, imbrex_spec_fields* out); /* struct_size set */
 
+/* A layer of another family, a short convolution (short_conv.h). Selections and plans of it are made and asked as those of attention are;
+ * what a layer calls is imbrex_plan_run_short_conv(). Functions that are for one family alone are IMBREX_INVALID (api.family) with another.
+ */
+typedef struct {
+  size_t struct_size;
+  int32_t dim;        /* channels */
+  int32_t width;      /* 3; tokens that a sum is over, its own included */
+  int32_t bias;       /* 0; 1: imbrex_short_conv_inputs has one */
+  int32_t dtype;      /* imbrex_dtype; IMBREX_BF16 */
+  int32_t num_drafts; /* 0; drafts of a step that a later one may take back */
+} imbrex_short_conv_fields;
+IMBREX_API void imbrex_short_conv_fields_init(imbrex_short_conv_fields*, size_t struct_size);
+IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields*, imbrex_spec** out);
+
 /* ---- which backend runs it, and why: select.h ---- */
 
 typedef struct imbrex_selection imbrex_selection;
@@ -237,6 +251,10 @@ typedef struct {
   const imbrex_tensor* kv_start_loc;                              /* i32 [num_reqs + 1], block_size 0 */
   const imbrex_tensor* slot_mapping; /* i64 [>= num_tokens]: block * block_size + offset, -1: not written; for imbrex_plan_write_kv() */
   const imbrex_tensor* custom_mask;  /* u8 [sum of q_len * seq_len] */
+  /* For layers that keep a state of each request: [num_reqs], host. NULL where not used. */
+  const int32_t* state_slots;     /* where the request's state is */
+  const int32_t* num_drafts;      /* of the step's tokens, the last so many may be taken back by the next step; NULL: none */
+  const int32_t* accepted_drafts; /* of the drafts of the request's step before, so many were kept; NULL: none */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
@@ -287,6 +305,23 @@ IMBREX_API imbrex_status imbrex_plan_device_problem(const imbrex_plan*, int32_t 
 IMBREX_API imbrex_status imbrex_plan_write_kv(imbrex_plan*, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v,
                                               void* stream);
 IMBREX_API imbrex_status imbrex_plan_run(imbrex_plan*, const imbrex_inputs*, const imbrex_outputs*, void* stream);
+
+/* Once a layer of a short convolution. */
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor* bcx;    /* [>= num_tokens, 3 * dim]: B, C and x of a token after one another */
+  const imbrex_tensor* weight; /* [dim, width] */
+  const imbrex_tensor* bias;   /* NULL, or [dim] */
+  const imbrex_tensor* state;  /* [slots, width - 1 + num_drafts, dim]: read and written */
+} imbrex_short_conv_inputs;
+IMBREX_API void imbrex_short_conv_inputs_init(imbrex_short_conv_inputs*, size_t struct_size);
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor* out; /* [>= num_tokens, dim] */
+} imbrex_short_conv_outputs;
+IMBREX_API void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs*, size_t struct_size);
+IMBREX_API imbrex_status imbrex_plan_run_short_conv(imbrex_plan*, const imbrex_short_conv_inputs*, const imbrex_short_conv_outputs*,
+                                                    void* stream);
 
 /* ---- merge of partial results: merge.h ---- */
 

@@ -12,7 +12,9 @@ const typename List::value_type* at(const List& list, int32_t index) {
   return index >= 0 && size_t(index) < list.size() ? &list[size_t(index)] : nullptr;
 }
 
-const Candidate* candidate(const imbrex_selection* s, int32_t index) { return s == nullptr ? nullptr : at(s->chosen.candidates, index); }
+const imbrex_selection::Candidate* candidate(const imbrex_selection* s, int32_t index) {
+  return s == nullptr ? nullptr : at(s->candidates, index);
+}
 
 imbrex_status give_reason(const std::vector<Reason>* reasons, int32_t index, imbrex_reason* out) {
   return guarded([&] {
@@ -24,18 +26,25 @@ imbrex_status give_reason(const std::vector<Reason>* reasons, int32_t index, imb
   });
 }
 
-const Backend& backend_of(const imbrex_selection& s) {
-  check(s.chosen.backend != nullptr, "backend.unsupported", "nothing runs {} on {}\n{}", s.spec.str(), s.device.str(), s.text);
-  return *s.chosen.backend;
+const imbrex_selection& chosen(const imbrex_selection& s) {
+  check(s.chosen != nullptr, "backend.unsupported", "nothing runs {} on {}\n{}", s.spec.text, s.device.str(), s.text);
+  return s;
 }
 
-std::unique_ptr<imbrex_plan> plan_of(std::unique_ptr<Plan> plan) {
-  auto handle = std::make_unique<imbrex_plan>();
-  handle->plan = std::move(plan);
-  return handle;
+const Backend& attention_backend(const imbrex_selection& s) { return *std::get<const Backend*>(chosen(s).backend); }
+
+// What imbrex_select() finds for a spec of a family.
+template <class Family>
+void select_for(const typename Family::Spec& spec, const SelectOptions& options, imbrex_selection& to) {
+  const SelectionOf<Family> selection = select<Family>(spec, to.device, options);
+  to.backend = selection.backend, to.chosen = selection.backend;
+  for (const CandidateOf<Family>& c : selection.candidates) to.candidates.push_back({std::string(c.backend->name()), c.reasons});
+  to.proposals = selection.proposals;
+  to.rule = selection.rule, to.text = selection.str();
+  if (selection.backend != nullptr) to.name = selection.backend->name();
 }
 
-Plan& plan_of(imbrex_plan* plan) { return *deref(plan, "plan").plan; }
+AttentionPlan& attention_plan(imbrex_plan* plan) { return *of_family<std::unique_ptr<AttentionPlan>>(deref(plan, "plan").plan, "plan"); }
 
 }  // namespace
 
@@ -72,54 +81,57 @@ void imbrex_threads_free(imbrex_threads* threads) { delete threads; }
 
 imbrex_status imbrex_spec_create(const imbrex_spec_fields* fields, imbrex_spec** out) {
   return create(out, [&] {
-    auto spec = std::make_unique<imbrex_spec>();
-    spec->spec = spec_of(fields);
-    spec->text = spec->spec.str();
-    return spec;
+    const AttentionSpec spec = spec_of(fields);
+    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
+  });
+}
+imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields* fields, imbrex_spec** out) {
+  return create(out, [&] {
+    const ShortConvSpec spec = spec_of(fields);
+    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
   });
 }
 void imbrex_spec_free(imbrex_spec* spec) { delete spec; }
 const char* imbrex_spec_str(const imbrex_spec* spec) { return spec == nullptr ? "" : spec->text.c_str(); }
 imbrex_status imbrex_spec_get_fields(const imbrex_spec* spec, imbrex_spec_fields* out) {
-  return guarded([&] { write(out, fields_of(deref(spec, "spec").spec), "out"); });
+  return guarded([&] { write(out, fields_of(of_family<AttentionSpec>(deref(spec, "spec").spec, "spec")), "out"); });
 }
 
 imbrex_status imbrex_select(const imbrex_spec* spec, const imbrex_device* device, const imbrex_select_options* options,
                             imbrex_selection** out) {
   return create(out, [&] {
     auto selection = std::make_unique<imbrex_selection>();
-    selection->spec = deref(spec, "spec").spec;
+    selection->spec = deref(spec, "spec");
     selection->device = deref(device, "device").info;
-    selection->chosen = select(selection->spec, selection->device, select_options_of(options));
-    selection->text = selection->chosen.str();
-    if (selection->chosen.backend != nullptr) selection->backend = selection->chosen.backend->name();
-    for (const Candidate& c : selection->chosen.candidates) selection->names.emplace_back(c.backend->name());
+    const SelectOptions given = select_options_of(options);
+    if (const auto* attention = std::get_if<AttentionSpec>(&selection->spec.spec))
+      select_for<AttentionFamily>(*attention, given, *selection);
+    else
+      select_for<ShortConvFamily>(std::get<ShortConvSpec>(selection->spec.spec), given, *selection);
     return selection;
   });
 }
 void imbrex_selection_free(imbrex_selection* selection) { delete selection; }
 
-const char* imbrex_selection_backend(const imbrex_selection* s) {
-  return s == nullptr || s->chosen.backend == nullptr ? nullptr : s->backend.c_str();
-}
-const char* imbrex_selection_rule(const imbrex_selection* s) { return s == nullptr ? "" : s->chosen.rule.c_str(); }
+const char* imbrex_selection_backend(const imbrex_selection* s) { return s == nullptr || s->chosen == nullptr ? nullptr : s->name.c_str(); }
+const char* imbrex_selection_rule(const imbrex_selection* s) { return s == nullptr ? "" : s->rule.c_str(); }
 const char* imbrex_selection_explain(const imbrex_selection* s) { return s == nullptr ? "" : s->text.c_str(); }
 
-int32_t imbrex_selection_num_candidates(const imbrex_selection* s) { return s == nullptr ? 0 : int32_t(s->chosen.candidates.size()); }
+int32_t imbrex_selection_num_candidates(const imbrex_selection* s) { return s == nullptr ? 0 : int32_t(s->candidates.size()); }
 const char* imbrex_selection_candidate(const imbrex_selection* s, int32_t index) {
-  const std::string* name = s == nullptr ? nullptr : at(s->names, index);
-  return name == nullptr ? nullptr : name->c_str();
+  const imbrex_selection::Candidate* c = candidate(s, index);
+  return c == nullptr ? nullptr : c->name.c_str();
 }
 int32_t imbrex_selection_num_reasons(const imbrex_selection* s, int32_t index) {
-  const Candidate* c = candidate(s, index);
+  const imbrex_selection::Candidate* c = candidate(s, index);
   return c == nullptr ? 0 : int32_t(c->reasons.size());
 }
 imbrex_status imbrex_selection_reason(const imbrex_selection* s, int32_t index, int32_t reason, imbrex_reason* out) {
-  const Candidate* c = candidate(s, index);
+  const imbrex_selection::Candidate* c = candidate(s, index);
   return give_reason(c == nullptr ? nullptr : &c->reasons, reason, out);
 }
 const char* imbrex_selection_proposal(const imbrex_selection* s, int32_t index) {
-  const std::string* proposal = s == nullptr ? nullptr : at(s->chosen.proposals, index);
+  const std::string* proposal = s == nullptr ? nullptr : at(s->proposals, index);
   return proposal == nullptr ? nullptr : proposal->c_str();
 }
 
@@ -131,8 +143,14 @@ int64_t imbrex_workspace_bytes(const imbrex_workspace* workspace) { return works
 
 imbrex_status imbrex_plan_create(const imbrex_selection* selection, const imbrex_plan_options* options, imbrex_plan** out) {
   return create(out, [&] {
-    const imbrex_selection& s = deref(selection, "selection");
-    return plan_of(backend_of(s).plan(s.spec, s.device, plan_options_of(options)));
+    const imbrex_selection& s = chosen(deref(selection, "selection"));
+    const PlanOptions given = plan_options_of(options);
+    auto plan = std::make_unique<imbrex_plan>();
+    if (const auto* attention = std::get_if<AttentionSpec>(&s.spec.spec))
+      plan->plan = attention_backend(s).plan(*attention, s.device, given);
+    else
+      plan->plan = std::get<const BackendOf<ShortConvFamily>*>(s.backend)->plan(std::get<ShortConvSpec>(s.spec.spec), s.device, given);
+    return plan;
   });
 }
 
@@ -140,10 +158,13 @@ imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const
                                           const imbrex_plan_options* options, int32_t decode_max_q, imbrex_plan** out) {
   return create(out, [&] {
     const imbrex_selection &p = deref(prefill, "prefill"), &d = deref(decode, "decode");
-    check(p.spec == d.spec && p.device.device == d.device.device, "api.phases",
-          "expected selections for one spec on one device, got {} on {} and {} on {}", p.spec.str(), p.device.str(), d.spec.str(),
+    const auto &p_spec = of_family<AttentionSpec>(p.spec.spec, "prefill"), &d_spec = of_family<AttentionSpec>(d.spec.spec, "decode");
+    check(p_spec == d_spec && p.device.device == d.device.device, "api.phases",
+          "expected selections for one spec on one device, got {} on {} and {} on {}", p.spec.text, p.device.str(), d.spec.text,
           d.device.str());
-    return plan_of(plan_by_phase(backend_of(p), backend_of(d), p.spec, p.device, plan_options_of(options), decode_max_q));
+    auto plan = std::make_unique<imbrex_plan>();
+    plan->plan = plan_by_phase(attention_backend(p), attention_backend(d), p_spec, p.device, plan_options_of(options), decode_max_q);
+    return plan;
   });
 }
 
@@ -152,26 +173,26 @@ void imbrex_plan_free(imbrex_plan* plan) { delete plan; }
 const char* imbrex_plan_str(imbrex_plan* plan) {
   const imbrex_status status = guarded([&] {
     imbrex_plan& p = deref(plan, "plan");
-    p.text = p.plan->str();
+    p.text = p.basic().str();
   });
   return status == IMBREX_OK ? plan->text.c_str() : "";
 }
 
-int32_t imbrex_plan_capturable(const imbrex_plan* plan) { return plan != nullptr && plan->plan->capturable() ? 1 : 0; }
+int32_t imbrex_plan_capturable(const imbrex_plan* plan) { return plan != nullptr && plan->basic().capturable() ? 1 : 0; }
 
 imbrex_status imbrex_plan_update(imbrex_plan* plan, const imbrex_batch* batch, void* stream) {
-  return guarded([&] { plan_of(plan).update(batch_of(batch), stream); });
+  return guarded([&] { deref(plan, "plan").basic().update(batch_of(batch), stream); });
 }
 
 imbrex_status imbrex_plan_update_on_device(imbrex_plan* plan, const imbrex_device_batch* batch, void* stream) {
-  return guarded([&] { plan_of(plan).update_on_device(device_batch_of(batch), stream); });
+  return guarded([&] { deref(plan, "plan").basic().update_on_device(device_batch_of(batch), stream); });
 }
 
 imbrex_status imbrex_plan_device_problems(imbrex_plan* plan, void* stream, int32_t* count) {
   return guarded([&] {
     int32_t& out = deref(count, "count");
     imbrex_plan& p = deref(plan, "plan");
-    p.problems = p.plan->device_problems(stream);
+    p.problems = p.basic().device_problems(stream);
     out = int32_t(p.problems.size());
   });
 }
@@ -182,9 +203,16 @@ imbrex_status imbrex_plan_device_problem(const imbrex_plan* plan, int32_t index,
 
 imbrex_status imbrex_plan_write_kv(imbrex_plan* plan, const imbrex_kv_cache* kv, const imbrex_tensor* k, const imbrex_tensor* v,
                                    void* stream) {
-  return guarded([&] { plan_of(plan).write_kv(kv_of(kv), view_of(&deref(k, "k"), "k"), view_of(&deref(v, "v"), "v"), stream); });
+  return guarded([&] { attention_plan(plan).write_kv(kv_of(kv), view_of(&deref(k, "k"), "k"), view_of(&deref(v, "v"), "v"), stream); });
 }
 
 imbrex_status imbrex_plan_run(imbrex_plan* plan, const imbrex_inputs* inputs, const imbrex_outputs* outputs, void* stream) {
-  return guarded([&] { plan_of(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
+  return guarded([&] { attention_plan(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
+}
+
+imbrex_status imbrex_plan_run_short_conv(imbrex_plan* plan, const imbrex_short_conv_inputs* inputs,
+                                         const imbrex_short_conv_outputs* outputs, void* stream) {
+  return guarded([&] {
+    of_family<std::unique_ptr<ShortConvPlan>>(deref(plan, "plan").plan, "plan")->run(inputs_of(inputs), outputs_of(outputs), stream);
+  });
 }

@@ -29,6 +29,14 @@ imbrex_plan_options defaults() {
   return o;
 }
 
+template <>
+imbrex_short_conv_fields defaults() {
+  const ShortConvSpec spec;
+  imbrex_short_conv_fields f{};
+  f.width = spec.width, f.dtype = int32_t(spec.dtype);
+  return f;
+}
+
 // --- tensors
 
 namespace {
@@ -138,6 +146,15 @@ AttentionSpec spec_of(const imbrex_spec_fields* pointer) {
   return s;
 }
 
+ShortConvSpec spec_of(const imbrex_short_conv_fields* pointer) {
+  const imbrex_short_conv_fields f = read(pointer, "fields");
+  ShortConvSpec s;
+  take(s.dim, f.dim, "dim"), take(s.width, f.width, "width"), take(s.num_drafts, f.num_drafts, "num_drafts");
+  take(s.dtype, f.dtype, "dtype"), take(s.bias, f.bias, "bias");
+  s.validate();
+  return s;
+}
+
 SelectOptions select_options_of(const imbrex_select_options* pointer) {
   if (pointer == nullptr) return {};
   const imbrex_select_options o = read(pointer, "options");
@@ -202,6 +219,10 @@ Batch batch_of(const imbrex_batch* pointer) {
   if (b.query_start_loc != nullptr) batch.query_start_loc = {b.query_start_loc, reqs + 1};
   if (reqs > 0) batch.seq_lens = {b.seq_lens, reqs};
   batch.kv_last_page_len = view_of(b.kv_last_page_len, "kv_last_page_len");
+  const auto of_requests = [&](const int32_t* list) { return list == nullptr ? std::span<const int32_t>() : std::span(list, reqs); };
+  batch.state_slots = of_requests(b.state_slots);
+  batch.num_drafts = of_requests(b.num_drafts);
+  batch.accepted_drafts = of_requests(b.accepted_drafts);
   take_tables(b, batch);
   return batch;
 }
@@ -230,6 +251,19 @@ Inputs inputs_of(const imbrex_inputs* pointer) {
 Outputs outputs_of(const imbrex_outputs* pointer) {
   const imbrex_outputs o = read(pointer, "outputs");
   return {.out = view_of(&deref(o.out, "out"), "out"), .lse = view_of(o.lse, "lse")};
+}
+
+ShortConvInputs inputs_of(const imbrex_short_conv_inputs* pointer) {
+  const imbrex_short_conv_inputs in = read(pointer, "inputs");
+  return {.bcx = view_of(&deref(in.bcx, "bcx"), "bcx"),
+          .weight = view_of(&deref(in.weight, "weight"), "weight"),
+          .bias = view_of(in.bias, "bias"),
+          .state = view_of(&deref(in.state, "state"), "state")};
+}
+
+ShortConvOutputs outputs_of(const imbrex_short_conv_outputs* pointer) {
+  const imbrex_short_conv_outputs o = read(pointer, "outputs");
+  return {.out = view_of(&deref(o.out, "out"), "out")};
 }
 
 // --- to C
@@ -267,3 +301,6 @@ void imbrex_batch_init(imbrex_batch* s, size_t struct_size) { init(s, struct_siz
 void imbrex_device_batch_init(imbrex_device_batch* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_inputs_init(imbrex_inputs* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_outputs_init(imbrex_outputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_short_conv_fields_init(imbrex_short_conv_fields* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_short_conv_inputs_init(imbrex_short_conv_inputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs* s, size_t struct_size) { init(s, struct_size); }

@@ -2,10 +2,16 @@
 // Structs that cross the C ABI: their defaults, their sizes as callers of any version know them, and what they are in C++.
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
 
 #include "api/guard.h"
 #include "imbrex/backend.h"
 #include "imbrex/select.h"
+#include "imbrex/short_conv.h"
 
 namespace imbrex::api {
 
@@ -32,6 +38,12 @@ template <>
 inline constexpr size_t kFirstSize<imbrex_outputs> = 24;
 template <>
 inline constexpr size_t kFirstSize<imbrex_backend> = 96;
+template <>
+inline constexpr size_t kFirstSize<imbrex_short_conv_fields> = 32;
+template <>
+inline constexpr size_t kFirstSize<imbrex_short_conv_inputs> = 40;
+template <>
+inline constexpr size_t kFirstSize<imbrex_short_conv_outputs> = 16;
 
 // What a field means when nobody asks for anything else.
 template <class T>
@@ -42,6 +54,8 @@ template <>
 imbrex_spec_fields defaults();
 template <>
 imbrex_plan_options defaults();
+template <>
+imbrex_short_conv_fields defaults();
 
 template <class T>
 void init(T* given, size_t struct_size) {
@@ -90,6 +104,7 @@ void write(T* pointer, T value, const char* name) {
 // NULL: an empty view. Error api.tensor for what no tensor of ours can be.
 TensorView view_of(const imbrex_tensor*, const char* name);
 AttentionSpec spec_of(const imbrex_spec_fields*);
+ShortConvSpec spec_of(const imbrex_short_conv_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
@@ -97,6 +112,8 @@ Batch batch_of(const imbrex_batch*);
 DeviceBatch device_batch_of(const imbrex_device_batch*);
 Inputs inputs_of(const imbrex_inputs*);
 Outputs outputs_of(const imbrex_outputs*);
+ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
+ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
 
 // A view as a C tensor, with the room that its sizes need.
 class CTensor {
@@ -121,6 +138,19 @@ struct CKvCache {
 imbrex_spec_fields fields_of(const AttentionSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
+// What a handle holds, of the family that a function is for.
+inline std::string_view family_of(const AttentionSpec&) { return "attention"; }
+inline std::string_view family_of(const ShortConvSpec&) { return "a short convolution"; }
+inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return family_of(AttentionSpec{}); }
+inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return family_of(ShortConvSpec{}); }
+template <class Wanted, class... Families>
+const Wanted& of_family(const std::variant<Families...>& held, const char* name) {
+  const auto* wanted = std::get_if<Wanted>(&held);
+  check(wanted != nullptr, "api.family", "{}: expected one of {}, got one of {}", name, family_of(Wanted{}),
+        std::visit([](const auto& other) { return family_of(other); }, held));
+  return *wanted;
+}
+
 inline imbrex_reason c_reason(const Reason& r) { return {r.code.c_str(), r.wanted.c_str(), r.actual.c_str()}; }
 
 }  // namespace imbrex::api
@@ -139,18 +169,28 @@ struct imbrex_workspace {
   std::shared_ptr<imbrex::Workspace> workspace;
 };
 struct imbrex_spec {
-  imbrex::AttentionSpec spec;
+  std::variant<imbrex::AttentionSpec, imbrex::ShortConvSpec> spec;
   std::string text;
 };
 struct imbrex_selection {
-  imbrex::AttentionSpec spec;
+  imbrex_spec spec;
   imbrex::DeviceInfo device;
-  imbrex::Selection chosen;
-  std::string text, backend;       // backend: its name
-  std::vector<std::string> names;  // of the candidates
+  std::variant<const imbrex::BackendOf<imbrex::AttentionFamily>*, const imbrex::BackendOf<imbrex::ShortConvFamily>*> backend;  // null: none
+  const imbrex::BasicBackend* chosen = nullptr;                                                                                // the same
+  struct Candidate {
+    std::string name;
+    std::vector<imbrex::Reason> reasons;
+  };
+  std::vector<Candidate> candidates;
+  std::vector<std::string> proposals;
+  std::string rule, text, name;  // name: of the backend
 };
 struct imbrex_plan {
-  std::unique_ptr<imbrex::Plan> plan;
+  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>> plan;
   std::string text;
   std::vector<imbrex::Reason> problems;
+
+  imbrex::BasicPlan& basic() const {
+    return std::visit([](const auto& of_family) -> imbrex::BasicPlan& { return *of_family; }, plan);
+  }
 };

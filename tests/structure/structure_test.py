@@ -27,7 +27,7 @@ ARROWS = {
     "cuda": {"cuda", "attention", "family", "core"},
     "conformance": {"conformance", "attention", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "family", "core"},
-    "api": {"api", "model", "attention", "family", "core"},
+    "api": {"api", "model", "attention", "short_conv", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
