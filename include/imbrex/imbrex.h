@@ -332,6 +332,15 @@ typedef struct {
 IMBREX_API imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
                                                       const imbrex_tensor* lse, imbrex_threads* threads);
 
+/* The same in the memory of any device: made once, when a GPU's kernel is loaded; then in the order of the stream, for at most 48 parts on
+ * a GPU. A graph that captures it merges what is there when it is replayed. For any number of threads at a time; threads (of a CPU) may be
+ * NULL. */
+typedef struct imbrex_merger imbrex_merger;
+IMBREX_API imbrex_status imbrex_merger_create(const imbrex_device*, imbrex_threads* threads, imbrex_merger** out);
+IMBREX_API void imbrex_merger_free(imbrex_merger*);
+IMBREX_API imbrex_status imbrex_merger_merge(const imbrex_merger*, const imbrex_partial_result* parts, int32_t count,
+                                             const imbrex_tensor* out, const imbrex_tensor* lse, void* stream);
+
 /* ---- who owns which block: block_pool.h ---- */
 
 typedef struct imbrex_block_pool imbrex_block_pool;

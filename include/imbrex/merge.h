@@ -1,7 +1,9 @@
 #pragma once
 // Merge of partial attention results by their log-sum-exp, as a public operation (cascades, context parallelism, split KV).
+#include <memory>
 #include <span>
 
+#include "imbrex/device_stream.h"
 #include "imbrex/parallel.h"
 #include "imbrex/tensor.h"
 
@@ -15,5 +17,16 @@ struct PartialResult {
 // out = sum_i exp(lse_i - lse) out_i, lse = log sum_i exp(lse_i), per token and head; parts are taken in the order given.
 // Rows that are empty in every part get out 0 and lse -inf. `out` may be one of the parts. Error merge.* for shapes that differ.
 void merge_partial_results(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, const ParallelFor& = {});
+
+// The same for results in the memory of any device. Stateless after it is made; any number of threads may use it.
+class PartialMerger {
+ public:
+  virtual ~PartialMerger() = default;
+  // In the order of the stream. `lse` may be the log-sum-exps of the part that `out` is. A GPU takes at most 48 parts (Error
+  // merge.parts.many); the views go with the launch, so that a graph that captures it merges what is there when it is replayed.
+  virtual void merge(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, Stream = nullptr) const = 0;
+};
+// Loads a GPU's kernel now. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
+std::unique_ptr<PartialMerger> make_partial_merger(const DeviceInfo&, const ParallelFor& threads = {});
 
 }  // namespace imbrex

@@ -2,7 +2,7 @@
 from typing import Any, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import device_name, dtype_name, empty, no_gradient, stream_address
+from ._arrays import device_name, dtype_name, empty, exported, no_gradient, stream_address
 from ._plan_cache import Limits, PlanCache
 from .plan import Array, KvLayer, Plan
 
@@ -141,9 +141,15 @@ def attention_paged(
 
 
 def merge_states(
-    outs: Sequence[Array], lses: Sequence[Array], *, out: Optional[Array] = None, lse: Optional[Array] = None, num_threads: int = 1
+    outs: Sequence[Array],
+    lses: Sequence[Array],
+    *,
+    out: Optional[Array] = None,
+    lse: Optional[Array] = None,
+    num_threads: int = 1,
+    stream: Any = None,
 ) -> Tuple[Array, Array]:
-    """Parts of an attention put together by their log-sum-exp, on the host, in the order given.
+    """Parts of an attention put together by their log-sum-exp, in the order given: on the host, or on the GPU where they are (at most 48).
 
     outs [num_tokens, num_heads, d] each, lses float32 [num_tokens, num_heads], natural logarithms, -inf for an empty part. Returns (out, lse).
     """
@@ -153,7 +159,9 @@ def merge_states(
         raise ValueError("merge_states: expected one part or more, got none")
     out = empty(outs[0], tuple(outs[0].shape), dtype_name(outs[0])) if out is None else out
     lse = empty(lses[0], tuple(lses[0].shape), "f32") if lse is None else lse
-    _core.merge_partial_results(outs, lses, out, lse, num_threads)
+    _core.merge_partial_results(
+        [exported(x) for x in outs], [exported(x) for x in lses], exported(out), exported(lse), num_threads, stream_address(stream, outs[0])
+    )
     return out, lse
 
 

@@ -2,6 +2,8 @@
 #include "plan.h"
 
 #include <limits>
+#include <map>
+#include <memory>
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -271,6 +273,14 @@ struct PyCache {
   std::shared_ptr<BlockCopier> copier;  // made when it is first needed
 };
 
+// Made when a GPU's is first needed, under Python's lock, and kept: its kernel is the process's.
+const PartialMerger& merger_of(int gpu) {
+  static std::map<int, std::unique_ptr<PartialMerger>> mergers;
+  std::unique_ptr<PartialMerger>& merger = mergers[gpu];
+  if (!merger) merger = make_partial_merger(describe_device("cuda:" + std::to_string(gpu)));
+  return *merger;
+}
+
 }  // namespace
 
 void bind_plan(nb::module_& m) {
@@ -360,7 +370,8 @@ void bind_plan(nb::module_& m) {
       "Frees what graphs that are gone have kept.");
   m.def(
       "merge_partial_results",
-      [](const std::vector<Array>& outs, const std::vector<Array>& lses, nb::handle out, nb::handle lse, int num_threads) {
+      [](const std::vector<Array>& outs, const std::vector<Array>& lses, nb::handle out, nb::handle lse, int num_threads,
+         uintptr_t stream) {
         if (outs.size() != lses.size())
           throw Error("merge.parts", "expected as many outputs as log-sum-exps, got " + std::to_string(outs.size()) + " and " +
                                          std::to_string(lses.size()));
@@ -371,11 +382,16 @@ void bind_plan(nb::module_& m) {
         const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
         const TensorView to = written_view(out_array, "out", type);
         const TensorView to_lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{};
+        if (to.device.type == DeviceType::cuda) {
+          const PartialMerger& merger = merger_of(to.device.index);
+          const nb::gil_scoped_release release;
+          return merger.merge(parts, to, to_lse, stream_of(stream));
+        }
         const ParallelFor threads = shared_threads(num_threads);
         const nb::gil_scoped_release release;
         merge_partial_results(parts, to, to_lse, threads);
       },
-      nb::arg("outs"), nb::arg("lses"), nb::arg("out"), nb::arg("lse").none(), nb::arg("num_threads") = 1);
+      nb::arg("outs"), nb::arg("lses"), nb::arg("out"), nb::arg("lse").none(), nb::arg("num_threads") = 1, nb::arg("stream") = 0);
 }
 
 }  // namespace imbrex::python

@@ -17,6 +17,10 @@ struct imbrex_block_copier {
   std::unique_ptr<BlockCopier> copier;
 };
 
+struct imbrex_merger {
+  std::unique_ptr<PartialMerger> merger;
+};
+
 struct imbrex_block_pool {
   explicit imbrex_block_pool(int num_blocks) : pool(num_blocks) {}
   BlockPool pool;
@@ -43,6 +47,13 @@ std::vector<BlockCopy> copies_of(const int32_t* from, const int32_t* to, int64_t
 ParallelFor parallel_for_of(imbrex_threads* threads) { return threads == nullptr ? ParallelFor{} : threads->pool.parallel_for(); }
 
 BlockPool& pool_of(imbrex_block_pool* pool) { return deref(pool, "pool").pool; }
+
+std::vector<PartialResult> parts_of(const imbrex_partial_result* parts, int32_t count) {
+  std::vector<PartialResult> views;
+  for (const imbrex_partial_result& part : numbers(parts, count, "parts"))
+    views.push_back({.out = view_of(&deref(part.out, "out"), "out"), .lse = view_of(&deref(part.lse, "lse"), "lse")});
+  return views;
+}
 
 }  // namespace
 
@@ -98,10 +109,22 @@ imbrex_status imbrex_block_copier_copy(const imbrex_block_copier* copier, const 
 imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
                                            const imbrex_tensor* lse, imbrex_threads* threads) {
   return guarded([&] {
-    std::vector<PartialResult> views;
-    for (const imbrex_partial_result& part : numbers(parts, count, "parts"))
-      views.push_back({.out = view_of(&deref(part.out, "out"), "out"), .lse = view_of(&deref(part.lse, "lse"), "lse")});
-    merge_partial_results(views, view_of(&deref(out, "out"), "out"), view_of(lse, "lse"), parallel_for_of(threads));
+    merge_partial_results(parts_of(parts, count), view_of(&deref(out, "out"), "out"), view_of(lse, "lse"), parallel_for_of(threads));
+  });
+}
+
+imbrex_status imbrex_merger_create(const imbrex_device* device, imbrex_threads* threads, imbrex_merger** out) {
+  return create(out, [&] {
+    auto handle = std::make_unique<imbrex_merger>();
+    handle->merger = make_partial_merger(deref(device, "device").info, parallel_for_of(threads));
+    return handle;
+  });
+}
+void imbrex_merger_free(imbrex_merger* merger) { delete merger; }
+imbrex_status imbrex_merger_merge(const imbrex_merger* merger, const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
+                                  const imbrex_tensor* lse, void* stream) {
+  return guarded([&] {
+    deref(merger, "merger").merger->merge(parts_of(parts, count), view_of(&deref(out, "out"), "out"), view_of(lse, "lse"), stream);
   });
 }
 

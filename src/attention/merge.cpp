@@ -1,4 +1,4 @@
-// merge_partial_results: joins partial attention results on the host, in float, in the order given.
+// Joins partial attention results on the host, in float, in the order given; and on other devices by their own.
 #include "imbrex/merge.h"
 
 #include <algorithm>
@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "attention/merge_checks.h"
 #include "core/check.h"
 #include "core/float_types.h"
 #include "core/run_parallel.h"
@@ -13,19 +14,21 @@
 
 namespace imbrex {
 
+std::unique_ptr<PartialMerger> make_cuda_partial_merger(const DeviceInfo&);  // cuda/merge_results.cpp
+
 namespace {
 
 bool is_result_dtype(DType t) { return t == DType::f32 || t == DType::bf16 || t == DType::f16; }
 
-void check_host(const TensorView& t) {
-  check(t.device.type == DeviceType::cpu, "merge.device", "expected host memory, got {}", t);
+void check_memory(const TensorView& t, Device device) {
+  check(t.device == device, "merge.device", "expected memory of {}, got {}", device, t);
   if (t.num_elements() == 0) return;  // strides of nothing mean nothing: NumPy gives 0
   for (int d = 0; d < t.rank; ++d)
     check(t.size(d) >= 0 && (t.size(d) <= 1 || t.stride(d) > 0), "merge.strides", "size {} and stride {} of dimension {} of {}", t.size(d),
           t.stride(d), d, t);
 }
 
-void check_result(const TensorView& out, const TensorView& lse, const TensorView& like) {
+void check_result(const TensorView& out, const TensorView& lse, const TensorView& like, Device device) {
   check(is_result_dtype(out.dtype), "merge.out.dtype", "expected f32, bf16 or f16, got {}", out);
   check(out.rank == 3, "merge.out.rank", "expected [num_tokens, num_heads, head_dim_v], got {}", out);
   check(lse.dtype == DType::f32, "merge.lse.dtype", "expected f32, got {}", lse);
@@ -35,8 +38,8 @@ void check_result(const TensorView& out, const TensorView& lse, const TensorView
         lse);
   check(out.num_elements() == 0 || !out.empty(), "merge.out.missing", "expected memory for {}, got none", out);
   check(lse.num_elements() == 0 || !lse.empty(), "merge.lse.missing", "expected memory for {}, got none", lse);
-  check_host(out);
-  check_host(lse);
+  check_memory(out, device);
+  check_memory(lse, device);
 }
 
 template <class T, float (*kToFloat)(T)>
@@ -92,12 +95,33 @@ void merge_row(std::span<const PartialResult> parts, const TensorView& out, cons
   }
 }
 
+class HostMerger final : public PartialMerger {
+ public:
+  explicit HostMerger(const ParallelFor& threads) : threads_(threads) {}
+  void merge(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, Stream) const override {
+    merge_partial_results(parts, out, lse, threads_);
+  }
+
+ private:
+  ParallelFor threads_;
+};
+
 }  // namespace
 
-void merge_partial_results(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, const ParallelFor& threads) {
+void check_merge(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, Device device) {
   check(!parts.empty(), "merge.parts.none", "expected 1 part or more, got none");
-  check_result(out, lse, out);
-  for (const PartialResult& part : parts) check_result(part.out, part.lse, out);
+  check_result(out, lse, out, device);
+  for (const PartialResult& part : parts) check_result(part.out, part.lse, out, device);
+}
+
+std::unique_ptr<PartialMerger> make_partial_merger(const DeviceInfo& device, const ParallelFor& threads) {
+  check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
+  if (device.device.type == DeviceType::cuda) return make_cuda_partial_merger(device);
+  return std::make_unique<HostMerger>(threads);
+}
+
+void merge_partial_results(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, const ParallelFor& threads) {
+  check_merge(parts, out, lse, {});
   const int64_t num_tokens = out.size(0), num_workers = std::max(1, threads.num_workers);
   run_parallel(threads, [&](int worker) {
     constexpr size_t kFew = 64;

@@ -47,6 +47,21 @@ struct CopyBlocksParams {
   } copies[kCopyBlocksAtOnce];  // one for each blockIdx.x; within the launch, so that no copy of the list has to live on
 };
 
+constexpr int kMergeResultsThreads = 128, kMergeResultRows = 8, kMostMergeParts = 48;
+
+struct MergePart {  // or the result
+  char* out;
+  float* lse;
+  long token_stride, head_stride, dim_stride;  // bytes
+  long lse_token_stride, lse_head_stride;      // elements
+  int type;                                    // kF32, kF16 or kBf16
+};
+
+struct MergeResultsParams {
+  MergePart parts[kMostMergeParts], result;
+  int num_parts, num_tokens, num_heads, dim;
+};
+
 constexpr int kGatherThreads = 256;
 
 struct GatherParams {

@@ -14,6 +14,7 @@
 #include "cuda/driver.h"
 #include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
+#include "cuda/merge_results.h"
 #include "cuda/plan.h"
 #include "cuda/write_kv.h"
 
@@ -32,6 +33,8 @@ std::vector<KernelKey> copy_blocks_keys(std::string_view arch, const AttentionSp
   return {copy_blocks_key(arch)};
 }
 
+std::vector<KernelKey> merge_results_keys(std::string_view arch, const AttentionSpec&, Extent) { return {merge_results_key(arch)}; }
+
 std::vector<KernelKey> gather_keys(std::string_view arch, const AttentionSpec&, Extent) { return {gather_key(arch)}; }
 
 std::vector<KernelKey> sm80_keys(std::string_view arch, const AttentionSpec& spec, Extent extent) {
@@ -43,8 +46,8 @@ std::vector<KernelKey> sm90_keys(std::string_view arch, const AttentionSpec& spe
 }
 
 constexpr KernelFamily kFamilies[] = {
-    {"write_kv", write_kv_keys, "sm_90a"}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys}, {"cuda_sm80", sm80_keys},
-    {"cuda_sm90", sm90_keys, "sm_90a"},
+    {"write_kv", write_kv_keys, "sm_90a"}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
+    {"merge_results", merge_results_keys}, {"cuda_sm80", sm80_keys},          {"cuda_sm90", sm90_keys, "sm_90a"},
 };
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {

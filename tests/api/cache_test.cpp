@@ -125,6 +125,13 @@ TEST(CApiCache, MergesPartialResults) {
   ASSERT_EQ(imbrex_merge_partial_results(parts, 2, &out.view, &lse.view, nullptr), IMBREX_OK) << imbrex_last_error();
   for (const float x : out.data) EXPECT_NEAR(x, 2.5f, 1e-6);
   EXPECT_NEAR(lse.data[0], std::log(4.f), 1e-6);
+  const DeviceHandle device = cpu();
+  const MergerHandle merger = make_handle<MergerHandle>([&](auto** to) { return imbrex_merger_create(device.get(), nullptr, to); });
+  HostTensor<float> same({1, 1, 8}, kFloat), same_lse({1, 1}, kFloat);
+  ASSERT_EQ(imbrex_merger_merge(merger.get(), parts, 2, &same.view, &same_lse.view, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(same.data, out.data);
+  EXPECT_EQ(imbrex_merger_merge(nullptr, parts, 2, &same.view, &same_lse.view, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.null");
   EXPECT_EQ(imbrex_merge_partial_results(parts, 2, nullptr, &lse.view, nullptr), IMBREX_INVALID);
   const imbrex_partial_result half = {&a.view, nullptr};
   EXPECT_EQ(imbrex_merge_partial_results(&half, 1, &out.view, &lse.view, nullptr), IMBREX_INVALID);

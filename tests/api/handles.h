@@ -21,6 +21,7 @@ using WorkspaceHandle = std::unique_ptr<imbrex_workspace, Free<imbrex_workspace,
 using PlanHandle = std::unique_ptr<imbrex_plan, Free<imbrex_plan, imbrex_plan_free>>;
 using AllocationHandle = std::unique_ptr<imbrex_kv_allocation, Free<imbrex_kv_allocation, imbrex_kv_allocation_free>>;
 using CopierHandle = std::unique_ptr<imbrex_block_copier, Free<imbrex_block_copier, imbrex_block_copier_free>>;
+using MergerHandle = std::unique_ptr<imbrex_merger, Free<imbrex_merger, imbrex_merger_free>>;
 using PoolHandle = std::unique_ptr<imbrex_block_pool, Free<imbrex_block_pool, imbrex_block_pool_free>>;
 
 // What `make(&handle)` gives out; null when it fails, and then it has to have left `handle` alone.

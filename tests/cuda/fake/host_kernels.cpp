@@ -16,8 +16,10 @@
 #include "cuda/flat_kv.h"
 #include "cuda/gather.h"
 #include "cuda/kernel_cache.h"
+#include "cuda/merge_results.h"
 #include "cuda/plan.h"
 #include "cuda/tensor_map.h"
+#include "imbrex/merge.h"
 
 namespace imbrex::cuda::fake {
 namespace {
@@ -334,6 +336,22 @@ void copy_blocks(const CopyBlocksParams& p, int num_copies) {
       }
 }
 
+void merge_results(const MergeResultsParams& p) {
+  const auto view = [&](const MergePart& part) {
+    const DType type = DType(part.type);
+    const int64_t size = size_of(type);
+    PartialResult result{.out = TensorView::contiguous(part.out, type, {p.num_tokens, p.num_heads, p.dim}),
+                         .lse = TensorView::contiguous(part.lse, DType::f32, {p.num_tokens, p.num_heads})};
+    result.out.strides = {part.token_stride / size, part.head_stride / size, part.dim_stride / size};
+    result.lse.strides = {part.lse_token_stride, part.lse_head_stride};
+    return result;
+  };
+  std::vector<PartialResult> parts;
+  for (int i = 0; i < p.num_parts; ++i) parts.push_back(view(p.parts[i]));
+  const PartialResult result = view(p.result);
+  merge_partial_results(parts, result.out, result.lse);
+}
+
 // What a constant of the launch's module is; the first where the module has none.
 DType type_named(const Launch& launch, const char* constant, std::span<const DType> types) {
   for (const DType type : types)
@@ -362,6 +380,7 @@ void run_launch(const Launch& launch) {
   if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
   if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
   if (launch.entry.starts_with("copy_blocks_")) return copy_blocks(parameter<CopyBlocksParams>(launch, 0), int(launch.grid_x));
+  if (launch.entry.starts_with("merge_results_")) return merge_results(parameter<MergeResultsParams>(launch, 0));
   if (launch.entry == "expand_bias") return expand_bias(parameter<ExpandBiasParams>(launch, 0));
   if (launch.entry == "plan_batch") return plan_batch(parameter<PlanBatchParams>(launch, 0));
   if (launch.entry != "widen_starts") std::abort();
@@ -384,6 +403,7 @@ void run_on_host(const AttentionSpec& of) {
     if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec, from));
   put_into_cache(gather_key(arch));
   put_into_cache(copy_blocks_key(arch));
+  put_into_cache(merge_results_key(arch));
   put_into_cache(plan_batch_key(arch));
   state().param_sizes = {
       {"attention_sm80", {sizeof(AttentionParams)}},
@@ -404,6 +424,8 @@ void run_on_host(const AttentionSpec& of) {
       {"copy_blocks_4", {sizeof(CopyBlocksParams)}},
       {"copy_blocks_8", {sizeof(CopyBlocksParams)}},
       {"copy_blocks_16", {sizeof(CopyBlocksParams)}},
+      {"merge_results_8", {sizeof(MergeResultsParams)}},
+      {"merge_results_1", {sizeof(MergeResultsParams)}},
       {"gather_1", {sizeof(GatherParams)}},
       {"gather_2", {sizeof(GatherParams)}},
       {"gather_4", {sizeof(GatherParams)}},

@@ -10,6 +10,7 @@
 #include "cuda/fake/fake_driver.h"
 #include "cuda/kernel_cache.h"
 #include "cuda/memory.h"
+#include "cuda/merge_results.h"
 #include "cuda/params.h"
 #include "cuda/write_kv.h"
 #include "expect_error.h"
@@ -214,6 +215,54 @@ TEST_F(CopyBlocksLaunch, ALongListIsCutIntoLaunches) {
   EXPECT_EQ(state().launches[0].grid_x, unsigned(kCopyBlocksAtOnce));
   EXPECT_EQ(state().launches[1].grid_x, 3u);
   EXPECT_EQ(params_of<CopyBlocksParams>(state().launches[1]).copies[2].to, 1000 + kCopyBlocksAtOnce + 2);
+}
+
+class MergeResultsLaunch : public WriteKvLaunch {
+ protected:
+  MergeResultsLaunch() {
+    store_cached(kernel_cache_folder(), cache_name(merge_results_key("sm_90a")), {.cubin = "not looked at", .log = ""});
+    merger.emplace(context, "sm_90a");
+    state().params_bytes = sizeof(MergeResultsParams);
+  }
+  PartialResult result(int64_t tokens, int64_t dim, DType type = DType::bf16) {
+    return {.out = TensorView::contiguous(at(1 << 20), type, {tokens, 4, dim}, kGpu),
+            .lse = TensorView::contiguous(at(1 << 24), DType::f32, {tokens, 4}, kGpu)};
+  }
+  std::string merge(const std::vector<PartialResult>& parts, const PartialResult& to) {
+    return error_code([&] { merger->merge(parts, to.out, to.lse, nullptr); });
+  }
+  std::optional<MergeResults> merger;
+};
+
+TEST_F(MergeResultsLaunch, RowsInPiecesOfEightAndOthers) {
+  PartialResult part = result(13, 64), to = result(13, 64, DType::f32);
+  EXPECT_EQ(merge({part, part}, to), "nothing thrown");
+  ASSERT_EQ(state().launches.size(), 1u);
+  EXPECT_EQ(state().launches[0].entry, "merge_results_8");
+  EXPECT_EQ(state().launches[0].grid_x, 7u);  // 52 rows
+  const auto p = params_of<MergeResultsParams>(state().launches[0]);
+  EXPECT_EQ(p.num_parts, 2);
+  EXPECT_EQ(p.parts[1].head_stride, 128);
+  EXPECT_EQ(p.result.head_stride, 256);
+  part.out.data = at((1 << 20) + 2);
+  EXPECT_EQ(merge({result(13, 64), part}, to), "nothing thrown");
+  EXPECT_EQ(state().launches.back().entry, "merge_results_1");
+  EXPECT_EQ(merge({result(13, 60)}, result(13, 60)), "nothing thrown");
+  EXPECT_EQ(state().launches.back().entry, "merge_results_1");
+}
+
+TEST_F(MergeResultsLaunch, RefusesWhatItCannotMerge) {
+  const PartialResult part = result(3, 8);
+  EXPECT_EQ(merge({}, part), "merge.parts.none");
+  EXPECT_EQ(merge(std::vector<PartialResult>(kMostMergeParts + 1, part), part), "merge.parts.many");
+  EXPECT_EQ(merge({part}, result(3, 16)), "merge.out.shape");
+  PartialResult elsewhere = part;
+  elsewhere.lse.device = {};
+  EXPECT_EQ(merge({elsewhere}, part), "merge.device");
+  EXPECT_EQ(merge({result(int64_t(1) << 32, 8)}, result(int64_t(1) << 32, 8)), "merge.out.size");
+  EXPECT_TRUE(state().launches.empty());
+  EXPECT_EQ(merge({result(0, 8)}, result(0, 8)), "nothing thrown");
+  EXPECT_TRUE(state().launches.empty());
 }
 
 TEST_F(CopyBlocksLaunch, RefusesWhatTheOneForTheHostRefuses) {
