@@ -31,6 +31,10 @@ class BackendOf : public BasicBackend {
   // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise), and only for a device
   // that is present (Error backend.device_absent): kernels, scratch and threads belong to it.
   virtual std::unique_ptr<typename Family::Plan> plan(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const = 0;
+  // Bytes of a workspace that such a plan takes (workspace.h), before anything is made: the device may be one that is only described. Plans
+  // that share a workspace take what the largest of them does. 0: it keeps its scratch, or has none. Only for a spec and a device that
+  // unsupported() has nothing against.
+  virtual int64_t workspace_bytes(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const { return 0; }
 };
 
 // Built-in backends best first, then registered ones in front of them in the order of registration. A family's reference is the last.

@@ -217,6 +217,8 @@ IMBREX_API imbrex_status imbrex_block_copier_copy(const imbrex_block_copier*, co
  */
 typedef struct imbrex_workspace imbrex_workspace;
 IMBREX_API imbrex_status imbrex_workspace_create(const imbrex_device*, imbrex_workspace** out);
+/* In memory of the device that the caller keeps until the last plan and graph that use it are gone; a plan that needs more is refused. */
+IMBREX_API imbrex_status imbrex_workspace_create_in(const imbrex_device*, void* memory, int64_t bytes, imbrex_workspace** out);
 IMBREX_API void imbrex_workspace_free(imbrex_workspace*);
 IMBREX_API int64_t imbrex_workspace_bytes(const imbrex_workspace*); /* held now; of a CPU, whose plans keep theirs: 0 */
 
@@ -289,6 +291,9 @@ IMBREX_API imbrex_status imbrex_plan_create(const imbrex_selection*, const imbre
 /* Requests with at most decode_max_q query tokens go to the backend of `decode`, the others to that of `prefill`. Same spec and device. */
 IMBREX_API imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const imbrex_selection* decode,
                                                      const imbrex_plan_options*, int32_t decode_max_q, imbrex_plan** out);
+/* Bytes of a workspace that a plan of these takes, before anything is made: the device may be one that is only described. Plans that share
+ * a workspace take what the largest of them does. 0: it keeps its scratch, or has none. */
+IMBREX_API imbrex_status imbrex_selection_workspace_bytes(const imbrex_selection*, const imbrex_plan_options*, int64_t* out);
 IMBREX_API void imbrex_plan_free(imbrex_plan*);
 IMBREX_API const char* imbrex_plan_str(imbrex_plan*); /* "cpu_amx: 264 work items, 12 merges" */
 /* 1: write_kv and run may be captured into a CUDA graph that replays later steps too; 0: such a stream is refused, or the device has none.

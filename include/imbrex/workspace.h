@@ -19,5 +19,9 @@ class Workspace {
 
 // Empty at first. Error backend.device_absent for a device that is only described.
 std::shared_ptr<Workspace> make_workspace(const DeviceInfo&);
+// In memory of the device that the caller has and keeps until the last plan and graph that use it are gone: it never grows, and a plan that
+// needs more is refused (Error workspace.room). BackendOf::workspace_bytes() says beforehand how much that is. The address is a multiple of
+// 16. Of a CPU the memory is not used.
+std::shared_ptr<Workspace> make_workspace(const DeviceInfo&, void* memory, int64_t bytes);
 
 }  // namespace imbrex

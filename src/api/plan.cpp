@@ -33,6 +33,15 @@ const imbrex_selection& chosen(const imbrex_selection& s) {
 
 const Backend& attention_backend(const imbrex_selection& s) { return *std::get<const Backend*>(chosen(s).backend); }
 
+// Calls use(backend, spec) with what a selection has chosen, of its family.
+template <class Use>
+void with_backend(const imbrex_selection& s, const Use& use) {
+  if (const auto* attention = std::get_if<AttentionSpec>(&s.spec.spec))
+    use(attention_backend(s), *attention);
+  else
+    use(*std::get<const BackendOf<ShortConvFamily>*>(s.backend), std::get<ShortConvSpec>(s.spec.spec));
+}
+
 // What imbrex_select() finds for a spec of a family.
 template <class Family>
 void select_for(const typename Family::Spec& spec, const SelectOptions& options, imbrex_selection& to) {
@@ -138,6 +147,9 @@ const char* imbrex_selection_proposal(const imbrex_selection* s, int32_t index) 
 imbrex_status imbrex_workspace_create(const imbrex_device* device, imbrex_workspace** out) {
   return create(out, [&] { return std::make_unique<imbrex_workspace>(make_workspace(deref(device, "device").info)); });
 }
+imbrex_status imbrex_workspace_create_in(const imbrex_device* device, void* memory, int64_t bytes, imbrex_workspace** out) {
+  return create(out, [&] { return std::make_unique<imbrex_workspace>(make_workspace(deref(device, "device").info, memory, bytes)); });
+}
 void imbrex_workspace_free(imbrex_workspace* workspace) { delete workspace; }
 int64_t imbrex_workspace_bytes(const imbrex_workspace* workspace) { return workspace == nullptr ? 0 : workspace->workspace->bytes(); }
 
@@ -146,11 +158,17 @@ imbrex_status imbrex_plan_create(const imbrex_selection* selection, const imbrex
     const imbrex_selection& s = chosen(deref(selection, "selection"));
     const PlanOptions given = plan_options_of(options);
     auto plan = std::make_unique<imbrex_plan>();
-    if (const auto* attention = std::get_if<AttentionSpec>(&s.spec.spec))
-      plan->plan = attention_backend(s).plan(*attention, s.device, given);
-    else
-      plan->plan = std::get<const BackendOf<ShortConvFamily>*>(s.backend)->plan(std::get<ShortConvSpec>(s.spec.spec), s.device, given);
+    with_backend(s, [&](const auto& backend, const auto& spec) { plan->plan = backend.plan(spec, s.device, given); });
     return plan;
+  });
+}
+
+imbrex_status imbrex_selection_workspace_bytes(const imbrex_selection* selection, const imbrex_plan_options* options, int64_t* out) {
+  return guarded([&] {
+    const imbrex_selection& s = chosen(deref(selection, "selection"));
+    const PlanOptions given = plan_options_of(options);
+    int64_t& bytes = deref(out, "out");
+    with_backend(s, [&](const auto& backend, const auto& spec) { bytes = backend.workspace_bytes(spec, s.device, given); });
   });
 }
 

@@ -6,6 +6,7 @@
 namespace imbrex {
 
 std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&);  // cuda/workspace.cpp
+std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&, void* memory, int64_t bytes);
 
 namespace {
 
@@ -20,6 +21,12 @@ class HostWorkspace final : public Workspace {
 std::shared_ptr<Workspace> make_workspace(const DeviceInfo& device) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
   if (device.device.type == DeviceType::cuda) return make_cuda_workspace(device);
+  return std::make_shared<HostWorkspace>();
+}
+
+std::shared_ptr<Workspace> make_workspace(const DeviceInfo& device, void* memory, int64_t bytes) {
+  check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
+  if (device.device.type == DeviceType::cuda) return make_cuda_workspace(device, memory, bytes);
   return std::make_shared<HostWorkspace>();
 }
 

@@ -237,6 +237,11 @@ class CudaBackend final : public Backend {
     return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
   }
 
+  int64_t workspace_bytes(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, options);
+    return int64_t(cuda::outline(kernels_, spec, device, options).scratch_bytes);
+  }
+
  private:
   const cuda::AttentionKernels& kernels_;
   std::string_view description_;

@@ -2,6 +2,7 @@
 #include "cuda/cut.h"
 
 #include <algorithm>
+#include <ranges>
 
 namespace imbrex::cuda {
 namespace {
@@ -92,6 +93,20 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q * tiles[kVerify].tiles_each);
   policies[kPrefill].min_q = policies[kVerify].max_q + 1;
   return policies;
+}
+
+void bound_partials(CutPolicy& policies, const AttentionSpec& spec, const PlanLimits& limits) {
+  constexpr int kMostDimsOfRuns = 256;
+  constexpr int64_t kMostBytes = int64_t(255) << 20;
+  if (spec.head_dim_v <= kMostDimsOfRuns) return;
+  const int64_t row_bytes = int64_t(spec.num_q_heads) * (spec.head_dim_v + 2) * int64_t(sizeof(float));
+  while (partial_rows_bound(policies, limits) > kMostBytes / row_bytes) {
+    const auto most =
+        std::ranges::max_element(policies, {}, [&](const SchedulePolicy& p) { return schedule_bounds(p, limits).num_partial_rows; });
+    if (most->max_splits <= 1) return;
+    most->max_splits /= 2, most->share_splits = std::min(most->share_splits, most->max_splits);
+    most->max_split_rows /= 2, most->split_max_q = std::max(1, most->max_split_rows / 2);
+  }
 }
 
 long keys_in_l2(const AttentionSpec& spec, const DeviceInfo& device, Shape shape) {

@@ -42,6 +42,11 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 
+// Fewer pieces for a request where the partial results of all that the limits allow would take more than a quarter of a GiB. Only for
+// values of more dims than kernels that take runs have, which keep them few by themselves: results depend on the limits then, and on the
+// request.
+void bound_partials(CutPolicy&, const AttentionSpec&, const PlanLimits&);
+
 // Keys of one kv head, and their values, that L2 has room for: heads_in_l2() then says whose tasks stand together. 0: heads follow each
 // other.
 //

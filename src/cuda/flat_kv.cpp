@@ -24,6 +24,9 @@ int64_t least_rows(const AttentionSpec& spec) {
 // Thread blocks of a launch whose work only the device knows: eight for each multiprocessor of the largest GPUs.
 constexpr int64_t kMostCapturedBlocks = 1056;
 
+// Keys and values of a head.
+int64_t row_bytes(const AttentionSpec& spec) { return (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.q_dtype); }
+
 int64_t blocks_of_rows(int64_t rows) { return (rows + kFlatRows - 1) / kFlatRows; }
 
 struct Keys {
@@ -65,24 +68,27 @@ KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec& spec) {
            {"kBlockSize", spec.block_size}}};
 }
 
-FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const SchedulePolicy& prefill,
-               const PlanLimits& limits, int heads_together)
-    : spec_(spec), rules_(cut_rules(spec.mask, prefill)), heads_together_(heads_together), device_{DeviceType::cuda, context->device()} {
+FlatRoom flat_room(const AttentionSpec& spec, const SchedulePolicy& prefill, const PlanLimits& limits, int heads_together) {
   const int64_t longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
-  if (longest * spec.group_size() < least_rows(spec)) return;
+  if (longest * spec.group_size() < least_rows(spec)) return {};
   const int64_t reqs = std::min<int64_t>(limits.max_num_reqs, limits.max_num_tokens / std::max(prefill.min_q, 1));
   const int64_t all = checked_mul("plan.scratch", reqs, blocks_of_rows(limits.max_seq_len));  // blocks
-  const int64_t block_bytes = checked_mul("plan.scratch", kFlatRows, row_bytes());
+  const int64_t block_bytes = checked_mul("plan.scratch", kFlatRows, row_bytes(spec));
   const int64_t bytes = std::min(kMostBytes / (block_bytes * heads_together) * (block_bytes * heads_together),
                                  checked_mul("plan.scratch", all, block_bytes * spec.num_kv_heads));
-  most_blocks_ = std::min(all, bytes / (block_bytes * heads_together));
-  if (most_blocks_ == 0) return;
-  module_ = Module::load(context, flatten_kv_key(arch, spec));
-  kernel_ = module_->kernel("flatten_kv");
-  bytes_ = bytes;
+  const int64_t most = std::min(all, bytes / (block_bytes * heads_together));
+  return {.most_blocks = most, .bytes = most > 0 ? bytes : 0};
 }
 
-int64_t FlatKv::row_bytes() const { return (spec_.head_dim_qk + spec_.head_dim_v) * size_of(spec_.q_dtype); }
+FlatKv::FlatKv(const ContextPtr& context, std::string_view arch, const AttentionSpec& spec, const SchedulePolicy& prefill,
+               int heads_together, const FlatRoom& room)
+    : spec_(spec),
+      rules_(cut_rules(spec.mask, prefill)),
+      heads_together_(heads_together),
+      room_(room),
+      device_{DeviceType::cuda, context->device()},
+      module_(Module::load(context, flatten_kv_key(arch, spec))),
+      kernel_(module_->kernel("flatten_kv")) {}
 
 FlatStep FlatKv::plan(const Batch& batch) const {
   int64_t blocks = 0, keys = 0, reads = 0;
@@ -92,8 +98,8 @@ FlatStep FlatKv::plan(const Batch& batch) const {
     keys += k.end - k.begin;
     reads += int64_t(k.end - k.begin) * batch.query_len(r) * spec_.group_size();
   }
-  if (blocks == 0 || blocks > most_blocks_ || reads < least_rows(spec_) * keys) return {};
-  const int64_t room = bytes_ / (blocks * kFlatRows * row_bytes());
+  if (blocks == 0 || blocks > room_.most_blocks || reads < least_rows(spec_) * keys) return {};
+  const int64_t room = room_.bytes / (blocks * kFlatRows * row_bytes(spec_));
   const int all = spec_.num_kv_heads, at_once = int(std::min<int64_t>(all, room / heads_together_ * heads_together_));
   if (at_once == 0) return {};
   const int rounds = (all + at_once - 1) / at_once, each = (all + rounds - 1) / rounds;
@@ -102,8 +108,8 @@ FlatStep FlatKv::plan(const Batch& batch) const {
 
 FlatStep FlatKv::in_graph(const FlatStep& now) const {
   const int heads = now.kv_heads > 0 ? now.kv_heads : spec_.num_kv_heads;
-  const int64_t blocks = bytes_ / (kFlatRows * row_bytes() * heads);
-  return {.kv_heads = heads, .blocks = int(std::min(blocks, most_blocks_))};
+  const int64_t blocks = room_.bytes / (kFlatRows * row_bytes(spec_) * heads);
+  return {.kv_heads = heads, .blocks = int(std::min(blocks, room_.most_blocks))};
 }
 
 FlatCounts FlatKv::counts_in_graph(const PlanCounts& prefill, const FlatStep& step, int room) const {

@@ -28,15 +28,21 @@ struct FlatStep {
   int64_t rows() const { return int64_t(blocks) * kFlatRows; }
 };
 
+// What a plan has for flat keys.
+struct FlatRoom {
+  int64_t most_blocks = 0;  // of a step, of kFlatRows rows; 0: no batch within the limits asks for any
+  int64_t bytes = 0;        // of the heads that are flat at a time
+};
+// `prefill` cuts the requests whose keys these are. Heads are taken `heads_together` at a time.
+FlatRoom flat_room(const AttentionSpec&, const SchedulePolicy& prefill, const PlanLimits&, int heads_together);
+
 class FlatKv {
  public:
-  // `prefill` cuts the requests whose keys these are. Heads are taken `heads_together` at a time.
-  FlatKv(const ContextPtr&, std::string_view arch, const AttentionSpec&, const SchedulePolicy& prefill, const PlanLimits&,
-         int heads_together);
+  // As flat_room(), which has to have found some.
+  FlatKv(const ContextPtr&, std::string_view arch, const AttentionSpec&, const SchedulePolicy& prefill, int heads_together,
+         const FlatRoom&);
 
-  // Whether a batch within the limits may ask for it.
-  bool is_needed() const { return most_blocks_ > 0; }
-  int64_t most_blocks() const { return most_blocks_; }
+  int64_t most_blocks() const { return room_.most_blocks; }
   // Pure arithmetic, as are the next three, which write FlattenKvParams' arrays.
   FlatStep plan(const Batch&) const;
   // What a graph has room for that is captured `now`: as many kv heads at a time as this step takes, or all if it takes none. No blocks:
@@ -48,18 +54,16 @@ class FlatKv {
   void put_requests(const Batch&, int* requests) const;
   // Whether the kernel can read such a cache.
   static bool takes(const KvCache&);
-  // The heads of a step as a ragged cache in so much memory.
-  int64_t bytes() const { return bytes_; }
+  // The heads of a step as a ragged cache in FlatRoom::bytes of memory.
   KvCache cache(char* memory, const FlatStep&, int kv_heads) const;
   // Launches the kernel that writes it. The context must be current.
   void run(const FlattenKvParams&, bool programmatic, CUstream) const;
 
  private:
-  int64_t row_bytes() const;  // keys and values of a head
   AttentionSpec spec_;
   CutRules rules_;
   int heads_together_;
-  int64_t most_blocks_ = 0, bytes_ = 0;
+  FlatRoom room_;
   Device device_;
   std::shared_ptr<const Module> module_;
   Kernel kernel_;

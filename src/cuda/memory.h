@@ -46,19 +46,21 @@ inline CUresult free_pinned(const DriverApi& cu, void* data) { return cu.cuMemFr
 inline CUresult destroy_stream(const DriverApi& cu, CUstream stream) { return cu.cuStreamDestroy_v2(stream); }
 inline CUresult destroy_event(const DriverApi& cu, CUevent event) { return cu.cuEventDestroy_v2(event); }
 
-// Device memory, not initialised; freeing it waits for the device. Error cuda.memory.
+// Device memory, not initialised: of its own, and freeing that waits for the device (Error cuda.memory); or somebody's who keeps it.
 class DeviceBuffer : public Owned<CUdeviceptr, free_device> {
  public:
   DeviceBuffer() = default;
   DeviceBuffer(ContextPtr, size_t bytes);  // 0 bytes: nothing
+  DeviceBuffer(ContextPtr context, CUdeviceptr lent, size_t bytes) : Owned(std::move(context)), lent_(lent), bytes_(bytes) {}
   size_t bytes() const { return bytes_; }
-  CUdeviceptr address() const { return get(); }
+  CUdeviceptr address() const { return lent_ != 0 ? lent_ : get(); }
   template <class T = void>
   T* as() const {
-    return reinterpret_cast<T*>(get());  // NOLINT(performance-no-int-to-ptr): the driver's addresses are numbers
+    return reinterpret_cast<T*>(address());  // NOLINT(performance-no-int-to-ptr): the driver's addresses are numbers
   }
 
  private:
+  CUdeviceptr lent_ = 0;
   size_t bytes_ = 0;
 };
 

@@ -56,27 +56,20 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
         "expected on_device or balanced, got both: shares of the load are "
         "computed on the host");
   const CurrentContext current(*context_);
-  std::array<Tile, kNumShapes> tiles;
+  const PlanOutline planned = outline(table, spec, device, options);
   for (const Shape shape : kShapes) {
-    ShapePlan& s = shapes_[shape];
-    s.kernel = table.shape(arch_, spec, shape);
-    tiles[shape] = s.kernel.tile;
-    s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
-    if (table.flat != nullptr) s.flat_kernel = table.flat->shape(arch_, spec, shape);
-  }
-  const CutPolicy policies = cut_policy(spec, device, tiles, options.balanced);
-  partial_rows_ = partial_rows_bound(policies, options.limits);
-  for (const Shape shape : kShapes) {
-    shapes_[shape].policy = policies[shape];
-    shapes_[shape].bounds = schedule_bounds(policies[shape], options.limits);
+    static_cast<PlanOutline::OfShape&>(shapes_[shape]) = planned.shapes[shape];
     shapes_[shape].l2_keys = keys_in_l2(spec, device, shape);
   }
+  mask_words_ = planned.mask_words, seen_tile_words_ = planned.seen_tile_words;
+  scratch_ = planned.scratch;
+  partial_rows_ = planned.partial_rows;
   name_kernels();
-  if (const ShapePlan& prefill = shapes_[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
-    flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
-  if (flat_ && !flat_->is_needed()) flat_ = nullptr;
+  if (const ShapePlan& prefill = shapes_[kPrefill]; planned.flat.most_blocks > 0)
+    flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
   several_kernels_ = flat_ != nullptr || std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) > 1;
   lay_out();
+  workspace_->reserve(planned.scratch_bytes);
   // Every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
 }
@@ -111,7 +104,7 @@ void Plan::name_kernels() {
   const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
   if (std::ranges::any_of(shapes_, merges))
     name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
-  if (shapes_[kPrefill].bounds.num_work > 0 && packs_mask(table_, arch_, spec_)) {
+  if (mask_words_ > 0) {
     pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
     if (!options_.load_on_demand) now.push_back(&pack_mask_);
   }
@@ -164,23 +157,6 @@ void Plan::lay_out() {
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
   }
   counters_ = zeroed(context_, counters * sizeof(int));
-  const int64_t rows = checked_mul("plan.scratch", partial_rows_, spec_.num_q_heads);
-  int64_t run_sums = 0;
-  for (const ShapePlan& s : shapes_)
-    if (s.bounds.num_merges > 0) run_sums = std::max(run_sums, s.kernel.run_sums);
-  ArrayLayout scratch;
-  scratch_.flat_keys = scratch.add<char>(flat_ ? flat_->bytes() : 0);
-  scratch_.partial_out =
-      scratch.add<float>(checked_mul("plan.scratch", rows, spec_.head_dim_v * int64_t(sizeof(float))) / int64_t(sizeof(float)));
-  scratch_.run_sums = scratch.add<float>(run_sums * std::max(device_.num_workers, 1));
-  scratch_.partial_state = scratch.add<float>(rows * 2);
-  if (const ShapeKernel& prefill = shapes_[kPrefill].kernel; !pack_mask_.entry.empty()) {
-    const int64_t tiles = blocks_of(limits.max_seq_len, prefill.tile.keys);
-    mask_words_ = int(tiles * prefill.tile.keys / 32), seen_tile_words_ = int((tiles + 31) / 32);
-    scratch_.mask_bits = scratch.add<unsigned>(checked_mul("plan.scratch", tokens, mask_words_));
-    scratch_.seen_tiles = scratch.add<unsigned>(checked_mul("plan.scratch", tokens, (1 + prefill.mask_teams) * seen_tile_words_));
-  }
-  workspace_->reserve(scratch.bytes());
 }
 
 std::string Plan::str() const {

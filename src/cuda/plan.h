@@ -9,60 +9,18 @@
 
 #include "attention/plan_checks.h"
 #include "attention/step_plan.h"
-#include "cuda/cut.h"
+#include "cuda/attention_kernels.h"
 #include "cuda/device_plan.h"
 #include "cuda/flat_kv.h"
 #include "cuda/params.h"
 #include "cuda/plan_arrays.h"
+#include "cuda/plan_outline.h"
 #include "cuda/plan_tables.h"
 #include "cuda/workspace.h"
 #include "cuda/write_kv.h"
 #include "imbrex/backend.h"
 
 namespace imbrex::cuda {
-
-struct AttentionMaps;  // attention_sm90.h
-using MakeMaps = bool(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
-
-// How an attention kernel runs items of a shape.
-struct ShapeKernel {
-  const char* entry = nullptr;
-  Tile tile;                 // rows 0: it does not run them
-  unsigned threads = 0;      // of a thread block
-  unsigned cluster = 1;      // thread blocks that take a task together
-  int row_blocks = 1;        // tasks, of a kv head, that an item of `tile` may be
-  int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
-  int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (kernels/attention_sm90_mask.cuh); 0: it reads bytes
-  MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
-  // Whether it adds up the pieces of an item itself, or leaves none.
-  bool joins_pieces = false;
-};
-
-// What tells one backend's plan from another's.
-struct AttentionKernels {
-  const char* backend;  // "cuda_sm80"
-  ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
-  KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
-  KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
-  // Run the same items, cut for the tiles of this table: where maps of the tensors cannot be made, and over flat keys (flat_kv.h). Null: no
-  // shape takes maps; there are none.
-  const AttentionKernels *without_maps, *flat;
-};
-
-extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
-
-constexpr size_t kMostOutputs = 3;  // types, of one spec
-
-enum class Extent : uint8_t {
-  all,     // every kernel that a plan may load
-  sample,  // those that differ in more than the type they store
-  usual    // of these, those that run unless a tensor lies in an unusual way
-};
-
-// The kernels of a plan for the spec; none for a spec that the kernels do not run.
-std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&, Extent = Extent::all);
-
-inline int64_t blocks_of(int seq_len, int block_size) { return (int64_t(seq_len) + block_size - 1) / block_size; }
 
 class Plan final : public StepPlan {
  public:
@@ -92,20 +50,15 @@ class Plan final : public StepPlan {
     bool one_each = false;  // one for each multiprocessor, though it could hold more: run_sums has room for these
   };
   using ByOutput = std::array<Specialised, kMostOutputs>;  // in the order of AttentionSpec::out_dtypes
-  struct ShapePlan {
-    ShapeKernel kernel;
-    SchedulePolicy policy;
-    ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
-    long l2_keys = 0;       // keys_in_l2()
+  struct ShapePlan : PlanOutline::OfShape {
+    long l2_keys = 0;  // keys_in_l2()
     ArrayOf<WorkItem> work;
     ArrayOf<MergeItem> merges;
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
-    ShapeKernel flat_kernel;        // entry null: none
-    mutable ByOutput over_flat;     // what it names
-    bool mapless_joins = false;     // joins_pieces of these
-    int row_blocks = 1;             // tiles of rows of one token
+    mutable ByOutput over_flat;     // what flat_kernel names
+    bool mapless_joins = false;     // joins_pieces of without_maps
     size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
   };
   // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
@@ -131,13 +84,6 @@ class Plan final : public StepPlan {
     ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
     ArrayOf<FlatCounts> flat_counts;
-  };
-
-  // What a run() leaves for launches behind its own first, and no other run() needs.
-  struct Scratch {
-    ArrayOf<char> flat_keys;
-    ArrayOf<float> partial_out, partial_state, run_sums;
-    ArrayOf<unsigned> mask_bits, seen_tiles;
   };
 
   void name_kernels();

@@ -3,11 +3,19 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "cuda/plan_arrays.h"
 
 namespace imbrex {
 namespace cuda {
 
 CudaWorkspace::CudaWorkspace(ContextPtr context) : context_(std::move(context)), memory_(std::make_shared<DeviceBuffer>(context_, 0)) {}
+
+CudaWorkspace::CudaWorkspace(ContextPtr context, void* lent, int64_t bytes) : context_(std::move(context)), lent_(true) {
+  const auto address = reinterpret_cast<CUdeviceptr>(lent);
+  check(bytes >= 0 && (bytes == 0 || address != 0) && address % ArrayLayout::kAlignment == 0, "workspace.memory",
+        "expected memory at a multiple of {} bytes and 0 bytes or more of it, got {} at {}", ArrayLayout::kAlignment, bytes, lent);
+  memory_ = std::make_shared<DeviceBuffer>(context_, address, size_t(bytes));
+}
 
 Device CudaWorkspace::device() const { return {DeviceType::cuda, context_->device()}; }
 
@@ -21,6 +29,8 @@ std::shared_ptr<const DeviceBuffer> CudaWorkspace::memory() const {
 void CudaWorkspace::reserve(size_t bytes) {
   std::shared_ptr<const DeviceBuffer> before;  // let go of without the lock: freeing it waits for the device
   const std::lock_guard lock(mutex_);
+  check(!lent_ || bytes <= memory_->bytes(), "workspace.room", "expected a workspace of at least {} bytes, got one of {}", bytes,
+        memory_->bytes());
   if (bytes > memory_->bytes()) before = std::exchange(memory_, std::make_shared<DeviceBuffer>(context_, bytes));
 }
 
@@ -37,6 +47,9 @@ std::shared_ptr<CudaWorkspace> workspace_for(const ContextPtr& context, const st
 
 std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo& device) {
   return std::make_shared<cuda::CudaWorkspace>(cuda::Context::of_device(device.device.index));
+}
+std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo& device, void* memory, int64_t bytes) {
+  return std::make_shared<cuda::CudaWorkspace>(cuda::Context::of_device(device.device.index), memory, bytes);
 }
 
 }  // namespace imbrex

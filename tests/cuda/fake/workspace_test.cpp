@@ -45,6 +45,62 @@ TEST(Workspace, HasWhatTheLargestPlanNeeds) {
   EXPECT_EQ(shared->bytes(), *std::ranges::max_element(alone)) << "it stays for plans to come";
 }
 
+// What a plan will take is known before it is made, of a GPU that is only described too.
+TEST(Workspace, ItsSizeIsAskedForBeforehand) {
+  AttentionSpec masked{.num_q_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64};
+  AttentionSpec bytes = masked;
+  masked.mask.custom = true, bytes.kv_dtype = DType::fp8_e4m3;
+  for (const AttentionSpec& spec :
+       {AttentionSpec{.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128, .head_dim_v = 128}, masked, bytes})
+    for (const char* name : {"cuda_sm90", "cuda_sm80"})
+      for (const int reqs : {1, 64}) {
+        const auto workspace = make_workspace(gpu());
+        const PlanOptions options{.limits = {.max_num_reqs = reqs, .max_num_tokens = 4096, .max_seq_len = 20000},
+                                  .threads = {},
+                                  .load_on_demand = true,
+                                  .workspace = workspace};
+        const Backend& backend = *find_backend(name);
+        const int64_t asked = backend.workspace_bytes(spec, gpu(), options);
+        const auto plan = backend.plan(spec, gpu(), options);
+        EXPECT_EQ(asked, workspace->bytes()) << name << " " << spec.str();
+        DeviceInfo described = gpu();
+        described.present = false;
+        EXPECT_EQ(backend.workspace_bytes(spec, described, {.limits = options.limits, .threads = {}}), asked);
+      }
+  EXPECT_EQ(imbrex::test::error_code([] {
+              find_backend("cuda_sm90")
+                  ->workspace_bytes({.num_q_heads = 1, .num_kv_heads = 1, .head_dim_qk = 128, .head_dim_v = 128}, probe_cpu(), {});
+            }),
+            "backend.unsupported");
+}
+
+// 128 q heads on one latent of 576 and 512 dims, as DeepSeek's layers have them when queries are absorbed.
+TEST(Workspace, ALatentLayerOfManyHeadsNeedsAQuarterOfAGigabyte) {
+  const DeviceInfo h200 = describe_device("h200");
+  const AttentionSpec latent{.num_q_heads = 128, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .block_size = 64};
+  const Selection chosen = select(latent, h200);
+  ASSERT_NE(chosen.backend, nullptr) << chosen.str();
+  for (const int reqs : {1, 64, 256, 1024})
+    for (const int tokens : {reqs, 8192}) {
+      const PlanLimits limits{.max_num_reqs = reqs, .max_num_tokens = tokens, .max_seq_len = 131072};
+      EXPECT_LE(chosen.backend->workspace_bytes(latent, h200, {.limits = limits, .threads = {}}), int64_t(256) << 20)
+          << chosen.backend->name() << " " << reqs << " " << tokens;
+    }
+}
+
+TEST(Workspace, InMemoryOfTheCaller) {
+  const DeviceBuffer memory(Context::of_device(0), 64 << 20);
+  const auto workspace = make_workspace(gpu(), memory.as<void>(), 64 << 20);
+  EXPECT_EQ(workspace->bytes(), 64 << 20);
+  const auto plan = plan_with(workspace, 2);
+  EXPECT_EQ(workspace->bytes(), 64 << 20);
+  const auto small = make_workspace(gpu(), memory.as<void>(), 1024);
+  EXPECT_EQ(imbrex::test::error_code([&] { plan_with(small, 2); }), "workspace.room");
+  EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), memory.as<char>() + 8, 1024); }), "workspace.memory");
+  EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), nullptr, 1024); }), "workspace.memory");
+  EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), memory.as<void>(), -1); }), "workspace.memory");
+}
+
 TEST(Workspace, WhoHasTakenMemoryKeepsIt) {
   CudaWorkspace workspace(Context::of_device(0));
   workspace.reserve(100);
