@@ -31,6 +31,7 @@ class AttentionPlan : public BasicPlan {
 };
 
 struct AttentionFamily {
+  static constexpr std::string_view name = "attention";
   using Spec = AttentionSpec;
   using Plan = AttentionPlan;
 };

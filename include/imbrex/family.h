@@ -1,8 +1,8 @@
 #pragma once
 // The interface a backend implements, for any family of layers: it says what it supports, and makes plans.
 //
-// A family is a struct of two types: Spec, what a layer computes, fixed for the life of a model, and Plan, which derives from BasicPlan and
-// has what a layer calls. Backends, the registry and select() are the same for all families.
+// A family is a struct of a name and two types: Spec, what a layer computes, fixed for the life of a model, and Plan, which derives from
+// BasicPlan and has what a layer calls. Backends, the registry and select() are the same for all families. layer_spec.h lists them.
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -53,12 +53,15 @@ struct BackendAlias {
   std::string_view name;                   // compared without case
   std::vector<std::string_view> backends;  // of ours; empty: nothing yet, see `note`
   std::string_view note;                   // what that backend is for, and which later part of imbrex it waits for
+  std::string_view family;                 // whose backends they are: "attention"; empty: of none yet
 };
 std::span<const BackendAlias> backend_aliases();
 
 enum class Phase : uint8_t { any, prefill, decode };
 const char* to_string(Phase);
 
+// Names may be of backends and of aliases, and are compared without case. A model has layers of several families, and one name for all of
+// them: a name that only another family has forces that one, and leaves this one to its order, as SelectionOf::rule then says.
 struct SelectOptions {
   std::string forced;          // a backend or alias for every phase; empty: IMBREX_BACKEND, else by order
   std::string forced_prefill;  // for one phase only, stronger than `forced`
@@ -81,8 +84,8 @@ struct SelectionOf {
   std::string str() const;                      // the table that `imbrex select` prints
 };
 
-// Never throws for a spec that nothing runs: `backend` is null then. Throws Error select.forced when a forced backend does not
-// exist or has reasons against it; the message lists them.
+// Never throws for a spec that nothing runs: `backend` is null then. Throws Error select.forced when a forced backend exists in no family,
+// or in this one and has reasons against it; the message lists them.
 template <class Family>
 SelectionOf<Family> select(const typename Family::Spec&, const DeviceInfo&, const SelectOptions& = {});
 

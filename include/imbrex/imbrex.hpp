@@ -10,6 +10,7 @@
 #include "imbrex/error.h"
 #include "imbrex/family.h"
 #include "imbrex/kv_cache.h"
+#include "imbrex/layer_spec.h"
 #include "imbrex/merge.h"
 #include "imbrex/model.h"
 #include "imbrex/parallel.h"

@@ -46,6 +46,7 @@ class ShortConvPlan : public BasicPlan {
 };
 
 struct ShortConvFamily {
+  static constexpr std::string_view name = "short_conv";
   using Spec = ShortConvSpec;
   using Plan = ShortConvPlan;
 };

@@ -10,7 +10,7 @@ namespace imbrex::env {
 
 static constexpr Variable kVariables[] = {
     {kCpuIsa.data(), "CPU instruction set to use at most: generic, avx2, avx512, avx512_bf16, amx_emulated, amx"},
-    {kBackend.data(), "backend (or alias) to force for every layer"},
+    {kBackend.data(), "backend (or alias) to force for every layer of a family that has it"},
     {kPlugins.data(), "shared objects with backends, separated by colons, that the imbrex program loads when it starts"},
     {kNumThreads.data(), "threads to use; default: one for each core this process may use"},
     {kLog.data(), "what to say on stderr: off; warning, the default; info, a line for each plan and each GPU kernel"},

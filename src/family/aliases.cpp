@@ -1,5 +1,5 @@
 // The names that users of vLLM and SGLang know for attention backends, and which of ours serve them. Used by select() and the docs.
-#include "imbrex/family.h"
+#include "imbrex/layer_spec.h"
 
 namespace imbrex {
 namespace {
@@ -31,7 +31,8 @@ std::vector<BackendAlias> make_aliases() {
   std::vector<BackendAlias> list;
   const auto add = [&](std::string_view origin, std::string_view note, const Names& backends,
                        std::initializer_list<std::string_view> names) {
-    for (const auto name : names) list.push_back({origin, name, backends, note});
+    const std::string_view family = backends.empty() ? std::string_view() : AttentionFamily::name;
+    for (const auto name : names) list.push_back({origin, name, backends, note, family});
   };
   const auto vllm = [&](std::string_view note, const Names& backends, std::initializer_list<std::string_view> names) {
     add("vllm", note, backends, names);
@@ -55,7 +56,8 @@ std::vector<BackendAlias> make_aliases() {
   vllm(kOther, {},
        {"ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE",
         "ROCM_FLASHMLA_SPARSE_DSV4", "XPU_MLA_SPARSE"});
-  vllm(kRecurrent, {}, {"MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"});
+  vllm(kRecurrent, {}, {"MAMBA1", "MAMBA2", "LINEAR", "GDN_ATTN"});
+  list.push_back({"vllm", "SHORT_CONV", {"cpu_avx512", "cpu_generic"}, "the short convolution of LFM2", ShortConvFamily::name});
   vllm("a layer without attention; nothing to run", {}, {"NO_ATTENTION"});
   vllm("a backend from outside; register it with register_backend() and force it by its own name", {}, {"CUSTOM"});
 

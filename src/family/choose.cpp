@@ -12,11 +12,6 @@
 namespace imbrex {
 namespace {
 
-bool same_name(std::string_view a, std::string_view b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](unsigned char x, unsigned char y) { return std::tolower(x) == std::tolower(y); });
-}
-
 // Who asked for a backend, and under which name.
 struct Demand {
   std::string name;  // empty: nobody
@@ -49,8 +44,21 @@ const Contender* find_candidate(std::span<const Contender> candidates, std::stri
   return it == candidates.end() ? nullptr : &*it;
 }
 
+// The family, other than `family`, that the name of a backend or of an alias is of; empty: there is none, or the name is this family's too.
+std::string_view other_family_of(std::string_view name, std::string_view family, std::span<const Contender> candidates) {
+  if (find_candidate(candidates, name) != nullptr) return {};
+  std::string_view other = other_family_with(name, family);
+  for (const BackendAlias& alias : backend_aliases()) {
+    if (!same_name(alias.name, name)) continue;
+    if (alias.family == family) return {};
+    if (other.empty()) other = alias.family;
+  }
+  return other;
+}
+
 // The backend that was asked for, by its name or by an alias of other engines; sets the rule.
-const BasicBackend* forced_backend(const Demand& demand, std::span<const Contender> candidates, std::string& rule) {
+const BasicBackend* forced_backend(const Demand& demand, std::span<const Contender> candidates, std::string_view family,
+                                   std::string& rule) {
   if (const Contender* candidate = find_candidate(candidates, demand.name)) {
     check(candidate->reasons->empty(), "select.forced", "{} cannot run this ({}): {}", candidate->backend->name(), demand.by,
           list_reasons(*candidate->reasons));
@@ -60,7 +68,7 @@ const BasicBackend* forced_backend(const Demand& demand, std::span<const Contend
   std::string refusals;
   bool known = false;
   for (const BackendAlias& alias : backend_aliases()) {
-    if (!same_name(alias.name, demand.name)) continue;
+    if (!same_name(alias.name, demand.name) || (!alias.family.empty() && alias.family != family)) continue;
     known = true;
     for (const std::string_view name : alias.backends) {
       const Contender* candidate = find_candidate(candidates, name);
@@ -72,7 +80,7 @@ const BasicBackend* forced_backend(const Demand& demand, std::span<const Contend
     }
     if (alias.backends.empty()) refusals += fmt::format("\n  {} of {}: {}", alias.name, alias.origin, alias.note);
   }
-  check(known, "select.forced", "no backend or alias is named \"{}\" ({}); there are: {}", demand.name, demand.by,
+  check(known, "select.forced", "no backend or alias is named \"{}\" ({}); the family {} has: {}", demand.name, demand.by, family,
         list_backends(candidates));
   fail("select.forced", "nothing that serves \"{}\" can run this ({}):{}", demand.name, demand.by, refusals);
 }
@@ -90,7 +98,12 @@ const char* to_string(Phase phase) {
   return "?";
 }
 
-Choice choose(std::span<const Contender> contenders, const BasicBackend& slow, const SelectOptions& options) {
+bool same_name(std::string_view a, std::string_view b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](unsigned char x, unsigned char y) { return std::tolower(x) == std::tolower(y); });
+}
+
+Choice choose(std::span<const Contender> contenders, const BasicBackend& slow, std::string_view family, const SelectOptions& options) {
   Choice choice{.backend = nullptr, .rule = {}, .only_slow = true};
   int runs = 0;
   for (const Contender& contender : contenders) {
@@ -106,10 +119,14 @@ Choice choose(std::span<const Contender> contenders, const BasicBackend& slow, c
   } else {
     choice.rule = runs == 1 ? "the only one that runs it" : fmt::format("first of {} that run it", runs);
   }
-  if (const Demand demand = find_demand(options); !demand.name.empty()) {
-    choice.backend = forced_backend(demand, contenders, choice.rule);
-    if (choice.backend == &slow && !choice.only_slow) choice.rule += "; the reference is correct but slow";
+  const Demand demand = find_demand(options);
+  if (demand.name.empty()) return choice;
+  if (const std::string_view other = other_family_of(demand.name, family, contenders); !other.empty()) {
+    choice.rule += fmt::format("; {}, {}, is of the family {}", demand.name, demand.by, other);
+    return choice;
   }
+  choice.backend = forced_backend(demand, contenders, family, choice.rule);
+  if (choice.backend == &slow && !choice.only_slow) choice.rule += "; the reference is correct but slow";
   return choice;
 }
 

@@ -20,8 +20,12 @@ struct Choice {
   bool only_slow = false;  // nothing but `slow` runs it, or nothing at all
 };
 
-// `slow`: the family's reference. Error select.forced.
-Choice choose(std::span<const Contender>, const BasicBackend& slow, const SelectOptions&);
+// `slow`: the reference of the family of that name. Error select.forced.
+Choice choose(std::span<const Contender>, const BasicBackend& slow, std::string_view family, const SelectOptions&);
+
+bool same_name(std::string_view, std::string_view);  // without case
+// The family of layer_spec.h, other than `family`, that has a backend of this name; empty: none has.
+std::string_view other_family_with(std::string_view backend, std::string_view family);
 
 std::string selection_table(const BasicBackend* chosen, std::string_view rule, std::span<const Contender>,
                             std::span<const std::string> proposals);

@@ -39,7 +39,7 @@ SelectionOf<Family> select(const typename Family::Spec& spec, const DeviceInfo& 
   SelectionOf<Family> selection;
   for (const BackendOf<Family>* backend : backends<Family>()) selection.candidates.push_back({backend, backend->unsupported(spec, device)});
   const BackendOf<Family>& slow = *Registry<Family>::built_in().back();
-  Choice choice = choose(contenders_of<Family>(selection.candidates), slow, options);
+  Choice choice = choose(contenders_of<Family>(selection.candidates), slow, Family::name, options);
   selection.backend = static_cast<const BackendOf<Family>*>(choice.backend);
   selection.rule = std::move(choice.rule);
   if (!choice.only_slow) return selection;

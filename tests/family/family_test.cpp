@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 
 #include "expect_error.h"
 #include "family/select_of.h"
+#include "imbrex/layer_spec.h"
 
 namespace imbrex {
 namespace {
@@ -24,6 +26,7 @@ struct SumPlan : BasicPlan {
 };
 
 struct SumFamily {
+  static constexpr std::string_view name = "sum";
   struct Spec {
     int number = 0;
   };
@@ -106,7 +109,60 @@ TEST(Family, NothingRunsOnADeviceOfOthersButACpuIsProposed) {
 TEST(Family, ABackendIsForcedByName) {
   EXPECT_EQ(select<SumFamily>({3}, describe_device("cpu"), {.forced = "sum_slow"}).backend, &slow);
   EXPECT_EQ(test::error_code([] { select<SumFamily>({11}, describe_device("cpu"), {.forced = "sum_fast"}); }), "select.forced");
-  EXPECT_EQ(test::error_code([] { select<SumFamily>({3}, describe_device("cpu"), {.forced = "cpu_avx512"}); }), "select.forced");
+  EXPECT_EQ(test::error_code([] { select<SumFamily>({3}, describe_device("cpu"), {.forced = "no_such"}); }), "select.forced");
+}
+
+TEST(Family, ANameOfAnotherFamilyLeavesThisOneToItsOrder) {
+  const auto selection = select<SumFamily>({3}, describe_device("cpu"), {.forced = "CPU_amx"});
+  EXPECT_EQ(selection.backend, &fast);
+  EXPECT_EQ(selection.rule, "first of 2 that run it; CPU_amx, forced, is of the family attention");
+  EXPECT_EQ(select<SumFamily>({3}, describe_device("cpu"), {.forced_decode = "fa3", .phase = Phase::decode}).rule,
+            "first of 2 that run it; fa3, forced for decode, is of the family attention");
+  EXPECT_EQ(select<SumFamily>({3}, describe_device("cpu"), {.forced = "short_conv"}).rule,
+            "first of 2 that run it; short_conv, forced, is of the family short_conv");
+}
+
+// What one name makes of the layers of a model of attention and short convolutions.
+TEST(Family, OneNameForcesTheFamiliesThatHaveIt) {
+  const ShortConvSpec conv{.dim = 64};
+  const AttentionSpec attention{.num_q_heads = 4, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64};
+  const DeviceInfo amx = describe_device("amx,2 threads");
+  const auto names = [&](const char* forced) {
+    return std::pair(std::string(select<ShortConvFamily>(conv, amx, {.forced = forced}).backend->name()),
+                     std::string(select<AttentionFamily>(attention, amx, {.forced = forced}).backend->name()));
+  };
+  using Names = std::pair<std::string, std::string>;
+  EXPECT_EQ(names("cpu_amx"), Names("cpu_avx512", "cpu_amx"));
+  EXPECT_EQ(names("cpu_generic"), Names("cpu_generic", "cpu_generic"));
+  EXPECT_EQ(names("reference"), Names("reference", "reference"));
+  EXPECT_EQ(names("intel_amx"), Names("cpu_avx512", "cpu_amx")) << "an alias of attention";
+  EXPECT_EQ(names("SHORT_CONV"), Names("cpu_avx512", "cpu_amx")) << "an alias of the other";
+  for (const char* nobody : {"no_such", "FLASHMLA"}) {
+    EXPECT_EQ(test::error_code([&] { select<ShortConvFamily>(conv, amx, {.forced = nobody}); }), "select.forced") << nobody;
+    EXPECT_EQ(test::error_code([&] { select<AttentionFamily>(attention, amx, {.forced = nobody}); }), "select.forced") << nobody;
+  }
+  // A backend of the family that cannot is an error, whoever else might.
+  EXPECT_EQ(test::error_code([&] { select<ShortConvFamily>(conv, describe_device("h200"), {.forced = "cpu_generic"}); }), "select.forced");
+
+  setenv("IMBREX_BACKEND", "cpu_amx", 1);
+  const auto by_environment = select<ShortConvFamily>(conv, amx);
+  unsetenv("IMBREX_BACKEND");
+  EXPECT_EQ(by_environment.backend->name(), "cpu_avx512");
+  EXPECT_EQ(by_environment.rule, "first of 3 that run it; cpu_amx, forced by IMBREX_BACKEND, is of the family attention");
+}
+
+TEST(Family, BackendsOfOthersFromOutsideAreKnown) {
+  struct Mine final : BackendOf<ShortConvFamily> {
+    std::string_view name() const override { return "my_conv"; }
+    std::string_view description() const override { return "mine"; }
+    std::vector<Reason> unsupported(const ShortConvSpec&, const DeviceInfo&) const override { return {}; }
+    std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec&, const DeviceInfo&, const PlanOptions&) const override { return nullptr; }
+  };
+  const SelectOptions force{.forced = "my_conv"};
+  EXPECT_EQ(test::error_code([&] { select<SumFamily>({3}, describe_device("cpu"), force); }), "select.forced");
+  register_backend<ShortConvFamily>(std::make_shared<Mine>());
+  EXPECT_EQ(select<SumFamily>({3}, describe_device("cpu"), force).backend, &fast);
+  unregister_backend<ShortConvFamily>("my_conv");
 }
 
 TEST(Family, RegisteredBackendsComeFirstAndAreOfOneFamily) {

@@ -1,0 +1,45 @@
+#pragma once
+// The families of layers that a model can have: what a layer computes is a spec of one of them.
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <variant>
+
+#include "imbrex/attention.h"
+#include "imbrex/short_conv.h"
+
+namespace imbrex {
+
+// For std::visit(). This is the list of families: by it select() knows that a backend's name is another family's.
+using LayerSpec = std::variant<AttentionSpec, ShortConvSpec>;
+
+// The family that a spec is of: select<FamilyOf<decltype(spec)>>(spec, device) in a visitor.
+template <class Spec>
+struct FamilyOfSpec;
+template <>
+struct FamilyOfSpec<AttentionSpec> {
+  using type = AttentionFamily;
+};
+template <>
+struct FamilyOfSpec<ShortConvSpec> {
+  using type = ShortConvFamily;
+};
+template <class Spec>
+using FamilyOf = typename FamilyOfSpec<std::remove_cvref_t<Spec>>::type;
+
+// Calls visit(std::type_identity<Family>()) for each family, in the order of the list.
+template <class Visit>
+void for_each_family(Visit&& visit) {
+  [&]<class... Specs>(std::type_identity<std::variant<Specs...>>) {
+    (visit(std::type_identity<FamilyOf<Specs>>()), ...);
+  }(std::type_identity<LayerSpec>());
+}
+
+inline std::string_view family_name(const LayerSpec& layer) {  // "attention", "short_conv"
+  return std::visit([](const auto& spec) { return FamilyOf<decltype(spec)>::name; }, layer);
+}
+inline std::string to_string(const LayerSpec& layer) {  // str() of the spec
+  return std::visit([](const auto& spec) { return spec.str(); }, layer);
+}
+
+}  // namespace imbrex
