@@ -19,7 +19,7 @@ struct Config {
   std::vector<double> rope_frequency;  // [head_dim / 2], radians a position
 
   int layers() const { return int(model.layers.size()); }
-  const imbrex::AttentionSpec& spec(int layer) const { return model.layers[size_t(layer)].spec; }
+  const imbrex::AttentionSpec& spec(int layer) const { return model.layers[size_t(layer)].attention(); }
 };
 
 // model_type llama, mistral, qwen2 or qwen3. What a config asks for and this example does not do is refused by name.

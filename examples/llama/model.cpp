@@ -48,11 +48,12 @@ Model::Model(const std::filesystem::path& folder, const imbrex::DeviceInfo& devi
       cache_(config_.spec(0), config_.layers(), limits.blocks, "lbhtd", stream_.get()) {
   kind_of_.resize(size_t(config_.layers()));
   for (const imbrex::ModelSpec::Kind& kind : config_.model.kinds()) {
-    const imbrex::Selection selection = imbrex::select(kind.spec, device);
-    check(selection.backend != nullptr, "no backend runs ", kind.spec.str(), ":\n", selection.str());
+    const AttentionSpec& spec = config_.spec(kind.layers.front());
+    const imbrex::Selection selection = imbrex::select(spec, device);
+    check(selection.backend != nullptr, "no backend runs ", spec.str(), ":\n", selection.str());
     const imbrex::PlanLimits plan_limits{.max_num_reqs = limits.requests, .max_num_tokens = limits.tokens, .max_seq_len = limits.seq_len};
     for (int layer : kind.layers) kind_of_[size_t(layer)] = plans_.size();
-    plans_.push_back(selection.backend->plan(kind.spec, device, {.limits = plan_limits, .threads = threads}));
+    plans_.push_back(selection.backend->plan(spec, device, {.limits = plan_limits, .threads = threads}));
   }
   const AttentionSpec& spec = config_.spec(0);
   const int64_t n = limits.tokens, q = int64_t(spec.num_q_heads) * spec.head_dim_qk, kv = int64_t(spec.num_kv_heads) * spec.head_dim_qk;

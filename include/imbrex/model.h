@@ -1,42 +1,53 @@
 #pragma once
-// The attention layers of a model, read from its Hugging Face config.json or from a preset: per-layer specs and KV groups.
+// The layers of a model that keep something of a request, read from its Hugging Face config.json or from a preset: per-layer specs and
+// cache groups.
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "imbrex/spec.h"
+#include "imbrex/layer_spec.h"
 
 namespace imbrex {
 
 struct ModelLayer {
-  AttentionSpec spec;  // kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
-  std::string name;    // "decoder.3", "decoder.3.cross", "encoder.0"
-  int kv_group = 0;    // index into ModelSpec::kv_groups; -1: no cache
+  LayerSpec spec;       // of attention, kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
+  std::string name;     // "decoder.3", "decoder.3.cross", "encoder.0"
+  int cache_group = 0;  // index into ModelSpec::cache_groups; -1: no cache
+
+  // Of a layer that attends, as all layers of most models do. std::bad_variant_access for others.
+  const AttentionSpec& attention() const { return std::get<AttentionSpec>(spec); }
+  AttentionSpec& attention() { return std::get<AttentionSpec>(spec); }
 };
 
-// Layers whose cache blocks live and die together: same spec as far as the cache goes, same window.
-struct KvGroup {
-  std::string name;             // "full", "window 4096", "chunk 8192", "cross"
+// Layers whose caches live and die together: same spec as far as the cache goes, same window. It is pages, of which a request has as many
+// as its tokens fill, or states, of which a request has one: a slot, the same in all layers and all groups of states.
+struct CacheGroup {
+  std::string name;             // "full", "window 4096", "chunk 8192", "cross"; "short_conv"
   std::vector<int> layers;      // indices into ModelSpec::layers
-  int64_t bytes_per_token = 0;  // all layers of the group
+  int64_t bytes_per_token = 0;  // of pages, all layers of the group; 0: the group is of states
+  int64_t bytes_per_slot = 0;   // of states, all layers of the group; 0: the group is of pages
+
+  bool holds_states() const { return bytes_per_slot > 0; }
 };
+using KvGroup = CacheGroup;  // the name that it had when there were pages only
 
 struct ModelSpec {
   std::string name;    // "llama-3.1-8b" or the config's own
   std::string family;  // "llama": the config's model_type
   int hidden_size = 0;
-  std::vector<ModelLayer> layers;  // softmax-attention layers only, in the order they run
-  std::vector<KvGroup> kv_groups;
+  std::vector<ModelLayer> layers;  // of the families that layer_spec.h has, in the order they run
+  std::vector<CacheGroup> cache_groups;
   std::vector<std::string> notes;  // what was assumed or left out ("sliding_window 32768 present but use_sliding_window is false")
 
   // The distinct specs, each with the layers that have it: what `imbrex select` prints a block for.
   struct Kind {
-    AttentionSpec spec;
+    LayerSpec spec;
     std::vector<int> layers;
   };
   std::vector<Kind> kinds() const;
-  // The same model as deployed: activations and cache in these formats.
+  // The same model as deployed: activations and KV cache in these formats. States are of the activations' type, or where queries are fp8 of
+  // the type that they had.
   ModelSpec with_kv(DType q_dtype, DType kv_dtype, KvFormat, int block_size) const;
   std::string str() const;
 };

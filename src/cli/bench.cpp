@@ -47,7 +47,7 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
   }
   // Prefill, chunked prefill, decode of few and of many requests, and a mix.
   static const std::vector<std::string> kDefault{"q2k", "q512s4k", "q1s8k", "32q1s1k", "q1k,16q1s1k"};
-  for (const NamedSpec& named : specs_of(o.spec)) {
+  for (const Named<AttentionSpec>& named : attention_specs_of(o.spec)) {
     for (const std::string& text : o.batches.empty() ? kDefault : o.batches) {
       const auto items = serve::parse_batch(text);
       Job job{named.name.empty() ? serve::to_string(items) : fmt::format("{}, {}", serve::to_string(items), named.name), named.spec, {}};

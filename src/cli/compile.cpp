@@ -63,7 +63,7 @@ int run_compile(CompileArguments& o) {
   if (request.archs.empty()) request.archs = split(kArchs, ",");
   if (request.jobs == 0) request.jobs = default_num_threads();
   if (!o.spec.model.empty())
-    for (const NamedSpec& named : specs_of(o.spec)) request.specs.push_back(named.spec);
+    for (const Named<AttentionSpec>& named : attention_specs_of(o.spec)) request.specs.push_back(named.spec);
   const std::vector<PrecompiledKernel> kernels = precompile(request);
 
   std::string complaints;

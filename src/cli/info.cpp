@@ -7,7 +7,6 @@
 #include "cli/cli.h"
 #include "core/env.h"
 #include "imbrex/model.h"
-#include "imbrex/select.h"
 #include "serve/ceilings.h"
 
 namespace imbrex::cli {
@@ -24,13 +23,25 @@ constexpr const char* kCompiler = "clang " __clang_version__;
 constexpr const char* kCompiler = "gcc " __VERSION__;
 #endif
 
+struct ListedBackend {
+  std::string_view family;
+  const BasicBackend* backend;
+};
+std::vector<ListedBackend> list_backends() {
+  std::vector<ListedBackend> list;
+  for_each_family([&]<class Family>(std::type_identity<Family>) {
+    for (const BackendOf<Family>* backend : backends<Family>()) list.push_back({Family::name, backend});
+  });
+  return list;
+}
+
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 int run_info(const InfoArguments& o) {
   const DeviceInfo cpu = probe_cpu();
   serve::Ceilings ceilings;
   if (o.measure) ceilings = serve::measure_ceilings(cpu, o.threads);
-  const auto names = backends();
+  const std::vector<ListedBackend> listed = list_backends();
   std::string no_gpu;
   const auto gpus = probe_cuda(&no_gpu);
   const KernelCompiler compiler = kernel_compiler();
@@ -57,9 +68,8 @@ int run_info(const InfoArguments& o) {
                               {"max_smem_bytes", gpu.max_smem_bytes}});
     }
     j["cuda"] = {{"no_device", no_gpu}, {"compiler", compiler.name}, {"no_compiler", compiler.why}, {"kernels", compiler.cache_folder}};
-    for (const Backend* backend : names) {
-      j["backends"].push_back({{"name", backend->name()}, {"description", backend->description()}});
-    }
+    for (const auto& [family, backend] : listed)
+      j["backends"].push_back({{"family", family}, {"name", backend->name()}, {"description", backend->description()}});
     for (const auto& variable : env::variables()) {
       const auto value = env::get(variable.name);
       j["environment"].push_back(
@@ -92,8 +102,9 @@ int run_info(const InfoArguments& o) {
     if (ceilings.pairs > 0) fmt::print("  pairs of bf16    {:>8.1f} GFLOP/s\n", ceilings.pairs / 1e9);
     if (ceilings.amx > 0) fmt::print("  bf16 tiles (AMX) {:>8.1f} GFLOP/s\n", ceilings.amx / 1e9);
   }
-  serve::Table table{{"backend", "what it is"}, {}};
-  for (const Backend* backend : names) table.rows.push_back({std::string(backend->name()), std::string(backend->description())});
+  serve::Table table{{"layers of", "backend", "what it is"}, {}};
+  for (const auto& [family, backend] : listed)
+    table.rows.push_back({std::string(family), std::string(backend->name()), std::string(backend->description())});
   fmt::print("\n{}", table.text());
   table = {{"environment", "value", "meaning"}, {}};
   for (const auto& variable : env::variables())

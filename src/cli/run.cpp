@@ -1,4 +1,4 @@
-// `imbrex run`: replays a serving trace through the attention layers of a model, and reports.
+// `imbrex run`: replays a serving trace through the layers of a model, and reports.
 #include <fmt/format.h>
 
 #include <ctime>
@@ -71,7 +71,7 @@ int run_trace(RunArguments& o) {
 void add_run(CLI::App& app, Action& action) {
   auto o = std::make_shared<RunArguments>();
   serve::ReplayOptions& r = o->replay;
-  CLI::App* sub = app.add_subcommand("run", "Replay a serving trace through a model's attention layers, and report");
+  CLI::App* sub = app.add_subcommand("run", "Replay a serving trace through a model's layers, and report");
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
@@ -84,8 +84,9 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--kv-dtype", o->kv_dtype, "Cache: f32, bf16, f16, fp8_e4m3, fp8_e5m2")->capture_default_str();
   sub->add_option("--kv-format", r.kv_format, "strided, amx_packed, or auto: packed where a fast backend takes it")->capture_default_str();
   sub->add_option("--kv-memory", o->kv_memory,
-                  "Memory of the cache, such as 2GiB (default: a quarter of the machine's, or 90 % of what a GPU has left)");
-  sub->add_option("--backend", r.select.forced, "Force a backend, by its name or one that vLLM or SGLang users know");
+                  "Memory of pages and states, such as 2GiB (default: a quarter of the machine's, or 90 % of what a GPU has left)");
+  sub->add_option("--backend", r.select.forced,
+                  "Force a backend, by its name or one that vLLM or SGLang users know, for the families of layers that have it");
   sub->add_option("--prefill-backend", r.select.forced_prefill, "The same for prefill only");
   sub->add_option("--decode-backend", r.select.forced_decode, "The same for decode only");
   sub->add_option("--threads", r.num_threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
@@ -93,7 +94,7 @@ void add_run(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"arrival", "saturate"}))
       ->capture_default_str();
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
-  sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes");
+  sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes (models that keep states never do)");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
   sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
   sub->add_option("--verify", o->verify, "Share of outputs that the reference backend recomputes, such as 1%");
@@ -108,7 +109,8 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model llama-3.1-8b --trace trace.jsonl --layers 2 --verify 1% --report out.html\n"
       "  imbrex run --model gpt-oss-20b --trace azure.csv --num-requests 1000 --kv-dtype fp8_e4m3 --kv-memory 2GiB\n"
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
-      "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n\n"
+      "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
+      "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }

@@ -21,14 +21,16 @@ struct SelectArguments {
   bool json = false;
 };
 
-ordered_json to_json(const NamedSpec& named, const Selection& selection) {
+template <class Family>
+ordered_json to_json(const SelectionOf<Family>& selection, const std::vector<int>& layers, const typename Family::Spec& spec) {
   ordered_json j;
-  j["layers"] = named.layers;
-  j["spec"] = named.spec.str();
+  j["layers"] = layers;
+  j["family"] = Family::name;
+  j["spec"] = spec.str();
   j["backend"] = selection.backend ? ordered_json(selection.backend->name()) : nullptr;
   j["rule"] = selection.rule;
   j["candidates"] = ordered_json::array();
-  for (const Candidate& candidate : selection.candidates) {
+  for (const CandidateOf<Family>& candidate : selection.candidates) {
     ordered_json reasons = ordered_json::array();
     for (const Reason& reason : candidate.reasons) {
       reasons.push_back({{"code", reason.code}, {"wanted", reason.wanted}, {"actual", reason.actual}});
@@ -67,7 +69,7 @@ int print_refusal(const SelectArguments& o, const DeviceInfo& device, const Erro
 int run_select(SelectArguments& o) {
   const DeviceInfo device = describe_device(o.device);
   o.select.phase = o.phase == "prefill" ? Phase::prefill : o.phase == "decode" ? Phase::decode : Phase::any;
-  std::vector<NamedSpec> specs;
+  std::vector<Named<LayerSpec>> specs;
   try {
     specs = specs_of(o.spec);
   } catch (const Error& error) {
@@ -78,11 +80,15 @@ int run_select(SelectArguments& o) {
   ordered_json j{{"model", o.spec.model}, {"device", device.str()}, {"kinds", ordered_json::array()}};
   std::string text = fmt::format("{}{}\n", o.spec.model.empty() ? "" : o.spec.model + " on ", device.str());
   bool all_run = true;
-  for (const NamedSpec& named : specs) {
-    const Selection selection = select(named.spec, device, o.select);
-    all_run = all_run && selection.backend;
-    j["kinds"].push_back(to_json(named, selection));
-    text += fmt::format("\n{}{}\n{}", named.name.empty() ? "" : named.name + ": ", named.spec.str(), selection.str());
+  for (const Named<LayerSpec>& named : specs) {
+    std::visit(
+        [&]<class Spec>(const Spec& spec) {
+          const auto selection = select<FamilyOf<Spec>>(spec, device, o.select);
+          all_run = all_run && selection.backend != nullptr;
+          j["kinds"].push_back(to_json<FamilyOf<Spec>>(selection, named.layers, spec));
+          text += fmt::format("\n{}{}\n{}", named.name.empty() ? "" : named.name + ": ", spec.str(), selection.str());
+        },
+        named.spec);
   }
   fmt::print("{}", o.json ? j.dump(2) + "\n" : text);
   return all_run ? kOk : kUnsupported;
@@ -105,9 +111,12 @@ void add_select(CLI::App& app, Action& action) {
       "Examples:\n"
       "  imbrex select --model gpt-oss-20b\n"
       "  imbrex select --model deepseek-v3 --device h200\n"
+      "  imbrex select --model lfm2-1.2b\n"
       "  imbrex select --heads 64/8 --head-dim 80 --kv-dtype fp8_e4m3 --window 4096 --device \"avx512,32 threads\"\n"
       "  imbrex select --model llama-3.1-8b --backend intel_amx\n\n"
-      "Exit code 3 when nothing runs a layer.");
+      "A model may have layers of several families (LFM2: attention and short convolutions). A forced name that one of them has is for "
+      "that\n"
+      "family alone; the others go by their order, and say so. Exit code 3 when nothing runs a layer.");
   sub->callback([o, &action] { action = [o] { return run_select(*o); }; });
 }
 

@@ -83,15 +83,28 @@ void add_spec_options(CLI::App& app, SpecOptions& o) {
   });
 }
 
-std::vector<NamedSpec> specs_of(const SpecOptions& o) {
+std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   if (o.model.empty()) return {{"", {}, spec_of(o)}};
   const DType q_dtype = o.spec.q_dtype, kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
   const ModelSpec model = load_model(o.model).with_kv(q_dtype, kv_dtype, o.spec.kv_format, o.spec.block_size);
-  std::vector<NamedSpec> specs;
+  std::vector<Named<LayerSpec>> specs;
   for (const auto& kind : model.kinds()) {
     specs.push_back(
         {fmt::format("{} {}", kind.layers.size() == 1 ? "layer" : "layers", format_ranges(kind.layers)), kind.layers, kind.spec});
   }
+  return specs;
+}
+
+std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions& o) {
+  std::vector<Named<AttentionSpec>> specs;
+  for (const Named<LayerSpec>& named : specs_of(o)) {
+    if (const auto* spec = std::get_if<AttentionSpec>(&named.spec)) {
+      specs.push_back({named.name, named.layers, *spec});
+    } else {
+      fmt::print(stderr, "note: {} ({}) left out: this command knows attention only\n", named.name, to_string(named.spec));
+    }
+  }
+  check(!specs.empty(), "cli.family", "{}: expected a model with attention layers, it has none", o.model);
   return specs;
 }
 

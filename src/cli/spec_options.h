@@ -17,15 +17,19 @@ struct SpecOptions {
 };
 
 // A kind of layer to look at.
-struct NamedSpec {
+template <class Spec>
+struct Named {
   std::string name;  // "layers 0-31"; empty for flags
   std::vector<int> layers;
-  AttentionSpec spec;
+  Spec spec;
 };
 
 void add_spec_options(CLI::App&, SpecOptions&);
 // Model kinds (with dtypes and cache format of the options), or the one spec of the flags. Error cli.*, spec.*, model.*.
-std::vector<NamedSpec> specs_of(const SpecOptions&);
+std::vector<Named<LayerSpec>> specs_of(const SpecOptions&);
+// Those of attention, for commands that know no other family; a line on stderr tells of layers that are left out. Error cli.family when
+// nothing is left.
+std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions&);
 KvFormat parse_kv_format(const std::string&);  // Error cli.kv_format
 // An option that names a type.
 void add_dtype_option(CLI::App&, const char* flag, DType&, const char* help);

@@ -35,7 +35,7 @@ std::vector<serve::ZooCell> cells_asked(const BenchArguments& o) {
     cells = serve::published_cells();
   } else {
     std::vector<AttentionSpec> layers;
-    for (const NamedSpec& named : specs_of(o.spec)) layers.push_back(named.spec);
+    for (const Named<AttentionSpec>& named : attention_specs_of(o.spec)) layers.push_back(named.spec);
     serve::ZooAxes axes;
     if (o.page_given) axes.pages = {o.spec.spec.block_size};
     if (o.kv_dtype_given) axes.kv_dtypes = {parse_dtype(o.spec.kv_dtype)};

@@ -1,4 +1,4 @@
-// The table of softmax-attention families and the reader of ordinary decoders; used by parse_model_config().
+// The table of model families and the reader of ordinary decoders; used by parse_model_config().
 // Class defaults and layer rules: transformers, the configuration and modelling files of each model_type.
 #include "model/families.h"
 
@@ -63,6 +63,8 @@ constexpr Family kFamilies[] = {
     {"bert", {}, read_bert},
     {"roberta", {}, read_bert},
     {"xlm-roberta", {}, read_bert},
+    {"lfm2", {}, read_lfm2},
+    {"lfm2_moe", {}, read_lfm2_moe},
 };
 
 void read_gemma_score(const ConfigReader& config, const DecoderRules& rules, ScoreMod& score) {

@@ -29,7 +29,7 @@ void check_heads(const ConfigReader&, int q_heads, int kv_heads);  // Error mode
 void check_head_dim(const ConfigReader&, int head_dim);            // Error model.field.head_dim.multiple
 
 AttentionSpec decoder_spec(const Shape&, DType);  // causal, scale 1 / sqrt(head_dim)
-void add_layer(ModelSpec&, const AttentionSpec&, std::string name);
+void add_layer(ModelSpec&, const LayerSpec&, std::string name);
 
 struct FamilyInput {
   const ConfigReader& config;  // of the language model: text_config where there is one
@@ -59,7 +59,7 @@ struct DecoderRules {
   bool sinks = false;
 };
 
-// A family of softmax-attention models. `model_type` is the one of the (text) config. Without `read`, `rules` say it all.
+// A family of models that imbrex reads. `model_type` is the one of the (text) config. Without `read`, `rules` say it all.
 struct Family {
   std::string_view model_type;
   DecoderRules rules{};
@@ -78,6 +78,8 @@ void read_t5(const FamilyInput&);
 void read_bart(const FamilyInput&);
 void read_whisper(const FamilyInput&);
 void read_bert(const FamilyInput&);
+void read_lfm2(const FamilyInput&);  // layers of several families
+void read_lfm2_moe(const FamilyInput&);
 
 // Families that are known by name and wait for a part of imbrex that does not exist yet.
 struct LaterFamily {

@@ -1,4 +1,4 @@
-// What follows from a model's layers: KV groups, distinct specs, the deployed variant and the printed summary.
+// What follows from a model's layers: cache groups, distinct specs, the deployed variant and the printed summary.
 #include "model/groups.h"
 
 #include <fmt/format.h>
@@ -11,7 +11,9 @@ namespace imbrex {
 
 namespace {
 
-bool has_cache(AttentionKind kind) { return kind == AttentionKind::decoder || kind == AttentionKind::encoder_decoder; }
+// What each family says of its caches. A new one has these six functions.
+
+bool has_cache(const AttentionSpec& spec) { return spec.kind == AttentionKind::decoder || spec.kind == AttentionKind::encoder_decoder; }
 
 // Whether two layers' blocks can live and die together: the same tokens are kept, in records of the same size and form.
 bool same_group(const AttentionSpec& a, const AttentionSpec& b) {
@@ -26,38 +28,106 @@ std::string group_name(const AttentionSpec& spec) {
   if (spec.mask.window_left >= 0) return fmt::format("window {}", int64_t(spec.mask.window_left) + 1);
   return "full";
 }
+std::string group_detail(const AttentionSpec& spec) { return fmt::format("kv{} d{}", spec.num_kv_heads, spec.head_dim_qk); }
 
-int64_t cache_bytes_per_token(const AttentionSpec& spec) {
-  if (spec.kv_format != KvFormat::amx_packed) return spec.kv_bytes_per_token();
+void add_bytes(const AttentionSpec& spec, CacheGroup& group) {
+  if (spec.kv_format != KvFormat::amx_packed) {
+    group.bytes_per_token += spec.kv_bytes_per_token();
+    return;
+  }
   const int64_t block = packed_block_bytes(spec.block_size, spec.head_dim_qk, spec.kv_dtype) +
                         packed_block_bytes(spec.block_size, spec.head_dim_v, spec.kv_dtype);
-  return spec.num_kv_heads * block / spec.block_size;
+  group.bytes_per_token += spec.num_kv_heads * block / spec.block_size;
+}
+
+void deploy(AttentionSpec& spec, DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) {
+  const bool cached = has_cache(spec);  // the others read keys where the projection wrote them
+  spec.q_dtype = q_dtype;
+  spec.kv_dtype = cached ? kv_dtype : q_dtype;
+  spec.kv_format = cached ? kv_format : KvFormat::strided;
+  spec.block_size = cached ? block_size : 0;
+}
+
+bool has_cache(const ShortConvSpec&) { return true; }
+
+bool same_group(const ShortConvSpec& a, const ShortConvSpec& b) {
+  return a.dim == b.dim && a.state_rows() == b.state_rows() && a.dtype == b.dtype;
+}
+
+std::string group_name(const ShortConvSpec&) { return std::string(ShortConvFamily::name); }
+std::string group_detail(const ShortConvSpec& spec) { return fmt::format("d{} rows{}", spec.dim, spec.state_rows()); }
+
+void add_bytes(const ShortConvSpec& spec, CacheGroup& group) { group.bytes_per_slot += spec.state_bytes(); }
+
+void deploy(ShortConvSpec& spec, DType q_dtype, DType, KvFormat, int) {
+  if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
+}
+
+// The same for a layer of any family.
+
+bool is_cached(const LayerSpec& layer) {
+  return std::visit([](const auto& spec) { return has_cache(spec); }, layer);
+}
+
+bool go_together(const LayerSpec& a, const LayerSpec& b) {
+  return std::visit(
+      [&]<class Spec>(const Spec& spec) {
+        const Spec* other = std::get_if<Spec>(&b);
+        return other != nullptr && same_group(spec, *other);
+      },
+      a);
+}
+
+bool is_cross(const LayerSpec& layer) {
+  const auto* spec = std::get_if<AttentionSpec>(&layer);
+  return spec != nullptr && spec->kind == AttentionKind::encoder_decoder;
+}
+
+// "32 attention layers", "6 attention and 10 short_conv layers"
+std::string count_layers(const std::vector<ModelLayer>& layers) {
+  std::vector<std::pair<std::string_view, size_t>> counts;
+  for (const ModelLayer& layer : layers) {
+    const std::string_view family = family_name(layer.spec);
+    const auto it = std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == family; });
+    if (it == counts.end()) {
+      counts.emplace_back(family, 1);
+    } else {
+      ++it->second;
+    }
+  }
+  std::string text;
+  for (const auto& [family, count] : counts) text += fmt::format("{}{} {}", text.empty() ? "" : " and ", count, family);
+  return text + " layers";
 }
 
 }  // namespace
 
+void validate(const LayerSpec& layer) {
+  std::visit([](const auto& spec) { spec.validate(); }, layer);
+}
+
 void group_layers(ModelSpec& model) {
-  model.kv_groups.clear();
-  std::vector<const AttentionSpec*> first;  // of each group
+  model.cache_groups.clear();
+  std::vector<const LayerSpec*> first;  // of each group
   for (size_t i = 0; i < model.layers.size(); ++i) {
     ModelLayer& layer = model.layers[i];
-    layer.kv_group = -1;
-    if (!has_cache(layer.spec.kind)) continue;
-    const auto it = std::find_if(first.begin(), first.end(), [&](const AttentionSpec* spec) { return same_group(*spec, layer.spec); });
-    layer.kv_group = int(it - first.begin());
+    layer.cache_group = -1;
+    if (!is_cached(layer.spec)) continue;
+    const auto it = std::find_if(first.begin(), first.end(), [&](const LayerSpec* spec) { return go_together(*spec, layer.spec); });
+    layer.cache_group = int(it - first.begin());
     if (it == first.end()) {
       first.push_back(&layer.spec);
-      model.kv_groups.push_back({.name = group_name(layer.spec), .layers = {}, .bytes_per_token = 0});
+      model.cache_groups.push_back({.name = std::visit([](const auto& spec) { return group_name(spec); }, layer.spec), .layers = {}});
     }
-    KvGroup& group = model.kv_groups[layer.kv_group];
+    CacheGroup& group = model.cache_groups[layer.cache_group];
     group.layers.push_back(int(i));
-    group.bytes_per_token += cache_bytes_per_token(layer.spec);
+    std::visit([&](const auto& spec) { add_bytes(spec, group); }, layer.spec);
   }
   std::vector<std::string> names;
-  for (const KvGroup& group : model.kv_groups) names.push_back(group.name);
+  for (const CacheGroup& group : model.cache_groups) names.push_back(group.name);
   for (size_t g = 0; g < names.size(); ++g) {
     if (std::count(names.begin(), names.end(), names[g]) == 1) continue;
-    model.kv_groups[g].name += fmt::format(" kv{} d{}", first[g]->num_kv_heads, first[g]->head_dim_qk);
+    model.cache_groups[g].name += " " + std::visit([](const auto& spec) { return group_detail(spec); }, *first[g]);
   }
 }
 
@@ -73,30 +143,29 @@ std::vector<ModelSpec::Kind> ModelSpec::kinds() const {
 
 ModelSpec ModelSpec::with_kv(DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) const {
   ModelSpec model = *this;
-  for (ModelLayer& layer : model.layers) {
-    layer.spec.q_dtype = q_dtype;
-    const bool cached = has_cache(layer.spec.kind);  // the others read keys where the projection wrote them
-    layer.spec.kv_dtype = cached ? kv_dtype : q_dtype;
-    layer.spec.kv_format = cached ? kv_format : KvFormat::strided;
-    layer.spec.block_size = cached ? block_size : 0;
-  }
-  for (const Kind& kind : model.kinds()) kind.spec.validate();
+  for (ModelLayer& layer : model.layers)
+    std::visit([&](auto& spec) { deploy(spec, q_dtype, kv_dtype, kv_format, block_size); }, layer.spec);
+  for (const Kind& kind : model.kinds()) validate(kind.spec);
   group_layers(model);
   return model;
 }
 
 std::string ModelSpec::str() const {
-  const auto is_cross = [&](const KvGroup& group) { return layers[group.layers[0]].spec.kind == AttentionKind::encoder_decoder; };
-  int64_t bytes = 0;  // that one more token of the decoder takes
-  for (const KvGroup& group : kv_groups) bytes += is_cross(group) ? 0 : group.bytes_per_token;
-  std::string text =
-      fmt::format("{} ({}): {} attention layers, hidden {}, KV {} B/token\n", name, family, layers.size(), hidden_size, bytes);
-  for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), kind.spec.str());
+  int64_t token_bytes = 0, slot_bytes = 0;  // that one more token of the decoder takes, and one more request
+  for (const CacheGroup& group : cache_groups) {
+    token_bytes += is_cross(layers[group.layers[0]].spec) ? 0 : group.bytes_per_token;
+    slot_bytes += group.bytes_per_slot;
+  }
+  std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(layers), hidden_size, token_bytes);
+  text += slot_bytes > 0 ? fmt::format(", states {} B/request\n", slot_bytes) : "\n";
+  for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), to_string(kind.spec));
   size_t width = 0;
-  for (const KvGroup& group : kv_groups) width = std::max(width, group.name.size());
-  for (const KvGroup& group : kv_groups)
-    text += fmt::format("  KV group {:<{}}  {:>4} layers  {:>8} B/{}token\n", group.name, width, group.layers.size(), group.bytes_per_token,
-                        is_cross(group) ? "encoder " : "");
+  for (const CacheGroup& group : cache_groups) width = std::max(width, group.name.size());
+  for (const CacheGroup& group : cache_groups) {
+    const char* unit = group.holds_states() ? "request" : is_cross(layers[group.layers[0]].spec) ? "encoder token" : "token";
+    text += fmt::format("  {} group {:<{}}  {:>4} layers  {:>8} B/{}\n", group.holds_states() ? "state" : "KV", group.name, width,
+                        group.layers.size(), group.holds_states() ? group.bytes_per_slot : group.bytes_per_token, unit);
+  }
   for (const std::string& note : notes) text += fmt::format("  note: {}\n", note);
   text.pop_back();
   return text;

@@ -44,7 +44,6 @@ constexpr LaterFamily kLater[] = {
     {"falcon_h1", kLinear},
     {"bamba", kLinear},
     {"granitemoehybrid", kLinear},
-    {"lfm2", kLinear},
     {"recurrent_gemma", kLinear},
     {"rwkv", kLinear},
     {"kimi_linear", kLinearMla},

@@ -20,6 +20,7 @@ constexpr std::string_view kVisionLeftOut = "only the language model is read; th
 constexpr Wrapper kWrappers[] = {
     {"gemma3", "gemma3_text", "images attend in both directions: the engine gives such steps a custom mask"},
     {"gemma4", "gemma4_text", kVisionLeftOut},
+    {"lfm2_vl", "lfm2", kVisionLeftOut},
     {"llama4", "llama4_text", kVisionLeftOut},
     {"mistral3", "mistral", kVisionLeftOut},
 };
@@ -99,7 +100,7 @@ ModelSpec parse_model_config(std::string_view json_text, std::string_view name) 
         text && !wrapper ? top.shown("model_type") : config.shown("model_type"));
 
   read_family(*known, {.config = config, .dtype = read_dtype(config, top), .model = model});
-  for (const ModelSpec::Kind& kind : model.kinds()) kind.spec.validate();
+  for (const ModelSpec::Kind& kind : model.kinds()) validate(kind.spec);
   group_layers(model);
   return model;
 }

@@ -75,6 +75,32 @@ constexpr ModelPreset kDecoders[] = {
      R"({"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
          "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "max_position_embeddings": 131072,
          "torch_dtype": "bfloat16"})"},
+    {"lfm2-1.2b", "LiquidAI/LFM2-1.2B",  // V
+     R"({"model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": false, "conv_dim": 2048,
+         "max_position_embeddings": 128000, "torch_dtype": "bfloat16"})"},
+    {"lfm2-2.6b", "LiquidAI/LFM2-2.6B",  // V
+     R"({"model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 30, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "conv_L_cache": 3, "conv_bias": false, "conv_dim": 2048, "max_position_embeddings": 128000,
+         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv",
+         "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention",
+         "conv", "conv", "full_attention", "conv", "conv", "full_attention", "conv", "conv"],
+         "torch_dtype": "bfloat16"})"},
+    {"lfm2-350m", "LiquidAI/LFM2-350M",  // V
+     R"({"model_type": "lfm2", "hidden_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": false, "conv_dim": 1024,
+         "max_position_embeddings": 128000, "torch_dtype": "bfloat16"})"},
+    {"lfm2-700m", "LiquidAI/LFM2-700M",  // V
+     R"({"model_type": "lfm2", "hidden_size": 1536, "num_hidden_layers": 16, "num_attention_heads": 24,
+         "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3, "conv_bias": false, "conv_dim": 1536,
+         "max_position_embeddings": 128000, "torch_dtype": "bfloat16"})"},
+    {"lfm2-8b-a1b", "LiquidAI/LFM2-8B-A1B",  // V
+     R"({"model_type": "lfm2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "conv_L_cache": 3, "conv_bias": false, "max_position_embeddings": 128000,
+         "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention",
+         "conv", "conv", "conv", "full_attention", "conv", "conv", "conv", "full_attention", "conv", "conv", "full_attention",
+         "conv", "conv"],
+         "torch_dtype": "bfloat16"})"},
     {"llama-2-70b", "meta-llama/Llama-2-70b-hf",  // V
      R"({"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
          "num_key_value_heads": 8, "torch_dtype": "float16"})"},

@@ -66,8 +66,8 @@ AttentionSpec decoder_spec(const Shape& shape, DType dtype) {
   return spec;
 }
 
-void add_layer(ModelSpec& model, const AttentionSpec& spec, std::string name) {
-  model.layers.push_back({.spec = spec, .name = std::move(name), .kv_group = -1});
+void add_layer(ModelSpec& model, const LayerSpec& spec, std::string name) {
+  model.layers.push_back({.spec = spec, .name = std::move(name), .cache_group = -1});
 }
 
 std::optional<std::vector<Span>> read_layer_types(const ConfigReader& config, int layers) {

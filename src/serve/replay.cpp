@@ -1,4 +1,4 @@
-// Replays a trace through the attention layers of a model (see replay.h): set-up, the loop over steps, and the result.
+// Replays a trace through the layers of a model (see replay.h): set-up, the loop over steps, and the result.
 #include "serve/replay.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ class Replay {
     std::string note;
     model_ = deploy_model(model, options, device_, note);
     result_.notes = model_.notes;
-    result_.notes.push_back(note);
+    if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the GPU are its own clock's; KV writes are counted as attention");
     result_.model_layers = int(model.layers.size());
     if (options.verify_fraction > 0) {
@@ -45,8 +45,8 @@ class Replay {
     }
     runner_ = std::make_unique<StepRunner>(model_, device_, options, longest(trace), synthetic_, parallel_);
     result_.kinds = runner_->reports();
-    num_blocks_ = blocks_per_group(model_, trace, options, on_cpu ? device_.memory_bytes / 4 : runner_->free_bytes() / 10 * 9);
-    runner_->allocate(model_, num_blocks_);
+    sizes_ = cache_sizes(model_, trace, options, on_cpu ? device_.memory_bytes / 4 : runner_->free_bytes() / 10 * 9);
+    runner_->allocate(model_, sizes_);
     list_groups();
     make_scheduler();
   }
@@ -72,7 +72,7 @@ class Replay {
   Series series_;
   DeviceInfo device_;
   ModelSpec model_;
-  std::vector<int> num_blocks_;
+  CacheSizes sizes_;
   std::unique_ptr<StepRunner> runner_;
   std::unique_ptr<Scheduler> scheduler_;
   std::unique_ptr<Verifier> verifier_;
@@ -95,13 +95,17 @@ class Replay {
 };
 
 void Replay::list_groups() {
-  for (size_t g = 0; g < model_.kv_groups.size(); ++g) {
-    const KvGroup& group = model_.kv_groups[g];
-    const int64_t bytes = runner_->caches()[g].bytes();
-    result_.groups.push_back({.name = group.name, .num_layers = int(group.layers.size()), .num_blocks = num_blocks_[g], .bytes = bytes});
-    result_.kv_bytes += bytes;
+  for (size_t g = 0; g < model_.cache_groups.size(); ++g) {
+    const CacheGroup& group = model_.cache_groups[g];
+    ReplayGroup& report = result_.groups.emplace_back();
+    report.name = group.name;
+    report.num_layers = int(group.layers.size());
+    report.num_blocks = sizes_.num_blocks[g];
+    report.num_slots = group.holds_states() ? sizes_.num_slots : 0;
+    report.bytes = bytes_of(runner_->caches()[g]);
+    result_.kv_bytes += report.bytes;
   }
-  occupancy_time_.assign(num_blocks_.size(), 0);
+  occupancy_time_.assign(result_.groups.size(), 0);
   digests_.assign(size_t(parallel_.num_workers), 0);
   decode_digests_.assign(size_t(parallel_.num_workers), 0);
 }
@@ -111,9 +115,12 @@ void Replay::make_scheduler() {
   o.max_num_batched_tokens = options_.max_num_batched_tokens;
   o.max_num_seqs = options_.max_num_seqs;
   o.max_seq_len = longest(trace_);
-  o.num_blocks = num_blocks_;
+  o.num_blocks = sizes_.num_blocks;
+  o.num_slots = sizes_.num_slots;
   o.prefix_block = trace_.prefix_block;
-  o.prefix_sharing = options_.prefix_sharing;
+  o.prefix_sharing = result_.prefix_sharing = options_.prefix_sharing && sizes_.num_slots == 0;
+  if (options_.prefix_sharing && !o.prefix_sharing)
+    result_.notes.push_back("no prefix is shared: a state exists at a request's last token only, so each request computes its prompt");
   o.seed = options_.seed;
   scheduler_ = std::make_unique<Scheduler>(model_, std::move(o));
   const double begin = trace_.requests.empty() ? 0 : trace_.requests.front().arrival_s;
@@ -152,22 +159,27 @@ void Replay::count(ReplayWork& sort) {
   sort.tokens += plan_.num_tokens();
   for (size_t i = 0; i < times.size(); ++i) {
     ReplayKind& report = result_.kinds[i];
-    const AttentionSpec& spec = runner_->spec_of(report.layers.front());
-    const LayerWork work = layer_work(spec, plan_);
+    const LayerKind& kind = *runner_->kinds()[i];
+    const LayerWork work = std::visit([&](const auto& spec) { return layer_work(spec, plan_); }, kind.spec());
     const double layers = double(report.layers.size());
-    sort.attention_s += times[i].attention_s;
-    sort.flops += layers * work.flops;
-    sort.kv_read_bytes += layers * work.kv_read_bytes;
+    const bool states = model_.cache_groups[size_t(kind.group())].holds_states();
+    ReplayWork& of_sort = states ? result_.state_layers : sort;
+    of_sort.run_s += times[i].run_s;
+    of_sort.flops += layers * work.flops;
+    of_sort.bytes += layers * work.bytes;
     report.plan_s += times[i].plan_s;
     report.kv_write_s += times[i].kv_write_s;
-    report.attention_s += times[i].attention_s;
+    report.run_s += times[i].run_s;
     report.flops += layers * work.flops;
-    report.kv_read_bytes += layers * work.kv_read_bytes;
+    report.bytes += layers * work.bytes;
     result_.times.plan_s += times[i].plan_s;
     result_.times.kv_write_s += times[i].kv_write_s;
-    result_.times.attention_s += times[i].attention_s;
-    result_.kv_written_bytes += layers * double(plan_.num_tokens()) * double(spec.kv_bytes_per_token());
+    (states ? result_.times.state_s : result_.times.attention_s) += times[i].run_s;
+    result_.kv_written_bytes += layers * work.kv_written_bytes;
   }
+  if (sizes_.num_slots == 0) return;
+  ++result_.state_layers.steps;
+  result_.state_layers.tokens += plan_.num_tokens();
 }
 
 // Digests of the outputs that tokens are made from, and a sample of all outputs recomputed.
@@ -175,36 +187,34 @@ void Replay::check_layers(int first, int end) {
   wanted_.clear(), samples_.clear();
   std::vector<size_t> digest_begin, sampled;  // of a layer's outputs_, and of each sample, in wanted_
   for (int layer = first; layer < end; ++layer) {
-    const AttentionSpec& spec = runner_->spec_of(layer);
+    const int out_rows = runner_->kind_of(layer).out_rows();
     digest_begin.push_back(wanted_.size());
     for (const Row& row : outputs_) {
-      for (int h = 0; h < spec.num_kv_heads; ++h) wanted_.push_back({layer, row.token, h});
+      for (int r = 0; r < out_rows; ++r) wanted_.push_back({layer, row.token, r});
     }
     if (!verifier_) continue;
     for (const Row& row : tokens_) {
       const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(layer));
       if (double(h >> 11) * 0x1p-53 >= options_.verify_fraction) continue;
-      const int kv_head = int(mix_bits(h) % uint64_t(spec.num_kv_heads));
+      const int out_row = int(mix_bits(h) % uint64_t(out_rows));
       sampled.push_back(wanted_.size());
-      wanted_.push_back({layer, row.token, kv_head});
+      wanted_.push_back({layer, row.token, out_row});
       samples_.push_back({.request = row.request,
                           .trace = &trace_.requests[size_t(row.request)],
                           .position = row.position,
                           .layer = layer,
-                          .kv_head = kv_head,
-                          .spec = &spec,
-                          .parameters = &runner_->parameters_of(layer)});
+                          .target = runner_->target(layer, out_row)});
     }
   }
   if (wanted_.empty()) return;
   const auto fetched = runner_->fetch(wanted_);
   run_parallel(parallel_, [&](int worker) {
     for (int layer = first; layer < end; ++layer) {
-      const AttentionSpec& spec = runner_->spec_of(layer);
-      const size_t row_bytes = size_t(spec.num_q_heads) * size_t(spec.head_dim_v) * sizeof(uint16_t);
+      const LayerKind& kind = runner_->kind_of(layer);
+      const size_t row_bytes = size_t(kind.out_rows()) * size_t(kind.out_length()) * sizeof(uint16_t);
       for (size_t i = size_t(worker); i < outputs_.size(); i += size_t(parallel_.num_workers)) {
         const Row& row = outputs_[i];
-        const uint16_t* const out = fetched[digest_begin[size_t(layer - first)] + i * size_t(spec.num_kv_heads)];  // its heads follow
+        const uint16_t* const out = fetched[digest_begin[size_t(layer - first)] + i * size_t(kind.out_rows())];  // its other rows follow
         const uint64_t digest = digest_row(row.request, row.position, layer, out, row_bytes);
         digests_[size_t(worker)] += digest;
         if (row.position >= trace_.requests[size_t(row.request)].input_length) decode_digests_[size_t(worker)] += digest;
@@ -256,7 +266,7 @@ void Replay::run_step(double schedule_s) {
   point.steps = 1;
   point.running = scheduler_->num_running();
   point.waiting = scheduler_->num_waiting();
-  for (int g = 0; g < int(num_blocks_.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
+  for (int g = 0; g < int(result_.groups.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
   const SchedulerStats tokens_before = scheduler_->stats();
   timer.lap();
   // The tokens are there when the step's measured part is over; the scheduler's own books come after that.
@@ -271,7 +281,7 @@ void Replay::run_step(double schedule_s) {
   point.attention_s = result_.times.attention_s - attention_before;
   point.prefill_tokens = scheduler_->stats().prefill_tokens - tokens_before.prefill_tokens;
   point.decode_tokens = scheduler_->stats().decode_tokens - tokens_before.decode_tokens;
-  for (size_t g = 0; g < num_blocks_.size(); ++g) {
+  for (size_t g = 0; g < result_.groups.size(); ++g) {
     occupancy_time_[g] += point.occupancy[g] * step_s;
     result_.groups[g].peak_occupancy = std::max(result_.groups[g].peak_occupancy, point.occupancy[g]);
   }
@@ -314,7 +324,8 @@ void Replay::finish() {
   r.device = device_.str();
   r.num_layers = int(model_.layers.size());
   r.num_threads = threads_.num_threads();
-  r.kv_format = to_string(runner_->spec_of(0).kv_format);
+  for (const ModelLayer& layer : model_.layers)
+    if (const auto* spec = std::get_if<AttentionSpec>(&layer.spec)) r.kv_format = to_string(spec->kv_format);
   add_options(options_, r);
   r.complete = scheduler_->done();
   add_counts(scheduler_->stats(), r);
@@ -323,7 +334,7 @@ void Replay::finish() {
   add_latencies(scheduler_->finished(), r);
   r.step = percentiles(std::move(step_seconds_));
   r.batch = percentiles(std::move(step_requests_));
-  for (size_t g = 0; g < num_blocks_.size(); ++g) {
+  for (size_t g = 0; g < result_.groups.size(); ++g) {
     r.groups[g].mean_occupancy = r.busy_s() > 0 ? occupancy_time_[g] / r.busy_s() : 0;
     r.groups[g].evictions = scheduler_->pool(int(g)).stats().evictions;
   }

@@ -1,5 +1,5 @@
 #pragma once
-// Replays a trace through the attention layers of a model: scheduler, plans, KV writes and attention are real, q, k, v are synthetic.
+// Replays a trace through the layers of a model: scheduler, plans, caches and kernels are real, the inputs of layers are synthetic.
 // What `imbrex run` is made of; the report is printed from ReplayResult alone.
 #include <cstdint>
 #include <functional>
@@ -34,14 +34,14 @@ struct ReplayOptions {
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
-  bool prefix_sharing = true;
+  bool prefix_sharing = true;  // not of models that keep states, which exist at a request's last token only
   Pacing pacing = Pacing::arrival;
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 
   std::string device = "cpu";      // as describe_device() takes it; it must be there
-  int64_t kv_bytes = 0;            // cache memory for all layers; 0: a quarter of the CPU's memory, or nine tenths of what a GPU has left
-  int64_t num_blocks = 0;          // > 0: blocks of every KV group instead
+  int64_t kv_bytes = 0;            // memory of pages and states; 0: a quarter of the CPU's memory, or nine tenths of what a GPU has left
+  int64_t num_blocks = 0;          // > 0: blocks of every group of pages instead, and a state slot for each of max_num_seqs
   bool skip_too_long = false;      // leave out requests that the cache could never hold, instead of an error
   int block_size = 32;             // the packed format is read in place from 32 on
   DType q_dtype = DType::bf16;     // bf16 is the only one that synthesis makes; Error replay.q_dtype for others
@@ -52,42 +52,44 @@ struct ReplayOptions {
   int num_threads = 0;   // 0: every core this process may use
   bool validate = true;  // PlanOptions::validate
 
-  double verify_fraction = 0;   // of (computed token, layer) pairs; in each, one kv head with its q heads is recomputed
+  double verify_fraction = 0;   // of (computed token, layer) pairs; in each, one kv head with its q heads is recomputed, or all channels
   double time_limit_s = 0;      // wall time after which the replay stops between two steps; 0: none
   int max_series_points = 512;  // steps are merged until the time series has no more points than this
   double progress_interval_s = 0.2;
   std::function<bool(const ReplayProgress&)> progress;  // false stops the replay between two steps
 };
 
-// One kind of layer: same spec, same KV group, same plan.
+// One kind of layer: same spec, same cache group, same plan.
 struct ReplayKind {
-  std::string spec;                                    // AttentionSpec::str()
-  std::string group;                                   // KvGroup::name
-  std::vector<int> layers;                             // indices into the model's layers
-  std::string backend;                                 // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
-  std::string rule;                                    // why: Selection::rule
-  std::string selection;                               // Selection::str(): every candidate with its reasons
-  std::string plan;                                    // Plan::str() of the last step
-  double attention_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of attention_s
-  double flops = 0;                                    // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key
-  double kv_read_bytes = 0;                            // every request's visible keys and values, once a step
+  std::string spec;                              // str() of it
+  std::string family;                            // "attention", "short_conv"
+  std::string group;                             // CacheGroup::name
+  std::vector<int> layers;                       // indices into the model's layers
+  std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
+  std::string rule;                              // why: Selection::rule
+  std::string selection;                         // Selection::str(): every candidate with its reasons
+  std::string plan;                              // Plan::str() of the last step
+  double run_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of run_s
+  double flops = 0;                              // useful ones; attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double bytes = 0;                              // attention: visible keys and values, once a step; else inputs, outputs and states
 };
 
 struct ReplayGroup {
-  std::string name;  // KvGroup::name
+  std::string name;  // CacheGroup::name
   int num_layers = 0;
-  int64_t num_blocks = 0;
+  int64_t num_blocks = 0;     // of pages
   int64_t bytes = 0;          // of the allocation
-  double mean_occupancy = 0;  // blocks in use / num_blocks, weighted by step time
+  double mean_occupancy = 0;  // blocks (or slots) in use / all, weighted by step time
   double peak_occupancy = 0;
   int64_t evictions = 0;  // cached blocks given to somebody else
+  int64_t num_slots = 0;  // of states; 0: the group is of pages
 };
 
 // Several consecutive steps; times in seconds, sums over the steps where not said otherwise.
 struct ReplayPoint {
   double clock_s = 0;  // end of the last step on the replay's clock
   int64_t steps = 0;
-  double step_s = 0;  // scheduling + planning + KV writes + attention
+  double step_s = 0;  // scheduling + planning + KV writes + attention + layers with states
   double attention_s = 0;
   int64_t prefill_tokens = 0, decode_tokens = 0;
   double running = 0, waiting = 0;  // means over the steps
@@ -99,20 +101,21 @@ struct ReplayTimes {
   double plan_s = 0;      // Plan::update of every kind
   double kv_write_s = 0;
   double attention_s = 0;
-  double synth_s = 0;   // making q, k, v: not part of a step
+  double synth_s = 0;   // making inputs of layers: not part of a step
   double verify_s = 0;  // digest and recomputation: not part of a step
-  double step_s() const { return schedule_s + plan_s + kv_write_s + attention_s; }
+  double state_s = 0;   // layers with states
+  double step_s() const { return schedule_s + plan_s + kv_write_s + attention_s + state_s; }
 };
 
-// Attention work of the steps of one sort.
+// Work of attention, or of layers with states, in the steps of one sort.
 struct ReplayWork {
   int64_t steps = 0;
   int64_t tokens = 0;  // query tokens
-  double attention_s = 0;
+  double run_s = 0;
   double flops = 0;  // useful ones, all layers
-  double kv_read_bytes = 0;
-  double flop_per_s() const { return attention_s > 0 ? flops / attention_s : 0; }
-  double bytes_per_s() const { return attention_s > 0 ? kv_read_bytes / attention_s : 0; }
+  double bytes = 0;  // as ReplayKind has them
+  double flop_per_s() const { return run_s > 0 ? flops / run_s : 0; }
+  double bytes_per_s() const { return run_s > 0 ? bytes / run_s : 0; }
 };
 
 struct ReplayResult {
@@ -152,20 +155,21 @@ struct ReplayResult {
   Percentiles tpot;   // (last token - first token) / (output - 1), requests with two tokens or more
   Percentiles e2e;    // arrival to last token
   Percentiles queue;  // arrival to first scheduled
-  Percentiles step;   // scheduling + planning + KV writes + attention, all steps
+  Percentiles step;   // ReplayTimes::step_s() of each step
   Percentiles batch;  // requests a step
 
   // Work
-  ReplayWork decode_steps;   // steps with one query token a request
-  ReplayWork prefill_steps;  // all others: chunks of prompts, with or without decodes
+  ReplayWork decode_steps;   // attention in steps with one query token a request
+  ReplayWork prefill_steps;  // in all others: chunks of prompts, with or without decodes
+  ReplayWork state_layers;   // layers with states, in all steps
   double kv_written_bytes = 0;
 
   // Proof
-  uint64_t digest = 0;         // of the attention outputs of every token that an output token was made from, in every layer;
+  uint64_t digest = 0;         // of the outputs of every token that an output token was made from, in every layer;
                                // does not depend on batching, chunking, preemption or threads
   uint64_t decode_digest = 0;  // the same without the prompts' last tokens
   double verify_fraction = 0;
-  int64_t verified_outputs = 0;  // (token, layer, q head) outputs recomputed
+  int64_t verified_outputs = 0;  // (token, layer, q head) outputs recomputed; (token, layer) where a layer has no heads
   int64_t verified_values = 0;
   double verify_max_error = 0;  // largest |actual - expected|
   double verify_max_ratio = 0;  // largest |actual - expected| / bound; a ratio above 1 ends the replay with Error replay.verify

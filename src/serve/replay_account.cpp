@@ -39,7 +39,18 @@ LayerWork layer_work(const AttentionSpec& spec, const StepPlan& plan) {
     keys += end - first_visible(spec.mask, begin);
   }
   return {.flops = double(pairs) * 2.0 * double(spec.num_q_heads) * double(spec.head_dim_qk + spec.head_dim_v),
-          .kv_read_bytes = double(keys) * double(spec.kv_bytes_per_token())};
+          .bytes = double(keys) * double(spec.kv_bytes_per_token()),
+          .kv_written_bytes = double(plan.num_tokens()) * double(spec.kv_bytes_per_token())};
+}
+
+LayerWork layer_work(const ShortConvSpec& spec, const StepPlan& plan) {
+  int64_t states = 0;  // read and written
+  for (const int first : plan.first_positions) states += first > 0 ? 2 : 1;
+  const double channels = double(plan.num_tokens()) * spec.dim, size = double(size_of(spec.dtype));
+  // B times x; width products and their sum, to which the bias comes; times C. B, C and x are read, y is written.
+  return {.flops = channels * (2 * spec.width + 1 + (spec.bias ? 1 : 0)),
+          .bytes = channels * 4 * size + double(states) * double(spec.width - 1) * spec.dim * size,
+          .kv_written_bytes = 0};
 }
 
 void Series::add(ReplayPoint step) {
@@ -101,7 +112,6 @@ void add_options(const ReplayOptions& options, ReplayResult& r) {
   r.kv_dtype = to_string(options.kv_dtype);
   r.pacing = to_string(options.pacing);
   r.rate_scale = options.rate_scale;
-  r.prefix_sharing = options.prefix_sharing;
   r.verify_fraction = options.verify_fraction;
 }
 

@@ -4,19 +4,21 @@
 #include <span>
 #include <vector>
 
-#include "imbrex/spec.h"
+#include "imbrex/layer_spec.h"
 #include "serve/replay.h"
 #include "serve/scheduler.h"
 #include "serve/step_plan.h"
 
 namespace imbrex::serve {
 
-// What the attention of one layer has to do in a step, however a backend does it.
+// What one layer has to do in a step, however a backend does it.
 struct LayerWork {
-  double flops = 0;          // 2 * (head_dim_qk + head_dim_v) per q head and visible key
-  double kv_read_bytes = 0;  // of every request's visible keys and values, once
+  double flops = 0;             // attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
+  double bytes = 0;             // attention: of every request's visible keys and values, once; else of inputs, outputs and states
+  double kv_written_bytes = 0;  // of new keys and values
 };
 LayerWork layer_work(const AttentionSpec&, const StepPlan&);
+LayerWork layer_work(const ShortConvSpec&, const StepPlan&);
 
 // Steps, merged two by two whenever there are more points than the limit.
 class Series {

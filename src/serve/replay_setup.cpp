@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "core/check.h"
-#include "core/run_parallel.h"
+#include "imbrex/select.h"
 
 namespace imbrex::serve {
 
@@ -18,14 +18,16 @@ KvFormat parse_format(const std::string& text) {
   fail("replay.kv_format", "kv_format must be auto, strided or amx_packed, is \"{}\"", text);
 }
 
-// Whether every kind of layer is run by something else than the reference.
+// Whether every kind of attention layer is run by something else than the reference.
 bool runs_well(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device) {
   for (const ModelSpec::Kind& kind : model.kinds()) {
+    const auto* spec = std::get_if<AttentionSpec>(&kind.spec);
+    if (spec == nullptr) continue;
     for (const Phase phase : {Phase::prefill, Phase::decode}) {
       SelectOptions select_options = options.select;
       select_options.phase = phase;
       try {
-        const Selection selection = select(kind.spec, device, select_options);
+        const Selection selection = select(*spec, device, select_options);
         if (selection.backend == nullptr || selection.backend->name() == "reference") return false;
       } catch (const Error&) {
         return false;  // the forced backend does not run it
@@ -74,23 +76,26 @@ void check_options(const ReplayOptions& o) {
 }
 
 ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device, std::string& note) {
+  check(!model.layers.empty(), "replay.model.layers", "{} has no layers", model.name);
   for (const ModelLayer& layer : model.layers) {
-    check(layer.spec.kind != AttentionKind::encoder_decoder && layer.spec.kind != AttentionKind::encoder, "replay.model.encoder_decoder",
-          "{} has {} layers ({}); a replay drives decoder-only models", model.name, to_string(layer.spec.kind), layer.name);
-    check(layer.spec.kind == AttentionKind::decoder, "replay.model.encoder_only",
-          "{} has {} layers ({}) and makes no tokens; a replay drives decoder-only models", model.name, to_string(layer.spec.kind),
-          layer.name);
-    check(layer.spec.mask.causal && !layer.spec.mask.custom, "replay.model.mask", "layer {} must be causal without a custom mask, is {}",
-          layer.name, layer.spec.mask.str());
+    const auto* spec = std::get_if<AttentionSpec>(&layer.spec);
+    if (spec == nullptr) continue;
+    check(spec->kind != AttentionKind::encoder_decoder && spec->kind != AttentionKind::encoder, "replay.model.encoder_decoder",
+          "{} has {} layers ({}); a replay drives decoder-only models", model.name, to_string(spec->kind), layer.name);
+    check(spec->kind == AttentionKind::decoder, "replay.model.encoder_only",
+          "{} has {} layers ({}) and makes no tokens; a replay drives decoder-only models", model.name, to_string(spec->kind), layer.name);
+    check(spec->mask.causal && !spec->mask.custom, "replay.model.mask", "layer {} must be causal without a custom mask, is {}", layer.name,
+          spec->mask.str());
   }
-  check(!model.layers.empty(), "replay.model.layers", "{} has no softmax-attention layers", model.name);
   check(options.num_layers <= int(model.layers.size()), "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
         model.layers.size(), options.num_layers);
   ModelSpec part = model;
   if (options.num_layers > 0) part.layers.resize(size_t(options.num_layers));
 
+  const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };
   const auto deployed = [&](KvFormat format) { return part.with_kv(options.q_dtype, options.kv_dtype, format, options.block_size); };
   if (options.kv_format != "auto") return deployed(parse_format(options.kv_format));
+  if (std::none_of(part.layers.begin(), part.layers.end(), attends)) return deployed(KvFormat::strided);
   if (can_pack(part, options)) {
     ModelSpec packed = deployed(KvFormat::amx_packed);
     if (runs_well(packed, options, device)) {
@@ -108,17 +113,31 @@ int64_t longest_request(const Trace& trace) {
   return longest;
 }
 
-std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
-  const size_t num_groups = model.kv_groups.size();
-  if (options.num_blocks > 0) return std::vector<int>(num_groups, int(options.num_blocks));
+CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
+  const size_t num_groups = model.cache_groups.size();
   const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory;
   const int64_t block_size = options.block_size;
+  CacheSizes sizes;
+  int64_t slot_bytes = 0;
+  for (const CacheGroup& group : model.cache_groups) slot_bytes += group.bytes_per_slot;
+  if (slot_bytes > 0) {
+    const int64_t useful = std::min<int64_t>(options.max_num_seqs, int64_t(trace.requests.size()));
+    sizes.num_slots = int(options.num_blocks > 0 ? useful : std::clamp<int64_t>(budget / 2 / slot_bytes, 1, useful));
+  }
+  if (options.num_blocks > 0) {
+    for (const CacheGroup& group : model.cache_groups) sizes.num_blocks.push_back(group.holds_states() ? 0 : int(options.num_blocks));
+    return sizes;
+  }
 
-  // Of every group for `blocks` blocks in the groups without a window.
+  // Of every group of pages for `blocks` blocks in those without a window.
   const auto blocks_for = [&](int64_t blocks) {
     std::vector<int> result;
-    for (const KvGroup& group : model.kv_groups) {
-      const Mask& mask = model.layers[size_t(group.layers.front())].spec.mask;
+    for (const CacheGroup& group : model.cache_groups) {
+      if (group.holds_states()) {
+        result.push_back(0);
+        continue;
+      }
+      const Mask& mask = model.layers[size_t(group.layers.front())].attention().mask;
       int64_t count = blocks;
       int64_t reach = mask.window_left >= 0 ? mask.window_left : std::numeric_limits<int32_t>::max();
       if (mask.chunk > 0) reach = std::min<int64_t>(reach, mask.chunk - 1);
@@ -132,8 +151,8 @@ std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, co
   };
   const auto bytes_for = [&](int64_t blocks) {
     const std::vector<int> counts = blocks_for(blocks);
-    double bytes = 0;  // as a double, because it is only compared
-    for (size_t g = 0; g < num_groups; ++g) bytes += double(counts[g]) * double(model.kv_groups[g].bytes_per_token) * double(block_size);
+    double bytes = double(sizes.num_slots) * double(slot_bytes);  // as a double, because it is only compared
+    for (size_t g = 0; g < num_groups; ++g) bytes += double(counts[g]) * double(model.cache_groups[g].bytes_per_token) * double(block_size);
     return bytes;
   };
   int64_t most = 0;  // that the whole trace can use at once
@@ -147,23 +166,10 @@ std::vector<int> blocks_per_group(const ModelSpec& model, const Trace& trace, co
       high = middle - 1;
     }
   }
-  check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens in every layer takes {} bytes, the cache may have {}", block_size,
-        int64_t(bytes_for(1)), budget);
-  return blocks_for(low);
-}
-
-void touch_pages(const KvAllocation& cache, const ParallelFor& threads) {
-  constexpr int64_t kPage = 4096;
-  for (int layer = 0; layer < cache.num_layers(); ++layer) {
-    const KvCache views = cache.layer(layer);
-    for (const TensorView& side : {views.k, views.v}) {
-      const int64_t bytes = side.size(0) * side.stride(0) * size_of(side.dtype);  // within a layer the block is the outermost dimension
-      run_parallel(threads, [&](int worker) {
-        const int64_t end = bytes * (worker + 1) / threads.num_workers;
-        for (int64_t at = bytes * worker / threads.num_workers; at < end; at += kPage) static_cast<volatile char*>(side.data)[at] = 0;
-      });
-    }
-  }
+  check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens{} in every layer takes {} bytes, the cache may have {}", block_size,
+        slot_bytes > 0 ? " and one state slot" : "", int64_t(bytes_for(1)), budget);
+  sizes.num_blocks = blocks_for(low);
+  return sizes;
 }
 
 }  // namespace imbrex::serve

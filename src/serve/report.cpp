@@ -25,11 +25,11 @@ ordered_json percentiles_json(const Percentiles& p) {
 ordered_json work_json(const ReplayWork& w) {
   return {{"steps", w.steps},
           {"tokens", w.tokens},
-          {"attention_s", w.attention_s},
+          {"run_s", w.run_s},
           {"flops", w.flops},
-          {"kv_read_bytes", w.kv_read_bytes},
+          {"bytes", w.bytes},
           {"flop_per_s", w.flop_per_s()},
-          {"kv_bytes_per_s", w.bytes_per_s()}};
+          {"bytes_per_s", w.bytes_per_s()}};
 }
 
 // The highest of the layers' ceilings.
@@ -103,8 +103,8 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
                      {"prefill_tokens_per_s", rate(double(r.prefill_tokens), r.busy_s())},
                      {"requests_per_s", rate(double(r.finished_requests), r.busy_s())}};
   const ReplayTimes& t = r.times;
-  j["times_s"] = {{"schedule", t.schedule_s}, {"plan", t.plan_s},       {"kv_write", t.kv_write_s}, {"attention", t.attention_s},
-                  {"step", t.step_s()},       {"synthesis", t.synth_s}, {"verify", t.verify_s}};
+  j["times_s"] = {{"schedule", t.schedule_s}, {"plan", t.plan_s},   {"kv_write", t.kv_write_s}, {"attention", t.attention_s},
+                  {"states", t.state_s},      {"step", t.step_s()}, {"synthesis", t.synth_s},   {"verify", t.verify_s}};
   j["latency_s"] = {{"ttft", percentiles_json(r.ttft)},
                     {"tpot", percentiles_json(r.tpot)},
                     {"e2e", percentiles_json(r.e2e)},
@@ -113,6 +113,7 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
   j["requests_per_step"] = percentiles_json(r.batch);
   j["decode_steps"] = work_json(r.decode_steps);
   j["prefill_steps"] = work_json(r.prefill_steps);
+  j["state_layers"] = work_json(r.state_layers);
   j["kv_written_bytes"] = r.kv_written_bytes;
   const Ceilings& c = context.ceilings;
   j["ceilings"] = {{"threads", c.num_threads},           {"dram_read_bytes_per_s", c.dram_read},
@@ -122,23 +123,25 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
   j["kinds"] = ordered_json::array();
   for (const ReplayKind& k : r.kinds) {
     j["kinds"].push_back({{"spec", k.spec},
+                          {"family", k.family},
                           {"group", k.group},
                           {"layers", k.layers},
                           {"backend", k.backend},
                           {"rule", k.rule},
                           {"selection", k.selection},
                           {"plan", k.plan},
-                          {"attention_s", k.attention_s},
+                          {"run_s", k.run_s},
                           {"kv_write_s", k.kv_write_s},
                           {"plan_s", k.plan_s},
                           {"flops", k.flops},
-                          {"kv_read_bytes", k.kv_read_bytes}});
+                          {"bytes", k.bytes}});
   }
   j["groups"] = ordered_json::array();
   for (const ReplayGroup& g : r.groups) {
     j["groups"].push_back({{"name", g.name},
                            {"layers", g.num_layers},
                            {"blocks", g.num_blocks},
+                           {"slots", g.num_slots},
                            {"bytes", g.bytes},
                            {"mean_occupancy", g.mean_occupancy},
                            {"peak_occupancy", g.peak_occupancy},
@@ -152,6 +155,18 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
   j["digest"] = {{"outputs", fmt::format("{:016x}", r.digest)}, {"decode", fmt::format("{:016x}", r.decode_digest)}};
   j["series"] = series_json(r);
   return j;
+}
+
+// How the memory is split.
+std::string memory_line(const ReplayResult& r) {
+  int64_t of_states = 0, slots = 0;
+  for (const ReplayGroup& g : r.groups) {
+    if (g.num_slots == 0) continue;
+    of_states += g.bytes;
+    slots = g.num_slots;
+  }
+  return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages\n", format_bytes(double(r.kv_bytes)),
+                     format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)));
 }
 
 std::string verification_line(const ReplayResult& r) {
@@ -205,8 +220,10 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
 
   const ReplayTimes& t = r.times;
   table = {{"step time", ">total", ">share"}, {}};
-  const std::pair<const char*, double> parts[] = {
+  const bool states = r.state_layers.steps > 0;
+  std::vector<std::pair<const char*, double>> parts{
       {"attention", t.attention_s}, {"KV writes", t.kv_write_s}, {"planning", t.plan_s}, {"scheduling", t.schedule_s}};
+  if (states) parts.insert(parts.begin() + 1, {"layers with states", t.state_s});
   for (const auto& [name, seconds] : parts) table.rows.push_back({name, format_seconds(seconds), percent(share(seconds, t.step_s()))});
   out += "\n" + table.text();
 
@@ -214,30 +231,38 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
   const double flop_ceiling = flop_ceiling_of(r, c);
   const bool tera = std::max(r.prefill_steps.flop_per_s(), flop_ceiling) >= kTera;
   const double unit = tera ? 1e12 : 1e9;
-  table = {{"attention", ">steps", ">tokens", tera ? ">KV TB/s" : ">KV GB/s", ">of DRAM", tera ? ">TFLOP/s" : ">GFLOP/s", ">of peak"}, {}};
+  const char* const rate_of_bytes = states ? (tera ? ">TB/s" : ">GB/s") : tera ? ">KV TB/s" : ">KV GB/s";
+  table = {{states ? "layers" : "attention", ">steps", ">tokens", rate_of_bytes, ">of DRAM", tera ? ">TFLOP/s" : ">GFLOP/s", ">of peak"},
+           {}};
   const auto work = [&](const char* name, const ReplayWork& w) {
     table.rows.push_back({name, format_count(double(w.steps)), format_count(double(w.tokens)),
                           fmt::format("{:.2f}", w.bytes_per_s() / unit), of_ceiling(w.bytes_per_s(), c.dram_read),
                           fmt::format("{:.1f}", w.flop_per_s() / unit), of_ceiling(w.flop_per_s(), flop_ceiling)});
   };
-  work("steps with prefill", r.prefill_steps);
-  work("decode-only steps", r.decode_steps);
+  work(states ? "attention, steps with prefill" : "steps with prefill", r.prefill_steps);
+  work(states ? "attention, decode-only steps" : "decode-only steps", r.decode_steps);
+  if (states) work("with states, all steps", r.state_layers);
   if (c.dram_read > 0) {
     table.rows.push_back({c.num_threads > 0 ? "measured ceiling" : "data sheet", "", "", fmt::format("{:.2f}", c.dram_read / unit), "",
                           fmt::format("{:.1f}", flop_ceiling / unit), ""});
   }
   out += "\n" + table.text();
 
-  table = {{"KV cache", ">layers", ">blocks", ">memory", ">mean use", ">peak use", ">evictions"}, {}};
+  table = {{states ? "cache" : "KV cache", ">layers", states ? ">blocks or slots" : ">blocks", ">memory", ">mean use", ">peak use",
+            ">evictions"},
+           {}};
   for (const ReplayGroup& g : r.groups) {
-    table.rows.push_back({g.name, fmt::format("{}", g.num_layers), fmt::format("{}", g.num_blocks), format_bytes(double(g.bytes)),
-                          percent(g.mean_occupancy), percent(g.peak_occupancy), fmt::format("{}", g.evictions)});
+    table.rows.push_back({g.name, fmt::format("{}", g.num_layers), fmt::format("{}", g.num_slots > 0 ? g.num_slots : g.num_blocks),
+                          format_bytes(double(g.bytes)), percent(g.mean_occupancy), percent(g.peak_occupancy),
+                          g.num_slots > 0 ? "-" : fmt::format("{}", g.evictions)});
   }
   out += "\n" + table.text();
+  if (states) out += memory_line(r);
 
-  table = {{">layers", "kind", "backend", "why", ">of attention"}, {}};
+  table = {{">layers", "kind", "backend", "why", states ? ">of layers" : ">of attention"}, {}};
   for (const ReplayKind& k : r.kinds) {
-    table.rows.push_back({fmt::format("{}", k.layers.size()), k.spec, k.backend, k.rule, percent(share(k.attention_s, t.attention_s))});
+    table.rows.push_back(
+        {fmt::format("{}", k.layers.size()), k.spec, k.backend, k.rule, percent(share(k.run_s, t.attention_s + t.state_s))});
   }
   out += "\n" + table.text();
   out += fmt::format("\nverification: {}\ndigest {:016x} (same seed, same bits: whatever the batch size and the number of threads)\n",

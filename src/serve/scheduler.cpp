@@ -1,4 +1,4 @@
-// Continuous batching over paged KV caches (see scheduler.h).
+// Continuous batching over paged KV caches and slots of states (see scheduler.h).
 #include "serve/scheduler.h"
 
 #include <algorithm>
@@ -18,7 +18,8 @@ std::atomic<uint64_t> next_identity{1};
 }  // namespace
 
 struct Scheduler::Group {
-  Group(int num_blocks, const Mask& mask) : pool(num_blocks), window_left(mask.window_left), chunk(mask.chunk) {}
+  Group(int index, int num_blocks, const Mask& mask) : index(index), pool(num_blocks), window_left(mask.window_left), chunk(mask.chunk) {}
+  int index;  // of the model's cache groups
   BlockPool pool;
   int window_left, chunk;
 
@@ -45,13 +46,14 @@ struct Scheduler::Request {
   const TraceRequest* trace = nullptr;
   RequestRecord record;
   int64_t stamp = -1;             // of this admission
-  int computed = 0;               // tokens whose k and v are in the caches
+  int computed = 0;               // tokens whose k and v are in the caches, and that its states are of
   int ever_computed = 0;          // the same, before preemptions
   int generated = 0;              // output tokens
   int scheduled = 0;              // tokens of the step under way
   bool admitted = false;          // ever
   std::vector<BlockHash> hashes;  // of full blocks, as far as they were needed
-  std::vector<Table> tables;      // per group
+  std::vector<Table> tables;      // per group of pages
+  std::vector<int32_t> slot;      // of its states: one while it runs, where the model keeps some
 
   int num_tokens() const { return trace->input_length + generated; }
   int remaining() const { return num_tokens() - computed; }
@@ -62,22 +64,33 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
                 options_.max_num_batched_tokens);
   imbrex::check(options_.max_num_seqs >= 1, "scheduler.max_num_seqs", "max_num_seqs must be >= 1, is {}", options_.max_num_seqs);
   imbrex::check(options_.max_seq_len >= 2, "scheduler.max_seq_len", "max_seq_len must be >= 2, is {}", options_.max_seq_len);
-  imbrex::check(!model.kv_groups.empty(), "scheduler.groups", "{} must have at least one KV group, has none", model.name);
-  imbrex::check(options_.num_blocks.size() == model.kv_groups.size(), "scheduler.num_blocks",
-                "num_blocks must have one entry for each of the {} KV groups, has {}", model.kv_groups.size(), options_.num_blocks.size());
-  for (size_t g = 0; g < model.kv_groups.size(); ++g) {
-    const AttentionSpec& spec = model.layers[size_t(model.kv_groups[g].layers.front())].spec;
-    imbrex::check(spec.block_size >= 1, "scheduler.block_size", "group {} must have paged caches, has block_size {}",
-                  model.kv_groups[g].name, spec.block_size);
-    if (g == 0) block_size_ = spec.block_size;
+  imbrex::check(!model.cache_groups.empty(), "scheduler.groups", "{} must have at least one cache group, has none", model.name);
+  imbrex::check(options_.num_blocks.size() == model.cache_groups.size(), "scheduler.num_blocks",
+                "num_blocks must have one entry for each of the {} cache groups, has {}", model.cache_groups.size(),
+                options_.num_blocks.size());
+  for (size_t g = 0; g < model.cache_groups.size(); ++g) {
+    const CacheGroup& group = model.cache_groups[g];
+    if (group.holds_states()) continue;
+    const AttentionSpec& spec = model.layers[size_t(group.layers.front())].attention();
+    imbrex::check(spec.block_size >= 1, "scheduler.block_size", "group {} must have paged caches, has block_size {}", group.name,
+                  spec.block_size);
+    if (groups_.empty()) block_size_ = spec.block_size;
     imbrex::check(spec.block_size == block_size_, "scheduler.block_size.mixed", "all groups must have block_size {}, {} has {}",
-                  block_size_, model.kv_groups[g].name, spec.block_size);
-    groups_.emplace_back(options_.num_blocks[g], spec.mask);
+                  block_size_, group.name, spec.block_size);
+    groups_.emplace_back(int(g), options_.num_blocks[g], spec.mask);
   }
+  if (groups_.size() < model.cache_groups.size()) {
+    imbrex::check(options_.num_slots >= 1, "scheduler.num_slots", "num_slots must be >= 1 for the states of {}, is {}", model.name,
+                  options_.num_slots);
+    slots_ = std::make_unique<BlockPool>(options_.num_slots);
+    options_.prefix_sharing = false;
+  }
+  pools_.assign(model.cache_groups.size(), slots_.get());
+  for (const Group& group : groups_) pools_[size_t(group.index)] = &group.pool;
 }
 Scheduler::~Scheduler() = default;
 
-const BlockPool& Scheduler::pool(int group) const { return groups_[size_t(group)].pool; }
+const BlockPool& Scheduler::pool(int group) const { return *pools_[size_t(group)]; }
 
 double Scheduler::occupancy(int group) const {
   const BlockPool& p = pool(group);
@@ -91,7 +104,7 @@ std::string Scheduler::too_long(const TraceRequest& request) const {
   for (size_t g = 0; g < groups_.size(); ++g) {
     const int needed = groups_[g].peak_blocks(int(tokens), options_.max_num_batched_tokens, block_size_);
     if (needed > groups_[g].pool.num_blocks()) {
-      return fmt::format("{} tokens need {} blocks of {} in KV group {}, which has {}", tokens, needed, block_size_, g,
+      return fmt::format("{} tokens need {} blocks of {} in KV group {}, which has {}", tokens, needed, block_size_, groups_[g].index,
                          groups_[g].pool.num_blocks());
     }
   }
@@ -189,7 +202,8 @@ bool Scheduler::reserve(Request& r, int tokens) {
 // A waiting request may run when its whole prompt finds room beside what running prompts still need: a prompt that is preempted
 // half-way is work lost. With nothing else running every request that add() took finds room.
 bool Scheduler::admit(Request& r, int budget) {
-  if (blocked_free_) {  // nothing to hope for before blocks were given back
+  if (slots_ && slots_->num_free() == 0) return false;  // one comes back with the next request that ends
+  if (blocked_free_) {                                  // nothing to hope for before blocks were given back
     bool more = running_.empty();
     for (size_t g = 0; g < groups_.size(); ++g) more |= groups_[g].pool.num_free() > (*blocked_free_)[g];
     if (!more) return false;
@@ -216,12 +230,13 @@ bool Scheduler::admit(Request& r, int budget) {
     room &= needed <= group.pool.num_free();
   }
   if (!room && !running_.empty()) {
-    release_blocks(r);
+    release_cache(r);
     blocked_free_.emplace();
     for (const Group& group : groups_) blocked_free_->push_back(group.pool.num_free());
     return false;
   }
   blocked_free_.reset();
+  if (slots_) slots_->allocate(1, r.slot);
   r.computed = hit * block_size_;
   r.stamp = next_stamp_++;
   r.scheduled = std::min(r.remaining(), budget);
@@ -239,18 +254,20 @@ bool Scheduler::admit(Request& r, int budget) {
   return true;
 }
 
-void Scheduler::release_blocks(Request& r) {
+void Scheduler::release_cache(Request& r) {
   for (size_t g = 0; g < groups_.size(); ++g) {
     Request::Table& table = r.tables[g];
     groups_[g].pool.release(std::span(table.blocks).subspan(size_t(table.first_held)));
     table.blocks.clear();
     table.first_held = table.published = 0;
   }
+  if (slots_) slots_->release(r.slot);
+  r.slot.clear();
 }
 
 void Scheduler::preempt_newest() {
   Request& r = *newest();
-  release_blocks(r);
+  release_cache(r);
   r.computed = 0;
   r.scheduled = 0;
   r.stamp = -1;
@@ -309,14 +326,15 @@ void Scheduler::write_plan(StepPlan& out) const {
   if (out.owner != identity_) {
     out.owner = identity_;
     out.stride = blocks_of(options_.max_seq_len, block_size_);
-    out.groups.resize(groups_.size());
-    for (StepPlan::Group& group : out.groups) {
+    out.groups.assign(pools_.size(), {});
+    for (const Group& of_pages : groups_) {
+      StepPlan::Group& group = out.groups[size_t(of_pages.index)];
       group.rows.assign(max_seqs, {});
       group.block_table.assign(max_seqs * size_t(out.stride), 0);
     }
   }
   out.query_start_loc.assign(1, 0);
-  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from}) array->clear();
+  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots}) array->clear();
   out.makes_token.clear();
   for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
 
@@ -332,8 +350,9 @@ void Scheduler::write_plan(StepPlan& out) const {
       out.first_positions.push_back(r.computed);
       out.fresh_from.push_back(r.ever_computed);
       out.makes_token.push_back(end == r.num_tokens());
+      out.state_slots.insert(out.state_slots.end(), r.slot.begin(), r.slot.end());
       for (size_t g = 0; g < groups_.size(); ++g) {
-        StepPlan::Group& group = out.groups[g];
+        StepPlan::Group& group = out.groups[size_t(groups_[g].index)];
         const std::vector<int32_t>& blocks = r.tables[g].blocks;
         StepPlan::Group::Row& up_to_date = group.rows[row];
         if (up_to_date.stamp != r.stamp) up_to_date = {.stamp = r.stamp, .filled = 0};
@@ -377,7 +396,7 @@ void Scheduler::finish_step(double now) {
     if (r.generated < r.trace->output_length) continue;
     r.record.last_token_s = now;
     finished_.push_back(r.record);
-    release_blocks(r);
+    release_cache(r);
     request.reset();
   }
   std::erase(running_, nullptr);
@@ -389,8 +408,13 @@ void Scheduler::check() const {
     group.pool.check();
     refs.emplace_back(size_t(group.pool.num_blocks()), 0);
   }
+  if (slots_) slots_->check();
+  std::vector<int> owners(slots_ ? size_t(slots_->num_blocks()) : 0, 0);
   int64_t stamp = -1;
   for (const auto& r : running_) {
+    imbrex::check(r->slot.size() == (slots_ ? 1u : 0u), "scheduler.invariant", "request {} must have {} state slots, has {}", r->record.id,
+                  slots_ ? 1 : 0, r->slot.size());
+    for (const int32_t slot : r->slot) ++owners[size_t(slot)];
     imbrex::check(r->stamp > stamp, "scheduler.invariant", "admissions must be in order: expected more than {}, is {}", stamp, r->stamp);
     stamp = r->stamp;
     for (size_t g = 0; g < groups_.size(); ++g) {
@@ -401,6 +425,9 @@ void Scheduler::check() const {
       for (size_t j = size_t(table.first_held); j < table.blocks.size(); ++j) ++refs[g][size_t(table.blocks[j])];
     }
   }
+  for (size_t s = 0; s < owners.size(); ++s)
+    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] && owners[s] <= 1, "scheduler.invariant",
+                  "state slot {} must have {} references, one at most, has {}", s, owners[s], slots_->ref_count(int32_t(s)));
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t b = 0; b < refs[g].size(); ++b) {
       imbrex::check(groups_[g].pool.ref_count(int32_t(b)) == refs[g][b], "scheduler.invariant",

@@ -1,5 +1,8 @@
 #pragma once
-// Continuous batching over paged KV caches: which tokens of which requests are computed in the next step, and in which blocks.
+// Continuous batching over paged KV caches and slots of states: which tokens of which requests are computed in the next step, and where
+// their keys and states are. A request takes one slot, for all groups of states, when it is admitted, and gives it back when it finishes or
+// is preempted; then its state begins anew. A state exists at a request's last token only, so where a model keeps states no prefix is
+// shared. (States of full blocks could be published in the slots' pool, under the blocks' hashes, as vLLM's mamba_cache_mode "align" does.)
 // Used by the replay. Like vLLM V1: running requests first, then waiting ones, prompts in chunks, preemption by recomputation.
 #include <cstdint>
 #include <deque>
@@ -20,9 +23,10 @@ struct SchedulerOptions {
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
   int max_seq_len = 131072;     // input and output of a request; sizes the block tables
-  std::vector<int> num_blocks;  // of each of the model's KV groups
+  std::vector<int> num_blocks;  // of each of the model's cache groups; not looked at where it is of states
+  int num_slots = 0;            // of states, for models that keep some
   int prefix_block = 0;         // Trace::prefix_block
-  bool prefix_sharing = true;
+  bool prefix_sharing = true;   // of models that keep no states
   uint64_t seed = 1;
 };
 
@@ -65,8 +69,9 @@ class Scheduler {
   bool done() const { return running_.empty() && waiting_.empty() && future_.empty(); }
   const SchedulerStats& stats() const { return stats_; }
   std::span<const RequestRecord> finished() const { return finished_; }
+  // By the model's cache groups; those of states share one pool, whose blocks are the slots.
   const BlockPool& pool(int group) const;
-  double occupancy(int group) const;  // share of blocks in use
+  double occupancy(int group) const;  // share of blocks or slots in use
   void check() const;                 // Error scheduler.invariant or block_pool.invariant if the books do not balance
 
  private:
@@ -78,17 +83,19 @@ class Scheduler {
   bool reserve(Request&, int tokens);
   bool admit(Request&, int budget);
   void preempt_newest();
-  void release_blocks(Request&);
+  void release_cache(Request&);
   void publish_blocks(Request&);
   void write_plan(StepPlan&) const;
 
   SchedulerOptions options_;
   uint64_t identity_;  // of this scheduler among all, so that a StepPlan of another one is not taken for up to date
-  int block_size_ = 0;
+  int block_size_ = 1;
   int64_t next_stamp_ = 0;
   bool in_step_ = false;
   double last_arrival_ = 0;
-  std::vector<Group> groups_;
+  std::vector<Group> groups_;                              // of pages
+  std::vector<const BlockPool*> pools_;                    // by the model's cache groups
+  std::unique_ptr<BlockPool> slots_;                       // null: the model keeps no states
   std::deque<std::unique_ptr<Request>> future_, waiting_;  // in order of arrival; the preempted are in front of the others
   std::vector<std::unique_ptr<Request>> running_;          // in order of arrival
   std::vector<RequestRecord> finished_;

@@ -23,6 +23,10 @@ Batch StepPlan::batch(int group) const {
   Batch batch;
   batch.query_start_loc = query_start_loc;
   batch.seq_lens = seq_lens;
+  if (g.block_table.empty()) {
+    batch.state_slots = state_slots;
+    return batch;
+  }
   batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});
   batch.slot_mapping = TensorView::contiguous(const_cast<int64_t*>(g.slot_mapping.data()), DType::i64, {num_tokens()});
   return batch;

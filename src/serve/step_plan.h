@@ -1,5 +1,5 @@
 #pragma once
-// One scheduler step as arrays: what the scheduler writes, a Batch views, and the replay makes q, k, v from.
+// One scheduler step as arrays: what the scheduler writes, a Batch views, and the replay makes inputs of layers from.
 #include <cstdint>
 #include <vector>
 
@@ -14,7 +14,7 @@ uint64_t token_id(uint64_t seed, const TraceRequest&, int prefix_block, int id, 
 // Requests with one token left to compute (they decode) come first, then those with a piece of their prompt; the arrays are per
 // request in that order. Kept by the caller from step to step, so that a step writes only what changed.
 struct StepPlan {
-  struct Group {
+  struct Group {  // of pages; empty for a group of states
     struct Row {
       int64_t stamp = -1;  // admission that the row belongs to
       size_t filled = 0;   // entries that are up to date
@@ -29,7 +29,8 @@ struct StepPlan {
   std::vector<int32_t> first_positions;  // [num_reqs], of the first query
   std::vector<int32_t> fresh_from;       // [num_reqs], tokens before this position were computed before, ahead of a preemption
   std::vector<uint8_t> makes_token;      // [num_reqs], 1: an output token is made from the last query
-  std::vector<Group> groups;             // per KV group
+  std::vector<int32_t> state_slots;      // [num_reqs], the same in all groups of states; empty: the model keeps none
+  std::vector<Group> groups;             // per cache group
   int64_t stride = 0;                    // entries of a block table row
   uint64_t owner = 0;                    // the scheduler that keeps the rows up to date; 0: none yet
 

@@ -1,4 +1,4 @@
-// Synthetic q, k, v for the replay (see synthetic.h).
+// Synthetic inputs for the replay (see synthetic.h).
 #include "serve/synthetic.h"
 
 #include <cmath>
@@ -43,7 +43,7 @@ LayerParameters::LayerParameters(const AttentionSpec& spec, uint64_t seed, int l
   }
 }
 
-void LayerParameters::view(Inputs& inputs, int first, int count) const {
+void LayerParameters::view(AttentionInputs& inputs, int first, int count) const {
   const auto heads = [&](const std::vector<float>& values) {
     return values.empty() ? TensorView{} : TensorView::contiguous(const_cast<float*>(values.data()) + first, DType::f32, {count});
   };
@@ -55,6 +55,28 @@ void LayerParameters::view(Inputs& inputs, int first, int count) const {
     inputs.relative_bias =
         TensorView::contiguous(const_cast<float*>(relative_bias.data()), DType::f32, {buckets, num_q_heads}).slice(1, first, first + count);
   }
+}
+
+ShortConvParameters::ShortConvParameters(const ShortConvSpec& spec, uint64_t seed, int layer) : dim(spec.dim), width(spec.width) {
+  const auto numbers = [&](int count, uint64_t what) {
+    std::vector<uint16_t> values;
+    values.reserve(size_t(count));
+    for (int i = 0; i < count; ++i) values.push_back(float_to_bf16(normal(hash_numbers(seed, what, uint64_t(layer), uint64_t(i)))));
+    return values;
+  };
+  weight = numbers(dim * width, 4);
+  if (spec.bias) bias = numbers(dim, 5);
+}
+
+void ShortConvParameters::view(ShortConvInputs& inputs) const {
+  inputs.weight = TensorView::contiguous(const_cast<uint16_t*>(weight.data()), DType::bf16, {dim, width});
+  if (!bias.empty()) inputs.bias = TensorView::contiguous(const_cast<uint16_t*>(bias.data()), DType::bf16, {dim});
+}
+
+int ShortConvParameters::piece(const ShortConvSpec& spec) {
+  int pieces = (spec.dim + Synthetic::kMaxDim - 1) / Synthetic::kMaxDim;
+  while (spec.dim % pieces != 0) ++pieces;
+  return spec.dim / pieces;
 }
 
 }  // namespace imbrex::serve

@@ -1,16 +1,16 @@
 #pragma once
-// Synthetic q, k, v: a function of (seed, layer, token identity, position, head) and nothing else, so that shared prefixes really
-// share, a recomputed request sees the same numbers, and a check can make any key again without looking into the cache.
+// Synthetic inputs of layers: a function of (seed, layer, token identity, position, head) and nothing else, so that shared prefixes really
+// share, a recomputed request sees the same numbers, and a check can make any token's again without looking into the cache.
 #include <cstdint>
 #include <span>
 #include <vector>
 
-#include "imbrex/backend.h"
+#include "imbrex/layer_spec.h"
 #include "serve/hash.h"
 
 namespace imbrex::serve {
 
-enum class Side : uint8_t { q, k, v };
+enum class Side : uint8_t { q, k, v, bcx };  // bcx: of the short convolution
 
 // What all heads and layers of a token derive from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
@@ -47,7 +47,18 @@ struct LayerParameters {
 
   LayerParameters(const AttentionSpec&, uint64_t seed, int layer);
   // Sets the parameters of Inputs for q heads [first, first + count).
-  void view(Inputs&, int first, int count) const;
+  void view(AttentionInputs&, int first, int count) const;
+};
+
+// Weights of a short convolution, bf16.
+struct ShortConvParameters {
+  int dim = 0, width = 0;
+  std::vector<uint16_t> weight, bias;  // [dim, width], [dim]
+
+  ShortConvParameters(const ShortConvSpec&, uint64_t seed, int layer);
+  void view(ShortConvInputs&) const;  // on the host
+  // A token's B, C and x are made in rows of so many channels: the most that a row may have and dim is a multiple of.
+  static int piece(const ShortConvSpec&);
 };
 
 // fp8 elements stand for themselves times this. A power of two, so that dividing by it loses nothing.

@@ -1,4 +1,4 @@
-// Recomputes sampled attention outputs of a replay (see verify.h).
+// Recomputes sampled outputs of a replay (see verify.h).
 #include "serve/verify.h"
 
 #include <algorithm>
@@ -11,7 +11,6 @@
 #include "core/check.h"
 #include "core/float_types.h"
 #include "core/run_parallel.h"
-#include "imbrex/select.h"
 #include "serve/step_plan.h"
 
 namespace imbrex::serve {
@@ -34,16 +33,34 @@ AttentionSpec head_spec(const AttentionSpec& spec) {
   return head;
 }
 
+// Outputs of a sample, and their values.
+std::pair<int64_t, int64_t> size_of_output(const AttentionSpec& spec) {
+  return {spec.group_size(), int64_t(spec.group_size()) * spec.head_dim_v};
+}
+std::pair<int64_t, int64_t> size_of_output(const ShortConvSpec& spec) { return {1, spec.dim}; }
+
 }  // namespace
 
 struct Verifier::Worker {
   std::optional<AttentionSpec> spec;  // that the plan is for
-  std::unique_ptr<Plan> plan;
+  std::unique_ptr<AttentionPlan> plan;
   int plan_keys = 0;
   std::vector<uint16_t> q;
   std::vector<char> k, v;
   std::vector<float> out;
+
+  std::optional<ShortConvSpec> conv_spec;
+  std::unique_ptr<ShortConvPlan> conv_plan;
+  std::vector<uint16_t> bcx, state, conv_out;
 };
+
+void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at) {
+  const double error = std::abs(got - wanted);
+  const double ratio = std::isfinite(error) ? error / allowed : HUGE_VAL;
+  max_error = std::max(max_error, std::isfinite(error) ? error : HUGE_VAL);
+  if (ratio <= max_ratio) return;
+  *this = {.max_error = max_error, .max_ratio = ratio, .expected = wanted, .actual = got, .bound = allowed, .head = of_head, .element = at};
+}
 
 Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor& threads)
     : synthetic_(synthetic), seed_(seed), prefix_block_(prefix_block), kv_dtype_(kv_dtype), threads_(threads) {
@@ -60,14 +77,20 @@ Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, 
 }
 Verifier::~Verifier() = default;
 
-void Verifier::check_spec(const AttentionSpec& spec) {
+void Verifier::check_spec(const LayerSpec& layer) {
+  if (!std::holds_alternative<AttentionSpec>(layer)) return;
+  const auto& spec = std::get<AttentionSpec>(layer);
   const int limit = Synthetic::kMaxDim - noise_columns(spec);
   check(spec.head_dim_v <= limit, "replay.verify.head_dim_v", "verification needs head_dim_v <= {}, {} has {}", limit, spec.str(),
         spec.head_dim_v);
 }
 
-Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) const {
-  const AttentionSpec& spec = *sample.spec;
+uint64_t Verifier::key_of(const VerifySample& sample, int position) const {
+  return token_key(token_id(seed_, *sample.trace, prefix_block_, sample.request, position), position);
+}
+
+Verifier::Outcome Verifier::recompute(const VerifySample& sample, const AttentionTarget& target, Worker& w) const {
+  const AttentionSpec& spec = *target.spec;
   const int group = spec.group_size(), dim_qk = spec.head_dim_qk, dim_v = spec.head_dim_v, noise = noise_columns(spec);
   // Keys that the mask hides are left out; a multiple of the chunk, so that positions keep their chunk.
   int first = 0;
@@ -81,7 +104,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) con
     w.plan_keys = std::max(2 * keys, 1024);
     PlanOptions options;
     options.limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = w.plan_keys};
-    w.plan = find_backend("reference")->plan(wanted, describe_device("cpu"), options);
+    w.plan = find_backend<AttentionFamily>("reference")->plan(wanted, describe_device("cpu"), options);
   }
 
   const size_t size = size_t(size_of(kv_dtype_)), k_bytes = size * size_t(dim_qk), v_bytes = size * size_t(dim_v);
@@ -90,18 +113,15 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) con
   w.k.resize(size_t(keys) * k_bytes);
   w.v.resize(size_t(keys) * (v_bytes + noise_bytes));
   w.out.assign(size_t(group) * size_t(dim_v + noise), 0.f);
-  const auto key_of = [&](int position) {
-    return token_key(token_id(seed_, *sample.trace, prefix_block_, sample.request, position), position);
-  };
   for (int h = 0; h < group; ++h) {
-    const int64_t offset = synthetic_.offset(Side::q, sample.layer, sample.kv_head * group + h, key_of(sample.position));
+    const int64_t offset = synthetic_.offset(Side::q, sample.layer, target.kv_head * group + h, key_of(sample, sample.position));
     std::memcpy(w.q.data() + size_t(h) * size_t(dim_qk), synthetic_.pool().data() + offset, size_t(dim_qk) * sizeof(uint16_t));
   }
   char *k = w.k.data(), *v = w.v.data();
   for (int j = first; j <= sample.position; ++j, k += k_bytes, v += v_bytes + noise_bytes) {
-    const uint64_t key = key_of(j);
-    const size_t from_k = size_t(synthetic_.offset(Side::k, sample.layer, sample.kv_head, key)) * size;
-    const size_t from_v = size_t(synthetic_.offset(Side::v, sample.layer, sample.kv_head, key)) * size;
+    const uint64_t key = key_of(sample, j);
+    const size_t from_k = size_t(synthetic_.offset(Side::k, sample.layer, target.kv_head, key)) * size;
+    const size_t from_v = size_t(synthetic_.offset(Side::v, sample.layer, target.kv_head, key)) * size;
     const bool negative = (hash_numbers(key, kSignTag) & 1) != 0;
     std::memcpy(k, pool_.data() + from_k, k_bytes);
     std::memcpy(v, pool_.data() + from_v, v_bytes);
@@ -116,13 +136,13 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) con
   batch.kv_start_loc = TensorView::contiguous(kv_start_loc, DType::i32, {2});
   w.plan->update(batch);
   float scale = kFp8Scale;
-  Inputs inputs;
+  AttentionInputs inputs;
   inputs.q = TensorView::contiguous(w.q.data(), DType::bf16, {1, group, dim_qk});
   inputs.kv.k = TensorView::contiguous(w.k.data(), kv_dtype_, {keys, 1, dim_qk});
   inputs.kv.v = TensorView::contiguous(w.v.data(), kv_dtype_, {keys, 1, dim_v + noise});
   if (is_fp8(kv_dtype_)) inputs.kv.k_scale = inputs.kv.v_scale = TensorView::contiguous(&scale, DType::f32, {1});
-  sample.parameters->view(inputs, sample.kv_head * group, group);
-  Outputs outputs;
+  target.parameters->view(inputs, target.kv_head * group, group);
+  AttentionOutputs outputs;
   outputs.out = TensorView::contiguous(w.out.data(), DType::f32, {1, group, dim_v + noise});
   w.plan->run(inputs, outputs);
 
@@ -134,19 +154,59 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, Worker& w) con
     const double rounding = 4 * 0x1p-8 * std::sqrt(squares / noise);
     for (int d = 0; d < dim_v; ++d) {
       const double actual = bf16_to_float(sample.actual[size_t(h) * size_t(dim_v) + size_t(d)]);
-      const double error = std::abs(actual - double(expected[d]));
       const double bound = 0x1p-8 * std::abs(double(expected[d])) + rounding + 1e-6;
-      const double ratio = std::isfinite(error) ? error / bound : HUGE_VAL;
-      worst.max_error = std::max(worst.max_error, std::isfinite(error) ? error : HUGE_VAL);
-      if (ratio > worst.max_ratio) {
-        worst.max_ratio = ratio;
-        worst.head = sample.kv_head * group + h;
-        worst.dim = d;
-        worst.expected = expected[d];
-        worst.actual = actual;
-        worst.bound = bound;
-      }
+      worst.add(expected[d], actual, bound, target.kv_head * group + h, d);
     }
+  }
+  return worst;
+}
+
+// The tokens that the sum is over, as the whole of a request: there are none before them, or these have no part in the last one's sum.
+Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortConvTarget& target, Worker& w) const {
+  const ShortConvSpec& spec = *target.spec;
+  const int dim = spec.dim, piece = ShortConvParameters::piece(spec), tokens = std::min(spec.width, sample.position + 1);
+  if (!w.conv_spec || !(*w.conv_spec == spec)) {
+    w.conv_spec = spec;
+    PlanOptions options;
+    options.limits = {.max_num_reqs = 1, .max_num_tokens = spec.width, .max_seq_len = spec.width};
+    w.conv_plan = find_backend<ShortConvFamily>("reference")->plan(spec, describe_device("cpu"), options);
+  }
+  const size_t row = 3 * size_t(dim);
+  w.bcx.resize(size_t(spec.width) * row);
+  w.state.resize(size_t(spec.state_rows()) * size_t(dim));
+  w.conv_out.resize(size_t(spec.width) * size_t(dim));
+  for (int i = 0; i < tokens; ++i) {
+    const uint64_t key = key_of(sample, sample.position + 1 - tokens + i);
+    for (int h = 0; h < 3 * dim / piece; ++h)
+      std::memcpy(w.bcx.data() + size_t(i) * row + size_t(h) * size_t(piece),
+                  synthetic_.pool().data() + synthetic_.offset(Side::bcx, sample.layer, h, key), size_t(piece) * sizeof(uint16_t));
+  }
+
+  const int32_t query_start_loc[] = {0, tokens}, seq_lens[] = {tokens}, state_slots[] = {0};
+  Batch batch;
+  batch.query_start_loc = query_start_loc;
+  batch.seq_lens = seq_lens;
+  batch.state_slots = state_slots;
+  w.conv_plan->update(batch);
+  ShortConvInputs inputs;
+  target.parameters->view(inputs);
+  inputs.bcx = TensorView::contiguous(w.bcx.data(), DType::bf16, {tokens, 3 * int64_t(dim)});
+  inputs.state = TensorView::contiguous(w.state.data(), DType::bf16, {1, spec.state_rows(), dim});
+  w.conv_plan->run(inputs, {.out = TensorView::contiguous(w.conv_out.data(), DType::bf16, {tokens, dim})});
+
+  Outcome worst;
+  const auto value = [&](int token, int part, int d) {
+    return double(bf16_to_float(w.bcx[size_t(token) * row + size_t(part) * size_t(dim) + size_t(d)]));
+  };
+  for (int d = 0; d < dim; ++d) {
+    double magnitude = spec.bias ? std::abs(double(bf16_to_float(target.parameters->bias[size_t(d)]))) : 0;
+    for (int i = 0; i < tokens; ++i) {
+      const uint16_t weight = target.parameters->weight[size_t(d) * size_t(spec.width) + size_t(spec.width - tokens + i)];
+      magnitude += std::abs(double(bf16_to_float(weight)) * value(i, 0, d) * value(i, 2, d));
+    }
+    const double expected = bf16_to_float(w.conv_out[size_t(tokens - 1) * size_t(dim) + size_t(d)]);
+    const double bound = 0x1p-7 * std::abs(expected) + 0x1p-20 * std::abs(value(tokens - 1, 1, d)) * magnitude + 1e-6;
+    worst.add(expected, bf16_to_float(sample.actual[d]), bound, -1, d);
   }
   return worst;
 }
@@ -158,7 +218,9 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
   std::atomic<size_t> next{0};
   run_parallel(threads_, [&](int worker) {
     try {
-      for (size_t i = next++; i < samples.size(); i = next++) outcomes[i] = recompute(samples[i], *workers_[size_t(worker)]);
+      for (size_t i = next++; i < samples.size(); i = next++)
+        outcomes[i] =
+            std::visit([&](const auto& target) { return recompute(samples[i], target, *workers_[size_t(worker)]); }, samples[i].target);
     } catch (...) {
       errors[size_t(worker)] = std::current_exception();
     }
@@ -170,10 +232,12 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
     const Outcome& o = outcomes[i];
     const VerifySample& s = samples[i];
     check(o.max_ratio <= 1, "replay.verify",
-          "request {}, token {} of {} + {}, layer {}, q head {}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request,
-          s.position, s.trace->input_length, s.trace->output_length, s.layer, o.head, o.dim, o.expected, o.bound, o.actual, s.spec->str());
-    summary_.outputs += s.spec->group_size();
-    summary_.values += int64_t(s.spec->group_size()) * s.spec->head_dim_v;
+          "request {}, token {} of {} + {}, layer {}{}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
+          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", q head {}", o.head), o.element,
+          o.expected, o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
+    const auto [outputs, values] = std::visit([](const auto& target) { return size_of_output(*target.spec); }, s.target);
+    summary_.outputs += outputs;
+    summary_.values += values;
     summary_.max_error = std::max(summary_.max_error, o.max_error);
     summary_.max_ratio = std::max(summary_.max_ratio, o.max_ratio);
   }

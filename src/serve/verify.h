@@ -1,31 +1,42 @@
 #pragma once
-// Recomputes sampled attention outputs of a replay with the reference backend, from the synthetic definition of the request's own
-// keys and values: nothing is read from the cache, so a wrong block, slot, shared prefix or stale page shows.
+// Recomputes sampled outputs of a replay with the reference backend of their family, from the synthetic definition of the request's own
+// tokens: nothing is read from caches, so a wrong block, slot, shared prefix, stale page or stale state shows.
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <variant>
 #include <vector>
 
-#include "imbrex/backend.h"
+#include "imbrex/layer_spec.h"
 #include "serve/synthetic.h"
 #include "serve/trace.h"
 
 namespace imbrex::serve {
 
-// One (token, layer, kv head) to recompute, and what the backend made of it.
+// What of a token's output in a layer is recomputed.
+struct AttentionTarget {  // the q heads of one kv head
+  const AttentionSpec* spec = nullptr;
+  const LayerParameters* parameters = nullptr;
+  int kv_head = 0;
+};
+struct ShortConvTarget {  // all channels
+  const ShortConvSpec* spec = nullptr;
+  const ShortConvParameters* parameters = nullptr;
+};
+using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget>;
+
+// A token in a layer, and what the backend made of it.
 struct VerifySample {
   int request = 0;  // for messages and token identities
   const TraceRequest* trace = nullptr;
-  int position = 0;  // of the query
+  int position = 0;  // of the token
   int layer = 0;     // of the model: what synthesis depends on
-  int kv_head = 0;
-  const AttentionSpec* spec = nullptr;
-  const LayerParameters* parameters = nullptr;
-  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]
+  VerifyTarget target;
+  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [dim] of a short convolution
 };
 
 struct VerifySummary {
-  int64_t outputs = 0, values = 0;
+  int64_t outputs = 0, values = 0;  // outputs: of a q head, or of a token where a layer has no heads
   double max_error = 0, max_ratio = 0;
 };
 
@@ -35,7 +46,7 @@ class Verifier {
   Verifier(const Synthetic&, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor&);
   ~Verifier();
 
-  static void check_spec(const AttentionSpec&);
+  static void check_spec(const LayerSpec&);
   // Recomputes all samples in parallel. Error replay.verify for the first one, in order, that differs by more than its bound:
   //   |actual - expected| <= 2^-8 |expected| + 4 * 2^-8 sqrt(sum p_i^2 v_i^2) + 1e-6
   // The first term is twice the rounding of the output to bf16. The second bounds what rounding every probability to bf16 (2^-9)
@@ -43,6 +54,9 @@ class Verifier {
   // measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context like the
   // outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
   // that would hide it.
+  // Of a short convolution:
+  //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
+  // The first term is a step of bf16, since both are rounded to it; the second bounds what sums in floats lose when their parts cancel.
   void run(const std::vector<VerifySample>&);
   const VerifySummary& summary() const { return summary_; }
 
@@ -50,10 +64,13 @@ class Verifier {
   struct Worker;
   struct Outcome {
     double max_error = 0, max_ratio = 0;
-    int head = 0, dim = 0;  // of the worst value
-    double expected = 0, actual = 0, bound = 0;
+    double expected = 0, actual = 0, bound = 0;  // of the worst value
+    int head = -1, element = 0;                  // where it is; -1: no heads
+    void add(double expected, double actual, double bound, int head, int element);
   };
-  Outcome recompute(const VerifySample&, Worker&) const;
+  Outcome recompute(const VerifySample&, const AttentionTarget&, Worker&) const;
+  Outcome recompute(const VerifySample&, const ShortConvTarget&, Worker&) const;
+  uint64_t key_of(const VerifySample&, int position) const;
 
   const Synthetic& synthetic_;
   uint64_t seed_;

@@ -159,6 +159,7 @@ TEST(Select, AliasesNameOurBackends) {
     origins.insert(alias.origin);
     EXPECT_FALSE(alias.note.empty()) << alias.name;
     const auto options = force(alias.name);
+    EXPECT_EQ(alias.family.empty(), alias.backends.empty()) << alias.name;
     if (alias.backends.empty()) {
       const std::string message = message_of([&] { select(llama(), describe_device("cpu"), options); });
       EXPECT_TRUE(contains(message, std::string(alias.note))) << message;
@@ -231,9 +232,13 @@ TEST(Select, EveryPresetAndDeviceUnder50Milliseconds) {
       try {
         const ModelSpec model = load_model(preset.name);
         for (const auto& kind : model.kinds()) {
-          const Selection selection = select(kind.spec, device);
-          EXPECT_EQ(selection.candidates.size(), backends().size());
-          EXPECT_TRUE(device.device.type != DeviceType::cpu || selection.backend != nullptr) << preset.name;
+          std::visit(
+              [&]<class Spec>(const Spec& layer) {
+                const auto selection = select<FamilyOf<Spec>>(layer, device);
+                EXPECT_EQ(selection.candidates.size(), backends<FamilyOf<Spec>>().size());
+                EXPECT_TRUE(device.device.type != DeviceType::cpu || selection.backend != nullptr) << preset.name;
+              },
+              kind.spec);
         }
       } catch (const Error& e) {
         EXPECT_EQ(e.code(), "model.family.later") << preset.name << ": " << e.what();

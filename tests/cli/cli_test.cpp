@@ -147,6 +147,54 @@ TEST_F(Cli, SelectExplains) {
   EXPECT_TRUE(contains(run("select --heads 64/8 --head-dim 80 --device 'avx512,32 threads'").out, "32 threads"));
 }
 
+TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
+  const std::string select = "select --model lfm2-1.2b --device 'amx,2 threads'";
+  const Ran ran = run(select);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* part : {"layers 0-1, 3-4, 6-7, 9, 11, 13, 15: short_conv d2048 w3 bf16\ncpu_avx512 (first of 3 that run it)",
+                           "layers 2, 5, 8, 10, 12, 14: decoder q32/kv8 d64 bf16 block16 causal\ncpu_amx (first of 4 that run it)"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  const auto j = nlohmann::json::parse(run(select + " --json").out);
+  ASSERT_EQ(j["kinds"].size(), 2u);
+  EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
+  EXPECT_EQ(j["kinds"][0]["layers"].size(), 10u);
+  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 3u);
+  EXPECT_EQ(j["kinds"][1]["family"], "attention");
+
+  // A name that one family has leaves the other to its order; a name that none has is an error.
+  for (const Ran& forced : {run(select + " --backend cpu_amx"), run(select, "IMBREX_BACKEND=cpu_amx")}) {
+    EXPECT_EQ(forced.code, 0) << forced.err;
+    EXPECT_TRUE(contains(forced.out, "cpu_avx512 (first of 3 that run it; cpu_amx, forced")) << forced.out;
+    EXPECT_TRUE(contains(forced.out, "is of the family attention)")) << forced.out;
+    EXPECT_TRUE(contains(forced.out, "\ncpu_amx (forced")) << forced.out;
+  }
+  const Ran nobody = run(select + " --backend no_such");
+  EXPECT_EQ(nobody.code, 3);
+  EXPECT_TRUE(contains(nobody.err, "[select.forced]")) << nobody.err;
+}
+
+// Commands that know attention alone say which layers they leave out.
+TEST_F(Cli, LayersOfOtherFamiliesAreLeftOutWithANote) {
+  const std::string note = "note: layers 0-1, 3-4, 6-7, 9, 11, 13, 15 (short_conv d1024 w3 bf16) left out";
+  const Ran bench = run("bench q4 --model lfm2-350m --no-ceilings --min-time 0 --max-time 0.01 --json");
+  EXPECT_EQ(bench.code, 0) << bench.err;
+  EXPECT_TRUE(bench.err.starts_with(note)) << bench.err;
+  EXPECT_EQ(nlohmann::json::parse(bench.out).size(), 1u);
+  const Ran zoo = run("bench --zoo --model lfm2-350m --list");
+  EXPECT_EQ(zoo.code, 0) << zoo.err;
+  EXPECT_TRUE(zoo.err.starts_with(note)) << zoo.err;
+  EXPECT_TRUE(contains(zoo.out, "/16-8/d64/")) << zoo.out;
+  const Ran compile =
+      run("compile --arch sm_80 --model lfm2-350m --out " + path("kernels"), "IMBREX_CUDA_NVRTC=" + path("no_such_library"));
+  EXPECT_EQ(compile.code, 3);
+  EXPECT_TRUE(compile.err.starts_with(note)) << compile.err;
+  std::ofstream(path("conv.json")) << R"({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
+      "num_key_value_heads": 1, "full_attn_idxs": []})";
+  const Ran nothing = run("bench q4 --model " + path("conv.json"));
+  EXPECT_EQ(nothing.code, 2);
+  EXPECT_TRUE(contains(nothing.err, "[cli.family]")) << nothing.err;
+}
+
 TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
   const Ran ran = run("select --model deepseek-v3 --device h200");
   EXPECT_EQ(ran.code, 3);
@@ -168,6 +216,8 @@ TEST_F(Cli, InfoListsWhatIsHere) {
   const auto j = nlohmann::json::parse(run("info --json").out);
   EXPECT_EQ(j["version"], "0.1.0");
   EXPECT_EQ(j["devices"][0]["device"], "cpu");
+  EXPECT_EQ(j["backends"][0]["family"], "attention");
+  EXPECT_EQ(j["backends"].back()["family"], "short_conv");
   EXPECT_EQ(j["backends"].back()["name"], "reference");
   EXPECT_TRUE(contains(run("info").out, "IMBREX_CPU_ISA"));
 }
@@ -298,6 +348,22 @@ TEST_F(Cli, RunReplaysATraceAndReports) {
   EXPECT_TRUE(a["complete"].get<bool>());
   EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
   ASSERT_EQ(run(common + "--quiet --threads 1 --max-num-batched-tokens 64 --json " + path("s.json")).code, 0);
+  EXPECT_EQ(nlohmann::json::parse(read(path("s.json")))["digest"]["outputs"], a["digest"]["outputs"]);
+}
+
+TEST_F(Cli, RunReplaysStatesBesidePages) {
+  const std::string common =
+      "run --model lfm2-350m --layers 3 --num-requests 3 --trace '" IMBREX_DATA "/sample_trace.jsonl' --no-ceilings --verify 2% ";
+  const Ran ran = run(common + "--report " + path("r.html") + " --json " + path("r.json"));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* part : {"3 of 3 requests", "3 state slots", "no prefix is shared", "short_conv d1024 w3 bf16", "layers with states"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  const auto a = nlohmann::json::parse(read(path("r.json")));
+  EXPECT_EQ(a["kinds"][0]["family"], "short_conv");
+  EXPECT_EQ(a["groups"][0]["slots"], 3);
+  EXPECT_GT(a["state_layers"]["bytes"].get<double>(), 0);
+  EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
+  ASSERT_EQ(run(common + "--quiet --threads 1 --max-num-batched-tokens 333 --json " + path("s.json")).code, 0);
   EXPECT_EQ(nlohmann::json::parse(read(path("s.json")))["digest"]["outputs"], a["digest"]["outputs"]);
 }
 

@@ -10,7 +10,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     const imbrex::ModelSpec model = imbrex::parse_model_config({reinterpret_cast<const char*>(data), size});
     if (model.layers.empty() || model.str().empty()) std::abort();
     for (const imbrex::ModelLayer& layer : model.layers)
-      if (layer.kv_group >= int(model.kv_groups.size()) || layer.spec.kv_bytes_per_token() <= 0) std::abort();
+      if (layer.cache_group >= int(model.cache_groups.size()) || imbrex::to_string(layer.spec).empty()) std::abort();
+    for (const imbrex::CacheGroup& group : model.cache_groups)
+      if ((group.bytes_per_token > 0) == (group.bytes_per_slot > 0)) std::abort();
   } catch (const imbrex::Error&) {
   }
   return 0;

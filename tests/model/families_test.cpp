@@ -18,7 +18,7 @@ std::string plain(std::string_view type, std::string_view more) {
 // Windows as the config gives them, 0 for full layers: "0 128 0 128".
 std::string windows(const ModelSpec& model) {
   std::string text;
-  for (const ModelLayer& layer : model.layers) text += (text.empty() ? "" : " ") + std::to_string(layer.spec.mask.window_left + 1);
+  for (const ModelLayer& layer : model.layers) text += (text.empty() ? "" : " ") + std::to_string(layer.attention().mask.window_left + 1);
   return text;
 }
 
@@ -35,11 +35,11 @@ std::string code_of(std::string_view config) {
 }
 
 TEST(Families, HeadDimIsNotAlwaysHiddenByHeads) {
-  EXPECT_EQ(parse_model_config(plain("llama", "")).layers[0].spec.head_dim_qk, 64);
-  EXPECT_EQ(parse_model_config(plain("llama", R"("head_dim": null)")).layers[0].spec.head_dim_qk, 64);
-  EXPECT_EQ(parse_model_config(plain("mistral", R"("head_dim": 128)")).layers[0].spec.head_dim_qk, 128);
+  EXPECT_EQ(parse_model_config(plain("llama", "")).layers[0].attention().head_dim_qk, 64);
+  EXPECT_EQ(parse_model_config(plain("llama", R"("head_dim": null)")).layers[0].attention().head_dim_qk, 64);
+  EXPECT_EQ(parse_model_config(plain("mistral", R"("head_dim": 128)")).layers[0].attention().head_dim_qk, 128);
   const ModelSpec qwen3 = parse_model_config(plain("qwen3", ""));
-  EXPECT_EQ(qwen3.layers[0].spec.head_dim_qk, 128);
+  EXPECT_EQ(qwen3.layers[0].attention().head_dim_qk, 128);
   EXPECT_TRUE(has_note(qwen3, "head_dim absent: the class default 128"));
 }
 
@@ -48,7 +48,8 @@ TEST(Families, KvHeadsNullMeansOneForEveryQueryHead) {
     return parse_model_config(R"({"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8, "model_type": ")" +
                               std::string(type) + "\"" + std::string(field) + "}")
         .layers[0]
-        .spec.num_kv_heads;
+        .attention()
+        .num_kv_heads;
   };
   EXPECT_EQ(kv_heads("llama", ""), 8);  // Llama 1 has no such field
   EXPECT_EQ(kv_heads("mistral", R"(, "num_key_value_heads": null)"), 8);
@@ -57,9 +58,9 @@ TEST(Families, KvHeadsNullMeansOneForEveryQueryHead) {
 
 TEST(Families, WindowCountsTheQueryItself) {
   const ModelSpec model = parse_model_config(plain("mistral", R"("sliding_window": 128)"));
-  EXPECT_EQ(model.layers[0].spec.mask.window_left, 127);
-  EXPECT_TRUE(model.layers[0].spec.mask.causal);
-  EXPECT_EQ(model.kv_groups[0].name, "window 128");
+  EXPECT_EQ(model.layers[0].attention().mask.window_left, 127);
+  EXPECT_TRUE(model.layers[0].attention().mask.causal);
+  EXPECT_EQ(model.cache_groups[0].name, "window 128");
 }
 
 TEST(Families, WindowIsOffWhenNullOrNotPositive) {
@@ -108,13 +109,13 @@ TEST(Families, AlternationStartsWithAWindow) {
 }
 
 TEST(Families, GptOssHasSinksWithoutAField) {
-  EXPECT_TRUE(parse_model_config(plain("gpt_oss", "")).layers[0].spec.score.sinks);
-  EXPECT_FALSE(parse_model_config(plain("llama", "")).layers[0].spec.score.sinks);
+  EXPECT_TRUE(parse_model_config(plain("gpt_oss", "")).layers[0].attention().score.sinks);
+  EXPECT_FALSE(parse_model_config(plain("llama", "")).layers[0].attention().score.sinks);
 }
 
 TEST(Families, SoftCapIsTheOneOfAttention) {
   const auto cap = [](std::string_view type, std::string_view more) {
-    return parse_model_config(plain(type, more)).layers[0].spec.score.soft_cap;
+    return parse_model_config(plain(type, more)).layers[0].attention().score.soft_cap;
   };
   EXPECT_EQ(cap("gemma2", R"("attn_logit_softcapping": 20.0, "final_logit_softcapping": 30.0)"), 20.f);
   EXPECT_EQ(cap("gemma2", R"("final_logit_softcapping": 30.0)"), 50.f);  // the class default
@@ -124,8 +125,8 @@ TEST(Families, SoftCapIsTheOneOfAttention) {
 
 TEST(Families, GemmaScaleIsTheScalarNotTheHeadDim) {
   const ModelSpec model = parse_model_config(plain("gemma2", R"("head_dim": 128, "query_pre_attn_scalar": 144)"));
-  EXPECT_FLOAT_EQ(model.layers[0].spec.scale(), 1.f / 12.f);
-  EXPECT_FLOAT_EQ(load_model("gemma-3-27b").layers[0].spec.scale(), float(1.0 / std::sqrt(168.0)));
+  EXPECT_FLOAT_EQ(model.layers[0].attention().scale(), 1.f / 12.f);
+  EXPECT_FLOAT_EQ(load_model("gemma-3-27b").layers[0].attention().scale(), float(1.0 / std::sqrt(168.0)));
 }
 
 TEST(Families, Gemma3PatternCountsFromTheFirstLayer) {
@@ -136,7 +137,7 @@ TEST(Families, Gemma3PatternCountsFromTheFirstLayer) {
 
 TEST(Families, NestedConfigsLeaveOutClassDefaults) {
   const ModelSpec model = load_model("gemma-3-4b");
-  EXPECT_EQ(model.layers[0].spec.num_q_heads, 8);
+  EXPECT_EQ(model.layers[0].attention().num_q_heads, 8);
   EXPECT_TRUE(has_note(model, "text_config.num_attention_heads absent: the class default 8"));
   EXPECT_EQ(model.family, "gemma3");
   // At the top level all fields are written, so an absent one is an error.
@@ -149,8 +150,8 @@ TEST(Families, Llama4ChunksAreNotWindows) {
     const ModelSpec model =
         parse_model_config(R"({"model_type": "llama4", "text_config": {"num_hidden_layers": 4)" + std::string(more) + "}}");
     for (const ModelLayer& layer : model.layers) {
-      EXPECT_EQ(layer.spec.mask.window_left, -1);
-      text += (text.empty() ? "" : " ") + std::to_string(layer.spec.mask.chunk);
+      EXPECT_EQ(layer.attention().mask.window_left, -1);
+      text += (text.empty() ? "" : " ") + std::to_string(layer.attention().mask.chunk);
     }
     return text;
   };
@@ -173,27 +174,27 @@ TEST(Families, Gemma4FullLayersHaveTheirOwnHeads) {
       R"({"model_type": "gemma4", "text_config": {"num_attention_heads": 16, "num_key_value_heads": 8, "num_hidden_layers": 8,
           "attention_k_eq_v": true, "num_global_key_value_heads": 2}})");
   EXPECT_EQ(windows(model), "512 512 512 512 512 0 512 0");  // the last layer is a full one whatever the pattern says
-  EXPECT_EQ(model.layers[5].spec.num_kv_heads, 2);
-  EXPECT_EQ(model.layers[5].spec.head_dim_v, 512);
-  EXPECT_EQ(model.layers[0].spec.num_kv_heads, 8);
+  EXPECT_EQ(model.layers[5].attention().num_kv_heads, 2);
+  EXPECT_EQ(model.layers[5].attention().head_dim_v, 512);
+  EXPECT_EQ(model.layers[0].attention().num_kv_heads, 8);
   EXPECT_EQ(code_of(R"({"model_type": "gemma4", "text_config": {"num_kv_shared_layers": 20}})"), "model.family.later");
 }
 
 TEST(Families, FalconCountsKvHeadsOnlyInTheNewArchitecture) {
-  EXPECT_EQ(load_model("falcon-7b").layers[0].spec.num_kv_heads, 1);
+  EXPECT_EQ(load_model("falcon-7b").layers[0].attention().num_kv_heads, 1);
   EXPECT_TRUE(has_note(load_model("falcon-7b"), "num_kv_heads 71 present but multi_query is true"));
-  EXPECT_EQ(load_model("falcon-40b").layers[0].spec.num_kv_heads, 8);
+  EXPECT_EQ(load_model("falcon-40b").layers[0].attention().num_kv_heads, 8);
 }
 
 TEST(Families, FalconScalesItsAlibi) {
   const ModelSpec model = load_model("falcon-rw-1b");
-  EXPECT_TRUE(model.layers[0].spec.score.alibi);
+  EXPECT_TRUE(model.layers[0].attention().score.alibi);
   EXPECT_TRUE(has_note(model, "slopes times 0.125"));
-  EXPECT_FALSE(load_model("falcon-7b").layers[0].spec.score.alibi);
+  EXPECT_FALSE(load_model("falcon-7b").layers[0].attention().score.alibi);
 }
 
 TEST(Families, AlibiOfBloomHasNoField) {
-  EXPECT_TRUE(load_model("bloom").layers[0].spec.score.alibi);
+  EXPECT_TRUE(load_model("bloom").layers[0].attention().score.alibi);
   EXPECT_FALSE(has_note(load_model("bloom"), "slopes"));
 }
 
@@ -201,18 +202,18 @@ TEST(Families, MptNestsItsAttention) {
   const auto mpt = [](std::string_view attn) {
     return parse_model_config(R"({"model_type": "mpt", "d_model": 512, "n_layers": 1, "n_heads": 8)" + std::string(attn) + "}");
   };
-  EXPECT_TRUE(mpt("").layers[0].spec.score.alibi);
-  EXPECT_FALSE(mpt(R"(, "attn_config": {"alibi": false})").layers[0].spec.score.alibi);
-  EXPECT_EQ(mpt(R"(, "attn_config": {"attn_type": "multiquery_attention"})").layers[0].spec.num_kv_heads, 1);
-  EXPECT_EQ(mpt(R"(, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 4})").layers[0].spec.num_kv_heads, 4);
-  EXPECT_EQ(mpt(R"(, "attn_config": {"softmax_scale": 0.5})").layers[0].spec.scale(), 0.5f);
+  EXPECT_TRUE(mpt("").layers[0].attention().score.alibi);
+  EXPECT_FALSE(mpt(R"(, "attn_config": {"alibi": false})").layers[0].attention().score.alibi);
+  EXPECT_EQ(mpt(R"(, "attn_config": {"attn_type": "multiquery_attention"})").layers[0].attention().num_kv_heads, 1);
+  EXPECT_EQ(mpt(R"(, "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 4})").layers[0].attention().num_kv_heads, 4);
+  EXPECT_EQ(mpt(R"(, "attn_config": {"softmax_scale": 0.5})").layers[0].attention().scale(), 0.5f);
   EXPECT_TRUE(has_note(mpt(R"(, "attn_config": {"alibi_bias_max": 16})"), "alibi_bias_max 16"));
 }
 
 TEST(Families, T5HasBiasInItsSelfAttentionOnly) {
   const ModelSpec model = load_model("t5-small");
   ASSERT_EQ(model.layers.size(), 18u);
-  const AttentionSpec &encoder = model.layers[0].spec, &decoder = model.layers[6].spec, &cross = model.layers[7].spec;
+  const AttentionSpec &encoder = model.layers[0].attention(), &decoder = model.layers[6].attention(), &cross = model.layers[7].attention();
   EXPECT_EQ(model.layers[0].name, "encoder.0");
   EXPECT_EQ(encoder.kind, AttentionKind::encoder);
   EXPECT_FALSE(encoder.mask.causal);
@@ -226,7 +227,7 @@ TEST(Families, T5HasBiasInItsSelfAttentionOnly) {
   EXPECT_EQ(cross.kind, AttentionKind::encoder_decoder);
   EXPECT_FALSE(cross.mask.causal);
   EXPECT_EQ(cross.score.relative_buckets, 0);
-  for (const ModelLayer& layer : model.layers) EXPECT_EQ(layer.spec.scale(), 1.f);
+  for (const ModelLayer& layer : model.layers) EXPECT_EQ(layer.attention().scale(), 1.f);
 }
 
 TEST(Families, WhisperNotesItsLengths) {
@@ -240,8 +241,8 @@ TEST(Families, DtypeIsHonoured) {
   const auto dtype = [](std::string_view field) {
     const ModelSpec model = parse_model_config(
         R"({"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8)" + std::string(field) + "}");
-    EXPECT_EQ(model.layers[0].spec.kv_dtype, model.layers[0].spec.q_dtype);
-    return model.layers[0].spec.q_dtype;
+    EXPECT_EQ(model.layers[0].attention().kv_dtype, model.layers[0].attention().q_dtype);
+    return model.layers[0].attention().q_dtype;
   };
   EXPECT_EQ(dtype(R"(, "torch_dtype": "float16")"), DType::f16);
   EXPECT_EQ(dtype(R"(, "dtype": "float32")"), DType::f32);
@@ -250,7 +251,7 @@ TEST(Families, DtypeIsHonoured) {
   EXPECT_TRUE(has_note(load_model("gemma-4-class-default"), "dtype absent: bfloat16"));
   // The language model's own dtype comes before the one of the whole.
   const ModelSpec nested = parse_model_config(R"({"model_type": "gemma3", "torch_dtype": "float32", "text_config": {"dtype": "float16"}})");
-  EXPECT_EQ(nested.layers[0].spec.q_dtype, DType::f16);
+  EXPECT_EQ(nested.layers[0].attention().q_dtype, DType::f16);
 }
 
 }  // namespace

@@ -74,16 +74,31 @@ constexpr Facts kFacts[] = {
     {"gpt-j-6b", 4096, 28, 16, 16, 256, 256, 28, 0, 0, 0, 0, false, 0, 16384, 458752},
 };
 
+// Layers that attend among short convolutions.
+struct HybridFacts {
+  const char* name;
+  int hidden, layers, q_heads;  // 8 kv heads of 64, and convolutions over 3 tokens without bias, in all
+  std::vector<int> attention;
+  int64_t kv_bytes, state_bytes;  // of a token and of a request, in bf16
+};
+const HybridFacts kHybrids[] = {
+    {"lfm2-350m", 1024, 16, 16, {2, 5, 8, 10, 12, 14}, 12288, 40960},
+    {"lfm2-700m", 1536, 16, 24, {2, 5, 8, 10, 12, 14}, 12288, 61440},
+    {"lfm2-1.2b", 2048, 16, 32, {2, 5, 8, 10, 12, 14}, 12288, 81920},
+    {"lfm2-2.6b", 2048, 30, 32, {2, 5, 9, 13, 17, 21, 24, 27}, 16384, 180224},
+    {"lfm2-8b-a1b", 2048, 24, 32, {2, 6, 10, 14, 18, 21}, 12288, 147456},
+};
+
 void expect_facts(const Facts& facts) {
   SCOPED_TRACE(facts.name);
   const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
   EXPECT_EQ(model.name, facts.name);
   EXPECT_EQ(model.hidden_size, facts.hidden);
-  const bool encoder_only = model.layers[0].spec.kind == AttentionKind::encoder_only;
+  const bool encoder_only = model.layers[0].attention().kind == AttentionKind::encoder_only;
   int layers = 0, full = 0, local = 0;
   int64_t full_bytes = 0;
   for (const ModelLayer& layer : model.layers) {
-    const AttentionSpec& spec = layer.spec;
+    const AttentionSpec& spec = layer.attention();
     EXPECT_EQ(spec.num_q_heads, facts.q_heads);
     EXPECT_EQ(spec.num_kv_heads, facts.kv_heads);
     EXPECT_EQ(spec.head_dim_qk, facts.qk_dim);
@@ -96,11 +111,11 @@ void expect_facts(const Facts& facts) {
     ++layers;
     if (encoder_only) {
       EXPECT_FALSE(spec.mask.causal);
-      EXPECT_EQ(layer.kv_group, -1);
+      EXPECT_EQ(layer.cache_group, -1);
       continue;
     }
     EXPECT_TRUE(spec.mask.causal);
-    ASSERT_GE(layer.kv_group, 0);
+    ASSERT_GE(layer.cache_group, 0);
     const bool bounded = spec.mask.window_left >= 0 || spec.mask.chunk > 0;
     bounded ? ++local : ++full;
     if (bounded) {
@@ -108,7 +123,7 @@ void expect_facts(const Facts& facts) {
       EXPECT_EQ(spec.mask.chunk, facts.chunk);
     }
   }
-  for (const KvGroup& group : model.kv_groups)
+  for (const CacheGroup& group : model.cache_groups)
     if (group.name == "full") full_bytes += group.bytes_per_token;
   EXPECT_EQ(layers, facts.layers);
   EXPECT_EQ(full, facts.full);
@@ -120,8 +135,41 @@ TEST(Presets, MatchTheFacts) {
   for (const Facts& facts : kFacts) expect_facts(facts);
 }
 
+TEST(Presets, HybridsMatchTheFacts) {
+  for (const HybridFacts& facts : kHybrids) {
+    SCOPED_TRACE(facts.name);
+    const ModelSpec model = load_model(facts.name);
+    ASSERT_EQ(int(model.layers.size()), facts.layers);
+    EXPECT_EQ(model.hidden_size, facts.hidden);
+    std::vector<int> attention;
+    for (int i = 0; i < facts.layers; ++i) {
+      const ModelLayer& layer = model.layers[size_t(i)];
+      EXPECT_EQ(layer.name, "decoder." + std::to_string(i));
+      if (const auto* conv = std::get_if<ShortConvSpec>(&layer.spec)) {
+        EXPECT_EQ(*conv, (ShortConvSpec{.dim = facts.hidden, .width = 3, .bias = false, .dtype = DType::bf16}));
+        continue;
+      }
+      attention.push_back(i);
+      EXPECT_EQ(layer.attention().num_q_heads, facts.q_heads);
+      EXPECT_EQ(layer.attention().num_kv_heads, 8);
+      EXPECT_EQ(layer.attention().head_dim_qk, 64);
+      EXPECT_EQ(layer.attention().head_dim_v, 64);
+      EXPECT_NEAR(layer.attention().scale(), 0.125, 1e-7);
+      EXPECT_TRUE(layer.attention().mask.causal);
+    }
+    EXPECT_EQ(attention, facts.attention);
+    int64_t kv_bytes = 0, state_bytes = 0;
+    for (const CacheGroup& group : model.cache_groups) kv_bytes += group.bytes_per_token, state_bytes += group.bytes_per_slot;
+    EXPECT_EQ(model.cache_groups.size(), 2u);
+    EXPECT_EQ(kv_bytes, facts.kv_bytes);
+    EXPECT_EQ(state_bytes, facts.state_bytes);
+  }
+}
+
 TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
-  std::set<std::string_view> checked{"gemma-4-class-default"};  // below: its layers differ in shape
+  // Below: their layers differ in shape, or in family.
+  std::set<std::string_view> checked{"gemma-4-class-default"};
+  for (const HybridFacts& facts : kHybrids) checked.insert(facts.name);
   for (const Facts& facts : kFacts) checked.insert(facts.name);
   size_t later = 0;
   for (const ModelPreset& preset : model_presets()) {
@@ -135,7 +183,7 @@ TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
     }
   }
   EXPECT_EQ(checked.size() + later, model_presets().size());
-  EXPECT_EQ(model_presets().size(), 67u);
+  EXPECT_EQ(model_presets().size(), 72u);
   EXPECT_EQ(later, 16u);
 }
 
@@ -149,15 +197,15 @@ TEST(Presets, AreSortedAndNamedOnce) {
 TEST(Presets, Gemma4HasTwoShapesOfLayers) {
   const ModelSpec model = load_model("gemma-4-class-default");
   ASSERT_EQ(model.layers.size(), 30u);
-  ASSERT_EQ(model.kv_groups.size(), 2u);
-  EXPECT_EQ(model.kv_groups[0].name, "window 512");
-  EXPECT_EQ(model.kv_groups[0].layers.size(), 25u);
-  EXPECT_EQ(model.kv_groups[1].name, "full");
-  EXPECT_EQ(model.kv_groups[1].layers, (std::vector<int>{5, 11, 17, 23, 29}));
-  EXPECT_EQ(model.layers[0].spec.head_dim_qk, 256);
-  EXPECT_EQ(model.layers[5].spec.head_dim_qk, 512);
-  EXPECT_EQ(model.layers[5].spec.scale(), 1.f);
-  EXPECT_EQ(model.kv_groups[1].bytes_per_token, 5 * 4 * (512 + 512) * 2);
+  ASSERT_EQ(model.cache_groups.size(), 2u);
+  EXPECT_EQ(model.cache_groups[0].name, "window 512");
+  EXPECT_EQ(model.cache_groups[0].layers.size(), 25u);
+  EXPECT_EQ(model.cache_groups[1].name, "full");
+  EXPECT_EQ(model.cache_groups[1].layers, (std::vector<int>{5, 11, 17, 23, 29}));
+  EXPECT_EQ(model.layers[0].attention().head_dim_qk, 256);
+  EXPECT_EQ(model.layers[5].attention().head_dim_qk, 512);
+  EXPECT_EQ(model.layers[5].attention().scale(), 1.f);
+  EXPECT_EQ(model.cache_groups[1].bytes_per_token, 5 * 4 * (512 + 512) * 2);
 }
 
 }  // namespace

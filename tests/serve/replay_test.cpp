@@ -115,10 +115,10 @@ TEST(Replay, EveryScoreModificationIsVerified) {
   for (const int which : {0, 1, 2, 3}) {
     ModelSpec model = tiny_model({full_mask(), window_mask(16)}, 16);
     for (ModelLayer& layer : model.layers) {
-      layer.spec.score.soft_cap = which == 0 ? 20.f : 0.f;
-      layer.spec.score.sinks = which == 1;
-      layer.spec.score.alibi = which == 2;
-      layer.spec.score.head_scales = which == 3;
+      layer.attention().score.soft_cap = which == 0 ? 20.f : 0.f;
+      layer.attention().score.sinks = which == 1;
+      layer.attention().score.alibi = which == 2;
+      layer.attention().score.head_scales = which == 3;
     }
     SCOPED_TRACE(which);
     EXPECT_TRUE(replay(model, trace, small_options()).complete);
@@ -210,9 +210,9 @@ TEST(Replay, UsefulWorkIsCounted) {
   const ReplayResult r = replay(tiny_model({full_mask(), window_mask(4)}, 16, 4, 2, 16), trace, small_options());
   const double pair = 2.0 * 4 * 32, key = 2 * 32 * 2;         // flops of a (query, key) pair of all heads; bytes of a key and value
   EXPECT_DOUBLE_EQ(r.prefill_steps.flops, pair * (55 + 34));  // 1 + 2 + .. + 10; 1 + 2 + 3 + 7 * 4
-  EXPECT_DOUBLE_EQ(r.prefill_steps.kv_read_bytes, key * (10 + 10));
+  EXPECT_DOUBLE_EQ(r.prefill_steps.bytes, key * (10 + 10));
   EXPECT_DOUBLE_EQ(r.decode_steps.flops, pair * (11 + 12 + 4 + 4));
-  EXPECT_DOUBLE_EQ(r.decode_steps.kv_read_bytes, key * (11 + 12 + 4 + 4));
+  EXPECT_DOUBLE_EQ(r.decode_steps.bytes, key * (11 + 12 + 4 + 4));
   EXPECT_DOUBLE_EQ(r.kv_written_bytes, key * 12 * 2);
   EXPECT_DOUBLE_EQ(r.kinds[0].flops, pair * (55 + 23));
 }
@@ -242,7 +242,7 @@ TEST(Replay, MemoryIsSharedOutByNeed) {
   ReplayOptions options = small_options();
   options.verify_fraction = 0;
   const ModelSpec model = tiny_model({full_mask(), full_mask(), window_mask(24)}, 16);
-  const int64_t block = model.layers[0].spec.kv_bytes_per_token() * 16;
+  const int64_t block = model.layers[0].attention().kv_bytes_per_token() * 16;
   options.kv_bytes = 30 * block;
   const ReplayResult r = replay(model, trace, options);
   EXPECT_EQ(r.groups[0].num_blocks, 10);  // two layers and one
@@ -263,7 +263,7 @@ TEST(Replay, OnlyDecodersAreDriven) {
   const Trace trace = tree_trace(3, 16, 30, 4, 1);
   const auto with_kind = [&](AttentionKind kind) {
     ModelSpec model = tiny_model({full_mask(), full_mask()}, 16);
-    model.layers[1].spec.kind = kind;
+    model.layers[1].attention().kind = kind;
     return code_of(model, trace, small_options());
   };
   EXPECT_EQ(with_kind(AttentionKind::encoder), "replay.model.encoder_decoder");

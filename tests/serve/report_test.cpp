@@ -44,9 +44,9 @@ ReplayResult sample() {
     k.rule = "first of 3 that run it";
     k.selection = "cpu_avx512 (first of 3 that run it)\n  cpu_amx      refuses    AMX tiles\n";
     k.plan = "cpu_avx512: 264 work items, 12 merges";
-    k.attention_s = i ? 30 : 4;
+    k.run_s = i ? 30 : 4;
     r.kinds.push_back(k);
-    r.groups.push_back({k.group, 2, 20000, int64_t(2) << 30, i ? 0.6 : 0.02, i ? 0.95 : 0.04, i ? 1234 : 0});
+    r.groups.push_back({k.group, 2, 20000, int64_t(2) << 30, i ? 0.6 : 0.02, i ? 0.95 : 0.04, i ? 1234 : 0, 0});
   }
   r.kv_bytes = int64_t(4) << 30;
   r.complete = true;

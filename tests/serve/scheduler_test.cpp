@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <map>
+#include <set>
 
 #include "expect_error.h"
 #include "imbrex/error.h"
@@ -28,8 +29,8 @@ Simulation simulate(const ModelSpec& model, const Trace& trace, SchedulerOptions
   options.prefix_block = trace.prefix_block;
   Scheduler scheduler(model, options);
   for (size_t i = 0; i < trace.requests.size(); ++i) scheduler.add(trace.requests[i], int(i), trace.requests[i].arrival_s);
-  const int block_size = model.layers[0].spec.block_size;
-  const size_t num_groups = model.kv_groups.size();
+  const int block_size = model.layers[0].attention().block_size;
+  const size_t num_groups = model.cache_groups.size();
   // What a slot holds: a hash of the token and of all before it, so that a wrong prefix shows too.
   std::vector<std::vector<uint64_t>> memory;
   for (const int blocks : options.num_blocks) memory.emplace_back(size_t(blocks) * size_t(block_size), 0);
@@ -64,7 +65,7 @@ Simulation simulate(const ModelSpec& model, const Trace& trace, SchedulerOptions
     run.max_seqs_seen = std::max(run.max_seqs_seen, num_reqs);
     for (size_t g = 0; g < num_groups; ++g) {
       const Batch batch = plan.batch(int(g));
-      const Mask& mask = model.layers[size_t(model.kv_groups[g].layers[0])].spec.mask;
+      const Mask& mask = model.layers[size_t(model.cache_groups[g].layers[0])].attention().mask;
       EXPECT_EQ(int(batch.slot_mapping.size(0)), plan.num_tokens());
       const auto* slots = batch.slot_mapping.as<int64_t>();
       for (int r = 0; r < num_reqs; ++r) {
@@ -226,6 +227,58 @@ TEST(Scheduler, StormsOfPreemptionEnd) {
   }
 }
 
+// A memory of which token of which request each slot's state is at: whoever continues finds his own, and whoever begins says so.
+TEST(Scheduler, EveryStateIsFoundWhereItWasLeft) {
+  for (uint64_t seed = 1; seed <= 6; ++seed) {
+    SCOPED_TRACE(seed);
+    const ModelSpec model = tiny_hybrid_model("cab", 4);
+    const Trace trace = tree_trace(60, 8, 70, 50, seed, seed % 2 ? 0 : 1.5);
+    const int num_slots = seed < 3 ? 5 : 16;
+    Scheduler scheduler(model, {.max_num_batched_tokens = 32,
+                                .max_num_seqs = 16,
+                                .max_seq_len = 128,
+                                .num_blocks = {0, 33},
+                                .num_slots = num_slots,
+                                .prefix_block = 8,
+                                .seed = seed});
+    for (size_t i = 0; i < trace.requests.size(); ++i) scheduler.add(trace.requests[i], int(i), trace.requests[i].arrival_s);
+    std::vector<std::pair<int, int>> memory(size_t(num_slots), {-1, -1});
+    StepPlan plan;
+    double now = 0, peak = 0;
+    while (!scheduler.done()) {
+      if (!scheduler.step(now, plan)) {
+        now = *scheduler.next_arrival();
+        continue;
+      }
+      EXPECT_NO_THROW(scheduler.check());
+      const Batch states = plan.batch(0), pages = plan.batch(1);
+      ASSERT_EQ(int(states.state_slots.size()), plan.num_reqs());
+      EXPECT_TRUE(states.block_table.empty() && states.slot_mapping.empty());
+      EXPECT_TRUE(pages.state_slots.empty());
+      EXPECT_EQ(pages.block_table.size(0), plan.num_reqs());
+      std::set<int32_t> slots;
+      for (int r = 0; r < plan.num_reqs(); ++r) {
+        const int id = plan.request_ids[size_t(r)];
+        ASSERT_TRUE(slots.insert(states.state_slots[size_t(r)]).second) << "a slot has two requests";
+        auto& at = memory[size_t(states.state_slots[size_t(r)])];
+        if (states.context_len(r) > 0) {
+          ASSERT_EQ(at, std::pair(id, states.context_len(r)));
+        }
+        at = {id, states.seq_lens[size_t(r)]};
+      }
+      EXPECT_LE(scheduler.num_running(), num_slots);
+      peak = std::max(peak, scheduler.occupancy(0));
+      scheduler.finish_step(now += 1);
+      EXPECT_NO_THROW(scheduler.check());
+    }
+    EXPECT_EQ(scheduler.occupancy(0), 0) << "slots leaked";
+    EXPECT_EQ(scheduler.finished().size(), trace.requests.size());
+    EXPECT_EQ(scheduler.stats().prefix_hit_tokens, 0);
+    EXPECT_EQ(peak, num_slots == 5 ? 1 : peak);
+    EXPECT_GT(scheduler.stats().preemptions, 0) << "does not test what it should";
+  }
+}
+
 TEST(Scheduler, SharedPrefixesAreComputedOnce) {
   Trace trace;
   trace.prefix_block = 16;
@@ -328,10 +381,11 @@ TEST(Scheduler, RefusesWhatCannotWork) {
   EXPECT_EQ(test::error_code([&] { Scheduler s(ModelSpec{}, good); }), "scheduler.groups");
   EXPECT_EQ(test::error_code([&] { Scheduler s(tiny_model({full_mask()}, 0), good); }), "scheduler.block_size");
   ModelSpec mixed = tiny_model({full_mask(), window_mask(4)}, 4);
-  mixed.layers[1].spec.block_size = 8;
+  mixed.layers[1].attention().block_size = 8;
   SchedulerOptions two = good;
   two.num_blocks = {8, 8};
   EXPECT_EQ(test::error_code([&] { Scheduler s(mixed, two); }), "scheduler.block_size.mixed");
+  EXPECT_EQ(test::error_code([&] { Scheduler s(tiny_hybrid_model("ac", 4), two); }), "scheduler.num_slots");
 
   Scheduler scheduler(model, good);
   const Trace trace = plain_trace({{31, 2}, {32, 2}, {64, 2}, {5, 1}});

@@ -12,7 +12,7 @@ namespace {
 // 2^20 tokens, the most that max_num_batched_tokens may be, of 128 q heads of 512 elements: 2^36 elements in a layer.
 TEST(StepRunner, RowsBeyond32BitsAreFetchedFromNearby) {
   constexpr int64_t kTokens = 1 << 20, kKvHeads = 8, kRow = 16 * 512;
-  const auto row_start = [](const WantedRow& row) { return (int64_t(row.token) * kKvHeads + row.kv_head) * kRow; };
+  const auto row_start = [](const WantedRow& row) { return (int64_t(row.token) * kKvHeads + row.out_row) * kRow; };
   std::vector<WantedRow> wanted;
   for (const int layer : {0, 1, 7})
     for (const int64_t token : {int64_t(0), int64_t(1) << 14, (int64_t(1) << 15) - 1, int64_t(1) << 15, int64_t(1) << 18, kTokens - 1})
@@ -40,7 +40,7 @@ TEST(StepRunner, RowsThatLieTogetherAreOneGroup) {
   const std::vector<WantedRow> wanted{{0, 5, 1}, {0, 2, 0}, {0, 7, 1}, {3, 1, 0}};
   std::vector<int32_t> offsets(4);
   const auto groups = group_rows(
-      wanted, [](const WantedRow& row) { return int64_t(row.token) * 100 + row.kv_head * 50; }, offsets.data());
+      wanted, [](const WantedRow& row) { return int64_t(row.token) * 100 + row.out_row * 50; }, offsets.data());
   ASSERT_EQ(groups.size(), 2u);
   EXPECT_EQ(groups[1].begin, 3u);
   EXPECT_EQ(offsets, (std::vector<int32_t>{550, 200, 750, 100}));

@@ -17,21 +17,40 @@ inline ModelSpec tiny_model(const std::vector<Mask>& masks, int block_size, int 
   model.hidden_size = num_q_heads * head_dim;
   for (const Mask& mask : masks) {
     ModelLayer layer;
-    layer.spec.num_q_heads = num_q_heads;
-    layer.spec.num_kv_heads = num_kv_heads;
-    layer.spec.head_dim_qk = layer.spec.head_dim_v = head_dim;
-    layer.spec.block_size = block_size;
-    layer.spec.mask = mask;
+    layer.attention().num_q_heads = num_q_heads;
+    layer.attention().num_kv_heads = num_kv_heads;
+    layer.attention().head_dim_qk = layer.attention().head_dim_v = head_dim;
+    layer.attention().block_size = block_size;
+    layer.attention().mask = mask;
     layer.name = "decoder." + std::to_string(model.layers.size());
     size_t group = 0;
-    while (group < model.kv_groups.size() && model.kv_groups[group].name != mask.str()) ++group;
-    if (group == model.kv_groups.size()) model.kv_groups.push_back({.name = mask.str(), .layers = {}, .bytes_per_token = 0});
-    layer.kv_group = int(group);
-    model.kv_groups[group].layers.push_back(int(model.layers.size()));
-    model.kv_groups[group].bytes_per_token += layer.spec.kv_bytes_per_token();
+    while (group < model.cache_groups.size() && model.cache_groups[group].name != mask.str()) ++group;
+    if (group == model.cache_groups.size()) model.cache_groups.push_back({.name = mask.str(), .layers = {}, .bytes_per_token = 0});
+    layer.cache_group = int(group);
+    model.cache_groups[group].layers.push_back(int(model.layers.size()));
+    model.cache_groups[group].bytes_per_token += layer.attention().kv_bytes_per_token();
     model.layers.push_back(layer);
   }
   return model;
+}
+
+// Layers of attention ('a': every key, 'w': a window of 24) and of short convolutions ('c'; 'b': with a bias, which shares their states).
+inline ModelSpec tiny_hybrid_model(std::string_view layers, int block_size, int dim = 48, int width = 3) {
+  ModelSpec model;
+  model.name = model.family = "tiny hybrid";
+  model.hidden_size = dim;
+  for (const char kind : layers) {
+    ModelLayer& layer = model.layers.emplace_back();
+    layer.name = "decoder." + std::to_string(model.layers.size() - 1);
+    if (kind == 'a' || kind == 'w') {
+      AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 2, .head_dim_qk = 16, .head_dim_v = 16};
+      if (kind == 'w') spec.mask = {.causal = true, .window_left = 23};
+      layer.spec = spec;
+    } else {
+      layer.spec = ShortConvSpec{.dim = dim, .width = width, .bias = kind == 'b'};
+    }
+  }
+  return model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, block_size);
 }
 
 inline Mask full_mask() { return {}; }

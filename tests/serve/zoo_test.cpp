@@ -59,7 +59,7 @@ TEST(Zoo, ACellIsWhatItsNameSays) {
 TEST(Zoo, LayersOfAModelAreSharedOutOverGpus) {
   std::vector<AttentionSpec> layers;
   for (const auto& kind : load_model("gpt-oss-20b").with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16).kinds())
-    layers.push_back(kind.spec);
+    layers.push_back(std::get<AttentionSpec>(kind.spec));
   const auto cells = cells_of(layers);
   std::set<std::string> shapes;
   std::set<int> pages;

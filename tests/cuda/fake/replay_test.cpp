@@ -31,7 +31,7 @@ class GpuReplay : public testing::Test {
   // The kernels that run on the host know one spec at a time, apart from what they are given: windows may differ.
   ReplayResult run(const ModelSpec& model) {
     for (const ModelLayer& layer : model.layers) {
-      AttentionSpec spec = layer.spec;
+      AttentionSpec spec = layer.attention();
       spec.kv_dtype = options.kv_dtype;
       spec.block_size = options.block_size;
       fake::run_on_host(spec);
@@ -75,7 +75,7 @@ TEST_F(GpuReplay, TimesAreThoseOfTheStream) {
   EXPECT_NEAR(r.times.plan_s, double(r.steps) * 2 * kBetweenMarks, 1e-9);
   EXPECT_NEAR(r.times.attention_s, double(r.steps) * 2 * kBetweenMarks, 1e-9) << "one stretch for both layers of a kind";
   EXPECT_EQ(r.times.kv_write_s, 0);
-  EXPECT_NEAR(r.decode_steps.attention_s, double(r.decode_steps.steps) * 2 * kBetweenMarks, 1e-9);
+  EXPECT_NEAR(r.decode_steps.run_s, double(r.decode_steps.steps) * 2 * kBetweenMarks, 1e-9);
 }
 
 // Decode steps are captured once; after that no launch of attention is seen but those of steps with prefill.
@@ -119,9 +119,9 @@ TEST_F(GpuReplay, EveryCacheTypeAndScoreModificationIsVerified) {
   for (const int which : {0, 1, 2}) {
     ModelSpec model = tiny_model({full_mask(), full_mask()}, 16);
     for (ModelLayer& layer : model.layers) {
-      layer.spec.score.sinks = which == 0;
-      layer.spec.score.alibi = which == 1;
-      layer.spec.score.head_scales = which == 2;
+      layer.attention().score.sinks = which == 0;
+      layer.attention().score.alibi = which == 1;
+      layer.attention().score.head_scales = which == 2;
     }
     EXPECT_TRUE(run(model).complete) << which;
   }
@@ -129,7 +129,7 @@ TEST_F(GpuReplay, EveryCacheTypeAndScoreModificationIsVerified) {
 
 TEST_F(GpuReplay, MemoryIsWhatTheGpuHasLeft) {
   const ModelSpec model = tiny_model({full_mask(), full_mask()}, 16);
-  const int64_t block = 2 * model.layers[0].spec.kv_bytes_per_token() * 16;
+  const int64_t block = 2 * model.layers[0].attention().kv_bytes_per_token() * 16;
   fake::state().free_bytes = size_t(20 * block);
   options.max_num_batched_tokens = 8;
   const ReplayResult r = run(model);
@@ -141,7 +141,7 @@ TEST_F(GpuReplay, MemoryIsWhatTheGpuHasLeft) {
 // What the proof is worth: a kernel that leaves out a layer's last key is noticed.
 TEST_F(GpuReplay, AWrongKernelIsNoticed) {
   const ModelSpec model = tiny_model({full_mask()}, 16);
-  fake::run_on_host(model.layers[0].spec);
+  fake::run_on_host(model.layers[0].attention());
   const auto kernel = fake::state().on_launch;
   int written = 0;
   fake::state().on_launch = [&](const fake::Launch& launch) {

@@ -1,0 +1,76 @@
+// Decoders whose layers are of several families: LFM2, of attention and short convolutions; used by the family table.
+// Class defaults and layer rules: transformers, configuration_lfm2.py, configuration_lfm2_moe.py and modeling_lfm2.py.
+#include <algorithm>
+
+#include "core/check.h"
+#include "model/families.h"
+
+namespace imbrex {
+
+namespace {
+
+// Whether each layer attends, by either of the two fields that say so.
+std::vector<bool> read_attention_layers(const ConfigReader& config, int layers) {
+  const std::string types_field = config.path("layer_types"), list_field = config.path("full_attn_idxs");
+  std::vector<bool> by_type, by_list;
+  if (const auto names = config.maybe_strings("layer_types")) {
+    check(int64_t(names->size()) == layers, "model.field.layer_types.length", "{} has {} entries, the model has {} layers", types_field,
+          names->size(), layers);
+    for (const std::string& name : *names) {
+      check(name == "conv" || name == "full_attention", "model.field.layer_types.unknown",
+            "{}[{}] must be conv or full_attention, got \"{:.60}\"", types_field, by_type.size(), name);
+      by_type.push_back(name == "full_attention");
+    }
+  }
+  if (const auto list = config.maybe_integers("full_attn_idxs")) {
+    by_list.assign(size_t(layers), false);
+    for (size_t i = 0; i < list->size(); ++i) {
+      const int64_t layer = (*list)[i];
+      check(layer >= 0 && layer < layers && !by_list[size_t(layer)], "model.field.full_attn_idxs",
+            "{}[{}] must be one of the layers 0 to {} that the list has not named yet, got {}", list_field, i, layers - 1, layer);
+      by_list[size_t(layer)] = true;
+    }
+  }
+  if (by_type.empty() && by_list.empty()) {
+    config.note(fmt::format("{} and {} absent: every layer attends, the class default", types_field, list_field));
+    return std::vector<bool>(size_t(layers), true);
+  }
+  if (by_type.empty()) return by_list;
+  const size_t differs = size_t(std::mismatch(by_type.begin(), by_type.end(), by_list.begin(), by_list.end()).first - by_type.begin());
+  check(by_list.empty() || differs == by_type.size(), "model.field.conflict", "{}[{}] is {}, but {} says otherwise", types_field, differs,
+        differs < by_type.size() && by_type[differs] ? "full_attention" : "conv", list_field);
+  return by_type;
+}
+
+ShortConvSpec read_short_conv(const ConfigReader& config, int hidden, DType dtype) {
+  ShortConvSpec spec;
+  spec.dim = hidden;
+  spec.dtype = dtype;
+  spec.bias = config.flag("conv_bias", false);
+  const int64_t width = config.any_integer("conv_L_cache").value_or(spec.width);
+  if (!config.has("conv_L_cache")) config.note(fmt::format("{} absent: the class default {}", config.path("conv_L_cache"), width));
+  check(width >= 2 && width <= 8, "model.field.conv_width", "{} is {}, from 2 to 8 tokens are run", config.path("conv_L_cache"), width);
+  spec.width = int(width);
+  if (const auto dim = config.maybe_integer({"conv_dim"}, kMaxHidden))
+    check(*dim == hidden, "model.field.conflict", "{} is {} but {}, which the convolutions are as wide as, is {}", config.path("conv_dim"),
+          *dim, config.path("hidden_size"), hidden);
+  return spec;
+}
+
+void read_conv_decoder(const FamilyInput& in, const ShapeDefaults& defaults) {
+  const ConfigReader& config = in.config;
+  const Shape shape = read_shape(config, defaults, false);
+  const std::vector<bool> attends = read_attention_layers(config, shape.layers);
+  const AttentionSpec attention = decoder_spec(shape, in.dtype);
+  const ShortConvSpec conv = read_short_conv(config, shape.hidden, in.dtype);
+  in.model.hidden_size = shape.hidden;
+  for (int i = 0; i < shape.layers; ++i)
+    add_layer(in.model, attends[size_t(i)] ? LayerSpec(attention) : LayerSpec(conv), fmt::format("decoder.{}", i));
+}
+
+}  // namespace
+
+void read_lfm2(const FamilyInput& in) { read_conv_decoder(in, {32, 2560, 32, 8}); }
+void read_lfm2_moe(const FamilyInput& in) { read_conv_decoder(in, {32, 2048, 32, 8}); }
+
+}  // namespace imbrex

@@ -1,0 +1,43 @@
+// See group_cache.h.
+#include "serve/group_cache.h"
+
+#include "core/run_parallel.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+void touch_pages(void* data, int64_t bytes, const ParallelFor& threads) {
+  constexpr int64_t kPage = 4096;
+  run_parallel(threads, [&](int worker) {
+    const int64_t end = bytes * (worker + 1) / threads.num_workers;
+    for (int64_t at = bytes * worker / threads.num_workers; at < end; at += kPage) static_cast<volatile char*>(data)[at] = 0;
+  });
+}
+
+}  // namespace
+
+StateAllocation::StateAllocation(DType dtype, int num_layers, int num_slots, int rows, int dim, const DeviceStream& stream)
+    : memory_(stream.tensor(dtype, {num_layers, num_slots, rows, dim})) {}
+
+int64_t bytes_of(const GroupCache& cache) {
+  return std::visit([](const auto& allocation) { return allocation.bytes(); }, cache);
+}
+
+GroupCache make_cache(const AttentionSpec& spec, int num_layers, int num_blocks, const DeviceStream& stream, const ParallelFor& threads) {
+  KvAllocation cache(spec, num_layers, num_blocks, "lbhtd", &stream);
+  for (int layer = 0; !stream.asynchronous() && layer < num_layers; ++layer) {
+    const KvCache views = cache.layer(layer);
+    for (const TensorView& side : {views.k, views.v})  // within a layer the block is the outermost dimension
+      touch_pages(side.data, side.size(0) * side.stride(0) * size_of(side.dtype), threads);
+  }
+  return cache;
+}
+
+GroupCache make_cache(const ShortConvSpec& spec, int num_layers, int num_slots, const DeviceStream& stream, const ParallelFor& threads) {
+  StateAllocation cache(spec.dtype, num_layers, num_slots, spec.state_rows(), spec.dim, stream);
+  if (!stream.asynchronous()) touch_pages(cache.all().data, cache.bytes(), threads);
+  return cache;
+}
+
+}  // namespace imbrex::serve

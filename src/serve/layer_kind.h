@@ -1,0 +1,102 @@
+#pragma once
+// Layers of one spec in a replay: their plans, parameters and caches, and what is made, run and fetched of them in a step. A class for each
+// family derives from it (attention_kind.cpp, short_conv_kind.cpp); StepRunner knows no family.
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "imbrex/device_stream.h"
+#include "imbrex/model.h"
+#include "serve/group_cache.h"
+#include "serve/replay.h"
+#include "serve/synthetic.h"
+#include "serve/verify.h"
+
+namespace imbrex::serve {
+
+// A tensor that a layer reads, bf16 [tokens, heads, dim] and made by synthesis: a row for each head, of at most Synthetic::kMaxDim.
+struct InputPart {
+  Side side = Side::q;
+  int heads = 0, dim = 0;
+};
+constexpr size_t kMostParts = 3;
+
+// Of one layer in one step.
+struct StepTensors {
+  std::array<TensorView, kMostParts> in;  // the parts, in their order
+  TensorView out;                         // bf16 [tokens * out_rows, out_length]
+};
+
+// What kinds are made from.
+struct KindSetup {
+  const ModelSpec& model;
+  const DeviceInfo& device;
+  const ReplayOptions& options;
+  const DeviceStream& stream;
+  PlanOptions plan;              // for every step
+  PlanOptions decode_plan;       // for steps with one token a request
+  bool has_decode_plan = false;  // they have plans of their own, which a graph may hold
+};
+
+class LayerKind {
+ public:
+  virtual ~LayerKind() = default;
+
+  const LayerSpec& spec() const { return spec_; }
+  int group() const { return group_; }  // of the model's cache groups
+  std::span<const InputPart> parts() const { return parts_; }
+  int out_rows() const { return out_rows_; }          // of a token: rows of the output that are fetched by themselves
+  int64_t out_length() const { return out_length_; }  // elements of such a row
+
+  // Layers are counted within the kind. Their group's memory must be there before the first run().
+  virtual void place_cache(size_t layer, const GroupCache&, int layer_of_group) = 0;
+  void update(const Batch&, bool decode);
+  bool capturable() const { return plan_now().capturable(); }  // into a graph of this step's plan
+  // What comes before run() and is on a clock of its own; false: nothing does.
+  virtual bool write_cache(size_t layer, const StepTensors&) const = 0;
+  virtual void run(size_t layer, const StepTensors&) const = 0;
+
+  virtual VerifyTarget target(size_t layer, int out_row) const = 0;
+  ReplayKind report() const;  // what runs and why, with the plan of the last step
+
+ protected:
+  LayerKind(const ModelSpec::Kind&, const KindSetup&);
+  virtual BasicPlan& basic_plan(bool decode) const = 0;
+  bool decode() const { return decode_; }
+  Stream stream() const { return stream_.get(); }
+
+  std::vector<InputPart> parts_;
+  int out_rows_ = 0;
+  int64_t out_length_ = 0;
+  ReplayKind report_;  // what selection decides: backend, rule, selection
+
+ private:
+  BasicPlan& plan_now() const { return basic_plan(decode_); }
+
+  LayerSpec spec_;
+  int group_;
+  const DeviceStream& stream_;
+  bool decode_ = false;  // the step is one for the decode plan
+};
+
+// A kind with the plans of its family.
+template <class Family>
+class KindOf : public LayerKind {
+ protected:
+  KindOf(const ModelSpec::Kind& kind, const KindSetup& setup) : LayerKind(kind, setup) {}
+  const typename Family::Spec& spec() const { return std::get<typename Family::Spec>(LayerKind::spec()); }
+  const typename Family::Plan& plan() const { return *(decode() ? decode_plan_ : plan_); }
+
+  std::unique_ptr<typename Family::Plan> plan_, decode_plan_;
+
+ private:
+  BasicPlan& basic_plan(bool decode) const override { return *(decode ? decode_plan_ : plan_); }
+};
+
+// Selects backends and makes plans. Error replay.backend.none, select.forced.
+std::unique_ptr<LayerKind> make_kind(const AttentionSpec&, const ModelSpec::Kind&, const KindSetup&);
+std::unique_ptr<LayerKind> make_kind(const ShortConvSpec&, const ModelSpec::Kind&, const KindSetup&);
+
+}  // namespace imbrex::serve

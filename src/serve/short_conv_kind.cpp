@@ -1,0 +1,78 @@
+// Layers of the short convolution in a replay (see layer_kind.h).
+#include "core/check.h"
+#include "imbrex/short_conv.h"
+#include "serve/layer_kind.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+class ShortConvLayers final : public KindOf<ShortConvFamily> {
+ public:
+  ShortConvLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
+    const int piece = ShortConvParameters::piece(spec());
+    parts_ = {{Side::bcx, 3 * spec().dim / piece, piece}};
+    out_rows_ = 1;
+    out_length_ = spec().dim;
+    for (const int layer : kind.layers) {
+      Layer& made = layers_.emplace_back(Layer{.parameters = ShortConvParameters(spec(), setup.options.seed, layer), .inputs = {}});
+      made.parameters.view(made.inputs);
+      for (TensorView* t : {&made.inputs.weight, &made.inputs.bias}) {
+        if (t->empty()) continue;
+        made.owned.push_back(setup.stream.copy_of(*t));
+        *t = made.owned.back().view;
+      }
+    }
+    make_plans(setup);
+  }
+
+  void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
+    layers_[layer].inputs.state = std::get<StateAllocation>(group).layer(layer_of_group);
+  }
+
+  bool write_cache(size_t, const StepTensors&) const override { return false; }  // run() reads and writes the states
+
+  void run(size_t layer, const StepTensors& tensors) const override {
+    ShortConvInputs inputs = layers_[layer].inputs;
+    const TensorView& bcx = tensors.in[0];
+    inputs.bcx = TensorView::contiguous(bcx.data, bcx.dtype, {bcx.size(0), 3 * int64_t(spec().dim)}, bcx.device);
+    plan().run(inputs, {.out = tensors.out}, stream());
+  }
+
+  VerifyTarget target(size_t layer, int) const override {
+    return ShortConvTarget{.spec = &spec(), .parameters = &layers_[layer].parameters};
+  }
+
+ private:
+  struct Layer {
+    ShortConvParameters parameters;
+    ShortConvInputs inputs;           // state and parameters, where the device reads them
+    std::vector<DeviceTensor> owned;  // parameters on the device
+  };
+
+  // One backend for both phases: a plan of this family takes any step. Where two are forced, the one of prefill runs both, and says so.
+  void make_plans(const KindSetup& setup) {
+    SelectOptions select_options = setup.options.select;
+    select_options.phase = Phase::prefill;
+    const auto selection = select<ShortConvFamily>(spec(), setup.device, select_options);
+    select_options.phase = Phase::decode;
+    const auto decode = select<ShortConvFamily>(spec(), setup.device, select_options);
+    check(selection.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec().str(), selection.str());
+    plan_ = selection.backend->plan(spec(), setup.device, setup.plan);
+    if (setup.has_decode_plan) decode_plan_ = selection.backend->plan(spec(), setup.device, setup.decode_plan);
+    report_.backend = selection.backend->name();
+    report_.rule = selection.rule;
+    if (decode.backend != selection.backend) report_.rule += "; runs decode too, plans of this family are not split by phase";
+    report_.selection = selection.str();
+  }
+
+  std::vector<Layer> layers_;
+};
+
+}  // namespace
+
+std::unique_ptr<LayerKind> make_kind(const ShortConvSpec&, const ModelSpec::Kind& kind, const KindSetup& setup) {
+  return std::make_unique<ShortConvLayers>(kind, setup);
+}
+
+}  // namespace imbrex::serve

@@ -1,0 +1,83 @@
+// The replay on a GPU of a model that keeps states too: slots and states in device memory, and layers whose plans no graph may hold between
+// those that are replayed. On the fake driver, with the reference as a GPU's backend of short convolutions.
+#include <gtest/gtest.h>
+
+#include "cuda/driver.h"
+#include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_kernels.h"
+#include "serve/replay.h"
+#include "serve/tiny_model.h"
+
+namespace imbrex::serve {
+namespace {
+
+namespace fake = cuda::fake;
+
+// Waits for what the stream was given before, and computes in the device's memory, which is the host's here.
+class WaitingConv final : public BackendOf<ShortConvFamily> {
+ public:
+  std::string_view name() const override { return "waiting_conv"; }
+  std::string_view description() const override { return "the reference, on a fake GPU"; }
+  std::vector<Reason> unsupported(const ShortConvSpec&, const DeviceInfo& device) const override {
+    if (device.device.type == DeviceType::cuda) return {};
+    return {{"device.type", "cuda", to_string(device.device.type)}};
+  }
+  std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const DeviceInfo&, const PlanOptions& options) const override {
+    auto made = std::make_unique<WaitingPlan>();
+    PlanOptions on_host = options;
+    on_host.workspace = nullptr;
+    made->inner = find_backend<ShortConvFamily>("reference")->plan(spec, describe_device("cpu"), on_host);
+    return made;
+  }
+
+ private:
+  struct WaitingPlan final : ShortConvPlan {
+    std::unique_ptr<ShortConvPlan> inner;
+    void update(const Batch& batch, Stream stream) override { inner->update(batch, stream); }
+    void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const override {
+      cuda::check_cuda(cuda::need_driver().cuStreamSynchronize(static_cast<cuda::CUstream>(stream)), "wait");
+      const auto host = [](TensorView t) {
+        EXPECT_TRUE(t.empty() || t.device == (Device{DeviceType::cuda, 0}));
+        t.device = {};
+        return t;
+      };
+      inner->run({.bcx = host(in.bcx), .weight = host(in.weight), .bias = host(in.bias), .state = host(in.state)}, {.out = host(out.out)});
+    }
+    std::string str() const override { return "waiting"; }
+  };
+};
+
+TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
+  register_backend<ShortConvFamily>(std::make_shared<WaitingConv>());
+  const ModelSpec model = tiny_hybrid_model("caabwca", 16);
+  for (const ModelLayer& layer : model.layers)
+    if (const auto* spec = std::get_if<AttentionSpec>(&layer.spec)) fake::run_on_host(*spec);
+  const Trace trace = tree_trace(10, 16, 90, 40, 2);
+  ReplayOptions options;
+  options.device = "cuda:0";
+  options.select.forced = "cuda_sm80";  // which only attention has
+  options.max_num_batched_tokens = 64;
+  options.max_num_seqs = 8;
+  options.block_size = 16;
+  options.num_threads = 1;
+  options.pacing = Pacing::saturate;
+  options.verify_fraction = 1;
+  options.num_blocks = 10;
+  const ReplayResult r = replay(model, trace, options);
+  unregister_backend<ShortConvFamily>("waiting_conv");
+  fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear();
+  EXPECT_TRUE(r.complete);
+  EXPECT_GT(r.preemptions, 0);
+  EXPECT_GT(r.decode_steps.steps, 0);
+  EXPECT_EQ(r.kinds[0].backend, "waiting_conv");
+  EXPECT_EQ(r.kinds[1].backend, "cuda_sm80");
+  EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (3 + 4 * 2));
+  options.device = "cpu";
+  options.select.forced = "reference";
+  const ReplayResult cpu = replay(model, trace, options);
+  EXPECT_EQ(r.digest, cpu.digest);
+  EXPECT_EQ(r.decode_digest, cpu.decode_digest);
+}
+
+}  // namespace
+}  // namespace imbrex::serve

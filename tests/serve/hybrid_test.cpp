@@ -1,0 +1,235 @@
+// The replay of models whose layers are of several families: states beside pages, same bits however it is batched, and mistakes noticed.
+#include <gtest/gtest.h>
+
+#include "expect_error.h"
+#include "serve/replay.h"
+#include "serve/report.h"
+#include "serve/tiny_model.h"
+
+namespace imbrex::serve {
+namespace {
+
+ReplayOptions hybrid_options() {
+  ReplayOptions o;
+  o.max_num_batched_tokens = 64;
+  o.max_num_seqs = 8;
+  o.block_size = 16;
+  o.num_threads = 1;
+  o.kv_format = "strided";
+  o.pacing = Pacing::saturate;
+  o.verify_fraction = 1;
+  return o;
+}
+
+bool noted(const ReplayResult& r, std::string_view text) {
+  for (const std::string& note : r.notes)
+    if (note.find(text) != std::string::npos) return true;
+  return false;
+}
+
+TEST(Hybrid, RunsATraceToItsEndAndChecksEveryOutput) {
+  const Trace trace = tree_trace(12, 16, 60, 12, 1);
+  const ReplayResult r = replay(tiny_hybrid_model("ccabw", 16), trace, hybrid_options());
+  EXPECT_TRUE(r.complete);
+  EXPECT_EQ(r.finished_requests, 12);
+  EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (2 * 2 + 3));  // 2 q heads a kv head of 2 layers, 3 convolutions
+  EXPECT_EQ(r.verified_values, (r.prefill_tokens + r.decode_tokens) * (2 * 2 * 16 + 3 * 48));
+  EXPECT_LE(r.verify_max_ratio, 1);
+  ASSERT_EQ(r.kinds.size(), 4u);
+  EXPECT_EQ(r.kinds[0].family, "short_conv");
+  EXPECT_EQ(r.kinds[0].layers, (std::vector<int>{0, 1}));
+  EXPECT_EQ(r.kinds[0].kv_write_s, 0);
+  EXPECT_GT(r.kinds[0].run_s, 0);
+  EXPECT_EQ(r.kinds[1].family, "attention");
+  EXPECT_EQ(r.kinds[2].spec, "short_conv d48 w3 bf16 bias");
+  ASSERT_EQ(r.groups.size(), 3u);
+  EXPECT_EQ(r.groups[0].name, "short_conv");
+  EXPECT_EQ(r.groups[0].num_layers, 3);
+  EXPECT_EQ(r.groups[0].num_slots, 8);
+  EXPECT_EQ(r.groups[0].num_blocks, 0);
+  EXPECT_EQ(r.groups[0].bytes, 8 * 3 * 2 * 48 * 2);
+  EXPECT_EQ(r.groups[0].peak_occupancy, 1);
+  EXPECT_EQ(r.groups[1].num_slots, 0);
+  EXPECT_EQ(r.kv_bytes, r.groups[0].bytes + r.groups[1].bytes + r.groups[2].bytes);
+  EXPECT_NEAR(r.times.step_s(), r.busy_s(), 1e-9);
+  EXPECT_GT(r.times.state_s, 0);
+  EXPECT_EQ(r.state_layers.steps, r.steps);
+  EXPECT_EQ(r.state_layers.tokens, r.prefill_tokens + r.decode_tokens);
+  EXPECT_NE(report_text(r, {}).find("8 state slots"), std::string::npos);
+}
+
+// The trace's prompts share prefixes, which the same trace finds where there are pages alone.
+TEST(Hybrid, PrefixesAreNotSharedAndANoteSaysSo) {
+  const Trace trace = tree_trace(12, 16, 60, 12, 1);
+  const ReplayResult r = replay(tiny_hybrid_model("ca", 16), trace, hybrid_options());
+  EXPECT_EQ(r.prefix_hit_tokens, 0);
+  EXPECT_FALSE(r.prefix_sharing);
+  EXPECT_TRUE(noted(r, "no prefix is shared"));
+  const ReplayResult pages = replay(tiny_hybrid_model("aa", 16), trace, hybrid_options());
+  EXPECT_GT(pages.prefix_hit_tokens, 0);
+  EXPECT_TRUE(pages.prefix_sharing);
+  EXPECT_FALSE(noted(pages, "no prefix is shared"));
+}
+
+TEST(Hybrid, SameBitsHoweverItIsBatched) {
+  const Trace trace = tree_trace(14, 16, 90, 40, 2, 0.5);
+  const ModelSpec model = tiny_hybrid_model("cabcw", 16, 80, 4);
+  ReplayOptions options = hybrid_options();
+  options.verify_fraction = 0;
+  const ReplayResult first = replay(model, trace, options);
+  const auto same = [&](auto change) {
+    ReplayOptions o = options;
+    change(o);
+    const ReplayResult r = replay(model, trace, o);
+    EXPECT_TRUE(r.complete);
+    EXPECT_EQ(r.digest, first.digest);
+    EXPECT_EQ(r.decode_digest, first.decode_digest);
+    return r;
+  };
+  same([](auto& o) { o.max_num_batched_tokens = 1; });
+  same([](auto& o) { o.max_num_batched_tokens = 17; });
+  same([](auto& o) { o.max_num_batched_tokens = 512; });
+  same([](auto& o) { o.max_num_seqs = 1; });
+  same([](auto& o) { o.num_threads = 3; });
+  same([](auto& o) { o.block_size = 8; });
+  same([](auto& o) { o.pacing = Pacing::arrival, o.fixed_step_s = 0.3; });
+  const ReplayResult storm = same([](auto& o) { o.num_blocks = 10, o.verify_fraction = 1; });
+  EXPECT_GT(storm.preemptions, 0);
+  EXPECT_GT(storm.recomputed_tokens, 0);
+  options.seed = 2;
+  EXPECT_NE(replay(model, trace, options).digest, first.digest);
+}
+
+// The digest is of the layers of both families: it changes with the weights of either.
+TEST(Hybrid, OutputsOfBothFamiliesAreInTheDigest) {
+  const Trace trace = tree_trace(4, 16, 90, 6, 1);
+  const auto digest = [&](const char* layers, int width) {
+    return replay(tiny_hybrid_model(layers, 16, 48, width), trace, hybrid_options()).digest;
+  };
+  EXPECT_NE(digest("ca", 3), digest("ca", 2));
+  EXPECT_NE(digest("ca", 3), digest("ba", 3));
+  EXPECT_NE(digest("ca", 3), digest("cw", 3));
+}
+
+TEST(Hybrid, AModelMayKeepStatesAlone) {
+  const Trace trace = tree_trace(12, 16, 60, 12, 1);
+  const ReplayResult r = replay(tiny_hybrid_model("cb", 16), trace, hybrid_options());
+  EXPECT_TRUE(r.complete);
+  ASSERT_EQ(r.groups.size(), 1u);
+  EXPECT_EQ(r.kv_bytes, 8 * 2 * 2 * 48 * 2);
+  EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * 2);
+  EXPECT_EQ(r.times.attention_s, 0);
+  EXPECT_EQ(r.kv_written_bytes, 0);
+}
+
+// States have at most half of the memory; with fewer slots than requests the others wait for one.
+TEST(Hybrid, SlotsAndPagesShareTheMemory) {
+  const Trace trace = tree_trace(10, 16, 60, 12, 1);
+  const ModelSpec model = tiny_hybrid_model("cca", 16, 512);
+  const int64_t slot = 2 * 2 * 512 * 2, block = 16 * 2 * 32 * 2;
+  ReplayOptions options = hybrid_options();
+  options.verify_fraction = 0;
+  options.kv_bytes = 6 * slot + 100;
+  const ReplayResult r = replay(model, trace, options);
+  EXPECT_TRUE(r.complete);
+  EXPECT_EQ(r.groups[0].num_slots, 3);
+  EXPECT_EQ(r.groups[1].num_blocks, (3 * slot + 100) / block);
+  EXPECT_EQ(r.groups[0].bytes, 3 * slot);
+  EXPECT_EQ(r.batch.max, 3);
+  EXPECT_EQ(r.preemptions, 0);
+  options.kv_bytes = slot + block - 1;
+  EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.kv_bytes.small");
+  options.kv_bytes = int64_t(64) << 20;
+  EXPECT_EQ(replay(model, trace, options).groups[0].num_slots, 8) << "not more than requests of a step";
+  options.max_num_seqs = 100;
+  EXPECT_EQ(replay(model, trace, options).groups[0].num_slots, 10) << "nor of the trace";
+}
+
+TEST(Hybrid, UsefulWorkIsCounted) {
+  Trace trace;
+  trace.requests = {{.arrival_s = 0, .input_length = 10, .output_length = 3, .prefix_ids = {}}};
+  const ReplayResult r = replay(tiny_hybrid_model("cba", 16), trace, hybrid_options());
+  const double state = 2 * 48 * 2;  // bytes
+  EXPECT_DOUBLE_EQ(r.state_layers.flops, 12 * 48.0 * (7 + 8));
+  EXPECT_DOUBLE_EQ(r.state_layers.bytes, 2 * (12 * 4 * 48 * 2 + (1 + 2 + 2) * state));  // the first step reads none
+  EXPECT_DOUBLE_EQ(r.kinds[1].flops, 12 * 48.0 * 8);
+  EXPECT_DOUBLE_EQ(r.kv_written_bytes, 12 * 2 * 32 * 2);
+  EXPECT_DOUBLE_EQ(r.decode_steps.flops, 2.0 * 4 * 32 * (11 + 12)) << "of attention alone";
+}
+
+// Runs like the reference, but now and then in a step that continues a request makes the mistake that it is told to make.
+struct Mistaken final : BackendOf<ShortConvFamily> {
+  enum Mistake { none, forgets, shares, stale } mistake = none;
+
+  struct MistakenPlan final : ShortConvPlan {
+    std::unique_ptr<ShortConvPlan> inner;
+    Mistake mistake = none;
+    int steps = 0;
+    std::vector<int32_t> seq_lens, slots;
+    void update(const Batch& batch, Stream stream) override {
+      Batch changed = batch;
+      seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+      slots.assign(batch.state_slots.begin(), batch.state_slots.end());
+      if (++steps % 5 == 0 && mistake == forgets) {
+        for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.query_len(r);  // as if nothing had gone by
+      } else if (steps % 5 == 0 && mistake == shares && slots.size() > 1) {
+        std::swap(slots[0], slots[1]);
+      } else if (mistake == stale) {
+        for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.seq_lens[size_t(r)] + 1;  // a new one reads what was left
+      }
+      changed.seq_lens = seq_lens;
+      changed.state_slots = slots;
+      inner->update(changed, stream);
+    }
+    void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const override { inner->run(in, out, stream); }
+    std::string str() const override { return "mistaken"; }
+  };
+
+  std::string_view name() const override { return "mistaken"; }
+  std::string_view description() const override { return "makes mistakes with states"; }
+  std::vector<Reason> unsupported(const ShortConvSpec&, const DeviceInfo&) const override { return {}; }
+  std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    auto made = std::make_unique<MistakenPlan>();
+    PlanOptions wider = options;
+    ++wider.limits.max_seq_len;
+    made->inner = find_backend<ShortConvFamily>("reference")->plan(spec, device, wider);
+    made->mistake = mistake;
+    return made;
+  }
+};
+
+TEST(Hybrid, VerificationNoticesWrongStates) {
+  const auto backend = std::make_shared<Mistaken>();
+  register_backend<ShortConvFamily>(backend);
+  const Trace trace = tree_trace(12, 16, 60, 12, 1);
+  ReplayOptions options = hybrid_options();
+  options.select.forced = "mistaken";
+  const auto code = [&](Mistaken::Mistake mistake) {
+    backend->mistake = mistake;
+    return test::error_code([&] { replay(tiny_hybrid_model("cac", 16), trace, options); });
+  };
+  EXPECT_EQ(code(Mistaken::none), "nothing thrown");
+  EXPECT_EQ(code(Mistaken::forgets), "replay.verify");
+  EXPECT_EQ(code(Mistaken::shares), "replay.verify");
+  EXPECT_EQ(code(Mistaken::stale), "replay.verify");
+  backend->mistake = Mistaken::none;
+  const ReplayResult r = replay(tiny_hybrid_model("cac", 16), trace, options);
+  unregister_backend<ShortConvFamily>("mistaken");
+  EXPECT_EQ(r.kinds[0].rule, "forced");
+  EXPECT_NE(r.kinds[1].rule.find("mistaken, forced, is of the family short_conv"), std::string::npos) << r.kinds[1].rule;
+}
+
+TEST(Hybrid, PhasesOfStatesHaveOneBackend) {
+  ReplayOptions options = hybrid_options();
+  options.select.forced_prefill = "cpu_generic";
+  options.select.forced_decode = "reference";
+  const ReplayResult r = replay(tiny_hybrid_model("ca", 16), tree_trace(3, 16, 30, 4, 1), options);
+  EXPECT_EQ(r.kinds[0].backend, "cpu_generic");
+  EXPECT_NE(r.kinds[0].rule.find("runs decode too"), std::string::npos) << r.kinds[0].rule;
+  EXPECT_EQ(r.kinds[1].backend, "cpu_generic + reference");
+  options.select.forced_decode = "no_such";
+  EXPECT_EQ(test::error_code([&] { replay(tiny_hybrid_model("c", 16), tree_trace(3, 16, 30, 4, 1), options); }), "select.forced");
+}
+
+}  // namespace
+}  // namespace imbrex::serve
