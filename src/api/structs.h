@@ -10,8 +10,8 @@
 
 #include "api/guard.h"
 #include "imbrex/backend.h"
+#include "imbrex/layer_spec.h"
 #include "imbrex/select.h"
-#include "imbrex/short_conv.h"
 
 namespace imbrex::api {
 
@@ -139,14 +139,14 @@ imbrex_spec_fields fields_of(const AttentionSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
 // What a handle holds, of the family that a function is for.
-inline std::string_view family_of(const AttentionSpec&) { return "attention"; }
-inline std::string_view family_of(const ShortConvSpec&) { return "a short convolution"; }
-inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return family_of(AttentionSpec{}); }
-inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return family_of(ShortConvSpec{}); }
+inline std::string_view family_of(const AttentionSpec&) { return AttentionFamily::name; }
+inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily::name; }
+inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }
+inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return ShortConvFamily::name; }
 template <class Wanted, class... Families>
 const Wanted& of_family(const std::variant<Families...>& held, const char* name) {
   const auto* wanted = std::get_if<Wanted>(&held);
-  check(wanted != nullptr, "api.family", "{}: expected one of {}, got one of {}", name, family_of(Wanted{}),
+  check(wanted != nullptr, "api.family", "{}: expected one of the family {}, got one of {}", name, family_of(Wanted{}),
         std::visit([](const auto& other) { return family_of(other); }, held));
   return *wanted;
 }
@@ -169,7 +169,7 @@ struct imbrex_workspace {
   std::shared_ptr<imbrex::Workspace> workspace;
 };
 struct imbrex_spec {
-  std::variant<imbrex::AttentionSpec, imbrex::ShortConvSpec> spec;
+  imbrex::LayerSpec spec;
   std::string text;
 };
 struct imbrex_selection {

@@ -31,6 +31,14 @@ inline int lookback_tokens(const Mask& mask) {
 // Whether there are earlier keys that a query does not see, the custom mask apart.
 inline bool forgets(const Mask& mask) { return mask.window_left >= 0 || mask.chunk > 0; }
 
+// Keys before its own that a query may see, the custom mask apart: the most of any position.
+inline int64_t most_earlier_keys(const Mask& mask) {
+  int64_t most = std::numeric_limits<int>::max();
+  if (mask.window_left >= 0) most = mask.window_left;
+  if (mask.chunk > 0) most = std::min<int64_t>(most, int64_t(mask.chunk) - 1 + lookback_tokens(mask));
+  return most;
+}
+
 // The first key that a query at position p >= 0 may see, the custom mask apart. Never falls when p rises.
 inline int64_t first_visible_key(const Mask& mask, int64_t p) {
   int64_t first = 0;

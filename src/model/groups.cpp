@@ -17,9 +17,9 @@ bool has_cache(const AttentionSpec& spec) { return spec.kind == AttentionKind::d
 
 // Whether two layers' blocks can live and die together: the same tokens are kept, in records of the same size and form.
 bool same_group(const AttentionSpec& a, const AttentionSpec& b) {
-  return a.kind == b.kind && a.mask.window_left == b.mask.window_left && a.mask.chunk == b.mask.chunk && a.num_kv_heads == b.num_kv_heads &&
-         a.head_dim_qk == b.head_dim_qk && a.head_dim_v == b.head_dim_v && a.kv_dtype == b.kv_dtype && a.kv_format == b.kv_format &&
-         a.block_size == b.block_size;
+  return a.kind == b.kind && a.mask.window_left == b.mask.window_left && a.mask.chunk == b.mask.chunk &&
+         a.mask.chunk_lookback == b.mask.chunk_lookback && a.num_kv_heads == b.num_kv_heads && a.head_dim_qk == b.head_dim_qk &&
+         a.head_dim_v == b.head_dim_v && a.kv_dtype == b.kv_dtype && a.kv_format == b.kv_format && a.block_size == b.block_size;
 }
 
 std::string group_name(const AttentionSpec& spec) {

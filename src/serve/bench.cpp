@@ -6,6 +6,7 @@
 #include <cmath>
 #include <functional>
 
+#include "attention/mask.h"
 #include "conformance/judge.h"
 #include "core/check.h"
 #include "imbrex/device_stream.h"
@@ -23,14 +24,11 @@ double seconds_since(Clock::time_point start) { return std::chrono::duration<dou
 // First and one past the last key that the mask lets a query at position p see; the custom mask apart.
 std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_t seq_len) {
   const Mask& mask = spec.mask;
-  int64_t begin = 0, end = seq_len;
+  int64_t end = seq_len;
   if (mask.causal) end = std::min(end, p + 1);
   if (mask.window_right >= 0) end = std::min(end, p + mask.window_right + 1);
-  if (mask.window_left >= 0) begin = std::max(begin, p - mask.window_left);
-  if (mask.chunk > 0 && p >= 0) {
-    begin = std::max(begin, p / mask.chunk * mask.chunk);
-    end = std::min(end, (p / mask.chunk + 1) * mask.chunk);
-  }
+  if (mask.chunk > 0 && p >= 0) end = std::min(end, (p / mask.chunk + 1) * mask.chunk);
+  const int64_t begin = first_visible_key(mask, std::max<int64_t>(p, 0));
   return {begin, std::max(begin, end)};
 }
 

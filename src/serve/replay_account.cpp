@@ -4,18 +4,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "attention/mask.h"
 #include "serve/hash.h"
 
 namespace imbrex::serve {
 
 namespace {
-
-int first_visible(const Mask& mask, int position) {
-  int first = 0;
-  if (mask.window_left >= 0) first = std::max(first, position - mask.window_left);
-  if (mask.chunk > 0) first = std::max(first, position / mask.chunk * mask.chunk);
-  return first;
-}
 
 void add_to(ReplayPoint& sum, const ReplayPoint& p) {
   sum.clock_s = p.clock_s;
@@ -35,8 +29,8 @@ LayerWork layer_work(const AttentionSpec& spec, const StepPlan& plan) {
   int64_t pairs = 0, keys = 0;  // (query, visible key); keys that any query of a request sees
   for (int r = 0; r < plan.num_reqs(); ++r) {
     const int begin = plan.first_positions[size_t(r)], end = plan.seq_lens[size_t(r)];
-    for (int p = begin; p < end; ++p) pairs += p + 1 - first_visible(spec.mask, p);
-    keys += end - first_visible(spec.mask, begin);
+    for (int p = begin; p < end; ++p) pairs += p + 1 - first_visible_key(spec.mask, p);
+    keys += end - first_visible_key(spec.mask, begin);
   }
   return {.flops = double(pairs) * 2.0 * double(spec.num_q_heads) * double(spec.head_dim_qk + spec.head_dim_v),
           .bytes = double(keys) * double(spec.kv_bytes_per_token()),

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/mask.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 
@@ -139,9 +140,8 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
       }
       const Mask& mask = model.layers[size_t(group.layers.front())].attention().mask;
       int64_t count = blocks;
-      int64_t reach = mask.window_left >= 0 ? mask.window_left : std::numeric_limits<int32_t>::max();
-      if (mask.chunk > 0) reach = std::min<int64_t>(reach, mask.chunk - 1);
-      if (mask.window_left >= 0 || mask.chunk > 0) {
+      if (forgets(mask)) {
+        const int64_t reach = most_earlier_keys(mask);
         const int64_t enough = options.max_num_seqs * (reach / block_size + 3) + (reach + options.max_num_batched_tokens) / block_size + 3;
         count = std::min(count, 2 * enough);
       }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <limits>
 
+#include "attention/mask.h"
 #include "core/check.h"
 
 namespace imbrex::serve {
@@ -18,20 +19,17 @@ std::atomic<uint64_t> next_identity{1};
 }  // namespace
 
 struct Scheduler::Group {
-  Group(int index, int num_blocks, const Mask& mask) : index(index), pool(num_blocks), window_left(mask.window_left), chunk(mask.chunk) {}
+  Group(int index, int num_blocks, const Mask& mask) : index(index), pool(num_blocks), mask(mask) {}
   int index;  // of the model's cache groups
   BlockPool pool;
-  int window_left, chunk;
+  Mask mask;
 
-  bool limited() const { return window_left >= 0 || chunk > 0; }
+  bool limited() const { return forgets(mask); }
   // Blocks that a request can hold at once while its `tokens` are computed in pieces of at most `piece`.
   int peak_blocks(int tokens, int piece, int block_size) const {
     const int all = blocks_of(tokens, block_size);
     if (!limited()) return all;
-    int64_t reach = std::numeric_limits<int>::max();  // keys before a query that it may see
-    if (window_left >= 0) reach = window_left;
-    if (chunk > 0) reach = std::min<int64_t>(reach, chunk - 1);
-    return int(std::min<int64_t>(all, (reach + std::min(tokens, piece) - 1) / block_size + 2));
+    return int(std::min<int64_t>(all, (most_earlier_keys(mask) + std::min(tokens, piece) - 1) / block_size + 2));
   }
 };
 
@@ -165,11 +163,11 @@ int Scheduler::find_hit(const Request& r, int tokens) const {
     moved = false;
     for (const Group& group : groups_) {
       if (!group.limited()) continue;
-      int first = first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_);
+      int first = first_needed_block(hit * block_size_, group.mask, block_size_);
       for (int j = hit - 1; j >= first; --j) {
         if (group.pool.peek(hashes.subspan(size_t(j), 1)) == 1) continue;
         hit = j;
-        first = first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_);
+        first = first_needed_block(hit * block_size_, group.mask, block_size_);
         moved = true;
       }
     }
@@ -184,7 +182,7 @@ bool Scheduler::reserve(Request& r, int tokens) {
     Group& group = groups_[g];
     Request::Table& table = r.tables[g];
     if (group.limited()) {
-      const int needed = std::min(first_needed_block(r.computed, group.window_left, group.chunk, block_size_), int(table.blocks.size()));
+      const int needed = std::min(first_needed_block(r.computed, group.mask, block_size_), int(table.blocks.size()));
       if (needed > table.first_held) {
         group.pool.release(std::span(table.blocks).subspan(size_t(table.first_held), size_t(needed - table.first_held)));
         table.first_held = needed;
@@ -219,7 +217,7 @@ bool Scheduler::admit(Request& r, int budget) {
     Group& group = groups_[g];
     Request::Table& table = r.tables[g];
     table.blocks.reserve(size_t(blocks_of(int64_t(r.trace->input_length) + r.trace->output_length, block_size_)));
-    table.first_held = hit > 0 ? first_needed_block(hit * block_size_, group.window_left, group.chunk, block_size_) : 0;
+    table.first_held = hit > 0 ? first_needed_block(hit * block_size_, group.mask, block_size_) : 0;
     table.blocks.assign(size_t(table.first_held), 0);
     group.pool.lookup(std::span(r.hashes).subspan(size_t(table.first_held), size_t(hit - table.first_held)), table.blocks);
     table.published = hit;

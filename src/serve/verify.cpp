@@ -8,6 +8,7 @@
 #include <exception>
 #include <optional>
 
+#include "attention/mask.h"
 #include "core/check.h"
 #include "core/float_types.h"
 #include "core/run_parallel.h"
@@ -93,9 +94,8 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
   const AttentionSpec& spec = *target.spec;
   const int group = spec.group_size(), dim_qk = spec.head_dim_qk, dim_v = spec.head_dim_v, noise = noise_columns(spec);
   // Keys that the mask hides are left out; a multiple of the chunk, so that positions keep their chunk.
-  int first = 0;
-  if (spec.mask.window_left >= 0) first = std::max(first, sample.position - spec.mask.window_left);
-  if (spec.mask.chunk > 0) first = std::max(first / spec.mask.chunk, sample.position / spec.mask.chunk) * spec.mask.chunk;
+  int first = int(first_visible_key(spec.mask, sample.position));
+  if (spec.mask.chunk > 0) first = first / spec.mask.chunk * spec.mask.chunk;
   const int keys = sample.position + 1 - first;
 
   const AttentionSpec wanted = head_spec(spec);

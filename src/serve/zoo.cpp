@@ -57,8 +57,9 @@ std::string layer_text(const AttentionSpec& spec) {
   if (spec.head_dim_v != spec.head_dim_qk) text += fmt::format("_{}", spec.head_dim_v);
   if (spec.mask.window_left >= 0) text += fmt::format("/window{}", spec.mask.window_left + 1);
   if (spec.mask.chunk > 0) text += fmt::format("/chunk{}", spec.mask.chunk);
+  if (spec.mask.chunk_lookback > 0) text += fmt::format("/lookback{}", spec.mask.chunk_lookback);
   if (spec.score.soft_cap > 0) text += fmt::format("/soft_cap{:g}", spec.score.soft_cap);
-  if (spec.score.alibi) text += "/alibi";
+  if (spec.score.alibi) text += spec.score.alibi_sqrt ? "/alibi_sqrt" : "/alibi";
   if (spec.score.relative_buckets > 0) text += "/relative";
   if (spec.score.sinks) text += "/sinks";
   return text;
