@@ -99,9 +99,9 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
 
 }  // namespace
 
-std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, KernelPhase phase, int rows) {
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, Phase phase, int rows) {
   const SharedMemory memory = shared_memory_of(arch);
-  if (phase == KernelPhase::prefill) return prefill_tiles(memory, spec);
+  if (phase != Phase::decode) return prefill_tiles(memory, spec);
   const int wanted = std::max(rows, std::min(spec.group_size(), 64));
   for (int most = wanted <= 16 ? 16 : wanted <= 32 ? 32 : 64; most >= 16; most /= 2)
     if (const auto tiles = decode_tiles(memory, spec, most)) return tiles;

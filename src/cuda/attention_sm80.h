@@ -4,14 +4,10 @@
 #include <string_view>
 
 #include "cuda/jit.h"
+#include "imbrex/family.h"
 #include "imbrex/spec.h"
 
 namespace imbrex::cuda {
-
-enum class KernelPhase : uint8_t {
-  decode,  // few rows an item: warps share out the keys of a tile, and the memory sets the pace
-  prefill  // many: warps share out the rows
-};
 
 struct AttentionTiles {
   int rows, keys;                       // of a tile
@@ -24,9 +20,10 @@ struct AttentionTiles {
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };
 
-// Decode has 16, 32 or 64 rows: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a larger group
-// in parts). nullopt: nothing fits the shared memory of the architecture.
-std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, KernelPhase, int rows = 1);
+// Tiles of decode have few rows: warps share out the keys, and the memory sets the pace. In those of prefill (and of Phase::any) they share
+// out the rows. Decode has 16, 32 or 64 rows: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a
+// larger group in parts). nullopt: nothing fits the shared memory of the architecture.
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, Phase, int rows = 1);
 
 // Shared memory of a thread block, bytes.
 int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);

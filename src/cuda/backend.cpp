@@ -25,9 +25,9 @@ constexpr int kDecodeRows = 16, kVerifyRows = 64;
 
 // Where the larger tile of verify steps does not fit, decode's serves them too.
 std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (shape == kPrefill) return attention_sm80_tiles(arch, spec, KernelPhase::prefill);
-  const auto larger = shape == kVerify ? attention_sm80_tiles(arch, spec, KernelPhase::decode, kVerifyRows) : std::nullopt;
-  return larger ? larger : attention_sm80_tiles(arch, spec, KernelPhase::decode);
+  if (shape == kPrefill) return attention_sm80_tiles(arch, spec, Phase::prefill);
+  const auto larger = shape == kVerify ? attention_sm80_tiles(arch, spec, Phase::decode, kVerifyRows) : std::nullopt;
+  return larger ? larger : attention_sm80_tiles(arch, spec, Phase::decode);
 }
 
 ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
