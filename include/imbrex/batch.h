@@ -45,6 +45,7 @@ struct DeviceBatch {
   TensorView seq_lens;         // i32 [num_reqs], contiguous. A request that is not there has no query tokens
   // As in Batch. The custom mask may be longer than the requests' rows.
   TensorView block_table, kv_indptr, kv_indices, kv_start_loc, slot_mapping, custom_mask;
+  TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
   int max_num_tokens = 0;  // what the host knows of query_start_loc.back(); 0: PlanLimits::max_num_tokens. The tensors of write_kv() and
                            // run(), and slot_mapping, have so many tokens
 

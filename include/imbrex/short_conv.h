@@ -39,6 +39,8 @@ struct ShortConvOutputs {
 
 // A step is update() with Batch::query_start_loc, seq_lens and state_slots, and with drafts num_drafts and accepted_drafts. No two requests
 // with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do neighbours and threads.
+// update_on_device() takes DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state is left out of
+// run(), which tells device_problems(); two requests with the same slot are not found, and what they compute is undefined.
 class ShortConvPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors short_conv.run.*

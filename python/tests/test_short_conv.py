@@ -102,5 +102,5 @@ def test_selection():
     assert spec == imbrex.ShortConvSpec(2048, bias=True) and spec != imbrex.ShortConvSpec(2048) and spec.state_bytes == 2 * 2048 * 2
     chosen = imbrex.select(spec, "avx512,4 threads")
     assert chosen.backend == "cpu_avx512" and chosen.candidates[-1][0] == "reference"
-    assert imbrex.select(spec, "h200").backend is None
+    assert imbrex.select(spec, "h200").backend == "cuda_sm80"
     assert "cpu_generic" in imbrex.explain(spec, "cpu", forced="cpu_generic").splitlines()[0]

@@ -34,8 +34,8 @@ class ShortConvCpuPlan final : public ShortConvPlan {
   }
 
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
-    check_run(spec_, {}, in, out, now_.step);
     if (now_.items.empty()) return;
+    check_run(spec_, {}, in, out, now_.step.num_tokens, now_.step.num_slots);
     const ShortConvParams params{.bcx = in.bcx.as<const char>(),
                                  .weight = in.weight.as<const char>(),
                                  .bias = in.bias.as<const char>(),

@@ -7,19 +7,13 @@
 #include "attention/plan_checks.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
-#include "core/tensor_layout.h"
 #include "cuda/plan.h"
+#include "family/batch_checks.h"
 
 namespace imbrex::cuda {
 namespace {
 
 constexpr int kLeastThreads = 128;
-
-void check_lengths(const TensorView& t, const char* name, int64_t count) {
-  check(t.rank == 1 && t.dtype == DType::i32 && t.size(0) == count && (count <= 1 || t.stride(0) == 1), "batch.lengths",
-        "{}: expected contiguous i32[{}], got {}", name, count, t);
-  check_layout(t, name);
-}
 
 }  // namespace
 
@@ -37,22 +31,10 @@ DevicePlan::DevicePlan(const ContextPtr& context, std::string_view arch, const A
       broken_(zeroed(context, kNumBatchRules * sizeof(int))),
       zeros_(size_t(limits.max_num_reqs) + 1) {}
 
-int DevicePlan::max_tokens(const DeviceBatch& batch) const {
-  return batch.max_num_tokens > 0 ? batch.max_num_tokens : limits_.max_num_tokens;
-}
-
 Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
+  check_lengths(batch, limits_);
   const int64_t reqs = batch.num_reqs();
-  check(reqs >= 0 && reqs <= limits_.max_num_reqs, "batch.num_reqs.limit", "expected 0 to {} requests (PlanLimits), got {}",
-        limits_.max_num_reqs, reqs);
-  check(batch.max_num_tokens >= 0, "batch.num_tokens.limit", "expected max_num_tokens of 0 (those of PlanLimits) or more, got {}",
-        batch.max_num_tokens);
-  check(max_tokens(batch) <= limits_.max_num_tokens, "batch.num_tokens.limit", "expected at most {} query tokens (PlanLimits), got {}",
-        limits_.max_num_tokens, max_tokens(batch));
-  if (reqs > 0) {
-    check_lengths(batch.seq_lens, "seq_lens", reqs);
-    check_lengths(batch.query_start_loc, "query_start_loc", reqs + 1);
-  }
+  const int tokens = max_tokens(batch, limits_);
   const TensorView &slots = batch.slot_mapping, &mask = batch.custom_mask;
   Batch arrays{.query_start_loc = std::span(zeros_).first(size_t(reqs) + 1),
                .seq_lens = std::span(zeros_).first(size_t(reqs)),
@@ -64,8 +46,7 @@ Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
                .slot_mapping = slots,
                .custom_mask = {}};
   validate(arrays, spec_, limits_, -1);
-  check(slots.empty() || slots.size(0) >= max_tokens(batch), "batch.slot_mapping.size", "expected {} entries, got {}", max_tokens(batch),
-        slots);
+  check(slots.empty() || slots.size(0) >= tokens, "batch.slot_mapping.size", "expected {} entries, got {}", tokens, slots);
   check(spec_.mask.custom != mask.empty(), mask.empty() ? "batch.custom_mask.missing" : "batch.custom_mask.unexpected",
         "the spec's mask is {}, custom_mask is {}", spec_.mask.str(), mask);
   check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && (mask.size(0) <= 1 || mask.stride(0) == 1)),
@@ -94,7 +75,7 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.entry_keys = std::max(spec_.block_size, 1);
   p.mask_bytes = batch.custom_mask.size(0);
   p.num_reqs = int(batch.num_reqs());
-  p.max_tokens = max_tokens(batch);
+  p.max_tokens = max_tokens(batch, limits_);
   p.min_query_len = limits_.min_query_len;
   p.max_query_len = limits_.max_query_len;
   p.max_seq_len = limits_.max_seq_len;

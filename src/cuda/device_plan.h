@@ -21,7 +21,6 @@ class DevicePlan {
 
   // The batch's arrays under requests without tokens and keys, checked as far as the host sees them. Errors batch.*, update.device.
   Batch arrays_of(const DeviceBatch&) const;
-  int max_tokens(const DeviceBatch&) const;
   // All but the plan's arrays.
   PlanBatchParams params(const DeviceBatch&) const;
   // The context must be current, here and below.

@@ -16,6 +16,7 @@
 #include "cuda/kernel_cache.h"
 #include "cuda/merge_results.h"
 #include "cuda/plan.h"
+#include "cuda/short_conv.h"
 #include "cuda/write_kv.h"
 
 namespace imbrex::cuda {
@@ -49,6 +50,21 @@ constexpr KernelFamily kFamilies[] = {
     {"write_kv", write_kv_keys, "sm_90a"}, {"copy_blocks", copy_blocks_keys}, {"gather", gather_keys},
     {"merge_results", merge_results_keys}, {"cuda_sm80", sm80_keys},          {"cuda_sm90", sm90_keys, "sm_90a"},
 };
+
+// Of layers that no AttentionSpec names, so that no model and no backend of attention asks for them: a sample.
+struct OtherFamily {
+  const char* name;
+  std::vector<KernelKey> (*sample)(std::string_view arch);
+};
+
+std::vector<KernelKey> short_conv_sample(std::string_view arch) {
+  std::vector<KernelKey> keys;
+  for (const ShortConvSpec& spec : covering_short_conv_specs())
+    for (KernelKey& key : short_conv_kernels(arch, spec)) keys.push_back(std::move(key));
+  return keys;
+}
+
+constexpr OtherFamily kOtherFamilies[] = {{"short_conv", short_conv_sample}};
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
   const KernelKey& key = shipped.key;
@@ -84,11 +100,13 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
+  const auto add_keys = [&](const char* family, std::vector<KernelKey> keys) {
+    for (KernelKey& key : keys)
+      if (names.insert(cache_name(key)).second) shipped.push_back({family, std::move(key)});
+  };
   for (const KernelFamily& family : kFamilies) {
     const auto add = [&](std::span<const AttentionSpec> all, Extent extent) {
-      for (const AttentionSpec& spec : all)
-        for (KernelKey& key : family.keys(arch, spec, extent))
-          if (names.insert(cache_name(key)).second) shipped.push_back({family.name, std::move(key)});
+      for (const AttentionSpec& spec : all) add_keys(family.name, family.keys(arch, spec, extent));
     };
     if (!backend.empty()) {
       if (family.name == backend) add(specs, Extent::usual);
@@ -99,6 +117,8 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
       if (family.thorough == arch) add(thorough_specs(), Extent::usual);
     }
   }
+  for (const OtherFamily& family : kOtherFamilies)
+    if (backend.empty() && specs.empty()) add_keys(family.name, family.sample(arch));
   return shipped;
 }
 
@@ -146,6 +166,19 @@ std::vector<AttentionSpec> thorough_specs() {
   specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
   specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
   return specs;
+}
+
+std::vector<ShortConvSpec> covering_short_conv_specs() {
+  return {{.width = 3, .dtype = DType::bf16},
+          {.width = 3, .bias = true, .dtype = DType::bf16},
+          {.width = 5, .bias = true, .dtype = DType::bf16},
+          {.width = 8, .bias = true, .dtype = DType::bf16},
+          {.width = 3, .bias = true, .dtype = DType::f16},
+          {.width = 4, .bias = true, .dtype = DType::f16},
+          {.width = 8, .bias = true, .dtype = DType::f16},
+          {.width = 2, .dtype = DType::f32},
+          {.width = 5, .bias = true, .dtype = DType::f32},
+          {.width = 8, .bias = true, .dtype = DType::f32}};
 }
 
 std::vector<AttentionSpec> covering_specs() {

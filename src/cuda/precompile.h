@@ -6,6 +6,7 @@
 
 #include "cuda/jit.h"
 #include "cuda/plan.h"
+#include "imbrex/short_conv.h"
 #include "imbrex/spec.h"
 
 namespace imbrex::cuda {
@@ -27,6 +28,7 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
 std::vector<AttentionSpec> covering_specs();
+std::vector<ShortConvSpec> covering_short_conv_specs();  // types, sums of few tokens and of many, with a bias and without
 // All pairs of types, all usual head dimensions, pages of one token.
 std::vector<AttentionSpec> thorough_specs();
 

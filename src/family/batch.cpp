@@ -4,6 +4,8 @@
 #include <algorithm>
 
 #include "core/check.h"
+#include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 #include "family/batch_checks.h"
 
 namespace imbrex {
@@ -59,6 +61,29 @@ void check_lengths(const Batch& batch, const PlanLimits& limits, bool queries_ar
   }
   check(starts[num_reqs] <= limits.max_num_tokens, "batch.num_tokens.limit", "expected at most {} query tokens (PlanLimits), got {}",
         limits.max_num_tokens, starts[num_reqs]);
+}
+
+int max_tokens(const DeviceBatch& batch, const PlanLimits& limits) {
+  return batch.max_num_tokens > 0 ? batch.max_num_tokens : limits.max_num_tokens;
+}
+
+void check_list(const TensorView& t, const char* name, int64_t count, std::string_view code) {
+  check(t.rank == 1 && t.dtype == DType::i32 && t.size(0) == count && (count <= 1 || t.stride(0) == 1), code,
+        "{}: expected contiguous i32[{}], got {}", name, count, t);
+  check_layout(t, name);
+}
+
+void check_lengths(const DeviceBatch& batch, const PlanLimits& limits) {
+  const int64_t reqs = batch.num_reqs();
+  check(reqs >= 0 && reqs <= limits.max_num_reqs, "batch.num_reqs.limit", "expected 0 to {} requests (PlanLimits), got {}",
+        limits.max_num_reqs, reqs);
+  check(batch.max_num_tokens >= 0, "batch.num_tokens.limit", "expected max_num_tokens of 0 (those of PlanLimits) or more, got {}",
+        batch.max_num_tokens);
+  check(max_tokens(batch, limits) <= limits.max_num_tokens, "batch.num_tokens.limit",
+        "expected at most {} query tokens (PlanLimits), got {}", limits.max_num_tokens, max_tokens(batch, limits));
+  if (reqs == 0) return;
+  check_list(batch.seq_lens, "seq_lens", reqs, "batch.lengths");
+  check_list(batch.query_start_loc, "query_start_loc", reqs + 1, "batch.lengths");
 }
 
 }  // namespace imbrex

@@ -20,7 +20,8 @@ class Reference final : public ShortConvPlan {
   }
 
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
-    check_run(spec_, {}, in, out, step_);
+    if (step_.requests.empty()) return;
+    check_run(spec_, {}, in, out, step_.num_tokens, step_.num_slots);
     for (const ShortConvRequest& r : step_.requests)
       for (int d = 0; d < spec_.dim; ++d) run_channel(r, d, in, out);
   }

@@ -5,12 +5,13 @@
 
 namespace imbrex {
 
+const BackendOf<ShortConvFamily>& cuda_sm80_short_conv();   // cuda/short_conv_plan.cpp
 const BackendOf<ShortConvFamily>& cpu_avx512_short_conv();  // cpu/short_conv.cpp
 const BackendOf<ShortConvFamily>& cpu_generic_short_conv();
 
 template <>
 Registry<ShortConvFamily>::List Registry<ShortConvFamily>::built_in() {
-  return {&cpu_avx512_short_conv(), &cpu_generic_short_conv(), &short_conv_reference()};
+  return {&cuda_sm80_short_conv(), &cpu_avx512_short_conv(), &cpu_generic_short_conv(), &short_conv_reference()};
 }
 
 // Backends refuse devices and nothing of a spec.

@@ -29,7 +29,7 @@ void begin_plan(const BackendOf<ShortConvFamily>&, const ShortConvSpec&, const D
 // Error batch.*; `checked` false: the caller vouches for the batch.
 void read_batch(const ShortConvSpec&, const PlanLimits&, const Batch&, bool checked, ShortConvStep&);
 
-// Error short_conv.run.*, tensor.*
-void check_run(const ShortConvSpec&, Device, const ShortConvInputs&, const ShortConvOutputs&, const ShortConvStep&);
+// Of a step with tokens: tensors of a run() have room for so many, and the state for so many slots. Error short_conv.run.*, tensor.*
+void check_run(const ShortConvSpec&, Device, const ShortConvInputs&, const ShortConvOutputs&, int num_tokens, int num_slots);
 
 }  // namespace imbrex

@@ -309,12 +309,17 @@ TEST(ShortConv, IsSelectedWithReasons) {
   const auto selection = select<ShortConvFamily>(spec, describe_device("avx2,4 threads"));
   EXPECT_EQ(selection.backend->name(), "cpu_generic");
   EXPECT_EQ(select<ShortConvFamily>(spec, describe_device("avx512,4 threads")).backend->name(), "cpu_avx512");
-  ASSERT_EQ(selection.candidates[0].reasons.size(), 1u);
-  EXPECT_EQ(selection.candidates[0].reasons[0].code, "device.isa");
-  const auto on_gpu = select<ShortConvFamily>(spec, describe_device("h200"));
-  EXPECT_EQ(on_gpu.backend, nullptr);
-  ASSERT_EQ(on_gpu.proposals.size(), 1u);
-  EXPECT_TRUE(on_gpu.proposals[0].starts_with("device cpu: "));
+  ASSERT_EQ(selection.candidates[1].reasons.size(), 1u);
+  EXPECT_EQ(selection.candidates[1].reasons[0].code, "device.isa");
+  EXPECT_EQ(select<ShortConvFamily>(spec, describe_device("h200")).backend->name(), "cuda_sm80");
+  DeviceInfo old_gpu = describe_device("h200");
+  old_gpu.sm = 75;
+  const auto on_old_gpu = select<ShortConvFamily>(spec, old_gpu);
+  EXPECT_EQ(on_old_gpu.backend, nullptr);
+  ASSERT_EQ(on_old_gpu.candidates[0].reasons.size(), 1u);
+  EXPECT_EQ(on_old_gpu.candidates[0].reasons[0].code, "device.sm");
+  ASSERT_EQ(on_old_gpu.proposals.size(), 1u);
+  EXPECT_TRUE(on_old_gpu.proposals[0].starts_with("device cpu: "));
 }
 
 }  // namespace

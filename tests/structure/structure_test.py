@@ -24,7 +24,7 @@ ARROWS = {
     "short_conv": {"short_conv", "family", "core"},
     "model": {"model", "attention", "short_conv", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "family", "core"},
-    "cuda": {"cuda", "attention", "family", "core"},
+    "cuda": {"cuda", "attention", "short_conv", "family", "core"},
     "conformance": {"conformance", "attention", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "family", "core"},
@@ -75,7 +75,7 @@ def resolve(root, path, name):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, model, serve -> short_conv -> family; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, model, serve -> short_conv -> family; cli, serve -> conformance."""
     problems = []
     for path in sources(root, "src"):
         relative = path.relative_to(root).as_posix()
@@ -146,7 +146,7 @@ def check_cuda_kernels(root):
     """CUDA kernel texts, and all they include, are compiled without any header but ours: each other and plain structs."""
     problems = []
     kernels = root / "src/cuda/kernels"
-    shared = [root / "src/cuda/params.h", root / "src/attention/cut_item.h", root / "include/imbrex/work.h"]
+    shared = [root / "src/cuda/params.h", root / "src/cuda/short_conv_params.h", root / "src/attention/cut_item.h", root / "include/imbrex/work.h"]
     allowed = {path.resolve() for path in [*sources(root, "src/cuda/kernels"), *shared]}
     for path in [*sources(root, "src/cuda/kernels"), *(path for path in shared if path.is_file())]:
         relative = path.relative_to(root).as_posix()

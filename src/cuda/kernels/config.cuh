@@ -31,3 +31,7 @@ constexpr int kCluster = 1;         // thread blocks that share the keys of an i
 constexpr bool kMaps = true;                 // TMA can read the keys and values
 constexpr int kKWidth = 128, kVWidth = 128;  // bytes of a row of keys, of values, in a box; see attention_sm90_stream.cuh
 constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers of keys and of values in shared memory, and kKeyWarps 0
+
+// short_conv.cu (cuda/short_conv.cpp), besides kBlocks and kStages: of tokens
+constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
+constexpr bool kHasBias = false;

@@ -387,12 +387,12 @@ void run_launch(const Launch& launch) {
   for (int i = 0; i < parameter<int>(launch, 2); ++i) parameter<long*>(launch, 1)[i] = parameter<const int*>(launch, 0)[i];
 }
 
+}  // namespace
+
 void put_into_cache(const KernelKey& key) {
   const std::string name = cache_name(key);
   if (!load_cached(kernel_cache_folder(), name)) store_cached(kernel_cache_folder(), name, {.cubin = key.str(), .log = ""});
 }
-
-}  // namespace
 
 void run_on_host(const AttentionSpec& of) {
   spec = of;

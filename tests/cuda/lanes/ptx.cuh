@@ -136,6 +136,7 @@ inline u32 pick_bytes(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; ++i) d |= (u32(bytes >> 8 * (selector >> 4 * i & 7)) & 255) << 8 * i;
   return d;
 }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.f / x; }

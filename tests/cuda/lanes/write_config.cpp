@@ -2,13 +2,18 @@
 #include <fstream>
 #include <iostream>
 
+#include "cuda/lanes/short_conv_variants.h"
 #include "cuda/lanes/variants.h"
 
 int main(int argc, char** argv) {
   if (argc != 2) return std::cerr << "expected one folder, got " << argc - 1 << " arguments\n", 2;
-  for (const imbrex::test::Variant& v : imbrex::test::variants()) {
-    std::ofstream file(std::string(argv[1]) + "/" + v.name + "/config.cuh");
-    file << imbrex::cuda::config_text(v.key());
-    if (!file.flush()) return std::cerr << "cannot write the constants of " << v.name << "\n", 1;
-  }
+  int result = 0;
+  const auto write = [&](const std::string& name, const imbrex::cuda::KernelKey& key) {
+    std::ofstream file(std::string(argv[1]) + "/" + name + "/config.cuh");
+    file << imbrex::cuda::config_text(key);
+    if (!file.flush()) std::cerr << "cannot write the constants of " << name << "\n", result = 1;
+  };
+  for (const imbrex::test::Variant& v : imbrex::test::variants()) write(v.name, v.key());
+  for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
+  return result;
 }

@@ -1,0 +1,68 @@
+#pragma once
+// What crosses into the CUDA kernels of the short convolution: plain structs, strides in bytes. Filled by cuda/short_conv.cpp.
+
+namespace imbrex::cuda {
+
+constexpr int kShortConvThreads = 128;
+constexpr int kShortConvWideBytes = 16;  // of a row, that a thread has where tensors are aligned to as many; otherwise it has one channel
+
+// A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
+struct StateRequest {
+  int begin;
+  int slot;       // negative: the request is left out
+  int first_row;  // of the state: where h of the token width - 1 in front of the first is; negative: nothing has gone by
+  int drafts;     // the state gets h of so many more tokens than the width - 1 that a later step needs if it takes none back
+};
+struct StateCounts {
+  int num_tokens, num_reqs, padding[2];
+};
+
+// Requests that a device has found to break a rule: PlanStateBatchParams::broken.
+enum StateRule : int {
+  kStateStartsRise,
+  kStateTokensFit,
+  kStateQueryFits,
+  kStateLengthFits,
+  kStateQueriesAreKeys,
+  kStateSlotIsOne,
+  kStateDraftsFit,
+  kStateAcceptedFit,
+  kStateSlotIsThere,
+  kNumStateRules
+};
+
+struct ShortConvParams {
+  const char *bcx, *weight, *bias;
+  char *state, *out;
+  long bcx_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
+  const StateRequest* requests;  // [num_reqs + 1]
+  const StateCounts* counts;
+  int* broken;                      // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  int dim, num_slots, num_tokens;   // num_tokens: that bcx and out have rows for; a request with others is left out
+  int chunks_at_once, most_chunks;  // that the GPU holds, and whose number times tiles fits 31 bits
+  bool lists_are_there;             // requests and counts were there before the kernel in front began
+};
+
+// Tokens of a unit of work: as few as keep the GPU busy, in whole waves of units. A unit reads what `width - 1` tokens in front of its own
+// have, and what a request's first and last tokens have is needed in one place, so it has as many as a request has, if those are few.
+constexpr int short_conv_chunk(const StateCounts& step, int chunks_at_once, int most_chunks) {
+  constexpr int kMost = 64, kFew = 4;
+  if (step.num_tokens <= 0) return 1;
+  const int last = step.num_tokens - 1, waves = last / kMost / chunks_at_once + 1;
+  const int even = last / waves / chunks_at_once + 1, least = last / most_chunks + 1, each = step.num_tokens / step.num_reqs;
+  const int few = each < kFew ? each : kFew, chunk = even > few ? even : few;
+  return chunk > least ? chunk : least;
+}
+
+constexpr int kPlanStateBatchThreads = 256;
+
+struct PlanStateBatchParams {
+  const int *starts, *lengths;           // the caller's query_start_loc [num_reqs + 1] and seq_lens [num_reqs]
+  const int *slots, *drafts, *accepted;  // [num_reqs]; the last two null: none
+  int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len, max_drafts;
+  StateRequest* requests;
+  StateCounts* counts;
+  int* broken;  // [kNumStateRules]: the last request that broke the rule, plus 1; grows until the host clears it
+};
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,29 @@
+#pragma once
+// The specialisations of short_conv.cu whose text runs on the host: each type, sums of two tokens to eight, with a bias and without.
+#include <string>
+#include <vector>
+
+#include "cuda/short_conv.h"
+
+namespace imbrex::test {
+
+struct ShortConvVariant {
+  const char* name;
+  DType dtype;
+  int width;
+  bool bias;
+  // The kernel is the same for all numbers of channels and drafts.
+  ShortConvSpec spec(int dim, int num_drafts = 0) const {
+    return {.dim = dim, .width = width, .bias = bias, .dtype = dtype, .num_drafts = num_drafts};
+  }
+  cuda::KernelKey key() const { return cuda::short_conv_key("sm_90a", spec(1), cuda::short_conv_tuning(spec(1))); }
+};
+
+inline std::vector<ShortConvVariant> short_conv_variants() {
+  return {{"conv_lfm2", DType::bf16, 3, false},
+          {"conv_bias", DType::f16, 4, true},
+          {"conv_short", DType::f32, 2, false},
+          {"conv_long", DType::bf16, 8, true}};
+}
+
+}  // namespace imbrex::test
