@@ -11,7 +11,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 KV_HEADS, HEAD_DIM = 8, 128  # of most paged cells
 POOL = (256 << 14) * KV_HEADS * HEAD_DIM  # elements: 16 Ki tokens of 256 requests; the largest cells need four times as many
 MB = 1e6
-# How far an output may be from float64, in errors of the same attention as a framework would write it in bf16: src/conformance/judge.h
+# How far an output may be from float64, in errors of the same attention as a framework would write it in bf16: src/conformance/attention/judge.h
 MAX_FACTOR = {"bf16": 2.0, "fp8_e4m3": 4.0}
 MEAN_FACTOR = {"bf16": 1.5, "fp8_e4m3": 3.0}
 FLOOR = 1e-5

@@ -4,14 +4,14 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <regex>
 
 #include "cli/cli.h"
-#include "conformance/cases.h"
+#include "conformance/attention/cases.h"
 #include "core/check.h"
 #include "imbrex/select.h"
-#include "serve/batch_grammar.h"
 #include "serve/ceilings.h"
 
 namespace imbrex::cli {
@@ -45,14 +45,11 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
     check(!jobs.empty(), "cli.cases", "a pattern that some of the {} cases match, got \"{}\"", cases().size(), o.cases);
     return jobs;
   }
-  // Prefill, chunked prefill, decode of few and of many requests, and a mix.
-  static const std::vector<std::string> kDefault{"q2k", "q512s4k", "q1s8k", "32q1s1k", "q1k,16q1s1k"};
   for (const Named<AttentionSpec>& named : attention_specs_of(o.spec)) {
-    for (const std::string& text : o.batches.empty() ? kDefault : o.batches) {
+    for (const std::string& text : batches_of(o)) {
       const auto items = serve::parse_batch(text);
-      Job job{named.name.empty() ? serve::to_string(items) : fmt::format("{}, {}", serve::to_string(items), named.name), named.spec, {}};
-      for (const auto& item : items) job.requests.insert(job.requests.end(), size_t(item.count), {item.q_len, item.seq_len});
-      jobs.push_back(std::move(job));
+      jobs.push_back({named.name.empty() ? serve::to_string(items) : fmt::format("{}, {}", serve::to_string(items), named.name), named.spec,
+                      requests_of(items)});
     }
   }
   return jobs;
@@ -92,6 +89,7 @@ int run_bench(BenchArguments& o) {
   const double unit = gpu ? 1e12 : 1e9;
   ThreadPool pool(o.threads);
   set_options(o, pool);
+  if (o.family == "short_conv") return run_short_conv_bench(o, device, pool.parallel_for());
   if (o.zoo) return run_zoo(o, device);
   const std::vector<Job> jobs = jobs_of(o);
   serve::Ceilings ceilings;
@@ -101,14 +99,12 @@ int run_bench(BenchArguments& o) {
                       ">of ceiling", ">plan µs"},
                      {}};
   ordered_json j = ordered_json::array();
-  int timed = 0;
   for (const Job& job : jobs) {
     const auto list = backends_for(job, device, o);
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const Backend* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
       const serve::Share share = share_of(r, *backend, job.spec, ceilings, device);
-      ++timed;
       table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
                             fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
                             fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit),
@@ -138,43 +134,91 @@ int run_bench(BenchArguments& o) {
                    {"plan", r.plan}});
     }
   }
-  if (o.json || o.format == "json") {
-    fmt::print("{}\n", j.dump(2));
-  } else {
-    if (o.format == "table")
-      fmt::print("{}, {}{}\n\n", device.name, gpu ? device.device.str() : fmt::format("{} threads", pool.num_threads()),
-                 o.no_check ? "" : "; every row checked against the reference first");
-    fmt::print("{}", print_as(table, o.format));
-  }
-  return timed > 0 ? kOk : kUnsupported;
+  return print_bench(o, device, pool.num_threads(), table, j);
+}
+
+// Options that `add` gives to a subcommand.
+std::vector<CLI::Option*> added_options(CLI::App& sub, const std::function<void()>& add) {
+  const size_t before = sub.get_options().size();
+  add();
+  const std::vector<CLI::Option*> all = sub.get_options();
+  return {all.begin() + long(before), all.end()};
+}
+
+void check_family(const std::string& family, const std::vector<CLI::Option*>& of_others) {
+  for (const CLI::Option* option : of_others)
+    check(option->count() == 0, "cli.family", "--family {}: expected options of that family, got {}", family, option->get_name());
 }
 
 }  // namespace
 
+std::vector<std::string> batches_of(const BenchArguments& o) {
+  static const std::vector<std::string> kDefault{"q2k", "q512s4k", "q1s8k", "32q1s1k", "q1k,16q1s1k"};
+  return o.batches.empty() ? kDefault : o.batches;
+}
+
+std::vector<serve::BenchRequest> requests_of(const std::vector<serve::BatchItem>& items) {
+  std::vector<serve::BenchRequest> requests;
+  for (const serve::BatchItem& item : items) requests.insert(requests.end(), size_t(item.count), {item.q_len, item.seq_len});
+  return requests;
+}
+
+int print_bench(const BenchArguments& o, const DeviceInfo& device, int num_threads, const serve::Table& table, const ordered_json& j) {
+  if (o.json || o.format == "json") {
+    fmt::print("{}\n", j.dump(2));
+  } else {
+    const bool gpu = device.device.type == DeviceType::cuda;
+    if (o.format == "table")
+      fmt::print("{}, {}{}\n\n", device.name, gpu ? device.device.str() : fmt::format("{} threads", num_threads),
+                 o.no_check ? "" : "; every row checked against the reference first");
+    fmt::print("{}", print_as(table, o.format));
+  }
+  return j.empty() ? kUnsupported : kOk;
+}
+
 void add_bench(CLI::App& app, Action& action) {
   auto o = std::make_shared<BenchArguments>();
-  CLI::App* sub = app.add_subcommand("bench", "Time attention on batches, with a check against the reference first");
+  CLI::App* sub = app.add_subcommand("bench", "Time layers on batches, with a check against the reference first");
   sub->add_option("BATCH", o->batches,
                   "vLLM's notation: items [count]q<queries>[k][s<keys>[k]] joined by ',' or '_', k is 1024 (default: five typical ones)");
-  add_spec_options(*sub, o->spec);
-  sub->add_option("--cases", o->cases, "Time the cases of the conformance table whose name matches this regular expression instead");
-  sub->add_flag(
+  sub->add_option("--family", o->family, "Of layers: attention or short_conv")
+      ->check(CLI::IsMember({"attention", "short_conv"}))
+      ->capture_default_str();
+  const auto of_short_conv = added_options(*sub, [&] {
+    sub->add_option("--dim", o->short_conv.dim, "short_conv: channels")->capture_default_str();
+    sub->add_option("--width", o->short_conv.width, "short_conv: tokens that a sum is over")->capture_default_str();
+    sub->add_option("--dtype", o->short_conv.dtype, "short_conv: f32, bf16, f16")->capture_default_str();
+    sub->add_flag("--bias", o->short_conv.bias, "short_conv: with a bias");
+    sub->add_option("--drafts", o->short_conv.drafts, "short_conv: drafts of a step at most")->capture_default_str();
+  });
+  auto of_attention = added_options(*sub, [&] { add_spec_options(*sub, o->spec); });
+  const auto add_of_attention = [&](CLI::Option* option) {
+    of_attention.push_back(option);
+    return option;
+  };
+  add_of_attention(
+      sub->add_option("--cases", o->cases, "Time the cases of the conformance table whose name matches this regular expression instead"));
+  add_of_attention(sub->add_flag(
       "--zoo", o->zoo,
       "Look for cliffs: layers of published models (or of --model), whole and shared out over GPUs, in many steps, page sizes and "
-      "cache types");
-  sub->add_option("--only", o->only, "With --zoo: cells whose names this regular expression matches");
-  sub->add_flag("--list", o->list, "With --zoo: print the names of the cells and leave");
-  sub->add_option("--seconds", o->seconds, "With --zoo: begin no cell after so many (0: run all)")->check(CLI::NonNegativeNumber);
-  sub->add_option("--backend", o->backends, "Backends or aliases, separated by commas (default: the one that select takes)");
+      "cache types"));
+  add_of_attention(sub->add_option("--only", o->only, "With --zoo: cells whose names this regular expression matches"));
+  add_of_attention(sub->add_flag("--list", o->list, "With --zoo: print the names of the cells and leave"));
+  add_of_attention(sub->add_option("--seconds", o->seconds, "With --zoo: begin no cell after so many (0: run all)"))
+      ->check(CLI::NonNegativeNumber);
+  sub->add_option("--backend", o->backends,
+                  "Backends or aliases, separated by commas (default: the one that select takes; of short_conv all but the reference)");
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
-  sub->add_option(
-         "--kv-copies", o->bench.kv_copies,
-         "Rotate over so many caches, as the layers of a model do: keys then come from DRAM (0: one, or on a GPU as many as that takes)")
+  sub->add_option("--kv-copies", o->bench.kv_copies,
+                  "Rotate over so many caches, or sets of tensors, as the layers of a model do: they then come from DRAM (0: one, or on a "
+                  "GPU as many "
+                  "as that takes)")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  sub->add_option("--kv-order", o->bench.kv_order,
-                  "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token");
+  add_of_attention(
+      sub->add_option("--kv-order", o->bench.kv_order,
+                      "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token"));
   sub->add_option("--min-time", o->min_time, "CPU: seconds to repeat at least")->check(CLI::NonNegativeNumber)->capture_default_str();
   sub->add_option("--max-time", o->max_time, "CPU: seconds to repeat at most")->check(CLI::NonNegativeNumber)->capture_default_str();
   sub->add_option("--min-samples", o->bench.min_samples, "CPU: samples at least")->check(CLI::Range(1, 1000000))->capture_default_str();
@@ -195,15 +239,18 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
+      "  imbrex bench --family short_conv --dim 2048 q8k 8q1s16 32q5s1k\n"
       "  imbrex bench --zoo --device cuda:0 --model gemma-2-9b\n\n"
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
       "useful FLOP/s; share of the nearer ceiling (flop, L3 or DRAM: measured, or of the GPU's data sheet); best time of planning on the\n"
       "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.\n"
+      "--family short_conv: GB/s read and written; of the ceiling is their sum as a share of what can be read.\n"
       "--zoo: cells that would take long run with fewer or shorter requests; beside is the share of the ceiling by the median share of "
       "the\n"
       "same kind of step and cache; cells below half of it are measured up to twice more. Exit code 1: an output is wrong, or such a cell "
       "is left.");
-  sub->callback([o, sub, &action] {
+  sub->callback([o, sub, of_attention, of_short_conv, &action] {
+    check_family(o->family, o->family == "short_conv" ? of_attention : of_short_conv);
     o->page_given = sub->count("--block-size") > 0;
     o->kv_dtype_given = sub->count("--kv-dtype") > 0;
     o->time_given = sub->count("--min-time") + sub->count("--max-time") + sub->count("--noise") > 0;

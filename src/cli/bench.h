@@ -1,15 +1,26 @@
 #pragma once
 // What `imbrex bench` was asked for, with and without --zoo.
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "cli/spec_options.h"
+#include "serve/batch_grammar.h"
 #include "serve/bench.h"
 
 namespace imbrex::cli {
 
+// Of a layer of ShortConv.
+struct ShortConvOptions {
+  int dim = 2048, width = 3, drafts = 0;
+  std::string dtype = "bf16";
+  bool bias = false;
+};
+
 struct BenchArguments {
+  std::string family = "attention";
   SpecOptions spec;
+  ShortConvOptions short_conv;
   serve::BenchOptions bench;
   std::vector<std::string> batches;
   std::string device = "cpu", backends, cases, only, format = "table";
@@ -20,7 +31,15 @@ struct BenchArguments {
   bool page_given = false, kv_dtype_given = false, time_given = false;  // options that the zoo varies by itself
 };
 
+// Prefill, chunked prefill, decode of few and of many requests, and a mix.
+std::vector<std::string> batches_of(const BenchArguments&);
+std::vector<serve::BenchRequest> requests_of(const std::vector<serve::BatchItem>&);
+// The table in the format that was asked for, or the array; the exit code.
+int print_bench(const BenchArguments&, const DeviceInfo&, int num_threads, const serve::Table&, const nlohmann::ordered_json&);
+
 // Layers of models in the steps that engines run, and the slowest of them.
 int run_zoo(const BenchArguments&, const DeviceInfo&);
+// --family short_conv
+int run_short_conv_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
 
 }  // namespace imbrex::cli

@@ -4,8 +4,9 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
+#include "conformance/attention/device_mirror.h"
 #include "conformance/case_file.h"
-#include "conformance/device_mirror.h"
+#include "conformance/short_conv/device_mirror.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 
@@ -18,45 +19,73 @@ struct VerifyArguments {
   bool json = false, quiet = false;
 };
 
-std::vector<const Backend*> wanted_backends(const std::string& text) {
-  if (text.empty()) return backends();
-  std::vector<const Backend*> list;
-  for (const std::string& name : split(text, ",")) {
-    list.push_back(find_backend(name));
-    check(list.back() != nullptr, "cli.backend", "the name of a backend, got \"{}\" (imbrex info lists them)", name);
+// Backends of a family that were asked for, as they run on tensors in host memory. Names may be of another family.
+template <class Family>
+struct WantedBackends {
+  std::vector<const BackendOf<Family>*> list;
+  std::vector<std::string> others;
+  std::vector<std::unique_ptr<BackendOf<Family>>> mirrors;
+
+  WantedBackends(const std::vector<std::string>& names, const DeviceInfo& device) {
+    if (names.empty()) list = backends<Family>();
+    for (const std::string& name : names) {
+      const BackendOf<Family>* const backend = find_backend<Family>(name);
+      backend == nullptr ? others.push_back(name) : list.push_back(backend);
+    }
+    if (device.device.type == DeviceType::cpu) return;
+    for (const BackendOf<Family>*& backend : list) backend = mirrors.emplace_back(device_mirror(*backend)).get();
   }
-  return list;
-}
+
+  template <class File>
+  std::vector<VerifyRow> verify(const File& file, const DeviceInfo& device) const {
+    std::vector<VerifyRow> rows = verify_case(file, device, list);
+    for (const std::string& name : others) rows.push_back({name, {}, "no backend of this family", {}, {}, {}});
+    return rows;
+  }
+};
+
+class Verifier {
+ public:
+  Verifier(const std::vector<std::string>& names, const DeviceInfo& device)
+      : device_(device), attention_(names, device), short_conv_(names, device) {
+    for (const std::string& name : names)
+      check(find_backend(name) != nullptr || find_backend<ShortConvFamily>(name) != nullptr, "cli.backend",
+            "the name of a backend, got \"{}\" (imbrex info lists them)", name);
+  }
+  std::vector<VerifyRow> operator()(const CaseFile& file) const { return attention_.verify(file, device_); }
+  std::vector<VerifyRow> operator()(const ShortConvCaseFile& file) const { return short_conv_.verify(file, device_); }
+
+ private:
+  DeviceInfo device_;
+  WantedBackends<AttentionFamily> attention_;
+  WantedBackends<ShortConvFamily> short_conv_;
+};
 
 int run_verify(const VerifyArguments& o) {
   const DeviceInfo device = describe_device(o.device);
   check(device.present, "backend.device_absent", "--device: expected a device of this machine, got {}", device.str());
-  auto list = wanted_backends(o.backends);
-  std::vector<std::unique_ptr<Backend>> mirrors;
-  for (const Backend*& backend : list) {
-    if (device.device.type != DeviceType::cpu) backend = mirrors.emplace_back(device_mirror(*backend)).get();
-  }
+  const Verifier verifier(split(o.backends, ","), device);
   serve::Table table{{"case", "backend", "variant", ">max error", ">bound", ">mean error", ">bound", "result"}, {}};
   nlohmann::ordered_json j = nlohmann::ordered_json::array();
   int failed = 0, passed = 0;
   for (const std::string& path : o.files) {
-    for (const VerifyRow& row : verify_case(load_case(path), device, list)) {
+    for (const VerifyRow& row : std::visit(verifier, load_any_case(path))) {
       const bool ran = row.refused.empty();
       if (ran) ++(row.pass() ? passed : failed);
       const auto number = [&](double value) { return ran ? fmt::format("{:.2e}", value) : std::string(); };
-      table.rows.push_back({path, row.backend, row.variant, number(row.judgement.out.max), number(row.bounds.max),
-                            number(row.judgement.out.mean), number(row.bounds.mean),
+      table.rows.push_back({path, row.backend, row.variant, number(row.error.max), number(row.bound.max), number(row.error.mean),
+                            number(row.bound.mean),
                             !ran         ? "refused: " + row.refused
                             : row.pass() ? "pass"
-                                         : "FAIL: " + row.judgement.failure});
+                                         : "FAIL: " + row.failure});
       nlohmann::ordered_json entry{{"case", path}, {"backend", row.backend}, {"variant", row.variant}};
       if (ran) {
-        entry.update({{"max_error", row.judgement.out.max},
-                      {"max_bound", row.bounds.max},
-                      {"mean_error", row.judgement.out.mean},
-                      {"mean_bound", row.bounds.mean},
+        entry.update({{"max_error", row.error.max},
+                      {"max_bound", row.bound.max},
+                      {"mean_error", row.error.mean},
+                      {"mean_bound", row.bound.mean},
                       {"pass", row.pass()},
-                      {"failure", row.judgement.failure}});
+                      {"failure", row.failure}});
       } else {
         entry["refused"] = row.refused;
       }

@@ -1,36 +1,17 @@
 #pragma once
-// Case files: one .safetensors file is one case with its expected result, see docs/case-files.md. Read and run by `imbrex verify`.
-#include <span>
+// Case files of any family: the metadata says which, see docs/case-files.md. Read and run by `imbrex verify`.
 #include <string>
-#include <vector>
+#include <variant>
 
-#include "conformance/judge.h"
-#include "conformance/safetensors.h"
+#include "conformance/attention/case_file.h"
+#include "conformance/short_conv/case_file.h"
 
 namespace imbrex {
 
-struct CaseFile {
-  CaseInputs inputs;
-  std::vector<float> out;  // [T, num_q_heads, head_dim_v]
-  std::vector<float> lse;  // [T, num_q_heads], or empty
-};
+using AnyCaseFile = std::variant<CaseFile, ShortConvCaseFile>;
 
-// Error case_file.* or spec.*; a field or tensor that is not known is refused, never ignored.
-CaseFile parse_case(const Safetensors&);
-CaseFile load_case(const std::string& path);
-Safetensors to_safetensors(const CaseFile&);
-CaseFile make_case_file(const Case&);  // with the reference's result
-
-// One backend run over a case in one way, or why it cannot.
-struct VerifyRow {
-  std::string backend, variant;  // "cpu_amx", "page 16 csr lbthd"
-  std::string refused;           // the reasons; the rest is then unset
-  Judgement judgement;
-  Bounds bounds;
-  bool pass() const { return refused.empty() && judgement.pass(); }
-};
-// Every backend over page sizes, tables, layouts and formats, pages shuffled, everything else poisoned with NaN, then with 0xff.
-// A backend that runs nothing of it has one row, with its reasons.
-std::vector<VerifyRow> verify_case(const CaseFile&, const DeviceInfo&, std::span<const Backend* const>);
+// Error case_file.family for one that there is not, otherwise what the family's own reader throws.
+AnyCaseFile parse_any_case(const Safetensors&);
+AnyCaseFile load_any_case(const std::string& path);
 
 }  // namespace imbrex

@@ -4,7 +4,7 @@
 #include <string>
 #include <string_view>
 
-#include "conformance/case_inputs.h"
+#include "conformance/host_tensor.h"
 
 namespace imbrex {
 

@@ -2,24 +2,16 @@
 #include "serve/bench.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <functional>
 
 #include "attention/mask.h"
-#include "conformance/judge.h"
+#include "conformance/attention/judge.h"
 #include "core/check.h"
-#include "imbrex/device_stream.h"
 #include "serve/bench_problem.h"
 
 namespace imbrex::serve {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr int kCapturedQueries = 16;  // of a request, up to which calls go into a graph
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // First and one past the last key that the mask lets a query at position p see; the custom mask apart.
 std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_t seq_len) {
@@ -51,76 +43,6 @@ void check_outputs(const Backend& backend, const BenchProblem& problem, const At
     result.check_allowed = std::max(result.check_allowed, expected.bounds.max);
     ++taken;
   }
-}
-
-// The 95 % interval of a median is about 1.25 * 1.96 standard errors wide; the spread comes from the quartiles, which outliers
-// do not move.
-void summarise(std::vector<double>& times, BenchResult& result) {
-  std::sort(times.begin(), times.end());
-  const size_t n = times.size();
-  result.samples = int(n);
-  result.best_s = times[0];
-  result.median_s = n % 2 ? times[n / 2] : (times[n / 2 - 1] + times[n / 2]) / 2;
-  const double spread = (times[n * 3 / 4] - times[n / 4]) / 1.35;
-  result.noise = 1.25 * 1.96 * spread / std::sqrt(double(n)) / result.median_s;
-}
-
-// Until the median is known. A sample is long enough that reading the clock does not matter.
-void time_on_cpu(const std::function<void()>& run, const BenchOptions& options, BenchResult& result) {
-  constexpr double kMinSample = 50e-6;
-  int runs = 1;
-  const auto sample = [&] {
-    const auto start = Clock::now();
-    for (int i = 0; i < runs; ++i) run();
-    return seconds_since(start) / runs;
-  };
-  const double first = sample();
-  if (first < kMinSample) runs = int(kMinSample / std::max(first, 1e-8)) + 1;
-  std::vector<double> times;
-  const auto start = Clock::now();
-  for (;;) {
-    times.push_back(sample());
-    const double elapsed = seconds_since(start);
-    if (int(times.size()) < options.min_samples && elapsed < options.max_seconds) continue;
-    summarise(times, result);
-    if ((elapsed >= options.min_seconds && result.noise <= options.target_noise) || elapsed >= options.max_seconds) return;
-  }
-}
-
-// Calls of few queries are shorter than the host takes to launch them: a graph of some of them is timed. Others run back to back, each
-// between two marks, until the clock has settled under their load.
-void time_on_gpu(const std::function<void()>& run, DeviceStream& stream, BenchResult& result) {
-  for (int i = 0; i < 2; ++i) run();
-  stream.mark(0);
-  run();
-  stream.mark(1);
-  const double estimate = std::max(stream.seconds(0, 1), 5e-6);
-  std::vector<double> times;
-  if (result.captured) {
-    const int rotation = result.kv_copies,
-              calls = std::clamp(int(20e-3 / estimate), rotation, std::max(rotation, 50)) / rotation * rotation;
-    const DeviceGraph graph = stream.capture([&] {
-      for (int i = 0; i < calls; ++i) run();
-    });
-    stream.replay(graph);
-    const int replays = std::clamp(int(80e-3 / (estimate * calls)), 3, 20);
-    for (int i = 0; i < replays; ++i) {
-      stream.mark(0);
-      stream.replay(graph);
-      stream.mark(1);
-      times.push_back(stream.seconds(0, 1) / calls);
-    }
-  } else {
-    const auto calls = size_t(std::clamp(int(120e-3 / estimate), 5, 200));
-    for (size_t i = 0; i < std::max<size_t>(2, calls / 5); ++i) run();
-    for (size_t i = 0; i < calls; ++i) {
-      stream.mark(2 * i);
-      run();
-      stream.mark(2 * i + 1);
-    }
-    for (size_t i = 0; i < calls; ++i) times.push_back(stream.seconds(2 * i, 2 * i + 1));
-  }
-  summarise(times, result);
 }
 
 }  // namespace
@@ -157,12 +79,7 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
                                                                   : options.launch == BenchLaunch::graph;
   result.captured = stream->asynchronous() && captured;
   const auto plan = backend.plan(spec, device, plan_options);
-  result.plan_s = 1e9;
-  for (int i = 0; i < 5; ++i) {
-    const auto start = Clock::now();
-    plan->update(problem.batch(), stream->get());
-    result.plan_s = std::min(result.plan_s, seconds_since(start));
-  }
+  result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });
   result.plan = plan->str();
   const Outputs outputs = problem.outputs();
   plan->run(problem.inputs(0), outputs, stream->get());
@@ -173,17 +90,13 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
     plan->run(problem.inputs(copy), outputs, stream->get());
     copy = (copy + 1) % result.kv_copies;
   };
-  if (stream->asynchronous()) {
-    time_on_gpu(run, *stream, result);
-  } else {
-    time_on_cpu(run, options, result);
-  }
+  static_cast<Timing&>(result) = time_calls(run, *stream, result.captured, result.kv_copies, options);
   return result;
 }
 
 Share share_of(const BenchResult& r, const Backend& backend, const AttentionSpec& spec, const Ceilings& c, const DeviceInfo& device) {
   if (c.dram_read <= 0) return {};
-  const bool in_cache = c.l3_read > 0 && r.cache_bytes * r.kv_copies < device.l3_bytes / 2;
+  const bool in_cache = stays_in_cache(r.cache_bytes * r.kv_copies, c, device);
   const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);
   const double arithmetic = r.flops / r.median_s / c.flops_for(backend.name(), to_string(spec.q_dtype));
   if (arithmetic >= memory) return {arithmetic, "flop"};

@@ -7,13 +7,9 @@
 #include <vector>
 
 #include "imbrex/backend.h"
-#include "serve/ceilings.h"
+#include "serve/bench_common.h"
 
 namespace imbrex::serve {
-
-struct BenchRequest {
-  int q_len = 0, seq_len = 0;
-};
 
 // How calls reach a GPU; on a CPU nothing differs.
 enum class BenchLaunch : uint8_t {
@@ -29,23 +25,16 @@ struct Work {
 };
 Work work_of(const AttentionSpec&, const std::vector<BenchRequest>&);
 
-struct BenchOptions {
+struct BenchOptions : TimingOptions {
   uint64_t seed = 1;
   int kv_copies = 0;     // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
   std::string kv_order;  // of a strided cache, as KvAllocation has it; empty: its default
   bool check = true;     // compare sampled outputs with the reference first
   BenchLaunch launch = BenchLaunch::by_queries;
   ParallelFor threads;
-  // Of a CPU.
-  int min_samples = 5;
-  double min_seconds = 0.3, max_seconds = 10;
-  double target_noise = 0.01;  // stop when the median is known this well
 };
 
-struct BenchResult : Work {
-  double median_s = 0, best_s = 0;
-  double noise = 0;  // half-width of the median's 95 % interval, as a share of the median
-  int samples = 0;
+struct BenchResult : Work, Timing {
   double plan_s = 0;         // Plan::update, best
   int64_t cache_bytes = 0;   // of one copy
   int kv_copies = 0;         // that were rotated over
@@ -58,11 +47,6 @@ struct BenchResult : Work {
 // Error bench.check when a sampled output is wrong (nothing is timed then), otherwise what validation, planning and memory throw.
 BenchResult bench(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&);
 
-// The nearer ceiling: arithmetic, or reading keys from where they are.
-struct Share {
-  double of_ceiling = 0;   // 0: no ceiling is known
-  const char* bound = "";  // "flop", "L3" or "DRAM"
-};
 Share share_of(const BenchResult&, const Backend&, const AttentionSpec&, const Ceilings&, const DeviceInfo&);
 
 }  // namespace imbrex::serve

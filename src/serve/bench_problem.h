@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "conformance/case_inputs.h"
+#include "conformance/attention/case_inputs.h"
 #include "imbrex/backend.h"
 #include "imbrex/device_stream.h"
 #include "serve/bench.h"

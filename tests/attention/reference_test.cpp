@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "conformance/case_runner.h"
+#include "conformance/attention/case_runner.h"
 #include "expect_error.h"
 
 namespace imbrex::test {

@@ -110,6 +110,13 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench --cases '('", 2, "[cli.cases]"},
       {"bench --cases no_such_case", 2, "[cli.cases]"},
       {"bench q1 --format pdf", 2, "[usage]"},
+      {"bench q1 --family rnn", 2, "[usage]"},
+      {"bench q1 --dim 64", 2, "[cli.family]"},
+      {"bench q1 --family short_conv --heads 4/2", 2, "[cli.family]"},
+      {"bench q1 --family short_conv --zoo", 2, "[cli.family]"},
+      {"bench q1 --family short_conv --width 9", 2, "[short_conv.width]"},
+      {"bench q1 --family short_conv --dtype f64", 2, "[dtype.unknown]"},
+      {"bench q1 --family short_conv --backend cpu_amx", 3, "[select.forced]"},
       {"bench q1 --zoo", 2, "[cli.zoo]"},
       {"bench --zoo --no-ceilings", 2, "[cli.zoo]"},
       {"bench --zoo --only no_such_cell", 2, "[cli.only]"},
@@ -311,6 +318,50 @@ TEST_F(Cli, BenchChecksAndTimes) {
       run("bench --cases ^mask_window --heads 4/2 --no-ceilings --min-time 0 --max-time 0.001 --format csv --backend cpu_generic");
   EXPECT_EQ(cases.code, 0) << cases.err;
   EXPECT_TRUE(cases.out.starts_with("case,backend,")) << cases.out;
+}
+
+TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {
+  const Ran ran = run(
+      "bench 2q3s40,q8 --family short_conv --dim 48 --width 4 --bias --drafts 2 --kv-copies 3 --no-ceilings --min-time 0 --max-time 0.01 "
+      "--json");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  ASSERT_GE(j.size(), 1u);
+  for (const auto& row : j) {
+    EXPECT_NE(row["backend"], "reference");
+    EXPECT_EQ(row["spec"], "short_conv d48 w4 bf16 bias drafts2");
+    EXPECT_GT(row["median_s"].get<double>(), 0);
+    EXPECT_GT(row["check_allowed"].get<double>(), 0);
+    EXPECT_LE(row["check_error"].get<double>(), row["check_allowed"].get<double>());
+    EXPECT_EQ(row["copies"], 3);
+    // Rows of 48 bf16. Read: B, C and x of 14 tokens, three of the past of two requests, weights and bias. Written: 14 outputs, three rows
+    // of each state, and two drafts of each request that has a past.
+    EXPECT_EQ(row["read_bytes"].get<double>(), (3.0 * 14 + 2 * 3 + 5) * 96);
+    EXPECT_EQ(row["written_bytes"].get<double>(), (14.0 + 3 * 3 + 2 * 2) * 96);
+    EXPECT_EQ(row["flops"].get<double>(), 14.0 * 48 * 10);
+  }
+  const Ran table = run("bench q4 --family short_conv --dtype f32 --dim 7 --backend reference --min-time 0 --max-time 0.01 --threads 1");
+  EXPECT_EQ(table.code, 0) << table.err;
+  EXPECT_TRUE(contains(table.out, "written GB/s")) << table.out;
+  EXPECT_TRUE(contains(table.out, "% L3") || contains(table.out, "% DRAM")) << table.out;
+}
+
+TEST_F(Cli, VerifyTakesCasesOfEveryFamily) {
+  const std::string files = "'" IMBREX_DATA "/cases'/short_conv_verify_f32.safetensors '" IMBREX_DATA "/cases'/soft_cap_f32.safetensors";
+  const Ran ran = run("verify --json " + files);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  int short_conv = 0, attention = 0;
+  for (const auto& row : nlohmann::json::parse(ran.out)) {
+    if (row.contains("refused")) continue;
+    EXPECT_TRUE(row["pass"].get<bool>()) << row.dump();
+    ++(contains(row["case"], "short_conv") ? short_conv : attention);
+  }
+  EXPECT_GE(short_conv, 6);  // the reference and cpu_generic at least, each in three ways
+  EXPECT_GE(attention, 10);
+  // A name that only one family has is no mistake.
+  const Ran amx = run("verify --backend cpu_amx,reference " + files);
+  EXPECT_EQ(amx.code, 0) << amx.err;
+  EXPECT_TRUE(contains(amx.out, "refused: no backend of this family")) << amx.out;
 }
 
 TEST_F(Cli, TheZooFindsWhatItRuns) {

@@ -1,5 +1,5 @@
 // Case files: what is written is read back, and everything that does not fit is refused with its own code.
-#include "conformance/case_file.h"
+#include "conformance/attention/case_file.h"
 
 #include <gtest/gtest.h>
 
@@ -39,7 +39,10 @@ TEST(CaseFile, RoundTrips) {
   relative.custom = CustomPattern::none;
   Case bytes = full_case();
   bytes.spec.q_dtype = DType::fp8_e4m3;
-  for (const Case& c : {full_case(), relative, bytes}) {
+  Case variants = full_case();
+  variants.spec.score.alibi_sqrt = true;
+  variants.spec.mask.chunk_lookback = 2;
+  for (const Case& c : {full_case(), relative, bytes, variants}) {
     const CaseFile file = make_case_file(c);
     const CaseFile again = parse_case(parse_safetensors(write_safetensors(to_safetensors(file))));
     AttentionSpec spec = c.spec;
@@ -58,7 +61,7 @@ TEST(CaseFile, VerifiesAndFindsAWrongResult) {
   CaseFile file = make_case_file(full_case());
   const auto rows = verify_case(file, probe_cpu(), {&reference, 1});
   EXPECT_GE(rows.size(), 6u);
-  for (const VerifyRow& row : rows) EXPECT_TRUE(row.pass()) << row.variant << ": " << row.judgement.failure << row.refused;
+  for (const VerifyRow& row : rows) EXPECT_TRUE(row.pass()) << row.variant << ": " << row.failure << row.refused;
   file.out[5] += 0.5f;
   for (const VerifyRow& row : verify_case(file, probe_cpu(), {&reference, 1})) EXPECT_FALSE(row.pass()) << row.variant;
 }

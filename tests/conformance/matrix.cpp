@@ -5,10 +5,8 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
 
 #include "attention/reference.h"
-#include "conformance/device_mirror.h"
 #include "imbrex/error.h"
 
 namespace imbrex::test {
@@ -45,66 +43,23 @@ bool is_left_out(const Case& c, const Target& target) {
   return real_unit && target.device.isa == CpuIsa::amx_emulated && c.seed % 16 != 0;
 }
 
-template <class T, class Make>
-const T& kept(const Case& c, Make make) {
-  static std::array<std::pair<const Case*, T>, kMostShards> last;
-  static size_t next = 0;
-  for (const auto& [of, value] : last)
-    if (of == &c) return value;
-  auto& slot = last[next++ % kMostShards];
-  slot = {&c, make(c)};
-  return slot.second;
-}
-
 }  // namespace
 
 std::string Target::name() const {
-  std::string name = std::string(backend->name()) + "__" + (on_gpu() ? "sm_" + std::to_string(device.sm) : to_string(device.isa));
+  std::string name = target_name(*backend, device);
   if (kv_format != KvFormat::strided) name += std::string("__") + to_string(kv_format);
   return name;
-}
-
-std::vector<DeviceInfo> test_devices() {
-  const DeviceInfo probed = probe_cpu();
-  std::vector<DeviceInfo> devices;
-  for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
-    const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&
-                          __builtin_cpu_supports("avx512bf16");
-    if (isa > probed.isa && !emulated) continue;
-    if (isa == CpuIsa::amx_emulated && !emulated) continue;
-    devices.push_back(probed);
-    devices.back().isa = isa;
-  }
-  for (const DeviceInfo& gpu : probe_cuda())
-    if (gpu.device.index == 0) devices.push_back(gpu);
-  return devices;
-}
-
-std::vector<const Backend*> test_backends(const DeviceInfo& device) {
-  // Never destroyed: the driver may be gone before static objects are.
-  static auto& mirrors = *new std::map<const Backend*, std::unique_ptr<Backend>>;
-  std::vector<const Backend*> result = backends();
-  for (const Backend*& backend : result) {
-    if (device.device.type != DeviceType::cuda) continue;
-    std::unique_ptr<Backend>& mirror = mirrors[backend];
-    if (!mirror) mirror = device_mirror(*backend);
-    backend = mirror.get();
-  }
-  return result;
 }
 
 const std::vector<Target>& targets() {
   static const std::vector<Target> all = [] {
     std::vector<Target> result;
-    std::set<std::string> seen;
-    for (size_t i = 0; i < backends().size(); ++i)
-      for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed})
-        for (const DeviceInfo& device : test_devices()) {
-          const Backend* const backend = test_backends(device)[i];
-          const std::string kernels = kernels_of(*backend, device, format);
-          if (!kernels.empty() && seen.insert(fmt::format("{} {} {}", backend->name(), to_string(format), kernels)).second)
+    for (const KvFormat format : {KvFormat::strided, KvFormat::amx_packed})
+      for_each_target<AttentionFamily>(
+          [&](const Backend& backend, const DeviceInfo& device) { return kernels_of(backend, device, format); },
+          [&](const Backend* backend, const DeviceInfo& device) {
             result.push_back({.backend = backend, .device = device, .kv_format = format});
-        }
+          });
     return result;
   }();
   return all;
@@ -182,10 +137,12 @@ std::vector<Combination> by_shard(const std::vector<Combination>& all) {
   return dealt;
 }
 
-const CaseInputs& inputs_of(const Case& c) { return kept<CaseInputs>(c, make_inputs); }
+const CaseInputs& inputs_of(const Case& c) {
+  return kept<CaseInputs, kMostShards>(c, [](const Case& of) { return make_inputs(of); });
+}
 
 const Expected& expected_of(const Case& c) {
-  return kept<Expected>(c, [](const Case& of) { return expect(inputs_of(of)); });
+  return kept<Expected, kMostShards>(c, [](const Case& of) { return expect(inputs_of(of)); });
 }
 
 }  // namespace imbrex::test

@@ -1,13 +1,14 @@
 #pragma once
-// Which (case, backend, instruction set, KV format) combinations this machine can run; the conformance tests walk over them.
+// Which (case, backend, instruction set, KV format) combinations of attention this machine can run; the conformance tests walk over them.
 #include <map>
 #include <string>
 #include <vector>
 
-#include "conformance/case_runner.h"
-#include "conformance/cases.h"
-#include "conformance/judge.h"
+#include "conformance/attention/case_runner.h"
+#include "conformance/attention/cases.h"
+#include "conformance/attention/judge.h"
 #include "imbrex/select.h"
+#include "targets.h"
 
 namespace imbrex::test {
 
@@ -30,10 +31,6 @@ struct Totals {
   std::map<std::string, int> refused;  // reason code -> cases
 };
 
-// This CPU once for every instruction set it can run, amx_emulated included; and the first GPU, where there is one.
-std::vector<DeviceInfo> test_devices();
-// Every backend, as it runs on tensors in host memory: on a GPU through a mirror.
-std::vector<const Backend*> test_backends(const DeviceInfo&);
 // Every backend on every device that changes its kernels, in every KV format.
 const std::vector<Target>& targets();
 // The options that run a case in a target's format; nothing when the format cannot hold the case.

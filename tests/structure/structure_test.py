@@ -25,7 +25,7 @@ ARROWS = {
     "model": {"model", "attention", "short_conv", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "family", "core"},
     "cuda": {"cuda", "attention", "short_conv", "family", "core"},
-    "conformance": {"conformance", "attention", "family", "core"},
+    "conformance": {"conformance", "attention", "short_conv", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "family", "core"},
@@ -75,7 +75,7 @@ def resolve(root, path, name):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, model, serve -> short_conv -> family; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cli, serve -> conformance."""
     problems = []
     for path in sources(root, "src"):
         relative = path.relative_to(root).as_posix()

@@ -4,9 +4,9 @@
 
 #include <cstring>
 
-#include "conformance/cases.h"
-#include "conformance/device_mirror.h"
-#include "conformance/judge.h"
+#include "conformance/attention/cases.h"
+#include "conformance/attention/device_mirror.h"
+#include "conformance/attention/judge.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/params.h"

@@ -3,7 +3,7 @@
 #include <ostream>
 #include <vector>
 
-#include "conformance/cases.h"
+#include "conformance/attention/cases.h"
 #include "cuda/attention_sm80.h"
 #include "cuda/attention_sm90_decode.h"
 #include "cuda/attention_sm90_fp8.h"
@@ -79,7 +79,8 @@ inline std::vector<Variant> variants() {
   add("prefill", "sm_90a", Phase::prefill, 1, spec(DType::bf16, DType::bf16, 64, 128, 2, 1)).values = ValuePattern::spike;
   // Converted on the way, rows that cannot be copied 16 bytes at a time.
   Case& strided = add("strided", "sm_120", Phase::prefill, 1, spec(DType::f16, DType::bf16, 72, 40, 5, 16));
-  strided.spec.score.alibi = strided.spec.score.head_scales = true, strided.spec.mask.chunk = 25, strided.spec.mask.chunk_lookback = 1, strided.order = "lbhdt";
+  strided.spec.score.alibi = strided.spec.score.head_scales = true, strided.spec.mask.chunk = 25, strided.spec.mask.chunk_lookback = 1,
+  strided.order = "lbhdt";
   Case& exact = add("exact", "sm_120", Phase::prefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
   exact.spec.mask.causal = false, exact.spec.score.soft_cap = 20.f;
   exact.spec.score.relative_buckets = 32, exact.spec.score.relative_max_distance = 64, exact.spec.score.relative_bidirectional = true;

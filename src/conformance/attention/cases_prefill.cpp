@@ -1,7 +1,7 @@
 // Cases of prefill: several tiles of rows and keys in a request, queries in fp8, groups that fill no tile, and keys that many rows read.
 #include <algorithm>
 
-#include "conformance/case_table.h"
+#include "conformance/attention/case_table.h"
 
 namespace imbrex {
 namespace {

@@ -1,6 +1,6 @@
 // Variants of a mask and of a position bias: chunks with a lookback, and ALiBi by square roots. In every phase, in encoders, and in prefill
 // of several tiles.
-#include "conformance/case_table.h"
+#include "conformance/attention/case_table.h"
 
 namespace imbrex {
 

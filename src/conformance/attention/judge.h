@@ -4,15 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "conformance/case_inputs.h"
-#include "conformance/case_runner.h"
+#include "conformance/attention/case_inputs.h"
+#include "conformance/attention/case_runner.h"
 
 namespace imbrex {
-
-struct ErrorStats {
-  double max = 0, mean = 0;  // of |actual - expected|; infinite when only one of the two is NaN or infinite
-};
-ErrorStats compare(const std::vector<float>& actual, const std::vector<float>& expected);
 
 // Attention as one would write it in a framework in q_dtype: logits rounded to q_dtype after q.k and after the soft cap, softmax in
 // float, probabilities rounded to q_dtype, their product with v accumulated in float and rounded to q_dtype. Keys and values are what

@@ -1,13 +1,13 @@
 #pragma once
-// What the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp) are made of: dimensions, types, requests, and the table that they
-// fill.
+// What the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp) are made of: dimensions, types, requests, and the
+// table that they fill.
 #include <fmt/format.h>
 
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "conformance/cases.h"
+#include "conformance/attention/cases.h"
 
 namespace imbrex {
 

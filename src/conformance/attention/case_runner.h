@@ -4,14 +4,12 @@
 #include <string>
 #include <vector>
 
-#include "conformance/case_inputs.h"
+#include "conformance/attention/case_inputs.h"
+#include "conformance/error_stats.h"
+#include "conformance/poison.h"
 #include "imbrex/backend.h"
 
 namespace imbrex {
-
-// What is in every byte that no request owns: free pages, page tails, padding rows, gaps between rows, outputs before the run.
-enum class Poison : uint8_t { zero, nan, ones };  // ones: 0xff bytes, another NaN in every float type
-const char* to_string(Poison);
 
 // How a case is run; none of it may change the result.
 struct RunOptions {
@@ -39,7 +37,5 @@ struct RunResult {
 // The spec as this run has it: the case's, with format and block size of the options.
 AttentionSpec run_spec(const CaseInputs&, const RunOptions&);
 RunResult run_case(const Backend&, const DeviceInfo&, const CaseInputs&, const RunOptions&);
-
-bool bit_identical(const std::vector<float>&, const std::vector<float>&);
 
 }  // namespace imbrex

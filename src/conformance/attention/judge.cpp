@@ -1,5 +1,5 @@
 // See conformance.h.
-#include "conformance/judge.h"
+#include "conformance/attention/judge.h"
 
 #include <algorithm>
 #include <cmath>
@@ -122,22 +122,6 @@ Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const
 }
 
 }  // namespace
-
-ErrorStats compare(const std::vector<float>& actual, const std::vector<float>& expected) {
-  check(actual.size() == expected.size(), "conformance.size", "expected {} values, got {}", expected.size(), actual.size());
-  ErrorStats stats;
-  double sum = 0;
-  for (size_t i = 0; i < actual.size(); ++i) {
-    const double a = actual[i], b = expected[i];
-    double error = std::abs(a - b);
-    if (a == b || (std::isnan(a) && std::isnan(b))) error = 0;
-    if (std::isnan(error)) error = std::numeric_limits<double>::infinity();
-    stats.max = std::max(stats.max, error);
-    sum += error;
-  }
-  stats.mean = actual.empty() ? 0 : sum / double(actual.size());
-  return stats;
-}
 
 std::vector<float> naive_attention(const CaseInputs& in) {
   const AttentionSpec& spec = in.spec;

@@ -1,7 +1,7 @@
 // verify_case: a case file through every backend, in every layout that must not matter.
 #include <fmt/format.h>
 
-#include "conformance/case_file.h"
+#include "conformance/attention/case_file.h"
 
 namespace imbrex {
 namespace {
@@ -48,23 +48,26 @@ std::vector<VerifyRow> verify_case(const CaseFile& file, const DeviceInfo& devic
     for (RunOptions options : variants_of(file.inputs)) {
       const auto reasons = backend->unsupported(run_spec(file.inputs, options), device);
       if (!reasons.empty()) {
-        if (refused.empty())
-          for (const Reason& reason : reasons) refused += (refused.empty() ? "" : "; ") + reason.str();
+        if (refused.empty()) refused = joined(reasons);
         continue;
       }
       ran = true;
-      VerifyRow row{
-          .backend = std::string(backend->name()), .variant = name_of(options), .refused = {}, .judgement = {}, .bounds = expected.bounds};
       options.poison = Poison::nan;
       const RunResult result = run_case(*backend, device, file.inputs, options);
-      row.judgement = judge(expected, result);
+      Judgement judgement = judge(expected, result);
+      VerifyRow row{.backend = std::string(backend->name()),
+                    .variant = name_of(options),
+                    .refused = {},
+                    .error = judgement.out,
+                    .bound = {expected.bounds.max, expected.bounds.mean},
+                    .failure = std::move(judgement.failure)};
       options.poison = Poison::ones;
       const RunResult again = run_case(*backend, device, file.inputs, options);
-      if (row.judgement.pass() && !(bit_identical(result.out, again.out) && bit_identical(result.lse, again.lse)))
-        row.judgement.failure = "bytes that no request owns change the result";
+      if (row.pass() && !(bit_identical(result.out, again.out) && bit_identical(result.lse, again.lse)))
+        row.failure = "bytes that no request owns change the result";
       rows.push_back(std::move(row));
     }
-    if (!ran) rows.push_back({.backend = std::string(backend->name()), .variant = {}, .refused = refused, .judgement = {}, .bounds = {}});
+    if (!ran) rows.push_back({std::string(backend->name()), {}, refused, {}, {}, {}});
   }
   return rows;
 }

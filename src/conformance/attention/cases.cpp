@@ -1,9 +1,9 @@
 // The one table of attention cases, made by composing axes. A new feature gets an axis here, and every backend is tested on it.
-#include "conformance/cases.h"
+#include "conformance/attention/cases.h"
 
 #include <algorithm>
 
-#include "conformance/case_table.h"
+#include "conformance/attention/case_table.h"
 
 namespace imbrex {
 namespace {

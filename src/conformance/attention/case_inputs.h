@@ -1,26 +1,11 @@
 #pragma once
 // The tensors of one case, in host memory: made from the table's seeds or read from a case file; run and judged by conformance.h.
-#include <string>
 #include <vector>
 
-#include "conformance/cases.h"
-#include "imbrex/tensor.h"
+#include "conformance/attention/cases.h"
+#include "conformance/host_tensor.h"
 
 namespace imbrex {
-
-// Owned, row-major host memory.
-struct HostTensor {
-  DType dtype = DType::f32;
-  std::vector<int64_t> sizes;
-  std::vector<char> bytes;
-
-  static HostTensor make(DType, std::vector<int64_t> sizes);  // zeroed
-  bool empty() const { return sizes.empty(); }
-  int64_t num_elements() const;
-  double get(int64_t index) const;
-  void set(int64_t index, double value);
-  TensorView view() const;  // empty view when there is no tensor; kernels only read it
-};
 
 struct CaseInputs {
   AttentionSpec spec;

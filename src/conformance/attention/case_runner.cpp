@@ -1,5 +1,5 @@
 // See case_runner.h. Context tokens are written in two steps, then the case's queries run in one step or in chunks.
-#include "conformance/case_runner.h"
+#include "conformance/attention/case_runner.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,52 +13,6 @@
 
 namespace imbrex {
 namespace {
-
-// Quiet NaN of a type, little-endian; u8 stands for packed bf16.
-std::array<unsigned char, 4> nan_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::f32: return {0x00, 0x00, 0xc0, 0x7f};
-    case DType::f16: return {0x00, 0x7e, 0x00, 0x7e};
-    case DType::u8:
-    case DType::bf16: return {0xc0, 0x7f, 0xc0, 0x7f};
-    default: return {0x7f, 0x7f, 0x7f, 0x7f};
-  }
-}
-
-void fill_poison(char* bytes, size_t count, DType dtype, Poison poison) {
-  if (poison != Poison::nan) {
-    std::memset(bytes, poison == Poison::zero ? 0 : 0xff, count);
-    return;
-  }
-  const auto pattern = nan_bytes(dtype);
-  size_t filled = std::min(count, pattern.size());
-  std::memcpy(bytes, pattern.data(), filled);
-  for (size_t more; filled < count; filled += more) std::memcpy(bytes + filled, bytes, more = std::min(filled, count - filled));
-}
-
-int32_t poison_index(Poison poison) { return poison == Poison::zero ? 0 : poison == Poison::ones ? -1 : INT32_MAX; }
-
-// [rows, heads, dim] with gaps between rows and heads that hold poison.
-struct SpreadTensor {
-  std::vector<char> bytes;
-  TensorView view;
-
-  SpreadTensor(const SpreadTensor&) = delete;
-  SpreadTensor(DType dtype, int64_t rows, int64_t heads, int64_t dim, Poison poison) {
-    // Gaps that keep rows at multiples of 16 bytes, if their length is one.
-    const int64_t head_stride = dim + std::max<int64_t>(8, 16 / size_of(dtype)), row_stride = heads * head_stride + 16;
-    bytes.resize(size_t(std::max<int64_t>(1, rows) * row_stride * size_of(dtype)));
-    fill_poison(bytes.data(), bytes.size(), dtype, poison);
-    view = TensorView::contiguous(bytes.data(), dtype, {rows, heads, dim});
-    view.strides[0] = row_stride;
-    view.strides[1] = head_stride;
-  }
-  char* at(int64_t row, int64_t head) { return bytes.data() + (row * view.stride(0) + head * view.stride(1)) * size_of(view.dtype); }
-  void copy_row(int64_t row, const HostTensor& source, int64_t source_row) {
-    const int64_t heads = view.size(1), size = view.size(2) * size_of(view.dtype);
-    for (int64_t h = 0; h < heads; ++h) std::memcpy(at(row, h), source.bytes.data() + (source_row * heads + h) * size, size_t(size));
-  }
-};
 
 // Positions [q_begin, q_end) of a request's query tokens, counted from its first one in the case; seq_len after the step.
 struct StepRequest {
@@ -348,21 +302,9 @@ class Runner {
         std::memcpy(&result_.lse[size_t(token * heads)], lse.at(row, 0), size_t(heads) * sizeof(float));
         fill_poison(lse.at(row, 0), size_t(heads) * sizeof(float), DType::f32, options_.poison);
       }
-    expect_poison("out", out, tokens);
-    expect_poison("lse", lse, tokens);
-  }
-
-  // With the tokens' own values put back to poison, nothing else may be left.
-  void expect_poison(const char* what, const SpreadTensor& t, int64_t tokens) {
-    const SpreadTensor clean(t.view.dtype, t.view.size(0), t.view.size(1), t.view.size(2), options_.poison);
-    if (t.bytes == clean.bytes) return;
-    for (size_t i = 0; i < t.bytes.size(); ++i)
-      if (t.bytes[i] != clean.bytes[i]) {
-        const int64_t row = int64_t(i) / size_of(t.view.dtype) / t.view.stride(0);
-        result_.violations.push_back(fmt::format("{}: byte {} of row {} was written, the batch has {} tokens", what,
-                                                 int64_t(i) - row * t.view.stride(0) * size_of(t.view.dtype), row, tokens));
-        return;
-      }
+    for (const auto& [what, tensor] : {std::pair<const char*, const SpreadTensor&>{"out", out}, {"lse", lse}})
+      if (std::string written = foreign_write(what, tensor, options_.poison, tokens); !written.empty())
+        result_.violations.push_back(std::move(written));
   }
 
   void compare_caches() {
@@ -407,15 +349,6 @@ class Runner {
 
 }  // namespace
 
-const char* to_string(Poison poison) {
-  switch (poison) {
-    case Poison::zero: return "zero";
-    case Poison::nan: return "nan";
-    case Poison::ones: return "ones";
-  }
-  return "unknown";
-}
-
 RunOptions default_options(const Case& c) {
   RunOptions options;
   options.block_size = c.spec.block_size;
@@ -436,10 +369,6 @@ AttentionSpec run_spec(const CaseInputs& in, const RunOptions& options) {
 
 RunResult run_case(const Backend& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
   return Runner(backend, device, in, options).run();
-}
-
-bool bit_identical(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
 }
 
 }  // namespace imbrex

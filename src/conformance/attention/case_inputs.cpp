@@ -1,31 +1,15 @@
 // See case_inputs.h. Contents come from a hash of (seed, tensor, request, position, head, dim), so that they do not depend on the batch.
-#include "conformance/case_inputs.h"
+#include "conformance/attention/case_inputs.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "attention/mask.h"
-#include "core/check.h"
+#include "conformance/case_random.h"
 #include "core/float_types.h"
 
 namespace imbrex {
 namespace {
-
-uint64_t splitmix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-
-// Sum of four uniforms, mean 0 and variance 1: near enough to a normal, and the same on every machine.
-double normal(uint64_t hash) {
-  const double sum = double(hash & 0xffff) + double((hash >> 16) & 0xffff) + double((hash >> 32) & 0xffff) + double(hash >> 48);
-  return (sum / 65535.0 - 2.0) * 1.7320508075688772;
-}
-
-double uniform(uint64_t hash) { return double(hash >> 11) * 0x1p-53; }
 
 enum Sequence : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
 
@@ -109,40 +93,6 @@ HostTensor head_vector(const Case& c, Sequence sequence, double low, double high
 }
 
 }  // namespace
-
-HostTensor HostTensor::make(DType dtype, std::vector<int64_t> sizes) {
-  HostTensor t{.dtype = dtype, .sizes = std::move(sizes), .bytes = {}};
-  int64_t count = 1;
-  for (int64_t size : t.sizes) count = checked_mul("case.size.overflow", count, size);
-  t.bytes.resize(size_t(checked_mul("case.size.overflow", count, size_of(dtype))));
-  return t;
-}
-
-int64_t HostTensor::num_elements() const { return int64_t(bytes.size()) / size_of(dtype); }
-double HostTensor::get(int64_t index) const { return load_as_double(bytes.data(), dtype, index); }
-
-void HostTensor::set(int64_t index, double value) {
-  if (dtype == DType::u8) {
-    bytes[size_t(index)] = char(value);
-  } else {
-    store_from_double(bytes.data(), dtype, index, value);
-  }
-}
-
-TensorView HostTensor::view() const {
-  TensorView t;
-  if (empty()) return t;
-  t.data = const_cast<char*>(bytes.data());
-  t.dtype = dtype;
-  t.rank = int(sizes.size());
-  int64_t stride = 1;
-  for (int d = t.rank - 1; d >= 0; --d) {
-    t.sizes[d] = sizes[d];
-    t.strides[d] = stride;
-    stride *= sizes[d];
-  }
-  return t;
-}
 
 CaseInputs make_inputs(const Case& c) {
   const AttentionSpec& spec = c.spec;

@@ -1,0 +1,186 @@
+// See case_file.h. The file's fields are in design order: spec, mask, then the tensors.
+#include "conformance/attention/case_file.h"
+
+#include <algorithm>
+
+#include "conformance/case_fields.h"
+#include "core/check.h"
+
+namespace imbrex {
+namespace {
+
+using nlohmann::json;
+
+AttentionKind parse_kind(const std::string& name) {
+  if (name.empty()) return AttentionKind::decoder;
+  for (AttentionKind kind : {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder})
+    if (name == to_string(kind)) return kind;
+  fail("case_file.kind", "expected decoder, encoder, encoder_only or encoder_decoder, got {}", name.substr(0, 64));
+}
+
+AttentionSpec parse_spec(const json& root) {
+  CaseFields top = top_fields(root, "attention");
+  AttentionSpec spec;
+  CaseFields f(top.object("spec"), "spec"), m(top.object("mask"), "mask");
+  top.finish();
+  spec.kind = parse_kind(f.text("kind"));
+  f.require("num_q_heads", spec.num_q_heads);
+  f.require("num_kv_heads", spec.num_kv_heads);
+  f.require("head_dim_qk", spec.head_dim_qk);
+  f.require("head_dim_v", spec.head_dim_v);
+  spec.q_dtype = parse_dtype(f.text("q_dtype"));
+  spec.kv_dtype = parse_dtype(f.text("kv_dtype"));
+  f.read("scale", spec.score.scale);
+  f.read("soft_cap", spec.score.soft_cap);
+  f.read("has_sinks", spec.score.sinks);
+  f.read("alibi", spec.score.alibi);
+  f.read("alibi_sqrt", spec.score.alibi_sqrt);
+  f.read("head_scales", spec.score.head_scales);
+  f.read("relative_buckets", spec.score.relative_buckets);
+  f.read("relative_max_distance", spec.score.relative_max_distance);
+  f.read("relative_bidirectional", spec.score.relative_bidirectional);
+  f.finish();
+  m.require("causal", spec.mask.causal);
+  int window = 0;
+  m.read("window", window);
+  check(!m.has("window") || window > 0, "case_file.window", "expected a window of 1 key or more, got {}", window);
+  spec.mask.window_left = window - 1;  // the query itself is one of them
+  m.read("window_right", spec.mask.window_right);
+  m.read("chunk", spec.mask.chunk);
+  m.read("chunk_lookback", spec.mask.chunk_lookback);
+  m.read("custom", spec.mask.custom);
+  m.finish();
+  // A block size the backends are asked about; verify runs several.
+  spec.block_size = spec.kind == AttentionKind::encoder || spec.kind == AttentionKind::encoder_only ? 0 : 16;
+  spec.validate();
+  return spec;
+}
+
+json spec_json(const AttentionSpec& spec) {
+  json s = {{"num_q_heads", spec.num_q_heads}, {"num_kv_heads", spec.num_kv_heads},  {"head_dim_qk", spec.head_dim_qk},
+            {"head_dim_v", spec.head_dim_v},   {"q_dtype", to_string(spec.q_dtype)}, {"kv_dtype", to_string(spec.kv_dtype)},
+            {"scale", double(spec.scale())}};
+  json m = {{"causal", spec.mask.causal}};
+  if (spec.kind != AttentionKind::decoder) s["kind"] = to_string(spec.kind);
+  if (spec.score.soft_cap > 0) s["soft_cap"] = double(spec.score.soft_cap);
+  if (spec.score.sinks) s["has_sinks"] = true;
+  if (spec.score.alibi) s["alibi"] = true;
+  if (spec.score.alibi_sqrt) s["alibi_sqrt"] = true;
+  if (spec.score.head_scales) s["head_scales"] = true;
+  if (spec.score.relative_buckets > 0) {
+    s["relative_buckets"] = spec.score.relative_buckets;
+    s["relative_max_distance"] = spec.score.relative_max_distance;
+    s["relative_bidirectional"] = spec.score.relative_bidirectional;
+  }
+  if (spec.mask.window_left >= 0) m["window"] = spec.mask.window_left + 1;
+  if (spec.mask.window_right >= 0) m["window_right"] = spec.mask.window_right;
+  if (spec.mask.chunk > 0) m["chunk"] = spec.mask.chunk;
+  if (spec.mask.chunk_lookback > 0) m["chunk_lookback"] = spec.mask.chunk_lookback;
+  if (spec.mask.custom) m["custom"] = true;
+  return {{"version", kCaseFileVersion}, {"spec", s}, {"mask", m}};
+}
+
+std::vector<CaseRequest> parse_requests(const HostTensor& starts, const HostTensor& lens, const AttentionSpec& spec) {
+  std::vector<CaseRequest> requests;
+  for (const int q_len : query_lens(starts)) {
+    const int r = int(requests.size()), seq_len = int(lens.get(r));
+    check(seq_len >= 0, "case_file.seq_lens.negative", "seq_lens[{}] is {}", r, seq_len);
+    check(spec.kind == AttentionKind::encoder_decoder || seq_len >= q_len, "case_file.seq_lens.shorter_than_query",
+          "request {} has {} queries and only {} keys", r, q_len, seq_len);
+    requests.push_back({.q_len = q_len, .seq_len = seq_len, .id = r});
+  }
+  return requests;
+}
+
+// MLA files carry one latent for both: the values are its first head_dim_v elements.
+HostTensor values_of_latent(const HostTensor& k, int head_dim_v) {
+  check(head_dim_v <= k.sizes[2], "case_file.latent", "expected head_dim_v of at most {}, got {}", k.sizes[2], head_dim_v);
+  HostTensor v = HostTensor::make(k.dtype, {k.sizes[0], k.sizes[1], head_dim_v});
+  for (int64_t row = 0; row < k.sizes[0] * k.sizes[1]; ++row)
+    std::copy_n(k.bytes.begin() + row * k.sizes[2] * size_of(k.dtype), head_dim_v * size_of(k.dtype),
+                v.bytes.begin() + row * head_dim_v * size_of(k.dtype));
+  return v;
+}
+
+}  // namespace
+
+CaseFile parse_case(const Safetensors& file) {
+  const json root = case_metadata(file);
+  CaseFile c;
+  CaseInputs& in = c.inputs;
+  in.spec = parse_spec(root);
+  const AttentionSpec& spec = in.spec;
+  const int heads = spec.num_q_heads, kv_heads = spec.num_kv_heads;
+  CaseTensors tensors(file);
+  const HostTensor lens = tensors.take("seq_lens", {DType::i32}, {-1});
+  const HostTensor starts = tensors.take("query_start_loc", {DType::i32}, {lens.sizes[0] + 1});
+  in.requests = parse_requests(starts, lens, spec);
+  int64_t num_tokens = 0, num_keys = 0, num_pairs = 0;
+  for (const CaseRequest& r : in.requests) {
+    num_tokens += r.q_len;
+    num_keys += r.seq_len;
+    num_pairs += int64_t(r.q_len) * r.seq_len;
+  }
+  in.q = tensors.take("q", {spec.q_dtype}, {num_tokens, heads, spec.head_dim_qk});
+  std::vector<DType> key_types{spec.kv_dtype};
+  key_types.insert(key_types.end(), spec.new_kv_dtypes().begin(), spec.new_kv_dtypes().end());
+  in.k = tensors.take("k", key_types, {num_keys, kv_heads, spec.head_dim_qk});
+  in.v =
+      tensors.has("v") ? tensors.take("v", {in.k.dtype}, {num_keys, kv_heads, spec.head_dim_v}) : values_of_latent(in.k, spec.head_dim_v);
+  in.sinks = tensors.take_if(spec.score.sinks, "sinks", DType::f32, {heads});
+  in.alibi_slopes = tensors.take_if(spec.score.alibi, "alibi_slopes", DType::f32, {heads});
+  in.head_scales = tensors.take_if(spec.score.head_scales, "head_scales", DType::f32, {heads});
+  in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
+  in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
+  in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
+  in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
+  in.v_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
+  for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) {
+    check(scale->empty() || scale->sizes[0] == 1 || scale->sizes[0] == kv_heads, "case_file.scale.size", "expected 1 or {} scales, got {}",
+          kv_heads, scale->empty() ? 0 : scale->sizes[0]);
+    for (int64_t i = 0; i < (scale->empty() ? 0 : scale->sizes[0]); ++i)
+      check(scale->get(i) > 0 && scale->get(i) <= 3e38, "case_file.scale.value", "expected a finite positive scale, got {}", scale->get(i));
+  }
+  c.out = floats_of(tensors.take("out", {DType::f32}, {num_tokens, heads, spec.head_dim_v}));
+  if (tensors.has("lse")) c.lse = floats_of(tensors.take("lse", {DType::f32}, {num_tokens, heads}));
+  tensors.finish();
+  return c;
+}
+
+CaseFile load_case(const std::string& path) { return parse_case(load_safetensors(path)); }
+
+Safetensors to_safetensors(const CaseFile& c) {
+  const CaseInputs& in = c.inputs;
+  const int64_t heads = in.spec.num_q_heads;
+  std::vector<int32_t> starts{0}, lens;
+  for (const CaseRequest& r : in.requests) {
+    starts.push_back(starts.back() + r.q_len);
+    lens.push_back(r.seq_len);
+  }
+  Safetensors file;
+  file.metadata["imbrex"] = spec_json(in.spec).dump();
+  file.tensors["q"] = in.q;
+  file.tensors["k"] = in.k;
+  file.tensors["v"] = in.v;
+  file.tensors["query_start_loc"] = tensor_of(starts);
+  file.tensors["seq_lens"] = tensor_of(lens);
+  file.tensors["out"] = tensor_of(c.out, {in.num_tokens(), heads, in.spec.head_dim_v});
+  if (!c.lse.empty()) file.tensors["lse"] = tensor_of(c.lse, {in.num_tokens(), heads});
+  const std::pair<const char*, const HostTensor*> optional[] = {
+      {"sinks", &in.sinks},     {"alibi_slopes", &in.alibi_slopes}, {"head_scales", &in.head_scales}, {"relative_bias", &in.relative_bias},
+      {"q_scale", &in.q_scale}, {"k_scale", &in.k_scale},           {"v_scale", &in.v_scale},         {"custom_mask", &in.custom_mask}};
+  for (const auto& [name, tensor] : optional)
+    if (!tensor->empty()) file.tensors[name] = *tensor;
+  return file;
+}
+
+CaseFile make_case_file(const Case& c) {
+  CaseFile file;
+  file.inputs = make_inputs(c);
+  Expected expected = expect(file.inputs);
+  file.out = std::move(expected.out);
+  file.lse = std::move(expected.lse);
+  return file;
+}
+
+}  // namespace imbrex

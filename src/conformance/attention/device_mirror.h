@@ -1,0 +1,12 @@
+#pragma once
+// A GPU's attention backend for callers whose tensors are in host memory, see conformance/mirror.h.
+#include <memory>
+
+#include "imbrex/backend.h"
+
+namespace imbrex {
+
+// Arrays of every second batch are handed on as host memory, of the others as device memory. `backend` must live as long.
+std::unique_ptr<Backend> device_mirror(const Backend& backend);
+
+}  // namespace imbrex

@@ -1,0 +1,77 @@
+#pragma once
+// Reading the metadata and the tensors of a case file, of any family: what is not known is refused, and what is there has the type and the
+// shape that it must have.
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "conformance/safetensors.h"
+
+namespace imbrex {
+
+constexpr int kCaseFileVersion = 1;
+
+// The metadata key imbrex. Error case_file.metadata, case_file.json.*
+nlohmann::json case_metadata(const Safetensors&);
+
+// Reads the fields of a JSON object and refuses those that nobody asked for. The object must live as long. Error case_file.json.*
+class CaseFields {
+ public:
+  CaseFields(const nlohmann::json& object, std::string path);
+  bool has(const char* name) const { return object_.contains(name); }
+
+  // As they are where they are missing.
+  void read(const char* name, int& value);
+  void read(const char* name, float& value);
+  void read(const char* name, bool& value);
+  std::string text(const char* name);  // empty when there is none
+  template <class T>
+  void require(const char* name, T& value) {
+    check_there(name);
+    read(name, value);
+  }
+  const nlohmann::json& object(const char* name);
+  void finish() const;
+
+ private:
+  const nlohmann::json* take(const char* name);
+  const nlohmann::json* take_number(const char* name, bool whole);
+  void check_there(const char* name) const;
+
+  const nlohmann::json& object_;
+  std::string path_;
+  std::vector<std::string> taken_;
+};
+
+// The metadata's field `family`, attention where it is missing. Error case_file.json.*
+std::string family_of(const nlohmann::json& root);
+// The fields of the root, with version and family read: Error case_file.version, case_file.family for another one.
+CaseFields top_fields(const nlohmann::json& root, std::string_view family);
+
+// Takes tensors out of a file by name, each with the shape and dtype it must have; -1 stands for any size. Error case_file.tensor.*
+class CaseTensors {
+ public:
+  explicit CaseTensors(const Safetensors& file) : file_(file) {}
+  bool has(const char* name) const { return file_.tensors.contains(name); }
+  HostTensor take(const char* name, const std::vector<DType>& dtypes, std::initializer_list<int64_t> sizes);
+  // There exactly when the spec has it.
+  HostTensor take_if(bool wanted, const char* name, DType dtype, std::initializer_list<int64_t> sizes) {
+    return wanted ? take(name, {dtype}, sizes) : HostTensor{};
+  }
+  void finish() const;
+
+ private:
+  const Safetensors& file_;
+  std::vector<std::string> taken_;
+};
+
+// Query tokens of each request of [count + 1] starts. Error case_file.query_start_loc.*
+std::vector<int> query_lens(const HostTensor& starts);
+
+std::vector<float> floats_of(const HostTensor&);
+HostTensor tensor_of(const std::vector<int32_t>& values);                            // [values.size()]
+HostTensor tensor_of(const std::vector<float>& values, std::vector<int64_t> sizes);  // f32
+
+}  // namespace imbrex

@@ -1,0 +1,43 @@
+// See host_tensor.h.
+#include "conformance/host_tensor.h"
+
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+
+HostTensor HostTensor::make(DType dtype, std::vector<int64_t> sizes) {
+  HostTensor t{.dtype = dtype, .sizes = std::move(sizes), .bytes = {}};
+  int64_t count = 1;
+  for (int64_t size : t.sizes) count = checked_mul("case.size.overflow", count, size);
+  t.bytes.resize(size_t(checked_mul("case.size.overflow", count, size_of(dtype))));
+  return t;
+}
+
+int64_t HostTensor::num_elements() const { return int64_t(bytes.size()) / size_of(dtype); }
+double HostTensor::get(int64_t index) const { return load_as_double(bytes.data(), dtype, index); }
+
+void HostTensor::set(int64_t index, double value) {
+  if (dtype == DType::u8) {
+    bytes[size_t(index)] = char(value);
+  } else {
+    store_from_double(bytes.data(), dtype, index, value);
+  }
+}
+
+TensorView HostTensor::view() const {
+  TensorView t;
+  if (empty()) return t;
+  t.data = const_cast<char*>(bytes.data());
+  t.dtype = dtype;
+  t.rank = int(sizes.size());
+  int64_t stride = 1;
+  for (int d = t.rank - 1; d >= 0; --d) {
+    t.sizes[d] = sizes[d];
+    t.strides[d] = stride;
+    stride *= sizes[d];
+  }
+  return t;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,183 @@
+// See case_file.h.
+#include "conformance/short_conv/case_file.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "conformance/case_fields.h"
+#include "core/check.h"
+
+namespace imbrex {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kFamily = "short_conv";
+
+ShortConvSpec parse_conv_spec(const json& root) {
+  CaseFields top = top_fields(root, kFamily);
+  CaseFields f(top.object("spec"), "spec");
+  top.finish();
+  ShortConvSpec spec;
+  f.require("dim", spec.dim);
+  f.require("width", spec.width);
+  spec.dtype = parse_dtype(f.text("dtype"));
+  f.read("bias", spec.bias);
+  f.read("num_drafts", spec.num_drafts);
+  f.finish();
+  spec.validate();
+  return spec;
+}
+
+// What a step's request may be, as in Batch.
+void check_request(const ShortConvSpec& spec, const ShortConvCaseRequest& r) {
+  const auto in_range = [&](const char* name, int value, int most) {
+    check(value >= 0 && value <= most, "case_file.drafts", "{}: expected 0 to {} of request {} with {} tokens after {}, got {}", name, most,
+          r.id, r.q_len, r.context_len, value);
+  };
+  in_range("num_drafts", r.drafts, std::min(spec.num_drafts, r.q_len));
+  in_range("accepted_drafts", r.accepted, r.context_len == 0 ? 0 : spec.num_drafts);
+}
+
+std::vector<ShortConvCaseRequest> parse_conv_requests(CaseTensors& tensors, const ShortConvSpec& spec) {
+  const HostTensor lens = tensors.take("seq_lens", {DType::i32}, {-1});
+  const int64_t count = lens.sizes[0];
+  const HostTensor starts = tensors.take("query_start_loc", {DType::i32}, {count + 1});
+  const auto take_drafts = [&](const char* name) {
+    return tensors.take_if(spec.num_drafts > 0 && tensors.has(name), name, DType::i32, {count});
+  };
+  const HostTensor drafts = take_drafts("num_drafts"), accepted = take_drafts("accepted_drafts");
+  std::vector<ShortConvCaseRequest> requests;
+  for (const int q_len : query_lens(starts)) {
+    const int r = int(requests.size()), seq_len = int(lens.get(r));
+    check(seq_len >= 0, "case_file.seq_lens.negative", "seq_lens[{}] is {}", r, seq_len);
+    check(seq_len >= q_len, "case_file.seq_lens.shorter_than_query", "request {} has {} tokens of the step and only {} in all", r, q_len,
+          seq_len);
+    requests.push_back({.q_len = q_len,
+                        .context_len = seq_len - q_len,
+                        .drafts = drafts.empty() ? 0 : int(drafts.get(r)),
+                        .accepted = accepted.empty() ? 0 : int(accepted.get(r)),
+                        .id = r});
+    check_request(spec, requests.back());
+  }
+  return requests;
+}
+
+struct ConvVariant {
+  std::string name;
+  ShortConvRunOptions options;
+};
+
+std::vector<ConvVariant> conv_variants(const ShortConvCaseInputs& in) {
+  std::vector<ConvVariant> all;
+  for (const Gaps gaps : {Gaps::none, Gaps::aligned, Gaps::odd}) {
+    ConvVariant v{fmt::format("gaps {}", to_string(gaps)), {}};
+    v.options.gaps = gaps;
+    v.options.slot_seed = all.size() + 1;
+    v.options.padding_tokens = int(all.size());
+    all.push_back(std::move(v));
+  }
+  const auto is_plain = [](const ShortConvCaseRequest& r) { return r.drafts == 0 && r.accepted == 0; };
+  if (!std::ranges::all_of(in.requests, is_plain)) return all;
+  all.push_back({"token by token", {}});
+  all.back().options.chunk = 1;
+  return all;
+}
+
+}  // namespace
+
+ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
+  ShortConvCaseFile c;
+  ShortConvCaseInputs& in = c.inputs;
+  in.spec = parse_conv_spec(case_metadata(file));
+  const ShortConvSpec& spec = in.spec;
+  const int64_t dim = spec.dim;
+  CaseTensors tensors(file);
+  in.requests = parse_conv_requests(tensors, spec);
+  const int64_t count = int64_t(in.requests.size());
+  int64_t num_tokens = 0;
+  for (const ShortConvCaseRequest& r : in.requests) num_tokens += r.q_len;
+  in.bcx = tensors.take("bcx", {spec.dtype}, {num_tokens, 3 * dim});
+  in.weight = tensors.take("weight", {spec.dtype}, {dim, spec.width});
+  in.bias = tensors.take_if(spec.bias, "bias", spec.dtype, {dim});
+  in.state = tensors.take("state", {spec.dtype}, {count, spec.state_rows(), dim});
+  c.out = floats_of(tensors.take("out", {DType::f32}, {num_tokens, dim}));
+  c.state_out = tensors.take("state_out", {spec.dtype}, {count, spec.state_rows(), dim});
+  tensors.finish();
+  // What a step does not write is nobody's, and a result has it as zero.
+  const size_t row_bytes = size_t(dim * size_of(spec.dtype)), slot_bytes = row_bytes * size_t(spec.state_rows());
+  for (size_t r = 0; r < in.requests.size(); ++r) {
+    char* const slot = c.state_out.bytes.data() + r * slot_bytes;
+    const size_t written = size_t(in.written_rows(r).end) * row_bytes;
+    if (in.requests[r].q_len > 0) {
+      std::memset(slot + written, 0, slot_bytes - written);
+    } else {
+      std::memcpy(slot, in.state.bytes.data() + r * slot_bytes, slot_bytes);
+    }
+  }
+  return c;
+}
+
+Safetensors to_safetensors(const ShortConvCaseFile& c) {
+  const ShortConvCaseInputs& in = c.inputs;
+  const ShortConvSpec& spec = in.spec;
+  std::vector<int32_t> starts{0}, lens, drafts, accepted;
+  for (const ShortConvCaseRequest& r : in.requests) {
+    starts.push_back(starts.back() + r.q_len);
+    lens.push_back(r.context_len + r.q_len);
+    drafts.push_back(r.drafts);
+    accepted.push_back(r.accepted);
+  }
+  json s = {{"dim", spec.dim}, {"width", spec.width}, {"dtype", to_string(spec.dtype)}};
+  if (spec.bias) s["bias"] = true;
+  if (spec.num_drafts > 0) s["num_drafts"] = spec.num_drafts;
+  Safetensors file;
+  file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kFamily}, {"spec", s}}.dump();
+  file.tensors["query_start_loc"] = tensor_of(starts);
+  file.tensors["seq_lens"] = tensor_of(lens);
+  if (spec.num_drafts > 0) file.tensors["num_drafts"] = tensor_of(drafts), file.tensors["accepted_drafts"] = tensor_of(accepted);
+  file.tensors["bcx"] = in.bcx;
+  file.tensors["weight"] = in.weight;
+  if (spec.bias) file.tensors["bias"] = in.bias;
+  file.tensors["state"] = in.state;
+  file.tensors["out"] = tensor_of(c.out, {in.num_tokens(), spec.dim});
+  file.tensors["state_out"] = c.state_out;
+  return file;
+}
+
+ShortConvCaseFile make_case_file(const ShortConvCase& c) {
+  ShortConvCaseFile file;
+  file.inputs = make_inputs(c);
+  ShortConvExpected expected = expect(file.inputs);
+  file.out.assign(expected.out.begin(), expected.out.end());
+  file.state_out = std::move(expected.state);
+  return file;
+}
+
+std::vector<VerifyRow> verify_case(const ShortConvCaseFile& file, const DeviceInfo& device,
+                                   std::span<const BackendOf<ShortConvFamily>* const> backends) {
+  const ShortConvCaseInputs& in = file.inputs;
+  const ShortConvExpected expected = expect(in, file.out, file.state_out);
+  std::vector<VerifyRow> rows;
+  for (const BackendOf<ShortConvFamily>* backend : backends) {
+    if (const auto reasons = backend->unsupported(in.spec, device); !reasons.empty()) {
+      rows.push_back({std::string(backend->name()), {}, joined(reasons), {}, {}, {}});
+      continue;
+    }
+    for (ConvVariant& variant : conv_variants(in)) {
+      variant.options.poison = Poison::nan;
+      const ShortConvRunResult result = run_case(*backend, device, in, variant.options);
+      ShortConvJudgement judgement = judge(expected, in, result);
+      variant.options.poison = Poison::ones;
+      const ShortConvRunResult again = run_case(*backend, device, in, variant.options);
+      if (judgement.pass() && !(bit_identical(result.out, again.out) && result.state.bytes == again.state.bytes))
+        judgement.failure = "bytes that no request owns change the result";
+      rows.push_back({std::string(backend->name()), variant.name, {}, judgement.error, judgement.bound, std::move(judgement.failure)});
+    }
+  }
+  return rows;
+}
+
+}  // namespace imbrex

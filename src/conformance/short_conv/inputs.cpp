@@ -1,0 +1,81 @@
+// See inputs.h. Contents come from a hash of (seed, tensor, request, position, channel), so that they do not depend on the batch.
+#include "conformance/short_conv/inputs.h"
+
+#include <cmath>
+
+#include "conformance/case_random.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+enum ConvSequence : uint64_t { kRowB, kRowC, kRowX, kWeight, kConvBias };
+
+// What B and x of a token are multiplied by, each.
+double gain_of(const ShortConvCase& c, int64_t position) {
+  switch (c.values) {
+    case ShortConvValues::plain: return 1;
+    case ShortConvValues::steep: return std::exp2(double(position * 5 % 13 - 6));
+    case ShortConvValues::tiny: return c.spec.dtype == DType::f16 ? 0x1p-9 : 0x1p-65;  // products are below 2^-14 and 2^-126
+    case ShortConvValues::large: return position % 5 == 3 ? 400 : 1;
+  }
+  return 1;
+}
+
+// B, C and x of a request's token: [3 * dim] from `at` on.
+void fill_token(const ShortConvCase& c, uint64_t request_seed, int64_t position, HostTensor& t, int64_t at) {
+  const double gain = gain_of(c, position);
+  for (const ConvSequence part : {kRowB, kRowC, kRowX}) {
+    const uint64_t key = splitmix(splitmix(request_seed ^ part) + uint64_t(position));
+    for (int d = 0; d < c.spec.dim; ++d)
+      t.set(at + int64_t(part) * c.spec.dim + d, (part == kRowC ? 1 : gain) * normal(splitmix(key + uint64_t(d))));
+  }
+}
+
+HostTensor parameters(const ShortConvCase& c, ConvSequence sequence, std::vector<int64_t> sizes) {
+  HostTensor t = HostTensor::make(c.spec.dtype, std::move(sizes));
+  const double gain = sequence == kConvBias && c.values == ShortConvValues::tiny ? gain_of(c, 0) * gain_of(c, 0) : 1;
+  for (int64_t i = 0; i < t.num_elements(); ++i) t.set(i, gain * normal(splitmix(splitmix(c.seed * 0x10001 + sequence) + uint64_t(i))));
+  return t;
+}
+
+}  // namespace
+
+ShortConvCaseInputs::Rows ShortConvCaseInputs::past_rows(size_t request) const {
+  const ShortConvCaseRequest& r = requests[request];
+  return r.context_len == 0 ? Rows{0, 0} : Rows{r.accepted, r.accepted + spec.width - 1};
+}
+
+ShortConvCaseInputs::Rows ShortConvCaseInputs::written_rows(size_t request) const {
+  const ShortConvCaseRequest& r = requests[request];
+  return {0, r.q_len == 0 ? 0 : spec.width - 1 + r.drafts};
+}
+
+ShortConvCaseInputs make_inputs(const ShortConvCase& c) {
+  const ShortConvSpec& spec = c.spec;
+  const int64_t dim = spec.dim, before = spec.width - 1;
+  ShortConvCaseInputs in{.spec = spec,
+                         .requests = c.requests,
+                         .bcx = HostTensor::make(spec.dtype, {c.num_tokens(), 3 * dim}),
+                         .weight = parameters(c, kWeight, {dim, spec.width}),
+                         .bias = {},
+                         .state = HostTensor::make(spec.dtype, {int64_t(c.requests.size()), spec.state_rows(), dim})};
+  if (spec.bias) in.bias = parameters(c, kConvBias, {dim});
+  HostTensor gone = HostTensor::make(spec.dtype, {3 * dim});
+  int64_t token = 0;
+  for (size_t r = 0; r < c.requests.size(); ++r) {
+    const ShortConvCaseRequest& request = c.requests[r];
+    const uint64_t seed = splitmix(c.seed * 0x10001 + uint64_t(request.id)) << 3;  // room for the number of a sequence
+    for (int t = 0; t < request.q_len; ++t, ++token) fill_token(c, seed, request.context_len + t, in.bcx, token * 3 * dim);
+    const ShortConvCaseInputs::Rows rows = in.past_rows(r);
+    for (int row = rows.begin; row < rows.end; ++row) {
+      const int64_t position = request.context_len - before + row - rows.begin;
+      if (position < 0) continue;
+      fill_token(c, seed, position, gone, 0);
+      for (int64_t d = 0; d < dim; ++d) in.state.set((int64_t(r) * spec.state_rows() + row) * dim + d, gone.get(d) * gone.get(2 * dim + d));
+    }
+  }
+  return in;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,129 @@
+// See judge.h.
+#include "conformance/short_conv/judge.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "core/check.h"
+#include "core/float_types.h"
+#include "short_conv/reference.h"
+
+namespace imbrex {
+namespace {
+
+constexpr double kFloatRounding = 0x1p-24, kSmallestFloat = 0x1p-149;
+
+// Half of a unit in the last place, as a share of a number; and the smallest number above zero.
+struct Precision {
+  double rounding, smallest;
+};
+Precision precision_of(DType dtype) {
+  switch (dtype) {
+    case DType::f16: return {0x1p-11, 0x1p-24};
+    case DType::bf16: return {0x1p-8, 0x1p-133};
+    default: return {kFloatRounding, kSmallestFloat};
+  }
+}
+
+double rounded_to(DType dtype, double x) {
+  char element[sizeof(int64_t)];  // of the widest type
+  store_from_double(element, dtype, 0, x);
+  return load_as_double(element, dtype, 0);
+}
+
+// The convolution of one channel of a request, its tokens gone by from the state that it has.
+void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t token, int d, ShortConvExpected& expected) {
+  const ShortConvSpec& spec = in.spec;
+  const int64_t dim = spec.dim;
+  const ShortConvCaseInputs::Rows gone = in.past_rows(request);
+  std::vector<double> h(size_t(spec.width) - 1, 0.0);
+  for (int row = gone.begin; row < gone.end; ++row)
+    h[size_t(row - gone.begin)] = in.state.get((int64_t(request) * spec.state_rows() + row) * dim + d);
+  const double bias = spec.bias ? in.bias.get(d) : 0;
+  const Precision precision = precision_of(spec.dtype);
+  for (const int64_t end = token + in.requests[request].q_len; token < end; ++token) {
+    const double b = in.bcx.get(token * 3 * dim + d), c = in.bcx.get((token * 3 + 1) * dim + d), x = in.bcx.get((token * 3 + 2) * dim + d);
+    h.push_back(rounded_to(spec.dtype, b * x));
+    double sum = bias, size = std::abs(bias);
+    for (int i = 0; i < spec.width; ++i) {
+      const double term = in.weight.get(int64_t(d) * spec.width + i) * h[h.size() - size_t(spec.width) + size_t(i)];
+      sum += term;
+      size += std::abs(term);
+    }
+    const size_t at = size_t(token * dim + d);
+    expected.out[at] = sum * c;
+    expected.allowed[at] = (spec.width + 3) * (kFloatRounding * size + kSmallestFloat) * std::abs(c) +
+                           precision.rounding * std::abs(sum * c) + precision.smallest / 2 + kSmallestFloat;
+  }
+}
+
+// The outputs and what is allowed; no state.
+ShortConvExpected exact_outputs(const ShortConvCaseInputs& in) {
+  ShortConvExpected expected;
+  expected.out.resize(size_t(in.num_tokens()) * size_t(in.spec.dim));
+  expected.allowed.resize(expected.out.size());
+  int64_t token = 0;
+  for (size_t r = 0; r < in.requests.size(); ++r) {
+    for (int d = 0; d < in.spec.dim; ++d) compute_channel(in, r, token, d, expected);
+    token += in.requests[r].q_len;
+  }
+  return expected;
+}
+
+}  // namespace
+
+ShortConvExpected expect(const ShortConvCaseInputs& in) {
+  ShortConvExpected expected = exact_outputs(in);
+  expected.state = run_case(short_conv_reference(), probe_cpu(), in, {}).state;
+  return expected;
+}
+
+ShortConvExpected expect(const ShortConvCaseInputs& in, const std::vector<float>& out, HostTensor state) {
+  ShortConvExpected expected = exact_outputs(in);
+  check(out.size() == expected.out.size(), "conformance.size", "expected {} values, got {}", expected.out.size(), out.size());
+  expected.out.assign(out.begin(), out.end());
+  expected.state = std::move(state);
+  return expected;
+}
+
+ShortConvJudgement judge(const ShortConvExpected& expected, const ShortConvCaseInputs& in, const ShortConvRunResult& result) {
+  const ShortConvSpec& spec = in.spec;
+  check(result.out.size() == expected.out.size(), "conformance.size", "expected {} values, got {}", expected.out.size(), result.out.size());
+  ShortConvJudgement j;
+  double worst = -1;
+  size_t worst_at = 0;
+  for (size_t i = 0; i < result.out.size(); ++i) {
+    const double actual = double(result.out[i]), wanted = expected.out[i], allowed = expected.allowed[i];
+    double error = std::abs(actual - wanted);
+    // Beyond the largest number of the type, and what is not finite at all.
+    if (actual == rounded_to(spec.dtype, wanted) || (std::isnan(actual) && std::isnan(wanted))) error = 0;
+    if (!std::isfinite(error)) error = std::numeric_limits<double>::infinity();
+    const double share = error == 0 ? 0 : std::isfinite(allowed) ? error / allowed : error;
+    if (share > worst) worst = share, worst_at = i, j.bound.max = allowed;
+    j.error.max = std::max(j.error.max, error);
+    j.error.mean += error / double(result.out.size());
+    j.bound.mean += allowed / double(result.out.size());
+  }
+  if (!result.violations.empty()) {
+    j.failure = result.violations.front();
+  } else if (worst > 1) {
+    j.failure = fmt::format("out: channel {} of token {} is {:.9g}, not {:.9g}, and may be {:.3g} off", worst_at % size_t(spec.dim),
+                            worst_at / size_t(spec.dim), result.out[worst_at], expected.out[worst_at], expected.allowed[worst_at]);
+  } else if (result.state.bytes != expected.state.bytes) {
+    for (int64_t i = 0; i < expected.state.num_elements(); ++i) {
+      const int64_t size = size_of(spec.dtype);
+      if (std::memcmp(&result.state.bytes[size_t(i * size)], &expected.state.bytes[size_t(i * size)], size_t(size)) == 0) continue;
+      j.failure =
+          fmt::format("state: channel {} of row {} of request {} is {:.9g}, not {:.9g}", i % spec.dim, i / spec.dim % spec.state_rows(),
+                      i / spec.dim / spec.state_rows(), result.state.get(i), expected.state.get(i));
+      break;
+    }
+  }
+  return j;
+}
+
+}  // namespace imbrex

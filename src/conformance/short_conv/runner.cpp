@@ -1,0 +1,221 @@
+// See runner.h.
+#include "conformance/short_conv/runner.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "core/check.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+// A view of rank 3 with one head, without it.
+TensorView as_rows(TensorView t) {
+  t.rank = 2;
+  t.sizes = {t.size(0), t.size(2)};
+  t.strides = {t.stride(0), 1};
+  return t;
+}
+
+TensorView list_view(std::vector<int32_t>& list) { return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())}); }
+
+class ConvRunner {
+ public:
+  ConvRunner(ShortConvPlan& plan, const ShortConvCaseInputs& in, const ShortConvRunOptions& options)
+      : plan_(plan),
+        in_(in),
+        options_(options),
+        spec_(in.spec),
+        num_slots_(4 * int64_t(in.requests.size()) + 5),
+        state_(spec_.dtype, num_slots_, spec_.state_rows(), spec_.dim, options.poison, options.gaps),
+        weight_(spec_.dtype, spec_.dim, 1, spec_.width, options.poison, options.gaps) {
+    int64_t token = 0;
+    for (const ShortConvCaseRequest& r : in.requests) {
+      first_token_.push_back(token);
+      token += r.q_len;
+    }
+    for (int d = 0; d < spec_.dim; ++d) weight_.copy_row(d, in.weight, d);
+  }
+
+  ShortConvRunResult run() {
+    hand_out_slots();
+    result_.out.assign(size_t(in_.num_tokens()) * size_t(spec_.dim), 0.f);
+    result_.state = in_.state;
+    for (const ShortConvParts& parts : options_.steps.empty() ? steps_of(in_, options_.chunk) : options_.steps) run_step(parts);
+    return std::move(result_);
+  }
+
+ private:
+  size_t row_bytes() const { return size_t(spec_.dim * size_of(spec_.dtype)); }
+  template <class Tensor>
+  auto state_row(Tensor& t, size_t request, int row) const {
+    return t.bytes.data() + (request * size_t(spec_.state_rows()) + size_t(row)) * row_bytes();
+  }
+
+  void hand_out_slots() {
+    std::vector<int32_t> ids(static_cast<size_t>(num_slots_));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::mt19937_64 random(options_.slot_seed);
+    for (size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[random() % i]);
+    slots_.assign(ids.begin(), ids.begin() + long(in_.requests.size()));
+    for (size_t r = 0; r < slots_.size(); ++r)
+      for (int row = 0; in_.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
+        std::memcpy(state_.at(slots_[r], row), state_row(in_.state, r, row), row_bytes());
+  }
+
+  struct Lists {
+    std::vector<int32_t> query_start_loc{0}, seq_lens, slots, drafts, accepted;
+  };
+  Lists lists_of(const ShortConvParts& parts) const {
+    Lists lists;
+    for (size_t r = 0; r < parts.size(); ++r) {
+      const ShortConvPart& p = parts[r];
+      lists.query_start_loc.push_back(lists.query_start_loc.back() + p.end - p.begin);
+      lists.seq_lens.push_back(in_.requests[r].context_len + p.end);
+      lists.slots.push_back(p.end > p.begin ? slots_[r] : poison_index(options_.poison));
+      lists.drafts.push_back(p.drafts);
+      lists.accepted.push_back(p.accepted);
+    }
+    return lists;
+  }
+
+  void update(Lists& lists) {
+    if (options_.on_device) {
+      DeviceBatch batch;
+      batch.query_start_loc = list_view(lists.query_start_loc);
+      batch.seq_lens = list_view(lists.seq_lens);
+      batch.state_slots = list_view(lists.slots);
+      if (spec_.num_drafts > 0) batch.num_drafts = list_view(lists.drafts), batch.accepted_drafts = list_view(lists.accepted);
+      batch.max_num_tokens = lists.query_start_loc.back();
+      plan_.update_on_device(batch);
+      for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
+      return;
+    }
+    Batch batch;
+    batch.query_start_loc = lists.query_start_loc;
+    batch.seq_lens = lists.seq_lens;
+    batch.state_slots = lists.slots;
+    if (spec_.num_drafts > 0) batch.num_drafts = lists.drafts, batch.accepted_drafts = lists.accepted;
+    plan_.update(batch);
+  }
+
+  // Rows of the state that the step does not read are nobody's before it.
+  void poison_unread(const ShortConvParts& parts) {
+    for (size_t r = 0; r < parts.size(); ++r) {
+      if (parts[r].begin == parts[r].end) continue;
+      const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
+      const int first = parts[r].accepted, last = fresh ? first : first + spec_.width - 1;
+      for (int row = 0; row < spec_.state_rows(); ++row)
+        if (row < first || row >= last) state_.poison_row(slots_[r], row, options_.poison);
+    }
+  }
+
+  void run_step(const ShortConvParts& parts) {
+    Lists lists = lists_of(parts);
+    const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
+    SpreadTensor bcx(spec_.dtype, rows, 1, 3 * int64_t(spec_.dim), options_.poison, options_.gaps),
+        out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);
+    int64_t row = 0;
+    for (size_t r = 0; r < parts.size(); ++r)
+      for (int t = parts[r].begin; t < parts[r].end; ++t) bcx.copy_row(row++, in_.bcx, first_token_[r] + t);
+    poison_unread(parts);
+    const std::vector<char> bcx_before = bcx.bytes;
+    std::vector<char> state_before = state_.bytes;
+    update(lists);
+    const ShortConvInputs inputs{.bcx = as_rows(bcx.view), .weight = as_rows(weight_.view), .bias = in_.bias.view(), .state = state_.view};
+    const ShortConvOutputs outputs{.out = as_rows(out.view)};
+    options_.run ? options_.run(plan_, inputs, outputs) : plan_.run(inputs, outputs);
+    if (bcx.bytes != bcx_before) result_.violations.emplace_back("bcx was written");
+    row = 0;
+    for (size_t r = 0; r < parts.size(); ++r)
+      for (int t = parts[r].begin; t < parts[r].end; ++t, ++row) {
+        for (int d = 0; d < spec_.dim; ++d)
+          result_.out[size_t((first_token_[r] + t) * spec_.dim + d)] = load_as_float(out.at(row, 0), spec_.dtype, d);
+        out.poison_row(row, 0, options_.poison);
+      }
+    if (std::string written = foreign_write("out", out, options_.poison, tokens); !written.empty())
+      result_.violations.push_back(std::move(written));
+    take_states(parts, state_before);
+  }
+
+  // The rows that the step was to write go to the result; every other byte must be what it was.
+  void take_states(const ShortConvParts& parts, std::vector<char>& before) {
+    for (size_t r = 0; r < parts.size(); ++r) {
+      if (parts[r].begin == parts[r].end) continue;
+      std::memset(state_row(result_.state, r, 0), 0, row_bytes() * size_t(spec_.state_rows()));
+      for (int row = 0; row < spec_.width - 1 + parts[r].drafts; ++row) {
+        const char* const written = state_.at(slots_[r], row);
+        std::memcpy(state_row(result_.state, r, row), written, row_bytes());
+        std::memcpy(before.data() + (written - state_.bytes.data()), written, row_bytes());
+      }
+    }
+    if (state_.bytes == before) return;
+    const int64_t byte = std::mismatch(before.begin(), before.end(), state_.bytes.begin()).first - before.begin();
+    const int64_t element = byte / size_of(spec_.dtype), slot = element / state_.view.stride(0);
+    result_.violations.push_back(fmt::format("state: row {} of slot {} was written, of which no request writes that row",
+                                             element % state_.view.stride(0) / state_.view.stride(1), slot));
+  }
+
+  ShortConvPlan& plan_;
+  const ShortConvCaseInputs& in_;
+  const ShortConvRunOptions& options_;
+  const ShortConvSpec& spec_;
+  int64_t num_slots_;
+  SpreadTensor state_, weight_;
+  std::vector<int64_t> first_token_;
+  std::vector<int32_t> slots_;
+  ShortConvRunResult result_;
+};
+
+}  // namespace
+
+ShortConvRunOptions default_options(const ShortConvCase& c) {
+  ShortConvRunOptions options;
+  options.gaps = c.gaps;
+  options.padding_tokens = c.padding_tokens;
+  options.slot_seed = c.seed;
+  options.chunk = c.chunk;
+  return options;
+}
+
+std::vector<ShortConvParts> steps_of(const ShortConvCaseInputs& in, int chunk) {
+  std::vector<ShortConvParts> steps;
+  for (bool more = true; more;) {
+    more = false;
+    ShortConvParts parts;
+    for (size_t r = 0; r < in.requests.size(); ++r) {
+      const ShortConvCaseRequest& request = in.requests[r];
+      const int begin = steps.empty() ? 0 : steps.back()[r].end, end = chunk > 0 ? std::min(request.q_len, begin + chunk) : request.q_len;
+      parts.push_back(chunk > 0 ? ShortConvPart{begin, end} : ShortConvPart{begin, end, request.drafts, request.accepted});
+      more = more || end < request.q_len;
+    }
+    steps.push_back(std::move(parts));
+  }
+  return steps;
+}
+
+PlanLimits limits_of(const ShortConvCaseInputs& in) {
+  PlanLimits limits{.max_num_reqs = std::max(1, int(in.requests.size())), .max_num_tokens = std::max(1, in.num_tokens()), .max_seq_len = 1};
+  for (const ShortConvCaseRequest& r : in.requests) limits.max_seq_len = std::max(limits.max_seq_len, r.context_len + r.q_len);
+  return limits;
+}
+
+ShortConvRunResult run_case(const BackendOf<ShortConvFamily>& backend, const DeviceInfo& device, const ShortConvCaseInputs& in,
+                            const ShortConvRunOptions& options) {
+  PlanOptions plan_options;
+  plan_options.limits = limits_of(in);
+  plan_options.threads = options.threads;
+  plan_options.on_device = options.on_device;
+  plan_options.load_on_demand = true;
+  const auto plan = backend.plan(in.spec, device, plan_options);
+  return run_case(*plan, in, options);
+}
+
+ShortConvRunResult run_case(ShortConvPlan& plan, const ShortConvCaseInputs& in, const ShortConvRunOptions& options) {
+  return ConvRunner(plan, in, options).run();
+}
+
+}  // namespace imbrex

@@ -1,0 +1,49 @@
+#pragma once
+// Runs one case through one backend of the short convolution the way a server would: states in slots in shuffled order, far apart, among
+// poison. Used by the conformance tests and `imbrex verify`.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "conformance/short_conv/inputs.h"
+
+namespace imbrex {
+
+// Tokens [begin, end) of a request, counted from its first one in the case, as a step has them.
+struct ShortConvPart {
+  int begin = 0, end = 0;
+  int drafts = 0, accepted = 0;  // as in ShortConvCaseRequest
+};
+using ShortConvParts = std::vector<ShortConvPart>;  // of each request
+
+// How a case is run; none of it may change the result.
+struct ShortConvRunOptions {
+  Gaps gaps = Gaps::aligned;
+  Poison poison = Poison::nan;
+  int padding_tokens = 2;  // rows after the batch's tokens
+  uint64_t slot_seed = 1;  // which slots the requests have
+  int chunk = 0;           // > 0: requests' tokens come in steps of so many, without drafts
+  int rows = 0;            // > 0: tensors have so many rows in every step, the padding included
+  bool on_device = false;  // update_on_device() instead of update(), by a mirror
+  ParallelFor threads;
+  // What is run, step after step: of each step the parts of the requests. Empty: the case, in one step or in chunks.
+  std::vector<ShortConvParts> steps;
+  // Called instead of plan.run(), where a test wants to be there.
+  std::function<void(const ShortConvPlan&, const ShortConvInputs&, const ShortConvOutputs&)> run;
+};
+ShortConvRunOptions default_options(const ShortConvCase&);
+// Of one request the parts of `chunk` tokens, all other steps without any.
+std::vector<ShortConvParts> steps_of(const ShortConvCaseInputs&, int chunk);
+
+struct ShortConvRunResult {
+  std::vector<float> out;               // [T, dim], of the last step that had the token
+  HostTensor state;                     // [R, state_rows, dim]: the rows written by a request's last step, else those of the inputs
+  std::vector<std::string> violations;  // bytes written that are nobody's
+};
+
+ShortConvRunResult run_case(const BackendOf<ShortConvFamily>&, const DeviceInfo&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
+// With a plan that is there, whose limits fit.
+ShortConvRunResult run_case(ShortConvPlan&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
+PlanLimits limits_of(const ShortConvCaseInputs&);
+
+}  // namespace imbrex
