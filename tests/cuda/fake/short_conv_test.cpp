@@ -1,18 +1,13 @@
 // The short convolution's plan for GPUs on the fake driver: what it refuses, launches and reports, that a failed update changes nothing,
 // and that a captured graph serves any batch. The kernels' texts, compiled for the host (tests/cuda/lanes), do the work.
 #include <cstring>
-#include <map>
 
 #include "allocations.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/fake/host_kernels.h"
-#include "cuda/lanes/short_conv_variants.h"
+#include "cuda/fake/short_conv_texts.h"
 #include "cuda/memory.h"
 #include "cuda/short_conv_problem.h"
 #include "expect_error.h"
-#ifdef IMBREX_LANES
-#include "cuda/lanes/library.h"
-#endif
 
 namespace imbrex::cuda {
 namespace {
@@ -21,37 +16,12 @@ using fake::FailCall;
 using imbrex::test::error_code, imbrex::test::FailAllocation, imbrex::test::short_conv_variants, imbrex::test::ShortConvVariant;
 using test::ConvBesideReference, test::ConvProblem, test::ConvStep;
 
-// With sanitizers there are no libraries, and nothing is computed.
-bool has_texts() {
-#ifdef IMBREX_LANES
-  return true;
-#else
-  return false;
-#endif
-}
-
 class ShortConvPlans : public testing::Test {
  protected:
   static constexpr const char* kFine = "nothing thrown";
   static constexpr Device kGpu{DeviceType::cuda, 0};
   ~ShortConvPlans() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
-  void use(const ShortConvVariant& variant) {
-    for (const KernelKey& key : {variant.key(), plan_state_batch_key("sm_90a")}) fake::put_into_cache(key);
-    fake::state().param_sizes = {{"short_conv_wide", {sizeof(ShortConvParams)}},
-                                 {"short_conv_narrow", {sizeof(ShortConvParams)}},
-                                 {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
-#ifdef IMBREX_LANES
-    fake::state().on_launch = [name = std::string(variant.name)](const fake::Launch& launch) {
-      static std::map<std::string, imbrex::test::Library> libraries;
-      const std::string text = launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
-      if (!libraries.contains(text)) libraries[text] = imbrex::test::open_library(text);
-      static unsigned chance = 0;
-      libraries[text].run(launch.all_params.at(0).data(), nullptr,
-                          {.blocks = int(launch.grid_x), .late_copies = chance % 2 == 0, .chance = chance});
-      ++chance;
-    };
-#endif
-  }
+  void use(const ShortConvVariant& variant) { fake::use_short_conv_text(variant); }
   std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const PlanOptions& options = {}) const {
     return find_backend<ShortConvFamily>("cuda_sm80")->plan(spec, device, options);
   }
@@ -60,7 +30,7 @@ class ShortConvPlans : public testing::Test {
 };
 
 TEST_F(ShortConvPlans, OutputsAndStatesAreThoseOfTheReference) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   unsigned seed = 1;
   for (const ShortConvVariant& variant : short_conv_variants()) {
     use(variant);
@@ -78,7 +48,7 @@ TEST_F(ShortConvPlans, OutputsAndStatesAreThoseOfTheReference) {
 
 // Chunks of many tokens: a GPU of one multiprocessor. And a request's last tokens, which its state is made of, in chunks of others.
 TEST_F(ShortConvPlans, FewChunksOfManyTokens) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   DeviceInfo small = device;
   small.num_workers = 1;
   for (const ShortConvVariant& variant : short_conv_variants()) {
@@ -95,7 +65,7 @@ TEST_F(ShortConvPlans, FewChunksOfManyTokens) {
 }
 
 TEST_F(ShortConvPlans, LengthsOnTheDevice) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   unsigned seed = 30;
   for (const ShortConvVariant& variant : short_conv_variants()) {
     use(variant);
@@ -104,7 +74,7 @@ TEST_F(ShortConvPlans, LengthsOnTheDevice) {
 }
 
 TEST_F(ShortConvPlans, OneGraphForAllSteps) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   unsigned seed = 60;
   for (const ShortConvVariant& variant : short_conv_variants())
     for (const bool on_device : {false, true}) {
@@ -114,7 +84,7 @@ TEST_F(ShortConvPlans, OneGraphForAllSteps) {
 }
 
 TEST_F(ShortConvPlans, StepsAndNeighboursChangeNoBit) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   const BackendOf<ShortConvFamily>& backend = *find_backend<ShortConvFamily>("cuda_sm80");
   for (const ShortConvVariant& variant : short_conv_variants()) {
     use(variant);
@@ -128,7 +98,7 @@ TEST_F(ShortConvPlans, StepsAndNeighboursChangeNoBit) {
 
 // Of 1100 requests the search for one takes three turns.
 TEST_F(ShortConvPlans, ManyRequests) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   use(short_conv_variants()[0]);
   const ShortConvSpec spec = short_conv_variants()[0].spec(8);
   constexpr int kReqs = 1100;
@@ -257,7 +227,7 @@ TEST_F(ShortConvCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
 }
 
 TEST_F(ShortConvCalls, TellWhichRulesWereBroken) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   const auto p = plan(spec, {.limits = limits, .on_device = true});
   const auto problems = [&](auto change) {
     DeviceBatch b = on_device;
@@ -298,7 +268,7 @@ TEST_F(ShortConvCalls, TellWhichRulesWereBroken) {
 
 // A request that is left out is as if it were not there: nothing of it is written, and the others have the same bits.
 TEST_F(ShortConvCalls, LeaveOutWhatBreaksRules) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   const auto p = plan(spec, {.limits = limits, .on_device = true});
   const auto results = [&](const DeviceBatch& b) {
     std::memset(in.state.data, 0x11, 2 * 4 * 64 * 2), std::memset(out.out.data, 0x22, 6 * 64 * 2);
@@ -392,7 +362,7 @@ using Faults = testing::Types<FailCall<false>, FailCall<true>, FailAllocation>;
 TYPED_TEST_SUITE(ShortConvUpdateGuarantee, Faults);
 
 TYPED_TEST(ShortConvUpdateGuarantee, Holds) {
-  if (!has_texts()) GTEST_SKIP();
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
   auto& in = this->in;
   auto& out = this->out;
   for (int i = 0; i < 6 * 192; ++i) in.bcx.template as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);

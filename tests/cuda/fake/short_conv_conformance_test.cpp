@@ -1,0 +1,89 @@
+// The table of cases and the laws of the short convolution on the fake driver, through the mirror: the plan for GPUs, with the kernels'
+// texts, compiled for the host, behind it. Of the table those specialisations that there is a text of.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "conformance/short_conv/device_mirror.h"
+#include "conformance/short_conv/judge.h"
+#include "cuda/fake/fake_driver.h"
+#include "cuda/fake/short_conv_texts.h"
+
+namespace imbrex::cuda {
+namespace {
+
+using imbrex::test::short_conv_variants, imbrex::test::ShortConvVariant;
+
+class ShortConvOnFakeDriver : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!fake::has_short_conv_texts()) GTEST_SKIP() << "there are no texts to run";
+  }
+  ~ShortConvOnFakeDriver() override {
+    fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear();
+  }
+
+  const DeviceInfo device = probe_cuda().at(0);
+  const BackendOf<ShortConvFamily>& backend = *find_backend<ShortConvFamily>("cuda_sm80");
+};
+
+TEST_F(ShortConvOnFakeDriver, CasesMatchTheReference) {
+  const auto mirror = device_mirror(backend);
+  for (const ShortConvVariant& variant : short_conv_variants()) {
+    fake::use_short_conv_text(variant);
+    int run = 0;
+    for (const ShortConvCase& c : short_conv_cases()) {
+      if (c.spec.dtype != variant.dtype || c.spec.width != variant.width || c.spec.bias != variant.bias) continue;
+      if (int64_t(c.spec.dim) * c.num_tokens() > 60'000) continue;  // lanes are slow
+      const ShortConvCaseInputs in = make_inputs(c);
+      const ShortConvExpected expected = expect(in);
+      ShortConvRunOptions options = default_options(c);
+      for (const Poison poison : {Poison::nan, Poison::ones}) {
+        options.poison = poison;
+        const ShortConvJudgement judgement = judge(expected, in, run_case(*mirror, device, in, options));
+        EXPECT_TRUE(judgement.pass()) << c.name << ", " << to_string(poison) << ": " << judgement.failure;
+      }
+      options.on_device = true;
+      const ShortConvJudgement judgement = judge(expected, in, run_case(*mirror, device, in, options));
+      EXPECT_TRUE(judgement.pass()) << c.name << ", from the device: " << judgement.failure;
+      ++run;
+    }
+    EXPECT_GE(run, 3) << variant.name;
+  }
+}
+
+TEST_F(ShortConvOnFakeDriver, OneGraphForAllSteps) {
+  std::mt19937_64 random(8);
+  for (const ShortConvVariant& variant : short_conv_variants()) {
+    fake::use_short_conv_text(variant);
+    ShortConvCase c{.name = "graph", .spec = variant.spec(40, 3), .requests = {{1, 99}, {0, 0}, {70, 0}, {6, 271}, {1, 0}, {33, 5}}};
+    const ShortConvCaseInputs in = make_inputs(c);
+    const ShortConvExpected expected = expect(in);
+    for (const bool on_device : {false, true}) {
+      int captures = 0;
+      const auto mirror = device_mirror(backend, {.in_graph = true, .captures = &captures});
+      const auto plan = mirror->plan(in.spec, device, {.limits = limits_of(in), .on_device = on_device});
+      EXPECT_TRUE(plan->capturable());
+      ShortConvRunOptions options;
+      options.on_device = on_device;
+      options.rows = in.num_tokens() + 3;
+      for (ShortConvParts parts(in.requests.size());;) {
+        bool more = false;
+        for (size_t r = 0; r < parts.size(); ++r) {
+          parts[r] = {parts[r].end, std::min(in.requests[r].q_len, parts[r].end + int(random() % 20))};
+          more = more || parts[r].end < in.requests[r].q_len;
+        }
+        options.steps.push_back(parts);
+        if (!more) break;
+      }
+      ASSERT_GT(options.steps.size(), 3u);
+      const ShortConvJudgement judgement = judge(expected, in, run_case(*plan, in, options));
+      EXPECT_TRUE(judgement.pass()) << in.spec.str() << (on_device ? ", from the device: " : ": ") << judgement.failure;
+      EXPECT_EQ(captures, 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cuda
