@@ -16,7 +16,9 @@ foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "avx512_bf16;avx51
 endforeach()
 set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
 file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp ${kernels}/*_generic.cpp)
-set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno")
+# Conversions choose between results of additions and multiplications; if these might trap, they would stay behind branches and loops
+# over them would not become vectors. No result depends on it.
+set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno;-fno-trapping-math")
 file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
 # Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. What the AMX
 # unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that imbrex is built with, where they are missing. Used by the Makefile (build tools and
-# libraries) and, with the argument `ci`, by .ci/run (clang and its tools too, and NVIDIA's compiler as a library, with which the
-# kernels for GPUs are tested). Says nothing when there is nothing to do.
+# libraries) and, with the argument `ci`, by .ci/run (clang and its tools too, a compiler for aarch64 and an emulator, and NVIDIA's
+# compiler as a library, with which the kernels for GPUs are tested). Says nothing when there is nothing to do.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev python3)
-[ "${1:-}" != ci ] || packages+=(binutils black clang clang-format clang-tidy libclang-rt-dev pyflakes3 python3-dev python3-pip python3-venv)
+[ "${1:-}" != ci ] || packages+=(binutils black clang clang-format clang-tidy g++-aarch64-linux-gnu libclang-rt-dev pyflakes3 python3-dev python3-pip python3-venv qemu-user)
 
 install_packages() {
   # Without dpkg only the programs can be looked for; a missing library is then reported by CMake.

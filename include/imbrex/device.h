@@ -30,11 +30,11 @@ struct DeviceInfo {
   double peak_flops = 0;        // CUDA: FLOP/s of dense bf16 products with f32 sums, by the data sheet; 0: not known
   double peak_bytes_per_s = 0;  // CUDA: of its memory, by the data sheet; 0: not known
   int max_smem_bytes = 0;       // CUDA: opt-in shared memory of a thread block
-  std::string isa_note;         // CPU: why a better set is not used ("amx: not in cpuid", "lowered by IMBREX_CPU_ISA"), or empty
+  std::string isa_note;         // CPU: why a better set is not used ("amx: amx-tile not in cpuid"), on aarch64 what the CPU has; or empty
   std::string str() const;
 };
 
-DeviceInfo probe_cpu();  // cpuid, and tile permission from the kernel for AMX
+DeviceInfo probe_cpu();  // this machine; asks the system for permission to use the tiles of AMX, where it has them
 
 // The GPUs that the NVIDIA driver has; none, and the reason in `why`, without one. No context is made.
 std::vector<DeviceInfo> probe_cuda(std::string* why = nullptr);

@@ -1,16 +1,14 @@
 // What the machine can do, asked from it, or from a description of one that is absent.
 #include "imbrex/device.h"
 
-#include <cpuid.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 
 #include "core/check.h"
 #include "core/cores.h"
+#include "core/cpu_features.h"
 #include "core/env.h"
 #include "core/gpus.h"
 #include "core/last_level_cache.h"
@@ -38,96 +36,6 @@ bool parse_isa(std::string_view text, CpuIsa& isa) {
   for (CpuIsa candidate : kAllIsas)
     if (to_string(candidate) == text) return isa = candidate, true;
   return false;
-}
-
-struct Registers {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-};
-
-Registers cpuid(unsigned leaf, unsigned subleaf = 0) {
-  Registers r;
-  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
-  return r;
-}
-
-// Register sets that the operating system saves on a task switch (XCR0); without its bit an instruction set must not be used.
-uint64_t enabled_state() {
-  if (!(cpuid(1).ecx & (1u << 27))) return 0;  // OSXSAVE
-  unsigned low = 0, high = 0;
-  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  return (uint64_t(high) << 32) | low;
-}
-
-// The kernel hands out the 8 KiB of tile state per process, on request.
-bool request_tiles() {
-#ifdef SYS_arch_prctl
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
-// What the processor has; for each instruction set the first thing that is missing, or nothing.
-struct Missing {
-  std::string avx2, avx512, avx512_bf16, amx;
-  const std::string& of(CpuIsa isa) const {
-    static const std::string nothing;
-    switch (isa) {
-      case CpuIsa::generic: return nothing;
-      case CpuIsa::avx2: return avx2;
-      case CpuIsa::avx512: return avx512;
-      case CpuIsa::avx512_bf16:
-      case CpuIsa::amx_emulated: return avx512_bf16;
-      case CpuIsa::amx: return amx;
-    }
-    return nothing;
-  }
-};
-
-Missing probe_missing() {
-  struct Flag {
-    const char* name;
-    bool present;
-  };
-  const auto first_missing = [](std::initializer_list<Flag> flags) -> std::string {
-    for (const Flag& flag : flags)
-      if (!flag.present) return std::string(flag.name) + " not in cpuid";
-    return {};
-  };
-  const Registers base = cpuid(1), extended = cpuid(7), more = cpuid(7, 1);
-  const uint64_t state = enabled_state();
-  const auto has = [](unsigned word, int bit) { return ((word >> bit) & 1) != 0; };
-  constexpr uint64_t kVector = 0x6, kVector512 = 0xe6, kTiles = 0x60000;
-
-  Missing missing;
-  missing.avx2 = first_missing({{"avx2", has(extended.ebx, 5)}, {"fma", has(base.ecx, 12)}, {"f16c", has(base.ecx, 29)}});
-  if (missing.avx2.empty() && (state & kVector) != kVector) missing.avx2 = "avx state not enabled by the system";
-  missing.avx512 = missing.avx2;
-  if (missing.avx512.empty())
-    missing.avx512 = first_missing({{"avx512f", has(extended.ebx, 16)},
-                                    {"avx512bw", has(extended.ebx, 30)},
-                                    {"avx512dq", has(extended.ebx, 17)},
-                                    {"avx512vl", has(extended.ebx, 31)}});
-  if (missing.avx512.empty() && (state & kVector512) != kVector512) missing.avx512 = "avx512 state not enabled by the system";
-  missing.avx512_bf16 = missing.avx512;
-  if (missing.avx512_bf16.empty())
-    missing.avx512_bf16 = first_missing({{"avx512vbmi", has(extended.ecx, 1)}, {"avx512bf16", has(more.eax, 5)}});
-  missing.amx = missing.avx512_bf16;
-  if (missing.amx.empty()) missing.amx = first_missing({{"amx-tile", has(extended.edx, 24)}, {"amx-bf16", has(extended.edx, 22)}});
-  if (missing.amx.empty() && (state & kTiles) != kTiles) missing.amx = "tile state not enabled by the system";
-  if (missing.amx.empty() && !request_tiles()) missing.amx = "the system refused tile state to this process";
-  return missing;
-}
-
-std::string brand_string() {
-  if (unsigned(__get_cpuid_max(0x80000000u, nullptr)) < 0x80000004u) return "x86 CPU";
-  char text[49] = {};
-  for (unsigned i = 0; i < 3; ++i) {
-    const Registers r = cpuid(0x80000002u + i);
-    std::memcpy(text + 16 * i, &r, 16);
-  }
-  return std::string(trim(text));
 }
 
 struct Gpu {
@@ -190,18 +98,18 @@ void add_peaks(DeviceInfo& probed) {
 }
 
 DeviceInfo probe_cpu() {
-  static const Missing missing = probe_missing();
+  const CpuFeatures& features = cpu_features();
   DeviceInfo info;
-  info.name = brand_string();
+  info.name = features.name;
   for (CpuIsa isa : {CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx})
-    if (missing.of(isa).empty()) info.isa = isa;
-  if (info.isa != CpuIsa::amx) info.isa_note = "amx: " + missing.amx;
+    if (features.missing(isa).empty()) info.isa = isa;
+  info.isa_note = features.note;
   if (const auto wanted = env::get(env::kCpuIsa)) {
     CpuIsa isa = CpuIsa::generic;
     check(parse_isa(*wanted, isa), "device.cpu_isa.unknown",
           "expected generic, avx2, avx512, avx512_bf16, amx_emulated or amx in {}, got \"{}\"", env::kCpuIsa, *wanted);
-    check(missing.of(isa).empty(), "device.cpu_isa.absent", "{} asks for {}, but this CPU cannot: {}", env::kCpuIsa, *wanted,
-          missing.of(isa));
+    check(features.missing(isa).empty(), "device.cpu_isa.absent", "{} asks for {}, but this CPU cannot: {}", env::kCpuIsa, *wanted,
+          features.missing(isa));
     if (isa != info.isa) info.isa_note = fmt::format("{}: set by {}", *wanted, env::kCpuIsa);
     info.isa = isa;
   }

@@ -28,7 +28,14 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(4);
 constexpr auto kYield = std::chrono::milliseconds(2);
 
-void pause() { __builtin_ia32_pause(); }
+// Leaves the core to its other thread, or to nobody, for some tens of cycles.
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  __asm__ volatile("isb" : : : "memory");  // `yield` is nothing on a core with one thread
+#endif
+}
 
 // Waits actively until ready() holds; false when the time is up.
 template <class Ready>

@@ -2,6 +2,8 @@
 #include "imbrex/backend.h"
 
 #include "attention/plan_checks.h"
+#include "core/check.h"
+#include "core/cpu_features.h"
 #include "cpu/plan.h"
 
 namespace imbrex {
@@ -44,14 +46,19 @@ class CpuBackend final : public Backend {
 
   std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options, kernels(device.isa).isa);
+    check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
+          device.str());
     return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
   }
 
  private:
   const Kernels& kernels(CpuIsa isa) const {
-    if (needs_ == CpuIsa::generic) return isa >= CpuIsa::avx2 ? cpu::kernels_avx2 : cpu::kernels_generic;
-    if (needs_ == CpuIsa::avx512) return isa >= CpuIsa::avx512_bf16 ? cpu::kernels_avx512_bf16 : cpu::kernels_avx512;
-    return isa == CpuIsa::amx ? cpu::kernels_amx : cpu::kernels_amx_emulated;
+    if constexpr (kX86) {
+      if (needs_ == CpuIsa::avx512) return isa >= CpuIsa::avx512_bf16 ? cpu::kernels_avx512_bf16 : cpu::kernels_avx512;
+      if (needs_ == CpuIsa::amx_emulated) return isa == CpuIsa::amx ? cpu::kernels_amx : cpu::kernels_amx_emulated;
+      if (isa >= CpuIsa::avx2) return cpu::kernels_avx2;
+    }
+    return cpu::kernels_generic;
   }
 
   std::string_view name_, description_;

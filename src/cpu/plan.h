@@ -11,7 +11,7 @@
 
 namespace imbrex::cpu {
 
-// Kernel tables, one file each in kernels/; null where this build has no such kernels.
+// Kernel tables, one file each in kernels/. Builds for other architectures than x86-64 have the first one only.
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx_emulated, kernels_amx;
 
 class Plan final : public StepPlan {

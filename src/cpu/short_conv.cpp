@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
+#include "core/cpu_features.h"
 #include "core/run_parallel.h"
 #include "core/tensor_layout.h"
 #include "cpu/short_conv_params.h"
@@ -109,14 +111,21 @@ class ShortConvCpuBackend final : public BackendOf<ShortConvFamily> {
     return {};
   }
   std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    const ShortConvKernels& kernels = needs_ == CpuIsa::avx512     ? short_conv_avx512
-                                      : device.isa >= CpuIsa::avx2 ? short_conv_avx2
-                                                                   : short_conv_generic;
-    begin_plan(*this, spec, device, options, kernels.isa);
-    return std::make_unique<ShortConvCpuPlan>(name_, kernels, spec, options);
+    begin_plan(*this, spec, device, options, kernels(device.isa).isa);
+    check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
+          device.str());
+    return std::make_unique<ShortConvCpuPlan>(name_, kernels(device.isa), spec, options);
   }
 
  private:
+  const ShortConvKernels& kernels(CpuIsa isa) const {
+    if constexpr (kX86) {
+      if (needs_ == CpuIsa::avx512) return short_conv_avx512;
+      if (isa >= CpuIsa::avx2) return short_conv_avx2;
+    }
+    return short_conv_generic;
+  }
+
   std::string_view name_, description_;
   CpuIsa needs_;
 };

@@ -9,6 +9,7 @@
 
 #include "expect_error.h"
 #include "imbrex/select.h"
+#include "imbrex/short_conv.h"
 
 namespace imbrex {
 namespace {
@@ -343,6 +344,25 @@ TEST(CpuPlan, OnlyPresentDevicesThatRunTheSpecGetPlans) {
   bad.num_kv_heads = 3;
   EXPECT_EQ(code(generic, bad, lowest_cpu()), "spec.num_kv_heads.divides");
 }
+
+#if !defined(__x86_64__)
+// Whoever says that a CPU of another architecture is here is told, instead of being given other kernels.
+TEST(CpuPlan, ADeviceOfAnotherArchitectureIsRefused) {
+  DeviceInfo device = probe_cpu();
+  device.isa = CpuIsa::amx;
+  const PlanOptions options{.limits = {1, 1, 1}, .threads = {}};
+  for (const char* name : {"cpu_avx512", "cpu_amx"}) {
+    AttentionSpec spec = small_spec();
+    spec.q_dtype = spec.kv_dtype = DType::bf16;
+    EXPECT_EQ(error_code([&] { find_backend(name)->plan(spec, device, options); }), "device.cpu_isa.absent") << name;
+    device.present = false;
+    EXPECT_EQ(error_code([&] { find_backend(name)->plan(spec, device, options); }), "backend.device_absent") << name;
+    device.present = true;
+  }
+  const ShortConvSpec spec{.dim = 64};
+  EXPECT_EQ(error_code([&] { find_backend<ShortConvFamily>("cpu_avx512")->plan(spec, device, options); }), "device.cpu_isa.absent");
+}
+#endif
 
 }  // namespace
 }  // namespace imbrex

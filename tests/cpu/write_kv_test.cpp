@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/cpu_features.h"
 #include "core/float_types.h"
 #include "imbrex/select.h"
 
@@ -74,8 +75,7 @@ std::vector<Writer> writers(const AttentionSpec& spec) {
     for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
       DeviceInfo device = probed;
       device.isa = isa;
-      const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&
-                            __builtin_cpu_supports("avx512bf16");
+      const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && cpu_features().missing(isa).empty();
       if ((isa <= probed.isa && isa != CpuIsa::amx_emulated) || emulated)
         if (find_backend(name)->unsupported(spec, device).empty()) all.push_back({find_backend(name), device});
     }

@@ -41,25 +41,29 @@ inline u16 to_bf16(float f) {
 
 // Rounds to `mantissa` bits and an exponent of `exponent` bits, ties to even. `top` is the largest finite magnitude as a float's
 // bits; larger finite values become `overflow`, infinities `infinite`, NaN `nan` and the upper bits of the
-// payload (codes without sign).
-template <int exponent, int mantissa, int sign_shift, u32 top, u32 overflow, u32 infinite, u32 nan>
-inline u32 to_small_float(float f) {
+// payload (codes without sign). Where these two are the same, F and U may also be vectors of float and u32.
+template <int exponent, int mantissa, int sign_shift, u32 top, u32 overflow, u32 infinite, u32 nan, class U = u32, class F = float>
+inline U to_small_float(F f) {
   constexpr int shift = 23 - mantissa, bias = (1 << (exponent - 1)) - 1;
   constexpr u32 smallest_normal = u32(127 - bias + 1) << 23;
-  const u32 u = as_bits(f), magnitude = u & 0x7fffffff;
+  const U u = __builtin_bit_cast(U, f), magnitude = u & 0x7fffffff;
   // Subnormal results: adding 2^k with the right k lets the float adder round at the wanted bit.
   constexpr u32 magic = u32(127 - bias + 1 - mantissa + 23) << 23;
-  const u32 subnormal = as_bits(as_float(magnitude) + as_float(magic)) - magic;
-  const u32 normal = (magnitude + (1u << (shift - 1)) - 1 + ((magnitude >> shift) & 1)) >> shift;
-  u32 code = magnitude < smallest_normal ? subnormal : normal - (u32(127 - bias) << mantissa);
-  code = magnitude > top ? overflow : code;
-  code = magnitude == 0x7f800000u ? infinite : code;
+  const U subnormal = __builtin_bit_cast(U, __builtin_bit_cast(F, magnitude) + __builtin_bit_cast(float, magic)) - magic;
+  const U normal = ((magnitude + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift) - (u32(127 - bias) << mantissa);
+  U code = magnitude < smallest_normal ? subnormal : normal;
+  code = magnitude > top ? U{} + overflow : code;
+  if constexpr (infinite != overflow) code += u32(magnitude == 0x7f800000u) * (infinite - overflow);  // `?:` would become a branch
   code = magnitude > 0x7f800000u ? nan | (magnitude >> shift & ((1u << mantissa) - 1)) : code;
   return code | (u >> 31) << sign_shift;
 }
 
 // f16: everything that rounds to 2^16 or more overflows to infinity: that is, from 65520 on.
-inline u16 to_f16(float f) { return u16(to_small_float<5, 10, 15, 0x477fefffu, 0x7c00, 0x7c00, 0x7e00>(f)); }
+template <class U, class F>
+inline U f16_codes(F f) {
+  return to_small_float<5, 10, 15, 0x477fefffu, 0x7c00, 0x7c00, 0x7e00, U>(f);
+}
+inline u16 to_f16(float f) { return u16(f16_codes<u32>(f)); }
 // fp8 saturates, as caches want it: a key beyond the range is better clipped than lost. e4m3 has no infinity.
 inline u8 to_e4m3(float f) { return u8(to_small_float<4, 3, 7, 0x43e00000u, 0x7e, 0x7e, 0x7f>(f)); }
 inline u8 to_e5m2(float f) { return u8(to_small_float<5, 2, 7, 0x47600000u, 0x7b, 0x7c, 0x7e>(f)); }

@@ -1,4 +1,4 @@
-// Kernel table `generic`: the portable kernels, compiled for any x86-64 machine.
+// Kernel table `generic`: the portable kernels, compiled for any machine of the architecture (SSE2 on x86-64, NEON on aarch64).
 #include "cpu/kernels/generic.inl"
 
 namespace imbrex::cpu {

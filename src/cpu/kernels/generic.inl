@@ -16,7 +16,7 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kRowTile = 4;  // rows of a register tile
-// One vector register, unaligned; two of them by four rows, and their operands, fit the 16 registers that both sets have.
+// One vector register, unaligned; two of them by four rows, and their operands, fit 16 registers: SSE2 and AVX2 have no more.
 #ifdef __AVX2__
 constexpr int kLanes = 8;
 #else

@@ -55,9 +55,7 @@ inline Words to_codes(Floats f) {
     const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return (u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded;
   } else {
-    Words codes;
-    for (int i = 0; i < kLanes; ++i) codes[i] = to_f16(f[i]);
-    return codes;
+    return f16_codes<Words>(f);
   }
 }
 

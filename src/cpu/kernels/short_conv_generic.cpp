@@ -1,4 +1,4 @@
-// The short convolution compiled for any x86-64 machine.
+// The short convolution compiled for any machine of the architecture.
 #include "cpu/kernels/short_conv.inl"
 
 namespace imbrex::cpu {
