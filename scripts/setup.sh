@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 packages=(g++ cmake ninja-build libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev python3)
-[ "${1:-}" != ci ] || packages+=(binutils black clang clang-format clang-tidy g++-aarch64-linux-gnu libclang-rt-dev pyflakes3 python3-dev python3-pip python3-venv qemu-user)
+[ "${1:-}" != ci ] || packages+=(binutils black clang clang-format clang-tidy g++-aarch64-linux-gnu libclang-rt-dev lld pyflakes3 python3-dev python3-pip python3-venv qemu-user)
 
 install_packages() {
   # Without dpkg only the programs can be looked for; a missing library is then reported by CMake.

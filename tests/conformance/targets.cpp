@@ -1,14 +1,15 @@
 // See targets.h.
 #include "targets.h"
 
+#include "core/cpu_features.h"
+
 namespace imbrex::test {
 
 std::vector<DeviceInfo> test_devices() {
   const DeviceInfo probed = probe_cpu();
   std::vector<DeviceInfo> devices;
   for (CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx}) {
-    const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && __builtin_cpu_supports("avx512vbmi") &&
-                          __builtin_cpu_supports("avx512bf16");
+    const bool emulated = isa == CpuIsa::amx_emulated && probed.isa >= CpuIsa::avx512 && cpu_features().missing(isa).empty();
     if (isa > probed.isa && !emulated) continue;
     if (isa == CpuIsa::amx_emulated && !emulated) continue;
     devices.push_back(probed);

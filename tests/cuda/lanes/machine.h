@@ -47,9 +47,10 @@ struct Fiber {
 };
 
 struct Warp {
-  alignas(16) char brought[2][32][64];  // what lanes bring to a meeting and, while the last may still read, to the one before
-  int kind[2][32];
-  long arrived[32] = {};
+  alignas(64) char brought[2][32 * 64];  // what lanes bring to a meeting and, while the last may still read, to the one before
+  int kind[2];                           // of that of the first lane that came
+  int arrived[2] = {};
+  long met = 0;                       // meetings that all lanes came to
   long committed = 0, performed = 0;  // groups of products
   int registers;                      // of a thread
 };
@@ -186,20 +187,14 @@ auto meet(int kind, const T& mine, F f) {
   Warp& warp = block.warp();
   const int lane = block.current % 32;
   const long meeting = ++block.fiber().meetings;
-  std::memcpy(warp.brought[meeting % 2][lane], &mine, sizeof(T));
-  warp.kind[meeting % 2][lane] = kind;
-  warp.arrived[lane] = meeting;
-  wait_until([&warp, meeting] {
-    for (long arrived : warp.arrived)
-      if (arrived < meeting) return false;
-    return true;
-  });
-  T all[32];
-  for (int l = 0; l < 32; ++l) {
-    if (warp.kind[meeting % 2][l] != kind) fail("the lanes of a warp are at different instructions");
-    std::memcpy(&all[l], warp.brought[meeting % 2][l], sizeof(T));
-  }
-  return f(static_cast<const T*>(all));
+  char* const brought = warp.brought[meeting % 2];
+  std::memcpy(brought + size_t(lane) * sizeof(T), &mine, sizeof(T));
+  int &first_kind = warp.kind[meeting % 2], &arrived = warp.arrived[meeting % 2];
+  if (arrived == 0) first_kind = kind;
+  if (first_kind != kind) fail("the lanes of a warp are at different instructions");
+  if (++arrived == 32) arrived = 0, warp.met = meeting;
+  wait_until([&warp, meeting] { return warp.met >= meeting; });
+  return f(reinterpret_cast<const T*>(brought));
 }
 
 inline void arrive_at(Barrier& barrier, int threads) {

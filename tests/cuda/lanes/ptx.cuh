@@ -245,14 +245,15 @@ void multiply_lanes(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     double of[4];
   };
   const Sums sums = lanes::meet(kMultiply, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, [&](const Operands* all) {
-    double left[16][16], right[16][8];
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 8; ++i) left[lane / 4 + (i % 4 < 2 ? 0 : 8)][lane % 4 * 2 + i % 2 + (i < 4 ? 0 : 8)] = element(all[lane].a, i);
-      for (int i = 0; i < 4; ++i) right[lane % 4 * 2 + i % 2 + (i < 2 ? 0 : 8)][lane / 4] = element(all[lane].b, i);
+    double left[2][16], right[2][16];  // rows g and g + 8, columns 2t and 2t + 1
+    for (int other = 0; other < 4; ++other) {
+      for (int i = 0; i < 8; ++i) left[i % 4 < 2 ? 0 : 1][other * 2 + i % 2 + (i < 4 ? 0 : 8)] = element(all[4 * g + other].a, i);
+      for (int i = 0; i < 8; ++i)
+        right[i / 4][other * 2 + i % 2 + (i % 4 < 2 ? 0 : 8)] = element(all[4 * (2 * t + i / 4) + other].b, i % 4);
     }
     Sums s{};
     for (int i = 0; i < 4; ++i)
-      for (int k = 0; k < 16; ++k) s.of[i] += left[g + (i < 2 ? 0 : 8)][k] * right[k][2 * t + i % 2];
+      for (int k = 0; k < 16; ++k) s.of[i] += left[i < 2 ? 0 : 1][k] * right[i % 2][k];
     return s;
   });
   for (int i = 0; i < 4; ++i) d[i] += float(sums.of[i]);

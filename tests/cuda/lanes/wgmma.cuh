@@ -18,7 +18,8 @@ struct SharedMatrix {
   }
   template <class T>
   T at(int line, u32 byte) const {
-    const u32 address = start + byte / width * leading + u32(line) / 8 * stride + u32(line) % 8 * width + byte % width;
+    const int log_width = std::countr_zero(width);  // it is a power of two
+    const u32 address = start + (byte >> log_width) * leading + u32(line) / 8 * stride + u32(line) % 8 * width + byte % (1u << log_width);
     T x;
     std::memcpy(&x, lanes::shared_at(swizzled(address, width), sizeof x), sizeof x);
     return x;
@@ -64,14 +65,29 @@ struct WarpgroupProduct {
     float rows[2][kDepth];
     for (int h = 0; h < 2; ++h)
       for (int k = 0; k < kDepth; ++k) rows[h][k] = to_float(a.of[h][k]);
-    for (int i = 0; i < n / 2; i += i % 4 == 1 ? 3 : 1) {  // and i + 2, of the same column
-      const int column = i / 4 * 8 + lane_id() % 4 * 2 + i % 2;
-      float sums[2] = {};
-      for (int k = 0; k < kDepth; ++k) {
-        const float x = to_float(b_rows ? b.at<T>(k, u32(column) * sizeof(T)) : b.at<T>(column, u32(k) * sizeof(T)));
-        for (int h = 0; h < 2; ++h) sums[h] += rows[h][k] * x;
+    const int t = lane_id() % 4;
+    for (int i = 0; i < n / 2; i += 4) {
+      const int column = i / 4 * 8 + t * 2;  // and the next one
+      T columns[2][kDepth];
+      if constexpr (b_rows) {
+        for (int k = 0; k < kDepth; ++k) {
+          const auto pair = b.at<std::array<T, 2>>(k, u32(column) * sizeof(T));
+          columns[0][k] = pair[0], columns[1][k] = pair[1];
+        }
+      } else {
+        for (int c = 0; c < 4; ++c) {  // halves of columns, 16 bytes that no swizzle parts
+          const auto half = b.at<std::array<T, kDepth / 2>>(column + c / 2, u32(c % 2) * 16);
+          std::copy(half.begin(), half.end(), columns[c / 2] + c % 2 * kDepth / 2);
+        }
       }
-      for (int h = 0; h < 2; ++h) d[i + 2 * h] = (add != 0 ? d[i + 2 * h] : 0.f) + sums[h];
+      for (int c = 0; c < 2; ++c) {
+        float sums[2] = {};
+        for (int k = 0; k < kDepth; ++k) {
+          const float x = to_float(columns[c][k]);
+          for (int h = 0; h < 2; ++h) sums[h] += rows[h][k] * x;
+        }
+        for (int h = 0; h < 2; ++h) d[i + c + 2 * h] = (add != 0 ? d[i + c + 2 * h] : 0.f) + sums[h];
+      }
     }
   }
 };
