@@ -266,6 +266,7 @@ typedef struct {
   int32_t max_num_tokens;                          /* what the host knows of query_start_loc's last; 0: the plan's limit */
   const imbrex_tensor *query_start_loc, *seq_lens; /* i32 [num_reqs + 1], [num_reqs] */
   const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
+  const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 

@@ -17,8 +17,7 @@
 namespace imbrex::python {
 namespace {
 
-Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
-void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }      // NOLINT: of Python, as frameworks give it
+void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }  // NOLINT: of Python, as frameworks give it
 
 struct PyWorkspace {
   std::shared_ptr<Workspace> shared;

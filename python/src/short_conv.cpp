@@ -52,21 +52,28 @@ void bind_short_conv(nb::module_& m) {
       .def(
           "__init__",
           [](PyShortConvPlan* self, const ShortConvSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
-             int max_num_tokens, int max_seq_len, int num_threads, bool validate) {
+             int max_num_tokens, int max_seq_len, int num_threads, bool validate, bool on_device) {
             const auto chosen = select<ShortConvFamily>(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
             options.limits = {max_num_reqs, max_num_tokens, max_seq_len};
-            options.validate = validate, options.threads = shared_threads(num_threads);
-            new (self) PyShortConvPlan{spec, chosen.backend->plan(spec, device, options)};
+            options.validate = validate, options.on_device = on_device;
+            if (device.device.type == DeviceType::cpu) options.threads = shared_threads(num_threads);
+            PyShortConvPlan made{spec, {}};
+            {
+              const nb::gil_scoped_release release;
+              made.plan = chosen.backend->plan(spec, device, options);
+            }
+            new (self) PyShortConvPlan(std::move(made));
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
-          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("num_threads") = 0, nb::arg("validate") = true)
+          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("num_threads") = 0, nb::arg("validate") = true,
+          nb::arg("on_device") = false)
       .def_ro("spec", &PyShortConvPlan::spec)
       .def(
           "update",
           [](PyShortConvPlan& p, const Array& query_start_loc, const Array& seq_lens, const Array& state_slots,
-             const OptionalArray& num_drafts, const OptionalArray& accepted_drafts) {
+             const OptionalArray& num_drafts, const OptionalArray& accepted_drafts, uintptr_t stream) {
             Batch batch;
             batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
             batch.seq_lens = host_numbers(seq_lens, "seq_lens");
@@ -74,13 +81,38 @@ void bind_short_conv(nb::module_& m) {
             if (num_drafts) batch.num_drafts = host_numbers(*num_drafts, "num_drafts");
             if (accepted_drafts) batch.accepted_drafts = host_numbers(*accepted_drafts, "accepted_drafts");
             const nb::gil_scoped_release release;
-            p.plan->update(batch);
+            p.plan->update(batch, stream_of(stream));
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("state_slots"), nb::arg("num_drafts") = nb::none(),
-          nb::arg("accepted_drafts") = nb::none())
+          nb::arg("accepted_drafts") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "update_on_device",
+          [](PyShortConvPlan& p, const Array& query_start_loc, const Array& seq_lens, const Array& state_slots,
+             const OptionalArray& num_drafts, const OptionalArray& accepted_drafts, int max_num_tokens, uintptr_t stream) {
+            DeviceBatch batch;
+            batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
+            batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
+            batch.state_slots = view_of(state_slots, "state_slots", DType::i32);
+            batch.num_drafts = view_of(num_drafts, "num_drafts", DType::i32);
+            batch.accepted_drafts = view_of(accepted_drafts, "accepted_drafts", DType::i32);
+            batch.max_num_tokens = max_num_tokens;
+            const nb::gil_scoped_release release;
+            p.plan->update_on_device(batch, stream_of(stream));
+          },
+          nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("state_slots"), nb::arg("num_drafts") = nb::none(),
+          nb::arg("accepted_drafts") = nb::none(), nb::arg("max_num_tokens") = 0, nb::arg("stream") = 0)
+      .def(
+          "device_problems",
+          [](PyShortConvPlan& p, uintptr_t stream) {
+            const nb::gil_scoped_release release;
+            return p.plan->device_problems(stream_of(stream));
+          },
+          nb::arg("stream") = 0)
+      .def_prop_ro("capturable", [](const PyShortConvPlan& p) { return p.plan->capturable(); })
       .def(
           "run",
-          [](PyShortConvPlan& p, const Array& bcx, const Array& weight, const OptionalArray& bias, nb::handle state, nb::handle out) {
+          [](PyShortConvPlan& p, const Array& bcx, const Array& weight, const OptionalArray& bias, nb::handle state, nb::handle out,
+             uintptr_t stream) {
             const DType type = p.spec.dtype;
             const Array state_array = written(state, "state"), out_array = written(out, "out");
             const ShortConvInputs in{.bcx = view_of(bcx, "bcx", type),
@@ -92,9 +124,9 @@ void bind_short_conv(nb::module_& m) {
               check_apart(*to, name, in.bcx, "bcx"), check_apart(*to, name, in.weight, "weight"), check_apart(*to, name, in.bias, "bias");
             check_apart(outputs.out, "out", in.state, "state");
             const nb::gil_scoped_release release;
-            p.plan->run(in, outputs);
+            p.plan->run(in, outputs, stream_of(stream));
           },
-          nb::arg("bcx"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("state"), nb::arg("out"))
+          nb::arg("bcx"), nb::arg("weight"), nb::arg("bias").none(), nb::arg("state"), nb::arg("out"), nb::arg("stream") = 0)
       .def("__str__", [](const PyShortConvPlan& p) { return p.plan->str(); });
 }
 

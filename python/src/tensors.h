@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 
+#include "imbrex/device.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex::python {
@@ -14,6 +15,9 @@ namespace imbrex::python {
 namespace nb = nanobind;
 using Array = nb::ndarray<nb::ro>;
 using OptionalArray = std::optional<Array>;
+
+// The address of a stream, as frameworks give it.
+inline Stream stream_of(uintptr_t stream) { return reinterpret_cast<Stream>(stream); }  // NOLINT: a CUstream is a pointer
 
 // `wanted`: what uint16 and uint8 elements stand for, where the layer has such a type. Error python.tensor for what no tensor can be.
 TensorView view_of(const Array&, const char* name, DType wanted);

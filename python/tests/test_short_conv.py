@@ -104,3 +104,46 @@ def test_selection():
     assert chosen.backend == "cpu_avx512" and chosen.candidates[-1][0] == "reference"
     assert imbrex.select(spec, "h200").backend == "cuda_sm80"
     assert "cpu_generic" in imbrex.explain(spec, "cpu", forced="cpu_generic").splitlines()[0]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_on_a_gpu(on_device):
+    """Steps from host lengths or device lengths, on a stream that is not the default one, beside the CPU; the second one in a graph."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    rng = np.random.default_rng(3)
+    spec = imbrex.ShortConvSpec(96, dtype="f32", bias=True)
+    plan, cpu = imbrex.ShortConvPlan(spec, "cuda:0", on_device=on_device), imbrex.ShortConvPlan(spec)
+    weight, bias = rng.standard_normal((96, 3), np.float32), rng.standard_normal(96, np.float32)
+    state = np.full((4, 2, 96), np.nan, np.float32)
+    to = lambda x: torch.from_numpy(x).cuda()  # noqa: E731
+    w, b, s, stream = to(weight), to(bias), to(state), torch.cuda.Stream()
+    x, out = torch.empty(8, 288, device="cuda"), torch.empty(8, 96, device="cuda")
+    steps = [(int32(0, 5, 8), int32(5, 3), int32(3, 1)), (int32(0, 1, 2), int32(6, 4), int32(3, 1)), (int32(0, 2, 5), int32(8, 7), int32(3, 1))]
+    where = [torch.zeros(n, dtype=torch.int32, device="cuda") for n in (3, 2, 2)]
+    graph = torch.cuda.CUDAGraph()
+
+    def call():
+        if on_device:
+            plan.update_on_device(*where)
+        plan.run(x, w, s, bias=b, out=out)
+
+    with torch.cuda.stream(stream):
+        for i, step in enumerate(steps):
+            tokens = rng.standard_normal((step[0][-1], 288), np.float32)
+            x[: len(tokens)].copy_(torch.from_numpy(tokens))
+            for array, values in zip(where, step):
+                array.copy_(torch.from_numpy(values))
+            if not on_device:
+                plan.update(*step)
+            if i == 1:
+                with torch.cuda.graph(graph, stream=stream):
+                    call()
+            call() if i == 0 else graph.replay()
+            cpu.update(*step)
+            expected = cpu.run(tokens, weight, state, bias=bias)
+            stream.synchronize()
+            np.testing.assert_allclose(out[: len(tokens)].cpu().numpy(), expected, rtol=1e-5, atol=1e-5)
+            np.testing.assert_array_equal(s.cpu().numpy()[[1, 3]], state[[1, 3]])
+    assert plan.capturable and (not on_device or plan.device_problems() == [])

@@ -162,3 +162,14 @@ def test_fp8_pages():
     plan = imbrex.Plan(spec, "cuda:0", max_num_reqs=4, max_num_tokens=64, max_seq_len=128)
     plan.update(step.starts, step.seq_lens, block_table=step.table)
     check(plan.run(step.q, (*pages, half, half)), step.expected())
+
+
+def test_merge_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.manual_seed(0)
+    outs, lses = [torch.randn(5, 3, 64) for _ in range(3)], [torch.randn(5, 3) for _ in range(3)]
+    expected, expected_lse = imbrex.merge_states(outs, lses)
+    out, lse = imbrex.merge_states([o.cuda() for o in outs], [x.cuda() for x in lses])
+    torch.testing.assert_close(out.cpu(), expected)
+    torch.testing.assert_close(lse.cpu(), expected_lse)

@@ -233,6 +233,9 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   batch.query_start_loc = view_of(&deref(b.query_start_loc, "query_start_loc"), "query_start_loc");
   batch.seq_lens = view_of(&deref(b.seq_lens, "seq_lens"), "seq_lens");
   take_tables(b, batch);
+  batch.state_slots = view_of(b.state_slots, "state_slots");
+  batch.num_drafts = view_of(b.num_drafts, "num_drafts");
+  batch.accepted_drafts = view_of(b.accepted_drafts, "accepted_drafts");
   batch.max_num_tokens = b.max_num_tokens;
   return batch;
 }

@@ -15,7 +15,9 @@ std::vector<const BackendOf<ShortConvFamily>*> conv_backends(const ShortConvSpec
   for (const std::string& name : split(names, ",")) {
     SelectOptions options;
     options.forced = name;
-    list.push_back(select<ShortConvFamily>(spec, device, options).backend);
+    const auto selection = select<ShortConvFamily>(spec, device, options);
+    check(selection.rule.starts_with("forced"), "select.forced", "expected a backend of short_conv, got {}", selection.rule);
+    list.push_back(selection.backend);
   }
   if (!list.empty()) return list;
   for (const BackendOf<ShortConvFamily>* backend : backends<ShortConvFamily>())

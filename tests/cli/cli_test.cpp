@@ -165,7 +165,7 @@ TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
   ASSERT_EQ(j["kinds"].size(), 2u);
   EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
   EXPECT_EQ(j["kinds"][0]["layers"].size(), 10u);
-  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 3u);
+  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 4u);
   EXPECT_EQ(j["kinds"][1]["family"], "attention");
 
   // A name that one family has leaves the other to its order; a name that none has is an error.

@@ -55,7 +55,7 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   const Trace trace = tree_trace(10, 16, 90, 40, 2);
   ReplayOptions options;
   options.device = "cuda:0";
-  options.select.forced = "cuda_sm80";  // which only attention has
+  options.select.forced = "cuda_sm90";  // which only attention has
   options.max_num_batched_tokens = 64;
   options.max_num_seqs = 8;
   options.block_size = 16;
@@ -70,7 +70,7 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   EXPECT_GT(r.preemptions, 0);
   EXPECT_GT(r.decode_steps.steps, 0);
   EXPECT_EQ(r.kinds[0].backend, "waiting_conv");
-  EXPECT_EQ(r.kinds[1].backend, "cuda_sm80");
+  EXPECT_EQ(r.kinds[1].backend, "cuda_sm90");
   EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (3 + 4 * 2));
   options.device = "cpu";
   options.select.forced = "reference";

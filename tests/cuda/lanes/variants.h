@@ -18,7 +18,7 @@ enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps
 struct Variant {
   const char* name;
   const char* arch;
-  cuda::Phase phase;
+  Phase phase;
   int rows;  // wanted of decode
   Case c;
   Text text = Text::sm80;

@@ -215,7 +215,7 @@ std::vector<unsigned char> Problem::cached() const {
 PlanHandle plan_of(Problem& p) {
   const SpecHandle spec = make_handle<SpecHandle>([&](auto** out) { return imbrex_spec_create(p.spec.make(), out); });
   if (spec == nullptr) return nullptr;
-  if (p.target->cuda) cuda::fake::run_on_host(spec->spec);
+  if (p.target->cuda) cuda::fake::run_on_host(std::get<AttentionSpec>(spec->spec));
   const SelectionHandle prefill = select_for(spec.get(), p.target->device, p.target->prefill.c_str());
   if (prefill == nullptr) return nullptr;
   const imbrex_plan_options* options = p.options.make();
