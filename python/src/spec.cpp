@@ -53,7 +53,8 @@ void bind_spec(nb::module_& m) {
       "What one softmax-attention layer computes. Fixed for the life of a model.\n\n"
       "A query at index i of a request with q_len queries and seq_len keys has position seq_len - q_len + i. A window of W\n"
       "keys, the query's own included, is window_left = W - 1; -1 is no limit. block_size 0: ragged keys without a cache.");
-  // clang-format off: lists that the table of fields goes on with
+  // The table of fields goes on with these lists.
+  // clang-format off
   spec.def(
       "__init__",
       [](AttentionSpec* self, int num_q_heads, int num_kv_heads, int head_dim_qk, std::optional<int> head_dim_v,

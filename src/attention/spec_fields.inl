@@ -7,12 +7,14 @@
 //   feature  what a layer does without when the field has its default; "" for what every layer has. Fields of one feature go together
 //   flag     its option on the command line; "" where that says it in another way (src/cli/spec_options.cpp)
 //   help     of the option
-//   SHAPE(member)  a field that has no default of its own: every layer says it, or it follows from another one. Its name is the same everywhere
+//   SHAPE(member)  a field that has no default of its own: every layer says it, or it follows from another one. Its name is the same
+//   everywhere
 // Who includes this file defines FIELD, and SHAPE where that is something else.
 #ifndef SHAPE
 #define SHAPE(member) FIELD(spec, member, member, #member, "", "", "")
 #endif
-// clang-format off: a row a line
+// A row a line.
+// clang-format off
 SHAPE(num_q_heads)
 SHAPE(num_kv_heads)
 SHAPE(head_dim_qk)

@@ -32,7 +32,7 @@ class SplitPlan final : public StepPlan {
         out_rows_(scratch_rows_, int64_t(spec.num_q_heads) * spec.head_dim_v * sizeof(float)),
         lse_rows_(scratch_rows_, int64_t(spec.num_q_heads) * sizeof(float)) {
     std::iota(order_.begin(), order_.end(), size_t(0));
-    std::ranges::stable_partition(order_, [&](size_t i) { return members_[i].plan->can_revert(); });
+    std::stable_partition(order_.begin(), order_.end(), [&](size_t i) { return members_[i].plan->can_revert(); });
     steps_.now().parts.resize(members_.size()), steps_.spare().parts.resize(members_.size());
   }
 

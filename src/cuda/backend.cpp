@@ -16,6 +16,7 @@
 #include "cuda/flat_kv.h"
 #include "cuda/plan.h"
 #include "cuda/tensor_map.h"
+#include "family/begin_plan.h"
 
 namespace imbrex {
 namespace cuda {

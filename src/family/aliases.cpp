@@ -57,7 +57,8 @@ std::vector<BackendAlias> make_aliases() {
        {"ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE",
         "ROCM_FLASHMLA_SPARSE_DSV4", "XPU_MLA_SPARSE"});
   vllm(kRecurrent, {}, {"MAMBA1", "MAMBA2", "LINEAR", "GDN_ATTN"});
-  list.push_back({"vllm", "SHORT_CONV", {"cuda_sm80", "cpu_avx512", "cpu_generic"}, "the short convolution of LFM2", ShortConvFamily::name});
+  list.push_back(
+      {"vllm", "SHORT_CONV", {"cuda_sm80", "cpu_avx512", "cpu_generic"}, "the short convolution of LFM2", ShortConvFamily::name});
   vllm("a layer without attention; nothing to run", {}, {"NO_ATTENTION"});
   vllm("a backend from outside; register it with register_backend() and force it by its own name", {}, {"CUSTOM"});
 
