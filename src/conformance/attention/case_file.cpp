@@ -2,7 +2,9 @@
 #include "conformance/attention/case_file.h"
 
 #include <algorithm>
+#include <type_traits>
 
+#include "attention/spec_fields.h"
 #include "conformance/case_fields.h"
 #include "core/check.h"
 
@@ -18,37 +20,33 @@ AttentionKind parse_kind(const std::string& name) {
   fail("case_file.kind", "expected decoder, encoder, encoder_only or encoder_decoder, got {}", name.substr(0, 64));
 }
 
+// A file holds a window as the keys that a query sees, itself included.
+bool is_window(const SpecField& field) { return field.key == "window"; }
+// What every layer says, so that a file without it is refused.
+bool is_needed(const SpecField& field) { return field.feature.empty() && *field.flag == 0; }
+
+void read_field(CaseFields& from, const SpecField& field, AttentionKind& value) { value = parse_kind(from.text(field.key.data())); }
+void read_field(CaseFields& from, const SpecField& field, DType& value) { value = parse_dtype(from.text(field.key.data())); }
+void read_field(CaseFields&, const SpecField&, KvFormat&) {}  // no file has one
+void read_field(CaseFields& from, const SpecField& field, auto& value) {
+  if (is_needed(field)) return from.require(field.key.data(), value);
+  from.read(field.key.data(), value);
+  if constexpr (std::is_same_v<decltype(value), int&>) {
+    if (!is_window(field) || !from.has(field.key.data())) return;
+    check(value > 0, "case_file.window", "expected a window of 1 key or more, got {}", value);
+    --value;
+  }
+}
+
 AttentionSpec parse_spec(const json& root) {
-  CaseFields top = top_fields(root, "attention");
+  CaseFields top = top_fields(root, AttentionFamily::name);
   AttentionSpec spec;
   CaseFields f(top.object("spec"), "spec"), m(top.object("mask"), "mask");
   top.finish();
-  spec.kind = parse_kind(f.text("kind"));
-  f.require("num_q_heads", spec.num_q_heads);
-  f.require("num_kv_heads", spec.num_kv_heads);
-  f.require("head_dim_qk", spec.head_dim_qk);
-  f.require("head_dim_v", spec.head_dim_v);
-  spec.q_dtype = parse_dtype(f.text("q_dtype"));
-  spec.kv_dtype = parse_dtype(f.text("kv_dtype"));
-  f.read("scale", spec.score.scale);
-  f.read("soft_cap", spec.score.soft_cap);
-  f.read("has_sinks", spec.score.sinks);
-  f.read("alibi", spec.score.alibi);
-  f.read("alibi_sqrt", spec.score.alibi_sqrt);
-  f.read("head_scales", spec.score.head_scales);
-  f.read("relative_buckets", spec.score.relative_buckets);
-  f.read("relative_max_distance", spec.score.relative_max_distance);
-  f.read("relative_bidirectional", spec.score.relative_bidirectional);
+  for_each_field(spec, [&](const SpecField& field, auto& value) {
+    if (!field.key.empty()) read_field(field.part == SpecPart::mask ? m : f, field, value);
+  });
   f.finish();
-  m.require("causal", spec.mask.causal);
-  int window = 0;
-  m.read("window", window);
-  check(!m.has("window") || window > 0, "case_file.window", "expected a window of 1 key or more, got {}", window);
-  spec.mask.window_left = window - 1;  // the query itself is one of them
-  m.read("window_right", spec.mask.window_right);
-  m.read("chunk", spec.mask.chunk);
-  m.read("chunk_lookback", spec.mask.chunk_lookback);
-  m.read("custom", spec.mask.custom);
   m.finish();
   // A block size the backends are asked about; verify runs several.
   spec.block_size = spec.kind == AttentionKind::encoder || spec.kind == AttentionKind::encoder_only ? 0 : 16;
@@ -56,27 +54,28 @@ AttentionSpec parse_spec(const json& root) {
   return spec;
 }
 
-json spec_json(const AttentionSpec& spec) {
-  json s = {{"num_q_heads", spec.num_q_heads}, {"num_kv_heads", spec.num_kv_heads},  {"head_dim_qk", spec.head_dim_qk},
-            {"head_dim_v", spec.head_dim_v},   {"q_dtype", to_string(spec.q_dtype)}, {"kv_dtype", to_string(spec.kv_dtype)},
-            {"scale", double(spec.scale())}};
-  json m = {{"causal", spec.mask.causal}};
-  if (spec.kind != AttentionKind::decoder) s["kind"] = to_string(spec.kind);
-  if (spec.score.soft_cap > 0) s["soft_cap"] = double(spec.score.soft_cap);
-  if (spec.score.sinks) s["has_sinks"] = true;
-  if (spec.score.alibi) s["alibi"] = true;
-  if (spec.score.alibi_sqrt) s["alibi_sqrt"] = true;
-  if (spec.score.head_scales) s["head_scales"] = true;
-  if (spec.score.relative_buckets > 0) {
-    s["relative_buckets"] = spec.score.relative_buckets;
-    s["relative_max_distance"] = spec.score.relative_max_distance;
-    s["relative_bidirectional"] = spec.score.relative_bidirectional;
-  }
-  if (spec.mask.window_left >= 0) m["window"] = spec.mask.window_left + 1;
-  if (spec.mask.window_right >= 0) m["window_right"] = spec.mask.window_right;
-  if (spec.mask.chunk > 0) m["chunk"] = spec.mask.chunk;
-  if (spec.mask.chunk_lookback > 0) m["chunk_lookback"] = spec.mask.chunk_lookback;
-  if (spec.mask.custom) m["custom"] = true;
+// As a file has it.
+template <class Value>
+json json_of(const SpecField& field, const Value& value) {
+  if constexpr (std::is_enum_v<Value>)
+    return to_string(value);
+  else if constexpr (std::is_same_v<Value, float>)
+    return double(value);
+  else if constexpr (std::is_same_v<Value, int>)
+    return is_window(field) ? value + 1 : value;
+  else
+    return value;
+}
+
+json spec_json(const AttentionSpec& given) {
+  AttentionSpec spec = given;
+  spec.score.scale = given.scale();  // a file says the scale, and both types
+  const AttentionSpec usual;
+  json s, m;
+  for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
+    if (field.key.empty() || (value == default_value && !is_needed(field) && field.key != "q_dtype")) return;
+    (field.part == SpecPart::mask ? m : s)[std::string(field.key)] = json_of(field, value);
+  });
   return {{"version", kCaseFileVersion}, {"spec", s}, {"mask", m}};
 }
 
