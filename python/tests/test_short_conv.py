@@ -126,7 +126,7 @@ def test_on_a_gpu(on_device):
 
     def call():
         if on_device:
-            plan.update_on_device(*where)
+            plan.update_on_device(*where, max_num_tokens=8)
         plan.run(x, w, s, bias=b, out=out)
 
     with torch.cuda.stream(stream):

@@ -265,13 +265,13 @@ inline std::vector<char> in_steps(const BackendOf<ShortConvFamily>& backend, con
       bcx(*stream, spec.dtype, {2 * tokens, 3 * dim}), out(*stream, spec.dtype, {2 * tokens, dim}),
       state(*stream, spec.dtype, {2, spec.state_rows(), dim});
   for (Twin* t : {&weight, &bias, &all}) t->fill_random(same);
+  bcx.fill_random(random);  // the other request's tokens, and padding
   for (const Twin* t : {&weight, &bias, &state}) t->upload();
   std::vector<char> results;
   for (int done = 0; done < tokens;) {
     const int mine = std::min(1 + int(random() % unsigned(longest)), tokens - done), others = int(random() % 5u);
     ConvStep step{
         .starts = {0, others, others + mine}, .lens = {others, done + mine}, .slots = {0, 1}, .drafts = {0, 0}, .accepted = {0, 0}};
-    bcx.fill_random(random);
     std::copy_n(all.bytes.begin() + done * 3 * dim * size, mine * 3 * dim * size, bcx.bytes.begin() + others * 3 * dim * size);
     bcx.upload();
     plan->update(step.batch(spec), stream->get());

@@ -89,7 +89,7 @@ class ConvRunner {
       batch.seq_lens = list_view(lists.seq_lens);
       batch.state_slots = list_view(lists.slots);
       if (spec_.num_drafts > 0) batch.num_drafts = list_view(lists.drafts), batch.accepted_drafts = list_view(lists.accepted);
-      batch.max_num_tokens = lists.query_start_loc.back();
+      batch.max_num_tokens = std::max(lists.query_start_loc.back(), 1);  // 0 would be: as many as the limits allow
       plan_.update_on_device(batch);
       for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
       return;
