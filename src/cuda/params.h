@@ -197,10 +197,10 @@ struct AttentionParams {
   int first_kv_head, kv_heads_now;       // of a launch for some heads only: prefill over flat keys, of which `k` and `v` have no more
   float scale, soft_cap;                 // soft_cap 0: off
   int window_left, window_right, chunk;  // as in Mask
-  int chunk_before;                      // tokens in front of its own chunk that a query sees too
   const float *head_scales, *alibi_slopes, *sinks;  // [num_q_heads] or null
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
+  int chunk_before;       // tokens in front of its own chunk that a query sees too
   float* partial_out;     // [partial rows, num_q_heads, head_dim_v], not normalised
   float* partial_state;   // [partial rows, num_q_heads, 2]: reference of the exponentials (log2 units), sum
   float* run_sums;        // [thread blocks, warpgroups, kRunLevels, run_node_floats()]: prefill, between the pieces of a run
