@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "attention/reference.h"
+#include "conformance/case_file_edits.h"
 #include "expect_error.h"
 
 namespace imbrex::test {
@@ -84,16 +85,6 @@ TEST(CaseFile, LatentServesAsValues) {
 }
 
 TEST(CaseFile, RefusesWhatDoesNotFit) {
-  const auto edit = [](const std::function<void(json&)>& change) {
-    return [change](Safetensors& file) {
-      json root = json::parse(file.metadata["imbrex"]);
-      change(root);
-      file.metadata["imbrex"] = root.dump();
-    };
-  };
-  const auto set_i32 = [](const char* name, int index, int value) {
-    return [=](Safetensors& file) { std::memcpy(file.tensors[name].bytes.data() + index * 4, &value, 4); };
-  };
   const struct {
     const char* code;
     std::function<void(Safetensors&)> change;

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "conformance/case_file.h"
+#include "conformance/case_file_edits.h"
 #include "expect_error.h"
 #include "short_conv/reference.h"
 
@@ -86,16 +87,6 @@ TEST(ShortConvCaseFile, ShowsRefusals) {
 }
 
 TEST(ShortConvCaseFile, RefusesWhatDoesNotFit) {
-  const auto edit = [](const std::function<void(json&)>& change) {
-    return [change](Safetensors& file) {
-      json root = json::parse(file.metadata["imbrex"]);
-      change(root);
-      file.metadata["imbrex"] = root.dump();
-    };
-  };
-  const auto set_i32 = [](const char* name, int index, int value) {
-    return [=](Safetensors& file) { std::memcpy(file.tensors[name].bytes.data() + index * 4, &value, 4); };
-  };
   const auto erase = [](const char* name) { return [=](Safetensors& file) { file.tensors.erase(name); }; };
   const struct {
     const char* code;

@@ -77,15 +77,7 @@ TEST(Hybrid, SameBitsHoweverItIsBatched) {
   ReplayOptions options = hybrid_options();
   options.verify_fraction = 0;
   const ReplayResult first = replay(model, trace, options);
-  const auto same = [&](auto change) {
-    ReplayOptions o = options;
-    change(o);
-    const ReplayResult r = replay(model, trace, o);
-    EXPECT_TRUE(r.complete);
-    EXPECT_EQ(r.digest, first.digest);
-    EXPECT_EQ(r.decode_digest, first.decode_digest);
-    return r;
-  };
+  const auto same = [&](auto change) { return expect_same_digests(model, trace, options, first, change); };
   same([](auto& o) { o.max_num_batched_tokens = 1; });
   same([](auto& o) { o.max_num_batched_tokens = 17; });
   same([](auto& o) { o.max_num_batched_tokens = 512; });

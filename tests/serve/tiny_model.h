@@ -1,10 +1,13 @@
 #pragma once
 // Small models and traces made by hand, for the tests of the scheduler and the replay.
+#include <gtest/gtest.h>
+
 #include <random>
 #include <string>
 #include <vector>
 
 #include "imbrex/model.h"
+#include "serve/replay.h"
 #include "serve/trace.h"
 
 namespace imbrex::serve {
@@ -79,6 +82,18 @@ inline Trace tree_trace(int num_requests, int prefix_block, int max_input, int m
     trace.requests.push_back(r);
   }
   return trace;
+}
+
+// The replay with changed options, which must not change a digest.
+template <class Change>
+ReplayResult expect_same_digests(const ModelSpec& model, const Trace& trace, ReplayOptions options, const ReplayResult& first,
+                                 const Change& change) {
+  change(options);
+  ReplayResult r = replay(model, trace, options);
+  EXPECT_TRUE(r.complete);
+  EXPECT_EQ(r.digest, first.digest);
+  EXPECT_EQ(r.decode_digest, first.decode_digest);
+  return r;
 }
 
 }  // namespace imbrex::serve
