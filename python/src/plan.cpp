@@ -272,9 +272,9 @@ struct PyCache {
   std::shared_ptr<BlockCopier> copier;  // made when it is first needed
 };
 
-// Made when a GPU's is first needed, under Python's lock, and kept: its kernel is the process's.
+// Made when a GPU's is first needed, under Python's lock, and never destroyed: the driver may be gone before static objects are.
 const PartialMerger& merger_of(int gpu) {
-  static std::map<int, std::unique_ptr<PartialMerger>> mergers;
+  static auto& mergers = *new std::map<int, std::unique_ptr<PartialMerger>>;
   std::unique_ptr<PartialMerger>& merger = mergers[gpu];
   if (!merger) merger = make_partial_merger(describe_device("cuda:" + std::to_string(gpu)));
   return *merger;

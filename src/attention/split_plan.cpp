@@ -41,7 +41,6 @@ class SplitPlan final : public StepPlan {
     check(batch.num_tokens() <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
           options_.limits.max_num_tokens, batch.num_tokens());
     Step& next = steps_.spare();
-    next.parts.resize(members_.size());
     for (size_t i : order_) {
       BatchPart& part = next.parts[i];
       take_part(batch, part, [&](int r) { return member_of_(batch, r) == i; });

@@ -59,13 +59,16 @@ class ShortConvCudaPlan final : public ShortConvPlan {
     bool on_device = false;  // the host knows no more than how many tokens there may be
   };
 
+  // All of it or, where the driver fails in the middle, nothing.
   void load() const {
-    module_ = Module::load(context_, short_conv_key(arch_, spec_, short_conv_tuning(spec_)));
+    const auto module = Module::load(context_, short_conv_key(arch_, spec_, short_conv_tuning(spec_)));
+    std::vector<Entry> entries;
     for (const bool wide : {false, true}) {
-      const Kernel kernel = module_->kernel(wide ? "short_conv_wide" : "short_conv_narrow");
+      const Kernel kernel = module->kernel(wide ? "short_conv_wide" : "short_conv_narrow");
       const int64_t each = std::max(kernel.blocks_per_multiprocessor(kShortConvThreads), 1);
-      entries_.push_back({kernel, ShortConvGrid(spec_, wide, std::max(device_.num_workers, 1) * each)});
+      entries.push_back({kernel, ShortConvGrid(spec_, wide, std::max(device_.num_workers, 1) * each)});
     }
+    module_ = module, entries_ = std::move(entries);
   }
   void check_captured(const ShortConvStep&) const;
   void put(const ShortConvStep&);

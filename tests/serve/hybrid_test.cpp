@@ -9,18 +9,6 @@
 namespace imbrex::serve {
 namespace {
 
-ReplayOptions hybrid_options() {
-  ReplayOptions o;
-  o.max_num_batched_tokens = 64;
-  o.max_num_seqs = 8;
-  o.block_size = 16;
-  o.num_threads = 1;
-  o.kv_format = "strided";
-  o.pacing = Pacing::saturate;
-  o.verify_fraction = 1;
-  return o;
-}
-
 bool noted(const ReplayResult& r, std::string_view text) {
   for (const std::string& note : r.notes)
     if (note.find(text) != std::string::npos) return true;
@@ -29,7 +17,7 @@ bool noted(const ReplayResult& r, std::string_view text) {
 
 TEST(Hybrid, RunsATraceToItsEndAndChecksEveryOutput) {
   const Trace trace = tree_trace(12, 16, 60, 12, 1);
-  const ReplayResult r = replay(tiny_hybrid_model("ccabw", 16), trace, hybrid_options());
+  const ReplayResult r = replay(tiny_hybrid_model("ccabw", 16), trace, small_options());
   EXPECT_TRUE(r.complete);
   EXPECT_EQ(r.finished_requests, 12);
   EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (2 * 2 + 3));  // 2 q heads a kv head of 2 layers, 3 convolutions
@@ -61,11 +49,11 @@ TEST(Hybrid, RunsATraceToItsEndAndChecksEveryOutput) {
 // The trace's prompts share prefixes, which the same trace finds where there are pages alone.
 TEST(Hybrid, PrefixesAreNotSharedAndANoteSaysSo) {
   const Trace trace = tree_trace(12, 16, 60, 12, 1);
-  const ReplayResult r = replay(tiny_hybrid_model("ca", 16), trace, hybrid_options());
+  const ReplayResult r = replay(tiny_hybrid_model("ca", 16), trace, small_options());
   EXPECT_EQ(r.prefix_hit_tokens, 0);
   EXPECT_FALSE(r.prefix_sharing);
   EXPECT_TRUE(noted(r, "no prefix is shared"));
-  const ReplayResult pages = replay(tiny_hybrid_model("aa", 16), trace, hybrid_options());
+  const ReplayResult pages = replay(tiny_hybrid_model("aa", 16), trace, small_options());
   EXPECT_GT(pages.prefix_hit_tokens, 0);
   EXPECT_TRUE(pages.prefix_sharing);
   EXPECT_FALSE(noted(pages, "no prefix is shared"));
@@ -74,7 +62,7 @@ TEST(Hybrid, PrefixesAreNotSharedAndANoteSaysSo) {
 TEST(Hybrid, SameBitsHoweverItIsBatched) {
   const Trace trace = tree_trace(14, 16, 90, 40, 2, 0.5);
   const ModelSpec model = tiny_hybrid_model("cabcw", 16, 80, 4);
-  ReplayOptions options = hybrid_options();
+  ReplayOptions options = small_options();
   options.verify_fraction = 0;
   const ReplayResult first = replay(model, trace, options);
   const auto same = [&](auto change) { return expect_same_digests(model, trace, options, first, change); };
@@ -96,7 +84,7 @@ TEST(Hybrid, SameBitsHoweverItIsBatched) {
 TEST(Hybrid, OutputsOfBothFamiliesAreInTheDigest) {
   const Trace trace = tree_trace(4, 16, 90, 6, 1);
   const auto digest = [&](const char* layers, int width) {
-    return replay(tiny_hybrid_model(layers, 16, 48, width), trace, hybrid_options()).digest;
+    return replay(tiny_hybrid_model(layers, 16, 48, width), trace, small_options()).digest;
   };
   EXPECT_NE(digest("ca", 3), digest("ca", 2));
   EXPECT_NE(digest("ca", 3), digest("ba", 3));
@@ -105,7 +93,7 @@ TEST(Hybrid, OutputsOfBothFamiliesAreInTheDigest) {
 
 TEST(Hybrid, AModelMayKeepStatesAlone) {
   const Trace trace = tree_trace(12, 16, 60, 12, 1);
-  const ReplayResult r = replay(tiny_hybrid_model("cb", 16), trace, hybrid_options());
+  const ReplayResult r = replay(tiny_hybrid_model("cb", 16), trace, small_options());
   EXPECT_TRUE(r.complete);
   ASSERT_EQ(r.groups.size(), 1u);
   EXPECT_EQ(r.kv_bytes, 8 * 2 * 2 * 48 * 2);
@@ -119,7 +107,7 @@ TEST(Hybrid, SlotsAndPagesShareTheMemory) {
   const Trace trace = tree_trace(10, 16, 60, 12, 1);
   const ModelSpec model = tiny_hybrid_model("cca", 16, 512);
   const int64_t slot = 2 * 2 * 512 * 2, block = 16 * 2 * 32 * 2;
-  ReplayOptions options = hybrid_options();
+  ReplayOptions options = small_options();
   options.verify_fraction = 0;
   options.kv_bytes = 6 * slot + 100;
   const ReplayResult r = replay(model, trace, options);
@@ -140,7 +128,7 @@ TEST(Hybrid, SlotsAndPagesShareTheMemory) {
 TEST(Hybrid, UsefulWorkIsCounted) {
   Trace trace;
   trace.requests = {{.arrival_s = 0, .input_length = 10, .output_length = 3, .prefix_ids = {}}};
-  const ReplayResult r = replay(tiny_hybrid_model("cba", 16), trace, hybrid_options());
+  const ReplayResult r = replay(tiny_hybrid_model("cba", 16), trace, small_options());
   const double state = 2 * 48 * 2;  // bytes
   EXPECT_DOUBLE_EQ(r.state_layers.flops, 12 * 48.0 * (7 + 8));
   EXPECT_DOUBLE_EQ(r.state_layers.bytes, 2 * (12 * 4 * 48 * 2 + (1 + 2 + 2) * state));  // the first step reads none
@@ -194,7 +182,7 @@ TEST(Hybrid, VerificationNoticesWrongStates) {
   const auto backend = std::make_shared<Mistaken>();
   register_backend<ShortConvFamily>(backend);
   const Trace trace = tree_trace(12, 16, 60, 12, 1);
-  ReplayOptions options = hybrid_options();
+  ReplayOptions options = small_options();
   options.select.forced = "mistaken";
   const auto code = [&](Mistaken::Mistake mistake) {
     backend->mistake = mistake;
@@ -212,7 +200,7 @@ TEST(Hybrid, VerificationNoticesWrongStates) {
 }
 
 TEST(Hybrid, PhasesOfStatesHaveOneBackend) {
-  ReplayOptions options = hybrid_options();
+  ReplayOptions options = small_options();
   options.select.forced_prefill = "cpu_generic";
   options.select.forced_decode = "reference";
   const ReplayResult r = replay(tiny_hybrid_model("ca", 16), tree_trace(3, 16, 30, 4, 1), options);

@@ -14,18 +14,6 @@
 namespace imbrex::serve {
 namespace {
 
-ReplayOptions small_options() {
-  ReplayOptions o;
-  o.max_num_batched_tokens = 64;
-  o.max_num_seqs = 8;
-  o.block_size = 16;
-  o.num_threads = 1;
-  o.kv_format = "strided";
-  o.pacing = Pacing::saturate;
-  o.verify_fraction = 1;
-  return o;
-}
-
 std::string code_of(const ModelSpec& model, const Trace& trace, const ReplayOptions& options) {
   return test::error_code([&] { replay(model, trace, options); });
 }

@@ -84,6 +84,19 @@ inline Trace tree_trace(int num_requests, int prefix_block, int max_input, int m
   return trace;
 }
 
+// Of a replay of such a model whose every output is checked.
+inline ReplayOptions small_options() {
+  ReplayOptions o;
+  o.max_num_batched_tokens = 64;
+  o.max_num_seqs = 8;
+  o.block_size = 16;
+  o.num_threads = 1;
+  o.kv_format = "strided";
+  o.pacing = Pacing::saturate;
+  o.verify_fraction = 1;
+  return o;
+}
+
 // The replay with changed options, which must not change a digest.
 template <class Change>
 ReplayResult expect_same_digests(const ModelSpec& model, const Trace& trace, ReplayOptions options, const ReplayResult& first,
