@@ -1,7 +1,10 @@
 #pragma once
 // Stands in for src/cuda/kernels/wgmma.cuh where kernel texts run on the host: products of a warpgroup by the tables of the PTX ISA, each
 // lane its own part of them.
+#include <type_traits>
+
 #include "async.cuh"
+#include "cuda/lanes/widen.h"
 #include "cuda/params.h"
 
 namespace imbrex::cuda {
@@ -29,8 +32,9 @@ struct SharedMatrix {
 // d[64 x n] += a[64 x 32 bytes] * b[32 bytes x n]. With g = lane / 4 and t = lane % 4, a lane of warp w holds of d and of a in registers
 //   d_i: row 16 w + g for i % 4 < 2, else + 8; column 8 (i / 4) + 2 t + i % 2
 //   a_i: row 16 w + g for even i, else + 8; bytes 16 (i / 2) + 4 t and the next three
-template <int n, class T, float (*to_float)(T)>
+template <int n, class Format>
 struct WarpgroupProduct {
+  using T = typename Format::Code;
   static constexpr int kDepth = 32 / sizeof(T);
   struct Rows {  // the two that a lane has of a
     T of[2][kDepth];
@@ -60,11 +64,12 @@ struct WarpgroupProduct {
   }
 
  private:
+  using Terms = lanes::Floats<kDepth>;
+
   template <bool b_rows>
   static void multiply(float (&d)[n / 2], const Rows& a, const SharedMatrix& b, int add) {
-    float rows[2][kDepth];
-    for (int h = 0; h < 2; ++h)
-      for (int k = 0; k < kDepth; ++k) rows[h][k] = to_float(a.of[h][k]);
+    Terms rows[2], terms;
+    for (int h = 0; h < 2; ++h) lanes::widen<Format, kDepth>(a.of[h], rows[h]);
     const int t = lane_id() % 4;
     for (int i = 0; i < n / 2; i += 4) {
       const int column = i / 4 * 8 + t * 2;  // and the next one
@@ -81,22 +86,17 @@ struct WarpgroupProduct {
         }
       }
       for (int c = 0; c < 2; ++c) {
-        float sums[2] = {};
-        for (int k = 0; k < kDepth; ++k) {
-          const float x = to_float(columns[c][k]);
-          for (int h = 0; h < 2; ++h) sums[h] += rows[h][k] * x;
+        lanes::widen<Format, kDepth>(columns[c], terms);
+        for (int h = 0; h < 2; ++h) {
+          const float sum = lanes::sum_of<kDepth>(rows[h] * terms);
+          d[i + c + 2 * h] = (add != 0 ? d[i + c + 2 * h] : 0.f) + sum;
         }
-        for (int h = 0; h < 2; ++h) d[i + c + 2 * h] = (add != 0 ? d[i + c + 2 * h] : 0.f) + sums[h];
       }
     }
   }
 };
 
-template <int type>
-float number(u16 x) {
-  return type == kBf16 ? bf16_to_float(x) : f16_to_float(x);
-}
 template <int n, int type = kQType>
-using Wgmma = WarpgroupProduct<n, u16, number<type>>;
+using Wgmma = WarpgroupProduct<n, std::conditional_t<type == kBf16, lanes::Bf16, lanes::F16>>;
 
 }  // namespace imbrex::cuda

@@ -5,9 +5,9 @@
 namespace imbrex::cuda {
 
 template <int n>
-struct WgmmaE4m3 : WarpgroupProduct<n, u8, fp8_e4m3_to_float> {
+struct WgmmaE4m3 : WarpgroupProduct<n, lanes::E4m3> {
   static void registers(float (&d)[n / 2], const u32 (&a)[4], u64 b, int add) {
-    WarpgroupProduct<n, u8, fp8_e4m3_to_float>::template registers<false>(d, a, b, add);
+    WarpgroupProduct<n, lanes::E4m3>::template registers<false>(d, a, b, add);
   }
 };
 
