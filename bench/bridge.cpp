@@ -7,7 +7,7 @@
 #include "attention/precompile.h"
 #include "core/check.h"
 #include "core/cores.h"
-#include "cuda/jit.h"
+#include "cuda/driver/jit.h"
 #include "imbrex/imbrex.hpp"
 
 namespace imbrex::bench {

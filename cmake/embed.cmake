@@ -6,7 +6,7 @@ function(embed_text target name file)
 endfunction()
 
 # embed_texts(target name root files...): `extern const std::span<const EmbeddedText> name` (src/core/embedded_text.h), one element a
-# file, with its path below one of the folders in the list `root`.
+# file: a header with its path below one of the folders in the list `root`, any other text with its name.
 function(embed_texts target name root)
   embed_command(${target} ${name} "${root}" "${ARGN}")
 endfunction()

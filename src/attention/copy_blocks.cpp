@@ -12,7 +12,7 @@
 
 namespace imbrex {
 
-std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo&);  // cuda/copy_blocks.cpp
+std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo&);  // cuda/ops/copy_blocks.cpp
 
 namespace {
 

@@ -14,7 +14,7 @@
 
 namespace imbrex {
 
-std::unique_ptr<PartialMerger> make_cuda_partial_merger(const DeviceInfo&);  // cuda/merge_results.cpp
+std::unique_ptr<PartialMerger> make_cuda_partial_merger(const DeviceInfo&);  // cuda/ops/merge_results.cpp
 
 namespace {
 

@@ -64,7 +64,7 @@ constexpr Gpu kGpus[] = {
        text);
 }
 
-// "cuda" or "cuda:N"; probe_cuda() is in cuda/device.cpp.
+// "cuda" or "cuda:N"; probe_cuda() is in cuda/driver/device.cpp.
 DeviceInfo present_gpu(std::string_view text) {
   int index = 0;
   if (text != "cuda") {

@@ -1,11 +1,11 @@
-// Workspaces of all devices. cuda/workspace.cpp has those of GPUs.
+// Workspaces of all devices. cuda/plan/workspace.cpp has those of GPUs.
 #include "imbrex/workspace.h"
 
 #include "core/check.h"
 
 namespace imbrex {
 
-std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&);  // cuda/workspace.cpp
+std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&);  // cuda/plan/workspace.cpp
 std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&, void* memory, int64_t bytes);
 
 namespace {

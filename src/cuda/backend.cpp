@@ -8,14 +8,14 @@
 
 #include "attention/plan_checks.h"
 #include "core/check.h"
-#include "cuda/attention_sm80.h"
-#include "cuda/attention_sm90.h"
-#include "cuda/attention_sm90_decode.h"
-#include "cuda/attention_sm90_fp8.h"
-#include "cuda/attention_sm90_verify.h"
-#include "cuda/flat_kv.h"
-#include "cuda/plan.h"
-#include "cuda/tensor_map.h"
+#include "cuda/attention/attention_sm80.h"
+#include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/attention_sm90_decode.h"
+#include "cuda/attention/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_verify.h"
+#include "cuda/attention/flat_kv.h"
+#include "cuda/driver/tensor_map.h"
+#include "cuda/plan/plan.h"
 #include "family/begin_plan.h"
 
 namespace imbrex {

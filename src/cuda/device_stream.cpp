@@ -6,8 +6,8 @@
 
 #include "core/check.h"
 #include "core/gather.h"
-#include "cuda/gather.h"
-#include "cuda/memory.h"
+#include "cuda/driver/memory.h"
+#include "cuda/ops/gather.h"
 
 namespace imbrex {
 namespace cuda {

@@ -1,5 +1,5 @@
 #pragma once
-// What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
+// What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by texts of kernels.
 #include "attention/cut_item.h"
 #include "imbrex/work.h"
 
@@ -73,8 +73,8 @@ struct GatherParams {
 
 constexpr int kFlattenThreads = 256, kFlatRows = 64;  // rows: of a thread block, all of one request and kv head
 
-// Keys and values of requests, row by row behind each other, as cuda/flat_kv.h has them. A task for each of `requests`, kv head, and keys
-// or values.
+// Keys and values of requests, row by row behind each other, as cuda/attention/flat_kv.h has them. A task for each of `requests`, kv head,
+// and keys or values.
 struct FlattenKvParams {
   KvSide k, v;
   const int* block_ids;     // as in AttentionParams, with the next two
@@ -111,7 +111,7 @@ struct FlatCounts {
   int num_blocks;  // FlattenKvParams
 };
 
-// For kernels/plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
+// For plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
 enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
 
 struct ShapeLists {
@@ -168,7 +168,7 @@ struct MergeList {  // of a shape
   int shares;                // tasks that the rows of an item and kv head are: best of least_merge_rows() each
 };
 
-// For kernels/attention_*.cu and kernels/merge.cu. A pointer is on the device.
+// For attention_*.cu and merge.cu. A pointer is on the device.
 struct AttentionParams {
   const char* q;
   char* out;
@@ -183,7 +183,7 @@ struct AttentionParams {
   const unsigned char* custom_mask;  // or null
   const long* custom_start;          // [num_reqs]: where the request's bytes begin
   // What pack_mask.cu makes of them for prefill with wgmma, and how many words there are for a token and, of each kind, for an item:
-  // kernels/attention_sm90_mask.cuh.
+  // attention_sm90_mask.cuh.
   unsigned *mask_bits, *seen_tiles;
   int mask_words, seen_tile_words;
   int least_masked_q;  // query tokens of a request that it makes them for
@@ -211,7 +211,7 @@ struct AttentionParams {
   bool lists_are_there;
   bool may_be_idle;         // likewise, and it is not known whether there is work
   bool keys_are_there;      // likewise keys that are not of this step, and lists: their tiles may be asked for
-  bool beside, next_waits;  // begin_launch() in kernels/attention_item.cuh
+  bool beside, next_waits;  // begin_launch() in attention_item.cuh
 };
 
 }  // namespace imbrex::cuda

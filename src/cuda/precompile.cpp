@@ -9,15 +9,15 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
-#include "cuda/copy_blocks.h"
-#include "cuda/cubin.h"
-#include "cuda/driver.h"
-#include "cuda/gather.h"
-#include "cuda/kernel_cache.h"
-#include "cuda/merge_results.h"
-#include "cuda/plan.h"
-#include "cuda/short_conv.h"
-#include "cuda/write_kv.h"
+#include "cuda/attention/write_kv.h"
+#include "cuda/driver/cubin.h"
+#include "cuda/driver/driver.h"
+#include "cuda/ops/copy_blocks.h"
+#include "cuda/ops/gather.h"
+#include "cuda/ops/merge_results.h"
+#include "cuda/plan/plan.h"
+#include "cuda/short_conv/short_conv.h"
+#include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -72,14 +72,14 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
   const std::string name = cache_name(key);
   try {
     std::optional<CompiledKernel> kernel;
-    if (!env::get(env::kCudaDump)) kernel = load_cached(folder, name);
+    if (!env::get(env::kCudaDump)) kernel = gpu::load_cached(folder, name);
     if (!kernel) {
       kernel = compile(key);
-      check(store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}{}{}", cached_file(folder, name).string(),
-            why_not_trusted(folder).empty() ? "" : ": of its folder, ", why_not_trusted(folder));
+      check(gpu::store_cached(folder, name, *kernel), "cuda.cache", "cannot write {}{}{}", gpu::cached_file(folder, name).string(),
+            gpu::why_not_trusted(folder).empty() ? "" : ": of its folder, ", gpu::why_not_trusted(folder));
     }
     row.compile_ms = kernel->compile_ms;
-    row.cubin_bytes = int64_t(kernel->cubin.size());
+    row.cubin_bytes = int64_t(kernel->binary.size());
     row.problems = strict_problems(*kernel);
     for (const EntryReport& e : entry_reports(*kernel)) {
       row.entries.push_back({.name = e.name,
@@ -221,7 +221,7 @@ std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
   for (const std::string& arch : request.archs) {
     for (cuda::ShippedKernel& kernel : cuda::shipped_kernels(arch, request.specs, request.backend)) shipped.push_back(std::move(kernel));
   }
-  const auto folder = request.folder.empty() ? cuda::kernel_cache_folder() : std::filesystem::path(request.folder);
+  const auto folder = request.folder.empty() ? gpu::kernel_cache_folder() : std::filesystem::path(request.folder);
   check(!folder.empty(), "cuda.cache", "no folder to write kernels to: none of {}, {} and {} is set", env::kCudaCache, env::kCacheHome,
         env::kHome);
   std::vector<PrecompiledKernel> rows(shipped.size());
@@ -234,7 +234,7 @@ std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
 }
 
 KernelCompiler kernel_compiler() {
-  KernelCompiler compiler{.name = {}, .why = {}, .cache_folder = cuda::kernel_cache_folder().string()};
+  KernelCompiler compiler{.name = {}, .why = {}, .cache_folder = gpu::kernel_cache_folder().string()};
   if (const cuda::NvrtcApi* rtc = cuda::nvrtc(&compiler.why))
     compiler.name = fmt::format("NVRTC {}.{}", rtc->version / 1000, rtc->version % 1000 / 10);
   return compiler;

@@ -4,8 +4,8 @@
 #include <string_view>
 #include <vector>
 
-#include "cuda/jit.h"
-#include "cuda/plan.h"
+#include "cuda/driver/jit.h"
+#include "cuda/plan/plan.h"
 #include "imbrex/short_conv.h"
 #include "imbrex/spec.h"
 

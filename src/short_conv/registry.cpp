@@ -5,7 +5,7 @@
 
 namespace imbrex {
 
-const BackendOf<ShortConvFamily>& cuda_sm80_short_conv();   // cuda/short_conv_plan.cpp
+const BackendOf<ShortConvFamily>& cuda_sm80_short_conv();   // cuda/short_conv/short_conv_plan.cpp
 const BackendOf<ShortConvFamily>& cpu_avx512_short_conv();  // cpu/short_conv.cpp
 const BackendOf<ShortConvFamily>& cpu_generic_short_conv();
 

@@ -1,10 +1,10 @@
 // Shapes of tiles of attention_sm80.cu: they fit where they must, depend on what they may, and compile without a spill everywhere.
-#include "cuda/attention_sm80.h"
+#include "cuda/attention/attention_sm80.h"
 
 #include <gtest/gtest.h>
 
 #include "cuda/compiled.h"
-#include "cuda/cubin.h"
+#include "cuda/driver/cubin.h"
 #include "cuda/needs.h"
 #include "cuda/params.h"
 

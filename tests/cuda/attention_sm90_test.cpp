@@ -1,13 +1,13 @@
 // What the kernels of prefill are asked for where they cannot run: nothing; and where they run, the one that stands in for them can take
 // their items.
-#include "cuda/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_fp8.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
-#include "cuda/plan.h"
-#include "cuda/tensor_map.h"
+#include "cuda/driver/tensor_map.h"
+#include "cuda/plan/plan.h"
 
 namespace imbrex::cuda {
 namespace {

@@ -3,8 +3,8 @@
 #include <filesystem>
 
 #include "core/env.h"
-#include "cuda/jit.h"
-#include "cuda/kernel_cache.h"
+#include "cuda/driver/jit.h"
+#include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda::test {
 
@@ -13,9 +13,9 @@ namespace imbrex::cuda::test {
 inline CompiledKernel compiled(const KernelKey& key) {
   const auto folder = env::get("IMBREX_TEST_KERNELS");
   if (!folder) return compile(key);
-  if (auto kernel = load_cached(*folder, cache_name(key))) return *std::move(kernel);
+  if (auto kernel = gpu::load_cached(*folder, cache_name(key))) return *std::move(kernel);
   CompiledKernel kernel = compile(key);
-  store_cached(*folder, cache_name(key), kernel);
+  gpu::store_cached(*folder, cache_name(key), kernel);
   return kernel;
 }
 

@@ -1,5 +1,5 @@
 // What a compiled kernel tells: ptxas' log, and constants in the ELF file, whole or broken.
-#include "cuda/cubin.h"
+#include "cuda/driver/cubin.h"
 
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ ptxas info    : Used 254 registers, used 1 barriers, 256 bytes smem, 364 bytes c
 )";
 
 TEST(Cubin, TheLogIsRead) {
-  const CompiledKernel kernel{.cubin = test::tiny_elf({{"smem_bytes", 70000}, {"foo_smem_bytes", 12}}), .log = kLog};
+  const CompiledKernel kernel{.binary = test::tiny_elf({{"smem_bytes", 70000}, {"foo_smem_bytes", 12}}), .log = kLog};
   const auto entries = entry_reports(kernel);
   ASSERT_EQ(entries.size(), 2u);
   EXPECT_EQ(entries[0].name, "bar");
@@ -50,9 +50,9 @@ TEST(Cubin, TheLogIsRead) {
 TEST(Cubin, ALogWithoutComplaintsHasNoProblems) {
   std::string log(kLog);
   log = log.substr(log.find("ptxas info    : Compiling entry function 'foo'"));
-  EXPECT_EQ(strict_problems({.cubin = {}, .log = log}), std::vector<std::string>{});
-  EXPECT_EQ(entry_reports({.cubin = {}, .log = ""}).size(), 0u);
-  EXPECT_EQ(entry_reports({.cubin = {}, .log = "ptxas info    : Used 3 registers"}).size(), 0u);
+  EXPECT_EQ(strict_problems({.binary = {}, .log = log}), std::vector<std::string>{});
+  EXPECT_EQ(entry_reports({.binary = {}, .log = ""}).size(), 0u);
+  EXPECT_EQ(entry_reports({.binary = {}, .log = "ptxas info    : Used 3 registers"}).size(), 0u);
 }
 
 TEST(Cubin, ConstantsAreFoundByName) {

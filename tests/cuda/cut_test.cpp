@@ -1,5 +1,5 @@
 // The cut of a GPU's plan: a request alone fills the GPU, many requests do not pay for splits, and what is cut fits the memory.
-#include "cuda/cut.h"
+#include "gpu/cut.h"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "attention/random_lengths.h"
-#include "cuda/plan.h"
+#include "cuda/plan/plan.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -33,7 +33,7 @@ Cut cut(const AttentionSpec& spec, const Step& step, const PlanLimits& limits = 
   const DeviceInfo device = describe_device(gpu);
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
-  const CutPolicy policies = cut_policy(spec, device, tiles, false);
+  const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
   Cut result;
   for (const Shape shape : kShapes) {
     Schedule s;
@@ -108,7 +108,7 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
   const auto policy_of = [&](const AttentionSpec& spec) {
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
-    return cut_policy(spec, device, tiles, false)[kDecode];
+    return gpu::cut_policy(spec, device, tiles, false)[kDecode];
   };
   const SchedulePolicy policy = policy_of(spec);
   ASSERT_TRUE(policy.runs);
@@ -153,7 +153,7 @@ TEST(Cut, FewHeadsGetLongRuns) {
   const AttentionSpec spec = llama(8, 1);
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
-  const SchedulePolicy policy = cut_policy(spec, device, tiles, false)[kDecode];
+  const SchedulePolicy policy = gpu::cut_policy(spec, device, tiles, false)[kDecode];
   const auto items_each = [&](int reqs, int context) {
     Schedule s;
     schedule(Step(reqs, 1, context).view(), spec.mask, policy, s);
@@ -173,7 +173,7 @@ TEST(Cut, VerifyHasTwoTilesOfARequestWhereTheSecondIsWorthIt) {
   const auto most = [&](const AttentionSpec& spec) {
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
-    const CutPolicy policies = cut_policy(spec, device, tiles, false);
+    const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
     EXPECT_EQ(policies[kPrefill].min_q, policies[kVerify].max_q + 1);
     return policies[kVerify].max_q;
   };
@@ -194,7 +194,7 @@ TEST(Cut, TilesOfARequestStandTogether) {
     const AttentionSpec spec = llama(4 * group, 4);
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
-    const SchedulePolicy policy = cut_policy(spec, device, tiles, false)[kVerify];
+    const SchedulePolicy policy = gpu::cut_policy(spec, device, tiles, false)[kVerify];
     for (int q_len = policy.tile_q + 1; q_len <= policy.max_q; ++q_len) {
       Schedule s;
       schedule(Step(kReqs, q_len, kKeys).view(), spec.mask, policy, s);
@@ -223,7 +223,7 @@ TEST(Cut, ChunksBesideEachOtherFillTheMultiprocessors) {
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
     Schedule s;
-    schedule(Step(requests, 512, context).view(), spec.mask, cut_policy(spec, device, tiles, false)[kPrefill], s);
+    schedule(Step(requests, 512, context).view(), spec.mask, gpu::cut_policy(spec, device, tiles, false)[kPrefill], s);
     EXPECT_GE(int(s.work.size()) * spec.num_kv_heads, least_blocks) << spec.str();
   }
 }
@@ -234,7 +234,7 @@ TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
   const auto prefill = [&](const AttentionSpec& spec, const Step& step) {
     std::array<Tile, kNumShapes> tiles;
     for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
-    const CutPolicy policies = cut_policy(spec, device, tiles, false);
+    const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
     EXPECT_LE(policies[kPrefill].max_splits, policies[kPrefill].most_in_run) << "pieces for which an item has no run";
     Schedule s;
     schedule(step.view(), spec.mask, policies[kPrefill], s);
@@ -264,7 +264,7 @@ TEST(Cut, MemoryIsBounded) {
       std::array<Tile, kNumShapes> tiles;
       for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90}) {
         for (const Shape shape : kShapes) tiles[shape] = kernels->shape(arch_of(device), spec, shape).tile;
-        const CutPolicy policies = cut_policy(spec, device, tiles, false);
+        const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
         const int64_t rows = partial_rows_bound(policies, limits);
         const double mib = double(rows) * q_heads * (128 + 2) * 4 / (1 << 20);
         const bool takes_runs = std::ranges::all_of(tiles, &Tile::runs);
@@ -281,13 +281,13 @@ TEST(Cut, HeadsStandTogetherAsL2HasRoom) {
   const DeviceInfo h200 = describe_device("h200");
   AttentionSpec spec = llama();
   const auto heads = [&](long keys, const DeviceInfo& device = describe_device("h200")) {
-    return heads_in_l2(keys_in_l2(spec, device, kPrefill), keys, spec.num_kv_heads);
+    return heads_in_l2(gpu::keys_in_l2(spec, device, kPrefill), keys, spec.num_kv_heads);
   };
   EXPECT_EQ(heads(16384), 4);
   EXPECT_EQ(heads(16384, describe_device("a100")), 2);  // there is room for three, of which the last group would have two
   EXPECT_EQ(heads(1000), 8);
   EXPECT_EQ(heads(1 << 30), 1);
-  EXPECT_EQ(keys_in_l2(spec, h200, kDecode), 0);
+  EXPECT_EQ(gpu::keys_in_l2(spec, h200, kDecode), 0);
   spec.mask.causal = false;
   EXPECT_EQ(heads(1000), 1);  // one length: nothing to even out
 }
@@ -297,7 +297,7 @@ TEST(Cut, ByLoadGivesAnEqualShareToEach) {
   const AttentionSpec spec = llama();
   std::array<Tile, kNumShapes> tiles;
   for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
-  const CutPolicy policies = cut_policy(spec, device, tiles, true);
+  const CutPolicy policies = gpu::cut_policy(spec, device, tiles, true);
   Schedule s;
   Step step(63, 1, 1024);
   step.lens.back() = 131072;

@@ -3,9 +3,9 @@
 #include <random>
 
 #include "core/float_types.h"
-#include "cuda/attention_sm90.h"
-#include "cuda/kv_side.h"
-#include "cuda/module.h"
+#include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/kv_side.h"
+#include "cuda/driver/module.h"
 #include "gpu.h"
 #include "imbrex/schedule.h"
 #include "imbrex/select.h"

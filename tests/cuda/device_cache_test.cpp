@@ -4,9 +4,9 @@
 #include <random>
 
 #include "core/float_types.h"
+#include "cuda/attention/write_kv.h"
 #include "cuda/gpu.h"
 #include "cuda/graph.h"
-#include "cuda/write_kv.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/kv_cache.h"
 

@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "core/float_types.h"
+#include "cuda/driver/jit.h"
 #include "cuda/gpu.h"
-#include "cuda/jit.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -45,7 +45,7 @@ class DeviceConvert : public test::Gpu {
     const DriverApi& cu = need_driver();
     if (library == nullptr) {
       compiled = compile_text({"convert_test.cu", arch_of(device), {}}, kText);
-      check_cuda(cu.cuLibraryLoadData(&library, compiled.cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "load");
+      check_cuda(cu.cuLibraryLoadData(&library, compiled.binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "load");
     }
     CUkernel kernel = nullptr;
     CUfunction result = nullptr;

@@ -1,5 +1,5 @@
 // plan_batch.cu on a GPU: the lists of the host's schedule(), bit for bit, with any number of threads; and what it costs.
-#include "cuda/device_plan.h"
+#include "cuda/plan/device_plan.h"
 
 #include <numeric>
 

@@ -2,9 +2,9 @@
 #include <chrono>
 #include <cstring>
 
-#include "cuda/copy_blocks.h"
+#include "cuda/driver/module.h"
 #include "cuda/gpu.h"
-#include "cuda/module.h"
+#include "cuda/ops/copy_blocks.h"
 #include "expect_error.h"
 
 namespace imbrex::cuda {

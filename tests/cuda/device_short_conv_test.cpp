@@ -2,9 +2,9 @@
 // graph; and how fast it is.
 #include <cstdio>
 
+#include "cuda/driver/module.h"
 #include "cuda/gpu.h"
-#include "cuda/module.h"
-#include "cuda/short_conv.h"
+#include "cuda/short_conv/short_conv.h"
 #include "cuda/short_conv_problem.h"
 #include "expect_error.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/memory.h"
+#include "cuda/driver/memory.h"
 #include "imbrex/tensor.h"
 
 namespace imbrex::cuda::test {

@@ -1,7 +1,7 @@
 #pragma once
 // A graph of what is launched on a stream while it is captured.
-#include "cuda/driver.h"
-#include "cuda/memory.h"
+#include "cuda/driver/driver.h"
+#include "cuda/driver/memory.h"
 
 namespace imbrex::cuda::test {
 

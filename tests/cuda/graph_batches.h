@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "cuda/driver/memory.h"
 #include "cuda/graph.h"
-#include "cuda/memory.h"
 #include "imbrex/backend.h"
 
 namespace imbrex::cuda::test {

@@ -1,5 +1,5 @@
 // Keys, constants and compilation: what makes a kernel another one, what is refused, and that a cache is used and can be lost.
-#include "cuda/jit.h"
+#include "cuda/driver/jit.h"
 
 #include <gtest/gtest.h>
 
@@ -10,11 +10,11 @@
 #include <set>
 #include <thread>
 
-#include "cuda/cubin.h"
-#include "cuda/kernel_cache.h"
-#include "cuda/kernel_sources.h"
+#include "cuda/driver/cubin.h"
+#include "cuda/driver/kernel_sources.h"
 #include "cuda/needs.h"
 #include "expect_error.h"
+#include "gpu/kernel_cache.h"
 #include "scoped.h"
 
 namespace imbrex::cuda {
@@ -135,27 +135,27 @@ TEST(Jit, TheCacheIsFilledAndUsed) {
   const KernelKey key = write_kv("sm_90a", 17), other = write_kv("sm_90a", 18);
   const auto kernel = get_kernel(key);
   EXPECT_GT(kernel->compile_ms, 0);
-  const auto stored = load_cached(folder.path(), cache_name(key));
+  const auto stored = gpu::load_cached(folder.path(), cache_name(key));
   ASSERT_TRUE(stored);
-  EXPECT_EQ(stored->cubin, kernel->cubin);
+  EXPECT_EQ(stored->binary, kernel->binary);
   EXPECT_EQ(entry_reports(*stored).size(), 4u);
   EXPECT_EQ(get_kernel(key), kernel);  // the same object
 
   // What lies in the cache is taken as it is.
-  ASSERT_TRUE(store_cached(folder.path(), cache_name(other), *stored));
+  ASSERT_TRUE(gpu::store_cached(folder.path(), cache_name(other), *stored));
   EXPECT_EQ(get_kernel(other)->compile_ms, 0);
 }
 
 TEST(Jit, AHitTakesLessThanAMillisecond) {
   const ScopedFolder folder;
   const ScopedEnv cache("IMBREX_CUDA_CACHE", folder.path().c_str());
-  const CompiledKernel kernel{.cubin = std::string(170 << 10, 'c'), .log = std::string(2000, 'l')};
+  const CompiledKernel kernel{.binary = std::string(170 << 10, 'c'), .log = std::string(2000, 'l')};
   double best_ms = 1e9;
   for (int i = 0; i < 5; ++i) {
     const KernelKey key = write_kv("sm_90a", 100 + i);
-    ASSERT_TRUE(store_cached(folder.path(), cache_name(key), kernel));
+    ASSERT_TRUE(gpu::store_cached(folder.path(), cache_name(key), kernel));
     const auto begin = std::chrono::steady_clock::now();
-    EXPECT_EQ(get_kernel(key)->cubin.size(), kernel.cubin.size());
+    EXPECT_EQ(get_kernel(key)->binary.size(), kernel.binary.size());
     best_ms = std::min(best_ms, std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count());
   }
   RecordProperty("best_us", int(best_ms * 1e3));
@@ -169,9 +169,9 @@ TEST(Jit, ACorruptFileIsCompiledAgain) {
   const ScopedFolder folder;
   const ScopedEnv cache("IMBREX_CUDA_CACHE", folder.path().c_str());
   const KernelKey key = write_kv("sm_90a", 19);
-  std::ofstream(cached_file(folder.path(), cache_name(key))) << "not a kernel";
+  std::ofstream(gpu::cached_file(folder.path(), cache_name(key))) << "not a kernel";
   EXPECT_GT(get_kernel(key)->compile_ms, 0);
-  EXPECT_TRUE(load_cached(folder.path(), cache_name(key))) << "and written again";
+  EXPECT_TRUE(gpu::load_cached(folder.path(), cache_name(key))) << "and written again";
 }
 
 TEST(Jit, ACacheThatCannotBeWrittenCostsTimeOnly) {
@@ -181,7 +181,7 @@ TEST(Jit, ACacheThatCannotBeWrittenCostsTimeOnly) {
   const ScopedEnv cache("IMBREX_CUDA_CACHE", (folder.path() / "file").c_str());
   const auto kernel = get_kernel(write_kv("sm_90a", 20));
   EXPECT_GT(kernel->compile_ms, 0);
-  EXPECT_FALSE(kernel->cubin.empty());
+  EXPECT_FALSE(kernel->binary.empty());
 }
 
 TEST(Jit, TwoThreadsCompileAKeyOnce) {
@@ -213,8 +213,8 @@ TEST(Jit, DumpedKernelsNameFilesThatAreThere) {
   const fs::path dumped = folder.path() / "dump" / cache_name(key);
   for (const char* name : {"write_kv.cu", "ptx.cuh", "config.cuh", "cuda/params.h", "kernel.cubin", "log.txt"})
     EXPECT_TRUE(fs::exists(dumped / name)) << name;
-  EXPECT_NE(kernel->cubin.find(dumped.string()), std::string::npos) << "line numbers lead to the dumped text";
-  EXPECT_FALSE(load_cached(folder.path() / "cache", cache_name(key)));
+  EXPECT_NE(kernel->binary.find(dumped.string()), std::string::npos) << "line numbers lead to the dumped text";
+  EXPECT_FALSE(gpu::load_cached(folder.path() / "cache", cache_name(key)));
 
   const ScopedEnv bad("IMBREX_CUDA_DUMP", (dumped / "log.txt").c_str());
   EXPECT_EQ(error_code([] { get_kernel(write_kv("sm_90a", 23)); }), "cuda.dump");

@@ -1,5 +1,5 @@
 // Signal handlers are what they were after kernels are compiled: in processes of their own, since NVRTC touches handlers once a process.
-#include "cuda/kept_signals.h"
+#include "cuda/driver/kept_signals.h"
 
 #include <gnu/libc-version.h>
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/jit.h"
+#include "cuda/driver/jit.h"
 #include "cuda/needs.h"
 
 namespace imbrex::cuda {

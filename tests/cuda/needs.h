@@ -2,7 +2,7 @@
 // What a test of CUDA code needs of the machine: without it the test is skipped, with the reason.
 #include <gtest/gtest.h>
 
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 #define NEEDS_NVRTC()                                              \
   do {                                                             \

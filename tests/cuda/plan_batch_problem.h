@@ -1,5 +1,5 @@
 #pragma once
-// A random batch for kernels/plan_batch.cu: its memory as one image, and what the host's schedule() makes of the same batch. For the
+// A random batch for plan_batch.cu: its memory as one image, and what the host's schedule() makes of the same batch. For the
 // kernel's text on the host and for the kernel on a GPU.
 #include <gtest/gtest.h>
 
@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "attention/cut_rules.h"
-#include "cuda/cut.h"
 #include "cuda/params.h"
-#include "cuda/plan.h"
-#include "cuda/plan_arrays.h"
+#include "cuda/plan/plan.h"
+#include "cuda/plan/plan_arrays.h"
+#include "gpu/cut.h"
 
 namespace imbrex::cuda::test {
 
@@ -48,7 +48,7 @@ struct PlanBatchProblem {
     std::array<Tile, kNumShapes> tiles;
     const AttentionKernels& kernels = limits.max_num_tokens % 2 ? kernels_sm80 : kernels_sm90;  // with runs in prefill
     for (const Shape shape : kShapes) tiles[shape] = kernels.shape(arch_of(device), spec, shape).tile;
-    policies = cut_policy(spec, device, tiles, false);
+    policies = gpu::cut_policy(spec, device, tiles, false);
     for (const Shape shape : kShapes) l2_keys[shape] = below(2) ? below(1 << below(24)) : 0;
     num_kv_heads = kv_heads;
 

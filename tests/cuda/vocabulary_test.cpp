@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "cuda/cubin.h"
-#include "cuda/jit.h"
+#include "cuda/driver/cubin.h"
+#include "cuda/driver/jit.h"
 #include "cuda/needs.h"
 
 namespace imbrex::cuda {

@@ -2,7 +2,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "cuda/cubin.h"
+#include "cuda/driver/cubin.h"
 #include "imbrex/error.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   try {
     cubin_constant(cubin, "smem_bytes");
     dynamic_smem_bytes(cubin, "attention");
-    const CompiledKernel kernel{.cubin = std::string(cubin), .log = std::string(log)};
+    const CompiledKernel kernel{.binary = std::string(cubin), .log = std::string(log)};
     entry_reports(kernel);
     strict_problems(kernel);
   } catch (const imbrex::Error&) {

@@ -24,13 +24,24 @@ ARROWS = {
     "short_conv": {"short_conv", "family", "core"},
     "model": {"model", "attention", "short_conv", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "family", "core"},
-    "cuda": {"cuda", "attention", "short_conv", "family", "core"},
+    "gpu": {"gpu", "attention", "family", "core"},
+    "cuda": {"cuda", "gpu", "attention", "short_conv", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
+# Which folders of src/cuda/ a folder there may include. What lies in src/cuda/ itself stands above them, but for what crosses into kernels.
+CUDA_ARROWS = {
+    "driver": {"driver"},
+    "kernels": {"kernels"},
+    "attention": {"attention", "driver", "kernels"},
+    "ops": {"ops", "driver", "kernels"},
+    "plan": {"plan", "attention", "driver", "kernels"},
+    "short_conv": {"short_conv", "plan", "attention", "driver", "kernels"},
+}
+CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/short_conv_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
@@ -66,17 +77,27 @@ def folder_of_public(name):
     return "attention"
 
 
-def resolve(root, path, name):
+def cuda_texts(root):
+    """Texts of kernels, by the name that an #include has for them: that of the file, in whatever folder."""
+    texts = {}
+    for path in sources(root, "src/cuda"):
+        if path.suffix in (".cu", ".cuh"):
+            texts.setdefault(path.name, []).append(path.resolve())
+    return texts
+
+
+def resolve(root, path, name, texts):
     """The file that a quoted include means, or None."""
-    for base in (root / "src", root / "include", path.parent, root / "src/cuda/kernels"):
+    for base in (root / "src", root / "include", path.parent):
         if (base / name).is_file():
             return (base / name).resolve()
-    return None
+    return texts.get(name, [None])[0]
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
     problems = []
+    texts = cuda_texts(root)
     for path in sources(root, "src"):
         relative = path.relative_to(root).as_posix()
         folder = relative.split("/")[1]
@@ -90,7 +111,7 @@ def check_arrows(root):
                     if pattern.match(name) and folder not in users:
                         problems.append(f"{relative}: src/{folder} may not include <{name}>")
                 continue
-            target = resolve(root, path, name)
+            target = resolve(root, path, name, texts)
             if target is None:
                 problems.append(f'{relative}: "{name}" is not a file of src/ or include/')
                 continue
@@ -98,6 +119,28 @@ def check_arrows(root):
             to = parts[1] if parts[0] == "src" else folder_of_public(parts[-1])
             if to not in allowed:
                 problems.append(f'{relative}: src/{folder} may not include "{name}" (it belongs to {to})')
+    return problems
+
+
+def check_cuda_arrows(root):
+    """Folders of src/cuda include one way: short_conv -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
+    problems = []
+    texts = cuda_texts(root)
+    for path in sources(root, "src/cuda"):
+        parts = path.relative_to(root / "src/cuda").parts
+        if len(parts) == 1:
+            continue
+        relative = path.relative_to(root).as_posix()
+        if parts[0] not in CUDA_ARROWS:
+            problems.append(f"{relative}: src/cuda/{parts[0]} is not a folder of the plan; give it a place in CUDA_ARROWS")
+            continue
+        for _, name in includes(path):
+            target = resolve(root, path, name, texts)
+            to = target.relative_to(root.resolve()).as_posix() if target else ""
+            if not to.startswith("src/cuda/") or to in CUDA_PARAMS:
+                continue
+            if to.split("/")[2] not in CUDA_ARROWS[parts[0]]:
+                problems.append(f'{relative}: src/cuda/{parts[0]} may not include "{name}"')
     return problems
 
 
@@ -133,7 +176,7 @@ def check_kernels(root):
                 if name != "immintrin.h":
                     problems.append(f"{relative}: kernel code may not include <{name}>")
                 continue
-            target = resolve(root, path, name)
+            target = resolve(root, path, name, {})
             if target is None or (target not in allowed_files and target.parent != kernels.resolve()):
                 problems.append(f'{relative}: kernel code may not include "{name}"')
             elif target not in seen:
@@ -145,15 +188,17 @@ def check_kernels(root):
 def check_cuda_kernels(root):
     """CUDA kernel texts, and all they include, are compiled without any header but ours: each other and plain structs."""
     problems = []
-    kernels = root / "src/cuda/kernels"
-    shared = [root / "src/cuda/params.h", root / "src/cuda/short_conv_params.h", root / "src/attention/cut_item.h", root / "include/imbrex/work.h"]
-    allowed = {path.resolve() for path in [*sources(root, "src/cuda/kernels"), *shared]}
-    for path in [*sources(root, "src/cuda/kernels"), *(path for path in shared if path.is_file())]:
-        relative = path.relative_to(root).as_posix()
+    texts = cuda_texts(root)
+    for name, paths in texts.items():
+        for path in paths[1:]:
+            problems.append(f"{path.relative_to(root.resolve()).as_posix()}: another text of a CUDA kernel is named {name}; they are embedded by name")
+    shared = [(root / name).resolve() for name in (*CUDA_PARAMS, "src/attention/cut_item.h", "include/imbrex/work.h")]
+    for path in [*(path for paths in texts.values() for path in paths), *(path for path in shared if path.is_file())]:
+        relative = path.relative_to(root.resolve()).as_posix()
         for kind, name in includes(path):
             # The compiler finds a file by the name it was embedded under, not by where it lies.
-            embedded = [(base / name).resolve() for base in (kernels, root / "include", root / "src")]
-            if kind == "<" or not any(file in allowed for file in embedded):
+            embedded = [(base / name).resolve() for base in (root / "include", root / "src")]
+            if kind == "<" or not (name in texts or any(file in shared for file in embedded)):
                 problems.append(f"{relative}: a CUDA kernel may not include {name}")
     return problems
 
@@ -216,12 +261,12 @@ def check_environment(root):
 
 def check_driver_table(root):
     """Every function and constant of the CUDA driver's table is used: each one that is not makes some driver too old for nothing."""
-    table = root / "src/cuda/driver.h"
+    table = root / "src/cuda/driver/driver.h"
     if not table.exists():
         return []
     names = re.findall(r"^  X\((\w+),", table.read_text(), re.M)
     used = {word for path in sources(root, "src", "tests") if path != table for word in re.findall(r"\w+", path.read_text(errors="replace"))}
-    return [f"src/cuda/driver.h: {name} is used nowhere" for name in names if name not in used]
+    return [f"src/cuda/driver/driver.h: {name} is used nowhere" for name in names if name not in used]
 
 
 def nm_symbols(path):
@@ -254,6 +299,7 @@ def check_kernel_objects(objects):
 
 TREE_CHECKS = [
     check_arrows,
+    check_cuda_arrows,
     check_public_headers,
     check_kernels,
     check_cuda_kernels,

@@ -1,6 +1,6 @@
 #pragma once
 // The constants a kernel is specialised by, with values that let an editor or nvcc read the files. When a kernel is compiled for use,
-// cuda/jit.cpp puts a text with the real ones in this file's place.
+// cuda/driver/jit.cpp puts a text with the real ones in this file's place.
 
 // Every kernel.
 constexpr int kArch = 900;            // 800 for sm_80, 1200 for sm_120
@@ -10,7 +10,7 @@ constexpr bool kArchFeatures = true;  // the instructions of exactly this archit
 constexpr int kFrom = 2, kTo = 3;  // ElementType
 constexpr int kDimK = 128, kDimV = 128, kBlockSize = 16;
 
-// attention_sm80.cu (cuda/attention_sm80.cpp) and, of these, what merge.cu needs
+// attention_sm80.cu (cuda/attention/attention_sm80.cpp) and, of these, what merge.cu needs
 constexpr int kHeadDimQk = 128, kHeadDimV = 128, kGroup = 4;  // kBlockSize 0: ragged
 constexpr int kQType = 2, kKvType = 2, kOutType = 2;          // ElementType
 constexpr bool kCausal = true, kWindow = false;               // kWindow: any of window_left, window_right, chunk
@@ -32,6 +32,6 @@ constexpr bool kMaps = true;                 // TMA can read the keys and values
 constexpr int kKWidth = 128, kVWidth = 128;  // bytes of a row of keys, of values, in a box; see attention_sm90_stream.cuh
 constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers of keys and of values in shared memory, and kKeyWarps 0
 
-// short_conv.cu (cuda/short_conv.cpp), besides kBlocks and kStages: of tokens
+// short_conv.cu (cuda/short_conv/short_conv.cpp), besides kBlocks and kStages: of tokens
 constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;

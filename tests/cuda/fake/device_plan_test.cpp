@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
 #include "cuda/params.h"
 #include "expect_error.h"
 #include "imbrex/select.h"

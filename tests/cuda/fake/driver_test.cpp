@@ -1,5 +1,5 @@
 // Opening libraries: what is missing, too old or does not start is an answer with a reason. On the fake driver.
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 #include <gtest/gtest.h>
 

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 namespace imbrex::cuda::fake {
 

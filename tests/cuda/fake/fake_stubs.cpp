@@ -1,5 +1,5 @@
 // Every function of the table, for the fake driver: those that fake_driver.cpp does not define say that they are not supported.
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 

@@ -5,9 +5,9 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
 #include "expect_error.h"
 #include "forked.h"
 #include "imbrex/imbrex.hpp"

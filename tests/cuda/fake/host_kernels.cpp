@@ -10,15 +10,15 @@
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "core/float_types.h"
-#include "cuda/attention_sm90.h"
-#include "cuda/copy_blocks.h"
+#include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/flat_kv.h"
+#include "cuda/driver/tensor_map.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/flat_kv.h"
-#include "cuda/gather.h"
-#include "cuda/kernel_cache.h"
-#include "cuda/merge_results.h"
-#include "cuda/plan.h"
-#include "cuda/tensor_map.h"
+#include "cuda/ops/copy_blocks.h"
+#include "cuda/ops/gather.h"
+#include "cuda/ops/merge_results.h"
+#include "cuda/plan/plan.h"
+#include "gpu/kernel_cache.h"
 #include "imbrex/merge.h"
 
 namespace imbrex::cuda::fake {
@@ -391,7 +391,8 @@ void run_launch(const Launch& launch) {
 
 void put_into_cache(const KernelKey& key) {
   const std::string name = cache_name(key);
-  if (!load_cached(kernel_cache_folder(), name)) store_cached(kernel_cache_folder(), name, {.cubin = key.str(), .log = ""});
+  if (!gpu::load_cached(gpu::kernel_cache_folder(), name))
+    gpu::store_cached(gpu::kernel_cache_folder(), name, {.binary = key.str(), .log = ""});
 }
 
 void run_on_host(const AttentionSpec& of) {

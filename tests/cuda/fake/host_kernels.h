@@ -1,6 +1,6 @@
 #pragma once
 // The kernels of a plan as plain host code: with them the fake driver computes, and everything a plan hands to a launch is put to use.
-#include "cuda/jit.h"
+#include "cuda/driver/jit.h"
 #include "imbrex/spec.h"
 
 namespace imbrex::cuda::fake {

@@ -2,7 +2,7 @@
 // those that are replayed. On the fake driver, with the reference as a GPU's backend of short convolutions.
 #include <gtest/gtest.h>
 
-#include "cuda/driver.h"
+#include "cuda/driver/driver.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "serve/replay.h"

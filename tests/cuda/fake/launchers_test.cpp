@@ -6,14 +6,14 @@
 #include <optional>
 #include <utility>
 
-#include "cuda/copy_blocks.h"
+#include "cuda/attention/write_kv.h"
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/kernel_cache.h"
-#include "cuda/memory.h"
-#include "cuda/merge_results.h"
+#include "cuda/ops/copy_blocks.h"
+#include "cuda/ops/merge_results.h"
 #include "cuda/params.h"
-#include "cuda/write_kv.h"
 #include "expect_error.h"
+#include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -49,7 +49,7 @@ class WriteKvLaunch : public testing::Test {
  protected:
   WriteKvLaunch() {
     const KernelKey key = write_kv_key("sm_90a", p.spec, p.spec.q_dtype);
-    store_cached(kernel_cache_folder(), cache_name(key), {.cubin = "not looked at", .log = ""});
+    gpu::store_cached(gpu::kernel_cache_folder(), cache_name(key), {.binary = "not looked at", .log = ""});
     writer.emplace(context, "sm_90a", p.spec);
     state().launches.clear();
     state().params_bytes = sizeof(WriteKvParams);
@@ -163,7 +163,7 @@ TEST_F(WriteKvLaunch, RefusesWhatDoesNotFit) {
 class CopyBlocksLaunch : public WriteKvLaunch {
  protected:
   CopyBlocksLaunch() {
-    store_cached(kernel_cache_folder(), cache_name(copy_blocks_key("sm_90a")), {.cubin = "not looked at", .log = ""});
+    gpu::store_cached(gpu::kernel_cache_folder(), cache_name(copy_blocks_key("sm_90a")), {.binary = "not looked at", .log = ""});
     copier.emplace(context, "sm_90a");
     state().params_bytes = sizeof(CopyBlocksParams);
   }
@@ -220,7 +220,7 @@ TEST_F(CopyBlocksLaunch, ALongListIsCutIntoLaunches) {
 class MergeResultsLaunch : public WriteKvLaunch {
  protected:
   MergeResultsLaunch() {
-    store_cached(kernel_cache_folder(), cache_name(merge_results_key("sm_90a")), {.cubin = "not looked at", .log = ""});
+    gpu::store_cached(gpu::kernel_cache_folder(), cache_name(merge_results_key("sm_90a")), {.binary = "not looked at", .log = ""});
     merger.emplace(context, "sm_90a");
     state().params_bytes = sizeof(MergeResultsParams);
   }

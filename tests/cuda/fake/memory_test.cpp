@@ -1,5 +1,5 @@
 // Contexts, memory, streams and events: what is made is given back, and the caller's context stays current. On the fake driver.
-#include "cuda/memory.h"
+#include "cuda/driver/memory.h"
 
 #include <gtest/gtest.h>
 

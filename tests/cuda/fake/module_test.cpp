@@ -1,16 +1,16 @@
 // Modules are loaded once and unloaded with their last user; launches pass shape, shared memory and attributes on. On the fake driver.
-#include "cuda/module.h"
+#include "cuda/driver/module.h"
 
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <tuple>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
-#include "cuda/kernel_cache.h"
-#include "cuda/memory.h"
 #include "cuda/tiny_elf.h"
 #include "expect_error.h"
+#include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -21,7 +21,7 @@ using imbrex::test::error_code;
 // A key whose cubin lies in the cache, so that nothing has to be compiled.
 KernelKey cached_key(int number, const std::vector<std::pair<std::string, unsigned>>& constants = {}) {
   const KernelKey key{"test.cu", "sm_90a", {{"kNumber", number}}};
-  EXPECT_TRUE(store_cached(kernel_cache_folder(), cache_name(key), {.cubin = test::tiny_elf(constants), .log = ""}));
+  EXPECT_TRUE(gpu::store_cached(gpu::kernel_cache_folder(), cache_name(key), {.binary = test::tiny_elf(constants), .log = ""}));
   return key;
 }
 

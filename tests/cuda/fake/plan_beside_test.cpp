@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/graph.h"
-#include "cuda/memory.h"
 #include "cuda/params.h"
 #include "imbrex/select.h"
 

@@ -2,9 +2,9 @@
 // graph. On the fake driver.
 #include <functional>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
 #include "mixed_step.h"

@@ -1,14 +1,14 @@
-// Prefill over flat keys (cuda/flat_kv.h) as a plan launches it: when, for which heads at a time, and what is left of it where it may not
-// or cannot be. On the fake driver.
+// Prefill over flat keys (cuda/attention/flat_kv.h) as a plan launches it: when, for which heads at a time, and what is left of it where it
+// may not or cannot be. On the fake driver.
 #include <gtest/gtest.h>
 
 #include <cstring>
 #include <numeric>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/graph.h"
-#include "cuda/memory.h"
 #include "cuda/params.h"
 #include "imbrex/select.h"
 

@@ -4,9 +4,9 @@
 #include <functional>
 
 #include "count_allocations.h"
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
 

@@ -5,10 +5,10 @@
 #include <cstring>
 #include <numeric>
 
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
-#include "cuda/plan.h"
+#include "cuda/plan/plan.h"
 #include "imbrex/device.h"
 
 namespace imbrex::cuda {

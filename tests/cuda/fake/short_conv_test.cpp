@@ -3,9 +3,9 @@
 #include <cstring>
 
 #include "allocations.h"
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/short_conv_texts.h"
-#include "cuda/memory.h"
 #include "cuda/short_conv_problem.h"
 #include "expect_error.h"
 

@@ -3,9 +3,9 @@
 #include "update_guarantee.h"
 
 #include "allocations.h"
+#include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
-#include "cuda/memory.h"
 #include "imbrex/select.h"
 
 namespace imbrex::cuda {

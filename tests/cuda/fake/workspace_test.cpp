@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cuda/fake/fake_driver.h"
-#include "cuda/workspace.h"
+#include "cuda/plan/workspace.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
 

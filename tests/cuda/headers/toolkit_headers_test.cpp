@@ -1,5 +1,5 @@
-// The functions and values that cuda/driver.h declares by hand are those of the CUDA headers. Compiled only where these exist.
-#include "cuda/driver.h"
+// The functions and values that cuda/driver/driver.h declares by hand are those of the CUDA headers. Compiled only where these exist.
+#include "cuda/driver/driver.h"
 
 namespace imbrex::cuda {
 

@@ -12,10 +12,10 @@
 #include "attention/reference.h"
 #include "conformance/attention/case_runner.h"
 #include "conformance/attention/judge.h"
-#include "cuda/kv_side.h"
+#include "cuda/attention/kv_side.h"
+#include "cuda/driver/tensor_map.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
-#include "cuda/tensor_map.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::test {

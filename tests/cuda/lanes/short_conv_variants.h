@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/short_conv.h"
+#include "cuda/short_conv/short_conv.h"
 
 namespace imbrex::test {
 

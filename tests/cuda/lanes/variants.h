@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "conformance/attention/cases.h"
-#include "cuda/attention_sm80.h"
-#include "cuda/attention_sm90_decode.h"
-#include "cuda/attention_sm90_fp8.h"
-#include "cuda/attention_sm90_verify.h"
+#include "cuda/attention/attention_sm80.h"
+#include "cuda/attention/attention_sm90_decode.h"
+#include "cuda/attention/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {

@@ -1,0 +1,62 @@
+#pragma once
+// The table of kernels that tells one CUDA backend for softmax attention from another.
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "cuda/driver/jit.h"
+#include "gpu/cut.h"
+#include "imbrex/kv_cache.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+using gpu::CutPolicy;
+using gpu::kNumShapes;
+using gpu::kShapes;
+using gpu::Shape;
+using gpu::Tile;
+using enum gpu::Shape;
+
+struct AttentionMaps;  // attention_sm90.h
+using MakeMaps = bool(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
+
+// How an attention kernel runs items of a shape.
+struct ShapeKernel {
+  const char* entry = nullptr;
+  Tile tile;                 // rows 0: it does not run them
+  unsigned threads = 0;      // of a thread block
+  unsigned cluster = 1;      // thread blocks that take a task together
+  int row_blocks = 1;        // tasks, of a kv head, that an item of `tile` may be
+  int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
+  int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (attention_sm90_mask.cuh); 0: it reads bytes
+  MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
+  // Whether it adds up the pieces of an item itself, or leaves none.
+  bool joins_pieces = false;
+};
+
+// What tells one backend's plan from another's.
+struct AttentionKernels {
+  const char* backend;  // "cuda_sm80"
+  ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
+  KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
+  KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
+  // Run the same items, cut for the tiles of this table: where maps of the tensors cannot be made, and over flat keys (flat_kv.h). Null: no
+  // shape takes maps; there are none.
+  const AttentionKernels *without_maps, *flat;
+};
+
+extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
+
+constexpr size_t kMostOutputs = 3;  // types, of one spec
+
+enum class Extent : uint8_t {
+  all,     // every kernel that a plan may load
+  sample,  // those that differ in more than the type they store
+  usual    // of these, those that run unless a tensor lies in an unusual way
+};
+
+// The kernels of a plan for the spec; none for a spec that the kernels do not run.
+std::vector<KernelKey> plan_kernels(const AttentionKernels&, std::string_view arch, const AttentionSpec&, Extent = Extent::all);
+
+}  // namespace imbrex::cuda

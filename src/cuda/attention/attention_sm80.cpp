@@ -1,0 +1,142 @@
+// Shapes of tiles for attention_sm80.cu, and the constants it is compiled with.
+#include "cuda/attention/attention_sm80.h"
+
+#include <algorithm>
+#include <array>
+#include <span>
+
+#include "core/check.h"
+#include "cuda/attention/attention_constants.h"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+struct SharedMemory {
+  int of_block, of_multiprocessor;  // bytes; each block takes kReserved more than it asks for
+};
+constexpr int kReserved = 1024;
+constexpr int kMostThreads = 384;  // on a multiprocessor, each with 168 registers or more
+
+SharedMemory shared_memory_of(std::string_view arch) {
+  switch (const int number = arch_number(arch) / 10; number) {
+    case 80:
+    case 87: return {163 << 10, 164 << 10};
+    case 90:
+    case 100:
+    case 103: return {227 << 10, 228 << 10};
+    default: return {99 << 10, 100 << 10};  // 86, 89, 120; the least of all that are known
+  }
+}
+
+constexpr int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
+int row_bytes(int dim, int element) { return (rounded_up(dim, 16) * element / 16 | 1) * 16; }
+
+// As in attention_sm80_tiles.cuh.
+int q_planes(const AttentionSpec& spec) { return spec.q_dtype == DType::f32 ? 3 : 1; }
+int kv_planes(const AttentionSpec& spec) {
+  if (spec.q_dtype != DType::f32) return 1;
+  return spec.kv_dtype == DType::f32 ? 3 : spec.kv_dtype == DType::f16 ? 2 : 1;
+}
+
+bool fits(const SharedMemory& memory, const AttentionSpec& spec, const AttentionTiles& tiles) {
+  const int bytes = attention_sm80_smem_bytes(spec, tiles);
+  return bytes <= memory.of_block && tiles.blocks * (bytes + kReserved) <= memory.of_multiprocessor;
+}
+
+// Bytes on their way are what decode is made of: several blocks with several tiles each, before either alone.
+std::optional<AttentionTiles> decode_tiles(const SharedMemory& memory, const AttentionSpec& spec, int rows) {
+  struct Depth {
+    int blocks, stages;
+  };
+  constexpr Depth kDepths[] = {{3, 4}, {3, 3}, {2, 4}, {2, 3}, {2, 2}, {1, 4}, {1, 3}, {1, 2}, {1, 1}};
+  // A warp holds the output of 32 rows x 128 dims or 16 x 256 in registers; planes of f32 take half of them.
+  const bool exact = spec.q_dtype == DType::f32;
+  const int warp_rows = spec.head_dim_v > 128 || exact ? 16 : std::min(rows, 32), row_warps = rows / warp_rows;
+  const int dim_warps = (spec.head_dim_v > 256 ? 2 : 1) * (spec.head_dim_v > 128 && exact ? 2 : 1);
+  const int most_blocks = rows > 16 || spec.head_dim_v > 128 || exact ? 2 : 3;  // that registers suffice for
+  for (int key_warps = std::max(1, 4 / (dim_warps * row_warps)); key_warps > 0; key_warps /= 2)
+    for (const Depth& d : kDepths) {
+      const AttentionTiles tiles{rows, 16 * key_warps, row_warps, key_warps, dim_warps, d.stages, d.blocks};
+      if (d.blocks <= most_blocks && d.blocks * tiles.threads() <= kMostThreads && fits(memory, spec, tiles)) return tiles;
+    }
+  return std::nullopt;
+}
+
+// 32 rows a warp while output and scores leave room in the registers, then 16. Whatever a logit needs besides one scale takes registers
+// too, and so do widened bytes: fewer keys at a time.
+std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const AttentionSpec& spec) {
+  static constexpr AttentionTiles kUpTo128[] = {
+      {128, 64, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 1}, {64, 32, 2, 1, 1, 2, 1}};
+  static constexpr AttentionTiles kUpTo256[] = {
+      {128, 64, 8, 1, 1, 2, 1}, {128, 32, 8, 1, 1, 2, 1}, {64, 32, 4, 1, 1, 2, 1}, {64, 16, 4, 1, 1, 2, 1}};
+  static constexpr AttentionTiles kBeyond[] = {
+      {64, 32, 4, 1, 2, 2, 1}, {64, 16, 4, 1, 2, 2, 1}, {32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
+  static constexpr AttentionTiles kF32[] = {
+      {64, 16, 4, 1, 1, 2, 2}, {64, 16, 4, 1, 1, 2, 1}, {32, 16, 2, 1, 1, 2, 1}, {16, 16, 1, 1, 1, 2, 1}};
+  static constexpr AttentionTiles kF32Beyond[] = {{32, 16, 2, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 2, 1}, {16, 16, 1, 1, 2, 1, 1}};
+  static constexpr AttentionTiles kF32Far[] = {{16, 16, 1, 1, 4, 2, 1}, {16, 16, 1, 1, 4, 1, 1}};
+  std::span<const AttentionTiles> ladder = kUpTo128;
+  if (spec.q_dtype == DType::f32) {
+    if (spec.head_dim_v > 256) {
+      ladder = kF32Far;
+    } else if (spec.head_dim_v > 128) {
+      ladder = kF32Beyond;
+    } else {
+      ladder = kF32;
+    }
+  } else if (spec.head_dim_v > 256) {
+    ladder = kBeyond;
+  } else if (spec.head_dim_v > 128) {
+    ladder = kUpTo256;
+  } else if (!has_plain_logits(spec) || spec.kv_dtype != spec.q_dtype || is_fp8(spec.kv_dtype)) {
+    ladder = ladder.subspan(1);
+  }
+  for (const AttentionTiles& tiles : ladder)
+    if (fits(memory, spec, tiles)) return tiles;
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, Phase phase, int rows) {
+  const SharedMemory memory = shared_memory_of(arch);
+  if (phase != Phase::decode) return prefill_tiles(memory, spec);
+  const int wanted = std::max(rows, std::min(spec.group_size(), 64));
+  for (int most = wanted <= 16 ? 16 : wanted <= 32 ? 32 : 64; most >= 16; most /= 2)
+    if (const auto tiles = decode_tiles(memory, spec, most)) return tiles;
+  return std::nullopt;
+}
+
+int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t) {
+  const int element = is_fp8(spec.kv_dtype) && spec.q_dtype != DType::f32 ? 1 : 2;
+  const int v_dims = rounded_up(spec.head_dim_v, 16 * t.dim_warps);
+  const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
+  const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(v_dims, element));
+  const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
+  constexpr int kItem = 56, kRest = 5;
+  const int slot = rounded_up(q + t.rows * (4 + 16) + kItem, 16), state = t.key_warps * t.rows * 8;
+  return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kRest, 16);
+}
+
+KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {
+  return {"attention_sm80.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", t.rows},
+                               {"kItemRows", t.item_rows},
+                               {"kTileKeys", t.keys},
+                               {"kRowWarps", t.row_warps},
+                               {"kKeyWarps", t.key_warps},
+                               {"kDimWarps", t.dim_warps},
+                               {"kStages", t.stages},
+                               {"kBlocks", t.blocks}},
+                              1, t.whole_items)};
+}
+
+KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return {"merge.cu",
+          std::string(arch),
+          {{"kHeadDimV", spec.head_dim_v}, {"kOutType", int(out)}, {"kGroup", spec.group_size()}, {"kSinks", spec.score.sinks}}};
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,158 @@
+// Attention with mma.sync and cp.async, for every GPU from sm_80 on: prefill, and decode and verify of few rows; by cuda/plan/plan.cpp.
+//
+// Prefill multiplies 4 * head_dim operations for each row and key; with 32 rows a warp, an operand from shared memory serves four
+// products and the matrix unit sets the pace. Decode reads each key and value once, and memory does: on an H200 35 bytes a nanosecond
+// and multiprocessor, of which a key of 128 bf16 dims needs 512. docs/kernels/cuda_sm80.md has the schedule.
+#include "async.cuh"
+#include "attention_join.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kPartRow = kVDims + 8;  // floats; the 8 spread rows over the banks
+constexpr int kPartBytes = kTeams > 1 ? kTileRows* kPartRow * 4 : 0;
+constexpr int kTeamBytes = kStages * kStageBytes > kPartBytes ? kStages* kStageBytes : kPartBytes;
+
+struct alignas(16) SharedStorage {
+  char q[kQPlanes * kQPlaneBytes];
+  ItemSlot slot;
+  alignas(16) char team[kTeams][kTeamBytes];  // stages of keys, then values; after the last key the team's part of the output
+  float2 state[kTeams][kTileRows];            // with several teams: reference and sum of each row
+  int next_task;
+  bool is_last;  // of the pieces of an item
+};
+extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+extern __shared__ char memory[];
+
+// --- the end of an item
+
+// One team: each warp has all sums of its rows.
+DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& warp) {
+  const bool aligned = out_is_wide(p);
+  const float v_scale = kv_scale(p.v, item.kv_head);
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
+    const int m = i / 2, h = i % 2, row = warp.row_of(m, h);
+    const float sum = warp.total(m, h);
+    if (row >= item.num_rows) continue;
+    const int token = item.token_of(row), head = item.head_of(row);
+    const bool first = warp.has_first_dims() && lane_id() % 4 == 0;
+    if (item.partial >= 0) {
+      if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {warp.reference(m, h), sum};
+      float* const out = p.partial_out + partial_row(p, item, row) * kHeadDimV;
+#pragma unroll
+      for (int pair = 0; pair < kDimTiles; ++pair) {
+        const float2 x = warp.pair_of(m, h, pair);
+        if (warp.dim_of(pair) < kHeadDimV) *reinterpret_cast<float2*>(out + warp.dim_of(pair)) = x;
+      }
+    } else {
+      const RowEnd end = row_end(p, head, warp.reference(m, h), sum);
+      if (first) store_lse(p, token, head, end.lse);
+      char* const out = out_row(p, token, head);
+#pragma unroll
+      for (int pair = 0; pair < kDimTiles; ++pair) {
+        const float2 x = warp.pair_of(m, h, pair);
+        const int d = warp.dim_of(pair);
+        if (d < kHeadDimV)
+          store_pair(out + d * element_bytes(kOutType), aligned, ended(x.x, end.factor * v_scale), ended(x.y, end.factor * v_scale));
+      }
+    }
+  }
+}
+
+// --- an item, and all of them
+
+DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
+  const int team = warp / kTeamWarps;
+  const float scale = logit_scale(p, item.kv_head);
+  if (threadIdx.x == 0) shared.slot.item = item;
+  if constexpr (!kOneScale) {
+    for (int row = computed_here(int(threadIdx.x)); row < kTileRows; row += kThreads)
+      shared.slot.terms[row] = row_terms(p, item.head_of(min(row, item.num_rows - 1)), scale);
+  }
+  const int first = item.lo / kTileKeys, end = item.hi > item.lo ? (item.hi + kTileKeys - 1) / kTileKeys : first;  // tiles
+  const auto begin_of = [&](int tile) { return tile * kTileKeys + team * kTeamKeys; };
+  const u32 ring = shared_address(shared.team[team]);
+  KvLoader loader(p, wide);
+  if (first < end) loader.look_up(item, begin_of(first));
+  QLoader<kThreads>::load(p, item, shared_address(shared.q), shared.slot.q_scale);
+  copy_async_commit();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (first + i < end) {
+      loader.load(item, begin_of(first + i), ring + i * kStageBytes);
+      loader.look_up(item, begin_of(first + i + 1));
+    }
+    copy_async_commit();
+  }
+  copy_async_wait<kStages - 1>();
+  __syncthreads();
+  Warp rows(p, item, shared.slot, shared_address(shared.q), scale * kLog2e, warp);
+  rows.begin();
+
+  int stage = 0, free_stage = kStages - 1;
+#pragma unroll 1
+  for (int tile = first; tile < end; ++tile) {
+    if constexpr (kStages > 1) {
+      copy_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
+      team_sync(team);  // the tile is there for all of the team, and all are done with the one before
+    }
+    if (tile + kStages - 1 < end) {
+      loader.load(shared.slot.item, begin_of(tile + kStages - 1), ring + free_stage * kStageBytes);
+      loader.look_up(shared.slot.item, begin_of(tile + kStages));
+    }
+    copy_async_commit();
+    if constexpr (kStages == 1) {
+      copy_async_wait<0>();
+      team_sync(team);
+    }
+    rows.step(begin_of(tile), ring + stage * kStageBytes);
+    if constexpr (kStages == 1) team_sync(team);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
+  }
+  if constexpr (kTeams == 1) {
+    store_rows(p, shared.slot.item, rows);
+  } else {
+    team_sync(team);  // nobody reads the team's values any more
+    const auto part = [&](int t, int row, int d) { return reinterpret_cast<float*>(shared.team[t]) + row * kPartRow + d; };
+    put_part(rows, team, part, shared.state);
+    __syncthreads();
+    join_parts<kThreads>(p, shared.slot.item, part, shared.state);
+    if (shared.slot.item.partial >= 0) {
+      __syncthreads();
+      if (threadIdx.x == 0) shared.is_last = is_last_piece(p, shared.slot.item);
+      __syncthreads();
+      if (shared.is_last) join_pieces<kThreads>(p, shared.slot.item);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(const __grid_constant__ AttentionParams p) {
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  if (is_idle(p)) return;
+  if (!p.beside) griddep_wait();
+  const int tasks = num_tasks(p), warp = warp_id();
+  if (tasks == 0) return;
+  const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
+  // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
+  // there, so the last to ask is known by its number, and sets the counter back.
+  const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
+  for (int task = int(blockIdx.x);;) {
+    const int fetched = threadIdx.x == 0 ? atomicAdd(p.next_task, 1) : 0;
+    if (task < tasks) {
+      const Item item = item_of(p, task);
+      if (item.num_rows > 0) run_item(p, item, warp, wide, shared);
+    }
+    if (threadIdx.x == 0) {
+      if (fetched == last) *p.next_task = 0;
+      shared.next_task = blocks + fetched;
+    }
+    __syncthreads();  // it is read before the next item's own barrier, and written after that
+    task = shared.next_task;
+    if (task >= tasks) break;
+  }
+  griddep_launch();
+  end_launch(p);
+}
+
+}  // namespace imbrex::cuda

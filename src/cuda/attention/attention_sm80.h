@@ -1,0 +1,35 @@
+#pragma once
+// Which specialisation of attention_sm80.cu runs a layer: shapes of tiles by architecture, spec and phase. Pure functions.
+#include <optional>
+#include <string_view>
+
+#include "cuda/driver/jit.h"
+#include "imbrex/family.h"
+#include "imbrex/spec.h"
+
+namespace imbrex::cuda {
+
+struct AttentionTiles {
+  int rows, keys;                       // of a tile
+  int row_warps, key_warps, dim_warps;  // that share them and the output's dims
+  int stages;                           // tiles of keys and values in shared memory
+  int blocks;                           // thread blocks a multiprocessor is to hold
+  int item_rows = rows;                 // (query token, q head) of an item at most, unless a token has more
+  bool whole_items = false;             // whether a split that begins an item computes all of it, and the others nothing
+  int threads() const { return 32 * row_warps * key_warps * dim_warps; }
+  friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
+};
+
+// Tiles of decode have few rows: warps share out the keys, and the memory sets the pace. In those of prefill (and of Phase::any) they share
+// out the rows. Decode has 16, 32 or 64 rows: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a
+// larger group in parts). nullopt: nothing fits the shared memory of the architecture.
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, Phase, int rows = 1);
+
+// Shared memory of a thread block, bytes.
+int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);
+
+KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec&, DType out, const AttentionTiles&);
+// merge.cu, for partial results of any attention kernel.
+KernelKey merge_key(std::string_view arch, const AttentionSpec&, DType out);
+
+}  // namespace imbrex::cuda

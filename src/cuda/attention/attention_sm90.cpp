@@ -1,0 +1,122 @@
+// See attention_sm90.h.
+#include "cuda/attention/attention_sm90.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "cuda/attention/attention_constants.h"
+#include "cuda/attention/flat_kv.h"
+#include "cuda/driver/tensor_map.h"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kWidenedParts = 4;  // in which attention_sm90_widen.cuh loads a tile
+
+}  // namespace
+
+bool widens(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) && !is_fp8(spec.q_dtype); }
+
+int attention_sm90_cluster(const AttentionSpec& spec) {
+  const bool plain_mask = !has_window(spec.mask) && !spec.mask.custom;
+  return has_plain_logits(spec) && plain_mask && spec.num_kv_heads % 2 == 0 && !has_small_pages(spec) && !widens(spec) ? 2 : 1;
+}
+
+int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
+
+// What ran fastest of what shared memory and registers hold, or the most that these do where logits need some.
+Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
+  const ScoreMod& score = spec.score;
+  const bool caps = score.soft_cap > 0, more = score.alibi && (caps || score.head_scales || has_window(spec.mask));
+  Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
+  const bool masked = spec.mask.custom;
+  if (spec.head_dim_qk <= 64) {
+    // Who widens takes whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not
+    // leave.
+    const bool two = masked || (widens(spec) && !has_plain_logits(spec)) || (caps && has_small_pages(spec));
+    tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;
+  }
+  if (spec.head_dim_v > 128) tiles.keys = masked || score.alibi ? 64 : 80;
+  if (widens(spec) && spec.head_dim_qk > 128) tiles.keys = 64;  // beside the bytes
+  tiles.rows = tiles.teams * sm90_team_rows(spec);
+  if (flattens(spec)) tiles.row_blocks = attention_sm90_cluster(flat_spec(spec));
+  return tiles;
+}
+
+std::vector<Reason> attention_sm90_refusals(const AttentionSpec& spec) {
+  constexpr int kDimUnit = 8, kMostDims = 256;
+  constexpr int kMostMaskedDims = 128;  // registers are short
+  const int qk = spec.head_dim_qk, v = spec.head_dim_v, group = spec.group_size();
+  const bool dims = qk == v ? v <= kMostDims && v % kDimUnit == 0 : qk == 192 && v == 128 && !widens(spec);
+  std::vector<Reason> reasons;
+  const auto need = [&](bool met, const char* code, std::string wanted, std::string actual) {
+    if (!met) reasons.push_back({code, std::move(wanted), std::move(actual)});
+  };
+  need(spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16, "spec.q_dtype", "bf16 or f16", to_string(spec.q_dtype));
+  need(spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3, "spec.kv_dtype",
+       fmt::format("{}, as the queries, or {}", to_string(spec.q_dtype), to_string(DType::fp8_e4m3)), to_string(spec.kv_dtype));
+  need(dims, "spec.head_dim_qk", fmt::format("the same multiple of {} up to {} for keys and values, or 192 and 128", kDimUnit, kMostDims),
+       fmt::format("{} and {}", qk, v));
+  need(group <= kTeamRows, "spec.num_q_heads", fmt::format("{} for each kv head at most", kTeamRows), fmt::format("{}", group));
+  need(!spec.mask.custom || v <= kMostMaskedDims || has_plain_logits(spec), "spec.mask.custom",
+       fmt::format("no custom mask beside a soft cap, ALiBi or head scales with more than {} dims", kMostMaskedDims), "a custom mask");
+  need(spec.score.relative_buckets == 0, "spec.score.relative_buckets", "0", fmt::format("{}", spec.score.relative_buckets));
+  need(!spec.score.alibi_sqrt, "spec.score.alibi_sqrt", "false", "true");  // distances are added to a tile at a time, by their sum
+  return reasons;
+}
+
+KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, const Sm90Tiles& tiles,
+                           bool from_bytes) {
+  return {path, std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.item_rows()},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 1},
+                               {"kFromBytes", from_bytes},
+                               {"kStages", tiles.stages}},
+                              tiles.cluster)};
+}
+
+KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return sm90_prefill_key("attention_sm90.cu", arch, spec, out, attention_sm90_tiles(spec), widens(spec));
+}
+
+KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec& spec, DType out) {
+  return sm90_prefill_key("attention_sm90.cu", arch, flat_spec(spec), out, attention_sm90_tiles(spec).over_flat(), widens(spec));
+}
+
+KernelKey pack_mask_key(std::string_view arch, const AttentionSpec& spec) {
+  return sm90_prefill_key("pack_mask.cu", arch, spec, spec.q_dtype, attention_sm90_tiles(spec), widens(spec));
+}
+
+bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorView& q, int rows, int width) {
+  if (q.stride(2) != 1) return false;
+  const uint64_t size = uint64_t(size_of(q.dtype));
+  const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
+  const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
+  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(uint64_t(width) / size), group, uint32_t(rows) / group};
+  return encode_tensor_map(map, q.dtype, q.data, 3, sizes, strides, box);
+}
+
+bool attention_sm90_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (!encode_query_map(maps.q, spec, q, kTeamRows)) return false;
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k) && has_aligned_rows(kv.v);
+  const Sm90Tiles tiles = attention_sm90_tiles(spec);
+  const auto encode = [&](CUtensorMap& map, const TensorView& side, int dim) {
+    const int width = widens(spec) && dim <= kTensorMapLine / 2 ? kTensorMapLine / 2 : kTensorMapLine;
+    return encode_kv_map(map, side, tiles.keys, width, widens(spec) ? kWidenedParts : tiles.cluster);
+  };
+  return encode(maps.k, kv.k, spec.head_dim_qk) && encode(maps.v, kv.v, spec.head_dim_v);
+}
+
+bool attention_sm90_flat_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& flat, AttentionMaps& maps) {
+  const Sm90Tiles tiles = attention_sm90_tiles(spec).over_flat();
+  const auto encode = [&](CUtensorMap& map, const TensorView& side) {
+    return encode_kv_map(map, side, tiles.keys, kTensorMapLine, tiles.cluster);
+  };
+  return encode_query_map(maps.q, spec, q, kTeamRows) && encode(maps.k, flat.k) && encode(maps.v, flat.v);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,81 @@
+// Joins the pieces of items, or runs of them, whose sums attention kernels have left in memory; launched once behind them by
+// cuda/plan/plan_run.cpp. Kernels whose own thread blocks do it (attention_fold.cuh) need no launch.
+//
+// Memory: every partial row is read once, 4 * kHeadDimV bytes and a state.
+#include "async.cuh"
+#include "row_sums.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kKeptItems = 64;
+static_assert(kEights <= kMergeThreads);
+
+struct SharedStorage {
+  MergeItem items[kPlanShapes][kKeptItems];  // the first of each list
+};
+extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+
+extern __shared__ __align__(1024) char memory[];
+
+// Rows of an item and kv head, a share of them: row r is token r / kGroup and, of the head's q heads, number r % kGroup. kLanes threads
+// share out the splits of eight dims.
+template <int kLanes>
+DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
+  constexpr int kRowThreads = kEights * kLanes, kRows = kMergeThreads / kRowThreads;
+  const int thread = int(threadIdx.x), lane = thread % kLanes, d = first_dim_of(thread / kLanes), heads = p.num_kv_heads * kGroup;
+  const int end = (item.q_end - item.q_begin) * kGroup;
+  const long stride = long(item.q_end - item.q_begin) * heads;
+#pragma unroll 1
+  for (int begin = share * kRows; begin < end; begin += shares * kRows) {
+    const int row = begin + thread / kRowThreads, read = min(row, end - 1), token = read / kGroup, head = kv_head * kGroup + read % kGroup;
+    RowSums all = join_splits<1, kLanes>(p, long(item.first_partial + token) * heads + head, stride, item.num_splits, d, lane);
+    if (lane == 0 && row < end && thread < kRows * kRowThreads)
+      all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
+  }
+}
+
+// With no more lanes than the item has splits for, so that all have something to load.
+DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
+  constexpr int kMost = most_merge_lanes(kHeadDimV), kSome = kMost < 2 ? kMost : 2;
+  if (item.num_splits <= kPiecesTogether) {
+    merge_rows<1>(p, item, kv_head, share, shares);
+  } else if (item.num_splits <= kSome * kPiecesTogether) {
+    merge_rows<kSome>(p, item, kv_head, share, shares);
+  } else {
+    merge_rows<kMost>(p, item, kv_head, share, shares);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __grid_constant__ AttentionParams p) {
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
+  griddep_launch();
+  if (!p.lists_are_there) griddep_wait();
+  int items[kPlanShapes], ends[kPlanShapes], all = 0;  // of the lists, and where the tasks of each end, one list behind the other
+#pragma unroll
+  for (int i = 0; i < kPlanShapes; ++i) {
+    const MergeList& list = p.merge_lists[i];
+    items[i] = list.counts == nullptr ? 0 : list.counts->num_merges;
+    ends[i] = all += items[i] * p.num_kv_heads * list.shares;
+  }
+#pragma unroll
+  for (int i = 0; i < kPlanShapes; ++i) {
+    const int thread = int(threadIdx.x);
+    if (thread < min(items[i], kKeptItems)) shared.items[i][thread] = p.merge_lists[i].items[thread];
+  }
+  __syncthreads();
+  if (p.lists_are_there && (int(blockIdx.x) < all || blockIdx.x == 0)) griddep_wait();
+  for (int task = int(blockIdx.x); task < all; task += int(gridDim.x)) {
+    int list = 0, begin = 0, num_items = items[0];
+#pragma unroll
+    for (int i = 1; i < kPlanShapes; ++i)
+      if (task >= ends[i - 1]) list = i, begin = ends[i - 1], num_items = items[i];
+    // The first share of each item comes first: the last ones of items with few rows or splits have nothing to do, and lie at the end.
+    const MergeList& from = p.merge_lists[list];
+    const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
+    const int index = rest / heads;
+    const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
+    merge_rows(p, item, rest % heads, share, from.shares);
+  }
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,75 @@
+// Host side of write_kv.cu: checks, parameters, and which of its entry points runs.
+#include "cuda/attention/write_kv.h"
+
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "core/tensor_layout.h"
+#include "cuda/attention/kv_side.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kMaxTokenBlocks = 1 << 16;  // thread blocks of a launch; more tokens take turns
+// Those of a launch in a graph, where most batches have few tokens: 16384 blocks for 16 tokens take an H200 20.7 us. Blocks take tokens in
+// turn, and 1024 of them are several for each multiprocessor.
+constexpr int kMaxCapturedBlocks = 1 << 10;
+
+NewRows new_rows(const TensorView& t) { return {t.as<const char>(), byte_stride(t, 0), byte_stride(t, 1), byte_stride(t, 2)}; }
+
+// Eight elements are read and written at once, 16 bytes at a time where they have as many.
+bool is_wide(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
+
+}  // namespace
+
+KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec, DType from) {
+  return {"write_kv.cu",
+          std::string(arch),
+          {{"kFrom", int(from)},
+           {"kTo", int(spec.kv_dtype)},
+           {"kDimK", spec.head_dim_qk},
+           {"kDimV", spec.head_dim_v},
+           {"kBlockSize", spec.block_size}}};
+}
+
+WriteKv::WriteKv(const std::shared_ptr<const Context>& context, std::string_view arch, const AttentionSpec& spec)
+    : spec_(spec), device_{DeviceType::cuda, context->device()} {
+  check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
+  for (const DType type : spec.new_kv_dtypes()) {
+    const auto module = Module::load(context, write_kv_key(arch, spec, type));
+    from_.push_back({type, module, module->kernel("write_kv"), module->kernel("write_kv_strided")});
+  }
+  copy_ = from_.front().module->kernel("copy_kv");
+  copy_strided_ = from_.front().module->kernel("copy_kv_strided");
+}
+
+void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v, const NewTokens& tokens, CUstream stream) const {
+  const TensorView& slots = tokens.slots;
+  check_write(spec_, device_, cache, k, v, slots, tokens.num_tokens, tokens.reach);
+  check(slots.empty() || (slots.rank == 1 && slots.dtype == DType::i64 && slots.device == device_ && slots.size(0) >= tokens.num_tokens),
+        "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
+  if (slots.empty()) return;
+  // A graph writes no more tokens than these tensors have, whatever later steps bring.
+  const int64_t room = std::min({k.size(0), v.size(0), slots.size(0)});
+  const bool captured = tokens.captured_tokens > 0;
+  const int num_tokens = captured ? int(std::min<int64_t>(tokens.captured_tokens, room)) : tokens.num_tokens;
+  if (num_tokens == 0) return;
+  const bool copies = k.dtype == spec_.kv_dtype;
+  const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
+                             .v = kv_side(cache.v, cache.v_scale, spec_),
+                             .new_k = new_rows(k),
+                             .new_v = new_rows(v),
+                             .slots = slots.as<const long>(),
+                             .slot_stride = slots.stride(0),
+                             .num_tokens = num_tokens,
+                             .num_kv_heads = spec_.num_kv_heads,
+                             .num_tokens_now = captured ? tokens.now : nullptr};
+  const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
+  const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
+  const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;
+  const int blocks = std::min(num_tokens, captured ? kMaxCapturedBlocks : kMaxTokenBlocks);
+  kernel.launch({.grid_x = unsigned(blocks), .threads = kWriteKvThreads}, stream, params);
+}
+
+}  // namespace imbrex::cuda

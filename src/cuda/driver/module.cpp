@@ -1,0 +1,117 @@
+// Module and Kernel: cubins in a context.
+#include "cuda/driver/module.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "core/check.h"
+#include "cuda/driver/cubin.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr unsigned kSmemWithoutAsking = 48 << 10;
+
+struct Modules {
+  std::mutex mutex;
+  std::map<std::pair<unsigned long long, std::string>, std::weak_ptr<const Module>> by_context_and_name;
+};
+Modules& modules() {
+  static auto* const all = new Modules;  // never destroyed: plans may die while static objects go down
+  return *all;
+}
+
+}  // namespace
+
+std::shared_ptr<const Module> Module::load(const std::shared_ptr<const Context>& context, const KernelKey& key) {
+  const std::pair id(context->id(), cache_name(key));
+  Modules& all = modules();
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto it = all.by_context_and_name.find(id);
+    if (it != all.by_context_and_name.end())
+      if (auto module = it->second.lock()) return module;
+  }
+  // Not under the lock: it may compile for a second. Two threads may both load; one of the two modules is used.
+  const auto compiled = get_kernel(key);
+  const CurrentContext current(*context);
+  std::shared_ptr<const Module> module(new Module(context, key.str(), compiled));
+  const std::lock_guard lock(all.mutex);
+  std::erase_if(all.by_context_and_name, [](const auto& entry) { return entry.second.expired(); });
+  auto& slot = all.by_context_and_name[id];
+  if (auto other = slot.lock()) return other;
+  slot = module;
+  return module;
+}
+
+Module::Module(std::shared_ptr<const Context> context, std::string what, std::shared_ptr<const CompiledKernel> compiled)
+    : context_(std::move(context)), what_(std::move(what)), compiled_(std::move(compiled)) {
+  const RelaxedCapture relaxed;
+  check_cuda(need_driver().cuLibraryLoadData(&library_, compiled_->binary.data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "load {}",
+             what_);
+}
+
+// A context that its owner has destroyed, or a process that ends, has unloaded the library already.
+Module::~Module() {
+  const RelaxedCapture relaxed;
+  if (const DriverApi* const cu = driver()) cu->cuLibraryUnload(library_);
+}
+
+Kernel Module::kernel(const std::string& entry) const {
+  const DriverApi& cu = need_driver();
+  const CurrentContext current(*context_);
+  const RelaxedCapture relaxed;
+  Kernel kernel;
+  kernel.name_ = entry;
+  CUkernel handle = nullptr;
+  const CUresult found = cu.cuLibraryGetKernel(&handle, library_, entry.c_str());
+  check(found != kCudaNotFound, "cuda.entry", "{} has no entry point \"{}\"", what_, entry);
+  const auto prepare = [&](CUresult result) { check_cuda(result, "prepare {} of {}", entry, what_); };
+  prepare(found);
+  // In the context and now: the driver would load the code with the first launch, which may be inside a graph capture.
+  prepare(cu.cuKernelGetFunction(&kernel.function_, handle));
+  prepare(cu.cuFuncGetAttribute(&kernel.registers_, kFunctionRegisters, kernel.function_));
+  prepare(cu.cuFuncGetAttribute(&kernel.local_bytes_, kFunctionLocalBytes, kernel.function_));
+  kernel.smem_bytes_ = dynamic_smem_bytes(compiled_->binary, entry);
+  if (kernel.smem_bytes_ > kSmemWithoutAsking) {
+    check_cuda(cu.cuFuncSetAttribute(kernel.function_, kFunctionMaxDynamicSmem, int(kernel.smem_bytes_)),
+               "prepare {} of {} with {} bytes of shared memory", entry, what_, kernel.smem_bytes_);
+  }
+  // Kernels of one run follow each other, and a multiprocessor is empty for a moment where two want different shares of its memory.
+  prepare(cu.cuFuncSetAttribute(kernel.function_, kFunctionSmemCarveout, 100));
+  return kernel;
+}
+
+int Kernel::blocks_per_multiprocessor(int threads) const {
+  int blocks = 0;
+  check_cuda(need_driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function_, threads, smem_bytes_),
+             "find the occupancy of {} with {} threads", name_, threads);
+  return blocks;
+}
+
+void Kernel::launch_raw(const LaunchShape& shape, CUstream stream, void** parameters) const {
+  const DriverApi& cu = need_driver();
+  CUresult result = kCudaSuccess;
+  if (shape.cluster <= 1 && !shape.programmatic) {
+    result = cu.cuLaunchKernel(function_, shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, parameters,
+                               nullptr);
+  } else {
+    CUlaunchAttribute attributes[2];
+    unsigned count = 0;
+    if (shape.cluster > 1) {
+      attributes[count].id = kLaunchCluster;
+      attributes[count++].value.cluster = {shape.cluster, 1, 1};
+    }
+    if (shape.programmatic) {
+      attributes[count].id = kLaunchProgrammaticSerialization;
+      attributes[count++].value.programmatic_serialization = 1;
+    }
+    const CUlaunchConfig config{shape.grid_x, shape.grid_y, shape.grid_z, shape.threads, 1, 1, smem_bytes_, stream, attributes, count};
+    result = cu.cuLaunchKernelEx(&config, function_, parameters, nullptr);
+  }
+  check_cuda(result, "launch {} with {} x {} x {} blocks of {} threads and {} bytes of shared memory", name_, shape.grid_x, shape.grid_y,
+             shape.grid_z, shape.threads, smem_bytes_);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,41 @@
+#pragma once
+// Plans made on the device: what the host can check of a batch whose lengths lie there, the kernel that makes the lists, and what that
+// kernel found wrong.
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "cuda/driver/memory.h"
+#include "cuda/driver/module.h"
+#include "cuda/params.h"
+#include "imbrex/backend.h"
+
+namespace imbrex::cuda {
+
+KernelKey plan_batch_key(std::string_view arch);
+
+class DevicePlan {
+ public:
+  // most_items: of the lists of one shape.
+  DevicePlan(const ContextPtr&, std::string_view arch, const AttentionSpec&, const PlanLimits&, int64_t most_items);
+
+  // The batch's arrays under requests without tokens and keys, checked as far as the host sees them. Errors batch.*, update.device.
+  Batch arrays_of(const DeviceBatch&) const;
+  // All but the plan's arrays.
+  PlanBatchParams params(const DeviceBatch&) const;
+  // The context must be current, here and below.
+  void launch(const PlanBatchParams&, CUstream) const;
+  // Of the launches since the last call; waits for the stream.
+  std::vector<Reason> problems(CUstream) const;
+
+ private:
+  AttentionSpec spec_;
+  PlanLimits limits_;
+  Device device_;
+  std::shared_ptr<const Module> module_;
+  Kernel kernel_;
+  DeviceBuffer item_start_, items_, broken_;
+  std::vector<int32_t> zeros_;  // [max_num_reqs + 1]
+};
+
+}  // namespace imbrex::cuda

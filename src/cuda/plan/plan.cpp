@@ -1,0 +1,178 @@
+// See plan.h. What a plan is made of: kernels, lists, scratch. plan_update.cpp takes batches, plan_run.cpp launches.
+#include "cuda/plan/plan.h"
+
+#include <algorithm>
+#include <future>
+
+#include "core/check.h"
+#include "cuda/attention/attention_sm90.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
+constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
+
+bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Shape shape) {
+  return table.flat != nullptr && table.flat->shape(arch, spec, shape).entry != nullptr;
+}
+
+bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
+  return spec.mask.custom && table.shape(arch, spec, kPrefill).mask_teams > 0;
+}
+
+}  // namespace
+
+std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
+  std::vector<KernelKey> keys;
+  if (spec.kv_format != KvFormat::strided) return keys;
+  for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
+    for (const Shape shape : kShapes) {
+      const ShapeKernel kernel = table.shape(arch, spec, shape);
+      if (kernel.tile.rows == 0) return {};
+      keys.push_back(table.attention(arch, spec, shape, out));
+      if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
+      if (has_flat(table, arch, spec, shape)) keys.push_back(table.flat->attention(arch, spec, shape, out));
+    }
+    keys.push_back(table.merge(arch, spec, out));
+  }
+  if (packs_mask(table, arch, spec)) keys.push_back(pack_mask_key(arch, spec));
+  if (has_flat(table, arch, spec, kPrefill)) keys.push_back(flatten_kv_key(arch, spec));
+  keys.push_back(plan_tables_key(arch));
+  keys.push_back(plan_batch_key(arch));
+  return keys;
+}
+
+Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options)
+    : table_(table),
+      spec_(spec),
+      device_(device),
+      options_(options),
+      arch_(arch_of(device)),
+      context_(Context::of_device(device.device.index)),
+      workspace_(workspace_for(context_, options.workspace)),
+      programmatic_(device.sm >= 90) {
+  check(!options.on_device || !options.balanced, "backend.on_device",
+        "expected on_device or balanced, got both: shares of the load are "
+        "computed on the host");
+  const CurrentContext current(*context_);
+  const PlanOutline planned = outline(table, spec, device, options);
+  for (const Shape shape : kShapes) {
+    static_cast<PlanOutline::OfShape&>(shapes_[shape]) = planned.shapes[shape];
+    shapes_[shape].l2_keys = gpu::keys_in_l2(spec, device, shape);
+  }
+  mask_words_ = planned.mask_words, seen_tile_words_ = planned.seen_tile_words;
+  scratch_ = planned.scratch;
+  partial_rows_ = planned.partial_rows;
+  name_kernels();
+  if (const ShapePlan& prefill = shapes_[kPrefill]; planned.flat.most_blocks > 0)
+    flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
+  several_kernels_ = flat_ != nullptr || std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) > 1;
+  lay_out();
+  workspace_->reserve(planned.scratch_bytes);
+  // Every item has a query token.
+  if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
+}
+
+// And loads them, several at the same time, unless that is to wait.
+void Plan::name_kernels() {
+  std::vector<Specialised*> now;
+  const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, unsigned cluster, bool on_demand, const auto& key_of) {
+    size_t i = 0;
+    for (const DType out : spec_.out_dtypes()) {
+      Specialised& s = kernels[i++];
+      if (out != options_.out_dtype.value_or(out)) continue;
+      s = {.key = key_of(out), .entry = entry, .threads = threads, .cluster = cluster, .module = {}, .kernel = {}};
+      if (!on_demand) now.push_back(&s);
+    }
+  };
+  const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Shape shape, bool on_demand) {
+    const ShapeKernel kernel = table.shape(arch_, spec_, shape);
+    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand,
+         [&](DType out) { return table.attention(arch_, spec_, shape, out); });
+    for (Specialised& s : kernels) s.one_each = kernel.run_sums > 0;
+  };
+  for (const Shape shape : kShapes) {
+    ShapePlan& s = shapes_[shape];
+    if (s.bounds.num_work == 0) continue;
+    name_attention(s.kernels, table_, shape, options_.load_on_demand);
+    if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, shape, options_.load_on_demand);
+    if (s.kernel.maps == nullptr) continue;
+    s.mapless_joins = table_.without_maps->shape(arch_, spec_, shape).joins_pieces;
+    name_attention(s.without_maps, *table_.without_maps, shape, true);
+  }
+  const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
+  if (std::ranges::any_of(shapes_, merges))
+    name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
+  if (mask_words_ > 0) {
+    pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
+    if (!options_.load_on_demand) now.push_back(&pack_mask_);
+  }
+  std::vector<std::future<void>> compiled;
+  compiled.reserve(now.size());
+  for (const Specialised* one : now) compiled.push_back(std::async(std::launch::async, [one] { get_kernel(one->key); }));
+  for (std::future<void>& one : compiled) one.get();
+  for (Specialised* one : now) load(*one);
+  tables_ = std::make_unique<PlanTables>(context_, arch_, spec_);
+  if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
+}
+
+void Plan::load(Specialised& s) const {
+  s.module = Module::load(context_, s.key);
+  s.kernel = s.module->kernel(s.entry);
+  const int each = s.one_each ? 1 : std::max(s.kernel.blocks_per_multiprocessor(int(s.threads)), 1);
+  s.grid = unsigned(std::max(device_.num_workers, 1) * each) / s.cluster * s.cluster;
+}
+
+void Plan::lay_out() {
+  const PlanLimits& limits = options_.limits;
+  const int64_t reqs = limits.max_num_reqs, tokens = limits.max_num_tokens;
+  const int64_t blocks = spec_.block_size > 0 ? checked_mul("plan.scratch", reqs, blocks_of(limits.max_seq_len, spec_.block_size)) : 0;
+  const int64_t mask = spec_.mask.custom ? checked_mul("plan.scratch", tokens, limits.max_seq_len) : 0;
+  // What every step sends comes first, what is long last.
+  ArrayLayout layout;
+  for (ShapePlan& s : shapes_) s.counts = layout.add<PlanCounts>(1);
+  arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
+  arrays_.query_start = layout.add<int>(reqs + 1);
+  arrays_.seq_lens = layout.add<int>(reqs);
+  arrays_.block_start = layout.add<long>(reqs);
+  arrays_.custom_start = layout.add<long>(spec_.mask.custom ? reqs : 0);
+  arrays_.flat_start = layout.add<long>(flat_ ? reqs : 0);
+  arrays_.flat_first_keys = layout.add<int>(flat_ ? reqs : 0);
+  arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
+  for (ShapePlan& s : shapes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
+  for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
+  arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
+  arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
+  arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
+  memory_ = std::make_unique<PlanArrays>(context_, layout);
+
+  steps_.now().arrays = {
+      .block_ids = memory_->device(arrays_.block_ids),
+      .custom_mask = memory_->device(arrays_.custom_mask),
+      .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {int64_t(arrays_.slots.capacity)}, device_.device)};
+  size_t counters = kNumShapes;
+  for (ShapePlan& s : shapes_) {
+    s.arrivals = counters;
+    if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
+  }
+  counters_ = zeroed(context_, counters * sizeof(int));
+}
+
+std::string Plan::str() const {
+  const Step& step = steps_.now();
+  if (step.on_device) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, step.num_tokens);
+  std::string items;
+  size_t merges = 0;
+  for (const Schedule& schedule : step.schedules) {
+    items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
+    merges += schedule.merges.size();
+  }
+  const std::string flat = step.flat.kv_heads > 0
+                               ? fmt::format(", prefill over {} keys made flat {} kv heads at a time", step.flat.rows(), step.flat.kv_heads)
+                               : "";
+  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges{}", table_.backend, arch_, items,
+                     spec_.num_kv_heads, merges, flat);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,139 @@
+#pragma once
+// The plan that all CUDA backends for softmax attention share: cuts a step once, sends the lists in one go, and launches what a table of
+// kernels names in every layer. Everything a launch is given is fixed when the plan is made, or comes from run()'s own arguments, so that
+// a captured graph replays any batch within the limits.
+#include <array>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "attention/plan_checks.h"
+#include "attention/step_plan.h"
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/flat_kv.h"
+#include "cuda/attention/write_kv.h"
+#include "cuda/params.h"
+#include "cuda/plan/device_plan.h"
+#include "cuda/plan/plan_arrays.h"
+#include "cuda/plan/plan_outline.h"
+#include "cuda/plan/plan_tables.h"
+#include "cuda/plan/workspace.h"
+#include "imbrex/backend.h"
+
+namespace imbrex::cuda {
+
+class Plan final : public StepPlan {
+ public:
+  Plan(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
+  // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
+  // replay of its graph device arrays must stay where they are: Error update.moved.
+  void prepare(const Batch&, Stream) override;  // plan_update.cpp, with the next two
+  void commit(Stream) override;
+  void revert(Stream) noexcept override;
+  bool has_step() const noexcept override { return has_step_; }
+  void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
+  std::vector<Reason> device_problems(Stream) override;
+  void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;  // plan_run.cpp, with the next one
+  void run(const Inputs&, const Outputs&, Stream) const override;
+  bool capturable() const override { return !options_.load_on_demand; }
+  std::string str() const override;
+
+ private:
+  // A specialisation: named when the plan is made, loaded then or when it is first needed.
+  struct Specialised {
+    KernelKey key;
+    std::string entry;
+    unsigned threads = 0, cluster = 1;
+    std::shared_ptr<const Module> module;  // null: not loaded
+    Kernel kernel;
+    unsigned grid = 0;      // thread blocks that the device holds at a time
+    bool one_each = false;  // one for each multiprocessor, though it could hold more: run_sums has room for these
+  };
+  using ByOutput = std::array<Specialised, kMostOutputs>;  // in the order of AttentionSpec::out_dtypes
+  struct ShapePlan : PlanOutline::OfShape {
+    long l2_keys = 0;  // keys_in_l2()
+    ArrayOf<WorkItem> work;
+    ArrayOf<MergeItem> merges;
+    ArrayOf<PlanCounts> counts;
+    mutable ByOutput kernels;
+    mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
+    mutable ByOutput over_flat;     // what flat_kernel names
+    bool mapless_joins = false;     // joins_pieces of without_maps
+    size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
+  };
+  // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
+  struct BatchArrays {
+    const int* block_ids = nullptr;
+    const unsigned char* custom_mask = nullptr;
+    TensorView slots;
+    bool has_slots = false;
+  };
+  // A batch, as far as the host knows it.
+  struct Step {
+    std::array<Schedule, kNumShapes> schedules;
+    BatchArrays arrays;
+    BatchReach reach;
+    int num_tokens = 0;      // at most, where the lengths are on the device
+    bool on_device = false;  // where the lists were made: the host does not know how long they are
+    FlatStep flat;
+    TensorView key_starts;  // on the device, to be widened for a request each; empty: the host has sent them
+    int num_reqs = 0;
+  };
+  struct Arrays {
+    ArrayOf<int> query_start, seq_lens, block_ids, flat_first_keys, flat_requests;
+    ArrayOf<long> block_start, custom_start, flat_start, slots;
+    ArrayOf<unsigned char> custom_mask;
+    ArrayOf<FlatCounts> flat_counts;
+  };
+
+  void name_kernels();
+  void load(Specialised&) const;
+  const Specialised& loaded(Specialised&, bool captured) const;
+  const Specialised& loaded(ByOutput&, DType out, bool captured) const;
+  void lay_out();
+  BatchArrays place(const Batch&, bool captured) const;
+  void check_captured_cache(const BatchReach&) const;
+  void put_lists(const Batch&, const Step&);
+  void put_block_starts(const Batch&);
+  void put_block_ids(const Batch&);
+  void widen_key_starts(const Step&, CUstream) const;
+  void restore_key_starts(CUstream) noexcept;
+  AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
+  template <class InFront>
+  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured,
+                     const InFront& in_front) const;
+  template <class... Maps>
+  void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
+
+  const AttentionKernels& table_;
+  AttentionSpec spec_;
+  DeviceInfo device_;
+  PlanOptions options_;
+  std::string arch_;
+  ContextPtr context_;
+  std::array<ShapePlan, kNumShapes> shapes_;
+  mutable ByOutput merge_;
+  mutable Specialised pack_mask_;      // entry empty: not needed
+  std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
+  std::unique_ptr<PlanTables> tables_;
+  std::unique_ptr<FlatKv> flat_;  // null: no need
+  Arrays arrays_;
+  std::unique_ptr<PlanArrays> memory_;
+  DeviceBuffer counters_;                     // a task of each shape, then arrivals
+  int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
+  int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
+  Scratch scratch_;
+  std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in
+  std::unique_ptr<DevicePlan> device_plan_;   // null: PlanOptions::on_device was not asked for
+  bool several_kernels_ = false;              // for attention in a graph: most have no work then
+  bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
+
+  TwoSteps<Step> steps_;
+  bool has_step_ = true;
+  mutable std::vector<std::shared_ptr<const DeviceBuffer>> captured_scratch_;  // which graphs write to
+  mutable bool captured_run_ = false, captured_write_ = false;                 // a graph reads the addresses of Step::arrays
+  mutable int captured_flat_blocks_ = INT32_MAX;                               // what all graphs have room for
+  mutable int64_t captured_entries_ = int64_t(1) << 32;                        // blocks, or ragged rows, of the smallest cache in a graph
+};
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,40 @@
+#pragma once
+// What a plan for softmax attention will be, before anything of it is made: how it cuts, and the scratch that takes. Pure arithmetic on the
+// spec, the device and the options, so that it can be asked of a device that is only described.
+#include <array>
+
+#include "cuda/attention/attention_kernels.h"
+#include "cuda/attention/flat_kv.h"
+#include "cuda/plan/plan_arrays.h"
+#include "imbrex/plan.h"
+
+namespace imbrex::cuda {
+
+// What a run() leaves for launches behind its own first, and no other run() needs.
+struct Scratch {
+  ArrayOf<char> flat_keys;
+  ArrayOf<float> partial_out, partial_state, run_sums;
+  ArrayOf<unsigned> mask_bits, seen_tiles;
+};
+
+struct PlanOutline {
+  struct OfShape {
+    ShapeKernel kernel, flat_kernel;  // flat_kernel.entry null: none
+    SchedulePolicy policy;
+    ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
+    int row_blocks = 1;     // tiles of rows of one token
+  };
+  std::array<OfShape, kNumShapes> shapes;
+  int64_t partial_rows = 0;  // the most that a batch within the limits has
+  FlatRoom flat;
+  int mask_words = 0, seen_tile_words = 0;  // as in AttentionParams; 0: no mask is packed
+  Scratch scratch;
+  size_t scratch_bytes = 0;
+};
+
+// Error plan.scratch for sizes that no memory has.
+PlanOutline outline(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
+
+inline int64_t blocks_of(int seq_len, int block_size) { return (int64_t(seq_len) + block_size - 1) / block_size; }
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,235 @@
+// The part of plan.h that launches: run() checks shapes, fills one POD, and launches what the step, or a graph, has work for.
+#include <algorithm>
+
+#include "attention/mask.h"
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "core/tensor_layout.h"
+#include "cuda/attention/attention_sm90.h"
+#include "cuda/attention/kv_side.h"
+#include "cuda/plan/plan.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// Of the rows of an item and kv head, which are a token's or as many as a tile has.
+int merge_shares(const AttentionSpec& spec, const SchedulePolicy& policy) {
+  const int rows = policy.tile_q * spec.group_size(), each = least_merge_rows(spec.head_dim_v);
+  return (rows + each - 1) / each;
+}
+
+}  // namespace
+
+const Plan::Specialised& Plan::loaded(ByOutput& kernels, DType out, bool captured) const {
+  Specialised& s = kernels[size_t(std::ranges::find(spec_.out_dtypes(), out) - spec_.out_dtypes().begin())];
+  check(!s.entry.empty(), "run.out_dtype", "expected an output of {}, as the plan was asked for, got one of {}",
+        to_string(options_.out_dtype.value_or(out)), to_string(out));
+  return loaded(s, captured);
+}
+
+const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
+  if (s.module) return s;
+  check(!captured, "run.on_demand",
+        "expected {} to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run() with such tensors",
+        s.key.path);
+  load(s);
+  return s;
+}
+
+AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceBuffer& scratch) const {
+  const PlanArrays& m = *memory_;
+  const BatchArrays& arrays = steps_.now().arrays;
+  AttentionParams a{};
+  a.q = in.q.as<const char>();
+  a.q_token_stride = byte_stride(in.q, 0);
+  a.q_head_stride = byte_stride(in.q, 1);
+  a.out = out.out.as<char>();
+  a.out_token_stride = byte_stride(out.out, 0);
+  a.out_head_stride = byte_stride(out.out, 1);
+  if (!out.lse.empty()) {
+    a.lse = out.lse.as<float>();
+    a.lse_token_stride = out.lse.stride(0);
+    a.lse_head_stride = out.lse.stride(1);
+  }
+  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_);
+  a.v = kv_side(in.kv.v, in.kv.v_scale, spec_);
+  a.query_start = m.device(arrays_.query_start);
+  a.seq_lens = m.device(arrays_.seq_lens);
+  a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
+  a.block_start = m.device(arrays_.block_start);
+  if (spec_.mask.custom) {
+    a.custom_mask = arrays.custom_mask;
+    a.custom_start = m.device(arrays_.custom_start);
+    a.mask_bits = array_in(scratch, scratch_.mask_bits), a.seen_tiles = array_in(scratch, scratch_.seen_tiles);
+    a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
+    a.least_masked_q = shapes_[kPrefill].policy.min_q;
+  }
+  a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
+  const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
+  a.q_scales = q_scale.device;
+  a.q_scale_stride = q_scale.stride;
+  a.scale = spec_.scale() * q_scale.host;
+  a.soft_cap = spec_.score.soft_cap;
+  a.window_left = spec_.mask.window_left;
+  a.window_right = spec_.mask.window_right;
+  a.chunk = spec_.mask.chunk;
+  a.chunk_before = lookback_tokens(spec_.mask);
+  a.head_scales = in.head_scales.as<const float>();
+  a.alibi_slopes = in.alibi_slopes.as<const float>();
+  a.sinks = in.sinks.as<const float>();
+  a.bias_by_distance = tables_->bias_by_distance();
+  a.bias_reach = tables_->bias_reach();
+  a.partial_out = array_in(scratch, scratch_.partial_out);
+  a.partial_state = array_in(scratch, scratch_.partial_state);
+  a.run_sums = array_in(scratch, scratch_.run_sums);
+  return a;
+}
+
+// Thread blocks, or clusters of them, take tasks until there are none; so many as there are tasks, if these are few.
+template <class... Maps>
+void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const AttentionParams& a, const Maps&... maps) const {
+  const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks * s.cluster));
+  s.kernel.launch({.grid_x = grid, .threads = s.threads, .cluster = s.cluster, .programmatic = programmatic_}, stream, a, maps...);
+}
+
+void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
+  const Step& step = steps_.now();
+  check_step(*this);
+  const DType out_dtype = check_run(spec_, device_.device, in, out, step.num_tokens, step.reach);
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  // A graph has to hold what a later batch may need, and so do lists that only the device knows; otherwise what this one does not need is
+  // left out.
+  const bool captured = is_captured(cu), any = captured || step.on_device;
+  const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
+  AttentionParams a = params(in, out, *scratch);
+  // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
+  a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
+  a.may_be_idle = a.lists_are_there && captured && several_kernels_;
+  if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
+  int64_t merge_tasks = 0;
+  // Beside each other, long items begin first. In a graph most launches are idle, and one that is let in while another reads keys by TMA
+  // holds that up by some 4 us on an H100, whatever it does itself: the longest queries that the graph may have come last.
+  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
+  const std::array<Shape, kNumShapes>& order = captured ? kCaptured : kEager;
+  const auto tasks_of = [&](Shape shape) {
+    const ShapePlan& s = shapes_[shape];
+    return (any ? s.bounds.num_work : int64_t(step.schedules[shape].num_work)) * spec_.num_kv_heads * s.row_blocks;
+  };
+  Shape last = order.front();
+  for (const Shape shape : order)
+    if (tasks_of(shape) > 0) last = shape;
+  bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
+  for (const Shape shape : order) {
+    const ShapePlan& s = shapes_[shape];
+    const Schedule& schedule = step.schedules[shape];
+    a.work = memory_->device(s.work);
+    a.merges = memory_->device(s.merges);
+    a.counts = memory_->device(s.counts);
+    a.next_task = counters_.as<int>() + shape;
+    a.arrivals = counters_.as<int>() + s.arrivals;
+    const int64_t tasks = tasks_of(shape);
+    if (tasks == 0) continue;
+    // Of a graph most launches have nothing to do: they are over soonest where each is there before the one in front has ended.
+    const bool folds = s.kernel.run_sums > 0;
+    a.beside = !any && !is_first && !(folds && sums_in_use);
+    a.next_waits = any || shape == last;
+    is_first = false, sums_in_use = sums_in_use || folds;
+    if (shape == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
+    bool mapped = true;
+    const auto run_over_cache = [&](const PlanCounts* counts) {
+      AttentionParams over_cache = a;
+      over_cache.counts = counts;
+      AttentionMaps maps{};
+      mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
+      ByOutput& kernels = mapped ? s.kernels : s.without_maps;
+      launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
+    };
+    const auto in_front = [&] {
+      if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
+    };
+    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured, in_front);
+    if (!flat) run_over_cache(a.counts);
+    if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
+    const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
+    if (of_shape == 0) continue;
+    a.merge_lists[shape] = {a.merges, a.counts, merge_shares(spec_, s.policy)};
+    merge_tasks += of_shape * spec_.num_kv_heads * a.merge_lists[shape].shares;
+  }
+  a.beside = false;
+  if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
+  if (!captured) return;
+  captured_run_ = true;
+  if (captured_scratch_.empty() || captured_scratch_.back() != scratch) captured_scratch_.push_back(scratch);
+  captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));
+}
+
+// Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
+// which have the room for it; others are left to one over the cache, which `in_front` makes.
+template <class InFront>
+bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream,
+                         bool captured, const InFront& in_front) const {
+  if (!flat_ || !FlatKv::takes(in.kv)) return false;
+  const Step& step = steps_.now();
+  const ShapePlan& s = shapes_[kPrefill];
+  const FlatStep flat = captured ? flat_->in_graph(step.flat) : step.flat;
+  if (captured) captured_flat_blocks_ = std::min(captured_flat_blocks_, flat.blocks);
+  if (flat.kv_heads == 0 || flat.blocks == 0) return false;
+  AttentionParams a = all;
+  a.keys_are_there = false;  // the kernel in front writes them
+  a.block_ids = nullptr, a.block_start = memory_->device(arrays_.flat_start);
+  const FlatCounts* const counts = memory_->device(arrays_.flat_counts);
+  if (captured) a.counts = &counts->over_flat;
+  FlattenKvParams keys{.k = all.k,
+                       .v = all.v,
+                       .block_ids = all.block_ids,
+                       .block_start = all.block_start,
+                       .seq_lens = all.seq_lens,
+                       .requests = memory_->device(arrays_.flat_requests),
+                       .flat_start = a.block_start,
+                       .first_keys = memory_->device(arrays_.flat_first_keys),
+                       .to_k = nullptr,
+                       .to_v = nullptr,
+                       .first_kv_head = 0,
+                       .num_heads = 0,
+                       .num_blocks = flat.blocks,
+                       .num_blocks_now = captured ? &counts->num_blocks : nullptr,
+                       .lists_are_there = all.lists_are_there};
+  const Specialised& kernel = loaded(s.over_flat, out, captured);
+  const int64_t num_work = captured ? s.bounds.num_work : step.schedules[kPrefill].num_work;
+  for (int head = 0; head < spec_.num_kv_heads; head += flat.kv_heads) {
+    a.first_kv_head = keys.first_kv_head = head;
+    a.kv_heads_now = keys.num_heads = std::min(flat.kv_heads, spec_.num_kv_heads - head);
+    const KvCache cache = flat_->cache(array_in(scratch, scratch_.flat_keys), flat, a.kv_heads_now);
+    keys.to_k = cache.k.as<char>(), keys.to_v = cache.v.as<char>();
+    AttentionMaps maps{};
+    if (!s.flat_kernel.maps(spec_, in.q, cache, maps)) return false;  // because of the queries: at once
+    if (head == 0) in_front();
+    flat_->run(keys, programmatic_, stream);
+    launch(kernel, num_work * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k, maps.v);
+  }
+  return true;
+}
+
+void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const {
+  check(write_kv_ != nullptr, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec_.block_size);
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  const bool captured = is_captured(cu);
+  const Step& step = steps_.now();
+  check_step(*this);
+  const BatchArrays& arrays = step.arrays;
+  const NewTokens tokens{.slots = arrays.has_slots || step.num_tokens == 0 ? arrays.slots : TensorView{},
+                         .num_tokens = step.num_tokens,
+                         .reach = step.reach,
+                         .captured_tokens = step.on_device ? step.num_tokens
+                                            : captured     ? options_.limits.max_num_tokens
+                                                           : 0,
+                         .now = &memory_->device(shapes_[kDecode].counts)->num_tokens};
+  write_kv_->run(cache, k, v, tokens, cu);
+  if (!captured) return;
+  captured_write_ = true;
+  captured_entries_ = std::min(captured_entries_, cache.k.size(0));
+}
+
+}  // namespace imbrex::cuda

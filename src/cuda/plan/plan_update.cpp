@@ -1,0 +1,241 @@
+// How a plan takes a batch whose lengths are on the host: checked, cut and put into pinned memory by prepare(), sent by commit().
+#include <algorithm>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "cuda/plan/plan.h"
+
+namespace imbrex::cuda {
+namespace {
+
+bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
+
+// A step's arrays lie all on the host or all on the device: validate() sees to it.
+void check_batch_memory(const Batch& batch, Device device) {
+  constexpr std::string_view code = "update.device";
+  const auto check_one = [&](const TensorView& t, const char* name) {
+    if (!on_host(t)) check_memory(t, name, code, device);
+  };
+  check_one(batch.block_table, "block_table");
+  check_one(batch.kv_indptr, "kv_indptr");
+  check_one(batch.kv_indices, "kv_indices");
+  check_one(batch.kv_start_loc, "kv_start_loc");
+  check_one(batch.slot_mapping, "slot_mapping");
+  check_one(batch.custom_mask, "custom_mask");
+}
+
+// Of the requests' keys, wherever they are named; 0 without blocks.
+int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
+  int64_t count = 0;
+  for (int r = 0; spec.block_size > 0 && r < batch.num_reqs(); ++r) count += blocks_of(batch.seq_lens[r], spec.block_size);
+  return count;
+}
+
+int heads_together(const Batch& batch, const SchedulePolicy& policy, long l2_keys, int num_kv_heads) {
+  long keys = 0;  // of the requests that are cut by the policy
+  for (int r = 0; l2_keys > 0 && r < batch.num_reqs(); ++r)
+    if (const int q_len = batch.query_len(r); q_len >= policy.min_q && q_len <= policy.max_q) keys += batch.seq_lens[r];
+  return heads_in_l2(l2_keys, keys, num_kv_heads);
+}
+
+}  // namespace
+
+// Where kernels find the batch's arrays, checked before anything of the last step is given up.
+Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
+  const TensorView& ids = !batch.block_table.empty() ? batch.block_table : batch.kv_indices;
+  const BatchArrays& before = steps_.now().arrays;
+  BatchArrays placed = before;
+  if (!ids.empty()) {
+    const int64_t count = on_host(ids) ? num_block_ids(batch, spec_) : 0;
+    check(count <= int64_t(arrays_.block_ids.capacity), "update.block_ids",
+          "expected host block tables with {} blocks in use at most, got {}: put them into device memory", arrays_.block_ids.capacity,
+          count);
+    placed.block_ids = on_host(ids) ? memory_->device(arrays_.block_ids) : ids.as<const int>();
+  }
+  if (!batch.custom_mask.empty()) {
+    const TensorView& mask = batch.custom_mask;
+    check(!on_host(mask) || mask.size(0) <= int64_t(arrays_.custom_mask.capacity), "update.custom_mask",
+          "expected a host custom mask of {} bytes at most, got {}: put it into device memory", arrays_.custom_mask.capacity, mask);
+    placed.custom_mask = on_host(mask) ? memory_->device(arrays_.custom_mask) : mask.as<const unsigned char>();
+  }
+  placed.has_slots = !batch.slot_mapping.empty();
+  if (placed.has_slots) {
+    placed.slots = on_host(batch.slot_mapping) ? TensorView::contiguous(memory_->device(arrays_.slots), DType::i64,
+                                                                        {int64_t(arrays_.slots.capacity)}, device_.device)
+                                               : batch.slot_mapping;
+  }
+  // What is captured after an update that is captured too reads where that update points to.
+  const bool same = captured || ((!captured_run_ || (placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask)) &&
+                                 (!captured_write_ || placed.slots.data == before.slots.data));
+  check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
+  return placed;
+}
+
+void Plan::prepare(const Batch& batch, Stream stream) {
+  if (options_.validate) validate(batch, spec_, options_.limits, -1);
+  check_batch_memory(batch, device_.device);
+  const CurrentContext current(*context_);
+  check(!is_captured(cu_stream(stream)), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
+  const PlanLimits& limits = options_.limits;
+  check(batch.num_reqs() <= limits.max_num_reqs && batch.num_tokens() <= limits.max_num_tokens, "update.limits",
+        "expected at most {} requests and {} tokens, got {} and {}", limits.max_num_reqs, limits.max_num_tokens, batch.num_reqs(),
+        batch.num_tokens());
+  Step& next = steps_.spare();
+  next.arrays = place(batch, false);
+  int rows = 0;
+  for (const Shape shape : kShapes) {
+    const ShapePlan& s = shapes_[shape];
+    Schedule& schedule = next.schedules[shape];
+    SchedulePolicy policy = s.policy;
+    policy.first_partial = rows;
+    cut(batch, spec_.mask, policy, schedule);
+    rows += schedule.num_partial_rows;
+    check(size_t(schedule.num_work) <= s.work.capacity && schedule.merges.size() <= s.merges.capacity, "update.limits",
+          "expected a batch within the limits: {} work items and {} merges, got {} and {}", s.work.capacity, s.merges.capacity,
+          schedule.num_work, schedule.merges.size());
+  }
+  check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
+  const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
+  next.flat = flat_ ? flat_->plan(batch) : FlatStep{};
+  next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
+  next.num_reqs = batch.num_reqs();
+  next.num_tokens = batch.num_tokens();
+  next.reach = reach_of(batch, spec_, options_.validate);
+  next.on_device = false;
+  check_captured_cache(next.reach);
+  put_lists(batch, next);
+}
+
+// What run() and write_kv() compare eagerly; a graph has only the cache of its capture.
+void Plan::check_captured_cache(const BatchReach& reach) const {
+  const int64_t entries = captured_entries_;
+  if (spec_.block_size == 0) {
+    check(reach.rows <= entries, "update.captured_cache", "a captured graph reads {} rows of k and v, the batch needs {}", entries,
+          reach.rows);
+  } else {
+    check(reach.block < entries && reach.slot < entries * spec_.block_size, "update.captured_cache",
+          "a captured graph has a cache of {} blocks of {} tokens, the batch has block {} and slot {}", entries, spec_.block_size,
+          reach.block, reach.slot);
+  }
+}
+
+// Into pinned memory, from where commit() sends them.
+void Plan::put_lists(const Batch& batch, const Step& step) {
+  const size_t reqs = size_t(step.num_reqs);
+  PlanArrays& m = *memory_;
+  m.begin();
+  PlanCounts counts;  // in the end those of prefill
+  for (const Shape shape : kShapes) {
+    const ShapePlan& s = shapes_[shape];
+    const Schedule& schedule = step.schedules[shape];
+    counts = {.num_work = schedule.num_work,
+              .num_merges = int(schedule.merges.size()),
+              .num_tokens = step.num_tokens,
+              .num_reqs = step.num_reqs,
+              .heads_together = heads_together(batch, s.policy, s.l2_keys, spec_.num_kv_heads)};
+    *m.put(s.counts, 1) = counts;
+  }
+  if (flat_) *m.put(arrays_.flat_counts, 1) = flat_->counts_in_graph(counts, step.flat, captured_flat_blocks_);
+  if (step.num_tokens == 0) return;
+  std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
+  std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
+  put_block_starts(batch);
+  if (spec_.mask.custom) {
+    long* starts = m.put(arrays_.custom_start, reqs);
+    long start = 0;
+    for (int r = 0; r < step.num_reqs; ++r) {
+      starts[r] = start;
+      start += long(batch.query_len(r)) * batch.seq_lens[r];
+    }
+  }
+  if (step.flat.kv_heads > 0) {
+    flat_->put_starts(batch, m.put(arrays_.flat_start, reqs));
+    flat_->put_first_keys(batch, m.put(arrays_.flat_first_keys, reqs));
+    flat_->put_requests(batch, m.put(arrays_.flat_requests, size_t(step.flat.blocks)));
+  }
+  for (const Shape shape : kShapes)
+    if (const auto& merges = step.schedules[shape].merges; !merges.empty())
+      std::ranges::copy(merges, m.put(shapes_[shape].merges, merges.size()));
+  for (const Shape shape : kShapes)
+    if (const Schedule& schedule = step.schedules[shape]; schedule.num_work > 0)
+      write_work(schedule, m.put(shapes_[shape].work, size_t(schedule.num_work)));
+  if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
+    std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
+  put_block_ids(batch);
+  if (!batch.custom_mask.empty() && on_host(batch.custom_mask)) {
+    const size_t bytes = size_t(batch.custom_mask.size(0));
+    std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
+  }
+}
+
+void Plan::commit(Stream stream) {
+  const CurrentContext current(*context_);
+  const CUstream cu = cu_stream(stream);
+  try {
+    memory_->send(cu);
+  } catch (...) {
+    if (memory_->has_sent()) restore_key_starts(cu);
+    throw;
+  }
+  try {
+    widen_key_starts(steps_.spare(), cu);
+  } catch (...) {
+    memory_->take_back(cu);
+    restore_key_starts(cu);
+    throw;
+  }
+  steps_.flip();
+  has_step_ = true;
+}
+
+void Plan::revert(Stream stream) noexcept {
+  const CurrentContext current(*context_, std::nothrow);
+  steps_.flip();
+  memory_->take_back(cu_stream(stream));
+  restore_key_starts(cu_stream(stream));
+}
+
+// What was sent may have written over them.
+void Plan::widen_key_starts(const Step& step, CUstream stream) const {
+  if (!step.key_starts.empty()) tables_->widen_starts(step.key_starts, memory_->device(arrays_.block_start), step.num_reqs, stream);
+}
+void Plan::restore_key_starts(CUstream stream) noexcept {
+  has_step_ = memory_->is_whole();
+  try {
+    widen_key_starts(steps_.now(), stream);
+  } catch (...) {
+    has_step_ = false;
+  }
+}
+
+// Host tables are packed: only blocks that are in use travel.
+void Plan::put_block_starts(const Batch& batch) {
+  const int num_reqs = batch.num_reqs();
+  const TensorView& table = batch.block_table;
+  if (spec_.block_size == 0 ? !on_host(batch.kv_start_loc) : table.empty() && !on_host(batch.kv_indptr)) return;
+  long* starts = memory_->put(arrays_.block_start, size_t(num_reqs));
+  long packed = 0;
+  for (int r = 0; r < num_reqs; ++r) {
+    if (spec_.block_size == 0) {
+      starts[r] = batch.kv_start_loc.empty() ? 0 : batch.kv_start_loc.as<const int>()[r];
+    } else if (!table.empty() && !on_host(table)) {
+      starts[r] = r * table.stride(0);
+    } else {
+      starts[r] = packed;
+      packed += blocks_of(batch.seq_lens[r], spec_.block_size);
+    }
+  }
+}
+
+void Plan::put_block_ids(const Batch& batch) {
+  const TensorView &table = batch.block_table, &indices = batch.kv_indices;
+  if (table.empty() ? indices.empty() || !on_host(indices) : !on_host(table)) return;
+  int* ids = memory_->put(arrays_.block_ids, size_t(num_block_ids(batch, spec_)));
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const int* row =
+        table.empty() ? indices.as<const int>() + batch.kv_indptr.as<const int>()[r] : table.as<const int>() + r * table.stride(0);
+    ids = std::copy_n(row, blocks_of(batch.seq_lens[r], spec_.block_size), ids);
+  }
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,117 @@
+// See cut.h.
+#include "gpu/cut.h"
+
+#include <algorithm>
+#include <ranges>
+
+namespace imbrex::gpu {
+namespace {
+
+// What a piece has at least: keys, and as many that traffic of partial results is so many percent of theirs. Where pieces make runs, they
+// are items of their own only as long as the GPU would idle otherwise. Of many query tokens, partial results mostly stay in L2.
+struct LeastPiece {
+  int keys, partial_percent;
+};
+constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
+// Where a launch of its own joins what runs leave. Prefill: four tiles of products for each time that sums go to memory and back. Verify:
+// as many keys as have the bytes of the partial results, or more.
+constexpr int kLeastOfPrefillRuns = 512;
+constexpr LeastPiece kLeastOfMergedRuns{256, 100};
+// Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
+// partial results of so many keys a seventh as long.
+constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
+// Q heads that a tile of any shape has rows for. A larger group is several heads, as far as filling the GPU goes: fewer pieces do it.
+constexpr int kMostGroup = 64;
+constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
+constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
+// Partial rows that a plan has room for, in those of a tile for each worker. Each shape may use them up to an end of its own, and leaves
+// what it does not need to the next.
+constexpr int kMostPartialTiles[kNumShapes] = {4, 3, 1};
+constexpr int kL2Percent = 60;  // for keys and values; queries and outputs pass through the rest
+
+int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
+
+// Of a piece, for each query token.
+int keys_each(const AttentionSpec& spec, const LeastPiece& least) {
+  const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
+  const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
+  return int(partial_bytes * 100 / (least.partial_percent * key_bytes));
+}
+
+}  // namespace
+
+CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumShapes>& tiles, bool balanced) {
+  const int group = spec.group_size();
+  const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
+  const int workers = std::max(device.num_workers, 1);
+  const auto heads_of = [&](Shape shape) { return spec.num_kv_heads * ((group + tiles[shape].rows - 1) / tiles[shape].rows); };
+  CutPolicy policies;
+  for (const Shape shape : kShapes) {
+    SchedulePolicy& p = policies[shape];
+    // A task for each multiprocessor, and none has two.
+    const int most = std::max(workers / std::max(heads_of(kDecode), spec.num_kv_heads * ((group + kMostGroup - 1) / kMostGroup)), 1);
+    p.tile_q = std::max(1, tiles[shape].rows / group);
+    p.tile_kv = tiles[shape].keys;
+    const LeastPiece& least = tiles[shape].runs ? kLeastOfRuns : shape == kDecode ? kLeastOfDecode : kLeastOfMore;
+    p.split_kv_each = keys_each(spec, least);
+    p.split_kv = round_up(std::max(least.keys, p.split_kv_each), tiles[shape].keys);
+    p.runs = tiles[shape].runs;
+    p.most_in_run = tiles[shape].most_in_run;
+    p.workers_each = tiles[shape].blocks_each;
+    p.cost_by_keys = tiles[shape].runs && shape != kPrefill;
+    // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
+    // is busy widening fp8.
+    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
+    p.max_splits = std::min(kTasksEach * most, kMostPieces);
+    p.longest_kv = tiles[shape].runs || shape == kDecode ? kLongestPiece : kLongestOfMore;
+    // As many as make a lone request a task for each multiprocessor: in verify's own tiles, where runs bound the memory that partial rows
+    // take, else in decode's.
+    p.max_split_rows = most * (shape == kVerify && tiles[shape].runs ? p.tile_q : decode_q);
+    p.split_max_q = std::max(1, p.max_split_rows / 2);
+    p.balanced = balanced;
+    p.num_workers = std::max(tiles[shape].blocks * workers / tiles[shape].cluster / heads_of(shape), 1);
+    if (tiles[shape].runs && tiles[shape].merged) {
+      const bool prefill = shape == kPrefill;
+      p.split_kv_each = prefill ? 0 : keys_each(spec, kLeastOfMergedRuns);
+      p.split_kv = round_up(prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys, tiles[shape].keys);
+      p.longest_kv = INT32_MAX;
+      p.few_splits = true;
+      p.items_each = p.tile_q % tiles[shape].cluster == 0 ? tiles[shape].cluster : 1;
+      p.max_splits = std::min(p.num_workers * p.items_each, p.most_in_run);
+      p.share_splits = p.max_splits;
+      p.max_split_rows = p.num_workers * p.tile_q;
+      p.split_max_q = std::max(1, p.max_split_rows / 2);
+    }
+  }
+  int64_t most_partial_rows = 0;
+  for (const Shape shape : kShapes) {
+    most_partial_rows += int64_t(kMostPartialTiles[shape]) * policies[shape].num_workers * policies[shape].tile_q;
+    policies[shape].most_partial_rows = int(std::min<int64_t>(most_partial_rows, INT32_MAX));
+  }
+  policies[kDecode].max_q = decode_q;
+  policies[kVerify].min_q = decode_q + 1;
+  policies[kVerify].max_q = std::max(decode_q, policies[kVerify].tile_q * tiles[kVerify].tiles_each);
+  policies[kPrefill].min_q = policies[kVerify].max_q + 1;
+  return policies;
+}
+
+void bound_partials(CutPolicy& policies, const AttentionSpec& spec, const PlanLimits& limits) {
+  constexpr int kMostDimsOfRuns = 256;
+  constexpr int64_t kMostBytes = int64_t(255) << 20;
+  if (spec.head_dim_v <= kMostDimsOfRuns) return;
+  const int64_t row_bytes = int64_t(spec.num_q_heads) * (spec.head_dim_v + 2) * int64_t(sizeof(float));
+  while (partial_rows_bound(policies, limits) > kMostBytes / row_bytes) {
+    const auto most =
+        std::ranges::max_element(policies, {}, [&](const SchedulePolicy& p) { return schedule_bounds(p, limits).num_partial_rows; });
+    if (most->max_splits <= 1) return;
+    most->max_splits /= 2, most->share_splits = std::min(most->share_splits, most->max_splits);
+    most->max_split_rows /= 2, most->split_max_q = std::max(1, most->max_split_rows / 2);
+  }
+}
+
+long keys_in_l2(const AttentionSpec& spec, const DeviceInfo& device, Shape shape) {
+  if (shape != kPrefill || !spec.mask.causal) return 0;
+  return device.l2_bytes * kL2Percent / 100 / ((spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype));
+}
+
+}  // namespace imbrex::gpu
