@@ -8,7 +8,6 @@
 
 namespace imbrex {
 
-constexpr bool is_float(DType t) { return t != DType::u8 && t != DType::i32 && t != DType::i64; }
 
 namespace detail {
 template <class T>

@@ -260,13 +260,33 @@ def check_environment(root):
 
 
 def check_driver_table(root):
-    """Every function and constant of the CUDA driver's table is used: each one that is not makes some driver too old for nothing."""
+    """Every function of the CUDA driver's table is used by the library: each one that is not makes some driver too old for nothing. Constants,
+    which tests may use alone, cost no driver anything."""
     table = root / "src/cuda/driver/driver.h"
     if not table.exists():
         return []
     names = re.findall(r"^  X\((\w+),", table.read_text(), re.M)
-    used = {word for path in sources(root, "src", "tests") if path != table for word in re.findall(r"\w+", path.read_text(errors="replace"))}
-    return [f"src/cuda/driver/driver.h: {name} is used nowhere" for name in names if name not in used]
+
+    def words(*folders):
+        return {word for path in sources(root, *folders) if path != table for word in re.findall(r"\w+", path.read_text(errors="replace"))}
+
+    library, tests = words("src"), words("tests")
+    unused = [name for name in names if name not in library and (not name.startswith("k") or name not in tests)]
+    return [f"src/cuda/driver/driver.h: {name} is used nowhere" for name in unused]
+
+
+def check_cuda_words(root):
+    """Every word that kernels are written in (src/cuda/kernels) is used by a kernel, not only by the test of the words."""
+    problems = []
+    texts = {path: re.sub(r"//.*", "", path.read_text(errors="replace")) for path in sources(root, "src/cuda") if path.suffix in (".cu", ".cuh")}
+    used = [word for text in texts.values() for word in re.findall(r"\w+", text)]
+    for path, text in texts.items():
+        if path.parent != root / "src/cuda/kernels":
+            continue
+        for name in set(re.findall(r"^DEVICE [\w:&*<> ]*?\b(\w+)\(", text, re.M)):
+            if used.count(name) == len(re.findall(rf"^DEVICE [^\n(]*\b{name}\(", text, re.M)):
+                problems.append(f"{path.relative_to(root).as_posix()}: no kernel uses {name}")
+    return problems
 
 
 def nm_symbols(path):
@@ -307,6 +327,7 @@ TREE_CHECKS = [
     check_leftovers,
     check_environment,
     check_driver_table,
+    check_cuda_words,
 ]
 
 

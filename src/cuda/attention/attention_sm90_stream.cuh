@@ -17,7 +17,6 @@ constexpr int kStreamBytes = kKvType == kE4m3 || kKvType == kE5m2 ? 1 : 2, kStre
 // they are. Where the last of several chunks would be half empty, memory would have less on its way.
 template <int width>
 constexpr int kDimsOf = width / kStreamBytes;  // of a chunk
-constexpr int kChunkDims = kDimsOf<128>;
 constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>,
               kVChunks = (kHeadDimV + kDimsOf<kVWidth> - 1) / kDimsOf<kVWidth>;
 template <int width>

@@ -116,7 +116,6 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(cuDevicePrimaryCtxRetain, (CUcontext*, CUdevice))                                                                                     \
   X(cuDevicePrimaryCtxRelease_v2, (CUdevice))                                                                                             \
   X(cuCtxGetCurrent, (CUcontext*))                                                                                                        \
-  X(cuCtxSetCurrent, (CUcontext))                                                                                                         \
   X(cuCtxPushCurrent_v2, (CUcontext))                                                                                                     \
   X(cuCtxPopCurrent_v2, (CUcontext*))                                                                                                     \
   X(cuCtxGetDevice, (CUdevice*))                                                                                                          \

@@ -32,15 +32,6 @@ DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
 DEVICE void mbarrier_arrive_after_copies(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier with the same offset in another block of the cluster.
-DEVICE void mbarrier_arrive_remote(u32 barrier, u32 block) {
-  asm volatile(
-      "{\n.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
 DEVICE bool mbarrier_try_wait(u32 barrier, u32 parity) {
   u32 done;
   asm volatile(
@@ -126,11 +117,6 @@ struct alignas(128) TensorMap {
 DEVICE void tma_prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // What L2 shall do with the lines of a load, as an operand of the loads below.
-DEVICE u64 l2_keep() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
-  return policy;
-}
 DEVICE u64 l2_first_out() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
@@ -143,13 +129,6 @@ DEVICE u64 l2_normal() {
 }
 
 // A box of the tensor to shared memory; `barrier` gets its bytes. Coordinates innermost first; what lies outside of the tensor is zero.
-DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(
-          to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "l"(l2)
-      : "memory");
-}
 DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], "
@@ -162,13 +141,6 @@ DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, i
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], "
       "%7;" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(l2)
-      : "memory");
-}
-DEVICE void tma_load(u32 to, const TensorMap& map, u32 barrier, u64 l2, int x, int y, int z, int w, int v) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], "
-      "[%2], %8;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "l"(l2)
       : "memory");
 }
 
@@ -186,30 +158,6 @@ DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, i
       "[%1, {%3, %4, %5, %6}], [%2], %8, %7;" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(l2), "h"(static_cast<unsigned short>((1 << blocks) - 1))
       : "memory");
-}
-
-// `bytes` (a multiple of 16) in one piece; addresses aligned to 16.
-DEVICE void tma_load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier)
-               : "memory");
-}
-
-// A box from shared memory to the tensor. What threads wrote to shared memory must be fenced (async_proxy_fence) and synchronised before.
-DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from), "r"(x), "r"(y)
-               : "memory");
-}
-DEVICE void tma_store(const TensorMap& map, u32 from, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from), "r"(x), "r"(y),
-               "r"(z)
-               : "memory");
-}
-DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until at most `pending` groups of stores still read shared memory.
-template <int pending>
-DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
 // Makes what this thread wrote to shared memory visible to TMA and wgmma.

@@ -59,18 +59,6 @@ DEVICE u32 e4m3_to_f16(u32 four, int half) {
 // e5m2 is the upper byte of f16.
 DEVICE u32 e5m2_to_f16(u32 four, int half) { return spread_bytes(four, half); }
 
-DEVICE u32 e4m3_to_bf16(u32 four, int half) {
-  u32 d;
-  const u32 spread = spread_bytes(four, half), moved = (spread & 0x80008000u) | (spread & 0x7f007f00u) >> 4;
-  // Times 2^120, minus 0 to keep the sign of a zero.
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(moved), "r"(0x7b807b80u), "r"(0x80008000u));
-  return d | e4m3_nan(spread, 0x7fc0);
-}
-DEVICE u32 e5m2_to_bf16(u32 four, int half) {
-  const float2 pair = unpack_f16(e5m2_to_f16(four, half));
-  return pack_bf16(pair.x, pair.y);
-}
-
 DEVICE float2 unpack_e4m3(u32 four, int half) { return unpack_f16(e4m3_to_f16(four, half)); }
 DEVICE float2 unpack_e5m2(u32 four, int half) { return unpack_f16(e5m2_to_f16(four, half)); }
 

@@ -66,7 +66,6 @@ DEVICE int lowest_bit(u32 x) { return __ffs(int(x)) - 1; }
 DEVICE int highest_bit(u32 x) { return 31 - __clz(int(x)); }
 
 DEVICE bool any_lane(bool x) { return __any_sync(kFullWarp, x); }
-DEVICE bool all_lanes(bool x) { return __all_sync(kFullWarp, x); }
 
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads: wait for all, or only report to those who wait.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -117,12 +116,6 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Off by up to 2^-11 relative: fine for bf16 results, not for f32 ones.
-DEVICE float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 DEVICE float reciprocal_approx(float x) {

@@ -146,11 +146,6 @@ CUresult cuCtxGetCurrent(CUcontext* context) {
   if (const CUresult result = failure(); result != 0) return result;
   return *context = current(), kCudaSuccess;
 }
-CUresult cuCtxSetCurrent(CUcontext context) {
-  if (!stack.empty()) stack.pop_back();
-  if (context) stack.push_back(context);
-  return kCudaSuccess;
-}
 CUresult cuCtxPushCurrent_v2(CUcontext context) {
   const std::lock_guard lock(mutex);
   if (const CUresult result = failure(); result != 0) return result;
