@@ -1,4 +1,4 @@
-"""The program `imbrex`, as it lies in the package."""
+"""Runs the program `imbrex` of the package: python -m imbrex."""
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""Plans that the package makes for callers who know of none, found again by what they are for. No framework is imported here.
+"""A cache of the plans behind functions that take no plan, keyed by spec, device and limits. No framework is imported here.
 
 A plan serves one thread, one batch and one stream at a time, so
 * every thread has a cache of its own, which goes with the thread;
@@ -40,7 +40,7 @@ class Limits(NamedTuple):
         return Limits(*sizes, needed.query_len)
 
     def arguments(self) -> Dict[str, int]:
-        """Of Plan(), which takes no limit below 1."""
+        """The arguments of Plan(), which takes no limit below 1."""
         at_least_one = {f"max_{name}": max(value, 1) for name, value in zip(self._fields[:3], self)}
         return dict(at_least_one, max_query_len=self.query_len)
 
@@ -49,7 +49,7 @@ SMALLEST = Limits(1, 1, 1)
 
 
 class Kept:
-    """A plan, its limits, and what it was last updated with, where that may be asked again."""
+    """A plan, its limits, and a name of the batch that it was last updated with, where the same batch may come again."""
 
     __slots__ = ("plan", "limits", "batch")
 
@@ -57,7 +57,7 @@ class Kept:
         self.plan, self.limits, self.batch = plan, limits, None
 
 
-# Of plans that were made in this process: their kernels are compiled. Shared by all threads, under Python's lock.
+# Keys of the plans that were made in this process, whose kernels are compiled. All threads share it, under Python's lock.
 _made: "OrderedDict[Hashable, None]" = OrderedDict()
 
 
@@ -73,7 +73,7 @@ class PlanCache(threading.local):
         self._recipes: Dict[Hashable, Any] = {}
 
     def find(self, key: Hashable, needed: Limits, make: Callable[[Limits], Plan], stream: int = 0) -> Kept:
-        """A plan that holds a batch. key: of the spec and the device; make: a plan of it, with ordered=True; stream: an address, 0 on CPUs."""
+        """Returns a plan whose limits hold a batch. key: names the spec and the device; make: makes a plan, with ordered=True; stream: an address, 0 on CPUs."""
         capture = _core.capture_of(stream) if stream else 0
         if capture:
             return self._find_captured(capture, key, needed, make, stream)
@@ -97,7 +97,7 @@ class PlanCache(threading.local):
         return kept
 
     def _put(self, key: Hashable, kept: Kept) -> None:
-        """Instead of the plans that it can stand for; those used longest ago go when there are too many."""
+        """Keeps a new plan in place of those whose limits are within its own. When there are too many, the least recently used are freed."""
         plans = [other for other in self._kept.get(key, ()) if not kept.limits.hold(other.limits)]
         self._count += 1 + len(plans) - len(self._kept.get(key, ()))
         self._kept[key] = [kept, *plans]
@@ -132,22 +132,22 @@ class PlanCache(threading.local):
         return kept
 
     def leave_captures(self, stream: int) -> None:
-        """For a call outside of any: the graph that this thread captured last has its plans for itself."""
+        """Called outside of a capture: the plans of the graph that this thread captured last are no longer found for other calls."""
         if self._captured:
             self._captured = {}  # that graph alone keeps them
         if stream:
             _core.release_captured()
 
     def recall(self, call: Hashable) -> Any:
-        """What remember() was given for a call, or None. Not inside of a capture: leave_captures() first."""
+        """Returns what remember() was given for a call, or None. Not to be called in a capture; call leave_captures() first."""
         return self._recipes.get(call)
 
     def remember(self, call: Hashable, recipe: Any) -> None:
-        """How to repeat a call with a plan of this cache: until plans go, which it would keep alive."""
+        """Remembers how to repeat a call with a plan of this cache, until plans are freed, which it would keep alive."""
         if len(self._recipes) >= _MOST_RECIPES:
             self._recipes.clear()
         self._recipes[call] = recipe
 
     def kept(self) -> List[Kept]:
-        """What the cache has, without the plans of graphs."""
+        """The plans of the cache, without those of graphs."""
         return [kept for plans in self._kept.values() for kept in plans]

@@ -2,7 +2,7 @@
 from typing import Any, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import device_name, dtype_name, empty, exported, no_gradient, stream_address
+from ._frameworks import device_name, dtype_name, empty, exported, no_gradient, stream_address
 from ._plan_cache import Limits, PlanCache
 from .plan import Array, KvLayer, Plan
 

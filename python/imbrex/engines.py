@@ -35,7 +35,7 @@ class Settings:
 
 
 def settings(given: Optional[Dict[str, Any]] = None) -> Settings:
-    """Those of IMBREX_ENGINE_CONFIG, and over them the given ones. ValueError for an unknown name or a wrong type."""
+    """The settings of IMBREX_ENGINE_CONFIG, overridden by the given ones. ValueError for an unknown name or a wrong type."""
     text = os.environ.get(SETTINGS_VARIABLE, "")
     try:
         merged = json.loads(text) if text else {}
@@ -98,7 +98,7 @@ _workspaces = threading.local()
 
 
 def shared_workspace(device: str) -> Workspace:
-    """The same one for all that ask on one thread while any of them keeps it: for an engine that computes on one stream at a time."""
+    """A workspace that all callers on one thread share as long as one of them keeps it: for an engine that computes on one stream at a time."""
     of_device = _workspaces.__dict__.setdefault("of_device", weakref.WeakValueDictionary())
     return of_device.get(device) or of_device.setdefault(device, Workspace(device))
 

@@ -215,7 +215,7 @@ def get_scheduler_metadata(
     pack_gqa: Optional[bool] = None,
     sm_margin: int = 0,
 ) -> None:
-    """None, which flash_attn_with_kvcache() takes as scheduler_metadata: imbrex plans by itself."""
+    """Returns None, which flash_attn_with_kvcache() accepts as scheduler_metadata: imbrex plans by itself."""
 
 
 flash_attn_combine = refused("flash_attn_combine", "imbrex.merge_states joins partial results by their log-sum-exp")

@@ -3,7 +3,7 @@ import sys
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from . import _core
-from ._arrays import empty, exported, no_gradient, stream_address
+from ._frameworks import empty, exported, no_gradient, stream_address
 
 
 Array = Any  # of any framework with DLPack
@@ -103,7 +103,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Held now; of a CPU, whose plans keep theirs: 0."""
+        """The bytes held now; 0 on a CPU, whose plans have scratch of their own."""
         return self._shared.nbytes
 
 
@@ -276,7 +276,7 @@ class Plan:
         return out
 
     def prepare(self, q: Array, layer: Tuple[Array, ...], out: Array) -> _core.PreparedRun:
-        """run() for arrays elsewhere: called with their addresses and a stream's, it takes shapes, strides and types to be those of these.
+        """Returns run() for other arrays of the same shapes, strides and types: it is called with their addresses and a stream's.
 
         Of a layer without scales and a spec without further arrays; nothing is checked that run() checked.
         """

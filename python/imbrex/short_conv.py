@@ -2,7 +2,7 @@
 from typing import Any, List, Optional
 
 from . import _core
-from ._arrays import empty, exported, no_gradient, stream_address
+from ._frameworks import empty, exported, no_gradient, stream_address
 from .plan import Array, DeviceLike, _device
 
 
@@ -71,7 +71,7 @@ class ShortConvPlan:
         max_num_tokens: int = 0,
         stream: Any = None,
     ) -> None:
-        """The same from int32 arrays on the GPU, which are read when its kernel runs; it may be captured into a graph with the layers.
+        """update() from int32 arrays on the GPU, which are read when its kernel runs; it may be captured into a graph with the layers.
 
         A request that breaks a rule is left out: device_problems() tells. max_num_tokens: what the host knows of query_start_loc's last entry.
         """

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _torch
-from ._arrays import NO_BACKWARD
+from . import _torch_attention
+from ._frameworks import NO_BACKWARD
 
 
 def _score(
@@ -26,8 +26,10 @@ def _score(
     soft_cap: float,
     sinks: Optional[Tensor],
     alibi_slopes: Optional[Tensor],
-) -> _torch.Score:
-    return _torch.Score(causal, (window_left, window_right), scale, soft_cap, _torch.f32(sinks), _torch.f32(alibi_slopes))
+) -> _torch_attention.Score:
+    return _torch_attention.Score(
+        causal, (window_left, window_right), scale, soft_cap, _torch_attention.f32(sinks), _torch_attention.f32(alibi_slopes)
+    )
 
 
 def _operator(name: str, function):
@@ -48,7 +50,7 @@ try:  # what PyTorch has no public names for; without them an operator is always
     from torch.autograd import _profiler_enabled
 
     def _eager() -> bool:
-        """Nothing but eager execution: no tracer, transform or profiler wants to see an operator."""
+        """Whether execution is eager, so that no tracer, transform or profiler needs to see an operator."""
         return not (
             torch.compiler.is_compiling()
             or torch.jit.is_tracing()
@@ -68,7 +70,7 @@ def _is_plain(x: Tensor, wants_gradient: bool) -> bool:
 
 
 def _either(function, operator, *tensors: Optional[Tensor]):
-    """The function itself where it is enough: an operator's way through PyTorch costs 20 to 30 us."""
+    """Calls the function directly where that is enough: calling an operator through PyTorch costs 20 to 30 us."""
     if getattr(forward_ad, "_current_level", -1) >= 0 and any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError("imbrex has no forward derivative: give it tensors without tangents")
     gradients = torch.is_grad_enabled()
@@ -90,7 +92,7 @@ def _dense(
     return_lse: bool,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    return _torch.dense(q, k, v, score, mask, lse=True if return_lse else None)
+    return _torch_attention.dense(q, k, v, score, mask, lse=True if return_lse else None)
 
 
 _attention = _operator("imbrex::attention", _dense)
@@ -120,8 +122,8 @@ def _varlen(
     return_lse: bool,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    lengths = _torch.Lengths(query_start_loc, kv_start_loc[1:] - kv_start_loc[:-1], max_query_len, max_seq_len)
-    return _torch.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
+    lengths = _torch_attention.Lengths(query_start_loc, kv_start_loc[1:] - kv_start_loc[:-1], max_query_len, max_seq_len)
+    return _torch_attention.attend(q, (k, v), lengths, score, kv_start_loc=kv_start_loc, lse=True if return_lse else None)
 
 
 _varlen_attention = _operator("imbrex::varlen_attention", _varlen)
@@ -169,9 +171,9 @@ def _paged(
     return_lse: bool,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     score = _score(causal, window_left, window_right, scale, soft_cap, sinks, alibi_slopes)
-    lengths = _torch.Lengths(query_start_loc, seq_lens, max_query_len, max_seq_len)
+    lengths = _torch_attention.Lengths(query_start_loc, seq_lens, max_query_len, max_seq_len)
     layer = (k_cache, v_cache, k_scale, v_scale)
-    return _torch.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
+    return _torch_attention.attend(q, layer, lengths, score, block_size=k_cache.shape[1], block_table=block_table, lse=True if return_lse else None)
 
 
 _paged_attention = _operator("imbrex::paged_attention", _paged)
@@ -197,7 +199,7 @@ for _operator in (_attention, _varlen_attention, _paged_attention):
 def _write_kv(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, k_scale: Optional[Tensor], v_scale: Optional[Tensor]
 ) -> None:
-    _torch.write_kv((k_cache, v_cache, k_scale, v_scale), k, v, slot_mapping, k_cache.shape[1])
+    _torch_attention.write_kv((k_cache, v_cache, k_scale, v_scale), k, v, slot_mapping, k_cache.shape[1])
 
 
 @_write_kv.register_fake
@@ -308,5 +310,5 @@ def write_kv(
 
     slot_mapping int64 [num_tokens] is where k is: block * block_size + offset, -1 is not written.
     """
-    _torch.no_gradient(k_cache, v_cache, k, v, k_scale, v_scale)
+    _torch_attention.no_gradient(k_cache, v_cache, k, v, k_scale, v_scale)
     _write_kv(k_cache, v_cache, k, v, slot_mapping, k_scale, v_scale)

@@ -12,7 +12,7 @@
 namespace imbrex::python {
 namespace {
 
-// What libgomp and LLVM's and Intel's runtimes have in common.
+// The functions that libgomp and LLVM's and Intel's runtimes have in common.
 struct OpenMp {
   void (*parallel)(void (*body)(void*), void* argument, unsigned num_threads,
                    unsigned flags);  // 0 threads: as many as the caller's setting says

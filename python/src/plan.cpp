@@ -47,7 +47,7 @@ struct EqualLengths {
   }
 };
 
-// What graphs that captured a plan keep of it.
+// The part of a plan that graphs which captured it keep alive.
 struct PlanState {
   std::unique_ptr<ThreadPool> threads;
   std::unique_ptr<Plan> plan;
@@ -66,7 +66,7 @@ struct PyPlan {
     for (const OptionalArray* a : arrays)
       if (*a) state->held.push_back(**a);
   }
-  // Without Python's lock; behind the plan's last use on another stream, if that is wanted. A capture has an order of its own.
+  // Does work without Python's lock; with ordered=True after the plan's last use on another stream. A capture has an order of its own.
   template <class Work>
   void use(uintptr_t address, Work work) const {
     const nb::gil_scoped_release release;

@@ -55,8 +55,8 @@ struct Spread {
   }
 };
 
-// Whether bytes of a and b can be the same, from dimension d on, b beginning `ahead` bytes behind a. Certain where both have the same
-// strides, as parts of one larger array have; otherwise that the extents meet is enough.
+// Whether bytes of a and b, from dimension d on, can be the same, where b begins `ahead` bytes after a. The answer is exact if both have
+// the same strides, as parts of one larger array do; otherwise overlapping extents count as meeting.
 bool meet(const Spread& a, const Spread& b, int64_t ahead, size_t d) {
   if (ahead >= a.extent(d) || -ahead >= b.extent(d)) return false;
   if (d == a.dims.size() || d == b.dims.size() || a.dims[d].stride != b.dims[d].stride) return true;

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import imbrex  # noqa: E402
 import imbrex.torch  # noqa: E402
-from imbrex import _core, _torch  # noqa: E402
+from imbrex import _core, _torch_attention  # noqa: E402
 from torch_reference import near, paged, reference  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
@@ -332,7 +332,7 @@ def test_plans_go_with_their_threads():
 
 def test_the_default_device_does_not_matter():
     problem = Dense(900, 14)
-    _torch._equal_on_host.cache_clear(), _torch._equal_starts_on_host.cache_clear()
+    _torch_attention._equal_on_host.cache_clear(), _torch_attention._equal_starts_on_host.cache_clear()
     torch.set_default_device("cuda")
     try:
         problem.check(problem.call())

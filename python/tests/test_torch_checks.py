@@ -5,7 +5,7 @@ torch = pytest.importorskip("torch")
 
 import imbrex  # noqa: E402
 import imbrex.torch  # noqa: E402
-from imbrex import _torch, flash_attn  # noqa: E402
+from imbrex import _torch_attention, flash_attn  # noqa: E402
 
 
 def int32(*values):
@@ -35,7 +35,7 @@ WRONG = {
         "v: expected float32, got float16",
     ),
     "device of k": (
-        lambda: _torch.dense(randn(1, 2, 3, 32), *(randn(1, 2, 3, 32, device="meta") for _ in "kv"), _torch.Score()),
+        lambda: _torch_attention.dense(randn(1, 2, 3, 32), *(randn(1, 2, 3, 32, device="meta") for _ in "kv"), _torch_attention.Score()),
         "k: expected a tensor on cpu",
     ),
     "float mask": (dense(mask=torch.zeros(2, 1, 7, 9)), "mask: expected bool or uint8, got float32"),
@@ -120,8 +120,8 @@ def test_the_default_device_does_not_matter():
 
     expected = calls()
     torch.set_default_device("meta")
-    _torch._equal_on_host.cache_clear()
-    _torch._equal_starts_on_host.cache_clear()
+    _torch_attention._equal_on_host.cache_clear()
+    _torch_attention._equal_starts_on_host.cache_clear()
     try:
         found = calls()
     finally:

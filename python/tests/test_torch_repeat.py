@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import imbrex.torch  # noqa: E402
-from imbrex import _torch  # noqa: E402
+from imbrex import _torch_attention  # noqa: E402
 from torch_reference import reference, tensors  # noqa: E402
 
 
@@ -19,9 +19,9 @@ def device():
 def looked_at(monkeypatch):
     """How many calls had their shapes looked at."""
     calls = []
-    check = _torch._check_dense
-    monkeypatch.setattr(_torch, "_check_dense", lambda *a: calls.append(1) or check(*a))
-    monkeypatch.setattr(_torch, "_plans", _torch.PlanCache())
+    check = _torch_attention._check_dense
+    monkeypatch.setattr(_torch_attention, "_check_dense", lambda *a: calls.append(1) or check(*a))
+    monkeypatch.setattr(_torch_attention, "_plans", _torch_attention.PlanCache())
     return calls
 
 
@@ -111,18 +111,18 @@ def test_gradients_are_refused_again(device, looked_at):
     with pytest.raises(NotImplementedError, match="backward"):
         imbrex.torch.attention(q.requires_grad_(), k, v).sum().backward()
     with pytest.raises(NotImplementedError, match="backward"):
-        _torch.dense(q, k, v, _torch.Score())
+        _torch_attention.dense(q, k, v, _torch_attention.Score())
 
 
 def test_plans_that_go_are_not_kept(device, looked_at):
     for d in range(8, 8 * 70, 8):
         x = tensors(device, d=d)
         imbrex.torch.attention(*x)
-    plans = {id(kept) for kept in _torch._plans.kept()}
-    assert {id(recipe.kept) for recipe in _torch._plans._recipes.values()} <= plans
+    plans = {id(kept) for kept in _torch_attention._plans.kept()}
+    assert {id(recipe.kept) for recipe in _torch_attention._plans._recipes.values()} <= plans
     for n in range(600):
         imbrex.torch.attention(*tensors(device, sk=n + 1))
-    assert 0 < len(_torch._plans._recipes) <= 256
+    assert 0 < len(_torch_attention._plans._recipes) <= 256
 
 
 def test_threads_have_calls_of_their_own(device, looked_at):

@@ -147,9 +147,9 @@ def test_continuous_batching(name, device):
         expected.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist())
     model.set_attn_implementation("imbrex")
     calls = []
-    forward, dense = imbrex._torch.attend, imbrex.transformers._forward.attention
+    forward, dense = imbrex._torch_attention.attend, imbrex.transformers._forward.attention
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(imbrex._torch, "attend", lambda *a, **k: calls.append(1) or forward(*a, **k))
+        patch.setattr(imbrex._torch_attention, "attend", lambda *a, **k: calls.append(1) or forward(*a, **k))
         patch.setattr(imbrex.transformers._forward, "attention", lambda *a, **k: pytest.fail("not paged"))
         config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
         room = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=48)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 
 import torch
 
-from imbrex import _torch
+from imbrex import _torch_attention
 from imbrex.flash_attn._options import attend, check_call, check_ints, check_tensors, refuse, rows, score_of, slopes_of, wrong
 from imbrex.flash_attn._rotary import check_angles, rotate
 
@@ -31,14 +31,14 @@ class _Pages(NamedTuple):
 
 
 def _apart(cache: Tensor) -> int:
-    """How many tokens after a row the next one begins; 0 where that is no whole number."""
+    """The distance of rows in tokens; 0 where that is no whole number."""
     if cache.shape[0] == 1:
         return cache.shape[1]
     return cache.stride(0) // cache.stride(1) if cache.stride(1) and cache.stride(0) % cache.stride(1) == 0 else 0
 
 
 def _split(pages: _Pages, size: int) -> _Pages:
-    """In pages of fewer tokens: size divides the rows and the distance between them, which is that of k and of v."""
+    """Views the pages as smaller ones of `size` tokens, which divides the length of rows and their distance in k and v."""
     rows, tokens = pages.k.shape[:2]
     apart = _apart(pages.k)
     count = ((rows - 1) * apart + tokens) // size
@@ -92,7 +92,7 @@ def _too_long(room: int, got: int, request: int, new: int) -> ValueError:
 
 
 def _check_lens(lens: Tensor, cached: Tensor, pads: Optional[Tensor], new: int, room: int) -> None:
-    """All on the host: keys of each request with the new ones, and how many of them there are before those."""
+    """The number of keys of each request, new ones included, and the number before the new ones; all on the host."""
     lowest = torch.zeros_like(cached) if pads is None else pads
     for r in ((lens > room) | (cached < lowest) | (lowest < 0)).nonzero().flatten().tolist()[:1]:
         if int(lens[r]) > room:
@@ -133,7 +133,7 @@ def _check_rows(
 
 
 class _Counts(NamedTuple):
-    """Of a step, all on the host or all on the GPU, int32 [batch]."""
+    """The lengths of a step, all on the host or all on the GPU, int32 [batch]."""
 
     cached: Tensor  # tokens in front of the new ones
     pads: Optional[Tensor]  # of them those that are not seen
@@ -141,7 +141,7 @@ class _Counts(NamedTuple):
 
 
 def _counts(cache_seqlens: Union[int, Tensor], pads: Optional[Tensor], batch: int, new: int, room: int, device: torch.device) -> _Counts:
-    """device: where a number goes."""
+    """device: where a length that is a plain number is put."""
     if torch.is_tensor(cache_seqlens):
         check_ints("cache_seqlens", cache_seqlens, batch)
         cached = cache_seqlens
@@ -206,10 +206,10 @@ def attend_over_cache(
     same: Tuple[int, ...] = ()
     if not (torch.is_tensor(cache_seqlens) or ragged or cache_leftpad is not None):
         same = (batch, seqlen_q, cache_seqlens + new)
-    on_device = _torch.is_capturing(q) or any(x is not None and x.is_cuda for x in (cu_seqlens_q, cache_leftpad))
+    on_device = _torch_attention.is_capturing(q) or any(x is not None and x.is_cuda for x in (cu_seqlens_q, cache_leftpad))
     cached, pads, keys = _counts(cache_seqlens, cache_leftpad, batch, new, room, device if on_device else torch.device("cpu"))
     starts = cu_seqlens_q if ragged else torch.arange(batch + 1, dtype=torch.int32, device=cached.device) * seqlen_q
-    lengths = _torch.Lengths(starts, keys.to(starts.device), seqlen_q, room, same)
+    lengths = _torch_attention.Lengths(starts, keys.to(starts.device), seqlen_q, room, same)
 
     begin = cached.to(device)[:, None]  # of the new tokens
     if rotary_cos is not None:
@@ -232,7 +232,7 @@ def attend_over_cache(
         slots = slots_of(pages, positions, columns)
         new_kv = tuple(x.reshape(batch * new, *x.shape[2:]).to(q.dtype) for x in (k, v))
         if ragged or new != seqlen_q or (alibi_slopes is not None and alibi_slopes.dim() == 2):  # a step of its own: it has other tokens
-            _torch.write_kv((pages.k, pages.v), *new_kv, slots, pages.size)
+            _torch_attention.write_kv((pages.k, pages.v), *new_kv, slots, pages.size)
             new_kv = slots = None
     slopes = slopes_of(alibi_slopes, batch, heads)
     head_dim, longest = q.shape[-1], max(seqlen_q, room)

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
-from imbrex import _torch
+from imbrex import _torch_attention
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,7 @@ def wrong(name: str, expected: Any, got: Any) -> ValueError:
 
 
 def check_tensors(layouts: str, **tensors: Optional[Tensor]) -> None:
-    """Each has as many dimensions as its layout names. layouts: one for each tensor, "batch seqlen_q heads d, .."; for the last ones it repeats."""
+    """Checks that each tensor has as many dimensions as its layout names. layouts: one for each tensor, "batch seqlen_q heads d, .."; the last one repeats."""
     names = [x.split() for x in layouts.split(",")]
     for i, (name, x) in enumerate(tensors.items()):
         layout = names[min(i, len(names) - 1)]
@@ -55,7 +55,7 @@ def check_ints(name: str, x: Tensor, size: Union[int, str]) -> None:
 def check_call(dropout_p: float, *tensors: Optional[Tensor]) -> None:
     if dropout_p != 0.0:
         refuse(f"dropout (dropout_p {dropout_p})", "expected dropout_p 0.0")
-    _torch.no_gradient(*tensors)
+    _torch_attention.no_gradient(*tensors)
 
 
 def padded(*tensors: Tensor) -> Tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ def padded(*tensors: Tensor) -> Tuple[Tensor, ...]:
 
 
 def rows(x: Tensor) -> Tensor:
-    """Each element at a place of its own, and those of a head beside each other: a copy of what is expanded or transposed."""
+    """The tensor, copied if it is expanded or transposed: each element needs an address of its own, and those of a head must be contiguous."""
     overlaps = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
     return x.contiguous() if overlaps or x.stride(-1) != 1 else x
 
@@ -76,17 +76,17 @@ def slopes_of(alibi_slopes: Optional[Tensor], batch: int, heads: int) -> Optiona
     shape = list(alibi_slopes.shape)
     if shape not in ([heads], [1, heads], [batch, heads]):
         raise wrong("alibi_slopes", f"[{heads}] or [{batch}, {heads}]", shape)
-    slopes = _torch.f32(alibi_slopes)
+    slopes = _torch_attention.f32(alibi_slopes)
     return slopes[0] if shape == [1, heads] else slopes
 
 
 def score_of(
     head_dim: int, softmax_scale: Optional[float], causal: bool, window_size: Tuple[int, int], softcap: float, slopes: Optional[Tensor], longest: int
-) -> _torch.Score:
+) -> _torch_attention.Score:
     """slopes float32 [heads] or None; longest: no request has more queries or keys."""
     left, right = (int(n) for n in window_size)
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
-    score = _torch.Score(bool(causal), (left, right), scale, float(softcap))
+    score = _torch_attention.Score(bool(causal), (left, right), scale, float(softcap))
     if slopes is None:
         return score
     if causal or right == 0:
@@ -98,13 +98,15 @@ def score_of(
     return score._replace(relative_bias=falling.repeat(4, 1), relative_max_distance=exact + 1, relative_bidirectional=True)
 
 
-def attend(q: Tensor, layer: Any, lengths: _torch.Lengths, slopes: Optional[Tensor], score: Any, **options: Any) -> Tuple[Tensor, Optional[Tensor]]:
-    """_torch.attend(); with slopes [batch, heads] once for each request, while the others have no keys, which costs a launch each.
+def attend(
+    q: Tensor, layer: Any, lengths: _torch_attention.Lengths, slopes: Optional[Tensor], score: Any, **options: Any
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """_torch_attention.attend(); with slopes [batch, heads] once for each request, while the others have no keys, which costs a launch each.
 
     score: makes a Score of slopes [heads] or None.
     """
     if slopes is None or slopes.dim() == 1:
-        return _torch.attend(q, layer, lengths, score(slopes), **options)
+        return _torch_attention.attend(q, layer, lengths, score(slopes), **options)
     request = torch.arange(len(slopes), dtype=torch.int32, device=lengths.seq_lens.device)
     starts = options.pop("kv_start_loc", None)
     sums = None
@@ -112,7 +114,7 @@ def attend(q: Tensor, layer: Any, lengths: _torch.Lengths, slopes: Optional[Tens
         alone = lengths._replace(seq_lens=torch.where(request == r, lengths.seq_lens, 0), same=())
         if starts is not None:
             options["kv_start_loc"] = torch.cat((starts[r].expand(r + 1), starts[r + 1].expand(len(slopes) - r)))
-        out, lse = _torch.attend(q, layer, alone, score(own), **options)
+        out, lse = _torch_attention.attend(q, layer, alone, score(own), **options)
         # Rows of other requests are 0, with -inf.
         sums = (out, lse) if sums is None else (sums[0].add_(out), None if lse is None else torch.maximum(sums[1], lse))
-    return _torch.attend(q, layer, lengths, score(None), **options) if sums is None else sums
+    return _torch_attention.attend(q, layer, lengths, score(None), **options) if sums is None else sums

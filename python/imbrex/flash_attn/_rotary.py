@@ -38,7 +38,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def positions_of(x: Tensor, offsets: Union[int, Tensor], cu_seqlens: Optional[Tensor]) -> Tensor:
-    """Of the tokens of x [batch, seqlen, ..], or with cu_seqlens [total, ..]; offsets: those of the first tokens, int or [batch]."""
+    """The positions of the tokens of x [batch, seqlen, ..], or with cu_seqlens [total, ..]; offsets: positions of the first tokens, int or [batch]."""
     if cu_seqlens is None:
         tokens = torch.arange(x.shape[1], device=x.device)
         return tokens.expand(x.shape[:2]) + (offsets.to(x.device)[:, None] if torch.is_tensor(offsets) else offsets)

@@ -3,7 +3,7 @@ from typing import Any, Optional, Tuple, Union
 
 import torch
 
-from imbrex import _torch
+from imbrex import _torch_attention
 from imbrex.flash_attn._cache import attend_over_cache
 from imbrex.flash_attn._options import attend, check_call, check_ints, check_tensors, padded, refused, rows, score_of, slopes_of, wrong
 
@@ -44,7 +44,7 @@ def flash_attn_func(
 
     def part(batch: slice, own: Optional[Tensor]) -> Tuple[Tensor, Optional[Tensor]]:
         score = score_of(head_dim, softmax_scale, causal, window_size, softcap, own, longest)
-        return _torch.dense(q[batch], k[batch], v[batch], score, lse=True if return_attn_probs else None)
+        return _torch_attention.dense(q[batch], k[batch], v[batch], score, lse=True if return_attn_probs else None)
 
     if slopes is None or slopes.dim() == 1 or not len(slopes):
         out, lse = part(slice(None), slopes if slopes is None or slopes.dim() == 1 else None)
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     out, lse = attend(
         q,
         (k, v),
-        _torch.Lengths(cu_seqlens_q, cu_seqlens_k[1:] - cu_seqlens_k[:-1], int(max_seqlen_q), int(max_seqlen_k)),
+        _torch_attention.Lengths(cu_seqlens_q, cu_seqlens_k[1:] - cu_seqlens_k[:-1], int(max_seqlen_q), int(max_seqlen_k)),
         slopes,
         lambda own: score_of(head_dim, softmax_scale, causal, window_size, softcap, own, longest),
         **(dict(kv_start_loc=cu_seqlens_k) if block_table is None else dict(block_size=k.shape[1], block_table=block_table)),
@@ -227,7 +227,7 @@ def flash_attn_with_kvcache(
 
 
 class _Extension:
-    """The module of flash-attn's kernels: whatever of it is called is refused."""
+    """Stands for the module of flash-attn's kernels: every function of it refuses to be called."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name

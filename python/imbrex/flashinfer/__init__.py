@@ -11,7 +11,7 @@ FlashInfer is no attention (norms, RoPE, sampling, GEMM, MoE) is not in here. Fo
 """
 from typing import Any, List
 
-from ._attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+from ._batch_attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from ._cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,

@@ -1,4 +1,4 @@
-"""Attention states (outputs with LSE in base 2) put together, in float32, in the order given. One with LSE -inf counts for nothing."""
+"""Merges attention states (outputs with LSE in base 2), in float32, in the order given. A state with LSE -inf has no effect."""
 from typing import Optional, Sequence, Tuple
 
 import torch

@@ -4,7 +4,7 @@ from typing import Any, Dict, NamedTuple, Optional
 
 import torch
 
-from .._torch import no_gradient
+from .._torch_attention import no_gradient
 from ._options import FP8, DTypeLike, refuse, refuse_given, refuse_nvfp4, score_fields, torch_dtype
 from ._plans import Step, is_capturing
 from ._run import Result, Types
@@ -38,7 +38,7 @@ def _pages(cache: torch.Tensor, ids: torch.Tensor, scale: Any, dtype: torch.dtyp
 
 
 class _Keys(NamedTuple):
-    """How a run() reads its keys: where they lie, or from a copy of the step's pages, which may be of the queries' type."""
+    """How a run() reads its keys: in place, or from a copy of the step's pages, which may have the queries' type."""
 
     copied: bool = False
     scaled: bool = False
@@ -117,7 +117,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         self._start(self._keys)
 
     def _start(self, keys: _Keys) -> None:
-        """The step of the last plan(), for keys that are read like this. Layers of a model are alike, so the next step begins the same way."""
+        """Plans the step of the last plan() for keys that are read in this way. Layers of a model are alike, so the next plan() prepares the same way."""
         step, types, ids = self._step, self._planned, self._page_ids
         if step is None or types is None or ids is None:
             raise RuntimeError("imbrex.flashinfer: run() before plan()")

@@ -1,4 +1,4 @@
-"""What arguments mean: layouts, element types, position encodings, backends, and the refusals of what imbrex has not."""
+"""The meaning of arguments: layouts, element types, position encodings, backends, and refusals of those that imbrex does not have."""
 import functools
 import math
 from typing import Any, Dict, Optional, Union
@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Union
 import torch
 
 from .. import _core
-from .._arrays import dtype_name
+from .._frameworks import dtype_name
 
 DTypeLike = Union[str, torch.dtype]
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,7 +82,7 @@ def check_layout(kv_layout: str) -> str:
 
 
 def backend_name(backend: str) -> str:
-    """What imbrex.Plan takes: FlashInfer's own kernels are whatever imbrex selects, imbrex's names are themselves."""
+    """The backend for imbrex.Plan: a name of FlashInfer's kernels leaves the choice to imbrex, a name of imbrex forces that backend."""
     if backend in ("auto", "fa2", "fa3"):
         return ""
     names = [name for name, _ in _core.backends()]

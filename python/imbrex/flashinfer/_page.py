@@ -3,7 +3,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from .._torch import no_gradient
+from .._torch_attention import no_gradient
 from ._options import check_layout, refuse_nvfp4
 from ._run import Cache, unpack_cache
 
@@ -54,7 +54,7 @@ def _append(
     kv_indices: torch.Tensor,
     kv_indptr: torch.Tensor,
 ) -> None:
-    """new [nnz, ..] to caches [num_pages, page_size, ..]. Nothing waits for the device.
+    """Writes new [nnz, ..] to caches [num_pages, page_size, ..]. The host does not wait for the device.
 
     Tokens of no request are given the place and the value of the first token that has one; if none has, what lies at some place already.
     """
@@ -91,7 +91,7 @@ def append_paged_kv_cache(
     kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """append_key and append_value [nnz, num_kv_heads, head_dim], of the cache's type, to their places; request -1 is not written.
+    """Writes append_key and append_value [nnz, num_kv_heads, head_dim], of the cache's type, to their pages; request -1 is skipped.
 
     Pages for the new tokens are in kv_indices already. kv_last_page_len is not needed. A CUDA graph may hold the call.
     """

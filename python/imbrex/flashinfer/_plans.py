@@ -1,4 +1,4 @@
-"""The plans behind a wrapper: made when a spec or larger limits are first needed, updated once a plan(), found again by every run()."""
+"""The plans behind a wrapper: one is made when a spec or larger limits are first needed, updated by plan(), and used by every run()."""
 from collections import OrderedDict
 from typing import Any, Dict, NamedTuple, Optional, Tuple
 
@@ -37,7 +37,7 @@ class _Made:
         return self._capture != 0 and self.plan.num_graphs > 0
 
     def capture(self, stream: int) -> None:
-        """The graph that the stream is captured into keeps the plan, also when the wrapper is gone."""
+        """Makes the graph that the stream is captured into keep the plan, also when the wrapper is gone."""
         capture = _core.capture_of(stream)
         if capture not in (0, self._capture):
             self.plan.keep_for_capture(stream)
@@ -71,7 +71,7 @@ class Plans:
     """
 
     def __init__(self, device: torch.device, backend: str = "", graph: bool = False, kept: int = 4, on_demand: bool = True) -> None:
-        """kept: so many plans that no graph holds. on_demand: kernels are compiled when a step first needs them."""
+        """kept: how many plans are kept that no graph holds. on_demand: kernels are compiled when a step first needs them."""
         self.device, self.backend, self.graph, self.kept = device, backend, graph, kept
         self.on_demand = on_demand and not graph
         self.num_tokens = 0  # of the step

@@ -1,11 +1,11 @@
-"""What every run() does: caches of any layout to layers, scales to where imbrex applies them, outputs of any type, LSE to base 2."""
+"""The steps that every run() shares: it makes layers of caches of any layout, applies scales, converts outputs, and LSE to base 2."""
 import functools
 import math
 from typing import Any, Dict, NamedTuple, Optional, Tuple, Union
 
 import torch
 
-from .._torch import no_gradient
+from .._torch_attention import no_gradient
 from ..plan import KvLayer
 from ._options import FP8, alibi_slopes, refuse_nvfp4, spec_dtype
 from ._plans import Plans
@@ -17,7 +17,7 @@ Result = Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]  # out, or (out,
 
 
 class Types(NamedTuple):
-    """Element types that plan() was told."""
+    """The element types that plan() was given."""
 
     q: torch.dtype
     kv: torch.dtype
@@ -74,7 +74,7 @@ def _per_head(scale: torch.Tensor, num_heads: int, device: torch.device) -> torc
 
 
 def _of_fp8(scale: Scale, device: torch.device) -> Optional[torch.Tensor]:
-    """As imbrex takes scales of an fp8 tensor."""
+    """The scales of an fp8 tensor, as imbrex takes them."""
     if _is_one(scale):
         return None
     if torch.is_tensor(scale):

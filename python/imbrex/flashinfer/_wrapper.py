@@ -1,4 +1,4 @@
-"""What all wrappers are: a device, plans, and steps made of FlashInfer's arrays."""
+"""The base of all wrappers: a device, plans, and steps made of FlashInfer's arrays."""
 from typing import Any, Dict, Optional, Tuple
 
 import torch
@@ -17,7 +17,7 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def on_host(array: Any, name: str) -> torch.Tensor:
-    """int32 on the host: what plan() decides by. From a GPU it is copied, which waits for the stream."""
+    """An array that plan() reads, as int32 on the host. From a GPU it is copied, which waits for the stream."""
     array = as_tensor(array)
     if array.ndim != 1:
         raise ValueError(f"{name}: expected 1 dimension, got {list(array.shape)}")
@@ -30,7 +30,7 @@ def check_starts(starts: torch.Tensor, name: str) -> None:
 
 
 def cut_starts(given: Any, starts: torch.Tensor, name: str, num_reqs: int, of: str) -> Tuple[torch.Tensor, torch.Tensor]:
-    """What was given and the same on the host, both without what lies behind [num_reqs + 1], which FlashInfer does not read. of: has num_reqs."""
+    """The array and a copy on the host, both cut to [num_reqs + 1], since FlashInfer reads no further. of: an array with num_reqs entries."""
     if len(starts) <= num_reqs:
         raise ValueError(f"{name}: expected {num_reqs + 1} entries, for the {num_reqs} requests of {of}, got {len(starts)}")
     return as_tensor(given)[: num_reqs + 1], starts[: num_reqs + 1]
@@ -58,7 +58,7 @@ def check_room(indptr: torch.Tensor, lens: torch.Tensor, page_size: int) -> None
 
 
 def check_lens(given: Optional[torch.Tensor], lens: torch.Tensor, name: str) -> None:
-    """An argument that FlashInfer's other backends need says the same as the rest. A request without keys may be padding there."""
+    """Checks that an argument which only FlashInfer's other backends need agrees with the others. A request without keys may be padding in it."""
     if given is None:
         return
     given = as_tensor(given).detach().to("cpu", torch.int64).flatten()
@@ -67,7 +67,7 @@ def check_lens(given: Optional[torch.Tensor], lens: torch.Tensor, name: str) -> 
 
 
 class Buffers:
-    """Of a wrapper for graphs: the user's arrays, which plan() fills and kernels read where they lie."""
+    """The user's arrays of a wrapper for graphs, which plan() fills and kernels read in place."""
 
     def __init__(self, **buffers: Any) -> None:
         for name, buffer in buffers.items():
@@ -165,7 +165,7 @@ class Wrapper:
     def _paged_arrays(
         self, buffers: Optional[Buffers], indptr: torch.Tensor, indices: torch.Tensor, mask: Optional[torch.Tensor], non_blocking: bool
     ) -> Dict[str, torch.Tensor]:
-        """Where pages are. All on the host when indices are there, but for graphs and custom masks, else all on the device."""
+        """The arrays that say where pages are: all on the host if the indices are there (except for graphs and custom masks), else all on the device."""
         indices = as_tensor(indices).detach()
         if indices.ndim != 1:
             raise ValueError(f"kv_indices: expected 1 dimension, got {list(indices.shape)}")

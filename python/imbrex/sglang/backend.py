@@ -25,7 +25,7 @@ check_version("SGLang", sglang.__version__, WRITTEN_FOR, least_patch=True)
 
 @dataclass
 class Step:
-    """What plans are updated with. Lengths are int32 on the host, or on the GPU where the host does not know them."""
+    """A step: the arrays that plans are updated with. Lengths are int32 on the host, or on the GPU where the host does not know them."""
 
     number: int
     query_start_loc: torch.Tensor
@@ -98,11 +98,11 @@ class Backend(AttentionBackend):
     # Steps.
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """An eager step."""
+        """Plans a step that runs outside of a graph."""
         self._begin(forward_batch, graph=False)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """A step of a graph: before it is captured, and before each replay. Everything is planned here; a graph holds layers alone."""
+        """Plans a step of a graph, before it is captured and before each replay. A graph holds only the layers."""
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise NotImplementedError(f"imbrex: expected a CUDA graph of decoding or verification in SGLang, got {mode.name}")
@@ -116,7 +116,7 @@ class Backend(AttentionBackend):
                 self._update(kept, step, masked)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Nothing: plans are where the captured kernels look."""
+        """Does nothing: the captured kernels read the plans' memory."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         columns = -(-self.max_keys // self.page_size)
@@ -274,7 +274,7 @@ class Backend(AttentionBackend):
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def forward_mixed(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        """The same: a request that decodes extends by one token."""
+        """As forward_extend(): a request that decodes extends by one token."""
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def _attend(self, q, k, v, layer, forward_batch, save_kv_cache, sinks=None, **kwargs):
@@ -294,7 +294,7 @@ class Backend(AttentionBackend):
         return out
 
     def _write(self, layer: Any, where: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The pool's own way, for whatever it does beside; it divides by the scales in place."""
+        """Writes new keys and values by the pool's own method, which may do more than that; it divides by the scales in place."""
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         if layer.k_scale is None and layer.v_scale is None:
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
@@ -302,7 +302,7 @@ class Backend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, where, k.clone(), v.clone(), layer.k_scale, layer.v_scale)
 
     def _check(self, layer: Any, q: torch.Tensor) -> None:
-        """A layer's pages, before its first step."""
+        """Checks a layer's pages before its first step."""
         if not self.settings.self_check or layer.layer_id in self._checked:
             return
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -327,7 +327,7 @@ class Backend(AttentionBackend):
 
 
 def refuse_layer(layer: Any, batch: Any, kwargs: Dict[str, Any]) -> None:
-    """NotImplementedError for what a layer or its call asks for and imbrex does not have here."""
+    """Raises NotImplementedError for a feature that a layer or its call needs and imbrex does not have here."""
     for name, value in kwargs.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"imbrex: expected no {name} in SGLang, got one")

@@ -9,7 +9,7 @@ from ..plan import KvLayer
 
 
 def check_pool(pool: Any) -> None:
-    """NotImplementedError for a pool whose pages imbrex does not read."""
+    """Raises NotImplementedError for a pool whose pages imbrex does not read."""
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 
     if isinstance(pool, BaseSWAKVPool):
@@ -34,7 +34,7 @@ def pages_of(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def scales_of(layer: Any, buffer: torch.Tensor) -> Tuple[Any, Any]:
-    """Of an fp8 cache; none for another, which SGLang fills without them."""
+    """The scales of an fp8 cache; none for another type, which SGLang fills without them."""
     if buffer.element_size() != 1:
         return None, None
     return tuple(None if s is None else floats(torch.as_tensor(s), buffer.device) for s in (layer.k_scale, layer.v_scale))

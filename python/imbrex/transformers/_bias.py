@@ -4,7 +4,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .. import _torch
+from .. import _torch_attention
 
 
 _REFUSAL = (
@@ -66,16 +66,16 @@ def relative_attention(
     sinks: Optional[Tensor],
 ) -> Tensor:
     """imbrex.torch.attention with a table of relative_bias_table()."""
-    score = _torch.Score(
+    score = _torch_attention.Score(
         causal,
         scale=scale,
         soft_cap=soft_cap,
-        sinks=_torch.f32(sinks),
+        sinks=_torch_attention.f32(sinks),
         relative_bias=table,
         relative_max_distance=table.shape[0] // 4 + 1,
         relative_bidirectional=True,
     )
-    return _torch.dense(q, k, v, score, mask)[0].contiguous()
+    return _torch_attention.dense(q, k, v, score, mask)[0].contiguous()
 
 
 @relative_attention.register_fake

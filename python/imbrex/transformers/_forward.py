@@ -11,7 +11,7 @@ from ._refusals import finish, refuse
 
 
 def _is_causal(module: torch.nn.Module) -> bool:
-    """By its word. In some versions of transformers UMT5's decoder does not give it: its layers with a bias are those that look at their own tokens."""
+    """By its argument. In some versions of transformers UMT5's decoder does not pass it: its layers with a bias are those that look at their own tokens."""
     return getattr(module, "is_causal", True) or (getattr(module, "is_decoder", False) and getattr(module, "has_relative_attention_bias", False))
 
 

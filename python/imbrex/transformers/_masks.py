@@ -1,4 +1,4 @@
-"""What transformers' masks say, in the words of kernels."""
+"""Translates the masks of transformers into causality, windows and explicit masks."""
 import functools
 import inspect
 from typing import Any, Dict, NamedTuple, Optional
@@ -8,7 +8,7 @@ from transformers import masking_utils
 
 
 class Shape(NamedTuple):
-    """What a mask of the model says in other words: causal, aligned at the bottom right, with a window (0: none)."""
+    """The meaning of a mask of the model: causal, aligned at the bottom right, with a window (0: none)."""
 
     window: int
 
@@ -38,7 +38,7 @@ def _window_of(mask_function: Any) -> Optional[int]:
 
 @functools.lru_cache(maxsize=None)
 def _signature_of(function: Any) -> inspect.Signature:
-    """Looked up once: that takes a tenth of a millisecond, and every step of a model needs it."""
+    """The result is kept: finding it takes a tenth of a millisecond, and every step of a model needs it."""
     return inspect.signature(function)
 
 
@@ -64,7 +64,7 @@ def attention_mask(*args: Any, **kwargs: Any) -> Optional[torch.Tensor]:
 
 
 def shape_of(mask: Optional[torch.Tensor], query_len: int, seq_len: int) -> Optional[Shape]:
-    """The shape that attention_mask() found, while the mask is still that one."""
+    """The meaning that attention_mask() found, if the mask is still the one that it returned."""
     shape = getattr(mask, "imbrex_shape", None)
     return shape if shape is not None and mask.shape[2:] == (query_len, seq_len) else None
 

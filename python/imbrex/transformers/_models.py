@@ -19,7 +19,7 @@ _OWN_ADDITION = re.compile(r"\+=?\s*(\(1\.0 - )?[\w.]*mask\b")
 
 
 def _goes_through_the_interface(model: PreTrainedModel) -> bool:
-    """By its word, or by its source: it calls the interface, and has no table of classes for the implementations it knows."""
+    """Whether a model says so, or its source does: it calls the interface, and has no table of classes for the implementations that it knows."""
     tables = [n for n in vars(sys.modules[type(model).__module__]) if n.endswith("ATTENTION_CLASSES")]
     return bool(model._supports_attention_backend) or (model._can_set_attn_implementation() and not tables)
 
@@ -66,7 +66,7 @@ def _check_layers(model: PreTrainedModel) -> None:
 
 
 def _no_weights(model: PreTrainedModel, args: Tuple[Any, ...], kwargs: Any) -> None:
-    """Some models return an empty tuple instead of the weights, and pass the wish on to nobody."""
+    """Some models return an empty tuple instead of the weights, and do not pass the option on to their layers."""
     if kwargs.get("output_attentions") and model.config._attn_implementation in NAMES:
         raise NotImplementedError("imbrex: output_attentions: weights are never stored; use attn_implementation='eager'")
 
@@ -98,7 +98,7 @@ def _hook(name: str, make: Any) -> None:
 
 
 def _checks_class(method):
-    """Of every model that is made: from_pretrained, from_config, parts of others, remote code."""
+    """Checks every model that is made: by from_pretrained or from_config, as a part of another, from remote code."""
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         if requested_attention in NAMES:
@@ -111,7 +111,7 @@ def _checks_class(method):
 
 
 def _checks_layers(method):
-    """Of every model that is complete."""
+    """Checks every model that is complete."""
 
     def post_init(self, *args, **kwargs):
         if self.config._attn_implementation in NAMES:
@@ -132,7 +132,7 @@ def _bring_copies(model: PreTrainedModel, named: Container[int]) -> None:
 
 
 def _checks_change(method):
-    """Of a model that goes over to imbrex: transformers only warns of parts that cannot. Nothing is changed when one is refused."""
+    """Checks a model that is switched to imbrex: transformers only warns of parts that cannot be. Nothing changes when one is refused."""
 
     def set_attn_implementation(self, attn_implementation, *args, **kwargs):
         asked = dict(_asked(self.config, attn_implementation))

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 import torch
 from transformers.generation.continuous_batching import PagedAttentionCache, continuous_api
 
-from .. import _torch
+from .. import _torch_attention
 from ._refusals import finish, refuse
 from ._versions import check_continuous_batching
 
@@ -52,16 +52,18 @@ def paged_attention_forward(
     query_starts = kwargs["cu_seq_lens_q"].to(torch.int32)
     starts = starts.to(torch.int32)
     scale = getattr(module, "scaling", None) if scaling is None else scaling
-    score = _torch.Score(True, (window - 1 if window else -1, -1), scale, softcap or 0.0, _torch.f32(s_aux))
-    lengths = _torch.Lengths(query_starts, starts[1:] - starts[:-1], int(kwargs.get("max_length_q", kwargs.get("max_seqlen_q", 0))), int(longest))
+    score = _torch_attention.Score(True, (window - 1 if window else -1, -1), scale, softcap or 0.0, _torch_attention.f32(s_aux))
+    lengths = _torch_attention.Lengths(
+        query_starts, starts[1:] - starts[:-1], int(kwargs.get("max_length_q", kwargs.get("max_seqlen_q", 0))), int(longest)
+    )
     tokens = query.squeeze(0).transpose(0, 1)
     out = query.new_zeros((tokens.shape[0], tokens.shape[1], values.shape[-1]))  # tokens that only fill up a step stay 0
-    _torch.attend(tokens, (keys, values), lengths, score, kv_start_loc=starts, out=out)
+    _torch_attention.attend(tokens, (keys, values), lengths, score, kv_start_loc=starts, out=out)
     return finish(out.unsqueeze(0))
 
 
 def keep_in_continuous_batching() -> None:
-    """Continuous batching knows its implementations by name, and goes over to others it finds: a model on imbrex stays there."""
+    """Keeps a model on imbrex: continuous batching knows its implementations by name, and would switch to another one."""
     manager = getattr(continuous_api, "ContinuousBatchingManager", None)
     switch = getattr(manager, "switch_to_cb_friendly_attn", None)
     if switch is None or hasattr(switch, "imbrex_keeps"):

@@ -1,4 +1,4 @@
-"""What is refused in each call, by name."""
+"""Refusals of a call's arguments, by name."""
 from typing import Any, Optional, Tuple
 
 import torch
@@ -8,7 +8,7 @@ _REFUSED = ("head_mask", "layer_head_mask", "attention_bias", "alibi", "block_ma
 
 
 def refuse(module: torch.nn.Module, tensors: Tuple[Optional[torch.Tensor], ...], dropout: float, kwargs: Any) -> None:
-    """What would change the result, or the training, and is not there."""
+    """Refuses arguments that would change the result or the training and that imbrex does not have."""
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"imbrex: {name}: expected None; use attn_implementation='eager' or 'sdpa'")

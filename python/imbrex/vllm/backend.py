@@ -1,4 +1,4 @@
-"""What vLLM asks of a backend before there are layers: its name, its classes, what it can run. Importing this checks vLLM's version."""
+"""The backend class that vLLM asks before layers exist: its name, its classes, what it can run. Importing this checks vLLM's version."""
 
 import inspect
 from typing import Any, Dict, List, Optional, Tuple
@@ -49,7 +49,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Tuple[KVCacheLayout, ...]:
-        """All: pages are read by their strides. What decoding likes best comes first."""
+        """All layouts, since pages are read by their strides. The one that is fastest in decode comes first."""
         first = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
         return first + tuple(layout for layout in KVCacheLayout if layout not in first)
 
@@ -82,7 +82,7 @@ class Backend(AttentionBackend):
 
 
 class CpuBackend(Backend):
-    """The same where vLLM expects CPU_ATTN."""
+    """The backend under the name CPU_ATTN, which vLLM expects on CPUs."""
 
     @staticmethod
     def get_name() -> str:
@@ -101,7 +101,7 @@ def _device(capability: Optional[Any]) -> str:
 
 
 def _spec_fields(given: Dict[str, Any]) -> Dict[str, Any]:
-    """What is known of a layer before it is made. Heads are of the model, where a configuration is current."""
+    """The properties of a layer that are known before it is made. Heads are those of the model, where a configuration is current."""
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     q_dtype = type_name(given["dtype"])

@@ -6,7 +6,7 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from .. import _packed
+from .. import _amx_packed
 from ..engines import as_bytes, floats, type_name
 from ..plan import KvLayer, Plan
 
@@ -88,7 +88,7 @@ class Impl(AttentionImpl):
         )
 
     def score_fields(self) -> Dict[str, Any]:
-        """Those of them that change what a query makes of its keys."""
+        """Those arguments that change a query's output."""
         fields = dict(scale=self.scale, soft_cap=self.soft_cap, alibi_sqrt=self.alibi_sqrt)
         if self.chunk_lookback >= 0:
             fields.update(chunk=self.sliding_window // (self.chunk_lookback + 1), chunk_lookback=self.chunk_lookback)
@@ -122,8 +122,8 @@ class Impl(AttentionImpl):
         """The pages of vLLM's [num_blocks, heads, block_size, k and v dims], whatever their strides; packed, keys are the first part of a
         head's block and values the rest."""
         if kv_cache is not self._seen:
-            if self.kv_format == _packed.FORMAT:
-                self._pages = _packed.halves(kv_cache, self.head_size)
+            if self.kv_format == _amx_packed.FORMAT:
+                self._pages = _amx_packed.halves(kv_cache, self.head_size)
             else:
                 pages = as_bytes(kv_cache.permute(0, 2, 1, 3))
                 self._pages = pages[..., : self.head_size], pages[..., self.head_size :]
@@ -133,11 +133,11 @@ class Impl(AttentionImpl):
         return KvLayer(*self._pages, layer._k_scale.reshape(-1), layer._v_scale.reshape(-1))
 
     def write_pages(self, plan: Plan, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
-        """New k and v to the slots of the plan's step."""
+        """Writes new k and v to the slots of the plan's step."""
         plan.write_kv(self.kv_of(layer, kv_cache), key, value)
 
     def do_kv_cache_update(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """New k and v [tokens, num_kv_heads, head_size] to slot_mapping's slots; -1 is not kept."""
+        """Writes new k and v [tokens, num_kv_heads, head_size] to slot_mapping's slots; slot -1 is skipped."""
         if self.ragged:
             return
         metadata = get_forward_context().attn_metadata
@@ -188,6 +188,6 @@ def scatter(pages: KvLayer, kv_cache_dtype: str, kv_cache: torch.Tensor, key: to
         elif x.dtype != kv_cache.dtype:
             x = x.to(kv_cache.dtype)
         if cache.dim() == 3:
-            _packed.write_rows(side, cache, x, block_size, slots)
+            _amx_packed.write_rows(side, cache, x, block_size, slots)
         else:
             cache[slots // block_size, slots % block_size] = x

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
-from .. import _core, _packed
+from .. import _amx_packed, _core
 from ..engines import CheckedLayer, announce, as_bytes, check_pages, device_text, make_plan, settings, shared_workspace
 from ..plan import Plan, select
 from .impl import Impl
@@ -19,7 +19,7 @@ logger = init_logger("vllm.imbrex")  # below "vllm", whose handlers and level it
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """What Impl takes of a step. Tensors are vLLM's own; num_actual_tokens counts its padding too."""
+    """The step as Impl reads it. Tensors are vLLM's own; num_actual_tokens counts padding too."""
 
     plans: Dict[Tuple, Plan]
     num_actual_tokens: int
@@ -73,7 +73,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self._decode_has_graphs():
             self.decode_plans = {}
         for layer in self.layers.values():
-            layer.impl.kv_format = _packed.FORMAT if packed else "strided"
+            layer.impl.kv_format = _amx_packed.FORMAT if packed else "strided"
             fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
             layer.impl.plan_key = tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
@@ -116,9 +116,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
         def same_backend(layer: Any) -> bool:
             fields = layer.impl.spec_fields(self.kv_cache_spec, self.vllm_config.model_config.dtype)
-            if not _packed.fits(fields):
+            if not _amx_packed.fits(fields):
                 return False
-            strided, packed = (_core.AttentionSpec(**{**fields, "kv_format": name}) for name in ("strided", _packed.FORMAT))
+            strided, packed = (_core.AttentionSpec(**{**fields, "kv_format": name}) for name in ("strided", _amx_packed.FORMAT))
             chosen = select(strided, "cpu", forced=self.settings.backend).backend
             return any(name == chosen and not reasons for name, reasons in select(packed, "cpu").candidates)
 
@@ -204,13 +204,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 )
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """The same step with the lengths that are on the GPU by now; may be captured."""
+        """Plans the step again with the lengths that are now on the GPU; may be captured."""
         if not self.on_device:
             raise NotImplementedError('imbrex: expected the setting on_device "always" to plan within a graph, got plans of the host')
         self._update_on_device(metadata)
 
     def _self_check(self) -> None:
-        """Once the engine has bound its pages: every layer that has pages of its own."""
+        """Checks every layer that has pages of its own, once the engine has bound them."""
         owners = {n: x for n, x in self.layers.items() if not x.impl.ragged and x.impl.kv_sharing_target_layer_name is None}
         if any(x.kv_cache.numel() == 0 for x in owners.values()):
             return  # not bound yet
@@ -234,9 +234,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         pages = impl.kv_of(layer, cache)
 
         def packed_rows(slots: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-            k, v = _packed.halves(cache, spec.head_dim_qk)
+            k, v = _amx_packed.halves(cache, spec.head_dim_qk)
             sides = (("k", k, spec.head_dim_qk), ("v", v, spec.head_dim_v))
-            return tuple(_packed.read_rows(side, x, as_bytes(cache).dtype, spec.block_size, dim, slots) for side, x, dim in sides)
+            return tuple(_amx_packed.read_rows(side, x, as_bytes(cache).dtype, spec.block_size, dim, slots) for side, x, dim in sides)
 
         def rows(slots: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
             found = cache[slots // spec.block_size, :, slots % spec.block_size]
@@ -245,5 +245,5 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         def write(plan: Plan, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
             impl.write_pages(plan, layer, k, v, cache)
 
-        find = packed_rows if impl.kv_format == _packed.FORMAT else rows
+        find = packed_rows if impl.kv_format == _amx_packed.FORMAT else rows
         return CheckedLayer(name, spec, pages, write, find, impl.extras(cache.device), impl.score_fields())

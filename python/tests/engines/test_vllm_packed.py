@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import imbrex  # noqa: E402
-from imbrex import _packed  # noqa: E402
+from imbrex import _amx_packed  # noqa: E402
 from vllm_runner import Runner, serve  # noqa: E402
 
 SLOPES = [2.0 ** -(i + 1) for i in range(8)]
@@ -42,7 +42,7 @@ def formats(runner):
 def test_serving(model, block_size):
     runner = Runner("cpu", model, block_size=block_size)
     serve(runner)
-    assert formats(runner) == {_packed.FORMAT}
+    assert formats(runner) == {_amx_packed.FORMAT}
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.25, 0.5), ([0.5, 0.1], [0.3, 2.0])])
@@ -50,7 +50,7 @@ def test_serving(model, block_size):
 def test_fp8(kv_dtype, scales):
     runner = Runner("cpu", WINDOWS, kv_dtype=kv_dtype, scales=scales)
     serve(runner)
-    assert formats(runner) == {_packed.FORMAT}
+    assert formats(runner) == {_amx_packed.FORMAT}
 
 
 @pytest.mark.parametrize("padding", [0, 64])
@@ -59,7 +59,7 @@ def test_layouts(layout, padding):
     """A head's block is packed where it is one piece of memory, and plain rows elsewhere."""
     runner = Runner("cpu", [{}, {}], layout=layout, padding=padding)
     serve(runner)
-    assert formats(runner) == {_packed.FORMAT if layout.endswith("HNC") or layout in ("LHBNC", "BHLNC") else "strided"}
+    assert formats(runner) == {_amx_packed.FORMAT if layout.endswith("HNC") or layout in ("LHBNC", "BHLNC") else "strided"}
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_without_a_layout_rows_are_plain(monkeypatch):
 def test_layers_that_share_their_cache():
     runner = Runner("cpu", [{}, {"kv_sharing_target_layer_name": "layers.0"}])
     serve(runner)
-    assert formats(runner) == {_packed.FORMAT}
+    assert formats(runner) == {_amx_packed.FORMAT}
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "fp8_e5m2"])

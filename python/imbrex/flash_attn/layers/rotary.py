@@ -92,7 +92,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._tables: Tuple[Tensor, ...] = ()  # cos and sin of q, cos and sin of k
 
     def _angles(self, count: int, like: Tensor) -> Tuple[Tensor, ...]:
-        """For `count` positions or more, in the type and on the device of q. Angles are float32 also where the module is of another type."""
+        """Makes the tables for at least `count` positions, in the type and on the device of q. Angles are float32 also where the module has another type."""
         tables = self._tables
         if tables and len(tables[0]) >= count and tables[0].device == like.device and tables[0].dtype == like.dtype:
             return tables

@@ -1,4 +1,4 @@
-"""Of flash_attn.ops there is triton.rotary."""
+"""flash_attn.ops, of which imbrex has triton.rotary."""
 from imbrex.flash_attn.ops import triton
 
 __all__ = ["triton"]

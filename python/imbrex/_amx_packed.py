@@ -53,7 +53,7 @@ def halves(pages: Any, k_dim: int) -> Any:
 
 
 def _place(side: str, pages: Any, dtype: Any, block_size: int, head_dim: int, slots: Any) -> Any:
-    """The elements of `pages` as `dtype`, and the three indices of rows [n, heads, head_dim] in them."""
+    """Returns the elements of `pages` as `dtype`, and the three indices of rows [n, heads, head_dim] in them."""
     import torch
 
     elements = pages.view(dtype)
@@ -63,12 +63,12 @@ def _place(side: str, pages: Any, dtype: Any, block_size: int, head_dim: int, sl
 
 
 def read_rows(side: str, pages: Any, dtype: Any, block_size: int, head_dim: int, slots: Any) -> Any:
-    """[n, heads, head_dim] of the rows at slots [n]. dtype is of an element: bfloat16, or uint8 of fp8."""
+    """Reads the rows at slots [n]: [n, heads, head_dim]. dtype is that of an element: bfloat16, or uint8 for fp8."""
     elements, index = _place(side, pages, dtype, block_size, head_dim, slots)
     return elements[index]
 
 
 def write_rows(side: str, pages: Any, rows: Any, block_size: int, slots: Any) -> None:
-    """rows [n, heads, head_dim], of the elements' type, to slots [n]."""
+    """Writes rows [n, heads, head_dim], of the elements' type, to slots [n]."""
     elements, index = _place(side, pages, rows.dtype, block_size, rows.shape[-1], slots)
     elements[index] = rows

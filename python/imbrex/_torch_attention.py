@@ -9,9 +9,9 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 
 from . import _core
-from ._arrays import device_name, dtype_name, no_gradient, stream_address
+from ._frameworks import device_name, dtype_name, no_gradient, stream_address
 from ._plan_cache import Limits, PlanCache
-from ._repeat import Call, by_token, key_of, repeat
+from ._repeated_calls import Call, by_token, key_of, repeat
 from .plan import KvLayer, Plan
 
 __all__ = ["Lengths", "Score", "attend", "dense", "equal_lengths", "f32", "is_capturing", "no_gradient", "starts_of", "write_kv"]
@@ -90,7 +90,7 @@ def _plan_for(q, k, head_dim_v, block_size, score, masked, needed, stream):
 
 
 class Lengths(NamedTuple):
-    """Of a batch: both arrays on the host, or both where q is. `same` is a hashable name of host lengths, () when there is none."""
+    """The lengths of a batch: both arrays on the host, or both on the device of q. `same` is a hashable name of host lengths, () when there is none."""
 
     query_start_loc: torch.Tensor  # int32 [num_reqs + 1]
     seq_lens: torch.Tensor  # int32 [num_reqs]
@@ -179,7 +179,7 @@ def _attend(
     lse=None,
     call=None,
 ):
-    """attend() of tensors whose shapes were looked at; `call` may then be repeated without that."""
+    """attend() for tensors whose shapes have been checked; `call` may then be repeated without checks."""
     if not layer.k.shape[0]:  # no keys at all: imbrex wants memory to point to
         layer = layer._replace(k=layer.k.new_empty((1, *layer.k.shape[1:])), v=layer.v.new_empty((1, *layer.v.shape[1:])))
     num_reqs, num_tokens, v_dim = lengths.seq_lens.shape[0], q.shape[0], layer.v.shape[-1]
@@ -216,7 +216,7 @@ def _attend(
 
 
 def write_kv(layer, k, v, slot_mapping, block_size):
-    """k and v [num_tokens, num_kv_heads, d] to their slots of pages [num_blocks, block_size, num_kv_heads, d], converted; -1 is not written."""
+    """Writes k and v [num_tokens, num_kv_heads, d] to their slots of pages [num_blocks, block_size, num_kv_heads, d], converted; slot -1 is skipped."""
     layer = KvLayer(*layer)
     _check_pages(layer.k, layer.v)
     for name, new, pages in (("k", k, layer.k), ("v", v, layer.v)):
@@ -280,7 +280,7 @@ def _check_dense(q, k, v, mask):
 
 
 def _overlaps(x):
-    """Elements share memory, as after expand(): kernels take no stride of 0."""
+    """Whether elements share memory, as after expand(): kernels take no stride of 0."""
     strides = x.stride()
     return 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape))
 

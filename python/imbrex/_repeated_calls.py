@@ -1,15 +1,15 @@
-"""Calls of _torch.dense() that differ from an earlier one in their numbers alone: told apart, and repeated without a second look at them."""
+"""Recognises calls of _torch_attention.dense() that differ from an earlier one only in the tensors' numbers, and repeats them without checking again."""
 from typing import Callable, NamedTuple
 
 import torch
 
 from . import _core
-from ._arrays import stream_address
+from ._frameworks import stream_address
 from ._plan_cache import Kept
 
 
 class Recipe(NamedTuple):
-    """How a call is repeated with tensors elsewhere."""
+    """How to repeat a call with other tensors."""
 
     kept: Kept
     batch: tuple  # that the plan has to be for: requests, query length, key length
@@ -20,7 +20,7 @@ class Recipe(NamedTuple):
 
 
 class Call:
-    """A call that may be repeated: what it looks like, where its tensors are, how keys are seen as rows, and what became of its output."""
+    """A call that may be repeated: its key, its tensors, how keys are viewed as rows, and how its output was made."""
 
     __slots__ = ("key", "at", "view", "shape", "by_token")
 
@@ -28,14 +28,14 @@ class Call:
         self.key, self.at, self.view = key, [x.data_ptr() for x in tensors], view
 
     def remember(self, plans, kept, q, layer, out):
-        """Unless the plan's arrays were copies of the call's tensors: the next call needs such ones too."""
+        """Remembers the call, unless the plan was given copies of its tensors: then the next call needs copies too."""
         if kept.batch and self.at == [x.data_ptr() for x in (q, layer.k, layer.v)]:
             run = kept.plan.prepare(q, layer, out)
             _keep(plans, self.key, Recipe(kept, kept.batch, run, self.view, self.shape, self.by_token))
 
 
 def key_of(q, k, v, score):
-    """Hashable, of two parts: all that an answer depends on but the tensors' numbers; None for what is not repeated."""
+    """A hashable key in two parts: all that a result depends on except the tensors' numbers. None for calls that are not repeated."""
     if score.sinks is not None or score.alibi_slopes is not None or score.relative_bias is not None:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -48,14 +48,14 @@ def key_of(q, k, v, score):
 
 
 def _keep(plans, key, recipe):
-    """By all of the key, and without the keys' lengths and strides: for calls of a cache that has grown."""
+    """Remembers a recipe under the whole key, and under the key without the lengths and strides of keys, for calls with a cache that has grown."""
     plans.remember(key, recipe)
     (k_shape, _, v_shape, _), others = key
     plans.remember((k_shape[:2], k_shape[3:], v_shape[3:], others), recipe)
 
 
 def _with_other_lengths(plans, key, k, v):
-    """A recipe for a call like an earlier one but for how many keys there are, or None."""
+    """Returns a recipe for a call that differs from an earlier one in the number of keys, or None."""
     (k_shape, _, v_shape, _), others = key
     if k_shape[:3] != v_shape[:3]:
         return None
@@ -72,7 +72,7 @@ def _with_other_lengths(plans, key, k, v):
 
 
 def repeat(plans, key, q, k, v):
-    """The output of a call that is known, or None. Not inside of a capture."""
+    """Repeats a known call and returns its output, or None for a call that is not known. Not to be called in a capture."""
     stream = stream_address(None, q)
     plans.leave_captures(stream)
     recipe = plans.recall(key) or _with_other_lengths(plans, key, k, v)

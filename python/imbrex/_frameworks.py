@@ -46,7 +46,7 @@ NO_BACKWARD = "imbrex has no backward pass: call it under torch.no_grad() or tor
 
 
 def no_gradient(*arrays):
-    """NotImplementedError for a torch tensor that wants a gradient, which it would never get."""
+    """Raises NotImplementedError for a torch tensor that requires a gradient, since there is no backward pass."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.is_grad_enabled() and any(is_torch(a) and a.requires_grad for a in arrays):
         raise NotImplementedError(NO_BACKWARD)
