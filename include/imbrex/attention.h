@@ -26,7 +26,7 @@ class AttentionPlan : public BasicPlan {
  public:
   // Writes this step's k [num_tokens, num_kv_heads, head_dim_qk] and v (kv_dtype or one of new_kv_dtypes()) to the slots of slot_mapping.
   virtual void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream = nullptr) const = 0;
-  // Allocates nothing, compiles nothing.
+  // Computes attention of the step's queries. Allocates nothing, compiles nothing.
   virtual void run(const AttentionInputs&, const AttentionOutputs&, Stream = nullptr) const = 0;
 };
 

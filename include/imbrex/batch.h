@@ -25,10 +25,10 @@ struct Batch {
   TensorView slot_mapping;  // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
   TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
 
-  // For layers that keep a state of each request, as short_conv.h has them: [num_reqs] each, on the host.
-  std::span<const int32_t> state_slots;      // where the request's state is. Not looked at where it has no tokens
-  std::span<const int32_t> num_drafts;       // of the step's tokens, the last so many may be taken back by the next step; empty: none
-  std::span<const int32_t> accepted_drafts;  // of the drafts of the request's step before, so many were kept; empty: none
+  // For layers that keep a state of each request (short_conv.h): [num_reqs] each, on the host.
+  std::span<const int32_t> state_slots;      // the slot of the request's state; not read for a request without tokens
+  std::span<const int32_t> num_drafts;       // how many of the step's last tokens the next step may take back; empty: none
+  std::span<const int32_t> accepted_drafts;  // how many drafts of the request's step before were kept; empty: none
 
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
@@ -42,12 +42,12 @@ struct Batch {
 // Plan::update_on_device(). All arrays are in the memory of the plan's device.
 struct DeviceBatch {
   TensorView query_start_loc;  // i32 [num_reqs + 1], contiguous
-  TensorView seq_lens;         // i32 [num_reqs], contiguous. A request that is not there has no query tokens
-  // As in Batch. The custom mask may be longer than the requests' rows.
+  TensorView seq_lens;         // i32 [num_reqs], contiguous. An absent request has no query tokens
+  // These are as in Batch. The custom mask may be longer than the requests' rows.
   TensorView block_table, kv_indptr, kv_indices, kv_start_loc, slot_mapping, custom_mask;
   TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
-  int max_num_tokens = 0;  // what the host knows of query_start_loc.back(); 0: PlanLimits::max_num_tokens. The tensors of write_kv() and
-                           // run(), and slot_mapping, have so many tokens
+  int max_num_tokens = 0;  // a bound of query_start_loc.back(), known to the host; 0: PlanLimits::max_num_tokens. The tensors of
+                           // write_kv() and run(), and slot_mapping, have this many tokens
 
   int64_t num_reqs() const { return seq_lens.size(0); }
 };
@@ -58,14 +58,14 @@ struct PlanLimits {
   int max_num_tokens = 8192;  // query tokens of a step; 2^30 at most
   int max_seq_len = 131072;
   int max_query_len = 0;  // query tokens of one request; 0: no limit of its own. 1 makes a plan for decode, which needs less on a GPU
-  // Query tokens that a request has at least, unless it has none; 0: any number. As many as max_query_len make a plan for verify, whose
+  // The least number of query tokens of a request that has any; 0: no such limit. Equal to max_query_len, it makes a plan for verify, whose
   // graphs hold no launch for decode.
   int min_query_len = 0;
 
-  void validate() const;  // Error limits.* for what is no size; backends call it when a plan is made
+  void validate() const;  // Error limits.* for a limit that is out of range; backends call it when a plan is made
 };
 
-// Throws Error batch.* at the first thing that is wrong. num_blocks bounds block ids and slots; < 0 when there are no blocks.
+// Throws Error batch.* for the first broken rule. num_blocks bounds block ids and slots; < 0 when there are no blocks.
 // Costs O(tokens + blocks in use); backends call it in Plan::update unless PlanOptions::validate is false.
 void validate(const Batch&, const AttentionSpec&, const PlanLimits&, int64_t num_blocks);
 

@@ -36,10 +36,10 @@ class BlockPool {
   void retain(std::span<const int32_t> blocks);            // one more reference each (Error block_pool.* for a free or bad id)
   void release(std::span<const int32_t> blocks);           // one less; the last block of the span is evicted first
 
-  // Longest prefix of `hashes` that is cached; retains those blocks and appends them.
+  // The length of the longest prefix of `hashes` that is cached; retains its blocks and appends them.
   int lookup(std::span<const BlockHash> hashes, std::vector<int32_t>& blocks);
-  int peek(std::span<const BlockHash> hashes) const;  // the same without effect
-  void publish(int32_t block, BlockHash hash);        // a full block can now be shared; first one under a hash stays
+  int peek(std::span<const BlockHash> hashes) const;  // what lookup() would return; retains nothing
+  void publish(int32_t block, BlockHash hash);        // a full block can now be shared; the first block of a hash stays cached under it
   // A block that may be written: itself when nobody else has it, otherwise a new one in its place. The reference to the old one is then
   // given back here, and the caller copies its contents with copy_blocks(). nullopt: no block is free, nothing changed.
   std::optional<int32_t> make_writable(int32_t block);
@@ -56,16 +56,17 @@ struct HashKey {
   uint64_t low = 0, high = 0;
 };
 
-// Hash of a full block of tokens and of all before it: chained, `parent` is 0 for the first block. Tenants share a pool, and whoever could
-// make two prefixes with one hash could have his keys and values read in another's place. So the hash is SipHash-2-4 with a key that is
-// drawn at random in every process (and inherited by its forks): without the key a collision is a matter of luck. By luck, with 64 bits,
-// one lookup in 2^64 / num_cached() finds a wrong block: with a million cached blocks and a thousand lookups a second, one in 600 years.
-// Never 0, never the same in another process. Error block_pool.hash.key when the system has no random numbers.
+// Hash of a full block of tokens and of all before it: chained, `parent` is 0 for the first block. Tenants share a pool, and a tenant who
+// could make two prefixes with one hash could have his keys and values read in another's place. So the hash is SipHash-2-4 with a key that
+// is drawn at random in every process (and inherited by its forks): without the key a collision happens only by chance. With 64 bits,
+// one lookup in 2^64 / num_cached() finds a wrong block by chance: with a million cached blocks and a thousand lookups a second, one in 600
+// years. The hash is never 0, and differs from process to process. Error block_pool.hash.key when the system has no random numbers.
 BlockHash hash_block(BlockHash parent, std::span<const uint64_t> token_ids);
-// With a key of the caller's, for processes that share hashes. The key is a secret between them: 128 random bits, kept from tenants.
+// The hash with a key of the caller's, for processes that share hashes. The key is a secret between them: 128 random bits, kept from
+// tenants.
 BlockHash hash_block(const HashKey&, BlockHash parent, std::span<const uint64_t> token_ids);
 
-// Slots of tokens [begin, end) of a request whose blocks are given: block * block_size + offset. Appends.
+// Appends the slots of tokens [begin, end) of a request whose blocks are given: block * block_size + offset.
 void append_slots(std::span<const int32_t> blocks, int block_size, int begin, int end, std::vector<int64_t>& slots);
 
 // First block that a layer with this mask still needs when the next query is at `position`; blocks before it can be given back.

@@ -1,6 +1,6 @@
 #pragma once
 // For callers who keep plans on behalf of others: which graph a stream is captured into, what that graph keeps alive, and an order between
-// uses on several streams. All of it works on streams of any owner; on a CPU, which has neither, it does nothing.
+// uses on several streams. All of it works on streams of any owner; on a CPU, which has no streams and graphs, it does nothing.
 #include <cstdint>
 #include <memory>
 
@@ -12,16 +12,17 @@ namespace imbrex {
 // where a driver older than CUDA 12.3 captures: it cannot tell one capture from another.
 uint64_t capture_of(const Device&, Stream);
 
-// Gives the graph that a stream is captured into a share of something. The graph lets go of it when it and all that was instantiated or
-// cloned from it are destroyed; that happens on a thread of the driver, which may not free what lives on a device, so the share is given
-// back by the next release_captured(). Error stream.capture unless the stream captures.
+// Makes the graph that a stream is captured into keep an object alive. The graph drops it when it and all graphs that were instantiated or
+// cloned from it are destroyed. That happens on a thread of the driver, which may not free device memory; therefore the object is released
+// by the next release_captured(). Error stream.capture unless the stream captures.
 void keep_for_capture(const Device&, Stream, std::shared_ptr<void>);
 
-// Gives back what graphs have let go of. To be called now and then while nothing is captured; almost free when there is nothing to do.
+// Releases the objects that graphs have dropped. To be called now and then while nothing is captured; it costs almost nothing when there is
+// nothing to do.
 void release_captured();
 
-// Uses of one thing on several streams, one after the other: what a stream is given between begin() and end() waits for the last use.
-// Not thread-safe.
+// Orders the uses of one object on several streams: work that is given to a stream between begin() and end() waits for the last use before
+// it. Not thread-safe.
 class StreamOrder {
  public:
   explicit StreamOrder(const Device&);

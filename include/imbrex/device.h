@@ -11,7 +11,7 @@ namespace imbrex {
 
 using Stream = void*;  // a CUstream on CUDA, unused on CPU
 
-// Instruction sets a CPU kernel file exists for; each includes the ones before it.
+// Instruction sets that a CPU kernel file exists for; each includes the ones before it.
 // `avx512_bf16` is AVX-512 with products of bf16 pairs and with VBMI. `amx_emulated` runs the AMX kernels on AVX-512 with tiles in memory:
 // for tests on machines without AMX, never selected.
 enum class CpuIsa : uint8_t { generic, avx2, avx512, avx512_bf16, amx_emulated, amx };

@@ -1,6 +1,6 @@
 #pragma once
 // A stream of a device, with memory, copies, times and graphs in its order: what a program needs around plans to work on a GPU without its
-// vendor's headers. On a CPU the same calls are the host's own, and all is done when they return.
+// vendor's headers. On a CPU the same calls work on the host's memory, and are done when they return.
 #include <cstdint>
 #include <functional>
 #include <initializer_list>
@@ -11,7 +11,7 @@
 
 namespace imbrex {
 
-using DeviceGraph = std::shared_ptr<void>;  // what was captured; of the stream that captured it
+using DeviceGraph = std::shared_ptr<void>;  // captured launches; belongs to the stream that captured them
 
 // A tensor and its memory, which lives until the last copy is gone.
 struct DeviceTensor {
@@ -19,18 +19,19 @@ struct DeviceTensor {
   std::shared_ptr<void> memory;
 };
 
-// Calls are carried out in order, and on a GPU they return before: whatever host memory a copy names must stay as it is until
-// synchronize(). Belongs to one thread at a time.
+// Calls are carried out in order. On a GPU they return before that: the host memory of a copy must not change until synchronize(). One
+// thread at a time may use a stream.
 class DeviceStream {
  public:
   virtual ~DeviceStream() = default;
   virtual Device device() const = 0;
   virtual Stream get() const = 0;          // for Plan::update, write_kv and run
   virtual bool asynchronous() const = 0;   // false: all is done when a call returns, and nothing can be captured
-  virtual int64_t free_bytes() const = 0;  // that allocate() can hand out
+  virtual int64_t free_bytes() const = 0;  // what allocate() can still hand out
   virtual void synchronize() const = 0;    // waits for everything so far
 
-  // Not initialised; what cannot be had is Error cuda.memory or stream.memory. Memory of the host is pinned where that makes copies fast.
+  // Memory that is not initialised; Error cuda.memory or stream.memory if there is not enough. Memory of the host is pinned where that
+  // makes copies fast.
   virtual std::shared_ptr<void> allocate(int64_t bytes) const = 0;
   virtual std::shared_ptr<void> allocate_host(int64_t bytes) const = 0;
 
@@ -45,8 +46,8 @@ class DeviceStream {
   virtual void mark(size_t number) = 0;
   virtual double seconds(size_t from, size_t to) const = 0;  // between two marks; waits for the later one
 
-  // What `launches` gives to the stream (runs and writes of plans; no update, no copy from the host), to be done again by replay(). Error
-  // stream.capture where nothing can be captured.
+  // Calls `launches` and captures what it gives to the stream (runs and writes of plans; no update, no copy from the host) into a graph for
+  // replay(). Error stream.capture where nothing can be captured.
   virtual DeviceGraph capture(const std::function<void()>& launches) const = 0;
   virtual void replay(const DeviceGraph&) const = 0;
 
@@ -54,7 +55,7 @@ class DeviceStream {
   DeviceTensor copy_of(const TensorView& host) const;                      // contiguous tensors only; waits until it is there
 };
 
-// A stream of its own. `threads` are for a CPU's gather. Error backend.device_absent for a device that is only described.
+// Makes a stream. `threads` are for a CPU's gather. Error backend.device_absent for a device that is only described.
 std::unique_ptr<DeviceStream> open_stream(const DeviceInfo&, const ParallelFor& threads = {});
 
 }  // namespace imbrex

@@ -2,7 +2,7 @@
 // The interface a backend implements, for any family of layers: it says what it supports, and makes plans.
 //
 // A family is a struct of a name and two types: Spec, what a layer computes, fixed for the life of a model, and Plan, which derives from
-// BasicPlan and has what a layer calls. Backends, the registry and select() are the same for all families. layer_spec.h lists them.
+// BasicPlan and adds the calls of a layer. Backends, the registry and select() are the same for all families. layer_spec.h lists them.
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -28,16 +28,17 @@ class BackendOf : public BasicBackend {
  public:
   // Every reason why this backend cannot run the spec on the device; empty when it can. Must not touch the device.
   virtual std::vector<Reason> unsupported(const typename Family::Spec&, const DeviceInfo&) const = 0;
-  // Only for a spec and a device that unsupported() has nothing against (Error backend.unsupported otherwise), and only for a device
-  // that is present (Error backend.device_absent): kernels, scratch and threads belong to it.
+  // Makes a plan. Only for a spec and a device that unsupported() has no reasons against (Error backend.unsupported otherwise), and only
+  // for a device that is present (Error backend.device_absent): kernels, scratch and threads belong to it.
   virtual std::unique_ptr<typename Family::Plan> plan(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const = 0;
-  // Bytes of a workspace that such a plan takes (workspace.h), before anything is made: the device may be one that is only described. Plans
-  // that share a workspace take what the largest of them does. 0: it keeps its scratch, or has none. Only for a spec and a device that
-  // unsupported() has nothing against.
+  // How many bytes of a workspace (workspace.h) such a plan takes, without making one: the device may be one that is only described. Plans
+  // that share a workspace take as much as the largest of them. 0: the plan keeps scratch of its own, or has none. Only for a spec and a
+  // device that unsupported() has no reasons against.
   virtual int64_t workspace_bytes(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const { return 0; }
 };
 
-// Built-in backends best first, then registered ones in front of them in the order of registration. A family's reference is the last.
+// All backends of a family, in order of preference: registered ones first, in the order of registration, then the built-in ones, best
+// first. The family's reference is the last.
 template <class Family>
 std::vector<const BackendOf<Family>*> backends();
 template <class Family>
@@ -47,21 +48,22 @@ void register_backend(std::shared_ptr<const BackendOf<Family>>);  // Error regis
 template <class Family>
 void unregister_backend(std::string_view name);  // only registered ones; Error registry.unknown
 
-// A name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know, and which of ours serve it, in order of preference.
+// A name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know, and the backends of imbrex that serve it, in order of preference.
 struct BackendAlias {
   std::string_view origin;                 // "vllm", "sglang"
   std::string_view name;                   // compared without case
-  std::vector<std::string_view> backends;  // of ours; empty: nothing yet, see `note`
+  std::vector<std::string_view> backends;  // names of backends here; empty: there is none, see `note`
   std::string_view note;                   // what that backend is for, and which later part of imbrex it waits for
-  std::string_view family;                 // whose backends they are: "attention"; empty: of none yet
+  std::string_view family;                 // the family of these backends: "attention"; empty: none
 };
 std::span<const BackendAlias> backend_aliases();
 
+// What selection is asked for: a backend for all steps, or for those of one phase (plan_by_phase()).
 enum class Phase : uint8_t { any, prefill, decode };
 const char* to_string(Phase);
 
-// Names may be of backends and of aliases, and are compared without case. A model has layers of several families, and one name for all of
-// them: a name that only another family has forces that one, and leaves this one to its order, as SelectionOf::rule then says.
+// Names may be of backends and of aliases, and are compared without case. A model may have layers of several families while the user gives
+// one name: a name that only another family has forces a backend there, and this family chooses by its order, as SelectionOf::rule says.
 struct SelectOptions {
   std::string forced;          // a backend or alias for every phase; empty: IMBREX_BACKEND, else by order
   std::string forced_prefill;  // for one phase only, stronger than `forced`

@@ -26,8 +26,8 @@ struct KvCache {
   void validate(const AttentionSpec&) const;
 };
 
-// Owned, zeroed memory for `num_layers` layers of one spec: the host's, on huge pages where the system has them, or that of a stream's
-// device.
+// Owned, zeroed memory for `num_layers` layers of one spec: memory of the host, on huge pages where the system has them, or of the device
+// of a stream.
 // `order` names the physical order of the dimensions, outermost first, one letter each: l(ayer), b(lock), h(ead), t(oken), d(im).
 // K and V are separate regions inside. Packed formats have only l, b, h to order ("lbh") and ignore the rest.
 class KvAllocation {
@@ -57,16 +57,16 @@ struct BlockCopy {
 // read and written, kv_cache.copy.twice when one is written twice. Host memory only (kv_cache.copy.device).
 void copy_blocks(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, const ParallelFor& = {});
 
-// The same on any device, for caches of any spec that are there: what the blocks of BlockPool::make_writable() need. Stateless after it is
-// made; any number of threads may use it.
+// Copies whole blocks, as copy_blocks() does, on any device and for caches of any spec in its memory; for instance the blocks of
+// BlockPool::make_writable(). Stateless after it is made; any number of threads may use it.
 class BlockCopier {
  public:
   virtual ~BlockCopier() = default;
-  // In the order of the stream, before whatever it is given later. The list is read during the call; on a GPU it goes with the launches, so
-  // that a graph that captures them repeats these very copies.
+  // The copies are in the order of the stream. The list is read during the call; on a GPU it is a parameter of the launches, so that a
+  // graph that captures them repeats these very copies.
   virtual void copy(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, Stream = nullptr) const = 0;
 };
-// Loads a GPU's kernels now. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
+// Makes a copier, and loads a GPU's kernels. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
 std::unique_ptr<BlockCopier> make_block_copier(const DeviceInfo&, const ParallelFor& threads = {});
 
 // Bytes of one kv head's block of keys (or values) in KvFormat::amx_packed; head_dim is padded to a multiple of 32.

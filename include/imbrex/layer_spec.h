@@ -10,7 +10,8 @@
 
 namespace imbrex {
 
-// For std::visit(). This is the list of families: by it select() knows that a backend's name is another family's.
+// The spec of a layer of any family, for std::visit(). This is the list of families: select() uses it to find that a backend's name belongs
+// to another family.
 using LayerSpec = std::variant<AttentionSpec, ShortConvSpec>;
 
 // The family that a spec is of: select<FamilyOf<decltype(spec)>>(spec, device) in a visitor.

@@ -18,15 +18,17 @@ struct PartialResult {
 // Rows that are empty in every part get out 0 and lse -inf. `out` may be one of the parts. Error merge.* for shapes that differ.
 void merge_partial_results(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, const ParallelFor& = {});
 
-// The same for results in the memory of any device. Stateless after it is made; any number of threads may use it.
+// Merges results in the memory of any device, as merge_partial_results() does. Stateless after it is made; any number of threads may use
+// it.
 class PartialMerger {
  public:
   virtual ~PartialMerger() = default;
-  // In the order of the stream. `lse` may be the log-sum-exps of the part that `out` is. A GPU takes at most 48 parts (Error
-  // merge.parts.many); the views go with the launch, so that a graph that captures it merges what is there when it is replayed.
+  // The merge is in the order of the stream. If `out` is one of the parts, `lse` may be that part's log-sum-exps. A GPU takes at most 48
+  // parts (Error merge.parts.many). The views are parameters of the launch: a graph that captures it merges what these addresses hold when
+  // it is replayed.
   virtual void merge(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, Stream = nullptr) const = 0;
 };
-// Loads a GPU's kernel now. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
+// Makes a merger, and loads a GPU's kernel. `threads` are for a CPU. Error backend.device_absent for a device that is only described.
 std::unique_ptr<PartialMerger> make_partial_merger(const DeviceInfo&, const ParallelFor& threads = {});
 
 }  // namespace imbrex

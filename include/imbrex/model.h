@@ -1,6 +1,6 @@
 #pragma once
-// The layers of a model that keep something of a request, read from its Hugging Face config.json or from a preset: per-layer specs and
-// cache groups.
+// The layers of a model that keep keys, values or a state of each request, read from its Hugging Face config.json or from a preset:
+// per-layer specs and cache groups.
 #include <span>
 #include <string>
 #include <string_view>
@@ -11,17 +11,18 @@
 namespace imbrex {
 
 struct ModelLayer {
-  LayerSpec spec;       // of attention, kv_dtype, kv_format and block_size are defaults; with_kv() sets them for a deployment
+  LayerSpec spec;       // kv_dtype, kv_format and block_size of attention are defaults; with_kv() sets them for a deployment
   std::string name;     // "decoder.3", "decoder.3.cross", "encoder.0"
   int cache_group = 0;  // index into ModelSpec::cache_groups; -1: no cache
 
-  // Of a layer that attends, as all layers of most models do. std::bad_variant_access for others.
+  // The spec of an attention layer, which all layers of most models are; std::bad_variant_access for a layer of another family.
   const AttentionSpec& attention() const { return std::get<AttentionSpec>(spec); }
   AttentionSpec& attention() { return std::get<AttentionSpec>(spec); }
 };
 
-// Layers whose caches live and die together: same spec as far as the cache goes, same window. It is pages, of which a request has as many
-// as its tokens fill, or states, of which a request has one: a slot, the same in all layers and all groups of states.
+// Layers that share one block table or one state slot a request, because their caches are filled and freed together: their specs agree in
+// all that concerns the cache, and in the window. The cache consists of pages, of which a request has as many as its tokens fill, or of
+// states, of which a request has one: a slot, the same in all layers and all groups of states.
 struct CacheGroup {
   std::string name;             // "full", "window 4096", "chunk 8192", "cross"; "short_conv"
   std::vector<int> layers;      // indices into ModelSpec::layers
@@ -30,7 +31,7 @@ struct CacheGroup {
 
   bool holds_states() const { return bytes_per_slot > 0; }
 };
-using KvGroup = CacheGroup;  // the name that it had when there were pages only
+using KvGroup = CacheGroup;  // an older name
 
 struct ModelSpec {
   std::string name;    // "llama-3.1-8b" or the config's own
@@ -46,8 +47,8 @@ struct ModelSpec {
     std::vector<int> layers;
   };
   std::vector<Kind> kinds() const;
-  // The same model as deployed: activations and KV cache in these formats. States are of the activations' type, or where queries are fp8 of
-  // the type that they had.
+  // The model as deployed: activations and KV cache in these formats. States get the activations' type; where queries are fp8 they keep the
+  // type that they have.
   ModelSpec with_kv(DType q_dtype, DType kv_dtype, KvFormat, int block_size) const;
   std::string str() const;
 };

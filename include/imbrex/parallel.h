@@ -13,16 +13,16 @@ struct ParallelFor {
   void (*invoke)(void* context, int num_workers, Body body, void* argument) = nullptr;  // null: run in the calling thread
 };
 
-// A pool of threads that wakes in microseconds: they spin shortly, then yield, then sleep. The caller is worker 0, and those whose threads
-// have not come when it is done with that.
-// A forked child has the pool too: its first run starts threads of the child's own. A run is not to be forked from within.
+// A pool of threads that wakes in microseconds: they spin for a short time, then yield, then sleep. The caller is worker 0, and then does
+// the work of each worker whose thread has not started on it.
+// A forked child has the pool too: its first job starts threads of the child's own. A job must not call fork().
 class ThreadPool {
  public:
   explicit ThreadPool(int num_threads);  // 0: one for each core this process may use; Error threads.count when negative
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
-  ParallelFor parallel_for();  // one run at a time: concurrent callers wait for each other
+  ParallelFor parallel_for();  // one job at a time: concurrent callers wait for each other
   int num_threads() const;
 
  private:

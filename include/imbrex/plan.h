@@ -1,6 +1,6 @@
 #pragma once
-// What the plans of every layer family have in common: how they are made, updated once a step, and asked about themselves. What a plan
-// computes in a layer is its family's affair (attention.h).
+// What the plans of every layer family have in common: how they are made, updated once a step, and asked about themselves. The call that
+// computes a layer belongs to the family's own plan (attention.h, short_conv.h).
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,8 +22,8 @@ struct PlanOptions {
                                    // few batches. Such a plan cannot be captured into a graph
   bool on_device = false;          // update_on_device() will be called; not with `balanced`
   std::optional<DType> out_dtype;  // the one of spec.out_dtypes() that every output of run() will have: a GPU's plan makes no kernels for
-                                   // others, and refuses them. Empty: any
-  std::shared_ptr<Workspace> workspace;  // scratch that the plan shares with others; null: of its own
+                                   // other types, and refuses them. Empty: any
+  std::shared_ptr<Workspace> workspace;  // scratch that the plan shares with others; null: scratch of its own
 };
 
 // One thing that keeps a backend from running a spec on a device, or a request from being planned.
@@ -39,20 +39,22 @@ struct Reason {
 class BasicPlan {
  public:
   virtual ~BasicPlan() = default;
-  // Reads the batch's host arrays and keeps views of its device arrays, which must live until the next update. What fails leaves the plan
-  // at the step before: what it computes then is that one, bit for bit. Where a GPU's driver fails in the middle, and fails again when the
-  // last step is sent once more, there is none: the plan says plan.no_step until an update succeeds.
+  // Makes the batch the plan's step: reads its host arrays and keeps views of its device arrays, which must live until the next update. An
+  // update that fails leaves the plan at the step before, which it then computes bit for bit. There is one exception: where a GPU's driver
+  // fails in the middle, and fails again when the plan sends the step before once more, the plan has no step, and every call is Error
+  // plan.no_step until an update succeeds.
   virtual void update(const Batch&, Stream = nullptr) = 0;
-  // The same from lengths that are on the device: launches one kernel that makes the lists there, waits for nothing, and may be captured
-  // into a graph together with the layers of the step. The arrays are read when the kernel runs. A request beyond the limits, or of which
-  // the arrays contradict each other, is left out: its outputs are not written, and device_problems() tells. When query_start_loc falls
+  // An update from lengths that are on the device: launches one kernel that makes the lists there, waits for nothing, and may be captured
+  // into a graph together with the layers of the step. The arrays are read when the kernel runs. A request beyond the limits, or one whose
+  // arrays contradict each other, is left out: its outputs are not written, and device_problems() reports it. When query_start_loc falls
   // or does not begin with 0, all requests are left out. Only with PlanOptions::on_device. Error update.on_device where a plan needs the
   // lengths on the host.
   virtual void update_on_device(const DeviceBatch&, Stream = nullptr);
-  // Why requests were left out since the last call, a Reason for each rule that one broke, with the last that did. Waits for the stream.
+  // Why requests were left out since the last call: a Reason for each rule that some request broke, with the values of the last such
+  // request. Waits for the stream.
   virtual std::vector<Reason> device_problems(Stream = nullptr);
-  // Whether what the plan launches in a layer may be captured into a graph that replays later steps too. A plan of two phases may not,
-  // since what it launches depends on the step: there it refuses a stream that is being captured (Error phase_plan.captured).
+  // Whether the plan's launches of a layer may be captured into a graph that replays later steps too. A plan of two phases says false,
+  // since its launches depend on the step: it refuses a stream that is being captured (Error phase_plan.captured).
   virtual bool capturable() const { return false; }
   virtual std::string str() const = 0;  // "cpu_amx: 264 work items, 12 merges"
 };

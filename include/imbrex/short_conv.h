@@ -14,7 +14,7 @@ struct ShortConvSpec {
   int width = 3;              // tokens that a sum is over, its own included (conv_L_cache): 2 to 8
   bool bias = false;          // ShortConvInputs::bias is added to the sum
   DType dtype = DType::bf16;  // of inputs, outputs, weights and state: f32, bf16 or f16
-  int num_drafts = 0;         // drafts of a step that a later one may take back (Batch::num_drafts), at most 64
+  int num_drafts = 0;         // how many drafts of a step a later one may take back (Batch::num_drafts), at most 64
 
   int state_rows() const { return width - 1 + num_drafts; }
   int64_t state_bytes() const { return int64_t(state_rows()) * dim * size_of(dtype); }  // of a slot of one layer
@@ -27,9 +27,9 @@ struct ShortConvInputs {
   TensorView bcx;     // dtype [>= num_tokens, 3 * dim]: B, C and x of a token after one another, as in_proj gives them; innermost stride 1
   TensorView weight;  // dtype [dim, width]; weight[:, width - 1] is of the current token
   TensorView bias;    // dtype [dim], contiguous; only with ShortConvSpec::bias
-  // dtype [slots, state_rows, dim], innermost stride 1: h of tokens gone by, oldest first. Read and written by run(). A request reads rows
-  // accepted_drafts to accepted_drafts + width - 1 of its slot, and nothing where it has no token gone by; then it writes rows 0 to
-  // width - 1 + num_drafts. Other rows and slots are left alone.
+  // dtype [slots, state_rows, dim], innermost stride 1: h of earlier tokens, oldest first. Read and written by run(). A request reads rows
+  // [accepted_drafts, accepted_drafts + width - 1) of its slot, and nothing where it has no earlier token; then it writes rows
+  // [0, width - 1 + num_drafts). Other rows and slots do not change.
   TensorView state;
 };
 
@@ -37,10 +37,10 @@ struct ShortConvOutputs {
   TensorView out;  // dtype [>= num_tokens, dim], innermost stride 1
 };
 
-// A step is update() with Batch::query_start_loc, seq_lens and state_slots, and with drafts num_drafts and accepted_drafts. No two requests
-// with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do neighbours and threads.
-// update_on_device() takes DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state is left out of
-// run(), which tells device_problems(); two requests with the same slot are not found, and what they compute is undefined.
+// update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
+// requests with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do other requests and
+// threads. update_on_device() reads DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state is left
+// out of run(), and device_problems() reports it; two requests with the same slot are not found, and their results are undefined.
 class ShortConvPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors short_conv.run.*

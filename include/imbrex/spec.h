@@ -24,7 +24,7 @@ struct Mask {
   int window_left = -1;     // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
   int window_right = -1;    // j <= p + window_right; -1: no limit
   int chunk = 0;            // floor(p / chunk) - floor(j / chunk) is 0 (Llama 4), or at most chunk_lookback; 0: off
-  int chunk_lookback = 0;   // with chunk: so many chunks before the query's own are seen too (vLLM: chunk_lookback)
+  int chunk_lookback = 0;   // with chunk: how many chunks before the query's own are seen too (vLLM: chunk_lookback)
   bool custom = false;      // Batch::custom_mask has a byte for every (query, key); zero hides the key
   std::string str() const;  // "causal window 128"
   friend bool operator==(const Mask&, const Mask&) = default;
@@ -55,11 +55,13 @@ enum class KvFormat : uint8_t {
 const char* to_string(KvFormat);
 
 struct AttentionSpec {
+  static constexpr int kMaxHeadDim = 576;  // of DeepSeek's latent keys: 512 and 64 with a position
+
   AttentionKind kind = AttentionKind::decoder;
   int num_q_heads = 0;
   int num_kv_heads = 0;          // divides num_q_heads
-  int head_dim_qk = 0;           // a multiple of 8, at most 576
-  int head_dim_v = 0;            // a multiple of 8, at most 576
+  int head_dim_qk = 0;           // a multiple of 8, at most kMaxHeadDim
+  int head_dim_v = 0;            // a multiple of 8, at most kMaxHeadDim
   DType q_dtype = DType::bf16;   // f32, bf16, f16; fp8_e4m3 where kv_dtype is too: quantised by the caller, see Inputs::q_scale
   DType kv_dtype = DType::bf16;  // f32, bf16, f16, fp8_e4m3, fp8_e5m2
   KvFormat kv_format = KvFormat::strided;
@@ -68,10 +70,10 @@ struct AttentionSpec {
   ScoreMod score;
 
   int group_size() const { return num_q_heads / num_kv_heads; }
-  float scale() const;  // the effective one
+  float scale() const;  // score.scale, or 1 / sqrt(head_dim_qk) where that is 0
   // The types that an output may have, the usual one first: q_dtype or f32; where queries are fp8: bf16, f16 or f32.
   std::span<const DType> out_dtypes() const;
-  // The types that new keys and values are converted from: q_dtype; where queries are fp8: bf16 or f16.
+  // The types of new keys and values that write_kv() converts: q_dtype; where queries are fp8: bf16 or f16.
   std::span<const DType> new_kv_dtypes() const;
   int64_t kv_bytes_per_token() const { return int64_t(num_kv_heads) * (head_dim_qk + head_dim_v) * size_of(kv_dtype); }
   void validate() const;    // Error spec.* for a spec that no backend could ever run

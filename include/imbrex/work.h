@@ -1,5 +1,6 @@
 #pragma once
-// The pieces a batch is cut into. Plain ints and no includes: host code, CPU kernels and CUDA kernels all read this file.
+// The work items and merges that a batch is cut into. Plain ints and no includes: host code, CPU kernels and CUDA kernels all read this
+// file.
 
 namespace imbrex {
 
@@ -11,16 +12,18 @@ struct WorkItem {
   int merge = -1;        // which of the list's merges joins the partial result; -1: none
   int piece = 0;         // keys of each piece of a run, the last one's may be fewer; 0: the item is one piece
 };
-static_assert(sizeof(WorkItem) == 32);  // two loads of 16 bytes where a kernel likes that; aligned to so many, prefill's registers spill
+// Kernels may load an item as two times 16 bytes. It has no alignas(16): with that, the registers of the prefill kernel spill.
+static_assert(sizeof(WorkItem) == 32);
 
-// Sums of the pieces of a request are folded as a tree of such nodes: neighbouring pieces become one, these become one with their
-// neighbours, and so on, from the left. So it does not matter whether one thread block computes the pieces of a node (a run) or several do.
+// Sums of the pieces of a request are folded as a tree, from the left: so many neighbouring pieces become one node, so many neighbouring
+// nodes become one node of the next level, and so on. So it does not matter whether one thread block computes the pieces of a node (a run)
+// or several do.
 constexpr int kPiecesTogether = 4;
 constexpr int kMostInRun = kPiecesTogether * kPiecesTogether * kPiecesTogether;
 
-// An item before it is split.
+// An item before it is split by its keys.
 struct CutItem {
-  WorkItem whole;                // partial: of its first split; -1: it is in one
+  WorkItem whole;                // its `partial` is that of the first split; -1: the item is not split
   int num_splits = 1;            // the first ends at first_end, each further one has `split` keys, and the last the rest
   int first_end = 0, split = 0;  // of several splits
 };

@@ -78,7 +78,7 @@ void add_padding_changes(const AttentionSpec& spec, std::vector<Change>& changes
   for (const int multiple : {16, 32, 64, 128}) {
     const auto up = [&](int d) { return (d + multiple - 1) / multiple * multiple; };
     const int qk = up(spec.head_dim_qk), v = up(spec.head_dim_v);
-    if (qk > 576 || v > 576 || (qk == previous_qk && v == previous_v)) continue;
+    if (qk > AttentionSpec::kMaxHeadDim || v > AttentionSpec::kMaxHeadDim || (qk == previous_qk && v == previous_v)) continue;
     previous_qk = qk;
     previous_v = v;
     const std::string text = qk == v ? fmt::format("head_dim {} (zero-padded, scale kept)", qk)
@@ -96,7 +96,7 @@ void add_padding_changes(const AttentionSpec& spec, std::vector<Change>& changes
   }
 }
 
-// Each feature that the layer has, dropped: all of its fields as they are by default.
+// Adds a change for each feature that the layer has: it sets all fields of that feature to their defaults.
 void add_feature_changes(const AttentionSpec& spec, std::vector<Change>& changes) {
   const AttentionSpec usual;
   for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {

@@ -100,11 +100,11 @@ std::string AttentionSpec::str() const {
 }
 
 // Bounds that keep products of a few sizes within an int; no model comes near them.
-static constexpr int kMaxSpecHeads = 4096, kMaxSpecHeadDim = 576, kMaxBlockSize = 65536, kMaxRelativeDistance = 1 << 20;
+static constexpr int kMaxSpecHeads = 4096, kMaxBlockSize = 65536, kMaxRelativeDistance = 1 << 20;
 
 static void check_head_dim(std::string_view code, int head_dim) {
-  check(head_dim > 0 && head_dim <= kMaxSpecHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}",
-        kMaxSpecHeadDim, head_dim);
+  check(head_dim > 0 && head_dim <= AttentionSpec::kMaxHeadDim && head_dim % 8 == 0, code, "expected a multiple of 8, at most {}, got {}",
+        AttentionSpec::kMaxHeadDim, head_dim);
 }
 
 static void validate_mask(const Mask& mask) {

@@ -17,7 +17,7 @@ nlohmann::json parse_config_text(std::string_view text);
 
 class ConfigReader {
  public:
-  // Names of one and the same field, in order of preference; two present ones must agree.
+  // Several names of one field, in order of preference; if two are present, their values must agree.
   using Keys = std::initializer_list<const char*>;
 
   // `object` and `notes` must outlive the reader. `path` is "" for the root.
@@ -30,7 +30,7 @@ class ConfigReader {
   std::string path(std::string_view key) const;   // "text_config.head_dim"
   void note(std::string text) const { notes_->push_back(std::move(text)); }
 
-  // Each reads null like an absent field, and fails with model.field.* for another type or a value outside the range.
+  // The readers of values: each reads null like an absent field, and fails with model.field.* for another type or a value out of range.
   int integer(Keys, int max) const;  // 1..max; model.field.missing when absent
   std::optional<int> maybe_integer(Keys, int max) const;
   int integer_or(Keys, int max, std::optional<int> class_default) const;  // notes the default; model.field.missing without one

@@ -9,11 +9,11 @@
 
 namespace imbrex {
 
-// Above anything published, and small enough that no product of them overflows.
-constexpr int kMaxLayers = 1024, kMaxHeads = 1024, kMaxHidden = 1 << 20, kMaxHeadDim = 576, kMaxTokens = 1 << 30;
+// Bounds of a config's numbers: above anything published, and small enough that no product of them overflows.
+constexpr int kMaxLayers = 1024, kMaxHeads = 1024, kMaxHidden = 1 << 20, kMaxHeadDim = AttentionSpec::kMaxHeadDim, kMaxTokens = 1 << 30;
 
 struct ShapeDefaults {
-  int layers = 0, hidden = 0, q_heads = 0, kv_heads = 0;  // what the transformers class has, for nested configs that drop them
+  int layers = 0, hidden = 0, q_heads = 0, kv_heads = 0;  // defaults of the transformers class, for nested configs that drop these fields
   int head_dim = 0;                                       // also for top-level configs; 0: hidden / q_heads
 };
 
@@ -21,8 +21,7 @@ struct Shape {
   int layers = 0, hidden = 0, q_heads = 0, kv_heads = 0, head_dim = 0;
 };
 
-// The usual fields under any of their names. `mha` says that an absent num_key_value_heads means one for every query head
-// (null always does).
+// Reads the usual fields under any of their names. `mha`: an absent num_key_value_heads means one for every query head (null always does).
 Shape read_shape(const ConfigReader&, const ShapeDefaults&, bool mha);
 int even_head_dim(const ConfigReader&, int hidden, int heads);     // hidden / heads; Error model.field.head_dim.indivisible
 void check_heads(const ConfigReader&, int q_heads, int kv_heads);  // Error model.field.heads.indivisible
@@ -48,7 +47,7 @@ enum class WindowRule : uint8_t {
   pattern         // all but every sliding_window_pattern-th (Gemma 3 and 4)
 };
 
-// How the readers of ordinary decoders differ.
+// Rules in which the families of ordinary decoders differ.
 struct DecoderRules {
   ShapeDefaults defaults{};
   bool mha = false;  // see read_shape()
@@ -59,7 +58,7 @@ struct DecoderRules {
   bool sinks = false;
 };
 
-// A family of models that imbrex reads. `model_type` is the one of the (text) config. Without `read`, `rules` say it all.
+// A family of models that imbrex reads. `model_type` is that of the (text) config. Families without `read` are fully described by `rules`.
 struct Family {
   std::string_view model_type;
   DecoderRules rules{};
@@ -81,7 +80,7 @@ void read_bert(const FamilyInput&);
 void read_lfm2(const FamilyInput&);  // layers of several families
 void read_lfm2_moe(const FamilyInput&);
 
-// Families that are known by name and wait for a part of imbrex that does not exist yet.
+// Families that are known by name only, and what imbrex lacks to read them.
 struct LaterFamily {
   std::string_view model_type;
   std::string_view waits_for;
@@ -90,7 +89,7 @@ const LaterFamily* find_later_family(std::string_view model_type);
 inline constexpr std::string_view kWaitsForMla = "MLA (multi-head latent attention: one latent vector a token instead of keys and values)";
 inline constexpr std::string_view kWaitsForLinear = "linear and state-space layers (a recurrent state instead of a KV cache)";
 
-// Which keys a layer sees, before the numbers are known.
+// The kind of mask that a layer has, before the window or chunk is known.
 enum class Span : uint8_t { full, sliding, chunked };
 // `layer_types`, checked for length and names; nullopt when the config has none.
 std::optional<std::vector<Span>> read_layer_types(const ConfigReader&, int layers);

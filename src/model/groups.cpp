@@ -11,11 +11,11 @@ namespace imbrex {
 
 namespace {
 
-// What each family says of its caches. A new one has these six functions.
+// What each family says of its caches: a family has these six functions.
 
 bool has_cache(const AttentionSpec& spec) { return spec.kind == AttentionKind::decoder || spec.kind == AttentionKind::encoder_decoder; }
 
-// Whether two layers' blocks can live and die together: the same tokens are kept, in records of the same size and form.
+// Whether two layers can share a block table: both keep the same tokens, in records of the same size and form.
 bool same_group(const AttentionSpec& a, const AttentionSpec& b) {
   return a.kind == b.kind && a.mask.window_left == b.mask.window_left && a.mask.chunk == b.mask.chunk &&
          a.mask.chunk_lookback == b.mask.chunk_lookback && a.num_kv_heads == b.num_kv_heads && a.head_dim_qk == b.head_dim_qk &&
@@ -63,7 +63,7 @@ void deploy(ShortConvSpec& spec, DType q_dtype, DType, KvFormat, int) {
   if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
 }
 
-// The same for a layer of any family.
+// These functions for a layer of any family.
 
 bool is_cached(const LayerSpec& layer) {
   return std::visit([](const auto& spec) { return has_cache(spec); }, layer);

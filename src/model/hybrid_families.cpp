@@ -9,7 +9,7 @@ namespace imbrex {
 
 namespace {
 
-// Whether each layer attends, by either of the two fields that say so.
+// Which layers are attention, by either of the two fields that say so.
 std::vector<bool> read_attention_layers(const ConfigReader& config, int layers) {
   const std::string types_field = config.path("layer_types"), list_field = config.path("full_attn_idxs");
   std::vector<bool> by_type, by_list;

@@ -12,7 +12,7 @@ namespace imbrex::serve {
 
 enum class Side : uint8_t { q, k, v, bcx };  // bcx: of the short convolution
 
-// What all heads and layers of a token derive from.
+// The number that the inputs of a token in all heads and layers are derived from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
 
 // A pool of bf16 numbers with mean 0 and variance 1. A head's row is a stretch of it that begins where a hash says: as cheap as a
@@ -20,18 +20,18 @@ constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numb
 class Synthetic {
  public:
   static constexpr int kOffsets = 1 << 18;
-  static constexpr int kMaxDim = 576;
+  static constexpr int kMaxDim = AttentionSpec::kMaxHeadDim;
 
   explicit Synthetic(uint64_t seed);
 
-  // Of the row's first number in the pool.
+  // The offset of a row's first number in the pool.
   int64_t offset(Side side, int layer, int head, uint64_t key) const {
     const uint64_t base =
         seed_ + uint64_t(side) * 0x9e3779b97f4a7c15u + uint64_t(layer) * 0xd1342543de82ef95u + uint64_t(head) * 0xf1357aea2e62a9c5u;
     return int64_t(mix_bits(key ^ mix_bits(base)) & (kOffsets - 1));
   }
   std::span<const uint16_t> pool() const { return pool_; }  // [kOffsets + kMaxDim]
-  // Where the rows of every head of these tokens begin: to [keys.size(), num_heads].
+  // Writes the offsets of the rows of every head of these tokens: to [keys.size(), num_heads].
   void offsets(Side, int layer, std::span<const uint64_t> keys, int num_heads, int32_t* to) const;
 
  private:
@@ -39,7 +39,7 @@ class Synthetic {
   std::vector<uint16_t> pool_;
 };
 
-// What a layer has besides q, k, v, where its spec asks for it.
+// The parameters of a layer besides q, k and v, where its spec has them.
 struct LayerParameters {
   int num_q_heads = 0;
   std::vector<float> sinks, alibi_slopes, head_scales;  // [num_q_heads]
@@ -61,7 +61,7 @@ struct ShortConvParameters {
   static int piece(const ShortConvSpec&);
 };
 
-// fp8 elements stand for themselves times this. A power of two, so that dividing by it loses nothing.
+// The scale of fp8 elements: a power of two, so that dividing by it loses nothing.
 constexpr float kFp8Scale = 0.0625f;
 
 }  // namespace imbrex::serve

@@ -1,19 +1,19 @@
-// New keys and values into the cache, converted; included by every kernel file after convert.inl, so that each set of flags has one.
-// An fp8 element e stands for e * scale, so values are divided by the scale before they are rounded.
+// Writes new keys and values into the cache, converted. Every kernel file includes this after convert.inl, so that there is a copy for each
+// set of compiler flags. An fp8 element e stands for e * scale, so numbers are divided by the scale before they are rounded.
 
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kMaxDim = 576;
+constexpr int kMaxDim = 576;  // AttentionSpec::kMaxHeadDim, whose header kernels may not include
 
-// Where the element in a row and column of a packed tile lies; docs/kv-formats.md has the picture. A byte format interleaves two rows, so
-// that widening the even and the odd bytes of a line gives a row each.
+// The index of the element in a row and column of a packed tile; docs/kv-formats.md has the picture. A byte format interleaves two rows, so
+// that the even and the odd bytes of a line are a row each when they are widened.
 template <long size>
 inline long tile_cell(int row, int column) {
   return size == 1 ? row / 2 * 64L + column * 2 + row % 2 : (row * 32L + column) * size;
 }
 
-// A row's pairs of dims to one token's column of the key tiles of a block.
+// Writes a row's pairs of dims to one token's column of the key tiles of a block.
 template <long size>
 inline void pack_key(const char* row, int padded, int offset, char* block) {
   char* tile = block + offset / 16 * (padded * 16L * size);
@@ -21,8 +21,8 @@ inline void pack_key(const char* row, int padded, int offset, char* block) {
     for (int i = 0; i < 32; ++i) __builtin_memcpy(tile + tile_cell<size>(i / 2, offset % 16 * 2 + i % 2), row + (d + i) * size, size);
   }
 }
-// A row's elements to one token's half of a pair row in each value tile. A block whose size is 16 modulo 32 ends with half a group: tiles
-// of 8 rows instead of 16.
+// Writes a row's elements to one token's half of a pair row in each value tile. A block whose size is 16 modulo 32 ends with half a group:
+// tiles of 8 rows instead of 16.
 template <long size>
 inline void pack_value(const char* row, int padded, int offset, bool tail, char* block) {
   const long tile_bytes = (tail ? 256 : 512) * size;
