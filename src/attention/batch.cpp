@@ -19,7 +19,7 @@ int ceil_div(int a, int b) { return a / b + (a % b != 0); }  // a + b - 1 would 
 
 bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
 
-// Which code a broken rule of an array has. Static strings, so that a valid batch formats nothing.
+// The error codes of an array's rules. They are static strings, so that nothing is formatted for a valid batch.
 struct ArrayCodes {
   const char *dtype, *rank, *stride;
 };
@@ -132,7 +132,8 @@ void validate_keys(const Batch& batch, const AttentionSpec& spec, int64_t num_bl
         spec.block_size == 0 ? "kv_start_loc" : "block_table or kv_indptr");
 }
 
-// Two tokens with one slot would race. Found with an open-addressed table of slots, twice as large as the batch or more.
+// Refuses two tokens with one slot, which would race. They are found with an open-addressed table of slots, at least twice as large as the
+// batch.
 void check_duplicate_slots(const int64_t* slots, int count) {
   constexpr int kSmall = 1024;
   const size_t size = std::bit_ceil(size_t(count) * 2);

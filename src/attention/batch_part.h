@@ -21,7 +21,7 @@ struct BatchPart {
   bool contiguous() const { return ranges.size() == 1; }
 };
 
-// Takes the requests for which is_mine(request) says so, of those that have tokens.
+// Makes `part` of those requests with tokens for which is_mine(request) is true.
 template <class IsMine>
 void take_part(const Batch& batch, BatchPart& part, const IsMine& is_mine) {
   part.ranges.clear();

@@ -16,7 +16,7 @@ struct BlockShape {
   int64_t bytes() const { return piece * sizes[0] * sizes[1] * sizes[2]; }
 };
 
-// Of a cache's k or v. Dimensions that follow each other in memory become one, whatever their order in the tensor.
+// The shape of a block of a cache's k or v. Dimensions that follow each other in memory become one, whatever their order in the tensor.
 BlockShape block_shape(const TensorView&);
 
 // Error kv_cache.copy.from, .to, .twice, .chained.

@@ -65,15 +65,16 @@ inline long least_keys(const CutRules& rules, int q_len) {
   return larger(rules.split_kv, (wanted + tile - 1) / tile * tile);
 }
 
-// Whether a list is of verify's items whose splits a launch of its own joins: they are mostly of one length.
+// Whether a list has the verify items of a kernel whose splits are merged by a launch of their own: such items are mostly of one length.
 inline bool of_merged_verify(const CutRules& rules) { return rules.few_splits && rules.split_kv_each > 0; }
 
-// Even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys, until there are share_splits; more
-// when these would have more than longest_kv. A short rest is no piece of its own. More than kPiecesTogether of verify's are a power of
-// two, the nearest that is allowed, since runs of them are of one length then, and end together. Never falls when the keys rise.
+// The number of even pieces that an item of so many keys is cut into, `pieces` at most: as many as have least_keys() or more, but at most
+// share_splits; more when these would have more than longest_kv keys. A rest of less than a quarter of least_keys() is not counted as a
+// piece. In a list of_merged_verify() a number above kPiecesTogether is rounded to the nearest allowed power of two: then runs of pieces
+// have one length, and end at the same time. The number never falls when the keys rise.
 inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces) {
-  const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv);
-  long wanted = smaller((keys + least * 3 / 4) / least, rules.share_splits);
+  const long least = least_keys(rules, q_len), longest = larger(least, rules.longest_kv), rounding = least * 3 / 4;
+  long wanted = smaller((keys + rounding) / least, rules.share_splits);
   if (wanted * longest < keys) wanted = (keys + longest - 1) / longest;
   wanted = clamped(wanted, 1, pieces);
   if (wanted <= kPiecesTogether || !of_merged_verify(rules)) return wanted;
@@ -82,7 +83,7 @@ inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces)
   return power;
 }
 
-// Keys of a piece: split_kv, grown with the query tokens, or what makes even pieces. 0: one piece.
+// Keys of a piece: split_kv or more, by the number of query tokens, or as many as make the pieces even. 0: the item is one piece.
 inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int pieces) {
   if (pieces == 1) return 0;
   if (rules.balanced_piece > 0) return rules.balanced_piece;
@@ -93,13 +94,13 @@ inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int piec
   return (all + unit - 1) / unit * rules.tile_kv;
 }
 
-// The item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial is -1: who
-// gives out the rows sets it, and merge, when there are several pieces.
+// Makes the item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial and
+// whole.merge are -1: where there are several pieces, the code that assigns partial rows sets them.
 inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, CutItem& item) {
   const int t1 = int(smaller(q_len, long(t0) + rules.tile_q));
   const KeyRange keys = item_keys(rules, q_len, seq_len, t0, t1);
   const int begin = keys.begin, end = keys.end;
-  // Equal pieces, or boundaries that a growing context does not move.
+  // Even pieces begin with the item. Pieces of a fixed length begin at multiples of it, so that a growing context does not move them.
   const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;
   const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
   const long first = piece == 0 || begin == origin ? 0 : (begin - origin) / piece;
@@ -113,10 +114,11 @@ inline void cut_item(const CutRules& rules, int request, int q_start, int q_len,
   }
 }
 
-// What a list has before its pieces become runs.
+// Sums and maxima over the items of a list, before their pieces become runs.
 struct Load {
-  long keys = 0, longest = 0;             // of all its items, of one
-  int items = 0, queries = 0, q_len = 0;  // query tokens: of the item, and of the request, that has most
+  long keys = 0, longest = 0;  // keys of all items, and of the item that has most
+  int items = 0;
+  int queries = 0, q_len = 0;  // query tokens of the item, and of the request, that has most
 };
 inline void add_item(Load& load, const CutItem& item, int q_len) {
   const long keys = item.whole.kv_end - item.whole.kv_begin;
@@ -125,31 +127,37 @@ inline void add_item(Load& load, const CutItem& item, int q_len) {
   load.q_len = int(larger(load.q_len, q_len));
 }
 
-// Keys that a work item may have, of the items of a list that come before number first_of_rest, and of the others. 0: no runs.
+// How many keys a run may have: of_full in items before number first_of_rest, of_rest in the others. 0: no runs.
 struct RunLengths {
   long of_full, of_rest;
   int first_of_rest;
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
-// Of a list with few_splits, for each worker: tasks into which soonest_run() cuts items of the greatest length at most, and what is allowed
-// a run, in percent of theirs. make_runs() gives an item a quarter of that at least, so splits are bounded: one more for each item, of
-// which there are no more than workers. Where runs get a share of the load instead, there are five splits for each worker. Verify's items
-// (split_kv_each) are mostly of one length; an item of two pieces is never a run where one of them is what ends soonest.
+// Bounds of a list with few_splits, for each worker. soonest_run() cuts items of the greatest length into most_tasks_each() tasks at most,
+// and allows a run allowed_percent() of the keys of such a task. make_runs() makes runs of at least a quarter of the keys that are allowed.
+// So the number of splits is bounded by most_splits_each(): one more than these for each item, and there are no more items than workers.
+// Where the length of runs is a share of the load instead, there are at most five splits for each worker. With verify's percentage two
+// pieces are not a run where one piece ends soonest.
 inline int most_tasks_each(bool verify) { return verify ? 3 : 4; }
 inline int allowed_percent(bool verify) { return verify ? 125 : 150; }
 inline int most_splits_each(bool verify) {
   return (400 * most_tasks_each(verify) + allowed_percent(verify) - 1) / allowed_percent(verify) + 1;
 }
 
-// Keys of a run, where items of about the same length are all there is: what ends the last of them soonest. Workers that share a
-// multiprocessor share its pace, so that one of them is as fast alone.
+// Keys of a run in a list whose items have about the same length: the number with which the last task ends soonest. Workers that share a
+// multiprocessor share its speed, so that one of them alone is as fast as all.
 inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
-  // What a task costs besides its keys, and a split its merge: the time an H200 takes for so many keys. A worker joins what it has done
-  // last with all of its threads, what it has done before with a warp. With few_splits a launch of its own does it, and all workers write
-  // and read what there is to join.
+  // Times are in units of the time that a worker takes for a key. A task costs kTaskKeys besides its keys, and a launch that merges
+  // kMergeKeys (fitted to an H200). Merging a split costs a fifth of the keys that split_kv_each asks of a piece: the worker merges with
+  // all of its threads when it has no other task. Before that it merges with one warp, which takes three fifths. With few_splits a launch
+  // of its own merges, and all workers share the cost.
   constexpr long kTaskKeys = 300, kMergeKeys = 200;
-  const long least = larger(load.queries * long(rules.split_kv_each), 1), joined_last = (least + 4) / 5, joined_before = least * 3 / 5;
+  constexpr long kMergeByAll = 1, kMergeByWarp = 3, kMergeUnit = 5;  // one fifth and three
+  constexpr long kLongestRun = 4;                                    // in pieces of longest_kv
+  constexpr long kAllowedPercent = 125;  // a run is allowed a little more keys than were found best: items have about one length
+  const long least = larger(load.queries * long(rules.split_kv_each), 1);
+  const long joined_last = (least * kMergeByAll + kMergeUnit - 1) / kMergeUnit, joined_before = least * kMergeByWarp / kMergeUnit;
   const long keys = load.longest, piece = piece_keys(rules, load.q_len, {0, int(keys)}, most_pieces(rules, load.q_len));
   if (piece == 0) return keys;
   const bool verify = of_merged_verify(rules);
@@ -161,31 +169,37 @@ inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
     const long by_launch = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
     const long joined = verify ? by_launch : splits * (tasks > workers ? joined_before : joined_last);
     const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + joined;
-    if (best == 0 || (time < soonest && run <= 4l * rules.longest_kv)) best = run, soonest = time;
+    if (best == 0 || (time < soonest && run <= kLongestRun * rules.longest_kv)) best = run, soonest = time;
   }
-  return best * (rules.few_splits ? allowed_percent(verify) : 125) / 100;  // items of about this length
+  return best * (rules.few_splits ? allowed_percent(verify) : kAllowedPercent) / 100;
 }
 
-// Items of about one length end together: whole ones keep all workers busy as long as there is one for each. Those of the last, incomplete
-// round get a worker's share of their keys and a quarter, or two shares while they are short, so that the last to end do not end much later
-// than the others. Where there is no other round, all get what ends it soonest. Items of different lengths do not end together, and get a
-// share at most, and no more keys than a piece may have. Nor do equal ones that are few and very long: the heads of a request, which read
-// neighbouring keys, drift apart.
+// How long runs may be in a list. A round is as many items as there are workers.
+//   Items of about one length: items of full rounds stay whole, since they keep all workers busy and end at the same time. In the last,
+//   incomplete round a run has a worker's share of the round's keys and a quarter more, or two shares and an eighth while that is short, so
+//   that the last to end do not end much later than the others. A list of less than a round is cut as soonest_run() says.
+//   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv.
+//   Items of about one length that are few and very long get longest_kv too: the heads of a request, which read neighbouring keys, would
+//   not stay at the same keys.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
-  constexpr long kShort = 1024;
+  constexpr long kShort = 1024;  // keys that two shares of a worker are limited to
+  constexpr long kVeryLong = 4;  // in pieces of longest_kv
+  constexpr int kFewRounds = 6;  // very long items are few in so many rounds
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
   const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
-  if (load.longest * load.items > load.keys * 5 / 4) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
+  const bool about_one_length = load.longest * load.items <= load.keys * 5 / 4;  // the longest has a quarter more than the mean at most
+  if (!about_one_length) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
   if (load.items < workers) return {0, soonest_run(rules, load, workers), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
-  const bool drift = load.longest > 4l * rules.longest_kv && load.items < 6 * workers;
-  return {drift ? rules.longest_kv : load.longest, larger(share * 5 / 4, smaller(share * 17 / 8, kShort)), load.items - rest};
+  const bool drift = load.longest > kVeryLong * rules.longest_kv && load.items < kFewRounds * workers;
+  const long share_and_quarter = share * 5 / 4, two_shares = share * 17 / 8;
+  return {drift ? rules.longest_kv : load.longest, larger(share_and_quarter, smaller(two_shares, kShort)), load.items - rest};
 }
 
-// Where the partial rows of a list end at `rows`, behind most_partial_rows: longer runs, which do with fewer. False where all are as long
-// as they can be, or may stay as they are.
+// Allows longer runs, which need fewer partial rows, if the list's rows end at `rows`, beyond most_partial_rows. Returns false, and changes
+// nothing, if they do not, or if runs are already as long as they can be.
 inline bool lengthen(const CutRules& rules, const Load& load, long rows, RunLengths& lengths) {
   if (!rules.runs || rules.most_partial_rows == 0 || rows <= rules.most_partial_rows) return false;
   const long most = 2 * load.longest, least = load.longest / kMostInRun + 1;  // twice: pieces are rounded up to tiles
@@ -195,8 +209,8 @@ inline bool lengthen(const CutRules& rules, const Load& load, long rows, RunLeng
   return true;
 }
 
-// Makes the pieces of an item runs: the longest ones that are not too long. This alone depends on the load, and no result does: a thread
-// block adds up the pieces of a run as the item's merge adds up splits.
+// Makes the pieces of an item runs, as long as `longest` keys allow. Only this step depends on the load, and no result does: a thread
+// block adds up the pieces of a run in the order in which the item's merge adds up splits.
 inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
   if (item.num_splits == 1 || longest == 0) return;
   int run = rules.most_in_run;
@@ -216,7 +230,7 @@ inline void make_runs(const CutRules& rules, CutItem& item, long longest) {
 inline long partial_rows(const CutItem& item) {
   return item.num_splits == 1 ? 0 : long(item.num_splits) * (item.whole.q_end - item.whole.q_begin);
 }
-// Of an item in several splits whose partial rows are given out.
+// The merge of an item in several splits, after its partial rows have been assigned.
 inline MergeItem merge_of(const CutItem& item) { return {item.whole.q_begin, item.whole.q_end, item.whole.partial, item.num_splits}; }
 
 inline WorkItem split_of(const CutItem& item, int index) {
@@ -239,8 +253,8 @@ inline int cost_bucket(int num_queries, int num_keys) {
   return kCostBuckets - 1 - ((log2 << 3) | int((cost >> (log2 - 3)) & 7));
 }
 
-// Of so many kv heads those whose keys and values find room in L2 together, one at least: of one head it has room for l2_keys, and the
-// requests of a list have `keys`. All of them, or a power of two: a few left over would end late.
+// How many of the kv heads have their keys and values in L2 at the same time, at least one: L2 holds l2_keys of one head, and the requests
+// of a list have `keys`. The result is all heads, or a power of two: a few heads left over would end late.
 inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) {
   int heads = int(clamped(l2_keys / larger(keys, 1), 1, num_kv_heads));
   if (heads < num_kv_heads)
@@ -248,7 +262,7 @@ inline int heads_in_l2(long l2_keys, long keys, int num_kv_heads) {
   return heads;
 }
 
-// Splits of an item that cost the same: the first one, those between, the last one. They stand in a list in this order.
+// Splits of an item that cost the same. There are three kinds, in the order of a list: the first split, those in the middle, the last one.
 struct EqualSplits {
   int bucket, count, first;  // first: number of the first of them
 };

@@ -14,7 +14,7 @@ namespace imbrex {
 
 namespace {
 
-// Codes of the rules of one tensor: "kv_cache.k" or "kv_cache.v".
+// The error codes of one tensor's rules, which begin with "kv_cache.k" or "kv_cache.v".
 struct SideCodes {
   const char *missing, *dtype, *rank, *block_size, *num_heads, *head_dim, *packed_bytes, *packed_stride, *strides;
   const char *scale_unexpected, *scale_dtype, *scale_size, *scale_device, *scale_value;
@@ -28,7 +28,7 @@ constexpr SideCodes kValueCodes{
     "kv_cache.v.head_dim",    "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides",    "kv_cache.v_scale.unexpected",
     "kv_cache.v_scale.dtype", "kv_cache.v_scale.size",   "kv_cache.v_scale.device",  "kv_cache.v_scale.value"};
 
-// No two elements may share an address by a stride of 0.
+// Refuses strides of 0, by which two elements would share an address.
 void check_strides(const TensorView& t, const char* code) {
   for (int d = 0; d < t.rank; ++d) check(t.size(d) <= 1 || t.stride(d) > 0, code, "stride of dimension {} of {} is {}", d, t, t.stride(d));
   check(t.is_addressable(), code, "the strides of {} reach past 63 bits", t);

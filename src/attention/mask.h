@@ -1,6 +1,6 @@
 #pragma once
-// The definition behind Mask, one query and one key at a time: what `reference` computes and kernels are tested against. And which keys of
-// a request that leaves in sight.
+// The definition of Mask, one query and one key at a time: `reference` computes it, and kernels are tested against that. Also the range of
+// keys that a query may see.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -23,7 +23,7 @@ inline bool mask_allows(const Mask& mask, int64_t p, int64_t j) {
   return true;
 }
 
-// Tokens in front of its own chunk that a query sees: chunk_lookback chunks, as far as an int counts.
+// The number of tokens before its own chunk that a query sees: chunk_lookback chunks, at most INT_MAX.
 inline int lookback_tokens(const Mask& mask) {
   return int(std::min<int64_t>(int64_t(mask.chunk) * mask.chunk_lookback, std::numeric_limits<int>::max()));
 }
@@ -31,7 +31,7 @@ inline int lookback_tokens(const Mask& mask) {
 // Whether there are earlier keys that a query does not see, the custom mask apart.
 inline bool forgets(const Mask& mask) { return mask.window_left >= 0 || mask.chunk > 0; }
 
-// Keys before its own that a query may see, the custom mask apart: the most of any position.
+// The largest number of keys before its own position that any query may see, the custom mask apart.
 inline int64_t most_earlier_keys(const Mask& mask) {
   int64_t most = std::numeric_limits<int>::max();
   if (mask.window_left >= 0) most = mask.window_left;

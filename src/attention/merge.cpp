@@ -1,4 +1,4 @@
-// Joins partial attention results on the host, in float, in the order given; and on other devices by their own.
+// Merges partial attention results on the host, in float, in the order given; mergers of other devices are in their folders.
 #include "imbrex/merge.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 #pragma once
-// What a merge asks of its tensors, on any device.
+// Checks of the tensors of a merge, on any device.
 #include <span>
 
 #include "imbrex/merge.h"

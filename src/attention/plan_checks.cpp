@@ -1,4 +1,4 @@
-// See plan_checks.h. All but begin_plan() runs once a layer, so nothing is formatted unless it fails.
+// See plan_checks.h. All but begin_plan() is called once a layer, so no text is formatted unless a check fails.
 #include "attention/plan_checks.h"
 
 #include <algorithm>
@@ -27,14 +27,14 @@ void check_heads(bool wanted, const TensorView& t, const char* name, std::string
   check_layout(t, name);
 }
 
-// Of heads, before the host reads them. Kernels have room for an i32 of a stride.
+// Checks the strides of scales for each head, before the host reads them. Kernels keep such a stride in an i32.
 void check_scales(const TensorView& t, const char* name) {
   check_layout(t, name);
   check(t.empty() || t.rank != 1 || t.size(0) <= 1 || (t.stride(0) >= INT32_MIN && t.stride(0) <= INT32_MAX), "tensor.strides",
         "{}: expected a stride that an i32 can count, got {} in {}", name, t.stride(0), t);
 }
 
-// `t` where it is one of `types`, else the usual one: what a message then says was expected.
+// Returns `t` where it is one of `types`, otherwise the usual one, which a message then says was expected.
 DType one_of(std::span<const DType> types, DType t) { return std::ranges::find(types, t) != types.end() ? t : types.front(); }
 
 void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_view code, Device device) {

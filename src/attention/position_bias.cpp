@@ -18,7 +18,7 @@ int relative_bucket(const ScoreMod& score, int distance) {
   }
   const int exact = buckets / 2;
   if (distance < exact) return bucket + distance;
-  // float arithmetic on purpose: the trained models were bucketed with it, and double moves some boundaries.
+  // This is float arithmetic on purpose: the trained models were bucketed with it, and double moves some boundaries.
   const float position = std::log(float(distance) / float(exact)) / std::log(float(score.relative_max_distance) / float(exact));
   return bucket + std::min(buckets - 1, exact + int(position * float(buckets - exact)));
 }

@@ -1,6 +1,6 @@
 #pragma once
-// What a logit gets for the distance of its key: ALiBi's, and T5's relative position bias, with its expansion to one bias per distance that
-// the CPU kernels read.
+// Position biases of a logit: that of ALiBi, and T5's relative position bias with its expansion to a bias for each distance, which the CPU
+// kernels read.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace imbrex {
 
-// What ALiBi's slope is multiplied by, for a key at a distance (its position less the query's).
+// The factor of ALiBi's slope for a key at a distance (its position minus the query's).
 inline double alibi_distance(const ScoreMod& score, double distance) {
   return score.alibi_sqrt ? -std::sqrt(std::max(-distance, 0.)) : distance;
 }

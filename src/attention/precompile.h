@@ -32,10 +32,11 @@ struct PrecompiledKernel {
   int64_t cubin_bytes = 0;
 };
 
-// Every kernel of the request once, in a fixed order. Throws what concerns them all: Error cuda.nvrtc_missing, cuda.arch, cuda.cache.
+// Compiles every kernel of the request once, in a fixed order. A kernel that fails has its error in its result; an Error is thrown only for
+// what concerns all of them: cuda.nvrtc_missing, cuda.arch, cuda.cache.
 std::vector<PrecompiledKernel> precompile(const PrecompileRequest&);
 
-// "sm_90a": what a GPU's kernels are compiled for.
+// The architecture that a GPU's kernels are compiled for: "sm_90a".
 std::string kernel_arch(const DeviceInfo&);
 
 struct KernelCompiler {

@@ -29,7 +29,7 @@ void load_row(const TensorView& t, int64_t first, int64_t stride, int count, dou
 
 double parameter(const TensorView& t, int64_t index) { return t.as<const float>()[index * t.strides[0]]; }
 
-// What an fp8 element is multiplied by.
+// The scale that an fp8 element is multiplied by.
 float head_scale(const TensorView& scales, DType dtype, int head) {
   if (!is_fp8(dtype) || scales.empty()) return 1.f;
   return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];

@@ -1,5 +1,6 @@
 #pragma once
-// The reference backend: what every other backend has to compute. The registry lists it last; tests and `imbrex verify` judge by it.
+// The reference backend of attention: it defines what every other backend has to compute. The registry lists it last; tests and `imbrex
+// verify` compare with it.
 #include "imbrex/backend.h"
 
 namespace imbrex {

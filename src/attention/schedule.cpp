@@ -12,7 +12,8 @@
 namespace imbrex {
 namespace {
 
-constexpr int kMaxTile = 1 << 20;  // far beyond any kernel; keeps sums of tiles within an int
+constexpr int kMaxTile = 1 << 20;                                   // far beyond any kernel; keeps sums of tiles within an int
+constexpr int64_t kLeastPieceTiles = 2, kMostPieceTiles = 1 << 20;  // tiles of keys of a piece when the load is balanced
 
 // Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.
 int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePolicy& policy) {
@@ -26,11 +27,11 @@ int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePoli
     }
   }
   const int64_t share = keys / std::max(policy.num_workers, 1) + 1;
-  const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, 2, 1 << 20);
+  const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, kLeastPieceTiles, kMostPieceTiles);
   return int(std::min<int64_t>(tiles * policy.tile_kv, INT32_MAX / 2 / policy.tile_kv * policy.tile_kv));
 }
 
-// Partial rows of a list whose pieces become runs of such lengths. Only counted where there is a limit.
+// Counts the partial rows of a list whose pieces become runs of such lengths. They are only counted where there is a limit.
 int64_t rows_of_runs(const CutRules& rules, std::span<const CutItem> items, const RunLengths& lengths) {
   int64_t rows = 0;
   int number = 0;
@@ -162,7 +163,7 @@ bool limits_rows(const SchedulePolicy& policy) {
 
 int64_t tiles_of(const SchedulePolicy& policy, int64_t q) { return (q + policy.tile_q - 1) / policy.tile_q; }
 
-// The most that splitting makes of one request.
+// The most merges, additional items and partial rows that splitting makes of one request.
 struct Splits {
   int64_t merges = 0, extra_items = 0, partial_rows = 0, pieces = 0;  // pieces: of an item
   int64_t least_rows = 0;                                             // of partial_rows, where runs are as long as they can be
@@ -191,7 +192,7 @@ ScheduleBounds schedule_bounds(const SchedulePolicy& policy, const PlanLimits& l
   const auto [least, most] = cut_queries(policy, limits);
   if (least > most || limits.max_num_reqs <= 0) return {};
   const int64_t tokens = limits.max_num_tokens, requests = std::min<int64_t>(limits.max_num_reqs, tokens / least);
-  // Of all requests together: each has at most one tile that is not full.
+  // The most items of all requests together: each request has at most one tile that is not full.
   const int64_t items = std::min({tokens, requests * tiles_of(policy, most), requests + tokens / policy.tile_q});
   if (policy.balanced) {  // every piece but the last of an item is a worker's share
     const int64_t workers = std::max(policy.num_workers, 1), split_q = std::min<int64_t>(policy.split_max_q, most);

@@ -30,7 +30,7 @@ void for_each_field(Spec& spec, Visit&& visit) {
 #include "attention/spec_fields.inl"
 }
 
-// Likewise visit(field, value, other), for the same field of two specs.
+// Calls visit(field, value, other) for every row; `value` and `other` are the member of two specs.
 template <class Spec, class Other, class Visit>
 void for_each_field(Spec& spec, Other& other, Visit&& visit) {
 #define FIELD(part, member, name, key, feature, flag, help)                                                                   \

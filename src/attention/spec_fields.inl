@@ -9,7 +9,7 @@
 //   help     of the option
 //   SHAPE(member)  a field that has no default of its own: every layer says it, or it follows from another one. Its name is the same
 //   everywhere
-// Who includes this file defines FIELD, and SHAPE where that is something else.
+// A file that includes this one defines FIELD, and SHAPE too where that is to be something else.
 #ifndef SHAPE
 #define SHAPE(member) FIELD(spec, member, member, #member, "", "", "")
 #endif

@@ -55,7 +55,7 @@ class SplitPlan final : public StepPlan {
     next.reach = reach_of(batch, spec_, options_.validate);
   }
 
-  // A plan that cannot be taken back comes last: when it fails, the others are.
+  // A plan whose commit cannot be reverted is updated last: when it fails, the others are reverted.
   void commit(Stream stream) override {
     size_t done = 0;
     try {

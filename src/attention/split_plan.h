@@ -1,7 +1,7 @@
 #pragma once
-// A composite plan: the requests of each step are shared out among plans, by a rule that looks at one request at a time. It keeps what a
-// plan of one backend promises: the whole batch is checked once, before it is taken apart; an update takes effect in all members or in
-// none; and a stream that captures a graph is refused, since which rows are whose differs from step to step.
+// A composite plan: the requests of each step are shared out among plans, its members, by a rule that looks at one request at a time. It
+// keeps the promises of a plan of one backend: the whole batch is checked once, before it is taken apart, and an update takes effect in all
+// members or in none. A stream that captures a graph is refused, since each step gives other rows to a member.
 //
 // A member whose tokens are not next to each other is given copies of their rows, and its outputs are copied back: one copy of those rows a
 // layer, in host memory. On other devices such a batch is refused, and the caller orders its requests.

@@ -13,12 +13,12 @@ class StepPlan : public Plan {
     prepare(batch, stream);
     commit(stream);
   }
-  // Everything that can be refused, and nothing that shows: run() still computes the step before, and the next prepare() may find this
-  // one without its commit(). The batch stays as it is until then.
+  // Makes the next step, with everything that can be refused, and changes nothing else: run() still computes the step before. The batch
+  // must not change until commit(); another prepare() may come in its place.
   virtual void prepare(const Batch&, Stream) = 0;
-  // The prepared step becomes the plan's. What fails leaves the step before.
+  // Makes the prepared step the plan's. If it fails, the plan still has the step before.
   virtual void commit(Stream) = 0;
-  // Right after a commit(): the step before becomes the plan's again.
+  // Called right after a commit(): makes the step before the plan's again.
   virtual void revert(Stream) noexcept = 0;
   virtual bool can_revert() const noexcept { return true; }
   // False after a failure that could not be taken back, until an update succeeds: run() and write_kv() refuse to compute then.
@@ -27,7 +27,7 @@ class StepPlan : public Plan {
 
 void check_step(const StepPlan&);  // Error plan.no_step
 
-// Of a plan that is none: it has only its update(), which cannot be taken back.
+// Wraps a plan that is not a StepPlan, which has only its update(): that cannot be taken back.
 std::unique_ptr<StepPlan> step_plan(std::unique_ptr<Plan>);
 
 // The step that a plan computes, and room for the next: both keep their capacity, so that warm updates allocate nothing.

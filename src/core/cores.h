@@ -1,5 +1,5 @@
 #pragma once
-// How many threads to use when nobody says.
+// How many threads to use when the caller names no number.
 #include <sched.h>
 
 #include <algorithm>

@@ -28,7 +28,7 @@ std::string name_of_cpu() {
   return fmt::format("aarch64 CPU (implementer {:#x}, part {:#x})", implementer, part);
 }
 
-// Of what the CPU has, that which attention could use.
+// Those extensions of the CPU that attention kernels could use, as a text for isa_note.
 std::string extensions() {
   const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
   std::string text = "neon";

@@ -1,11 +1,13 @@
 #pragma once
-// Which process this is, of those that fork() has made of one. A child has the memory of its parent and one thread: other threads are not
-// there, a lock that one of them held stays locked, and CUDA does not work. What depends on these keeps the number of its process.
+// Tells a process from the children that fork() makes of it. A child has its parent's memory and a single thread: the parent's other
+// threads do not exist in it, a lock that one of them held stays locked, and CUDA does not work. Objects that depend on threads, locks or
+// CUDA remember the number of the process that made them.
 #include <cstdint>
 
 namespace imbrex {
 
-// 0 in a process that was not forked off, one more in each child; costs a load. Code between fork() and exec() is not counted on.
+// The number of forks between the first process and this one: 0 in a process that was not forked off. Costs a load. Code that runs between
+// fork() and exec() may see the old number.
 uint64_t fork_generation() noexcept;
 
 }  // namespace imbrex

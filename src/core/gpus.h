@@ -1,5 +1,5 @@
 #pragma once
-// What data sheets say of GPUs and no driver does.
+// Figures of GPUs that are in data sheets and that no driver reports.
 #include "imbrex/device.h"
 
 namespace imbrex {

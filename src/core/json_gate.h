@@ -1,5 +1,5 @@
 #pragma once
-// The one way JSON from outside gets in: what the library's parser takes without a word is a problem here.
+// Parses all JSON that comes from outside, more strictly than the library's parser does.
 #include <cstddef>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
@@ -14,8 +14,8 @@ struct JsonProblem {
   std::string name;  // duplicate: the key that an object has twice
 };
 
-// Throws JsonProblem: for what is no JSON, a number that does not fit a double, more than `max_depth` objects and arrays inside each other
-// (the parser has no limit), and an object that has a key twice (of which the parser keeps the last).
+// Throws JsonProblem for a text that is not JSON, a number that does not fit a double, more than `max_depth` objects and arrays inside each
+// other (the parser has no limit), and an object that has a key twice (the parser keeps the last one).
 nlohmann::json parse_json(std::string_view text, int max_depth);
 
 }  // namespace imbrex

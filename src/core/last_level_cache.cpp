@@ -1,5 +1,5 @@
-// Reads the kernel's description of caches. (glibc's sysconf(_SC_LEVEL3_CACHE_SIZE) counts every L3 of an AMD processor, also in a virtual
-// machine that has one of them.)
+// Reads the system's description of caches from files. (glibc's sysconf(_SC_LEVEL3_CACHE_SIZE) counts every L3 of an AMD processor, even in
+// a virtual machine that has only one of them.)
 #include "core/last_level_cache.h"
 
 #include <sched.h>

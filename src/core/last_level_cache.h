@@ -1,5 +1,5 @@
 #pragma once
-// The last-level cache that the cores of this process have between them.
+// The size of the last-level caches of the cores that this process may use.
 #include <cstdint>
 #include <string>
 

@@ -1,4 +1,4 @@
-// See read_file.h. With the system's calls, because streams of C++ open folders, wait for the writer of a pipe, and do not say why they
+// See read_file.h. It uses the system's calls, because C++ streams open folders, wait for the writer of a pipe, and do not say why they
 // fail.
 #include "core/read_file.h"
 

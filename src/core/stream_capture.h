@@ -1,5 +1,5 @@
 #pragma once
-// Whether what a stream is given is run, or recorded for a graph.
+// Whether a stream runs the work that it is given, or records it for a graph.
 #include "imbrex/device.h"
 
 namespace imbrex {

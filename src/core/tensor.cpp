@@ -25,7 +25,7 @@ const char* to_string(DType t) {
 }
 
 DType parse_dtype(std::string_view text) {
-  // Our names first, then those of PyTorch, vLLM and safetensors.
+  // Names of element types: those of imbrex first, then those of PyTorch, vLLM and safetensors.
   static constexpr struct {
     std::string_view name;
     DType dtype;

@@ -1,4 +1,4 @@
-// See tensor_layout.h. Checked for each tensor of each layer, so nothing is formatted unless it fails.
+// See tensor_layout.h. Each tensor of each layer is checked, so no text is formatted unless a check fails.
 #include "core/tensor_layout.h"
 
 #include <algorithm>

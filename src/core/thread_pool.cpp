@@ -28,7 +28,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(4);
 constexpr auto kYield = std::chrono::milliseconds(2);
 
-// Leaves the core to its other thread, or to nobody, for some tens of cycles.
+// Pauses this thread for some tens of cycles, which leaves the core to its other hardware thread.
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -67,8 +67,8 @@ struct alignas(64) Share {
 
 // The threads of a pool in one process, and the job they share.
 //
-// The caller takes the shares of threads that have not come yet: the system may have given their cores to others (a spinning thread of
-// another library keeps one for milliseconds), and a job that is over sooner than they arrive must not wait for them.
+// The caller takes the shares of threads that have not started on the job: the system may have given their cores to other programs (a
+// spinning thread of another library keeps one for milliseconds), and a job must not wait for threads that would come after its end.
 struct Crew {
   const void* const pool;
   const uint64_t generation = fork_generation();  // of the process that has these threads
@@ -76,7 +76,7 @@ struct Crew {
   std::vector<std::thread> threads;
   std::mutex callers;  // held during a run
 
-  // The job, written before `epoch` rises and read by who has taken a share of it: it is over when all shares are.
+  // The job, written before `epoch` rises and read by threads that have taken a share of it: it is over when all shares are.
   ParallelFor::Body body = nullptr;
   void* argument = nullptr;
   int num_workers = 0;
@@ -192,8 +192,8 @@ struct ThreadPool::State {
     if (last->generation == fork_generation()) delete last;
   }
 
-  // A forked child starts threads of its own at the first job. The crew of its parent is left as it is, for its locks may be held and
-  // its threads cannot be joined. Without a lock, because the child's own children could find that held.
+  // A forked child starts threads of its own at the first job. The parent's threads are left as they are, for their locks may be held and
+  // they cannot be joined. This takes no lock, because the child's own children could find it held.
   Crew& crew_of_this_process() {
     Crew* now = crew.load(std::memory_order_acquire);
     if (now->generation == fork_generation()) return *now;

@@ -1,4 +1,5 @@
-// The names that users of vLLM and SGLang know for attention backends, and which of ours serve them. Used by select() and the docs.
+// The names that users of vLLM and SGLang know for attention backends, and the backends of imbrex that serve them. Used by select() and the
+// docs.
 #include "imbrex/layer_spec.h"
 
 namespace imbrex {

@@ -1,4 +1,4 @@
-// What holds for the batches of every family: sizes, limits, and lengths that do not contradict each other.
+// See batch_checks.h: sizes, limits, and lengths that do not contradict each other.
 #include "imbrex/batch.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace imbrex {
 
-// Far beyond any machine, and small enough that products of a few limits fit 63 bits.
+// Bounds of limits, far beyond any machine, and small enough that products of a few limits fit 63 bits.
 static constexpr int kMostReqs = 1 << 24, kMostTokens = 1 << 30;
 
 void PlanLimits::validate() const {

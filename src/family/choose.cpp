@@ -12,7 +12,7 @@
 namespace imbrex {
 namespace {
 
-// Who asked for a backend, and under which name.
+// The name of the backend that is forced, and where that name comes from.
 struct Demand {
   std::string name;  // empty: nobody
   std::string by;    // "forced", "forced for decode", "forced by IMBREX_BACKEND"
@@ -44,7 +44,7 @@ const Contender* find_candidate(std::span<const Contender> candidates, std::stri
   return it == candidates.end() ? nullptr : &*it;
 }
 
-// The family, other than `family`, that the name of a backend or of an alias is of; empty: there is none, or the name is this family's too.
+// The family other than `family` that knows this name of a backend or of an alias; empty: there is none, or `family` knows the name too.
 std::string_view other_family_of(std::string_view name, std::string_view family, std::span<const Contender> candidates) {
   if (find_candidate(candidates, name) != nullptr) return {};
   std::string_view other = other_family_with(name, family);

@@ -1,5 +1,6 @@
 #pragma once
-// Which backend of a list runs a spec, by order or by force, and how that is told: select() without the family's types.
+// The part of select() that does not depend on the family's types: which backend of a list runs a spec, by order or because it is forced,
+// and the text that says so.
 #include <span>
 #include <string>
 #include <string_view>
@@ -24,7 +25,7 @@ struct Choice {
 Choice choose(std::span<const Contender>, const BasicBackend& slow, std::string_view family, const SelectOptions&);
 
 bool same_name(std::string_view, std::string_view);  // without case
-// The family of layer_spec.h, other than `family`, that has a backend of this name; empty: none has.
+// The name of the family other than `family` that has a backend of this name; empty: no family has.
 std::string_view other_family_with(std::string_view backend, std::string_view family);
 
 std::string selection_table(const BasicBackend* chosen, std::string_view rule, std::span<const Contender>,

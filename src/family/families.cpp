@@ -1,4 +1,4 @@
-// What is asked of all families at once. Nothing else in this folder knows which there are.
+// Questions about all families at once. No other file of this folder knows which families there are.
 #include "family/choose.h"
 #include "imbrex/layer_spec.h"
 

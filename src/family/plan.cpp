@@ -1,4 +1,4 @@
-// What a plan does whose backend has nothing of its own to say.
+// What the virtual functions of BasicPlan do where a backend does not override them.
 #include "imbrex/plan.h"
 #include "core/check.h"
 

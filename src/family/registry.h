@@ -64,8 +64,8 @@ class Registry {
     std::vector<std::shared_ptr<const Backend>> retired;  // kept alive: another thread may still hold a pointer from all()
   };
 
-  // Never destroyed, so that backends can be asked for while static objects go down. A fork waits for the lock, because a child would never
-  // see it free that another thread of its parent held.
+  // The registry is never destroyed, so that backends can be asked for while static objects are destroyed. A fork waits for the lock: a
+  // lock that another thread of the parent held would stay locked in the child.
   static Registered& registered() {
     static auto* const state = [] {
       const auto unlock = [] { registered().mutex.unlock(); };

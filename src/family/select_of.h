@@ -5,7 +5,7 @@
 
 namespace imbrex {
 
-// Changes of a spec after which a backend other than `slow`, the family's reference, runs it. Of each family.
+// Changes of a spec after which a backend other than `slow`, the family's reference, runs it. Each family defines it.
 template <class Family>
 std::vector<std::string> propose(const typename Family::Spec&, const DeviceInfo&, std::span<const CandidateOf<Family>>,
                                  const BackendOf<Family>& slow);

@@ -1,5 +1,5 @@
 #pragma once
-// The reference backend of the short convolution: what every other one has to compute.
+// The reference backend of the short convolution: it defines what every other one has to compute.
 #include "imbrex/short_conv.h"
 
 namespace imbrex {

@@ -14,7 +14,7 @@ Registry<ShortConvFamily>::List Registry<ShortConvFamily>::built_in() {
   return {&cuda_sm80_short_conv(), &cpu_avx512_short_conv(), &cpu_generic_short_conv(), &short_conv_reference()};
 }
 
-// Backends refuse devices and nothing of a spec.
+// There is nothing to propose: backends refuse devices, but no valid spec.
 template <>
 std::vector<std::string> propose<ShortConvFamily>(const ShortConvSpec&, const DeviceInfo&, std::span<const CandidateOf<ShortConvFamily>>,
                                                   const BackendOf<ShortConvFamily>&) {
