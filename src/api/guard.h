@@ -1,5 +1,5 @@
 #pragma once
-// What stands between C++ and a C caller: no exception passes, and the text of an error waits for the thread that asks.
+// Keeps exceptions from reaching a C caller: a function's exception becomes a status, and the calling thread can ask for its text.
 #include <string_view>
 
 #include "core/check.h"

@@ -12,12 +12,13 @@
 namespace imbrex::api {
 namespace {
 
-// Functions of somebody else, who may unload them after unregistering; and copies of the texts, which may be gone at once.
+// The functions of a backend from outside, whose code may be unloaded after it is unregistered, and copies of its texts, which need not
+// live longer than the call that registers it.
 struct Functions : imbrex_backend {
   explicit Functions(const imbrex_backend& given) : imbrex_backend(given), name_text(given.name), description_text(given.description) {}
   std::string name_text, description_text;
 
-  // Held shared by who calls a function without having a plan, and alone by who unregisters the backend.
+  // Held shared by threads that call a function without having a plan, and exclusively by the one that unregisters the backend.
   mutable std::shared_mutex mutex;
   bool unregistered = false;  // no function may be called any more
   mutable std::atomic<int> num_plans{0};
@@ -31,7 +32,8 @@ struct Functions : imbrex_backend {
 };
 using FunctionsPtr = std::shared_ptr<Functions>;
 
-// What the functions are given has been checked, as a built-in plan would check it.
+// The plan of a backend from outside. It checks the arguments of each call, as a built-in plan does, before it calls the backend's
+// function.
 class OutsidePlan final : public Plan {
  public:
   OutsidePlan(FunctionsPtr functions, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options)

@@ -42,7 +42,7 @@ void with_backend(const imbrex_selection& s, const Use& use) {
     use(*std::get<const BackendOf<ShortConvFamily>*>(s.backend), std::get<ShortConvSpec>(s.spec.spec));
 }
 
-// What imbrex_select() finds for a spec of a family.
+// A selection of imbrex_select(), for a spec of one family.
 template <class Family>
 void select_for(const typename Family::Spec& spec, const SelectOptions& options, imbrex_selection& to) {
   const SelectionOf<Family> selection = select<Family>(spec, to.device, options);

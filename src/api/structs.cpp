@@ -196,7 +196,7 @@ PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
 
 namespace {
 
-// What batches of both kinds have.
+// Reads the tensors that imbrex_batch and imbrex_device_batch both have.
 template <class Given, class To>
 void take_tables(const Given& b, To& batch) {
   batch.block_table = view_of(b.block_table, "block_table");

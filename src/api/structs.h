@@ -45,7 +45,7 @@ inline constexpr size_t kFirstSize<imbrex_short_conv_inputs> = 40;
 template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_outputs> = 16;
 
-// What a field means when nobody asks for anything else.
+// The defaults of a struct's fields.
 template <class T>
 T defaults() {
   return {};
@@ -66,7 +66,7 @@ void init(T* given, size_t struct_size) {
   std::memcpy(static_cast<void*>(given), &all, std::min(struct_size, sizeof all));
 }
 
-// More than any version will have: what is larger was never set, and nobody may look at so many bytes.
+// No version will have a larger struct: a larger size was never set, and so many bytes must not be read.
 inline constexpr size_t kLargestSize = 4096;
 
 template <class T>
@@ -76,7 +76,7 @@ void check_size(const T& given, const char* name) {
         "{}: expected a struct_size of {} to {}, got {}: call its init function", name, kFirstSize<T>, kLargestSize, given.struct_size);
 }
 
-// As this version knows the struct. A newer caller's fields must be zero: they would be ignored.
+// The struct in the size that this version knows. Later fields of a newer caller must be zero, because they would be ignored.
 template <class T>
 T read(const T* pointer, const char* name) {
   const T& given = deref(pointer, name);
@@ -138,7 +138,7 @@ struct CKvCache {
 imbrex_spec_fields fields_of(const AttentionSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
-// What a handle holds, of the family that a function is for.
+// The family of the contents of a handle. of_family() checks that it is the one that a function is for.
 inline std::string_view family_of(const AttentionSpec&) { return AttentionFamily::name; }
 inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }

@@ -55,7 +55,7 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
   return jobs;
 }
 
-// Those asked for (names or aliases; each must run the job), or the one that selection takes.
+// The backends that --backend names (also by aliases; each must run the job), or the one that select() chooses.
 std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& device, const BenchArguments& o) {
   std::vector<const Backend*> list;
   SelectOptions options;

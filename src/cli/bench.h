@@ -1,5 +1,5 @@
 #pragma once
-// What `imbrex bench` was asked for, with and without --zoo.
+// The options of `imbrex bench`, with and without --zoo.
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace imbrex::cli {
 
-// Of a layer of ShortConv.
+// The options of a short convolution layer.
 struct ShortConvOptions {
   int dim = 2048, width = 3, drafts = 0;
   std::string dtype = "bf16";

@@ -8,7 +8,7 @@
 namespace imbrex::cli {
 namespace {
 
-// Those asked for, each of which must run the spec, or all that do but the reference.
+// The backends that --backend names, each of which must run the spec, or all but the reference that run it.
 std::vector<const BackendOf<ShortConvFamily>*> conv_backends(const ShortConvSpec& spec, const DeviceInfo& device,
                                                              const std::string& names) {
   std::vector<const BackendOf<ShortConvFamily>*> list;

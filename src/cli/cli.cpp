@@ -1,4 +1,4 @@
-// What the subcommands share: lists, sizes, fractions and files.
+// Parsing and files that the subcommands share: lists, sizes, fractions.
 #include "cli/cli.h"
 
 #include <fmt/format.h>

@@ -1,5 +1,5 @@
 #pragma once
-// What the subcommands share: how they join the program, its exit codes, and output that does not fit elsewhere.
+// What the subcommands share: their registration in the program, exit codes, and helpers for values and output.
 #include <CLI/CLI.hpp>
 #include <functional>
 #include <string>

@@ -45,7 +45,7 @@ ordered_json to_json(const PrecompiledKernel& kernel) {
 serve::Table to_table(const std::vector<PrecompiledKernel>& kernels) {
   serve::Table table{{"kernel", "arch", "constants", ">registers", ">spills B", ">stack B", ">smem B", ">ms", ">cubin B"}, {}};
   for (const PrecompiledKernel& k : kernels) {
-    // What belongs to the file stands in the row of its first entry point.
+    // Figures of a whole file are in the row of its first entry point.
     std::string ms = !k.error.empty() ? "failed" : k.compile_ms > 0 ? fmt::format("{:.0f}", k.compile_ms) : "cached";
     std::string bytes = fmt::format("{}", k.cubin_bytes);
     if (k.entries.empty()) table.rows.push_back({k.file, k.arch, k.constants, "", "", "", "", ms, bytes});

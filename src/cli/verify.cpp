@@ -19,7 +19,7 @@ struct VerifyArguments {
   bool json = false, quiet = false;
 };
 
-// Backends of a family that were asked for, as they run on tensors in host memory. Names may be of another family.
+// The backends of a family that --backend names, for tensors in host memory. Names may be of another family.
 template <class Family>
 struct WantedBackends {
   std::vector<const BackendOf<Family>*> list;

@@ -24,7 +24,7 @@ namespace {
 using nlohmann::ordered_json;
 using Clock = std::chrono::steady_clock;
 
-// Of a call by the nearer ceiling: larger cells run with fewer or shorter requests.
+// The longest that a call may take by its ceiling, in seconds: larger cells run with fewer or shorter requests.
 constexpr double kCpuCall = 0.03, kGpuCall = 0.05;
 constexpr int kWorst = 10;
 constexpr int kAgain = 2;  // times that cells below the floor are measured once more
@@ -100,7 +100,7 @@ class Zoo {
   }
 
  private:
-  // On a CPU keys come from memory, as those of a model's many layers do.
+  // On a CPU the calls take turns at several caches, so that keys come from memory, as those of a model's many layers do.
   serve::BenchOptions with_copies(serve::BenchOptions options, const serve::ZooCell& cell) const {
     if (!gpu_ && options.kv_copies == 0) {
       const double bytes = std::max(serve::work_of(cell.spec, cell.requests).kv_bytes, 1.0);
@@ -109,7 +109,7 @@ class Zoo {
     return options;
   }
 
-  // What a call costs that has next to nothing to do.
+  // The time of a call that has almost no work.
   double call_seconds(const Backend& backend, bool captured) {
     const auto [found, absent] = call_seconds_.try_emplace({std::string(backend.name()), captured}, 0.0);
     if (absent) {
@@ -216,7 +216,7 @@ int run_zoo(const BenchArguments& o, const DeviceInfo& device) {
       results.push_back(zoo.measure(cell));
     }
   }
-  // What the machine was busy with for a moment is no cliff.
+  // A cell may be slow because the machine was busy for a moment, so slow cells are timed again.
   for (int again = 0; again < kAgain && !out_of_time(); ++again) {
     for (const serve::ZooResult* cliff : serve::judge_zoo(results)) {
       const size_t i = size_t(cliff - results.data());

@@ -1,6 +1,5 @@
 #pragma once
-// Reading the metadata and the tensors of a case file, of any family: what is not known is refused, and what is there has the type and the
-// shape that it must have.
+// Reads the metadata and the tensors of a case file of any family: unknown fields are refused, and types and shapes are checked.
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -16,13 +15,13 @@ constexpr int kCaseFileVersion = 1;
 // The metadata key imbrex. Error case_file.metadata, case_file.json.*
 nlohmann::json case_metadata(const Safetensors&);
 
-// Reads the fields of a JSON object and refuses those that nobody asked for. The object must live as long. Error case_file.json.*
+// Reads the fields of a JSON object, and refuses those that have not been read. The object must outlive it. Error case_file.json.*
 class CaseFields {
  public:
   CaseFields(const nlohmann::json& object, std::string path);
   bool has(const char* name) const { return object_.contains(name); }
 
-  // As they are where they are missing.
+  // Read an optional field; the value does not change where the field is missing.
   void read(const char* name, int& value);
   void read(const char* name, float& value);
   void read(const char* name, bool& value);

@@ -1,7 +1,7 @@
 #pragma once
-// What mirrors of GPU backends are made of, for any family: a mirror is a backend for callers whose tensors are in host memory, which
-// copies what a call is given to the device and the results back. Correct and slow; conformance tests and case files run through it, so
-// that what a caller of the real backend would see is what they see.
+// The parts of mirrors, for any family. A mirror is a backend for callers whose tensors are in host memory: it copies a call's tensors to
+// the device, runs a GPU backend there, and copies the results back. It is correct and slow; conformance tests and case files run GPU
+// backends through it.
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -13,13 +13,13 @@
 
 namespace imbrex {
 
-// A tensor on the device: all bytes from the first to the last element of a view of the host's, gaps included, between guards. What a
-// kernel must not read holds what the host holds there, or 0xff. Memory is kept from call to call.
+// A tensor on the device: all bytes from the first to the last element of a view of the host's, gaps included, between guards. Bytes that a
+// kernel must not read hold what the host has there, or 0xff. Memory is kept from call to call.
 class Mirrored {
  public:
-  // Copies the host's bytes over; the view that the device is to be given.
+  // Copies the host's bytes to the device, and returns the view of them there.
   TensorView take(const TensorView& host, const DeviceStream&);
-  // The other way, after the device has written; waits for it. Error mirror.guard when a guard was written to.
+  // Copies the device's bytes back to the host, after waiting for the device. Error mirror.guard when a guard was written to.
   void give_back(const TensorView& host, const char* name, const DeviceStream&);
 
  private:

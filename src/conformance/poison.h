@@ -7,7 +7,8 @@
 
 namespace imbrex {
 
-// What is in every byte that no request owns: free pages and slots, page tails, padding rows, gaps between rows, outputs before the run.
+// The contents of every byte that no request owns: free pages and slots, page tails, padding rows, gaps between rows, outputs before the
+// run.
 enum class Poison : uint8_t { zero, nan, ones };  // ones: 0xff bytes, another NaN in every float type
 const char* to_string(Poison);
 

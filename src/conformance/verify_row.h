@@ -1,5 +1,5 @@
 #pragma once
-// What `imbrex verify` says of one backend and a case file, of any family.
+// A row of the table of `imbrex verify`: one backend and a case file, of any family.
 #include <string>
 #include <vector>
 

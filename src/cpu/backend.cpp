@@ -1,4 +1,4 @@
-// The CPU backends: one class, told apart by their limits and by the kernel table they hand to the plan.
+// The CPU backends: objects of one class, which differ in their limits and in the kernel table that they give to the plan.
 #include "imbrex/backend.h"
 
 #include "attention/plan_checks.h"
@@ -32,7 +32,7 @@ class CpuBackend final : public Backend {
     }
     if (!amx) {
       if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
-      // No CPU multiplies bytes of this kind: queries would only be widened again.
+      // No CPU multiplies fp8 numbers: queries would only be widened again.
       if (spec.q_dtype == DType::fp8_e4m3) refuse("spec.q_dtype", "f32, bf16 or f16", to_string(spec.q_dtype));
       return reasons;
     }

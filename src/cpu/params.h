@@ -1,5 +1,5 @@
 #pragma once
-// What crosses into a CPU kernel: plain structs, no standard header, strides in bytes. Filled by cpu/plan.cpp, read by kernels/*.
+// The parameters of CPU kernels: plain structs, no standard header, strides in bytes. Filled by cpu/plan.cpp, read by kernels/*.
 #include "imbrex/work.h"
 
 namespace imbrex::cpu {
@@ -65,15 +65,15 @@ struct WriteKvParams {
   bool packed;
 };
 
-// What a worker will probably run after an item, so that its first keys can be asked for in time. item null: nothing is known.
+// The task that a worker will probably run after an item, so that its first keys can be prefetched. item null: nothing is known.
 struct NextTask {
   const WorkItem* item;
   int kv_head;
 };
 
 // The kernels of one instruction set. `attention` runs one work item for heads_together kv heads, from `kv_head` on. It returns false when
-// a row's output is not finite though its weights are: then a value is not, and rows that do not see it may have met it with weight zero,
-// which makes NaN.
+// a row's output is not finite although its weights are: then a value is not finite, and rows that do not see it may have multiplied it by
+// zero, which makes NaN.
 struct Kernels {
   const char* isa;
   int row_tile;    // rows (query token, q head) an item should have at most
@@ -106,7 +106,7 @@ static inline Visible visible_keys(const AttentionParams& a, int p, int seq_len)
   return {int(lo), int(hi)};
 }
 
-// Where key (or value) row j of a request lies.
+// The address of key (or value) row j of a request.
 static inline const char* kv_row(const AttentionParams& a, const KvSide& side, int request, int kv_head, int j) {
   const char* base = side.data + kv_head * side.head_stride;
   if (a.block_size == 0) return base + (a.block_start[request] + j) * side.token_stride;

@@ -63,7 +63,7 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   policy_.split_kv = kSplitKeys;
   policy_.split_max_q = std::max(1, std::min(16, policy_.tile_q));
   policy_.balanced = options.balanced;
-  // Every item is run for all heads, so fewer items than threads are enough.
+  // Every item is run for all kv heads, so fewer items than threads are enough.
   policy_.num_workers = (options.threads.num_workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
 
   AttentionParams shape{};
@@ -120,7 +120,8 @@ void Plan::prepare(const Batch& batch, Stream) {
   if (partial_out_.size() < rows * spec_.head_dim_v) partial_out_.resize(rows * spec_.head_dim_v);
 }
 
-// Where the heads of a token are neighbours, memory is read in order only if they are run together. No result depends on it.
+// How many kv heads of an item are run together. Where the heads of a token are neighbours in memory, it is read in order only if they are
+// run together. No result depends on it.
 int Plan::heads_together(const AttentionParams& a) const {
   const auto within_tokens = [&](const KvSide& side) {
     const long token_stride = a.block_size == 1 ? side.block_stride : side.token_stride;
@@ -205,8 +206,8 @@ struct Run {
   int num_tasks, num_merges;  // items times heads, several of which may be one task; merges times heads
   std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
 
-  // A value that is not finite spoils every row of its item, also those that give it the weight zero. Smaller items part the rows that
-  // see it from those that do not, and rows are the same bits in any item. Rows of one token see the same keys, custom masks aside.
+  // A value that is not finite makes every row of its item NaN, also those that give it the weight zero. Smaller items separate the rows
+  // that see it from those that do not, and a row has the same bits in any item. Rows of one token see the same keys, custom masks aside.
   void run(const WorkItem& item, int head, NextTask next, char* memory) const {
     if (kernels.attention(params, item, head, next, memory) || item.q_end - item.q_begin == 1) return;
     const Visible first = visible(item.request, item.q_begin), last = visible(item.request, item.q_end - 1);
@@ -226,7 +227,7 @@ struct Run {
     kernels.enter();
     for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
       const auto task_at = [&](int task) { return NextTask{&schedule.work[task / groups], task % groups * together}; };
-      // Tasks next to each other are about equally long, so every other worker will take one before this one is free again.
+      // Neighbouring tasks are about equally long, so every other worker will take one before this worker is free again.
       const int next = next_task.load(std::memory_order_relaxed) + num_workers - 1;
       const NextTask own = task_at(t);
       run(*own.item, own.kv_head, next < num_tasks ? task_at(next) : NextTask{}, scratch + worker * scratch_bytes);

@@ -25,7 +25,7 @@ class Plan final : public StepPlan {
   std::string str() const override;
 
  private:
-  // A batch: what it is cut into, and its arrays.
+  // A step: the batch's work list and its arrays.
   struct Step {
     Schedule schedule;
     BatchReach reach;

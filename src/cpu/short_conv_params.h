@@ -1,5 +1,5 @@
 #pragma once
-// What crosses into a CPU kernel of the short convolution: plain structs, strides in bytes. Filled by cpu/short_conv.cpp.
+// The parameters of a CPU kernel of the short convolution: plain structs, strides in bytes. Filled by cpu/short_conv.cpp.
 #include "cpu/params.h"
 
 namespace imbrex::cpu {

@@ -18,7 +18,7 @@ enum class BenchLaunch : uint8_t {
   graph        // some in a graph
 };
 
-// What a batch needs, whoever computes it.
+// The useful work of a batch, which does not depend on the backend.
 struct Work {
   double kv_bytes = 0;  // keys and values that some query sees, each once
   double flops = 0;     // useful ones: 2 * (head_dim_qk + head_dim_v) per q head and visible key

@@ -1,5 +1,5 @@
 #pragma once
-// What the benchmarks of all families have in common: batches, how calls are timed, and what they are compared with.
+// What the benchmarks of all families share: batches, the timing of calls, and the ceilings that rates are compared with.
 #include <cstdint>
 #include <functional>
 
@@ -12,7 +12,7 @@ struct BenchRequest {
   int q_len = 0, seq_len = 0;
 };
 
-// Of a CPU; a GPU's calls are repeated for a fixed time, because its clock settles under load.
+// How often calls on a CPU are repeated. Calls on a GPU are repeated for a fixed time, because its clock settles under load.
 struct TimingOptions {
   int min_samples = 5;
   double min_seconds = 0.3, max_seconds = 10;
@@ -25,18 +25,18 @@ struct Timing {
   int samples = 0;
 };
 
-// Of calls that rotate over `rotation` sets of tensors. On a GPU they are `captured` into one graph, in whole rotations, or run back to
-// back.
+// Times calls that take turns at `rotation` sets of tensors. On a GPU they are `captured` into one graph, in whole rotations, or run back
+// to back.
 Timing time_calls(const std::function<void()>& run, DeviceStream&, bool captured, int rotation, const TimingOptions&);
 // The best time of a few calls on the host, in seconds.
 double best_seconds(const std::function<void()>&);
 
-// The nearer ceiling: arithmetic, or moving bytes to and from where they are.
+// The share of the ceiling that limits a call: that of arithmetic, or that of the memory that the bytes are in.
 struct Share {
   double of_ceiling = 0;   // 0: no ceiling is known
   const char* bound = "";  // "flop", "L3" or "DRAM"
 };
-// Whether what a CPU rotates over stays in its last-level cache.
+// Whether so many bytes, which the calls on a CPU take turns at, stay in its last-level cache.
 bool stays_in_cache(int64_t bytes, const Ceilings&, const DeviceInfo&);
 
 }  // namespace imbrex::serve

@@ -126,7 +126,7 @@ void BenchProblem::make_tables(uint64_t seed) {
   batch_.block_table = TensorView::contiguous(table_.data(), DType::i32, {int64_t(requests_.size()), max_blocks_});
 }
 
-// As many caches as keep keys out of a GPU's L2: several hundred megabytes in turn, where they fit.
+// The number of caches that keep keys out of a GPU's L2 when calls take turns at them: several hundred megabytes, where they fit.
 int BenchProblem::copies_wanted(int asked) const {
   if (asked > 0) return asked;
   if (!stream_.asynchronous()) return 1;
@@ -191,7 +191,7 @@ Inputs BenchProblem::inputs(int copy) const {
   return inputs;
 }
 
-// The same rows for the reference: heads [head, head + num_heads) of tokens or keys [first, first + count).
+// Rows as the backend has them, on the host for the reference: heads [head, head + num_heads) of tokens or keys [first, first + count).
 HostTensor BenchProblem::host_rows(Side side, int64_t first, int64_t count, int head, int num_heads, int dim) const {
   const HostTensor& from = numbers(side).host;
   HostTensor rows = HostTensor::make(from.dtype, {count, num_heads, dim});

@@ -1,6 +1,6 @@
 #pragma once
-// The tensors of one benchmark, where the device has them: random data, pages in shuffled order, caches written by the backend itself. Used
-// by bench.cpp.
+// The tensors of one benchmark, in the device's memory: random data, pages in shuffled order, caches written by the backend itself. Used by
+// bench.cpp.
 #include <algorithm>
 #include <cstdint>
 #include <vector>

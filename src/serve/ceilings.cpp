@@ -1,4 +1,4 @@
-// What the machine can do at best: read bandwidth and arithmetic rate, measured with the simplest loops that reach them (peak_loops.h).
+// Measures the ceilings of this machine: read bandwidth and arithmetic rate, with the simplest loops that reach them (peak_loops.h).
 #include "serve/ceilings.h"
 
 #include <sys/mman.h>

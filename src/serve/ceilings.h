@@ -1,6 +1,6 @@
 #pragma once
-// What a device can do at best: the yardstick of `imbrex info --measure`, bench and the run report. Of a CPU it is measured, in about two
-// seconds; of a GPU it is what the data sheet says.
+// Ceilings: the highest rates of a device, which `imbrex info --measure`, bench and the run report compare with. Those of a CPU are
+// measured in about two seconds; those of a GPU are from its data sheet.
 #include <string_view>
 
 #include "imbrex/device.h"
@@ -15,15 +15,15 @@ struct Ceilings {
   double pairs = 0;      // FLOP/s of bf16 products in pairs (AVX512_BF16); 0 without them
   double amx = 0;        // FLOP/s of bf16 tile products; 0 without AMX
   double tensor = 0;     // GPU: FLOP/s of dense bf16 products; the fields of CPUs are 0 then, but for dram_read
-  // Of attention by a backend of this name ("cpu_amx", or two of them by phase) with queries of this type. Where queries and keys are
-  // multiplied in pairs, values are not.
+  // The ceiling of arithmetic for attention by a backend of this name ("cpu_amx", or two of them by phase) with queries of this type. Where
+  // queries and keys are multiplied in pairs of bf16, values are not.
   double flops_for(std::string_view backend, std::string_view q_dtype) const;
 };
 
 // `seconds` is for all measurements together; the best of several short repetitions counts. Error ceilings.memory when the
 // buffer cannot be had.
 Ceilings measure_ceilings(const DeviceInfo& cpu, int num_threads, double seconds = 2);
-// The same for a CPU; DeviceInfo's peaks for a GPU.
+// The ceilings of a device: measured on a CPU, DeviceInfo's peaks for a GPU.
 Ceilings ceilings_of(const DeviceInfo&, int num_threads, double seconds = 2);
 
 }  // namespace imbrex::serve

@@ -24,8 +24,8 @@ class StateAllocation {
 using GroupCache = std::variant<KvAllocation, StateAllocation>;
 int64_t bytes_of(const GroupCache&);
 
-// For layers of this spec, with so many blocks or slots. On a CPU every page of the system is touched: it hands them out at the first
-// write, which a server has behind it and a replay would count as work.
+// Makes the cache of layers of this spec, with so many blocks or slots. On a CPU every memory page is written to once: the system allocates
+// it at the first write, which a server has done long ago and a replay would count as work.
 GroupCache make_cache(const AttentionSpec&, int num_layers, int num_blocks, const DeviceStream&, const ParallelFor&);
 GroupCache make_cache(const ShortConvSpec&, int num_layers, int num_slots, const DeviceStream&, const ParallelFor&);
 

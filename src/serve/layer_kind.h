@@ -1,6 +1,6 @@
 #pragma once
-// Layers of one spec in a replay: their plans, parameters and caches, and what is made, run and fetched of them in a step. A class for each
-// family derives from it (attention_kind.cpp, short_conv_kind.cpp); StepRunner knows no family.
+// Layers of one spec in a replay: their plans, parameters and caches, and how their inputs are made, their calls run and their outputs
+// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp); StepRunner knows no family.
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -23,13 +23,13 @@ struct InputPart {
 };
 constexpr size_t kMostParts = 3;
 
-// Of one layer in one step.
+// The tensors of one layer in one step.
 struct StepTensors {
   std::array<TensorView, kMostParts> in;  // the parts, in their order
   TensorView out;                         // bf16 [tokens * out_rows, out_length]
 };
 
-// What kinds are made from.
+// What the kinds of a model are made from.
 struct KindSetup {
   const ModelSpec& model;
   const DeviceInfo& device;
@@ -54,7 +54,7 @@ class LayerKind {
   virtual void place_cache(size_t layer, const GroupCache&, int layer_of_group) = 0;
   void update(const Batch&, bool decode);
   bool capturable() const { return plan_now().capturable(); }  // into a graph of this step's plan
-  // What comes before run() and is on a clock of its own; false: nothing does.
+  // Writes keys and values before run(), which is timed by itself. Returns false where the family has no such call.
   virtual bool write_cache(size_t layer, const StepTensors&) const = 0;
   virtual void run(size_t layer, const StepTensors&) const = 0;
 

@@ -56,7 +56,7 @@ typedef float F256 __attribute__((vector_size(32)));
 [[gnu::target("avx512f"), gnu::noinline]] float fma_avx512(int64_t rounds) { return multiply_add<F512>(rounds); }
 [[gnu::target("avx2,fma"), gnu::noinline]] float fma_avx2(int64_t rounds) { return multiply_add<F256>(rounds); }
 
-// In one piece of assembly, which keeps the chains in registers.
+// The loop is one block of assembly, which keeps the chains of sums in registers.
 [[gnu::target("avx512f,avx512bf16"), gnu::noinline]] float multiply_pairs(int64_t rounds) {
   F512 a = {}, b = {}, c = {}, d = {}, e = {}, f = {}, g = {}, h = {}, i = {}, j = {}, k = {}, l = {};
   const F512 zeros = {};

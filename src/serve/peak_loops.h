@@ -6,7 +6,7 @@
 
 namespace imbrex::serve {
 
-// Reads `bytes`, a multiple of 512, and returns a sum of what is there.
+// Reads `bytes`, a multiple of 512, and returns the sum of the numbers there.
 uint64_t read_all(CpuIsa, const char* data, int64_t bytes);
 
 // Rounds of f32 multiply-adds in the widest vectors, of products of bf16 pairs (AVX512_BF16), and of bf16 tile products (AMX); and the

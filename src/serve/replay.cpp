@@ -139,7 +139,7 @@ void Replay::make_scheduler() {
   }
 }
 
-// What every layer of the step needs to know of its tokens.
+// Prepares the rows of the step's tokens, which all layers use.
 void Replay::prepare_rows() {
   tokens_.clear(), keys_.clear(), outputs_.clear();
   for (int r = 0; r < plan_.num_reqs(); ++r) {

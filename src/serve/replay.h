@@ -119,7 +119,7 @@ struct ReplayWork {
 };
 
 struct ReplayResult {
-  // What ran
+  // The configuration
   std::string model, family, trace, trace_format, device;
   std::vector<std::string> notes;  // of the model, and what the replay assumed ("kv_format strided: ...")
   int num_layers = 0, model_layers = 0;
@@ -132,7 +132,7 @@ struct ReplayResult {
   std::vector<ReplayGroup> groups;
   int64_t kv_bytes = 0;
 
-  // What happened
+  // The outcome
   bool complete = false;  // every request finished
   std::string stopped;    // why not: "time limit", "cancelled"
   int64_t requests = 0, finished_requests = 0, skipped_requests = 0;

@@ -1,5 +1,5 @@
 #pragma once
-// The books of a replay: useful work of a step, time series, output digests, parts of the result.
+// The accounts of a replay: useful work of a step, time series, digests of outputs, parts of the result.
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace imbrex::serve {
 
-// What one layer has to do in a step, however a backend does it.
+// The useful work of one layer in a step, which does not depend on the backend.
 struct LayerWork {
   double flops = 0;             // attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
   double bytes = 0;             // attention: of every request's visible keys and values, once; else of inputs, outputs and states
@@ -33,7 +33,7 @@ class Series {
   std::vector<ReplayPoint> points_;  // sums instead of means
 };
 
-// Of one output row; rows are combined by addition, so their order does not matter.
+// The digest of one output row. Digests of rows are added up, so that the order of rows does not matter.
 uint64_t digest_row(int request, int position, int layer, const void* row, size_t bytes);
 
 // Parts of the result.

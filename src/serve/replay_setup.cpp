@@ -1,4 +1,4 @@
-// What a replay decides before its first step (see replay_setup.h).
+// See replay_setup.h.
 #include "serve/replay_setup.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ KvFormat parse_format(const std::string& text) {
   fail("replay.kv_format", "kv_format must be auto, strided or amx_packed, is \"{}\"", text);
 }
 
-// Whether every kind of attention layer is run by something else than the reference.
+// Whether a backend other than the reference runs every kind of attention layer.
 bool runs_well(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device) {
   for (const ModelSpec::Kind& kind : model.kinds()) {
     const auto* spec = std::get_if<AttentionSpec>(&kind.spec);
@@ -130,7 +130,7 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
     return sizes;
   }
 
-  // Of every group of pages for `blocks` blocks in those without a window.
+  // The blocks of every group of pages, where groups without a window have `blocks`.
   const auto blocks_for = [&](int64_t blocks) {
     std::vector<int> result;
     for (const CacheGroup& group : model.cache_groups) {

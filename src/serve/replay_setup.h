@@ -1,5 +1,5 @@
 #pragma once
-// What a replay decides before its first step: the deployed model, the cache format, and how many blocks and slots its caches have.
+// The decisions of a replay before its first step: the deployed model, the cache format, and how many blocks and slots its caches have.
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -22,10 +22,10 @@ struct CacheSizes {
 
   int places(const CacheGroup& group, size_t index) const { return group.holds_states() ? num_slots : num_blocks[index]; }
 };
-// For the cache memory of the options. States come first: a slot for each of max_num_seqs requests, or for as many as half of the memory
-// holds. The rest is for pages: as many tokens as fit, where a group with a window needs only what max_num_seqs windows and one chunk take,
-// twice over (the other half keeps prefixes). Neither is more than the whole trace can use. `memory` is what it may have where the options
-// do not say. Error replay.kv_bytes.small when not even a slot and one block a group fit.
+// Divides the cache memory of the options. States come first: a slot for each of max_num_seqs requests, or for as many as half of the
+// memory holds. The rest is for pages, for as many tokens as fit. A group with a window gets no more than twice what max_num_seqs windows
+// and one chunk take (one half keeps prefixes). No group gets more than the whole trace can use. `memory` is the size where the options
+// name none. Error replay.kv_bytes.small when not even a slot and one block a group fit.
 CacheSizes cache_sizes(const ModelSpec& deployed, const Trace&, const ReplayOptions&, int64_t memory);
 
 int64_t longest_request(const Trace&);  // tokens

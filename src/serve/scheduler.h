@@ -69,7 +69,7 @@ class Scheduler {
   bool done() const { return running_.empty() && waiting_.empty() && future_.empty(); }
   const SchedulerStats& stats() const { return stats_; }
   std::span<const RequestRecord> finished() const { return finished_; }
-  // By the model's cache groups; those of states share one pool, whose blocks are the slots.
+  // The pool of a cache group. Groups of states share one pool, whose blocks are the slots.
   const BlockPool& pool(int group) const;
   double occupancy(int group) const;  // share of blocks or slots in use
   void check() const;                 // Error scheduler.invariant or block_pool.invariant if the books do not balance

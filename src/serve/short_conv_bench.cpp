@@ -92,7 +92,7 @@ class ShortConvProblem {
     host_.state = make({int64_t(slots_.size()), spec_.state_rows(), dim});
   }
 
-  // As many as keep tensors out of a GPU's L2: several hundred megabytes in turn, where they fit.
+  // The number of sets of tensors that stay out of a GPU's L2 when calls take turns at them: several hundred megabytes, where they fit.
   int copies_wanted(int asked) const {
     if (asked > 0) return asked;
     if (!stream_.asynchronous()) return 1;

@@ -9,7 +9,7 @@
 
 namespace imbrex::serve {
 
-// What a batch needs, whoever computes it.
+// The useful work of a batch, which does not depend on the backend.
 struct ShortConvWork {
   double read_bytes = 0;     // B, C and x of each token, the past of each request that has one, weights and bias
   double written_bytes = 0;  // outputs and states

@@ -1,6 +1,6 @@
 #pragma once
-// The device side of a replay: the kinds of layers, caches and the tensors of a step. Makes the inputs of layers where they are used, runs
-// the layers without a word from the host in between, and fetches the outputs that somebody wants to see.
+// The device side of a replay: the kinds of layers, caches and the tensors of a step. Makes the inputs of layers in the device's memory,
+// runs the layers without a copy from the host in between, and fetches the outputs that are asked for.
 #include <array>
 #include <cstdint>
 #include <functional>
@@ -19,17 +19,17 @@
 
 namespace imbrex::serve {
 
-// Of one kind of layer. On a GPU keys and values are written between the launches of attention, and their time is part of it.
+// The times of one kind of layer. On a GPU keys and values are written between the launches of attention, whose time includes that.
 struct KindTimes {
   double plan_s = 0, kv_write_s = 0, run_s = 0;
 };
 
-// Of a token's output in a layer, one of the rows that are fetched by themselves: for attention, the q heads of a kv head.
+// A row of a token's output in a layer, which is fetched by itself: of attention, the q heads of a kv head.
 struct WantedRow {
   int layer = 0, token = 0, out_row = 0;
 };
 
-// Wanted rows of one layer that are fetched together: offsets of a gather have 32 bits, a layer's outputs may have more elements.
+// Wanted rows of one layer that are fetched by one gather: its offsets have 32 bits, and a layer's outputs may have more elements.
 struct RowGroup {
   size_t begin = 0, end = 0;  // of `wanted`
   int64_t base = 0;           // element of the layer's outputs that the offsets are counted from
@@ -66,7 +66,7 @@ class StepRunner {
     size_t kind = 0, of_kind = 0;  // which kind, and which of its layers
     DeviceGraph graph;             // of a decode step, this layer and those of its kind that follow it in the window
   };
-  // What the layers of a window have side by side.
+  // The tensors of all layers of a window, one after the other in memory.
   struct LayerRows {
     DeviceTensor memory;  // bf16 [window, elements of the largest layer]
     int64_t largest = 0;
@@ -98,7 +98,7 @@ class StepRunner {
   int64_t graph_tokens_ = 0;    // that a decode step has at most
   bool decode_ = false;         // the step is one for plans of decode
 
-  // Where rows begin in the pool or in an output: on the host to be filled, and on the device to be used.
+  // The offsets of rows in the pool or in an output: made on the host, used on the device.
   std::shared_ptr<void> host_offsets_;
   DeviceTensor offsets_;
   DeviceTensor staged_;  // fetched rows, and their copy on the host

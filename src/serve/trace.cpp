@@ -20,7 +20,7 @@ constexpr int kMaxJsonDepth = 64;  // of a line
 constexpr std::string_view kAzureHeader = "TIMESTAMP,ContextTokens,GeneratedTokens";
 constexpr std::string_view kPlainHeader = "arrival,input,output";
 
-// What the user wrote, short enough for a message and without control characters.
+// The user's text, cut to the length of a message and without control characters.
 std::string excerpt(std::string_view text) {
   constexpr size_t kLongest = 48;
   std::string out = "'";
@@ -182,7 +182,7 @@ struct Parser {
     }
   }
 
-  // Where a field's value begins. The JSON library keeps no places; the first occurrence of the quoted name is near enough.
+  // The column where a field's value begins. The JSON library keeps no positions; the first occurrence of the quoted name is near enough.
   size_t column_of_field(std::string_view key) const {
     const size_t at = line.find(fmt::format("\"{}\"", key));
     if (at == std::string_view::npos) return 0;

@@ -1,4 +1,4 @@
-// What a trace looks like before anything runs it (see trace_stats.h).
+// See trace_stats.h.
 #include "serve/trace_stats.h"
 
 #include <unordered_set>

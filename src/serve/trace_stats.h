@@ -1,5 +1,5 @@
 #pragma once
-// What a trace looks like before anything runs it: lengths, arrivals, and how much of it is shared. Used by `imbrex trace stats`.
+// Statistics of a trace that need no replay: lengths, arrivals, and how much of it is shared. Used by `imbrex trace stats`.
 #include <cstdint>
 
 #include "serve/percentiles.h"

@@ -13,7 +13,7 @@
 
 namespace imbrex::serve {
 
-// What of a token's output in a layer is recomputed.
+// The part of a token's output in a layer that is recomputed.
 struct AttentionTarget {  // the q heads of one kv head
   const AttentionSpec* spec = nullptr;
   const LayerParameters* parameters = nullptr;

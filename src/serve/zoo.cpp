@@ -47,7 +47,7 @@ std::string batch_text(const std::vector<BenchRequest>& requests) {
   return items.size() > 2 ? fmt::format("{}{}", requests.size(), kRagged) : to_string(items);
 }
 
-// As engines do: steps with many tokens of a request are launched one by one, all others from a graph.
+// How engines launch a step: steps with many tokens of a request one by one, all others from a graph.
 BenchLaunch usual_launch(std::string_view kind) {
   return kind == "prefill" || kind == "chunk" || kind == "mixed" ? BenchLaunch::eager : BenchLaunch::graph;
 }

@@ -23,7 +23,7 @@ struct ZooCell {
 // The cells of bench/zoo.json: layers of published models, whole and shared out over GPUs, each in some steps, page sizes and cache types.
 std::vector<ZooCell> published_cells();
 
-// What the cells of given layers meet in turn.
+// The axes that the cells of given layers take turns at.
 struct ZooAxes {
   std::vector<int> pages{16, 1, 64, 128};
   std::vector<DType> kv_dtypes;  // empty: the layer's own, and every third time fp8_e4m3

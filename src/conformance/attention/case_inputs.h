@@ -21,12 +21,12 @@ struct CaseInputs {
   int num_tokens() const { return int(q.sizes[0]); }
 };
 
-// The same case gives the same bits everywhere.
+// Makes the inputs of a case: the same bits on every machine.
 CaseInputs make_inputs(const Case&);
 
 // k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8. Or q, in q_dtype.
 HostTensor as_cached(const HostTensor&, DType, const HostTensor& scale);
-// What the tensor's head `head` is multiplied by.
+// The scale of a tensor's head.
 float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head);
 
 }  // namespace imbrex

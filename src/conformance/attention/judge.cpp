@@ -16,10 +16,10 @@ namespace {
 
 // Relative error that a kernel's exponential may have. For 16-bit types it is hidden under the rounding of probabilities (2^-9, 2^-12).
 constexpr double kExpErrorFloat = 1e-6, kExpErrorHalf = 2e-4;
-// Of a logit that is a sum of products of bytes: a hundred addends cut at 2^-13 of the largest, whose errors have both signs.
+// The error of a logit that is a sum of products of bytes: a hundred addends cut at 2^-13 of the largest, whose errors have both signs.
 constexpr double kByteSumError = 0x1p-10, kByteSumFloor = 0x1p-7;
 
-// What a framework would compute in.
+// The type that a framework would compute in.
 DType working_dtype(const AttentionSpec& spec) { return spec.out_dtypes().front(); }
 bool has_fp8_queries(const AttentionSpec& spec) { return spec.q_dtype == DType::fp8_e4m3; }
 

@@ -31,7 +31,7 @@ ShortConvSpec parse_conv_spec(const json& root) {
   return spec;
 }
 
-// What a step's request may be, as in Batch.
+// Checks a request of a step against the rules of Batch.
 void check_request(const ShortConvSpec& spec, const ShortConvCaseRequest& r) {
   const auto in_range = [&](const char* name, int value, int most) {
     check(value >= 0 && value <= most, "case_file.drafts", "{}: expected 0 to {} of request {} with {} tokens after {}, got {}", name, most,
@@ -106,7 +106,7 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
   c.out = floats_of(tensors.take("out", {DType::f32}, {num_tokens, dim}));
   c.state_out = tensors.take("state_out", {spec.dtype}, {count, spec.state_rows(), dim});
   tensors.finish();
-  // What a step does not write is nobody's, and a result has it as zero.
+  // Rows that a step does not write belong to no request, and are zero in a result.
   const size_t row_bytes = size_t(dim * size_of(spec.dtype)), slot_bytes = row_bytes * size_t(spec.state_rows());
   for (size_t r = 0; r < in.requests.size(); ++r) {
     char* const slot = c.state_out.bytes.data() + r * slot_bytes;

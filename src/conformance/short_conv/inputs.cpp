@@ -11,7 +11,7 @@ namespace {
 
 enum ConvSequence : uint64_t { kRowB, kRowC, kRowX, kWeight, kConvBias };
 
-// What B and x of a token are multiplied by, each.
+// The factor of B, and that of x, of a token.
 double gain_of(const ShortConvCase& c, int64_t position) {
   switch (c.values) {
     case ShortConvValues::plain: return 1;

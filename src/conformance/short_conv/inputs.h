@@ -24,7 +24,7 @@ struct ShortConvCaseInputs {
   Rows written_rows(size_t request) const;  // none without tokens
 };
 
-// The same case gives the same bits everywhere. The state is what a run from the request's first token on leaves behind.
+// Makes the inputs of a case: the same bits on every machine. The state is that which a run from the request's first token on leaves.
 ShortConvCaseInputs make_inputs(const ShortConvCase&);
 
 }  // namespace imbrex

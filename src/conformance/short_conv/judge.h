@@ -1,5 +1,5 @@
 #pragma once
-// What a backend of the short convolution has to compute, and how far it may be from it.
+// The expected results of the short convolution, and how far a backend's may be from them.
 #include <string>
 #include <vector>
 

@@ -102,7 +102,7 @@ class ConvRunner {
     plan_.update(batch);
   }
 
-  // Rows of the state that the step does not read are nobody's before it.
+  // Rows of the state that the step does not read belong to no request before it, and are poisoned.
   void poison_unread(const ShortConvParts& parts) {
     for (size_t r = 0; r < parts.size(); ++r) {
       if (parts[r].begin == parts[r].end) continue;

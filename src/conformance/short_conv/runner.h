@@ -26,23 +26,23 @@ struct ShortConvRunOptions {
   int rows = 0;            // > 0: tensors have so many rows in every step, the padding included
   bool on_device = false;  // update_on_device() instead of update(), by a mirror
   ParallelFor threads;
-  // What is run, step after step: of each step the parts of the requests. Empty: the case, in one step or in chunks.
+  // The steps to run, each with the parts of requests that it computes. Empty: the case, in one step or in chunks.
   std::vector<ShortConvParts> steps;
   // Called instead of plan.run(), where a test wants to be there.
   std::function<void(const ShortConvPlan&, const ShortConvInputs&, const ShortConvOutputs&)> run;
 };
 ShortConvRunOptions default_options(const ShortConvCase&);
-// Of one request the parts of `chunk` tokens, all other steps without any.
+// Steps that compute `chunk` tokens of one request each.
 std::vector<ShortConvParts> steps_of(const ShortConvCaseInputs&, int chunk);
 
 struct ShortConvRunResult {
   std::vector<float> out;               // [T, dim], of the last step that had the token
   HostTensor state;                     // [R, state_rows, dim]: the rows written by a request's last step, else those of the inputs
-  std::vector<std::string> violations;  // bytes written that are nobody's
+  std::vector<std::string> violations;  // writes to bytes that no request owns
 };
 
 ShortConvRunResult run_case(const BackendOf<ShortConvFamily>&, const DeviceInfo&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
-// With a plan that is there, whose limits fit.
+// Runs a case with an existing plan, whose limits must be large enough.
 ShortConvRunResult run_case(ShortConvPlan&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
 PlanLimits limits_of(const ShortConvCaseInputs&);
 

@@ -36,7 +36,7 @@ void pack_queries(const AttentionParams& a, const Scratch& s, const Shape& n) {
   }
 }
 
-// Of few rows, for keys that are left operands.
+// Packs the queries of an item of few rows as right operands, for keys that are left operands.
 void turn_queries(const Scratch& s, const Shape& n) {
   for (int b = 0; b < n.row_blocks; ++b)
     for (int k = 0; k < n.steps; ++k) turn_tile(s.q + (2L * b * n.steps + k) * 1024);
@@ -50,7 +50,7 @@ void clear(const Scratch& s, const Shape& n) {
   }
 }
 
-// Row i's output from its column tiles to a plain row.
+// Copies row i's output from its column tiles to a contiguous row.
 IMBREX_INLINE void gather_out(const Scratch& s, const Shape& n, int i, float* row) {
   const float* tiles = s.out + row_offset(i, n.dim_tiles);
   const __mmask16 any = s.fresh[i / kRowBlock] ? 0 : 0xffff;
@@ -80,7 +80,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   Scratch s;
   layout(memory, a, num_rows, heads, &s);
   const int blocks_each = n.row_blocks / heads, all_rows = n.row_blocks * kRowBlock;
-  // Calls visit(i) for each row. Behind those of a head there is padding.
+  // Calls visit(i) for each row. The rows of each head are followed by padding.
   const auto for_rows = [&](auto visit) {
     for (int h = 0; h < heads; ++h)
       for (int r = 0; r < num_rows; ++r) visit(h * blocks_each * kRowBlock + r);

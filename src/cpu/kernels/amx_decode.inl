@@ -3,8 +3,8 @@
 namespace imbrex::cpu {
 namespace {
 
-// Of a strided cache, keys are rows as they lie in memory, and become left operands: the product is that of keys and queries, with the same
-// sums as the other way round, and its tiles are turned before the softmax.
+// Transposes a tile of scores. Keys of a strided cache are rows in memory, and become left operands: the product is that of keys and
+// queries, with the same sums as with the operands exchanged, and its tiles are transposed before the softmax.
 inline void turn_tile(char* tile) {
   vi r[16];
   IMBREX_UNROLL(16)
@@ -14,10 +14,10 @@ inline void turn_tile(char* tile) {
   for (int i = 0; i < 16; ++i) _mm512_store_si512(tile + 64 * i, r[i]);
 }
 
-// With so few rows a product costs rows instead of 16 cycles and memory decides. One pass over the keys: while the scores of
-// a block are computed, the values of the block before are read too, tile by tile, which keeps two memory streams going. What has to be
-// turned into tiles first (fp8, pages of 16) goes through a ring in L1, one key group and one dim tile ahead: tile loads cannot be
-// served from the store buffer, so the stores must be done by then.
+// Runs an item of few rows. A product then costs as many cycles as it has rows instead of 16, and memory is the limit. There is one pass
+// over the keys: while the scores of a block are computed, the values of the block before are read too, tile by tile, so that two streams
+// of memory are read at the same time. Data that have to be made into tiles first (fp8, pages of 16) go through a ring in L1, one key group
+// and one dim tile ahead: tile loads cannot be served from the store buffer, so the stores must be done before.
 template <Logits kLogits>
 void run_narrow(JobList& list) {
   const AttentionParams& a = list.a;
@@ -29,10 +29,10 @@ void run_narrow(JobList& list) {
   char *const key_ring = s.stage[0].keys, *const value_ring = s.stage[1].keys;  // which a direct stage does not use otherwise
   const bool together = list.heads > 1;
   Fetch fetch;
-  // A group of keys brings 16 pieces of keys and 16 of values to ask for. They are spread over its 8 products and, where values are rows, 8
-  // pairs of these.
+  // For each group of keys, 16 portions of keys and 16 of values are prefetched. They are spread over its 8 products and, where values are
+  // rows, over 8 pairs of these.
   const int share = as_rows ? 1 : 2;
-  // The share of the next block of keys that is asked for during a group of keys: all heads of some tokens.
+  // The share of the next block of keys that is prefetched during a group of keys: all heads of some tokens.
   const auto tokens_of_next = [&](const Job& job, int g) {
     const int step = job.block * kGroups + g, begin = job.kb + kBlockKeys;
     return Visible{begin + step * kBlockKeys / (kGroups * list.heads), begin + (step + 1) * kBlockKeys / (kGroups * list.heads)};

@@ -1,21 +1,21 @@
-// How AMX decode (amx_decode.inl) asks for keys and values before it reads them.
+// How AMX decode (amx_decode.inl) prefetches keys and values.
 
 namespace imbrex::cpu {
 namespace {
 
-// What decode will need soon is asked for in portions, between its products: all at once it would fill the core's line buffers, and what is
-// computed would wait behind it. Keys and values take turns, as two streams of memory do.
+// Prefetches are issued in portions, between the products of decode: all at once they would fill the core's line buffers, and the loads of
+// the computation would wait behind them. Keys and values are prefetched by turns.
 class Fetch {
  public:
-  // Groups of keys, or dim tiles, from the one that is computed.
+  // How far ahead, in groups of keys or in dim tiles.
   static constexpr int kRowsAhead = 2, kTilesAhead = 3;
 
-  // Rows of a strided cache: of a group of keys.
+  // Sets the rows of a strided cache that a group of keys has.
   void rows(const AttentionParams& a, const Stage& s, int g) {
     keys_.begin(a.k.dim * element_size(a.k.type)), values_.begin(a.v.dim * element_size(a.v.type));
     for (int i = 16 * g; i < 16 * g + 16; ++i) keys_.add(s.key_rows[i]), values_.add(s.value_rows[i]);
   }
-  // Of several heads, those of each token in turn, as they lie in memory.
+  // Sets the rows of several heads: those of each token in turn, in the order of memory.
   void tokens(const AttentionParams& a, const WorkItem& item, int kv_head, int heads, Visible tokens, Visible seen) {
     keys_.begin(a.k.dim * element_size(a.k.type)), values_.begin(a.v.dim * element_size(a.v.type));
     const int end = tokens.hi < seen.hi ? tokens.hi : seen.hi;
@@ -24,7 +24,7 @@ class Fetch {
       for (int h = 0; h < heads; ++h) keys_.add(k + h * a.k.head_stride), values_.add(v + h * a.v.head_stride);
     }
   }
-  // Tiles of a packed cache: a group of keys; a dim tile of the values of chunks [c0, c1).
+  // Sets the tiles of a packed cache: those of a group of keys, and a dim tile of the values of chunks [c0, c1).
   void packed_keys(const AttentionParams& a, const BlockTiles& b, int g, int steps) {
     keys_.begin(32L * steps * element_size(a.k.type));
     for (int i = 0; i < 16; ++i) keys_.add(b.keys[g] + i * keys_.bytes);
@@ -37,7 +37,7 @@ class Fetch {
     }
   }
 
-  // A piece of keys and one of values, so many times.
+  // Prefetches a portion of keys and one of values, so many times.
   IMBREX_INLINE void some(int pieces) {
     for (; pieces > 0; --pieces) keys_.fetch_one(), values_.fetch_one();
   }

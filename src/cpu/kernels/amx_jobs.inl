@@ -92,7 +92,7 @@ IMBREX_INLINE void pv_slice(int n, int c, const Job& job, int dims, const char* 
   for (int part = 0; part < kParts; ++part) pv_part(part, n, c, job.c0, job.c1, dims, job.fresh, p, *job.tiles, out);
 }
 
-// All of it at once.
+// Runs all parts at once.
 IMBREX_INLINE void pv_job(const Job& job, int dims, const float* p, float* out) {
   for (int n = 0; n < dims; ++n)
     for (int c = job.c0; c < job.c1; ++c) pv_slice(n, c, job, dims, (const char*)p, (char*)out);
@@ -172,7 +172,7 @@ void run_jobs(JobList& list) {
     const Row* rows = s.rows + now->block * kRowBlock;
     const char* q = more ? s.q + after->block * q_bytes : nullptr;
     char* out_before = before ? (char*)(s.out + before->block * out_floats) : nullptr;
-    // A softmax may rescale the output of its rows, so that of the same rows' previous block must be complete.
+    // A softmax may rescale the output of its rows, so the output of the same rows' previous block must be complete.
     const bool same_rows = before && before->block == now->block;
     if (same_rows) {
       pv_job(*before, dims, other, s.out + before->block * out_floats);
@@ -206,7 +206,7 @@ void run_jobs(JobList& list) {
       };
       now->full ? all_rows(Edges<false>{}) : all_rows(Edges<true>{});
     } else {
-      // The same order of work, slice by slice, whatever is hidden.
+      // The order of work is the same, slice by slice, whatever keys are hidden.
       const int pv = before && !same_rows ? dims * (before->c1 - before->c0) : 0, qk = more ? steps * (after->c1 - after->c0) : 0;
       for (int r = 0; r < 32; ++r) {
         if (r < 16) {

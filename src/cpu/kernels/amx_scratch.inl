@@ -1,4 +1,4 @@
-// What one worker of the AMX kernels keeps in memory while it runs an item, and the sizes that the kernels work in.
+// The memory of one worker of the AMX kernels while it runs an item, and the sizes that the kernels work in.
 
 namespace imbrex::cpu {
 namespace {
@@ -8,11 +8,11 @@ constexpr int kMaxRows = 512;    // rows of an item, unless one token's group is
 constexpr int kNarrowRows = 16;  // items with so few rows (decode) use tiles with just these rows
 constexpr int kMostHeads = 8;    // of which a narrow item takes its rows together
 constexpr int kRing = 3;         // blocks in flight: PV of one, softmax of the next, QK of the one after
-// A row keeps the reference that its exponentials are taken against until they sum to more than this: bf16 and fp32 are equally
-// precise at 2^20 and at 1, so the maximum is not computed for blocks that do not need a new one.
+// A row keeps its reference, the logit that its exponentials are relative to, until they sum to more than this: bf16 and fp32 are equally
+// precise at 2^20 and at 1, so the maximum is not computed for blocks that do not need a new reference.
 constexpr float kLargeSum = 0x1p20f;
 
-// What is known of 32 rows before any key is read.
+// The visible keys of 32 rows, known before any key is read.
 struct RowBlock {
   int lo, hi;          // keys that some row sees
   int all_lo, all_hi;  // keys that every row sees

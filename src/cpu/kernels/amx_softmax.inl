@@ -40,7 +40,7 @@ IMBREX_INLINE void store_probabilities(float* s, const vf p[kVecs]) {
   for (int c = 0; c < kChunks; ++c) _mm512_store_si512(s + 512 * c, (vi)_mm512_cvtne2ps_pbh(p[2 * c + 1], p[2 * c]));
 }
 
-// Which scores of a row count. `edges`: the row may not see all keys (kAny: it never need).
+// The scores of a row that are visible. `edges`: the row may not see all keys; with kAny that is always possible.
 template <Logits logits, bool edges>
 IMBREX_INLINE void seen_scores(const Row& row, const Job& job, __mmask16 seen[kVecs]) {
   if constexpr (logits == kAny) {
@@ -60,8 +60,8 @@ IMBREX_INLINE vf cap_factor(const CapCurve& curve, vf u) {
   return _mm512_fmadd_ps(_mm512_fmadd_ps(_mm512_fmadd_ps(c3, u, c2), u, c1), u, c0);
 }
 
-// What softmax_row() does with a row whose maximum must move, or with scores too steep for the curve: once in a few blocks, so it is
-// apart from the loops that are written out for speed. Starts again from the scores.
+// The softmax of a row whose reference has to change, or whose scores are too steep for the curve. It starts again from the scores. Because
+// this happens once in a few blocks, it is not in the unrolled loops of softmax_row().
 template <Logits logits, bool edges>
 __attribute__((noinline)) void softmax_row_again(const AttentionParams& a, const Row& row, const Job& job, float* s, float* max, float* sum,
                                                  float factor, const CapCurve* curve, bool steep, float* out, int dim_tiles) {

@@ -17,7 +17,7 @@ struct BlockTiles {
   long pitch[kGroups], key_pitch[kGroups];
 };
 
-// Where staging writes, and the shape of what it writes.
+// The buffers that staging writes to, and the shape of their tiles.
 struct Stage {
   int steps, dim_tiles;  // of K: padded dim / 32; of V: padded dim / 16
   char *keys, *values;   // kGroups * steps KiB, kChunks * dim_tiles KiB
@@ -117,7 +117,7 @@ void copy_strided_keys(const Stage& s, int dim, int group) {
   }
 }
 
-// Whether the 16 keys from `key` on are rows that a tile can be loaded from: evenly apart, all seen, and none ends within a tile.
+// Whether a tile can be loaded from the rows of the 16 keys from `key` on: they are evenly apart, all seen, and no row ends within a tile.
 inline bool keys_in_rows(const AttentionParams& a, int key, Visible keys) {
   const bool even = a.block_size == 0 || key % a.block_size + 16 <= a.block_size;
   return a.k.type == kBf16 && a.k.dim_stride == 2 && a.k.dim % 32 == 0 && even && key >= keys.lo && key + 16 <= keys.hi;
@@ -152,7 +152,7 @@ inline const char* find_packed(const AttentionParams& a, const KvSide& side, con
 inline const char* find_keys(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int steps) {
   return find_packed(a, a.k, item, kv_head, key) + key % a.block_size / 16 * (steps * 512L * element_size(a.k.type));
 }
-// Where the 16 values from `key` on (8 pair rows of every dim tile) lie in a packed cache, and how far it is from one dim tile to the next.
+// The address of the 16 values from `key` on (8 pair rows of every dim tile) in a packed cache, and the stride of dim tiles.
 inline const char* find_half(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int dim_tiles, long* pitch) {
   const long size = element_size(a.v.type);
   const int offset = key % a.block_size, group = offset / 32 * 32;
@@ -190,8 +190,8 @@ void stage_half_group(const AttentionParams& a, const WorkItem& item, int kv_hea
   }
 }
 
-// Whether the 32 values from `key` on can be used where they are: tiles of a packed cache, all seen. Hidden keys need no cleaning (their
-// logits are replaced), hidden values do: a probability of zero times NaN is NaN.
+// Whether the 32 values from `key` on are all seen, so that tiles of a packed cache can be used in place. Hidden keys need not be cleared
+// (their logits are replaced), but hidden values must be: a probability of zero times NaN is NaN.
 inline bool chunk_seen(int key, Visible keys) { return key >= keys.lo && key + 32 <= keys.hi; }
 inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
   return a.packed && a.v.type == kBf16 && a.block_size % 32 == 0 && chunk_seen(key, keys);

@@ -13,7 +13,7 @@ inline bool takes_pairs(const AttentionParams& a, int num_rows) {
   return num_rows <= kFewRows && whole(a.k) && whole(a.v);
 }
 
-// Whether values are widened where they lie: one instruction does it for all types but e4m3.
+// Whether values are widened in place: one instruction does it for all types but e4m3.
 inline bool takes_values_in_place(const AttentionParams& a, int num_rows) {
   return num_rows <= kFewRows && a.v.dim_stride == element_size(a.v.type) && a.v.dim % 16 == 0 && a.v.type != kE4m3;
 }

@@ -22,7 +22,7 @@ constexpr int kMaxHeads = 8;   // kv heads of an item with narrow keys and value
 constexpr int kPassRows = 18;  // rows that go through a block together; items with no more of them use narrow keys and values
 constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maximum before its sums are rescaled
 
-// Whether queries and keys are multiplied as they are, in pairs of dims: products are exact and sums floats, as they are otherwise.
+// Whether queries and keys are multiplied as bf16, in pairs of dims: products are exact and sums are floats, as with FMAs.
 #ifdef __AVX512BF16__
 IMBREX_INLINE bool multiplies_pairs(const AttentionParams& a) { return a.q_type == kBf16 && a.k.type != kF32 && a.k.type != kF16; }
 #else

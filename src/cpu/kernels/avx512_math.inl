@@ -37,10 +37,10 @@ IMBREX_INLINE vf exp2_bf16(vf x) {  // relative error 9e-5: a twentieth of the r
   return _mm512_scalef_ps(p, x);
 }
 
-// From here on the rounding of a maximum, which a multiply-add leaves in the exponent of the maximum itself, is more than that should have:
-// logits are rounded alike then, so that the maximum's own exponent is zero.
+// Scaling a logit and subtracting the maximum are one multiply-add, so the exponent of the maximum itself is its rounding error. From this
+// maximum on that error would be too large: logits are then rounded before the subtraction, so that the maximum's exponent is zero.
 constexpr float kLargeLogit = 1 << 27;
-// Not to be joined with an addition by the compiler.
+// A product that the compiler cannot fuse with an addition.
 IMBREX_INLINE vf rounded_product(vf a, vf b) { return _mm512_mul_round_ps(a, b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 // cap * tanh(x / cap), as cap - 2 cap / (exp(2x / cap) + 1). `twice` is 2 log2(e) / cap. Absolute error cap * 1e-7.
@@ -49,7 +49,7 @@ IMBREX_INLINE vf soft_cap_f32(vf x, float twice, float cap) {
   const vf e = exp2_f32(_mm512_min_ps(_mm512_set1_ps(60.f), _mm512_mul_ps(x, _mm512_set1_ps(twice))));
   return _mm512_sub_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_set1_ps(2 * cap), _mm512_add_ps(e, _mm512_set1_ps(1.f))));
 }
-// The same with a shorter polynomial and a reciprocal instead of the division: absolute error cap * 1.5e-6.
+// A soft cap with a shorter polynomial and a reciprocal instead of the division: absolute error cap * 1.5e-6.
 IMBREX_INLINE vf soft_cap_bf16(vf x, float twice, float cap) {
   const vf y = _mm512_min_ps(_mm512_set1_ps(60.f), _mm512_mul_ps(x, _mm512_set1_ps(twice))), f = _mm512_reduce_ps(y, 1);
   vf p = _mm512_set1_ps(0.0134266886f);
@@ -63,7 +63,7 @@ IMBREX_INLINE vf soft_cap_bf16(vf x, float twice, float cap) {
   return _mm512_fnmadd_ps(q, _mm512_set1_ps(2 * cap), _mm512_set1_ps(cap));
 }
 
-// To nearest even; a NaN becomes a quiet one.
+// Rounds to nearest even; a NaN becomes a quiet one.
 IMBREX_INLINE __m256i round_bf16(vf x) {
 #ifdef __AVX512BF16__
   return (__m256i)_mm512_cvtneps_pbh(x);

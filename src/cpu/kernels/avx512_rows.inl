@@ -1,12 +1,12 @@
-// What the AVX-512 and AMX kernels do to one row of kBlockKeys logits, and to finished rows.
+// The AVX-512 and AMX kernels' work on one row of kBlockKeys logits, and on finished rows.
 
 namespace imbrex::cpu {
 namespace {
 
 constexpr int kVecs = kBlockKeys / 16;
 
-// Logits that are not just q.k * scale become so, in log2 units (the caller then goes on with scale 1). `bf16`: the precision of the
-// caller's products makes the short soft cap enough.
+// Applies soft cap and biases to logits, in log2 units (the caller then continues with scale 1). `bf16`: for products of bf16 the short
+// soft cap is precise enough.
 template <bool bf16>
 __attribute__((noinline)) void modify_logits(const AttentionParams& a, const Row& row, int kb, float* const s[kVecs]) {
   const vi lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -107,7 +107,7 @@ __attribute__((noinline)) void write_row(const AttentionParams& a, int token, in
   if (a.lse) a.lse[token * a.lse_token_stride + head * a.lse_head_stride] = lse;
 }
 
-// A finished row of an item: to the output, or to the partial buffers. False when its output is not finite though its weights are.
+// Writes a finished row of an item to the output, or to the partial buffers. False when its output is not finite although its weights are.
 IMBREX_INLINE bool finish_row(const AttentionParams& a, const WorkItem& item, const Row& row, const float* out, float max, float sum) {
   vf probe = _mm512_setzero_ps();
   for (int d = 0; d < a.v.dim; d += 16)

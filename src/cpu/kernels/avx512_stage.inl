@@ -200,7 +200,7 @@ void stage_wide_keys(const char* const* rows, int dim, char* panel) {
 }
 
 #ifdef __AVX512VBMI__
-// Codes of fp8 without their signs as bf16, which has them all: upper and lower bytes.
+// A table of all codes of fp8 without their signs as bf16, which represents all of them: upper and lower bytes.
 struct Bf16Codes {
   alignas(64) u8 upper[128], lower[128];
 };
@@ -230,17 +230,17 @@ struct Bf16Tables {
   vi upper[2] = {_mm512_load_si512(codes.upper), _mm512_load_si512(codes.upper + 64)};
   vi lower[2] = {_mm512_load_si512(codes.lower), _mm512_load_si512(codes.lower + 64)};
 
-  // Of each 16 codes, the first eight to `first` and the others to `second`.
+  // Widens codes: of each 16, the first eight go to `first` and the others to `second`.
   IMBREX_INLINE void widen(vi x, vi* first, vi* second) const {
     const vi low = _mm512_permutex2var_epi8(lower[0], x, lower[1]), sign = _mm512_set1_epi8(char(0x80));
-    // A look-up takes no notice of the sign: it is put back, a | (b & c).
+    // The table lookup ignores the sign, which is put back: a | (b & c).
     const vi high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(upper[0], x, upper[1]), x, sign, 0xf8);
     *first = _mm512_unpacklo_epi8(low, high);
     *second = _mm512_unpackhi_epi8(low, high);
   }
 };
 
-// kPanel keys of bf16 or fp8 as bf16, [dim / 2][64 keys][2]. `fetch` is told of every line of the keys.
+// Makes kPanel keys of bf16 or fp8 a panel of bf16, [dim / 2][64 keys][2]. `fetch` is called for every line of the keys.
 template <int type>
 void stage_pairs(const char* const* rows, int dim, char* panel, BlockFetch& fetch) {
   if constexpr (type == kBf16) {

@@ -5,7 +5,8 @@ namespace imbrex::cpu {
 namespace {
 
 constexpr int kTileRows = 6;
-// In place of an element type: panels of stage_wide_values, one of stage_narrow_values, and pairs of bf16 that are multiplied as such.
+// Values of a template argument that is otherwise an element type: panels of stage_wide_values, a panel of stage_narrow_values, and pairs
+// of bf16 that are multiplied as bf16.
 constexpr int kWide = -1, kNarrow = -2, kPairs = -3;
 
 // s[r][16 C] = q . k, of the first 16 C keys of `panel`. type: of the cache when the panel is narrow, else kWide. Narrow: `fetch` is told
@@ -69,7 +70,7 @@ void dot_tile(const float* q, const char* panel, int dim, float* s, BlockFetch& 
     for (int c = 0; c < C; ++c) _mm512_store_ps(s + r * kBlockKeys + 16 * c, acc[r][c]);
 }
 
-// Where the values of a block are.
+// The values of a block, in one of three forms.
 struct Values {
   const char* const* rows;  // of an element type
   const char* panels;       // kWide: all; kNarrow: the one at hand

@@ -1,5 +1,5 @@
-// Where the rows of a block of keys lie, and how those of the next one are asked for: pages are scattered, so the machine cannot guess
-// them.
+// The addresses of the rows of a block of keys, and prefetching those of the next block: pages are scattered, so the processor cannot
+// predict them.
 
 namespace imbrex::cpu {
 namespace {
@@ -35,25 +35,25 @@ inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int 
   return true;
 }
 
-// Asks for the rows of the next block, in portions that are spread over the work on this one, keys and values by turns: all at once they
-// would fill the core's line buffers, and what is computed would wait behind them. Where heads are run together, a row is that of all of
-// them: each head's work on the block is told of in turn.
+// Prefetches the rows of the next block, in portions that are spread over the work on this one, keys and values by turns: all at once they
+// would fill the core's line buffers, and the loads of the computation would wait behind them. Where heads are run together, a row is that
+// of all of them, and the work of each head on the block prefetches a share.
 class BlockFetch {
  public:
-  // Of 2 * kBlockKeys rows, the share of each phase: of turning keys, of scores, of values.
+  // The 2 * kBlockKeys rows are divided among three phases of the work: transposing keys, scores, products with values.
   static constexpr int kOfKeys = 64, kOfScores = 96, kOfValues = 96;
 
   BlockFetch() = default;
   BlockFetch(const AttentionParams& a, const BlockRows* next)
       : next_(next), heads_(a.heads_together), key_bytes_(bytes_of(a, a.k)), value_bytes_(bytes_of(a, a.v)) {}
 
-  // So much of all rows at once, for items of many rows, which take their time for a block.
+  // Prefetches this share of all rows at once, for items of many rows, which work on a block for long.
   void share(int part, int of) {
     begin((2 * kBlockKeys * part + of - 1) / of, 1);
     step();
     begin(0, 1);
   }
-  // What the phases have left, where rows see few keys of a block.
+  // Prefetches the rows that the phases have left, as they do where rows see few keys of a block.
   void rest() {
     begin(2 * kBlockKeys * heads_, 1);
     step();
@@ -70,7 +70,7 @@ class BlockFetch {
 
  private:
   static constexpr int kLevel = 2;  // L2
-  // Of one head, or of those that are run together, with what lies between them.
+  // The bytes of a row of one head, or of the heads that are run together with the gaps between them.
   static long bytes_of(const AttentionParams& a, const KvSide& side) {
     return (a.heads_together - 1) * side.head_stride + side.dim * element_size(side.type);
   }

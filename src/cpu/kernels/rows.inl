@@ -63,7 +63,7 @@ inline Visible item_keys(const AttentionParams& a, const WorkItem& item, const R
   return keys;
 }
 
-// The same without rows at hand: what a query sees moves with its position, so the first and the last one tell.
+// The keys that an item sees, computed without its rows: what a query sees moves with its position, so the first and the last query decide.
 inline Visible keys_seen(const AttentionParams& a, const WorkItem& item) {
   const int seq_len = a.seq_lens[item.request], shift = seq_len - a.query_start[item.request + 1];
   const Visible first = visible_keys(a, shift + item.q_begin, seq_len), last = visible_keys(a, shift + item.q_end - 1, seq_len);
@@ -94,7 +94,7 @@ inline void find_rows(const AttentionParams& a, const KvSide& side, int request,
   }
 }
 
-// Rows whose elements are not neighbours are copied to `buffer` first: the slow way, for layouts that no engine uses on a CPU.
+// Copies rows whose elements are not contiguous to `buffer` first: the slow way, for layouts that no engine uses on a CPU.
 inline void compact_rows(const KvSide& side, int count, const char* zero, const char** rows, char* buffer) {
   const long size = element_size(side.type);
   if (side.dim_stride == size) return;

@@ -1,5 +1,5 @@
 // The kernel of the short convolution, in vectors as wide as the instruction set that it is compiled for has.
-// Roofline: three rows are read for one that is written, with 2 * width + 2 operations an element, so memory decides.
+// Roofline: three rows are read for one that is written, with 2 * width + 2 operations an element, so memory is the limit.
 #include "cpu/short_conv_params.h"
 // clang-format off
 #include "cpu/kernels/convert.inl"
@@ -19,7 +19,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef u32 Words __attribute__((vector_size(4 * kLanes)));
 typedef u16 Halves __attribute__((vector_size(2 * kLanes)));
 
-// Vectors of a row, a cache line longer than its channels: rows that lie pages apart would all want the same few lines of L1.
+// Vectors of a row, a cache line longer than its channels: rows at distances of whole memory pages would all use the same few lines of L1.
 constexpr int kRowVectors = (kShortConvDims * 4 + 64) / int(sizeof(Floats));
 
 // Channels of one call: weights by tap, and the last `width` rows of h, in a ring.
@@ -47,7 +47,7 @@ inline Floats load_vector(const char* p, int n) {
   }
 }
 
-// As 16-bit codes in the lower half of each word.
+// Rounds floats to 16-bit codes, in the lower half of each word.
 template <int type>
 inline Words to_codes(Floats f) {
   const Words u = (Words)f;
@@ -69,7 +69,7 @@ inline void store_vector(Floats f, int n, char* p) {
   }
 }
 
-// h of n channels from their B on, of a token: rounded as it is kept.
+// Computes h of n channels of a token, from its B on; rounded as the state is.
 template <int type>
 inline Floats load_h(const ShortConvParams& p, const char* b, int n) {
   constexpr long size = type == kF32 ? 4 : 2;
@@ -95,7 +95,7 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
   const int before = p.width - 1;
   char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
   const auto row_of = [&](int token) { return p.bcx + token * p.bcx_stride + dim * size; };
-  // h of a token, or of one that had gone by when the request's step began.
+  // The row of h of a token of the step, or of an earlier token.
   const auto load_row_h = [&](int token, Floats* h) {
     const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
     const char* const gone = state + (item.first_row + before - (item.request_begin - token)) * p.state_row_stride;
@@ -112,7 +112,7 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
     for (int i = 0, row = newest; i < p.width; ++i) rows[i] = tile.h[row = row + 1 == p.width ? 0 : row + 1];
     Floats* const mine = tile.h[newest];
     for_vectors<type>(dims, [&](int i, long at, int n) {
-      // Rows of different tokens lie pages apart, which no processor expects.
+      // Rows of different tokens are memory pages apart, so the processor does not prefetch them.
       for (int part = 0; part < 3; ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
       mine[i] = load_h<type>(p, b + at, n);
       Floats y = tile.bias[i];
