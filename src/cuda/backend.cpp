@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kDecodeRows = 16, kVerifyRows = 64;
 
-// Where the larger tile of verify steps does not fit, decode's serves them too.
+// Where the larger tile of verify does not fit, verify steps use that of decode.
 std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (shape == kPrefill) return attention_sm80_tiles(arch, spec, Phase::prefill);
   const auto larger = shape == kVerify ? attention_sm80_tiles(arch, spec, Phase::decode, kVerifyRows) : std::nullopt;
@@ -77,7 +77,7 @@ std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const Att
 std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
   if (shape == kPrefill || (shape == kDecode && spec.group_size() <= kDecodeRows)) return std::nullopt;
   const auto tiles = attention_sm90_verify_tiles(arch, spec);
-  // Of one crew, a warp widens all keys: with many dims that takes longer than what decode's kernel and prefill's do.
+  // With one crew, a single warp widens all keys: with more dims than these that takes longer than decode's or prefill's kernel.
   constexpr int kFewDims = 64;
   const bool slow = tiles && widens(spec) && tiles->rows > kTeamRows && std::max(spec.head_dim_qk, spec.head_dim_v) > kFewDims;
   return slow && shape == kVerify ? std::nullopt : tiles;
@@ -139,9 +139,9 @@ KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape
   return sm80_attention(arch, spec, shape, out);
 }
 
-// Where TMA cannot read the tensors: decode and verify have a variant that can, and prefill runs as in cuda_sm80, with tiles that take the
-// same items: a part of their rows, and keys that begin where the items' do. They cannot fold
-// runs, and no result may depend on how many pieces make a run: so one thread block does all pieces of an item at one go.
+// The tiles of prefill without maps, where TMA cannot read the tensors. (Decode and verify have a variant that needs no maps.) The kernel
+// of cuda_sm80 runs the same items, a part of their rows at a time, with keys that begin where the items' do. It cannot fold runs of
+// pieces, and no result may depend on how many pieces a run has: so one thread block computes all keys of an item without pieces.
 AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec& spec) {
   AttentionTiles tiles = *sm80_tiles(arch, spec, kPrefill);
   const Sm90Tiles items = sm90_prefill(spec).tiles(spec);
@@ -191,7 +191,7 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
                                                : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v)}};
 }
 
-// What neither of its own kernels takes.
+// Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
   return few_rows ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);

@@ -1,5 +1,5 @@
 #pragma once
-// What crosses into a CUDA kernel: plain structs, no standard header, strides in bytes. Filled by the host files, read by texts of kernels.
+// The parameters of CUDA kernels: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
 #include "attention/cut_item.h"
 #include "imbrex/work.h"
 
@@ -33,7 +33,7 @@ struct WriteKvParams {
 
 constexpr int kCopyBlocksThreads = 256, kCopyBlocksAtOnce = 256;
 
-// Every block of keys (or of values) as sizes[0] * sizes[1] * sizes[2] pieces of memory.
+// The memory of a block of keys (or of values): sizes[0] * sizes[1] * sizes[2] contiguous parts.
 struct BlockPieces {
   char* data;
   long block_stride, piece_bytes, strides[3];  // bytes; strides innermost first
@@ -102,10 +102,10 @@ struct ExpandBiasParams {
 // One plan's batch, in device memory at addresses that never change, so that a captured graph replays any batch within the limits.
 struct PlanCounts {
   int num_work, num_merges, num_tokens, num_reqs;
-  int heads_together = 1;  // prefill: kv heads whose tasks stand together, the longest of all of them first; from heads_in_l2()
+  int heads_together = 1;  // prefill: kv heads whose tasks are interleaved, the longest of all of them first; from heads_in_l2()
 };
 
-// Of prefill in a graph, which holds a launch over the cache and one over flat keys: a step has work for either.
+// The amounts of work of prefill in a graph, which holds a launch over the cache and one over flat keys: a step has work for one of them.
 struct FlatCounts {
   PlanCounts over_cache, over_flat;
   int num_blocks;  // FlattenKvParams
@@ -182,7 +182,7 @@ struct AttentionParams {
   const long* block_start;           // [num_reqs]; ragged: the request's first row
   const unsigned char* custom_mask;  // or null
   const long* custom_start;          // [num_reqs]: where the request's bytes begin
-  // What pack_mask.cu makes of them for prefill with wgmma, and how many words there are for a token and, of each kind, for an item:
+  // The custom masks as pack_mask.cu packs them for prefill with wgmma, and the number of words for a token and, of each kind, for an item:
   // attention_sm90_mask.cuh.
   unsigned *mask_bits, *seen_tiles;
   int mask_words, seen_tile_words;
@@ -209,8 +209,8 @@ struct AttentionParams {
   // The lists (work, counts, merges, query_start, seq_lens, block_start) were on the device before the kernel in front began: they may be
   // read in front of griddep_wait().
   bool lists_are_there;
-  bool may_be_idle;         // likewise, and it is not known whether there is work
-  bool keys_are_there;      // likewise keys that are not of this step, and lists: their tiles may be asked for
+  bool may_be_idle;         // the lists are there, and the launch may have no work
+  bool keys_are_there;      // the lists and the keys of earlier steps are there: tiles of these may be loaded in front of griddep_wait()
   bool beside, next_waits;  // begin_launch() in attention_item.cuh
 };
 

@@ -51,7 +51,7 @@ constexpr KernelFamily kFamilies[] = {
     {"merge_results", merge_results_keys}, {"cuda_sm80", sm80_keys},          {"cuda_sm90", sm90_keys, "sm_90a"},
 };
 
-// Of layers that no AttentionSpec names, so that no model and no backend of attention asks for them: a sample.
+// A sample of kernels for layers of other families than attention, which no AttentionSpec describes.
 struct OtherFamily {
   const char* name;
   std::vector<KernelKey> (*sample)(std::string_view arch);

@@ -13,7 +13,7 @@ namespace imbrex::cuda {
 
 struct KernelFamily {
   const char* name;
-  // Of a plan for the spec on the architecture. Empty: the family does not run it.
+  // The kernels of a plan for the spec on the architecture. Empty: this group of kernels does not run it.
   std::vector<KernelKey> (*keys)(std::string_view arch, const AttentionSpec&, Extent);
   std::string_view thorough = "";  // the architecture for which a sample has every pair of types and dimensions
 };
@@ -22,8 +22,8 @@ struct ShippedKernel {
   const char* family;
   KernelKey key;
 };
-// Of all families, each kernel once: for the specs, or a sample where there are none. With the name of a backend, what its plans for the
-// specs usually run.
+// The kernels of all groups, each once: those for the specs, or a sample where there are no specs. With the name of a backend, those that
+// its plans for the specs usually run.
 std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend = {});
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.

@@ -1,5 +1,5 @@
 #pragma once
-// What crosses into the CUDA kernels of the short convolution: plain structs, strides in bytes. Filled by cuda/short_conv/short_conv.cpp.
+// The parameters of the CUDA kernels of the short convolution: plain structs, strides in bytes. Filled by cuda/short_conv/short_conv.cpp.
 
 namespace imbrex::cuda {
 

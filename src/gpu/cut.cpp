@@ -7,31 +7,34 @@
 namespace imbrex::gpu {
 namespace {
 
-// What a piece has at least: keys, and as many that traffic of partial results is so many percent of theirs. Where pieces make runs, they
-// are items of their own only as long as the GPU would idle otherwise. Of many query tokens, partial results mostly stay in L2.
+// The least size of a piece: so many keys, and so many that the traffic of its partial results is at most so many percent of that of its
+// keys and values. The percentage is higher where pieces make runs, because they are items of their own only while the GPU would idle
+// otherwise, and with many query tokens, because partial results then mostly stay in L2.
 struct LeastPiece {
   int keys, partial_percent;
 };
 constexpr LeastPiece kLeastOfDecode{576, 5}, kLeastOfMore{576, 10}, kLeastOfRuns{128, 15};
-// Where a launch of its own joins what runs leave. Prefill: four tiles of products for each time that sums go to memory and back. Verify:
-// as many keys as have the bytes of the partial results, or more.
+// The least pieces where a launch of its own merges the partial results of runs. Prefill: four tiles of products for each time that sums
+// are written and read. Verify: no fewer bytes of keys than of partial results.
 constexpr int kLeastOfPrefillRuns = 512;
 constexpr LeastPiece kLeastOfMergedRuns{256, 100};
-// Keys: a longer one would still run when all short ones beside it are done. Of many query tokens, multiplying takes most of the time, and
-// partial results of so many keys a seventh as long.
+// The most keys of a piece: a longer one would still run when all short ones beside it are done. With many query tokens most of the time is
+// spent on products; the partial results of kLongestOfMore keys then take a seventh of it.
 constexpr int kLongestPiece = 4096, kLongestOfMore = 2048;
-// Q heads that a tile of any shape has rows for. A larger group is several heads, as far as filling the GPU goes: fewer pieces do it.
+// The most q heads of a group that fit a tile. A larger group counts as several heads, which need fewer pieces to keep the GPU busy.
 constexpr int kMostGroup = 64;
-constexpr int kTasksEach = 2;     // of a multiprocessor: two thread blocks share one
+constexpr int kTasksEach = 2;     // tasks of a lone request for each multiprocessor, at most: two thread blocks share one
 constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
-// Partial rows that a plan has room for, in those of a tile for each worker. Each shape may use them up to an end of its own, and leaves
-// what it does not need to the next.
+// Without runs a lone request has pieces for five eighths of the multiprocessors: see share_splits below.
+constexpr int kShareNumerator = 5, kShareDenominator = 8;
+// The partial rows of each shape that a plan has room for, in tiles for each worker. The shapes use them one after the other: what one does
+// not need is left to the next.
 constexpr int kMostPartialTiles[kNumShapes] = {4, 3, 1};
 constexpr int kL2Percent = 60;  // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
 
-// Of a piece, for each query token.
+// The least keys of a piece for each query token, by the bytes of partial results.
 int keys_each(const AttentionSpec& spec, const LeastPiece& least) {
   const int64_t partial_bytes = 2 * int64_t(spec.group_size()) * (spec.head_dim_v + 2) * int64_t(sizeof(float));  // written and read
   const int64_t key_bytes = (spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype);
@@ -48,7 +51,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   CutPolicy policies;
   for (const Shape shape : kShapes) {
     SchedulePolicy& p = policies[shape];
-    // A task for each multiprocessor, and none has two.
+    // The most pieces of a request with which no multiprocessor has two tasks.
     const int most = std::max(workers / std::max(heads_of(kDecode), spec.num_kv_heads * ((group + kMostGroup - 1) / kMostGroup)), 1);
     p.tile_q = std::max(1, tiles[shape].rows / group);
     p.tile_kv = tiles[shape].keys;
@@ -59,13 +62,13 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.most_in_run = tiles[shape].most_in_run;
     p.workers_each = tiles[shape].blocks_each;
     p.cost_by_keys = tiles[shape].runs && shape != kPrefill;
-    // Where pieces cost, a request alone does with fewer: a multiprocessor then gets more than its share of the memory's pace, unless it
-    // is busy widening fp8.
-    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * 5 / 8, 1);
+    // Without runs each piece costs a partial result, so a request alone has fewer: a multiprocessor alone gets more than its share of the
+    // memory's rate, unless it is busy widening fp8.
+    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * kShareNumerator / kShareDenominator, 1);
     p.max_splits = std::min(kTasksEach * most, kMostPieces);
     p.longest_kv = tiles[shape].runs || shape == kDecode ? kLongestPiece : kLongestOfMore;
-    // As many as make a lone request a task for each multiprocessor: in verify's own tiles, where runs bound the memory that partial rows
-    // take, else in decode's.
+    // The rows of all pieces of a request are bounded to a tile for each multiprocessor: a tile of verify where runs bound the memory of
+    // partial rows, else one of decode.
     p.max_split_rows = most * (shape == kVerify && tiles[shape].runs ? p.tile_q : decode_q);
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;

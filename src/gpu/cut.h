@@ -8,7 +8,7 @@
 
 namespace imbrex::gpu {
 
-// What a shape of the kernel does at a time.
+// The tile of one shape of the kernel, and how many run at a time.
 struct Tile {
   int rows = 0;  // (query token, q head of a kv head's group)
   int keys = 0;
@@ -21,37 +21,41 @@ struct Tile {
   bool merged = false;  // whether a launch of its own joins the pieces that runs leave
 };
 
-// A request goes to the first shape of which one tile holds its rows. Decode and verify stream keys, prefill multiplies.
+// The shapes of an attention kernel. A request goes to the first shape of which one tile holds its rows. Decode and verify are bound by
+// memory, prefill by products.
 enum Shape : int { kDecode, kVerify, kPrefill, kNumShapes };
 constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 
 // A policy for each shape: together they cut every request, each once. A shape may have no requests at all: a group of many q heads has
-// no use for a second size of tile. The lists of a step share the partial rows: SchedulePolicy::first_partial is the caller's to set.
+// no use for a second size of tile. The lists of a step share the partial rows: the caller sets SchedulePolicy::first_partial.
 //
-// The trade: more pieces fill the GPU when a request is alone, but each writes and reads a partial result. A piece has 576 keys or more,
-// also more where its partial result would be above 5 % of the traffic of its keys and values (q heads of a group share the keys but not
-// the partial results). There are at most as many pieces as give a lone request a task on most of the multiprocessors, unless they had
-// more than 4096 keys each; a request of more query tokens gets fewer and longer ones, since its partial results grow with them.
+// How many pieces a request has is a compromise: many pieces keep the whole GPU busy when a request is alone, but each piece writes a
+// partial result, which is read again. For kernels without runs, the keys of a piece and the pieces of a request are
+//   keys   >= 576, and >= q_len * bytes of a query token's partial result, written and read / (share * bytes of a key and its value), where
+//             share is 5 % in decode, 10 % in verify and prefill;
+//   pieces <= multiprocessors / kv heads, or 5/8 of that with 16-bit keys; up to twice multiprocessors / kv heads where a piece would have
+//             more than 4096 keys (2048 in verify and prefill); and pieces * q_len is bounded, because partial results grow with q_len.
+// (The q heads of a group share the keys, but each has a partial result of its own.)
 //
-// Kernels that take runs are spared the trade: one thread block computes several pieces of a request as soon as others keep all blocks
-// busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each request alone. Then a piece
-// has 128 keys or more, and up to 15 % may be traffic of partial results. Of prefill's items, which are bound by products, it has 512 keys,
-// and an item as many pieces as give a lone request a task on each multiprocessor, up to a run's. So it is with verify's where a launch of
-// its own joins what runs leave (Tile::merged): a piece has 256 keys or more, and no fewer bytes of them than its partial result has, and
-// more than four pieces are a power of two.
+// For kernels that take runs of pieces, small pieces cost less: one thread block computes several pieces of a request as soon as other
+// requests keep all blocks busy. They are the same pieces, and their sums are folded in the same groups, so that results depend on each
+// request alone. There a piece has 128 keys or more, and up to 15 % of the traffic may be partial results. In prefill, which is bound by
+// products, a piece has 512 keys or more, and an item has as many pieces as give a lone request a task on each multiprocessor, at most
+// those of a run. In verify where a launch of its own merges the partial results of runs (Tile::merged), a piece has 256 keys or more, and
+// no fewer bytes of keys than of partial results; a number of pieces above four is a power of two.
 using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
 
-// Fewer pieces for a request where the partial results of all that the limits allow would take more than a quarter of a GiB. Only for
-// values of more dims than kernels that take runs have, which keep them few by themselves: results depend on the limits then, and on the
-// request.
+// Reduces the number of pieces of a request where the partial results of the largest batch within the limits would take more than a quarter
+// of a GiB. Only for values of more dims than kernels with runs have, since those bound their partial results themselves. Results then
+// depend on the limits too.
 void bound_partials(CutPolicy&, const AttentionSpec&, const PlanLimits&);
 
-// Keys of one kv head, and their values, that L2 has room for: heads_in_l2() then says whose tasks stand together. 0: heads follow each
-// other.
+// How many keys of one kv head, with their values, L2 holds: heads_in_l2() computes from it how many heads have their tasks interleaved. 0:
+// tasks are ordered head by head.
 //
-// Tasks of several heads, the longest first, end together, and read each other's keys from L2. Where tasks are of one length, without a
-// causal mask, they end together anyway, and a head at a time reads less.
+// Interleaved tasks of several heads, the longest first, end at about the same time, and find their keys in L2. Without a causal mask all
+// tasks are equally long, so that they end at the same time anyway, and one head after the other reads less.
 long keys_in_l2(const AttentionSpec&, const DeviceInfo&, Shape);
 
 }  // namespace imbrex::gpu

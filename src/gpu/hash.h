@@ -8,7 +8,7 @@
 
 namespace imbrex::gpu {
 
-// Every add() also counts the length, so that ("ab", "c") and ("a", "bc") differ.
+// A hash of 128 bits. Every add() also adds the length, so that ("ab", "c") and ("a", "bc") differ.
 class Hash128 {
  public:
   Hash128& add(std::string_view bytes) {

@@ -51,7 +51,7 @@ class Descriptor {
   int fd_;
 };
 
-// Why somebody else may have put there what is in a file or folder; empty when only this process's user and root can write it.
+// Why the contents of a file or folder may be somebody else's; empty when only this process's user and root can write it.
 std::string distrust(const struct stat& status) {
   if (status.st_uid != geteuid() && status.st_uid != 0)
     return fmt::format("it belongs to user {}, expected {} (this process's) or root", status.st_uid, geteuid());
@@ -60,8 +60,9 @@ std::string distrust(const struct stat& status) {
   return {};
 }
 
-// What is in the cache runs on the GPU with this process's memory, so a folder that others can write is not used. Not open: then it is
-// said why, once for each folder. The files are reached through the descriptor, so that nobody swaps the folder behind the check.
+// Opens a folder of the cache if it can be trusted: its files run on the GPU with access to this process's memory, so a folder that others
+// can write to is not used, and the reason is logged once for each folder. Files are opened relative to the descriptor, so that nobody can
+// replace the folder after the check.
 Descriptor open_trusted(const fs::path& folder, std::string* why = nullptr) {
   Descriptor opened(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   struct stat status {};
@@ -119,7 +120,7 @@ std::optional<CompiledKernel> load_cached(const fs::path& folder, const std::str
   if (folder.empty()) return std::nullopt;
   const Descriptor in = open_trusted(folder);
   if (!in) return std::nullopt;
-  // Not blocking: opening a pipe would wait for who writes into it.
+  // O_NONBLOCK: opening a pipe would wait for a writer.
   const Descriptor file(openat(in.get(), cached_file({}, name).c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   struct stat status {};
   if (!file || fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode) || !distrust(status).empty()) return std::nullopt;

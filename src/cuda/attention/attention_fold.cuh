@@ -5,7 +5,7 @@
 
 namespace imbrex::cuda {
 
-// By one thread that has seen all others leave the sums of a split: whether it was the last split of its item.
+// Whether a split was the last one of its item to be finished. Called by one thread, after all others have written the sums of the split.
 DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   memory_fence();
   int& arrivals = p.arrivals[(item.merge * p.num_kv_heads + item.kv_head) * kRowBlocks + item.row_begin / kTileRows];
@@ -15,7 +15,8 @@ DEVICE bool is_last_piece(const AttentionParams& p, const Item& item) {
   return true;
 }
 
-// By `threads` threads, when that was so. Two threads share eight dims of a row where there are enough.
+// Merges the pieces of an item. Called by `threads` threads if is_last_piece() was true. Two threads share eight dims of a row where there
+// are enough.
 template <int threads>
 DEVICE void join_pieces(const AttentionParams& p, const Item& item) {
   constexpr int kLanes = threads >= 2 * kGroup * kEights ? 2 : 1;

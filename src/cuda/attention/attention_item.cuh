@@ -41,7 +41,7 @@ DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
   return keys;
 }
 
-// What one thread block, or a cluster, does at a time: up to kTaskRows rows of a work item for one kv head. The same in every thread.
+// The task of a thread block, or of a cluster: up to kTaskRows rows of a work item for one kv head. It is the same in every thread.
 struct Item {
   int kv_head;
   int row_begin, num_rows;  // of the item's rows; none where these do not fill all tasks
@@ -101,8 +101,8 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   return item;
 }
 
-// In front of everything else, whether a launch of a graph has no work. One thread block waits for the kernel in front then, since what
-// comes next waits for this launch alone, and the others make room at once.
+// Whether a launch of a graph has no work; called before anything else. One thread block of such a launch waits for the kernel in front,
+// since the next kernel waits for this launch alone, and the others end at once.
 DEVICE bool is_idle(const AttentionParams& p) {
   if (!p.may_be_idle || p.counts->num_work > 0) return false;
   griddep_launch();
@@ -136,7 +136,7 @@ DEVICE Tiles tiles_of(const Item& item) {
   return {first, max(first + 1, (item.hi + kTileKeys - 1) / kTileKeys)};
 }
 
-// Where the partial result of an item's row goes, in rows of partial_out and partial_state.
+// The row of partial_out and partial_state that an item's row writes its partial result to.
 DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
   return long(item.partial + item.token_of(row) - item.q_begin) * (p.num_kv_heads * kGroup) + item.head_of(row);
 }
@@ -145,7 +145,7 @@ DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
 
 constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale
 
-// What every q.k of a kv head is multiplied by.
+// The factor of every q.k of a kv head.
 DEVICE float logit_scale(const AttentionParams& p, int kv_head) {
   const float scale = p.scale * kv_scale(p.k, kv_head);
   if constexpr (kQType == kE4m3) return p.q_scales != nullptr ? scale * p.q_scales[kv_head * p.q_scale_stride] : scale;
@@ -187,7 +187,7 @@ DEVICE float factor_of(const AttentionParams& p, const RowTerms& row) {
   return kHeadScales ? 1.f : row.scale;
 }
 
-// What ALiBi's slope is multiplied by. `distance` is key position - query position.
+// The factor of ALiBi's slope. `distance` is key position - query position.
 DEVICE float alibi_distance(int distance) {
   if constexpr (kAlibiSqrt) return -sqrtf(float(max(-distance, 0)));
   return float(distance);

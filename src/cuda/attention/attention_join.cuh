@@ -20,7 +20,7 @@ DEVICE void put_part(const Warp& warp, int team, const Part& part, float2 (&stat
   }
 }
 
-// By `threads` threads, when all parts are there.
+// Adds up the teams' parts. Called by `threads` threads when all parts are in shared memory.
 template <int threads, class Part>
 DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& part, const float2 (&state)[kTeams][kTileRows]) {
   const bool wide = out_is_wide(p);

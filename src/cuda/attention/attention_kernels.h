@@ -31,18 +31,18 @@ struct ShapeKernel {
   int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
   int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (attention_sm90_mask.cuh); 0: it reads bytes
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
-  // Whether it adds up the pieces of an item itself, or leaves none.
+  // Whether the kernel merges the pieces of an item itself, or leaves no partial results.
   bool joins_pieces = false;
 };
 
-// What tells one backend's plan from another's.
+// The kernels of one backend, in which its plans differ from those of others.
 struct AttentionKernels {
   const char* backend;  // "cuda_sm80"
   ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
-  // Run the same items, cut for the tiles of this table: where maps of the tensors cannot be made, and over flat keys (flat_kv.h). Null: no
-  // shape takes maps; there are none.
+  // Other tables that run items which were cut for the tiles of this one: for tensors without maps, and over flat keys (flat_kv.h). Null:
+  // no shape takes maps; keys are never made flat.
   const AttentionKernels *without_maps, *flat;
 };
 

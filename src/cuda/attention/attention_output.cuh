@@ -17,7 +17,7 @@ struct RowEnd {
   float lse;     // natural log
 };
 
-// From the row's reference (log2 units) and its sum of exponentials.
+// The final factor and LSE of a row, from its reference (log2 units) and its sum of exponentials.
 DEVICE RowEnd row_end(const AttentionParams& p, int head, float reference, float sum) {
   if (sum == 0.f) return {0.f, -infinity()};
   float weight = 1.f;

@@ -1,6 +1,6 @@
 #pragma once
-// What a warp multiplies with mma.sync, by fragments from shared memory: its rows of queries with keys, and weights with values. And what
-// happens to scores before they become weights. For attention_sm80.cu and attention_sm90_decode.cu.
+// A warp's products with mma.sync, of fragments from shared memory: its rows of queries with keys, and weights with values; and the
+// modifications of scores before they become weights. For attention_sm80.cu and attention_sm90_decode.cu.
 #include "attention_sm80_tiles.cuh"
 
 namespace imbrex::cuda {
@@ -51,7 +51,7 @@ DEVICE u32 widened(u32 four, int half) {
   return e5m2_to_f16(four, half);
 }
 
-// Of the bytes {key, dim}, {key, dim + 1}, {key + 1, dim}, {key + 1, dim + 1}: both keys at dim + `odd`.
+// Widens two of the bytes {key, dim}, {key, dim + 1}, {key + 1, dim}, {key + 1, dim + 1}: both keys at dim + `odd`.
 DEVICE u32 widened_keys(u32 four, int odd) {
   if constexpr (kKvType == kE5m2) return pick_bytes(four, 0, odd == 0 ? 0x2404 : 0x3414);
   return widened(pick_bytes(four, 0, 0x3120), odd);
@@ -82,8 +82,8 @@ class Scores {
  public:
   using Tile = float[kRowTiles][kKeyTiles][4];
 
-  // Of rows from `row` on, whose queries are at `q` in shared memory. `item` and `scale` are the caller's; what else is in `slot` is there
-  // when the queries are.
+  // Prepares the scores of rows from `row` on, whose queries are at `q` in shared memory. The caller provides `item` and `scale`; the other
+  // fields of `slot` are valid when the queries are.
   DEVICE Scores(const AttentionParams& p, const Item& item, const ItemSlot& slot, u32 q, float scale, int row)
       : p_(p), slot_(slot), scale_(scale), lane_(computed_here(lane_id())), row_(row) {
     q_ = q + row_ * kQRowBytes + (lane_ % 16) * kQRowBytes + lane_ / 16 * 16;
@@ -104,7 +104,7 @@ class Scores {
     }
   }
 
-  // Of the queries in registers, made of all of them.
+  // A number made of all queries in registers, on which report_read() can depend.
   DEVICE u32 kept_bits() const {
     static_assert(kept);
     u32 bits = 0;
@@ -116,7 +116,7 @@ class Scores {
   // Whether a row sees any of the keys [begin, begin + kTeamKeys).
   DEVICE bool sees(int begin) const { return begin < some_.hi && (!kWindow || begin + kTeamKeys > some_.lo); }
 
-  // With these keys, in shared memory at `k`. -inf where one is hidden from a row.
+  // Computes the scores of these keys, which are in shared memory at `k`; -inf where a key is hidden from a row.
   DEVICE void compute(int begin, u32 k, Tile& s) const {
     multiply_keys(k + k_lane_, s);
     const bool whole = !kCustomMask && (!kWindow || begin >= all_.lo) && begin + kTeamKeys <= all_.hi;
@@ -124,7 +124,7 @@ class Scores {
     if (!whole) hide(begin, s);
   }
 
-  // What a row's scores still have to be multiplied by.
+  // The factor that a row's scores still have to be multiplied by.
   DEVICE float factor_left(int row) const {
     if constexpr (!kFactorLeft) return 1.f;
     return kSoftCap ? p_.soft_cap * kLog2e : terms(row).scale;
@@ -290,8 +290,8 @@ DEVICE void add_products(const u32 (&a)[kRowTiles][kQPlanes][4], u32 v, float (&
   }
 }
 
-// Of each row, a lane holds as many pairs of neighbouring dims as there are tiles: of bytes, even dims are in one tile and odd ones in the
-// next.
+// The first dim of a lane's pair of neighbouring dims. For each row a lane holds as many pairs as there are tiles; with values of 8 bits,
+// even dims are in one tile and odd ones in the next.
 DEVICE int dim_of_pair(int pair) {
   const int t = lane_id() % 4;
   return pair / 2 * 16 + (kBytes ? 4 * t + pair % 2 * 2 : pair % 2 * 8 + 2 * t);

@@ -32,7 +32,7 @@ SharedMemory shared_memory_of(std::string_view arch) {
 constexpr int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
 int row_bytes(int dim, int element) { return (rounded_up(dim, 16) * element / 16 | 1) * 16; }
 
-// As in attention_sm80_tiles.cuh.
+// The numbers of planes are those of attention_sm80_tiles.cuh.
 int q_planes(const AttentionSpec& spec) { return spec.q_dtype == DType::f32 ? 3 : 1; }
 int kv_planes(const AttentionSpec& spec) {
   if (spec.q_dtype != DType::f32) return 1;
@@ -66,6 +66,7 @@ std::optional<AttentionTiles> decode_tiles(const SharedMemory& memory, const Att
 // 32 rows a warp while output and scores leave room in the registers, then 16. Whatever a logit needs besides one scale takes registers
 // too, and so do widened bytes: fewer keys at a time.
 std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const AttentionSpec& spec) {
+  // Each is {rows, keys, row_warps, key_warps, dim_warps, stages, blocks}; the first that fits shared memory is taken.
   static constexpr AttentionTiles kUpTo128[] = {
       {128, 64, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 2}, {128, 32, 4, 1, 1, 2, 1}, {64, 32, 2, 1, 1, 2, 1}};
   static constexpr AttentionTiles kUpTo256[] = {
@@ -114,9 +115,12 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
   const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(v_dims, element));
   const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
-  constexpr int kItem = 56, kRest = 5;
-  const int slot = rounded_up(q + t.rows * (4 + 16) + kItem, 16), state = t.key_warps * t.rows * 8;
-  return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kRest, 16);
+  // Sizes of members of SharedStorage in attention_sm80.cu; tests compare the sum with the compiled kernel's.
+  constexpr int kScale = 4, kRowTerms = 16, kItem = 56;  // ItemSlot: two arrays of rows, and the item
+  constexpr int kState = 8;                              // state of a row and team
+  constexpr int kTask = 5;                               // next_task and is_last
+  const int slot = rounded_up(q + t.rows * (kScale + kRowTerms) + kItem, 16), state = t.key_warps * t.rows * kState;
+  return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kTask, 16);
 }
 
 KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {

@@ -1,5 +1,5 @@
 #pragma once
-// Which specialisation of attention_sm80.cu runs a layer: shapes of tiles by architecture, spec and phase. Pure functions.
+// Which specialisation of attention_sm80.cu runs a layer: tiles by architecture, spec and shape of the kernel. Pure functions.
 #include <optional>
 #include <string_view>
 

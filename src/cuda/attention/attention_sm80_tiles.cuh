@@ -11,7 +11,7 @@ namespace imbrex::cuda {
 
 // --- types
 
-// What is multiplied. f16 holds every fp8 number and every f16 one; bf16 queries are brought into its range, each row by a power of two.
+// The types of operands. f16 holds every fp8 number and every f16 one; bf16 queries are scaled to its range, each row by a power of two.
 // f32 queries are a sum of three bf16 numbers, and so are f32 keys and values; f16 is a sum of two.
 constexpr bool kSmallKv = kKvType == kE4m3 || kKvType == kE5m2, kExact = kQType == kF32;
 constexpr int kProductType = kExact ? kBf16 : kSmallKv || kKvType == kF16 ? kF16 : kQType;
@@ -37,7 +37,7 @@ constexpr int kKRowBytes = row_bytes(kKPieces), kVRowBytes = row_bytes(kVPieces)
 constexpr int kKPlaneBytes = kTeamKeys * kKRowBytes, kVPlaneBytes = kTeamKeys * kVRowBytes;
 constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + kVPlaneBytes);
 
-// What the warps that compute an item know of it.
+// An item as the warps that compute it read it from shared memory.
 struct ItemSlot {
   float q_scale[kTileRows];   // what a row of queries was divided by
   RowTerms terms[kTileRows];  // where rows differ in them
@@ -138,7 +138,7 @@ class KvLoader {
   DEVICE static int within(const Item& item, int key) { return max(item.lo, min(key, item.hi - 1)); }
   DEVICE static bool is_valid(const Item& item, int key) { return u32(key - item.lo) < u32(item.hi - item.lo); }
 
-  // Where row `pass * kPassRows + first_row` of the team's keys lies in its side.
+  // The address of row `pass * kPassRows + first_row` of the team's keys (or values).
   DEVICE const char* place(const Item& item, const KvSide& side, const char* head, int begin, int pass, int first_row, int block) const {
     const int key = begin + pass * kPassRows + first_row;
     if constexpr (kBlockSize == 0) return head + (item.first_block + within(item, key)) * side.token_stride;

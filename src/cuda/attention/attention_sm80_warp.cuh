@@ -6,7 +6,7 @@ namespace imbrex::cuda {
 
 constexpr int kWarpDims = kVDims / kDimWarps, kDimTiles = kWarpDims / 8;
 
-// As many fragments of queries as leave room for scores and output.
+// Whether the fragments of queries fit the registers beside scores and output.
 constexpr bool kQInRegisters = kQRegisters + kRowTiles * (kDimTiles + kKeyTiles) * 4 <= 176 && kQRegisters <= 64;
 
 class Warp {

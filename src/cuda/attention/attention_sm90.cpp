@@ -25,14 +25,14 @@ int attention_sm90_cluster(const AttentionSpec& spec) {
 
 int sm90_team_rows(const AttentionSpec& spec) { return kTeamRows / spec.group_size() * spec.group_size(); }
 
-// What ran fastest of what shared memory and registers hold, or the most that these do where logits need some.
+// The tiles that ran fastest of those that shared memory and registers hold, or the largest ones where logits need registers.
 Sm90Tiles attention_sm90_tiles(const AttentionSpec& spec) {
   const ScoreMod& score = spec.score;
   const bool caps = score.soft_cap > 0, more = score.alibi && (caps || score.head_scales || has_window(spec.mask));
   Sm90Tiles tiles{.teams = 2, .rows = 0, .keys = 128, .stages = 2, .cluster = attention_sm90_cluster(spec)};
   const bool masked = spec.mask.custom;
   if (spec.head_dim_qk <= 64) {
-    // Who widens takes whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not
+    // Warps that widen take whole pages of a quarter of a tile; that, copies of rows and masks need registers that three warpgroups do not
     // leave.
     const bool two = masked || (widens(spec) && !has_plain_logits(spec)) || (caps && has_small_pages(spec));
     tiles.stages = 3, tiles.teams = two ? 2 : 3, tiles.keys = two || !caps ? 128 : more ? 80 : 96;

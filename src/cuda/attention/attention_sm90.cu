@@ -12,8 +12,8 @@ namespace imbrex::cuda {
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kVDims = kHeadDimV > 64 && kHeadDimV <= 128 ? kHeadDimV : 64 * kVChunks;  // of the output that the matrix unit computes
 
-// Registers of a thread. The consumers get what the producer's warpgroup gives back, and not one more: a launch has handed out
-// kLaunchRegisters to each, and who asks for more than is left of these waits for ever.
+// Registers of a thread. The consumers get the registers that the producer's warpgroup gives up, and no more: each thread starts with
+// kLaunchRegisters, and setmaxnreg waits for ever for registers that are not free.
 constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
@@ -110,7 +110,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     wait_for_tile(shared.k_full[k.at], k.parity);
     return shared.told[k.at];
   };
-  // On to the next tile, if every row sees every key of it.
+  // Goes to the next tile if every row sees every key of it; otherwise returns false.
   const auto goes_to_whole_tile = [&]() __attribute__((always_inline)) {
     if constexpr (!kCustomMask) {
       if (tile <= whole_first || tile > whole_end) return false;
@@ -143,7 +143,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   KeyRange weighed;  // keys of the tile that the weights belong to, counted within it
 #pragma unroll
   for (int i = 0; i < kVDims / 2; ++i) out[i] = 0.f;
-  // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
+  // `edge` is a template argument, because a branch while products are under way would have to wait for them.
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(rows, s);
@@ -171,7 +171,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     wait_for_values();
     clear_values(shared_address(shared.v[v.at]), wg, weighed.lo, weighed.hi);
   };
-  // Of the tiles in front of an item's first, from `v` on. Values keep their order: these come after the last of the item before.
+  // Releases the values of the tiles in front of an item's first one, from `v` on. Values keep their order: these come after the last of
+  // the item before.
   const auto skip_values = [&]() __attribute__((always_inline)) {
     for (; kSkipped > 0 && (v.at != k.at || v.parity != k.parity); v.next()) skip(shared.v_full[v.at], v.parity, shared.v_empty[v.at]);
   };
@@ -216,7 +217,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       pin(s);
       leave(shared.k_empty[k.at]);
       const bool moved = softmax(s, kind);
-      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials.
+      // This branch is never taken. Without a branch that needs the sums, ptxas moves the wait in front of the exponentials.
       if (kManyDims && (sum[0] < 0.f || sum[1] < 0.f)) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);

@@ -1,5 +1,5 @@
 #pragma once
-// What attention_sm90.cu can run, the constants it is compiled with, and the descriptors that its loads go through.
+// The host side of attention_sm90.cu: which layers it can run, the constants it is compiled with, and its tensor maps.
 #include <string_view>
 #include <vector>
 
@@ -18,7 +18,7 @@ struct Sm90Tiles {
   int row_blocks = 1;  // tasks, of a thread block or cluster each, that an item's rows are
   int item_rows() const { return rows * cluster * row_blocks; }
   unsigned threads() const { return unsigned(128 * (teams + 1)); }
-  // The same over the flat copy of the keys that flattens() asks for: clusters take the rows that were several tasks.
+  // The tiles over flat keys, for specs where flattens() is true: a cluster takes rows that are several tasks over the cache itself.
   Sm90Tiles over_flat() const {
     Sm90Tiles flat = *this;
     flat.cluster = row_blocks, flat.row_blocks = cluster;
@@ -36,9 +36,9 @@ Sm90Tiles attention_sm90_tiles(const AttentionSpec&);
 std::vector<Reason> attention_sm90_refusals(const AttentionSpec&);
 // Over the flat keys that flattens() asks for: the same items and the same bits.
 KernelKey attention_sm90_flat_key(std::string_view arch, const AttentionSpec&, DType out);
-// Whether bytes become 16-bit numbers on their way to the matrix unit: widen.cuh.
+// Whether keys and values of 8 bits are widened to 16 bits before they are multiplied: attention_sm90_widen.cuh.
 bool widens(const AttentionSpec&);
-// Of any wgmma prefill kernel.
+// The key of any prefill kernel with wgmma.
 KernelKey sm90_prefill_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, const Sm90Tiles&,
                            bool from_bytes = false);
 // Entry `pack_mask`, which makes AttentionParams::mask_bits and seen_tiles in front of it, with kPackMaskThreads; takes AttentionParams.

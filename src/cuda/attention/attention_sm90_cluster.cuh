@@ -6,8 +6,8 @@
 
 namespace imbrex::cuda {
 
-// Of causal items, the block with the first rows does not see the last tiles, and skips them: so many at most. It may not be further ahead
-// of the others than the stages that wait for it and the tile it begins with.
+// The most tiles that a block skips: of a causal item, the block with the first rows does not see the last tiles. It may not be further
+// ahead of the others than the stages that wait for it and the tile it begins with.
 constexpr int kSkipped = kCausal ? (kTileRows * (kCluster - 1) + kTileKeys - 1) / kTileKeys : 0;
 static_assert(kCluster == 1 || (!kWindow && kSkipped < kStages + 2));
 
@@ -32,8 +32,8 @@ DEVICE void leave_stage(u64& barrier, int thread) {
   }
 }
 
-// Lets a tile go by that this block does not see. `meet`: all who wait for it; one that were late might find the stage filled once more,
-// and its phase the old one again.
+// Releases a tile that this block does not see, without reading it. `meet` is a barrier of all warps that wait for the tile: a late warp
+// could otherwise find the stage filled once more, with the same phase as before.
 template <class Meet>
 DEVICE void skip_stage(u64& full, u32 parity, u64& empty, int thread, const Meet& meet) {
   mbarrier_wait(shared_address(&full), parity);
@@ -51,8 +51,8 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 full, bool together, int 
   }
 }
 
-// Places for tasks that the first block has taken and others have not. It is not many items ahead of them, since their loads are what its
-// tiles wait for; but of tasks that are nobody's there may be any number in a row.
+// A queue of tasks that the first block has taken from the counter and the others have not yet read. The first block is not many items
+// ahead of the others, since its tiles wait for their loads; but there may be any number of tasks without work in a row.
 constexpr int kHandedTasks = 8;
 struct HandedTasks {  // in shared memory
   u64 full[kHandedTasks], empty[kHandedTasks];
@@ -61,7 +61,7 @@ struct HandedTasks {  // in shared memory
     int piece;   // the one that find() gives
     bool more;   // whether there are more behind the one that was found last
     u32 before;  // items that were found before the run
-  } run;         // of the one who finds, whose registers are few
+  } run;         // state of the warp that finds tasks, which has few registers
 };
 
 DEVICE void init_handed(HandedTasks& handed) {
@@ -69,7 +69,7 @@ DEVICE void init_handed(HandedTasks& handed) {
   for (u64& empty : handed.empty) mbarrier_init(shared_address(&empty), kCluster > 1 ? kCluster - 1 : 1);
 }
 
-// What a warp finds for the others: an item, or a piece of a run, which is done like an item of its own.
+// The task that one warp finds for the others: an item, or a piece of a run, which is computed like an item of its own.
 struct Found {
   Item item;
   RunPiece piece;
@@ -113,10 +113,10 @@ class Tasks {
       item.kv_head += rank_in_cluster();
       return mine;
     }
-    // In turn: with a causal mask the first rows have less to do.
+    // The blocks take turns at the first rows: with a causal mask these have less to do.
     const int before = (rank_in_cluster() + int(handed_.run.before)) % kCluster * kTileRows;
     item.row_begin += before;
-    item.num_rows = max(0, min(kTileRows, item.num_rows - before));  // who has none goes along
+    item.num_rows = max(0, min(kTileRows, item.num_rows - before));  // a block without rows still takes part
     return true;
   }
 
@@ -143,7 +143,7 @@ class Tasks {
     }
   }
 
-  // When there are none: who has had none at all has not counted either.
+  // Called when there are no more tasks: a cluster that has had none has not counted itself yet.
   DEVICE void end() const {
     if (lane_id() == 0 && rank_in_cluster() == 0 && task_ == first()) fetch();
   }
@@ -154,7 +154,7 @@ class Tasks {
 
   DEVICE int fetch() const {
     const int fetched = atomicAdd(p_.next_task, 1);
-    if (fetched + 1 >= max(num_tasks(p_), clusters())) *p_.next_task = 0;  // nobody asks any more
+    if (fetched + 1 >= max(num_tasks(p_), clusters())) *p_.next_task = 0;  // this was the last request for a task
     return fetched;
   }
 
@@ -200,7 +200,7 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
   }
 }
 
-// In front of the first use of barriers, which other blocks may use too.
+// Called before the first use of barriers that other blocks use too: waits until these have been set up.
 DEVICE void begin_cluster() {
   if constexpr (kCluster == 1) {
     __syncthreads();
@@ -208,7 +208,7 @@ DEVICE void begin_cluster() {
     cluster_sync();
   }
 }
-// Behind the last: other blocks still arrive here.
+// Called after the last use of barriers: waits until other blocks no longer arrive at those of this block.
 DEVICE void end_cluster() {
   if constexpr (kCluster > 1) {
     __syncwarp();

@@ -29,7 +29,7 @@ int row_bytes(int elements) { return (elements * 2 / 16 | 1) * 16; }
 }  // namespace
 
 int attention_sm90_decode_width(const AttentionSpec& spec, int dims) {
-  // What is behind a row of its own width is another one, so it has to have whole fragments: 16 dims, or 32 of bytes.
+  // A row of its own width is followed by another row, so it has to have whole fragments: 16 dims, or 32 of bytes.
   constexpr int kHalfLine = kTensorMapLine / 2, kFragment = 32;  // bytes
   const int bytes = dims * int(size_of(spec.kv_dtype));
   const bool boxes = !has_small_pages(spec) && bytes % kFragment == 0;
@@ -38,7 +38,7 @@ int attention_sm90_decode_width(const AttentionSpec& spec, int dims) {
 
 std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, int rows) {
   if (!runs(arch, spec) || rows > 32 || spec.group_size() > rows) return std::nullopt;
-  // As in the kernel: stages of keys and values; queries, weights, and what is small.
+  // The shared memory of the kernel: stages of keys and values; queries, weights, and small arrays.
   const int keys = tile_keys(spec), q_slots = rows > 16 && std::max(spec.head_dim_qk, spec.head_dim_v) > 128 ? 2 : 1;
   const int stage = keys * (bytes_of_row(spec, spec.head_dim_qk) + bytes_of_row(spec, spec.head_dim_v));
   constexpr int kSlots = 4, kRowState = 4 * 16 + kSlots * 20, kRest = 1024;

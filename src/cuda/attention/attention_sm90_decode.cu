@@ -22,7 +22,7 @@ DEVICE void meet_crew(int crew) { named_barrier_sync(crew_barrier(crew), kCrewTh
 constexpr bool kThreeLevels = kRowWarps == 1 || kHeadDimV <= 128;
 static_assert(kMostInRun == kPiecesTogether * kPiecesTogether * kPiecesTogether);
 
-// Of a lane's two rows and its warp's dims: sums, and what they are relative to.
+// The sums of a lane's two rows and its warp's dims, and the references that they are relative to.
 struct Sums {
   float reference[2], sum[2], out[1][kTeamDimTiles][4];
 
@@ -138,8 +138,9 @@ class Consumer {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
   }
-  // Likewise, of shared memory that will be overwritten. A load may still be on its way when the arrival behind it is seen, and TMA then
-  // writes what it has yet to read. So the arrival needs `read`, which is made of all that was loaded: it chooses the lane that arrives.
+  // Reports that shared memory has been read and may be overwritten. A load may still be under way when an arrival after it is seen, and
+  // TMA would then overwrite what it has yet to read. So the arrival depends on `read`, which is made of all that was loaded: it chooses
+  // the lane that arrives.
   DEVICE void report_read(u64& barrier, u32 read) const {
     constexpr u32 kHardlyEver = 0x7fedcba9;
     if (lane_id() == int(any_lane(read == kHardlyEver))) mbarrier_arrive(shared_address(&barrier));
@@ -148,7 +149,7 @@ class Consumer {
   DEVICE int row_of(int h) const { return 16 * group_ + 8 * h + lane_ / 4; }
   DEVICE static float& of_team(float4& four, int team) { return reinterpret_cast<float*>(&four)[team]; }
 
-  // Of a tile, `ahead` of the one that is weighed next.
+  // Computes the scores of a tile. `ahead`: how many tiles after the one whose weights are computed next.
   DEVICE void score(const ItemScores& scores, int tile, int ahead, ScoreTile& s) {
     mbarrier_wait(shared_address(&shared_.k_full[k_.at]), k_.parity);
     const int begin = tile * kTileKeys + team_ * kTeamKeys;
@@ -207,7 +208,7 @@ class Consumer {
     }
   }
 
-  // Of the weights of its keys, of the piece that ends with this tile. They are total after the next meeting.
+  // Writes this warp's sums of weights, of the piece that ends with this tile. After the next barrier the warps add them up.
   DEVICE void leave_sums(const Sums& piece) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -223,7 +224,7 @@ class Consumer {
     }
   }
 
-  // Of the tile before the one that is weighed next.
+  // Multiplies the values of a tile: the one before the tile whose weights are computed next.
   DEVICE void add_values(const Item& item, int tile, Sums& piece) {
     mbarrier_wait(shared_address(&shared_.v_full[v_.at]), v_.parity);
     u32 read = 0;
@@ -325,7 +326,7 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
   }
 }
 
-// By all threads of the crew.
+// Merges the pieces of a crew's last item, with all threads of the crew.
 DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
   if (item.partial < 0) return;

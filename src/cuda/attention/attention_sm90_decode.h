@@ -1,6 +1,6 @@
 #pragma once
-// What attention_sm90_decode.cu can run, its tiles and the constants it is compiled with, and the descriptors that its loads go
-// through.
+// The host side of attention_sm90_decode.cu: which layers it can run, its tiles, the constants it is compiled with, and its tensor
+// maps.
 #include <optional>
 #include <string_view>
 
@@ -22,7 +22,7 @@ unsigned attention_sm90_decode_threads(const AttentionTiles&);
 // Entry `attention_sm90_decode`. Parameters: AttentionParams, then the maps of q (not used), k and v. `maps`: whether it reads through
 // them; otherwise it reads tensors of any strides, slower, and computes the same bits.
 KernelKey attention_sm90_decode_key(std::string_view arch, const AttentionSpec&, DType out, const AttentionTiles&, bool maps);
-// As attention_sm90_maps.
+// Makes the tensor maps, as attention_sm90_maps() does.
 bool attention_sm90_decode_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 
 }  // namespace imbrex::cuda

@@ -8,11 +8,11 @@ namespace imbrex::cuda {
 constexpr int kConsumers = kTeams * kRowWarps, kCrewWarps = kConsumers + 2;  // warps: and the producer, and who joins
 constexpr int kCrewThreads = 32 * kCrewWarps, kThreadsOfAll = kCrews * kCrewThreads;
 constexpr int kWeightRow = row_bytes(kTileKeys / 8), kWeightBytes = kTileRows * kWeightRow;  // of weights in shared memory
-// Of the output, a warp's dims: as many as one fragment of values has, times a power of two.
+// A warp's dims of the output: as many as one fragment of values has, times a power of two.
 constexpr int kTeamDims = larger(16 * kLoadSteps, power_of_two_from((kHeadDimV + kTeams - 1) / kTeams)), kTeamDimTiles = kTeamDims / 8;
 static_assert(kDirect && kDimWarps == 1 && kRowTiles == 1 && kTeams == 4);
-// Whether an item's queries are taken to registers when it begins. Then one place in shared memory is enough for them: the next item's
-// come while this one is computed.
+// Whether an item's queries are loaded to registers when it begins. Then one slot in shared memory is enough: the next item's queries are
+// loaded to it while this item is computed.
 constexpr bool kQKept = kRowWarps == 1 || kQRegisters + 12 * kTeamDimTiles <= 96;
 
 // As attention_sm90_stream.cuh leaves rows of keys, or of values.
@@ -57,7 +57,7 @@ DEVICE void bring_queries(const AttentionParams& p, const Item& item, SharedStor
   }
 }
 
-// What is known of a task before its turn: four loads, each of which needs the one before. In the turn they would hold up those of keys.
+// A task that is found before its turn. That takes four loads, each of which needs the one before, and would delay those of keys otherwise.
 struct Task {
   int number;
   Item item;

@@ -18,7 +18,7 @@ bool encode_maps(const AttentionSpec& spec, const Sm90Tiles& tiles, const Tensor
 
 }  // namespace
 
-// As many scores as registers have room for, beside the output and what logits need.
+// The tiles have as many scores as registers have room for, beside the output and what logits need.
 Sm90Tiles attention_sm90_fp8_tiles(const AttentionSpec& spec) {
   constexpr int kTeams = 2;
   const int dim = spec.head_dim_v;

@@ -22,7 +22,7 @@ constexpr int kTurnedWidth = kTileKeys % 128 == 0 ? 128 : kTileKeys % 64 == 0 ? 
 constexpr int kTurnedChunkBytes = kDims * kTurnedWidth;
 
 constexpr int kPageBytes = kPageRows * kWidth;
-constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: who has told TMA to bring it, or those that copy its rows
+constexpr int kLoaders = kSmallPages ? 32 : 1;  // lanes that report a tile: the one that starts TMA, or those that copy its rows
 
 // Weights are rounded to e4m3, from 2^-9 to 448. A row's maximum is given 2^kFresh when it becomes the reference, and has outgrown it
 // when its weight would be more than 2^kMost.
@@ -46,13 +46,13 @@ struct SharedStorage {
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
 constexpr u32 swizzle_mode(int width) { return width == 128 ? 1 : width == 64 ? 2 : 3; }
-// What the address of a piece of 16 bytes is XORed with, in rows of `width` bytes that begin at a multiple of 1024.
+// The swizzle: the number that the address of a unit of 16 bytes is XORed with, in rows of `width` bytes that begin at a multiple of 1024.
 DEVICE u32 swizzle_of(int row, int width) { return u32(row * width / 128 % (width / 16) * 16); }
 DEVICE u64 descriptor(const char* tile, int width) { return wgmma_descriptor(shared_address(tile), 16, 8 * width, swizzle_mode(width)); }
 
 // --- one warp loads
 
-// What a lane loads of a tile of keys and values: a page, or parts of rows, where pages are too small for boxes.
+// A lane's part of the load of a tile of keys and values: a page, or parts of rows where pages are too small for boxes.
 struct Load {
   int begin, kv_head;  // the tile's first key
   bool together, loads;
@@ -293,7 +293,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   u32 weights[kTileKeys / 32][4];
 #pragma unroll
   for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
-  // Whether rows hide keys of a tile is known to the code: a branch while products are under way would have to wait for them.
+  // `edge` is a template argument, because a branch while products are under way would have to wait for them.
   const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(rows, s);
@@ -333,7 +333,8 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       pin(s);
       leave_keys();
       const bool moved = softmax(s, edge);
-      // Never taken. Without a branch that needs the sums, ptxas moves the wait up, in front of the exponentials that shall hide it.
+      // This branch is never taken. Without a branch that needs the sums, ptxas moves the wait in front of the exponentials that should
+      // hide it.
       if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
       wgmma_wait<0>();
       pin(out);

@@ -1,5 +1,5 @@
 #pragma once
-// What attention_sm90_fp8.cu can run, the constants it is compiled with, and the descriptors that its loads go through.
+// The host side of attention_sm90_fp8.cu: which layers it can run, the constants it is compiled with, and its tensor maps.
 #include <string_view>
 #include <vector>
 
@@ -13,7 +13,7 @@ std::vector<Reason> attention_sm90_fp8_refusals(const AttentionSpec&);
 // Entry `attention_sm90_fp8`; a block of threads() on every multiprocessor. Parameters: AttentionParams, then the maps of q, k and v.
 KernelKey attention_sm90_fp8_key(std::string_view arch, const AttentionSpec&, DType out);
 KernelKey attention_sm90_fp8_flat_key(std::string_view arch, const AttentionSpec&, DType out);  // as attention_sm90_flat_key
-// As attention_sm90_maps, and over flat keys.
+// Makes the tensor maps, as attention_sm90_maps() does, also for flat keys.
 bool attention_sm90_fp8_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 bool attention_sm90_fp8_flat_maps(const AttentionSpec&, const TensorView& q, const KvCache& flat, AttentionMaps&);
 

@@ -1,5 +1,5 @@
 #pragma once
-// What attention_sm90.cu has in shared memory, and the warpgroup that brings it: items, their queries, keys, values.
+// The shared memory of attention_sm90.cu, and the warpgroup that loads it: items, their queries, keys, values.
 #include "attention_sm90_cluster.cuh"
 #include "attention_sm90_mask.cuh"
 #include "attention_sm90_widen.cuh"
@@ -7,16 +7,16 @@
 
 namespace imbrex::cuda {
 
-// Of 64 dims: 128 bytes, the width of the swizzle. Dims that the last one lacks are loaded as zeros.
+// Numbers of chunks of 64 dims: 128 bytes, the width of the swizzle. The last chunk is filled up with zeros.
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kVChunks = (kHeadDimV + 63) / 64;
 constexpr int kQChunkBytes = 64 * 128, kKvChunkBytes = kTileKeys * 128;
-// Lanes that report a tile: who has told TMA to bring it, those that copy its rows, or one of each warp that widens them.
+// The numbers of lanes that report a tile: the one that starts TMA, those that copy rows, or one of each warp that widens them.
 constexpr int kValueLoaders = kSmallPages && !kWidens ? 32 : 1;
 constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? kValueLoaders + kCustomMask : 1;
 
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
 constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
-// With two, the next item's queries load meanwhile.
+// With two slots, the next item's queries are loaded while an item is computed.
 constexpr int kQSlots = 2 * kQBytes + kKvBytes + kStagedBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
 

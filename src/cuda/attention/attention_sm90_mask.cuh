@@ -30,8 +30,9 @@ DEVICE int tile_below(const AttentionParams& p, const Item& item, int tile) {
 // Whether a walk from tile `before` to `tile` has come to tile `at`, or past it.
 DEVICE bool comes_to(int at, int before, int tile) { return kCustomMask ? tile <= at && at < before : tile == at; }
 
-// A tile as who loads its keys tells it to those that multiply: a bit for each warpgroup whose rows all see it whole, and the number above.
-constexpr int kToldBits = 3;  // below it
+// The number of a tile as the warp that loads its keys passes it to the consumers: below it, a bit for each warpgroup whose rows all see
+// the tile whole.
+constexpr int kToldBits = 3;
 static_assert(kConsumers <= kToldBits);
 DEVICE int told_tile(const AttentionParams& p, const Item& item, int tile) {
   int told = tile << kToldBits;
@@ -74,7 +75,7 @@ DEVICE void prefetch_mask(const AttentionParams& p, const Item& item, int row, i
   for (int h = 0; h < 2; ++h) prefetch_l1(mask_words(p, item, row, h, tile));
 }
 
-// Of an item without keys nobody has made words.
+// Hides the scores that a custom mask hides. An item without keys has no words of the mask.
 DEVICE void hide_masked(const AttentionParams& p, const Item& item, int row, int tile, float (&s)[kTileKeys / 2]) {
   const bool has_keys = item.hi > item.lo;
 #pragma unroll

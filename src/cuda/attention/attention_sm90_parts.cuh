@@ -1,6 +1,6 @@
 #pragma once
-// What the wgmma kernels have in common: what a thread of a warpgroup does with the scores and the output of its two rows, which lie in
-// registers as wgmma.cuh says.
+// The parts that the wgmma kernels share: a thread's work on the scores and the output of its two rows, which are in registers as wgmma.cuh
+// says.
 #include "async.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
@@ -23,7 +23,7 @@ struct Rows {         // what a thread knows of its two rows
   int position[2];
 };
 
-// Of rows `row` and `row` + 8 of the item, or of its last one.
+// Sets the visible keys of rows `row` and `row` + 8 of the item, or of its last row where it has fewer.
 DEVICE void set_seen(Rows& rows, const AttentionParams& p, const Item& item, int row) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -47,7 +47,7 @@ DEVICE void set_rows(Rows& rows, const AttentionParams& p, const Item& item, int
 template <bool>
 struct Edge {};
 
-// Without a window, what a row does not see is behind it: an item's keys begin with a tile.
+// Hides keys from rows. Without a window, hidden keys are those after the row's last one, since an item's keys begin with a tile.
 DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

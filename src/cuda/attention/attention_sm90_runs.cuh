@@ -1,6 +1,6 @@
 #pragma once
 // Runs of pieces in the wgmma kernels. Registers hold the sums of one piece, so the nodes of the tree of pieces that are not complete lie
-// in memory, where L2 keeps them: of a thread its own, which nobody else reads.
+// in memory, where L2 keeps them. Each thread reads only what it has written itself.
 #include "attention_sm90_parts.cuh"
 #include "row_sums.cuh"
 
@@ -106,7 +106,7 @@ class RunNode {
   struct Folds {
     Fold rows[2];
   };
-  // Of the node with a state {references, totals}, which becomes that of both.
+  // Folds sums with those of a node with the state {references, totals}, which becomes the state of both.
   template <int n>
   DEVICE Folds fold_state(const float4& added) const {
     const float4 state = load_l2(at_ + n / 4 * 128);

@@ -23,16 +23,16 @@ template <int width>
 constexpr int kBytesOf = width* kTileKeys;  // of a chunk of all rows
 constexpr int kChunkBytes = kBytesOf<128>;
 static_assert((kKWidth == 128 || kKChunks == 1) && (kVWidth == 128 || kVChunks == 1));
-constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: those that have written it, or who has told TMA to
+constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: the one that starts TMA, or those that write it
 
 DEVICE int first_task(int crew) { return crew * int(gridDim.x) + int(blockIdx.x); }
 
 // Groups of rows at a time, of small pages: as many as registers are there for where consumers have most of them.
 constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ? 2 : 8;
 
-// Where a piece of 16 bytes lies: 128 bytes a row and chunk, the pieces of a row exchanged by its number, as TMA's swizzle leaves them.
+// The offset of a unit of 16 bytes: 128 bytes a row and chunk, with the units of a row exchanged by its number, as by TMA's swizzle.
 DEVICE u32 swizzled_piece(int row, int piece, int chunk_bytes) { return piece / 8 * chunk_bytes + row * 128 + (piece % 8 ^ row % 8) * 16; }
-// Likewise in a tile whose chunks are so many bytes wide.
+// The offset of a unit of 16 bytes in a tile whose chunks are so many bytes wide.
 template <int width>
 DEVICE u32 place_of_piece(int row, int piece) {
   if constexpr (width == 128) return swizzled_piece(row, piece, kChunkBytes);
@@ -40,7 +40,7 @@ DEVICE u32 place_of_piece(int row, int piece) {
   return row * width + piece * 16;
 }
 
-// What a lane loads of a tile: the keys of a page.
+// A lane's part of the load of a tile: the keys of a page.
 struct Box {
   int key, block;
   bool loads;
@@ -102,7 +102,7 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
   }
 }
 
-// Likewise where no map describes the tensor: element by element.
+// Loads a tile where no map describes the tensor: element by element.
 template <int dim, int chunks, int width>
 DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const Item& item, int begin, u32 to, u32 full) {
   constexpr int kEights = chunks * kDimsOf<width> / 8;

@@ -14,7 +14,7 @@ constexpr int kChunkDims = kTensorMapLine / 2;  // of 16 bits
 constexpr int kMostStages = 6, kMostWidenedStages = 4, kBytesStages = 2;
 constexpr int kWarpgroup = 128;  // threads
 
-// Of a tile: more where products are short, and a turn is mostly waiting.
+// The keys of a tile: more where products are short, and a turn is mostly waiting.
 int tile_keys(const AttentionSpec& spec, int rows) {
   return std::max(spec.head_dim_qk, spec.head_dim_v) <= 64 && rows > kTeamRows ? 128 : 64;
 }
@@ -42,7 +42,7 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
   // 18 tokens, in larger ones 9 and 11 took 1.2 times as long, since the second tile has so few rows.
   if (tiles.crews == 2 && spec.group_size() > kTeamRows / 16) tiles.each = 2;
   tiles.keys = tile_keys(spec, tiles.rows);
-  // As in the kernel: places for queries, bytes that are to be widened, and a unit for barriers and items.
+  // The shared memory of the kernel: queries, bytes that are to be widened, and room for barriers and items.
   const auto lines = [](int dims) { return (dims + kTensorMapLine - 1) / kTensorMapLine; };
   const int q_places = widens(spec) ? 1 : 2;
   const int bytes = widens(spec) ? kBytesStages * tiles.keys * kTensorMapLine * (lines(spec.head_dim_qk) + lines(spec.head_dim_v)) : 0;
@@ -53,7 +53,7 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
   tiles.stages = tiles.value_stages = std::min(room / (k + v), widens(spec) ? kMostWidenedStages : kMostStages);
   // Values stay half a turn longer. Beside what widens bytes, there are no registers for rings of two sizes.
   if (!widens(spec) && tiles.stages < kMostStages && room - tiles.stages * (k + v) >= v) ++tiles.value_stages;
-  // Of two crews, those that load and widen are a warpgroup each.
+  // With two crews, the warps that load and the warps that widen are a warpgroup each.
   tiles.threads = unsigned(kWarpgroup * (2 + (widens(spec) ? tiles.crews : 1)));
   return tiles;
 }

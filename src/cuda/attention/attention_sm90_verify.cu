@@ -31,7 +31,7 @@ constexpr int kConsumerRegisters = kCrews == 1 ? (kWidens && kTeamDims * kTileRo
 DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
 DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
 
-// Of a thread's two rows: sums, and what they are relative to.
+// The sums of a thread's two rows, and the references that they are relative to.
 struct Sums {
   float reference[2], total[2], out[kTeamDims / 2];
 
@@ -95,12 +95,13 @@ class Consumer {
   DEVICE void leave_keys() { report(shared_.k_empty[k_stage().at]), ++k_tiles_; }
   DEVICE void leave_values() { report(shared_.v_empty[v_stage().at]), ++v_tiles_; }
 
-  // Behind an item's last scores. Where queries have as many places as items, they go with these.
+  // Releases an item's queries after its last scores. Where there are as many slots for queries as for items, they are released with the
+  // item.
   DEVICE void leave_queries() {
     if (SharedStorage::kQSlots < SharedStorage::kItemSlots) report(shared_.q_empty[q_slot().at]);
   }
 
-  // Of an item whose rows are the other warpgroup's.
+  // Passes over an item whose rows are the other warpgroup's.
   DEVICE void pass_item(const Item& item) {
     const Tiles tiles = tiles_of(item);
 #pragma unroll 1
@@ -243,7 +244,8 @@ class Consumer {
     store_rows<kTeamDims>(p_, item, first_row() + matrix_row(), node.reference, node.total, node.out, first_dim());
   }
 
-  // What a piece has come to joins the node, and a complete node those before it. `last`: of the item, whose sums are then in `node`.
+  // Folds the sums of a finished piece with those of the node, and a complete node with those before it. `last`: the piece is the item's
+  // last, and the item's sums are then in `node`.
   DEVICE void end_piece(const Sums& piece, const float (&reference)[2], const float (&total)[2], Sums& node, int& pieces, bool last) const {
     if constexpr (!kNodeKept) node.clear(kNoSum);
     const Fold fold[2] = {{node.reference[0], reference[0]}, {node.reference[1], reference[1]}};

@@ -15,7 +15,7 @@ constexpr int kProducers = kWidens && kCrews == 2 ? 2 : 1, kThreads = 128 * (kCo
 static_assert(kTileRows == (kShareDims ? kTeamRows : kTeams * kTeamRows) && (!kShareDims || kTeams == 2));
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kQSteps = (kHeadDimQk + 15) / 16, kQChunkBytes = kTileRows * 128;
 constexpr int kTeamDims = kShareDims ? 128 : kHeadDimV <= 64 ? 64 : kHeadDimV;  // of the output that a warpgroup computes
-// Of 64 dims, of a stage; a product may reach beyond the last one of values.
+// The numbers of chunks of 64 dims of a stage; a product may reach beyond the last chunk of values.
 constexpr int kKRooms = kQChunks, kVRooms = kShareDims ? 4 : (kHeadDimV + 63) / 64;
 constexpr bool kTwoStreams = kCrews == 1 && !kWidens;  // a warp for keys and one for values
 constexpr int kLoadingWarps = kWidens ? 3 : kTwoStreams ? 2 : 1;
@@ -51,7 +51,7 @@ struct SharedStorage {                                             // of a crew
 static_assert(kCrews * sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
 
-// Where tiles come to as they lie in the cache, and the barriers of that.
+// The stages that tiles are loaded to, in the type of the cache, and their barriers.
 DEVICE auto& loaded_tiles(SharedStorage& shared) {
   if constexpr (kWidens) {
     return shared.bytes;

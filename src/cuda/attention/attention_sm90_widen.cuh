@@ -122,7 +122,7 @@ class Widener {
     return true;
   }
 
-  // To the tile that is loaded next; false if that is not known yet.
+  // Goes to the tile that is loaded next; false if that is not known yet.
   DEVICE bool advance() {
     if (tile_ > tiles_of(item()).first) {
       const int before = tile_;

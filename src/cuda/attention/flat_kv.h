@@ -21,14 +21,14 @@ bool flattens(const AttentionSpec&);
 AttentionSpec flat_spec(const AttentionSpec&);
 KernelKey flatten_kv_key(std::string_view arch, const AttentionSpec&);
 
-// Of a step: what run() makes flat at a time.
+// How many kv heads run() makes flat at a time in a step, and the blocks that copy them.
 struct FlatStep {
   int kv_heads = 0;  // as many as there is room for; 0: it is not worth it, or there is room for none
   int blocks = 0;    // of kFlatRows rows
   int64_t rows() const { return int64_t(blocks) * kFlatRows; }
 };
 
-// What a plan has for flat keys.
+// The room of a plan for flat keys.
 struct FlatRoom {
   int64_t most_blocks = 0;  // of a step, of kFlatRows rows; 0: no batch within the limits asks for any
   int64_t bytes = 0;        // of the heads that are flat at a time
@@ -38,15 +38,15 @@ FlatRoom flat_room(const AttentionSpec&, const SchedulePolicy& prefill, const Pl
 
 class FlatKv {
  public:
-  // As flat_room(), which has to have found some.
+  // The arguments are those of flat_room(), which has to have found room.
   FlatKv(const ContextPtr&, std::string_view arch, const AttentionSpec&, const SchedulePolicy& prefill, int heads_together,
          const FlatRoom&);
 
   int64_t most_blocks() const { return room_.most_blocks; }
   // Pure arithmetic, as are the next three, which write FlattenKvParams' arrays.
   FlatStep plan(const Batch&) const;
-  // What a graph has room for that is captured `now`: as many kv heads at a time as this step takes, or all if it takes none. No blocks:
-  // nothing. `room`: the blocks of every graph.
+  // The step that a graph can replay which is captured with the step `now`: as many kv heads at a time as `now`, or all if `now` has no
+  // flat keys. No blocks: no flat keys.
   FlatStep in_graph(const FlatStep& now) const;
   FlatCounts counts_in_graph(const PlanCounts& prefill, const FlatStep&, int room) const;
   void put_starts(const Batch&, long* flat_start) const;

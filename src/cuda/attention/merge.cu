@@ -34,7 +34,7 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
   }
 }
 
-// With no more lanes than the item has splits for, so that all have something to load.
+// Merges rows of an item, with no more lanes than it has splits for, so that every lane has something to load.
 DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_head, int share, int shares) {
   constexpr int kMost = most_merge_lanes(kHeadDimV), kSome = kMost < 2 ? kMost : 2;
   if (item.num_splits <= kPiecesTogether) {

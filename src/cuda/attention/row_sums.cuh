@@ -19,7 +19,7 @@ struct Fold {
   DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
 };
 
-// Of a row's dims a thread has four and as many half a row behind, so that a warp's threads read and write what lies side by side.
+// A thread has four neighbouring dims of a row, and four more half a row later, so that the threads of a warp access contiguous memory.
 constexpr int kEights = kHeadDimV / 8, kHighDims = kHeadDimV / 2;
 // The first dim of thread `i` of those that have a row together, or several rows one after the other.
 DEVICE int first_dim_of(int i) { return i % kEights * 4; }
@@ -44,7 +44,7 @@ struct RowSums {
     return other;
   }
 
-  // To and from a row of the partial buffers.
+  // leave() writes the sums to a row of the partial buffers; take() reads them.
   DEVICE void leave(const AttentionParams& p, long row, int d) const {
     if (d == 0) reinterpret_cast<float2*>(p.partial_state)[row] = {reference, sum};
     float* const to = p.partial_out + row * kHeadDimV + d;

@@ -14,8 +14,8 @@ constexpr float kTanhUnit = 2.f * kLog2e;
 template <bool many_products>
 DEVICE float tanh_of_units(float x) {
   if constexpr (many_products) return fmaf(2.f, reciprocal_approx(1.f + exp2_approx(-x)), -1.f);
-  // Of |x|, so that e is at most 1: a parabola of e is a guess of the reciprocal that is 1 % off, and another one, of the guess times
-  // 1 + e, corrects it. Their coefficients are those for which the largest error of tanh is smallest, and there is none at 0.
+  // e is computed from |x|, so that it is at most 1. A parabola of e is a guess of the reciprocal that is 1 % off, and another one, of the
+  // guess times 1 + e, corrects it. Their coefficients are those for which the largest error of tanh is smallest, without error at 0.
   const float e = exp2_approx(-fabsf(x)), guess = fmaf(fmaf(e, 0.40709585f, -1.01846743f), e, 1.24706602f);
   const float off = fmaf(-(1.f + e), guess, 1.88993216f);
   return copysignf(fmaf(fmaf(off, off, 1.19048703f), guess, -1.f), x);

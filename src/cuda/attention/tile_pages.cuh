@@ -6,7 +6,7 @@
 namespace imbrex::cuda {
 
 constexpr int common_divisor(int a, int b) { return b == 0 ? a : common_divisor(b, a % b); }
-// Of a tile that attention_sm90_widen.cuh loads; then a box is within one of them.
+// The number of parts in which attention_sm90_widen.cuh loads a tile; a box is within one of them.
 constexpr int kWidenedParts = kPrefill && kKvType == kE4m3 && kQType != kE4m3 ? 4 : 1;
 constexpr int kBlockKeys = kTileKeys / kCluster / kWidenedParts;  // of a tile, that a thread block loads, give or take half a box
 constexpr int kCommonKeys = common_divisor(kBlockSize, kTileKeys);

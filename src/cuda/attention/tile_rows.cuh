@@ -8,13 +8,13 @@ namespace imbrex::cuda {
 constexpr u32 kSmallPage = kSmallPages ? kBlockSize : 1;
 constexpr int kRowParts = (kTileKeys + 31) / 32;
 
-// Of the tile's rows lane_id(), 32 + lane_id() and so on: the blocks they are in; negative: left out. Asked for a tile ahead, since what
-// else the memory has to do makes each answer take a microsecond.
+// The blocks of the tile's rows lane_id(), 32 + lane_id() and so on; negative: the row is left out. They are loaded a tile ahead, since
+// under load each takes a microsecond.
 struct RowBlocks {
   int of[kRowParts];
 };
 
-// Of the keys of the tile at `begin`; those outside of [lo, hi) are left out.
+// Loads the blocks of the keys of the tile at `begin`; those outside of [lo, hi) are left out.
 DEVICE RowBlocks row_blocks(const AttentionParams& p, long first_block, int begin, int lo, int hi) {
   RowBlocks blocks;
 #pragma unroll

@@ -12,8 +12,8 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int kMaxTokenBlocks = 1 << 16;  // thread blocks of a launch; more tokens take turns
-// Those of a launch in a graph, where most batches have few tokens: 16384 blocks for 16 tokens take an H200 20.7 us. Blocks take tokens in
-// turn, and 1024 of them are several for each multiprocessor.
+// The thread blocks of a launch in a graph, where most batches have few tokens: 16384 blocks for 16 tokens take an H200 20.7 us. Blocks
+// take tokens in turn, and 1024 of them are several for each multiprocessor.
 constexpr int kMaxCapturedBlocks = 1 << 10;
 
 NewRows new_rows(const TensorView& t) { return {t.as<const char>(), byte_stride(t, 0), byte_stride(t, 1), byte_stride(t, 2)}; }

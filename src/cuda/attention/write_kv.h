@@ -13,7 +13,7 @@ namespace imbrex::cuda {
 // The kernel for a spec with blocks; one for the type that new keys come in and kv_dtype, head dimensions and block_size.
 KernelKey write_kv_key(std::string_view arch, const AttentionSpec&, DType from);
 
-// What a step says of its new tokens.
+// The new tokens of a step.
 struct NewTokens {
   TensorView slots;  // i64 [>= num_tokens] on the device; -1: not written
   int num_tokens = 0;

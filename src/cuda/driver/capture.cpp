@@ -28,7 +28,7 @@ CaptureInfo capture_info(CUstream stream) {
   return info;
 }
 
-// What graphs keep, and what they have let go of: a list to which threads of the driver add without locks or memory of their own.
+// The objects that graphs keep, and a list of those that they have dropped: threads of the driver add to it without locks or allocations.
 struct Kept {
   std::shared_ptr<void> share;
   Kept* next = nullptr;

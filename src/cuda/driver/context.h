@@ -1,5 +1,5 @@
 #pragma once
-// Which context the calls of a thread go to: borrowed from the caller or retained for a while, never left changed.
+// The CUDA context that a thread's calls go to: the caller's, or one that is retained. A thread's current context is restored afterwards.
 #include <memory>
 #include <new>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What a compiled kernel tells about itself: resources and warnings from the compiler's log, constants from the ELF file. No GPU needed.
+// Reads a compiled kernel: resources and warnings from the compiler's log, constants from the ELF file. Needs no GPU.
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,8 +18,8 @@ struct EntryReport {  // one __global__ function
 };
 std::vector<EntryReport> entry_reports(const CompiledKernel&);
 
-// What must not be in a kernel that is shipped, one line each; empty: nothing. Spills, local memory, warnings of the compiler, and
-// the remarks by which ptxas says that it serialises wgmma (C7508, C7510, C7519, ...).
+// The faults that `imbrex compile --strict` refuses, a line for each; empty: there are none. They are spills, local memory, warnings of the
+// compiler, and the remarks by which ptxas says that it serialises wgmma (C7508, C7510, C7519, ...).
 std::vector<std::string> strict_problems(const CompiledKernel&);
 
 // The value of `extern "C" __device__ const unsigned name = ...;`, read from the file; nullopt when there is none.

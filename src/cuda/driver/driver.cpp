@@ -61,7 +61,7 @@ constexpr const char* kForked =
     "CUDA was started before this process was forked off, and does not work in it; start GPU processes with spawn or exec, or fork "
     "before the first use of a GPU";
 
-// Not to be called in a child of the owner: it would wait for ever where a thread of the parent was opening the driver.
+// Must not be called in a forked child: it would wait for ever if a thread of the parent was opening the driver at the time.
 const Loaded<DriverApi>& loaded_driver() {
   static const auto* const loaded = [] {
     auto* const opened = new Loaded<DriverApi>(load_driver(env::get(env::kCudaDriver).value_or("libcuda.so.1")));
@@ -105,7 +105,7 @@ Loaded<DriverApi> load_driver(const std::string& name) {
 #undef X
   const CUresult result = api->cuInit(0);
   if (result != kCudaSuccess) {
-    // Of a process that another library started CUDA in before it was forked off.
+    // A hint for a process that was forked off after another library had started CUDA.
     const char* hint = result == kCudaNotInitialized ? "; was CUDA started before this process was forked off?" : "";
     loaded.why = fmt::format("the NVIDIA driver does not start: {}{}", text_of(*api, result), hint);
     return loaded;

@@ -222,7 +222,7 @@ Loaded<NvrtcApi> load_nvrtc(const std::vector<std::string>& names);
 // CUDA does not survive fork(): in a child of the process that opened the driver it is null, so destructors ask for it and leave be what
 // the parent owns.
 const DriverApi* driver(std::string* why = nullptr);
-// The same for NVRTC: IMBREX_CUDA_NVRTC, else by its usual names from the system's path, CUDA_HOME and /usr/local/cuda.
+// The table of NVRTC, opened once: IMBREX_CUDA_NVRTC, else by its usual names from the system's path, CUDA_HOME and /usr/local/cuda.
 const NvrtcApi* nvrtc(std::string* why = nullptr);
 
 const DriverApi& need_driver();  // Error cuda.driver_missing with the reason; cuda.forked in such a child

@@ -28,11 +28,11 @@ std::string cache_name(const KernelKey&);
 
 // Always compiles. Errors cuda.compile with NVRTC's log, cuda.nvrtc_missing, cuda.source, cuda.arch, cuda.config.*.
 CompiledKernel compile(const KernelKey&);
-// The same for a text that is not among the embedded ones; key.path names it in messages.
+// Compiles a text that is not among the embedded ones; key.path names it in messages.
 CompiledKernel compile_text(const KernelKey&, std::string_view text);
 
-// From this process, else from the cache on disk, else compiled and stored there. Threads that ask for one key compile it once.
-// With IMBREX_CUDA_DUMP it always compiles, and leaves texts and cubin in that folder.
+// Finds a kernel in this process, else in the cache on disk, else compiles it and stores it there. Threads that ask for one key compile it
+// once. With IMBREX_CUDA_DUMP it is always compiled, and sources and cubin are left in that folder.
 std::shared_ptr<const CompiledKernel> get_kernel(const KernelKey&);
 
 }  // namespace imbrex::cuda

@@ -1,6 +1,6 @@
 #pragma once
-// What a plan holds on a device: memory, pinned host memory, a stream, events. Each belongs to a context and gives itself back.
-// The caller's context is current again after every call. All of it may be made, waited for and given back while a stream is captured.
+// Objects that own device memory, pinned host memory, a stream or an event. Each belongs to a context and frees what it owns.
+// The caller's context is current again after every call. All of them may be made, waited for and freed while a stream is captured.
 #include <cstddef>
 #include <memory>
 #include <utility>
@@ -28,7 +28,7 @@ class Owned {
     if (cu == nullptr) return;
     const CurrentContext current(*context_, std::nothrow);
     const RelaxedCapture relaxed;
-    // Not checked: when the process ends, or its owner has destroyed the context, it is gone already.
+    // The result is not checked: when the process ends, or the context's owner has destroyed it, the object is gone already.
     give_back(*cu, handle_);
   }
   Handle get() const { return handle_; }
@@ -46,7 +46,8 @@ inline CUresult free_pinned(const DriverApi& cu, void* data) { return cu.cuMemFr
 inline CUresult destroy_stream(const DriverApi& cu, CUstream stream) { return cu.cuStreamDestroy_v2(stream); }
 inline CUresult destroy_event(const DriverApi& cu, CUevent event) { return cu.cuEventDestroy_v2(event); }
 
-// Device memory, not initialised: of its own, and freeing that waits for the device (Error cuda.memory); or somebody's who keeps it.
+// Device memory, not initialised. The object owns it, and waits for the device before it frees it (Error cuda.memory); or it is memory that
+// somebody else owns.
 class DeviceBuffer : public Owned<CUdeviceptr, free_device> {
  public:
   DeviceBuffer() = default;
@@ -107,7 +108,7 @@ bool is_captured(CUstream);  // what it is given goes into a graph; false for th
 inline CUstream cu_stream(Stream stream) { return static_cast<CUstream>(stream); }
 inline CUdeviceptr device_address(const void* p) { return reinterpret_cast<CUdeviceptr>(p); }
 
-// In the order of the stream. The host side must be pinned for a copy to overlap with the host, and live until it is done.
+// Copies in the order of the stream. Host memory must be pinned for the copy to overlap with the host, and must live until it is done.
 void copy_to_device(CUdeviceptr to, const void* from, size_t bytes, CUstream);
 void copy_to_host(void* to, CUdeviceptr from, size_t bytes, CUstream);
 void copy_on_device(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream);

@@ -33,7 +33,7 @@ std::shared_ptr<const Module> Module::load(const std::shared_ptr<const Context>&
     if (it != all.by_context_and_name.end())
       if (auto module = it->second.lock()) return module;
   }
-  // Not under the lock: it may compile for a second. Two threads may both load; one of the two modules is used.
+  // This runs without the lock, because compiling may take a second. Two threads may both load; one of the two modules is used.
   const auto compiled = get_kernel(key);
   const CurrentContext current(*context);
   std::shared_ptr<const Module> module(new Module(context, key.str(), compiled));
@@ -69,7 +69,7 @@ Kernel Module::kernel(const std::string& entry) const {
   check(found != kCudaNotFound, "cuda.entry", "{} has no entry point \"{}\"", what_, entry);
   const auto prepare = [&](CUresult result) { check_cuda(result, "prepare {} of {}", entry, what_); };
   prepare(found);
-  // In the context and now: the driver would load the code with the first launch, which may be inside a graph capture.
+  // The code is loaded to the context now: otherwise the driver would load it at the first launch, which may be in a capture.
   prepare(cu.cuKernelGetFunction(&kernel.function_, handle));
   prepare(cu.cuFuncGetAttribute(&kernel.registers_, kFunctionRegisters, kernel.function_));
   prepare(cu.cuFuncGetAttribute(&kernel.local_bytes_, kFunctionLocalBytes, kernel.function_));

@@ -44,7 +44,8 @@ class Kernel {
 
 class Module {
  public:
-  // Shared by all who ask for the same key in the same context while one of them holds it. Compiles what no cache has.
+  // Loads a kernel's module. Callers with the same key and context share it while one of them holds it. A kernel that is in no cache is
+  // compiled.
   static std::shared_ptr<const Module> load(const std::shared_ptr<const Context>&, const KernelKey&);
   ~Module();
   Module(const Module&) = delete;

@@ -1,5 +1,6 @@
 #pragma once
-// What sm_90 brought, for kernels with a producer and consumers: mbarriers, TMA, wgmma's fences, registers handed over, dependent launch.
+// Instructions that came with sm_90, for kernels with a producer and consumers: mbarriers, TMA, wgmma's fences, moving registers between
+// warpgroups, programmatic dependent launch.
 #include "ptx.cuh"
 
 namespace imbrex::cuda {
@@ -55,7 +56,7 @@ DEVICE bool mbarrier_is_over(u32 barrier, u32 parity) {
       : "memory");
   return over != 0;
 }
-// Until the phase of that parity is over. A fresh barrier is in phase 0: waiting for parity 1 returns at once.
+// Waits until the phase of that parity is over. A fresh barrier is in phase 0: waiting for parity 1 returns at once.
 DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {
   }
@@ -116,7 +117,7 @@ struct alignas(128) TensorMap {
 
 DEVICE void tma_prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
-// What L2 shall do with the lines of a load, as an operand of the loads below.
+// Hints for L2 about the lines of a load: an operand of the loads below.
 DEVICE u64 l2_first_out() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));

@@ -2,7 +2,7 @@
 // The constants a kernel is specialised by, with values that let an editor or nvcc read the files. When a kernel is compiled for use,
 // cuda/driver/jit.cpp puts a text with the real ones in this file's place.
 
-// Every kernel.
+// Constants of every kernel.
 constexpr int kArch = 900;            // 800 for sm_80, 1200 for sm_120
 constexpr bool kArchFeatures = true;  // the instructions of exactly this architecture are there too: sm_90a, sm_100a
 

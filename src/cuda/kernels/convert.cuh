@@ -36,7 +36,7 @@ DEVICE float2 unpack_f16(u32 pair) {
 // Bytes 0 and 1 (half 0) or 2 and 3 (half 1) as the upper bytes of two 16-bit halves.
 DEVICE u32 spread_bytes(u32 four, int half) { return pick_bytes(four, 0, half == 0 ? 0x1404 : 0x3424); }
 
-// All ones below the sign in the halves that hold an e4m3 NaN (magnitude 0x7f in the upper byte), as `bits`.
+// `bits`, all ones below the sign, in those halves that hold an e4m3 NaN (magnitude 0x7f in the upper byte); zero in the others.
 DEVICE u32 e4m3_nan(u32 spread, u32 bits) { return ((((spread & 0x7f007f00u) + 0x01000100u) >> 15) & 0x00010001u) * bits; }
 
 // For devices without the instruction: the fields fit, only the bias differs, by 8. Exact for subnormals too.
@@ -64,8 +64,8 @@ DEVICE float2 unpack_e5m2(u32 four, int half) { return unpack_f16(e5m2_to_f16(fo
 
 // --- to 8 bits, saturating
 
-// Without the instruction: round to `mantissa` bits, ties to even, by integer arithmetic (normal results) or by an addition that ends at
-// the wanted bit (subnormal ones). Magnitudes above `top` become `overflow`.
+// Rounds to a narrow type without its instruction: to `mantissa` bits, ties to even, by integer arithmetic (normal results) or by an
+// addition that ends at the wanted bit (subnormal ones). Magnitudes above `top` become `overflow`.
 template <int exponent, int mantissa, u32 top, u32 overflow, u32 infinite, u32 nan>
 DEVICE u32 round_to_byte(float x) {
   constexpr int shift = 23 - mantissa, bias = (1 << (exponent - 1)) - 1;

@@ -20,7 +20,7 @@ constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f
 // --- threads
 
 DEVICE int lane_id() { return int(threadIdx.x & 31); }
-// The same register for the whole warp, so that branches on it are uniform to the compiler.
+// The number of the warp, in a register that is the same for the whole warp, so that branches on it are uniform to the compiler.
 DEVICE int warp_id() { return __shfl_sync(kFullWarp, int(threadIdx.x / 32), 0); }
 
 DEVICE float shuffle_xor(float x, int lanes) { return __shfl_xor_sync(kFullWarp, x, lanes); }
@@ -67,10 +67,10 @@ DEVICE int highest_bit(u32 x) { return 31 - __clz(int(x)); }
 
 DEVICE bool any_lane(bool x) { return __any_sync(kFullWarp, x); }
 
-// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads: wait for all, or only report to those who wait.
+// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads: wait for all, or only report to the threads that wait.
 DEVICE void named_barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEVICE void named_barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-// And whether x is true for one of them.
+// Meets the other threads at a named barrier, and returns whether x is true for one of them.
 DEVICE bool named_barrier_any(int id, int threads, bool x) {
   u32 any;
   asm volatile(
@@ -126,7 +126,7 @@ DEVICE float reciprocal_approx(float x) {
 
 // --- global memory
 
-// 16 bytes that nobody else will read: past L1. `p` is aligned to 16 bytes, here and below to the bytes that are moved.
+// Loads 16 bytes that no other thread reads: past L1. `p` is aligned to 16 bytes, here and below to the bytes that are moved.
 DEVICE uint4 load_once_16(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
@@ -140,11 +140,12 @@ DEVICE uint2 load_once_8(const void* p) {
 DEVICE void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// What other blocks, or the kernel in front, write meanwhile: past L1, which may have older bytes.
+// Loads memory that other blocks, or the kernel in front, may write meanwhile: past L1, which may have older bytes.
 DEVICE int load_l2(const int* p) { return __ldcg(p); }
 DEVICE float2 load_l2(const float2* p) { return __ldcg(p); }
 DEVICE float4 load_l2(const float4* p) { return __ldcg(p); }
-// In the order in which they stand, of one thread: ptxas moves others together, as many as it finds registers for, and then lacks some.
+// A load that ptxas does not reorder with others of the same thread. It moves ordinary loads together, as many as it finds registers for,
+// and then lacks some.
 DEVICE float4 load_in_order(const float4* p) {
   float4 x;
   asm volatile("ld.volatile.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(p) : "memory");
@@ -153,7 +154,7 @@ DEVICE float4 load_in_order(const float4* p) {
 DEVICE void store_in_order(float4* p, const float4& x) {
   asm volatile("st.volatile.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
-// What this thread wrote before is seen by whoever sees what it writes after.
+// A fence: a thread that sees what this thread writes after it also sees what this thread wrote before.
 DEVICE void memory_fence() { __threadfence(); }
 
 // --- shared memory

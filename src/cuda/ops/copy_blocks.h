@@ -16,7 +16,7 @@ class CopyBlocks final : public BlockCopier {
  public:
   CopyBlocks(const std::shared_ptr<const Context>&, std::string_view arch);
 
-  // With the rules and errors of copy_blocks() of kv_cache.h.
+  // The rules and errors are those of copy_blocks() of kv_cache.h.
   void copy(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, Stream) const override;
 
  private:

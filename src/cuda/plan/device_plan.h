@@ -25,7 +25,7 @@ class DevicePlan {
   PlanBatchParams params(const DeviceBatch&) const;
   // The context must be current, here and below.
   void launch(const PlanBatchParams&, CUstream) const;
-  // Of the launches since the last call; waits for the stream.
+  // Why requests were left out by the launches since the last call; waits for the stream.
   std::vector<Reason> problems(CUstream) const;
 
  private:

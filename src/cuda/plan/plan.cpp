@@ -70,11 +70,11 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   several_kernels_ = flat_ != nullptr || std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) > 1;
   lay_out();
   workspace_->reserve(planned.scratch_bytes);
-  // Every item has a query token.
+  // A step has at most max_num_tokens items, since every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
 }
 
-// And loads them, several at the same time, unless that is to wait.
+// Makes the list of the plan's kernels, and loads them, several at a time, unless PlanOptions::load_on_demand is set.
 void Plan::name_kernels() {
   std::vector<Specialised*> now;
   const auto name = [&](ByOutput& kernels, const char* entry, unsigned threads, unsigned cluster, bool on_demand, const auto& key_of) {
@@ -129,7 +129,7 @@ void Plan::lay_out() {
   const int64_t reqs = limits.max_num_reqs, tokens = limits.max_num_tokens;
   const int64_t blocks = spec_.block_size > 0 ? checked_mul("plan.scratch", reqs, blocks_of(limits.max_seq_len, spec_.block_size)) : 0;
   const int64_t mask = spec_.mask.custom ? checked_mul("plan.scratch", tokens, limits.max_seq_len) : 0;
-  // What every step sends comes first, what is long last.
+  // Arrays that every step sends come first, long ones last.
   ArrayLayout layout;
   for (ShapePlan& s : shapes_) s.counts = layout.add<PlanCounts>(1);
   arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);

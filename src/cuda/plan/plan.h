@@ -61,7 +61,8 @@ class Plan final : public StepPlan {
     bool mapless_joins = false;     // joins_pieces of without_maps
     size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
   };
-  // What the batch's arrays are to a kernel: the plan's own, or the caller's on the device. What a batch does not have stays as it was.
+  // The addresses of the batch's arrays for kernels: the plan's copies, or the caller's arrays on the device. An array that a batch does
+  // not have keeps its last address.
   struct BatchArrays {
     const int* block_ids = nullptr;
     const unsigned char* custom_mask = nullptr;

@@ -48,7 +48,7 @@ char* PlanArrays::reserve(size_t offset, size_t bytes) {
   return next.memory.as<char>() + at;
 }
 
-// Its buffer stays as it is until the device has read it, whatever of it has been sent.
+// The step's pinned buffer must not change until the device has read it, however much of it has been sent.
 void PlanArrays::mark_busy(Step& step, CUstream stream) noexcept {
   try {
     step.sent.record(stream);

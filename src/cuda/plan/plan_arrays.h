@@ -9,7 +9,7 @@
 
 namespace imbrex::cuda {
 
-// Where an array lies, and how many elements it has room for.
+// The offset of an array, and the number of elements that it has room for.
 template <class T>
 struct ArrayOf {
   size_t offset = 0, capacity = 0;  // bytes, elements

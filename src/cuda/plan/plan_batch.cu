@@ -62,7 +62,7 @@ struct Request {
   long mask_begin;          // bytes
 };
 
-// Its blocks, or its rows of a ragged cache, are there for all of its keys.
+// Whether a request has blocks, or rows of a ragged cache, for all of its keys.
 DEVICE bool has_room(const PlanBatchParams& p, int r, int seq_len) {
   if (p.kv_starts == nullptr) return seq_len <= p.kv_entries * p.entry_keys;
   const long first = p.kv_starts[r], end = p.kv_starts[r + 1];
@@ -212,7 +212,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
 
 // --- splits of a shape
 
-// From the number of splits in each bucket to where the first of them goes; returns the number of all.
+// Replaces the number of splits in each bucket by the position of the first of them; returns the number of all splits.
 DEVICE int place_buckets(SharedStorage& s) {
   int num_work = 0;
   for (int first = 0; first < kCostBuckets; first += num_threads()) {
@@ -225,8 +225,8 @@ DEVICE int place_buckets(SharedStorage& s) {
   return num_work;
 }
 
-// Where the equal splits of each thread go: those of a bucket stand in the order of the threads. Warps take turns with the cursors;
-// `warps` of them have splits.
+// The position of the first of each thread's equal splits: those of a bucket are in the order of the threads. Warps take turns with the
+// cursors; `warps` of them have splits.
 DEVICE int place_equal(const EqualSplits& equal, int warps, SharedStorage& s) {
   const int packed = equal.count << 9 | equal.bucket;  // counts are far below 2^22: cut_policy() bounds the splits of an item
   static_assert(kCostBuckets == 1 << 9);

@@ -1,6 +1,6 @@
 #pragma once
-// What a plan for softmax attention will be, before anything of it is made: how it cuts, and the scratch that takes. Pure arithmetic on the
-// spec, the device and the options, so that it can be asked of a device that is only described.
+// The outline of a plan for softmax attention: its kernels, how it cuts, and the size of its scratch, computed before the plan is made.
+// This is pure arithmetic on the spec, the device and the options, so that it works for a device that is only described.
 #include <array>
 
 #include "cuda/attention/attention_kernels.h"
@@ -10,7 +10,7 @@
 
 namespace imbrex::cuda {
 
-// What a run() leaves for launches behind its own first, and no other run() needs.
+// The arrays in scratch: a launch of run() writes them and later launches of the same run() read them.
 struct Scratch {
   ArrayOf<char> flat_keys;
   ArrayOf<float> partial_out, partial_state, run_sums;
@@ -21,7 +21,7 @@ struct PlanOutline {
   struct OfShape {
     ShapeKernel kernel, flat_kernel;  // flat_kernel.entry null: none
     SchedulePolicy policy;
-    ScheduleBounds bounds;  // num_work 0: no request within the limits is of this shape
+    ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this shape
     int row_blocks = 1;     // tiles of rows of one token
   };
   std::array<OfShape, kNumShapes> shapes;

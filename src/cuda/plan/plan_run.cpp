@@ -12,7 +12,7 @@
 namespace imbrex::cuda {
 namespace {
 
-// Of the rows of an item and kv head, which are a token's or as many as a tile has.
+// The number of parts in which merge.cu takes the rows of an item and kv head: those of a token, or as many as a tile has.
 int merge_shares(const AttentionSpec& spec, const SchedulePolicy& policy) {
   const int rows = policy.tile_q * spec.group_size(), each = least_merge_rows(spec.head_dim_v);
   return (rows + each - 1) / each;
@@ -108,8 +108,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   a.may_be_idle = a.lists_are_there && captured && several_kernels_;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merge_tasks = 0;
-  // Beside each other, long items begin first. In a graph most launches are idle, and one that is let in while another reads keys by TMA
-  // holds that up by some 4 us on an H100, whatever it does itself: the longest queries that the graph may have come last.
+  // The order of launches. Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are
+  // idle, and one that begins while another reads keys by TMA delays that by some 4 us on an H100, whatever it does itself: so the launches
+  // for the longest queries come last.
   constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
   const std::array<Shape, kNumShapes>& order = captured ? kCaptured : kEager;
   const auto tasks_of = [&](Shape shape) {
@@ -130,7 +131,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     a.arrivals = counters_.as<int>() + s.arrivals;
     const int64_t tasks = tasks_of(shape);
     if (tasks == 0) continue;
-    // Of a graph most launches have nothing to do: they are over soonest where each is there before the one in front has ended.
+    // Most launches of a graph have no work: they end soonest if each begins before the one in front has ended.
     const bool folds = s.kernel.run_sums > 0;
     a.beside = !any && !is_first && !(folds && sums_in_use);
     a.next_waits = any || shape == last;

@@ -6,7 +6,7 @@
 
 namespace imbrex::cuda {
 
-// Where each request's blocks (kv_indptr) or rows (kv_start_loc) begin, from i32 to what the attention kernels read.
+// Widens the starts of each request's blocks (kv_indptr) or rows (kv_start_loc) from i32 to the type that the attention kernels read.
 extern "C" __global__ void __launch_bounds__(kPlanTableThreads) widen_starts(const int* from, long* to, int count) {
   griddep_wait();
   for (int i = int(blockIdx.x) * kPlanTableThreads + int(threadIdx.x); i < count; i += int(gridDim.x) * kPlanTableThreads) to[i] = from[i];

@@ -1,5 +1,5 @@
 #pragma once
-// What a plan computes on the device from arrays that lie there: T5's bias of each distance, and where a request's keys begin.
+// Tables that a plan computes on the device from arrays there: T5's bias for each distance, and the first block of each request's keys.
 #include <memory>
 #include <string_view>
 
@@ -17,7 +17,7 @@ class PlanTables {
 
   // from: i32 [count] on the device. The context must be current, here and below.
   void widen_starts(const TensorView& from, long* to, int count, CUstream) const;
-  // Only for specs with relative_buckets, whose table this is (check_run() has looked at it).
+  // Makes the table of biases by distance, for specs with relative_buckets; check_run() has checked `relative_bias`.
   void expand_bias(const TensorView& relative_bias, CUstream) const;
   const float* bias_by_distance() const { return bias_.as<const float>(); }  // [num_q_heads, 2 * bias_reach() + 1]; null without buckets
   int bias_reach() const { return width_ / 2; }

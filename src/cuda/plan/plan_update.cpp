@@ -24,7 +24,7 @@ void check_batch_memory(const Batch& batch, Device device) {
   check_one(batch.custom_mask, "custom_mask");
 }
 
-// Of the requests' keys, wherever they are named; 0 without blocks.
+// The number of block ids of the requests' keys, in whichever of the batch's arrays they are; 0 without blocks.
 int64_t num_block_ids(const Batch& batch, const AttentionSpec& spec) {
   int64_t count = 0;
   for (int r = 0; spec.block_size > 0 && r < batch.num_reqs(); ++r) count += blocks_of(batch.seq_lens[r], spec.block_size);
@@ -40,7 +40,7 @@ int heads_together(const Batch& batch, const SchedulePolicy& policy, long l2_key
 
 }  // namespace
 
-// Where kernels find the batch's arrays, checked before anything of the last step is given up.
+// The addresses of the batch's arrays for kernels. It throws before anything of the last step is changed.
 Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
   const TensorView& ids = !batch.block_table.empty() ? batch.block_table : batch.kv_indices;
   const BatchArrays& before = steps_.now().arrays;
@@ -64,7 +64,7 @@ Plan::BatchArrays Plan::place(const Batch& batch, bool captured) const {
                                                                         {int64_t(arrays_.slots.capacity)}, device_.device)
                                                : batch.slot_mapping;
   }
-  // What is captured after an update that is captured too reads where that update points to.
+  // A run() that is captured together with an update_on_device() reads the arrays which that names.
   const bool same = captured || ((!captured_run_ || (placed.block_ids == before.block_ids && placed.custom_mask == before.custom_mask)) &&
                                  (!captured_write_ || placed.slots.data == before.slots.data));
   check(same, "update.moved", "a captured graph reads the block ids, slots or custom mask of an earlier update from another place");
@@ -106,7 +106,7 @@ void Plan::prepare(const Batch& batch, Stream stream) {
   put_lists(batch, next);
 }
 
-// What run() and write_kv() compare eagerly; a graph has only the cache of its capture.
+// Checks what run() and write_kv() check outside of graphs: a graph reads the cache of its capture.
 void Plan::check_captured_cache(const BatchReach& reach) const {
   const int64_t entries = captured_entries_;
   if (spec_.block_size == 0) {
@@ -195,7 +195,7 @@ void Plan::revert(Stream stream) noexcept {
   restore_key_starts(cu_stream(stream));
 }
 
-// What was sent may have written over them.
+// Computes the key starts again, because the copies that were sent may have overwritten them.
 void Plan::widen_key_starts(const Step& step, CUstream stream) const {
   if (!step.key_starts.empty()) tables_->widen_starts(step.key_starts, memory_->device(arrays_.block_start), step.num_reqs, stream);
 }

@@ -3,9 +3,9 @@
 // Memory: three rows of a token are read and one is written, 8 bytes a channel in 16 bits, for 2 * kWidth + 2 operations. A warp takes
 // some tokens one after the other (a chunk), a lane some neighbouring channels of them: the h that later tokens need stay in registers.
 //
-// Chunks are cut out of the batch wherever requests begin. The chunk that has the first token of a request owns its state: it reads it,
-// computes what depends on it, the first kWidth - 1 tokens even if they lie in the next chunk, and writes it. So nobody else touches the
-// slot, and no chunk waits for another.
+// Chunks are cut out of the batch without regard to where requests begin. The chunk that has the first token of a request owns its state:
+// it reads it, computes the tokens that depend on it (the first kWidth - 1, even if they are in the next chunk), and writes it. So no other
+// chunk touches the slot, and no chunk waits for another.
 #include "async.cuh"
 #include "convert.cuh"
 #include "cuda/short_conv_params.h"
@@ -33,7 +33,7 @@ struct Elements {
 
 DEVICE u32 load_element(const char* p) { return kSize == 4 ? *reinterpret_cast<const u32*>(p) : *reinterpret_cast<const u16*>(p); }
 
-// `once`: nobody writes there while the kernel runs, and others hardly read it.
+// `once`: the memory is not written while the kernel runs, and hardly read by other threads.
 template <int count, bool once>
 DEVICE Elements<count> load(const char* p) {
   Elements<count> e;
@@ -85,7 +85,7 @@ DEVICE Elements<count> product(const Elements<count>& b, const Elements<count>& 
   return rounded(h);
 }
 
-// Of a lane's channels.
+// The weights of a lane's channels.
 template <int count>
 struct Weights {
   Elements<count * kWidth> taps;  // kWidth of a channel one after the other
@@ -131,14 +131,14 @@ DEVICE Elements<count> output(Weights<count>& w, const Elements<count> (&h)[kWid
   return rounded(y);
 }
 
-// What a lane reads of a token.
+// A lane's part of the row of a token.
 template <int count>
 struct Token {
   Elements<count> b, c, x;
 };
 
-// A lane's channels of the tokens of a chunk. Wide ones come through shared memory, kStages tokens ahead; what a lane has asked for it
-// reads itself, so that lanes do not wait for each other.
+// A lane's channels of the tokens of a chunk. Wide ones are copied to shared memory, kStages tokens ahead; a lane reads only what it has
+// copied itself, so that lanes do not wait for each other.
 template <int count>
 class Rows {
  public:
@@ -272,7 +272,8 @@ DEVICE void short_conv_of(const ShortConvParams& p) {
   const int chunk = short_conv_chunk(counts, p.chunks_at_once, p.most_chunks);
   const unsigned chunks = unsigned(counts.num_tokens + chunk - 1) / unsigned(chunk), units = chunks * tiles;
   for (unsigned unit = blockIdx.x * kWarps + unsigned(warp_id()); unit < units; unit += gridDim.x * kWarps) {
-    // Of chunks of one token, warps of a block have the same channels, and weights from L1; of longer ones, neighbouring parts of rows.
+    // With chunks of one token the warps of a block have the same channels, so that they read weights from L1; with longer chunks they have
+    // neighbouring parts of rows.
     const unsigned number = chunk == 1 ? unit % chunks : unit / tiles, tile = chunk == 1 ? unit / chunks : unit % tiles;
     const int begin = int(number) * chunk, end = min(begin + chunk, counts.num_tokens), channel = int(tile) * kTile + lane_id() * count;
     const int request = find_request(p.requests, counts.num_reqs, begin);

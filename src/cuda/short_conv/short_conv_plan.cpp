@@ -93,8 +93,8 @@ class ShortConvCudaPlan final : public ShortConvPlan {
   mutable int64_t captured_slots_ = INT64_MAX;  // of the smallest state that a captured graph was given
 };
 
-// What run() compares eagerly; a graph has only the state of its capture. Rows are the caller's to size: another step than those that a
-// graph is replayed for may have more.
+// Checks the slots of a step against the state of a captured graph, as run() does outside of graphs. The numbers of rows are not checked,
+// since the graph may not be replayed for this step.
 void ShortConvCudaPlan::check_captured(const ShortConvStep& step) const {
   check(step.num_slots <= captured_slots_, "update.captured_cache", "a captured graph has a state of {} slots, the batch has slot {}",
         captured_slots_, step.num_slots - 1);
