@@ -1,25 +1,39 @@
 #!/usr/bin/env python3
-"""Checks that README.md and docs/ speak of things that exist: paths, links, anchors, and the names of the "In imbrex" columns.
+"""Checks that README.md, docs/ and the pages of examples/ speak of things that exist: paths, links, anchors, files, functions, members, error
+codes, environment variables, options of the program, and the names of the "In imbrex" columns.
 
 Run by ctest. The columns "In imbrex" of docs/coming-from-*.md name types, members, functions, environment variables, options and
-labels of later parts; a renamed member or a new alias without a row fails here.
+labels of later parts; a renamed member or a new alias without a row fails here. Their other columns name things of other programs.
 """
 import re
 import sys
 from pathlib import Path
 
 SPAN = re.compile(r"`([^`\n]+)`")
-PATH = re.compile(r"(include|src|docs|tests)/[\w./-]*")
+PATH = re.compile(r"(include|src|docs|tests|python|scripts|bench|examples|cmake|data|\.ci)/[\w./-]*")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+SOURCES = ("include", "src", "bench", "examples", "python", "scripts", "tests", "cmake", ".ci")
+SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".inl", ".cu", ".cuh", ".py", ".sh", ".rs", ".txt", ".json", ".cmake", ""}
+FOREIGN_FILES = {"dlpack.h", "config.json"}
+# Options of vLLM, SGLang and pip in pages about them.
+FOREIGN_OPTIONS = {"--additional-config", "--gpu-memory-utilization", "--prefill-attention-backend", "--decode-attention-backend"}
 
 
 def without_code_blocks(text):
     return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
 
 
+def pages(root):
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted((root / "examples").rglob("*.md"))]
+
+
 def documents(root):
-    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    for path in pages(root):
         yield path, without_code_blocks(path.read_text())
+
+
+def about_others(path):
+    return path.name.startswith("coming-from-")
 
 
 def without_comments(text):
@@ -100,8 +114,77 @@ def in_imbrex_cells(text):
 def check_paths(root):
     for path, text in documents(root):
         for token in SPAN.findall(text):
-            if PATH.fullmatch(token) and not (root / token).exists():
+            if PATH.fullmatch(token) and not (root / token).exists() and not (about_others(path) and token.startswith("python/sglang")):
                 yield f"{path.relative_to(root)}: {token} does not exist"
+
+
+class Sources:
+    """Names of files, and words, of everything that is not a document."""
+
+    def __init__(self, root):
+        found = [p for folder in SOURCES for p in (root / folder).rglob("*") if p.is_file() and p.suffix in SUFFIXES and p.name != "docs_test.py"]
+        found += [p for p in root.iterdir() if p.is_file() and p.suffix in {".txt", ".json", ".toml", ""}]
+        self.files = {p.name for p in found}
+        self.text = "\n".join(p.read_text(errors="replace") for p in found)
+        self.words = set(re.findall(r"\w+", self.text))
+        self.options = set(re.findall(r"--[a-z][\w-]*", self.text)) | FOREIGN_OPTIONS
+        self.codes = set(re.findall(r"`([\w.]+)`", (root / "docs/errors.md").read_text()))
+        self.code_heads = {code.split(".")[0] for code in self.codes if "." in code}
+
+    def problem(self, token):
+        """Why this token in backticks names nothing, or None. Unknown kinds of tokens pass."""
+        if re.fullmatch(r"[\w./-]+\.(cuh|cu|h|hpp|cpp|inl|py|sh|md|cmake)", token):
+            name = token.split("/")[-1]
+            return None if name in self.files | FOREIGN_FILES or token.endswith(".md") else "no such file"
+        if match := re.fullmatch(r"(\w+)\(\)", token):
+            return None if match.group(1) in self.words else "no such function"
+        if match := re.fullmatch(r"(\w+)::(\w+)(\(\))?", token):
+            return None if {match.group(1), match.group(2)} <= self.words else "no such member"
+        if match := re.fullmatch(r"(IMBREX_\w+)(=\S*)?( .*)?", token):
+            return None if match.group(1) in self.words else "no such variable or macro"
+        if match := re.match(r"--[a-z][\w-]*", token):
+            return None if match.group() in self.options else "no such option"
+        if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", token) and token.split(".")[0] in self.code_heads - {"config"}:
+            return None if token in self.codes else "no such code in docs/errors.md"
+        return None
+
+
+def check_names(root):
+    sources = Sources(root)
+    for path, text in documents(root):
+        if about_others(path) or path.name == "errors.md":
+            continue  # check_columns() reads the former; core_tests compares the latter with the sources
+        for token in SPAN.findall(text):
+            if problem := sources.problem(token):
+                yield f"{path.relative_to(root)}: {token}: {problem}"
+
+
+def commands(text):
+    """Calls of the program, in blocks without a language and in backticks: the subcommand, and the options behind it."""
+    lines, fence = SPAN.findall(without_code_blocks(text)), None
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fence = line if fence is None else None
+        elif fence == "```":
+            lines.append(line.split(" #")[0])
+    for line in lines:
+        if match := re.match(r"(?:[A-Z_]+=\S+ )*(?:\S+/)?imbrex ([a-z]+)\b(.*)", line):
+            yield match.group(1), re.findall(r"--[a-z][\w-]*", match.group(2))
+
+
+def check_commands(root):
+    """Every subcommand and option of a shown command is one of src/cli."""
+    program = "\n".join(p.read_text() for p in (root / "src/cli").glob("*.cpp"))
+    verbs = set(re.findall(r'add_subcommand\("(\w+)"', program))
+    if not verbs:
+        yield "src/cli: no subcommands found"
+    for path in pages(root):
+        for verb, options in commands(path.read_text()):
+            if verb not in verbs:
+                yield f"{path.relative_to(root)}: imbrex {verb}: no such subcommand"
+            for option in options:
+                if option not in program:
+                    yield f"{path.relative_to(root)}: imbrex {verb} {option}: no such option"
 
 
 def anchors(path):
@@ -159,7 +242,7 @@ def check_aliases(root):
 
 def main():
     root = Path(__file__).resolve().parents[1]
-    problems = [p for check in (check_paths, check_links, check_columns, check_aliases) for p in check(root)]
+    problems = [p for check in (check_paths, check_names, check_commands, check_links, check_columns, check_aliases) for p in check(root)]
     for problem in problems:
         print(problem)
     print(f"docs: {len(problems)} problems")
