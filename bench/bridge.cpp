@@ -151,7 +151,7 @@ int compile(const json& j) {
 }  // namespace
 }  // namespace imbrex::bench
 
-// What Python sees. Functions that can fail return null, or -1; imbrex_bench_error() then says why, as "code: text".
+// The functions that Python calls. Those that can fail return null, or -1; imbrex_bench_error() then returns the reason, as "code: text".
 extern "C" {
 using namespace imbrex::bench;
 
@@ -177,10 +177,10 @@ int imbrex_bench_update(void* plan, int num_reqs, const int32_t* query_start, co
   return guarded(-1, [&] { return update(*static_cast<Planned*>(plan), num_reqs, query_start, seq_lens, keys, columns, stream), 0; });
 }
 
-// Of the runs that follow, where the layer has them: f32 [q heads].
+// Sets the sinks of the runs that follow, for a layer that has them: f32 [q heads].
 void imbrex_bench_sinks(void* plan, void* sinks) { static_cast<Planned*>(plan)->sinks = sinks; }
 
-// Of the updates that follow, where the layer has one: `bytes` of it, on the plan's device.
+// Sets the custom mask of the updates that follow, for a layer that has one: `bytes` of it, on the plan's device.
 void imbrex_bench_custom_mask(void* plan, void* mask, int64_t bytes) {
   auto& p = *static_cast<Planned*>(plan);
   p.custom_mask = imbrex::TensorView::contiguous(mask, imbrex::DType::u8, {bytes}, p.device);

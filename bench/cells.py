@@ -1,4 +1,4 @@
-"""The cells of the GPU benchmark: what each computes, whom it is compared with, and which ratio it has to reach. Needs no PyTorch."""
+"""The cells of the GPU benchmark: what each computes, the peers that it is compared with, and the ratio that it has to reach. Needs no PyTorch."""
 from __future__ import annotations
 
 import json
@@ -47,7 +47,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of the keys that are seen, where all requests have `context` of them."""
+        """FLOPs for the keys that are seen, where all requests have `context` keys."""
         return sum(4.0 * self.heads[0] * self.head_dim * self.seen(queries) for queries in self.query_lens)
 
     def seen(self, queries: int) -> float:
@@ -140,7 +140,7 @@ def origin(table: Path = TABLE) -> dict:
 
 
 def chosen(cells: list[Cell], pattern: str) -> list[Cell]:
-    """Those whose names begin with the regular expression, and the bases that they need."""
+    """The cells whose names begin with the regular expression, and the cells that these are compared with."""
     wanted = {cell.name for cell in cells if re.match(pattern, cell.name)}
     wanted |= {cell.base for cell in cells if cell.name in wanted and cell.base}
     return [cell for cell in cells if cell.name in wanted]

@@ -42,7 +42,7 @@ def calls(problem: Problem, keys: list[tuple[torch.Tensor, torch.Tensor]], split
 
 
 def peers(cell: Cell, problem: Problem, pools) -> dict[str, list[protocols.Call]]:
-    """By number of splits; over a cache of 16 bits also where the cell's is narrower than its queries."""
+    """Calls by number of splits; they have a cache of 16 bits also where the cell's is narrower than its queries."""
     if cell.kv == cell.q:
         keys = [problem.keys(i) for i in range(problem.sets)]
     else:

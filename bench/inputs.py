@@ -18,7 +18,7 @@ FLOOR = 1e-5
 
 
 def ragged_lengths() -> dict[str, list[int]]:
-    """The draws that the peers were measured with: one generator, in this order."""
+    """The random numbers that the peers were measured with: one generator, in this order."""
     generator = torch.Generator().manual_seed(1)
     uniform64 = torch.randint(256, 16384, (64,), generator=generator)
     lognormal128 = (torch.exp(torch.randn(128, generator=generator)) * 1500).clamp(32, 32768).int()
@@ -46,7 +46,7 @@ def starts_of(lens: list[int]) -> list[int]:
 
 
 def fill(tensor: torch.Tensor) -> torch.Tensor:
-    """Standard normal values, a part at a time: what cannot draw them itself casts them."""
+    """Standard normal values, a part at a time; types that cannot be drawn are cast."""
     for part in tensor.flatten().split(1 << 28):
         if tensor.dtype == torch.float8_e4m3fn:
             part.copy_(torch.randn(part.shape, device=part.device, dtype=torch.bfloat16))

@@ -69,7 +69,7 @@ class Plan:
         self.native.sinks(self.handle, sinks)
 
     def set_custom_mask(self, mask: int, count: int) -> None:
-        """Of the updates that follow: so many bytes."""
+        """Sets the custom mask of the updates that follow: so many bytes."""
         self.native.custom_mask(self.handle, mask, count)
 
     def host_us(self, of_update: bool, calls: int, stream: int = 0) -> float:

@@ -46,7 +46,7 @@ def back_to_back(call: Call, target_ms: float) -> list[float]:
 
 
 def sustained(calls: dict[str, Call], target_ms: float, rounds: int) -> dict[str, float]:
-    """Microseconds of a call: the median over rounds in which everybody has its turn."""
+    """Microseconds of a call: the median over rounds in which each library has its turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

@@ -1,4 +1,4 @@
-"""What a measurement says: against the best peer, against the floor, in one table. Needs no PyTorch."""
+"""The table of a measurement: each cell beside its best peer and its floor. Needs no PyTorch."""
 from __future__ import annotations
 
 import statistics
@@ -91,7 +91,7 @@ def short_table(results: list[dict]) -> str:
 
 
 def drifts(results: list[dict]) -> str:
-    """How this machine's PyTorch compares with the recorded one: what a comparison with the other recorded peers is worth."""
+    """How the times of this machine's PyTorch compare with the recorded ones, which tells how far other recorded peers can be compared."""
     found: dict[str, list[float]] = {}
     for result in results:
         for name, drift in result.get("drift", {}).items():

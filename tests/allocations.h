@@ -1,5 +1,5 @@
 #pragma once
-// What a test sees and decides of calls of operator new, where its program has replaced it: see count_allocations.h.
+// Counts calls of operator new, and lets a test make them fail, in programs that have replaced it: see count_allocations.h.
 #include <atomic>
 
 namespace imbrex::test {

@@ -82,7 +82,7 @@ struct MixedStep {
   MixedStep(const MixedStep&) = delete;
   MixedStep& operator=(const MixedStep&) = delete;
 
-  // What the plan computes for this step, which it has been updated with.
+  // Runs a plan that has been updated with this step, and returns its output.
   std::vector<float> run(const Plan& plan, Stream stream = nullptr) {
     std::fill(out.begin(), out.end(), -7.f);
     std::fill(lse.begin(), lse.end(), -7.f);

@@ -24,7 +24,7 @@ using CopierHandle = std::unique_ptr<imbrex_block_copier, Free<imbrex_block_copi
 using MergerHandle = std::unique_ptr<imbrex_merger, Free<imbrex_merger, imbrex_merger_free>>;
 using PoolHandle = std::unique_ptr<imbrex_block_pool, Free<imbrex_block_pool, imbrex_block_pool_free>>;
 
-// What `make(&handle)` gives out; null when it fails, and then it has to have left `handle` alone.
+// The handle that `make(&handle)` makes; null when it fails, and then it must not have changed `handle`.
 template <class Handle, class Make>
 Handle make_handle(const Make& make) {
   typename Handle::pointer handle = nullptr;

@@ -10,7 +10,7 @@ namespace imbrex::test {
 
 using CaseFileEdit = std::function<void(Safetensors&)>;
 
-// Of its metadata.
+// An edit of a case file's metadata.
 inline CaseFileEdit edit(const std::function<void(nlohmann::json&)>& change) {
   return [change](Safetensors& file) {
     nlohmann::json root = nlohmann::json::parse(file.metadata["imbrex"]);
@@ -18,7 +18,7 @@ inline CaseFileEdit edit(const std::function<void(nlohmann::json&)>& change) {
     file.metadata["imbrex"] = root.dump();
   };
 }
-// Of an element of a tensor of int32.
+// An edit of an element of a tensor of int32.
 inline CaseFileEdit set_i32(const char* name, int index, int value) {
   return [=](Safetensors& file) { std::memcpy(file.tensors[name].bytes.data() + index * 4, &value, 4); };
 }

@@ -31,15 +31,15 @@ struct Totals {
   std::map<std::string, int> refused;  // reason code -> cases
 };
 
-// Every backend on every device that changes its kernels, in every KV format.
+// The targets of attention: every backend on every device, once for each set of kernels that it may choose, in every KV format.
 const std::vector<Target>& targets();
 // The options that run a case in a target's format; nothing when the format cannot hold the case.
 bool options_for(const Case&, const Target&, RunOptions&);
 bool runs(const Case&, const Target&);
 // All but what is left out: most cases of the reference, and of an emulated unit beside the real one.
 std::vector<Combination> combinations();
-// The same in another order: GoogleTest deals tests out to its shards one by one, and with up to kMostShards of them (a power of two) a
-// shard is dealt whole cases, whose inputs and expected results are made once.
+// The combinations in another order: GoogleTest deals tests out to its shards one by one, and with up to kMostShards of them (a power of
+// two) a shard is dealt whole cases, whose inputs and expected results are made once.
 constexpr size_t kMostShards = 16;
 std::vector<Combination> by_shard(const std::vector<Combination>&);
 const std::map<std::string, Totals>& totals();  // by target; filled by combinations()

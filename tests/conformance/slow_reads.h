@@ -15,7 +15,7 @@ class SlowReads {
   SlowReads& operator=(const SlowReads&) = delete;
 
   char* data() const { return data_; }
-  // From now on the first one to read a page waits, until somebody writes to it or the time is over.
+  // From now on the first thread to read a page waits until another one writes to it, or until the time is over.
   void arm();
   void disarm();
   static int waited();  // how many did since arm()

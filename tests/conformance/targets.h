@@ -20,7 +20,7 @@ std::vector<DeviceInfo> test_devices();
 // Every backend of a family, as it runs on tensors in host memory: on a GPU through a mirror.
 template <class Family>
 std::vector<const BackendOf<Family>*> test_backends(const DeviceInfo& device) {
-  // Never destroyed: the driver may be gone before static objects are.
+  // The map is never destroyed, because the driver may be gone before static objects are.
   static auto& mirrors = *new std::map<const BackendOf<Family>*, std::unique_ptr<BackendOf<Family>>>;
   std::vector<const BackendOf<Family>*> result = backends<Family>();
   for (const BackendOf<Family>*& backend : result) {
@@ -47,7 +47,7 @@ void for_each_target(KernelsOf kernels_of, Add add) {
     }
 }
 
-// What is made of a case, of the last `count` cases.
+// A cache of what is made of a case, for the last `count` cases.
 template <class T, size_t count, class Case, class Make>
 const T& kept(const Case& c, Make make) {
   static std::array<std::pair<const Case*, T>, count> last;

@@ -45,7 +45,7 @@ class Gpu : public testing::Test {
   OwnedStream stream;
 };
 
-// The same view, but of the device's memory.
+// A view of the same type and shape in the device's memory.
 inline TensorView on_device(TensorView view, const DeviceBuffer& buffer, int64_t byte_offset = 0) {
   view.data = buffer.as<char>() + byte_offset;
   view.device = {DeviceType::cuda, buffer.context()->device()};

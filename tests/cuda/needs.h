@@ -1,5 +1,5 @@
 #pragma once
-// What a test of CUDA code needs of the machine: without it the test is skipped, with the reason.
+// Skips a test of CUDA code, with a reason, on a machine that lacks what it needs.
 #include <gtest/gtest.h>
 
 #include "cuda/driver/driver.h"

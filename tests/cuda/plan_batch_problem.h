@@ -145,7 +145,7 @@ struct PlanBatchProblem {
     return lists;
   }
 
-  // What the kernel has to leave behind, apart from its own scratch.
+  // Checks everything that the kernel has to have written, apart from its own scratch.
   void expect(const std::vector<char>& bytes) const {
     const Layout l = layout();
     const auto values = [&]<class T>(const ArrayOf<T>& a, size_t count) {
@@ -226,7 +226,7 @@ struct PlanBatchProblem {
     if (kind == 3) limits.min_query_len = 1 + below(4);
     if (kind == 2 && num_reqs() > 0) starts[size_t(below(num_reqs()))] += 1 + below(3);
   }
-  // By the words of params.h.
+  // The first rule that a request breaks, as params.h defines them.
   BatchRule first_broken(int r, long mask_begin) const {
     const int begin = starts[size_t(r)], end = starts[size_t(r) + 1], len = lens[size_t(r)];
     const int blocks = kv_starts.empty() ? kTableColumns : kv_starts[size_t(r) + 1] - kv_starts[size_t(r)];
@@ -250,8 +250,8 @@ struct PlanBatchProblem {
     }
   }
 
-  // Of the requests that are not left out, each cut into pieces alone: where these depended on another one, this would show it. What makes
-  // runs of pieces is the load.
+  // The schedule of the requests that are not left out, with each cut into pieces alone: if pieces depended on another request, this would
+  // show it. Only runs of pieces depend on the load.
   Schedule schedule_of(const SchedulePolicy& policy, int first_partial) const {
     SchedulePolicy pieces = policy;
     pieces.runs = false;

@@ -88,7 +88,7 @@ struct ConvStep {
   }
 };
 
-// Which tokens of each slot's request have gone by, for steps that follow each other as those of a server do.
+// The number of earlier tokens of each slot's request, for steps that follow each other as those of a server do.
 class ConvRequests {
  public:
   ConvRequests(const ConvProblem& problem, int num_slots) : p_(problem), slots_(size_t(num_slots)), random_(problem.seed) {}

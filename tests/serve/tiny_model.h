@@ -84,7 +84,7 @@ inline Trace tree_trace(int num_requests, int prefix_block, int max_input, int m
   return trace;
 }
 
-// Of a replay of such a model whose every output is checked.
+// Options of a replay of such a model in which every output is checked.
 inline ReplayOptions small_options() {
   ReplayOptions o;
   o.max_num_batched_tokens = 64;

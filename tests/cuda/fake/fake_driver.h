@@ -25,7 +25,7 @@ struct Launch {
   std::vector<std::vector<unsigned char>> all_params;  // where `param_sizes` knows the entry
 };
 
-// What the fake keeps in a CUtensorMap: all that it was made from. Dimensions innermost first.
+// The contents of the fake's CUtensorMap: all that it was made from. Dimensions innermost first.
 struct TensorMap {
   char* data;
   uint64_t sizes[5], strides[4];  // elements; bytes, of all but the innermost

@@ -1,5 +1,5 @@
 #pragma once
-// What the parts of the fake driver share: the objects that its handles point to, the streams, and the captures that go on.
+// The state that the parts of the fake driver share: the objects that its handles point to, the streams, and the captures under way.
 #include <deque>
 #include <functional>
 #include <map>
@@ -13,7 +13,7 @@
 
 namespace imbrex::cuda {
 
-// What the driver's handles point to.
+// The objects that the driver's handles point to.
 struct CUctx_st {
   unsigned long long id;
   CUdevice device;
@@ -75,10 +75,11 @@ CUresult begin();
 constexpr CUresult kNotPermitted = 800, kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureIsolation = 905,
                    kCaptureImplicit = 906;
 CUresult unsafe();
-// What the null stream is given waits for every blocking stream, which one that is captured cannot have.
+// Work of the null stream waits for every blocking stream; that is an error while one of these is captured.
 CUresult check_implicit(CUstream);
 
-// What a stream is given is done when somebody waits for it, in order; the null stream does it at once, and a graph when it is launched.
+// Gives work to a stream. It is done, in order, when the host waits for the stream; the null stream does it at once, and a graph when it is
+// launched.
 template <class Work>
 CUresult enqueue(CUstream stream, Work work) {
   if (const CUresult result = check_implicit(stream); result != 0) return result;

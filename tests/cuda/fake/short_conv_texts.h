@@ -12,7 +12,7 @@
 
 namespace imbrex::cuda::fake {
 
-// With sanitizers there are no libraries, and nothing is computed.
+// Whether kernels compute: builds with sanitizers have no libraries of kernels for the host.
 inline bool has_short_conv_texts() {
 #ifdef IMBREX_LANES
   return true;

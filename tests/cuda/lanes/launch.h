@@ -1,5 +1,5 @@
 #pragma once
-// What a library that runs a kernel text on the host is told: how, and what stands in for TMA's descriptors.
+// The parameters of a library that runs a kernel's source on the host: the launch, and replacements for TMA's descriptors.
 
 namespace imbrex::test {
 

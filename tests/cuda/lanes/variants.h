@@ -132,7 +132,7 @@ inline std::vector<Variant> variants() {
   verify_dims.spec.score.soft_cap = 20.f;
   add_verify("verify_elements", spec(DType::bf16, DType::bf16, 120, 128, 20, 0), {{6, 300, 0}, {3, 200, 1}}, Text::verify_without_maps)
       .order = "lbhdt";
-  // The same of bytes, which warps widen.
+  // Verify over fp8 caches, which warps widen.
   Case& verify_bytes = add_verify("verify_bytes", spec(DType::bf16, DType::fp8_e4m3, 128, 128, 4, 16),
                                   {{16, 300, 0}, {3, 1300, 1}, {0, 0, 2}, {40, 700, 3}, {1, 1, 4}});
   verify_bytes.values = ValuePattern::rising, verify_bytes.scale_per_head = true;

@@ -1,5 +1,5 @@
 #pragma once
-// What a caller gives to the C ABI, in memory of exactly the extent that it claims: the sanitizer sees the first byte beyond it.
+// Arguments for the C ABI, in memory of exactly the size that they claim: the sanitizer finds an access to the first byte beyond it.
 #include <cstddef>
 #include <cstring>
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace imbrex::test {
 
-// The same numbers with every standard library.
+// Random numbers that are the same with every standard library.
 class Random {
  public:
   explicit Random(uint64_t seed) : engine_(seed * 0x9e3779b97f4a7c15ull + 1) {}

@@ -4,7 +4,7 @@
 
 namespace imbrex::test {
 
-// What a broken problem asks for beside its own calls.
+// Additional steps of a broken problem, beside its own calls.
 struct Broken {
   Problem problem;
   std::string what;         // all mistakes, for messages

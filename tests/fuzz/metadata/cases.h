@@ -10,7 +10,7 @@ namespace imbrex::test {
 // so many, and what happens in it is printed. A case that crashes, or hangs for a minute, says its number before the program ends.
 void for_each_case(int count, const std::function<void(int number, bool verbose)>& run);
 
-// What every failure must come with.
+// Checks that a failure has a code and a text.
 void expect_explained(imbrex_status, const char* call);
 
 }  // namespace imbrex::test

@@ -17,7 +17,7 @@ struct Target {
   bool by_phase() const { return prefill != decode; }
 };
 
-// What a caller does, in this order.
+// The calls that a caller makes, in this order.
 enum class Call { update, write_kv, run };
 
 struct Problem {
@@ -63,7 +63,7 @@ struct Problem {
 // A problem without a mistake that the target runs.
 Problem right_problem(const Target&, Random&);
 
-// Of the spec and options of a problem, for its target; null when the library refuses.
+// A plan for the spec and options of a problem, on its target; null when the library refuses.
 PlanHandle plan_of(Problem&);
 
 }  // namespace imbrex::test
