@@ -9,9 +9,9 @@ namespace imbrex {
 
 namespace {
 
-void add_uniform_decoders(const FamilyInput& in, const Shape& shape, const AttentionSpec& spec) {
-  in.model.hidden_size = shape.hidden;
-  for (int i = 0; i < shape.layers; ++i) add_layer(in.model, spec, fmt::format("decoder.{}", i));
+void add_uniform_decoders(const FamilyInput& in, const Geometry& geometry, const AttentionSpec& spec) {
+  in.model.hidden_size = geometry.hidden;
+  for (int i = 0; i < geometry.layers; ++i) add_layer(in.model, spec, fmt::format("decoder.{}", i));
 }
 
 // Llama 4: 1 for a layer with rotary positions, which is chunked; 0 for one without (NoPE), which sees everything.
@@ -39,25 +39,25 @@ std::vector<Span> read_no_rope_layers(const ConfigReader& config, int layers) {
 
 void read_llama4(const FamilyInput& in) {
   const ConfigReader& config = in.config;
-  const Shape shape = read_shape(config, {48, 5120, 40, 8, 128}, false);
+  const Geometry geometry = read_geometry(config, {48, 5120, 40, 8, 128}, false);
   std::optional<int> chunk = config.maybe_integer({"attention_chunk_size"}, kMaxTokens);
   if (!chunk && !config.is_null("attention_chunk_size")) chunk = config.integer_or({"attention_chunk_size"}, kMaxTokens, 8192);
-  const auto listed = read_layer_types(config, shape.layers);
-  const std::vector<Span> spans = listed ? *listed : read_no_rope_layers(config, shape.layers);
+  const auto listed = read_layer_types(config, geometry.layers);
+  const std::vector<Span> spans = listed ? *listed : read_no_rope_layers(config, geometry.layers);
 
   const std::string tuning = config.shown("attn_temperature_tuning");  // true or, in older files, the interval 4
   if (tuning != "false" && tuning != "0")
     config.note("attention temperature tuning: the engine scales q of the layers without rotary positions before attention");
-  const AttentionSpec spec = decoder_spec(shape, in.dtype);
+  const AttentionSpec spec = decoder_spec(geometry, in.dtype);
   const std::optional<int> window = read_window(config, 0);
-  in.model.hidden_size = shape.hidden;
-  for (int i = 0; i < shape.layers; ++i)
+  in.model.hidden_size = geometry.hidden;
+  for (int i = 0; i < geometry.layers; ++i)
     add_layer(in.model, with_span(config, spec, spans[i], window, chunk), fmt::format("decoder.{}", i));
 }
 
 void read_gemma4(const FamilyInput& in) {
   const ConfigReader& config = in.config;
-  const Shape shape = read_shape(config, {30, 2304, 8, 4, 256}, false);
+  const Geometry geometry = read_geometry(config, {30, 2304, 8, 4, 256}, false);
   check(!config.has("per_layer_config"), "model.field.per_layer_config", "{} is {}: overrides of single layers are not read",
         config.path("per_layer_config"), config.shown("per_layer_config"));
   const int64_t shared = config.any_integer("num_kv_shared_layers").value_or(0);
@@ -69,11 +69,11 @@ void read_gemma4(const FamilyInput& in) {
   if (bidirectional == "vision") config.note("images attend in both directions: the engine gives such steps a custom mask");
 
   const std::optional<int> window = read_window(config, 512);
-  std::vector<Span> spans = read_spans(config, WindowRule::pattern, shape.layers, window);
+  std::vector<Span> spans = read_spans(config, WindowRule::pattern, geometry.layers, window);
   if (spans.back() != Span::full) config.note("the last layer is always a full one");
   spans.back() = Span::full;
 
-  AttentionSpec local = decoder_spec(shape, in.dtype);
+  AttentionSpec local = decoder_spec(geometry, in.dtype);
   local.score.scale = 1.f;  // q and k are normalised with learned weights
   AttentionSpec global = local;
   const int global_dim = config.maybe_integer({"global_head_dim"}, kMaxHidden).value_or(512);
@@ -81,10 +81,10 @@ void read_gemma4(const FamilyInput& in) {
   global.head_dim_qk = global.head_dim_v = global_dim;
   // Keys and values of one projection are still normalised and rotated apart, so both are cached.
   if (config.flag("attention_k_eq_v", false))
-    global.num_kv_heads = config.maybe_integer({"num_global_key_value_heads"}, kMaxHeads).value_or(shape.kv_heads);
-  check_heads(config, shape.q_heads, global.num_kv_heads);
-  in.model.hidden_size = shape.hidden;
-  for (int i = 0; i < shape.layers; ++i) {
+    global.num_kv_heads = config.maybe_integer({"num_global_key_value_heads"}, kMaxHeads).value_or(geometry.kv_heads);
+  check_heads(config, geometry.q_heads, global.num_kv_heads);
+  in.model.hidden_size = geometry.hidden;
+  for (int i = 0; i < geometry.layers; ++i) {
     const AttentionSpec& spec = spans[i] == Span::full ? global : local;
     add_layer(in.model, with_span(config, spec, spans[i], window, std::nullopt), fmt::format("decoder.{}", i));
   }
@@ -92,66 +92,67 @@ void read_gemma4(const FamilyInput& in) {
 
 void read_falcon(const FamilyInput& in) {
   const ConfigReader& config = in.config;
-  Shape shape;
-  shape.layers = config.integer({"num_hidden_layers", "n_layer"}, kMaxLayers);
-  shape.hidden = config.integer({"hidden_size", "n_embed"}, kMaxHidden);
-  shape.q_heads = config.integer({"num_attention_heads", "n_head"}, kMaxHeads);
+  Geometry geometry;
+  geometry.layers = config.integer({"num_hidden_layers", "n_layer"}, kMaxLayers);
+  geometry.hidden = config.integer({"hidden_size", "n_embed"}, kMaxHidden);
+  geometry.q_heads = config.integer({"num_attention_heads", "n_head"}, kMaxHeads);
   const auto kv_heads = config.maybe_integer({"num_kv_heads", "n_head_kv"}, kMaxHeads);
   // Only the new architecture counts kv heads; falcon-7b lists 71 of them beside multi_query.
   if (config.flag("new_decoder_architecture", false)) {
-    shape.kv_heads = kv_heads.value_or(shape.q_heads);
+    geometry.kv_heads = kv_heads.value_or(geometry.q_heads);
   } else if (config.flag("multi_query", true)) {
-    shape.kv_heads = 1;
+    geometry.kv_heads = 1;
     if (kv_heads && *kv_heads != 1) config.note(fmt::format("num_kv_heads {} present but multi_query is true: 1", *kv_heads));
   } else {
-    shape.kv_heads = kv_heads.value_or(shape.q_heads);
+    geometry.kv_heads = kv_heads.value_or(geometry.q_heads);
   }
-  check_heads(config, shape.q_heads, shape.kv_heads);
-  shape.head_dim = even_head_dim(config, shape.hidden, shape.q_heads);
-  check_head_dim(config, shape.head_dim);
-  AttentionSpec spec = decoder_spec(shape, in.dtype);
+  check_heads(config, geometry.q_heads, geometry.kv_heads);
+  geometry.head_dim = even_head_dim(config, geometry.hidden, geometry.q_heads);
+  check_head_dim(config, geometry.head_dim);
+  AttentionSpec spec = decoder_spec(geometry, in.dtype);
   spec.score.alibi = config.flag("alibi", false);
   if (spec.score.alibi)
-    config.note(fmt::format("Falcon scales the ALiBi bias together with q.k: give slopes times {:.6g}", 1.0 / std::sqrt(shape.head_dim)));
-  add_uniform_decoders(in, shape, spec);
+    config.note(
+        fmt::format("Falcon scales the ALiBi bias together with q.k: give slopes times {:.6g}", 1.0 / std::sqrt(geometry.head_dim)));
+  add_uniform_decoders(in, geometry, spec);
 }
 
 void read_bloom(const FamilyInput& in) {
-  const Shape shape = read_shape(in.config, {}, true);
-  AttentionSpec spec = decoder_spec(shape, in.dtype);
+  const Geometry geometry = read_geometry(in.config, {}, true);
+  AttentionSpec spec = decoder_spec(geometry, in.dtype);
   spec.score.alibi = true;
-  add_uniform_decoders(in, shape, spec);
+  add_uniform_decoders(in, geometry, spec);
 }
 
 void read_mpt(const FamilyInput& in) {
   const ConfigReader& config = in.config;
-  Shape shape = read_shape(config, {}, true);
+  Geometry geometry = read_geometry(config, {}, true);
   AttentionSpec spec;
   const auto attn = config.child("attn_config");
   if (!attn) {
-    spec = decoder_spec(shape, in.dtype);
+    spec = decoder_spec(geometry, in.dtype);
     spec.score.alibi = true;
     config.note("attn_config absent: the class default, with ALiBi");
-    return add_uniform_decoders(in, shape, spec);
+    return add_uniform_decoders(in, geometry, spec);
   }
   const std::string type = attn->maybe_string("attn_type").value_or("multihead_attention");
   if (type == "multiquery_attention") {
-    shape.kv_heads = 1;
+    geometry.kv_heads = 1;
   } else if (type == "grouped_query_attention") {
-    shape.kv_heads = attn->integer({"kv_n_heads"}, kMaxHeads);
+    geometry.kv_heads = attn->integer({"kv_n_heads"}, kMaxHeads);
   } else {
     check(type == "multihead_attention", "model.field.attn_type.unknown",
           "{} must be multihead_attention, multiquery_attention or grouped_query_attention, got \"{:.60}\"", attn->path("attn_type"), type);
   }
-  check_heads(config, shape.q_heads, shape.kv_heads);
+  check_heads(config, geometry.q_heads, geometry.kv_heads);
   check(!attn->flag("prefix_lm", false), "model.field.prefix_lm", "{} is true: prefix language models are not read",
         attn->path("prefix_lm"));
-  spec = decoder_spec(shape, in.dtype);
+  spec = decoder_spec(geometry, in.dtype);
   spec.score.scale = float(attn->maybe_number("softmax_scale", 1e6).value_or(0.0));
   spec.score.alibi = attn->flag("alibi", true);
   const double bias_max = attn->maybe_number("alibi_bias_max", 1e6).value_or(8.0);
   if (spec.score.alibi && bias_max != 8.0) config.note(fmt::format("alibi_bias_max {}: give slopes of that base, not of 8", bias_max));
-  add_uniform_decoders(in, shape, spec);
+  add_uniform_decoders(in, geometry, spec);
 }
 
 }  // namespace imbrex

@@ -26,7 +26,7 @@ void add_encoder_decoder(ModelSpec& model, const Specs& specs, int encoder_layer
   }
 }
 
-Shape even_shape(const ConfigReader& config, int hidden, int heads) {
+Geometry even_shape(const ConfigReader& config, int hidden, int heads) {
   const int head_dim = even_head_dim(config, hidden, heads);
   check_head_dim(config, head_dim);
   return {.layers = 0, .hidden = hidden, .q_heads = heads, .kv_heads = heads, .head_dim = head_dim};
@@ -35,8 +35,8 @@ Shape even_shape(const ConfigReader& config, int hidden, int heads) {
 void read_encoder_decoder(const FamilyInput& in) {
   const ConfigReader& config = in.config;
   const int hidden = config.integer({"d_model", "hidden_size"}, kMaxHidden);
-  const Shape encoder = even_shape(config, hidden, config.integer({"encoder_attention_heads"}, kMaxHeads));
-  const Shape decoder = even_shape(config, hidden, config.integer({"decoder_attention_heads"}, kMaxHeads));
+  const Geometry encoder = even_shape(config, hidden, config.integer({"encoder_attention_heads"}, kMaxHeads));
+  const Geometry decoder = even_shape(config, hidden, config.integer({"decoder_attention_heads"}, kMaxHeads));
   const int encoder_layers = config.integer({"encoder_layers"}, kMaxLayers);
   const int decoder_layers = config.integer({"decoder_layers"}, kMaxLayers);
   Specs specs;
@@ -51,11 +51,11 @@ void read_encoder_decoder(const FamilyInput& in) {
 
 void read_t5(const FamilyInput& in) {
   const ConfigReader& config = in.config;
-  Shape shape;
-  shape.hidden = config.integer({"d_model", "hidden_size"}, kMaxHidden);
-  shape.q_heads = shape.kv_heads = config.integer({"num_heads", "num_attention_heads"}, kMaxHeads);
-  shape.head_dim = config.integer({"d_kv"}, kMaxHidden);  // heads x d_kv need not be d_model
-  check_head_dim(config, shape.head_dim);
+  Geometry geometry;
+  geometry.hidden = config.integer({"d_model", "hidden_size"}, kMaxHidden);
+  geometry.q_heads = geometry.kv_heads = config.integer({"num_heads", "num_attention_heads"}, kMaxHeads);
+  geometry.head_dim = config.integer({"d_kv"}, kMaxHidden);  // heads x d_kv need not be d_model
+  check_head_dim(config, geometry.head_dim);
   const int encoder_layers = config.integer({"num_layers", "num_hidden_layers"}, kMaxLayers);
   const int decoder_layers = config.maybe_integer({"num_decoder_layers"}, kMaxLayers).value_or(encoder_layers);
   const int buckets = config.integer({"relative_attention_num_buckets"}, 4096);
@@ -66,7 +66,7 @@ void read_t5(const FamilyInput& in) {
   check(max_distance > buckets / 2, "model.field.buckets.distance", "{} is {}, must be more than half of the {} buckets",
         config.path("relative_attention_max_distance"), max_distance, buckets);
 
-  AttentionSpec plain = decoder_spec(shape, in.dtype);
+  AttentionSpec plain = decoder_spec(geometry, in.dtype);
   plain.score.scale = 1.f;
   AttentionSpec biased = plain;
   biased.score.relative_buckets = buckets;
@@ -76,7 +76,7 @@ void read_t5(const FamilyInput& in) {
   specs.encoder.score.relative_bidirectional = true;
   specs.decoder = biased;
   specs.cross = bidirectional(plain, AttentionKind::encoder_decoder);
-  in.model.hidden_size = shape.hidden;
+  in.model.hidden_size = geometry.hidden;
   config.note("all layers of a stack share the relative bias of its first layer");
   add_encoder_decoder(in.model, specs, encoder_layers, decoder_layers);
 }
@@ -100,10 +100,10 @@ void read_bert(const FamilyInput& in) {
         "{} is \"{:.60}\", only absolute is read (the relative ones multiply q and k with a table)", config.path("position_embedding_type"),
         position);
   const int hidden = config.integer({"hidden_size"}, kMaxHidden);
-  const Shape shape = even_shape(config, hidden, config.integer({"num_attention_heads"}, kMaxHeads));
+  const Geometry geometry = even_shape(config, hidden, config.integer({"num_attention_heads"}, kMaxHeads));
   const int layers = config.integer({"num_hidden_layers"}, kMaxLayers);
   in.model.hidden_size = hidden;
-  const AttentionSpec spec = bidirectional(decoder_spec(shape, in.dtype), AttentionKind::encoder_only);
+  const AttentionSpec spec = bidirectional(decoder_spec(geometry, in.dtype), AttentionKind::encoder_only);
   for (int i = 0; i < layers; ++i) add_layer(in.model, spec, fmt::format("encoder.{}", i));
 }
 

@@ -107,9 +107,9 @@ void note_query_temperature(const ConfigReader& config) {
 
 void read_decoder(const FamilyInput& in, const DecoderRules& rules) {
   const ConfigReader& config = in.config;
-  const Shape shape = read_shape(config, rules.defaults, rules.mha);
-  check_attn_type_list(config, shape.layers);
-  AttentionSpec spec = decoder_spec(shape, in.dtype);
+  const Geometry geometry = read_geometry(config, rules.defaults, rules.mha);
+  check_attn_type_list(config, geometry.layers);
+  AttentionSpec spec = decoder_spec(geometry, in.dtype);
   read_gemma_score(config, rules, spec.score);
   spec.score.sinks = rules.sinks;
   note_query_temperature(config);
@@ -122,9 +122,9 @@ void read_decoder(const FamilyInput& in, const DecoderRules& rules) {
         fmt::format("{} {} is ignored, as the model's own code does", config.path("sliding_window"), config.shown("sliding_window")));
   }
   std::optional<int> chunk = config.maybe_integer({"attention_chunk_size"}, kMaxTokens);
-  const std::vector<Span> spans = read_spans(config, rules.window, shape.layers, window);
-  in.model.hidden_size = shape.hidden;
-  for (int i = 0; i < shape.layers; ++i)
+  const std::vector<Span> spans = read_spans(config, rules.window, geometry.layers, window);
+  in.model.hidden_size = geometry.hidden;
+  for (int i = 0; i < geometry.layers; ++i)
     add_layer(in.model, with_span(config, spec, spans[i], window, chunk), fmt::format("decoder.{}", i));
 }
 

@@ -12,22 +12,22 @@ namespace imbrex {
 // Bounds of a config's numbers: above anything published, and small enough that no product of them overflows.
 constexpr int kMaxLayers = 1024, kMaxHeads = 1024, kMaxHidden = 1 << 20, kMaxHeadDim = AttentionSpec::kMaxHeadDim, kMaxTokens = 1 << 30;
 
-struct ShapeDefaults {
+struct GeometryDefaults {
   int layers = 0, hidden = 0, q_heads = 0, kv_heads = 0;  // defaults of the transformers class, for nested configs that drop these fields
   int head_dim = 0;                                       // also for top-level configs; 0: hidden / q_heads
 };
 
-struct Shape {
+struct Geometry {
   int layers = 0, hidden = 0, q_heads = 0, kv_heads = 0, head_dim = 0;
 };
 
 // Reads the usual fields under any of their names. `mha`: an absent num_key_value_heads means one for every query head (null always does).
-Shape read_shape(const ConfigReader&, const ShapeDefaults&, bool mha);
+Geometry read_geometry(const ConfigReader&, const GeometryDefaults&, bool mha);
 int even_head_dim(const ConfigReader&, int hidden, int heads);     // hidden / heads; Error model.field.head_dim.indivisible
 void check_heads(const ConfigReader&, int q_heads, int kv_heads);  // Error model.field.heads.indivisible
 void check_head_dim(const ConfigReader&, int head_dim);            // Error model.field.head_dim.multiple
 
-AttentionSpec decoder_spec(const Shape&, DType);  // causal, scale 1 / sqrt(head_dim)
+AttentionSpec decoder_spec(const Geometry&, DType);  // causal, scale 1 / sqrt(head_dim)
 void add_layer(ModelSpec&, const LayerSpec&, std::string name);
 
 struct FamilyInput {
@@ -49,8 +49,8 @@ enum class WindowRule : uint8_t {
 
 // Rules in which the families of ordinary decoders differ.
 struct DecoderRules {
-  ShapeDefaults defaults{};
-  bool mha = false;  // see read_shape()
+  GeometryDefaults defaults{};
+  bool mha = false;  // see read_geometry()
   WindowRule window = WindowRule::ignored;
   int window_default = 0;      // the class default of sliding_window; 0: absent means off
   int pre_attn_scalar = 0;     // Gemma: the class default of query_pre_attn_scalar, scale is scalar^-0.5; 0: the usual scale

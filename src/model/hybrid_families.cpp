@@ -57,14 +57,14 @@ ShortConvSpec read_short_conv(const ConfigReader& config, int hidden, DType dtyp
   return spec;
 }
 
-void read_conv_decoder(const FamilyInput& in, const ShapeDefaults& defaults) {
+void read_conv_decoder(const FamilyInput& in, const GeometryDefaults& defaults) {
   const ConfigReader& config = in.config;
-  const Shape shape = read_shape(config, defaults, false);
-  const std::vector<bool> attends = read_attention_layers(config, shape.layers);
-  const AttentionSpec attention = decoder_spec(shape, in.dtype);
-  const ShortConvSpec conv = read_short_conv(config, shape.hidden, in.dtype);
-  in.model.hidden_size = shape.hidden;
-  for (int i = 0; i < shape.layers; ++i)
+  const Geometry geometry = read_geometry(config, defaults, false);
+  const std::vector<bool> attends = read_attention_layers(config, geometry.layers);
+  const AttentionSpec attention = decoder_spec(geometry, in.dtype);
+  const ShortConvSpec conv = read_short_conv(config, geometry.hidden, in.dtype);
+  in.model.hidden_size = geometry.hidden;
+  for (int i = 0; i < geometry.layers; ++i)
     add_layer(in.model, attends[size_t(i)] ? LayerSpec(attention) : LayerSpec(conv), fmt::format("decoder.{}", i));
 }
 

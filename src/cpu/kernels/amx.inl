@@ -27,7 +27,7 @@
 namespace imbrex::cpu {
 namespace {
 
-void pack_queries(const AttentionParams& a, const Scratch& s, const Shape& n) {
+void pack_queries(const AttentionParams& a, const Scratch& s, const TileCounts& n) {
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     const Row& row = s.rows[i];
     const char* from = a.q + row.token * a.q_token_stride + row.head * a.q_head_stride;
@@ -37,12 +37,12 @@ void pack_queries(const AttentionParams& a, const Scratch& s, const Shape& n) {
 }
 
 // Packs the queries of an item of few rows as right operands, for keys that are left operands.
-void turn_queries(const Scratch& s, const Shape& n) {
+void turn_queries(const Scratch& s, const TileCounts& n) {
   for (int b = 0; b < n.row_blocks; ++b)
     for (int k = 0; k < n.steps; ++k) turn_tile(s.q + (2L * b * n.steps + k) * 1024);
 }
 
-void clear(const Scratch& s, const Shape& n) {
+void clear(const Scratch& s, const TileCounts& n) {
   for (int b = 0; b < n.row_blocks; ++b) s.fresh[b] = true;
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     s.max[i] = kEmptyMax;
@@ -51,7 +51,7 @@ void clear(const Scratch& s, const Shape& n) {
 }
 
 // Copies row i's output from its column tiles to a contiguous row.
-IMBREX_INLINE void gather_out(const Scratch& s, const Shape& n, int i, float* row) {
+IMBREX_INLINE void gather_out(const Scratch& s, const TileCounts& n, int i, float* row) {
   const float* tiles = s.out + row_offset(i, n.dim_tiles);
   const __mmask16 any = s.fresh[i / kRowBlock] ? 0 : 0xffff;
   for (int t = 0; t < n.dim_tiles; ++t) _mm512_storeu_ps(row + 16 * t, _mm512_maskz_load_ps(any, tiles + 256 * t));
@@ -76,7 +76,7 @@ void run_list(JobList& list, bool narrow) {
 
 bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask, char* memory) {
   const int num_rows = (item.q_end - item.q_begin) * a.group, heads = a.heads_together;
-  const Shape n = shape_of(a, num_rows, heads);
+  const TileCounts n = tile_counts(a, num_rows, heads);
   Scratch s;
   layout(memory, a, num_rows, heads, &s);
   const int blocks_each = n.row_blocks / heads, all_rows = n.row_blocks * kRowBlock;

@@ -103,7 +103,7 @@ struct JobList {
   const AttentionParams& a;
   const WorkItem& item;
   const Scratch& s;
-  const Shape& n;
+  const TileCounts& n;
   int kv_head;  // the first of `heads`
   int heads;    // several: each has a row block
   Visible keys;

@@ -51,18 +51,19 @@ struct Scratch {
   BlockTiles tiles[kRing];
 };
 
-// `rows` of each head. Each of several heads has a row block of its own.
-struct Shape {
+// The tiles of an item: `rows` of each head in blocks of kRowBlock (each of several heads has blocks of its own), steps of 32 dims of a
+// key, and tiles of 16 dims of the output.
+struct TileCounts {
   int rows, row_blocks, steps, dim_tiles;
 };
 
-Shape shape_of(const AttentionParams& a, int num_rows, int heads) {
+TileCounts tile_counts(const AttentionParams& a, int num_rows, int heads) {
   const int blocks = (num_rows + kRowBlock - 1) / kRowBlock * heads;
   return {num_rows, blocks, (a.k.dim + 31) / 32, (a.v.dim + 31) / 32 * 2};
 }
 
 long layout(char* base, const AttentionParams& a, int num_rows, int heads, Scratch* out) {
-  const Shape n = shape_of(a, num_rows, heads);
+  const TileCounts n = tile_counts(a, num_rows, heads);
   const long rows = long(n.row_blocks) * kRowBlock, tile = 1024;
   long at = 0;
   auto take = [&](long bytes) {

@@ -30,38 +30,38 @@ int even_head_dim(const ConfigReader& config, int hidden, int heads) {
   return hidden / heads;
 }
 
-Shape read_shape(const ConfigReader& config, const ShapeDefaults& defaults, bool mha) {
+Geometry read_geometry(const ConfigReader& config, const GeometryDefaults& defaults, bool mha) {
   // A top-level config.json has all fields of its class, a nested one only those that differ from the class's defaults.
-  const ShapeDefaults nested = config.nested() ? defaults : ShapeDefaults{};
-  Shape shape;
-  shape.layers = config.integer_or({"num_hidden_layers", "n_layer", "n_layers"}, kMaxLayers, or_none(nested.layers));
-  shape.hidden = config.integer_or({"hidden_size", "n_embd", "n_embed", "d_model"}, kMaxHidden, or_none(nested.hidden));
-  shape.q_heads = config.integer_or({"num_attention_heads", "n_head", "n_heads"}, kMaxHeads, or_none(nested.q_heads));
+  const GeometryDefaults nested = config.nested() ? defaults : GeometryDefaults{};
+  Geometry geometry;
+  geometry.layers = config.integer_or({"num_hidden_layers", "n_layer", "n_layers"}, kMaxLayers, or_none(nested.layers));
+  geometry.hidden = config.integer_or({"hidden_size", "n_embd", "n_embed", "d_model"}, kMaxHidden, or_none(nested.hidden));
+  geometry.q_heads = config.integer_or({"num_attention_heads", "n_head", "n_heads"}, kMaxHeads, or_none(nested.q_heads));
   const auto kv_heads = config.maybe_integer({"num_key_value_heads", "num_kv_heads", "n_head_kv"}, kMaxHeads);
   if (kv_heads) {
-    shape.kv_heads = *kv_heads;
+    geometry.kv_heads = *kv_heads;
   } else if (mha || config.is_null("num_key_value_heads")) {
-    shape.kv_heads = shape.q_heads;
+    geometry.kv_heads = geometry.q_heads;
   } else {
-    shape.kv_heads = config.integer_or({"num_key_value_heads"}, kMaxHeads, or_none(nested.kv_heads));
+    geometry.kv_heads = config.integer_or({"num_key_value_heads"}, kMaxHeads, or_none(nested.kv_heads));
   }
-  check_heads(config, shape.q_heads, shape.kv_heads);
+  check_heads(config, geometry.q_heads, geometry.kv_heads);
   if (const auto head_dim = config.maybe_integer({"head_dim"}, kMaxHidden)) {
-    shape.head_dim = *head_dim;
+    geometry.head_dim = *head_dim;
   } else if (defaults.head_dim > 0) {
-    shape.head_dim = config.integer_or({"head_dim"}, kMaxHeadDim, defaults.head_dim);
+    geometry.head_dim = config.integer_or({"head_dim"}, kMaxHeadDim, defaults.head_dim);
   } else {
-    shape.head_dim = even_head_dim(config, shape.hidden, shape.q_heads);
+    geometry.head_dim = even_head_dim(config, geometry.hidden, geometry.q_heads);
   }
-  check_head_dim(config, shape.head_dim);
-  return shape;
+  check_head_dim(config, geometry.head_dim);
+  return geometry;
 }
 
-AttentionSpec decoder_spec(const Shape& shape, DType dtype) {
+AttentionSpec decoder_spec(const Geometry& geometry, DType dtype) {
   AttentionSpec spec;
-  spec.num_q_heads = shape.q_heads;
-  spec.num_kv_heads = shape.kv_heads;
-  spec.head_dim_qk = spec.head_dim_v = shape.head_dim;
+  spec.num_q_heads = geometry.q_heads;
+  spec.num_kv_heads = geometry.kv_heads;
+  spec.head_dim_qk = spec.head_dim_v = geometry.head_dim;
   spec.q_dtype = spec.kv_dtype = dtype;
   return spec;
 }
