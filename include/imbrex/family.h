@@ -14,6 +14,19 @@
 
 namespace imbrex {
 
+// A kernel that a plan would run, and the sizes that the backend has chosen for it: what `imbrex select -v` prints.
+struct KernelChoice {
+  struct Size {
+    std::string name;  // "tile_rows"; defined in docs/terms.md
+    int64_t value;
+  };
+  std::string requests;                             // those of a step that it runs: "decode", "verify", "prefill"; "all"
+  int least_queries = 1, most_queries = INT32_MAX;  // by their number of queries
+  std::string kernel;                               // "attention_sm90_decode" for a GPU, "avx512_bf16" for a CPU
+  std::vector<Size> sizes;                          // in the order in which they are printed
+  std::string str() const;                          // "prefill (17 queries or more): attention_sm90 with tile_rows 128, tile_keys 128, ..."
+};
+
 // What every backend says of itself.
 class BasicBackend {
  public:
@@ -35,6 +48,9 @@ class BackendOf : public BasicBackend {
   // that share a workspace take as much as the largest of them. 0: the plan keeps scratch of its own, or has none. Only for a spec and a
   // device that unsupported() has no reasons against.
   virtual int64_t workspace_bytes(const typename Family::Spec&, const DeviceInfo&, const PlanOptions&) const { return 0; }
+  // The kernels of such a plan, for tensors that lie as usual; none where a backend has nothing to choose. The device may be one that is
+  // only described. Only for a spec and a device that unsupported() has no reasons against.
+  virtual std::vector<KernelChoice> kernel_choices(const typename Family::Spec&, const DeviceInfo&) const { return {}; }
 };
 
 // All backends of a family, in order of preference: registered ones first, in the order of registration, then the built-in ones, best

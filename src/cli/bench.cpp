@@ -9,6 +9,7 @@
 #include <regex>
 
 #include "cli/cli.h"
+#include "cli/kernel_choices.h"
 #include "conformance/attention/cases.h"
 #include "core/check.h"
 #include "imbrex/select.h"
@@ -99,12 +100,14 @@ int run_bench(BenchArguments& o) {
                       ">of ceiling", ">plan µs"},
                      {}};
   ordered_json j = ordered_json::array();
+  std::string notes;
   for (const Job& job : jobs) {
     const auto list = backends_for(job, device, o);
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
     for (const Backend* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
       const serve::Share share = share_of(r, *backend, job.spec, ceilings, device);
+      const std::vector<KernelChoice> kernels = backend->kernel_choices(job.spec, device);
       table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
                             fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
                             fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit),
@@ -131,10 +134,12 @@ int run_bench(BenchArguments& o) {
                    {"captured", r.captured},
                    {"check_error", r.check_error},
                    {"check_allowed", r.check_allowed},
-                   {"plan", r.plan}});
+                   {"plan", r.plan},
+                   {"kernels", to_json(kernels)}});
+      if (o.verbose) notes += fmt::format("{}, {}\n{}", job.name, backend->name(), lines_of(kernels));
     }
   }
-  return print_bench(o, device, pool.num_threads(), table, j);
+  return print_bench(o, device, pool.num_threads(), table, j, notes);
 }
 
 // Options that `add` gives to a subcommand.
@@ -163,7 +168,8 @@ std::vector<serve::BenchRequest> requests_of(const std::vector<serve::BatchItem>
   return requests;
 }
 
-int print_bench(const BenchArguments& o, const DeviceInfo& device, int num_threads, const serve::Table& table, const ordered_json& j) {
+int print_bench(const BenchArguments& o, const DeviceInfo& device, int num_threads, const serve::Table& table, const ordered_json& j,
+                std::string_view notes) {
   if (o.json || o.format == "json") {
     fmt::print("{}\n", j.dump(2));
   } else {
@@ -172,6 +178,7 @@ int print_bench(const BenchArguments& o, const DeviceInfo& device, int num_threa
       fmt::print("{}, {}{}\n\n", device.name, gpu ? device.device.str() : fmt::format("{} threads", num_threads),
                  o.no_check ? "" : "; every row checked against the reference first");
     fmt::print("{}", print_as(table, o.format));
+    if (!notes.empty()) fmt::print(o.format == "table" ? stdout : stderr, "\n{}", notes);
   }
   return j.empty() ? kUnsupported : kOk;
 }
@@ -231,6 +238,7 @@ void add_bench(CLI::App& app, Action& action) {
   sub->add_option("--format", o->format, "table, markdown, csv, json")
       ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
       ->capture_default_str();
+  sub->add_flag("-v,--verbose", o->verbose, "Also the kernels of each backend, and the sizes of their tiles (json always has them)");
   sub->add_flag("--json", o->json, "Like --format json");
   sub->footer(
       "Examples:\n"

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "cli/bench.h"
+#include "cli/kernel_choices.h"
 #include "core/check.h"
 #include "serve/short_conv_bench.h"
 
@@ -88,10 +89,14 @@ int run_short_conv_bench(const BenchArguments& o, const DeviceInfo& device, cons
                    {"captured", r.captured},
                    {"check_error", r.check_error},
                    {"check_allowed", r.check_allowed},
-                   {"plan", r.plan}});
+                   {"plan", r.plan},
+                   {"kernels", to_json(backend->kernel_choices(spec, device))}});
     }
   }
-  return print_bench(o, device, threads.num_workers, table, j);
+  std::string notes;
+  for (const BackendOf<ShortConvFamily>* backend : list)
+    if (o.verbose) notes += fmt::format("{}\n{}", backend->name(), lines_of(backend->kernel_choices(spec, device)));
+  return print_bench(o, device, threads.num_workers, table, j, notes);
 }
 
 }  // namespace imbrex::cli

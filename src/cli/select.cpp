@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/cli.h"
+#include "cli/kernel_choices.h"
 #include "cli/spec_options.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
@@ -18,17 +19,19 @@ struct SelectArguments {
   SpecOptions spec;
   SelectOptions select;
   std::string device = "cpu", phase = "any";
-  bool json = false;
+  bool json = false, verbose = false;
 };
 
 template <class Family>
-ordered_json to_json(const SelectionOf<Family>& selection, const std::vector<int>& layers, const typename Family::Spec& spec) {
+ordered_json to_json(const SelectionOf<Family>& selection, const std::vector<int>& layers, const typename Family::Spec& spec,
+                     const std::vector<KernelChoice>& kernels) {
   ordered_json j;
   j["layers"] = layers;
   j["family"] = Family::name;
   j["spec"] = spec.str();
   j["backend"] = selection.backend ? ordered_json(selection.backend->name()) : nullptr;
   j["rule"] = selection.rule;
+  j["kernels"] = cli::to_json(kernels);
   j["candidates"] = ordered_json::array();
   for (const CandidateOf<Family>& candidate : selection.candidates) {
     ordered_json reasons = ordered_json::array();
@@ -85,8 +88,10 @@ int run_select(SelectArguments& o) {
         [&]<class Spec>(const Spec& spec) {
           const auto selection = select<FamilyOf<Spec>>(spec, device, o.select);
           all_run = all_run && selection.backend != nullptr;
-          j["kinds"].push_back(to_json<FamilyOf<Spec>>(selection, named.layers, spec));
+          const auto kernels = selection.backend ? selection.backend->kernel_choices(spec, device) : std::vector<KernelChoice>{};
+          j["kinds"].push_back(to_json<FamilyOf<Spec>>(selection, named.layers, spec, kernels));
           text += fmt::format("\n{}{}\n{}", named.name.empty() ? "" : named.name + ": ", spec.str(), selection.str());
+          if (o.verbose) text += lines_of(kernels);
         },
         named.spec);
   }
@@ -106,11 +111,12 @@ void add_select(CLI::App& app, Action& action) {
   sub->add_option("--prefill-backend", o->select.forced_prefill, "The same for prefill only (with --phase prefill)");
   sub->add_option("--decode-backend", o->select.forced_decode, "The same for decode only (with --phase decode)");
   sub->add_option("--phase", o->phase, "any, prefill, decode")->check(CLI::IsMember({"any", "prefill", "decode"}))->capture_default_str();
-  sub->add_flag("--json", o->json, "Print JSON");
+  sub->add_flag("-v,--verbose", o->verbose, "Also the kernels of each chosen backend, and the sizes of their tiles");
+  sub->add_flag("--json", o->json, "Print JSON; it has the kernels too");
   sub->footer(
       "Examples:\n"
       "  imbrex select --model gpt-oss-20b\n"
-      "  imbrex select --model deepseek-v3 --device h200\n"
+      "  imbrex select --model llama-3.1-8b --device h200 -v\n"
       "  imbrex select --model lfm2-1.2b\n"
       "  imbrex select --heads 64/8 --head-dim 80 --kv-dtype fp8_e4m3 --window 4096 --device \"avx512,32 threads\"\n"
       "  imbrex select --model llama-3.1-8b --backend intel_amx\n\n"

@@ -1,6 +1,8 @@
 // The CPU backends: objects of one class, which differ in their limits and in the kernel table that they give to the plan.
 #include "imbrex/backend.h"
 
+#include <algorithm>
+
 #include "attention/plan_checks.h"
 #include "core/check.h"
 #include "core/cpu_features.h"
@@ -49,6 +51,17 @@ class CpuBackend final : public Backend {
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
     return std::make_unique<cpu::Plan>(name_, kernels(device.isa), spec, options);
+  }
+
+  std::vector<KernelChoice> kernel_choices(const AttentionSpec& spec, const DeviceInfo& device) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, {});
+    const Kernels& k = kernels(device.isa);
+    return {{.requests = "all",
+             .kernel = k.isa,
+             .sizes = {{"tile_rows", std::max(1, k.row_tile / spec.group_size()) * spec.group_size()},
+                       {"tile_keys", cpu::kBlockKeys},
+                       {"piece_keys", cpu::kSplitKeys},
+                       {"most_heads", k.most_heads}}}};
   }
 
  private:

@@ -117,6 +117,13 @@ class ShortConvCpuBackend final : public BackendOf<ShortConvFamily> {
     return std::make_unique<ShortConvCpuPlan>(name_, kernels(device.isa), spec, options);
   }
 
+  std::vector<KernelChoice> kernel_choices(const ShortConvSpec& spec, const DeviceInfo& device) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, {});
+    return {{.requests = "all",
+             .kernel = kernels(device.isa).isa,
+             .sizes = {{"tile_channels", std::min(kShortConvDims, spec.dim)}, {"tile_tokens", kShortConvTokens}}}};
+  }
+
  private:
   const ShortConvKernels& kernels(CpuIsa isa) const {
     if constexpr (kX86) {

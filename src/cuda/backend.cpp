@@ -14,6 +14,7 @@
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/flat_kv.h"
+#include "cuda/attention/kernel_choices.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/plan/plan.h"
 #include "family/begin_plan.h"
@@ -241,6 +242,11 @@ class CudaBackend final : public Backend {
   int64_t workspace_bytes(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, options);
     return int64_t(cuda::outline(kernels_, spec, device, options).scratch_bytes);
+  }
+
+  std::vector<KernelChoice> kernel_choices(const AttentionSpec& spec, const DeviceInfo& device) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, {});
+    return cuda::kernel_choices(kernels_, spec, device);
   }
 
  private:

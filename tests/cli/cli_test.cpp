@@ -1,48 +1,12 @@
-// Tests of the program as its users run it: help, exit codes, bad input, selection, completion, and small runs end to end.
-#include <gtest/gtest.h>
-#include <sys/wait.h>
+// Tests of the program as its users run it: help, exit codes, bad input, completion, and small runs end to end. `select` is in
+// select_test.cpp.
+#include "cli/program.h"
 
 #include <cstdio>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
+namespace imbrex::test {
 namespace {
-
-namespace fs = std::filesystem;
-
-struct Ran {
-  int code = -1;
-  std::string out, err;
-};
-
-// A folder of its own for each test, under the system's.
-class Cli : public testing::Test {
- protected:
-  void SetUp() override {
-    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = fs::temp_directory_path() / ("imbrex_cli_" + std::to_string(getpid()) + "_" + info->name());
-    fs::create_directories(folder_);
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
-  static std::string read(const std::string& path) {
-    std::ifstream file(path);
-    std::stringstream text;
-    text << file.rdbuf();
-    return text.str();
-  }
-  Ran run(const std::string& arguments, const std::string& environment = "") const {
-    const std::string command = environment + " '" IMBREX_CLI "' " + arguments + " >" + path("out") + " 2>" + path("err") + " </dev/null";
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(path("out")), read(path("err"))};
-  }
-  fs::path folder_;
-};
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 TEST_F(Cli, HelpOfEverySubcommand) {
   for (const char* sub : {"", "run", "select", "bench", "verify", "trace", "trace stats", "trace gen", "info", "compile", "completion"}) {
@@ -142,44 +106,6 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
   }
 }
 
-TEST_F(Cli, SelectExplains) {
-  const Ran ran = run("select --model gpt-oss-20b --json");
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  const auto j = nlohmann::json::parse(ran.out);
-  EXPECT_EQ(j["kinds"].size(), 2u);
-  for (const auto& kind : j["kinds"]) {
-    EXPECT_TRUE(kind["backend"].is_string());
-    EXPECT_FALSE(kind["candidates"].empty());
-  }
-  EXPECT_TRUE(contains(run("select --heads 64/8 --head-dim 80 --device 'avx512,32 threads'").out, "32 threads"));
-}
-
-TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
-  const std::string select = "select --model lfm2-1.2b --device 'amx,2 threads'";
-  const Ran ran = run(select);
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  for (const char* part : {"layers 0-1, 3-4, 6-7, 9, 11, 13, 15: short_conv d2048 w3 bf16\ncpu_avx512 (first of 3 that run it)",
-                           "layers 2, 5, 8, 10, 12, 14: decoder q32/kv8 d64 bf16 block16 causal\ncpu_amx (first of 4 that run it)"})
-    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
-  const auto j = nlohmann::json::parse(run(select + " --json").out);
-  ASSERT_EQ(j["kinds"].size(), 2u);
-  EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
-  EXPECT_EQ(j["kinds"][0]["layers"].size(), 10u);
-  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 4u);
-  EXPECT_EQ(j["kinds"][1]["family"], "attention");
-
-  // A name that one family has leaves the other to its order; a name that none has is an error.
-  for (const Ran& forced : {run(select + " --backend cpu_amx"), run(select, "IMBREX_BACKEND=cpu_amx")}) {
-    EXPECT_EQ(forced.code, 0) << forced.err;
-    EXPECT_TRUE(contains(forced.out, "cpu_avx512 (first of 3 that run it; cpu_amx, forced")) << forced.out;
-    EXPECT_TRUE(contains(forced.out, "is of the family attention)")) << forced.out;
-    EXPECT_TRUE(contains(forced.out, "\ncpu_amx (forced")) << forced.out;
-  }
-  const Ran nobody = run(select + " --backend no_such");
-  EXPECT_EQ(nobody.code, 3);
-  EXPECT_TRUE(contains(nobody.err, "[select.forced]")) << nobody.err;
-}
-
 // Commands that know attention alone say which layers they leave out.
 TEST_F(Cli, LayersOfOtherFamiliesAreLeftOutWithANote) {
   const std::string note = "note: layers 0-1, 3-4, 6-7, 9, 11, 13, 15 (short_conv d1024 w3 bf16) left out";
@@ -200,23 +126,6 @@ TEST_F(Cli, LayersOfOtherFamiliesAreLeftOutWithANote) {
   const Ran nothing = run("bench q4 --model " + path("conv.json"));
   EXPECT_EQ(nothing.code, 2);
   EXPECT_TRUE(contains(nothing.err, "[cli.family]")) << nothing.err;
-}
-
-TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
-  const Ran ran = run("select --model deepseek-v3 --device h200");
-  EXPECT_EQ(ran.code, 3);
-  for (const char* part : {"deepseek-v3", "H200", "MLA", "model.family.later", "device.type", "reference"}) {
-    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
-  }
-  const auto j = nlohmann::json::parse(run("select --model deepseek-v3 --device h200 --json").out);
-  EXPECT_TRUE(j["backend"].is_null());
-  EXPECT_FALSE(j["candidates"].empty());
-}
-
-TEST_F(Cli, EnvironmentForcesABackend) {
-  const Ran ran = run("select", "IMBREX_BACKEND=reference");
-  EXPECT_EQ(ran.code, 0);
-  EXPECT_TRUE(contains(ran.out, "forced by IMBREX_BACKEND")) << ran.out;
 }
 
 TEST_F(Cli, InfoListsWhatIsHere) {
@@ -419,3 +328,4 @@ TEST_F(Cli, RunReplaysStatesBesidePages) {
 }
 
 }  // namespace
+}  // namespace imbrex::test

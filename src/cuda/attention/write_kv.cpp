@@ -19,7 +19,7 @@ constexpr int kMaxCapturedBlocks = 1 << 10;
 NewRows new_rows(const TensorView& t) { return {t.as<const char>(), byte_stride(t, 0), byte_stride(t, 1), byte_stride(t, 2)}; }
 
 // Eight elements are read and written at once, 16 bytes at a time where they have as many.
-bool is_wide(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
+bool has_wide_rows(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
 
 }  // namespace
 
@@ -65,7 +65,7 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
                              .num_tokens = num_tokens,
                              .num_kv_heads = spec_.num_kv_heads,
                              .num_tokens_now = captured ? tokens.now : nullptr};
-  const bool wide = is_wide(k) && is_wide(v) && is_wide(cache.k) && is_wide(cache.v);
+  const bool wide = has_wide_rows(k) && has_wide_rows(v) && has_wide_rows(cache.k) && has_wide_rows(cache.v);
   const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
   const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;
   const int blocks = std::min(num_tokens, captured ? kMaxCapturedBlocks : kMaxTokenBlocks);

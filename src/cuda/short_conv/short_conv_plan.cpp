@@ -253,6 +253,17 @@ class ShortConvCudaBackend final : public BackendOf<ShortConvFamily> {
     begin_plan(*this, spec, device, options);
     return std::make_unique<ShortConvCudaPlan>(spec, device, options);
   }
+  std::vector<KernelChoice> kernel_choices(const ShortConvSpec& spec, const DeviceInfo& device) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, {});
+    const ShortConvTuning tuning = short_conv_tuning(spec);
+    const bool wide = spec.dim * size_of(spec.dtype) % kShortConvWideBytes == 0;
+    return {{.requests = "all",
+             .kernel = wide ? "short_conv_wide" : "short_conv_narrow",
+             .sizes = {{"tile_channels", 32 * (wide ? kShortConvWideBytes / size_of(spec.dtype) : 1)},
+                       {"stages", tuning.stages},
+                       {"threads", kShortConvThreads},
+                       {"blocks", tuning.blocks}}}};
+  }
 };
 
 }  // namespace

@@ -1,0 +1,100 @@
+// `imbrex select` as its users run it: what it chooses, why, and with which kernels; and the kernels that `bench` prints.
+#include "cli/program.h"
+
+#include <nlohmann/json.hpp>
+
+namespace imbrex::test {
+namespace {
+
+TEST_F(Cli, SelectExplains) {
+  const Ran ran = run("select --model gpt-oss-20b --json");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  EXPECT_EQ(j["kinds"].size(), 2u);
+  for (const auto& kind : j["kinds"]) {
+    EXPECT_TRUE(kind["backend"].is_string());
+    EXPECT_FALSE(kind["candidates"].empty());
+  }
+  EXPECT_TRUE(contains(run("select --heads 64/8 --head-dim 80 --device 'avx512,32 threads'").out, "32 threads"));
+}
+
+// The sizes are those of the kernels' constants: other models and devices give others.
+TEST_F(Cli, SelectPrintsKernelsAndTheirSizes) {
+  const std::string select = "select --model llama-3.1-8b --device h200";
+  EXPECT_FALSE(contains(run(select).out, "tile_rows"));
+  const Ran ran = run(select + " -v");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* part : {"\n  decode (1 to ", "attention_sm90_decode with tile_rows 16, tile_keys 64", "\n  verify (",
+                           " queries or more): attention_sm90 with tile_rows 128, tile_keys 128", "piece_keys", "most_in_run"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  const auto kernels = nlohmann::json::parse(run(select + " --json").out)["kinds"][0]["kernels"];
+  ASSERT_EQ(kernels.size(), 3u);
+  int next = 1;  // the requests of all kernels together are all there can be, each of one
+  for (const auto& kernel : kernels) {
+    EXPECT_EQ(kernel["least_queries"], next);
+    EXPECT_GT(kernel["sizes"]["stages"], 0);
+    if (kernel.contains("most_queries")) next = int(kernel["most_queries"]) + 1;
+  }
+  EXPECT_FALSE(kernels[2].contains("most_queries"));
+
+  const Ran conv = run("select --model lfm2-1.2b --device 'avx512,2 threads' -v");
+  EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_channels 1024, tile_tokens 64")) << conv.out;
+  EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_rows")) << conv.out;
+  EXPECT_TRUE(contains(run("select --model lfm2-1.2b --device a100 -v").out, "all: short_conv_wide with tile_channels 256"));
+  // Nothing to print where nothing runs, and for the reference, which chooses nothing.
+  EXPECT_EQ(nlohmann::json::parse(run("select --model llama-3.1-8b --backend reference --json").out)["kinds"][0]["kernels"].size(), 0u);
+}
+
+TEST_F(Cli, BenchPrintsKernelsAndTheirSizes) {
+  const std::string bench = "bench q4 --heads 4/2 --head-dim 64 --backend cpu_generic --no-ceilings --min-time 0 --max-time 0.01";
+  EXPECT_TRUE(contains(run(bench + " -v").out, "q4, cpu_generic\n  all: ")) << run(bench + " -v").out;
+  EXPECT_FALSE(contains(run(bench).out, "tile_rows"));
+  const auto j = nlohmann::json::parse(run(bench + " --json").out);
+  EXPECT_EQ(j[0]["kernels"][0]["sizes"]["tile_keys"], 128);
+}
+
+TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
+  const std::string select = "select --model lfm2-1.2b --device 'amx,2 threads'";
+  const Ran ran = run(select);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* part : {"layers 0-1, 3-4, 6-7, 9, 11, 13, 15: short_conv d2048 w3 bf16\ncpu_avx512 (first of 3 that run it)",
+                           "layers 2, 5, 8, 10, 12, 14: decoder q32/kv8 d64 bf16 block16 causal\ncpu_amx (first of 4 that run it)"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  const auto j = nlohmann::json::parse(run(select + " --json").out);
+  ASSERT_EQ(j["kinds"].size(), 2u);
+  EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
+  EXPECT_EQ(j["kinds"][0]["layers"].size(), 10u);
+  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 4u);
+  EXPECT_EQ(j["kinds"][1]["family"], "attention");
+
+  // A name that one family has leaves the other to its order; a name that none has is an error.
+  for (const Ran& forced : {run(select + " --backend cpu_amx"), run(select, "IMBREX_BACKEND=cpu_amx")}) {
+    EXPECT_EQ(forced.code, 0) << forced.err;
+    EXPECT_TRUE(contains(forced.out, "cpu_avx512 (first of 3 that run it; cpu_amx, forced")) << forced.out;
+    EXPECT_TRUE(contains(forced.out, "is of the family attention)")) << forced.out;
+    EXPECT_TRUE(contains(forced.out, "\ncpu_amx (forced")) << forced.out;
+  }
+  const Ran nobody = run(select + " --backend no_such");
+  EXPECT_EQ(nobody.code, 3);
+  EXPECT_TRUE(contains(nobody.err, "[select.forced]")) << nobody.err;
+}
+
+TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
+  const Ran ran = run("select --model deepseek-v3 --device h200");
+  EXPECT_EQ(ran.code, 3);
+  for (const char* part : {"deepseek-v3", "H200", "MLA", "model.family.later", "device.type", "reference"}) {
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  }
+  const auto j = nlohmann::json::parse(run("select --model deepseek-v3 --device h200 --json").out);
+  EXPECT_TRUE(j["backend"].is_null());
+  EXPECT_FALSE(j["candidates"].empty());
+}
+
+TEST_F(Cli, EnvironmentForcesABackend) {
+  const Ran ran = run("select", "IMBREX_BACKEND=reference");
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_TRUE(contains(ran.out, "forced by IMBREX_BACKEND")) << ran.out;
+}
+
+}  // namespace
+}  // namespace imbrex::test
