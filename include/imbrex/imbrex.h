@@ -89,7 +89,7 @@ typedef struct {
   int32_t present;     /* 0: only described, plans do not exist for it */
   int32_t sm;          /* CUDA: 90 for compute capability 9.0 */
   int32_t num_workers; /* threads, or multiprocessors */
-  int32_t cpu_isa;     /* 0: generic, 1: AVX2, 2: AVX-512, 3: AVX-512 with AMX emulated, 4: AMX */
+  int32_t cpu_isa;     /* 0: generic, 1: AVX2, 2: AVX-512, 5: 2 with products of bf16 pairs, 3: 5 with AMX emulated, 4: AMX */
   int64_t l2_bytes, l3_bytes, memory_bytes;
 } imbrex_device_properties;
 IMBREX_API imbrex_status imbrex_device_get_properties(const imbrex_device*, imbrex_device_properties* out); /* struct_size set */

@@ -279,6 +279,19 @@ imbrex_spec_fields fields_of(const AttentionSpec& s) {
   return f;
 }
 
+// A number stays what it is in imbrex.h when a set is added between two others.
+int32_t number_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::generic: return 0;
+    case CpuIsa::avx2: return 1;
+    case CpuIsa::avx512: return 2;
+    case CpuIsa::amx_emulated: return 3;
+    case CpuIsa::amx: return 4;
+    case CpuIsa::avx512_bf16: return 5;
+  }
+  return 0;
+}
+
 imbrex_device_properties properties_of(const DeviceInfo& d) {
   imbrex_device_properties p{};
   p.struct_size = sizeof p;
@@ -287,7 +300,7 @@ imbrex_device_properties properties_of(const DeviceInfo& d) {
   p.present = d.present;
   p.sm = d.sm;
   p.num_workers = d.num_workers;
-  p.cpu_isa = int32_t(d.isa);
+  p.cpu_isa = number_of(d.isa);
   p.l2_bytes = d.l2_bytes, p.l3_bytes = d.l3_bytes, p.memory_bytes = d.memory_bytes;
   return p;
 }

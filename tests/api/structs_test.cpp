@@ -100,6 +100,19 @@ TEST(CApiStructs, CallersOfLaterAndEarlierVersions) {
   EXPECT_EQ(last_code(), "api.struct_size");
 }
 
+// The numbers are those of imbrex.h, whatever order the instruction sets have here.
+TEST(CApiStructs, InstructionSetsKeepTheirNumbers) {
+  const std::pair<const char*, int> sets[] = {{"generic", 0},      {"avx2", 1}, {"avx512", 2},
+                                              {"amx_emulated", 3}, {"amx", 4},  {"avx512_bf16", 5}};
+  for (const auto& [name, number] : sets) {
+    const DeviceHandle device = make_handle<DeviceHandle>([&](auto** out) { return imbrex_device_create(name, out); });
+    imbrex_device_properties properties{};
+    properties.struct_size = sizeof properties;
+    ASSERT_EQ(imbrex_device_get_properties(device.get(), &properties), IMBREX_OK);
+    EXPECT_EQ(properties.cpu_isa, number) << name;
+  }
+}
+
 TEST(CApiStructs, ValuesThatAreNone) {
   const auto code = [](auto&& change) {
     imbrex_spec_fields f = small_fields();
