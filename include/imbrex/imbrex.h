@@ -1,6 +1,7 @@
 /* The C ABI of imbrex: all that a program in C, Rust, Go or Python needs to select a backend, plan steps, own a paged KV cache and run
  * attention. Link libimbrex.so, or open it at run time. The C++ headers beside this one say more about shapes, units and errors; names
- * are the same. docs/c.md has a walk through it.
+ * are the same. docs/c.md has a walk through it; plugin.h, which comes with this file, has what backends and devices from outside
+ * are.
  *
  *   Errors    A function that can fail returns a status. Text and code of the calling thread's last failure are imbrex_last_error() and
  *             imbrex_last_error_code(); codes are listed in docs/errors.md. What failed has changed nothing, and no `out` was written.
@@ -10,7 +11,8 @@
  *   Structs   begin with their size as the caller knows it: imbrex_X_init(&x, sizeof x) sets it, and every field to what it means when
  *             nobody asks for anything else. Later versions add fields at the end, and take those of earlier ones.
  *   Tensors   have the layout of DLPack's DLTensor. Include dlpack.h before this file and they are the same type.
- *   Streams   are CUstream (cudaStream_t) on a GPU; NULL is the default stream, and what CPUs take.
+ *   Streams   are CUstream (cudaStream_t) on an NVIDIA GPU; NULL is the default stream there, and what CPUs take.
+ *             On a device of a plug-in they are what its stream_create gave out.
  */
 #ifndef IMBREX_H
 #define IMBREX_H
@@ -52,7 +54,7 @@ IMBREX_API const char* imbrex_last_error_code(void);
 typedef DLTensor imbrex_tensor;
 #else
 typedef struct {
-  int32_t type; /* 1: host, 2: CUDA, 3: host memory that CUDA has pinned, 13: managed by CUDA */
+  int32_t type; /* 1: host, 2: CUDA, 3: host memory that CUDA has pinned, 13: managed by CUDA, 12: a device of a plug-in */
   int32_t index;
 } imbrex_dl_device;
 typedef struct {
@@ -76,7 +78,8 @@ typedef enum { IMBREX_F32, IMBREX_F16, IMBREX_BF16, IMBREX_FP8_E4M3, IMBREX_FP8_
 /* ---- devices and threads ---- */
 
 typedef struct imbrex_device imbrex_device;
-/* "cpu", "cuda:1" of this machine, or one that is only described: "h200", "avx512,32 threads". For any number of threads at a time. */
+/* "cpu", "cuda:1" of this machine, "toy:0" of a plug-in, or one that is only described: "h200", "avx512,32 threads". For any number of
+ * threads at a time. */
 IMBREX_API imbrex_status imbrex_device_create(const char* text, imbrex_device** out);
 IMBREX_API void imbrex_device_free(imbrex_device*);
 IMBREX_API const char* imbrex_device_str(const imbrex_device*);
@@ -84,13 +87,15 @@ IMBREX_API int32_t imbrex_num_cuda_devices(const char** why); /* why there is no
 
 typedef struct {
   size_t struct_size;
-  int32_t cuda; /* 0: a CPU */
-  int32_t index;
+  int32_t cuda;        /* 0: a CPU; 1: an NVIDIA GPU; 2: a device of a plug-in */
+  int32_t index;       /* as tensors on it say it */
   int32_t present;     /* 0: only described, plans do not exist for it */
   int32_t sm;          /* CUDA: 90 for compute capability 9.0 */
-  int32_t num_workers; /* threads, or multiprocessors */
+  int32_t num_workers; /* threads, multiprocessors, or what a plug-in's device has */
   int32_t cpu_isa;     /* 0: generic, 1: AVX2, 2: AVX-512, 5: 2 with products of bf16 pairs, 3: 5 with AMX emulated, 4: AMX */
   int64_t l2_bytes, l3_bytes, memory_bytes;
+  const char* platform;    /* "cpu", "cuda", or the name of a plug-in's table; lives as long as the process */
+  int32_t platform_number; /* of the device among those of its platform: `index`, but for plug-ins */
 } imbrex_device_properties;
 IMBREX_API imbrex_status imbrex_device_get_properties(const imbrex_device*, imbrex_device_properties* out); /* struct_size set */
 
@@ -372,49 +377,10 @@ IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids
 IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count,
                                                     uint64_t* out);
 
-/* ---- backends from outside ---- */
-
-typedef struct {
-  void* context;
-  void (*add)(void* context, const char* code, const char* wanted, const char* actual);
-} imbrex_reasons;
-
-/* Functions of a backend. `context` is the backend's, `plan` its own. Batches, inputs and outputs are checked before they come. A function
- * that fails returns a status and has changed nothing, and `error` says why to the thread that asks. Everything lives until
- * imbrex_unregister_backend() has returned IMBREX_OK; none of it is used afterwards. */
-typedef struct {
-  size_t struct_size;
-  const char *name, *description;
-  void* context;
-  void (*unsupported)(void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*); /* all of them */
-  imbrex_status (*plan)(void* context, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_plan_options*, void** plan);
-  void (*plan_free)(void* plan);
-  imbrex_status (*update)(void* plan, const imbrex_batch*, void* stream);
-  imbrex_status (*write_kv)(void* plan, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v, void* stream);
-  imbrex_status (*run)(void* plan, const imbrex_inputs*, const imbrex_outputs*, void* stream);
-  const char* (*str)(void* plan);
-  const char* (*error)(void* context);
-  size_t spec_size; /* sizeof(imbrex_spec_fields) as the backend knows it; 0: 96. A layer that has anything behind is refused in its name */
-} imbrex_backend;
-/* In front of the built-in ones. Thread-safe. The struct is copied. */
-IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);
-/* Waits for calls of `unsupported` and `plan` in other threads. IMBREX_INVALID (registry.in_use), and nothing has changed, while there are
- * plans of it: free them first. Selections may outlive it: what it refused and why stays readable, and making a plan of it is
- * IMBREX_UNSUPPORTED. */
-IMBREX_API imbrex_status imbrex_unregister_backend(const char* name);
-
-/* A shared object with backends defines imbrex_plugin(), which registers them through `host`, so that it links with nothing. It stays
- * open. IMBREX_INVALID when it cannot be opened, has no such function, is for another ABI, or returns anything but IMBREX_OK. */
-typedef struct {
-  size_t struct_size;
-  uint32_t abi_version;
-  imbrex_status (*register_backend)(const imbrex_backend*);
-  const char* (*last_error)(void);
-} imbrex_host;
-typedef imbrex_status (*imbrex_plugin_function)(const imbrex_host*); /* imbrex_plugin */
-IMBREX_API imbrex_status imbrex_load_plugin(const char* path);
-
 #ifdef __cplusplus
 }
 #endif
+
+#include "imbrex/plugin.h"
+
 #endif /* IMBREX_H */

@@ -6,6 +6,7 @@
 #include "imbrex/block_pool.h"
 #include "imbrex/capture.h"
 #include "imbrex/device.h"
+#include "imbrex/device_platform.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/error.h"
 #include "imbrex/family.h"

@@ -26,13 +26,13 @@ constexpr bool is_fp8(DType t) { return t == DType::fp8_e4m3 || t == DType::fp8_
 const char* to_string(DType);
 DType parse_dtype(std::string_view);  // "bf16", "bfloat16", "fp8_e4m3", "float8_e4m3fn", ...; Error dtype.unknown
 
-enum class DeviceType : uint8_t { cpu, cuda };
+enum class DeviceType : uint8_t { cpu, cuda, plugin };  // plugin: of a platform that has registered (device_platform.h)
 const char* to_string(DeviceType);
 
 struct Device {
   DeviceType type = DeviceType::cpu;
   int index = 0;
-  std::string str() const;  // "cpu", "cuda:0"
+  std::string str() const;  // "cpu", "cuda:0", "toy:0"
   friend bool operator==(const Device&, const Device&) = default;
 };
 

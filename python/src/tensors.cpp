@@ -131,7 +131,9 @@ nb::ndarray<nb::array_api> array_of(const TensorView& view, nb::handle owner) {
   nb::dlpack::dtype type;
   for (const DlType& known : kTypes)
     if (known.type == view.dtype) type.code = known.code, type.bits = known.bits, type.lanes = 1;
-  const int device = view.device.type == DeviceType::cuda ? nb::device::cuda::value : nb::device::cpu::value;
+  constexpr int kExtension = 12;  // DLPack's kDLExtDev: nobody takes it for host memory
+  const int types[] = {nb::device::cpu::value, nb::device::cuda::value, kExtension};
+  const int device = types[size_t(view.device.type)];
   return {view.data, size_t(view.rank), shape.data(), owner, view.strides.data(), type, device, view.device.index};
 }
 

@@ -8,6 +8,7 @@
 #include "api/structs.h"
 #include "attention/plan_checks.h"
 #include "attention/spec_fields.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex::api {
 namespace {
@@ -50,6 +51,7 @@ class OutsidePlan final : public Plan {
     if (options.out_dtype) o.out_dtype = &out_dtype;
     const imbrex_spec_fields fields = fields_of(spec);
     const imbrex_device_properties properties = properties_of(device);
+    if (device_.type == DeviceType::plugin) open_ = open_device(device);
     const std::shared_lock lock(functions_->mutex);
     check(!functions_->unregistered, "backend.unsupported", "{} was unregistered", functions_->name_text);
     functions_->must(functions_->plan(functions_->context, &fields, &properties, &o, &plan_), "plan");
@@ -107,6 +109,8 @@ class OutsidePlan final : public Plan {
     functions_->must(functions_->run(plan_, &inputs, &outputs, stream), "run");
   }
 
+  bool capturable() const override { return functions_->capturable != 0; }
+
   std::string str() const override {
     const char* text = functions_->str == nullptr ? nullptr : functions_->str(plan_);
     return text == nullptr ? functions_->name_text : text;
@@ -116,6 +120,7 @@ class OutsidePlan final : public Plan {
   FunctionsPtr functions_;
   AttentionSpec spec_;
   Device device_;
+  OpenDevicePtr open_;  // of a plug-in's device, which stays there with the plan
   PlanLimits limits_;
   bool validate_;
   void* plan_ = nullptr;
@@ -132,6 +137,9 @@ class OutsideBackend final : public Backend {
 
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
     std::vector<Reason> reasons = unknown_fields(spec);
+    const size_t known = functions_->device_size == 0 ? kFirstSize<imbrex_device_properties> : functions_->device_size;
+    if (device.device.type == DeviceType::plugin && known <= offsetof(imbrex_device_properties, platform_number))
+      reasons.push_back({"device.type", "cpu or cuda", device.device.str()});
     if (!reasons.empty()) return reasons;
     const imbrex_spec_fields fields = fields_of(spec);
     const imbrex_device_properties properties = properties_of(device);

@@ -18,7 +18,8 @@ void load_plugin(const std::string& path) {
   const imbrex_host host{.struct_size = sizeof host,
                          .abi_version = IMBREX_ABI_VERSION,
                          .register_backend = imbrex_register_backend,
-                         .last_error = imbrex_last_error};
+                         .last_error = imbrex_last_error,
+                         .register_device = imbrex_register_device};
   const imbrex_status status = entry(&host);
   check(status == IMBREX_OK, "plugin.refused", "imbrex_plugin of {} returned status {}: {}", path, status, imbrex_last_error());
 }

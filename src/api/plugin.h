@@ -1,5 +1,5 @@
 #pragma once
-// Shared objects with backends: opened here, for the C ABI and for the program.
+// Shared objects with backends or devices: opened here, for the C ABI and for the program.
 #include <string>
 
 namespace imbrex {

@@ -6,7 +6,9 @@
 #include <type_traits>
 
 #include "attention/spec_fields.h"
+#include "core/platform_names.h"
 #include "core/tensor_format.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex::api {
 
@@ -48,7 +50,7 @@ struct DlType {
 constexpr std::array kDlTypes = {DlType{DType::f32, 2, 32},      DlType{DType::f16, 2, 16},      DlType{DType::bf16, 4, 16},
                                  DlType{DType::fp8_e4m3, 10, 8}, DlType{DType::fp8_e5m2, 12, 8}, DlType{DType::u8, 1, 8},
                                  DlType{DType::i32, 0, 32},      DlType{DType::i64, 0, 64}};
-enum DlDevice { kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlCudaManaged = 13 };
+enum DlDevice { kDlCpu = 1, kDlCuda = 2, kDlCudaHost = 3, kDlExtension = 12, kDlCudaManaged = 13 };
 
 DType dtype_of(const imbrex_dl_type& t, const char* name) {
   const auto* found = std::ranges::find_if(kDlTypes, [&](const DlType& k) { return k.code == t.code && k.bits == t.bits; });
@@ -94,11 +96,12 @@ TensorView view_of(const imbrex_tensor* pointer, const char* name) {
         t.ndim);
   check(t.ndim == 0 || t.shape != nullptr, "api.tensor", "{}: has {} dimensions, but no shape", name, t.ndim);
   const int device = t.device.type;
-  check(device == kDlCpu || device == kDlCuda || device == kDlCudaHost || device == kDlCudaManaged, "api.tensor",
-        "{}: expected memory of a host (DLPack's device type 1 or 3) or of CUDA (2 or 13), got {}", name, device);
+  check(device == kDlCpu || device == kDlCuda || device == kDlCudaHost || device == kDlCudaManaged || device == kDlExtension, "api.tensor",
+        "{}: expected memory of a host (DLPack's device type 1 or 3), of CUDA (2 or 13) or of a plug-in's device (12), got {}", name,
+        device);
   TensorView view{.dtype = dtype_of(t.dtype, name), .rank = t.ndim};
-  const bool cuda = device == kDlCuda || device == kDlCudaManaged;
-  view.device = {cuda ? DeviceType::cuda : DeviceType::cpu, cuda ? t.device.index : 0};
+  if (device == kDlCuda || device == kDlCudaManaged) view.device = {DeviceType::cuda, t.device.index};
+  if (device == kDlExtension) view.device = {DeviceType::plugin, t.device.index};
   int64_t count = 1;  // of elements in the dimensions from i on
   for (int i = t.ndim - 1; i >= 0; --i) {
     view.sizes[size_t(i)] = t.shape[i];
@@ -114,6 +117,15 @@ TensorView view_of(const imbrex_tensor* pointer, const char* name) {
   return view;
 }
 
+namespace {
+
+DlDevice dl_device(DeviceType type) {
+  if (type == DeviceType::plugin) return kDlExtension;
+  return type == DeviceType::cuda ? kDlCuda : kDlCpu;
+}
+
+}  // namespace
+
 CTensor::CTensor(const TensorView& view) { set(view); }
 
 void CTensor::set(const TensorView& view) {
@@ -123,7 +135,7 @@ void CTensor::set(const TensorView& view) {
   std::copy_n(view.strides.begin(), view.rank, strides_);
   const auto* type = std::ranges::find(kDlTypes, view.dtype, &DlType::type);
   tensor_ = {.data = view.data,
-             .device = {view.device.type == DeviceType::cuda ? kDlCuda : kDlCpu, view.device.index},
+             .device = {dl_device(view.device.type), view.device.index},
              .ndim = view.rank,
              .dtype = {type->code, type->bits, 1},
              .shape = sizes_,
@@ -295,13 +307,15 @@ int32_t number_of(CpuIsa isa) {
 imbrex_device_properties properties_of(const DeviceInfo& d) {
   imbrex_device_properties p{};
   p.struct_size = sizeof p;
-  p.cuda = d.device.type == DeviceType::cuda;
+  p.cuda = int32_t(d.device.type);
   p.index = d.device.index;
   p.present = d.present;
   p.sm = d.sm;
   p.num_workers = d.num_workers;
   p.cpu_isa = number_of(d.isa);
   p.l2_bytes = d.l2_bytes, p.l3_bytes = d.l3_bytes, p.memory_bytes = d.memory_bytes;
+  p.platform = d.device.type == DeviceType::plugin ? platform_name(d.device.index) : to_string(d.device.type);
+  p.platform_number = number_of(d.device);
   return p;
 }
 

@@ -39,6 +39,10 @@ inline constexpr size_t kFirstSize<imbrex_outputs> = 24;
 template <>
 inline constexpr size_t kFirstSize<imbrex_backend> = 96;
 template <>
+inline constexpr size_t kFirstSize<imbrex_device_description> = 56;
+template <>
+inline constexpr size_t kFirstSize<imbrex_device_table> = 264;
+template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_fields> = 32;
 template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_inputs> = 40;

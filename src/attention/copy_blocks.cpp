@@ -5,14 +5,13 @@
 #include <vector>
 
 #include "attention/block_shape.h"
+#include "attention/device_operations.h"
 #include "core/check.h"
 #include "core/run_parallel.h"
 #include "core/tensor_format.h"
 #include "imbrex/kv_cache.h"
 
 namespace imbrex {
-
-std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo&);  // cuda/ops/copy_blocks.cpp
 
 namespace {
 
@@ -49,16 +48,21 @@ BlockShape block_shape(const TensorView& t) {
 }
 
 namespace {
-void copy_block(const BlockShape& shape, BlockCopy copy) {
+
+// By copy_piece(to, from, bytes).
+template <class CopyPiece>
+void copy_block(const BlockShape& shape, BlockCopy copy, const CopyPiece& copy_piece) {
   const char* const from = shape.base + copy.from * shape.block_stride;
   char* const to = shape.base + copy.to * shape.block_stride;
   for (int64_t outer = 0; outer < shape.sizes[2]; ++outer)
     for (int64_t middle = 0; middle < shape.sizes[1]; ++middle)
       for (int64_t inner = 0; inner < shape.sizes[0]; ++inner) {
         const int64_t at = outer * shape.strides[2] + middle * shape.strides[1] + inner * shape.strides[0];
-        std::memcpy(to + at, from + at, size_t(shape.piece));
+        copy_piece(to + at, from + at, shape.piece);
       }
 }
+
+void copy_here(char* to, const char* from, int64_t bytes) { std::memcpy(to, from, size_t(bytes)); }
 
 }  // namespace
 
@@ -79,18 +83,26 @@ void check_copies(std::span<const BlockCopy> copies, int64_t num_blocks) {
           "block {} is the source of one copy and the destination of another", c.from);
 }
 
-void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const ParallelFor& threads) {
+namespace {
+
+void check_request(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const Device& device) {
   check(spec.block_size > 0, "kv_cache.copy.ragged", "a spec without blocks (block_size 0) has none to copy");
   cache.validate(spec);
-  check(cache.k.device.type == DeviceType::cpu, "kv_cache.copy.device", "expected a cache on cpu, got {}", cache.k);
+  check(cache.k.device == device, "kv_cache.copy.device", "expected a cache on {}, got {}", device, cache.k);
   check_copies(copies, cache.num_blocks(spec));
+}
+
+}  // namespace
+
+void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const ParallelFor& threads) {
+  check_request(spec, cache, copies, {});
   const BlockShape k = block_shape(cache.k), v = block_shape(cache.v);
   std::atomic<size_t> next{0};
   // Both sides of a block are one task: v may be a part of k, and two threads may not write the same bytes.
   const auto work = [&](int) {
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < copies.size();) {
-      copy_block(k, copies[i]);
-      copy_block(v, copies[i]);
+      copy_block(k, copies[i], copy_here);
+      copy_block(v, copies[i], copy_here);
     }
   };
   const int64_t bytes = int64_t(copies.size()) * (k.bytes() + v.bytes());
@@ -110,12 +122,31 @@ class HostCopier final : public BlockCopier {
   ParallelFor threads_;
 };
 
+// On a device that brings no kernel for it: a copy for each piece.
+class PieceCopier final : public BlockCopier {
+ public:
+  explicit PieceCopier(OpenDevicePtr device) : device_(std::move(device)) {}
+  void copy(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, Stream stream) const override {
+    check_request(spec, cache, copies, device_->device());
+    const auto copy_there = [&](void* to, const void* from, int64_t bytes) { device_->copy(to, from, bytes, stream); };
+    for (const BlockCopy& one : copies) {
+      copy_block(block_shape(cache.k), one, copy_there);
+      copy_block(block_shape(cache.v), one, copy_there);
+    }
+  }
+
+ private:
+  OpenDevicePtr device_;
+};
+
 }  // namespace
 
 std::unique_ptr<BlockCopier> make_block_copier(const DeviceInfo& device, const ParallelFor& threads) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
-  if (device.device.type == DeviceType::cuda) return make_cuda_block_copier(device);
-  return std::make_unique<HostCopier>(threads);
+  if (device.device.type == DeviceType::cpu) return std::make_unique<HostCopier>(threads);
+  std::unique_ptr<BlockCopier> copier;
+  if (const std::shared_ptr<const DeviceOperations> operations = operations_of(device.device)) copier = operations->block_copier(device);
+  return copier != nullptr ? std::move(copier) : std::make_unique<PieceCopier>(open_device(device));
 }
 
 }  // namespace imbrex

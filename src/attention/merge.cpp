@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "attention/device_operations.h"
 #include "attention/merge_checks.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -13,8 +14,6 @@
 #include "core/tensor_format.h"
 
 namespace imbrex {
-
-std::unique_ptr<PartialMerger> make_cuda_partial_merger(const DeviceInfo&);  // cuda/ops/merge_results.cpp
 
 namespace {
 
@@ -116,8 +115,12 @@ void check_merge(std::span<const PartialResult> parts, const TensorView& out, co
 
 std::unique_ptr<PartialMerger> make_partial_merger(const DeviceInfo& device, const ParallelFor& threads) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
-  if (device.device.type == DeviceType::cuda) return make_cuda_partial_merger(device);
-  return std::make_unique<HostMerger>(threads);
+  if (device.device.type == DeviceType::cpu) return std::make_unique<HostMerger>(threads);
+  std::unique_ptr<PartialMerger> merger;
+  if (const std::shared_ptr<const DeviceOperations> operations = operations_of(device.device)) merger = operations->partial_merger(device);
+  check(merger != nullptr, "merge.missing", "expected a device that merges partial results, got {}, whose platform brings no merge",
+        device.str());
+  return merger;
 }
 
 void merge_partial_results(std::span<const PartialResult> parts, const TensorView& out, const TensorView& lse, const ParallelFor& threads) {

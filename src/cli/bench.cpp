@@ -173,7 +173,7 @@ int print_bench(const BenchArguments& o, const DeviceInfo& device, int num_threa
   if (o.json || o.format == "json") {
     fmt::print("{}\n", j.dump(2));
   } else {
-    const bool gpu = device.device.type == DeviceType::cuda;
+    const bool gpu = device.device.type != DeviceType::cpu;
     if (o.format == "table")
       fmt::print("{}, {}{}\n\n", device.name, gpu ? device.device.str() : fmt::format("{} threads", num_threads),
                  o.no_check ? "" : "; every row checked against the reference first");
@@ -215,7 +215,7 @@ void add_bench(CLI::App& app, Action& action) {
       ->check(CLI::NonNegativeNumber);
   sub->add_option("--backend", o->backends,
                   "Backends or aliases, separated by commas (default: the one that select takes; of short_conv all but the reference)");
-  sub->add_option("--device", o->device, "Where to run: cpu, cuda:0")->capture_default_str();
+  sub->add_option("--device", o->device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
   sub->add_option("--kv-copies", o->bench.kv_copies,
                   "Rotate over so many caches, or sets of tensors, as the layers of a model do: they then come from DRAM (0: one, or on a "

@@ -6,6 +6,7 @@
 #include "attention/precompile.h"
 #include "cli/cli.h"
 #include "core/env.h"
+#include "imbrex/device_platform.h"
 #include "imbrex/model.h"
 #include "serve/ceilings.h"
 
@@ -44,6 +45,7 @@ int run_info(const InfoArguments& o) {
   const std::vector<ListedBackend> listed = list_backends();
   std::string no_gpu;
   const auto gpus = probe_cuda(&no_gpu);
+  const std::vector<DeviceInfo> plugins = probe_plugins();
   const KernelCompiler compiler = kernel_compiler();
   if (o.json) {
     nlohmann::ordered_json j;
@@ -66,6 +68,13 @@ int run_info(const InfoArguments& o) {
                               {"l2_bytes", gpu.l2_bytes},
                               {"memory_bytes", gpu.memory_bytes},
                               {"max_smem_bytes", gpu.max_smem_bytes}});
+    }
+    for (const DeviceInfo& device : plugins) {
+      j["devices"].push_back({{"device", device.device.str()},
+                              {"name", device.name},
+                              {"workers", device.num_workers},
+                              {"l2_bytes", device.l2_bytes},
+                              {"memory_bytes", device.memory_bytes}});
     }
     j["cuda"] = {{"no_device", no_gpu}, {"compiler", compiler.name}, {"no_compiler", compiler.why}, {"kernels", compiler.cache_folder}};
     for (const auto& [family, backend] : listed)
@@ -93,6 +102,7 @@ int run_info(const InfoArguments& o) {
                serve::format_bytes(double(gpu.memory_bytes)), serve::format_bytes(double(gpu.max_smem_bytes)));
   }
   if (gpus.empty()) fmt::print("  cuda {}\n", no_gpu);
+  for (const DeviceInfo& device : plugins) fmt::print("  {}  {}, of a plug-in\n", device.device.str(), device.str());
   fmt::print("\nGPU kernels\n  compiler  {}\n  kept in   {}\n", compiler.name.empty() ? first_line(compiler.why) : compiler.name,
              compiler.cache_folder.empty() ? "no folder: neither a cache folder nor a home is set" : compiler.cache_folder);
   if (o.measure) {

@@ -75,7 +75,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
-  sub->add_option("--device", r.device, "Where to run: cpu, cuda:0")->capture_default_str();
+  sub->add_option("--device", r.device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--max-num-batched-tokens", r.max_num_batched_tokens, "Query tokens of a step at most")->capture_default_str();
   sub->add_option("--max-num-seqs", r.max_num_seqs, "Requests of a step at most")->capture_default_str();

@@ -12,7 +12,9 @@
 #include "core/env.h"
 #include "core/gpus.h"
 #include "core/last_level_cache.h"
+#include "core/platform_names.h"
 #include "core/text.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex {
 
@@ -56,27 +58,29 @@ constexpr Gpu kGpus[] = {
 };
 
 [[noreturn]] void fail_unknown(std::string_view text) {
-  std::string gpus, isas;
+  std::string gpus, isas, plugins;
+  for (const auto& platform : platforms()) plugins += fmt::format(", {}:0 (and so on)", platform->name());
   for (const Gpu& gpu : kGpus) gpus += (gpus.empty() ? "" : ", ") + std::string(gpu.key);
   for (CpuIsa isa : kAllIsas) isas += (isas.empty() ? "" : ", ") + std::string(to_string(isa));
   fail("device.unknown",
-       "expected cpu, cuda:0 (and so on), one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"", gpus, isas,
-       text);
+       "expected cpu, cuda:0 (and so on){}, one of {}, or CPU properties like \"avx512,32 threads\" (with one of {}), got \"{}\"", plugins,
+       gpus, isas, text);
 }
 
-// "cuda" or "cuda:N"; probe_cuda() is in cuda/driver/device.cpp.
-DeviceInfo present_gpu(std::string_view text) {
+// "cuda" or "cuda:N"; "toy" or "toy:N" of a platform that has registered.
+DeviceInfo present_device(std::string_view text, std::string_view platform) {
   int index = 0;
-  if (text != "cuda") {
-    const std::string_view number = text.substr(std::min(text.size(), std::string_view("cuda:").size()));
+  if (text != platform) {
+    const std::string_view number = text.substr(std::min(text.size(), platform.size() + 1));
     const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), index);
-    if (!text.starts_with("cuda:") || error != std::errc() || end != number.data() + number.size() || index < 0) fail_unknown(text);
+    if (text[platform.size()] != ':' || error != std::errc() || end != number.data() + number.size() || index < 0) fail_unknown(text);
   }
   std::string why;
-  const std::vector<DeviceInfo> gpus = probe_cuda(&why);
-  check(!gpus.empty(), "device.absent", "{} is not there: {}", text, why);
-  check(size_t(index) < gpus.size(), "device.absent", "expected a GPU from cuda:0 to cuda:{}, got {}", gpus.size() - 1, text);
-  return gpus[size_t(index)];
+  const std::vector<DeviceInfo> there = platform == "cuda" ? probe_cuda(&why) : devices_of(platform, &why);
+  check(!there.empty(), "device.absent", "{} is not there: {}", text, why);
+  check(size_t(index) < there.size(), "device.absent", "expected a device from {}:0 to {}:{}, got {}", platform, platform, there.size() - 1,
+        text);
+  return there[size_t(index)];
 }
 
 // "32 threads" or "1 thread"
@@ -88,6 +92,12 @@ bool parse_threads(std::string_view item, int& threads) {
 }
 
 }  // namespace
+
+bool is_described_device(std::string_view name) {
+  CpuIsa isa{};
+  return name == "cpu" || name.starts_with("cuda") || parse_isa(name, isa) ||
+         std::any_of(std::begin(kGpus), std::end(kGpus), [&](const Gpu& gpu) { return gpu.key == name; });
+}
 
 void add_peaks(DeviceInfo& probed) {
   for (const Gpu& gpu : kGpus) {
@@ -124,7 +134,9 @@ DeviceInfo probe_cpu() {
 DeviceInfo describe_device(std::string_view text) {
   const std::string lower = to_lower(trim(text));
   if (lower == "cpu") return probe_cpu();
-  if (lower.starts_with("cuda")) return present_gpu(lower);
+  if (lower.starts_with("cuda")) return present_device(lower, "cuda");
+  if (const std::string_view platform = std::string_view(lower).substr(0, lower.find(':')); is_platform(platform))
+    return present_device(lower, platform);
   for (const Gpu& gpu : kGpus)
     if (lower == gpu.key)
       return {.device = {DeviceType::cuda, 0},
@@ -162,6 +174,9 @@ DeviceInfo describe_device(std::string_view text) {
 
 std::string DeviceInfo::str() const {
   const char* absent = present ? "" : ", described";
+  if (device.type == DeviceType::plugin)
+    return fmt::format("{} ({}, {} worker{}, {} MiB{})", name, device.str(), num_workers, num_workers == 1 ? "" : "s", memory_bytes >> 20,
+                       absent);
   if (device.type == DeviceType::cuda)
     return fmt::format("{} ({}, sm_{}, {} multiprocessors, {} MiB L2{})", name, device.str(), sm, num_workers, l2_bytes >> 20, absent);
   return fmt::format("{} ({}, {} thread{}{}{}{})", name, to_string(isa), num_workers, num_workers == 1 ? "" : "s", absent,

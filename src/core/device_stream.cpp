@@ -1,4 +1,4 @@
-// DeviceStream on a CPU: the host's memory and clock; and what streams of all devices share. cuda/device_stream.cpp has the other one.
+// DeviceStream on a CPU, the host's memory and clock; on devices of all platforms, over their OpenDevice; and what both share.
 #include "imbrex/device_stream.h"
 
 #include <unistd.h>
@@ -13,10 +13,9 @@
 #include "core/gather.h"
 #include "core/run_parallel.h"
 #include "core/tensor_format.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex {
-
-std::unique_ptr<DeviceStream> open_cuda_stream(const DeviceInfo&);  // cuda/device_stream.cpp
 
 void check_gather(const Device& device, const TensorView& from, const TensorView& offsets, const TensorView& to) {
   constexpr std::string_view code = "stream.gather";
@@ -87,6 +86,42 @@ class HostStream final : public DeviceStream {
   std::vector<Clock::time_point> marks_;
 };
 
+class PlatformStream final : public DeviceStream {
+ public:
+  explicit PlatformStream(OpenDevicePtr device) : device_(std::move(device)), stream_(device_->make_stream()) {}
+  Device device() const override { return device_->device(); }
+  Stream get() const override { return stream_.get(); }
+  bool asynchronous() const override { return true; }
+  int64_t free_bytes() const override { return device_->free_bytes(); }
+  void synchronize() const override { device_->synchronize(get()); }
+
+  std::shared_ptr<void> allocate(int64_t bytes) const override { return device_->allocate(bytes); }
+  std::shared_ptr<void> allocate_host(int64_t bytes) const override { return device_->allocate_host(bytes); }
+  void upload(void* to, const void* from, int64_t bytes) const override { device_->upload(to, from, bytes, get()); }
+  void download(void* to, const void* from, int64_t bytes) const override { device_->download(to, from, bytes, get()); }
+  void fill(void* to, unsigned char value, int64_t bytes) const override { device_->fill(to, value, bytes, get()); }
+  void gather(const TensorView& from, const TensorView& offsets, const TensorView& to) const override {
+    check_gather(device(), from, offsets, to);
+    device_->gather(from, offsets, to, get());
+  }
+
+  void mark(size_t number) override {
+    while (marks_.size() <= number) marks_.push_back(device_->make_event(true));
+    device_->record(marks_[number].get(), get());
+  }
+  double seconds(size_t from, size_t to) const override {
+    device_->synchronize_event(marks_.at(to).get());
+    return device_->seconds(marks_.at(from).get(), marks_.at(to).get());
+  }
+  DeviceGraph capture(const std::function<void()>& launches) const override { return device_->capture(get(), launches); }
+  void replay(const DeviceGraph& graph) const override { device_->launch(graph.get(), get()); }
+
+ private:
+  OpenDevicePtr device_;
+  std::shared_ptr<void> stream_;
+  std::vector<std::shared_ptr<void>> marks_;
+};
+
 }  // namespace
 
 DeviceTensor DeviceStream::tensor(DType dtype, std::initializer_list<int64_t> sizes) const {
@@ -108,8 +143,8 @@ DeviceTensor DeviceStream::copy_of(const TensorView& host) const {
 
 std::unique_ptr<DeviceStream> open_stream(const DeviceInfo& device, const ParallelFor& threads) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
-  if (device.device.type == DeviceType::cuda) return open_cuda_stream(device);
-  return std::make_unique<HostStream>(threads);
+  if (device.device.type == DeviceType::cpu) return std::make_unique<HostStream>(threads);
+  return std::make_unique<PlatformStream>(open_device(device));
 }
 
 }  // namespace imbrex

@@ -4,6 +4,6 @@
 
 namespace imbrex {
 
-bool is_captured(const Device&, Stream);  // false for a CPU's and for the null stream. Error cuda.*; in cuda/driver/memory.cpp
+bool is_captured(const Device&, Stream);  // false for a CPU's and for the null stream. Error cuda.*
 
 }  // namespace imbrex

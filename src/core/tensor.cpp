@@ -53,11 +53,15 @@ const char* to_string(DeviceType t) {
   switch (t) {
     case DeviceType::cpu: return "cpu";
     case DeviceType::cuda: return "cuda";
+    case DeviceType::plugin: return "plugin";
   }
   return "unknown";
 }
 
-std::string Device::str() const { return type == DeviceType::cpu ? "cpu" : fmt::format("{}:{}", to_string(type), index); }
+std::string Device::str() const {
+  if (type == DeviceType::plugin) return fmt::format("{}:{}", platform_name(index), number_of(*this));
+  return type == DeviceType::cpu ? "cpu" : fmt::format("{}:{}", to_string(type), index);
+}
 
 TensorView TensorView::contiguous(void* data, DType dtype, std::initializer_list<int64_t> sizes, Device device) {
   check(sizes.size() <= size_t(kMaxRank), "tensor.rank", "expected at most {} dimensions, got {}", kMaxRank, sizes.size());

@@ -1,33 +1,35 @@
-// Workspaces of all devices. cuda/plan/workspace.cpp has those of GPUs.
+// Workspaces of all devices: a CPU's, which hold nothing, and what a device's platform makes.
 #include "imbrex/workspace.h"
 
 #include "core/check.h"
+#include "core/scratch_of_plans.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex {
-
-std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&);  // cuda/plan/workspace.cpp
-std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo&, void* memory, int64_t bytes);
-
 namespace {
 
-class HostWorkspace final : public Workspace {
+class ScratchOfPlans final : public Workspace {
  public:
-  Device device() const override { return {}; }
+  explicit ScratchOfPlans(const Device& device) : device_(device) {}
+  Device device() const override { return device_; }
   int64_t bytes() const override { return 0; }
+
+ private:
+  Device device_;
 };
 
 }  // namespace
 
+std::shared_ptr<Workspace> scratch_of_plans(const Device& device) { return std::make_shared<ScratchOfPlans>(device); }
+
 std::shared_ptr<Workspace> make_workspace(const DeviceInfo& device) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
-  if (device.device.type == DeviceType::cuda) return make_cuda_workspace(device);
-  return std::make_shared<HostWorkspace>();
+  return device.device.type == DeviceType::cpu ? scratch_of_plans(device.device) : open_device(device)->make_workspace();
 }
 
 std::shared_ptr<Workspace> make_workspace(const DeviceInfo& device, void* memory, int64_t bytes) {
   check(device.present, "backend.device_absent", "expected a device of this machine, got {}", device.str());
-  if (device.device.type == DeviceType::cuda) return make_cuda_workspace(device, memory, bytes);
-  return std::make_shared<HostWorkspace>();
+  return device.device.type == DeviceType::cpu ? scratch_of_plans(device.device) : open_device(device)->make_workspace(memory, bytes);
 }
 
 }  // namespace imbrex

@@ -37,7 +37,7 @@ class Replay {
     model_ = deploy_model(model, options, device_, note);
     result_.notes = model_.notes;
     if (!note.empty()) result_.notes.push_back(note);
-    if (!on_cpu) result_.notes.push_back("times of the GPU are its own clock's; KV writes are counted as attention");
+    if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
     result_.model_layers = int(model.layers.size());
     if (options.verify_fraction > 0) {
       for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);

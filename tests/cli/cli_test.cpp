@@ -327,5 +327,31 @@ TEST_F(Cli, RunReplaysStatesBesidePages) {
   EXPECT_EQ(nlohmann::json::parse(read(path("s.json")))["digest"]["outputs"], a["digest"]["outputs"]);
 }
 
+// On a device that a plug-in brings everything works as on others; what its reference computes there has the digest of the host's.
+TEST_F(Cli, DevicesOfPlugins) {
+  const std::string toy = "IMBREX_PLUGINS=" IMBREX_TOY_PLUGIN;
+  const std::string common = "run --model llama-3.2-1b --layers 2 --trace " + path("t.csv") +
+                             " --no-ceilings --verify 5% --max-num-batched-tokens 64 --kv-memory 32MiB --quiet ";
+  std::ofstream(path("t.csv")) << "arrival,input,output\n0,90,6\n0,25,9\n1,40,3\n";
+  EXPECT_TRUE(contains(run("info", toy).out, "toy:1  Toy accelerator, the other one"));
+  EXPECT_EQ(nlohmann::json::parse(run("info --json", toy).out)["devices"].back()["device"], "toy:1");
+  EXPECT_TRUE(contains(run("select --heads 4/2 --head-dim 64 --device toy:0", toy).out, "toy (")) << read(path("out"));
+  const Ran verified = run("verify --device toy:1 '" IMBREX_DATA "/cases/gqa_mixed_bf16.safetensors'", toy);
+  EXPECT_EQ(verified.code, 0) << verified.out << verified.err;
+  EXPECT_TRUE(contains(verified.out, "toy")) << verified.out;
+  const Ran timed = run("bench 2q1s40 --heads 4/2 --head-dim 64 --device toy:0 --min-time 0.01 --max-time 0.02 --json", toy);
+  ASSERT_EQ(timed.code, 0) << timed.err;
+  EXPECT_TRUE(contains(timed.out, "\"backend\": \"toy\"") && contains(timed.out, "\"captured\": true")) << timed.out;
+  const Ran there = run(common + "--device toy:0 --json " + path("toy.json"), toy);
+  ASSERT_EQ(there.code, 0) << there.err << there.out;
+  ASSERT_EQ(run(common + "--backend reference --json " + path("cpu.json")).code, 0) << read(path("err"));
+  const auto a = nlohmann::json::parse(read(path("toy.json"))), b = nlohmann::json::parse(read(path("cpu.json")));
+  EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
+  EXPECT_EQ(a["digest"]["outputs"], b["digest"]["outputs"]);
+  const Ran absent = run(common + "--device toy:0");
+  EXPECT_EQ(absent.code, 2);
+  EXPECT_TRUE(contains(absent.err, "[device.unknown]")) << absent.err;
+}
+
 }  // namespace
 }  // namespace imbrex::test

@@ -43,11 +43,11 @@ CUDA_ARROWS = {
 }
 CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/short_conv_params.h")
 REGISTRY = "src/attention/registry.cpp"
-PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_stream.h", "parallel.h", "workspace.h"}
+PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
 PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_MODEL = {"model.h"}
-PUBLIC_API = {"imbrex.h", "imbrex.hpp"}
+PUBLIC_API = {"imbrex.h", "imbrex.hpp", "plugin.h"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 # A third-party header, and the folders of src/ that may use it.

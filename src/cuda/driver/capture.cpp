@@ -1,10 +1,11 @@
-// imbrex/capture.h: the driver's captures, user objects of graphs, and events.
-#include "imbrex/capture.h"
+// See capture.h; and release_captured() of imbrex/capture.h.
+#include "cuda/driver/capture.h"
 
 #include <atomic>
 
 #include "core/check.h"
 #include "cuda/driver/memory.h"
+#include "imbrex/capture.h"
 
 namespace imbrex {
 namespace cuda {
@@ -43,18 +44,12 @@ void on_end_of_graph(void* argument) {
 }
 
 }  // namespace
-}  // namespace cuda
 
-uint64_t capture_of(const Device& device, Stream stream) {
-  if (device.type == DeviceType::cpu || stream == nullptr) return 0;  // the null stream cannot be captured
-  return cuda::capture_info(cuda::cu_stream(stream)).id;
-}
+uint64_t capture_of(CUstream stream) { return capture_info(stream).id; }
 
-void keep_for_capture(const Device& device, Stream stream, std::shared_ptr<void> share) {
-  using namespace cuda;
-  const bool gpu = device.type == DeviceType::cuda && stream != nullptr;
-  const CaptureInfo info = gpu ? capture_info(cu_stream(stream)) : CaptureInfo{};
-  check(info.graph != nullptr, "stream.capture", "expected a stream that is captured, got one of {} that is not", device.str());
+void keep_for_capture(int device, CUstream stream, std::shared_ptr<void> share) {
+  const CaptureInfo info = capture_info(stream);
+  check(info.graph != nullptr, "stream.capture", "expected a stream that is captured, got one of cuda:{} that is not", device);
   const DriverApi& cu = need_driver();
   auto kept = std::make_unique<Kept>(Kept{std::move(share)});
   CUuserObject object = nullptr;
@@ -65,6 +60,8 @@ void keep_for_capture(const Device& device, Stream stream, std::shared_ptr<void>
   check_cuda(result, "give an object to a graph");
 }
 
+}  // namespace cuda
+
 void release_captured() {
   using namespace cuda;
   if (let_go.load(std::memory_order_relaxed) == nullptr) return;
@@ -72,30 +69,6 @@ void release_captured() {
     const std::unique_ptr<const Kept> one(kept);
     kept = one->next;
   }
-}
-
-struct StreamOrder::LastUse {
-  explicit LastUse(const Device& device) : context(cuda::Context::of_device(device.index)), end(context) {}
-  cuda::ContextPtr context;
-  cuda::Event end;
-};
-
-StreamOrder::StreamOrder(const Device& device) : last_(device.type == DeviceType::cuda ? std::make_unique<LastUse>(device) : nullptr) {}
-StreamOrder::~StreamOrder() = default;
-
-// Streams are not compared: the address of one that is gone may be that of a new one.
-void StreamOrder::begin(Stream stream) const {
-  if (!last_) return;
-  const cuda::CurrentContext current(*last_->context);
-  cuda::check_cuda(cuda::need_driver().cuStreamWaitEvent(cuda::cu_stream(stream), last_->end.get(), 0), "wait for another stream");
-}
-
-void StreamOrder::end(Stream stream) const {
-  if (last_) last_->end.record(cuda::cu_stream(stream));
-}
-
-void StreamOrder::synchronize() const {
-  if (last_) last_->end.synchronize();
 }
 
 }  // namespace imbrex

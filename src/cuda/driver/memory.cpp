@@ -1,8 +1,6 @@
 // Device memory, pinned memory, streams, events and copies, through the driver's table.
 #include "cuda/driver/memory.h"
 
-#include "core/stream_capture.h"
-
 namespace imbrex::cuda {
 
 DeviceBuffer::DeviceBuffer(ContextPtr context, size_t bytes) : Owned(std::move(context)), bytes_(bytes) {
@@ -48,9 +46,11 @@ OwnedStream::OwnedStream(ContextPtr context) : Owned(std::move(context)) {
   check_cuda(need_driver().cuStreamCreate(&handle_, kStreamNonBlocking), "create a stream");
 }
 
-void OwnedStream::synchronize() const {
+void OwnedStream::synchronize() const { wait_for_stream(handle_); }
+
+void wait_for_stream(CUstream stream) {
   const RelaxedCapture relaxed;
-  check_cuda(need_driver().cuStreamSynchronize(handle_), "wait for a stream");
+  check_cuda(need_driver().cuStreamSynchronize(stream), "wait for a stream");
 }
 
 Event::Event(ContextPtr context, bool timing) : Owned(std::move(context)) {
@@ -59,28 +59,32 @@ Event::Event(ContextPtr context, bool timing) : Owned(std::move(context)) {
   check_cuda(need_driver().cuEventCreate(&handle_, timing ? kEventDefault : kEventDisableTiming), "create an event");
 }
 
-void Event::record(CUstream stream) const {
-  const CurrentContext current(*context_);  // the null stream is one of the current context
-  check_cuda(need_driver().cuEventRecord(handle_, stream), "record an event");
+void Event::record(CUstream stream) const { record_event(*context_, handle_, stream); }
+bool Event::done() const { return is_done(handle_); }
+void Event::synchronize() const { wait_for_event(handle_); }
+
+void record_event(const Context& context, CUevent event, CUstream stream) {
+  const CurrentContext current(context);  // the null stream is one of the current context
+  check_cuda(need_driver().cuEventRecord(event, stream), "record an event");
 }
 
-bool Event::done() const {
+bool is_done(CUevent event) {
   const RelaxedCapture relaxed;
-  const CUresult result = need_driver().cuEventQuery(handle_);
+  const CUresult result = need_driver().cuEventQuery(event);
   if (result != kCudaNotReady) check_cuda(result, "look at an event");
   return result == kCudaSuccess;
 }
 
 // Asking takes a tenth of a microsecond, waiting more than one even when there is nothing to wait for.
-void Event::synchronize() const {
-  if (done()) return;
+void wait_for_event(CUevent event) {
+  if (is_done(event)) return;
   const RelaxedCapture relaxed;
-  check_cuda(need_driver().cuEventSynchronize(handle_), "wait for an event");
+  check_cuda(need_driver().cuEventSynchronize(event), "wait for an event");
 }
 
-float elapsed_ms(const Event& begin, const Event& end) {
+float elapsed_ms(CUevent begin, CUevent end) {
   float ms = 0;
-  check_cuda(need_driver().cuEventElapsedTime(&ms, begin.get(), end.get()), "time between two events");
+  check_cuda(need_driver().cuEventElapsedTime(&ms, begin, end), "time between two events");
   return ms;
 }
 
@@ -104,7 +108,3 @@ bool is_captured(CUstream stream) {
 }
 
 }  // namespace imbrex::cuda
-
-bool imbrex::is_captured(const Device& device, Stream stream) {
-  return device.type == DeviceType::cuda && cuda::is_captured(cuda::cu_stream(stream));
-}

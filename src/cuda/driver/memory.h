@@ -101,7 +101,14 @@ class Event : public Owned<CUevent, destroy_event> {
   bool done() const;         // everything before the last record()
   void synchronize() const;  // waits for it
 };
-float elapsed_ms(const Event& begin, const Event& end);  // both with timing, and done
+
+// Of events of any owner.
+void record_event(const Context&, CUevent, CUstream);
+bool is_done(CUevent);
+void wait_for_event(CUevent);
+float elapsed_ms(CUevent begin, CUevent end);  // both with timing, and done
+inline float elapsed_ms(const Event& begin, const Event& end) { return elapsed_ms(begin.get(), end.get()); }
+void wait_for_stream(CUstream);
 
 bool is_captured(CUstream);  // what it is given goes into a graph; false for the null stream
 

@@ -62,11 +62,3 @@ void CopyBlocks::copy(const AttentionSpec& spec, const KvCache& cache, std::span
 }
 
 }  // namespace imbrex::cuda
-
-namespace imbrex {
-
-std::unique_ptr<BlockCopier> make_cuda_block_copier(const DeviceInfo& device) {
-  return std::make_unique<cuda::CopyBlocks>(cuda::Context::of_device(device.device.index), cuda::arch_of(device));
-}
-
-}  // namespace imbrex

@@ -65,11 +65,3 @@ void MergeResults::merge(std::span<const PartialResult> parts, const TensorView&
 }
 
 }  // namespace imbrex::cuda
-
-namespace imbrex {
-
-std::unique_ptr<PartialMerger> make_cuda_partial_merger(const DeviceInfo& device) {
-  return std::make_unique<cuda::MergeResults>(cuda::Context::of_device(device.device.index), cuda::arch_of(device));
-}
-
-}  // namespace imbrex

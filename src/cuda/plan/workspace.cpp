@@ -5,8 +5,7 @@
 #include "core/tensor_format.h"
 #include "cuda/plan/plan_arrays.h"
 
-namespace imbrex {
-namespace cuda {
+namespace imbrex::cuda {
 
 CudaWorkspace::CudaWorkspace(ContextPtr context) : context_(std::move(context)), memory_(std::make_shared<DeviceBuffer>(context_, 0)) {}
 
@@ -43,13 +42,4 @@ std::shared_ptr<CudaWorkspace> workspace_for(const ContextPtr& context, const st
   return workspace;
 }
 
-}  // namespace cuda
-
-std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo& device) {
-  return std::make_shared<cuda::CudaWorkspace>(cuda::Context::of_device(device.device.index));
-}
-std::shared_ptr<Workspace> make_cuda_workspace(const DeviceInfo& device, void* memory, int64_t bytes) {
-  return std::make_shared<cuda::CudaWorkspace>(cuda::Context::of_device(device.device.index), memory, bytes);
-}
-
-}  // namespace imbrex
+}  // namespace imbrex::cuda

@@ -44,7 +44,7 @@ int64_t ShortConvGrid::blocks_for(const StateCounts& step) const {
   return ((int64_t(step.num_tokens) + chunk - 1) / chunk * tiles + kWarps - 1) / kWarps;
 }
 
-bool is_wide(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
+bool takes_wide(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
   constexpr int64_t kBytes = kShortConvWideBytes;
   const auto begins = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data) % uintptr_t(kBytes) == 0; };
   return spec.dim * size_of(spec.dtype) % kBytes == 0 && is_aligned(in.bcx, kBytes) && is_aligned(in.state, kBytes) &&

@@ -31,7 +31,7 @@ struct ShortConvGrid {
 };
 
 // Whether short_conv_wide can run it: rows, weight and bias aligned to 16 bytes, and weights of a channel one after the other.
-bool is_wide(const ShortConvSpec&, const ShortConvInputs&, const ShortConvOutputs&);
+bool takes_wide(const ShortConvSpec&, const ShortConvInputs&, const ShortConvOutputs&);
 ShortConvParams short_conv_params(const ShortConvSpec&, const ShortConvInputs&, const ShortConvOutputs&);  // all but lists and shares
 
 }  // namespace imbrex::cuda

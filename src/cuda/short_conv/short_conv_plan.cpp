@@ -216,7 +216,7 @@ void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& o
   check(module_ != nullptr || !captured, "run.on_demand",
         "expected short_conv.cu to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run()");
   if (module_ == nullptr) load();
-  const Entry& entry = entries_[is_wide(spec_, in, out) ? 1 : 0];
+  const Entry& entry = entries_[takes_wide(spec_, in, out) ? 1 : 0];
   const ShortConvGrid& grid = entry.grid;
   ShortConvParams p = short_conv_params(spec_, in, out);
   p.requests = memory_->device(requests_);
