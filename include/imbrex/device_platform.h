@@ -66,7 +66,7 @@ class DevicePlatform {
   // imbrex/capture.h. Here: nothing is captured, and a graph can keep nothing.
   virtual bool is_captured(const Device&, Stream) const;
   virtual uint64_t capture_of(const Device&, Stream) const;
-  virtual void keep_for_capture(const Device&, Stream, std::shared_ptr<void>) const;
+  virtual void keep_for_capture(const Device&, Stream, std::shared_ptr<void>&&) const;
 };
 
 inline constexpr int kMostDevices = 64;  // of a platform that is registered

@@ -143,7 +143,7 @@ std::shared_ptr<Workspace> OpenDevice::make_workspace(void*, int64_t) const { re
 
 bool DevicePlatform::is_captured(const Device& device, Stream stream) const { return capture_of(device, stream) != 0; }
 uint64_t DevicePlatform::capture_of(const Device&, Stream) const { return 0; }
-void DevicePlatform::keep_for_capture(const Device&, Stream, std::shared_ptr<void>) const {
+void DevicePlatform::keep_for_capture(const Device&, Stream, std::shared_ptr<void>&&) const {
   fail("stream.capture", "expected a device whose graphs can keep what they use, got one of {}", name());
 }
 

@@ -5,8 +5,10 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/platform_names.h"
 #include "core/tensor_format.h"
 #include "core/text.h"
+#include "imbrex/device_platform.h"
 
 namespace imbrex {
 

@@ -1,5 +1,6 @@
 // See plan.h. What a plan is made of: kernels, lists, scratch. plan_update.cpp takes batches, plan_run.cpp launches.
 #include "cuda/plan/plan.h"
+#include "cuda/driver/open_device.h"
 
 #include <algorithm>
 #include <future>
@@ -145,7 +146,7 @@ void Plan::lay_out() {
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
-  memory_ = std::make_unique<PlanArrays>(context_, layout);
+  memory_ = std::make_unique<PlanArrays>(std::make_shared<ContextDevice>(context_), layout);
 
   steps_.now().arrays = {
       .block_ids = memory_->device(arrays_.block_ids),

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/driver/module.h"
+#include "cuda/driver/open_device.h"
 #include "cuda/plan/plan_arrays.h"
 #include "cuda/short_conv/short_conv.h"
 #include "family/batch_checks.h"
@@ -30,7 +31,7 @@ class ShortConvCudaPlan final : public ShortConvPlan {
     ArrayLayout layout;  // in this order, so that a step is one copy
     counts_ = layout.add<StateCounts>(1);
     requests_ = layout.add<StateRequest>(int64_t(options.limits.max_num_reqs) + 1);
-    memory_ = std::make_unique<PlanArrays>(context_, layout);
+    memory_ = std::make_unique<PlanArrays>(std::make_shared<ContextDevice>(context_), layout);
     if (!options.load_on_demand) load();
     if (!options.on_device) return;
     plan_module_ = Module::load(context_, plan_state_batch_key(arch_));
