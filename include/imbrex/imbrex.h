@@ -109,7 +109,7 @@ typedef void (*imbrex_parallel_for)(void* context, int num_workers, void (*body)
 /* ---- what a layer computes: spec.h ---- */
 
 typedef enum { IMBREX_DECODER, IMBREX_ENCODER, IMBREX_ENCODER_ONLY, IMBREX_ENCODER_DECODER } imbrex_kind;
-typedef enum { IMBREX_KV_STRIDED, IMBREX_KV_AMX_PACKED } imbrex_kv_format;
+typedef enum { IMBREX_KV_STRIDED, IMBREX_KV_AMX_PACKED, IMBREX_KV_LATENT } imbrex_kv_format;
 
 typedef struct {
   size_t struct_size;

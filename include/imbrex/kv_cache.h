@@ -16,7 +16,8 @@ namespace imbrex {
 //   strided:    k [num_blocks, block_size, num_kv_heads, head_dim_qk], v [.., head_dim_v], any strides
 //   ragged:     k [num_rows, num_kv_heads, head_dim_qk], v likewise (block_size 0)
 //   amx_packed: k, v u8 [num_blocks, num_kv_heads, bytes of a head's block], see docs/kv-formats.md
-// An fp8 element e stands for e * scale.
+//   latent:     k as strided or ragged; v empty, or the first head_dim_v elements of k's rows as a view of the same memory
+// An fp8 element e stands for e * scale. The scale of latent values is k_scale: v_scale is empty.
 struct KvCache {
   TensorView k, v;
   TensorView k_scale, v_scale;  // f32 [1] or [num_kv_heads], host or device like k; empty: 1
@@ -29,7 +30,8 @@ struct KvCache {
 // Owned, zeroed memory for `num_layers` layers of one spec: memory of the host, on huge pages where the system has them, or of the device
 // of a stream.
 // `order` names the physical order of the dimensions, outermost first, one letter each: l(ayer), b(lock), h(ead), t(oken), d(im).
-// K and V are separate regions inside. Packed formats have only l, b, h to order ("lbh") and ignore the rest.
+// K and V, where there are both, are separate regions inside. Letters of dimensions that the format does not have are ignored: packed
+// formats have only l, b, h to order ("lbh").
 class KvAllocation {
  public:
   // Throws Error kv_cache.order.* for a bad order, kv_cache.size.* for sizes that overflow or memory that cannot be had.
@@ -44,7 +46,7 @@ class KvAllocation {
   AttentionSpec spec_;
   int num_layers_ = 0;
   int64_t num_blocks_ = 0, bytes_ = 0;
-  TensorView k_, v_;  // [layer, block, token, head, dim], or [layer, block, head, bytes] when packed
+  KvCache all_;  // each tensor with the layers in front: [layer, block, token, head, dim], or [layer, block, head, bytes] when packed
   std::shared_ptr<void> memory_;
 };
 

@@ -49,8 +49,9 @@ struct ScoreMod {
 // How keys and values lie in memory. Strided formats are described by their strides alone; the others have one writer and
 // one reader each, see docs/kv-formats.md.
 enum class KvFormat : uint8_t {
-  strided,    // any strides, any block_size >= 1; or no blocks at all (block_size 0: ragged k and v, no cache)
-  amx_packed  // tiles of 32 tokens in the order the AMX tile unit reads; bf16 and fp8; block_size a multiple of 16
+  strided,     // any strides, any block_size >= 1; or no blocks at all (block_size 0: ragged k and v, no cache)
+  amx_packed,  // tiles of 32 tokens in the order the AMX tile unit reads; bf16 and fp8; block_size a multiple of 16
+  latent       // keys as strided has them; a value is the first head_dim_v elements of its key, stored once
 };
 const char* to_string(KvFormat);
 
@@ -75,9 +76,9 @@ struct AttentionSpec {
   std::span<const DType> out_dtypes() const;
   // The types of new keys and values that write_kv() converts: q_dtype; where queries are fp8: bf16 or f16.
   std::span<const DType> new_kv_dtypes() const;
-  int64_t kv_bytes_per_token() const { return int64_t(num_kv_heads) * (head_dim_qk + head_dim_v) * size_of(kv_dtype); }
-  void validate() const;    // Error spec.* for a spec that no backend could ever run
-  std::string str() const;  // "decoder q32/kv8 d128 bf16 kv=fp8_e4m3 block16 causal"
+  int64_t kv_bytes_per_token() const;  // that a token takes in the cache, of a spec that validate() takes
+  void validate() const;               // Error spec.* for a spec that no backend could ever run
+  std::string str() const;             // "decoder q32/kv8 d128 bf16 kv=fp8_e4m3 block16 causal"
   friend bool operator==(const AttentionSpec&, const AttentionSpec&) = default;
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 // Values of C++ enums by their names.
 #include <initializer_list>
+#include <span>
 #include <string>
 
 #include "imbrex/error.h"
@@ -9,7 +10,7 @@ namespace imbrex::python {
 
 // Error python.name
 template <class T>
-T one_of(const std::string& text, std::initializer_list<T> values, const char* name) {
+T one_of(const std::string& text, std::span<const T> values, const char* name) {
   std::string names;
   for (const T value : values) {
     if (text == to_string(value)) return value;
@@ -17,6 +18,11 @@ T one_of(const std::string& text, std::initializer_list<T> values, const char* n
     names += to_string(value);
   }
   throw Error("python.name", std::string(name) + ": expected one of " + names + ", got \"" + text + "\"");
+}
+
+template <class T>
+T one_of(const std::string& text, std::initializer_list<T> values, const char* name) {
+  return one_of(text, std::span<const T>(values.begin(), values.size()), name);
 }
 
 }  // namespace imbrex::python

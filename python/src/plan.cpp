@@ -90,8 +90,8 @@ struct PyPreparedRun {
   Outputs out;
 };
 
-KvCache kv_of(const PyPlan& p, const Array& k, const Array& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
-  const DType type = p.spec.kv_format == KvFormat::strided ? p.spec.kv_dtype : DType::u8;
+KvCache kv_of(const PyPlan& p, const Array& k, const OptionalArray& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
+  const DType type = codec_of(p.spec).layout(p.spec, KvPart::k)->dtype;
   return {.k = view_of(k, "k_cache", type),
           .v = view_of(v, "v_cache", type),
           .k_scale = view_of(k_scale, "k_scale", DType::f32),

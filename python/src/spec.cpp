@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "imbrex/imbrex.hpp"
 #include "one_of.h"
@@ -33,9 +34,7 @@ void take(DType& value, const std::string& text, const char*) { value = parse_dt
 void take(AttentionKind& value, const std::string& text, const char* name) {
   value = one_of(text, {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder}, name);
 }
-void take(KvFormat& value, const std::string& text, const char* name) {
-  value = one_of(text, {KvFormat::strided, KvFormat::amx_packed}, name);
-}
+void take(KvFormat& value, const std::string& text, const char* name) { value = one_of(text, kv_formats(), name); }
 void take(auto& value, const auto& given_value, const char*) { value = given_value; }
 
 #define MEMBER(spec, part, member) part_of(spec, SpecTag<SpecPart::part>{}).member

@@ -5,6 +5,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "core/platform_names.h"
 #include "core/tensor_format.h"
@@ -73,7 +74,7 @@ bool flag_of(int32_t value, const char* name) { return enum_of<int>(value, 2, na
 
 // How many values there are of what a field of a spec names.
 constexpr int32_t count_of(AttentionKind) { return 4; }
-constexpr int32_t count_of(KvFormat) { return 2; }
+int32_t count_of(KvFormat) { return int32_t(kv_formats().size()); }
 constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
 
 // A field of a spec as C has it.

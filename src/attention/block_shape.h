@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "imbrex/kv_cache.h"
 
@@ -18,6 +19,8 @@ struct BlockShape {
 
 // The shape of a block of a cache's k or v. Dimensions that follow each other in memory become one, whatever their order in the tensor.
 BlockShape block_shape(const TensorView&);
+// Of every tensor of the cache that holds tokens in the spec's format.
+std::vector<BlockShape> stored_shapes(const AttentionSpec&, const KvCache&);
 
 // Error kv_cache.copy.from, .to, .twice, .chained.
 void check_copies(std::span<const BlockCopy>, int64_t num_blocks);

@@ -6,6 +6,7 @@
 
 #include "attention/block_shape.h"
 #include "attention/device_operations.h"
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/run_parallel.h"
 #include "core/tensor_format.h"
@@ -45,6 +46,13 @@ BlockShape block_shape(const TensorView& t) {
     }
   }
   return shape;
+}
+
+std::vector<BlockShape> stored_shapes(const AttentionSpec& spec, const KvCache& cache) {
+  std::vector<BlockShape> shapes;
+  for (const KvPart part : kKvParts)
+    if (codec_of(spec).layout(spec, part)) shapes.push_back(block_shape(part_of(cache, part)));
+  return shapes;
 }
 
 namespace {
@@ -96,16 +104,16 @@ void check_request(const AttentionSpec& spec, const KvCache& cache, std::span<co
 
 void copy_blocks(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, const ParallelFor& threads) {
   check_request(spec, cache, copies, {});
-  const BlockShape k = block_shape(cache.k), v = block_shape(cache.v);
+  const std::vector<BlockShape> shapes = stored_shapes(spec, cache);
   std::atomic<size_t> next{0};
-  // Both sides of a block are one task: v may be a part of k, and two threads may not write the same bytes.
+  // All of a block is one task: v may be a part of k, and two threads may not write the same bytes.
   const auto work = [&](int) {
     for (size_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < copies.size();) {
-      copy_block(k, copies[i], copy_here);
-      copy_block(v, copies[i], copy_here);
+      for (const BlockShape& shape : shapes) copy_block(shape, copies[i], copy_here);
     }
   };
-  const int64_t bytes = int64_t(copies.size()) * (k.bytes() + v.bytes());
+  int64_t bytes = 0;
+  for (const BlockShape& shape : shapes) bytes += int64_t(copies.size()) * shape.bytes();
   run_parallel(bytes < kSerialBytes ? ParallelFor{} : threads, work);
 }
 

@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 
@@ -14,19 +15,28 @@ namespace imbrex {
 
 namespace {
 
-// The error codes of one tensor's rules, which begin with "kv_cache.k" or "kv_cache.v".
-struct SideCodes {
+// The error codes of one tensor's rules, such as "kv_cache.k.dtype".
+struct PartCodes {
   const char *missing, *dtype, *rank, *block_size, *num_heads, *head_dim, *packed_bytes, *packed_stride, *strides;
-  const char *scale_unexpected, *scale_dtype, *scale_size, *scale_device, *scale_value;
 };
-constexpr SideCodes kKeyCodes{
-    "kv_cache.k.missing",     "kv_cache.k.dtype",        "kv_cache.k.rank",          "kv_cache.k.block_size", "kv_cache.k.num_heads",
-    "kv_cache.k.head_dim",    "kv_cache.k.packed_bytes", "kv_cache.k.packed_stride", "kv_cache.k.strides",    "kv_cache.k_scale.unexpected",
-    "kv_cache.k_scale.dtype", "kv_cache.k_scale.size",   "kv_cache.k_scale.device",  "kv_cache.k_scale.value"};
-constexpr SideCodes kValueCodes{
-    "kv_cache.v.missing",     "kv_cache.v.dtype",        "kv_cache.v.rank",          "kv_cache.v.block_size", "kv_cache.v.num_heads",
-    "kv_cache.v.head_dim",    "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides",    "kv_cache.v_scale.unexpected",
-    "kv_cache.v_scale.dtype", "kv_cache.v_scale.size",   "kv_cache.v_scale.device",  "kv_cache.v_scale.value"};
+struct ScaleCodes {
+  const char *unexpected, *dtype, *size, *device, *value;
+};
+constexpr PartCodes kKeyCodes{"kv_cache.k.missing",      "kv_cache.k.dtype",         "kv_cache.k.rank",
+                              "kv_cache.k.block_size",   "kv_cache.k.num_heads",     "kv_cache.k.head_dim",
+                              "kv_cache.k.packed_bytes", "kv_cache.k.packed_stride", "kv_cache.k.strides"};
+constexpr PartCodes kValueCodes{"kv_cache.v.missing",      "kv_cache.v.dtype",         "kv_cache.v.rank",
+                                "kv_cache.v.block_size",   "kv_cache.v.num_heads",     "kv_cache.v.head_dim",
+                                "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides"};
+// Of scales that are stored with the tokens: one for all.
+constexpr const char* kScale = "kv_cache.scale";
+constexpr PartCodes kStoredScaleCodes{kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale};
+constexpr ScaleCodes kKeyScaleCodes{"kv_cache.k_scale.unexpected", "kv_cache.k_scale.dtype", "kv_cache.k_scale.size",
+                                    "kv_cache.k_scale.device", "kv_cache.k_scale.value"};
+constexpr ScaleCodes kValueScaleCodes{"kv_cache.v_scale.unexpected", "kv_cache.v_scale.dtype", "kv_cache.v_scale.size",
+                                      "kv_cache.v_scale.device", "kv_cache.v_scale.value"};
+
+const PartCodes& codes_of(KvPart part) { return part == KvPart::k ? kKeyCodes : part == KvPart::v ? kValueCodes : kStoredScaleCodes; }
 
 // Refuses strides of 0, by which two elements would share an address.
 void check_strides(const TensorView& t, const char* code) {
@@ -34,59 +44,76 @@ void check_strides(const TensorView& t, const char* code) {
   check(t.is_addressable(), code, "the strides of {} reach past 63 bits", t);
 }
 
-void check_side(const TensorView& t, const AttentionSpec& spec, int head_dim, const SideCodes& codes) {
+void check_tensor(const TensorView& t, const KvLayout& wanted, const AttentionSpec& spec, const PartCodes& codes) {
   if (t.empty()) fail(codes.missing, "expected a tensor for {}, got none", spec.str());
-  const bool packed = spec.kv_format == KvFormat::amx_packed, ragged = !packed && spec.block_size == 0;
-  const DType dtype = packed ? DType::u8 : spec.kv_dtype;
-  const int rank = packed || ragged ? 3 : 4, head = packed || ragged ? 1 : 2;
-  check(t.dtype == dtype, codes.dtype, "expected {}, got {}", to_string(dtype), t);
+  const int rank = int(wanted.dims.size());
+  check(t.dtype == wanted.dtype, codes.dtype, "expected {}, got {}", to_string(wanted.dtype), t);
   check(t.rank == rank, codes.rank, "expected {} dimensions, got {}", rank, t);
-  if (rank == 4) check(t.size(1) == spec.block_size, codes.block_size, "expected {} tokens in a block, got {}", spec.block_size, t);
-  check(t.size(head) == spec.num_kv_heads, codes.num_heads, "expected {} heads, got {}", spec.num_kv_heads, t);
-  if (packed) {
-    const int64_t bytes = packed_block_bytes(spec.block_size, head_dim, spec.kv_dtype);
-    check(t.size(2) == bytes, codes.packed_bytes, "expected {} bytes for a head's block, got {}", bytes, t);
-    check(t.stride(2) == 1, codes.packed_stride, "expected the bytes of a head's block in one piece, got stride {} in {}", t.stride(2), t);
-  } else {
-    check(t.size(head + 1) == head_dim, codes.head_dim, "expected head dimension {}, got {}", head_dim, t);
+  for (int d = 0; d < rank; ++d) {
+    const int64_t size = wanted.sizes[size_t(d)];
+    switch (wanted.dims[size_t(d)]) {
+      case 't': check(t.size(d) == size, codes.block_size, "expected {} tokens in a block, got {}", size, t); break;
+      case 'h': check(t.size(d) == size, codes.num_heads, "expected {} heads, got {}", size, t); break;
+      case 'd': check(t.size(d) == size, codes.head_dim, "expected head dimension {}, got {}", size, t); break;
+      case 'x':
+        check(t.size(d) == size, codes.packed_bytes, "expected {} bytes for {}, got {}", size, wanted.piece, t);
+        check(t.stride(d) == 1, codes.packed_stride, "expected the bytes of {} in one piece, got stride {} in {}", wanted.piece,
+              t.stride(d), t);
+        break;
+      default: break;  // blocks or rows, of which the cache says how many there are
+    }
   }
   check_strides(t, codes.strides);
 }
 
-void check_scale(const TensorView& scale, const TensorView& t, const AttentionSpec& spec, const SideCodes& codes) {
+// Values that are a part of the keys may be given as what they are, and as nothing else.
+void check_values_in_keys(const TensorView& v, const TensorView& k, const AttentionSpec& spec) {
+  if (v.empty()) return;
+  bool same = v.data == k.data && v.dtype == k.dtype && v.device == k.device && v.rank == k.rank;
+  for (int d = 0; same && d < k.rank; ++d)
+    same = v.size(d) == (d + 1 < k.rank ? k.size(d) : spec.head_dim_v) && (v.size(d) == 1 || v.stride(d) == k.stride(d));
+  check(same, "kv_cache.v.unexpected", "expected no v, since values are the first {} elements of the rows of k {}, got {}", spec.head_dim_v,
+        k, v);
+}
+
+void check_scale(const TensorView& scale, const TensorView& t, const AttentionSpec& spec, const ScaleCodes& codes) {
   if (scale.empty()) return;
-  check(is_fp8(spec.kv_dtype), codes.scale_unexpected, "a scale is given for {} elements, only fp8 has one", to_string(spec.kv_dtype));
-  check(scale.dtype == DType::f32, codes.scale_dtype, "expected f32, got {}", scale);
-  check(scale.rank == 1 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads), codes.scale_size, "expected [1] or [{}], got {}",
+  check(is_fp8(spec.kv_dtype), codes.unexpected, "a scale is given for {} elements, only fp8 has one", to_string(spec.kv_dtype));
+  check(scale.dtype == DType::f32, codes.dtype, "expected f32, got {}", scale);
+  check(scale.rank == 1 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads), codes.size, "expected [1] or [{}], got {}",
         spec.num_kv_heads, scale);
   const bool host = scale.device.type == DeviceType::cpu;
-  check(host || scale.device == t.device, codes.scale_device, "expected a scale on the host or on {}, got {}", t.device, scale);
+  check(host || scale.device == t.device, codes.device, "expected a scale on the host or on {}, got {}", t.device, scale);
   if (!host) return;
   for (int64_t h = 0; h < scale.size(0); ++h) {
     const float value = scale.as<const float>()[h * scale.stride(0)];
-    check(std::isfinite(value) && value > 0, codes.scale_value, "expected a finite positive scale, got {} at {}", value, h);
+    check(std::isfinite(value) && value > 0, codes.value, "expected a finite positive scale, got {} at {}", value, h);
   }
 }
 
 }  // namespace
 
 void KvCache::validate(const AttentionSpec& spec) const {
-  check_side(k, spec, spec.head_dim_qk, kKeyCodes);
-  check_side(v, spec, spec.head_dim_v, kValueCodes);
-  check(k.device == v.device, "kv_cache.device", "expected k and v on one device, got {} and {}", k, v);
-  check(k.size(0) == v.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of v, got {} and {}", k, v);
+  const KvCodec& codec = codec_of(spec);
+  for (const KvPart part : kKvParts) {
+    const TensorView& t = part_of(*this, part);
+    if (const auto layout = codec.layout(spec, part))
+      check_tensor(t, *layout, spec, codes_of(part));
+    else if (part == KvPart::v)
+      check_values_in_keys(t, k, spec);
+    else
+      continue;
+    if (part == KvPart::k || t.empty()) continue;
+    check(k.device == t.device, "kv_cache.device", "expected k and v on one device, got {} and {}", k, t);
+    check(k.size(0) == t.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of v, got {} and {}", k, t);
+  }
   check(k.size(0) >= 0 && k.size(0) <= std::numeric_limits<int32_t>::max(), "kv_cache.num_blocks.range",
         "expected a number of blocks (or rows) that an i32 can count, got {}", k);
-  check_scale(k_scale, k, spec, kKeyCodes);
-  check_scale(v_scale, v, spec, kValueCodes);
-}
-
-int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype) {
-  check(block_size > 0 && block_size % 16 == 0, "kv_cache.packed.block_size", "expected a multiple of 16, got {}", block_size);
-  check(head_dim > 0, "kv_cache.packed.head_dim", "expected 1 or more, got {}", head_dim);
-  check(kv_dtype == DType::bf16 || is_fp8(kv_dtype), "kv_cache.packed.dtype", "expected bf16 or fp8, got {}", to_string(kv_dtype));
-  const int64_t padded_dim = (int64_t(head_dim) + 31) / 32 * 32;
-  return checked_mul("kv_cache.size.overflow", int64_t(block_size) * size_of(kv_dtype), padded_dim);
+  if (!codec.layout(spec, KvPart::k_scale)) check_scale(k_scale, k, spec, kKeyScaleCodes);
+  if (codec.layout(spec, KvPart::v_scale)) return;
+  check(!codec.values_in_keys || v_scale.empty(), kValueScaleCodes.unexpected,
+        "expected no v_scale, since values are a part of the keys and have k_scale, got {}", v_scale);
+  check_scale(v_scale, v, spec, kValueScaleCodes);
 }
 
 namespace {
@@ -113,33 +140,34 @@ std::shared_ptr<void> map_memory(int64_t bytes) {
   return {begin, [length](void* p) { munmap(p, size_t(length)); }};
 }
 
-void check_order(std::string_view order, bool packed) {
+// `dims`: those of the format. What lies in one piece has no place in an order.
+void check_order(std::string_view order, std::string_view dims) {
+  constexpr std::string_view kLetters = "lbhtd";
   std::string seen;
   for (char c : order) {
-    check(std::string_view("lbhtd").find(c) != std::string_view::npos, "kv_cache.order.letter", "expected letters of lbhtd, got \"{}\"",
-          order);
+    check(kLetters.find(c) != std::string_view::npos, "kv_cache.order.letter", "expected letters of lbhtd, got \"{}\"", order);
     check(seen.find(c) == std::string::npos, "kv_cache.order.twice", "'{}' appears twice in \"{}\"", c, order);
     seen += c;
   }
-  for (char c : std::string_view(packed ? "lbh" : "lbhtd"))
-    check(seen.find(c) != std::string::npos, "kv_cache.order.missing", "'{}' is missing in \"{}\"", c, order);
+  for (char c : kLetters)
+    check((c != 'l' && dims.find(c) == std::string_view::npos) || seen.find(c) != std::string::npos, "kv_cache.order.missing",
+          "'{}' is missing in \"{}\"", c, order);
 }
 
-// View with logical dimensions named by `logical` ("lbthd"), whose strides follow the physical order. Bytes go to `bytes`.
-TensorView ordered_view(DType dtype, std::string_view logical, const std::array<int64_t, 5>& sizes, std::string_view order,
-                        int64_t& bytes) {
-  TensorView view;
-  view.dtype = dtype;
-  view.rank = int(logical.size());
-  view.sizes = sizes;
+// A tensor of all layers, whose strides follow the physical order. Bytes go to `bytes`.
+TensorView ordered_view(const KvLayout& layout, int64_t num_layers, int64_t num_blocks, std::string_view order, int64_t& bytes) {
+  TensorView view{.dtype = layout.dtype, .rank = int(layout.dims.size()) + 1};
+  view.sizes = {num_layers, num_blocks};
+  for (size_t d = 1; d < layout.dims.size(); ++d) view.sizes[d + 1] = layout.sizes[d];
+  const std::string logical = "l" + std::string(layout.dims), physical = std::string(order) + "x";
   int64_t stride = 1;
-  for (size_t i = order.size(); i-- > 0;) {
-    const size_t d = logical.find(order[i]);
-    if (d == std::string_view::npos) continue;
+  for (size_t i = physical.size(); i-- > 0;) {
+    const size_t d = logical.find(physical[i]);
+    if (d == std::string::npos) continue;
     view.strides[d] = stride;
-    stride = checked_mul("kv_cache.size.overflow", stride, sizes[d]);
+    stride = checked_mul("kv_cache.size.overflow", stride, view.sizes[d]);
   }
-  bytes = checked_mul("kv_cache.size.overflow", stride, size_of(dtype));
+  bytes = checked_mul("kv_cache.size.overflow", stride, size_of(layout.dtype));
   return view;
 }
 
@@ -149,43 +177,43 @@ KvAllocation::KvAllocation(const AttentionSpec& spec, int num_layers, int64_t nu
                            const DeviceStream* stream)
     : spec_(spec), num_layers_(num_layers), num_blocks_(num_blocks) {
   spec.validate();
-  const bool packed = spec.kv_format == KvFormat::amx_packed;
+  const KvCodec& codec = codec_of(spec);
   check(spec.block_size > 0, "kv_cache.size.ragged", "a spec without blocks (block_size 0) has no cache to allocate");
   check(num_layers > 0, "kv_cache.size.num_layers", "expected 1 or more layers, got {}", num_layers);
   check(num_blocks > 0 && num_blocks <= std::numeric_limits<int32_t>::max(), "kv_cache.size.num_blocks",
         "expected 1 to {} blocks (block ids are i32), got {}", std::numeric_limits<int32_t>::max(), num_blocks);
-  check_order(order, packed);
-  int64_t k_bytes = 0, v_bytes = 0;
-  if (packed) {
-    // The bytes of a head's block stay together, innermost ('x').
-    const std::string with_bytes = std::string(order) + "x";
-    const int64_t k_block = packed_block_bytes(spec.block_size, spec.head_dim_qk, spec.kv_dtype);
-    const int64_t v_block = packed_block_bytes(spec.block_size, spec.head_dim_v, spec.kv_dtype);
-    k_ = ordered_view(DType::u8, "lbhx", {num_layers, num_blocks, spec.num_kv_heads, k_block}, with_bytes, k_bytes);
-    v_ = ordered_view(DType::u8, "lbhx", {num_layers, num_blocks, spec.num_kv_heads, v_block}, with_bytes, v_bytes);
-  } else {
-    k_ = ordered_view(spec.kv_dtype, "lbthd", {num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim_qk}, order,
-                      k_bytes);
-    v_ =
-        ordered_view(spec.kv_dtype, "lbthd", {num_layers, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim_v}, order, v_bytes);
+  check_order(order, codec.layout(spec, KvPart::k)->dims);
+  std::array<int64_t, kKvParts.size()> begins{};
+  for (size_t i = 0; i < kKvParts.size(); ++i) {
+    const auto layout = codec.layout(spec, kKvParts[i]);
+    if (!layout) continue;
+    int64_t bytes = 0;
+    part_of(all_, kKvParts[i]) = ordered_view(*layout, num_layers, num_blocks, order, bytes);
+    begins[i] = round_up(bytes_, kPage);
+    check(!__builtin_add_overflow(begins[i], bytes, &bytes_) && bytes_ < std::numeric_limits<int64_t>::max() - 4 * kHugePage,
+          "kv_cache.size.overflow", "{} bytes and {} more of a cache do not fit 63 bits", begins[i], bytes);
   }
-  const int64_t v_begin = round_up(k_bytes, kPage);
-  check(!__builtin_add_overflow(v_begin, v_bytes, &bytes_) && bytes_ < std::numeric_limits<int64_t>::max() - 4 * kHugePage,
-        "kv_cache.size.overflow", "{} bytes of keys and {} of values do not fit 63 bits", k_bytes, v_bytes);
-  if (stream != nullptr && stream->device().type != DeviceType::cpu) {
+  const bool host = stream == nullptr || stream->device().type == DeviceType::cpu;
+  if (host) {
+    memory_ = map_memory(bytes_);
+  } else {
     memory_ = stream->allocate(bytes_);
     stream->fill(memory_.get(), 0, bytes_);
-    k_.device = v_.device = stream->device();
-  } else {
-    memory_ = map_memory(bytes_);
   }
-  k_.data = memory_.get();
-  v_.data = static_cast<char*>(memory_.get()) + v_begin;
+  for (size_t i = 0; i < kKvParts.size(); ++i) {
+    TensorView& t = part_of(all_, kKvParts[i]);
+    if (t.rank == 0) continue;
+    if (!host) t.device = stream->device();
+    t.data = static_cast<char*>(memory_.get()) + begins[i];
+  }
 }
 
 KvCache KvAllocation::layer(int index) const {
   check(index >= 0 && index < num_layers_, "kv_cache.layer", "expected a layer from 0 to {}, got {}", num_layers_ - 1, index);
-  return {.k = k_.select(0, index), .v = v_.select(0, index), .k_scale = {}, .v_scale = {}};
+  KvCache one;
+  for (const KvPart part : kKvParts)
+    if (const TensorView& t = part_of(all_, part); !t.empty()) part_of(one, part) = t.select(0, index);
+  return one;
 }
 
 }  // namespace imbrex

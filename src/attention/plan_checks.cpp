@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -152,11 +153,15 @@ DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache
   check_cache(spec, cache, "write_kv.device", device);
   const DType dtype = k.dtype == spec.kv_dtype ? spec.kv_dtype : one_of(spec.new_kv_dtypes(), k.dtype);
   check_rows(k, "k", "write_kv.k", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_qk, device);
-  check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
+  if (codec_of(spec).values_in_keys)
+    check(v.empty(), "write_kv.v", "v: expected none, since values are the first {} elements of the rows of k, got {}", spec.head_dim_v, v);
+  else
+    check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
   check(num_tokens == 0 || !slot_mapping.empty(), "write_kv.slot_mapping", "write_kv needs Batch::slot_mapping, none was given to update");
-  check_written_layout(cache.k, "k of the cache");
-  check_written_layout(cache.v, "v of the cache");
+  constexpr std::array kNames = {"k of the cache", "v of the cache", "k_scale of the cache", "v_scale of the cache"};
+  for (const KvPart part : kKvParts)
+    if (codec_of(spec).layout(spec, part)) check_written_layout(part_of(cache, part), kNames[size_t(part)]);
   const int64_t num_slots = cache.num_blocks(spec) * spec.block_size;
   check(reach.slot < num_slots, "write_kv.slot", "slots must be below {}, the batch has {}", num_slots, reach.slot);
   return dtype;

@@ -8,6 +8,7 @@
 #include <array>
 #include <functional>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "imbrex/error.h"
 
@@ -56,8 +57,8 @@ void add_dtype_changes(const AttentionSpec& spec, std::vector<Change>& changes) 
 }
 
 void add_layout_changes(const AttentionSpec& spec, std::vector<Change>& changes) {
-  for (const KvFormat f : {KvFormat::strided, KvFormat::amx_packed}) {
-    if (f == spec.kv_format || spec.block_size == 0) continue;
+  for (const KvFormat f : kv_formats()) {
+    if (f == spec.kv_format || spec.block_size == 0 || codec_of(f).values_in_keys) continue;  // values need not be a part of the keys
     changes.push_back({1, kKvFormat, fmt::format("kv_format {}", to_string(f)), [f](AttentionSpec& s) { s.kv_format = f; }});
   }
   if (spec.block_size == 0) return;

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/plan_checks.h"
 #include "attention/position_bias.h"
@@ -29,15 +29,9 @@ void load_row(const TensorView& t, int64_t first, int64_t stride, int count, dou
 
 double parameter(const TensorView& t, int64_t index) { return t.as<const float>()[index * t.strides[0]]; }
 
-// The scale that an fp8 element is multiplied by.
-float head_scale(const TensorView& scales, DType dtype, int head) {
-  if (!is_fp8(dtype) || scales.empty()) return 1.f;
-  return scales.as<float>()[scales.size(0) == 1 ? 0 : head * scales.stride(0)];
-}
-
 class ReferencePlan final : public StepPlan {
  public:
-  ReferencePlan(const AttentionSpec& spec, const PlanOptions& options) : spec_(spec), options_(options) {
+  ReferencePlan(const AttentionSpec& spec, const PlanOptions& options) : spec_(spec), codec_(codec_of(spec)), options_(options) {
     k_row_.resize(spec.head_dim_qk);
     v_row_.resize(spec.head_dim_v);
     q_rows_.resize(size_t(spec.group_size()) * spec.head_dim_qk);
@@ -70,9 +64,13 @@ class ReferencePlan final : public StepPlan {
     const int tokens = step.batch.num_tokens();
     check_write(spec_, {}, cache, k, v, step.batch.slot_mapping, tokens, step.reach);
     for (int t = 0; t < tokens; ++t) {
-      if (slot_of(t) == -1) continue;
-      write_token(cache.k, cache.k_scale, k, t, slot_of(t));
-      write_token(cache.v, cache.v_scale, v, t, slot_of(t));
+      const int64_t slot = slot_of(t);
+      if (slot == -1) continue;
+      for (int h = 0; h < spec_.num_kv_heads; ++h) {
+        const KvPlace place{.block = slot / spec_.block_size, .offset = slot % spec_.block_size, .head = h};
+        codec_.encode(spec_, cache, KvPart::k, place, row_of(k, t, h));
+        if (!codec_.values_in_keys) codec_.encode(spec_, cache, KvPart::v, place, row_of(v, t, h));
+      }
     }
   }
 
@@ -96,20 +94,8 @@ class ReferencePlan final : public StepPlan {
     std::vector<int64_t> mask_start;  // first byte of each request's custom mask
   };
 
-  void write_token(const TensorView& cache, const TensorView& scales, const TensorView& source, int token, int64_t slot) const {
-    for (int h = 0; h < spec_.num_kv_heads; ++h) {
-      const int64_t to = offset(cache, slot / spec_.block_size, slot % spec_.block_size, h), from = offset(source, token, h);
-      const float scale = head_scale(scales, cache.dtype, h);
-      for (int64_t d = 0; d < cache.size(3); ++d) {
-        const int64_t target = to + d * cache.stride(3), at = from + d * source.stride(2);
-        if (source.dtype == cache.dtype) {  // bits as they are: an fp8 source has the scale in it
-          const int64_t size = size_of(cache.dtype);
-          std::memcpy(cache.as<char>() + target * size, source.as<const char>() + at * size, size);
-        } else {
-          store_from_float(cache.data, cache.dtype, target, load_as_float(source.data, source.dtype, at) / scale);
-        }
-      }
-    }
+  static KvRow row_of(const TensorView& t, int token, int head) {
+    return {.data = t.data, .dtype = t.dtype, .first = offset(t, token, head), .stride = t.stride(2)};
   }
 
   int64_t slot_of(int token) const {
@@ -125,13 +111,13 @@ class ReferencePlan final : public StepPlan {
                          : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
   }
 
-  // Where key `j` of request `r` begins in k or v.
-  int64_t key_offset(const TensorView& t, int r, int64_t j, int head) const {
+  // Where key `j` of request `r` lies, and its value.
+  KvPlace place_of(int r, int64_t j, int head) const {
     if (spec_.block_size == 0) {
       const TensorView& start = steps_.now().batch.kv_start_loc;
-      return offset(t, start.as<int32_t>()[r * start.stride(0)] + j, head);
+      return {.block = start.as<int32_t>()[r * start.stride(0)] + j, .offset = 0, .head = head};
     }
-    return offset(t, block_of(r, j / spec_.block_size), j % spec_.block_size, head);
+    return {.block = block_of(r, j / spec_.block_size), .offset = j % spec_.block_size, .head = head};
   }
 
   bool visible(int r, int64_t query, int64_t j) const {
@@ -161,17 +147,14 @@ class ReferencePlan final : public StepPlan {
     const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
     const Batch& batch = steps_.now().batch;
     const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = batch.context_len(r) + query;
-    const KvCache& kv = in.kv;
-    const int dim_axis = spec_.block_size == 0 ? 2 : 3;
-    const double k_scale = head_scale(kv.k_scale, spec_.kv_dtype, head), v_scale = head_scale(kv.v_scale, spec_.kv_dtype, head);
-    const double q_scale = head_scale(in.q_scale, spec_.q_dtype, head);
+    const double q_scale = scale_of_head(in.q_scale, spec_.q_dtype, head);
 
     for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, q_scale, &q_rows_[size_t(g) * dim_qk]);
     seen_.clear();
     for (int64_t j = 0; j < keys; ++j)
       if (visible(r, query, j)) seen_.push_back(j);
     for (int64_t j : seen_) {
-      load_row(kv.k, key_offset(kv.k, r, j, head), kv.k.stride(dim_axis), dim_qk, k_scale, k_row_.data());
+      codec_.decode(spec_, in.kv, KvPart::k, place_of(r, j, head), k_row_.data());
       for (int g = 0; g < group; ++g) {
         double dot = 0;
         for (int d = 0; d < dim_qk; ++d) dot += q_rows_[size_t(g) * dim_qk + d] * k_row_[d];
@@ -201,7 +184,7 @@ class ReferencePlan final : public StepPlan {
 
     std::fill(sums_.begin(), sums_.end(), 0.0);
     for (int64_t j : seen_) {
-      load_row(kv.v, key_offset(kv.v, r, j, head), kv.v.stride(dim_axis), dim_v, v_scale, v_row_.data());
+      codec_.decode(spec_, in.kv, KvPart::v, place_of(r, j, head), v_row_.data());
       for (int g = 0; g < group; ++g)
         for (int d = 0; d < dim_v; ++d) sums_[size_t(g) * dim_v + d] += weights_[size_t(g) * keys + j] * v_row_[d];
     }
@@ -211,6 +194,7 @@ class ReferencePlan final : public StepPlan {
   }
 
   AttentionSpec spec_;
+  const KvCodec& codec_;
   PlanOptions options_;
   TwoSteps<Step> steps_;
   mutable std::vector<double> k_row_, v_row_, q_rows_, sums_;  // scratch of attend
@@ -223,11 +207,10 @@ class ReferenceBackend final : public Backend {
   std::string_view name() const override { return "reference"; }
   std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
 
-  std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
+  std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo& device) const override {
     std::vector<Reason> reasons;
     if (device.device.type != DeviceType::cpu)
       reasons.push_back({"device.type", to_string(DeviceType::cpu), to_string(device.device.type)});
-    if (spec.kv_format != KvFormat::strided) reasons.push_back({"spec.kv_format", to_string(KvFormat::strided), to_string(spec.kv_format)});
     return reasons;
   }
 

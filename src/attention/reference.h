@@ -5,7 +5,7 @@
 
 namespace imbrex {
 
-// Double precision, plain loops, every feature of the spec; no speed. Runs on any CPU; refuses packed KV formats.
+// Double precision, plain loops, every feature of the spec; no speed. Runs on any CPU, with caches of any format.
 // Reads only keys and values that a query sees, and only memory that the batch's requests own.
 const Backend& reference_backend();
 

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "core/check.h"
 
@@ -17,14 +18,6 @@ const char* to_string(AttentionKind kind) {
     case AttentionKind::encoder: return "encoder";
     case AttentionKind::encoder_only: return "encoder_only";
     case AttentionKind::encoder_decoder: return "encoder_decoder";
-  }
-  return "unknown";
-}
-
-const char* to_string(KvFormat format) {
-  switch (format) {
-    case KvFormat::strided: return "strided";
-    case KvFormat::amx_packed: return "amx_packed";
   }
   return "unknown";
 }
@@ -138,7 +131,7 @@ static void validate_score(const ScoreMod& score) {
 
 void AttentionSpec::validate() const {
   check(kind <= AttentionKind::encoder_decoder, "spec.kind", "{} is no attention kind", int(kind));
-  check(kv_format <= KvFormat::amx_packed, "spec.kv_format", "{} is no KV format", int(kv_format));
+  const KvCodec& codec = codec_of(kv_format);
   check(num_q_heads > 0 && num_q_heads <= kMaxSpecHeads, "spec.num_q_heads", "expected 1 to {}, got {}", kMaxSpecHeads, num_q_heads);
   check(num_kv_heads > 0, "spec.num_kv_heads.positive", "expected 1 or more, got {}", num_kv_heads);
   check(num_q_heads % num_kv_heads == 0, "spec.num_kv_heads.divides", "expected a divisor of num_q_heads {}, got {}", num_q_heads,
@@ -148,16 +141,10 @@ void AttentionSpec::validate() const {
   const bool fp8_queries = q_dtype == DType::fp8_e4m3;
   check(fp8_queries || q_dtype == DType::f32 || q_dtype == DType::bf16 || q_dtype == DType::f16, "spec.q_dtype",
         "expected f32, bf16, f16 or fp8_e4m3, got {}", to_string(q_dtype));
-  const bool is_fp8 = kv_dtype == DType::fp8_e4m3 || kv_dtype == DType::fp8_e5m2;
-  check(is_fp8 || kv_dtype == DType::f32 || kv_dtype == DType::bf16 || kv_dtype == DType::f16, "spec.kv_dtype",
-        "expected f32, bf16, f16, fp8_e4m3 or fp8_e5m2, got {}", to_string(kv_dtype));
   check(!fp8_queries || kv_dtype == q_dtype, "spec.kv_dtype.fp8_queries", "expected {}, as the queries, got {}", to_string(q_dtype),
         to_string(kv_dtype));
   check(block_size >= 0 && block_size <= kMaxBlockSize, "spec.block_size", "expected 0 (ragged) to {}, got {}", kMaxBlockSize, block_size);
-  if (kv_format == KvFormat::amx_packed) {
-    check(block_size > 0 && block_size % 16 == 0, "spec.block_size.packed", "expected a multiple of 16 for amx_packed, got {}", block_size);
-    check(is_fp8 || kv_dtype == DType::bf16, "spec.kv_dtype.packed", "expected bf16 or fp8 for amx_packed, got {}", to_string(kv_dtype));
-  }
+  codec.check(*this);
   validate_mask(mask);
   validate_score(score);
 }

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include "attention/kv_codec.h"
 #include "cli/cli.h"
 #include "imbrex/model.h"
 #include "imbrex/select.h"
@@ -36,7 +37,7 @@ std::vector<std::string> known_values(const std::string& option) {
   } else if (option == "--kv-dtype") {
     values = {"f32", "bf16", "f16", "fp8_e4m3", "fp8_e5m2"};
   } else if (option == "--kv-format") {
-    values = {"strided", "amx_packed"};
+    for (const KvFormat format : kv_formats()) values.emplace_back(to_string(format));
   } else if (option == "--arch") {
     values = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
   } else if (option == "--phase") {

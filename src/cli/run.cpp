@@ -3,6 +3,7 @@
 
 #include <ctime>
 
+#include "attention/kv_codec.h"
 #include "cli/cli.h"
 #include "cli/progress.h"
 #include "core/check.h"
@@ -82,7 +83,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--block-size", r.block_size, "Tokens in a cache block (page)")->capture_default_str();
   sub->add_option("--q-dtype", o->q_dtype, "Activations: bf16")->capture_default_str();
   sub->add_option("--kv-dtype", o->kv_dtype, "Cache: f32, bf16, f16, fp8_e4m3, fp8_e5m2")->capture_default_str();
-  sub->add_option("--kv-format", r.kv_format, "strided, amx_packed, or auto: packed where a fast backend takes it")->capture_default_str();
+  sub->add_option("--kv-format", r.kv_format, kv_format_names() + ", or auto: what a fast backend prefers")->capture_default_str();
   sub->add_option("--kv-memory", o->kv_memory,
                   "Memory of pages and states, such as 2GiB (default: a quarter of the machine's, or 90 % of what a GPU has left)");
   sub->add_option("--backend", r.select.forced,

@@ -5,6 +5,7 @@
 
 #include <charconv>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "core/check.h"
 
@@ -55,16 +56,17 @@ void add_field(CLI::App& app, const SpecField& field, bool& value) { app.add_fla
 void add_field(CLI::App& app, const SpecField& field, float& value) { app.add_option(field.flag, value, field.help); }
 void add_field(CLI::App& app, const SpecField& field, int& value) { app.add_option(field.flag, value, field.help)->capture_default_str(); }
 void add_field(CLI::App& app, const SpecField& field, AttentionKind& value) { add_named(app, field.flag, value, field.help, parse_kind); }
-void add_field(CLI::App& app, const SpecField& field, KvFormat& value) { add_named(app, field.flag, value, field.help, parse_kv_format); }
+void add_field(CLI::App& app, const SpecField& field, KvFormat& value) {
+  add_named(app, field.flag, value, kv_format_names().c_str(), parse_kv_format);
+}
 void add_field(CLI::App& app, const SpecField& field, DType& value) { add_dtype_option(app, field.flag, value, field.help); }
 
 }  // namespace
 
 KvFormat parse_kv_format(const std::string& text) {
-  for (const auto format : {KvFormat::strided, KvFormat::amx_packed}) {
-    if (text == to_string(format)) return format;
-  }
-  fail("cli.kv_format", "strided or amx_packed, got \"{}\"", text);
+  const std::optional<KvFormat> format = find_kv_format(text);
+  check(format.has_value(), "cli.kv_format", "{}, got \"{}\"", kv_format_names(), text);
+  return *format;
 }
 
 void add_dtype_option(CLI::App& app, const char* flag, DType& value, const char* help) {

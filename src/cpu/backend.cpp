@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "attention/plan_checks.h"
 #include "core/check.h"
 #include "core/cpu_features.h"
@@ -33,11 +34,13 @@ class CpuBackend final : public Backend {
       refuse("device.isa", amx ? "amx" : to_string(needs_), std::move(actual));
     }
     if (!amx) {
-      if (spec.kv_format != KvFormat::strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
+      if (!codec_of(spec).strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
       // No CPU multiplies fp8 numbers: queries would only be widened again.
       if (spec.q_dtype == DType::fp8_e4m3) refuse("spec.q_dtype", "f32, bf16 or f16", to_string(spec.q_dtype));
       return reasons;
     }
+    if (!codec_of(spec).strided && spec.kv_format != KvFormat::amx_packed)
+      refuse("spec.kv_format", "strided or amx_packed", to_string(spec.kv_format));
     // Tile products take bf16 operands: f16 and f32 would lose bits that the caller paid for.
     if (spec.q_dtype != DType::bf16) refuse("spec.q_dtype", "bf16", to_string(spec.q_dtype));
     if (spec.kv_dtype == DType::f32 || spec.kv_dtype == DType::f16) {

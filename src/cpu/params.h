@@ -14,7 +14,7 @@ constexpr float kEmptyMax = -1e30f;  // running maximum (in log2 units) of a row
 
 struct KvSide {  // keys or values of one layer
   const char* data;
-  long block_stride, token_stride, head_stride, dim_stride;  // bytes; packed: block and head only
+  long block_stride, token_stride, head_stride, dim_stride;  // bytes; packed: block and head only; 0 of what there is one of, or none
   const float* scales;                                       // dequantisation, null: 1
   int scale_stride;                                          // 0: one for all heads, 1: one for each
   int type;                                                  // ElementType
@@ -29,7 +29,7 @@ struct AttentionParams {
   long lse_token_stride, lse_head_stride;                                 // elements
   int q_type, out_type;
   KvSide k, v;
-  bool packed;     // KvFormat::amx_packed
+  bool packed;     // not strided, but tiles as the AMX unit reads them (amx_packed)
   int block_size;  // 0: ragged
 
   const int* query_start;            // [num_reqs + 1]
@@ -55,8 +55,8 @@ struct AttentionParams {
 };
 
 struct WriteKvParams {
-  KvSide k, v;  // the cache; data is written
-  const char *src_k, *src_v;
+  KvSide k, v;                                                                                    // the cache; data is written
+  const char *src_k, *src_v;                                                                      // src_v null: keys alone
   long k_token_stride, k_head_stride, k_dim_stride, v_token_stride, v_head_stride, v_dim_stride;  // bytes
   int src_type;
   const long long* slots;

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "core/check.h"
@@ -33,18 +34,21 @@ void invoke(const ParallelFor& threads, ParallelFor::Body body, void* argument) 
   }
 }
 
+// Of a tensor with the dimensions of the format's keys, which are those of its values too.
 KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, int dim) {
   KvSide side{};
   side.data = t.as<const char>();
-  if (spec.kv_format == KvFormat::amx_packed) {
-    side.block_stride = byte_stride(t, 0);
-    side.head_stride = byte_stride(t, 1);
-  } else {
-    const int token = spec.block_size > 0 ? 1 : 0;
-    if (token == 1) side.block_stride = byte_stride(t, 0);
-    side.token_stride = byte_stride(t, token);
-    side.head_stride = byte_stride(t, token + 1);
-    side.dim_stride = byte_stride(t, token + 2);
+  const std::string_view dims = codec_of(spec).layout(spec, KvPart::k)->dims;
+  for (int d = 0; d < t.rank; ++d) {
+    const long stride = byte_stride(t, d);
+    switch (dims[size_t(d)]) {
+      case 'b': side.block_stride = stride; break;
+      case 'r':
+      case 't': side.token_stride = stride; break;
+      case 'h': side.head_stride = stride; break;
+      case 'd': side.dim_stride = stride; break;
+      default: break;  // bytes in one piece
+    }
   }
   side.scales = scale.as<const float>();
   side.scale_stride = !scale.empty() && scale.size(0) > 1 ? int(scale.stride(0)) : 0;
@@ -71,7 +75,7 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   shape.k.dim = spec.head_dim_qk;
   shape.v.dim = spec.head_dim_v;
   shape.k.type = shape.v.type = int(spec.kv_dtype);
-  shape.packed = spec.kv_format == KvFormat::amx_packed;
+  shape.packed = !codec_of(spec).strided;
   shape.group = group;
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   const long workers = options.threads.num_workers;
@@ -157,9 +161,10 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
   }
-  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_, spec_.head_dim_qk);
-  a.v = kv_side(in.kv.v, in.kv.v_scale, spec_, spec_.head_dim_v);
-  a.packed = spec_.kv_format == KvFormat::amx_packed;
+  const KvCache kv = with_values(spec_, in.kv);
+  a.k = kv_side(kv.k, kv.k_scale, spec_, spec_.head_dim_qk);
+  a.v = kv_side(kv.v, kv.v_scale, spec_, spec_.head_dim_v);
+  a.packed = !codec_of(spec_).strided;
   a.block_size = spec_.block_size;
   a.query_start = step.query_start.data();
   a.seq_lens = step.seq_lens.data();
@@ -280,10 +285,11 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const DType dtype = check_write(spec_, {}, cache, k, v, step.slot_mapping, step.num_tokens, step.reach);
   const int heads = spec_.num_kv_heads;
   WriteKvParams w{};
+  const bool values = !codec_of(spec_).values_in_keys;
   w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
-  w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
+  if (values) w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
   w.src_k = k.as<const char>();
-  w.src_v = v.as<const char>();
+  w.src_v = values ? v.as<const char>() : nullptr;
   w.k_token_stride = byte_stride(k, 0);
   w.k_head_stride = byte_stride(k, 1);
   w.k_dim_stride = byte_stride(k, 2);
@@ -295,9 +301,9 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   w.slot_stride = step.slot_mapping.stride(0);
   w.block_size = spec_.block_size;
   w.num_kv_heads = heads;
-  w.packed = spec_.kv_format == KvFormat::amx_packed;
+  w.packed = !codec_of(spec_).strided;
   Write write{.params = w, .kernels = kernels_, .num_tokens = step.num_tokens};
-  const long bytes = long(step.num_tokens) * heads * (spec_.head_dim_qk + spec_.head_dim_v) * size_of(dtype);
+  const long bytes = long(step.num_tokens) * heads * (w.k.dim + w.v.dim) * size_of(dtype);
   const ParallelFor threads = bytes < kSerialWriteBytes ? ParallelFor{} : options_.threads;
   invoke(
       threads, [](void* x, int) { static_cast<Write*>(x)->work(); }, &write);

@@ -6,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "attention/kv_codec.h"
 #include "attention/plan_checks.h"
 #include "core/check.h"
 #include "cuda/attention/attention_sm80.h"
@@ -229,7 +230,7 @@ class CudaBackend final : public Backend {
     } else if (device.sm < sm_.least || device.sm > sm_.most) {
       reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
-    if (spec.kv_format != KvFormat::strided) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
+    if (!codec_of(spec).strided) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;
   }

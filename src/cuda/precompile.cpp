@@ -5,6 +5,7 @@
 #include <atomic>
 #include <set>
 
+#include "attention/kv_codec.h"
 #include "attention/precompile.h"
 #include "core/check.h"
 #include "core/env.h"
@@ -23,7 +24,7 @@ namespace imbrex::cuda {
 namespace {
 
 std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, Extent) {
-  if (spec.block_size == 0 || spec.kv_format != KvFormat::strided) return {};
+  if (spec.block_size == 0 || !codec_of(spec).strided) return {};
   std::vector<KernelKey> keys;
   for (const DType from : spec.new_kv_dtypes()) keys.push_back(write_kv_key(arch, spec, from));
   return keys;

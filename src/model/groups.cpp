@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "imbrex/kv_cache.h"
-
 namespace imbrex {
 
 namespace {
@@ -30,15 +28,7 @@ std::string group_name(const AttentionSpec& spec) {
 }
 std::string group_detail(const AttentionSpec& spec) { return fmt::format("kv{} d{}", spec.num_kv_heads, spec.head_dim_qk); }
 
-void add_bytes(const AttentionSpec& spec, CacheGroup& group) {
-  if (spec.kv_format != KvFormat::amx_packed) {
-    group.bytes_per_token += spec.kv_bytes_per_token();
-    return;
-  }
-  const int64_t block = packed_block_bytes(spec.block_size, spec.head_dim_qk, spec.kv_dtype) +
-                        packed_block_bytes(spec.block_size, spec.head_dim_v, spec.kv_dtype);
-  group.bytes_per_token += spec.num_kv_heads * block / spec.block_size;
-}
+void add_bytes(const AttentionSpec& spec, CacheGroup& group) { group.bytes_per_token += spec.kv_bytes_per_token(); }
 
 void deploy(AttentionSpec& spec, DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) {
   const bool cached = has_cache(spec);  // the others read keys where the projection wrote them

@@ -1,4 +1,5 @@
 // Layers of softmax attention in a replay (see layer_kind.h).
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "imbrex/select.h"
 #include "serve/layer_kind.h"
@@ -11,7 +12,8 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
  public:
   AttentionLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
     const AttentionSpec& s = spec();
-    parts_ = {{Side::q, s.num_q_heads, s.head_dim_qk}, {Side::k, s.num_kv_heads, s.head_dim_qk}, {Side::v, s.num_kv_heads, s.head_dim_v}};
+    parts_ = {{Side::q, s.num_q_heads, s.head_dim_qk}, {Side::k, s.num_kv_heads, s.head_dim_qk}};
+    if (!codec_of(s).values_in_keys) parts_.push_back({Side::v, s.num_kv_heads, s.head_dim_v});
     out_rows_ = s.num_kv_heads;  // with the q heads of each
     out_length_ = int64_t(s.group_size()) * s.head_dim_v;
     for (const int layer : kind.layers) add_layer(layer, setup);
@@ -21,7 +23,9 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
   void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
     KvCache& cache = layers_[layer].inputs.kv;
     cache = std::get<KvAllocation>(group).layer(layer_of_group);
-    if (is_fp8(spec().kv_dtype)) cache.k_scale = cache.v_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
+    if (!is_fp8(spec().kv_dtype)) return;
+    cache.k_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
+    if (!codec_of(spec()).values_in_keys) cache.v_scale = cache.k_scale;
   }
 
   bool write_cache(size_t layer, const StepTensors& tensors) const override {

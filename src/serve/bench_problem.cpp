@@ -62,16 +62,18 @@ BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, co
   if (spec.block_size == 0) {
     check(options.kv_order.empty(), "bench.kv_order", "ragged keys have no order to choose, got \"{}\"", options.kv_order);
     inputs_.kv.k = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk}));
-    inputs_.kv.v = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v}));
     make_rows(Side::k, 0, inputs_.kv.k);
-    make_rows(Side::v, 0, inputs_.kv.v);
+    if (!values_in_keys()) {
+      inputs_.kv.v = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v}));
+      make_rows(Side::v, 0, inputs_.kv.v);
+    }
     batch_.kv_start_loc = TensorView::contiguous(key_start_.data(), DType::i32, {int64_t(key_start_.size())});
     cache_bytes_ = keys * spec.kv_bytes_per_token();
     return;
   }
   make_tables(options.seed);
   const auto add_cache = [&] {
-    const std::string order = options.kv_order.empty() ? (spec.kv_format == KvFormat::strided ? "lbhtd" : "lbh") : options.kv_order;
+    const std::string order = options.kv_order.empty() ? "lbhtd" : options.kv_order;
     caches_.emplace_back(spec, 1, num_blocks_, order, &stream);
   };
   add_cache();
@@ -163,7 +165,7 @@ void BenchProblem::write_caches(const Backend& backend, const DeviceInfo& device
       .limits = {1, int(kStep), std::max(limits_.max_seq_len, int(kStep))}, .threads = options.threads, .load_on_demand = true};
   const auto plan = backend.plan(spec, device, plan_options);
   const DeviceTensor k = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_qk});
-  const DeviceTensor v = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_v});
+  const DeviceTensor v = values_in_keys() ? DeviceTensor{} : stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_v});
   for (size_t r = 0; r < requests_.size(); ++r) {
     for (int64_t begin = 0; begin < requests_[r].seq_len; begin += kStep) {
       const int64_t end = std::min<int64_t>(begin + kStep, requests_[r].seq_len);
@@ -176,9 +178,10 @@ void BenchProblem::write_caches(const Backend& backend, const DeviceInfo& device
       batch.block_table = batch_.block_table.slice(0, int64_t(r), int64_t(r) + 1);
       batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {int64_t(slots.size())});
       plan->update(batch, stream_.get());
-      const TensorView new_k = k.view.slice(0, 0, end - begin), new_v = v.view.slice(0, 0, end - begin);
+      const TensorView new_k = k.view.slice(0, 0, end - begin);
+      const TensorView new_v = values_in_keys() ? TensorView{} : v.view.slice(0, 0, end - begin);
       make_rows(Side::k, key_start_[r] + begin, new_k);
-      make_rows(Side::v, key_start_[r] + begin, new_v);
+      if (!values_in_keys()) make_rows(Side::v, key_start_[r] + begin, new_v);
       for (const KvAllocation& cache : caches_) plan->write_kv(cache.layer(0), new_k, new_v, stream_.get());
     }
   }
@@ -220,7 +223,7 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   in.requests = {{queries, seq_len, 0}};
   in.q = host_rows(Side::q, token, queries, first, group, spec_.head_dim_qk);
   in.k = host_rows(Side::k, key, seq_len, kv_head, 1, spec_.head_dim_qk);
-  in.v = host_rows(Side::v, key, seq_len, kv_head, 1, spec_.head_dim_v);
+  in.v = host_rows(values_in_keys() ? Side::k : Side::v, key, seq_len, kv_head, 1, spec_.head_dim_v);
   in.sinks = cut_heads(parameters_.sinks, first, group);
   in.alibi_slopes = cut_heads(parameters_.alibi_slopes, first, group);
   in.head_scales = cut_heads(parameters_.head_scales, first, group);

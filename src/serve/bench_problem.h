@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/kv_codec.h"
 #include "conformance/attention/case_inputs.h"
 #include "imbrex/backend.h"
 #include "imbrex/device_stream.h"
@@ -45,6 +46,8 @@ class BenchProblem {
   void write_caches(const Backend&, const DeviceInfo&, const BenchOptions&);
   const Numbers& numbers(Side side) const { return side == Side::q ? q_numbers_ : kv_numbers_; }
   HostTensor host_rows(Side, int64_t first, int64_t count, int head, int num_heads, int dim) const;
+
+  bool values_in_keys() const { return codec_of(spec_).values_in_keys; }
 
   AttentionSpec spec_;
   std::vector<BenchRequest> requests_;

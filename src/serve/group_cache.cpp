@@ -1,6 +1,7 @@
 // See group_cache.h.
 #include "serve/group_cache.h"
 
+#include "attention/kv_codec.h"
 #include "core/run_parallel.h"
 
 namespace imbrex::serve {
@@ -28,8 +29,8 @@ GroupCache make_cache(const AttentionSpec& spec, int num_layers, int num_blocks,
   KvAllocation cache(spec, num_layers, num_blocks, "lbhtd", &stream);
   for (int layer = 0; !stream.asynchronous() && layer < num_layers; ++layer) {
     const KvCache views = cache.layer(layer);
-    for (const TensorView& side : {views.k, views.v})  // within a layer the block is the outermost dimension
-      touch_pages(side.data, side.size(0) * side.stride(0) * size_of(side.dtype), threads);
+    for (const KvPart part : kKvParts)  // within a layer the block is the outermost dimension
+      if (const TensorView& t = part_of(views, part); !t.empty()) touch_pages(t.data, t.size(0) * t.stride(0) * size_of(t.dtype), threads);
   }
   return cache;
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "core/check.h"
 #include "imbrex/select.h"
@@ -14,9 +15,9 @@ namespace imbrex::serve {
 namespace {
 
 KvFormat parse_format(const std::string& text) {
-  if (text == "strided") return KvFormat::strided;
-  if (text == "amx_packed") return KvFormat::amx_packed;
-  fail("replay.kv_format", "kv_format must be auto, strided or amx_packed, is \"{}\"", text);
+  const std::optional<KvFormat> format = find_kv_format(text);
+  check(format.has_value(), "replay.kv_format", "kv_format must be auto, {}, is \"{}\"", kv_format_names(), text);
+  return *format;
 }
 
 // Whether a backend other than the reference runs every kind of attention layer.
@@ -38,9 +39,15 @@ bool runs_well(const ModelSpec& model, const ReplayOptions& options, const Devic
   return true;
 }
 
-bool can_pack(const ModelSpec& model, const ReplayOptions& options) {
-  const bool dtype = options.kv_dtype == DType::bf16 || options.kv_dtype == DType::fp8_e4m3 || options.kv_dtype == DType::fp8_e5m2;
-  return dtype && options.block_size % 16 == 0 && !model.layers.empty();
+// Whether every layer of attention can have the format.
+bool can_have(const ModelSpec& model, const ReplayOptions& options, KvFormat format) {
+  return std::all_of(model.layers.begin(), model.layers.end(), [&](const ModelLayer& layer) {
+    const auto* of_layer = std::get_if<AttentionSpec>(&layer.spec);
+    if (of_layer == nullptr) return true;
+    AttentionSpec spec = *of_layer;
+    spec.q_dtype = options.q_dtype, spec.kv_dtype = options.kv_dtype;
+    return fits(spec, format, options.block_size);
+  });
 }
 
 }  // namespace
@@ -97,14 +104,18 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
   const auto deployed = [&](KvFormat format) { return part.with_kv(options.q_dtype, options.kv_dtype, format, options.block_size); };
   if (options.kv_format != "auto") return deployed(parse_format(options.kv_format));
   if (std::none_of(part.layers.begin(), part.layers.end(), attends)) return deployed(KvFormat::strided);
-  if (can_pack(part, options)) {
-    ModelSpec packed = deployed(KvFormat::amx_packed);
-    if (runs_well(packed, options, device)) {
-      note = "kv_format amx_packed: the AMX backend reads it without rearranging";
-      return packed;
-    }
+  std::string passed_over;
+  for (const KvFormat format : kv_formats()) {
+    const KvCodec& codec = codec_of(format);
+    if (codec.preferred == nullptr) continue;
+    passed_over += fmt::format("{}{}", passed_over.empty() ? "" : " or ", codec.name);
+    if (!can_have(part, options, format)) continue;
+    ModelSpec preferred = deployed(format);
+    if (!runs_well(preferred, options, device)) continue;
+    note = fmt::format("kv_format {}: {}", codec.name, codec.preferred);
+    return preferred;
   }
-  note = "kv_format strided: nothing but the reference runs amx_packed here";
+  note = fmt::format("kv_format strided: nothing but the reference runs {} here", passed_over);
   return deployed(KvFormat::strided);
 }
 

@@ -8,6 +8,7 @@
 #include <exception>
 #include <optional>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -117,11 +118,12 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
     const int64_t offset = synthetic_.offset(Side::q, sample.layer, target.kv_head * group + h, key_of(sample, sample.position));
     std::memcpy(w.q.data() + size_t(h) * size_t(dim_qk), synthetic_.pool().data() + offset, size_t(dim_qk) * sizeof(uint16_t));
   }
+  const Side side_of_values = codec_of(spec).values_in_keys ? Side::k : Side::v;
   char *k = w.k.data(), *v = w.v.data();
   for (int j = first; j <= sample.position; ++j, k += k_bytes, v += v_bytes + noise_bytes) {
     const uint64_t key = key_of(sample, j);
     const size_t from_k = size_t(synthetic_.offset(Side::k, sample.layer, target.kv_head, key)) * size;
-    const size_t from_v = size_t(synthetic_.offset(Side::v, sample.layer, target.kv_head, key)) * size;
+    const size_t from_v = size_t(synthetic_.offset(side_of_values, sample.layer, target.kv_head, key)) * size;
     const bool negative = (hash_numbers(key, kSignTag) & 1) != 0;
     std::memcpy(k, pool_.data() + from_k, k_bytes);
     std::memcpy(v, pool_.data() + from_v, v_bytes);

@@ -78,10 +78,14 @@ TEST(CaseFile, ShowsRefusals) {
 // A file without v is a latent: its first elements are the values.
 TEST(CaseFile, LatentServesAsValues) {
   Safetensors file = to_safetensors(make_case_file(full_case()));
-  file.tensors.erase("v");
+  file.tensors.erase("v"), file.tensors.erase("v_scale");
   const CaseFile c = parse_case(file);
+  EXPECT_EQ(c.inputs.spec.kv_format, KvFormat::latent);
+  EXPECT_EQ(c.inputs.v_scale.bytes, c.inputs.k_scale.bytes);
   EXPECT_EQ(c.inputs.v.sizes, (std::vector<int64_t>{21, 2, 8}));
   EXPECT_EQ(c.inputs.v.get(8), c.inputs.k.get(16));
+  const Safetensors again = to_safetensors(c);
+  EXPECT_FALSE(again.tensors.contains("v") || again.tensors.contains("v_scale"));
 }
 
 TEST(CaseFile, RefusesWhatDoesNotFit) {
@@ -143,9 +147,10 @@ TEST(CaseFile, RefusesWhatDoesNotFit) {
       {"case_file.seq_lens.shorter_than_query", set_i32("seq_lens", 0, 2)},
       {"case_file.scale.size", [](Safetensors& f) { f.tensors["k_scale"] = HostTensor::make(DType::f32, {3}); }},
       {"case_file.scale.value", [](Safetensors& f) { f.tensors["v_scale"].set(1, 0.0); }},
+      {"case_file.latent", [](Safetensors& f) { f.tensors.erase("v"); }},  // its scale is left
       {"case_file.latent",
        [&](Safetensors& f) {
-         f.tensors.erase("v");
+         f.tensors.erase("v"), f.tensors.erase("v_scale");
          edit([](json& j) { j["spec"]["head_dim_v"] = 24; })(f);
        }},
   };

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <array>
 
+#include "attention/kv_codec.h"
 #include "attention/reference.h"
-#include "imbrex/error.h"
 
 namespace imbrex::test {
 namespace {
@@ -54,7 +54,7 @@ std::string Target::name() const {
 const std::vector<Target>& targets() {
   static const std::vector<Target> all = [] {
     std::vector<Target> result;
-    for (const KvFormat format : {KvFormat::strided, KvFormat::amx_packed})
+    for (const KvFormat format : kv_formats())
       for_each_target<AttentionFamily>(
           [&](const Backend& backend, const DeviceInfo& device) { return kernels_of(backend, device, format); },
           [&](const Backend* backend, const DeviceInfo& device) {
@@ -68,18 +68,9 @@ const std::vector<Target>& targets() {
 bool options_for(const Case& c, const Target& target, RunOptions& options) {
   options = default_options(c);
   options.kv_format = target.kv_format;
-  if (target.kv_format == KvFormat::strided) return true;
-  if (c.spec.block_size == 0) return false;
-  options.block_size = (c.spec.block_size + 15) / 16 * 16;
-  AttentionSpec spec = c.spec;
-  spec.kv_format = target.kv_format;
-  spec.block_size = options.block_size;
-  try {
-    spec.validate();
-  } catch (const Error&) {
-    return false;
-  }
-  return true;
+  options.block_size = block_size_in(target.kv_format, c.spec.block_size);
+  if (codec_of(target.kv_format).values_in_keys && !codec_of(c.spec).values_in_keys) return false;
+  return fits(c.spec, target.kv_format, options.block_size);
 }
 
 bool runs(const Case& c, const Target& target) {

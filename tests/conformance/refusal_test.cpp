@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "expect_error.h"
 #include "matrix.h"
 
@@ -60,7 +61,6 @@ const Refusal kRefusals[] = {
     {"cuda_sm80", "spec.kv_format", "h200", packed},
     {"cuda_sm80", "spec.head_dim_qk", "l40s", wide_f32},
     {"reference", "device.type", "h200", nothing},
-    {"reference", "spec.kv_format", "cpu", packed},
     {"cpu_generic", "device.type", "h200", nothing},
     {"cpu_generic", "spec.kv_format", "cpu", packed},
     {"cpu_avx512", "device.type", "a100", nothing},
@@ -107,7 +107,7 @@ TEST(Refusals, NoOtherCodeOccurs) {
     for (const char* name : {"cpu", "h200", "a100", "l40s", kOldGpu, "avx512,4 threads", "avx2,4 threads", "amx,4 threads"}) {
       const DeviceInfo device = device_of(name);
       for (const Case& c : cases())
-        for (KvFormat format : {KvFormat::strided, KvFormat::amx_packed}) {
+        for (const KvFormat format : kv_formats()) {
           AttentionSpec spec = c.spec;
           spec.kv_format = format;
           for (const Reason& reason : backend->unsupported(spec, device)) {

@@ -1,9 +1,9 @@
 // See case_file.h. The file's fields are in design order: spec, mask, then the tensors.
 #include "conformance/attention/case_file.h"
 
-#include <algorithm>
 #include <type_traits>
 
+#include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "conformance/case_fields.h"
 #include "core/check.h"
@@ -91,16 +91,6 @@ std::vector<CaseRequest> parse_requests(const HostTensor& starts, const HostTens
   return requests;
 }
 
-// MLA files carry one latent for both: the values are its first head_dim_v elements.
-HostTensor values_of_latent(const HostTensor& k, int head_dim_v) {
-  check(head_dim_v <= k.sizes[2], "case_file.latent", "expected head_dim_v of at most {}, got {}", k.sizes[2], head_dim_v);
-  HostTensor v = HostTensor::make(k.dtype, {k.sizes[0], k.sizes[1], head_dim_v});
-  for (int64_t row = 0; row < k.sizes[0] * k.sizes[1]; ++row)
-    std::copy_n(k.bytes.begin() + row * k.sizes[2] * size_of(k.dtype), head_dim_v * size_of(k.dtype),
-                v.bytes.begin() + row * head_dim_v * size_of(k.dtype));
-  return v;
-}
-
 }  // namespace
 
 CaseFile parse_case(const Safetensors& file) {
@@ -111,6 +101,13 @@ CaseFile parse_case(const Safetensors& file) {
   const AttentionSpec& spec = in.spec;
   const int heads = spec.num_q_heads, kv_heads = spec.num_kv_heads;
   CaseTensors tensors(file);
+  const bool latent = !tensors.has("v");
+  if (latent) {
+    check(spec.head_dim_v <= spec.head_dim_qk, "case_file.latent", "expected head_dim_v of at most {}, got {}", spec.head_dim_qk,
+          spec.head_dim_v);
+    check(!tensors.has("v_scale"), "case_file.latent", "expected no v_scale without v: values are a part of k and have k_scale");
+    in.spec.kv_format = KvFormat::latent;
+  }
   const HostTensor lens = tensors.take("seq_lens", {DType::i32}, {-1});
   const HostTensor starts = tensors.take("query_start_loc", {DType::i32}, {lens.sizes[0] + 1});
   in.requests = parse_requests(starts, lens, spec);
@@ -124,8 +121,7 @@ CaseFile parse_case(const Safetensors& file) {
   std::vector<DType> key_types{spec.kv_dtype};
   key_types.insert(key_types.end(), spec.new_kv_dtypes().begin(), spec.new_kv_dtypes().end());
   in.k = tensors.take("k", key_types, {num_keys, kv_heads, spec.head_dim_qk});
-  in.v =
-      tensors.has("v") ? tensors.take("v", {in.k.dtype}, {num_keys, kv_heads, spec.head_dim_v}) : values_of_latent(in.k, spec.head_dim_v);
+  in.v = latent ? first_elements(in.k, spec.head_dim_v) : tensors.take("v", {in.k.dtype}, {num_keys, kv_heads, spec.head_dim_v});
   in.sinks = tensors.take_if(spec.score.sinks, "sinks", DType::f32, {heads});
   in.alibi_slopes = tensors.take_if(spec.score.alibi, "alibi_slopes", DType::f32, {heads});
   in.head_scales = tensors.take_if(spec.score.head_scales, "head_scales", DType::f32, {heads});
@@ -133,7 +129,7 @@ CaseFile parse_case(const Safetensors& file) {
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
-  in.v_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
+  in.v_scale = latent ? in.k_scale : tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
   for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) {
     check(scale->empty() || scale->sizes[0] == 1 || scale->sizes[0] == kv_heads, "case_file.scale.size", "expected 1 or {} scales, got {}",
           kv_heads, scale->empty() ? 0 : scale->sizes[0]);
@@ -160,7 +156,8 @@ Safetensors to_safetensors(const CaseFile& c) {
   file.metadata["imbrex"] = spec_json(in.spec).dump();
   file.tensors["q"] = in.q;
   file.tensors["k"] = in.k;
-  file.tensors["v"] = in.v;
+  const bool latent = codec_of(in.spec).values_in_keys;
+  if (!latent) file.tensors["v"] = in.v;
   file.tensors["query_start_loc"] = tensor_of(starts);
   file.tensors["seq_lens"] = tensor_of(lens);
   file.tensors["out"] = tensor_of(c.out, {in.num_tokens(), heads, in.spec.head_dim_v});
@@ -169,7 +166,7 @@ Safetensors to_safetensors(const CaseFile& c) {
       {"sinks", &in.sinks},     {"alibi_slopes", &in.alibi_slopes}, {"head_scales", &in.head_scales}, {"relative_bias", &in.relative_bias},
       {"q_scale", &in.q_scale}, {"k_scale", &in.k_scale},           {"v_scale", &in.v_scale},         {"custom_mask", &in.custom_mask}};
   for (const auto& [name, tensor] : optional)
-    if (!tensor->empty()) file.tensors[name] = *tensor;
+    if (!tensor->empty() && !(latent && tensor == &in.v_scale)) file.tensors[name] = *tensor;
   return file;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "conformance/case_random.h"
 #include "core/float_types.h"
@@ -142,12 +143,20 @@ CaseInputs make_inputs(const Case& c) {
       in.v_scale.set(h, double(c.kv_scale) * (1.5 - h / 8.0));
     }
   }
+  if (codec_of(spec).values_in_keys) in.v = first_elements(in.k, spec.head_dim_v), in.v_scale = in.k_scale;
   if (spec.q_dtype == DType::fp8_e4m3) {
     in.q_scale = HostTensor::make(DType::f32, {c.scale_per_head ? spec.num_kv_heads : 1});
     for (int64_t h = 0; h < in.q_scale.num_elements(); ++h) in.q_scale.set(h, 0.75 * (1.0 + double(h) / 4.0));
     in.q = as_cached(in.q, spec.q_dtype, in.q_scale);
   }
   return in;
+}
+
+HostTensor first_elements(const HostTensor& t, int dim) {
+  HostTensor first = HostTensor::make(t.dtype, {t.sizes[0], t.sizes[1], dim});
+  const int64_t from = t.sizes[2] * size_of(t.dtype), to = dim * size_of(t.dtype);
+  for (int64_t row = 0; row < t.sizes[0] * t.sizes[1]; ++row) std::copy_n(t.bytes.begin() + row * from, to, first.bytes.begin() + row * to);
+  return first;
 }
 
 float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head) {

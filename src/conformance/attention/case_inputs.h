@@ -11,8 +11,9 @@ struct CaseInputs {
   AttentionSpec spec;
   std::vector<CaseRequest> requests;
   HostTensor q;  // [T, num_q_heads, head_dim_qk], q_dtype
-  HostTensor k,
-      v;  // [S, num_kv_heads, head_dim_qk or head_dim_v], kv_dtype or one of new_kv_dtypes(): all keys of request 0, then of request 1, ...
+  // [S, num_kv_heads, head_dim_qk or head_dim_v], kv_dtype or one of new_kv_dtypes(): all keys of request 0, then of request 1, ... Where
+  // the spec's values are a part of the keys, v and v_scale are what a cache that stores both would have.
+  HostTensor k, v;
   HostTensor sinks, alibi_slopes, head_scales;  // f32 [num_q_heads], where the spec has them
   HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
@@ -23,6 +24,9 @@ struct CaseInputs {
 
 // Makes the inputs of a case: the same bits on every machine.
 CaseInputs make_inputs(const Case&);
+
+// Of each row the first `dim` elements: the values of a latent.
+HostTensor first_elements(const HostTensor&, int dim);
 
 // k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8. Or q, in q_dtype.
 HostTensor as_cached(const HostTensor&, DType, const HostTensor& scale);

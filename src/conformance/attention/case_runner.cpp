@@ -7,6 +7,7 @@
 #include <optional>
 #include <random>
 
+#include "attention/kv_codec.h"
 #include "attention/reference.h"
 #include "core/check.h"
 #include "core/float_types.h"
@@ -60,6 +61,7 @@ class Runner {
   }
 
  private:
+  bool values_in_keys() const { return codec_of(spec_).values_in_keys; }
   bool cross() const { return spec_.kind == AttentionKind::encoder_decoder; }
   int context_len(const CaseRequest& r) const { return cross() ? r.seq_len : r.seq_len - r.q_len; }
 
@@ -79,64 +81,49 @@ class Runner {
   }
 
   KvCache with_scales(KvCache cache) const {
-    cache.k_scale = in_.k_scale.view();
-    cache.v_scale = in_.v_scale.view();
+    if (!in_.k_scale.empty()) cache.k_scale = in_.k_scale.view();
+    if (!in_.v_scale.empty() && !values_in_keys()) cache.v_scale = in_.v_scale.view();
     return cache;
   }
 
   void make_cache() {
     if (spec_.block_size == 0) {
-      const HostTensor k = as_cached(in_.k, spec_.kv_dtype, in_.k_scale), v = as_cached(in_.v, spec_.kv_dtype, in_.v_scale);
-      ragged_k_.emplace(spec_.kv_dtype, num_keys_ + 2 * kRaggedMargin, spec_.num_kv_heads, spec_.head_dim_qk, options_.poison);
-      ragged_v_.emplace(spec_.kv_dtype, num_keys_ + 2 * kRaggedMargin, spec_.num_kv_heads, spec_.head_dim_v, options_.poison);
-      for (int64_t row = 0; row < num_keys_; ++row) {
-        ragged_k_->copy_row(row + kRaggedMargin, k, row);
-        ragged_v_->copy_row(row + kRaggedMargin, v, row);
-      }
-      cache_ = with_scales({.k = ragged_k_->view, .v = ragged_v_->view, .k_scale = {}, .v_scale = {}});
+      const int64_t rows = num_keys_ + 2 * kRaggedMargin;
+      const auto place = [&](std::optional<SpreadTensor>& to, const HostTensor& from, int dim) {
+        to.emplace(spec_.kv_dtype, rows, spec_.num_kv_heads, dim, options_.poison);
+        for (int64_t row = 0; row < num_keys_; ++row) to->copy_row(row + kRaggedMargin, from, row);
+        return to->view;
+      };
+      KvCache cache{.k = place(ragged_k_, as_cached(in_.k, spec_.kv_dtype, in_.k_scale), spec_.head_dim_qk)};
+      if (!values_in_keys()) cache.v = place(ragged_v_, as_cached(in_.v, spec_.kv_dtype, in_.v_scale), spec_.head_dim_v);
+      cache_ = with_scales(cache);
       return;
     }
-    const std::string order = spec_.kv_format == KvFormat::strided ? options_.order : packed_order();
-    const int copies = spec_.kv_format == KvFormat::strided && options_.check_cache ? 2 : 1;  // the second is written by the reference
-    for (int i = 0; i < copies; ++i) {
-      memory_.emplace_back(spec_, 2, num_blocks_, order);
+    for (int i = 0; i < (options_.check_cache ? 2 : 1); ++i) {  // the second is written by the reference
+      memory_.emplace_back(spec_, 2, num_blocks_, options_.order);
       for (int layer = 0; layer < 2; ++layer)
-        for (const TensorView& t : {memory_[i].layer(layer).k, memory_[i].layer(layer).v}) poison_view(t);
+        for (const KvPart part : kKvParts) poison_view(part_of(memory_[size_t(i)].layer(layer), part));
     }
     cache_ = with_scales(memory_[0].layer(1));
   }
 
-  std::string packed_order() const {
-    std::string order;
-    for (char c : options_.order)
-      if (c == 'l' || c == 'b' || c == 'h') order += c;
-    return order;
-  }
-
-  // All elements of a view of any strides; packed pages are bytes of kv_dtype elements.
+  // All elements of a view of any strides; what is stored as bytes holds elements of kv_dtype.
   void poison_view(const TensorView& t) const {
-    const bool packed = spec_.kv_format == KvFormat::amx_packed;
-    const DType dtype = packed ? spec_.kv_dtype : t.dtype;
-    const int64_t size = packed ? 1 : size_of(t.dtype);
-    for_each_run(t, packed, [&](int64_t offset, int64_t count) {
-      fill_poison(t.as<char>() + offset * size, size_t(count * size), dtype, options_.poison);
-    });
+    const DType dtype = t.dtype == DType::u8 ? spec_.kv_dtype : t.dtype;
+    const int64_t size = size_of(t.dtype);
+    for_each_run(
+        t, [&](int64_t offset, int64_t count) { fill_poison(t.as<char>() + offset * size, size_t(count * size), dtype, options_.poison); });
   }
 
   // visit(offset, count): elements that lie side by side.
   template <class Visit>
-  static void for_each_run(const TensorView& t, bool packed, Visit visit) {
-    for (int64_t a = 0; a < t.size(0); ++a)
-      for (int64_t b = 0; b < t.size(1); ++b) {
-        const int64_t base = a * t.stride(0) + b * t.stride(1);
-        if (packed) {
-          visit(base, t.size(2));
-          continue;
-        }
-        const int64_t run = t.stride(3) == 1 ? t.size(3) : 1;
-        for (int64_t c = 0; c < t.size(2); ++c)
-          for (int64_t d = 0; d < t.size(3); d += run) visit(base + c * t.stride(2) + d * t.stride(3), run);
-      }
+  static void for_each_run(const TensorView& t, Visit visit, int dim = 0, int64_t base = 0) {
+    if (t.empty()) return;
+    const int64_t run = dim + 1 == t.rank && t.stride(dim) == 1 ? t.size(dim) : 1;
+    for (int64_t i = 0; i < t.size(dim); i += run) {
+      const int64_t at = base + i * t.stride(dim);
+      dim + 1 == t.rank ? visit(at, run) : for_each_run(t, visit, dim + 1, at);
+    }
   }
 
   // Arrays of one step. Context steps have no custom mask.
@@ -214,6 +201,7 @@ class Runner {
     const int64_t rows = step.batch.num_tokens() + options_.padding_tokens;
     SpreadTensor k(in_.k.dtype, rows, spec_.num_kv_heads, spec_.head_dim_qk, options_.poison);
     SpreadTensor v(in_.v.dtype, rows, spec_.num_kv_heads, spec_.head_dim_v, options_.poison);
+    const TensorView new_v = values_in_keys() ? TensorView{} : v.view;
     int64_t row = 0;
     for (size_t r = 0; r < requests.size(); ++r)
       for (int t = requests[r].q_begin; t < requests[r].q_end; ++t, ++row) {
@@ -221,11 +209,11 @@ class Runner {
         k.copy_row(row, in_.k, key);
         v.copy_row(row, in_.v, key);
       }
-    plan.write_kv(cache_, k.view, v.view);
+    plan.write_kv(cache_, k.view, new_v);
     if (memory_.size() < 2) return;
     const auto law = make_plan(reference_backend(), probe_cpu(), spec);
     law->update(step.batch);
-    law->write_kv(with_scales(memory_[1].layer(1)), k.view, v.view);
+    law->write_kv(with_scales(memory_[1].layer(1)), k.view, new_v);
   }
 
   void write_context() {
@@ -310,23 +298,24 @@ class Runner {
   void compare_caches() {
     if (memory_.size() < 2) return;
     for (int layer = 0; layer < 2; ++layer)
-      for (bool values : {false, true}) {
+      for (const KvPart part : kKvParts) {
+        constexpr std::array kNames = {"k", "v", "k_scale", "v_scale"};
         const KvCache a = memory_[0].layer(layer), b = memory_[1].layer(layer);
-        const TensorView &mine = values ? a.v : a.k, &law = values ? b.v : b.k;
+        const TensorView &mine = part_of(a, part), &law = part_of(b, part);
         const int64_t size = size_of(mine.dtype);
         int64_t different = 0, first = -1;
         const auto same = [&](int64_t offset, int64_t count) {
           return std::memcmp(mine.as<char>() + offset * size, law.as<char>() + offset * size, size_t(count * size)) == 0;
         };
-        for_each_run(mine, false, [&](int64_t offset, int64_t count) {
+        for_each_run(mine, [&](int64_t offset, int64_t count) {
           if (same(offset, count)) return;
           for (const int64_t end = offset + count; offset < end; ++offset)
             if (!same(offset, 1) && different++ == 0) first = offset;
         });
         if (different > 0)
           result_.violations.push_back(fmt::format(
-              "write_kv: {} elements of {} of layer {} differ from the reference's, the first is {}, not {}", different, values ? "v" : "k",
-              layer, load_as_float(mine.data, mine.dtype, first), load_as_float(law.data, law.dtype, first)));
+              "write_kv: {} elements of {} of layer {} differ from the reference's, the first is {}, not {}", different,
+              kNames[size_t(part)], layer, load_as_float(mine.data, mine.dtype, first), load_as_float(law.data, law.dtype, first)));
       }
   }
 
@@ -351,6 +340,7 @@ class Runner {
 
 RunOptions default_options(const Case& c) {
   RunOptions options;
+  options.kv_format = c.spec.kv_format;
   options.block_size = c.spec.block_size;
   options.csr = c.csr;
   options.order = c.order;

@@ -24,7 +24,7 @@ struct RunOptions {
   int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
   ParallelFor threads;
   bool balanced = false;    // split by load: the one option that may change roundings
-  bool check_cache = true;  // compare what write_kv wrote with what the reference writes (strided formats)
+  bool check_cache = true;  // compare what write_kv wrote with what the reference writes
 };
 RunOptions default_options(const Case&);
 

@@ -1,5 +1,5 @@
 #pragma once
-// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp) are made of: dimensions, types,
+// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp) are made of: dimensions, types,
 // requests, and the table that they fill.
 #include <fmt/format.h>
 
@@ -66,5 +66,6 @@ struct NamedFeature {
 
 void add_prefill_cases(CaseTable&);  // cases_prefill.cpp
 void add_variant_cases(CaseTable&);  // cases_variants.cpp
+void add_latent_cases(CaseTable&);   // cases_latent.cpp
 
 }  // namespace imbrex

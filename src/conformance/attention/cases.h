@@ -39,7 +39,7 @@ struct CaseRequest {
 
 struct Case {
   std::string name;    // letters, digits, underscores; "page_b32_csr_lbthd"
-  AttentionSpec spec;  // strided; block_size 0: ragged keys
+  AttentionSpec spec;  // strided, or latent where values are a part of the keys; block_size 0: ragged keys
   std::vector<CaseRequest> requests;
   bool csr = false;              // kv_indptr and kv_indices instead of a dense table
   std::string order = "lbhtd";   // of the cache, see KvAllocation
@@ -57,7 +57,8 @@ struct Case {
   int64_t work() const;  // multiply-adds, hidden keys included
 };
 
-// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value (first part of the name).
+// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent (first part of
+// the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 

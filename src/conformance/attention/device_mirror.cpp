@@ -44,7 +44,7 @@ class MirrorPlan final : public Plan {
     MirrorMemory& w = *memory_;
     plan_->write_kv(w.take(cache), w.take(w.new_k, k), w.take(w.new_v, v), w.stream->get());
     w.give_back(w.k, cache.k, "k");
-    w.give_back(w.v, cache.v, "v");
+    if (!cache.v.empty()) w.give_back(w.v, cache.v, "v");
   }
 
   void run(const Inputs& in, const Outputs& out, Stream) const override {

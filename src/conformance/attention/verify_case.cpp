@@ -1,6 +1,7 @@
 // verify_case: a case file through every backend, in every layout that must not matter.
 #include <fmt/format.h>
 
+#include "attention/kv_codec.h"
 #include "conformance/attention/case_file.h"
 
 namespace imbrex {
@@ -25,9 +26,11 @@ std::vector<RunOptions> variants_of(const CaseInputs& in) {
   add(16, "lbthd", true, KvFormat::strided);
   add(64, "blhtd", false, KvFormat::strided);
   add(128, "hlbtd", true, KvFormat::strided);
-  const bool packable = in.spec.kv_dtype == DType::bf16 || is_fp8(in.spec.kv_dtype);
-  for (int block_size : {16, 64, 128})
-    if (packable) add(block_size, "lbh", block_size == 64, KvFormat::amx_packed);
+  for (const KvFormat format : kv_formats()) {
+    const bool holds = !codec_of(format).values_in_keys || codec_of(in.spec).values_in_keys;
+    for (int block_size : {16, 64, 128})
+      if (format != KvFormat::strided && holds && fits(in.spec, format, block_size)) add(block_size, "lbhtd", block_size == 64, format);
+  }
   return all;
 }
 

@@ -78,6 +78,7 @@ void write_kv(const WriteKvParams& w, int token_begin, int token_end) {
     for (int h = 0; h < w.num_kv_heads; ++h) {
       write_side(w.k, w.src_k + t * w.k_token_stride + h * w.k_head_stride, w.k_dim_stride, w.src_type, w.block_size, w.packed, false, h,
                  block, offset);
+      if (w.src_v == nullptr) continue;
       write_side(w.v, w.src_v + t * w.v_token_stride + h * w.v_head_stride, w.v_dim_stride, w.src_type, w.block_size, w.packed, true, h,
                  block, offset);
     }

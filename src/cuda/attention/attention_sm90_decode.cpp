@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "cuda/driver/tensor_map.h"
 #include "imbrex/work.h"
 
@@ -20,7 +21,7 @@ int tile_keys(const AttentionSpec& spec) { return is_fp8(spec.kv_dtype) ? 128 : 
 
 bool runs(std::string_view arch, const AttentionSpec& spec) {
   return arch.starts_with("sm_90") && spec.q_dtype != DType::f32 &&
-         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && spec.kv_format == KvFormat::strided &&
+         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::f16 || is_fp8(spec.kv_dtype)) && codec_of(spec).strided &&
          spec.head_dim_qk <= 256 && spec.head_dim_v <= 256;
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "cuda/attention/attention_constants.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/params.h"
@@ -26,9 +27,9 @@ bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && spec.kv_format == KvFormat::strided &&
-         takes(spec.head_dim_qk) && takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kChunkDims || shares_dims(spec)) &&
-         spec.group_size() <= rows && !spec.mask.custom && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
+         (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && takes(spec.head_dim_qk) &&
+         takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kChunkDims || shares_dims(spec)) && spec.group_size() <= rows &&
+         !spec.mask.custom && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
 }
 
 }  // namespace

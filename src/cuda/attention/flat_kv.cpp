@@ -51,6 +51,7 @@ bool flattens(const AttentionSpec& spec) {
 AttentionSpec flat_spec(const AttentionSpec& spec) {
   AttentionSpec flat = spec;
   flat.kv_dtype = spec.q_dtype;
+  flat.kv_format = KvFormat::strided;  // values lie by themselves, whatever they were a part of
   flat.block_size = 0;
   return flat;
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -29,7 +30,7 @@ KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec, DType f
           {{"kFrom", int(from)},
            {"kTo", int(spec.kv_dtype)},
            {"kDimK", spec.head_dim_qk},
-           {"kDimV", spec.head_dim_v},
+           {"kDimV", codec_of(spec).values_in_keys ? 0 : spec.head_dim_v},
            {"kBlockSize", spec.block_size}}};
 }
 
@@ -51,21 +52,22 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
         "write_kv.slot_mapping", "expected i64[>= {}] on {}, got {}", tokens.num_tokens, device_, slots);
   if (slots.empty()) return;
   // A graph writes no more tokens than these tensors have, whatever later steps bring.
-  const int64_t room = std::min({k.size(0), v.size(0), slots.size(0)});
+  const bool values = !codec_of(spec_).values_in_keys;
+  const int64_t room = std::min({k.size(0), values ? v.size(0) : k.size(0), slots.size(0)});
   const bool captured = tokens.captured_tokens > 0;
   const int num_tokens = captured ? int(std::min<int64_t>(tokens.captured_tokens, room)) : tokens.num_tokens;
   if (num_tokens == 0) return;
   const bool copies = k.dtype == spec_.kv_dtype;
   const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
-                             .v = kv_side(cache.v, cache.v_scale, spec_),
+                             .v = values ? kv_side(cache.v, cache.v_scale, spec_) : KvSide{},
                              .new_k = new_rows(k),
-                             .new_v = new_rows(v),
+                             .new_v = values ? new_rows(v) : NewRows{},
                              .slots = slots.as<const long>(),
                              .slot_stride = slots.stride(0),
                              .num_tokens = num_tokens,
                              .num_kv_heads = spec_.num_kv_heads,
                              .num_tokens_now = captured ? tokens.now : nullptr};
-  const bool wide = has_wide_rows(k) && has_wide_rows(v) && has_wide_rows(cache.k) && has_wide_rows(cache.v);
+  const bool wide = has_wide_rows(k) && has_wide_rows(cache.k) && (!values || (has_wide_rows(v) && has_wide_rows(cache.v)));
   const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
   const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;
   const int blocks = std::min(num_tokens, captured ? kMaxCapturedBlocks : kMaxTokenBlocks);

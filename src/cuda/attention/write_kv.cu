@@ -35,8 +35,9 @@ DEVICE float scale_of(const KvSide& side, int head) {
 
 template <int dim>
 struct Piece {
+  static constexpr int kOfHead = dim > 0 ? dim / 8 : 1;  // values that are a part of the keys have no pieces: kDimV is 0
   int head, d;
-  DEVICE explicit Piece(int index) : head(index / (dim / 8)), d(index % (dim / 8) * 8) {}
+  DEVICE explicit Piece(int index) : head(index / kOfHead), d(index % kOfHead * 8) {}
   DEVICE const char* source(const NewRows& rows, int token) const {
     return rows.data + token * rows.token_stride + head * rows.head_stride + d * rows.dim_stride;
   }

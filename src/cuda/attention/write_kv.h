@@ -26,9 +26,9 @@ class WriteKv {
  public:
   WriteKv(const std::shared_ptr<const Context>&, std::string_view arch, const AttentionSpec&);
 
-  // k [>= num_tokens, num_kv_heads, head_dim_qk] and v in one of new_kv_dtypes() (converted) or kv_dtype (copied), on the device, like the
-  // cache. Values are divided by the scale of an fp8 cache. In the stream's order. The context must be current. Errors write_kv.*,
-  // kv_cache.*.
+  // k [>= num_tokens, num_kv_heads, head_dim_qk] and v (none where values are a part of the keys) in one of new_kv_dtypes() (converted) or
+  // kv_dtype (copied), on the device, like the cache. Values are divided by the scale of an fp8 cache. In the stream's order. The context
+  // must be current. Errors write_kv.*, kv_cache.*.
   void run(const KvCache&, const TensorView& k, const TensorView& v, const NewTokens&, CUstream) const;
 
  private:

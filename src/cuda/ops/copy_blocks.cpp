@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "attention/block_shape.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/driver/memory.h"
@@ -47,17 +46,27 @@ void CopyBlocks::copy(const AttentionSpec& spec, const KvCache& cache, std::span
   cache.validate(spec);
   check(cache.k.device == device_, "kv_cache.copy.device", "expected a cache on {}, got {}", device_, cache.k);
   check_copies(copies, cache.num_blocks(spec));
-  const BlockShape k = block_shape(cache.k), v = block_shape(cache.v);
-  const auto width = std::find_if(kWidths.begin(), kWidths.end(), [&](int bytes) { return allows(k, bytes) && allows(v, bytes); });
-  const Kernel& kernel = kernels_[size_t(width - kWidths.begin())];
-  CopyBlocksParams params{.k = pieces(k), .v = pieces(v), .copies = {}};
-  const int64_t parts = std::clamp<int64_t>(std::max(k.bytes(), v.bytes()) / kBytesPerThreadBlock, 1, 256);
+  const std::vector<BlockShape> shapes = stored_shapes(spec, cache);
   const CurrentContext current(*context_);
+  // A launch copies two tensors, or the last one alone.
+  for (size_t i = 0; i < shapes.size(); i += 2) {
+    const bool two = i + 1 < shapes.size();
+    copy(shapes[i], two ? &shapes[i + 1] : nullptr, copies, cu_stream(stream));
+  }
+}
+
+void CopyBlocks::copy(const BlockShape& k, const BlockShape* v, std::span<const BlockCopy> copies, CUstream stream) const {
+  const auto width =
+      std::find_if(kWidths.begin(), kWidths.end(), [&](int bytes) { return allows(k, bytes) && (v == nullptr || allows(*v, bytes)); });
+  const Kernel& kernel = kernels_[size_t(width - kWidths.begin())];
+  CopyBlocksParams params{.k = pieces(k), .v = v == nullptr ? BlockPieces{} : pieces(*v), .copies = {}};
+  const int64_t bytes = std::max(k.bytes(), v == nullptr ? 0 : v->bytes());
+  const int64_t parts = std::clamp<int64_t>(bytes / kBytesPerThreadBlock, 1, 256);
   while (!copies.empty()) {
     const auto now = copies.first(std::min(copies.size(), size_t(kCopyBlocksAtOnce)));
     copies = copies.subspan(now.size());
     for (size_t i = 0; i < now.size(); ++i) params.copies[i] = {now[i].from, now[i].to};
-    kernel.launch({.grid_x = unsigned(now.size()), .grid_y = unsigned(parts), .threads = kCopyBlocksThreads}, cu_stream(stream), params);
+    kernel.launch({.grid_x = unsigned(now.size()), .grid_y = unsigned(parts), .threads = kCopyBlocksThreads}, stream, params);
   }
 }
 

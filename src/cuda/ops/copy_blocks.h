@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "attention/block_shape.h"
 #include "cuda/driver/module.h"
 #include "imbrex/kv_cache.h"
 
@@ -20,6 +21,8 @@ class CopyBlocks final : public BlockCopier {
   void copy(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, Stream) const override;
 
  private:
+  void copy(const BlockShape& k, const BlockShape* v, std::span<const BlockCopy>, CUstream) const;
+
   static constexpr std::array<int, 5> kWidths{16, 8, 4, 2, 1};  // bytes of an access, widest first
   Device device_;
   std::shared_ptr<const Context> context_;

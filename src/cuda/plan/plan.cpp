@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <future>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "cuda/attention/attention_sm90.h"
 
@@ -26,7 +27,7 @@ bool packs_mask(const AttentionKernels& table, std::string_view arch, const Atte
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
   std::vector<KernelKey> keys;
-  if (spec.kv_format != KvFormat::strided) return keys;
+  if (!codec_of(spec).strided) return keys;
   for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
     for (const Shape shape : kShapes) {
       const ShapeKernel kernel = table.shape(arch, spec, shape);

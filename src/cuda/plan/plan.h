@@ -99,10 +99,11 @@ class Plan final : public StepPlan {
   void put_block_ids(const Batch&);
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
-  AttentionParams params(const Inputs&, const Outputs&, const DeviceBuffer& scratch) const;
+  // `kv`: of the inputs, with a view of its values.
+  AttentionParams params(const Inputs&, const KvCache& kv, const Outputs&, const DeviceBuffer& scratch) const;
   template <class InFront>
-  bool run_over_flat(const Inputs&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream, bool captured,
-                     const InFront& in_front) const;
+  bool run_over_flat(const TensorView& q, const KvCache&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream,
+                     bool captured, const InFront& in_front) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
 

@@ -1,6 +1,7 @@
 // The part of plan.h that launches: run() checks shapes, fills one POD, and launches what the step, or a graph, has work for.
 #include <algorithm>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
@@ -36,7 +37,7 @@ const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
   return s;
 }
 
-AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceBuffer& scratch) const {
+AttentionParams Plan::params(const Inputs& in, const KvCache& kv, const Outputs& out, const DeviceBuffer& scratch) const {
   const PlanArrays& m = *memory_;
   const BatchArrays& arrays = steps_.now().arrays;
   AttentionParams a{};
@@ -51,8 +52,8 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out, const DeviceB
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
   }
-  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_);
-  a.v = kv_side(in.kv.v, in.kv.v_scale, spec_);
+  a.k = kv_side(kv.k, kv.k_scale, spec_);
+  a.v = kv_side(kv.v, kv.v_scale, spec_);
   a.query_start = m.device(arrays_.query_start);
   a.seq_lens = m.device(arrays_.seq_lens);
   a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
@@ -102,7 +103,8 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   // left out.
   const bool captured = is_captured(cu), any = captured || step.on_device;
   const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
-  AttentionParams a = params(in, out, *scratch);
+  const KvCache kv = with_values(spec_, in.kv);
+  AttentionParams a = params(in, kv, out, *scratch);
   // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
   a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   a.may_be_idle = a.lists_are_there && captured && several_kernels_;
@@ -142,14 +144,14 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
       AttentionParams over_cache = a;
       over_cache.counts = counts;
       AttentionMaps maps{};
-      mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, in.kv, maps);
+      mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, kv, maps);
       ByOutput& kernels = mapped ? s.kernels : s.without_maps;
       launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
     };
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
     };
-    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in, a, out_dtype, *scratch, cu, captured, in_front);
+    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in.q, kv, a, out_dtype, *scratch, cu, captured, in_front);
     if (!flat) run_over_cache(a.counts);
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
     const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
@@ -168,9 +170,9 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
 // Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
 // which have the room for it; others are left to one over the cache, which `in_front` makes.
 template <class InFront>
-bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out, const DeviceBuffer& scratch, CUstream stream,
-                         bool captured, const InFront& in_front) const {
-  if (!flat_ || !FlatKv::takes(in.kv)) return false;
+bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const AttentionParams& all, DType out, const DeviceBuffer& scratch,
+                         CUstream stream, bool captured, const InFront& in_front) const {
+  if (!flat_ || !FlatKv::takes(kv)) return false;
   const Step& step = steps_.now();
   const ShapePlan& s = shapes_[kPrefill];
   const FlatStep flat = captured ? flat_->in_graph(step.flat) : step.flat;
@@ -204,7 +206,7 @@ bool Plan::run_over_flat(const Inputs& in, const AttentionParams& all, DType out
     const KvCache cache = flat_->cache(array_in(scratch, scratch_.flat_keys), flat, a.kv_heads_now);
     keys.to_k = cache.k.as<char>(), keys.to_v = cache.v.as<char>();
     AttentionMaps maps{};
-    if (!s.flat_kernel.maps(spec_, in.q, cache, maps)) return false;  // because of the queries: at once
+    if (!s.flat_kernel.maps(spec_, q, cache, maps)) return false;  // because of the queries: at once
     if (head == 0) in_front();
     flat_->run(keys, programmatic_, stream);
     launch(kernel, num_work * a.kv_heads_now * s.flat_kernel.row_blocks, stream, a, maps.q, maps.k, maps.v);

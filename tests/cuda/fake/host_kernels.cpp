@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "core/float_types.h"
@@ -256,7 +257,10 @@ void write_kv(const WriteKvParams& p, DType from) {
     const long slot = p.slots[token * p.slot_stride];
     for (int head = 0; slot >= 0 && head < p.num_kv_heads; ++head) {
       write_rows(p.k, p.new_k, from, spec.head_dim_qk, slot, token, head);
-      write_rows(p.v, p.new_v, from, spec.head_dim_v, slot, token, head);
+      if (!codec_of(spec).values_in_keys)
+        write_rows(p.v, p.new_v, from, spec.head_dim_v, slot, token, head);
+      else if (p.v.data != nullptr || p.new_v.data != nullptr)
+        std::abort();
     }
   }
 }

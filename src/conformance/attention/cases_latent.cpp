@@ -1,0 +1,67 @@
+// Values that are the first elements of their keys (KvFormat::latent): the shapes of latent attention, each phase, whatever hides or weighs
+// logits, pages, and element types. Formats that store values by themselves run these cases too.
+#include "conformance/attention/case_table.h"
+
+namespace imbrex {
+namespace {
+
+Case& add_latent(CaseTable& table, std::string name, int group, int kv_heads, Dims dims, DTypes types, const Requests& requests) {
+  Case& c = table.add("latent_" + std::move(name), group, kv_heads, dims, types, requests);
+  c.spec.kv_format = KvFormat::latent;
+  return c;
+}
+
+}  // namespace
+
+void add_latent_cases(CaseTable& table) {
+  struct Shape {
+    Dims dims;
+    int group, kv_heads;
+  };
+  const Shape shapes[] = {{{576, 512}, 16, 1}, {{320, 256}, 5, 2}, {{128, 64}, 4, 2}, {{96, 96}, 3, 1}, {{72, 40}, 1, 3}};
+  for (const Shape& s : shapes)
+    for (const NamedRequests& phase : kPhases)
+      add_latent(table, fmt::format("{}_{}", dims_name(s.dims), phase.name), s.group, s.kv_heads, s.dims, table.types(), phase.requests);
+  for (const DTypes types : {kDTypes[0], kDTypes[3], DTypes{DType::f16, DType::f16}})  // as DeepSeek's layers are, in pages of engines
+    for (const NamedRequests& phase : {kPhases[0], kPhases[3]})
+      add_latent(table, fmt::format("d576_512_g32_{}_{}", to_string(types.kv), phase.name), 32, 1, {576, 512}, types, phase.requests)
+          .spec.block_size = 64;
+
+  const NamedFeature features[] = {
+      {"window", 1, kDTypes[0], [](Case& c) { c.spec.mask.window_left = 30; }},
+      {"chunk", 2, kDTypes[0], [](Case& c) { c.spec.mask.chunk = 48; }},
+      {"cap", 2, kDTypes[2], [](Case& c) { c.spec.score.soft_cap = 20.f; }},
+      {"sinks", 1, kDTypes[0], [](Case& c) { c.spec.score.sinks = true; }},
+      {"alibi", 1, kDTypes[1], [](Case& c) { c.spec.score.alibi = true; }},
+      {"custom", 1, kDTypes[0], [](Case& c) { c.spec.mask.custom = true, c.custom = CustomPattern::random; }},
+      {"e4m3", 2, kDTypes[3], [](Case& c) { c.scale_per_head = true; }},
+      {"e5m2", 2, kDTypes[5], [](Case&) {}},
+      {"f32", 2, kDTypes[1], [](Case&) {}},
+      {"f32_bf16", 1, kDTypes[4], [](Case&) {}},
+      {"queries", 1, {DType::fp8_e4m3, DType::fp8_e4m3}, [](Case&) {}},
+      {"rising", 1, kDTypes[0], [](Case& c) { c.values = ValuePattern::rising; }},
+      {"spike", 1, kDTypes[0], [](Case& c) { c.values = ValuePattern::spike; }},
+  };
+  for (const NamedFeature& f : features)
+    for (const NamedRequests& phase : {kPhases[0], kPhases[2], kPhases[4]})
+      f.set(add_latent(table, fmt::format("{}_{}", f.name, phase.name), 4, f.kv_heads, {128, 64}, f.types, phase.requests));
+
+  for (const int block_size : {0, 1, 16, 64})
+    for (const char* order : {"lbhtd", "lbthd", "lbhdt"}) {
+      if (block_size == 0 && std::string_view(order) != "lbhtd") continue;
+      Case& c = add_latent(table, fmt::format("b{}_{}", block_size, order), 2, 2, {64, 32}, table.types(), kMixed);
+      c.spec.block_size = block_size;
+      c.csr = block_size == 16;
+      c.order = order;
+    }
+
+  const Requests several{{150, 220}, {1, 40}}, fewer{{90, 130}, {1, 40}};  // work is limited
+  for (const Dims dims : {Dims{64, 64}, {128, 64}, {576, 512}})
+    for (const DTypes types : {kDTypes[0], kDTypes[3], DTypes{DType::fp8_e4m3, DType::fp8_e4m3}})
+      add_latent(table, fmt::format("tiles_{}_{}_{}", dims_name(dims), to_string(types.q), to_string(types.kv)), dims.qk > 128 ? 2 : 4, 1,
+                 dims, types, dims.qk > 128 ? fewer : several);
+  for (const int q_len : {1, 5})  // across the 4096 keys at which CPU plans split
+    add_latent(table, fmt::format("split_q{}", q_len), 4, 1, {128, 64}, kDTypes[0], {{q_len, 4200}, {1, 50}}).spec.block_size = 64;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,74 @@
+// Laws of values that are a part of the keys: they are what a copy of them would be, and nothing else of a key is a value.
+#include <gtest/gtest.h>
+
+#include "attention/kv_codec.h"
+#include "matrix.h"
+
+namespace imbrex::test {
+namespace {
+
+std::vector<Target> latent_targets() {
+  std::vector<Target> found;
+  for (const Target& target : targets())
+    if (target.kv_format == KvFormat::latent) found.push_back(target);
+  return found;
+}
+
+class LatentLaws : public testing::TestWithParam<Target> {
+ protected:
+  RunResult run(const CaseInputs& in, const Case& c, KvFormat format) const {
+    RunOptions options = default_options(c);
+    options.kv_format = format;
+    RunResult result = run_case(*GetParam().backend, GetParam().device, in, options);
+    EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+    return result;
+  }
+};
+
+std::vector<Case> latent_cases() {
+  std::vector<Case> found;
+  for (const Case& c : cases())
+    if (c.spec.kv_format == KvFormat::latent && c.seed % 3 == 0) found.push_back(c);
+  return found;
+}
+
+TEST_P(LatentLaws, AreStridedOnesWithACopy) {
+  int compared = 0;
+  for (const Case& c : latent_cases()) {
+    if (!runs(c, GetParam())) continue;
+    const CaseInputs& in = inputs_of(c);
+    const RunResult latent = run(in, c, KvFormat::latent), copied = run(in, c, KvFormat::strided);
+    EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;
+    EXPECT_TRUE(bit_identical(latent.lse, copied.lse)) << c.name;
+    ++compared;
+  }
+  EXPECT_GE(compared, 8);
+}
+
+// Queries that are zero there see nothing of what a key has behind its value, however large it is.
+TEST_P(LatentLaws, TheRestOfAKeyIsNoValue) {
+  int compared = 0;
+  for (const Case& c : latent_cases()) {
+    const int qk = c.spec.head_dim_qk, v = c.spec.head_dim_v;
+    if (v == qk || c.values != ValuePattern::plain || !runs(c, GetParam())) continue;
+    CaseInputs small = inputs_of(c);
+    for (int64_t row = 0; row < small.q.sizes[0] * small.q.sizes[1]; ++row)
+      for (int d = v; d < qk; ++d) small.q.set(row * qk + d, 0.0);
+    CaseInputs large = small;
+    for (int64_t row = 0; row < large.k.sizes[0] * large.k.sizes[1]; ++row)
+      for (int d = v; d < qk; ++d) {
+        small.k.set(row * qk + d, 0.0);
+        large.k.set(row * qk + d, (row + d) % 2 == 0 ? 30000.0 : -30000.0);
+      }
+    const RunResult without = run(small, c, KvFormat::latent), with = run(large, c, KvFormat::latent);
+    EXPECT_TRUE(bit_identical(without.out, with.out)) << c.name;
+    EXPECT_TRUE(bit_identical(without.lse, with.lse)) << c.name;
+    ++compared;
+  }
+  EXPECT_GE(compared, 6);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LatentLaws, testing::ValuesIn(latent_targets()), [](const auto& info) { return info.param.name(); });
+
+}  // namespace
+}  // namespace imbrex::test
