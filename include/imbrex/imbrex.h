@@ -187,7 +187,8 @@ IMBREX_API const char* imbrex_selection_proposal(const imbrex_selection*, int32_
 
 typedef struct {
   size_t struct_size;
-  const imbrex_tensor *k, *v;             /* [num_blocks, block_size, num_kv_heads, head_dim], any strides; ragged: [rows, heads, dim] */
+  const imbrex_tensor *k, *v;             /* [num_blocks, block_size, num_kv_heads, head_dim], any strides; ragged: [rows, heads, dim].
+                                             Of IMBREX_KV_LATENT v and v_scale are NULL: values are the first head_dim_v elements of k */
   const imbrex_tensor *k_scale, *v_scale; /* NULL, or f32 [1] or [num_kv_heads]; an fp8 element e stands for e * scale */
 } imbrex_kv_cache;
 IMBREX_API void imbrex_kv_cache_init(imbrex_kv_cache*, size_t struct_size);
@@ -312,7 +313,7 @@ IMBREX_API imbrex_status imbrex_plan_update_on_device(imbrex_plan*, const imbrex
 IMBREX_API imbrex_status imbrex_plan_device_problems(imbrex_plan*, void* stream, int32_t* count);
 IMBREX_API imbrex_status imbrex_plan_device_problem(const imbrex_plan*, int32_t index, imbrex_reason* out);
 
-/* Once a layer: k, v [num_tokens, num_kv_heads, head_dim] to the slots of the batch; then attention. */
+/* Once a layer: k, v [num_tokens, num_kv_heads, head_dim] to the slots of the batch (of IMBREX_KV_LATENT v is NULL); then attention. */
 IMBREX_API imbrex_status imbrex_plan_write_kv(imbrex_plan*, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v,
                                               void* stream);
 IMBREX_API imbrex_status imbrex_plan_run(imbrex_plan*, const imbrex_inputs*, const imbrex_outputs*, void* stream);

@@ -43,11 +43,12 @@ class KvLayer(NamedTuple):
     """One layer's pages.
 
     k [num_blocks, block_size, num_kv_heads, head_dim_qk] and v [.., head_dim_v] with any strides; ragged (block_size 0) [num_rows,
-    num_kv_heads, head_dim]; of kv_format "amx_packed" uint8 [num_blocks, num_kv_heads, bytes]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
+    num_kv_heads, head_dim]; of kv_format "amx_packed" uint8 [num_blocks, num_kv_heads, bytes]. Of "latent" k alone: a value is the first
+    head_dim_v elements of its key. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
     """
 
     k: Array
-    v: Array
+    v: Optional[Array] = None
     k_scale: Optional[Array] = None
     v_scale: Optional[Array] = None
 
@@ -234,8 +235,11 @@ class Plan:
         """Why requests were left out by update_on_device() since the last call. Waits for that call's stream."""
         return self._plan.device_problems(self._stream)
 
-    def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Array, *, stream: Any = None) -> None:
-        """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type."""
+    def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Optional[Array] = None, *, stream: Any = None) -> None:
+        """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type.
+
+        Of kv_format "latent" k alone.
+        """
         layer = KvLayer(*layer)
         no_gradient(layer.k, layer.v, k, v)
         self._plan.write_kv(*map(exported, (*layer, k, v)), stream=stream_address(stream, k))

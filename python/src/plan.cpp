@@ -10,6 +10,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "attention/kv_codec.h"
 #include "imbrex/imbrex.hpp"
 #include "tensors.h"
 #include "threads.h"
@@ -203,8 +204,9 @@ void bind_plan_class(nb::module_& m) {
       .def(
           "write_kv",
           [](PyPlan& p, nb::handle k_cache, nb::handle v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale, const Array& k,
-             const Array& v, uintptr_t stream) {
-            const Array k_pages = written(k_cache, "k_cache"), v_pages = written(v_cache, "v_cache");
+             const OptionalArray& v, uintptr_t stream) {
+            const Array k_pages = written(k_cache, "k_cache");
+            const OptionalArray v_pages = v_cache.is_none() ? std::nullopt : OptionalArray(written(v_cache, "v_cache"));
             const KvCache kv = kv_of(p, k_pages, v_pages, k_scale, v_scale);
             const DType type = p.spec.new_kv_dtypes().front();
             const TensorView new_k = view_of(k, "k", type), new_v = view_of(v, "v", type);
@@ -212,11 +214,11 @@ void bind_plan_class(nb::module_& m) {
               check_apart(pages, name, new_k, "k"), check_apart(pages, name, new_v, "v");
             p.use(stream, [&](const Plan& plan, Stream on) { plan.write_kv(kv, new_k, new_v, on); });
           },
-          nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"), nb::arg("v"),
-          nb::arg("stream") = 0)
+          nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"),
+          nb::arg("v").none(), nb::arg("stream") = 0)
       .def(
           "run",
-          [](PyPlan& p, const Array& q, const Array& k_cache, const Array& v_cache, const OptionalArray& k_scale,
+          [](PyPlan& p, const Array& q, const Array& k_cache, const OptionalArray& v_cache, const OptionalArray& k_scale,
              const OptionalArray& v_scale, nb::handle out, nb::handle lse, const OptionalArray& q_scale, const OptionalArray& sinks,
              const OptionalArray& alibi_slopes, const OptionalArray& head_scales, const OptionalArray& relative_bias, uintptr_t stream) {
             const Inputs in{.q = view_of(q, "q", p.spec.q_dtype),
@@ -235,12 +237,12 @@ void bind_plan_class(nb::module_& m) {
               check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv.k, "k"), check_apart(*to, name, in.kv.v, "v");
             p.use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
           },
-          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
           nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
           nb::arg("head_scales") = nb::none(), nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
       .def(
           "prepare",
-          [](nb::handle_t<PyPlan> self, const Array& q, const Array& k_cache, const Array& v_cache, nb::handle out) {
+          [](nb::handle_t<PyPlan> self, const Array& q, const Array& k_cache, const OptionalArray& v_cache, nb::handle out) {
             const auto& p = nb::cast<const PyPlan&>(self);
             PyPreparedRun made{.plan = nb::borrow(self)};
             made.in.q = view_of(q, "q", p.spec.q_dtype);
@@ -248,7 +250,7 @@ void bind_plan_class(nb::module_& m) {
             made.out.out = written_view(written(out, "out"), "out", p.spec.out_dtypes().front());
             return made;
           },
-          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("out"),
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("out"),
           "run() for arrays elsewhere, of the same shapes and strides.")
       .def(
           "keep_for_capture",
@@ -340,7 +342,8 @@ void bind_plan(nb::module_& m) {
           "layer",
           [](nb::handle_t<PyCache> self, int index) {
             const KvCache kv = nb::cast<const PyCache&>(self).memory->layer(index);
-            return nb::make_tuple(array_of(kv.k, self), array_of(kv.v, self));
+            const auto given = [&](const TensorView& t) { return t.empty() ? nb::none() : nb::cast(array_of(t, self)); };
+            return nb::make_tuple(given(kv.k), given(kv.v), given(kv.k_scale), given(kv.v_scale));
           },
           nb::arg("index"))
       .def(

@@ -78,6 +78,47 @@ def test_plan_writes_and_runs(rng):
     assert plan.run(step.q, layer, given) is given and (given == out).all()
 
 
+def test_latent_values_are_a_part_of_the_keys(rng):
+    step = Step(rng)
+    step.keys = [rng.standard_normal((n, 2, 96)).astype(np.float32) for n in step.seq_lens]
+    step.values = [k[:, :, :64] for k in step.keys]
+    step.q = rng.standard_normal((26, 8, 96)).astype(np.float32)
+    results = []
+    for kv_format in ("strided", "latent"):
+        latent = kv_format == "latent"
+        spec = imbrex.AttentionSpec(8, 2, 96, 64, q_dtype="f32", kv_format=kv_format)
+        assert spec.kv_bytes_per_token == 2 * (96 if latent else 160) * 4 and ("latent" in str(spec)) == latent
+        cache = imbrex.KvCache(spec, num_layers=2, num_blocks=step.num_blocks)
+        layer = cache.layer(1)
+        assert (layer.v is None) == latent and layer.k_scale is None
+        writer = imbrex.Plan(spec, max_seq_len=64)
+        lens, columns = step.seq_lens, step.block_table
+        writer.update(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32), lens, block_table=columns, slot_mapping=np.concatenate(step.slots))
+        writer.write_kv(layer, np.concatenate(step.keys), *([] if latent else [np.concatenate(step.values)]))
+        plan = imbrex.Plan(spec, max_seq_len=64)
+        plan.update(step.query_start_loc, lens, block_table=columns)
+        results.append(plan.run(step.q, layer))
+        if not latent:
+            continue
+        k = np.from_dlpack(layer.k)
+        np.testing.assert_array_equal(plan.run(step.q, (k, k[..., :64])), results[-1])  # the same memory, said again
+        for bad in ((k, k[..., 32:]), (k, np.zeros_like(k[..., :64]))):
+            with pytest.raises(imbrex.Error) as error:
+                plan.run(step.q, bad)
+            assert error.value.code == "kv_cache.v.unexpected"
+        with pytest.raises(imbrex.Error) as error:
+            writer.write_kv(layer, np.concatenate(step.keys), np.concatenate(step.values))
+        assert error.value.code == "write_kv.v"
+        cache.copy_blocks([(0, 1)])
+        np.testing.assert_array_equal(k[1], k[0])
+    np.testing.assert_array_equal(*results)
+    expected, _ = step.expected(causal=True)
+    np.testing.assert_allclose(results[0], expected, atol=2e-5)
+    with pytest.raises(imbrex.Error) as error:
+        imbrex.AttentionSpec(8, 2, 64, 96, kv_format="latent")
+    assert error.value.code == "spec.head_dim_v.latent"
+
+
 def test_arrays_of_a_cache_keep_its_memory():
     cache = imbrex.KvCache(spec_f32(), 1, 4)
     k = np.from_dlpack(cache.layer(0).k)

@@ -221,7 +221,7 @@ imbrex_status imbrex_plan_device_problem(const imbrex_plan* plan, int32_t index,
 
 imbrex_status imbrex_plan_write_kv(imbrex_plan* plan, const imbrex_kv_cache* kv, const imbrex_tensor* k, const imbrex_tensor* v,
                                    void* stream) {
-  return guarded([&] { attention_plan(plan).write_kv(kv_of(kv), view_of(&deref(k, "k"), "k"), view_of(&deref(v, "v"), "v"), stream); });
+  return guarded([&] { attention_plan(plan).write_kv(kv_of(kv), view_of(&deref(k, "k"), "k"), view_of(v, "v"), stream); });
 }
 
 imbrex_status imbrex_plan_run(imbrex_plan* plan, const imbrex_inputs* inputs, const imbrex_outputs* outputs, void* stream) {

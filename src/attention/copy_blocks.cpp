@@ -137,10 +137,8 @@ class PieceCopier final : public BlockCopier {
   void copy(const AttentionSpec& spec, const KvCache& cache, std::span<const BlockCopy> copies, Stream stream) const override {
     check_request(spec, cache, copies, device_->device());
     const auto copy_there = [&](void* to, const void* from, int64_t bytes) { device_->copy(to, from, bytes, stream); };
-    for (const BlockCopy& one : copies) {
-      copy_block(block_shape(cache.k), one, copy_there);
-      copy_block(block_shape(cache.v), one, copy_there);
-    }
+    for (const BlockShape& shape : stored_shapes(spec, cache))
+      for (const BlockCopy& one : copies) copy_block(shape, one, copy_there);
   }
 
  private:

@@ -198,6 +198,9 @@ std::vector<AttentionSpec> covering_specs() {
   add(DType::bf16, DType::bf16, 192, 128);
   add(DType::bf16, DType::bf16, 256, 256);
   add(DType::bf16, DType::bf16, 512, 512);
+  add(DType::bf16, DType::bf16, 576, 512);
+  specs.back().kv_format = KvFormat::latent;
+  specs.back().num_kv_heads = 1, specs.back().block_size = 64;
   const auto with = [&](const Mask& mask, const ScoreMod& score, int block_size = 16) {
     add(DType::bf16, DType::bf16, 128, 128);
     specs.back().mask = mask;

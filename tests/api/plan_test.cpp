@@ -84,6 +84,34 @@ TEST_F(CApiPlan, GivesTheBitsOfTheCppInterface) {
   EXPECT_GT(std::ranges::count_if(out, [](float x) { return x != 0.f; }), int64_t(out.size()) / 2);
 }
 
+TEST_F(CApiPlan, LatentValuesAreTheKeysThatAreThere) {
+  Step copied(cache);
+  copied.v.data = copied.k.data;
+  run(plan().get(), copied);
+  const int64_t both = imbrex_kv_allocation_bytes(memory.get());
+
+  imbrex_spec_fields fields = small_fields();
+  fields.kv_format = IMBREX_KV_LATENT;
+  spec = spec_of(fields);
+  memory =
+      make_handle<AllocationHandle>([&](auto** out) { return imbrex_kv_allocation_create(spec.get(), device.get(), 1, 8, nullptr, out); });
+  SetUp();
+  EXPECT_EQ(cache.v, nullptr);
+  EXPECT_EQ(2 * imbrex_kv_allocation_bytes(memory.get()), both);
+  EXPECT_NE(std::string(imbrex_spec_str(spec.get())).find("latent"), std::string::npos);
+  Step latent(cache);
+  const PlanHandle p = plan();
+  ASSERT_EQ(imbrex_plan_update(p.get(), &latent.batch, nullptr), IMBREX_OK);
+  EXPECT_EQ(imbrex_plan_write_kv(p.get(), &cache, &latent.k.view, &latent.v.view, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "write_kv.v");
+  ASSERT_EQ(imbrex_plan_write_kv(p.get(), &cache, &latent.k.view, nullptr, nullptr), IMBREX_OK) << imbrex_last_error();
+  ASSERT_EQ(imbrex_plan_run(p.get(), &latent.inputs, &latent.outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(latent.out.data, copied.out.data);
+  EXPECT_EQ(latent.lse.data, copied.lse.data);
+  const int32_t from = 0, to = 7;
+  EXPECT_EQ(imbrex_copy_blocks(spec.get(), &cache, &from, &to, 1, nullptr), IMBREX_OK) << imbrex_last_error();
+}
+
 TEST_F(CApiPlan, RunsOnThreadsOfTheLibraryOrTheHost) {
   Step alone(cache), pooled(cache), hosted(cache);
   run(plan().get(), alone);

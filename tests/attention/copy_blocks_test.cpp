@@ -58,6 +58,7 @@ void expect_copied(const AttentionSpec& spec, const KvCache& cache, char* memory
   std::memcpy(memory, filling.data(), bytes);
   std::vector<char> expected = filling;
   for (const TensorView* t : {&cache.k, &cache.v}) {
+    if (t->empty()) continue;
     const int64_t start = t->as<char>() - memory;
     for (const BlockCopy& c : copies) {
       const std::vector<int64_t> from = block_bytes(*t, c.from), to = block_bytes(*t, c.to);
@@ -90,6 +91,15 @@ TEST(CopyBlocks, PackedFormats) {
       char* const memory = allocation.layer(0).k.as<char>();
       ASSERT_NO_FATAL_FAILURE(expect_copied(spec, allocation.layer(1), memory, size_t(allocation.bytes()), kCopies)) << order;
     }
+  }
+}
+
+TEST(CopyBlocks, LatentValuesGoWithTheirKeys) {
+  const AttentionSpec spec = spec_of(DType::bf16, KvFormat::latent);
+  for (const char* order : {"lbhtd", "dblth"}) {
+    const KvAllocation allocation(spec, 2, 7, order);
+    char* const memory = allocation.layer(0).k.as<char>();
+    ASSERT_NO_FATAL_FAILURE(expect_copied(spec, allocation.layer(1), memory, size_t(allocation.bytes()), kCopies)) << order;
   }
 }
 

@@ -243,6 +243,43 @@ TEST(KvCache, RaggedKeysHaveRowsInsteadOfBlocks) {
   EXPECT_EQ(error_code([&] { cache.validate(spec); }), "kv_cache.num_blocks.differ");
 }
 
+TEST(KvCache, LatentValuesAreAPartOfTheKeys) {
+  AttentionSpec spec = small_spec();
+  const int64_t both = spec.kv_bytes_per_token();
+  EXPECT_EQ(both, 2 * (16 + 8) * 2);
+  spec.kv_format = KvFormat::latent;
+  EXPECT_EQ(spec.kv_bytes_per_token(), 2 * 16 * 2);
+  for (const char* order : {"lbhtd", "blthd", "dthbl"}) {
+    const KvAllocation allocation(spec, 2, 3, order);
+    EXPECT_EQ(allocation.bytes(), 2 * 3 * 4 * spec.kv_bytes_per_token());
+    const KvCache good = allocation.layer(1);
+    EXPECT_TRUE(good.v.empty() && good.v.rank == 0);
+    EXPECT_NO_THROW(good.validate(spec));
+    KvCache cache = good;
+    cache.v = good.k.slice(3, 0, 8);
+    EXPECT_NO_THROW(cache.validate(spec)) << "the part of the keys that they are";
+    const auto code_with = [&](const TensorView& v) {
+      cache.v = v;
+      return error_code([&] { cache.validate(spec); });
+    };
+    EXPECT_EQ(code_with(good.k.slice(3, 8, 16)), "kv_cache.v.unexpected");
+    EXPECT_EQ(code_with(good.k.slice(3, 0, 7)), "kv_cache.v.unexpected");
+    EXPECT_EQ(code_with(good.k.slice(3, 0, 8).slice(0, 0, 2)), "kv_cache.v.unexpected");
+    EXPECT_EQ(code_with(allocation.layer(0).k.slice(3, 0, 8)), "kv_cache.v.unexpected");
+    cache = good, cache.k = {};
+    EXPECT_EQ(error_code([&] { cache.validate(spec); }), "kv_cache.k.missing");
+  }
+  // One number, one scale.
+  spec.kv_dtype = DType::fp8_e4m3;
+  const KvAllocation bytes(spec, 1, 3);
+  KvCache cache = bytes.layer(0);
+  float one = 1;
+  cache.k_scale = TensorView::contiguous(&one, DType::f32, {1});
+  EXPECT_NO_THROW(cache.validate(spec));
+  cache.v_scale = cache.k_scale;
+  EXPECT_EQ(error_code([&] { cache.validate(spec); }), "kv_cache.v_scale.unexpected");
+}
+
 TEST(KvCache, ValuesMayBeAPartOfTheKeys) {
   AttentionSpec spec = small_spec();  // as in MLA, where v is the first part of the latent
   std::vector<uint16_t> memory(3 * 4 * 2 * 16);

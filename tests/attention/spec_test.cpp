@@ -73,7 +73,7 @@ TEST(Spec, TheTableHasEveryFieldOnce) {
 
 TEST(Spec, EveryEnumValuePrints) {
   for (int i = 0; i <= int(AttentionKind::encoder_decoder); ++i) EXPECT_STRNE(to_string(AttentionKind(i)), "unknown");
-  for (int i = 0; i <= int(KvFormat::amx_packed); ++i) EXPECT_STRNE(to_string(KvFormat(i)), "unknown");
+  for (int i = 0; i <= int(KvFormat::latent); ++i) EXPECT_STRNE(to_string(KvFormat(i)), "unknown");
 }
 
 TEST(Spec, ScaleDefaultsToTheRootOfTheHeadDimension) {
@@ -106,6 +106,8 @@ TEST(Spec, UsualModelsAreValid) {
       [](AttentionSpec& s) { s.mask.window_left = 0; },
       [](AttentionSpec& s) { s.kv_format = KvFormat::amx_packed, s.block_size = 32, s.kv_dtype = DType::fp8_e5m2; },
       [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::f32, s.block_size = 0; },
+      [](AttentionSpec& s) { s.kv_format = KvFormat::latent, s.head_dim_qk = 576, s.head_dim_v = 512, s.block_size = 64; },
+      [](AttentionSpec& s) { s.kv_format = KvFormat::latent, s.head_dim_qk = s.head_dim_v, s.block_size = 0; },
       [](AttentionSpec& s) { s.q_dtype = s.kv_dtype = DType::fp8_e4m3; },
   };
   for (const auto& change : changes) {
@@ -150,6 +152,8 @@ const std::vector<BadSpec>& bad_specs() {
       {"spec.block_size.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.block_size = 24; }},
       {"spec.block_size.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.block_size = 0; }},
       {"spec.kv_dtype.packed", [](S s) { s.kv_format = KvFormat::amx_packed, s.kv_dtype = DType::f16; }},
+      {"spec.head_dim_v.latent", [](S s) { s.kv_format = KvFormat::latent, s.head_dim_v = s.head_dim_qk + 8; }},
+      {"spec.kv_dtype", [](S s) { s.kv_format = KvFormat::latent, s.kv_dtype = DType::u8; }},
       {"spec.mask.window_left", [](S s) { s.mask.window_left = -2; }},
       {"spec.mask.window_right", [](S s) { s.mask.window_right = INT32_MIN; }},
       {"spec.mask.chunk", [](S s) { s.mask.chunk = -1; }},
@@ -185,7 +189,7 @@ TEST(Spec, EveryBrokenRuleHasItsCode) {
     EXPECT_EQ(test::error_code([&] { spec.validate(); }), bad.code) << spec.str();
     codes.insert(bad.code);
   }
-  EXPECT_EQ(codes.size(), 25u);  // every code of spec.cpp is in the table
+  EXPECT_EQ(codes.size(), 26u);  // every code of spec.cpp is in the table
 }
 
 }  // namespace

@@ -96,5 +96,23 @@ TEST_F(Cli, EnvironmentForcesABackend) {
   EXPECT_TRUE(contains(ran.out, "forced by IMBREX_BACKEND")) << ran.out;
 }
 
+// Values that are a part of the keys: selected, timed and checked as any other layer is.
+TEST_F(Cli, LatentLayersAreSelectedAndTimed) {
+  const std::string layer = " --heads 16/1 --head-dim 576/512 --kv-format latent --block-size 64";
+  const Ran chosen = run("select --device h200" + layer);
+  EXPECT_EQ(chosen.code, 0) << chosen.err;
+  EXPECT_TRUE(contains(chosen.out, "latent causal\ncuda_sm80 (")) << chosen.out;
+  const Ran bench = run("bench q1s300 q3 --no-ceilings --min-time 0 --max-time 0.01 --json" + layer);
+  EXPECT_EQ(bench.code, 0) << bench.err;
+  const auto rows = nlohmann::json::parse(bench.out);
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0]["kv_bytes"], 300 * 576 * 2);
+  EXPECT_LE(rows[0]["check_error"], rows[0]["check_allowed"]);
+  const Ran wide = run("select --heads 16/1 --head-dim 64/128 --kv-format latent");
+  EXPECT_EQ(wide.code, 2);
+  EXPECT_TRUE(contains(wide.err, "[spec.head_dim_v.latent]")) << wide.err;
+  EXPECT_TRUE(contains(run("completion bash").out, "strided amx_packed latent"));
+}
+
 }  // namespace
 }  // namespace imbrex::test

@@ -59,6 +59,31 @@ TEST(AttentionSm80, DecodeKeepsTheMemoryBusy) {
     }
 }
 
+// The tiles of a cache that stores both, and more of them at a time: bits do not depend on how many.
+TEST(AttentionSm80, LatentTilesAreThoseOfStoredValues) {
+  int deeper = 0;
+  for (const char* arch : kArchs)
+    for (const Phase phase : kPhases)
+      for (const DType kv : {DType::bf16, DType::fp8_e4m3, DType::f32})
+        for (const auto& [qk, v] : {std::pair(576, 512), {320, 256}, {128, 64}, {96, 96}, {72, 40}, {272, 264}}) {
+          AttentionSpec spec = spec_of(kv == DType::f32 ? DType::f32 : DType::bf16, kv, qk, v);
+          const auto stored = attention_sm80_tiles(arch, spec, phase);
+          const int stored_bytes = stored ? attention_sm80_smem_bytes(spec, *stored) : 0;
+          spec.kv_format = KvFormat::latent;
+          auto tiles = attention_sm80_tiles(arch, spec, phase);
+          ASSERT_EQ(stored.has_value(), tiles.has_value()) << spec.str() << " " << arch;
+          if (!tiles) continue;
+          const int bytes = attention_sm80_smem_bytes(spec, *tiles);
+          EXPECT_LE(bytes, shared_memory_of(arch)) << spec.str();
+          EXPECT_LE(tiles->blocks * (bytes + 1024), shared_memory_of(arch) + 1024) << spec.str();
+          deeper += tiles->stages > stored->stages;
+          EXPECT_TRUE(tiles->stages > stored->stages || bytes <= stored_bytes) << spec.str();
+          tiles->stages = stored->stages;
+          EXPECT_EQ(*tiles, *stored) << spec.str() << " " << arch;
+        }
+  EXPECT_GE(deeper, 20);
+}
+
 TEST(AttentionSm80, OneSpecOneShape) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128);
   AttentionSpec other = spec;
@@ -96,6 +121,12 @@ TEST(AttentionSm80, CompilesCleanly) {
   expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), Phase::prefill);
   expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), Phase::decode);
   expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), Phase::prefill);
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+    AttentionSpec latent = spec_of(DType::bf16, kv, 576, 512, 16);
+    latent.kv_format = KvFormat::latent;
+    for (const Phase phase : kPhases) expect_clean("sm_90a", latent, phase);
+    expect_clean("sm_80", latent, Phase::decode);
+  }
 }
 
 TEST(AttentionSm80, EveryFeatureCompilesCleanly) {

@@ -189,27 +189,37 @@ TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {
   const auto copier = make_block_copier(device);
   for (const DType type : {DType::bf16, DType::fp8_e4m3, DType::f32})
     for (const char* order : {"lbhtd", "lbthd", "dtlhb"})
-      for (const int dim : {64, 72, 8}) {
-        const AttentionSpec spec{
-            .num_q_heads = 6, .num_kv_heads = 3, .head_dim_qk = dim, .head_dim_v = 40, .kv_dtype = type, .block_size = 5};
+      for (const auto& [dim, format] : {std::pair(64, KvFormat::strided),
+                                        {72, KvFormat::strided},
+                                        {8, KvFormat::strided},
+                                        {64, KvFormat::latent},
+                                        {72, KvFormat::latent}}) {
+        const bool latent = format == KvFormat::latent;
+        const AttentionSpec spec{.num_q_heads = 6,
+                                 .num_kv_heads = 3,
+                                 .head_dim_qk = dim,
+                                 .head_dim_v = 40,
+                                 .kv_dtype = type,
+                                 .kv_format = format,
+                                 .block_size = 5};
         const KvAllocation host(spec, 2, 700, order);
         // Both sides lie in one piece of memory: fill it, and take a copy of it to the device.
         std::vector<char> bytes(size_t(host.bytes()));
         std::mt19937 random(7);
         for (char& b : bytes) b = char(random());
         const KvCache layer = host.layer(1);
-        char* const base = std::min(host.layer(0).k.as<char>(), host.layer(0).v.as<char>());
+        char* const base = host.layer(0).k.as<char>();  // values lie behind the keys
         const int64_t reach = int64_t(bytes.size());
         const auto inside = [&](const TensorView& t) {
           int64_t last = t.as<char>() - base + size_of(t.dtype);
           for (int d = 0; d < t.rank; ++d) last += (t.size(d) - 1) * t.stride(d) * size_of(t.dtype);
           return last <= reach;
         };
-        ASSERT_TRUE(inside(layer.k) && inside(layer.v));
+        ASSERT_TRUE(inside(layer.k) && (latent || inside(layer.v)));
         std::memcpy(base, bytes.data(), bytes.size());
         const DeviceBuffer buffer = upload(bytes);
         const KvCache moved{.k = on_device(layer.k, buffer, layer.k.as<char>() - base),
-                            .v = on_device(layer.v, buffer, layer.v.as<char>() - base),
+                            .v = latent ? TensorView{} : on_device(layer.v, buffer, layer.v.as<char>() - base),
                             .k_scale = {},
                             .v_scale = {}};
         std::vector<BlockCopy> copies;

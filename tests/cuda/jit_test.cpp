@@ -112,6 +112,9 @@ TEST(Jit, CompilesInWellUnderASecond) {
   EXPECT_EQ(entry_reports(kernel).size(), 4u);
   EXPECT_GT(kernel.compile_ms, 0);
   EXPECT_LT(kernel.compile_ms, 5000) << "typically 200; this machine may be busy";
+  KernelKey keys_alone = write_kv();  // whose values are a part of them
+  keys_alone.config[3] = {"kDimV", 0};
+  EXPECT_EQ(strict_problems(compile(keys_alone)), std::vector<std::string>{});
 }
 
 TEST(Jit, ErrorsHaveKeyOptionsAndLog) {

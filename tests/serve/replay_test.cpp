@@ -90,6 +90,23 @@ TEST(Replay, EveryCacheTypeIsVerified) {
   }
 }
 
+// Which stores a value as a part of its key: half of the bytes, where both have as many dims, so that there are twice as many blocks.
+TEST(Replay, LatentCachesAreVerified) {
+  const Trace trace = tree_trace(6, 16, 50, 6, 3);
+  ReplayOptions options = small_options();
+  options.kv_bytes = 1 << 20;
+  const ReplayResult strided = replay(tiny_model({full_mask(), window_mask(16)}, 16), trace, options);
+  options.kv_format = "latent";
+  for (const DType dtype : {DType::bf16, DType::fp8_e4m3}) {
+    options.kv_dtype = dtype;
+    const ReplayResult r = replay(tiny_model({full_mask(), window_mask(16)}, 16), trace, options);
+    EXPECT_TRUE(r.complete);
+    EXPECT_GT(r.verified_values, 0);
+    EXPECT_EQ(r.kv_format, "latent");
+    EXPECT_NE(r.digest, strided.digest);
+  }
+}
+
 TEST(Replay, EveryScoreModificationIsVerified) {
   const Trace trace = tree_trace(6, 16, 50, 6, 4);
   for (const int which : {0, 1, 2, 3}) {

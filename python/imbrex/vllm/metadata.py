@@ -120,7 +120,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 return False
             strided, packed = (_core.AttentionSpec(**{**fields, "kv_format": name}) for name in ("strided", _amx_packed.FORMAT))
             chosen = select(strided, "cpu", forced=self.settings.backend).backend
-            return any(name == chosen and not reasons for name, reasons in select(packed, "cpu").candidates)
+            return chosen != "reference" and any(name == chosen and not reasons for name, reasons in select(packed, "cpu").candidates)
 
         return all(same_backend(layer) for layer in self.layers.values())
 

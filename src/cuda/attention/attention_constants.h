@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "attention/kv_codec.h"
 #include "cuda/driver/jit.h"
 #include "imbrex/spec.h"
 
@@ -38,7 +39,8 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kAlibiSqrt", score.alibi_sqrt},
                                   {"kRelative", score.relative_buckets > 0},
                                   {"kSinks", score.sinks},
-                                  {"kWholeItems", whole_items}};
+                                  {"kWholeItems", whole_items},
+                                  {"kValuesInKeys", codec_of(spec).values_in_keys}};
   constants.insert(constants.end(), tiles);
   return constants;
 }

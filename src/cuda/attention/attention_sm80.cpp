@@ -5,6 +5,7 @@
 #include <array>
 #include <span>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "cuda/attention/attention_constants.h"
 #include "cuda/params.h"
@@ -37,6 +38,11 @@ int q_planes(const AttentionSpec& spec) { return spec.q_dtype == DType::f32 ? 3 
 int kv_planes(const AttentionSpec& spec) {
   if (spec.q_dtype != DType::f32) return 1;
   return spec.kv_dtype == DType::f32 ? 3 : spec.kv_dtype == DType::f16 ? 2 : 1;
+}
+
+// Whether the tile of keys has the values too: as many dims are read as those rows have.
+bool values_are_there(const AttentionSpec& spec, const AttentionTiles& t) {
+  return codec_of(spec).values_in_keys && rounded_up(spec.head_dim_v, 16 * t.dim_warps) <= rounded_up(spec.head_dim_qk, 16);
 }
 
 bool fits(const SharedMemory& memory, const AttentionSpec& spec, const AttentionTiles& tiles) {
@@ -100,8 +106,9 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
 
 }  // namespace
 
-std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, Phase phase, int rows) {
-  const SharedMemory memory = shared_memory_of(arch);
+namespace {
+
+std::optional<AttentionTiles> tiles_of(const SharedMemory& memory, const AttentionSpec& spec, Phase phase, int rows) {
   if (phase != Phase::decode) return prefill_tiles(memory, spec);
   const int wanted = std::max(rows, std::min(spec.group_size(), 64));
   for (int most = wanted <= 16 ? 16 : wanted <= 32 ? 32 : 64; most >= 16; most /= 2)
@@ -109,11 +116,30 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
   return std::nullopt;
 }
 
+}  // namespace
+
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, Phase phase, int rows) {
+  const SharedMemory memory = shared_memory_of(arch);
+  // A latent has the tiles of a cache that stores both, and so its bits. What the values leave free holds more tiles at a time.
+  AttentionSpec stored = spec;
+  if (codec_of(spec).values_in_keys) stored.kv_format = KvFormat::strided;
+  std::optional<AttentionTiles> tiles = tiles_of(memory, stored, phase, rows);
+  constexpr int kMostStages = 4;
+  while (tiles && values_are_there(spec, *tiles) && tiles->stages < kMostStages) {
+    AttentionTiles deeper = *tiles;
+    ++deeper.stages;
+    if (!fits(memory, spec, deeper)) break;
+    tiles = deeper;
+  }
+  return tiles;
+}
+
 int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t) {
   const int element = is_fp8(spec.kv_dtype) && spec.q_dtype != DType::f32 ? 1 : 2;
   const int v_dims = rounded_up(spec.head_dim_v, 16 * t.dim_warps);
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
-  const int stage = kv_planes(spec) * t.keys / t.key_warps * (row_bytes(spec.head_dim_qk, element) + row_bytes(v_dims, element));
+  const int row = row_bytes(spec.head_dim_qk, element) + (values_are_there(spec, t) ? 0 : row_bytes(v_dims, element));
+  const int stage = kv_planes(spec) * t.keys / t.key_warps * row;
   const int part = t.key_warps > 1 ? t.rows * (v_dims + 8) * 4 : 0;
   // Sizes of members of SharedStorage in attention_sm80.cu; tests compare the sum with the compiled kernel's.
   constexpr int kScale = 4, kRowTerms = 16, kItem = 56;  // ItemSlot: two arrays of rows, and the item

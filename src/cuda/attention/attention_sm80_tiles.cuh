@@ -33,9 +33,12 @@ constexpr int kTeams = kKeyWarps;  // a team of warps shares its keys of each ti
 constexpr int kTeamWarps = kRowWarps * kDimWarps, kThreads = 32 * kTeams * kTeamWarps;
 constexpr int kTeamKeys = kTileKeys / kTeams;
 constexpr int kQRowBytes = row_bytes(kQkDims / 8), kQPlaneBytes = kTileRows * kQRowBytes;
-constexpr int kKRowBytes = row_bytes(kKPieces), kVRowBytes = row_bytes(kVPieces);
+// Values that are a part of the keys are read from the tile of keys: what follows them in a row lands in dims that nobody stores.
+constexpr bool kValuesAreThere = kValuesInKeys && kVDims <= kQkDims;
+constexpr int kKRowBytes = row_bytes(kKPieces), kVRowBytes = kValuesAreThere ? kKRowBytes : row_bytes(kVPieces);
 constexpr int kKPlaneBytes = kTeamKeys * kKRowBytes, kVPlaneBytes = kTeamKeys * kVRowBytes;
-constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + kVPlaneBytes);
+constexpr int kVBegin = kValuesAreThere ? 0 : kKvPlanes * kKPlaneBytes;  // in a stage
+constexpr int kStageBytes = kKvPlanes * (kKPlaneBytes + (kValuesAreThere ? 0 : kVPlaneBytes));
 
 // An item as the warps that compute it read it from shared memory.
 struct ItemSlot {
@@ -47,7 +50,6 @@ struct ItemSlot {
 // A layout of keys and values in shared memory: where the rows and 16-byte pieces of a warp's fragments lie. This one is padded.
 struct PaddedRows {
   static constexpr int kKRow = kKRowBytes, kVRow = kVRowBytes;  // bytes from row to row
-  static constexpr int kVBegin = kKvPlanes * kKPlaneBytes;      // of the values, behind the keys
   DEVICE static u32 lane(int row, int piece, int row_bytes) { return row * row_bytes + piece * 16; }
   // `pair` pieces of 16 bytes further on.
   DEVICE static u32 at(u32 lane, int pair) { return lane + pair * 32; }
@@ -164,7 +166,7 @@ class KvLoader {
     const char *k = p_.k.data + item.kv_head * p_.k.head_stride + piece * 16, *v = p_.v.data + item.kv_head * p_.v.head_stride + piece * 16;
     const char *k_row = place(item, p_.k, k, begin, 0, first_row, block_), *v_row = place(item, p_.v, v, begin, 0, first_row, block_);
     const u32 k_to = stage + first_row * kKRowBytes + piece * 16;
-    const u32 v_to = stage + kKPlaneBytes * kKvPlanes + first_row * kVRowBytes + piece * 16;
+    const u32 v_to = stage + kVBegin + first_row * kVRowBytes + piece * 16;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (!kOneBlock) {
@@ -174,7 +176,8 @@ class KvLoader {
       const int row = pass * kPassRows + first_row;
       if (kPasses * kPassRows == kTeamKeys || row < kTeamKeys) {
         copy_row<kHeadDimQk, kKPieces>(k_row, piece, k_to + pass * kPassRows * kKRowBytes, is_valid(item, begin + row));
-        copy_row<kHeadDimV, kVPieces>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
+        if constexpr (!kValuesAreThere)
+          copy_row<kHeadDimV, kVPieces>(v_row, piece, v_to + pass * kPassRows * kVRowBytes, is_valid(item, begin + row));
       }
       if constexpr (kOneBlock) k_row += kPassRows * p_.k.token_stride, v_row += kPassRows * p_.v.token_stride;
     }
@@ -198,8 +201,9 @@ class KvLoader {
       if (row >= kTeamKeys) continue;
       convert_row<kHeadDimQk, kKPieces>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes,
                                         stage + row * kKRowBytes, kKPlaneBytes, is_valid(item, begin + row));
-      convert_row<kHeadDimV, kVPieces>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
-                                       stage + kKPlaneBytes * kKvPlanes + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
+      if constexpr (!kValuesAreThere)
+        convert_row<kHeadDimV, kVPieces>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
+                                         stage + kVBegin + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
     }
   }
 

@@ -15,7 +15,7 @@ class Warp {
       : scores_(p, item, slot, q, scale, warp % kRowWarps * kWarpRows),
         lane_(computed_here(lane_id())),
         dim_(warp / kRowWarps % kDimWarps * kWarpDims) {
-    v_lane_ = PaddedRows::lane(lane_ % 16, lane_ / 16, PaddedRows::kVRow) + dim_ * kStoredBytes + PaddedRows::kVBegin;
+    v_lane_ = PaddedRows::lane(lane_ % 16, lane_ / 16, PaddedRows::kVRow) + dim_ * kStoredBytes + kVBegin;
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

@@ -187,6 +187,36 @@ TEST_F(CopyBlocksLaunch, ABlockInOnePieceIsCopiedWithTheWidestAccess) {
   EXPECT_EQ(c.copies[1].to, 4);
 }
 
+// Values that are a part of the keys go with them, and nothing else is given to the kernels.
+TEST_F(CopyBlocksLaunch, LatentValuesAreKeys) {
+  p.spec.kv_format = KvFormat::latent;
+  p.cache.v = {};
+  copier->copy(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}}, nullptr);
+  ASSERT_EQ(state().launches.size(), 1u);
+  EXPECT_EQ(state().launches[0].entry, "copy_blocks_16");
+  const auto c = params_of<CopyBlocksParams>(state().launches[0]);
+  EXPECT_EQ(c.k.piece_bytes, 16 * 2 * 64);
+  EXPECT_EQ(c.v.data, nullptr);
+  EXPECT_EQ(c.v.piece_bytes * c.v.sizes[0], 0);
+
+  const KernelKey key = write_kv_key("sm_90a", p.spec, p.spec.q_dtype);
+  EXPECT_EQ(key.str(), "write_kv.cu for sm_90a (kFrom 2, kTo 3, kDimK 64, kDimV 0, kBlockSize 16)");
+  store_cached(kernel_cache_folder(), cache_name(key), {.cubin = "not looked at", .log = ""});
+  writer.emplace(context, "sm_90a", p.spec);
+  state().params_bytes = sizeof(WriteKvParams);
+  EXPECT_EQ(code(), "write_kv.v") << "values are not written";
+  p.v = {};
+  const auto w = params_of<WriteKvParams>(launch());
+  EXPECT_EQ(state().launches.back().entry, "write_kv");
+  EXPECT_EQ(w.k.data, at(1 << 20));
+  EXPECT_EQ(w.v.data, nullptr);
+  EXPECT_EQ(w.new_v.data, nullptr);
+  p.cache.v = p.cache.k.slice(3, 0, 32);  // the same memory, said again
+  EXPECT_EQ(params_of<WriteKvParams>(launch()).v.data, nullptr);
+  p.cache.v = p.cache.k.slice(3, 32, 64);
+  EXPECT_EQ(code(), "kv_cache.v.unexpected");
+}
+
 TEST_F(CopyBlocksLaunch, TheWidthFollowsTheLayout) {
   const auto entry = [&] {
     copier->copy(p.spec, p.cache, std::vector<BlockCopy>{{1, 2}}, nullptr);

@@ -7,6 +7,7 @@
 #include <map>
 #include <numeric>
 
+#include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "attention/reference.h"
@@ -70,7 +71,8 @@ class LanesPlan final : public Plan {
     p.q = in.q.as<const char>(), p.q_token_stride = in.q.stride(0) * q_size, p.q_head_stride = in.q.stride(1) * q_size;
     p.out = out.out.as<char>(), p.out_token_stride = out.out.stride(0) * out_size, p.out_head_stride = out.out.stride(1) * out_size;
     p.lse = out.lse.as<float>(), p.lse_token_stride = out.lse.stride(0), p.lse_head_stride = out.lse.stride(1);
-    p.k = side(in.kv.k, in.kv.k_scale), p.v = side(in.kv.v, in.kv.v_scale);
+    const KvCache kv = with_values(spec_, in.kv);
+    p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
     p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
@@ -119,8 +121,8 @@ class LanesPlan final : public Plan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const TensorMap maps[3] = {variant_.has_wgmma() || variant_.is_verify() ? map_of_queries(in.q) : TensorMap{}, map_of(in.kv.k),
-                               map_of(in.kv.v)};
+    const TensorMap maps[3] = {variant_.has_wgmma() || variant_.is_verify() ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k),
+                               map_of(kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
@@ -241,6 +243,21 @@ TEST_P(Lanes, ResultsDoNotDependOnChance) {
         {.launch = {.blocks = chance == 2 ? 1 : 50, .late_copies = chance == 2, .chance = chance}, .heads_together = int(chance)}, options);
     EXPECT_TRUE(bit_identical(whole().out, other.out)) << chance;
     EXPECT_TRUE(bit_identical(whole().lse, other.lse)) << chance;
+  }
+}
+
+// Values that are read from the tile of keys are what a copy of them would be.
+TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
+  const std::vector<Variant> all = variants();
+  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
+  const Variant &latent = named("latent"), &stored = named("latent_stored");
+  EXPECT_LT(cuda::attention_sm80_smem_bytes(latent.c.spec, stored.tiles()), cuda::attention_sm80_smem_bytes(stored.c.spec, stored.tiles()));
+  const CaseInputs in = make_inputs(latent.c);
+  for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
+    const RunResult a = run_case(LanesBackend(latent, how), probe_cpu(), in, default_options(latent.c)),
+                    b = run_case(LanesBackend(stored, how), probe_cpu(), in, default_options(stored.c));
+    EXPECT_TRUE(bit_identical(a.out, b.out));
+    EXPECT_TRUE(bit_identical(a.lse, b.lse));
   }
 }
 

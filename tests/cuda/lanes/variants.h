@@ -214,6 +214,27 @@ inline std::vector<Variant> variants() {
       .spec.score.sinks = true;
   add_wgmma("e4m3_rows_256", spec(DType::fp8_e4m3, DType::fp8_e4m3, 256, 256, 2, 4), {{70, 170, 0}, {3, 40, 1}}, Text::wgmma_e4m3)
       .spec.score.sinks = true;
+
+  // Values that are a part of the keys: read from the tile of keys where attention_sm80.cu has one, of 16 bits, bytes and planes, in teams
+  // and of rows that are converted; with rows as long as a value, and shorter than the output's dims; by TMA from the keys' memory.
+  const auto latent = [](AttentionSpec s) {
+    s.kv_format = KvFormat::latent;
+    return s;
+  };
+  const AttentionSpec shape = spec(DType::bf16, DType::bf16, 320, 256, 5, 16);
+  for (const bool stored : {false, true}) {  // the second for the bits of the first
+    Case& c = add(stored ? "latent_stored" : "latent", "sm_90a", Phase::decode, 1, stored ? shape : latent(shape));
+    c.values = ValuePattern::rising, c.out_dtype = DType::f32;
+  }
+  Case& latent_bytes = add("latent_bytes", "sm_80", Phase::decode, 1, latent(spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3)));
+  latent_bytes.spec.mask.window_left = 100, latent_bytes.scale_per_head = true;
+  add("latent_exact", "sm_120", Phase::prefill, 1, latent(spec(DType::f32, DType::f32, 64, 40, 1, 0))).spec.score.sinks = true;
+  add("latent_rows", "sm_90a", Phase::prefill, 1, latent(spec(DType::f16, DType::bf16, 72, 72, 5, 16))).order = "lbhdt";
+  add("latent_wide", "sm_90a", Phase::decode, 1, latent(spec(DType::bf16, DType::bf16, 272, 264, 16, 64))).requests = {{1, 70, 0},
+                                                                                                                       {2, 35, 1}};
+  add_decode("tma_latent", 16, latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16))).values = ValuePattern::rising;
+  add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
+  add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
   return all;
 }
 

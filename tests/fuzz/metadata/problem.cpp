@@ -38,6 +38,7 @@ imbrex_spec_fields random_spec(const Target& target, Random& random) {
   f.kv_dtype = random.one_in(3) ? int32_t(random.between(IMBREX_F32, IMBREX_FP8_E5M2)) : f.q_dtype;
   f.block_size = int32_t(random.pick(sizes));
   if (amx && random.one_in(2)) f.kv_format = IMBREX_KV_AMX_PACKED, f.block_size = random.one_in(2) ? 16 : 32;
+  if (f.kv_format == IMBREX_KV_STRIDED && f.head_dim_v <= f.head_dim_qk && random.one_in(5)) f.kv_format = IMBREX_KV_LATENT;
   f.causal = f.kind == IMBREX_DECODER ? 1 : int32_t(random.between(0, 1));
   if (random.one_in(4)) f.window_left = int32_t(random.between(0, 20));
   if (random.one_in(8)) f.custom_mask = 1;
@@ -102,7 +103,7 @@ void add_batch(Problem& p, Random& random, int64_t& num_blocks) {
   }
   p.slot_mapping.set_numbers(kLong, {tokens}, slots);
   set_floats(p.new_k, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_qk});
-  set_floats(p.new_v, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_v});
+  if (f.kv_format != IMBREX_KV_LATENT) set_floats(p.new_v, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_v});
   p.calls.insert(p.calls.begin() + 1, Call::write_kv);
 }
 
@@ -112,6 +113,7 @@ void add_tensors(Problem& p, Random& random, int64_t num_blocks) {
   for (const bool keys : {true, false}) {
     Argument& side = keys ? p.k_cache : p.v_cache;
     const int64_t dim = keys ? f.head_dim_qk : f.head_dim_v;
+    if (!keys && f.kv_format == IMBREX_KV_LATENT) continue;
     if (f.kv_format == IMBREX_KV_AMX_PACKED) {
       const int64_t bytes = f.block_size * ((dim + 31) / 32 * 32) * (f.kv_dtype == IMBREX_BF16 ? 2 : 1);
       side.set({1, 8, 1}, {num_blocks, kv_heads, bytes}, std::vector<unsigned char>(size_t(num_blocks * kv_heads * bytes)));
