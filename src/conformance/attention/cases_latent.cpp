@@ -18,7 +18,7 @@ void add_latent_cases(CaseTable& table) {
     Dims dims;
     int group, kv_heads;
   };
-  const Shape shapes[] = {{{576, 512}, 16, 1}, {{320, 256}, 5, 2}, {{128, 64}, 4, 2}, {{96, 96}, 3, 1}, {{72, 40}, 1, 3}};
+  const Shape shapes[] = {{{576, 512}, 12, 1}, {{320, 256}, 5, 2}, {{128, 64}, 4, 2}, {{96, 96}, 3, 1}, {{72, 40}, 1, 3}};
   for (const Shape& s : shapes)
     for (const NamedRequests& phase : kPhases)
       add_latent(table, fmt::format("{}_{}", dims_name(s.dims), phase.name), s.group, s.kv_heads, s.dims, table.types(), phase.requests);
