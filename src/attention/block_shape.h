@@ -19,7 +19,7 @@ struct BlockShape {
 
 // The shape of a block of a cache's k or v. Dimensions that follow each other in memory become one, whatever their order in the tensor.
 BlockShape block_shape(const TensorView&);
-// Of every tensor of the cache that holds tokens in the spec's format.
+// The shapes of one block in each tensor of the cache that holds tokens.
 std::vector<BlockShape> stored_shapes(const AttentionSpec&, const KvCache&);
 
 // Error kv_cache.copy.from, .to, .twice, .chained.

@@ -28,7 +28,7 @@ constexpr PartCodes kKeyCodes{"kv_cache.k.missing",      "kv_cache.k.dtype",    
 constexpr PartCodes kValueCodes{"kv_cache.v.missing",      "kv_cache.v.dtype",         "kv_cache.v.rank",
                                 "kv_cache.v.block_size",   "kv_cache.v.num_heads",     "kv_cache.v.head_dim",
                                 "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides"};
-// Of scales that are stored with the tokens: one for all.
+// Scales that are stored with the tokens have one code for all rules.
 constexpr const char* kScale = "kv_cache.scale";
 constexpr PartCodes kStoredScaleCodes{kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale};
 constexpr ScaleCodes kKeyScaleCodes{"kv_cache.k_scale.unexpected", "kv_cache.k_scale.dtype", "kv_cache.k_scale.size",
@@ -66,7 +66,7 @@ void check_tensor(const TensorView& t, const KvLayout& wanted, const AttentionSp
   check_strides(t, codes.strides);
 }
 
-// Values that are a part of the keys may be given as what they are, and as nothing else.
+// A caller may give values that are a part of the keys as that view of k, and as nothing else.
 void check_values_in_keys(const TensorView& v, const TensorView& k, const AttentionSpec& spec) {
   if (v.empty()) return;
   bool same = v.data == k.data && v.dtype == k.dtype && v.device == k.device && v.rank == k.rank;
@@ -140,7 +140,7 @@ std::shared_ptr<void> map_memory(int64_t bytes) {
   return {begin, [length](void* p) { munmap(p, size_t(length)); }};
 }
 
-// `dims`: those of the format. What lies in one piece has no place in an order.
+// `dims` are those of the format's keys. An order does not name x, which is innermost.
 void check_order(std::string_view order, std::string_view dims) {
   constexpr std::string_view kLetters = "lbhtd";
   std::string seen;
@@ -154,7 +154,7 @@ void check_order(std::string_view order, std::string_view dims) {
           "'{}' is missing in \"{}\"", c, order);
 }
 
-// A tensor of all layers, whose strides follow the physical order. Bytes go to `bytes`.
+// The view of a tensor of all layers, whose strides follow the physical order. `bytes` receives its size.
 TensorView ordered_view(const KvLayout& layout, int64_t num_layers, int64_t num_blocks, std::string_view order, int64_t& bytes) {
   TensorView view{.dtype = layout.dtype, .rank = int(layout.dims.size()) + 1};
   view.sizes = {num_layers, num_blocks};

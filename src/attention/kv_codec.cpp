@@ -22,7 +22,7 @@ Table& table() {
   return all;
 }
 
-// `index` by its size in a tensor of these dimensions, where a stride of one element may be anything.
+// The first `size` elements of each row of `t`.
 TensorView narrowed(TensorView t, int64_t size) {
   if (!t.empty()) t.sizes[size_t(t.rank - 1)] = size;
   return t;

@@ -30,14 +30,14 @@ std::optional<KvLayout> packed_layout(const AttentionSpec& spec, KvPart part) {
 int64_t packed_key_position(int64_t dims, int64_t token, int64_t d) {
   return ((token / 16 * (dims / 32) + d / 32) * 16 + d % 32 / 2) * 32 + token % 16 * 2 + d % 2;
 }
-// And of values. A block whose size is 16 modulo 32 ends with half a group: tiles of 8 rows.
+// Position of an element within a head's block of values. A block whose size is 16 modulo 32 ends with half a group: tiles of 8 rows.
 int64_t packed_value_position(int64_t dims, int64_t block_size, int64_t token, int64_t d) {
   const int64_t group = token / 32 * 32;
   if (group + 32 > block_size) return group * dims + d / 16 * 256 + (token - group) / 2 * 32 + d % 16 * 2 + token % 2;
   return (token / 32 * (dims / 16) + d / 16) * 512 + token % 32 / 2 * 32 + d % 16 * 2 + token % 2;
 }
 
-// A head's block, and where its elements are.
+// The elements of one token in a head's block.
 class PackedTiles {
  public:
   PackedTiles(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlace place)
@@ -51,7 +51,7 @@ class PackedTiles {
   }
   int dim() const { return dim_; }
   char* bytes() const { return bytes_; }
-  // In elements. Of one byte, two rows of a tile share 64 bytes: the even ones and the odd ones.
+  // The index of element d. Where elements have one byte, two rows of a tile share 64 bytes: one has the even bytes, one the odd ones.
   int64_t at(int64_t d) const {
     const int64_t dims = padded_dims(dim_),
                   e = keys_ ? packed_key_position(dims, token_, d) : packed_value_position(dims, block_size_, token_, d);

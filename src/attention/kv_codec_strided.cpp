@@ -20,7 +20,7 @@ std::optional<KvLayout> latent_layout(const AttentionSpec& spec, KvPart part) {
   return part == KvPart::k ? strided_layout(spec, part) : std::nullopt;
 }
 
-// Of a row's first element, and from one to the next.
+// The index of a row's first element, and the distance from one element to the next.
 struct RowPlace {
   int64_t first, stride;
 };

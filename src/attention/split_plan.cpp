@@ -145,6 +145,7 @@ class SplitPlan final : public StepPlan {
   }
 
   TensorView tokens_of(const BatchPart& part, const TensorView& all, const RowBuffer& buffer) const {
+    if (all.empty()) return all;  // values that are a part of the keys
     if (part.contiguous()) return all.slice(0, part.ranges[0].begin, part.ranges[0].end);
     const TensorView gathered = scratch(part, all, buffer);
     for_rows(options_.threads, part.ranges, [&](int row, int token) { copy_row(all, token, gathered, row); });

@@ -107,13 +107,15 @@ Result run(Plan& plan, Problem p, bool with_lse = true) {
   p.batch.query_start_loc = p.query_start_loc;
   p.batch.seq_lens = p.seq_lens;
   plan.update(p.batch);
-  const KvCache cache = cache_of(p);
+  KvCache cache = cache_of(p);
+  const bool latent = p.spec.kv_format == KvFormat::latent;
+  if (latent) cache.v = {};
   if (p.spec.block_size > 0) {
     std::vector<float> k(size_t(p.num_tokens) * 2 * 16), v(size_t(p.num_tokens) * 2 * 8);
     for (size_t i = 0; i < k.size(); ++i) k[i] = float(i % 97) * 0.01f;
     for (size_t i = 0; i < v.size(); ++i) v[i] = float(i % 89) * 0.02f;
     plan.write_kv(cache, TensorView::contiguous(k.data(), DType::f32, {p.num_tokens, 2, 16}),
-                  TensorView::contiguous(v.data(), DType::f32, {p.num_tokens, 2, 8}));
+                  latent ? TensorView{} : TensorView::contiguous(v.data(), DType::f32, {p.num_tokens, 2, 8}));
   }
   Result result;
   result.out.assign(size_t(p.num_tokens) * 4 * 8, NAN);
@@ -143,18 +145,20 @@ class PhasePlanTest : public testing::TestWithParam<std::tuple<Keys, bool, int>>
 TEST_P(PhasePlanTest, SameBitsAsOnePlan) {
   const auto [keys, custom, decode_max_q] = GetParam();
   const Backend& reference = reference_backend();
-  for (const Requests& requests : {kOrdered, kInterleaved, Requests{{4, 8}}, Requests{{1, 8}}, Requests{{0, 3}}}) {
-    const Problem p = make_problem(requests, keys, custom);
-    PlanOptions options;
-    options.limits = {.max_num_reqs = 16, .max_num_tokens = 64, .max_seq_len = 64};
-    const auto whole = reference.plan(p.spec, describe_device("cpu"), options);
-    const auto composite = plan_by_phase(reference, reference, p.spec, describe_device("cpu"), options, decode_max_q);
-    const Result a = run(*whole, p), b = run(*composite, p);
-    EXPECT_TRUE(same_bits(a.out, b.out)) << composite->str();
-    EXPECT_TRUE(same_bits(a.lse, b.lse)) << composite->str();
-    EXPECT_TRUE(same_bits(a.k, b.k) && same_bits(a.v, b.v)) << composite->str();
-    EXPECT_TRUE(same_bits(run(*composite, p, false).out, a.out));
-  }
+  for (const KvFormat format : {KvFormat::strided, KvFormat::latent})
+    for (const Requests& requests : {kOrdered, kInterleaved, Requests{{4, 8}}, Requests{{1, 8}}, Requests{{0, 3}}}) {
+      Problem p = make_problem(requests, keys, custom);
+      p.spec.kv_format = format;
+      PlanOptions options;
+      options.limits = {.max_num_reqs = 16, .max_num_tokens = 64, .max_seq_len = 64};
+      const auto whole = reference.plan(p.spec, describe_device("cpu"), options);
+      const auto composite = plan_by_phase(reference, reference, p.spec, describe_device("cpu"), options, decode_max_q);
+      const Result a = run(*whole, p), b = run(*composite, p);
+      EXPECT_TRUE(same_bits(a.out, b.out)) << composite->str();
+      EXPECT_TRUE(same_bits(a.lse, b.lse)) << composite->str();
+      EXPECT_TRUE(same_bits(a.k, b.k) && same_bits(a.v, b.v)) << composite->str();
+      EXPECT_TRUE(same_bits(run(*composite, p, false).out, a.out));
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Mixes, PhasePlanTest,
