@@ -46,7 +46,7 @@ struct ReplayOptions {
   int block_size = 32;             // the packed format is read in place from 32 on
   DType q_dtype = DType::bf16;     // bf16 is the only one that synthesis makes; Error replay.q_dtype for others
   DType kv_dtype = DType::bf16;    // f32, bf16, f16, fp8_e4m3, fp8_e5m2
-  std::string kv_format = "auto";  // "strided", "amx_packed", or "auto": packed where a backend other than reference runs it
+  std::string kv_format = "auto";  // the name of one, or "auto": the first that KvCodec::preferred recommends and a fast backend runs
 
   SelectOptions select;  // forced backends; `phase` is set by the replay
   int num_threads = 0;   // 0: every core this process may use
