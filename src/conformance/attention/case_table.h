@@ -1,6 +1,6 @@
 #pragma once
-// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp) are made of: dimensions, types,
-// requests, and the table that they fill.
+// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp) are made of:
+// dimensions, types, requests, and the table that they fill.
 #include <fmt/format.h>
 
 #include <string>

@@ -201,7 +201,7 @@ TEST_F(CopyBlocksLaunch, LatentValuesAreKeys) {
 
   const KernelKey key = write_kv_key("sm_90a", p.spec, p.spec.q_dtype);
   EXPECT_EQ(key.str(), "write_kv.cu for sm_90a (kFrom 2, kTo 3, kDimK 64, kDimV 0, kBlockSize 16)");
-  store_cached(kernel_cache_folder(), cache_name(key), {.cubin = "not looked at", .log = ""});
+  gpu::store_cached(gpu::kernel_cache_folder(), cache_name(key), {.binary = "not looked at", .log = ""});
   writer.emplace(context, "sm_90a", p.spec);
   state().params_bytes = sizeof(WriteKvParams);
   EXPECT_EQ(code(), "write_kv.v") << "values are not written";
