@@ -5,6 +5,7 @@
 
 #include "core/float_types.h"
 #include "cuda/gpu.h"
+#include "imbrex/error.h"
 #include "imbrex/merge.h"
 
 namespace imbrex::cuda {
