@@ -5,7 +5,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kConsumers = kTeams * kRowWarps, kCrewWarps = kConsumers + 2;  // warps: and the producer, and who joins
+constexpr int kConsumers = kTeams * kRowWarps, kCrewWarps = kConsumers + 2;  // warps; the other two load, and merge pieces
 constexpr int kCrewThreads = 32 * kCrewWarps, kThreadsOfAll = kCrews * kCrewThreads;
 constexpr int kWeightRow = row_bytes(kTileKeys / 8), kWeightBytes = kTileRows * kWeightRow;  // of weights in shared memory
 // A warp's dims of the output: as many as one fragment of values has, times a power of two.
@@ -15,7 +15,7 @@ static_assert(kDirect && kDimWarps == 1 && kRowTiles == 1 && kTeams == 4);
 // loaded to it while this item is computed.
 constexpr bool kQKept = kRowWarps == 1 || kQRegisters + 12 * kTeamDimTiles <= 96;
 
-// As attention_sm90_stream.cuh leaves rows of keys, or of values.
+// Rows of keys or values in the layout in which attention_sm90_stream.cuh writes them.
 template <int width>
 struct StreamedRows {
   static constexpr int kKRow = width, kVRow = width;
@@ -72,7 +72,7 @@ DEVICE Task task_of(const AttentionParams& p, int number, int tasks) {
   return task;
 }
 
-// Arrivals at a slot's barrier: each lane when its copies of queries are there, and for what it has written itself.
+// Arrivals at a slot's barrier: each lane arrives when its copies of queries are complete, and once for what it has written itself.
 constexpr int kSlotArrivals = 64;
 
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int crew, SharedStorage& shared) {
@@ -115,7 +115,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       load_tile<kHeadDimV, kVChunks, kVWidth>(p, p.v, v_map, item, before, to, full, l2);
       v.next();
     };
-    // Values come a tile behind the keys, as they are asked for.
+    // Values are loaded a tile behind the keys, as they are needed.
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, k.next()) {
       const u32 to = shared_address(shared.k[k.at]), full = shared_address(&shared.k_full[k.at]);

@@ -15,7 +15,7 @@ constexpr int kValueLoaders = kSmallPages && !kWidens ? 32 : 1;
 constexpr int kKeyLoaders = kWidens ? kKeyWideners : kSmallPages ? kValueLoaders + kCustomMask : 1;
 
 constexpr int kQBytes = kConsumers * kQChunks * kQChunkBytes, kKvBytes = kStages * (kQChunks + kVChunks) * kKvChunkBytes;
-constexpr int kRoom = 226 * 1024;  // of shared memory, but for barriers and items
+constexpr int kRoom = 226 * 1024;  // bytes of shared memory, without those for barriers and items
 // With two slots, the next item's queries are loaded while an item is computed.
 constexpr int kQSlots = 2 * kQBytes + kKvBytes + kStagedBytes + kConsumers * 64 * 8 <= kRoom ? 2 : 1;
 constexpr int kItems = kQSlots + 3;  // a warpgroup ends an item when it has begun the next; keys are kQSlots ahead, and items one more
@@ -36,10 +36,10 @@ struct SharedStorage : Staging<kWidens> {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// --- a warp each for what follows, so that none waits for what only another needs
+// --- each of these has a warp of its own, so that no warp waits for data that only another one needs
 
-// Items and their queries. An item is there before the keys of the one in front are all under way: finding it takes several loads, one
-// after the other. Its number is not taken much earlier, though: some other block might begin it sooner.
+// Finds items and loads their queries. An item is found before all keys of the one in front are loaded, since finding it takes several
+// loads, one after the other. Its number is not taken much earlier, because another block might begin it sooner.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, SharedStorage& shared) {
   const int lane = lane_id();
   Ring<kItems> entry;
@@ -47,8 +47,8 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   for (Tasks tasks(p, shared.handed);; tasks.next()) {
     Item& item = shared.item[entry.at];
     Found found;
-    // A block without a cluster passes over what has no rows here: if it went on to its next turn, ptxas would have its lanes, which part
-    // where one of them arrives at a barrier, count items in one register of all.
+    // A block without a cluster skips tasks without rows in this inner loop. With `continue`, ptxas would keep the count of items in one
+    // register for all lanes, although they diverge where one of them arrives at a barrier.
     while (kCluster == 1 && tasks.exists() && !tasks.find(num_items, found)) tasks.next();
     const bool exists = tasks.exists();
     if (exists) {
@@ -90,7 +90,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
   }
 }
 
-// Keys or values, tile by tile: a page a lane, in chunks of dims, or rows. `to`, `full` and `empty` are those of the first stage.
+// Loads keys or values, tile by tile: each lane a page, in chunks of dims, or rows. `to`, `full` and `empty` are those of the first stage.
 template <bool keys>
 DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, SharedStorage& shared, u32 to, u32 full, u32 empty) {
   constexpr int kChunks = keys ? kQChunks : kVChunks, kPageBytes = kPageRows * 128;

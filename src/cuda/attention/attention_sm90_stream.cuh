@@ -8,13 +8,14 @@
 
 namespace imbrex::cuda {
 
-// A multiprocessor has room for kBlocks crews, each a warp that loads and those that compute. They are one thread block, so that a lone
-// request's tasks come to lie on different ones, also where the block of another launch still occupies some. They have nothing in common
-// but that.
+// A multiprocessor has room for kBlocks crews, each of which has a warp that loads and warps that compute. All crews of a multiprocessor
+// are one thread block, so that the tasks of a lone request are on different multiprocessors, even where blocks of another launch still
+// occupy some. The crews of a block share nothing else.
 constexpr int kCrews = kBlocks;
 constexpr int kStreamBytes = kKvType == kE4m3 || kKvType == kE5m2 ? 1 : 2, kStreamPiece = 16 / kStreamBytes;  // of an element; dims
-// A row comes in chunks of a box's width: of 128 bytes, swizzled as wide; or in one, of 64 bytes, swizzled so, or of as many as it has, as
-// they are. Where the last of several chunks would be half empty, memory would have less on its way.
+// A row is loaded in chunks of a box's width: in chunks of 128 bytes, with a swizzle of that width; or in one chunk, of 64 bytes with a
+// swizzle of 64, or of the row's own width without a swizzle. With chunks of 128 bytes of which the last is half empty, fewer useful bytes
+// would be under way.
 template <int width>
 constexpr int kDimsOf = width / kStreamBytes;  // of a chunk
 constexpr int kKChunks = (kHeadDimQk + kDimsOf<kKWidth> - 1) / kDimsOf<kKWidth>,
@@ -27,7 +28,8 @@ constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a
 
 DEVICE int first_task(int crew) { return crew * int(gridDim.x) + int(blockIdx.x); }
 
-// Groups of rows at a time, of small pages: as many as registers are there for where consumers have most of them.
+// How many groups of rows of small pages are loaded at a time: as many as the producer has registers for, where consumers have most of
+// them.
 constexpr int kUnrolled = kKeyWarps == 0 && (kCrews == 1 || kKvType != kQType) ? 2 : 8;
 
 // The offset of a unit of 16 bytes: 128 bytes a row and chunk, with the units of a row exchanged by its number, as by TMA's swizzle.
@@ -66,7 +68,7 @@ DEVICE int first_row(const Item& item, const Box& box) {
   return kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
 }
 
-// A tile of keys or of values by the warp, a box a lane.
+// Loads a tile of keys or of values with a warp, one box by each lane.
 template <int chunks, int width>
 DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
   const int lane = lane_id(), boxes = __popc(__ballot_sync(kFullWarp, box.loads));
@@ -79,9 +81,9 @@ DEVICE void load_boxes(const TensorMap& map, const Item& item, const Box& box, u
              box.block);
 }
 
-// The first tiles of a crew's first item into L2, by a warp and in front of griddep_wait(): while the last blocks of the kernel in front
-// end, the memory has little to do. That kernel may be writing these keys, or the ids of their blocks, so nothing is taken from them, and
-// an id that is not one yet only asks for the wrong bytes, or for none. Lists are in L1 afterwards.
+// Prefetches the first tiles of a crew's first item into L2, with one warp and in front of griddep_wait(): while the last blocks of the
+// kernel in front end, memory is not busy. That kernel may be writing these keys, or the ids of their blocks: so the prefetched bytes are
+// not used, and an id that is not valid yet only prefetches the wrong bytes, or none. The lists are in L1 afterwards.
 DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int task) {
   if (!p.keys_are_there || task >= num_tasks(p)) return;
   const Item item = item_of(p, task);
@@ -130,7 +132,7 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
   mbarrier_arrive(full);
 }
 
-// The tile of a box, of keys or of values.
+// Loads a tile of keys or of values, of which each lane has a box.
 template <int dim, int chunks, int width = 128>
 DEVICE void load_tile(const AttentionParams& p, const KvSide& side, const TensorMap& map, const Item& item, const Box& box, u32 to,
                       u32 full, u64 l2) {

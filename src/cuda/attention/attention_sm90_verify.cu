@@ -1,18 +1,19 @@
 // Attention of up to 64 or 128 rows over many keys with wgmma and TMA, for sm_90a: verify, short extends, and decode of large groups. Host
 // side: cuda/attention/attention_sm90_verify.cpp.
 //
-// Memory sets the pace, as in attention_sm90_decode.cu, but rows are as many as the matrix unit takes. A warpgroup has 64 rows and all keys
-// of a tile, so nothing crosses from warp to warp: scores, weights and outputs stay in registers, and beside the scores of a tile goes the
-// output of the one before. Bytes become 16-bit numbers on their way there. With up to 128 dims a multiprocessor has two crews of 64 rows,
-// or one of 128; with more, the two warpgroups compute the same scores, and half of the output's dims each. Sums of four pieces are folded
-// in registers, those of more in L2.
+// Memory is the limit, as in attention_sm90_decode.cu, but there are as many rows as the matrix unit takes. A warpgroup has 64 rows and all
+// keys of a tile, so warps exchange nothing: scores, weights and outputs stay in registers, and the output of a tile is multiplied at the
+// same time as the scores of the next one. fp8 is widened to 16 bits in shared memory. With up to 128 dims a multiprocessor has two crews
+// of 64 rows, or one of 128; with more, the two warpgroups compute the same scores, and half of the output's dims each. Sums of four pieces
+// are folded in registers, those of more in L2.
 #include "attention_sm90_runs.cuh"
 #include "attention_sm90_verify_load.cuh"
 #include "wgmma.cuh"
 
 namespace imbrex::cuda {
 
-// Levels of the tree of pieces whose nodes lie in memory, where L2 keeps them. Where ALiBi needs registers, the lowest one does too.
+// The number of levels of the tree of pieces whose nodes are in memory, where L2 keeps them. Where ALiBi needs registers, the lowest level
+// is in memory too.
 constexpr bool kNodeKept = !kAlibi || !kShareDims;
 constexpr int kLevels = kVerifyLevels + !kNodeKept;
 // Log2 units: a row's maximum weighs 2^kFresh when it becomes the reference, and may outgrow that 2^8 times. Weights that are f16 for the
@@ -20,14 +21,14 @@ constexpr int kLevels = kVerifyLevels + !kNodeKept;
 constexpr int kValueType = kWidens ? int(kF16) : kQType;
 constexpr float kFresh = kWidens ? 7.f : 0.f, kSlack = kFresh + 8.f;
 
-// Registers of a thread, as many as are used: a launch has handed out what all threads together have.
+// Registers of a thread: as many as each warpgroup uses, and together no more than the launch has given to all threads.
 constexpr int kConsumerRegisters = kCrews == 1 ? (kWidens && kTeamDims * kTileRows != 128 * 128 ? 224 : 232)
                                    : kWidens   ? 208
                                                : 216,
               kProducerRegisters = (65536 / kThreads / 8 * 8 * (kThreads / 128) - 2 * kConsumerRegisters) / kProducers;
 
-// Tiles in shared memory by the low half of their descriptor, which has the address in units of 16 bytes. The other half is the same in
-// all: groups of eight lines of a swizzle's width.
+// The low half of the descriptors of tiles in shared memory: the address in units of 16 bytes. The high half is the same in all: groups of
+// eight lines of a swizzle's width.
 DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
 DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
 
@@ -72,7 +73,7 @@ class Consumer {
  private:
   using Scores = float[kTileKeys / 2];
 
-  // Computed where they are needed: registers are few.
+  // These are computed where they are needed, because registers are few.
   DEVICE static int team() { return computed_here(int(threadIdx.x)) / 128 % kTeams; }
   DEVICE static int first_row() { return kShareDims ? 0 : team() * kTeamRows; }
   DEVICE static int first_dim() { return kShareDims ? team() * kTeamDims : 0; }
@@ -81,7 +82,7 @@ class Consumer {
     __syncwarp();
     if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
   }
-  // Places in rings, by how many have been passed: a register each.
+  // Positions in rings, each computed from a count of steps, so that it takes one register.
   DEVICE Ring<SharedStorage::kItemSlots> item_slot() const { return ring_at<SharedStorage::kItemSlots>(items_); }
   DEVICE Ring<SharedStorage::kQSlots> q_slot() const { return ring_at<SharedStorage::kQSlots>(items_); }
   DEVICE Ring<kStages> k_stage() const { return ring_at<kStages>(k_tiles_); }
@@ -157,7 +158,7 @@ class Consumer {
       weights_[i / 4][i % 4] = kValueType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
   }
 
-  // The output of the tile before, whose keys [lo, hi) some row sees.
+  // Multiplies the output of the tile before, of which some row sees the keys [lo, hi).
   DEVICE void finish_output(Sums& sums, int lo, int hi) {
     wait_for_values();
     if (lo > 0 || hi < kTileKeys) clear_values(lo, hi);
@@ -199,7 +200,8 @@ class Consumer {
       Scores s;
       wait_for_keys();
       wait_for_values();
-      // Only an item's first tile has hidden keys in front, only its last one, whose output comes after all turns, behind.
+      // Only an item's first tile has hidden keys before its visible ones. Only its last tile, whose output comes after all turns, has
+      // hidden keys after them.
       if (item.lo > (tile - 1) * kTileKeys) clear_values(item.lo - (tile - 1) * kTileKeys, kTileKeys);
       wgmma_fence();
       start_scores(s);
@@ -329,7 +331,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (kWidens) {
       const int crew = warp / 4;
       if (crew >= kCrews) return;
-      // A quarter of a multiprocessor, which has every fourth warp, unpacks four bytes a cycle: no two of them widen in the same one.
+      // A quarter of a multiprocessor, which has every fourth warp, unpacks four bytes a cycle: so the warps that widen are in different
+      // quarters.
       const int duty = (warp + 2 * crew) % 4;
       if (duty == 0) {
         produce_items(p, q_map, crew, crews[crew]);

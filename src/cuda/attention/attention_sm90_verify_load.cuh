@@ -10,7 +10,7 @@ constexpr int kTeams = kConsumers / kCrews;   // warpgroups of a crew
 constexpr bool kShareDims = kHeadDimV > 128;  // or rows
 constexpr bool kWidens = kKvType != kQType;   // bytes for queries of 16 bits
 static_assert(!kWidens || (kKvType == kE4m3 && kFromBytes));
-// A warp finds a crew's items, and another one loads its keys and values, or one each; bytes are widened by two more.
+// The warps of a crew that do not compute: one finds items, another one loads keys and values (or two, one each), and two more widen fp8.
 constexpr int kProducers = kWidens && kCrews == 2 ? 2 : 1, kThreads = 128 * (kConsumers + kProducers);
 static_assert(kTileRows == (kShareDims ? kTeamRows : kTeams * kTeamRows) && (!kShareDims || kTeams == 2));
 constexpr int kQChunks = (kHeadDimQk + 63) / 64, kQSteps = (kHeadDimQk + 15) / 16, kQChunkBytes = kTileRows * 128;
@@ -21,7 +21,7 @@ constexpr bool kTwoStreams = kCrews == 1 && !kWidens;  // a warp for keys and on
 constexpr int kLoadingWarps = kWidens ? 3 : kTwoStreams ? 2 : 1;
 constexpr int kReports = kWidens ? 1 : kLoaders;  // of a tile that can be multiplied
 
-// Tiles of bytes, on their way to be widened, and their barriers.
+// Stages of fp8 tiles before they are widened, and their barriers.
 constexpr int kBytesStages = 2;
 template <bool widens>
 struct BytesTiles {
@@ -70,7 +70,8 @@ constexpr int kLoadedKeys = kWidens ? kBytesStages : kStages, kLoadedValues = kW
 
 // --- warps that load
 
-// Rows to where TMA's swizzle would put them. What lies behind the last row may be anything: so are the results of rows that do not exist.
+// Copies rows to the places where TMA's swizzle would put them. Memory after the last row may hold anything, since results of rows that do
+// not exist are not stored.
 DEVICE void copy_queries(const AttentionParams& p, const Item& item, u32 to) {
   constexpr int kPieces = kHeadDimQk / 8, kAllPieces = kQSteps * 2;  // of a row; with zeros where the last product lacks dims
 #pragma unroll 1
@@ -83,13 +84,14 @@ DEVICE void copy_queries(const AttentionParams& p, const Item& item, u32 to) {
   }
 }
 
-// Items and their queries. Finding an item takes several loads, one after the other: the next one is looked for while this one is computed.
+// Finds items and loads their queries. Finding an item takes several loads, one after the other, so the next one is found while this one is
+// computed.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int crew, SharedStorage& shared) {
   constexpr int kTokens = kTileRows / kGroup;  // of a box
   const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
   const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
-  // Taken as often as there are tasks, or crews if these are more.
+  // The counter is incremented as often as there are tasks, or crews if these are more.
   const auto take_number = [&] {
     int taken = 0;
     if (lane == 0) {
@@ -133,7 +135,7 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
   }
 }
 
-// Keys, and values a tile behind them; or either, where a crew has the warps for it.
+// Loads keys, and values a tile behind them; or one of the two, where a crew has a warp for each.
 enum class Stream { keys_and_values, keys, values };
 
 template <Stream stream>
@@ -179,7 +181,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
   }
 }
 
-// A crew's keys, which become what the queries are, or its values, f16 as the weights are.
+// Widens a crew's keys to the queries' type, or its values to f16, which the weights are too.
 template <bool keys>
 DEVICE void widen_tiles(SharedStorage& shared) {
   constexpr int kDim = keys ? kHeadDimQk : kHeadDimV, kType = keys ? kQType : int(kF16), kRowsAtOnce = 16;

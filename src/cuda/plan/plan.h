@@ -1,7 +1,7 @@
 #pragma once
-// The plan that all CUDA backends for softmax attention share: cuts a step once, sends the lists in one go, and launches what a table of
-// kernels names in every layer. Everything a launch is given is fixed when the plan is made, or comes from run()'s own arguments, so that
-// a captured graph replays any batch within the limits.
+// The plan that all CUDA backends for softmax attention share: it cuts a step once, sends the lists to the device, and in every layer
+// launches the kernels of the backend's table. The parameters of a launch are fixed when the plan is made, or are run()'s own arguments, so
+// that a captured graph replays any batch within the limits.
 #include <array>
 #include <memory>
 #include <string_view>
@@ -25,8 +25,8 @@ namespace imbrex::cuda {
 class Plan final : public StepPlan {
  public:
   Plan(const AttentionKernels&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&);
-  // Host arrays of the batch are copied before the call returns, device arrays are used where they lie. Between a capture and the last
-  // replay of its graph device arrays must stay where they are: Error update.moved.
+  // Host arrays of the batch are copied before the call returns, device arrays are read in place. Between a capture and the last replay of
+  // its graph device arrays must keep their addresses: Error update.moved.
   void prepare(const Batch&, Stream) override;  // plan_update.cpp, with the next two
   void commit(Stream) override;
   void revert(Stream) noexcept override;
@@ -39,7 +39,7 @@ class Plan final : public StepPlan {
   std::string str() const override;
 
  private:
-  // A specialisation: named when the plan is made, loaded then or when it is first needed.
+  // A specialisation of a kernel. Its key is made with the plan; it is loaded then, or when it is first needed.
   struct Specialised {
     KernelKey key;
     std::string entry;
@@ -69,7 +69,7 @@ class Plan final : public StepPlan {
     TensorView slots;
     bool has_slots = false;
   };
-  // A batch, as far as the host knows it.
+  // A step: what the host knows of the batch, and its cut.
   struct Step {
     std::array<Schedule, kNumShapes> schedules;
     BatchArrays arrays;
@@ -77,7 +77,7 @@ class Plan final : public StepPlan {
     int num_tokens = 0;      // at most, where the lengths are on the device
     bool on_device = false;  // where the lists were made: the host does not know how long they are
     FlatStep flat;
-    TensorView key_starts;  // on the device, to be widened for a request each; empty: the host has sent them
+    TensorView key_starts;  // i32 on the device, to be widened to the plan's array; empty: the host has sent them
     int num_reqs = 0;
   };
   struct Arrays {

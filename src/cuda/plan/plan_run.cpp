@@ -1,4 +1,4 @@
-// The part of plan.h that launches: run() checks shapes, fills one POD, and launches what the step, or a graph, has work for.
+// The part of plan.h that launches: run() checks shapes, fills the parameters, and makes the launches that the step, or a graph, needs.
 #include <algorithm>
 
 #include "attention/kv_codec.h"
@@ -86,7 +86,8 @@ AttentionParams Plan::params(const Inputs& in, const KvCache& kv, const Outputs&
   return a;
 }
 
-// Thread blocks, or clusters of them, take tasks until there are none; so many as there are tasks, if these are few.
+// Launches as many thread blocks as the device holds at a time, or as there are tasks if these are fewer: blocks, or clusters of them, take
+// tasks until there are none.
 template <class... Maps>
 void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const AttentionParams& a, const Maps&... maps) const {
   const unsigned grid = unsigned(std::min<int64_t>(s.grid, tasks * s.cluster));
@@ -99,13 +100,14 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   const DType out_dtype = check_run(spec_, device_.device, in, out, step.num_tokens, step.reach);
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
-  // A graph has to hold what a later batch may need, and so do lists that only the device knows; otherwise what this one does not need is
-  // left out.
+  // A graph has to hold all launches that a later batch may need, and so does a step whose lists only the device knows. Otherwise launches
+  // that this step does not need are left out.
   const bool captured = is_captured(cu), any = captured || step.on_device;
   const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
   const KvCache kv = with_values(spec_, in.kv);
   AttentionParams a = params(in, kv, out, *scratch);
-  // Copies end before a kernel behind them begins. Kernels of this plan that write lists need not: but for those in front of a whole graph.
+  // Copies end before a kernel after them begins. Kernels of this plan that write lists may still run then, unless they are in front of a
+  // whole graph.
   a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   a.may_be_idle = a.lists_are_there && captured && several_kernels_;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
@@ -167,8 +169,8 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   captured_entries_ = std::min(captured_entries_, in.kv.k.size(0));
 }
 
-// Prefill of a step whose lists the host has made; false: it has to be run over the cache itself. In a graph, launches that do it for steps
-// which have the room for it; others are left to one over the cache, which `in_front` makes.
+// Runs prefill over flat keys, for a step whose lists the host has made; false: it has to be run over the cache itself. In a graph these
+// launches serve the steps whose flat keys have room; for other steps `in_front` makes a launch over the cache.
 template <class InFront>
 bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const AttentionParams& all, DType out, const DeviceBuffer& scratch,
                          CUstream stream, bool captured, const InFront& in_front) const {

@@ -1,4 +1,5 @@
-// How a plan takes a batch whose lengths are on the host: checked, cut and put into pinned memory by prepare(), sent by commit().
+// The part of plan.h that takes a batch whose lengths are on the host: prepare() checks it, cuts it and writes it to pinned memory,
+// commit() sends it.
 #include <algorithm>
 
 #include "core/check.h"
@@ -10,7 +11,7 @@ namespace {
 
 bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
 
-// A step's arrays lie all on the host or all on the device: validate() sees to it.
+// A step's arrays are all on the host or all on the device: validate() checks that.
 void check_batch_memory(const Batch& batch, Device device) {
   constexpr std::string_view code = "update.device";
   const auto check_one = [&](const TensorView& t, const char* name) {
@@ -119,7 +120,7 @@ void Plan::check_captured_cache(const BatchReach& reach) const {
   }
 }
 
-// Into pinned memory, from where commit() sends them.
+// Writes the step's lists and tables to pinned memory, from where commit() sends them.
 void Plan::put_lists(const Batch& batch, const Step& step) {
   const size_t reqs = size_t(step.num_reqs);
   PlanArrays& m = *memory_;
@@ -208,7 +209,7 @@ void Plan::restore_key_starts(CUstream stream) noexcept {
   }
 }
 
-// Host tables are packed: only blocks that are in use travel.
+// Writes a host table without padding: only ids of blocks in use are sent.
 void Plan::put_block_starts(const Batch& batch) {
   const int num_reqs = batch.num_reqs();
   const TensorView& table = batch.block_table;
