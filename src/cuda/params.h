@@ -73,8 +73,8 @@ struct GatherParams {
 
 constexpr int kFlattenThreads = 256, kFlatRows = 64;  // rows: of a thread block, all of one request and kv head
 
-// Keys and values of requests, row by row behind each other, as cuda/attention/flat_kv.h has them. A task for each of `requests`, kv head,
-// and keys or values.
+// Makes keys and values of requests flat: row by row, one request after the other (cuda/attention/flat_kv.h). There is a task for each of
+// `requests`, each kv head, and keys or values.
 struct FlattenKvParams {
   KvSide k, v;
   const int* block_ids;     // as in AttentionParams, with the next two
@@ -111,7 +111,8 @@ struct FlatCounts {
   int num_blocks;  // FlattenKvParams
 };
 
-// For plan_batch.cu: what a request on the device must keep to. One that breaks a rule is left out; when starts fall, all are.
+// For plan_batch.cu: the rules for requests whose lengths are on the device. A request that breaks a rule is left out; when starts
+// decrease, all are.
 enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
 
 struct ShapeLists {
@@ -155,7 +156,7 @@ constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
 constexpr int kVerifyLevels = 2;  // and likewise in verify, or one more
 constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
 
-// Dims of a product in attention_sm90_fp8.cu for rows of so many: what there are turned values and instructions for.
+// Dims of a product in attention_sm90_fp8.cu for rows of so many: the widths that wgmma and the transposition of values have.
 constexpr int sm90_fp8_dims(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
@@ -190,7 +191,7 @@ struct AttentionParams {
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
-  MergeList merge_lists[kPlanShapes];  // for merge.cu, which joins what all shapes have left
+  MergeList merge_lists[kPlanShapes];  // for merge.cu, which merges the partial results of all shapes
   int* next_task;                      // zero before a launch and after it: the last block resets it
   int* arrivals;  // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;

@@ -27,8 +27,8 @@ DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   }
 }
 
-// d += the sum over planes of a * b, without the pairs that are below the last bit of f32. The matrix unit cuts where it adds, which long
-// sums of f32 would show: they get theirs from the ordinary adder.
+// d += the sum over planes of a * b, without the pairs that are below the last bit of f32. The matrix unit truncates when it adds, which
+// long sums of f32 would show; so with f32 the products are added to d by the ordinary adder.
 DEVICE void multiply_planes(float (&d)[4], const u32 (&a)[kQPlanes][4], const u32 (&b)[kKvPlanes][2]) {
   if constexpr (!kExact) {
     multiply(d, a[0], b[0][0], b[0][1]);
@@ -76,7 +76,7 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 
 // --- scores
 
-// `kept`: fragments of queries stay in registers.
+// The scores of a warp's rows. `kept`: fragments of queries stay in registers.
 template <class Layout, bool kept>
 class Scores {
  public:
@@ -96,7 +96,7 @@ class Scores {
     }
   }
 
-  // When the queries have arrived.
+  // Called when the item's queries are in shared memory.
   DEVICE void begin() {
     if constexpr (kept) {
 #pragma unroll

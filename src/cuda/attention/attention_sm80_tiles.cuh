@@ -1,6 +1,6 @@
 #pragma once
-// How queries, keys and values lie in the shared memory of attention_sm80.cu, and how they get there: through the page table, converted
-// where the matrix unit cannot take them as they are. Queries of attention_sm90_decode.cu too.
+// The layout of queries, keys and values in the shared memory of attention_sm80.cu, and their loads: through the block table, converted
+// where the matrix unit cannot multiply their type. attention_sm90_decode.cu loads its queries with this file too.
 //
 // A row has an odd number of 16-byte pieces. So eight rows put their pieces of one number into eight different bank groups, whatever
 // the head dimension, and the address of a fragment is one register plus a constant.
@@ -29,7 +29,7 @@ constexpr int kQkDims = rounded_up(kHeadDimQk, 16), kVDims = rounded_up(kHeadDim
 constexpr int kKPieces = kQkDims / kPieceDims, kVPieces = kVDims / kPieceDims;
 constexpr int row_bytes(int pieces) { return (pieces | 1) * 16; }
 
-constexpr int kTeams = kKeyWarps;  // a team of warps shares its keys of each tile: it loads them, and waits for nobody else
+constexpr int kTeams = kKeyWarps;  // a team of warps has a part of each tile's keys: it loads them, and waits for no other team
 constexpr int kTeamWarps = kRowWarps * kDimWarps, kThreads = 32 * kTeams * kTeamWarps;
 constexpr int kTeamKeys = kTileKeys / kTeams;
 constexpr int kQRowBytes = row_bytes(kQkDims / 8), kQPlaneBytes = kTileRows * kQRowBytes;
@@ -117,7 +117,7 @@ class KvLoader {
  public:
   DEVICE KvLoader(const AttentionParams& p, bool wide) : p_(p), wide_(wide) {}
 
-  // Before the load of the tile whose keys of this team begin at `begin`, and early: nothing waits for the table then.
+  // Looks up the blocks of the tile whose keys of this team begin at `begin`. Called early, so that the load does not wait for the table.
   DEVICE void look_up(const Item& item, int begin) {
     if constexpr (kBlockSize > 0) {
       const int thread = thread_of_team(), lane = thread % 32, warp = thread / 32;
@@ -126,7 +126,7 @@ class KvLoader {
     }
   }
 
-  // Rows that no row of queries sees become zero, their memory is not touched.
+  // Loads a tile. Rows of keys that no row of queries sees become zero, and their memory is not read.
   DEVICE void load(const Item& item, int begin, u32 stage) const {
     if (kDirect && wide_) {
       copy(item, begin, stage);
@@ -238,7 +238,7 @@ class KvLoader {
 
 // --- queries
 
-// Rows of the item into shared memory by `threads` threads, those that are not there as zeros, before the next commit of copies.
+// Loads the queries of an item into shared memory with `threads` threads, missing rows as zeros, before the next commit of copies.
 template <int threads>
 class QLoader {
  public:
@@ -288,7 +288,8 @@ class QLoader {
       }
       float factor = 1.f;
       if constexpr (kPowerScaled) {
-        // The largest element to [2^14, 2^15), so that what f16 cannot hold is 2^-39 of it. Infinities and NaN stay what they are.
+        // The row is scaled so that its largest element is in [2^14, 2^15): elements that f16 cannot hold are then below 2^-39 of it.
+        // Infinities and NaN do not change.
         const int exponent = int(bits_of(max_over<kLanes>(top)) >> 23);
         if (exponent > 40 && exponent < 255) factor = float_of(u32(127 + 14 + 127 - exponent) << 23);
         if (lane == 0) q_scale[row] = float_of(u32(254 << 23) - bits_of(factor));  // 1 / factor
@@ -311,8 +312,8 @@ class QLoader {
 
   DEVICE static void store(u32 row, int piece, const Eight<kQType>& e, float factor) {
     if constexpr (kBytes) {
-      // Dims in the order in which a lane finds them in a fragment of bytes: 4t, 4t + 1 where a fragment of 16-bit elements has 2t and
-      // 2t + 1, and 4t + 2, 4t + 3 where it has 2t + 8 and 2t + 9.
+      // Dims are written in the order in which a lane has them in a fragment of bytes: 4t, 4t + 1 where a fragment of 16-bit elements has
+      // 2t and 2t + 1, and 4t + 2, 4t + 3 where it has 2t + 8 and 2t + 9.
       float x[8];
       to_floats<kQType>(e, x);
 #pragma unroll

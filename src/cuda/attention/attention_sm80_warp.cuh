@@ -28,10 +28,10 @@ class Warp {
     }
   }
 
-  // When the queries have arrived.
+  // Called when the item's queries are in shared memory.
   DEVICE void begin() { scores_.begin(); }
 
-  // Keys [begin, begin + kTeamKeys) and their values, in shared memory at `stage`.
+  // Computes with keys [begin, begin + kTeamKeys) and their values, which are in shared memory at `stage`.
   DEVICE void step(int begin, u32 stage) {
     if (!scores_.sees(begin)) return;
     ScoreTile s;
@@ -40,7 +40,7 @@ class Warp {
     add_values(stage + v_lane_, s);
   }
 
-  // The sums of the row that lanes 4g to 4g + 3 share, in each of them.
+  // The sum of a row's weights, which lanes 4g to 4g + 3 share; all four get it.
   DEVICE float total(int m, int h) const { return sum_over<4>(sum_[m][h]); }
   DEVICE float reference(int m, int h) const { return reference_[m][h]; }
   // Row of the item's tile, and dims, that this lane holds. Of each row there are kDimTiles pairs of neighbours.

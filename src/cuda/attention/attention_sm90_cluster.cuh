@@ -76,8 +76,8 @@ struct Found {
   bool together;  // the item's rows are those of all blocks of the cluster
 };
 
-// The tasks of a warp: first the one with the number of its block or cluster, then what the counter gives. A task that is a run is found
-// piece by piece.
+// The tasks that a warp takes: first the one with the number of its block or cluster, then those that the counter gives. A task that is a
+// run of pieces is found piece by piece.
 class Tasks {
  public:
   DEVICE Tasks(const AttentionParams& p, HandedTasks& handed) : p_(p), handed_(handed) {
@@ -87,9 +87,9 @@ class Tasks {
 
   DEVICE bool exists() const { return task_ < num_tasks(p_); }
 
-  // The item of this block, or false: another cluster has it, or the item has no rows for this task. Where one block has room for an item's
-  // rows, those of a cluster have a kv head each instead, and what would be a task of the other heads is done with the first. `items`:
-  // found before.
+  // Finds the item of this block; false: another cluster has it, or the item has no rows for this task. Where one block has room for an
+  // item's rows, the blocks of a cluster take a kv head each instead, and the tasks of the other heads are done with that of the first.
+  // `items`: how many were found before.
   DEVICE bool find(u32 items, Found& found) {
     Item& item = found.item;
     item = item_of(p_, task_);
@@ -170,12 +170,13 @@ class Tasks {
   u32 num_handed_ = 0;
 };
 
-// The n-th last tile of an item, or its first. At one near the end the next task is taken and found: taken when an item begins, a task
-// waits for the whole of it, 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's work.
+// The n-th last tile of an item, or its first. The next task is taken and found at a tile near the end: a task that is taken when an item
+// begins waits for the whole of it, which costs 9 % of 1 x 16384 causal with head_dim 256, whose longest item is a quarter of a block's
+// work.
 DEVICE int tile_from_end(const Tiles& tiles, int n) { return min(tiles.end, tiles.first + n) - 1; }
 
-// The first tiles that the block will load, into L2, by a warp and in front of griddep_wait(), as in attention_sm90_stream.cuh: chunks of
-// 64 dims of keys and of values. Without any, lists alone are read.
+// Prefetches the first tiles that the block will load into L2, with one warp and in front of griddep_wait(), as attention_sm90_stream.cuh
+// does: chunks of 64 dims of keys and of values. With no chunks only the lists are read.
 template <int k_chunks, int v_chunks>
 DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map) {
   constexpr int kAhead = 2;
