@@ -21,7 +21,7 @@ T* array_in(void* memory, const ArrayOf<T>& array) {
   return reinterpret_cast<T*>(static_cast<char*>(memory) + array.offset);
 }
 
-// Arrays one after the other in one allocation; made before PlanArrays.
+// The layout of arrays, one after the other in one allocation; made before PlanArrays.
 class ArrayLayout {
  public:
   static constexpr size_t kAlignment = 16;
@@ -51,17 +51,17 @@ class PlanArrays {
     return array_in(memory_.get(), array);
   }
   void begin();
-  // Room for the first `count` elements, to be filled before the next call.
+  // Returns room for the first `count` elements of an array, to be filled before the next call.
   template <class T>
   T* put(const ArrayOf<T>& array, size_t count) {
     return reinterpret_cast<T*>(reserve(array.offset, count * sizeof(T)));
   }
   // One copy, or a few where arrays that are used little lie far apart. When one of them fails, the step before is sent once more.
   void send(Stream);
-  // Right after send(): sends the step before it once more.
+  // Called right after send(): sends the step before it once more.
   void take_back(Stream) noexcept;
   bool has_sent() const { return has_sent_; }  // send() began to change what the device has, whether it then failed or not
-  // The device has a whole step. False when one could not be sent, nor the step before it.
+  // Whether the device has a whole step: false when one could not be sent, nor the step before it.
   bool is_whole() const { return content_ != Content::broken; }
   void made_on_device() { content_ = Content::made_there; }  // by a kernel, in the place of what was sent
 
