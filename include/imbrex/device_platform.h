@@ -42,6 +42,7 @@ class OpenDevice {
   virtual void synchronize_event(void* event) const = 0;     // the host waits for it; for one never recorded, it does not
   virtual double seconds(void* begin, void* end) const = 0;  // between two timed ones that are done
 
+  virtual bool has_graphs() const { return true; }  // whether capture() can do anything but fail
   // What `launches` gives to the stream, as a graph that launch() does again; get() is the graph. Error stream.capture where nothing can
   // be captured; what `launches` throws ends the capture.
   virtual std::shared_ptr<void> capture(Stream, const std::function<void()>& launches) const = 0;

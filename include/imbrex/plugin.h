@@ -34,8 +34,8 @@ typedef struct {
   size_t spec_size; /* sizeof(imbrex_spec_fields) as the backend knows it; 0: 96. A layer that has anything behind is refused in its name */
   size_t device_size; /* sizeof(imbrex_device_properties) as the backend knows it; 0: 56. Less than 72: devices of plug-ins are refused in
                        * its name, for it cannot tell them from others */
-  int32_t capturable; /* 0; 1: what write_kv and run give to a stream may be captured into a graph. Replayed, it computes the step that
-                       * update has last made, of no more tokens than its tensors have */
+  int32_t capturable; /* 0; 1: what write_kv and run give to a stream may be captured into a graph of a device that has them. Replayed, it
+                       * computes the step that update has last made, of no more tokens than its tensors have */
 } imbrex_backend;
 /* In front of the built-in ones. Thread-safe. The struct is copied. */
 IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);

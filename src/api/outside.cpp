@@ -109,7 +109,9 @@ class OutsidePlan final : public Plan {
     functions_->must(functions_->run(plan_, &inputs, &outputs, stream), "run");
   }
 
-  bool capturable() const override { return functions_->capturable != 0; }
+  bool capturable() const override {
+    return functions_->capturable != 0 && device_.type != DeviceType::cpu && (open_ == nullptr || open_->has_graphs());
+  }
 
   std::string str() const override {
     const char* text = functions_->str == nullptr ? nullptr : functions_->str(plan_);

@@ -108,6 +108,7 @@ class OutsideDevice final : public OpenDevice, public std::enable_shared_from_th
     return seconds;
   }
 
+  bool has_graphs() const override { return table_->has_graphs(); }
   std::shared_ptr<void> capture(Stream stream, const std::function<void()>& launches) const override {
     check(table_->has_graphs(), "stream.capture", "expected a device with graphs, got {}, which has none", device_.str());
     table_->must(table_->capture_begin(handle_, stream), "capture_begin");

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/cpu_features.h"
 #include "cpu/plan.h"
+#include "family/begin_plan.h"
 
 namespace imbrex {
 namespace {

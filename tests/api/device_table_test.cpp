@@ -42,6 +42,21 @@ imbrex_device_table least_table() {
   return t;
 }
 
+// It makes plans, and nobody runs them.
+imbrex_backend unused_backend() {
+  imbrex_backend b{};
+  b.struct_size = sizeof b, b.name = "unused", b.description = "makes plans";
+  b.unsupported = [](void*, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_reasons*) {};
+  b.plan = [](void*, const imbrex_spec_fields*, const imbrex_device_properties*, const imbrex_plan_options*, void** plan) {
+    return *plan = nullptr, imbrex_status(IMBREX_OK);
+  };
+  b.plan_free = [](void*) {};
+  b.update = [](void*, const imbrex_batch*, void*) { return imbrex_status(IMBREX_OK); };
+  b.write_kv = [](void*, const imbrex_kv_cache*, const imbrex_tensor*, const imbrex_tensor*, void*) { return imbrex_status(IMBREX_OK); };
+  b.run = [](void*, const imbrex_inputs*, const imbrex_outputs*, void*) { return imbrex_status(IMBREX_OK); };
+  return b;
+}
+
 TEST(CApiDeviceTable, MayBringNoGraphsNoKernelsAndNoHostMemory) {
   const imbrex_device_table table = least_table();
   ASSERT_EQ(imbrex_register_device(&table), IMBREX_OK) << imbrex_last_error();
@@ -61,6 +76,15 @@ TEST(CApiDeviceTable, MayBringNoGraphsNoKernelsAndNoHostMemory) {
     stream->download(back.data(), there.view.as<float>() + 2, 8);
     stream->synchronize();
     EXPECT_EQ(back, (std::vector<float>{3, 4}));
+    imbrex_backend backend = unused_backend();
+    backend.device_size = sizeof(imbrex_device_properties), backend.capturable = 1;
+    ASSERT_EQ(imbrex_register_backend(&backend), IMBREX_OK) << imbrex_last_error();
+    for (const DeviceInfo& on : {device, probe_cpu()})
+      EXPECT_FALSE(find_backend("unused")
+                       ->plan(AttentionSpec{.num_q_heads = 1, .num_kv_heads = 1, .head_dim_qk = 32, .head_dim_v = 32}, on, {})
+                       ->capturable())
+          << on.str();
+    EXPECT_EQ(imbrex_unregister_backend("unused"), IMBREX_OK) << imbrex_last_error();
     const Selection selection = select(AttentionSpec{.num_q_heads = 1, .num_kv_heads = 1, .head_dim_qk = 32, .head_dim_v = 32}, device);
     EXPECT_EQ(selection.backend, nullptr);
   }
