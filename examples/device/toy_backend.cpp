@@ -81,7 +81,8 @@ PlanHandle& plan_of(void* plan) { return *static_cast<PlanHandle*>(plan); }
 
 void unsupported(void*, const imbrex_spec_fields* spec, const imbrex_device_properties* device, const imbrex_reasons* reasons) {
   if (std::strcmp(device->platform, "toy") != 0) reasons->add(reasons->context, "device.type", "toy", device->platform);
-  if (spec->kv_format != IMBREX_KV_STRIDED) reasons->add(reasons->context, "spec.kv_format", "strided", "another format");
+  if (spec->kv_format != IMBREX_KV_STRIDED && spec->kv_format != IMBREX_KV_LATENT)
+    reasons->add(reasons->context, "spec.kv_format", "strided or latent", "another format");
 }
 
 imbrex_status make_plan(void*, const imbrex_spec_fields* spec, const imbrex_device_properties* device, const imbrex_plan_options* options,
