@@ -13,6 +13,7 @@
 #include "core/run_parallel.h"
 #include "core/tensor_layout.h"
 #include "cpu/short_conv_params.h"
+#include "family/begin_plan.h"
 #include "short_conv/step.h"
 
 namespace imbrex {

@@ -12,6 +12,7 @@
 #include "cuda/plan/plan_arrays.h"
 #include "cuda/short_conv/short_conv.h"
 #include "family/batch_checks.h"
+#include "family/begin_plan.h"
 #include "short_conv/step.h"
 
 namespace imbrex {
