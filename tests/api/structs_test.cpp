@@ -2,6 +2,7 @@
 #include <cstddef>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 #include "api/handles.h"
 #include "api/structs.h"
@@ -104,12 +105,12 @@ TEST(CApiStructs, CallersOfLaterAndEarlierVersions) {
 TEST(CApiStructs, InstructionSetsKeepTheirNumbers) {
   const std::pair<const char*, int> sets[] = {{"generic", 0},      {"avx2", 1}, {"avx512", 2},
                                               {"amx_emulated", 3}, {"amx", 4},  {"avx512_bf16", 5}};
-  for (const auto& [name, number] : sets) {
-    const DeviceHandle device = make_handle<DeviceHandle>([&](auto** out) { return imbrex_device_create(name, out); });
+  for (const std::pair<const char*, int>& set : sets) {
+    const DeviceHandle device = make_handle<DeviceHandle>([&](auto** out) { return imbrex_device_create(set.first, out); });
     imbrex_device_properties properties{};
     properties.struct_size = sizeof properties;
     ASSERT_EQ(imbrex_device_get_properties(device.get(), &properties), IMBREX_OK);
-    EXPECT_EQ(properties.cpu_isa, number) << name;
+    EXPECT_EQ(properties.cpu_isa, set.second) << set.first;
   }
 }
 
