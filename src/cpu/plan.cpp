@@ -34,11 +34,10 @@ void invoke(const ParallelFor& threads, ParallelFor::Body body, void* argument) 
   }
 }
 
-// Of a tensor with the dimensions of the format's keys, which are those of its values too.
-KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, int dim) {
+// Of a tensor with the dimensions `dims` of the format's keys, which are those of its values too.
+KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, std::string_view dims, int dim) {
   KvSide side{};
   side.data = t.as<const char>();
-  const std::string_view dims = codec_of(spec).layout(spec, KvPart::k)->dims;
   for (int d = 0; d < t.rank; ++d) {
     const long stride = byte_stride(t, d);
     switch (dims[size_t(d)]) {
@@ -60,7 +59,12 @@ KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec
 }  // namespace
 
 Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec& spec, const PlanOptions& options)
-    : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {
+    : backend_(backend),
+      kernels_(kernels),
+      spec_(spec),
+      options_(options),
+      kv_dims_(codec_of(spec).layout(spec, KvPart::k)->dims),
+      values_in_keys_(codec_of(spec).values_in_keys) {
   const int group = spec.group_size();
   policy_.tile_q = std::max(1, kernels.row_tile / group);
   policy_.tile_kv = kBlockKeys;
@@ -161,9 +165,8 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
   }
-  const KvCache kv = with_values(spec_, in.kv);
-  a.k = kv_side(kv.k, kv.k_scale, spec_, spec_.head_dim_qk);
-  a.v = kv_side(kv.v, kv.v_scale, spec_, spec_.head_dim_v);
+  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_, kv_dims_, spec_.head_dim_qk);
+  a.v = kv_side(values_in_keys_ ? in.kv.k : in.kv.v, values_in_keys_ ? in.kv.k_scale : in.kv.v_scale, spec_, kv_dims_, spec_.head_dim_v);
   a.packed = !codec_of(spec_).strided;
   a.block_size = spec_.block_size;
   a.query_start = step.query_start.data();
@@ -285,11 +288,10 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const DType dtype = check_write(spec_, {}, cache, k, v, step.slot_mapping, step.num_tokens, step.reach);
   const int heads = spec_.num_kv_heads;
   WriteKvParams w{};
-  const bool values = !codec_of(spec_).values_in_keys;
-  w.k = kv_side(cache.k, cache.k_scale, spec_, spec_.head_dim_qk);
-  if (values) w.v = kv_side(cache.v, cache.v_scale, spec_, spec_.head_dim_v);
+  w.k = kv_side(cache.k, cache.k_scale, spec_, kv_dims_, spec_.head_dim_qk);
+  if (!values_in_keys_) w.v = kv_side(cache.v, cache.v_scale, spec_, kv_dims_, spec_.head_dim_v);
   w.src_k = k.as<const char>();
-  w.src_v = values ? v.as<const char>() : nullptr;
+  w.src_v = values_in_keys_ ? nullptr : v.as<const char>();
   w.k_token_stride = byte_stride(k, 0);
   w.k_head_stride = byte_stride(k, 1);
   w.k_dim_stride = byte_stride(k, 2);

@@ -41,6 +41,8 @@ class Plan final : public StepPlan {
   const Kernels& kernels_;
   AttentionSpec spec_;
   PlanOptions options_;
+  std::string_view kv_dims_;  // of the format's keys: KvLayout::dims
+  bool values_in_keys_;
   SchedulePolicy policy_;
   TwoSteps<Step> steps_;
 
