@@ -42,7 +42,6 @@ struct KvRow {
 
 struct KvCodec {
   const char* name;
-  const char* description;  // one line
   // Whether every element of k and v has kv_dtype and lies where the strides of its tensor say. Kernels that take base pointers and strides
   // can read such a cache. An fp8 element e stands for e * scale.
   bool strided;

@@ -103,7 +103,6 @@ int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype) {
 }
 
 const KvCodec kAmxPackedCodec{.name = "amx_packed",
-                              .description = "tiles in the order in which the AMX unit reads them",
                               .strided = false,
                               .values_in_keys = false,
                               .ragged = false,

@@ -69,7 +69,6 @@ void check_latent(const AttentionSpec& spec) {
 }  // namespace
 
 const KvCodec kStridedCodec{.name = "strided",
-                            .description = "keys and values of any strides",
                             .strided = true,
                             .values_in_keys = false,
                             .ragged = true,
@@ -81,7 +80,6 @@ const KvCodec kStridedCodec{.name = "strided",
                             .decode = decode_strided};
 
 const KvCodec kLatentCodec{.name = "latent",
-                           .description = "keys of any strides, whose first elements are the values",
                            .strided = true,
                            .values_in_keys = true,
                            .ragged = true,

@@ -1,4 +1,5 @@
-// Element access by DType. Tests are compiled without optimisation, so what they share with the library in great numbers is not inline.
+// Loads and stores of one element by its DType. They are not inline: tests are compiled without optimisation, and the linker could take
+// their copy of an inline function for the library's calls too.
 #include "core/float_types.h"
 
 #include <cstring>

@@ -76,7 +76,6 @@ void decode(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlac
 }
 
 const KvCodec kCodec{.name = "scale_inside",
-                     .description = "bytes with a scale in each record",
                      .strided = false,
                      .values_in_keys = false,
                      .ragged = false,
@@ -112,7 +111,6 @@ void decode(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlac
 }
 
 const KvCodec kCodec{.name = "scale_beside",
-                     .description = "bytes with a scale for each token and head",
                      .strided = false,
                      .values_in_keys = false,
                      .ragged = false,
@@ -165,7 +163,6 @@ void decode(const AttentionSpec&, const KvCache& cache, KvPart part, KvPlace at,
 }
 
 const KvCodec kCodec{.name = "mixed_latent",
-                     .description = "e4m3 with scales, and bf16",
                      .strided = false,
                      .values_in_keys = true,
                      .ragged = false,
@@ -332,7 +329,6 @@ TEST(KvCodec, NamesAndNumbersAreUnique) {
   for (const KvFormat format : kv_formats()) {
     EXPECT_TRUE(names.insert(to_string(format)).second);
     EXPECT_EQ(find_kv_format(to_string(format)), format);
-    EXPECT_STRNE(codec_of(format).description, "");
     EXPECT_EQ(block_size_in(format, 0), 0);
     EXPECT_EQ(block_size_in(format, 1), codec_of(format).block_unit);
   }
