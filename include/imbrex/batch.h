@@ -9,6 +9,8 @@ namespace imbrex {
 
 struct AttentionSpec;
 
+constexpr int kMostPosition = (1 << 29) - 1;  // of Batch::positions: sums of two are an int
+
 // Any mix of prefill, chunked prefill, decode and verify. Requests with no query tokens and padded requests (seq_len 0, no
 // tokens) are allowed anywhere and cost nothing. Tokens from query_start_loc.back() on are padding: their outputs are not written.
 struct Batch {
@@ -24,6 +26,10 @@ struct Batch {
 
   TensorView slot_mapping;  // i64 [num_tokens]: block * block_size + offset where the token's k, v go; -1: do not write
   TensorView custom_mask;   // u8 [sum of q_len * seq_len], rows in order; only with Mask::custom
+
+  // [>= num_tokens], on the host: position of each query among its request's keys, 0 to kMostPosition, in any order; only with
+  // Mask::positions. Mask and position bias go by it. Rows of the custom mask are those of queries in their order all the same.
+  std::span<const int32_t> positions;
 
   // For layers that keep a state of each request (short_conv.h): [num_reqs] each, on the host.
   std::span<const int32_t> state_slots;      // the slot of the request's state; not read for a request without tokens
@@ -45,6 +51,7 @@ struct DeviceBatch {
   TensorView seq_lens;         // i32 [num_reqs], contiguous. An absent request has no query tokens
   // These are as in Batch. The custom mask may be longer than the requests' rows.
   TensorView block_table, kv_indptr, kv_indices, kv_start_loc, slot_mapping, custom_mask;
+  TensorView positions;  // i32 [>= max_num_tokens], contiguous, as in Batch. One that is out of range counts as the nearest that is not
   TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
   int max_num_tokens = 0;  // a bound of query_start_loc.back(), known to the host; 0: PlanLimits::max_num_tokens. The tensors of
                            // write_kv() and run(), and slot_mapping, have this many tokens

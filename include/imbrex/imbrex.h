@@ -130,6 +130,7 @@ typedef struct {
   int32_t relative_buckets, relative_max_distance, relative_bidirectional; /* T5; 0: off */
   int32_t chunk_lookback; /* 0; with chunk: chunks before the query's own that it sees too */
   int32_t alibi_sqrt;     /* 0; 1, with alibi: by the square root of the distance */
+  int32_t positions;      /* 0; 1: a batch has the position of every query */
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 
@@ -263,6 +264,7 @@ typedef struct {
   const int32_t* state_slots;     /* where the request's state is */
   const int32_t* num_drafts;      /* of the step's tokens, the last so many may be taken back by the next step; NULL: none */
   const int32_t* accepted_drafts; /* of the drafts of the request's step before, so many were kept; NULL: none */
+  const int32_t* positions;       /* [num_tokens], host: of queries among their request's keys; NULL: aligned at the bottom right */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
@@ -273,6 +275,7 @@ typedef struct {
   const imbrex_tensor *query_start_loc, *seq_lens; /* i32 [num_reqs + 1], [num_reqs] */
   const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
   const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
+  const imbrex_tensor* positions;                                  /* i32 [>= max_num_tokens], likewise */
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 

@@ -45,6 +45,20 @@ struct SchedulePolicy {
   bool cost_by_keys = false;
 };
 
+// What a list says where its items are not each one request's tokens against one range of keys. Each array is empty where the list has
+// nothing of that kind; the usual list has none of them.
+struct ListDetails {
+  // Query tokens of the items, which q_begin and q_end count in. The first ones are the batch's tokens in their order, so that an item of
+  // neighbouring tokens says what it says without this array; behind them are the tokens of items that several requests share.
+  std::vector<int> tokens;
+  std::vector<int> request_of;  // with tokens: of each token of the batch
+  std::vector<int> parts;  // the rows of the partial buffers with which the parts of merges begin: MergeItem::first_partial counts here
+  std::vector<ItemDetails> items;
+  std::vector<KeyStretch> stretches;
+
+  void clear() { tokens.clear(), request_of.clear(), parts.clear(), items.clear(), stretches.clear(); }
+};
+
 struct Schedule {
   std::vector<WorkItem> work;     // longest first
   std::vector<MergeItem> merges;  // empty when nothing was split
@@ -52,6 +66,7 @@ struct Schedule {
   int num_work = 0;               // splits of all items
   bool cost_by_keys = false;      // SchedulePolicy::cost_by_keys, for write_work()
   std::vector<CutItem> items;
+  ListDetails details;  // of `work` and `merges`; schedule() leaves it empty
 };
 
 // Cuts every request by its queries (tile_q) and, where it has few of them, by its keys (split_kv). Keys that the mask hides

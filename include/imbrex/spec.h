@@ -18,7 +18,8 @@ enum class AttentionKind : uint8_t {
 const char* to_string(AttentionKind);
 
 // Which keys a query sees. The query at index i of a request with q_len queries and seq_len keys has position
-// p = seq_len - q_len + i (bottom-right alignment); a key has its index j as position. A key is seen if all parts allow it.
+// p = seq_len - q_len + i (bottom-right alignment), or the one that the batch gives it; a key has its index j as position. A key is seen if
+// all parts allow it.
 struct Mask {
   bool causal = true;       // j <= p
   int window_left = -1;     // j >= p - window_left;  -1: no limit. "A window of W keys" is window_left = W - 1
@@ -26,6 +27,7 @@ struct Mask {
   int chunk = 0;            // floor(p / chunk) - floor(j / chunk) is 0 (Llama 4), or at most chunk_lookback; 0: off
   int chunk_lookback = 0;   // with chunk: how many chunks before the query's own are seen too (vLLM: chunk_lookback)
   bool custom = false;      // Batch::custom_mask has a byte for every (query, key); zero hides the key
+  bool positions = false;   // Batch::positions has p for every query: spans of an image, branches of a tree, chunks in zigzag
   std::string str() const;  // "causal window 128"
   friend bool operator==(const Mask&, const Mask&) = default;
 };

@@ -175,6 +175,7 @@ class Plan:
         kv_start_loc: Optional[Array] = None,
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
+        positions: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step.
@@ -182,7 +183,8 @@ class Plan:
         query_start_loc int32 [num_reqs + 1] and seq_lens int32 [num_reqs] are on the host; seq_lens counts this step's tokens too. Where keys
         are: block_table int32 [num_reqs, max_blocks]; or kv_indptr [num_reqs + 1], kv_indices and, optional, kv_last_page_len [num_reqs]; or,
         for ragged keys, kv_start_loc [num_reqs + 1]. slot_mapping int64 [num_tokens] is for write_kv(): block * block_size + offset, -1 is not
-        written. custom_mask uint8 [sum of q_len * seq_len]. These are used where they lie and kept until the next update.
+        written. custom_mask uint8 [sum of q_len * seq_len]. These are used where they lie and kept until the next update. positions int32
+        [num_tokens], on the host, for a spec with positions=True: where each query stands among its request's keys.
         """
         anchor = next((a for a in (block_table, kv_indices, kv_start_loc, slot_mapping) if a is not None), query_start_loc)
         self._plan.update(
@@ -195,6 +197,7 @@ class Plan:
             kv_start_loc=exported(kv_start_loc),
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
+            positions=exported(positions),
             stream=stream_address(stream, anchor, self._gpu),
         )
 
@@ -210,6 +213,7 @@ class Plan:
         kv_start_loc: Optional[Array] = None,
         slot_mapping: Optional[Array] = None,
         custom_mask: Optional[Array] = None,
+        positions: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step whose lengths are on the GPU: a kernel plans it there, the host waits for nothing, and a graph may hold the call.
@@ -228,6 +232,7 @@ class Plan:
             kv_start_loc=exported(kv_start_loc),
             slot_mapping=exported(slot_mapping),
             custom_mask=exported(custom_mask),
+            positions=exported(positions),
             stream=self._stream,
         )
 

@@ -155,7 +155,8 @@ void bind_plan_class(nb::module_& m) {
           "update",
           [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, const OptionalArray& block_table,
              const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_last_page_len,
-             const OptionalArray& kv_start_loc, const OptionalArray& slot_mapping, const OptionalArray& custom_mask, uintptr_t stream) {
+             const OptionalArray& kv_start_loc, const OptionalArray& slot_mapping, const OptionalArray& custom_mask,
+             const OptionalArray& positions, uintptr_t stream) {
             Batch batch;
             batch.query_start_loc = host_numbers(query_start_loc, "query_start_loc");
             batch.seq_lens = host_numbers(seq_lens, "seq_lens");
@@ -166,17 +167,19 @@ void bind_plan_class(nb::module_& m) {
             batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            if (positions) batch.positions = host_numbers(*positions, "positions");
             p.use(stream, [&](Plan& plan, Stream on) { plan.update(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
           nb::arg("kv_indices") = nb::none(), nb::arg("kv_last_page_len") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
-          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(),
+          nb::arg("stream") = 0)
       .def(
           "update_on_device",
           [](PyPlan& p, const Array& query_start_loc, const Array& seq_lens, int max_num_tokens, const OptionalArray& block_table,
              const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& kv_start_loc,
-             const OptionalArray& slot_mapping, const OptionalArray& custom_mask, uintptr_t stream) {
+             const OptionalArray& slot_mapping, const OptionalArray& custom_mask, const OptionalArray& positions, uintptr_t stream) {
             DeviceBatch batch;
             batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
             batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
@@ -186,13 +189,15 @@ void bind_plan_class(nb::module_& m) {
             batch.kv_start_loc = view_of(kv_start_loc, "kv_start_loc", DType::i32);
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            batch.positions = view_of(positions, "positions", DType::i32);
             batch.max_num_tokens = max_num_tokens;
             p.use(stream, [&](Plan& plan, Stream on) { plan.update_on_device(batch, on); });
-            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask});
+            p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask, &positions});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
           nb::arg("kv_indptr") = nb::none(), nb::arg("kv_indices") = nb::none(), nb::arg("kv_start_loc") = nb::none(),
-          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(),
+          nb::arg("stream") = 0)
       .def(
           "device_problems",
           [](PyPlan& p, uintptr_t stream) {

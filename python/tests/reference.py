@@ -28,6 +28,7 @@ def attention(
     alibi_slopes=None,
     alibi_sqrt=False,
     mask=None,
+    positions=None,
 ):
     """q [t, hq, d], k and v [s, hkv, d] of one request, mask [t, s] or None; out and the natural log of the denominator."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -35,7 +36,7 @@ def attention(
     logits = np.einsum("thd,shd->hts", q, np.repeat(k, group, 1)) * (scale or q.shape[2] ** -0.5)
     if soft_cap:
         logits = soft_cap * np.tanh(logits / soft_cap)
-    position = k.shape[0] - q.shape[0] + np.arange(q.shape[0])[:, None]
+    position = k.shape[0] - q.shape[0] + np.arange(q.shape[0])[:, None] if positions is None else np.asarray(positions)[:, None]
     key = np.arange(k.shape[0])[None, :]
     if alibi_slopes is not None:
         distance = -np.sqrt(np.maximum(position - key, 0)) if alibi_sqrt else key - position

@@ -327,3 +327,26 @@ def test_a_prepared_run_takes_arrays_elsewhere():
     del plan
     prepared(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, 0)  # keeps its plan
     assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("window_left", [-1, 12])
+def test_positions_of_queries(rng, window_left):
+    """A rank of a context-parallel group may hold chunks from both ends of a prompt; an image's tokens see each other."""
+    step = Step(rng)
+    spec = spec_f32(positions=True, window_left=window_left)
+    plan = imbrex.Plan(spec, max_seq_len=64)
+    pages = tuple(step.pages(rows) for rows in (step.keys, step.values))
+    places = [rng.permutation(n)[:q_len].astype(np.int32) for n, q_len in zip(step.seq_lens, step.q_lens)]
+    arrays = dict(block_table=step.block_table)
+    plan.update(step.query_start_loc, step.seq_lens, positions=np.concatenate(places), **arrays)
+    out, lse = plan.run(step.q, pages, lse=True)
+    for r, (a, b) in enumerate(zip(step.query_start_loc, step.query_start_loc[1:])):
+        expected = attention(step.q[a:b], step.keys[r], step.values[r], causal=True, window_left=window_left, positions=places[r])
+        np.testing.assert_allclose(out[a:b], expected[0], atol=2e-6)
+        np.testing.assert_allclose(lse[a:b], expected[1], atol=2e-6)
+    with pytest.raises(imbrex.Error, match="expected 26, got 0"):
+        plan.update(step.query_start_loc, step.seq_lens, **arrays)
+    with pytest.raises(imbrex.Error, match="expected 0 to 536870911"):
+        plan.update(step.query_start_loc, step.seq_lens, positions=np.full(26, -1, np.int32), **arrays)
+    with pytest.raises(imbrex.Error, match="26 positions given for a spec whose mask is causal"):
+        imbrex.Plan(spec_f32(), max_seq_len=64).update(step.query_start_loc, step.seq_lens, positions=np.concatenate(places), **arrays)

@@ -76,7 +76,8 @@ class OutsidePlan final : public Plan {
                          .kv_last_page_len = last.get(),
                          .kv_start_loc = start.get(),
                          .slot_mapping = slots.get(),
-                         .custom_mask = mask.get()};
+                         .custom_mask = mask.get(),
+                         .positions = batch.positions.empty() ? nullptr : batch.positions.data()};
     const BatchReach reach = reach_of(batch, spec_, validate_);
     functions_->must(functions_->update(plan_, &b, stream), "update");
     num_tokens_ = batch.num_tokens();

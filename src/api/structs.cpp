@@ -236,6 +236,7 @@ Batch batch_of(const imbrex_batch* pointer) {
   batch.state_slots = of_requests(b.state_slots);
   batch.num_drafts = of_requests(b.num_drafts);
   batch.accepted_drafts = of_requests(b.accepted_drafts);
+  if (b.positions != nullptr && reqs > 0) batch.positions = {b.positions, size_t(std::max(batch.num_tokens(), 0))};
   take_tables(b, batch);
   return batch;
 }
@@ -249,6 +250,7 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   batch.state_slots = view_of(b.state_slots, "state_slots");
   batch.num_drafts = view_of(b.num_drafts, "num_drafts");
   batch.accepted_drafts = view_of(b.accepted_drafts, "accepted_drafts");
+  batch.positions = view_of(b.positions, "positions");
   batch.max_num_tokens = b.max_num_tokens;
   return batch;
 }

@@ -184,6 +184,20 @@ void validate_custom_mask(const Batch& batch, const AttentionSpec& spec) {
   check(mask.size(0) == bytes, "batch.custom_mask.size", "expected {} bytes (sum of q_len * seq_len), got {}", bytes, mask);
 }
 
+void validate_positions(const Batch& batch, const AttentionSpec& spec) {
+  const auto positions = batch.positions;
+  const size_t count = size_t(batch.num_tokens());
+  if (!spec.mask.positions) {
+    check(positions.empty(), "batch.positions.unexpected", "{} positions given for a spec whose mask is {}", positions.size(),
+          spec.mask.str());
+    return;
+  }
+  check(positions.size() >= count, "batch.positions.size", "the spec has given positions, expected {}, got {}", count, positions.size());
+  for (size_t t = 0; t < count; ++t)
+    check(positions[t] >= 0 && positions[t] <= kMostPosition, "batch.positions.range", "position of token {} is {}, expected 0 to {}", t,
+          positions[t], kMostPosition);
+}
+
 void validate_memory(const Batch& batch) {
   const TensorView* first = nullptr;
   const auto look_at = [&](const TensorView& t, const char* name) {
@@ -209,6 +223,7 @@ void validate(const Batch& batch, const AttentionSpec& spec, const PlanLimits& l
   validate_keys(batch, spec, num_blocks);
   validate_slots(batch, spec, num_blocks);
   validate_custom_mask(batch, spec);
+  validate_positions(batch, spec);
 }
 
 }  // namespace imbrex

@@ -41,6 +41,14 @@ Batch batch_of(const Batch& batch, BatchPart& part) {
     result.slot_mapping = TensorView::contiguous(part.slots.data(), DType::i64, {part.num_tokens});
   }
   if (!batch.custom_mask.empty()) result.custom_mask = custom_mask_of(batch, part);
+  if (!batch.positions.empty() && part.contiguous()) {
+    result.positions = batch.positions.subspan(size_t(part.ranges[0].begin), size_t(part.num_tokens));
+  } else if (!batch.positions.empty()) {
+    part.positions.clear();
+    for (const TokenRange& range : part.ranges)
+      part.positions.insert(part.positions.end(), batch.positions.begin() + range.begin, batch.positions.begin() + range.end);
+    result.positions = part.positions;
+  }
   return result;
 }
 

@@ -38,13 +38,29 @@ inline KeyRange visible_keys(const CutRules& rules, int first, int last, int seq
   return {int(begin), int(end)};
 }
 
-// What an item of query tokens [t0, t1) of a request reads: the visible keys, from the beginning of a tile.
-inline KeyRange item_keys(const CutRules& rules, int q_len, int seq_len, int t0, int t1) {
-  const int context = seq_len - q_len;
-  const KeyRange keys = visible_keys(rules, context + t0, context + t1 - 1, seq_len);
+// The least and the greatest position of an item's queries.
+struct PositionRange {
+  int first, last;
+};
+// Of query tokens [t0, t1) of a request whose positions the batch does not give.
+inline PositionRange usual_positions(int q_len, int seq_len, int t0, int t1) { return {seq_len - q_len + t0, seq_len - q_len + t1 - 1}; }
+// Of `count` tokens whose positions it gives.
+inline PositionRange given_positions(const int* positions, int count) {
+  PositionRange range{positions[0], positions[0]};
+  for (int i = 1; i < count; ++i) {
+    range.first = int(smaller(range.first, positions[i]));
+    range.last = int(larger(range.last, positions[i]));
+  }
+  return range;
+}
+
+// What an item of queries at such positions reads: the visible keys, from the beginning of a tile.
+inline KeyRange item_keys(const CutRules& rules, PositionRange queries, int seq_len) {
+  const KeyRange keys = visible_keys(rules, queries.first, queries.last, seq_len);
   return {keys.begin == 0 ? 0 : keys.begin / rules.tile_kv * rules.tile_kv, keys.end};
 }
 
+inline int tile_end(const CutRules& rules, int q_len, int t0) { return int(smaller(q_len, long(t0) + rules.tile_q)); }
 inline bool is_cut(const CutRules& rules, int q_len) { return q_len >= rules.min_q && q_len <= rules.max_q; }
 inline int num_tiles(const CutRules& rules, int q_len) { return int((long(q_len) + rules.tile_q - 1) / rules.tile_q); }
 // Query token that a request's last tile begins with; negative: it has none. Items are numbered from the last tile to the first, so that
@@ -94,11 +110,12 @@ inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int piec
   return (all + unit - 1) / unit * rules.tile_kv;
 }
 
-// Makes the item of query tokens [t0, t0 + tile_q) of a request whose queries begin at token q_start of the batch. whole.partial and
+// Makes the item of query tokens [t0, tile_end()) of a request whose queries begin at token q_start of the batch. whole.partial and
 // whole.merge are -1: where there are several pieces, the code that assigns partial rows sets them.
-inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, CutItem& item) {
-  const int t1 = int(smaller(q_len, long(t0) + rules.tile_q));
-  const KeyRange keys = item_keys(rules, q_len, seq_len, t0, t1);
+inline void cut_item(const CutRules& rules, int request, int q_start, int q_len, int seq_len, int t0, PositionRange queries,
+                     CutItem& item) {
+  const int t1 = tile_end(rules, q_len, t0);
+  const KeyRange keys = item_keys(rules, queries, seq_len);
   const int begin = keys.begin, end = keys.end;
   // Even pieces begin with the item. Pieces of a fixed length begin at multiples of it, so that a growing context does not move them.
   const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;

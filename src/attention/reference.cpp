@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/key_source.h"
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
 #include "attention/plan_checks.h"
@@ -45,8 +46,11 @@ class ReferencePlan final : public StepPlan {
     next.query_start_loc.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     next.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
     next.batch = batch;
+    next.positions.assign(batch.positions.begin(), batch.positions.end());
     next.batch.query_start_loc = next.query_start_loc;
     next.batch.seq_lens = next.seq_lens;
+    next.batch.positions = next.positions;
+    find_keys(batch, next.keys);
     next.mask_start.assign(1, 0);
     for (int r = 0; r < batch.num_reqs(); ++r)
       next.mask_start.push_back(next.mask_start[r] + int64_t(batch.query_len(r)) * batch.seq_lens[r]);
@@ -88,8 +92,9 @@ class ReferencePlan final : public StepPlan {
 
  private:
   struct Step {
-    std::vector<int32_t> query_start_loc{0}, seq_lens;
+    std::vector<int32_t> query_start_loc{0}, seq_lens, positions;
     Batch batch;
+    KeySource keys;
     BatchReach reach;
     std::vector<int64_t> mask_start;  // first byte of each request's custom mask
   };
@@ -103,26 +108,22 @@ class ReferencePlan final : public StepPlan {
     return slots.as<int64_t>()[token * slots.stride(0)];
   }
 
-  // Block `index` of request `r`.
-  int64_t block_of(int r, int64_t index) const {
-    const Batch& batch = steps_.now().batch;
-    const TensorView &table = batch.block_table, &indptr = batch.kv_indptr, &indices = batch.kv_indices;
-    return table.empty() ? indices.as<int32_t>()[(indptr.as<int32_t>()[r * indptr.stride(0)] + index) * indices.stride(0)]
-                         : table.as<int32_t>()[r * table.stride(0) + index * table.stride(1)];
-  }
-
   // Where key `j` of request `r` lies, and its value.
   KvPlace place_of(int r, int64_t j, int head) const {
-    if (spec_.block_size == 0) {
-      const TensorView& start = steps_.now().batch.kv_start_loc;
-      return {.block = start.as<int32_t>()[r * start.stride(0)] + j, .offset = 0, .head = head};
-    }
-    return {.block = block_of(r, j / spec_.block_size), .offset = j % spec_.block_size, .head = head};
+    const KeySource& keys = steps_.now().keys;
+    if (spec_.block_size == 0) return {.block = keys.start[size_t(r)] + j, .offset = 0, .head = head};
+    return {.block = keys.ids_of(r)[j / spec_.block_size], .offset = j % spec_.block_size, .head = head};
+  }
+
+  // Of query number `query` of request `r`.
+  int64_t position_of(int r, int64_t query) const {
+    const Batch& batch = steps_.now().batch;
+    return spec_.mask.positions ? batch.positions[size_t(batch.query_start_loc[r] + query)] : batch.context_len(r) + query;
   }
 
   bool visible(int r, int64_t query, int64_t j) const {
     const Step& step = steps_.now();
-    if (!mask_allows(spec_.mask, step.batch.context_len(r) + query, j)) return false;
+    if (!mask_allows(spec_.mask, position_of(r, query), j)) return false;
     if (!spec_.mask.custom) return true;
     const TensorView& custom = step.batch.custom_mask;
     return custom.as<uint8_t>()[(step.mask_start[r] + query * step.batch.seq_lens[r] + j) * custom.stride(0)] != 0;
@@ -146,7 +147,7 @@ class ReferencePlan final : public StepPlan {
   void attend(const Inputs& in, const Outputs& out, int r, int token, int head) const {
     const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
     const Batch& batch = steps_.now().batch;
-    const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = batch.context_len(r) + query;
+    const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = position_of(r, query);
     const double q_scale = scale_of_head(in.q_scale, spec_.q_dtype, head);
 
     for (int g = 0; g < group; ++g) load_row(in.q, offset(in.q, token, first_head + g), 1, dim_qk, q_scale, &q_rows_[size_t(g) * dim_qk]);

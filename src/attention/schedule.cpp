@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention/cut_rules.h"
+#include "attention/item_order.h"
 #include "attention/mask.h"
 #include "core/check.h"
 
@@ -15,14 +16,20 @@ namespace {
 constexpr int kMaxTile = 1 << 20;                                   // far beyond any kernel; keeps sums of tiles within an int
 constexpr int64_t kLeastPieceTiles = 2, kMostPieceTiles = 1 << 20;  // tiles of keys of a piece when the load is balanced
 
+// Positions of query tokens [t0, t1) of request r.
+PositionRange positions_of(const Batch& batch, const Mask& mask, int r, int t0, int t1) {
+  if (!mask.positions) return usual_positions(batch.query_len(r), batch.seq_lens[r], t0, t1);
+  return given_positions(batch.positions.data() + batch.query_start_loc[r] + t0, t1 - t0);
+}
+
 // Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.
-int balanced_piece(const Batch& batch, const CutRules& rules, const SchedulePolicy& policy) {
+int balanced_piece(const Batch& batch, const Mask& mask, const CutRules& rules, const SchedulePolicy& policy) {
   int64_t keys = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
     if (q_len > policy.split_max_q || !is_cut(rules, q_len)) continue;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
-      const KeyRange range = item_keys(rules, q_len, batch.seq_lens[r], t0, std::min(q_len, t0 + policy.tile_q));
+      const KeyRange range = item_keys(rules, positions_of(batch, mask, r, t0, tile_end(rules, q_len, t0)), batch.seq_lens[r]);
       keys += range.end - range.begin;
     }
   }
@@ -88,10 +95,11 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
         "split_kv must be a positive multiple of tile_kv {}, got {}", policy.tile_kv, policy.split_kv);
   out.merges.clear();
   out.items.clear();
+  out.details.clear();
   out.num_work = 0;
   out.cost_by_keys = policy.cost_by_keys;
   CutRules rules = cut_rules(mask, policy);
-  if (policy.balanced) rules.balanced_piece = balanced_piece(batch, rules, policy);
+  if (policy.balanced) rules.balanced_piece = balanced_piece(batch, mask, rules, policy);
 
   Load load;
   for (int r = 0; r < batch.num_reqs(); ++r) {
@@ -99,7 +107,8 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
     if (!is_cut(rules, q_len)) continue;
     for (int t0 = last_tile(rules, q_len); t0 >= 0; t0 -= policy.tile_q) {
       CutItem& item = out.items.emplace_back();
-      cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0, item);
+      const PositionRange queries = positions_of(batch, mask, r, t0, tile_end(rules, q_len, t0));
+      cut_item(rules, r, batch.query_start_loc[r], q_len, batch.seq_lens[r], t0, queries, item);
       add_item(load, item, q_len);
     }
   }
@@ -139,6 +148,41 @@ void write_work(const Schedule& schedule, WorkItem* to) {
       }
     });
   }
+}
+
+namespace {
+
+// Keys of an item that are computed.
+int keys_of(const ListDetails& details, const WorkItem& item) {
+  if (item.piece >= 0 || details.items[size_t(~item.piece)].num_stretches < 0) return item.kv_end - item.kv_begin;
+  const ItemDetails& own = details.items[size_t(~item.piece)];
+  int keys = 0;
+  for (int i = 0; i < own.num_stretches; ++i) {
+    const KeyStretch& stretch = details.stretches[size_t(own.first_stretch + i)];
+    keys += stretch.end - stretch.begin;
+  }
+  return keys;
+}
+
+}  // namespace
+
+void order_items(Schedule& list) {
+  const auto bucket = [&](const WorkItem& item) {
+    return cost_bucket(list.cost_by_keys ? 1 : item.q_end - item.q_begin, keys_of(list.details, item));
+  };
+  // Counting leaves `rank` where each item goes; a cycle at a time is then moved into place.
+  static thread_local std::vector<int> rank;  // kept, so that a warm call allocates nothing
+  std::array<int, kCostBuckets + 1> start{};
+  rank.resize(list.work.size());
+  for (size_t i = 0; i < list.work.size(); ++i) ++start[size_t(rank[i] = bucket(list.work[i])) + 1];
+  for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
+  for (int& place : rank) place = start[size_t(place)]++;
+  for (size_t i = 0; i < list.work.size(); ++i)
+    while (rank[i] != int(i)) {
+      const size_t to = size_t(rank[i]);
+      std::swap(list.work[i], list.work[to]);
+      std::swap(rank[i], rank[to]);
+    }
 }
 
 void schedule(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Schedule& out) {

@@ -136,16 +136,4 @@ std::vector<float> floats_of(const HostTensor& t) {
   return values;
 }
 
-HostTensor tensor_of(const std::vector<int32_t>& values) {
-  HostTensor t = HostTensor::make(DType::i32, {int64_t(values.size())});
-  if (!values.empty()) std::memcpy(t.bytes.data(), values.data(), t.bytes.size());
-  return t;
-}
-
-HostTensor tensor_of(const std::vector<float>& values, std::vector<int64_t> sizes) {
-  HostTensor t = HostTensor::make(DType::f32, std::move(sizes));
-  for (size_t i = 0; i < values.size(); ++i) t.set(int64_t(i), double(values[i]));
-  return t;
-}
-
 }  // namespace imbrex

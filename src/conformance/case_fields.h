@@ -70,7 +70,5 @@ class CaseTensors {
 std::vector<int> query_lens(const HostTensor& starts);
 
 std::vector<float> floats_of(const HostTensor&);
-HostTensor tensor_of(const std::vector<int32_t>& values);                            // [values.size()]
-HostTensor tensor_of(const std::vector<float>& values, std::vector<int64_t> sizes);  // f32
 
 }  // namespace imbrex

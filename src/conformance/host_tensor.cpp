@@ -1,6 +1,8 @@
 // See host_tensor.h.
 #include "conformance/host_tensor.h"
 
+#include <cstring>
+
 #include "core/check.h"
 #include "core/float_types.h"
 
@@ -37,6 +39,18 @@ TensorView HostTensor::view() const {
     t.strides[d] = stride;
     stride *= sizes[d];
   }
+  return t;
+}
+
+HostTensor tensor_of(const std::vector<int32_t>& values) {
+  HostTensor t = HostTensor::make(DType::i32, {int64_t(values.size())});
+  if (!values.empty()) std::memcpy(t.bytes.data(), values.data(), t.bytes.size());
+  return t;
+}
+
+HostTensor tensor_of(const std::vector<float>& values, std::vector<int64_t> sizes) {
+  HostTensor t = HostTensor::make(DType::f32, std::move(sizes));
+  for (size_t i = 0; i < values.size(); ++i) t.set(int64_t(i), double(values[i]));
   return t;
 }
 

@@ -20,4 +20,7 @@ struct HostTensor {
   TensorView view() const;  // empty view when there is no tensor; kernels only read it
 };
 
+HostTensor tensor_of(const std::vector<int32_t>& values);                            // i32 [values.size()]
+HostTensor tensor_of(const std::vector<float>& values, std::vector<int64_t> sizes);  // f32
+
 }  // namespace imbrex

@@ -32,6 +32,7 @@ struct AttentionParams {
   bool packed;     // not strided, but tiles as the AMX unit reads them (amx_packed)
   int block_size;  // 0: ragged
 
+  const int* positions;              // [num_tokens] of queries; null: bottom right
   const int* query_start;            // [num_reqs + 1]
   const int* seq_lens;               // [num_reqs]
   const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
@@ -49,6 +50,11 @@ struct AttentionParams {
   bool alibi_sqrt;
   const float* bias_by_distance;  // [num_q_heads, 2 * bias_reach + 1], natural log units; distance j - p is clamped to +-bias_reach
   int bias_reach;
+
+  // ListDetails of the schedule; null where it has none.
+  const int *tokens, *request_of, *parts;
+  const ItemDetails* details;
+  const KeyStretch* stretches;
 
   float* partial_out;    // [partial rows, num_q_heads, v.dim], not normalised
   float* partial_state;  // [partial rows, num_q_heads, 2]: running maximum (log2 units), sum
@@ -86,6 +92,21 @@ struct Kernels {
   void (*merge)(const AttentionParams&, const MergeItem&, int kv_head);
   void (*write_kv)(const WriteKvParams&, int token_begin, int token_end);
 };
+
+static inline const ItemDetails* details_of(const AttentionParams& a, const WorkItem& item) {
+  return item.piece < 0 ? a.details + ~item.piece : nullptr;
+}
+
+// The row of the partial buffers with part `part` of a merge's token number `t`.
+static inline long partial_row(const AttentionParams& a, const MergeItem& merge, int part, int t) {
+  const int first = a.parts ? a.parts[merge.first_partial + part] : merge.first_partial + part * (merge.q_end - merge.q_begin);
+  return long(first) + t;
+}
+
+// Of query token `t` of request `r` among the request's keys.
+static inline int position_of(const AttentionParams& a, int r, int t) {
+  return a.positions ? a.positions[t] : a.seq_lens[r] - a.query_start[r + 1] + t;
+}
 
 // Keys [lo, hi) that the query at position p sees, custom mask aside.
 struct Visible {

@@ -3,16 +3,16 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <thread>
 
 #include <fmt/format.h>
 
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
+#include "attention/mask_stretches.h"
 #include "attention/position_bias.h"
 #include "core/check.h"
 #include "core/tensor_layout.h"
+#include "cpu/run_list.h"
 
 namespace imbrex::cpu {
 namespace {
@@ -25,14 +25,6 @@ constexpr long kSerialWriteBytes = 64 << 10;  // below this, waking the pool cos
 
 static_assert(int(DType::f32) == kF32 && int(DType::f16) == kF16 && int(DType::bf16) == kBf16 && int(DType::fp8_e4m3) == kE4m3 &&
               int(DType::fp8_e5m2) == kE5m2);
-
-void invoke(const ParallelFor& threads, ParallelFor::Body body, void* argument) {
-  if (threads.invoke != nullptr && threads.num_workers > 1) {
-    threads.invoke(threads.context, threads.num_workers, body, argument);
-  } else {
-    body(argument, 0);
-  }
-}
 
 // Of a tensor with the dimensions `dims` of the format's keys, which are those of its values too.
 KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, std::string_view dims, int dim) {
@@ -99,17 +91,8 @@ void Plan::prepare(const Batch& batch, Stream) {
   next.num_tokens = batch.num_tokens();
   next.slot_mapping = batch.slot_mapping;
   next.custom_mask = batch.custom_mask;
-  next.block_start.assign(num_reqs, 0);
-  next.block_ids = {};
-  if (!batch.kv_start_loc.empty()) {
-    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = batch.kv_start_loc.as<const int>()[r];
-  } else if (!batch.block_table.empty()) {
-    next.block_ids = batch.block_table;
-    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = r * batch.block_table.stride(0);
-  } else if (!batch.kv_indptr.empty()) {
-    next.block_ids = batch.kv_indices;
-    for (int r = 0; r < num_reqs; ++r) next.block_start[r] = batch.kv_indptr.as<const int>()[r];
-  }
+  if (spec_.mask.positions) next.positions.assign(batch.positions.begin(), batch.positions.end());
+  find_keys(batch, next.keys);
   if (spec_.mask.custom) {
     next.custom_start.resize(num_reqs);
     long start = 0;
@@ -120,6 +103,8 @@ void Plan::prepare(const Batch& batch, Stream) {
   }
   next.reach = reach_of(batch, spec_, options_.validate);
   schedule(batch, spec_.mask, policy_, next.schedule);
+  if (spec_.block_size > 0) share_keys(batch, next.keys, spec_.block_size, policy_.tile_q, next.schedule, share_scratch_);
+  if (spec_.mask.custom && !batch.custom_mask.empty()) find_stretches(batch, next.custom_start, policy_.tile_kv, next.schedule);
   next.longest_item = 0;
   for (const WorkItem& item : next.schedule.work) next.longest_item = std::max(next.longest_item, item.q_end - item.q_begin);
   // Shared by both steps, and never smaller than one of them needs.
@@ -136,6 +121,8 @@ int Plan::heads_together(const AttentionParams& a) const {
     return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= token_stride;
   };
   const Step& step = steps_.now();
+  const auto names_head = [](const ItemDetails& details) { return details.kv_head >= 0; };
+  if (std::ranges::any_of(step.schedule.details.items, names_head)) return 1;
   if (a.packed || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) || !within_tokens(a.v)) return 1;
   const long bytes = 2L * kBlockKeys * (a.k.dim + a.v.dim) * size_of(spec_.kv_dtype), workers = std::max(options_.threads.num_workers, 1);
   const long items = long(step.schedule.work.size());
@@ -169,10 +156,12 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
   a.v = kv_side(values_in_keys_ ? in.kv.k : in.kv.v, values_in_keys_ ? in.kv.k_scale : in.kv.v_scale, spec_, kv_dims_, spec_.head_dim_v);
   a.packed = !codec_of(spec_).strided;
   a.block_size = spec_.block_size;
+  if (spec_.mask.positions) a.positions = step.positions.data();
   a.query_start = step.query_start.data();
   a.seq_lens = step.seq_lens.data();
-  a.block_ids = step.block_ids.as<const int>();
-  a.block_start = step.block_start.data();
+  a.block_ids = step.keys.ids.as<const int>();
+  a.block_start = step.keys.start.data();
+  set_details(step.schedule.details, a);
   if (spec_.mask.custom) {
     a.custom_mask = step.custom_mask.as<const unsigned char>();
     a.custom_start = step.custom_start.data();
@@ -204,53 +193,6 @@ AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
 
 namespace {
 
-struct Run {
-  const AttentionParams& params;
-  const Kernels& kernels;
-  const Schedule& schedule;
-  char* scratch;
-  long scratch_bytes;
-  int num_workers;
-  int num_tasks, num_merges;  // items times heads, several of which may be one task; merges times heads
-  std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
-
-  // A value that is not finite makes every row of its item NaN, also those that give it the weight zero. Smaller items separate the rows
-  // that see it from those that do not, and a row has the same bits in any item. Rows of one token see the same keys, custom masks aside.
-  void run(const WorkItem& item, int head, NextTask next, char* memory) const {
-    if (kernels.attention(params, item, head, next, memory) || item.q_end - item.q_begin == 1) return;
-    const Visible first = visible(item.request, item.q_begin), last = visible(item.request, item.q_end - 1);
-    if (first.lo == last.lo && first.hi == last.hi) return;
-    WorkItem front = item, back = item;
-    front.q_end = back.q_begin = item.q_begin + (item.q_end - item.q_begin) / 2;
-    if (item.partial >= 0) back.partial += back.q_begin - item.q_begin;
-    run(front, head, {}, memory);
-    run(back, head, {}, memory);
-  }
-  Visible visible(int request, int token) const {
-    return visible_keys(params, params.seq_lens[request] - params.query_start[request + 1] + token, params.seq_lens[request]);
-  }
-
-  void work(int worker) {
-    const int heads = params.num_kv_heads, together = params.heads_together, groups = heads / together;
-    kernels.enter();
-    for (int t; (t = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-      const auto task_at = [&](int task) { return NextTask{&schedule.work[task / groups], task % groups * together}; };
-      // Neighbouring tasks are about equally long, so every other worker will take one before this worker is free again.
-      const int next = next_task.load(std::memory_order_relaxed) + num_workers - 1;
-      const NextTask own = task_at(t);
-      run(*own.item, own.kv_head, next < num_tasks ? task_at(next) : NextTask{}, scratch + worker * scratch_bytes);
-      if (num_merges > 0) tasks_done.fetch_add(1, std::memory_order_release);
-    }
-    kernels.leave();
-    if (num_merges == 0) return;
-    // Whoever took a task is running, so this wait ends; it is short because the longest items went first.
-    while (tasks_done.load(std::memory_order_acquire) < num_tasks) std::this_thread::yield();
-    for (int m; (m = next_merge.fetch_add(1, std::memory_order_relaxed)) < num_merges;) {
-      kernels.merge(params, schedule.merges[m / heads], m % heads);
-    }
-  }
-};
-
 struct Write {
   const WriteKvParams& params;
   const Kernels& kernels;
@@ -267,20 +209,7 @@ struct Write {
 }  // namespace
 
 void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
-  const AttentionParams a = params(in, out);
-  const int heads = spec_.num_kv_heads;
-  const Schedule& schedule = steps_.now().schedule;
-  Run run{.params = a,
-          .kernels = kernels_,
-          .schedule = schedule,
-          .scratch = scratch_,
-          .scratch_bytes = scratch_bytes_,
-          .num_workers = std::max(options_.threads.num_workers, 1),
-          .num_tasks = int(schedule.work.size()) * (heads / a.heads_together),
-          .num_merges = int(schedule.merges.size()) * heads};
-  if (run.num_tasks == 0) return;
-  invoke(
-      options_.threads, [](void* r, int worker) { static_cast<Run*>(r)->work(worker); }, &run);
+  run_list(params(in, out), kernels_, steps_.now().schedule, {scratch_, scratch_bytes_}, options_.threads);
 }
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {
@@ -313,8 +242,13 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
 
 std::string Plan::str() const {
   const Schedule& schedule = steps_.now().schedule;
-  return fmt::format("{} ({}): {} work items x {} kv heads, {} merges", backend_, kernels_.isa, schedule.work.size(), spec_.num_kv_heads,
-                     schedule.merges.size());
+  std::string text = fmt::format("{} ({}): {} work items x {} kv heads, {} merges", backend_, kernels_.isa, schedule.work.size(),
+                                 spec_.num_kv_heads, schedule.merges.size());
+  const auto are_of_several = [&](const WorkItem& item) { return item.q_begin >= steps_.now().num_tokens; };
+  if (const auto shared = std::ranges::count_if(schedule.work, are_of_several); shared > 0)
+    text += fmt::format(", {} items shared by requests with the same blocks", shared);
+  if (const size_t items = schedule.details.items.size(); items > 0) text += fmt::format(", {} without hidden tiles", items);
+  return text;
 }
 
 }  // namespace imbrex::cpu

@@ -3,7 +3,9 @@
 #include <memory>
 #include <vector>
 
+#include "attention/key_source.h"
 #include "attention/plan_checks.h"
+#include "attention/shared_keys.h"
 #include "attention/step_plan.h"
 #include "cpu/params.h"
 #include "imbrex/backend.h"
@@ -30,9 +32,10 @@ class Plan final : public StepPlan {
     Schedule schedule;
     BatchReach reach;
     int num_tokens = 0, longest_item = 0;  // in query tokens
-    std::vector<int> query_start, seq_lens;
-    std::vector<long> block_start, custom_start;
-    TensorView block_ids, slot_mapping, custom_mask;
+    std::vector<int> query_start, seq_lens, positions;
+    KeySource keys;
+    std::vector<long> custom_start;
+    TensorView slot_mapping, custom_mask;
   };
   AttentionParams params(const Inputs&, const Outputs&) const;
   int heads_together(const AttentionParams&) const;
@@ -45,6 +48,7 @@ class Plan final : public StepPlan {
   bool values_in_keys_;
   SchedulePolicy policy_;
   TwoSteps<Step> steps_;
+  ShareScratch share_scratch_;
 
   // Written by run(); sized here or in prepare().
   mutable std::vector<float> bias_by_distance_;

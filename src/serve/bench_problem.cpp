@@ -59,6 +59,7 @@ BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, co
   batch_.query_start_loc = query_start_loc_;
   batch_.seq_lens = seq_lens_;
   if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
+  batch_.positions = positions_;
   if (spec.block_size == 0) {
     check(options.kv_order.empty(), "bench.kv_order", "ragged keys have no order to choose, got \"{}\"", options.kv_order);
     inputs_.kv.k = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk}));
@@ -103,6 +104,9 @@ void BenchProblem::make_parameters(const BenchOptions& options) {
     parameters_.custom_mask = HostTensor::make(DType::u8, {std::max<int64_t>(mask_start_.back(), 1)});
     for (char& byte : parameters_.custom_mask.bytes) byte = random() % 3 != 0;
   }
+  // The last query first, as a rank of a context-parallel group has it that takes a chunk from either end of a prompt.
+  for (size_t r = 0; spec_.mask.positions && r < seq_lens_.size(); ++r)
+    for (int t = query_start_loc_[r]; t < query_start_loc_[r + 1]; ++t) positions_.push_back(seq_lens_[r] - 1 - (t - query_start_loc_[r]));
   const auto place = [&](const HostTensor& t) { return t.empty() ? TensorView{} : owned_.emplace_back(stream_.copy_of(t.view())).view; };
   inputs_.sinks = place(parameters_.sinks);
   inputs_.alibi_slopes = place(parameters_.alibi_slopes);
@@ -212,7 +216,7 @@ int BenchProblem::sample_queries(int request, int query) const { return spec_.ma
 CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   const BenchRequest& r = requests_[size_t(request)];
   const int queries = sample_queries(request, query), group = spec_.group_size(), first = kv_head * group;
-  const int seq_len = spec_.mask.causal ? r.seq_len - r.q_len + query + 1 : r.seq_len;
+  const int seq_len = spec_.mask.causal && !spec_.mask.positions ? r.seq_len - r.q_len + query + 1 : r.seq_len;
   const int64_t token = query_start_loc_[size_t(request)] + query, key = key_start_[size_t(request)];
   CaseInputs in;
   in.spec = spec_;
@@ -235,6 +239,8 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
                   parameters_.custom_mask.bytes.data() + mask_start_[size_t(request)] + int64_t(query + i) * r.seq_len, size_t(seq_len));
     }
   }
+  if (spec_.mask.positions)
+    in.positions = tensor_of(std::vector<int32_t>(positions_.begin() + token, positions_.begin() + token + queries));
   return in;
 }
 

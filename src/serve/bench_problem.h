@@ -55,7 +55,7 @@ class BenchProblem {
   Synthetic synthetic_;
   Numbers q_numbers_, kv_numbers_;
   PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
-  std::vector<int32_t> query_start_loc_{0}, seq_lens_, key_start_{0}, table_;
+  std::vector<int32_t> query_start_loc_{0}, seq_lens_, positions_, key_start_{0}, table_;
   std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;

@@ -63,6 +63,11 @@ struct Step {
     spec.mask.custom = true;
     batch.custom_mask = vector_view(mask.data(), DType::u8, mask.size());
   }
+  std::vector<int32_t> positions = std::vector<int32_t>(13, kMostPosition);
+  void use_positions() {
+    spec.mask.positions = true;
+    batch.positions = positions;
+  }
   std::string code() const {
     return error_code([&] { validate(batch, spec, limits, num_blocks); });
   }
@@ -309,6 +314,12 @@ const std::vector<BadBatch>& bad_batches() {
       {"batch.custom_mask.size", Form::masked, [](S s) { s.batch.custom_mask.sizes[0] -= 1; }},
       {"batch.custom_mask.size", Form::masked, [](S s) { s.batch.custom_mask.sizes[0] += 1; }},
       {"batch.custom_mask.size", Form::masked, [](S s) { s.seq_lens[0] = 36; }},
+      // Positions
+      {"batch.positions.unexpected", Form::dense, [](S s) { s.batch.positions = s.seq_lens; }},
+      {"batch.positions.size", Form::dense, [](S s) { s.spec.mask.positions = true; }},
+      {"batch.positions.size", Form::dense, [](S s) { s.use_positions(), s.batch.positions = s.batch.positions.first(12); }},
+      {"batch.positions.range", Form::dense, [](S s) { s.use_positions(), s.positions[12] = -1; }},
+      {"batch.positions.range", Form::dense, [](S s) { s.use_positions(), s.positions[0] = kMostPosition + 1; }},
   };
   return all;
 }
@@ -337,7 +348,7 @@ TEST(Batch, EveryBadBatchIsRefusedWithItsCodeAndNothingChanges) {
     codes.insert(bad.code);
   }
   EXPECT_GE(bad_batches().size(), 100u);
-  EXPECT_EQ(codes.size(), 63u);  // every code of batch.cpp is in the table
+  EXPECT_EQ(codes.size(), 66u);  // every code of batch.cpp is in the table
 }
 
 TEST(Batch, DuplicateSlotsAreFoundInLargeBatches) {

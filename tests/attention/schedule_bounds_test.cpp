@@ -95,7 +95,7 @@ TEST(ScheduleBounds, HoldForEveryBatchWithinTheLimits) {
     for (const WorkItem& w : s.work) by_token[w.q_begin].push_back(w);
     size_t tiles = 0;
     for (const WorkItem& item : whole.work) {
-      const int q_len = batch.query_len(item.request);
+      const int q_len = batch.query_len(item.table);
       if (q_len < policy.min_q || q_len > policy.max_q) {
         ASSERT_EQ(by_token.count(item.q_begin), 0u);
         ++filtered;

@@ -122,17 +122,17 @@ void expect_tokens_covered_once(const Batch& batch, const SchedulePolicy& policy
   int token = 0;
   for (const Tile& tile : tiles) {
     const WorkItem& w = tile[0];
-    ASSERT_TRUE(w.request >= 0 && w.request < batch.num_reqs());
+    ASSERT_TRUE(w.table >= 0 && w.table < batch.num_reqs());
     ASSERT_EQ(w.q_begin, token);
     ASSERT_LT(w.q_begin, w.q_end);
     ASSERT_LE(w.q_end - w.q_begin, policy.tile_q);
-    ASSERT_GE(w.q_begin, batch.query_start_loc[w.request]);
-    ASSERT_LE(w.q_end, batch.query_start_loc[w.request + 1]);
+    ASSERT_GE(w.q_begin, batch.query_start_loc[w.table]);
+    ASSERT_LE(w.q_end, batch.query_start_loc[w.table + 1]);
     // As few tiles as possible: all but a request's last are full.
-    ASSERT_TRUE(w.q_end - w.q_begin == policy.tile_q || w.q_end == batch.query_start_loc[w.request + 1]);
+    ASSERT_TRUE(w.q_end - w.q_begin == policy.tile_q || w.q_end == batch.query_start_loc[w.table + 1]);
     token = w.q_end;
     for (const WorkItem& piece : tile) {
-      ASSERT_EQ(piece.request, w.request);
+      ASSERT_EQ(piece.table, w.table);
       ASSERT_EQ(piece.q_end, w.q_end);
     }
   }
@@ -142,7 +142,7 @@ void expect_tokens_covered_once(const Batch& batch, const SchedulePolicy& policy
 // Each tile's keys are one range without holes or overlaps, with every visible key in it and no hidden tile at its ends.
 void expect_keys_covered_once(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
   for (const Tile& tile : tiles) {
-    const int r = tile[0].request, begin = tile[0].kv_begin, end = tile.back().kv_end;
+    const int r = tile[0].table, begin = tile[0].kv_begin, end = tile.back().kv_end;
     for (size_t i = 0; i < tile.size(); ++i) {
       ASSERT_EQ(tile[i].kv_begin % policy.tile_kv, 0);
       ASSERT_TRUE(tile.size() == 1 ? begin <= end : tile[i].kv_begin < tile[i].kv_end);
@@ -170,7 +170,7 @@ void expect_keys_covered_once(const Batch& batch, const Mask& mask, const Schedu
 
 void expect_cuts_follow_the_policy(const Batch& batch, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
   for (const Tile& tile : tiles) {
-    if (batch.query_len(tile[0].request) > policy.split_max_q) {
+    if (batch.query_len(tile[0].table) > policy.split_max_q) {
       ASSERT_EQ(tile.size(), 1u);
     } else if (!policy.balanced) {
       for (const WorkItem& w : tile)  // so that a boundary is a multiple of split_kv, and every multiple is a boundary
@@ -182,7 +182,7 @@ void expect_cuts_follow_the_policy(const Batch& batch, const SchedulePolicy& pol
 // Balanced: no piece has more than a worker's share of the keys that the mask shows, and no item is cut for less.
 void expect_equal_shares(const Batch& batch, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
   int64_t keys = 0;
-  const auto may_split = [&](const Tile& tile) { return batch.query_len(tile[0].request) <= policy.split_max_q; };
+  const auto may_split = [&](const Tile& tile) { return batch.query_len(tile[0].table) <= policy.split_max_q; };
   for (const Tile& tile : tiles)
     if (may_split(tile)) keys += tile.back().kv_end - tile[0].kv_begin;
   const int64_t share = std::max<int64_t>(2, (keys / policy.num_workers + policy.tile_kv) / policy.tile_kv) * policy.tile_kv;
@@ -305,7 +305,7 @@ Cut cut_of(const Schedule& s, int request, int first_token) {
   Cut cut;
   for (const Tile& tile : tiles_of(s))
     for (const WorkItem& w : tile)
-      if (w.request == request)
+      if (w.table == request)
         cut.push_back(
             {w.q_begin - first_token, w.q_end - first_token, w.kv_begin, w.kv_end, w.partial < 0 ? -1 : w.partial - tile[0].partial});
   return cut;

@@ -116,7 +116,7 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
     Schedule s;
     schedule(step.view(), spec.mask, policy, s);
     std::vector<int> of(step.lens.size());
-    for (const WorkItem& w : s.work) ++of[size_t(w.request)];
+    for (const WorkItem& w : s.work) ++of[size_t(w.table)];
     return of;
   };
   EXPECT_EQ(items(Step(1, 1, 1024)), std::vector<int>{8});
@@ -199,7 +199,7 @@ TEST(Cut, TilesOfARequestStandTogether) {
       Schedule s;
       schedule(Step(kReqs, q_len, kKeys).view(), spec.mask, policy, s);
       std::map<std::pair<int, int>, std::vector<int>> places;  // of a request's tasks that begin with the same key
-      for (int i = 0; i < int(s.work.size()); ++i) places[{s.work[size_t(i)].request, s.work[size_t(i)].kv_begin}].push_back(i);
+      for (int i = 0; i < int(s.work.size()); ++i) places[{s.work[size_t(i)].table, s.work[size_t(i)].kv_begin}].push_back(i);
       for (const auto& [task, at] : places) {
         ASSERT_EQ(at.size(), 2u);
         EXPECT_LE((at[1] - at[0]) * spec.num_kv_heads, device.num_workers) << group << ": " << q_len << " tokens";

@@ -267,7 +267,7 @@ struct PlanBatchProblem {
       Schedule one;
       cut(batch, mask, pieces, one);
       for (CutItem item : one.items) {
-        item.whole.request = r, item.whole.q_begin += begin, item.whole.q_end += begin;
+        item.whole.table = r, item.whole.q_begin += begin, item.whole.q_end += begin;
         item.whole.partial = item.whole.merge = -1;
         all.items.push_back(item);
         add_item(load, item, starts[size_t(r) + 1] - starts[size_t(r)]);

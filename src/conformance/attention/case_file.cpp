@@ -127,6 +127,10 @@ CaseFile parse_case(const Safetensors& file) {
   in.head_scales = tensors.take_if(spec.score.head_scales, "head_scales", DType::f32, {heads});
   in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
+  in.positions = tensors.take_if(spec.mask.positions, "positions", DType::i32, {num_tokens});
+  for (int64_t t = 0; t < in.positions.num_elements(); ++t)
+    check(in.positions.get(t) >= 0 && in.positions.get(t) <= kMostPosition, "case_file.positions",
+          "position of token {} is {}, expected 0 to {}", t, in.positions.get(t), kMostPosition);
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
   in.v_scale = latent ? in.k_scale : tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
@@ -162,9 +166,15 @@ Safetensors to_safetensors(const CaseFile& c) {
   file.tensors["seq_lens"] = tensor_of(lens);
   file.tensors["out"] = tensor_of(c.out, {in.num_tokens(), heads, in.spec.head_dim_v});
   if (!c.lse.empty()) file.tensors["lse"] = tensor_of(c.lse, {in.num_tokens(), heads});
-  const std::pair<const char*, const HostTensor*> optional[] = {
-      {"sinks", &in.sinks},     {"alibi_slopes", &in.alibi_slopes}, {"head_scales", &in.head_scales}, {"relative_bias", &in.relative_bias},
-      {"q_scale", &in.q_scale}, {"k_scale", &in.k_scale},           {"v_scale", &in.v_scale},         {"custom_mask", &in.custom_mask}};
+  const std::pair<const char*, const HostTensor*> optional[] = {{"sinks", &in.sinks},
+                                                                {"alibi_slopes", &in.alibi_slopes},
+                                                                {"head_scales", &in.head_scales},
+                                                                {"relative_bias", &in.relative_bias},
+                                                                {"q_scale", &in.q_scale},
+                                                                {"k_scale", &in.k_scale},
+                                                                {"v_scale", &in.v_scale},
+                                                                {"custom_mask", &in.custom_mask},
+                                                                {"positions", &in.positions}};
   for (const auto& [name, tensor] : optional)
     if (!tensor->empty() && !(latent && tensor == &in.v_scale)) file.tensors[name] = *tensor;
   return file;

@@ -2,6 +2,7 @@
 #include "conformance/attention/case_inputs.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "attention/kv_codec.h"
@@ -64,6 +65,17 @@ void add_pattern(CaseInputs& in, const Case& c, const CaseRequest& r, int64_t to
     for (int h = 0; h < c.spec.num_q_heads; ++h)
       in.q.set(((token + i) * c.spec.num_q_heads + h) * (last + 1) + last,
                step_of(c, r, r.seq_len - r.q_len + i, h) / (unit * double(c.spec.scale())));
+}
+
+// Batch::positions of query i.
+int position_of(const Case& c, const CaseRequest& r, int i) {
+  const int context = r.seq_len - r.q_len;
+  switch (c.positions) {
+    case PositionPattern::spans: return std::max(0, std::min(r.seq_len, (context + i) / kSpanTokens * kSpanTokens + kSpanTokens) - 1);
+    case PositionPattern::tree: return std::max(0, context) + int(std::bit_width(unsigned(i + 1))) - 1;
+    case PositionPattern::zigzag: return std::max(0, r.seq_len - 1 - i);
+    default: return std::max(0, context + i);
+  }
 }
 
 // Whether the custom mask shows key j to query i.
@@ -133,6 +145,12 @@ CaseInputs make_inputs(const Case& c) {
     for (const CaseRequest& r : c.requests)
       for (int i = 0; i < r.q_len; ++i)
         for (int j = 0; j < r.seq_len; ++j) in.custom_mask.bytes[size_t(at++)] = custom_shows(c, r, i, j);
+  }
+  if (spec.mask.positions) {
+    std::vector<int32_t> positions;
+    for (const CaseRequest& r : c.requests)
+      for (int i = 0; i < r.q_len; ++i) positions.push_back(position_of(c, r, i));
+    in.positions = tensor_of(positions);
   }
   if (is_fp8(spec.kv_dtype)) {
     const int count = c.scale_per_head ? spec.num_kv_heads : 1;

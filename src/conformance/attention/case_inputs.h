@@ -17,9 +17,14 @@ struct CaseInputs {
   HostTensor sinks, alibi_slopes, head_scales;  // f32 [num_q_heads], where the spec has them
   HostTensor relative_bias;                     // f32 [relative_buckets, num_q_heads]
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
+  HostTensor positions;                         // i32 [T]
   HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
 
   int num_tokens() const { return int(q.sizes[0]); }
+  // Of query number i of a request whose first query is row `first` of q.
+  int64_t position_of(const CaseRequest& r, int64_t first, int i) const {
+    return spec.mask.positions ? int64_t(positions.get(first + i)) : int64_t(r.seq_len) - r.q_len + i;
+  }
 };
 
 // Makes the inputs of a case: the same bits on every machine.

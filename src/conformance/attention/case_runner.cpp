@@ -26,6 +26,7 @@ struct Step {
   std::vector<int32_t> query_start_loc{0}, seq_lens, table, indptr{0}, indices, last_page_len, start_loc;
   std::vector<int64_t> slots;
   std::vector<uint8_t> mask;
+  std::vector<int32_t> positions;
   Batch batch;
 };
 
@@ -126,8 +127,8 @@ class Runner {
     }
   }
 
-  // Arrays of one step. Context steps have no custom mask.
-  Step make_step(const std::vector<StepRequest>& requests, bool custom, bool write) const {
+  // Arrays of one step whose layer has such a mask.
+  Step make_step(const std::vector<StepRequest>& requests, const Mask& mask, bool write) const {
     Step step;
     const int padding = options_.padding_tokens;
     size_t width = 1;
@@ -153,7 +154,8 @@ class Runner {
           step.slots.push_back(write ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size : -1);
         }
       }
-      if (!custom) continue;
+      for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));
+      if (!mask.custom) continue;
       const uint8_t* rows = reinterpret_cast<const uint8_t*>(in_.custom_mask.bytes.data()) + mask_start(r);
       const int stride = in_.requests[r].seq_len;
       for (int t = s.q_begin; t < s.q_end; ++t)
@@ -177,7 +179,8 @@ class Runner {
       b.block_table.strides[0] = int64_t(width);
     }
     if (spec_.block_size > 0) b.slot_mapping = row_vector(step.slots.data(), DType::i64, step.slots.size());
-    if (custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
+    b.positions = step.positions;
+    if (mask.custom && !step.mask.empty()) b.custom_mask = row_vector(step.mask.data(), DType::u8, step.mask.size());
     return step;
   }
 
@@ -229,7 +232,7 @@ class Runner {
         const int context = context_len(r), half = context * 3 / 5, begin = part == 0 ? 0 : half, end = part == 0 ? half : context;
         requests.push_back({.q_begin = begin, .q_end = end, .seq_len = end, .first_key = begin});
       }
-      const Step step = make_step(requests, false, true);
+      const Step step = make_step(requests, {}, true);
       plan->update(step.batch);
       write(step, requests, *plan, spec);
     }
@@ -249,7 +252,7 @@ class Runner {
         more = more || end < request.q_len;
         done[r] = end;
       }
-      const Step step = make_step(requests, spec_.mask.custom, !cross());
+      const Step step = make_step(requests, spec_.mask, !cross());
       plan->update(step.batch);
       if (spec_.block_size > 0 && !cross()) write(step, requests, *plan, spec_);
       attend(step, requests, *plan);

@@ -1,5 +1,6 @@
 #pragma once
-// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp) are made of:
+// The parts that the axes of the table of cases (cases.cpp, cases_prefill.cpp, cases_variants.cpp, cases_latent.cpp,
+// cases_positions.cpp) are made of:
 // dimensions, types, requests, and the table that they fill.
 #include <fmt/format.h>
 
@@ -64,8 +65,9 @@ struct NamedFeature {
   void (*set)(Case&);
 };
 
-void add_prefill_cases(CaseTable&);  // cases_prefill.cpp
-void add_variant_cases(CaseTable&);  // cases_variants.cpp
-void add_latent_cases(CaseTable&);   // cases_latent.cpp
+void add_prefill_cases(CaseTable&);   // cases_prefill.cpp
+void add_variant_cases(CaseTable&);   // cases_variants.cpp
+void add_latent_cases(CaseTable&);    // cases_latent.cpp
+void add_position_cases(CaseTable&);  // cases_positions.cpp
 
 }  // namespace imbrex

@@ -276,7 +276,8 @@ std::vector<Case> make_cases() {
   add_values(table);
   add_prefill_cases(table);
   add_variant_cases(table);
-  add_latent_cases(table);  // last: a case's seed and types depend on how many are in front of it
+  add_latent_cases(table);
+  add_position_cases(table);  // new ones last: a case's seed and types depend on how many are in front of it
   return std::move(table.cases);
 }
 

@@ -21,6 +21,16 @@ enum class CustomPattern : uint8_t {
 
 constexpr int kDocumentTokens = 300;
 
+// Batch::positions of a request's queries.
+enum class PositionPattern : uint8_t {
+  none,
+  spans,  // of kSpanTokens, all of which see to the end of their span: the tokens of an image
+  tree,   // by depth in a binary tree of the step's tokens: siblings have one position
+  zigzag  // from the last one to the first
+};
+
+constexpr int kSpanTokens = 12;
+
 // How the logits of a row go along its keys; whatever follows from the order of an online softmax hides behind `plain` ones.
 enum class ValuePattern : uint8_t {
   plain,    // no trend
@@ -49,6 +59,7 @@ struct Case {
   float kv_scale = 0.02f;        // fp8 caches: k_scale and v_scale of head 0
   bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)
   CustomPattern custom = CustomPattern::none;
+  PositionPattern positions = PositionPattern::none;
   ValuePattern values = ValuePattern::plain;
   uint64_t seed = 1;
 
@@ -57,8 +68,8 @@ struct Case {
   int64_t work() const;  // multiply-adds, hidden keys included
 };
 
-// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent (first part of
-// the name).
+// At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position
+// (first part of the name).
 std::span<const Case> cases();
 const Case* find_case(std::string_view name);  // nullptr when there is none
 

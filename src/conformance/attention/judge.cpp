@@ -49,9 +49,8 @@ class NaiveRow {
   NaiveRow(const CaseInputs& in, const float* keys, const float* values) : in_(in), spec_(in.spec), keys_(keys), values_(values) {}
 
   // `first_key` is the request's first row in k and v, `shown` its custom mask row or null.
-  void compute(const CaseRequest& r, int query, int head, const float* q, int64_t first_key, const char* shown, float* out) {
+  void compute(const CaseRequest& r, int64_t position, int head, const float* q, int64_t first_key, const char* shown, float* out) {
     const int heads = spec_.num_kv_heads, kv_head = head / spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v;
-    const int64_t position = int64_t(r.seq_len) - r.q_len + query;
     seen_.clear();
     logits_.clear();
     for (int64_t j = 0; j < r.seq_len; ++j) {
@@ -136,7 +135,7 @@ std::vector<float> naive_attention(const CaseInputs& in) {
   for (const CaseRequest& r : in.requests) {
     for (int i = 0; i < r.q_len; ++i, ++token, mask += r.seq_len)
       for (int h = 0; h < heads; ++h)
-        row.compute(r, i, h, &q[size_t((token * heads + h) * spec.head_dim_qk)], key,
+        row.compute(r, in.position_of(r, token - i, i), h, &q[size_t((token * heads + h) * spec.head_dim_qk)], key,
                     spec.mask.custom ? in.custom_mask.bytes.data() + mask : nullptr, &out[size_t((token * heads + h) * spec.head_dim_v)]);
     key += r.seq_len;
   }

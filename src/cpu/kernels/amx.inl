@@ -117,10 +117,13 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
 
   float row_out[kMaxDim + 32];
   bool folded = false;
-  for (int begin = item.kv_begin; begin < item.kv_end;) {
+  KeyBlocks block(a, item), before = block;
+  while (!block.done()) {
+    const int begin = block.key();
     const long split_end = (begin / kSplitKeys + 1L) * kSplitKeys;
-    const int end = split_end < item.kv_end && item.partial < 0 ? int(split_end) : item.kv_end;
-    if (begin > item.kv_begin) {
+    const int end = split_end < block.end() && item.partial < 0 ? int(split_end) : block.end();
+    if (block.begins()) show(s.rows, all_rows, block.shown());
+    if (block.leaves_split(before) && item.partial < 0) {
       for_rows([&](int i) {
         float* into = s.folded + long(i) * n.dim_tiles * 16;
         if (!folded) {
@@ -151,7 +154,8 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     } else {
       run_list<kPlain>(list, narrow);
     }
-    begin = end;
+    before = block;
+    block.skip_to(end);
   }
   bool finite = true;
   for_rows([&](int i) {

@@ -20,7 +20,7 @@ class Fetch {
     keys_.begin(a.k.dim * element_size(a.k.type)), values_.begin(a.v.dim * element_size(a.v.type));
     const int end = tokens.hi < seen.hi ? tokens.hi : seen.hi;
     for (int key = tokens.lo > seen.lo ? tokens.lo : seen.lo; key < end; ++key) {
-      const char *k = kv_row(a, a.k, item.request, kv_head, key), *v = kv_row(a, a.v, item.request, kv_head, key);
+      const char *k = kv_row(a, a.k, item.table, kv_head, key), *v = kv_row(a, a.v, item.table, kv_head, key);
       for (int h = 0; h < heads; ++h) keys_.add(k + h * a.k.head_stride), values_.add(v + h * a.v.head_stride);
     }
   }

@@ -147,7 +147,7 @@ void stage_strided_values(const Stage& s, int dim, int half, const Between& betw
 
 // The block of a packed cache that holds a key.
 inline const char* find_packed(const AttentionParams& a, const KvSide& side, const WorkItem& item, int kv_head, int key) {
-  return side.data + a.block_ids[a.block_start[item.request] + key / a.block_size] * side.block_stride + kv_head * side.head_stride;
+  return side.data + a.block_ids[a.block_start[item.table] + key / a.block_size] * side.block_stride + kv_head * side.head_stride;
 }
 inline const char* find_keys(const AttentionParams& a, const WorkItem& item, int kv_head, int key, int steps) {
   return find_packed(a, a.k, item, kv_head, key) + key % a.block_size / 16 * (steps * 512L * element_size(a.k.type));
@@ -200,9 +200,9 @@ inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
 // The first half of staging a block: where its tiles are, or will be.
 void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
   if (!a.packed) {
-    find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.key_rows);
+    find_rows(a, a.k, item.table, kv_head, kb, kBlockKeys, keys, s.zero, s.key_rows);
     compact_rows(a.k, kBlockKeys, s.zero, s.key_rows, s.key_compact);
-    find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, s.zero, s.value_rows);
+    find_rows(a, a.v, item.table, kv_head, kb, kBlockKeys, keys, s.zero, s.value_rows);
     compact_rows(a.v, kBlockKeys, s.zero, s.value_rows, s.value_compact);
   }
   for (int g = 0; g < kGroups; ++g) {

@@ -303,10 +303,13 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   clear(s, num_rows, v);
   const bool narrow = rows_each <= kPassRows;
   const Visible keys = item_keys(a, item, s.rows, rows_each);
-  find_block_rows(a, item, kv_head, item.kv_begin, keys, s.zero, *s.now);
+  KeyBlocks block(a, item), before = block;
+  if (!block.done()) find_block_rows(a, item, kv_head, block.key(), keys, s.zero, *s.now);
   bool folded = false;
-  for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
-    if (kb > item.kv_begin && kb % kSplitKeys == 0 && item.partial < 0) {
+  for (; !block.done(); before = block, block.next()) {
+    const int kb = block.key();
+    if (block.begins()) show(s.rows, num_rows, block.shown());
+    if (block.leaves_split(before) && item.partial < 0) {
       for (int i = 0; i < num_rows; ++i) {
         if (!folded) {
           s.folded_max[i] = kEmptyMax;
@@ -321,7 +324,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
       folded = true;
     }
     const int num_keys = item.kv_end - kb < kBlockKeys ? item.kv_end - kb : kBlockKeys;
-    const bool more = find_rows_after(a, item, kv_head, kb, keys, next, s.zero, *s.next);
+    const bool more = find_rows_after(a, item, kv_head, block, keys, next, s.zero, *s.next);
     BlockFetch fetch(a, more ? s.next : nullptr);
     for (int h = 0; h < heads; ++h) {
       BlockRows* const rows = heads > 1 ? s.of_head : s.now;

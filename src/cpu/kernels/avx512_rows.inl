@@ -117,7 +117,7 @@ IMBREX_INLINE bool finish_row(const AttentionParams& a, const WorkItem& item, co
     write_row(a, row.token, row.head, out, max, sum);
     return finite;
   }
-  const long at = long(item.partial + row.token - item.q_begin) * a.num_q_heads + row.head;
+  const long at = long(item.partial + row.entry) * a.num_q_heads + row.head;
   __builtin_memcpy(a.partial_out + at * a.v.dim, out, 4ul * a.v.dim);
   a.partial_state[2 * at] = max;
   a.partial_state[2 * at + 1] = sum;
@@ -132,7 +132,7 @@ void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {
       float max = kEmptyMax, sum = 0.f;
       for (int d = 0; d < v; ++d) out[d] = 0.f;
       for (int split = 0; split < item.num_splits; ++split) {
-        const long at = long(item.first_partial + split * tokens + t) * a.num_q_heads + head;
+        const long at = partial_row(a, item, split, t) * a.num_q_heads + head;
         fold(out, &max, &sum, a.partial_out + at * v, a.partial_state[2 * at], a.partial_state[2 * at + 1], v);
       }
       write_row(a, item.q_begin + t, head, out, max, sum);

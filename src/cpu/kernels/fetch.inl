@@ -18,20 +18,23 @@ inline void shift_rows(const BlockRows& from, const char* zero, long k_by, long 
 
 inline void find_block_rows(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
                             BlockRows& rows) {
-  find_rows(a, a.k, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.k);
-  find_rows(a, a.v, item.request, kv_head, kb, kBlockKeys, keys, zero, rows.v);
+  find_rows(a, a.k, item.table, kv_head, kb, kBlockKeys, keys, zero, rows.k);
+  find_rows(a, a.v, item.table, kv_head, kb, kBlockKeys, keys, zero, rows.v);
 }
 
-// The rows that the worker reads after the block at `kb`: the item's next block, or the first one of the next task. False when there are
+// The rows that the worker reads after `block`: the item's next block, or the first one of the next task. False when there are
 // none.
-inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, NextTask next,
+inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int kv_head, KeyBlocks block, Visible keys, NextTask next,
                             const char* zero, BlockRows& rows) {
-  if (kb + kBlockKeys < item.kv_end) {
-    find_block_rows(a, item, kv_head, kb + kBlockKeys, keys, zero, rows);
+  block.next();
+  if (!block.done()) {
+    find_block_rows(a, item, kv_head, block.key(), keys, zero, rows);
     return true;
   }
-  if (!next.item || next.item->kv_begin >= next.item->kv_end) return false;
-  find_block_rows(a, *next.item, next.kv_head, next.item->kv_begin, keys_seen(a, *next.item), zero, rows);
+  if (!next.item) return false;
+  const KeyBlocks first(a, *next.item);
+  if (first.done()) return false;
+  find_block_rows(a, *next.item, next.kv_head, first.key(), keys_seen(a, *next.item), zero, rows);
   return true;
 }
 

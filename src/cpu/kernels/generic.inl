@@ -250,12 +250,17 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
 #ifdef __AVX2__
   const bool dense = takes_dense_rows(a), pairs = takes_pairs(a, num_rows), in_place = takes_values_in_place(a, num_rows);
   alignas(32) static const char zero[sizeof(float) * kMaxDim] = {};
-  BlockRows block[2];  // by turns: of this block, and of the next one
-  if (dense && item.kv_begin < item.kv_end)
-    find_block_rows(a, item, kv_head, item.kv_begin, keys, zero, block[item.kv_begin / kBlockKeys % 2]);
+  BlockRows rows_of[2];  // by turns: of this block, and of the next one
+  int turn = 0;
 #endif
-  for (int kb = item.kv_begin; kb < item.kv_end; kb += kBlockKeys) {
-    if (kb > item.kv_begin && kb % kSplitKeys == 0 && item.partial < 0) {
+  KeyBlocks block(a, item), before = block;
+#ifdef __AVX2__
+  if (dense && !block.done()) find_block_rows(a, item, kv_head, block.key(), keys, zero, rows_of[turn]);
+#endif
+  for (; !block.done(); before = block, block.next()) {
+    const int kb = block.key();
+    if (block.begins()) show(s.rows, num_rows, block.shown());
+    if (block.leaves_split(before) && item.partial < 0) {
       if (!folded) clear(s.folded, long(rows) * v, s.folded_max, s.folded_sum, rows);
       for (int i = 0; i < num_rows; ++i) {
         fold(s.folded + long(i) * v, s.folded_max + i, s.folded_sum + i, s.out + long(i) * v, s.max[i], s.sum[i], v);
@@ -276,10 +281,10 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
     };
 #ifdef __AVX2__
     if (dense) {
-      const int turn = kb / kBlockKeys % 2;
-      const bool more = find_rows_after(a, item, kv_head, kb, keys, next, zero, block[turn ^ 1]);
-      const BlockRows& now = block[turn];
-      BlockFetch fetch(a, more ? block + (turn ^ 1) : nullptr);
+      const BlockRows& now = rows_of[turn];
+      turn ^= 1;
+      const bool more = find_rows_after(a, item, kv_head, block, keys, next, zero, rows_of[turn]);
+      BlockFetch fetch(a, more ? rows_of + turn : nullptr);
       unsigned* const packed = reinterpret_cast<unsigned*>(s.k);
       pairs ? pack_keys(now, qk, packed, fetch) : stage_keys(a, now, s.k, fetch);
       if (!in_place) stage_values(a, now, v, s.v, fetch);
@@ -306,7 +311,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
       continue;
     }
 #endif
-    load_block(a, item.request, kv_head, kb, keys, s);
+    load_block(a, item.table, kv_head, kb, keys, s);
     run_tiles(multiply_floats, [&](int, const float* scores, int d, float* to) { add_floats(scores, d, to); });
   }
   bool finite = true;
@@ -321,7 +326,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
     if (item.partial < 0) {
       write_row(a, row.token, row.head, out, *max, *sum);
     } else {
-      const long at = long(item.partial + row.token - item.q_begin) * a.num_q_heads + row.head;
+      const long at = long(item.partial + row.entry) * a.num_q_heads + row.head;
       __builtin_memcpy(a.partial_out + at * a.v.dim, out, 4ul * a.v.dim);
       a.partial_state[2 * at] = *max;
       a.partial_state[2 * at + 1] = *sum;
@@ -338,7 +343,7 @@ void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {
       float max, sum;
       clear(out, v, &max, &sum, 1);
       for (int split = 0; split < item.num_splits; ++split) {
-        const long at = long(item.first_partial + split * tokens + t) * a.num_q_heads + head;
+        const long at = partial_row(a, item, split, t) * a.num_q_heads + head;
         fold(out, &max, &sum, a.partial_out + at * v, a.partial_state[2 * at], a.partial_state[2 * at + 1], v);
       }
       write_row(a, item.q_begin + t, head, out, max, sum);

@@ -9,16 +9,17 @@ inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi :
 
 struct Row {
   int token, head;              // of the batch; q head
+  int entry;                    // number of the token in the item
   int position;                 // of the query among the request's keys
   int lo, hi;                   // visible keys, custom mask aside
   float scale;                  // of q.k, everything folded in but log2(e)
   float slope;                  // ALiBi, natural log units
   const float* bias;            // by distance, centred, or null
-  const unsigned char* custom;  // this query's bytes, or null
+  const unsigned char* bytes;   // of the custom mask, this query's; or null
+  const unsigned char* custom;  // `bytes`, or null in a stretch of keys that it hides none of
 };
 
 inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_head, Row* rows) {
-  const int r = item.request, q0 = a.query_start[r], q_len = a.query_start[r + 1] - q0, seq_len = a.seq_lens[r];
   const int group = a.group, head0 = kv_head * group;
   for (int g = 0; g < group; ++g) {  // what depends on the head: in the rows of the first token
     const int head = head0 + g;
@@ -28,24 +29,66 @@ inline void fill_rows(const AttentionParams& a, const WorkItem& item, int kv_hea
     rows[g].bias = a.bias_by_distance ? a.bias_by_distance + head * (2L * a.bias_reach + 1) + a.bias_reach : nullptr;
   }
   Row* row = rows;
-  for (int t = item.q_begin; t < item.q_end; ++t) {
-    const int position = seq_len - q_len + (t - q0);
+  for (int i = item.q_begin; i < item.q_end; ++i) {
+    const int t = a.tokens ? a.tokens[i] : i, r = a.tokens ? a.request_of[t] : item.table;
+    const int seq_len = a.seq_lens[r], position = position_of(a, r, t);
     const Visible visible = visible_keys(a, position, seq_len);
-    const unsigned char* custom = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - q0) * seq_len : nullptr;
+    const unsigned char* bytes = a.custom_mask ? a.custom_mask + a.custom_start[r] + long(t - a.query_start[r]) * seq_len : nullptr;
     for (int g = 0; g < group; ++g, ++row) {
       const Row& of_head = rows[g];
       *row = {.token = t,
               .head = of_head.head,
+              .entry = i - item.q_begin,
               .position = position,
               .lo = visible.lo,
               .hi = visible.hi,
               .scale = of_head.scale,
               .slope = of_head.slope,
               .bias = of_head.bias,
-              .custom = custom};
+              .bytes = bytes,
+              .custom = bytes};
     }
   }
 }
+
+// Prepares rows for a stretch of keys: `shown` ones are hidden from none of them by the custom mask.
+inline void show(Row* rows, int num_rows, bool shown) {
+  for (int i = 0; i < num_rows; ++i) rows[i].custom = shown ? nullptr : rows[i].bytes;
+}
+
+// The blocks of keys of an item in their order: all of them, or those of its stretches.
+class KeyBlocks {
+ public:
+  KeyBlocks(const AttentionParams& a, const WorkItem& item) : key_(item.kv_begin), end_(item.kv_end) {
+    const ItemDetails* const details = details_of(a, item);
+    if (!details || details->num_stretches < 0) return;
+    stretch_ = a.stretches + details->first_stretch, left_ = details->num_stretches;
+    if (left_ == 0) end_ = key_;
+    begin_stretch();
+  }
+  bool done() const { return key_ >= end_; }
+  int key() const { return key_; }  // the first of the block
+  int end() const { return end_; }  // of the stretch
+  bool shown() const { return shown_; }
+  bool begins() const { return begins_; }  // whether the block is a stretch's first, so that `shown` may be another
+  bool leaves_split(const KeyBlocks& before) const { return key_ / kSplitKeys != before.key_ / kSplitKeys; }
+  void next() { skip_to(key_ + kBlockKeys); }
+  // Goes on to `key`, a block of this stretch or its end.
+  void skip_to(int key) {
+    key_ = key, begins_ = false;
+    if (key_ >= end_) begin_stretch();
+  }
+
+ private:
+  void begin_stretch() {
+    if (left_ == 0) return;
+    key_ = stretch_->begin, end_ = stretch_->end, shown_ = stretch_->shown != 0, begins_ = true;
+    ++stretch_, --left_;
+  }
+  const KeyStretch* stretch_ = nullptr;  // the next one
+  int left_ = 0, key_, end_;
+  bool shown_ = false, begins_ = false;
+};
 
 // True where a logit is q.k * scale and nothing else.
 inline bool plain_logits(const AttentionParams& a) { return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance; }
@@ -63,9 +106,11 @@ inline Visible item_keys(const AttentionParams& a, const WorkItem& item, const R
   return keys;
 }
 
-// The keys that an item sees, computed without its rows: what a query sees moves with its position, so the first and the last query decide.
+// The keys that an item sees, computed without its rows: what a query sees moves with its position, so the first and the last query decide,
+// where positions rise. The schedule has left out what no query sees, but for the rest of a tile at either end.
 inline Visible keys_seen(const AttentionParams& a, const WorkItem& item) {
-  const int seq_len = a.seq_lens[item.request], shift = seq_len - a.query_start[item.request + 1];
+  if (a.tokens || a.positions) return {item.kv_begin, item.kv_end};
+  const int seq_len = a.seq_lens[item.table], shift = seq_len - a.query_start[item.table + 1];
   const Visible first = visible_keys(a, shift + item.q_begin, seq_len), last = visible_keys(a, shift + item.q_end - 1, seq_len);
   const bool first_empty = first.lo >= first.hi, last_empty = last.lo >= last.hi;
   const int lo = first_empty ? last.lo : first.lo, hi = last_empty ? first.hi : last.hi;

@@ -36,7 +36,7 @@ struct Keys {
 Keys keys_of(const CutRules& rules, const Batch& batch, int r) {
   const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r], context = seq_len - q_len;
   if (!is_cut(rules, q_len)) return {};
-  const int begin = item_keys(rules, q_len, seq_len, 0, std::min(q_len, rules.tile_q)).begin;
+  const int begin = item_keys(rules, usual_positions(q_len, seq_len, 0, tile_end(rules, q_len, 0)), seq_len).begin;
   return {begin / kFlatRows * kFlatRows, seq_len, visible_keys(rules, context, context, seq_len).begin};
 }
 

@@ -135,7 +135,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r], longest_q = max(longest_q, q_len);
       for (int i = 0; rules.runs && i < items; ++i) {
         const int t0 = i * rules.tile_q, t1 = min(q_len, t0 + rules.tile_q);
-        const KeyRange seen = item_keys(rules, q_len, p.seq_lens[r], t0, t1);
+        const KeyRange seen = item_keys(rules, usual_positions(q_len, p.seq_lens[r], t0, t1), p.seq_lens[r]);
         visible += seen.end - seen.begin, longest = max(longest, seen.end - seen.begin), queries = max(queries, t1 - t0);
       }
     }
@@ -185,7 +185,8 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
       long rows = 0;
       if (i < num_items) {
         const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
-        cut_item(rules, r, begin, q_len, p.seq_lens[r], last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q, item);
+        const int t0 = last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q;
+        cut_item(rules, r, begin, q_len, p.seq_lens[r], t0, usual_positions(q_len, p.seq_lens[r], t0, tile_end(rules, q_len, t0)), item);
         make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
         for (int kind = 0; kind < kSplitKinds; ++kind) {

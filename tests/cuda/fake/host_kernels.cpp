@@ -101,7 +101,7 @@ struct CacheTypes {
 
 void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int token, int kv_head, int head,
                 Loaded& loaded) {
-  const int r = item.request, query = token - p.query_start[r];
+  const int r = item.table, query = token - p.query_start[r];
   const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
   const double v_scale = scale_of(p.v, kv_head);

@@ -43,6 +43,7 @@ constexpr Field<SpecFields> kSpecFields[] = {{"kind", &SpecFields::kind},
                                              {"window_right", &SpecFields::window_right},
                                              {"chunk", &SpecFields::chunk},
                                              {"custom_mask", &SpecFields::custom_mask},
+                                             {"positions", &SpecFields::positions},
                                              {"head_scales", &SpecFields::head_scales},
                                              {"alibi", &SpecFields::alibi},
                                              {"sinks", &SpecFields::sinks},
@@ -110,6 +111,7 @@ std::string break_struct(Problem& p, Random& random) {
 // Arrays stay as long as the number of requests says.
 std::string break_lengths(Problem& p, Random& random) {
   if (random.one_in(12)) return (random.one_in(2) ? p.starts : p.lens).given = false, "lengths are NULL";
+  if (random.one_in(12)) return p.first_position = wrong_int(random, 3), fmt::format("positions[0] = {}", p.first_position);
   int32_t& reqs = p.batch.value.num_reqs;
   if (random.one_in(4)) {
     constexpr int32_t kOthers[] = {-1, 0, 1, 2, 9, 300, int32_t(kMin32)};

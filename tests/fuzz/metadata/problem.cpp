@@ -42,6 +42,7 @@ imbrex_spec_fields random_spec(const Target& target, Random& random) {
   f.causal = f.kind == IMBREX_DECODER ? 1 : int32_t(random.between(0, 1));
   if (random.one_in(4)) f.window_left = int32_t(random.between(0, 20));
   if (random.one_in(8)) f.custom_mask = 1;
+  if (!target.prefill.starts_with("cuda") && random.one_in(8)) f.positions = 1;
   if (random.one_in(8)) f.soft_cap = 20;
   f.sinks = random.one_in(6), f.head_scales = random.one_in(6), f.alibi = random.one_in(6);
   if (!f.alibi && random.one_in(6)) f.relative_buckets = 8, f.relative_max_distance = 20;
@@ -178,6 +179,12 @@ imbrex_status Problem::update(imbrex_plan* plan) {
   b.block_table = block_table.tensor(), b.kv_indptr = kv_indptr.tensor(), b.kv_indices = kv_indices.tensor();
   b.kv_last_page_len = kv_last_page_len.tensor(), b.kv_start_loc = kv_start_loc.tensor();
   b.slot_mapping = slot_mapping.tensor(), b.custom_mask = custom_mask.tensor();
+  // As long as the last start says, whatever that is; a step of so many tokens is refused before they are looked at.
+  constexpr int32_t kMost = 1 << 20;
+  const int32_t tokens = starts.values.empty() ? 0 : std::clamp(starts.values.back(), 0, kMost);
+  positions.values.assign(size_t(tokens), 3);
+  if (tokens > 0) positions.values[0] = first_position;
+  b.positions = spec.value.positions != 0 ? positions.make() : nullptr;
   return imbrex_plan_update(plan, batch.make(), nullptr);
 }
 

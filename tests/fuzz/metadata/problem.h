@@ -27,7 +27,8 @@ struct Problem {
   int32_t decode_max_q = 1;
 
   Struct<imbrex_batch> batch;
-  Numbers starts, lens;
+  Numbers starts, lens, positions;
+  int32_t first_position = 3;  // of the first query, where the spec has positions
   Argument block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask;
 
   Struct<imbrex_kv_cache> kv;

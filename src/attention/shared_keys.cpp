@@ -1,0 +1,142 @@
+// See shared_keys.h.
+#include "attention/shared_keys.h"
+
+#include <algorithm>
+#include <numeric>
+#include <tuple>
+
+#include "attention/item_order.h"
+
+namespace imbrex {
+namespace {
+
+using Piece = ShareScratch::Piece;
+
+int num_queries(const WorkItem& item) { return item.q_end - item.q_begin; }
+
+class Sharing {
+ public:
+  Sharing(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, Schedule& schedule, ShareScratch& scratch)
+      : batch_(batch), keys_(keys), block_size_(block_size), most_tokens_(most_tokens), list_(schedule), s_(scratch) {}
+
+  void run() {
+    collect();
+    if (s_.pieces.size() < 2 || !group()) return;
+    number_parts();
+    make_items();
+    order_items(list_);
+  }
+
+ private:
+  // The pieces that could be shared, those of the same keys next to each other.
+  void collect() {
+    s_.pieces.clear();
+    for (size_t i = 0; i < list_.work.size(); ++i) {
+      const WorkItem& item = list_.work[i];
+      if (item.partial < 0 || item.piece != 0 || 2 * num_queries(item) > most_tokens_ || item.kv_begin >= item.kv_end) continue;
+      const int32_t* const ids = keys_.ids_of(item.table);
+      s_.pieces.push_back({item.kv_begin, item.kv_end, ids[item.kv_begin / block_size_], ids[(item.kv_end - 1) / block_size_], int(i)});
+    }
+    const auto order = [](const Piece& p) { return std::tuple(p.kv_begin, p.kv_end, p.first_id, p.last_id, p.item); };
+    std::sort(s_.pieces.begin(), s_.pieces.end(), [&](const Piece& a, const Piece& b) { return order(a) < order(b); });
+  }
+
+  const WorkItem& item_of(const Piece& piece) const { return list_.work[size_t(piece.item)]; }
+
+  bool same_keys(const Piece& a, const Piece& b) const {
+    if (std::tie(a.kv_begin, a.kv_end, a.first_id, a.last_id) != std::tie(b.kv_begin, b.kv_end, b.first_id, b.last_id)) return false;
+    const int begin = a.kv_begin / block_size_, end = (a.kv_end - 1) / block_size_ + 1;
+    const int32_t *const ids_a = keys_.ids_of(item_of(a).table), *const ids_b = keys_.ids_of(item_of(b).table);
+    return std::equal(ids_a + begin, ids_a + end, ids_b + begin);
+  }
+
+  // Cuts the pieces into groups, each of which becomes one item. False when every group is a single piece.
+  bool group() {
+    s_.group_end.clear();
+    const int count = int(s_.pieces.size());
+    for (int begin = 0, end = 0; begin < count; begin = end) {
+      int tokens = 0;
+      for (end = begin; end < count && same_keys(s_.pieces[size_t(begin)], s_.pieces[size_t(end)]); ++end) {
+        tokens += num_queries(item_of(s_.pieces[size_t(end)]));
+        if (tokens > most_tokens_) break;
+      }
+      s_.group_end.push_back(end);
+    }
+    return s_.group_end.size() < s_.pieces.size();
+  }
+
+  void number_parts() {
+    s_.first_part.clear();
+    int parts = 0;
+    for (const MergeItem& merge : list_.merges) {
+      s_.first_part.push_back(parts);
+      parts += merge.num_splits;
+    }
+    list_.details.parts.resize(size_t(parts));
+  }
+
+  // Says that the rows of a piece of the old list begin at `row` now.
+  void set_row(const WorkItem& piece, int row) {
+    const MergeItem& merge = list_.merges[size_t(piece.merge)];
+    const int split = (piece.partial - merge.first_partial) / num_queries(piece);
+    list_.details.parts[size_t(s_.first_part[size_t(piece.merge)] + split)] = row;
+  }
+
+  void make_items() {
+    std::vector<int>& tokens = list_.details.tokens;
+    tokens.resize(size_t(batch_.num_tokens()));
+    std::iota(tokens.begin(), tokens.end(), 0);
+    int row = list_.merges.empty() ? 0 : list_.merges.front().first_partial;
+    for (const MergeItem& merge : list_.merges) row = std::min(row, merge.first_partial);
+
+    s_.items.clear();
+    int begin = 0;
+    for (const int end : s_.group_end) {
+      WorkItem shared = item_of(s_.pieces[size_t(begin)]);
+      shared.partial = row;
+      if (end - begin > 1) shared.q_begin = int(tokens.size()), shared.merge = -1;
+      for (int i = begin; i < end; ++i) {
+        WorkItem& piece = list_.work[size_t(s_.pieces[size_t(i)].item)];
+        set_row(piece, row);
+        row += num_queries(piece);
+        if (end - begin > 1)
+          for (int t = piece.q_begin; t < piece.q_end; ++t) tokens.push_back(t);
+        piece.piece = kTaken;
+      }
+      if (end - begin > 1) shared.q_end = int(tokens.size());
+      s_.items.push_back(shared);
+      begin = end;
+    }
+    for (const WorkItem& item : list_.work) {
+      if (item.piece == kTaken) continue;
+      WorkItem& kept = s_.items.emplace_back(item);
+      if (item.partial < 0) continue;
+      set_row(item, row);
+      kept.partial = row;
+      row += num_queries(item);
+    }
+    list_.work.assign(s_.items.begin(), s_.items.end());
+    list_.num_work = int(list_.work.size());
+    for (size_t m = 0; m < list_.merges.size(); ++m) list_.merges[m].first_partial = s_.first_part[m];
+
+    std::vector<int>& request_of = list_.details.request_of;
+    request_of.clear();
+    for (int r = 0; r < batch_.num_reqs(); ++r) request_of.insert(request_of.end(), size_t(batch_.query_len(r)), r);
+  }
+
+  static constexpr int kTaken = INT32_MIN;  // piece: the item is a part of another one
+
+  const Batch& batch_;
+  const KeySource& keys_;
+  int block_size_, most_tokens_;
+  Schedule& list_;
+  ShareScratch& s_;
+};
+
+}  // namespace
+
+void share_keys(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, Schedule& schedule, ShareScratch& scratch) {
+  Sharing(batch, keys, block_size, most_tokens, schedule, scratch).run();
+}
+
+}  // namespace imbrex
