@@ -5,6 +5,8 @@
 
 #include "imbrex/short_conv.h"
 #include "selection.h"
+#include "short_conv/spec_fields.h"
+#include "spec_fields.h"
 #include "tensors.h"
 #include "threads.h"
 
@@ -16,31 +18,17 @@ struct PyShortConvPlan {
   std::unique_ptr<ShortConvPlan> plan;
 };
 
+void set_shape(ShortConvSpec& spec, int dim) { spec.dim = dim; }
+
 void bind_spec(nb::module_& m) {
-  nb::class_<ShortConvSpec>(
+  auto spec = nb::class_<ShortConvSpec>(
       m, "ShortConvSpec",
       "The short convolution of LFM2's layers: h = B * x, y = C * (bias + weighted sum of h over `width` tokens). A request's\n"
-      "state are width - 1 + num_drafts rows of h.")
-      .def(
-          "__init__",
-          [](ShortConvSpec* self, int dim, int width, bool bias, const std::string& dtype, int num_drafts) {
-            const ShortConvSpec spec{dim, width, bias, parse_dtype(dtype), num_drafts};
-            spec.validate();
-            new (self) ShortConvSpec(spec);
-          },
-          nb::arg("dim"), nb::kw_only(), nb::arg("width") = 3, nb::arg("bias") = false, nb::arg("dtype") = "bf16",
-          nb::arg("num_drafts") = 0)
-      .def_ro("dim", &ShortConvSpec::dim)
-      .def_ro("width", &ShortConvSpec::width)
-      .def_ro("bias", &ShortConvSpec::bias)
-      .def_ro("num_drafts", &ShortConvSpec::num_drafts)
-      .def_prop_ro("dtype", [](const ShortConvSpec& s) { return to_string(s.dtype); })
-      .def_prop_ro("state_rows", &ShortConvSpec::state_rows)
-      .def_prop_ro("state_bytes", &ShortConvSpec::state_bytes, "Of a slot of one layer.")
-      .def(
-          "__eq__", [](const ShortConvSpec& a, const ShortConvSpec& b) { return a == b; }, nb::is_operator())
-      .def("__repr__", [](const ShortConvSpec& s) { return "<ShortConvSpec " + s.str() + ">"; })
-      .def("__str__", &ShortConvSpec::str);
+      "state are width - 1 + num_drafts rows of h.");
+  bind_constructor(spec, set_shape, nb::arg("dim"), nb::kw_only());
+  spec.def_prop_ro("state_rows", &ShortConvSpec::state_rows)
+      .def_prop_ro("state_bytes", &ShortConvSpec::state_bytes, "Of a slot of one layer.");
+  bind_fields(spec, "ShortConvSpec");
 }
 
 }  // namespace

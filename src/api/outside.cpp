@@ -174,12 +174,14 @@ class OutsideBackend final : public Backend {
   std::vector<Reason> unknown_fields(const AttentionSpec& spec) const {
     const size_t known = functions_->spec_size == 0 ? kFirstSize<imbrex_spec_fields> : functions_->spec_size;
     const AttentionSpec usual;
+    const imbrex_spec_fields places{};
+    const auto* const begin = reinterpret_cast<const char*>(&places);
     std::vector<Reason> reasons;
-#define FIELD(part, member, name, key, feature, flag, help)                                                \
-  if (offsetof(imbrex_spec_fields, name) >= known &&                                                       \
-      part_of(spec, SpecTag<SpecPart::part>{}).member != part_of(usual, SpecTag<SpecPart::part>{}).member) \
-    reasons.push_back({"backend.spec_field", "fields of a spec that the backend knows", #name});
-#include "attention/spec_fields.inl"
+    for_each_row<AttentionSpec>([&](const auto& row) {
+      const bool later = reinterpret_cast<const char*>(&row.named(places)) >= begin + known;
+      if (later && row.of(spec) != row.of(usual))
+        reasons.push_back({"backend.spec_field", "fields of a spec that the backend knows", std::string(row.field.name)});
+    });
     return reasons;
   }
 

@@ -10,14 +10,33 @@
 #include "core/platform_names.h"
 #include "core/tensor_format.h"
 #include "imbrex/device_platform.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex::api {
 
 // --- defaults
 
+namespace {
+
+// The fields of a spec as C has them.
+template <class Fields, class Spec>
+Fields fields_from(const Spec& spec) {
+  Fields fields{};
+  fields.struct_size = sizeof fields;
+  for_each_named_field(spec, fields,
+                       [](const SpecField&, const auto& value, auto& given) { given = std::remove_reference_t<decltype(given)>(value); });
+  return fields;
+}
+
+}  // namespace
+
 template <>
 imbrex_spec_fields defaults() {
   return fields_of({});
+}
+template <>
+imbrex_short_conv_fields defaults() {
+  return fields_from<imbrex_short_conv_fields>(ShortConvSpec());
 }
 template <>
 imbrex_plan_options defaults() {
@@ -30,14 +49,6 @@ imbrex_plan_options defaults() {
   o.min_query_len = options.limits.min_query_len;
   o.validate = options.validate;
   return o;
-}
-
-template <>
-imbrex_short_conv_fields defaults() {
-  const ShortConvSpec spec;
-  imbrex_short_conv_fields f{};
-  f.width = spec.width, f.dtype = int32_t(spec.dtype);
-  return f;
 }
 
 // --- tensors
@@ -150,23 +161,20 @@ CKvCache::CKvCache(const KvCache& kv) : k(kv.k), v(kv.v), k_scale(kv.k_scale), v
 
 // --- from C
 
-AttentionSpec spec_of(const imbrex_spec_fields* pointer) {
-  const imbrex_spec_fields f = read(pointer, "spec");
-  AttentionSpec s;
-#define FIELD(part, member, name, key, feature, flag, help) take(part_of(s, SpecTag<SpecPart::part>{}).member, f.name, #name);
-#include "attention/spec_fields.inl"
-  s.validate();
-  return s;
+namespace {
+
+template <class Spec, class Fields>
+Spec spec_from(const Fields& fields) {
+  Spec spec;
+  for_each_named_field(spec, fields, [](const SpecField& field, auto& value, auto given) { take(value, given, field.name.data()); });
+  spec.validate();
+  return spec;
 }
 
-ShortConvSpec spec_of(const imbrex_short_conv_fields* pointer) {
-  const imbrex_short_conv_fields f = read(pointer, "fields");
-  ShortConvSpec s;
-  take(s.dim, f.dim, "dim"), take(s.width, f.width, "width"), take(s.num_drafts, f.num_drafts, "num_drafts");
-  take(s.dtype, f.dtype, "dtype"), take(s.bias, f.bias, "bias");
-  s.validate();
-  return s;
-}
+}  // namespace
+
+AttentionSpec spec_of(const imbrex_spec_fields* pointer) { return spec_from<AttentionSpec>(read(pointer, "spec")); }
+ShortConvSpec spec_of(const imbrex_short_conv_fields* pointer) { return spec_from<ShortConvSpec>(read(pointer, "fields")); }
 
 SelectOptions select_options_of(const imbrex_select_options* pointer) {
   if (pointer == nullptr) return {};
@@ -286,13 +294,7 @@ ShortConvOutputs outputs_of(const imbrex_short_conv_outputs* pointer) {
 
 // --- to C
 
-imbrex_spec_fields fields_of(const AttentionSpec& s) {
-  imbrex_spec_fields f{};
-  f.struct_size = sizeof f;
-#define FIELD(part, member, name, key, feature, flag, help) f.name = decltype(f.name)(part_of(s, SpecTag<SpecPart::part>{}).member);
-#include "attention/spec_fields.inl"
-  return f;
-}
+imbrex_spec_fields fields_of(const AttentionSpec& spec) { return fields_from<imbrex_spec_fields>(spec); }
 
 // A number stays what it is in imbrex.h when a set is added between two others.
 int32_t number_of(CpuIsa isa) {

@@ -1,30 +1,19 @@
-// The nearest changes of a spec after which a real backend runs it. Used by select() for specs that nothing runs.
+// See proposals.h.
 #include "attention/proposals.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
-#include <array>
-#include <functional>
+#include <cstdlib>
 
 #include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
-#include "imbrex/error.h"
+#include "family/spec_changes.h"
 
 namespace imbrex {
 namespace {
 
-// One edit of a spec. The distances only order the answers: below 10 the results stay the same up to rounding and the caller
-// changes a layout or a dtype; from 10 on precision is lost; from 20 on the layer computes something else.
-struct Change {
-  int distance;
-  int field;  // two changes of the same field do not combine
-  std::string text;
-  std::function<void(AttentionSpec&)> apply;
-};
-
-enum Field { kKvDtype, kQDtype, kKvFormat, kBlockSize, kHeadDim, kScore, kVisible };
+using Change = SpecChange<AttentionSpec>;
+enum Field { kKvDtype, kQDtype, kKvFormat, kBlockSize, kHeadDim };
 
 int dtype_rank(DType t) {  // more precise first
   switch (t) {
@@ -97,92 +86,17 @@ void add_padding_changes(const AttentionSpec& spec, std::vector<Change>& changes
   }
 }
 
-// Adds a change for each feature that the layer has: it sets all fields of that feature to their defaults.
-void add_feature_changes(const AttentionSpec& spec, std::vector<Change>& changes) {
-  const AttentionSpec usual;
-  for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
-    const std::string text = fmt::format("without {} (changes the result)", field.feature);
-    const bool listed = std::any_of(changes.begin(), changes.end(), [&](const Change& change) { return change.text == text; });
-    if (field.feature.empty() || value == default_value || listed) return;
-    changes.push_back({20, field.part == SpecPart::score ? kScore : kVisible, text, [feature = field.feature](AttentionSpec& changed) {
-                         const AttentionSpec without;
-                         for_each_field(changed, without, [&](const SpecField& f, auto& to, const auto& from) {
-                           if (f.feature == feature) to = from;
-                         });
-                       }});
-  });
-}
-
-bool valid(const AttentionSpec& spec) {
-  try {
-    spec.validate();
-  } catch (const Error&) {
-    return false;
-  }
-  return true;
-}
-
-bool refuses_device(const Candidate& candidate) {
-  return std::any_of(candidate.reasons.begin(), candidate.reasons.end(), [](const Reason& r) { return r.code.starts_with("device."); });
-}
-
-// A combination of one or two changes, by index.
-struct Combination {
-  int distance;
-  std::array<int, 2> change;  // the second is -1 for a single change
-};
-
 }  // namespace
 
 template <>
 std::vector<std::string> propose<AttentionFamily>(const AttentionSpec& spec, const DeviceInfo& device,
                                                   std::span<const Candidate> candidates, const Backend& slow) {
-  std::vector<const Backend*> backends;
-  for (const Candidate& candidate : candidates) {
-    if (candidate.backend != &slow && !refuses_device(candidate)) backends.push_back(candidate.backend);
-  }
-  if (backends.empty()) return {};
-
   std::vector<Change> changes;
   add_layout_changes(spec, changes);
   add_dtype_changes(spec, changes);
   add_padding_changes(spec, changes);
   add_feature_changes(spec, changes);
-  const int count = int(changes.size());
-
-  std::vector<std::string> answers;
-  const auto try_all = [&](std::vector<Combination>& combinations) {
-    std::stable_sort(combinations.begin(), combinations.end(),
-                     [](const Combination& a, const Combination& b) { return a.distance < b.distance; });
-    for (const Combination& c : combinations) {
-      AttentionSpec changed = spec;
-      std::string text;
-      for (const int i : c.change) {
-        if (i < 0) continue;
-        changes[i].apply(changed);
-        text += (text.empty() ? "" : " and ") + changes[i].text;
-      }
-      if (!valid(changed)) continue;
-      std::vector<std::string_view> names;
-      for (const Backend* backend : backends) {
-        if (backend->unsupported(changed, device).empty()) names.push_back(backend->name());
-      }
-      if (!names.empty()) answers.push_back(fmt::format("{}: {}", text, fmt::join(names, ", ")));
-      if (int(answers.size()) == kMaxProposals) return;
-    }
-  };
-
-  std::vector<Combination> singles, pairs;
-  for (int i = 0; i < count; ++i) {
-    singles.push_back({changes[i].distance, {i, -1}});
-    for (int j = i + 1; j < count; ++j) {
-      const bool same_value = changes[i].field == changes[j].field && changes[i].field != kScore && changes[i].field != kVisible;
-      if (!same_value) pairs.push_back({changes[i].distance + changes[j].distance, {i, j}});
-    }
-  }
-  try_all(singles);
-  if (answers.empty()) try_all(pairs);
-  return answers;
+  return proposals_of<AttentionFamily>(spec, device, candidates, slow, changes);
 }
 
 }  // namespace imbrex

@@ -1,5 +1,5 @@
 #pragma once
-// The nearest changes of a spec after which a real backend runs it. Used by select() for specs that nothing runs.
+// The changes of a spec that select() proposes where nothing runs it: those of dtypes, layouts, sizes of heads and features.
 #include <span>
 #include <string>
 #include <vector>
@@ -9,10 +9,6 @@
 
 namespace imbrex {
 
-// "kv_dtype bf16: cpu_amx, cpu_avx512", nearest first; single changes, and pairs only where no single one helps. A change that
-// alters results says so. `slow` is no answer, and backends that refuse the device itself are not asked.
-// At most kMaxProposals. Costs a few milliseconds at worst.
-inline constexpr int kMaxProposals = 5;
 template <>
 std::vector<std::string> propose<AttentionFamily>(const AttentionSpec&, const DeviceInfo&, std::span<const Candidate>, const Backend& slow);
 

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <type_traits>
 
 #include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
@@ -28,26 +27,15 @@ static void append(std::string& text, std::string_view word) {
   text += word;
 }
 
-// What differs from the default of a field: a flag by its name, a number with its value. The fields of T5's bias are one word.
-static void append_field(std::string& text, const SpecField& field, bool value) {
-  if (value && !field.member.starts_with("relative_")) append(text, field.member);
-}
-static void append_field(std::string& text, const SpecField& field, auto value, auto usual) {
-  if (value != usual && !field.member.starts_with("relative_")) append(text, fmt::format("{}={:.6g}", field.member, double(value)));
-}
-
-static std::string str_of(SpecPart part, const Mask& mask, const ScoreMod& score) {
+// What the fields of a part say. Those of T5's bias are one word.
+static std::string str_of(std::string_view part, const Mask& mask, const ScoreMod& score) {
   AttentionSpec spec;
   const AttentionSpec usual;
   spec.mask = mask, spec.score = score;
   std::string text;
   for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
-    using Value = std::remove_cvref_t<decltype(value)>;
     if (field.part != part) return;
-    if constexpr (std::is_same_v<Value, bool>)
-      append_field(text, field, value);
-    else if constexpr (std::is_arithmetic_v<Value>)
-      append_field(text, field, value, default_value);
+    if (!field.member.starts_with("relative_")) append(text, field_text(field, value, default_value));
     if (field.member == "relative_buckets" && score.relative_buckets > 0)
       append(text, fmt::format("relative={}/{}{}", score.relative_buckets, score.relative_max_distance,
                                score.relative_bidirectional ? "/bidirectional" : ""));
@@ -56,11 +44,11 @@ static std::string str_of(SpecPart part, const Mask& mask, const ScoreMod& score
 }
 
 std::string Mask::str() const {
-  const std::string text = str_of(SpecPart::mask, *this, {});
+  const std::string text = str_of("mask", *this, {});
   return text.empty() ? "full" : text;
 }
 
-std::string ScoreMod::str() const { return str_of(SpecPart::score, {}, *this); }
+std::string ScoreMod::str() const { return str_of("score", {}, *this); }
 
 std::span<const DType> AttentionSpec::out_dtypes() const {
   static constexpr DType kF32[] = {DType::f32}, kBf16[] = {DType::bf16, DType::f32}, kF16[] = {DType::f16, DType::f32},

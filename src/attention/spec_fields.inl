@@ -9,10 +9,7 @@
 //   help     of the option
 //   SHAPE(member)  a field that has no default of its own: every layer says it, or it follows from another one. Its name is the same
 //   everywhere
-// A file that includes this one defines FIELD, and SHAPE too where that is to be something else.
-#ifndef SHAPE
-#define SHAPE(member) FIELD(spec, member, member, #member, "", "", "")
-#endif
+// attention/spec_fields.h defines both.
 // A row a line.
 // clang-format off
 SHAPE(num_q_heads)

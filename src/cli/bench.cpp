@@ -193,10 +193,7 @@ void add_bench(CLI::App& app, Action& action) {
       ->capture_default_str();
   const auto of_short_conv = added_options(*sub, [&] {
     sub->add_option("--dim", o->short_conv.dim, "short_conv: channels")->capture_default_str();
-    sub->add_option("--width", o->short_conv.width, "short_conv: tokens that a sum is over")->capture_default_str();
-    sub->add_option("--dtype", o->short_conv.dtype, "short_conv: f32, bf16, f16")->capture_default_str();
-    sub->add_flag("--bias", o->short_conv.bias, "short_conv: with a bias");
-    sub->add_option("--drafts", o->short_conv.drafts, "short_conv: drafts of a step at most")->capture_default_str();
+    add_field_options(*sub, o->short_conv, "short_conv: ");
   });
   auto of_attention = added_options(*sub, [&] { add_spec_options(*sub, o->spec); });
   const auto add_of_attention = [&](CLI::Option* option) {

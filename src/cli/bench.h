@@ -11,17 +11,10 @@
 
 namespace imbrex::cli {
 
-// The options of a short convolution layer.
-struct ShortConvOptions {
-  int dim = 2048, width = 3, drafts = 0;
-  std::string dtype = "bf16";
-  bool bias = false;
-};
-
 struct BenchArguments {
   std::string family = "attention";
   SpecOptions spec;
-  ShortConvOptions short_conv;
+  ShortConvSpec short_conv{.dim = 2048};
   serve::BenchOptions bench;
   std::vector<std::string> batches;
   std::string device = "cpu", backends, cases, only, format = "table";

@@ -39,11 +39,7 @@ serve::ShortConvBenchOptions conv_options(const BenchArguments& o, const Paralle
 }  // namespace
 
 int run_short_conv_bench(const BenchArguments& o, const DeviceInfo& device, const ParallelFor& threads) {
-  const ShortConvSpec spec{.dim = o.short_conv.dim,
-                           .width = o.short_conv.width,
-                           .bias = o.short_conv.bias,
-                           .dtype = parse_dtype(o.short_conv.dtype),
-                           .num_drafts = o.short_conv.drafts};
+  const ShortConvSpec& spec = o.short_conv;
   spec.validate();
   const bool gpu = device.device.type == DeviceType::cuda;
   const double unit = gpu ? 1e12 : 1e9;

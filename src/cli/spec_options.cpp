@@ -8,6 +8,7 @@
 #include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "core/check.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex::cli {
 namespace {
@@ -45,21 +46,20 @@ AttentionSpec spec_of(const SpecOptions& o) {
 
 // An option whose values have names. `parse` throws for what is none.
 template <class Enum, class Parse>
-void add_named(CLI::App& app, const char* flag, Enum& value, const char* help, Parse parse) {
+void add_named(CLI::App& app, const char* flag, Enum& value, const std::string& help, Parse parse) {
   app.add_option_function<std::string>(
          flag, [&value, parse](const std::string& text) { value = parse(text); }, help)
       ->default_str(to_string(value));
 }
 
-// A field of the table that has an option of its own.
-void add_field(CLI::App& app, const SpecField& field, bool& value) { app.add_flag(field.flag, value, field.help); }
-void add_field(CLI::App& app, const SpecField& field, float& value) { app.add_option(field.flag, value, field.help); }
-void add_field(CLI::App& app, const SpecField& field, int& value) { app.add_option(field.flag, value, field.help)->capture_default_str(); }
-void add_field(CLI::App& app, const SpecField& field, AttentionKind& value) { add_named(app, field.flag, value, field.help, parse_kind); }
-void add_field(CLI::App& app, const SpecField& field, KvFormat& value) {
-  add_named(app, field.flag, value, kv_format_names().c_str(), parse_kv_format);
-}
-void add_field(CLI::App& app, const SpecField& field, DType& value) { add_dtype_option(app, field.flag, value, field.help); }
+// The option of a field, by its type.
+using Help = const std::string&;
+void add_field(CLI::App& app, const char* flag, bool& value, Help help) { app.add_flag(flag, value, help); }
+void add_field(CLI::App& app, const char* flag, float& value, Help help) { app.add_option(flag, value, help); }
+void add_field(CLI::App& app, const char* flag, int& value, Help help) { app.add_option(flag, value, help)->capture_default_str(); }
+void add_field(CLI::App& app, const char* flag, AttentionKind& value, Help help) { add_named(app, flag, value, help, parse_kind); }
+void add_field(CLI::App& app, const char* flag, KvFormat& value, Help) { add_named(app, flag, value, kv_format_names(), parse_kv_format); }
+void add_field(CLI::App& app, const char* flag, DType& value, Help help) { add_dtype_option(app, flag, value, help); }
 
 }  // namespace
 
@@ -69,9 +69,17 @@ KvFormat parse_kv_format(const std::string& text) {
   return *format;
 }
 
-void add_dtype_option(CLI::App& app, const char* flag, DType& value, const char* help) {
+void add_dtype_option(CLI::App& app, const char* flag, DType& value, const std::string& help) {
   add_named(app, flag, value, help, [](const std::string& text) { return parse_dtype(text); });
 }
+
+template <class Spec>
+void add_field_options(CLI::App& app, Spec& spec, const std::string& before) {
+  for_each_field(spec, [&](const SpecField& field, auto& value) {
+    if (*field.flag != 0) add_field(app, field.flag, value, before + field.help);
+  });
+}
+template void add_field_options(CLI::App&, ShortConvSpec&, const std::string&);
 
 void add_spec_options(CLI::App& app, SpecOptions& o) {
   app.add_option("--model", o.model, "Preset name, config.json, or a folder with one (instead of --heads etc.)");
@@ -80,9 +88,7 @@ void add_spec_options(CLI::App& app, SpecOptions& o) {
   app.add_option("--kv-dtype", o.kv_dtype, "f32, bf16, f16, fp8_e4m3, fp8_e5m2 (default: like q)");
   app.add_option("--window", o.window, "Sliding window: keys a query sees, itself included")->check(CLI::PositiveNumber);
   app.add_flag("--bidirectional", o.bidirectional, "Queries see later keys too");
-  for_each_field(o.spec, [&](const SpecField& field, auto& value) {
-    if (*field.flag != 0) add_field(app, field, value);
-  });
+  add_field_options(app, o.spec, "");
 }
 
 std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {

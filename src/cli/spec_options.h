@@ -31,7 +31,10 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions&);
 // nothing is left.
 std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions&);
 KvFormat parse_kv_format(const std::string&);  // Error cli.kv_format
+// Adds the option of each field of a spec that has one of its own in the table of its family. `before`: the first words of each help.
+template <class Spec>
+void add_field_options(CLI::App&, Spec&, const std::string& before);
 // An option that names a type.
-void add_dtype_option(CLI::App&, const char* flag, DType&, const char* help);
+void add_dtype_option(CLI::App&, const char* flag, DType&, const std::string& help);
 
 }  // namespace imbrex::cli

@@ -4,9 +4,11 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "conformance/safetensors.h"
+#include "family/spec_fields.h"
 
 namespace imbrex {
 
@@ -48,6 +50,28 @@ class CaseFields {
 std::string family_of(const nlohmann::json& root);
 // The fields of the root, with version and family read: Error case_file.version, case_file.family for another one.
 CaseFields top_fields(const nlohmann::json& root, std::string_view family);
+
+// Reads a field of a spec by its key. `needed`: a file without it is refused, as one without a type always is.
+template <class Value>
+void read_field(CaseFields& from, const SpecField& field, bool needed, Value& value) {
+  const char* const key = field.key.data();
+  if constexpr (std::is_same_v<Value, DType>)
+    value = parse_dtype(from.text(key));
+  else if (needed)
+    from.require(key, value);
+  else
+    from.read(key, value);
+}
+// A field of a spec as files have it: enums by their names.
+template <class Value>
+nlohmann::json json_of(const Value& value) {
+  if constexpr (std::is_enum_v<Value>)
+    return to_string(value);
+  else if constexpr (std::is_same_v<Value, float>)
+    return double(value);
+  else
+    return value;
+}
 
 // Takes tensors out of a file by name, each with the shape and dtype it must have; -1 stands for any size. Error case_file.tensor.*
 class CaseTensors {

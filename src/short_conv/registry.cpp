@@ -1,7 +1,9 @@
 // The family of the short convolution: its backends in order, and what the registry and select() make of them.
 #include "family/select_of.h"
+#include "family/spec_changes.h"
 #include "imbrex/short_conv.h"
 #include "short_conv/reference.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex {
 
@@ -14,11 +16,13 @@ Registry<ShortConvFamily>::List Registry<ShortConvFamily>::built_in() {
   return {&cuda_sm80_short_conv(), &cpu_avx512_short_conv(), &cpu_generic_short_conv(), &short_conv_reference()};
 }
 
-// There is nothing to propose: backends refuse devices, but no valid spec.
 template <>
-std::vector<std::string> propose<ShortConvFamily>(const ShortConvSpec&, const DeviceInfo&, std::span<const CandidateOf<ShortConvFamily>>,
-                                                  const BackendOf<ShortConvFamily>&) {
-  return {};
+std::vector<std::string> propose<ShortConvFamily>(const ShortConvSpec& spec, const DeviceInfo& device,
+                                                  std::span<const CandidateOf<ShortConvFamily>> candidates,
+                                                  const BackendOf<ShortConvFamily>& slow) {
+  std::vector<SpecChange<ShortConvSpec>> changes;
+  add_feature_changes(spec, changes);
+  return proposals_of<ShortConvFamily>(spec, device, candidates, slow, changes);
 }
 
 template struct SelectionOf<ShortConvFamily>;

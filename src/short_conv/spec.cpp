@@ -3,6 +3,7 @@
 
 #include "core/check.h"
 #include "imbrex/short_conv.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex {
 
@@ -17,8 +18,13 @@ void ShortConvSpec::validate() const {
 
 std::string ShortConvSpec::str() const {
   std::string text = fmt::format("short_conv d{} w{} {}", dim, width, to_string(dtype));
-  if (bias) text += " bias";
-  if (num_drafts > 0) text += fmt::format(" drafts{}", num_drafts);
+  const ShortConvSpec usual;
+  for_each_field(*this, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
+    if (field.feature.empty()) return;  // every layer has it: it is said already
+    std::string word = field_text(field, value, default_value);
+    if (field.member == "num_drafts") word = num_drafts > 0 ? fmt::format("drafts{}", num_drafts) : "";
+    if (!word.empty()) text += " " + word;
+  });
   return text;
 }
 

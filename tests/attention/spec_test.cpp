@@ -11,6 +11,7 @@
 
 #include "attention/spec_fields.h"
 #include "expect_error.h"
+#include "spec_table.h"
 
 namespace imbrex {
 namespace {
@@ -36,39 +37,12 @@ TEST(Spec, Prints) {
   EXPECT_EQ((ScoreMod{.alibi = true, .alibi_sqrt = true}.str()), "alibi alibi_sqrt");
 }
 
-struct Anything {
-  template <class T>
-  operator T() const;
-};
-
-// Fields of an aggregate: how many values it can be made of.
-template <class T, class... Values>
-constexpr int num_fields() {
-  if constexpr (requires { T{Values{}..., Anything{}}; })
-    return num_fields<T, Values..., Anything>();
-  else
-    return int(sizeof...(Values));
-}
-
 // A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.
 TEST(Spec, TheTableHasEveryFieldOnce) {
-  AttentionSpec spec;
-  std::set<std::string_view> names, flags;
-  std::set<const void*> places;
-  int rows[3] = {};
-  for_each_field(spec, [&](const SpecField& field, auto& value) {
-    names.insert(field.name);
-    places.insert(&value);
-    ++rows[int(field.part)];
-    if (*field.flag != 0) {
-      EXPECT_TRUE(flags.insert(field.flag).second) << field.flag;
-    }
-    EXPECT_EQ(*field.flag == 0, *field.help == 0) << field.name;
-  });
-  EXPECT_EQ(names.size(), places.size());
-  EXPECT_EQ(rows[int(SpecPart::spec)], num_fields<AttentionSpec>() - 2);  // its mask and its score have rows of their own
-  EXPECT_EQ(rows[int(SpecPart::mask)], num_fields<Mask>());
-  EXPECT_EQ(rows[int(SpecPart::score)], num_fields<ScoreMod>());
+  auto rows = test::rows_of_parts<AttentionSpec>();
+  EXPECT_EQ(rows["spec"], test::num_fields<AttentionSpec>() - 2);  // its mask and its score have rows of their own
+  EXPECT_EQ(rows["mask"], test::num_fields<Mask>());
+  EXPECT_EQ(rows["score"], test::num_fields<ScoreMod>());
 }
 
 TEST(Spec, EveryEnumValuePrints) {

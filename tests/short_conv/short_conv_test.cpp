@@ -3,13 +3,17 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "conformance/short_conv/judge.h"
 #include "expect_error.h"
+#include "short_conv/spec_fields.h"
+#include "spec_table.h"
 
 namespace imbrex {
 namespace {
@@ -111,6 +115,32 @@ TEST(ShortConv, IsSelectedWithReasons) {
   EXPECT_EQ(on_old_gpu.candidates[0].reasons[0].code, "device.sm");
   ASSERT_EQ(on_old_gpu.proposals.size(), 1u);
   EXPECT_TRUE(on_old_gpu.proposals[0].starts_with("device cpu: "));
+}
+
+// A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.
+TEST(ShortConv, TheTableHasEveryFieldOnce) {
+  EXPECT_EQ(test::rows_of_parts<ShortConvSpec>(), (std::map<std::string_view, int>{{"spec", test::num_fields<ShortConvSpec>()}}));
+}
+
+// Refuses layers with a bias, on any device.
+class WithoutBias final : public BackendOf<ShortConvFamily> {
+ public:
+  std::string_view name() const override { return "without_bias"; }
+  std::string_view description() const override { return "refuses a bias"; }
+  std::vector<Reason> unsupported(const ShortConvSpec& spec, const DeviceInfo&) const override {
+    return spec.bias ? std::vector<Reason>{{"spec.bias", "none", "one"}} : std::vector<Reason>{};
+  }
+  std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec&, const DeviceInfo&, const PlanOptions&) const override { return nullptr; }
+};
+
+TEST(ShortConv, AFeatureThatABackendRefusesIsProposedToBeLeftOut) {
+  DeviceInfo old_gpu = describe_device("h200");
+  old_gpu.sm = 75;
+  register_backend<ShortConvFamily>(std::make_shared<WithoutBias>());
+  const auto selection = select<ShortConvFamily>({.dim = 64, .bias = true, .num_drafts = 2}, old_gpu);
+  unregister_backend<ShortConvFamily>("without_bias");
+  ASSERT_FALSE(selection.proposals.empty());
+  EXPECT_EQ(selection.proposals[0], "without bias (changes the result): without_bias");
 }
 
 }  // namespace

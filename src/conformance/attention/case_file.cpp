@@ -25,12 +25,10 @@ bool is_window(const SpecField& field) { return field.key == "window"; }
 // What every layer says, so that a file without it is refused.
 bool is_needed(const SpecField& field) { return field.feature.empty() && *field.flag == 0; }
 
-void read_field(CaseFields& from, const SpecField& field, AttentionKind& value) { value = parse_kind(from.text(field.key.data())); }
-void read_field(CaseFields& from, const SpecField& field, DType& value) { value = parse_dtype(from.text(field.key.data())); }
-void read_field(CaseFields&, const SpecField&, KvFormat&) {}  // no file has one
-void read_field(CaseFields& from, const SpecField& field, auto& value) {
-  if (is_needed(field)) return from.require(field.key.data(), value);
-  from.read(field.key.data(), value);
+void read_one(CaseFields& from, const SpecField& field, AttentionKind& value) { value = parse_kind(from.text(field.key.data())); }
+void read_one(CaseFields&, const SpecField&, KvFormat&) {}  // no file has one
+void read_one(CaseFields& from, const SpecField& field, auto& value) {
+  read_field(from, field, is_needed(field), value);
   if constexpr (std::is_same_v<decltype(value), int&>) {
     if (!is_window(field) || !from.has(field.key.data())) return;
     check(value > 0, "case_file.window", "expected a window of 1 key or more, got {}", value);
@@ -44,7 +42,7 @@ AttentionSpec parse_spec(const json& root) {
   CaseFields f(top.object("spec"), "spec"), m(top.object("mask"), "mask");
   top.finish();
   for_each_field(spec, [&](const SpecField& field, auto& value) {
-    if (!field.key.empty()) read_field(field.part == SpecPart::mask ? m : f, field, value);
+    if (!field.key.empty()) read_one(field.part == "mask" ? m : f, field, value);
   });
   f.finish();
   m.finish();
@@ -54,19 +52,6 @@ AttentionSpec parse_spec(const json& root) {
   return spec;
 }
 
-// As a file has it.
-template <class Value>
-json json_of(const SpecField& field, const Value& value) {
-  if constexpr (std::is_enum_v<Value>)
-    return to_string(value);
-  else if constexpr (std::is_same_v<Value, float>)
-    return double(value);
-  else if constexpr (std::is_same_v<Value, int>)
-    return is_window(field) ? value + 1 : value;
-  else
-    return value;
-}
-
 json spec_json(const AttentionSpec& given) {
   AttentionSpec spec = given;
   spec.score.scale = given.scale();  // a file says the scale, and both types
@@ -74,7 +59,9 @@ json spec_json(const AttentionSpec& given) {
   json s, m;
   for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
     if (field.key.empty() || (value == default_value && !is_needed(field) && field.key != "q_dtype")) return;
-    (field.part == SpecPart::mask ? m : s)[std::string(field.key)] = json_of(field, value);
+    json& to = (field.part == "mask" ? m : s)[std::string(field.key)];
+    to = json_of(value);
+    if (is_window(field)) to = to.get<int>() + 1;
   });
   return {{"version", kCaseFileVersion}, {"spec", s}, {"mask", m}};
 }

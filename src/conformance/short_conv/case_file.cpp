@@ -8,6 +8,7 @@
 
 #include "conformance/case_fields.h"
 #include "core/check.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex {
 namespace {
@@ -16,16 +17,17 @@ using nlohmann::json;
 
 constexpr const char* kFamily = "short_conv";
 
+// A file without a field that every layer has is refused.
+bool every_layer_has(const SpecField& field) { return field.feature.empty(); }
+
 ShortConvSpec parse_conv_spec(const json& root) {
   CaseFields top = top_fields(root, kFamily);
   CaseFields f(top.object("spec"), "spec");
   top.finish();
   ShortConvSpec spec;
-  f.require("dim", spec.dim);
-  f.require("width", spec.width);
-  spec.dtype = parse_dtype(f.text("dtype"));
-  f.read("bias", spec.bias);
-  f.read("num_drafts", spec.num_drafts);
+  for_each_field(spec, [&](const SpecField& field, auto& value) {
+    if (!field.key.empty()) read_field(f, field, every_layer_has(field), value);
+  });
   f.finish();
   spec.validate();
   return spec;
@@ -130,9 +132,11 @@ Safetensors to_safetensors(const ShortConvCaseFile& c) {
     drafts.push_back(r.drafts);
     accepted.push_back(r.accepted);
   }
-  json s = {{"dim", spec.dim}, {"width", spec.width}, {"dtype", to_string(spec.dtype)}};
-  if (spec.bias) s["bias"] = true;
-  if (spec.num_drafts > 0) s["num_drafts"] = spec.num_drafts;
+  const ShortConvSpec usual;
+  json s;
+  for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
+    if (!field.key.empty() && (every_layer_has(field) || value != default_value)) s[std::string(field.key)] = json_of(value);
+  });
   Safetensors file;
   file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kFamily}, {"spec", s}}.dump();
   file.tensors["query_start_loc"] = tensor_of(starts);
