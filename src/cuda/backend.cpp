@@ -27,13 +27,13 @@ namespace {
 constexpr int kDecodeRows = 16, kVerifyRows = 64;
 
 // Where the larger tile of verify does not fit, verify steps use that of decode.
-std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (shape == kPrefill) return attention_sm80_tiles(arch, spec, Phase::prefill);
-  const auto larger = shape == kVerify ? attention_sm80_tiles(arch, spec, Phase::decode, kVerifyRows) : std::nullopt;
-  return larger ? larger : attention_sm80_tiles(arch, spec, Phase::decode);
+std::optional<AttentionTiles> sm80_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (regime == kPrefill) return attention_sm80_tiles(arch, spec, kPrefill);
+  const auto larger = regime == kVerify ? attention_sm80_tiles(arch, spec, kVerify, kVerifyRows) : std::nullopt;
+  return larger ? larger : attention_sm80_tiles(arch, spec, kDecode);
 }
 
-ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
+RegimeKernel sm80_kernel(const std::optional<AttentionTiles>& tiles) {
   if (!tiles) return {};
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
@@ -41,13 +41,15 @@ ShapeKernel sm80_shape(const std::optional<AttentionTiles>& tiles) {
           .joins_pieces = tiles->key_warps > 1 || tiles->whole_items};
 }
 
-ShapeKernel sm80_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) { return sm80_shape(sm80_tiles(arch, spec, shape)); }
-
-KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, shape));
+RegimeKernel sm80_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  return sm80_kernel(sm80_tiles(arch, spec, regime));
 }
 
-// cuda_sm90 runs each shape with a kernel of its own where that takes the layer, and as cuda_sm80 does where not.
+KernelKey sm80_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  return attention_sm80_key(arch, spec, out, *sm80_tiles(arch, spec, regime));
+}
+
+// cuda_sm90 runs each regime with a kernel of its own where that takes the layer, and as cuda_sm80 does where not.
 struct Sm90Prefill {
   const char* entry;
   std::vector<Reason> (*refusals)(const AttentionSpec&);
@@ -69,26 +71,26 @@ const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
 
 bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).refusals(spec).empty(); }
 
-std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (shape == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
+std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (regime == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
   // Steps of more rows than these go to prefill, which has to be as fast.
-  return shape == kVerify && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
+  return regime == kVerify && has_sm90_prefill(spec) ? attention_sm90_decode_tiles(arch, spec, 2 * kDecodeRows) : std::nullopt;
 }
 
 // Steps of more rows than decode's kernels take, and tokens of more q heads.
-std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (shape == kPrefill || (shape == kDecode && spec.group_size() <= kDecodeRows)) return std::nullopt;
+std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (regime == kPrefill || (regime == kDecode && spec.group_size() <= kDecodeRows)) return std::nullopt;
   const auto tiles = attention_sm90_verify_tiles(arch, spec);
   // With one crew, a single warp widens all keys: with more dims than these that takes longer than decode's or prefill's kernel.
   constexpr int kFewDims = 64;
   const bool slow = tiles && widens(spec) && tiles->rows > kTeamRows && std::max(spec.head_dim_qk, spec.head_dim_v) > kFewDims;
-  return slow && shape == kVerify ? std::nullopt : tiles;
+  return slow && regime == kVerify ? std::nullopt : tiles;
 }
 
-ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
+RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
   const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
-  if (shape == kPrefill && has_sm90_prefill(spec)) {
+  if (regime == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
     const Sm90Tiles tiles = kernel.tiles(spec);
     return {.entry = kernel.entry,
@@ -106,7 +108,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .mask_teams = spec.mask.custom ? tiles.teams : 0,
             .maps = kernel.maps};
   }
-  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) {
+  if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) {
     return {.entry = "attention_sm90_verify",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
@@ -119,7 +121,7 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .run_sums = attention_sm90_verify_run_sums(spec),
             .maps = attention_sm90_verify_maps};
   }
-  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) {
+  if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) {
     return {.entry = "attention_sm90_decode",
             .tile = {.rows = tiles->rows,
                      .keys = tiles->keys,
@@ -131,14 +133,14 @@ ShapeKernel sm90_shape(std::string_view arch, const AttentionSpec& spec, Shape s
             .maps = attention_sm90_decode_maps,
             .joins_pieces = true};
   }
-  return sm80_shape(arch, spec, shape);
+  return sm80_kernel(arch, spec, regime);
 }
 
-KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  if (shape == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
-  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
-  if (const auto tiles = sm90_decode_tiles(arch, spec, shape)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
-  return sm80_attention(arch, spec, shape, out);
+KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (regime == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
+  if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
+  if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
+  return sm80_attention(arch, spec, regime, out);
 }
 
 // The tiles of prefill without maps, where TMA cannot read the tensors. (Decode and verify have a variant that needs no maps.) The kernel
@@ -153,29 +155,29 @@ AttentionTiles mapless_prefill_tiles(std::string_view arch, const AttentionSpec&
   return tiles;
 }
 
-bool takes_mapless_prefill(const AttentionSpec& spec, Shape shape) { return shape == kPrefill && has_sm90_prefill(spec); }
+bool takes_mapless_prefill(const AttentionSpec& spec, Regime regime) { return regime == kPrefill && has_sm90_prefill(spec); }
 
-ShapeKernel mapless_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  return takes_mapless_prefill(spec, shape) ? sm80_shape(mapless_prefill_tiles(arch, spec)) : sm90_shape(arch, spec, shape);
+RegimeKernel mapless_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  return takes_mapless_prefill(spec, regime) ? sm80_kernel(mapless_prefill_tiles(arch, spec)) : sm90_kernel(arch, spec, regime);
 }
 
-KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Shape shape, DType out) {
-  if (takes_mapless_prefill(spec, shape)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
-  if (const auto tiles = sm90_verify_tiles(arch, spec, shape)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
-  return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, shape), false);
+KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
+  if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
+  return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, regime), false);
 }
 
 // Over flat keys: prefill alone, and the same items too.
-ShapeKernel flat_shape(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  if (arch != "sm_90a" || shape != kPrefill || !has_sm90_prefill(spec) || !flattens(spec)) return {};
-  ShapeKernel kernel = sm90_shape(arch, spec, shape);
+RegimeKernel flat_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (arch != "sm_90a" || regime != kPrefill || !has_sm90_prefill(spec) || !flattens(spec)) return {};
+  RegimeKernel kernel = sm90_kernel(arch, spec, regime);
   const Sm90Tiles tiles = sm90_prefill(spec).tiles(spec).over_flat();
   kernel.cluster = unsigned(tiles.cluster), kernel.row_blocks = tiles.row_blocks;
   kernel.maps = sm90_prefill(spec).flat_maps;
   return kernel;
 }
 
-KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Shape, DType out) {
+KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
   return sm90_prefill(spec).flat_key(arch, spec, out);
 }
 
@@ -185,7 +187,7 @@ constexpr int kLeastSm80 = 80;
 std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& device) {
   if (device.sm < kLeastSm80) return {};
   const std::string arch = arch_of(device);
-  if (std::all_of(std::begin(kShapes), std::end(kShapes), [&](Shape shape) { return sm80_tiles(arch, spec, shape).has_value(); }))
+  if (std::all_of(std::begin(kRegimes), std::end(kRegimes), [&](Regime regime) { return sm80_tiles(arch, spec, regime).has_value(); }))
     return {};
   return {{"spec.head_dim_qk",
            fmt::format("dimensions of which {} tiles fit {} KiB of shared memory", to_string(spec.q_dtype), device.max_smem_bytes >> 10),
@@ -201,10 +203,10 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_shape, sm80_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_shape, mapless_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_shape, flat_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_shape, sm90_attention, merge_key, &kernels_mapless, &kernels_flat};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat};
 
 }  // namespace cuda
 

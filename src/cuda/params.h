@@ -115,15 +115,15 @@ struct FlatCounts {
 // decrease, all are.
 enum BatchRule : int { kStartsRise, kTokensFit, kQueryFits, kKeysFit, kQueriesAreKeys, kBlocksSuffice, kMaskSuffices, kNumBatchRules };
 
-struct ShapeLists {
+struct RegimeLists {
   CutRules rules;
-  WorkItem* work;  // null: no request within the limits is of this shape
+  WorkItem* work;  // null: no request within the limits is of this regime
   MergeItem* merges;
   PlanCounts* counts;
   long l2_keys;  // keys_in_l2()
 };
 
-constexpr int kMostPlanThreads = 1024, kPlanShapes = 3;
+constexpr int kMostPlanThreads = 1024, kPlanRegimes = 3;
 
 struct PlanBatchParams {
   const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]
@@ -136,11 +136,11 @@ struct PlanBatchParams {
   // The plan's arrays, as in AttentionParams; custom_start may be null.
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
   long *block_start, *custom_start;
-  ShapeLists shapes[kPlanShapes];
+  RegimeLists regimes[kPlanRegimes];
   FlatCounts* flat;  // or null; keys are not made flat then
   // Between the steps of the kernel, and what the host may ask for.
   int* item_start;  // [num_reqs]: used when these are many
-  CutItem* items;   // of one shape: one for each query token at most
+  CutItem* items;   // of one regime: one for each query token at most
   int* broken;      // [kNumBatchRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };
 
@@ -163,7 +163,7 @@ constexpr int sm90_fp8_dims(int head_dim) {
 // Bytes of a row in a chunk of them: the width of the swizzle.
 constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 128 == 0 ? 128 : 64; }
 
-struct MergeList {  // of a shape
+struct MergeList {  // of a regime
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list
   int shares;                // tasks that the rows of an item and kv head are: best of least_merge_rows() each
@@ -191,8 +191,8 @@ struct AttentionParams {
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
-  MergeList merge_lists[kPlanShapes];  // for merge.cu, which merges the partial results of all shapes
-  int* next_task;                      // zero before a launch and after it: the last block resets it
+  MergeList merge_lists[kPlanRegimes];  // for merge.cu, which merges the partial results of all regimes
+  int* next_task;                       // zero before a launch and after it: the last block resets it
   int* arrivals;  // likewise, [merges, num_kv_heads, tiles of rows of a token]: pieces of an item that have left their partial results
   int num_kv_heads;
   int first_kv_head, kv_heads_now;       // of a launch for some heads only: prefill over flat keys, of which `k` and `v` have no more

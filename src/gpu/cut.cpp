@@ -27,9 +27,9 @@ constexpr int kTasksEach = 2;     // tasks of a lone request for each multiproce
 constexpr int kMostPieces = 256;  // what join_pieces() takes: nodes of four levels
 // Without runs a lone request has pieces for five eighths of the multiprocessors: see share_splits below.
 constexpr int kShareNumerator = 5, kShareDenominator = 8;
-// The partial rows of each shape that a plan has room for, in tiles for each worker. The shapes use them one after the other: what one does
-// not need is left to the next.
-constexpr int kMostPartialTiles[kNumShapes] = {4, 3, 1};
+// The partial rows of each regime that a plan has room for, in tiles for each worker. The regimes use them one after the other: what one
+// does not need is left to the next.
+constexpr int kMostPartialTiles[kNumRegimes] = {4, 3, 1};
 constexpr int kL2Percent = 60;  // for keys and values; queries and outputs pass through the rest
 
 int round_up(int64_t n, int unit) { return int((n + unit - 1) / unit * unit); }
@@ -43,43 +43,43 @@ int keys_each(const AttentionSpec& spec, const LeastPiece& least) {
 
 }  // namespace
 
-CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumShapes>& tiles, bool balanced) {
+CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const std::array<Tile, kNumRegimes>& tiles, bool balanced) {
   const int group = spec.group_size();
   const int decode_q = std::max(1, tiles[kDecode].rows / group);  // a token has rows for several tiles when the group is large
   const int workers = std::max(device.num_workers, 1);
-  const auto heads_of = [&](Shape shape) { return spec.num_kv_heads * ((group + tiles[shape].rows - 1) / tiles[shape].rows); };
+  const auto heads_of = [&](Regime regime) { return spec.num_kv_heads * ((group + tiles[regime].rows - 1) / tiles[regime].rows); };
   CutPolicy policies;
-  for (const Shape shape : kShapes) {
-    SchedulePolicy& p = policies[shape];
+  for (const Regime regime : kRegimes) {
+    SchedulePolicy& p = policies[regime];
     // The most pieces of a request with which no multiprocessor has two tasks.
     const int most = std::max(workers / std::max(heads_of(kDecode), spec.num_kv_heads * ((group + kMostGroup - 1) / kMostGroup)), 1);
-    p.tile_q = std::max(1, tiles[shape].rows / group);
-    p.tile_kv = tiles[shape].keys;
-    const LeastPiece& least = tiles[shape].runs ? kLeastOfRuns : shape == kDecode ? kLeastOfDecode : kLeastOfMore;
+    p.tile_q = std::max(1, tiles[regime].rows / group);
+    p.tile_kv = tiles[regime].keys;
+    const LeastPiece& least = tiles[regime].runs ? kLeastOfRuns : regime == kDecode ? kLeastOfDecode : kLeastOfMore;
     p.split_kv_each = keys_each(spec, least);
-    p.split_kv = round_up(std::max(least.keys, p.split_kv_each), tiles[shape].keys);
-    p.runs = tiles[shape].runs;
-    p.most_in_run = tiles[shape].most_in_run;
-    p.workers_each = tiles[shape].blocks_each;
-    p.cost_by_keys = tiles[shape].runs && shape != kPrefill;
+    p.split_kv = round_up(std::max(least.keys, p.split_kv_each), tiles[regime].keys);
+    p.runs = tiles[regime].runs;
+    p.most_in_run = tiles[regime].most_in_run;
+    p.workers_each = tiles[regime].blocks_each;
+    p.cost_by_keys = tiles[regime].runs && regime != kPrefill;
     // Without runs each piece costs a partial result, so a request alone has fewer: a multiprocessor alone gets more than its share of the
     // memory's rate, unless it is busy widening fp8.
-    p.share_splits = tiles[shape].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * kShareNumerator / kShareDenominator, 1);
+    p.share_splits = tiles[regime].runs || is_fp8(spec.kv_dtype) ? most : std::max(most * kShareNumerator / kShareDenominator, 1);
     p.max_splits = std::min(kTasksEach * most, kMostPieces);
-    p.longest_kv = tiles[shape].runs || shape == kDecode ? kLongestPiece : kLongestOfMore;
+    p.longest_kv = tiles[regime].runs || regime == kDecode ? kLongestPiece : kLongestOfMore;
     // The rows of all pieces of a request are bounded to a tile for each multiprocessor: a tile of verify where runs bound the memory of
     // partial rows, else one of decode.
-    p.max_split_rows = most * (shape == kVerify && tiles[shape].runs ? p.tile_q : decode_q);
+    p.max_split_rows = most * (regime == kVerify && tiles[regime].runs ? p.tile_q : decode_q);
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
-    p.num_workers = std::max(tiles[shape].blocks * workers / tiles[shape].cluster / heads_of(shape), 1);
-    if (tiles[shape].runs && tiles[shape].merged) {
-      const bool prefill = shape == kPrefill;
+    p.num_workers = std::max(tiles[regime].blocks * workers / tiles[regime].cluster / heads_of(regime), 1);
+    if (tiles[regime].runs && tiles[regime].merged) {
+      const bool prefill = regime == kPrefill;
       p.split_kv_each = prefill ? 0 : keys_each(spec, kLeastOfMergedRuns);
-      p.split_kv = round_up(prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys, tiles[shape].keys);
+      p.split_kv = round_up(prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys, tiles[regime].keys);
       p.longest_kv = INT32_MAX;
       p.few_splits = true;
-      p.items_each = p.tile_q % tiles[shape].cluster == 0 ? tiles[shape].cluster : 1;
+      p.items_each = p.tile_q % tiles[regime].cluster == 0 ? tiles[regime].cluster : 1;
       p.max_splits = std::min(p.num_workers * p.items_each, p.most_in_run);
       p.share_splits = p.max_splits;
       p.max_split_rows = p.num_workers * p.tile_q;
@@ -87,9 +87,9 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     }
   }
   int64_t most_partial_rows = 0;
-  for (const Shape shape : kShapes) {
-    most_partial_rows += int64_t(kMostPartialTiles[shape]) * policies[shape].num_workers * policies[shape].tile_q;
-    policies[shape].most_partial_rows = int(std::min<int64_t>(most_partial_rows, INT32_MAX));
+  for (const Regime regime : kRegimes) {
+    most_partial_rows += int64_t(kMostPartialTiles[regime]) * policies[regime].num_workers * policies[regime].tile_q;
+    policies[regime].most_partial_rows = int(std::min<int64_t>(most_partial_rows, INT32_MAX));
   }
   policies[kDecode].max_q = decode_q;
   policies[kVerify].min_q = decode_q + 1;
@@ -112,8 +112,8 @@ void bound_partials(CutPolicy& policies, const AttentionSpec& spec, const PlanLi
   }
 }
 
-long keys_in_l2(const AttentionSpec& spec, const DeviceInfo& device, Shape shape) {
-  if (shape != kPrefill || !spec.mask.causal) return 0;
+long keys_in_l2(const AttentionSpec& spec, const DeviceInfo& device, Regime regime) {
+  if (regime != kPrefill || !spec.mask.causal) return 0;
   return device.l2_bytes * kL2Percent / 100 / ((spec.head_dim_qk + spec.head_dim_v) * size_of(spec.kv_dtype));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
-// How a plan for a GPU cuts its batches: which requests go to which shape of the attention kernel, and into how many pieces. Pure
-// arithmetic on the spec, the device and the tiles, never on the batch.
+// How a plan for a GPU cuts its batches: which requests go to the kernel of which regime, and into how many pieces. Pure arithmetic on the
+// spec, the device and the tiles, never on the batch.
 #include <array>
 
 #include "imbrex/device.h"
@@ -8,7 +8,7 @@
 
 namespace imbrex::gpu {
 
-// The tile of one shape of the kernel, and how many run at a time.
+// The tile of a regime's kernel, and how many run at a time.
 struct Tile {
   int rows = 0;  // (query token, q head of a kv head's group)
   int keys = 0;
@@ -21,12 +21,13 @@ struct Tile {
   bool merged = false;  // whether a launch of its own joins the pieces that runs leave
 };
 
-// The shapes of an attention kernel. A request goes to the first shape of which one tile holds its rows. Decode and verify are bound by
-// memory, prefill by products.
-enum Shape : int { kDecode, kVerify, kPrefill, kNumShapes };
-constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
+// The regimes of attention, each with a kernel and a tile of its own. A request goes to the first regime of which one tile holds its rows.
+// Decode and verify are bound by memory, prefill by products. Phase is another word: it is what a caller asks selection for, whatever the
+// tiles are.
+enum Regime : int { kDecode, kVerify, kPrefill, kNumRegimes };
+constexpr Regime kRegimes[] = {kDecode, kVerify, kPrefill};
 
-// A policy for each shape: together they cut every request, each once. A shape may have no requests at all: a group of many q heads has
+// A policy for each regime: together they cut every request, each once. A regime may have no requests at all: a group of many q heads has
 // no use for a second size of tile. The lists of a step share the partial rows: the caller sets SchedulePolicy::first_partial.
 //
 // How many pieces a request has is a compromise: many pieces keep the whole GPU busy when a request is alone, but each piece writes a
@@ -43,8 +44,8 @@ constexpr Shape kShapes[] = {kDecode, kVerify, kPrefill};
 // products, a piece has 512 keys or more, and an item has as many pieces as give a lone request a task on each multiprocessor, at most
 // those of a run. In verify where a launch of its own merges the partial results of runs (Tile::merged), a piece has 256 keys or more, and
 // no fewer bytes of keys than of partial results; a number of pieces above four is a power of two.
-using CutPolicy = std::array<SchedulePolicy, kNumShapes>;
-CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumShapes>&, bool balanced);
+using CutPolicy = std::array<SchedulePolicy, kNumRegimes>;
+CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumRegimes>&, bool balanced);
 
 // Reduces the number of pieces of a request where the partial results of the largest batch within the limits would take more than a quarter
 // of a GiB. Only for values of more dims than kernels with runs have, since those bound their partial results themselves. Results then
@@ -56,6 +57,6 @@ void bound_partials(CutPolicy&, const AttentionSpec&, const PlanLimits&);
 //
 // Interleaved tasks of several heads, the longest first, end at about the same time, and find their keys in L2. Without a causal mask all
 // tasks are equally long, so that they end at the same time anyway, and one head after the other reads less.
-long keys_in_l2(const AttentionSpec&, const DeviceInfo&, Shape);
+long keys_in_l2(const AttentionSpec&, const DeviceInfo&, Regime);
 
 }  // namespace imbrex::gpu

@@ -12,7 +12,7 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr const char* kArchs[] = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
-constexpr Phase kPhases[] = {Phase::decode, Phase::prefill};
+constexpr gpu::Regime kTiled[] = {gpu::kDecode, gpu::kPrefill};
 
 AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int group = 4) {
   return {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = dim_qk, .head_dim_v = dim_v, .q_dtype = q, .kv_dtype = kv};
@@ -23,13 +23,13 @@ int shared_memory_of(std::string_view arch) { return arch == "sm_80" ? 163 << 10
 TEST(AttentionSm80, TilesFitEverywhere) {
   int count = 0;
   for (const char* arch : kArchs)
-    for (const Phase phase : kPhases)
+    for (const gpu::Regime regime : kTiled)
       for (const DType q : {DType::bf16, DType::f32})
         for (const DType kv : {DType::bf16, DType::f32, DType::fp8_e4m3})
           for (int dim = 8; dim <= 512; dim += 8)
             for (int rows : {1, 17, 64}) {
               const AttentionSpec spec = spec_of(q, kv, dim, dim);
-              const auto tiles = attention_sm80_tiles(arch, spec, phase, rows);
+              const auto tiles = attention_sm80_tiles(arch, spec, regime, rows);
               const std::string what = spec.str() + " " + arch;
               // f32 beyond 256 takes three planes of everything: too much for 99 KiB.
               if (!tiles) {
@@ -43,7 +43,7 @@ TEST(AttentionSm80, TilesFitEverywhere) {
               EXPECT_EQ(tiles->rows % (16 * tiles->row_warps), 0) << what;
               EXPECT_EQ(tiles->keys % (16 * tiles->key_warps), 0) << what;
               EXPECT_EQ(128 % tiles->keys, 0) << what << ": schedules begin at multiples of 128";
-              EXPECT_TRUE(phase == Phase::prefill || tiles->rows >= rows || q == DType::f32 || dim > 480) << what << " " << rows;
+              EXPECT_TRUE(regime == gpu::kPrefill || tiles->rows >= rows || q == DType::f32 || dim > 480) << what << " " << rows;
             }
   EXPECT_GT(count, 4000);
 }
@@ -53,7 +53,7 @@ TEST(AttentionSm80, DecodeKeepsTheMemoryBusy) {
   for (const DType kv : {DType::bf16, DType::fp8_e4m3})
     for (int dim : {64, 128, 256}) {
       const AttentionSpec spec = spec_of(DType::bf16, kv, dim, dim);
-      const AttentionTiles t = *attention_sm80_tiles("sm_90a", spec, Phase::decode);
+      const AttentionTiles t = *attention_sm80_tiles("sm_90a", spec, gpu::kDecode);
       const int64_t tile = int64_t(t.keys) * 2 * dim * size_of(kv);
       EXPECT_GE(t.blocks * (t.stages - 1) * tile, 40 << 10) << spec.str();
     }
@@ -63,14 +63,14 @@ TEST(AttentionSm80, DecodeKeepsTheMemoryBusy) {
 TEST(AttentionSm80, LatentTilesAreThoseOfStoredValues) {
   int deeper = 0;
   for (const char* arch : kArchs)
-    for (const Phase phase : kPhases)
+    for (const gpu::Regime regime : kTiled)
       for (const DType kv : {DType::bf16, DType::fp8_e4m3, DType::f32})
         for (const auto& [qk, v] : {std::pair(576, 512), {320, 256}, {128, 64}, {96, 96}, {72, 40}, {272, 264}}) {
           AttentionSpec spec = spec_of(kv == DType::f32 ? DType::f32 : DType::bf16, kv, qk, v);
-          const auto stored = attention_sm80_tiles(arch, spec, phase);
+          const auto stored = attention_sm80_tiles(arch, spec, regime);
           const int stored_bytes = stored ? attention_sm80_smem_bytes(spec, *stored) : 0;
           spec.kv_format = KvFormat::latent;
-          auto tiles = attention_sm80_tiles(arch, spec, phase);
+          auto tiles = attention_sm80_tiles(arch, spec, regime);
           ASSERT_EQ(stored.has_value(), tiles.has_value()) << spec.str() << " " << arch;
           if (!tiles) continue;
           const int bytes = attention_sm80_smem_bytes(spec, *tiles);
@@ -88,16 +88,16 @@ TEST(AttentionSm80, OneSpecOneShape) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128);
   AttentionSpec other = spec;
   other.num_q_heads = 64, other.num_kv_heads = 16;
-  EXPECT_EQ(attention_sm80_key("sm_90a", spec, DType::bf16, *attention_sm80_tiles("sm_90a", spec, Phase::decode)).str(),
-            attention_sm80_key("sm_90a", other, DType::bf16, *attention_sm80_tiles("sm_90a", other, Phase::decode)).str());
-  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec, Phase::decode)->rows, 16);
-  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 32), Phase::decode)->rows, 32);
-  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 71), Phase::decode)->rows, 64);
+  EXPECT_EQ(attention_sm80_key("sm_90a", spec, DType::bf16, *attention_sm80_tiles("sm_90a", spec, gpu::kDecode)).str(),
+            attention_sm80_key("sm_90a", other, DType::bf16, *attention_sm80_tiles("sm_90a", other, gpu::kDecode)).str());
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec, gpu::kDecode)->rows, 16);
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 32), gpu::kDecode)->rows, 32);
+  EXPECT_EQ(attention_sm80_tiles("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128, 71), gpu::kDecode)->rows, 64);
 }
 
 // No spill, no local memory, no warning, and as much shared memory as the host reckons with.
-void expect_clean(const char* arch, const AttentionSpec& spec, Phase phase, int rows = 1) {
-  const AttentionTiles tiles = *attention_sm80_tiles(arch, spec, phase, rows);
+void expect_clean(const char* arch, const AttentionSpec& spec, gpu::Regime regime, int rows = 1) {
+  const AttentionTiles tiles = *attention_sm80_tiles(arch, spec, regime, rows);
   const KernelKey key = attention_sm80_key(arch, spec, spec.q_dtype, tiles);
   const CompiledKernel kernel = test::compiled(key);
   EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << key.str();
@@ -111,21 +111,21 @@ void expect_clean(const char* arch, const AttentionSpec& spec, Phase phase, int 
 TEST(AttentionSm80, CompilesCleanly) {
   NEEDS_NVRTC();
   for (const char* arch : kArchs) {
-    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), Phase::decode);
-    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), Phase::prefill);
+    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kDecode);
+    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kPrefill);
   }
-  expect_clean("sm_80", spec_of(DType::bf16, DType::fp8_e4m3, 128, 128), Phase::decode);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::fp8_e5m2, 80, 80), Phase::prefill);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128), Phase::decode, 32);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 256, 256), Phase::prefill);
-  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), Phase::prefill);
-  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), Phase::decode);
-  expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), Phase::prefill);
+  expect_clean("sm_80", spec_of(DType::bf16, DType::fp8_e4m3, 128, 128), gpu::kDecode);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::fp8_e5m2, 80, 80), gpu::kPrefill);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kDecode, 32);
+  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 256, 256), gpu::kPrefill);
+  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), gpu::kPrefill);
+  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), gpu::kDecode);
+  expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), gpu::kPrefill);
   for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
     AttentionSpec latent = spec_of(DType::bf16, kv, 576, 512, 16);
     latent.kv_format = KvFormat::latent;
-    for (const Phase phase : kPhases) expect_clean("sm_90a", latent, phase);
-    expect_clean("sm_80", latent, Phase::decode);
+    for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent, regime);
+    expect_clean("sm_80", latent, gpu::kDecode);
   }
 }
 
@@ -135,7 +135,7 @@ TEST(AttentionSm80, EveryFeatureCompilesCleanly) {
   spec.mask.window_left = 100, spec.mask.custom = true;
   spec.score = {.head_scales = true, .soft_cap = 30.f, .alibi = true, .relative_buckets = 32, .relative_max_distance = 128, .sinks = true};
   for (const char* arch : {"sm_80", "sm_90a"})
-    for (const Phase phase : kPhases) expect_clean(arch, spec, phase);
+    for (const gpu::Regime regime : kTiled) expect_clean(arch, spec, regime);
 }
 
 TEST(AttentionSm80, MergeCompilesCleanly) {

@@ -34,12 +34,12 @@ TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
           for (const int group : {1, 3, 4, 8, 64, 128}) {
             const AttentionSpec spec = spec_of(q, kv, dim_qk, dim_v, group, 128);
             const bool runs = attention_sm90_refusals(spec).empty() || attention_sm90_fp8_refusals(spec).empty();
-            const auto shape = [&](const AttentionKernels& kernels) { return kernels.shape(kArch, spec, kPrefill); };
-            const ShapeKernel mapped = shape(kernels_sm90);
+            const auto kernel_of = [&](const AttentionKernels& kernels) { return kernels.kernel(kArch, spec, kPrefill); };
+            const RegimeKernel mapped = kernel_of(kernels_sm90);
             ASSERT_EQ(mapped.maps != nullptr, runs) << spec.str();
             if (!runs) continue;
             ++(q == DType::fp8_e4m3 ? bytes : count);
-            const ShapeKernel unmapped = shape(*kernels_sm90.without_maps);
+            const RegimeKernel unmapped = kernel_of(*kernels_sm90.without_maps);
             EXPECT_GE(unmapped.tile.rows, mapped.tile.rows) << spec.str();
             EXPECT_EQ(mapped.tile.keys % unmapped.tile.keys, 0) << spec.str();
           }
@@ -66,7 +66,7 @@ TEST(AttentionSm90, Fp8PagesMayHaveAnySize) {
     EXPECT_TRUE(attention_sm90_fp8_refusals(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, page)).empty()) << page;
 }
 
-// `imbrex compile` ships what a plan may load: three shapes, those without maps, the merge, for two types of output; and the tables.
+// `imbrex compile` ships what a plan may load: three regimes, those without maps, the merge, for two types of output; and the tables.
 TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128, 4, 16);
   const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);

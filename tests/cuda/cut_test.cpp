@@ -24,29 +24,29 @@ struct Step : imbrex::test::Lengths {
 };
 
 struct Cut {
-  int shape = -1, items = 0, tasks = 0;
+  int regime = -1, items = 0, tasks = 0;
   double partial_share = 0;  // traffic of partial results, of that of keys and values
 };
 
-// All requests of a step of this kind belong to one shape.
+// All requests of a step of this kind belong to one regime.
 Cut cut(const AttentionSpec& spec, const Step& step, const PlanLimits& limits = {}, const char* gpu = "h200") {
   const DeviceInfo device = describe_device(gpu);
-  std::array<Tile, kNumShapes> tiles;
-  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+  std::array<Tile, kNumRegimes> tiles;
+  for (const Regime regime : kRegimes) tiles[regime] = kernels_sm80.kernel(arch_of(device), spec, regime).tile;
   const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
   Cut result;
-  for (const Shape shape : kShapes) {
+  for (const Regime regime : kRegimes) {
     Schedule s;
-    schedule(step.view(), spec.mask, policies[shape], s);
+    schedule(step.view(), spec.mask, policies[regime], s);
     if (s.work.empty()) continue;
-    EXPECT_EQ(result.shape, -1) << "two shapes for one kind of request";
-    result.shape = shape;
+    EXPECT_EQ(result.regime, -1) << "two regimes for one kind of request";
+    result.regime = regime;
     result.items = int(s.work.size());
     result.tasks = result.items * spec.num_kv_heads;
     double kv_bytes = 0;
     for (const WorkItem& w : s.work) kv_bytes += double(w.kv_end - w.kv_begin) * double(spec.kv_bytes_per_token());
     result.partial_share = 2. * s.num_partial_rows * spec.num_q_heads * (spec.head_dim_v + 2) * 4 / kv_bytes;
-    EXPECT_LE(s.num_partial_rows, schedule_bounds(policies[shape], limits).num_partial_rows);
+    EXPECT_LE(s.num_partial_rows, schedule_bounds(policies[regime], limits).num_partial_rows);
   }
   return result;
 }
@@ -70,19 +70,19 @@ TEST(Cut, PartialResultsAreAFewPercentOfTheTraffic) {
       for (const int q_len : {1, 2, 4, 8})
         for (const int context : {1024, 4096, 16384, 131072}) {
           const Cut many = cut(llama(q_heads, 8, kv), Step(64, q_len, context), {.max_num_reqs = 64, .max_num_tokens = 512});
-          EXPECT_LT(many.partial_share, many.shape == kDecode ? 0.07 : 0.13)  // pieces of 5 or 10 %, made even
+          EXPECT_LT(many.partial_share, many.regime == kDecode ? 0.07 : 0.13)  // pieces of 5 or 10 %, made even
               << q_heads << " heads, " << q_len << " tokens, " << context << " keys, " << to_string(kv);
         }
 }
 
-TEST(Cut, RowsDecideTheShape) {
-  EXPECT_EQ(cut(llama(), Step(3, 1, 500)).shape, kDecode);
-  EXPECT_EQ(cut(llama(), Step(3, 4, 500)).shape, kDecode);  // 16 rows
-  EXPECT_EQ(cut(llama(), Step(3, 5, 500)).shape, kVerify);
-  EXPECT_EQ(cut(llama(), Step(3, 16, 500)).shape, kVerify);  // 64 rows
-  EXPECT_EQ(cut(llama(), Step(3, 17, 500)).shape, kPrefill);
-  EXPECT_EQ(cut(llama(71, 1), Step(3, 1, 500)).shape, kDecode);  // more rows than a tile, for one token
-  EXPECT_EQ(cut(llama(71, 1), Step(3, 2, 500)).shape, kPrefill);
+TEST(Cut, RowsDecideTheRegime) {
+  EXPECT_EQ(cut(llama(), Step(3, 1, 500)).regime, kDecode);
+  EXPECT_EQ(cut(llama(), Step(3, 4, 500)).regime, kDecode);  // 16 rows
+  EXPECT_EQ(cut(llama(), Step(3, 5, 500)).regime, kVerify);
+  EXPECT_EQ(cut(llama(), Step(3, 16, 500)).regime, kVerify);  // 64 rows
+  EXPECT_EQ(cut(llama(), Step(3, 17, 500)).regime, kPrefill);
+  EXPECT_EQ(cut(llama(71, 1), Step(3, 1, 500)).regime, kDecode);  // more rows than a tile, for one token
+  EXPECT_EQ(cut(llama(71, 1), Step(3, 2, 500)).regime, kPrefill);
 }
 
 TEST(Cut, TheLastChunkOfALongPromptIsNotLeftToAFewMultiprocessors) {
@@ -106,8 +106,8 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
   const DeviceInfo device = describe_device("h200");
   const AttentionSpec spec = llama();
   const auto policy_of = [&](const AttentionSpec& spec) {
-    std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    std::array<Tile, kNumRegimes> tiles;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
     return gpu::cut_policy(spec, device, tiles, false)[kDecode];
   };
   const SchedulePolicy policy = policy_of(spec);
@@ -151,8 +151,8 @@ TEST(Cut, RunsKeepTheMultiprocessorsBusyWithFewItems) {
 TEST(Cut, FewHeadsGetLongRuns) {
   const DeviceInfo device = describe_device("h200");
   const AttentionSpec spec = llama(8, 1);
-  std::array<Tile, kNumShapes> tiles;
-  for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+  std::array<Tile, kNumRegimes> tiles;
+  for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
   const SchedulePolicy policy = gpu::cut_policy(spec, device, tiles, false)[kDecode];
   const auto items_each = [&](int reqs, int context) {
     Schedule s;
@@ -171,8 +171,8 @@ TEST(Cut, FewHeadsGetLongRuns) {
 TEST(Cut, VerifyHasTwoTilesOfARequestWhereTheSecondIsWorthIt) {
   const DeviceInfo device = describe_device("h200");
   const auto most = [&](const AttentionSpec& spec) {
-    std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    std::array<Tile, kNumRegimes> tiles;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
     const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
     EXPECT_EQ(policies[kPrefill].min_q, policies[kVerify].max_q + 1);
     return policies[kVerify].max_q;
@@ -192,8 +192,8 @@ TEST(Cut, TilesOfARequestStandTogether) {
   constexpr int kReqs = 8, kKeys = 16384;
   for (const int group : {5, 6, 7, 8}) {
     const AttentionSpec spec = llama(4 * group, 4);
-    std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    std::array<Tile, kNumRegimes> tiles;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
     const SchedulePolicy policy = gpu::cut_policy(spec, device, tiles, false)[kVerify];
     for (int q_len = policy.tile_q + 1; q_len <= policy.max_q; ++q_len) {
       Schedule s;
@@ -220,8 +220,8 @@ TEST(Cut, ChunksBesideEachOtherFillTheMultiprocessors) {
     int requests, context, least_blocks;
   } const kSteps[] = {{llama(4, 1), 2, 8192, 120}, {llama(4, 4), 2, 8192, 120}, {narrow, 2, 8192, 120}, {window, 1, 4096, 32}};
   for (const auto& [spec, requests, context, least_blocks] : kSteps) {
-    std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    std::array<Tile, kNumRegimes> tiles;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
     Schedule s;
     schedule(Step(requests, 512, context).view(), spec.mask, gpu::cut_policy(spec, device, tiles, false)[kPrefill], s);
     EXPECT_GE(int(s.work.size()) * spec.num_kv_heads, least_blocks) << spec.str();
@@ -232,8 +232,8 @@ TEST(Cut, ChunksBesideEachOtherFillTheMultiprocessors) {
 TEST(Cut, PrefillMakesRunsWhereOthersKeepTheMultiprocessorsBusy) {
   const DeviceInfo device = describe_device("h200");
   const auto prefill = [&](const AttentionSpec& spec, const Step& step) {
-    std::array<Tile, kNumShapes> tiles;
-    for (const Shape shape : kShapes) tiles[shape] = kernels_sm90.shape(arch_of(device), spec, shape).tile;
+    std::array<Tile, kNumRegimes> tiles;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels_sm90.kernel(arch_of(device), spec, regime).tile;
     const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
     EXPECT_LE(policies[kPrefill].max_splits, policies[kPrefill].most_in_run) << "pieces for which an item has no run";
     Schedule s;
@@ -261,9 +261,9 @@ TEST(Cut, MemoryIsBounded) {
   for (const auto& [q_heads, kv_heads] : {std::pair{32, 8}, {64, 8}, {8, 1}, {32, 32}, {71, 1}, {128, 8}})
     for (const PlanLimits& limits : {PlanLimits{}, PlanLimits{.max_num_reqs = 256, .max_num_tokens = 256, .max_query_len = 1}}) {
       const AttentionSpec spec = llama(q_heads, kv_heads);
-      std::array<Tile, kNumShapes> tiles;
+      std::array<Tile, kNumRegimes> tiles;
       for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90}) {
-        for (const Shape shape : kShapes) tiles[shape] = kernels->shape(arch_of(device), spec, shape).tile;
+        for (const Regime regime : kRegimes) tiles[regime] = kernels->kernel(arch_of(device), spec, regime).tile;
         const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
         const int64_t rows = partial_rows_bound(policies, limits);
         const double mib = double(rows) * q_heads * (128 + 2) * 4 / (1 << 20);
@@ -295,8 +295,8 @@ TEST(Cut, HeadsStandTogetherAsL2HasRoom) {
 TEST(Cut, ByLoadGivesAnEqualShareToEach) {
   const DeviceInfo device = describe_device("h200");
   const AttentionSpec spec = llama();
-  std::array<Tile, kNumShapes> tiles;
-  for (const Shape shape : kShapes) tiles[shape] = kernels_sm80.shape(arch_of(device), spec, shape).tile;
+  std::array<Tile, kNumRegimes> tiles;
+  for (const Regime regime : kRegimes) tiles[regime] = kernels_sm80.kernel(arch_of(device), spec, regime).tile;
   const CutPolicy policies = gpu::cut_policy(spec, device, tiles, true);
   Schedule s;
   Step step(63, 1, 1024);

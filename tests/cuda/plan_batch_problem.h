@@ -23,7 +23,7 @@ struct PlanBatchProblem {
   Mask mask;
   bool queries_are_keys = true;
   CutPolicy policies;
-  long l2_keys[kNumShapes];
+  long l2_keys[kNumRegimes];
   int num_kv_heads;
   std::vector<int> starts{0}, lens, kv_starts;
   std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
@@ -45,11 +45,11 @@ struct PlanBatchProblem {
     const int kind = below(4);  // decode, verify, mixed twice
     if (kind == 0 && below(2) == 0) limits.max_query_len = 1;
     const DeviceInfo device = describe_device("h200");
-    std::array<Tile, kNumShapes> tiles;
+    std::array<Tile, kNumRegimes> tiles;
     const AttentionKernels& kernels = limits.max_num_tokens % 2 ? kernels_sm80 : kernels_sm90;  // with runs in prefill
-    for (const Shape shape : kShapes) tiles[shape] = kernels.shape(arch_of(device), spec, shape).tile;
+    for (const Regime regime : kRegimes) tiles[regime] = kernels.kernel(arch_of(device), spec, regime).tile;
     policies = gpu::cut_policy(spec, device, tiles, false);
-    for (const Shape shape : kShapes) l2_keys[shape] = below(2) ? below(1 << below(24)) : 0;
+    for (const Regime regime : kRegimes) l2_keys[regime] = below(2) ? below(1 << below(24)) : 0;
     num_kv_heads = kv_heads;
 
     const int longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
@@ -68,11 +68,11 @@ struct PlanBatchProblem {
     for (int r = 0; r < num_reqs(); ++r) mask_bytes += mask_rows(r);
     if (spoil && below(2) == 0) mask_bytes -= mask_bytes / 4;
     judge();
-    for (const Shape shape : {kDecode, kVerify}) {
-      policies[shape].runs = below(4) > 0;
-      if (below(3) == 0) policies[shape].most_in_run = kMostInRun / kPiecesTogether;
-      policies[shape].most_partial_rows = below(2) == 0 ? 0 : 1 + below(40);
-      if (below(3) == 0) policies[shape].tile_q = 1 + below(3);  // several items of a request
+    for (const Regime regime : {kDecode, kVerify}) {
+      policies[regime].runs = below(4) > 0;
+      if (below(3) == 0) policies[regime].most_in_run = kMostInRun / kPiecesTogether;
+      policies[regime].most_partial_rows = below(2) == 0 ? 0 : 1 + below(40);
+      if (below(3) == 0) policies[regime].tile_q = 1 + below(3);  // several items of a request
     }
   }
 
@@ -83,9 +83,9 @@ struct PlanBatchProblem {
     ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken;
     ArrayOf<long> block_start, custom_start;
     ArrayOf<CutItem> items;
-    ArrayOf<WorkItem> work[kPlanShapes];
-    ArrayOf<MergeItem> merges[kPlanShapes];
-    ArrayOf<PlanCounts> counts[kPlanShapes];
+    ArrayOf<WorkItem> work[kPlanRegimes];
+    ArrayOf<MergeItem> merges[kPlanRegimes];
+    ArrayOf<PlanCounts> counts[kPlanRegimes];
     ArrayOf<FlatCounts> flat;
   };
   Layout layout() const {
@@ -95,10 +95,10 @@ struct PlanBatchProblem {
     l.query_start = l.add<int>(reqs + 1), l.seq_lens = l.add<int>(reqs), l.item_start = l.add<int>(reqs),
     l.broken = l.add<int>(kNumBatchRules);
     l.block_start = l.add<long>(reqs), l.custom_start = l.add<long>(mask.custom ? reqs : 0);
-    for (const Shape shape : kShapes) {
-      const ScheduleBounds bounds = schedule_bounds(policies[shape], limits);
-      l.work[shape] = l.add<WorkItem>(bounds.num_work), l.counts[shape] = l.add<PlanCounts>(1);
-      l.merges[shape] = l.add<MergeItem>(bounds.num_merges);
+    for (const Regime regime : kRegimes) {
+      const ScheduleBounds bounds = schedule_bounds(policies[regime], limits);
+      l.work[regime] = l.add<WorkItem>(bounds.num_work), l.counts[regime] = l.add<PlanCounts>(1);
+      l.merges[regime] = l.add<MergeItem>(bounds.num_merges);
     }
     l.items = l.add<CutItem>(limits.max_num_tokens);
     l.flat = l.add<FlatCounts>(1);
@@ -128,19 +128,19 @@ struct PlanBatchProblem {
     p.query_start = at(l.query_start), p.seq_lens = at(l.seq_lens);
     p.block_start = at(l.block_start), p.custom_start = mask.custom ? at(l.custom_start) : nullptr;
     p.item_start = at(l.item_start), p.items = at(l.items), p.broken = at(l.broken), p.flat = at(l.flat);
-    for (const Shape shape : kShapes)
-      p.shapes[shape] = {cut_rules(mask, policies[shape]), l.work[shape].capacity > 0 ? at(l.work[shape]) : nullptr, at(l.merges[shape]),
-                         at(l.counts[shape]), l2_keys[shape]};
+    for (const Regime regime : kRegimes)
+      p.regimes[regime] = {cut_rules(mask, policies[regime]), l.work[regime].capacity > 0 ? at(l.work[regime]) : nullptr,
+                           at(l.merges[regime]), at(l.counts[regime]), l2_keys[regime]};
     return p;
   }
 
-  // The lists of the shapes.
+  // The lists of the regimes.
   std::vector<Schedule> expected() const {
-    std::vector<Schedule> lists(kNumShapes);
+    std::vector<Schedule> lists(kNumRegimes);
     int rows = 0;
-    for (const Shape shape : kShapes) {
-      if (broken[kStartsRise] == 0) lists[shape] = schedule_of(policies[shape], rows);
-      rows += lists[shape].num_partial_rows;
+    for (const Regime regime : kRegimes) {
+      if (broken[kStartsRise] == 0) lists[regime] = schedule_of(policies[regime], rows);
+      rows += lists[regime].num_partial_rows;
     }
     return lists;
   }
@@ -177,32 +177,32 @@ struct PlanBatchProblem {
     EXPECT_EQ(std::memcmp(&flat.over_cache, bytes.data() + l.counts[kPrefill].offset, sizeof flat.over_cache), 0);
     EXPECT_EQ(flat.over_flat.num_work, 0);
     EXPECT_EQ(flat.num_blocks, 0);
-    for (const Shape shape : kShapes) {
-      const PlanCounts counts = values(l.counts[shape], 1)[0];
-      const std::vector<WorkItem>& work = lists[shape].work;
-      const std::vector<MergeItem>& merges = lists[shape].merges;
-      ASSERT_EQ(counts.num_work, int(work.size())) << "shape " << shape;
-      ASSERT_EQ(counts.num_merges, int(merges.size())) << "shape " << shape;
-      ASSERT_LE(merges.size(), l.merges[shape].capacity);
+    for (const Regime regime : kRegimes) {
+      const PlanCounts counts = values(l.counts[regime], 1)[0];
+      const std::vector<WorkItem>& work = lists[regime].work;
+      const std::vector<MergeItem>& merges = lists[regime].merges;
+      ASSERT_EQ(counts.num_work, int(work.size())) << "regime " << regime;
+      ASSERT_EQ(counts.num_merges, int(merges.size())) << "regime " << regime;
+      ASSERT_LE(merges.size(), l.merges[regime].capacity);
       EXPECT_EQ(counts.num_tokens, fall ? 0 : std::min(starts.back(), limits.max_num_tokens));
       EXPECT_EQ(counts.num_reqs, num_reqs());
       long keys = 0;
       for (size_t r = 0; r < reqs; ++r)
-        if (!left_out[r] && starts[r + 1] - starts[r] >= policies[shape].min_q && starts[r + 1] - starts[r] <= policies[shape].max_q)
+        if (!left_out[r] && starts[r + 1] - starts[r] >= policies[regime].min_q && starts[r + 1] - starts[r] <= policies[regime].max_q)
           keys += lens[r];
       if (!work.empty()) {
-        const auto fit = uint64_t(std::max(l2_keys[shape] / std::max(keys, 1l), 1l)), heads = uint64_t(num_kv_heads);
+        const auto fit = uint64_t(std::max(l2_keys[regime] / std::max(keys, 1l), 1l)), heads = uint64_t(num_kv_heads);
         EXPECT_EQ(uint64_t(counts.heads_together), fit < heads ? std::bit_floor(fit) : heads);
       }
-      const std::vector<WorkItem> got = values(l.work[shape], work.size());
+      const std::vector<WorkItem> got = values(l.work[regime], work.size());
       for (size_t i = 0; i < got.size(); ++i)
-        ASSERT_EQ(std::memcmp(&got[i], &work[i], sizeof got[i]), 0) << "shape " << shape << ", item " << i << " of " << got.size();
-      EXPECT_TRUE(untouched(l.work[shape], work.size())) << "shape " << shape;
-      const std::vector<MergeItem> joined = values(l.merges[shape], merges.size());
+        ASSERT_EQ(std::memcmp(&got[i], &work[i], sizeof got[i]), 0) << "regime " << regime << ", item " << i << " of " << got.size();
+      EXPECT_TRUE(untouched(l.work[regime], work.size())) << "regime " << regime;
+      const std::vector<MergeItem> joined = values(l.merges[regime], merges.size());
       for (size_t i = 0; i < joined.size(); ++i)
-        ASSERT_EQ(std::memcmp(&joined[i], &merges[i], sizeof joined[i]), 0) << "shape " << shape << ", merge " << i;
-      if (policies[shape].most_partial_rows == 0) {
-        EXPECT_TRUE(untouched(l.merges[shape], merges.size())) << "shape " << shape;
+        ASSERT_EQ(std::memcmp(&joined[i], &merges[i], sizeof joined[i]), 0) << "regime " << regime << ", merge " << i;
+      if (policies[regime].most_partial_rows == 0) {
+        EXPECT_TRUE(untouched(l.merges[regime], merges.size())) << "regime " << regime;
       }
     }
   }

@@ -29,7 +29,8 @@ struct NamedRequests {
   const char* name;
   const Requests& requests;
 };
-inline const NamedRequests kPhases[] = {
+// The kinds of step; docs/terms.md says what they are.
+inline const NamedRequests kSteps[] = {
     {"decode", kDecode}, {"prefill", kPrefill}, {"chunked", kChunked}, {"verify", kVerify}, {"mixed", kMixed}};
 
 // Collects cases; gives each its seed and its requests their ids.

@@ -31,19 +31,19 @@ void add_lengths(CaseTable& table) {
 void add_dtypes(CaseTable& table) {
   for (DType q : {DType::f32, DType::bf16, DType::f16})
     for (DType kv : {DType::f32, DType::bf16, DType::f16, DType::fp8_e4m3, DType::fp8_e5m2})
-      for (const NamedRequests& phase : kPhases)
-        table.add(fmt::format("dtype_{}_{}_{}", to_string(q), to_string(kv), phase.name), 3, 2, {64, 48}, {q, kv}, phase.requests);
+      for (const NamedRequests& step : kSteps)
+        table.add(fmt::format("dtype_{}_{}_{}", to_string(q), to_string(kv), step.name), 3, 2, {64, 48}, {q, kv}, step.requests);
   for (DType kv : {DType::fp8_e4m3, DType::fp8_e5m2})
-    for (const NamedRequests& phase : kPhases) {
-      table.add(fmt::format("dtype_heads_{}_{}", to_string(kv), phase.name), 2, 3, {64, 64}, {DType::bf16, kv}, phase.requests)
+    for (const NamedRequests& step : kSteps) {
+      table.add(fmt::format("dtype_heads_{}_{}", to_string(kv), step.name), 2, 3, {64, 64}, {DType::bf16, kv}, step.requests)
           .scale_per_head = true;
       // Saturates: values beyond 448 (57344) times the scale are cut.
-      table.add(fmt::format("dtype_saturated_{}_{}", to_string(kv), phase.name), 2, 1, {64, 64}, {DType::bf16, kv}, phase.requests)
-          .kv_scale = kv == DType::fp8_e4m3 ? 0.004f : 0.00003f;
+      table.add(fmt::format("dtype_saturated_{}_{}", to_string(kv), step.name), 2, 1, {64, 64}, {DType::bf16, kv}, step.requests).kv_scale =
+          kv == DType::fp8_e4m3 ? 0.004f : 0.00003f;
     }
-  for (const NamedRequests& phase : kPhases)  // a peaked softmax shows errors of the logits
+  for (const NamedRequests& step : kSteps)  // a peaked softmax shows errors of the logits
     for (DTypes types : {kDTypes[0], kDTypes[1], kDTypes[2]})
-      table.add(fmt::format("dtype_peaked_{}_{}", to_string(types.q), phase.name), 2, 1, {128, 128}, types, phase.requests).q_gain = 6.f;
+      table.add(fmt::format("dtype_peaked_{}_{}", to_string(types.q), step.name), 2, 1, {128, 128}, types, step.requests).q_gain = 6.f;
 }
 
 struct NamedMask {
@@ -71,8 +71,8 @@ void add_masks(CaseTable& table) {
       {"custom_window", {.causal = true, .window_left = 30, .custom = true}, CustomPattern::random},
   };
   for (const NamedMask& m : masks)
-    for (const NamedRequests& phase : kPhases) {
-      Case& c = table.add(fmt::format("mask_{}_{}", m.name, phase.name), 4, 1, {64, 64}, table.types(), phase.requests);
+    for (const NamedRequests& step : kSteps) {
+      Case& c = table.add(fmt::format("mask_{}_{}", m.name, step.name), 4, 1, {64, 64}, table.types(), step.requests);
       c.spec.mask = m.mask;
       c.custom = m.custom;
     }
@@ -136,9 +136,9 @@ void add_scores(CaseTable& table) {
       {"relative_sinks", {.relative_buckets = 16, .relative_max_distance = 40, .sinks = true}},
   };
   for (const NamedScore& s : scores)
-    for (const NamedRequests& phase : kPhases)
+    for (const NamedRequests& step : kSteps)
       for (int group : {1, 6}) {
-        Case& c = table.add(fmt::format("score_{}_g{}_{}", s.name, group, phase.name), group, 2, {64, 64}, table.types(), phase.requests);
+        Case& c = table.add(fmt::format("score_{}_g{}_{}", s.name, group, step.name), group, 2, {64, 64}, table.types(), step.requests);
         c.spec.score = s.score;
         c.spec.mask.window_left = s.window_left;
         c.spec.mask.causal = s.causal;

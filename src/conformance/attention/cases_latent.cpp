@@ -1,5 +1,5 @@
-// Values that are the first elements of their keys (KvFormat::latent): the shapes of latent attention, each phase, whatever hides or weighs
-// logits, pages, and element types. Formats that store values by themselves run these cases too.
+// Values that are the first elements of their keys (KvFormat::latent): the shapes of latent attention, each kind of step, whatever hides or
+// weighs logits, pages, and element types. Formats that store values by themselves run these cases too.
 #include "conformance/attention/case_table.h"
 
 namespace imbrex {
@@ -20,11 +20,11 @@ void add_latent_cases(CaseTable& table) {
   };
   const Shape shapes[] = {{{576, 512}, 12, 1}, {{320, 256}, 5, 2}, {{128, 64}, 4, 2}, {{96, 96}, 3, 1}, {{72, 40}, 1, 3}};
   for (const Shape& s : shapes)
-    for (const NamedRequests& phase : kPhases)
-      add_latent(table, fmt::format("{}_{}", dims_name(s.dims), phase.name), s.group, s.kv_heads, s.dims, table.types(), phase.requests);
+    for (const NamedRequests& step : kSteps)
+      add_latent(table, fmt::format("{}_{}", dims_name(s.dims), step.name), s.group, s.kv_heads, s.dims, table.types(), step.requests);
   for (const DTypes types : {kDTypes[0], kDTypes[3], DTypes{DType::f16, DType::f16}})  // as DeepSeek's layers are, in pages of engines
-    for (const NamedRequests& phase : {kPhases[0], kPhases[3]})
-      add_latent(table, fmt::format("d576_512_g32_{}_{}", to_string(types.kv), phase.name), 32, 1, {576, 512}, types, phase.requests)
+    for (const NamedRequests& step : {kSteps[0], kSteps[3]})
+      add_latent(table, fmt::format("d576_512_g32_{}_{}", to_string(types.kv), step.name), 32, 1, {576, 512}, types, step.requests)
           .spec.block_size = 64;
 
   const NamedFeature features[] = {
@@ -43,8 +43,8 @@ void add_latent_cases(CaseTable& table) {
       {"spike", 1, kDTypes[0], [](Case& c) { c.values = ValuePattern::spike; }},
   };
   for (const NamedFeature& f : features)
-    for (const NamedRequests& phase : {kPhases[0], kPhases[2], kPhases[4]})
-      f.set(add_latent(table, fmt::format("{}_{}", f.name, phase.name), 4, f.kv_heads, {128, 64}, f.types, phase.requests));
+    for (const NamedRequests& step : {kSteps[0], kSteps[2], kSteps[4]})
+      f.set(add_latent(table, fmt::format("{}_{}", f.name, step.name), 4, f.kv_heads, {128, 64}, f.types, step.requests));
 
   for (const int block_size : {0, 1, 16, 64})
     for (const char* order : {"lbhtd", "lbthd", "lbhdt"}) {

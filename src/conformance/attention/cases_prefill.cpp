@@ -35,12 +35,12 @@ void add_prefills(CaseTable& table) {
     }
 }
 
-// Queries in e4m3, which a kernel may multiply as they are: every phase, then prefill of several tiles of 128 rows and of 192 keys.
+// Queries in e4m3, which a kernel may multiply as they are: every kind of step, then prefill of several tiles of 128 rows and of 192 keys.
 void add_fp8_queries(CaseTable& table) {
   constexpr DTypes kE4m3{DType::fp8_e4m3, DType::fp8_e4m3};
-  for (const NamedRequests& phase : kPhases) {
-    table.add(fmt::format("dtype_e4m3_{}", phase.name), 3, 2, {64, 48}, kE4m3, phase.requests).out_dtype = DType::f16;
-    table.add(fmt::format("dtype_e4m3_heads_{}", phase.name), 2, 3, {128, 128}, kE4m3, phase.requests).scale_per_head = true;
+  for (const NamedRequests& step : kSteps) {
+    table.add(fmt::format("dtype_e4m3_{}", step.name), 3, 2, {64, 48}, kE4m3, step.requests).out_dtype = DType::f16;
+    table.add(fmt::format("dtype_e4m3_heads_{}", step.name), 2, 3, {128, 128}, kE4m3, step.requests).scale_per_head = true;
   }
   const NamedFeature features[] = {
       {"causal", 1, kE4m3, [](Case&) {}},

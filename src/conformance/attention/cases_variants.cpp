@@ -1,5 +1,5 @@
-// Variants of a mask and of a position bias: chunks with a lookback, and ALiBi by square roots. In every phase, in encoders, and in prefill
-// of several tiles.
+// Variants of a mask and of a position bias: chunks with a lookback, and ALiBi by square roots. In every kind of step, in encoders, and in
+// prefill of several tiles.
 #include "conformance/attention/case_table.h"
 
 namespace imbrex {
@@ -21,10 +21,10 @@ void add_variant_cases(CaseTable& table) {
       {"score_alibi_sqrt_lookback", {.chunk = 24, .chunk_lookback = 1}, {.alibi = true, .alibi_sqrt = true}},
   };
   for (const Variant& v : variants)
-    for (const NamedRequests& phase : kPhases) {
+    for (const NamedRequests& step : kSteps) {
       const size_t i = table.cases.size();
-      Case& c = table.add(fmt::format("{}_{}", v.name, phase.name), i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, {64, 64}, table.types(),
-                          phase.requests);
+      Case& c = table.add(fmt::format("{}_{}", v.name, step.name), i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, {64, 64}, table.types(),
+                          step.requests);
       c.spec.mask = v.mask;
       c.spec.score = v.score;
     }

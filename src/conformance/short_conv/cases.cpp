@@ -14,15 +14,16 @@ using ConvRequests = std::vector<ShortConvCaseRequest>;
 constexpr DType kConvTypes[] = {DType::bf16, DType::f32, DType::f16};
 constexpr int kConvDims[] = {64, 100, 7, 2048, 1}, kConvWidths[] = {3, 4, 2, 8};
 
-struct ConvPhase {
+// A kind of step, or of steps that compute the same requests in chunks.
+struct ConvSteps {
   const char* name;
   ConvRequests requests;
   int chunk = 0, num_drafts = 0;
 };
 
 // Lengths around 64, which CPU kernels cut at, and around multiples of 16 and 128.
-const std::vector<ConvPhase>& conv_phases() {
-  static const std::vector<ConvPhase> all{
+const std::vector<ConvSteps>& conv_steps() {
+  static const std::vector<ConvSteps> all{
       {"prefill", {{70}, {3}, {128}, {1}}},
       {"history", {{65, 40}, {2, 1}, {130, 7}, {1, 300}}},
       {"chunked", {{150}, {33, 20}, {5}, {64, 64}}, 37},
@@ -53,45 +54,45 @@ struct ConvTable {
     cases.push_back(std::move(c));
     return cases.back();
   }
-  ShortConvCase& add(const std::string& name, ShortConvSpec spec, const ConvPhase& phase) {
-    spec.num_drafts = phase.num_drafts;
-    ShortConvCase& c = add(name + "_" + phase.name, spec, phase.requests);
-    c.chunk = phase.chunk;
+  ShortConvCase& add(const std::string& name, ShortConvSpec spec, const ConvSteps& steps) {
+    spec.num_drafts = steps.num_drafts;
+    ShortConvCase& c = add(name + "_" + steps.name, spec, steps.requests);
+    c.chunk = steps.chunk;
     return c;
   }
 };
 
 void add_axes(ConvTable& table) {
-  for (const ConvPhase& phase : conv_phases()) {
+  for (const ConvSteps& steps : conv_steps()) {
     for (const DType dtype : kConvTypes) {
       ShortConvSpec spec = table.next_spec();
       spec.dtype = dtype;
-      table.add(fmt::format("dtype_{}", to_string(dtype)), spec, phase);
+      table.add(fmt::format("dtype_{}", to_string(dtype)), spec, steps);
       spec.bias = true;
-      table.add(fmt::format("bias_{}", to_string(dtype)), spec, phase);
+      table.add(fmt::format("bias_{}", to_string(dtype)), spec, steps);
     }
     for (int width = 2; width <= 8; ++width) {
       ShortConvSpec spec = table.next_spec();
       spec.width = width;
-      table.add(fmt::format("width_{}", width), spec, phase);
+      table.add(fmt::format("width_{}", width), spec, steps);
     }
     // Around the widths of vectors, and around the 1024 channels of a CPU kernel's call.
     for (const int dim : {1, 7, 16, 33, 64, 100, 513, 1024, 1030, 2048, 2600}) {
       ShortConvSpec spec = table.next_spec();
       spec.dim = dim;
-      table.add(fmt::format("dim_{}", dim), spec, phase);
+      table.add(fmt::format("dim_{}", dim), spec, steps);
     }
     for (const Gaps gaps : {Gaps::none, Gaps::aligned, Gaps::odd})
-      table.add(fmt::format("gaps_{}", to_string(gaps)), table.next_spec(), phase).gaps = gaps;
+      table.add(fmt::format("gaps_{}", to_string(gaps)), table.next_spec(), steps).gaps = gaps;
     for (const auto& [name, values] : {std::pair{"steep", ShortConvValues::steep}, {"tiny", ShortConvValues::tiny}})
       for (const DType dtype : kConvTypes) {
         ShortConvSpec spec = table.next_spec();
         spec.dtype = dtype;
-        table.add(fmt::format("values_{}_{}", name, to_string(dtype)), spec, phase).values = values;
+        table.add(fmt::format("values_{}_{}", name, to_string(dtype)), spec, steps).values = values;
       }
     ShortConvSpec half = table.next_spec();
     half.dtype = DType::f16;
-    table.add("values_large_f16", half, phase).values = ShortConvValues::large;
+    table.add("values_large_f16", half, steps).values = ShortConvValues::large;
   }
 }
 

@@ -12,17 +12,17 @@
 namespace imbrex::cuda {
 
 using gpu::CutPolicy;
-using gpu::kNumShapes;
-using gpu::kShapes;
-using gpu::Shape;
+using gpu::kNumRegimes;
+using gpu::kRegimes;
+using gpu::Regime;
 using gpu::Tile;
-using enum gpu::Shape;
+using enum gpu::Regime;
 
 struct AttentionMaps;  // attention_sm90.h
 using MakeMaps = bool(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 
-// How an attention kernel runs items of a shape.
-struct ShapeKernel {
+// The kernel of a regime, and how it is launched.
+struct RegimeKernel {
   const char* entry = nullptr;
   Tile tile;                 // rows 0: it does not run them
   unsigned threads = 0;      // of a thread block
@@ -38,11 +38,11 @@ struct ShapeKernel {
 // The kernels of one backend, in which its plans differ from those of others.
 struct AttentionKernels {
   const char* backend;  // "cuda_sm80"
-  ShapeKernel (*shape)(std::string_view arch, const AttentionSpec&, Shape);
-  KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Shape, DType out);
+  RegimeKernel (*kernel)(std::string_view arch, const AttentionSpec&, Regime);
+  KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Regime, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, and over flat keys (flat_kv.h). Null:
-  // no shape takes maps; keys are never made flat.
+  // no regime takes maps; keys are never made flat.
   const AttentionKernels *without_maps, *flat;
 };
 

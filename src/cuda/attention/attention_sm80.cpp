@@ -108,8 +108,8 @@ std::optional<AttentionTiles> prefill_tiles(const SharedMemory& memory, const At
 
 namespace {
 
-std::optional<AttentionTiles> tiles_of(const SharedMemory& memory, const AttentionSpec& spec, Phase phase, int rows) {
-  if (phase != Phase::decode) return prefill_tiles(memory, spec);
+std::optional<AttentionTiles> tiles_of(const SharedMemory& memory, const AttentionSpec& spec, gpu::Regime regime, int rows) {
+  if (regime == gpu::kPrefill) return prefill_tiles(memory, spec);
   const int wanted = std::max(rows, std::min(spec.group_size(), 64));
   for (int most = wanted <= 16 ? 16 : wanted <= 32 ? 32 : 64; most >= 16; most /= 2)
     if (const auto tiles = decode_tiles(memory, spec, most)) return tiles;
@@ -118,12 +118,12 @@ std::optional<AttentionTiles> tiles_of(const SharedMemory& memory, const Attenti
 
 }  // namespace
 
-std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, Phase phase, int rows) {
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, gpu::Regime regime, int rows) {
   const SharedMemory memory = shared_memory_of(arch);
   // A latent has the tiles of a cache that stores both, and so its bits. What the values leave free holds more tiles at a time.
   AttentionSpec stored = spec;
   if (codec_of(spec).values_in_keys) stored.kv_format = KvFormat::strided;
-  std::optional<AttentionTiles> tiles = tiles_of(memory, stored, phase, rows);
+  std::optional<AttentionTiles> tiles = tiles_of(memory, stored, regime, rows);
   constexpr int kMostStages = 4;
   while (tiles && values_are_there(spec, *tiles) && tiles->stages < kMostStages) {
     AttentionTiles deeper = *tiles;

@@ -1,10 +1,10 @@
 #pragma once
-// Which specialisation of attention_sm80.cu runs a layer: tiles by architecture, spec and shape of the kernel. Pure functions.
+// Which specialisation of attention_sm80.cu runs a layer: tiles by architecture, spec and regime. Pure functions.
 #include <optional>
 #include <string_view>
 
 #include "cuda/driver/jit.h"
-#include "imbrex/family.h"
+#include "gpu/cut.h"
 #include "imbrex/spec.h"
 
 namespace imbrex::cuda {
@@ -20,10 +20,10 @@ struct AttentionTiles {
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };
 
-// Tiles of decode have few rows: warps share out the keys, and the memory sets the pace. In those of prefill (and of Phase::any) they share
-// out the rows. Decode has 16, 32 or 64 rows: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a
-// larger group in parts). nullopt: nothing fits the shared memory of the architecture.
-std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, Phase, int rows = 1);
+// Tiles of decode and verify have few rows: warps share out the keys, and the memory sets the pace. In those of prefill they share out the
+// rows. Few are 16, 32 or 64: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a larger group in
+// parts). nullopt: nothing fits the shared memory of the architecture.
+std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, gpu::Regime, int rows = 1);
 
 // Shared memory of a thread block, bytes.
 int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);

@@ -16,28 +16,28 @@ constexpr SizeName kSizes[] = {{"kTileRows", "tile_rows"}, {"kTileKeys", "tile_k
                                {"kStages", "stages"},      {"kValueStages", "value_stages"}, {"kRowWarps", "row_warps"},
                                {"kKeyWarps", "key_warps"}, {"kDimWarps", "dim_warps"},       {"kBlocks", "blocks"}};
 
-constexpr const char* kShapeNames[kNumShapes] = {"decode", "verify", "prefill"};
+constexpr const char* kRegimeNames[kNumRegimes] = {"decode", "verify", "prefill"};
 
 }  // namespace
 
 std::vector<KernelChoice> kernel_choices(const AttentionKernels& kernels, const AttentionSpec& spec, const DeviceInfo& device) {
   const std::string arch = arch_of(device);
-  std::array<ShapeKernel, kNumShapes> shapes;
-  std::array<Tile, kNumShapes> tiles;
-  for (const Shape shape : kShapes) tiles[shape] = (shapes[shape] = kernels.shape(arch, spec, shape)).tile;
+  std::array<RegimeKernel, kNumRegimes> regimes;
+  std::array<Tile, kNumRegimes> tiles;
+  for (const Regime regime : kRegimes) tiles[regime] = (regimes[regime] = kernels.kernel(arch, spec, regime)).tile;
   const CutPolicy policies = gpu::cut_policy(spec, device, tiles, false);
 
   std::vector<KernelChoice> choices;
-  for (const Shape shape : kShapes) {
-    const ShapeKernel& kernel = shapes[shape];
-    const SchedulePolicy& policy = policies[shape];
+  for (const Regime regime : kRegimes) {
+    const RegimeKernel& kernel = regimes[regime];
+    const SchedulePolicy& policy = policies[regime];
     if (kernel.tile.rows == 0 || policy.min_q > policy.max_q) continue;
-    KernelChoice choice{.requests = kShapeNames[shape],
+    KernelChoice choice{.requests = kRegimeNames[regime],
                         .least_queries = std::max(policy.min_q, 1),
                         .most_queries = policy.max_q,
                         .kernel = kernel.entry,
                         .sizes = {}};
-    const KernelKey key = kernels.attention(arch, spec, shape, spec.out_dtypes()[0]);
+    const KernelKey key = kernels.attention(arch, spec, regime, spec.out_dtypes()[0]);
     for (const auto& [constant, name] : kSizes) {
       const auto found = std::ranges::find(key.config, constant, &Constant::name);
       const int* const value = found == key.config.end() ? nullptr : std::get_if<int>(&found->value);

@@ -11,7 +11,7 @@ constexpr int kKeptItems = 64;
 static_assert(kEights <= kMergeThreads);
 
 struct SharedStorage {
-  MergeItem items[kPlanShapes][kKeptItems];  // the first of each list
+  MergeItem items[kPlanRegimes][kKeptItems];  // the first of each list
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
@@ -50,15 +50,15 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_launch();
   if (!p.lists_are_there) griddep_wait();
-  int items[kPlanShapes], ends[kPlanShapes], all = 0;  // of the lists, and where the tasks of each end, one list behind the other
+  int items[kPlanRegimes], ends[kPlanRegimes], all = 0;  // of the lists, and where the tasks of each end, one list behind the other
 #pragma unroll
-  for (int i = 0; i < kPlanShapes; ++i) {
+  for (int i = 0; i < kPlanRegimes; ++i) {
     const MergeList& list = p.merge_lists[i];
     items[i] = list.counts == nullptr ? 0 : list.counts->num_merges;
     ends[i] = all += items[i] * p.num_kv_heads * list.shares;
   }
 #pragma unroll
-  for (int i = 0; i < kPlanShapes; ++i) {
+  for (int i = 0; i < kPlanRegimes; ++i) {
     const int thread = int(threadIdx.x);
     if (thread < min(items[i], kKeptItems)) shared.items[i][thread] = p.merge_lists[i].items[thread];
   }
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   for (int task = int(blockIdx.x); task < all; task += int(gridDim.x)) {
     int list = 0, begin = 0, num_items = items[0];
 #pragma unroll
-    for (int i = 1; i < kPlanShapes; ++i)
+    for (int i = 1; i < kPlanRegimes; ++i)
       if (task >= ends[i - 1]) list = i, begin = ends[i - 1], num_items = items[i];
     // The first share of each item comes first: the last ones of items with few rows or splits have nothing to do, and lie at the end.
     const MergeList& from = p.merge_lists[list];

@@ -128,11 +128,11 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   p.seq_lens = m.device(arrays_.seq_lens);
   p.block_start = m.device(arrays_.block_start);
   p.custom_start = spec_.mask.custom ? m.device(arrays_.custom_start) : nullptr;
-  static_assert(kPlanShapes == kNumShapes);
-  for (const Shape shape : kShapes) {
-    const ShapePlan& s = shapes_[shape];
-    p.shapes[shape] = {cut_rules(spec_.mask, s.policy), s.bounds.num_work > 0 ? m.device(s.work) : nullptr, m.device(s.merges),
-                       m.device(s.counts), s.l2_keys};
+  static_assert(kPlanRegimes == kNumRegimes);
+  for (const Regime regime : kRegimes) {
+    const RegimePlan& s = regimes_[regime];
+    p.regimes[regime] = {cut_rules(spec_.mask, s.policy), s.bounds.num_work > 0 ? m.device(s.work) : nullptr, m.device(s.merges),
+                         m.device(s.counts), s.l2_keys};
   }
   p.flat = flat_ ? m.device(arrays_.flat_counts) : nullptr;
   device_plan_->launch(p, cu);

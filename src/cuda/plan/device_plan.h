@@ -16,7 +16,7 @@ KernelKey plan_batch_key(std::string_view arch);
 
 class DevicePlan {
  public:
-  // most_items: of the lists of one shape.
+  // most_items: of the lists of one regime.
   DevicePlan(const ContextPtr&, std::string_view arch, const AttentionSpec&, const PlanLimits&, int64_t most_items);
 
   // The batch's arrays under requests without tokens and keys, checked as far as the host sees them. Errors batch.*, update.device.

@@ -15,12 +15,12 @@ namespace {
 constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
 constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
 
-bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  return table.flat != nullptr && table.flat->shape(arch, spec, shape).entry != nullptr;
+bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  return table.flat != nullptr && table.flat->kernel(arch, spec, regime).entry != nullptr;
 }
 
 bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
-  return spec.mask.custom && table.shape(arch, spec, kPrefill).mask_teams > 0;
+  return spec.mask.custom && table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
 
 }  // namespace
@@ -29,12 +29,12 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
   std::vector<KernelKey> keys;
   if (!codec_of(spec).strided) return keys;
   for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
-    for (const Shape shape : kShapes) {
-      const ShapeKernel kernel = table.shape(arch, spec, shape);
+    for (const Regime regime : kRegimes) {
+      const RegimeKernel kernel = table.kernel(arch, spec, regime);
       if (kernel.tile.rows == 0) return {};
-      keys.push_back(table.attention(arch, spec, shape, out));
-      if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, shape, out));
-      if (has_flat(table, arch, spec, shape)) keys.push_back(table.flat->attention(arch, spec, shape, out));
+      keys.push_back(table.attention(arch, spec, regime, out));
+      if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
+      if (has_flat(table, arch, spec, regime)) keys.push_back(table.flat->attention(arch, spec, regime, out));
     }
     keys.push_back(table.merge(arch, spec, out));
   }
@@ -59,17 +59,17 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
         "computed on the host");
   const CurrentContext current(*context_);
   const PlanOutline planned = outline(table, spec, device, options);
-  for (const Shape shape : kShapes) {
-    static_cast<PlanOutline::OfShape&>(shapes_[shape]) = planned.shapes[shape];
-    shapes_[shape].l2_keys = gpu::keys_in_l2(spec, device, shape);
+  for (const Regime regime : kRegimes) {
+    static_cast<PlanOutline::OfRegime&>(regimes_[regime]) = planned.regimes[regime];
+    regimes_[regime].l2_keys = gpu::keys_in_l2(spec, device, regime);
   }
   mask_words_ = planned.mask_words, seen_tile_words_ = planned.seen_tile_words;
   scratch_ = planned.scratch;
   partial_rows_ = planned.partial_rows;
   name_kernels();
-  if (const ShapePlan& prefill = shapes_[kPrefill]; planned.flat.most_blocks > 0)
+  if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
-  several_kernels_ = flat_ != nullptr || std::ranges::count_if(shapes_, [](const ShapePlan& s) { return s.bounds.num_work > 0; }) > 1;
+  several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1;
   lay_out();
   workspace_->reserve(planned.scratch_bytes);
   // A step has at most max_num_tokens items, since every item has a query token.
@@ -88,23 +88,23 @@ void Plan::name_kernels() {
       if (!on_demand) now.push_back(&s);
     }
   };
-  const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Shape shape, bool on_demand) {
-    const ShapeKernel kernel = table.shape(arch_, spec_, shape);
+  const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Regime regime, bool on_demand) {
+    const RegimeKernel kernel = table.kernel(arch_, spec_, regime);
     name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand,
-         [&](DType out) { return table.attention(arch_, spec_, shape, out); });
+         [&](DType out) { return table.attention(arch_, spec_, regime, out); });
     for (Specialised& s : kernels) s.one_each = kernel.run_sums > 0;
   };
-  for (const Shape shape : kShapes) {
-    ShapePlan& s = shapes_[shape];
+  for (const Regime regime : kRegimes) {
+    RegimePlan& s = regimes_[regime];
     if (s.bounds.num_work == 0) continue;
-    name_attention(s.kernels, table_, shape, options_.load_on_demand);
-    if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, shape, options_.load_on_demand);
+    name_attention(s.kernels, table_, regime, options_.load_on_demand);
+    if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
-    s.mapless_joins = table_.without_maps->shape(arch_, spec_, shape).joins_pieces;
-    name_attention(s.without_maps, *table_.without_maps, shape, true);
+    s.mapless_joins = table_.without_maps->kernel(arch_, spec_, regime).joins_pieces;
+    name_attention(s.without_maps, *table_.without_maps, regime, true);
   }
-  const auto merges = [](const ShapePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
-  if (std::ranges::any_of(shapes_, merges))
+  const auto merges = [](const RegimePlan& s) { return !s.kernel.joins_pieces && s.bounds.num_merges > 0; };
+  if (std::ranges::any_of(regimes_, merges))
     name(merge_, "merge", kMergeThreads, 1, options_.load_on_demand, [&](DType out) { return table_.merge(arch_, spec_, out); });
   if (mask_words_ > 0) {
     pack_mask_.key = pack_mask_key(arch_, spec_), pack_mask_.entry = "pack_mask", pack_mask_.threads = kPackMaskThreads;
@@ -133,7 +133,7 @@ void Plan::lay_out() {
   const int64_t mask = spec_.mask.custom ? checked_mul("plan.scratch", tokens, limits.max_seq_len) : 0;
   // Arrays that every step sends come first, long ones last.
   ArrayLayout layout;
-  for (ShapePlan& s : shapes_) s.counts = layout.add<PlanCounts>(1);
+  for (RegimePlan& s : regimes_) s.counts = layout.add<PlanCounts>(1);
   arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
   arrays_.query_start = layout.add<int>(reqs + 1);
   arrays_.seq_lens = layout.add<int>(reqs);
@@ -142,8 +142,8 @@ void Plan::lay_out() {
   arrays_.flat_start = layout.add<long>(flat_ ? reqs : 0);
   arrays_.flat_first_keys = layout.add<int>(flat_ ? reqs : 0);
   arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
-  for (ShapePlan& s : shapes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
-  for (ShapePlan& s : shapes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
+  for (RegimePlan& s : regimes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
+  for (RegimePlan& s : regimes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));
@@ -153,8 +153,8 @@ void Plan::lay_out() {
       .block_ids = memory_->device(arrays_.block_ids),
       .custom_mask = memory_->device(arrays_.custom_mask),
       .slots = TensorView::contiguous(memory_->device(arrays_.slots), DType::i64, {int64_t(arrays_.slots.capacity)}, device_.device)};
-  size_t counters = kNumShapes;
-  for (ShapePlan& s : shapes_) {
+  size_t counters = kNumRegimes;
+  for (RegimePlan& s : regimes_) {
     s.arrivals = counters;
     if (s.kernel.joins_pieces) counters += size_t(s.bounds.num_merges) * size_t(spec_.num_kv_heads) * size_t(s.row_blocks);
   }

@@ -50,7 +50,7 @@ class Plan final : public StepPlan {
     bool one_each = false;  // one for each multiprocessor, though it could hold more: run_sums has room for these
   };
   using ByOutput = std::array<Specialised, kMostOutputs>;  // in the order of AttentionSpec::out_dtypes
-  struct ShapePlan : PlanOutline::OfShape {
+  struct RegimePlan : PlanOutline::OfRegime {
     long l2_keys = 0;  // keys_in_l2()
     ArrayOf<WorkItem> work;
     ArrayOf<MergeItem> merges;
@@ -59,7 +59,7 @@ class Plan final : public StepPlan {
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
     mutable ByOutput over_flat;     // what flat_kernel names
     bool mapless_joins = false;     // joins_pieces of without_maps
-    size_t arrivals = 0;            // where the shape's counters of pieces begin, in counters_
+    size_t arrivals = 0;            // where the regime's counters of pieces begin, in counters_
   };
   // The addresses of the batch's arrays for kernels: the plan's copies, or the caller's arrays on the device. An array that a batch does
   // not have keeps its last address.
@@ -71,7 +71,7 @@ class Plan final : public StepPlan {
   };
   // A step: what the host knows of the batch, and its cut.
   struct Step {
-    std::array<Schedule, kNumShapes> schedules;
+    std::array<Schedule, kNumRegimes> schedules;
     BatchArrays arrays;
     BatchReach reach;
     int num_tokens = 0;      // at most, where the lengths are on the device
@@ -113,7 +113,7 @@ class Plan final : public StepPlan {
   PlanOptions options_;
   std::string arch_;
   ContextPtr context_;
-  std::array<ShapePlan, kNumShapes> shapes_;
+  std::array<RegimePlan, kNumRegimes> regimes_;
   mutable ByOutput merge_;
   mutable Specialised pack_mask_;      // entry empty: not needed
   std::unique_ptr<WriteKv> write_kv_;  // null: no blocks
@@ -121,7 +121,7 @@ class Plan final : public StepPlan {
   std::unique_ptr<FlatKv> flat_;  // null: no need
   Arrays arrays_;
   std::unique_ptr<PlanArrays> memory_;
-  DeviceBuffer counters_;                     // a task of each shape, then arrivals
+  DeviceBuffer counters_;                     // a task of each regime, then arrivals
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
   Scratch scratch_;

@@ -17,8 +17,8 @@ struct Numbers {
 struct SharedStorage {
   long warp_sums[kMostPlanThreads / 32];
   int cursor[kCostBuckets];                  // splits of a bucket; then where its next split goes
-  int starts_fall, longest, queries, q_len;  // the last three: of the shape, as in Load
-  Numbers numbers[kPlanShapes];
+  int starts_fall, longest, queries, q_len;  // the last three: of the regime, as in Load
+  Numbers numbers[kPlanRegimes];
   int item_start[kNearRequests];
 };
 
@@ -109,9 +109,9 @@ DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
   __syncthreads();
 }
 
-// --- items of a shape
+// --- items of a regime
 
-// [num_reqs]: first of the request's items in the shape's list.
+// [num_reqs]: first of the request's items in the regime's list.
 DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.num_reqs <= kNearRequests ? s.item_start : p.item_start; }
 
 struct Placed {
@@ -120,8 +120,8 @@ struct Placed {
   Load load;  // where run_lengths() does
 };
 // Writes item_starts.
-DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, SharedStorage& s) {
-  const CutRules& rules = shape.rules;
+DEVICE Placed place_items(const PlanBatchParams& p, const RegimeLists& regime, SharedStorage& s) {
+  const CutRules& rules = regime.rules;
   int* const item_start = item_starts(p, s);
   int num_items = 0;
   long keys = 0, visible = 0;
@@ -143,7 +143,7 @@ DEVICE Placed place_items(const PlanBatchParams& p, const ShapeLists& shape, Sha
     if (r < p.num_reqs) item_start[r] = num_items + int(sums.before);
     num_items += int(sums.all);
   }
-  if (shape.l2_keys > 0) keys = sums_over_block(keys, s).all;
+  if (regime.l2_keys > 0) keys = sums_over_block(keys, s).all;
   if (rules.runs) {
     atomicMax(&s.longest, longest);
     atomicMax(&s.queries, queries);
@@ -170,8 +170,8 @@ DEVICE int request_of(const int* item_start, int num_reqs, int item) {
 
 // Writes items and merges, and counts the splits of each bucket. Partial rows begin with first_row, which moves on; returns the number of
 // merges.
-DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Placed& placed, int& first_row, SharedStorage& s) {
-  const CutRules& rules = shape.rules;
+DEVICE int cut_items(const PlanBatchParams& p, const RegimeLists& regime, const Placed& placed, int& first_row, SharedStorage& s) {
+  const CutRules& rules = regime.rules;
   const int num_items = placed.items;
   const int* const item_start = item_starts(p, s);
   RunLengths lengths = run_lengths(rules, placed.load);
@@ -199,7 +199,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
       if (rows > 0) {
         item.whole.partial = end_row + int(sums.before);
         item.whole.merge = num_merges + int(sums.before >> 32);
-        shape.merges[item.whole.merge] = merge_of(item);
+        regime.merges[item.whole.merge] = merge_of(item);
       }
       if (i < num_items) p.items[i] = item;
       end_row += int(sums.all);
@@ -211,7 +211,7 @@ DEVICE int cut_items(const PlanBatchParams& p, const ShapeLists& shape, const Pl
   }
 }
 
-// --- splits of a shape
+// --- splits of a regime
 
 // Replaces the number of splits in each bucket by the position of the first of them; returns the number of all splits.
 DEVICE int place_buckets(SharedStorage& s) {
@@ -266,27 +266,27 @@ DEVICE void write_equal(const CutItem* items, int first_kind, const EqualSplits&
   }
 }
 
-DEVICE void write_work(const PlanBatchParams& p, const ShapeLists& shape, int num_items, SharedStorage& s) {
+DEVICE void write_work(const PlanBatchParams& p, const RegimeLists& regime, int num_items, SharedStorage& s) {
   const int num_kinds = num_items * kSplitKinds;
   for (int first = 0; first < num_kinds; first += num_threads()) {
     const int i = first + int(threadIdx.x);
     EqualSplits equal{};
-    if (i < num_kinds) equal = equal_splits(p.items[i / kSplitKinds], i % kSplitKinds, shape.rules.cost_by_keys);
+    if (i < num_kinds) equal = equal_splits(p.items[i / kSplitKinds], i % kSplitKinds, regime.rules.cost_by_keys);
     const int warps = min(num_threads(), num_kinds - first + 31) / 32;
     const int at = place_equal(equal, warps, s);
-    write_equal(p.items, i - lane_id(), equal, at, shape.work);
+    write_equal(p.items, i - lane_id(), equal, at, regime.work);
   }
 }
 
-DEVICE Numbers plan_shape(const PlanBatchParams& p, const ShapeLists& shape, int& first_row, SharedStorage& s) {
-  if (shape.work == nullptr || s.starts_fall != 0) return {0, 0, 1};
-  const Placed placed = place_items(p, shape, s);
+DEVICE Numbers plan_regime(const PlanBatchParams& p, const RegimeLists& regime, int& first_row, SharedStorage& s) {
+  if (regime.work == nullptr || s.starts_fall != 0) return {0, 0, 1};
+  const Placed placed = place_items(p, regime, s);
   if (placed.items == 0) return {0, 0, 1};
-  const int num_merges = cut_items(p, shape, placed, first_row, s);
+  const int num_merges = cut_items(p, regime, placed, first_row, s);
   const int num_work = place_buckets(s);
-  write_work(p, shape, placed.items, s);
+  write_work(p, regime, placed.items, s);
   __syncthreads();
-  return {num_work, num_merges, heads_in_l2(shape.l2_keys, placed.keys, p.num_kv_heads)};
+  return {num_work, num_merges, heads_in_l2(regime.l2_keys, placed.keys, p.num_kv_heads)};
 }
 
 extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const __grid_constant__ PlanBatchParams p) {
@@ -295,18 +295,19 @@ extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const 
   take_requests(p, s);
   int first_row = 0;
 #pragma unroll 1
-  for (int shape = 0; shape < kPlanShapes; ++shape) {
-    const Numbers numbers = plan_shape(p, p.shapes[shape], first_row, s);
-    if (threadIdx.x == 0) s.numbers[shape] = numbers;
+  for (int regime = 0; regime < kPlanRegimes; ++regime) {
+    const Numbers numbers = plan_regime(p, p.regimes[regime], first_row, s);
+    if (threadIdx.x == 0) s.numbers[regime] = numbers;
   }
   if (threadIdx.x > 0) return;
   const bool empty = p.num_reqs == 0 || s.starts_fall != 0;
   const int num_tokens = empty ? 0 : min(p.query_start[p.num_reqs], p.max_tokens);
-  for (int shape = 0; shape < kPlanShapes; ++shape) {
-    const Numbers& numbers = s.numbers[shape];
+  for (int regime = 0; regime < kPlanRegimes; ++regime) {
+    const Numbers& numbers = s.numbers[regime];
     const PlanCounts counts{numbers.work, numbers.merges, num_tokens, p.num_reqs, numbers.heads_together};
-    *p.shapes[shape].counts = counts;
-    if (shape == kPlanShapes - 1 && p.flat != nullptr) *p.flat = {counts, {0, 0, num_tokens, p.num_reqs, 1}, 0};  // the last one is prefill
+    *p.regimes[regime].counts = counts;
+    if (regime == kPlanRegimes - 1 && p.flat != nullptr)
+      *p.flat = {counts, {0, 0, num_tokens, p.num_reqs, 1}, 0};  // the last one is prefill
   }
 }
 

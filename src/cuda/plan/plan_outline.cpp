@@ -11,7 +11,7 @@ namespace {
 void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo& device, const PlanLimits& limits) {
   const int64_t rows = checked_mul("plan.scratch", o.partial_rows, spec.num_q_heads);
   int64_t run_sums = 0;
-  for (const PlanOutline::OfShape& s : o.shapes)
+  for (const PlanOutline::OfRegime& s : o.regimes)
     if (s.bounds.num_merges > 0) run_sums = std::max(run_sums, s.kernel.run_sums);
   ArrayLayout layout;
   o.scratch.flat_keys = layout.add<char>(o.flat.bytes);
@@ -19,7 +19,7 @@ void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo
       layout.add<float>(checked_mul("plan.scratch", rows, spec.head_dim_v * int64_t(sizeof(float))) / int64_t(sizeof(float)));
   o.scratch.run_sums = layout.add<float>(run_sums * std::max(device.num_workers, 1));
   o.scratch.partial_state = layout.add<float>(rows * 2);
-  const PlanOutline::OfShape& prefill = o.shapes[kPrefill];
+  const PlanOutline::OfRegime& prefill = o.regimes[kPrefill];
   if (spec.mask.custom && prefill.kernel.mask_teams > 0 && prefill.bounds.num_work > 0) {
     const int64_t tiles = blocks_of(limits.max_seq_len, prefill.kernel.tile.keys), tokens = limits.max_num_tokens;
     o.mask_words = int(tiles * prefill.kernel.tile.keys / 32), o.seen_tile_words = int((tiles + 31) / 32);
@@ -34,21 +34,21 @@ void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
   const std::string arch = arch_of(device);
   PlanOutline o;
-  std::array<Tile, kNumShapes> tiles;
-  for (const Shape shape : kShapes) {
-    PlanOutline::OfShape& s = o.shapes[shape];
-    s.kernel = table.shape(arch, spec, shape);
-    tiles[shape] = s.kernel.tile;
+  std::array<Tile, kNumRegimes> tiles;
+  for (const Regime regime : kRegimes) {
+    PlanOutline::OfRegime& s = o.regimes[regime];
+    s.kernel = table.kernel(arch, spec, regime);
+    tiles[regime] = s.kernel.tile;
     s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
-    if (table.flat != nullptr) s.flat_kernel = table.flat->shape(arch, spec, shape);
+    if (table.flat != nullptr) s.flat_kernel = table.flat->kernel(arch, spec, regime);
   }
   CutPolicy policies = gpu::cut_policy(spec, device, tiles, options.balanced);
   if (!options.balanced) gpu::bound_partials(policies, spec, options.limits);
-  for (const Shape shape : kShapes) {
-    o.shapes[shape].policy = policies[shape];
-    o.shapes[shape].bounds = schedule_bounds(policies[shape], options.limits);
+  for (const Regime regime : kRegimes) {
+    o.regimes[regime].policy = policies[regime];
+    o.regimes[regime].bounds = schedule_bounds(policies[regime], options.limits);
   }
-  if (const PlanOutline::OfShape& prefill = o.shapes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
+  if (const PlanOutline::OfRegime& prefill = o.regimes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     o.flat = flat_room(spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   o.partial_rows = partial_rows_bound(policies, options.limits);
   lay_out_scratch(o, spec, device, options.limits);

@@ -18,13 +18,13 @@ struct Scratch {
 };
 
 struct PlanOutline {
-  struct OfShape {
-    ShapeKernel kernel, flat_kernel;  // flat_kernel.entry null: none
+  struct OfRegime {
+    RegimeKernel kernel, flat_kernel;  // flat_kernel.entry null: none
     SchedulePolicy policy;
-    ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this shape
+    ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this regime
     int row_blocks = 1;     // tiles of rows of one token
   };
-  std::array<OfShape, kNumShapes> shapes;
+  std::array<OfRegime, kNumRegimes> regimes;
   int64_t partial_rows = 0;  // the most that a batch within the limits has
   FlatRoom flat;
   int mask_words = 0, seen_tile_words = 0;  // as in AttentionParams; 0: no mask is packed

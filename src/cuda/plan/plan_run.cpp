@@ -63,7 +63,7 @@ AttentionParams Plan::params(const Inputs& in, const KvCache& kv, const Outputs&
     a.custom_start = m.device(arrays_.custom_start);
     a.mask_bits = array_in(scratch, scratch_.mask_bits), a.seen_tiles = array_in(scratch, scratch_.seen_tiles);
     a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
-    a.least_masked_q = shapes_[kPrefill].policy.min_q;
+    a.least_masked_q = regimes_[kPrefill].policy.min_q;
   }
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
@@ -116,31 +116,31 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
   // idle, and one that begins while another reads keys by TMA delays that by some 4 us on an H100, whatever it does itself: so the launches
   // for the longest queries come last.
   constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
-  const std::array<Shape, kNumShapes>& order = captured ? kCaptured : kEager;
-  const auto tasks_of = [&](Shape shape) {
-    const ShapePlan& s = shapes_[shape];
-    return (any ? s.bounds.num_work : int64_t(step.schedules[shape].num_work)) * spec_.num_kv_heads * s.row_blocks;
+  const std::array<Regime, kNumRegimes>& order = captured ? kCaptured : kEager;
+  const auto tasks_of = [&](Regime regime) {
+    const RegimePlan& s = regimes_[regime];
+    return (any ? s.bounds.num_work : int64_t(step.schedules[regime].num_work)) * spec_.num_kv_heads * s.row_blocks;
   };
-  Shape last = order.front();
-  for (const Shape shape : order)
-    if (tasks_of(shape) > 0) last = shape;
+  Regime last = order.front();
+  for (const Regime regime : order)
+    if (tasks_of(regime) > 0) last = regime;
   bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
-  for (const Shape shape : order) {
-    const ShapePlan& s = shapes_[shape];
-    const Schedule& schedule = step.schedules[shape];
+  for (const Regime regime : order) {
+    const RegimePlan& s = regimes_[regime];
+    const Schedule& schedule = step.schedules[regime];
     a.work = memory_->device(s.work);
     a.merges = memory_->device(s.merges);
     a.counts = memory_->device(s.counts);
-    a.next_task = counters_.as<int>() + shape;
+    a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;
-    const int64_t tasks = tasks_of(shape);
+    const int64_t tasks = tasks_of(regime);
     if (tasks == 0) continue;
     // Most launches of a graph have no work: they end soonest if each begins before the one in front has ended.
     const bool folds = s.kernel.run_sums > 0;
     a.beside = !any && !is_first && !(folds && sums_in_use);
-    a.next_waits = any || shape == last;
+    a.next_waits = any || regime == last;
     is_first = false, sums_in_use = sums_in_use || folds;
-    if (shape == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
+    if (regime == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
     bool mapped = true;
     const auto run_over_cache = [&](const PlanCounts* counts) {
       AttentionParams over_cache = a;
@@ -153,13 +153,13 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);
     };
-    const bool flat = shape == kPrefill && (captured || !any) && run_over_flat(in.q, kv, a, out_dtype, *scratch, cu, captured, in_front);
+    const bool flat = regime == kPrefill && (captured || !any) && run_over_flat(in.q, kv, a, out_dtype, *scratch, cu, captured, in_front);
     if (!flat) run_over_cache(a.counts);
     if (mapped ? s.kernel.joins_pieces : s.mapless_joins) continue;
-    const int64_t of_shape = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
-    if (of_shape == 0) continue;
-    a.merge_lists[shape] = {a.merges, a.counts, merge_shares(spec_, s.policy)};
-    merge_tasks += of_shape * spec_.num_kv_heads * a.merge_lists[shape].shares;
+    const int64_t of_regime = any ? s.bounds.num_merges : int64_t(schedule.merges.size());
+    if (of_regime == 0) continue;
+    a.merge_lists[regime] = {a.merges, a.counts, merge_shares(spec_, s.policy)};
+    merge_tasks += of_regime * spec_.num_kv_heads * a.merge_lists[regime].shares;
   }
   a.beside = false;
   if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
@@ -176,7 +176,7 @@ bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const Attention
                          CUstream stream, bool captured, const InFront& in_front) const {
   if (!flat_ || !FlatKv::takes(kv)) return false;
   const Step& step = steps_.now();
-  const ShapePlan& s = shapes_[kPrefill];
+  const RegimePlan& s = regimes_[kPrefill];
   const FlatStep flat = captured ? flat_->in_graph(step.flat) : step.flat;
   if (captured) captured_flat_blocks_ = std::min(captured_flat_blocks_, flat.blocks);
   if (flat.kv_heads == 0 || flat.blocks == 0) return false;
@@ -230,7 +230,7 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
                          .captured_tokens = step.on_device ? step.num_tokens
                                             : captured     ? options_.limits.max_num_tokens
                                                            : 0,
-                         .now = &memory_->device(shapes_[kDecode].counts)->num_tokens};
+                         .now = &memory_->device(regimes_[kDecode].counts)->num_tokens};
   write_kv_->run(cache, k, v, tokens, cu);
   if (!captured) return;
   captured_write_ = true;

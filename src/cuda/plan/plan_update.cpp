@@ -84,9 +84,9 @@ void Plan::prepare(const Batch& batch, Stream stream) {
   Step& next = steps_.spare();
   next.arrays = place(batch, false);
   int rows = 0;
-  for (const Shape shape : kShapes) {
-    const ShapePlan& s = shapes_[shape];
-    Schedule& schedule = next.schedules[shape];
+  for (const Regime regime : kRegimes) {
+    const RegimePlan& s = regimes_[regime];
+    Schedule& schedule = next.schedules[regime];
     SchedulePolicy policy = s.policy;
     policy.first_partial = rows;
     cut(batch, spec_.mask, policy, schedule);
@@ -126,9 +126,9 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   PlanArrays& m = *memory_;
   m.begin();
   PlanCounts counts;  // in the end those of prefill
-  for (const Shape shape : kShapes) {
-    const ShapePlan& s = shapes_[shape];
-    const Schedule& schedule = step.schedules[shape];
+  for (const Regime regime : kRegimes) {
+    const RegimePlan& s = regimes_[regime];
+    const Schedule& schedule = step.schedules[regime];
     counts = {.num_work = schedule.num_work,
               .num_merges = int(schedule.merges.size()),
               .num_tokens = step.num_tokens,
@@ -154,12 +154,12 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     flat_->put_first_keys(batch, m.put(arrays_.flat_first_keys, reqs));
     flat_->put_requests(batch, m.put(arrays_.flat_requests, size_t(step.flat.blocks)));
   }
-  for (const Shape shape : kShapes)
-    if (const auto& merges = step.schedules[shape].merges; !merges.empty())
-      std::ranges::copy(merges, m.put(shapes_[shape].merges, merges.size()));
-  for (const Shape shape : kShapes)
-    if (const Schedule& schedule = step.schedules[shape]; schedule.num_work > 0)
-      write_work(schedule, m.put(shapes_[shape].work, size_t(schedule.num_work)));
+  for (const Regime regime : kRegimes)
+    if (const auto& merges = step.schedules[regime].merges; !merges.empty())
+      std::ranges::copy(merges, m.put(regimes_[regime].merges, merges.size()));
+  for (const Regime regime : kRegimes)
+    if (const Schedule& schedule = step.schedules[regime]; schedule.num_work > 0)
+      write_work(schedule, m.put(regimes_[regime].work, size_t(schedule.num_work)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch);

@@ -308,19 +308,19 @@ void plan_batch(const PlanBatchParams& p) {
   }
   if (custom > p.mask_bytes && p.custom_start) std::abort();
   int rows = 0;
-  for (const ShapeLists& shape : p.shapes) {
-    SchedulePolicy policy = policy_of(shape.rules);
+  for (const RegimeLists& regime : p.regimes) {
+    SchedulePolicy policy = policy_of(regime.rules);
     policy.first_partial = rows;
     Schedule s;
     schedule(batch, spec.mask, policy, s);
-    std::copy(s.work.begin(), s.work.end(), shape.work);
-    std::copy(s.merges.begin(), s.merges.end(), shape.merges);
+    std::copy(s.work.begin(), s.work.end(), regime.work);
+    std::copy(s.merges.begin(), s.merges.end(), regime.merges);
     rows += s.num_partial_rows;
-    *shape.counts = {.num_work = s.num_work,
-                     .num_merges = int(s.merges.size()),
-                     .num_tokens = batch.num_tokens(),
-                     .num_reqs = p.num_reqs,
-                     .heads_together = 1};
+    *regime.counts = {.num_work = s.num_work,
+                      .num_merges = int(s.merges.size()),
+                      .num_tokens = batch.num_tokens(),
+                      .num_reqs = p.num_reqs,
+                      .heads_together = 1};
   }
 }
 

@@ -93,7 +93,7 @@ class PlanMaps : public testing::Test {
 
 bool starts_with(const Seen& s, std::string_view kernel) { return s.kernel.starts_with(kernel); }
 
-TEST_F(PlanMaps, EachShapeHasAKernelAndItsMaps) {
+TEST_F(PlanMaps, EachRegimeHasAKernelAndItsMaps) {
   const auto sm90 = plan_of("cuda_sm90");
   for (const int q_len : {1, 4, 5, 16, 17, 40}) {  // 4 and 16 tokens fill the tiles of decode and verify
     update(*sm90, q_len);
@@ -123,7 +123,7 @@ TEST_F(PlanMaps, OutputsOfOneTypeNeedNoOtherKernels) {
     return loads;
   };
   const int all = loads_of({});
-  EXPECT_EQ(loads_of(DType::bf16), all - 4);  // of three shapes, and the merge
+  EXPECT_EQ(loads_of(DType::bf16), all - 4);  // of three regimes, and the merge
   EXPECT_EQ(error_code([&] { loads_of(DType::f16); }), "backend.out_dtype");
 }
 
@@ -175,7 +175,7 @@ TEST_F(PlanMaps, WhereThereIsNoMapAnotherKernelRunsTheSameItems) {
   }
 }
 
-// A graph of any batch has the kernel of every shape, with maps of its own.
+// A graph of any batch has the kernel of every regime, with maps of its own.
 TEST_F(PlanMaps, ACaptureMakesMapsWhateverTheBatchIs) {
   const auto plan = plan_of("cuda_sm90");
   update(*plan, 1);

@@ -317,7 +317,7 @@ TEST_F(PlanRefusals, LaunchesFollowTheBatchUnlessTheyAreCaptured) {
     fake::state().on_launch = on_launch;
     need_driver().cuGraphExecDestroy(exec);
     need_driver().cuGraphDestroy(graph);
-    EXPECT_EQ(seen.size(), 4u);  // a kernel for each shape, and one that joins pieces of what is not decode
+    EXPECT_EQ(seen.size(), 4u);  // a kernel for each regime, and one that joins pieces of what is not decode
     if (!grids.empty()) {
       EXPECT_EQ(seen, grids);
     }

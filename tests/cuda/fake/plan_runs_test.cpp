@@ -19,8 +19,8 @@ constexpr Device kGpu{DeviceType::cuda, 0};
 constexpr int kKeys = 8192, kBlockSize = 16, kMostReqs = 132, kHeads = 4, kKvHeads = 2, kDimK = 16, kDimV = 8;
 
 // cuda_sm80, if its kernels took runs where they join pieces.
-ShapeKernel shape_with_runs(std::string_view arch, const AttentionSpec& spec, Shape shape) {
-  ShapeKernel kernel = kernels_sm80.shape(arch, spec, shape);
+RegimeKernel kernel_with_runs(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  RegimeKernel kernel = kernels_sm80.kernel(arch, spec, regime);
   kernel.tile.runs = kernel.joins_pieces;
   return kernel;
 }
@@ -34,7 +34,7 @@ class PlanRuns : public testing::Test {
  protected:
   ~PlanRuns() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
   void SetUp() override {
-    kernels.shape = shape_with_runs;
+    kernels.kernel = kernel_with_runs;
     fake::run_on_host(spec);
     const auto run = fake::state().on_launch;
     fake::state().on_launch = [this, run](const fake::Launch& launch) {
@@ -56,7 +56,7 @@ class PlanRuns : public testing::Test {
     return upload(std::vector<float>(size_t(count)), DType::f32, sizes);
   }
 
-  // The list that the requests' shape is run with; each has q_len tokens.
+  // The list that the requests' regime is run with; each has q_len tokens.
   Lists lists_of(int reqs, int q_len, bool on_device) {
     std::vector<int32_t> starts(size_t(reqs) + 1), lens(size_t(reqs), kKeys);
     for (int r = 0; r <= reqs; ++r) starts[size_t(r)] = r * q_len;

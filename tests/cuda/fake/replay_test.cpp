@@ -83,7 +83,7 @@ TEST_F(GpuReplay, DecodeStepsAreReplayed) {
   options.verify_fraction = 0;
   const ReplayResult r = run(tiny_model({full_mask(), full_mask()}, 16));
   EXPECT_GT(r.decode_steps.steps, 5);
-  const int64_t most = r.prefill_steps.steps * 2 * 3;  // layers, shapes of work
+  const int64_t most = r.prefill_steps.steps * 2 * 3;  // layers, regimes
   EXPECT_LE(launches("attention_sm80"), most);
   EXPECT_EQ(launches("copy_kv"), r.prefill_steps.steps * 2);
 }

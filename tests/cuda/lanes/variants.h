@@ -18,7 +18,7 @@ enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps
 struct Variant {
   const char* name;
   const char* arch;
-  Phase phase;
+  gpu::Regime regime;
   int rows;  // wanted of decode
   Case c;
   Text text = Text::sm80;
@@ -34,7 +34,7 @@ struct Variant {
   cuda::AttentionTiles tiles() const {
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
-    return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, phase, rows).value()
+    return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
                               : cuda::attention_sm90_decode_tiles(arch, c.spec, rows).value();
   }
   cuda::KernelKey key() const {
@@ -60,41 +60,41 @@ inline std::vector<Variant> variants() {
   const std::vector<CaseRequest> decodes{{1, 19, 0}, {1, 300, 1}, {0, 0, 2}, {1, 1, 3}, {4, 140, 4}},
       prefills{{70, 70, 0}, {3, 90, 1}, {33, 150, 2}};
   std::vector<Variant> all;
-  const auto add = [&](const char* name, const char* arch, Phase phase, int rows, AttentionSpec s) -> Case& {
+  const auto add = [&](const char* name, const char* arch, gpu::Regime regime, int rows, AttentionSpec s) -> Case& {
     Case c;
     c.name = name, c.spec = s;
-    c.requests = phase == Phase::decode ? decodes : prefills;
+    c.requests = regime == gpu::kDecode ? decodes : prefills;
     c.seed = all.size() + 1;
     c.out_dtype = all.size() % 2 == 0 ? s.out_dtypes().front() : DType::f32;
-    all.push_back({name, arch, phase, rows, c});
+    all.push_back({name, arch, regime, rows, c});
     return all.back().c;
   };
-  add("decode", "sm_90a", Phase::decode, 1, spec(DType::bf16, DType::bf16, 128, 128, 4, 16)).spec.score.sinks = true;
+  add("decode", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::bf16, 128, 128, 4, 16)).spec.score.sinks = true;
   all.back().c.values = ValuePattern::rising;  // sums are rescaled again and again
   // Bytes, an odd number of pieces, pages that divide nothing, a power of two for each row of queries.
-  Case& bytes = add("bytes", "sm_80", Phase::decode, 1, spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3));
+  Case& bytes = add("bytes", "sm_80", gpu::kDecode, 1, spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3));
   bytes.spec.mask.window_left = 100, bytes.scale_per_head = true;
-  Case& tree = add("tree", "sm_90a", Phase::decode, 32, spec(DType::f16, DType::fp8_e5m2, 64, 64, 8, 64));
+  Case& tree = add("tree", "sm_90a", gpu::kDecode, 32, spec(DType::f16, DType::fp8_e5m2, 64, 64, 8, 64));
   tree.spec.mask.custom = true, tree.custom = CustomPattern::tree;
-  add("prefill", "sm_90a", Phase::prefill, 1, spec(DType::bf16, DType::bf16, 64, 128, 2, 1)).values = ValuePattern::spike;
+  add("prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 64, 128, 2, 1)).values = ValuePattern::spike;
   // Converted on the way, rows that cannot be copied 16 bytes at a time.
-  Case& strided = add("strided", "sm_120", Phase::prefill, 1, spec(DType::f16, DType::bf16, 72, 40, 5, 16));
+  Case& strided = add("strided", "sm_120", gpu::kPrefill, 1, spec(DType::f16, DType::bf16, 72, 40, 5, 16));
   strided.spec.score.alibi = strided.spec.score.head_scales = true, strided.spec.mask.chunk = 25, strided.spec.mask.chunk_lookback = 1,
   strided.order = "lbhdt";
-  Case& exact = add("exact", "sm_120", Phase::prefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
+  Case& exact = add("exact", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
   exact.spec.mask.causal = false, exact.spec.score.soft_cap = 20.f;
   exact.spec.score.relative_buckets = 32, exact.spec.score.relative_max_distance = 64, exact.spec.score.relative_bidirectional = true;
   // Several teams of several warps.
-  add("teams", "sm_90a", Phase::decode, 32, spec(DType::bf16, DType::bf16, 256, 136, 4, 32)).values = ValuePattern::rising;
+  add("teams", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 256, 136, 4, 32)).values = ValuePattern::rising;
   // More heads than rows, warps that share out the output's dims, keys of another type than the queries.
-  add("wide", "sm_90a", Phase::decode, 1, spec(DType::bf16, DType::f16, 328, 328, 71, 128)).requests = {{1, 70, 0}, {2, 35, 1}};
+  add("wide", "sm_90a", gpu::kDecode, 1, spec(DType::bf16, DType::f16, 328, 328, 71, 128)).requests = {{1, 70, 0}, {2, 35, 1}};
   // Queries in bytes, with a scale for each head.
-  Case& queries = add("queries", "sm_80", Phase::prefill, 1, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 128, 3, 16));
+  Case& queries = add("queries", "sm_80", gpu::kPrefill, 1, spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 128, 3, 16));
   queries.scale_per_head = true, queries.out_dtype = DType::f16;
 
   // attention_sm90_decode.cu.
   const auto add_decode = [&](const char* name, int rows, AttentionSpec s, Text text = Text::decode) -> Case& {
-    Case& c = add(name, "sm_90a", Phase::decode, rows, s);
+    Case& c = add(name, "sm_90a", gpu::kDecode, rows, s);
     all.back().text = text;
     return c;
   };
@@ -119,7 +119,7 @@ inline std::vector<Variant> variants() {
 
   // attention_sm90_verify.cu: two crews, one whose warpgroups share rows, or dims; pieces of three levels of their tree.
   const auto add_verify = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::verify) -> Case& {
-    Case& c = add(name, "sm_90a", Phase::decode, 1, s);
+    Case& c = add(name, "sm_90a", gpu::kDecode, 1, s);
     c.requests = std::move(requests);
     all.back().text = text;
     return c;
@@ -148,7 +148,7 @@ inline std::vector<Variant> variants() {
 
   // attention_sm90.cu and attention_sm90_fp8.cu: rows for a thread block and a few more, items of few rows, more rows than an item has.
   const auto add_wgmma = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::wgmma) -> Case& {
-    Case& c = add(name, "sm_90a", Phase::prefill, 1, s);
+    Case& c = add(name, "sm_90a", gpu::kPrefill, 1, s);
     c.requests = std::move(requests);
     all.back().text = text;
     return c;
@@ -223,15 +223,15 @@ inline std::vector<Variant> variants() {
   };
   const AttentionSpec shape = spec(DType::bf16, DType::bf16, 320, 256, 5, 16);
   for (const bool stored : {false, true}) {  // the second for the bits of the first
-    Case& c = add(stored ? "latent_stored" : "latent", "sm_90a", Phase::decode, 1, stored ? shape : latent(shape));
+    Case& c = add(stored ? "latent_stored" : "latent", "sm_90a", gpu::kDecode, 1, stored ? shape : latent(shape));
     c.values = ValuePattern::rising, c.out_dtype = DType::f32;
   }
-  Case& latent_bytes = add("latent_bytes", "sm_80", Phase::decode, 1, latent(spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3)));
+  Case& latent_bytes = add("latent_bytes", "sm_80", gpu::kDecode, 1, latent(spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3)));
   latent_bytes.spec.mask.window_left = 100, latent_bytes.scale_per_head = true;
-  add("latent_exact", "sm_120", Phase::prefill, 1, latent(spec(DType::f32, DType::f32, 64, 40, 1, 0))).spec.score.sinks = true;
-  add("latent_rows", "sm_90a", Phase::prefill, 1, latent(spec(DType::f16, DType::bf16, 72, 72, 5, 16))).order = "lbhdt";
-  add("latent_wide", "sm_90a", Phase::decode, 1, latent(spec(DType::bf16, DType::bf16, 272, 264, 16, 64))).requests = {{1, 70, 0},
-                                                                                                                       {2, 35, 1}};
+  add("latent_exact", "sm_120", gpu::kPrefill, 1, latent(spec(DType::f32, DType::f32, 64, 40, 1, 0))).spec.score.sinks = true;
+  add("latent_rows", "sm_90a", gpu::kPrefill, 1, latent(spec(DType::f16, DType::bf16, 72, 72, 5, 16))).order = "lbhdt";
+  add("latent_wide", "sm_90a", gpu::kDecode, 1, latent(spec(DType::bf16, DType::bf16, 272, 264, 16, 64))).requests = {{1, 70, 0},
+                                                                                                                      {2, 35, 1}};
   add_decode("tma_latent", 16, latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16))).values = ValuePattern::rising;
   add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
   add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
