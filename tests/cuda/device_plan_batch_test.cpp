@@ -1,6 +1,8 @@
 // plan_batch.cu on a GPU: the lists of the host's schedule(), bit for bit, with any number of threads; and what it costs.
 #include "cuda/plan/device_plan.h"
 
+#include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "cuda/gpu.h"
@@ -43,7 +45,8 @@ TEST_F(DevicePlanBatch, LeavesOutRequestsThatBreakRules) {
   }
 }
 
-// Requests of a decode step, each in many pieces: the time of a launch, from a row of them.
+// Requests of a decode step, each in many pieces: the time of a launch, from a row of them. The best of several rows counts, since other
+// processes may use the GPU meanwhile.
 TEST_F(DevicePlanBatch, Cost) {
   const AttentionSpec spec{.num_q_heads = 32, .num_kv_heads = 8, .head_dim_qk = 128, .head_dim_v = 128};
   for (const auto& [reqs, most_us] : {std::pair{1, 20.f}, {16, 20.f}, {256, 30.f}, {4096, 400.f}}) {
@@ -58,13 +61,16 @@ TEST_F(DevicePlanBatch, Cost) {
                             .seq_lens = TensorView::contiguous(l.as(), DType::i32, {reqs}, gpu),
                             .block_table = TensorView::contiguous(s.as(), DType::i32, {reqs, 1024}, gpu)};
     const Event begin(context, true), end(context, true);
-    constexpr int kTimes = 100;
+    constexpr int kRounds = 8, kTimes = 100;
     plan->update_on_device(batch, stream.get());
-    begin.record(stream.get());
-    for (int i = 0; i < kTimes; ++i) plan->update_on_device(batch, stream.get());
-    end.record(stream.get());
-    stream.synchronize();
-    const float us = elapsed_ms(begin, end) * 1e3f / kTimes;
+    float us = std::numeric_limits<float>::infinity();
+    for (int round = 0; round < kRounds; ++round) {
+      begin.record(stream.get());
+      for (int i = 0; i < kTimes; ++i) plan->update_on_device(batch, stream.get());
+      end.record(stream.get());
+      stream.synchronize();
+      us = std::min(us, elapsed_ms(begin, end) * 1e3f / kTimes);
+    }
     RecordProperty("requests_" + std::to_string(reqs) + "_ns", int(us * 1e3f));
     EXPECT_LT(us, most_us) << reqs << " requests";
     EXPECT_TRUE(plan->device_problems(stream.get()).empty());

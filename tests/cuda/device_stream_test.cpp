@@ -1,6 +1,7 @@
 // DeviceStream on a GPU: copies, gathers, marks, graphs, and what is left of the memory.
 #include "imbrex/device_stream.h"
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 
@@ -62,12 +63,18 @@ TEST_F(DeviceStreams, GraphsAndMarks) {
   EXPECT_NEAR(on->seconds(0, 2), on->seconds(0, 1) + on->seconds(1, 2), 5e-6);
 }
 
+// Another process that frees memory of the same GPU meanwhile hides what this one takes. It does not do so in every attempt.
 TEST_F(DeviceStreams, MemoryThatIsTakenIsNotFree) {
   const auto on = open_stream(device);
-  const int64_t before = on->free_bytes(), bytes = int64_t(256) << 20;
-  const auto taken = on->allocate(bytes);
-  EXPECT_LE(on->free_bytes(), before - bytes);
-  EXPECT_LT(before, device.memory_bytes);
+  const int64_t bytes = int64_t(256) << 20;
+  int64_t most_missing = 0;
+  for (int attempt = 0; attempt < 20 && most_missing < bytes; ++attempt) {
+    const int64_t before = on->free_bytes();
+    const auto taken = on->allocate(bytes);
+    most_missing = std::max(most_missing, before - on->free_bytes());
+    EXPECT_LT(before, device.memory_bytes);
+  }
+  EXPECT_GE(most_missing, bytes);
 }
 
 }  // namespace
