@@ -1,4 +1,4 @@
-// Backends from outside of the library, by the C ABI: a Backend and a Plan that hand on to functions of somebody else.
+// Backends from outside of the library, by the C ABI: a backend and a plan that hand on to functions of somebody else.
 #include <atomic>
 #include <cstddef>
 #include <memory>
@@ -35,7 +35,7 @@ using FunctionsPtr = std::shared_ptr<Functions>;
 
 // The plan of a backend from outside. It checks the arguments of each call, as a built-in plan does, before it calls the backend's
 // function.
-class OutsidePlan final : public Plan {
+class OutsidePlan final : public AttentionPlan {
  public:
   OutsidePlan(FunctionsPtr functions, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options)
       : functions_(std::move(functions)), spec_(spec), device_(device.device), limits_(options.limits), validate_(options.validate) {
@@ -92,7 +92,7 @@ class OutsidePlan final : public Plan {
     functions_->must(functions_->write_kv(plan_, &kv.cache, new_k.get(), new_v.get(), stream), "write_kv");
   }
 
-  void run(const Inputs& in, const Outputs& out, Stream stream) const override {
+  void run(const AttentionInputs& in, const AttentionOutputs& out, Stream stream) const override {
     check_run(spec_, device_, in, out, num_tokens_, reach_);
     const CKvCache kv(in.kv);
     const CTensor q(in.q), q_scale(in.q_scale), sinks(in.sinks), slopes(in.alibi_slopes), head_scales(in.head_scales),
@@ -132,7 +132,7 @@ class OutsidePlan final : public Plan {
   BatchReach reach_;
 };
 
-class OutsideBackend final : public Backend {
+class OutsideBackend final : public BackendOf<AttentionFamily> {
  public:
   explicit OutsideBackend(const imbrex_backend& given) : functions_(std::make_shared<Functions>(given)) {}
   std::string_view name() const override { return functions_->name_text; }
@@ -156,7 +156,7 @@ class OutsideBackend final : public Backend {
     return reasons;
   }
 
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
     return std::make_unique<OutsidePlan>(functions_, spec, device, options);
   }

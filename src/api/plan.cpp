@@ -31,7 +31,9 @@ const imbrex_selection& chosen(const imbrex_selection& s) {
   return s;
 }
 
-const Backend& attention_backend(const imbrex_selection& s) { return *std::get<const Backend*>(chosen(s).backend); }
+const BackendOf<AttentionFamily>& attention_backend(const imbrex_selection& s) {
+  return *std::get<const BackendOf<AttentionFamily>*>(chosen(s).backend);
+}
 
 // Calls use(backend, spec) with what a selection has chosen, of its family.
 template <class Use>

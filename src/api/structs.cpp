@@ -263,7 +263,7 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   return batch;
 }
 
-Inputs inputs_of(const imbrex_inputs* pointer) {
+AttentionInputs inputs_of(const imbrex_inputs* pointer) {
   const imbrex_inputs in = read(pointer, "inputs");
   return {.q = view_of(&deref(in.q, "q"), "q"),
           .q_scale = view_of(in.q_scale, "q_scale"),
@@ -274,7 +274,7 @@ Inputs inputs_of(const imbrex_inputs* pointer) {
           .relative_bias = view_of(in.relative_bias, "relative_bias")};
 }
 
-Outputs outputs_of(const imbrex_outputs* pointer) {
+AttentionOutputs outputs_of(const imbrex_outputs* pointer) {
   const imbrex_outputs o = read(pointer, "outputs");
   return {.out = view_of(&deref(o.out, "out"), "out"), .lse = view_of(o.lse, "lse")};
 }

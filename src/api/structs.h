@@ -114,8 +114,8 @@ KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
 Batch batch_of(const imbrex_batch*);
 DeviceBatch device_batch_of(const imbrex_device_batch*);
-Inputs inputs_of(const imbrex_inputs*);
-Outputs outputs_of(const imbrex_outputs*);
+AttentionInputs inputs_of(const imbrex_inputs*);
+AttentionOutputs outputs_of(const imbrex_outputs*);
 ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
 ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
 

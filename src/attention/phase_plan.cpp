@@ -10,8 +10,9 @@
 
 namespace imbrex {
 
-std::unique_ptr<Plan> plan_by_phase(const Backend& prefill, const Backend& decode, const AttentionSpec& spec, const DeviceInfo& device,
-                                    const PlanOptions& options, int decode_max_q) {
+std::unique_ptr<AttentionPlan> plan_by_phase(const BackendOf<AttentionFamily>& prefill, const BackendOf<AttentionFamily>& decode,
+                                             const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
+                                             int decode_max_q) {
   spec.validate();
   check_options(options);
   check(decode_max_q >= 1, "phase_plan.decode_max_q", "at least 1 query token, got {}", decode_max_q);

@@ -53,7 +53,7 @@ void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_vi
 
 }  // namespace
 
-void begin_plan(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
+void begin_plan(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options,
                 std::string_view kernels) {
   spec.validate();
   if (options.out_dtype) {
@@ -116,7 +116,8 @@ void check_q_scale(const AttentionSpec& spec, Device device, const TensorView& s
   }
 }
 
-DType check_run(const AttentionSpec& spec, Device device, const Inputs& in, const Outputs& out, int num_tokens, const BatchReach& reach) {
+DType check_run(const AttentionSpec& spec, Device device, const AttentionInputs& in, const AttentionOutputs& out, int num_tokens,
+                const BatchReach& reach) {
   const int heads = spec.num_q_heads;
   check_rows(in.q, "q", "run.q", spec.q_dtype, num_tokens, heads, spec.head_dim_qk, device);
   const DType out_dtype = one_of(spec.out_dtypes(), out.out.dtype);

@@ -10,7 +10,8 @@ namespace imbrex {
 // The checks that an attention backend makes before it makes a plan: the spec, the limits and the number of threads are valid,
 // unsupported() has no reasons, and the device is present. Errors spec.*, limits.*, threads.num_workers, backend.unsupported,
 // backend.device_absent. Then a line is written to the log, in which the plan's kernels are called `kernels`.
-void begin_plan(const Backend&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&, std::string_view kernels = {});
+void begin_plan(const BackendOf<AttentionFamily>&, const AttentionSpec&, const DeviceInfo&, const PlanOptions&,
+                std::string_view kernels = {});
 
 // Checks that a tensor is in the memory of a device; an empty view passes. `code` is the error's: update.device, run.device, ...
 void check_memory(const TensorView&, const char* name, std::string_view code, Device);
@@ -28,13 +29,14 @@ struct BatchReach {
 // because there is one for each block or token; a plan that does not validate its batches trusts the caller.
 BatchReach reach_of(const Batch&, const AttentionSpec&, bool all);
 
-// Checks Inputs::q_scale. Error run.q_scale.
+// Checks AttentionInputs::q_scale. Error run.q_scale.
 void check_q_scale(const AttentionSpec&, Device, const TensorView&);
 
-// Checks all arguments of Plan::run, relative_bias included; returns the type of the output. Errors run.*, kv_cache.*.
-DType check_run(const AttentionSpec&, Device, const Inputs&, const Outputs&, int num_tokens, const BatchReach&);
+// Checks all arguments of AttentionPlan::run, relative_bias included; returns the type of the output. Errors run.*, kv_cache.*.
+DType check_run(const AttentionSpec&, Device, const AttentionInputs&, const AttentionOutputs&, int num_tokens, const BatchReach&);
 
-// Checks all arguments of Plan::write_kv; returns the type of k and v, kv_dtype or one of new_kv_dtypes(). Errors write_kv.*, kv_cache.*.
+// Checks all arguments of AttentionPlan::write_kv; returns the type of k and v, kv_dtype or one of new_kv_dtypes(). Errors write_kv.*,
+// kv_cache.*.
 DType check_write(const AttentionSpec&, Device, const KvCache&, const TensorView& k, const TensorView& v, const TensorView& slot_mapping,
                   int num_tokens, const BatchReach&);
 

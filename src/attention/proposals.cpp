@@ -90,7 +90,7 @@ void add_padding_changes(const AttentionSpec& spec, std::vector<Change>& changes
 
 template <>
 std::vector<std::string> propose<AttentionFamily>(const AttentionSpec& spec, const DeviceInfo& device,
-                                                  std::span<const Candidate> candidates, const Backend& slow) {
+                                                  std::span<const Candidate> candidates, const BackendOf<AttentionFamily>& slow) {
   std::vector<Change> changes;
   add_layout_changes(spec, changes);
   add_dtype_changes(spec, changes);

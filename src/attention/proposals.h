@@ -10,6 +10,7 @@
 namespace imbrex {
 
 template <>
-std::vector<std::string> propose<AttentionFamily>(const AttentionSpec&, const DeviceInfo&, std::span<const Candidate>, const Backend& slow);
+std::vector<std::string> propose<AttentionFamily>(const AttentionSpec&, const DeviceInfo&, std::span<const Candidate>,
+                                                  const BackendOf<AttentionFamily>& slow);
 
 }  // namespace imbrex

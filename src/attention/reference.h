@@ -7,6 +7,6 @@ namespace imbrex {
 
 // Double precision, plain loops, every feature of the spec; no speed. Runs on any CPU, with caches of any format.
 // Reads only keys and values that a query sees, and only memory that the batch's requests own.
-const Backend& reference_backend();
+const BackendOf<AttentionFamily>& reference_backend();
 
 }  // namespace imbrex

@@ -6,11 +6,11 @@
 
 namespace imbrex {
 
-const Backend& cpu_amx();  // cpu/backend.cpp
-const Backend& cpu_avx512();
-const Backend& cpu_generic();
-const Backend& cuda_sm90();  // cuda/backend.cpp
-const Backend& cuda_sm80();
+const BackendOf<AttentionFamily>& cpu_amx();  // cpu/backend.cpp
+const BackendOf<AttentionFamily>& cpu_avx512();
+const BackendOf<AttentionFamily>& cpu_generic();
+const BackendOf<AttentionFamily>& cuda_sm90();  // cuda/backend.cpp
+const BackendOf<AttentionFamily>& cuda_sm80();
 
 template <>
 Registry<AttentionFamily>::List Registry<AttentionFamily>::built_in() {
@@ -18,9 +18,9 @@ Registry<AttentionFamily>::List Registry<AttentionFamily>::built_in() {
 }
 
 template struct SelectionOf<AttentionFamily>;
-template std::vector<const Backend*> backends<AttentionFamily>();
-template const Backend* find_backend<AttentionFamily>(std::string_view);
-template void register_backend<AttentionFamily>(std::shared_ptr<const Backend>);
+template std::vector<const BackendOf<AttentionFamily>*> backends<AttentionFamily>();
+template const BackendOf<AttentionFamily>* find_backend<AttentionFamily>(std::string_view);
+template void register_backend<AttentionFamily>(std::shared_ptr<const BackendOf<AttentionFamily>>);
 template void unregister_backend<AttentionFamily>(std::string_view);
 template Selection select<AttentionFamily>(const AttentionSpec&, const DeviceInfo&, const SelectOptions&);
 

@@ -94,7 +94,7 @@ class SplitPlan final : public StepPlan {
     }
   }
 
-  void run(const Inputs& inputs, const Outputs& outputs, Stream stream) const override {
+  void run(const AttentionInputs& inputs, const AttentionOutputs& outputs, Stream stream) const override {
     const Step& step = steps_.now();
     check_step(*this);
     check_capture(stream);
@@ -102,9 +102,9 @@ class SplitPlan final : public StepPlan {
     for (size_t i : order_) {
       const BatchPart& part = step.parts[i];
       if (part.ranges.empty()) continue;
-      Inputs part_inputs = inputs;
+      AttentionInputs part_inputs = inputs;
       part_inputs.q = tokens_of(part, inputs.q, q_rows_);
-      const Outputs part_outputs{output_of(part, outputs.out, out_rows_), output_of(part, outputs.lse, lse_rows_)};
+      const AttentionOutputs part_outputs{output_of(part, outputs.out, out_rows_), output_of(part, outputs.lse, lse_rows_)};
       members_[i].plan->run(part_inputs, part_outputs, stream);
       if (part.contiguous()) continue;
       for_rows(options_.threads, part.ranges, [&](int row, int token) {

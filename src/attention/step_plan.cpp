@@ -8,7 +8,7 @@ namespace {
 
 class UpdateOnly final : public StepPlan {
  public:
-  explicit UpdateOnly(std::unique_ptr<Plan> plan) : plan_(std::move(plan)) {}
+  explicit UpdateOnly(std::unique_ptr<AttentionPlan> plan) : plan_(std::move(plan)) {}
   void prepare(const Batch& batch, Stream) override { batch_ = batch; }
   void commit(Stream stream) override {
     plan_->update(batch_, stream);
@@ -27,7 +27,7 @@ class UpdateOnly final : public StepPlan {
     check_step(*this);
     plan_->write_kv(kv, k, v, stream);
   }
-  void run(const Inputs& inputs, const Outputs& outputs, Stream stream) const override {
+  void run(const AttentionInputs& inputs, const AttentionOutputs& outputs, Stream stream) const override {
     check_step(*this);
     plan_->run(inputs, outputs, stream);
   }
@@ -35,7 +35,7 @@ class UpdateOnly final : public StepPlan {
   std::string str() const override { return plan_->str(); }
 
  private:
-  std::unique_ptr<Plan> plan_;
+  std::unique_ptr<AttentionPlan> plan_;
   Batch batch_;
   bool has_step_ = true;
 };
@@ -47,7 +47,7 @@ void check_step(const StepPlan& plan) {
     fail("plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept", plan.str());
 }
 
-std::unique_ptr<StepPlan> step_plan(std::unique_ptr<Plan> plan) {
+std::unique_ptr<StepPlan> step_plan(std::unique_ptr<AttentionPlan> plan) {
   if (auto* const steps = dynamic_cast<StepPlan*>(plan.get())) {
     std::unique_ptr<StepPlan> same(steps);
     static_cast<void>(plan.release());

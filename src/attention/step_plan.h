@@ -7,7 +7,7 @@
 
 namespace imbrex {
 
-class StepPlan : public Plan {
+class StepPlan : public AttentionPlan {
  public:
   void update(const Batch& batch, Stream stream) final {
     prepare(batch, stream);
@@ -28,7 +28,7 @@ class StepPlan : public Plan {
 void check_step(const StepPlan&);  // Error plan.no_step
 
 // Wraps a plan that is not a StepPlan, which has only its update(): that cannot be taken back.
-std::unique_ptr<StepPlan> step_plan(std::unique_ptr<Plan>);
+std::unique_ptr<StepPlan> step_plan(std::unique_ptr<AttentionPlan>);
 
 // The step that a plan computes, and room for the next: both keep their capacity, so that warm updates allocate nothing.
 template <class Step>

@@ -57,8 +57,8 @@ std::vector<Job> jobs_of(const BenchArguments& o) {
 }
 
 // The backends that --backend names (also by aliases; each must run the job), or the one that select() chooses.
-std::vector<const Backend*> backends_for(const Job& job, const DeviceInfo& device, const BenchArguments& o) {
-  std::vector<const Backend*> list;
+std::vector<const BackendOf<AttentionFamily>*> backends_for(const Job& job, const DeviceInfo& device, const BenchArguments& o) {
+  std::vector<const BackendOf<AttentionFamily>*> list;
   SelectOptions options;
   auto names = split(o.backends, ",");
   if (names.empty()) names.emplace_back();
@@ -104,7 +104,7 @@ int run_bench(BenchArguments& o) {
   for (const Job& job : jobs) {
     const auto list = backends_for(job, device, o);
     if (list.empty()) fmt::print(stderr, "{}: no backend runs {}\n", job.name, job.spec.str());
-    for (const Backend* backend : list) {
+    for (const BackendOf<AttentionFamily>* backend : list) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
       const serve::Share share = share_of(r, *backend, job.spec, ceilings, device);
       const std::vector<KernelChoice> kernels = backend->kernel_choices(job.spec, device);

@@ -29,7 +29,7 @@ std::vector<std::string> known_values(const std::string& option) {
   if (option == "--model") {
     for (const auto& preset : model_presets()) values.emplace_back(preset.name);
   } else if (option == "--backend" || option == "--prefill-backend" || option == "--decode-backend") {
-    for (const Backend* backend : backends()) values.emplace_back(backend->name());
+    for (const BackendOf<AttentionFamily>* backend : backends()) values.emplace_back(backend->name());
   } else if (option == "--device") {
     values = {"cpu", "cuda:0", "h200", "b200", "h100", "a100", "rtx5090", "l40s"};
   } else if (option == "--q-dtype") {

@@ -52,7 +52,7 @@ int print_refusal(const SelectArguments& o, const DeviceInfo& device, const Erro
   const Reason family{error.code(), "a family of softmax attention over cached keys and values", o.spec.model};
   ordered_json j{{"model", o.spec.model}, {"device", device.str()}, {"backend", nullptr}, {"rule", error.what()}};
   std::string text = fmt::format("{} on {}\nno backend ({})\n", o.spec.model, device.str(), error.what());
-  for (const Backend* backend : backends()) {
+  for (const BackendOf<AttentionFamily>* backend : backends()) {
     std::vector<Reason> reasons{family};
     for (const Reason& reason : backend->unsupported(probe, device)) {
       if (reason.code.starts_with("device.")) reasons.push_back(reason);

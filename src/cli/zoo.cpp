@@ -86,7 +86,7 @@ class Zoo {
         result.problem = "no backend";
         return result;
       }
-      const Backend& backend = *selection.backend;
+      const BackendOf<AttentionFamily>& backend = *selection.backend;
       result.backend = backend.name();
       serve::BenchOptions options = options_;
       options.launch = cell.launch;
@@ -110,7 +110,7 @@ class Zoo {
   }
 
   // The time of a call that has almost no work.
-  double call_seconds(const Backend& backend, bool captured) {
+  double call_seconds(const BackendOf<AttentionFamily>& backend, bool captured) {
     const auto [found, absent] = call_seconds_.try_emplace({std::string(backend.name()), captured}, 0.0);
     if (absent) {
       AttentionSpec spec;

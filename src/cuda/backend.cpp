@@ -212,7 +212,7 @@ const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, me
 
 namespace {
 
-class CudaBackend final : public Backend {
+class CudaBackend final : public BackendOf<AttentionFamily> {
  public:
   using Refusals = std::vector<Reason>(const AttentionSpec&, const DeviceInfo&);
   struct Sm {
@@ -238,7 +238,7 @@ class CudaBackend final : public Backend {
     return reasons;
   }
 
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
     return std::make_unique<cuda::Plan>(kernels_, spec, device, options);
   }
@@ -262,13 +262,13 @@ class CudaBackend final : public Backend {
 
 }  // namespace
 
-const Backend& cuda_sm80() {
+const BackendOf<AttentionFamily>& cuda_sm80() {
   static const CudaBackend backend(cuda::kernels_sm80, "tensor-core products (mma.sync) on every NVIDIA GPU since Ampere",
                                    {.least = cuda::kLeastSm80, .most = std::numeric_limits<int>::max()}, cuda::sm80_refusals);
   return backend;
 }
 
-const Backend& cuda_sm90() {
+const BackendOf<AttentionFamily>& cuda_sm90() {
   static const CudaBackend backend(cuda::kernels_sm90, "prefill with wgmma, decode and verify with TMA on Hopper, the rest as in cuda_sm80",
                                    {.least = 90, .most = 90}, cuda::sm90_refusals);
   return backend;

@@ -25,7 +25,7 @@ std::pair<int64_t, int64_t> visible(const AttentionSpec& spec, int64_t p, int64_
 }
 
 // Some queries of the timed batch itself: the last of a few requests and one in the middle, over all kv heads in turn.
-void check_outputs(const Backend& backend, const BenchProblem& problem, const AttentionSpec& spec,
+void check_outputs(const BackendOf<AttentionFamily>& backend, const BenchProblem& problem, const AttentionSpec& spec,
                    const std::vector<BenchRequest>& requests, BenchResult& result) {
   constexpr int kSamples = 4;
   int taken = 0;
@@ -64,8 +64,8 @@ Work work_of(const AttentionSpec& spec, const std::vector<BenchRequest>& request
           .flops = pairs * spec.num_q_heads * 2.0 * (spec.head_dim_qk + spec.head_dim_v)};
 }
 
-BenchResult bench(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device, const std::vector<BenchRequest>& requests,
-                  const BenchOptions& options) {
+BenchResult bench(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device,
+                  const std::vector<BenchRequest>& requests, const BenchOptions& options) {
   BenchResult result{work_of(spec, requests)};
   const auto stream = open_stream(device, options.threads);
   const BenchProblem problem(backend, spec, device, requests, options, *stream);
@@ -81,7 +81,7 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
   const auto plan = backend.plan(spec, device, plan_options);
   result.plan_s = best_seconds([&] { plan->update(problem.batch(), stream->get()); });
   result.plan = plan->str();
-  const Outputs outputs = problem.outputs();
+  const AttentionOutputs outputs = problem.outputs();
   plan->run(problem.inputs(0), outputs, stream->get());
   if (options.check) check_outputs(backend, problem, spec, requests, result);
 
@@ -94,7 +94,8 @@ BenchResult bench(const Backend& backend, const AttentionSpec& spec, const Devic
   return result;
 }
 
-Share share_of(const BenchResult& r, const Backend& backend, const AttentionSpec& spec, const Ceilings& c, const DeviceInfo& device) {
+Share share_of(const BenchResult& r, const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const Ceilings& c,
+               const DeviceInfo& device) {
   if (c.dram_read <= 0) return {};
   const bool in_cache = stays_in_cache(r.cache_bytes * r.kv_copies, c, device);
   const double memory = r.kv_bytes / r.median_s / (in_cache ? c.l3_read : c.dram_read);

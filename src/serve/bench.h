@@ -35,18 +35,19 @@ struct BenchOptions : TimingOptions {
 };
 
 struct BenchResult : Work, Timing {
-  double plan_s = 0;         // Plan::update, best
+  double plan_s = 0;         // AttentionPlan::update, best
   int64_t cache_bytes = 0;   // of one copy
   int kv_copies = 0;         // that were rotated over
   bool captured = false;     // calls were part of a graph
   double check_error = 0;    // largest error of the sampled outputs
   double check_allowed = 0;  // and what the tolerance rule allows; 0: not checked
-  std::string plan;          // Plan::str()
+  std::string plan;          // AttentionPlan::str()
 };
 
 // Error bench.check when a sampled output is wrong (nothing is timed then), otherwise what validation, planning and memory throw.
-BenchResult bench(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&);
+BenchResult bench(const BackendOf<AttentionFamily>&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&,
+                  const BenchOptions&);
 
-Share share_of(const BenchResult&, const Backend&, const AttentionSpec&, const Ceilings&, const DeviceInfo&);
+Share share_of(const BenchResult&, const BackendOf<AttentionFamily>&, const AttentionSpec&, const Ceilings&, const DeviceInfo&);
 
 }  // namespace imbrex::serve

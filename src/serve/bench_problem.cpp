@@ -34,7 +34,7 @@ HostTensor cut_heads(const HostTensor& t, int64_t head, int64_t heads) {
 
 }  // namespace
 
-BenchProblem::BenchProblem(const Backend& backend, const AttentionSpec& spec, const DeviceInfo& device,
+BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device,
                            const std::vector<BenchRequest>& requests, const BenchOptions& options, const DeviceStream& stream)
     : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed) {
   for (const BenchRequest& r : requests) {
@@ -162,7 +162,7 @@ void BenchProblem::make_rows(Side side, int64_t first, const TensorView& to) con
 }
 
 // Every key goes through the backend's own write_kv, some thousand tokens at a time.
-void BenchProblem::write_caches(const Backend& backend, const DeviceInfo& device, const BenchOptions& options) {
+void BenchProblem::write_caches(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const BenchOptions& options) {
   AttentionSpec spec = spec_;
   spec.mask.custom = false;
   const PlanOptions plan_options{
@@ -192,8 +192,8 @@ void BenchProblem::write_caches(const Backend& backend, const DeviceInfo& device
   stream_.synchronize();
 }
 
-Inputs BenchProblem::inputs(int copy) const {
-  Inputs inputs = inputs_;
+AttentionInputs BenchProblem::inputs(int copy) const {
+  AttentionInputs inputs = inputs_;
   if (spec_.block_size > 0) inputs.kv = caches_[size_t(copy)].layer(0);
   return inputs;
 }

@@ -16,13 +16,13 @@ namespace imbrex::serve {
 
 class BenchProblem {
  public:
-  BenchProblem(const Backend&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&, const BenchOptions&,
-               const DeviceStream&);
+  BenchProblem(const BackendOf<AttentionFamily>&, const AttentionSpec&, const DeviceInfo&, const std::vector<BenchRequest>&,
+               const BenchOptions&, const DeviceStream&);
 
   const Batch& batch() const { return batch_; }
   PlanLimits limits() const { return limits_; }
-  Inputs inputs(int copy) const;
-  Outputs outputs() const { return {out_.view, lse_.view}; }
+  AttentionInputs inputs(int copy) const;
+  AttentionOutputs outputs() const { return {out_.view, lse_.view}; }
   int64_t cache_bytes() const { return cache_bytes_; }  // of one copy
   int kv_copies() const { return std::max(int(caches_.size()), 1); }
   // One query of the batch with one kv head and its q heads, over ragged keys; its queries run to the end of the request where later
@@ -43,7 +43,7 @@ class BenchProblem {
   void make_tables(uint64_t seed);
   int copies_wanted(int asked) const;
   void make_rows(Side, int64_t first, const TensorView& to) const;  // of tokens or keys from `first` on: to [count, heads, dim]
-  void write_caches(const Backend&, const DeviceInfo&, const BenchOptions&);
+  void write_caches(const BackendOf<AttentionFamily>&, const DeviceInfo&, const BenchOptions&);
   const Numbers& numbers(Side side) const { return side == Side::q ? q_numbers_ : kv_numbers_; }
   HostTensor host_rows(Side, int64_t first, int64_t count, int head, int num_heads, int dim) const;
 
@@ -59,8 +59,8 @@ class BenchProblem {
   std::vector<int64_t> mask_start_{0};
   int max_blocks_ = 1;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;
-  CaseInputs parameters_;  // sinks, slopes, scales, bias and mask, on the host
-  Inputs inputs_;          // what all copies share, on the device
+  CaseInputs parameters_;   // sinks, slopes, scales, bias and mask, on the host
+  AttentionInputs inputs_;  // what all copies share, on the device
   std::vector<DeviceTensor> owned_;
   DeviceTensor out_, lse_;
   std::vector<KvAllocation> caches_;

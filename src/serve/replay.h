@@ -68,7 +68,7 @@ struct ReplayKind {
   std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
   std::string rule;                              // why: Selection::rule
   std::string selection;                         // Selection::str(): every candidate with its reasons
-  std::string plan;                              // Plan::str() of the last step
+  std::string plan;                              // BasicPlan::str() of the last step
   double run_s = 0, kv_write_s = 0, plan_s = 0;  // GPU: KV writes are part of run_s
   double flops = 0;                              // useful ones; attention: 2 * (head_dim_qk + head_dim_v) per q head and visible key
   double bytes = 0;                              // attention: visible keys and values, once a step; else inputs, outputs and states
@@ -98,7 +98,7 @@ struct ReplayPoint {
 
 struct ReplayTimes {
   double schedule_s = 0;  // scheduler: admission, blocks, tables
-  double plan_s = 0;      // Plan::update of every kind
+  double plan_s = 0;      // BasicPlan::update of every kind
   double kv_write_s = 0;
   double attention_s = 0;
   double synth_s = 0;   // making inputs of layers: not part of a step

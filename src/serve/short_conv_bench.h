@@ -25,13 +25,13 @@ struct ShortConvBenchOptions : TimingOptions {
 };
 
 struct ShortConvBenchResult : ShortConvWork, Timing {
-  double plan_s = 0;         // Plan::update, best
+  double plan_s = 0;         // ShortConvPlan::update, best
   int64_t copy_bytes = 0;    // of one set of tensors
   int copies = 0;            // that were rotated over
   bool captured = false;     // calls were part of a graph
   double check_error = 0;    // largest error of the outputs compared
   double check_allowed = 0;  // and what it may be where it is the largest share of that; 0: not checked
-  std::string plan;          // Plan::str()
+  std::string plan;          // ShortConvPlan::str()
 };
 
 // Requests that have more tokens in all than in the step have a past. With drafts in the spec all tokens but one of such a request are

@@ -46,7 +46,7 @@ struct LayerParameters {
   std::vector<float> relative_bias;                     // [relative_buckets, num_q_heads]
 
   LayerParameters(const AttentionSpec&, uint64_t seed, int layer);
-  // Sets the parameters of Inputs for q heads [first, first + count).
+  // Sets the parameters of AttentionInputs for q heads [first, first + count).
   void view(AttentionInputs&, int first, int count) const;
 };
 

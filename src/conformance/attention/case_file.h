@@ -25,6 +25,6 @@ CaseFile make_case_file(const Case&);  // with the reference's result
 
 // Every backend over page sizes, tables, layouts and formats, pages shuffled, everything else poisoned with NaN, then with 0xff.
 // A backend that runs nothing of it has one row, with its reasons.
-std::vector<VerifyRow> verify_case(const CaseFile&, const DeviceInfo&, std::span<const Backend* const>);
+std::vector<VerifyRow> verify_case(const CaseFile&, const DeviceInfo&, std::span<const BackendOf<AttentionFamily>* const>);
 
 }  // namespace imbrex

@@ -34,7 +34,7 @@ TensorView row_vector(void* data, DType dtype, size_t size) { return TensorView:
 
 class Runner {
  public:
-  Runner(const Backend& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options)
+  Runner(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options)
       : backend_(backend), device_(device), in_(in), options_(options), spec_(run_spec(in, options)) {
     int64_t token = 0, key = 0;
     for (const CaseRequest& r : in.requests) {
@@ -190,7 +190,8 @@ class Runner {
     return start;
   }
 
-  std::unique_ptr<Plan> make_plan(const Backend& backend, const DeviceInfo& device, const AttentionSpec& spec) const {
+  std::unique_ptr<AttentionPlan> make_plan(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device,
+                                           const AttentionSpec& spec) const {
     PlanOptions options;
     options.limits = limits_;
     options.threads = options_.threads;
@@ -200,7 +201,7 @@ class Runner {
   }
 
   // The keys and values of a step's tokens to their slots, by the backend and for comparison by the reference.
-  void write(const Step& step, const std::vector<StepRequest>& requests, const Plan& plan, const AttentionSpec& spec) {
+  void write(const Step& step, const std::vector<StepRequest>& requests, const AttentionPlan& plan, const AttentionSpec& spec) {
     const int64_t rows = step.batch.num_tokens() + options_.padding_tokens;
     SpreadTensor k(in_.k.dtype, rows, spec_.num_kv_heads, spec_.head_dim_qk, options_.poison);
     SpreadTensor v(in_.v.dtype, rows, spec_.num_kv_heads, spec_.head_dim_v, options_.poison);
@@ -259,7 +260,7 @@ class Runner {
     }
   }
 
-  void attend(const Step& step, const std::vector<StepRequest>& requests, const Plan& plan) {
+  void attend(const Step& step, const std::vector<StepRequest>& requests, const AttentionPlan& plan) {
     const int heads = spec_.num_q_heads, dim = spec_.head_dim_v;
     const int64_t tokens = step.batch.num_tokens(), rows = tokens + options_.padding_tokens;
     SpreadTensor q(spec_.q_dtype, rows, heads, spec_.head_dim_qk, options_.poison),
@@ -268,14 +269,14 @@ class Runner {
     int64_t row = 0;
     for (size_t r = 0; r < requests.size(); ++r)
       for (int t = requests[r].q_begin; t < requests[r].q_end; ++t) q.copy_row(row++, in_.q, first_token_[r] + t);
-    Inputs inputs{.q = q.view,
-                  .q_scale = in_.q_scale.view(),
-                  .kv = cache_,
-                  .sinks = in_.sinks.view(),
-                  .alibi_slopes = in_.alibi_slopes.view(),
-                  .head_scales = in_.head_scales.view(),
-                  .relative_bias = in_.relative_bias.view()};
-    Outputs outputs{.out = out.view, .lse = lse.view};
+    AttentionInputs inputs{.q = q.view,
+                           .q_scale = in_.q_scale.view(),
+                           .kv = cache_,
+                           .sinks = in_.sinks.view(),
+                           .alibi_slopes = in_.alibi_slopes.view(),
+                           .head_scales = in_.head_scales.view(),
+                           .relative_bias = in_.relative_bias.view()};
+    AttentionOutputs outputs{.out = out.view, .lse = lse.view};
     outputs.lse.rank = 2;
     outputs.lse.sizes = {rows, heads};
     outputs.lse.strides = {lse.view.stride(0), 1};
@@ -324,7 +325,7 @@ class Runner {
 
   static constexpr int64_t kRaggedMargin = 2;  // poisoned rows before and after the ragged keys
 
-  const Backend& backend_;
+  const BackendOf<AttentionFamily>& backend_;
   const DeviceInfo& device_;
   const CaseInputs& in_;
   const RunOptions& options_;
@@ -360,7 +361,7 @@ AttentionSpec run_spec(const CaseInputs& in, const RunOptions& options) {
   return spec;
 }
 
-RunResult run_case(const Backend& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
+RunResult run_case(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {
   return Runner(backend, device, in, options).run();
 }
 

@@ -36,6 +36,6 @@ struct RunResult {
 
 // The spec as this run has it: the case's, with format and block size of the options.
 AttentionSpec run_spec(const CaseInputs&, const RunOptions&);
-RunResult run_case(const Backend&, const DeviceInfo&, const CaseInputs&, const RunOptions&);
+RunResult run_case(const BackendOf<AttentionFamily>&, const DeviceInfo&, const CaseInputs&, const RunOptions&);
 
 }  // namespace imbrex

@@ -23,10 +23,11 @@ struct MirrorMemory {
 
 struct NoOptions {};
 
-class MirrorPlan final : public Plan {
+class MirrorPlan final : public AttentionPlan {
  public:
   using Memory = MirrorMemory;
-  MirrorPlan(std::shared_ptr<Plan> plan, std::shared_ptr<Memory> memory, NoOptions) : plan_(std::move(plan)), memory_(std::move(memory)) {}
+  MirrorPlan(std::shared_ptr<AttentionPlan> plan, std::shared_ptr<Memory> memory, NoOptions)
+      : plan_(std::move(plan)), memory_(std::move(memory)) {}
 
   void update(const Batch& batch, Stream) override {
     Batch step = batch;
@@ -47,15 +48,15 @@ class MirrorPlan final : public Plan {
     if (!cache.v.empty()) w.give_back(w.v, cache.v, "v");
   }
 
-  void run(const Inputs& in, const Outputs& out, Stream) const override {
+  void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     MirrorMemory& w = *memory_;
-    const Inputs inputs{.q = w.take(w.q, in.q),
-                        .q_scale = w.take(w.q_scale, in.q_scale),
-                        .kv = w.take(in.kv),
-                        .sinks = w.take(w.sinks, in.sinks),
-                        .alibi_slopes = w.take(w.alibi_slopes, in.alibi_slopes),
-                        .head_scales = w.take(w.head_scales, in.head_scales),
-                        .relative_bias = w.take(w.relative_bias, in.relative_bias)};
+    const AttentionInputs inputs{.q = w.take(w.q, in.q),
+                                 .q_scale = w.take(w.q_scale, in.q_scale),
+                                 .kv = w.take(in.kv),
+                                 .sinks = w.take(w.sinks, in.sinks),
+                                 .alibi_slopes = w.take(w.alibi_slopes, in.alibi_slopes),
+                                 .head_scales = w.take(w.head_scales, in.head_scales),
+                                 .relative_bias = w.take(w.relative_bias, in.relative_bias)};
     plan_->run(inputs, {.out = w.take(w.out, out.out), .lse = w.take(w.lse, out.lse)}, w.stream->get());
     w.give_back(w.out, out.out, "out");
     w.give_back(w.lse, out.lse, "lse");
@@ -64,14 +65,14 @@ class MirrorPlan final : public Plan {
   std::string str() const override { return plan_->str(); }
 
  private:
-  std::shared_ptr<Plan> plan_;
+  std::shared_ptr<AttentionPlan> plan_;
   std::shared_ptr<MirrorMemory> memory_;
   std::array<Mirrored, 7> arrays_;
 };
 
 }  // namespace
 
-std::unique_ptr<Backend> device_mirror(const Backend& backend) {
+std::unique_ptr<BackendOf<AttentionFamily>> device_mirror(const BackendOf<AttentionFamily>& backend) {
   return std::make_unique<MirrorBackend<AttentionFamily, MirrorPlan, NoOptions>>(backend, NoOptions{});
 }
 

@@ -7,6 +7,6 @@
 namespace imbrex {
 
 // Arrays of every second batch are handed on as host memory, of the others as device memory. `backend` must live as long.
-std::unique_ptr<Backend> device_mirror(const Backend& backend);
+std::unique_ptr<BackendOf<AttentionFamily>> device_mirror(const BackendOf<AttentionFamily>& backend);
 
 }  // namespace imbrex

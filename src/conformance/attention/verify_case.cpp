@@ -42,10 +42,11 @@ std::string name_of(const RunOptions& o) {
 
 }  // namespace
 
-std::vector<VerifyRow> verify_case(const CaseFile& file, const DeviceInfo& device, std::span<const Backend* const> backends) {
+std::vector<VerifyRow> verify_case(const CaseFile& file, const DeviceInfo& device,
+                                   std::span<const BackendOf<AttentionFamily>* const> backends) {
   const Expected expected = expect(file.inputs, file.out, file.lse);
   std::vector<VerifyRow> rows;
-  for (const Backend* backend : backends) {
+  for (const BackendOf<AttentionFamily>* backend : backends) {
     std::string refused;
     bool ran = false;
     for (RunOptions options : variants_of(file.inputs)) {

@@ -1,5 +1,5 @@
 #pragma once
-// New keys and values into a paged cache on a device: what Plan::write_kv of a CUDA backend launches.
+// New keys and values into a paged cache on a device: what AttentionPlan::write_kv of a CUDA backend launches.
 #include <memory>
 #include <string_view>
 #include <vector>
