@@ -16,12 +16,19 @@ int num_queries(const WorkItem& item) { return item.q_end - item.q_begin; }
 
 class Sharing {
  public:
-  Sharing(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, Schedule& schedule, ShareScratch& scratch)
-      : batch_(batch), keys_(keys), block_size_(block_size), most_tokens_(most_tokens), list_(schedule), s_(scratch) {}
+  Sharing(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, int num_workers, Schedule& schedule,
+          ShareScratch& scratch)
+      : batch_(batch),
+        keys_(keys),
+        block_size_(block_size),
+        most_tokens_(most_tokens),
+        num_workers_(num_workers),
+        list_(schedule),
+        s_(scratch) {}
 
   void run() {
     collect();
-    if (s_.pieces.size() < 2 || !group()) return;
+    if (s_.pieces.size() < 2 || !group(most_tokens())) return;
     number_parts();
     make_items();
     order_items(list_);
@@ -50,15 +57,23 @@ class Sharing {
     return std::equal(ids_a + begin, ids_a + end, ids_b + begin);
   }
 
+  // Query tokens of an item at most: as many as keep it within a part of a worker's share of the list.
+  int most_tokens() const {
+    int64_t pairs = 0, longest = 1;
+    for (const WorkItem& item : list_.work) pairs += int64_t(num_queries(item)) * (item.kv_end - item.kv_begin);
+    for (const Piece& piece : s_.pieces) longest = std::max<int64_t>(longest, piece.kv_end - piece.kv_begin);
+    return int(std::min<int64_t>(most_tokens_, pairs / (kPartsOfShare * std::max(num_workers_, 1)) / longest));
+  }
+
   // Cuts the pieces into groups, each of which becomes one item. False when every group is a single piece.
-  bool group() {
+  bool group(int most_tokens) {
     s_.group_end.clear();
     const int count = int(s_.pieces.size());
     for (int begin = 0, end = 0; begin < count; begin = end) {
       int tokens = 0;
       for (end = begin; end < count && same_keys(s_.pieces[size_t(begin)], s_.pieces[size_t(end)]); ++end) {
         tokens += num_queries(item_of(s_.pieces[size_t(end)]));
-        if (tokens > most_tokens_) break;
+        if (tokens > most_tokens && end > begin) break;
       }
       s_.group_end.push_back(end);
     }
@@ -124,19 +139,21 @@ class Sharing {
     for (int r = 0; r < batch_.num_reqs(); ++r) request_of.insert(request_of.end(), size_t(batch_.query_len(r)), r);
   }
 
+  static constexpr int kPartsOfShare = 2;   // of which a shared item is one at most
   static constexpr int kTaken = INT32_MIN;  // piece: the item is a part of another one
 
   const Batch& batch_;
   const KeySource& keys_;
-  int block_size_, most_tokens_;
+  int block_size_, most_tokens_, num_workers_;
   Schedule& list_;
   ShareScratch& s_;
 };
 
 }  // namespace
 
-void share_keys(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, Schedule& schedule, ShareScratch& scratch) {
-  Sharing(batch, keys, block_size, most_tokens, schedule, scratch).run();
+void share_keys(const Batch& batch, const KeySource& keys, int block_size, int most_tokens, int num_workers, Schedule& schedule,
+                ShareScratch& scratch) {
+  Sharing(batch, keys, block_size, most_tokens, num_workers, schedule, scratch).run();
 }
 
 }  // namespace imbrex

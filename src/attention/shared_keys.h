@@ -20,9 +20,10 @@ struct ShareScratch {
 };
 
 // Joins items of a list that schedule() has made: those with partial results whose keys are the same blocks of a table, up to most_tokens
-// query tokens in one item. Partial rows are numbered anew, from the first one of the list on, as many as there were, and merges get parts.
-// Results of kernels whose rows depend on their own query and keys alone keep their bits, as do those of the merges, because the pieces of
-// a request stay what they were. A list without such items stays as it is.
-void share_keys(const Batch&, const KeySource&, int block_size, int most_tokens, Schedule&, ShareScratch&);
+// query tokens in one item, and fewer where that would be more than half of what each of `num_workers` (items that run at a time) has to
+// do. Partial rows are numbered anew, from the first one of the list on, as many as there were, and merges get parts. Results of kernels
+// whose rows depend on their own query and keys alone keep their bits, as do those of the merges, because the pieces of a request stay what
+// they were. A list without such items stays as it is.
+void share_keys(const Batch&, const KeySource&, int block_size, int most_tokens, int num_workers, Schedule&, ShareScratch&);
 
 }  // namespace imbrex

@@ -46,7 +46,11 @@ struct SharedBatch : test::Lengths {
 };
 
 SchedulePolicy policy_of(test::Random& random) {
-  return {.tile_q = random.of({4, 16, 64}), .tile_kv = 32, .split_kv = random.of({64, 128}), .split_max_q = 4};
+  return {.tile_q = random.of({4, 16, 64}),
+          .tile_kv = 32,
+          .split_kv = random.of({64, 128}),
+          .split_max_q = 4,
+          .num_workers = random.of({1, 1, 2, 5})};
 }
 
 // Which partial row has the sums of a token over [begin, end), and every item's tokens and keys, checked on the way.
@@ -104,7 +108,7 @@ TEST(SharedKeys, EveryPairIsCoveredOnceAndEveryRowIsMerged) {
     Schedule plain, shared;
     schedule(b.batch, {}, policy, plain);
     schedule(b.batch, {}, policy, shared);
-    share_keys(b.batch, b.keys, kBlock, policy.tile_q, shared, scratch);
+    share_keys(b.batch, b.keys, kBlock, policy.tile_q, policy.num_workers, shared, scratch);
     expect_same_work(b, plain, shared);
     for (const WorkItem& w : shared.work) {
       ASSERT_LE(w.q_end - w.q_begin, policy.tile_q);
@@ -133,17 +137,24 @@ TEST(SharedKeys, OnePromptOfManyRequestsIsReadOnceForEachTile) {
   ShareScratch scratch;
   schedule(b.batch, {}, policy, list);
   EXPECT_EQ(list.work.size(), 30u);
-  share_keys(b.batch, b.keys, kBlock, policy.tile_q, list, scratch);
+  share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
   EXPECT_EQ(list.work.size(), 10u + 2 * 3);  // their own ends, and two pieces of the prompt for 4 + 4 + 2 tokens
   EXPECT_EQ(list.num_partial_rows, 30);
   for (size_t i = 1; i < list.work.size(); ++i) {  // longest first
     const auto cost = [&](const WorkItem& w) { return (w.q_end - w.q_begin) * (w.kv_end - w.kv_begin + 64); };
     EXPECT_LE(cost(list.work[i]), cost(list.work[i - 1]) * 9 / 8);
   }
-  Schedule warm = list;
+  for (const auto& [workers, items] : {std::pair(2, 16u), {3, 18u}, {5, 20u}, {6, 30u}}) {  // more workers: smaller items, then none
+    schedule(b.batch, {}, policy, list);
+    share_keys(b.batch, b.keys, kBlock, policy.tile_q, workers, list, scratch);
+    EXPECT_EQ(list.work.size(), items) << workers;
+  }
+  schedule(b.batch, {}, policy, list);
+  share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
+  const Schedule warm = list;
   const auto again = [&] {
     schedule(b.batch, {}, policy, list);
-    share_keys(b.batch, b.keys, kBlock, policy.tile_q, list, scratch);
+    share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
   };
   EXPECT_EQ(test::count_allocations(again), 0);
   EXPECT_EQ(warm.details.tokens, list.details.tokens);
