@@ -5,6 +5,12 @@
 
 #include <algorithm>
 #include <limits>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "attention/spec_fields.h"
 
 namespace imbrex::test {
 namespace {
@@ -28,28 +34,6 @@ std::string break_field(T& value, const Field<T> (&fields)[n], Random& random) {
   return fmt::format("{} = {}", f.name, value.*f.field);
 }
 
-using SpecFields = imbrex_spec_fields;
-constexpr Field<SpecFields> kSpecFields[] = {{"kind", &SpecFields::kind},
-                                             {"num_q_heads", &SpecFields::num_q_heads},
-                                             {"num_kv_heads", &SpecFields::num_kv_heads},
-                                             {"head_dim_qk", &SpecFields::head_dim_qk},
-                                             {"head_dim_v", &SpecFields::head_dim_v},
-                                             {"q_dtype", &SpecFields::q_dtype},
-                                             {"kv_dtype", &SpecFields::kv_dtype},
-                                             {"kv_format", &SpecFields::kv_format},
-                                             {"block_size", &SpecFields::block_size},
-                                             {"causal", &SpecFields::causal},
-                                             {"window_left", &SpecFields::window_left},
-                                             {"window_right", &SpecFields::window_right},
-                                             {"chunk", &SpecFields::chunk},
-                                             {"custom_mask", &SpecFields::custom_mask},
-                                             {"positions", &SpecFields::positions},
-                                             {"head_scales", &SpecFields::head_scales},
-                                             {"alibi", &SpecFields::alibi},
-                                             {"sinks", &SpecFields::sinks},
-                                             {"relative_buckets", &SpecFields::relative_buckets},
-                                             {"relative_max_distance", &SpecFields::relative_max_distance},
-                                             {"relative_bidirectional", &SpecFields::relative_bidirectional}};
 using Options = imbrex_plan_options;
 // `validate` is not among them: it is how a caller promises that there are no mistakes.
 constexpr Field<Options> kOptions[] = {
@@ -69,9 +53,22 @@ float wrong_float(Random& random) {
 }
 
 std::string break_spec(Problem& p, Random& random) {
-  if (random.one_in(8)) return p.spec.value.scale = wrong_float(random), fmt::format("spec.scale = {}", p.spec.value.scale);
-  if (random.one_in(8)) return p.spec.value.soft_cap = wrong_float(random), fmt::format("spec.soft_cap = {}", p.spec.value.soft_cap);
-  return "spec." + break_field(p.spec.value, kSpecFields, random);
+  std::vector<std::pair<std::string_view, int32_t*>> ints;
+  std::vector<std::pair<std::string_view, float*>> floats;
+  const AttentionSpec names;
+  for_each_named_field(names, p.spec.value, [&](const SpecField& field, const auto&, auto& value) {
+    if constexpr (std::is_same_v<decltype(value), float&>)
+      floats.emplace_back(field.name, &value);
+    else
+      ints.emplace_back(field.name, &value);
+  });
+  const auto broken = [&](const auto& fields, const auto& wrong) {
+    const auto& [name, value] = fields[size_t(random.between(0, int64_t(fields.size()) - 1))];
+    *value = wrong(*value);
+    return fmt::format("spec.{} = {}", name, *value);
+  };
+  if (random.one_in(5)) return broken(floats, [&](float) { return wrong_float(random); });
+  return broken(ints, [&](int32_t right) { return wrong_int(random, right); });
 }
 
 std::string break_options(Problem& p, Random& random) {
@@ -128,7 +125,7 @@ std::string break_lengths(Problem& p, Random& random) {
   return fmt::format("{}[{}] = {}", starts ? "query_start_loc" : "seq_lens", i, values[i]);
 }
 
-// Each length is `by` more, also in what must agree with it: only the tensors are too small then.
+// Gives a request more keys, in its length and in all that must agree with it: only the tensors are too small then.
 std::string longer(Problem& p, Random& random) {
   if (p.lens.values.empty()) return "";
   const auto r = size_t(random.between(0, int64_t(p.lens.values.size()) - 1));
@@ -156,7 +153,7 @@ std::string more_queries(Problem& p, Random& random) {
   return fmt::format("{} more query tokens from request {} on", by, r);
 }
 
-// One of the tensors that are given, or sometimes one that is not.
+// A tensor that the problem gives, or sometimes one that it does not.
 const Problem::Named& some_argument(Problem& p, Random& random) {
   for (;;) {
     const auto& named = random.pick(Problem::arguments());
