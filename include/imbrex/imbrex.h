@@ -78,12 +78,14 @@ typedef enum { IMBREX_F32, IMBREX_F16, IMBREX_BF16, IMBREX_FP8_E4M3, IMBREX_FP8_
 /* ---- devices and threads ---- */
 
 typedef struct imbrex_device imbrex_device;
-/* "cpu", "cuda:1" of this machine, "toy:0" of a plug-in, or one that is only described: "h200", "avx512,32 threads". For any number of
- * threads at a time. */
+/* `text` names a device: "cpu", "cuda:1" of this machine, "toy:0" of a plug-in, or one that is only described: "h200", "avx512,32 threads".
+ * Any number of threads may use a device at a time. */
 IMBREX_API imbrex_status imbrex_device_create(const char* text, imbrex_device** out);
 IMBREX_API void imbrex_device_free(imbrex_device*);
 IMBREX_API const char* imbrex_device_str(const imbrex_device*);
-IMBREX_API int32_t imbrex_num_cuda_devices(const char** why); /* why there is none, for this thread's next call; may be NULL */
+/* How many NVIDIA GPUs this machine has. *why is the reason where there is none, a text that lives until this thread's next call; why may
+ * be NULL. */
+IMBREX_API int32_t imbrex_num_cuda_devices(const char** why);
 
 typedef struct {
   size_t struct_size;
@@ -99,11 +101,13 @@ typedef struct {
 } imbrex_device_properties;
 IMBREX_API imbrex_status imbrex_device_get_properties(const imbrex_device*, imbrex_device_properties* out); /* struct_size set */
 
-/* Threads of the CPU backends. One plan runs at a time, others wait. Plans and copiers that are given them must be freed first. */
+/* Threads of the CPU backends. One plan computes with them at a time, others wait. Plans and copiers that are given them must be freed
+ * before they are. */
 typedef struct imbrex_threads imbrex_threads;
 IMBREX_API imbrex_status imbrex_threads_create(int32_t count, imbrex_threads** out); /* 0: one for each core */
 IMBREX_API void imbrex_threads_free(imbrex_threads*);
-/* Or the host's own: runs body(argument, worker) for every worker in [0, num_workers) and returns when all are done. */
+/* A function of the host that stands in for such threads: it calls body(argument, worker) for every worker in [0, num_workers), on any
+ * threads, and returns when all calls have. */
 typedef void (*imbrex_parallel_for)(void* context, int num_workers, void (*body)(void* argument, int worker), void* argument);
 
 /* ---- what a layer computes: spec.h ---- */
@@ -134,7 +138,7 @@ typedef struct {
 } imbrex_spec_fields;
 IMBREX_API void imbrex_spec_fields_init(imbrex_spec_fields*, size_t struct_size);
 
-/* Checked, and fixed from then on. For any number of threads at a time. */
+/* What a layer computes. The fields are checked when it is made, and never change. Any number of threads may use it at a time. */
 typedef struct imbrex_spec imbrex_spec;
 IMBREX_API imbrex_status imbrex_spec_create(const imbrex_spec_fields*, imbrex_spec** out);
 IMBREX_API void imbrex_spec_free(imbrex_spec*);
@@ -165,7 +169,8 @@ typedef struct {
   int32_t phase;                                       /* imbrex_phase */
 } imbrex_select_options;
 IMBREX_API void imbrex_select_options_init(imbrex_select_options*, size_t struct_size);
-/* options may be NULL. That nothing runs the spec is not an error: imbrex_selection_backend() is NULL then. */
+/* Chooses the backend that runs a spec on a device. options may be NULL. That nothing runs the spec is not an error:
+ * imbrex_selection_backend() is NULL then. */
 IMBREX_API imbrex_status imbrex_select(const imbrex_spec*, const imbrex_device*, const imbrex_select_options* options,
                                        imbrex_selection** out);
 IMBREX_API void imbrex_selection_free(imbrex_selection*);
@@ -176,12 +181,13 @@ IMBREX_API const char* imbrex_selection_explain(const imbrex_selection*); /* the
 typedef struct {
   const char *code, *wanted, *actual; /* "spec.head_dim_qk", "a multiple of 16, at most 256", "80" */
 } imbrex_reason;
-/* Every backend in order of preference, and why it was passed over. An index out of range: NULL, 0, IMBREX_INVALID. */
+/* The candidates are all backends, in order of preference; the reasons of one say why it does not run the spec. With an index that is out
+ * of range these functions return NULL, 0 and IMBREX_INVALID. */
 IMBREX_API int32_t imbrex_selection_num_candidates(const imbrex_selection*);
 IMBREX_API const char* imbrex_selection_candidate(const imbrex_selection*, int32_t index);
 IMBREX_API int32_t imbrex_selection_num_reasons(const imbrex_selection*, int32_t index); /* 0: it runs the spec */
 IMBREX_API imbrex_status imbrex_selection_reason(const imbrex_selection*, int32_t index, int32_t reason, imbrex_reason* out);
-/* Changes of the spec after which something runs it; NULL behind the last. */
+/* Proposals are changes of the spec after which some backend runs it, as text; the one behind the last is NULL. */
 IMBREX_API const char* imbrex_selection_proposal(const imbrex_selection*, int32_t index);
 
 /* ---- one layer's pages: kv_cache.h ---- */
@@ -201,16 +207,16 @@ IMBREX_API imbrex_status imbrex_kv_allocation_create(const imbrex_spec*, const i
                                                      const char* order, imbrex_kv_allocation** out);
 IMBREX_API void imbrex_kv_allocation_free(imbrex_kv_allocation*);
 IMBREX_API int64_t imbrex_kv_allocation_bytes(const imbrex_kv_allocation*);
-/* The tensors belong to the allocation, one set a layer. out->struct_size must be set. */
+/* Gives the tensors of one layer; the allocation owns their memory. out->struct_size must be set. */
 IMBREX_API imbrex_status imbrex_kv_allocation_layer(const imbrex_kv_allocation*, int32_t layer, imbrex_kv_cache* out);
 
-/* Whole blocks of one layer, in host memory: from[i] to to[i]. threads may be NULL. */
+/* Copies whole blocks of one layer in host memory, each block from[i] to the block to[i]. threads may be NULL. */
 IMBREX_API imbrex_status imbrex_copy_blocks(const imbrex_spec*, const imbrex_kv_cache*, const int32_t* from, const int32_t* to,
                                             int64_t count, imbrex_threads* threads);
 
-/* The same in the memory of any device, for copy on write: made once, when a GPU's kernels are loaded; then for caches of any spec, in the
- * order of the stream. A graph that captures the copies repeats them. For any number of threads at a time; threads (of a CPU) may be NULL.
- */
+/* A copier copies blocks in the memory of any device, for copy on write. A GPU's kernels are loaded when it is made; after that it takes
+ * caches of any spec, and copies in the order of the stream. A graph that captures its copies repeats them. Any number of threads may use
+ * it at a time. threads are for the copier of a CPU, and may be NULL. */
 typedef struct imbrex_block_copier imbrex_block_copier;
 IMBREX_API imbrex_status imbrex_block_copier_create(const imbrex_device*, imbrex_threads* threads, imbrex_block_copier** out);
 IMBREX_API void imbrex_block_copier_free(imbrex_block_copier*);
@@ -219,15 +225,16 @@ IMBREX_API imbrex_status imbrex_block_copier_copy(const imbrex_block_copier*, co
 
 /* ---- plans: batch.h, backend.h ---- */
 
-/* Scratch of plans of one device whose work is in the order of one stream: as much as the one that needs most. Two plans that share it must
- * not compute at the same time; they may be made, updated and freed on any thread, and it may be freed before them. workspace.h says more.
- */
+/* A workspace is scratch that plans share whose work is on one device, in the order of one stream. It has as many bytes as the plan that
+ * needs most. Two plans that share it must not compute at the same time; they may be made, updated and freed on any thread. It may be freed
+ * before its plans. workspace.h says more. */
 typedef struct imbrex_workspace imbrex_workspace;
 IMBREX_API imbrex_status imbrex_workspace_create(const imbrex_device*, imbrex_workspace** out);
-/* In memory of the device that the caller keeps until the last plan and graph that use it are gone; a plan that needs more is refused. */
+/* A workspace in memory of the device that the caller owns, and keeps until the last plan and graph that use it are gone. A plan that needs
+ * more than these bytes is refused. */
 IMBREX_API imbrex_status imbrex_workspace_create_in(const imbrex_device*, void* memory, int64_t bytes, imbrex_workspace** out);
 IMBREX_API void imbrex_workspace_free(imbrex_workspace*);
-IMBREX_API int64_t imbrex_workspace_bytes(const imbrex_workspace*); /* held now; of a CPU, whose plans keep theirs: 0 */
+IMBREX_API int64_t imbrex_workspace_bytes(const imbrex_workspace*); /* held now; 0 on a CPU, whose plans have their own */
 
 typedef struct imbrex_plan imbrex_plan;
 typedef struct {
@@ -268,7 +275,8 @@ typedef struct {
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
-/* The same with lengths that an engine's kernels have left on the device, where all arrays are. */
+/* One scheduler step whose lengths an engine's kernels have left in device memory. All arrays are there; each means what it does in
+ * imbrex_batch. */
 typedef struct {
   size_t struct_size;
   int32_t max_num_tokens;                          /* what the host knows of query_start_loc's last; 0: the plan's limit */
@@ -296,32 +304,37 @@ typedef struct {
 } imbrex_outputs;
 IMBREX_API void imbrex_outputs_init(imbrex_outputs*, size_t struct_size);
 
-/* Of the selection's backend, spec and device. IMBREX_UNSUPPORTED when nothing runs the spec, with imbrex_selection_explain() as text. */
+/* Makes a plan for the spec and the device of a selection, by the backend that it has chosen. IMBREX_UNSUPPORTED when nothing runs the
+ * spec, with imbrex_selection_explain() as text. */
 IMBREX_API imbrex_status imbrex_plan_create(const imbrex_selection*, const imbrex_plan_options*, imbrex_plan** out);
-/* Requests with at most decode_max_q query tokens go to the backend of `decode`, the others to that of `prefill`. Same spec and device. */
+/* Makes a plan of two backends: requests with at most decode_max_q query tokens go to that of `decode`, the others to that of `prefill`.
+ * Both selections are for one spec and one device. */
 IMBREX_API imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const imbrex_selection* decode,
                                                      const imbrex_plan_options*, int32_t decode_max_q, imbrex_plan** out);
-/* Bytes of a workspace that a plan of these takes, before anything is made: the device may be one that is only described. Plans that share
- * a workspace take what the largest of them does. 0: it keeps its scratch, or has none. */
+/* Tells how many bytes of a workspace a plan of this selection with these options will take. Nothing is made, and the device may be one
+ * that is only described. Plans that share a workspace take what the largest of them does. 0: the plan keeps its own scratch, or has none.
+ */
 IMBREX_API imbrex_status imbrex_selection_workspace_bytes(const imbrex_selection*, const imbrex_plan_options*, int64_t* out);
 IMBREX_API void imbrex_plan_free(imbrex_plan*);
 IMBREX_API const char* imbrex_plan_str(imbrex_plan*); /* "cpu_amx: 264 work items, 12 merges" */
-/* 1: write_kv and run may be captured into a CUDA graph that replays later steps too; 0: such a stream is refused, or the device has none.
- */
+/* 1 where the plan's imbrex_plan_write_kv() and imbrex_plan_run() may be captured into a CUDA graph, which then replays later steps too. 0
+ * where the plan refuses a stream that is being captured, or the device has no graphs. */
 IMBREX_API int32_t imbrex_plan_capturable(const imbrex_plan*);
 
 IMBREX_API imbrex_status imbrex_plan_update(imbrex_plan*, const imbrex_batch*, void* stream); /* once a step */
 IMBREX_API imbrex_status imbrex_plan_update_on_device(imbrex_plan*, const imbrex_device_batch*, void* stream);
-/* Why that has left requests out since the last call, a reason for each rule: how many. Waits for the stream. */
+/* Waits for the stream, and counts the rules that requests have broken in imbrex_plan_update_on_device() since the last call: the plan
+ * leaves such requests out. imbrex_plan_device_problem() gives the reason of each rule. */
 IMBREX_API imbrex_status imbrex_plan_device_problems(imbrex_plan*, void* stream, int32_t* count);
 IMBREX_API imbrex_status imbrex_plan_device_problem(const imbrex_plan*, int32_t index, imbrex_reason* out);
 
-/* Once a layer: k, v [num_tokens, num_kv_heads, head_dim] to the slots of the batch (of IMBREX_KV_LATENT v is NULL); then attention. */
+/* Called once a layer, in this order. imbrex_plan_write_kv() writes k and v [num_tokens, num_kv_heads, head_dim] to the slots of the batch
+ * (of IMBREX_KV_LATENT v is NULL); imbrex_plan_run() computes attention. */
 IMBREX_API imbrex_status imbrex_plan_write_kv(imbrex_plan*, const imbrex_kv_cache*, const imbrex_tensor* k, const imbrex_tensor* v,
                                               void* stream);
 IMBREX_API imbrex_status imbrex_plan_run(imbrex_plan*, const imbrex_inputs*, const imbrex_outputs*, void* stream);
 
-/* Once a layer of a short convolution. */
+/* What a short convolution reads and writes; imbrex_plan_run_short_conv() is called once a layer. */
 typedef struct {
   size_t struct_size;
   const imbrex_tensor* bcx;    /* [>= num_tokens, 3 * dim]: B, C and x of a token after one another */
@@ -343,13 +356,13 @@ IMBREX_API imbrex_status imbrex_plan_run_short_conv(imbrex_plan*, const imbrex_s
 typedef struct {
   const imbrex_tensor *out, *lse; /* [num_tokens, num_heads, head_dim_v], f32 [num_tokens, num_heads] */
 } imbrex_partial_result;
-/* In host memory, in the order given; threads and lse may be NULL. */
+/* Adds up partial results in host memory, in the order in which they are given. threads and lse may be NULL. */
 IMBREX_API imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,
                                                       const imbrex_tensor* lse, imbrex_threads* threads);
 
-/* The same in the memory of any device: made once, when a GPU's kernel is loaded; then in the order of the stream, for at most 48 parts on
- * a GPU. A graph that captures it merges what is there when it is replayed. For any number of threads at a time; threads (of a CPU) may be
- * NULL. */
+/* A merger adds up partial results in the memory of any device. A GPU's kernel is loaded when it is made; after that it works in the order
+ * of the stream, on at most 48 parts on a GPU. A graph that captures a merge merges what is there when it is replayed. Any number of
+ * threads may use it at a time. threads are for the merger of a CPU, and may be NULL. */
 typedef struct imbrex_merger imbrex_merger;
 IMBREX_API imbrex_status imbrex_merger_create(const imbrex_device*, imbrex_threads* threads, imbrex_merger** out);
 IMBREX_API void imbrex_merger_free(imbrex_merger*);
@@ -361,23 +374,25 @@ IMBREX_API imbrex_status imbrex_merger_merge(const imbrex_merger*, const imbrex_
 typedef struct imbrex_block_pool imbrex_block_pool;
 IMBREX_API imbrex_status imbrex_block_pool_create(int32_t num_blocks, imbrex_block_pool** out);
 IMBREX_API void imbrex_block_pool_free(imbrex_block_pool*);
-IMBREX_API int32_t imbrex_block_pool_num_free(const imbrex_block_pool*); /* cached ones included */
+IMBREX_API int32_t imbrex_block_pool_num_free(const imbrex_block_pool*); /* blocks without references, cached ones included */
 IMBREX_API int32_t imbrex_block_pool_num_cached(const imbrex_block_pool*);
-/* `count` blocks with one reference each; IMBREX_OUT_OF_MEMORY, and nothing changed, when there are not so many. */
+/* Takes `count` blocks, with one reference each. When there are not so many, nothing changes: IMBREX_OUT_OF_MEMORY. */
 IMBREX_API imbrex_status imbrex_block_pool_allocate(imbrex_block_pool*, int32_t count, int32_t* blocks);
 IMBREX_API imbrex_status imbrex_block_pool_retain(imbrex_block_pool*, const int32_t* blocks, int32_t count);
 IMBREX_API imbrex_status imbrex_block_pool_release(imbrex_block_pool*, const int32_t* blocks, int32_t count);
-/* The longest cached prefix of `hashes`: its blocks (room for count), each with one more reference, and how many. */
+/* Finds the longest prefix of `hashes` that is cached. `blocks`, which has room for count, is given the blocks of that prefix, each with
+ * one more reference, and num_found their number. */
 IMBREX_API imbrex_status imbrex_block_pool_lookup(imbrex_block_pool*, const uint64_t* hashes, int32_t count, int32_t* blocks,
                                                   int32_t* num_found);
-IMBREX_API imbrex_status imbrex_block_pool_publish(imbrex_block_pool*, int32_t block, uint64_t hash); /* a full block can be shared */
-/* The block itself when nobody else has it, else a new one, whose contents the caller copies (imbrex_block_copier_copy());
- * IMBREX_OUT_OF_MEMORY as above. */
+IMBREX_API imbrex_status imbrex_block_pool_publish(imbrex_block_pool*, int32_t block, uint64_t hash); /* lets lookup find a full block */
+/* Gives out a block that may be written in place of `block`: the same one when nobody else has it, else a new one, to which the caller
+ * copies the contents (imbrex_block_copier_copy()). IMBREX_OUT_OF_MEMORY, and nothing changes, when there is none. */
 IMBREX_API imbrex_status imbrex_block_pool_make_writable(imbrex_block_pool*, int32_t block, int32_t* out);
-/* Of a full block of tokens and of all before it; parent 0: the first block. Keyed with random bits of this process, so that no tenant can
- * make two prefixes with one hash, and another process has other hashes. 0 when it fails, which is no hash. */
+/* The hash of a full block of tokens and of all blocks before it, whose hash is `parent`; 0 for the first block. It is keyed with random
+ * bits of this process, so that no tenant can make two prefixes with one hash; another process has other hashes. 0, which is no hash, on
+ * failure. */
 IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count);
-/* The same in all processes that give one key: 128 random bits, a secret between them. */
+/* The hash of a block by a key of the caller's, 128 random bits: processes that share the secret have the same hashes. */
 IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count,
                                                     uint64_t* out);
 

@@ -42,7 +42,7 @@ imbrex_device_table least_table() {
   return t;
 }
 
-// It makes plans, and nobody runs them.
+// A backend that makes plans, which no test runs.
 imbrex_backend unused_backend() {
   imbrex_backend b{};
   b.struct_size = sizeof b, b.name = "unused", b.description = "makes plans";

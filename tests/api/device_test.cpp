@@ -21,7 +21,7 @@
 namespace imbrex::test {
 namespace {
 
-// The plug-in, until the end of a test: then nothing may be left that uses it.
+// Tests with the toy plug-in. It is unregistered at the end of each test, when nothing may be left that uses it.
 class CApiDevice : public testing::Test {
  protected:
   void SetUp() override { ASSERT_EQ(imbrex_load_plugin(IMBREX_TOY_PLUGIN), IMBREX_OK) << imbrex_last_error(); }
@@ -107,7 +107,7 @@ TEST_F(CApiDevice, MemoryOfTheDeviceIsNotTheHosts) {
   EXPECT_EQ(back[1], 0x11111111);
   EXPECT_EQ(back[3], 10);
 
-  // Rows from anywhere, which the host looks up: the table has no gather.
+  // The plug-in's table has no gather, so the host looks up where the rows are.
   std::vector<int32_t> offsets{500, 0, 996, 500};
   const DeviceTensor at = stream->copy_of(TensorView::contiguous(offsets.data(), DType::i32, {4}));
   const DeviceTensor rows = stream->tensor(DType::i32, {4, 3});
@@ -184,7 +184,7 @@ class Layer {
     tokens_ = tokens;
   }
   void launch() const { launch(*plan, cache_.layer(0), rows_.view, out_.view, stream->get()); }
-  // Of the step that update() has last made, after a launch or a replay.
+  // Expects, after a launch or a replay, the outputs that the host computes for the step of the last update().
   void expect_as_on_the_host() {
     std::vector<float> expected(size_t(out_.view.num_elements())), actual(expected.size());
     TensorView host_out = out_.view;

@@ -61,7 +61,7 @@ inline SelectionHandle select_for(const imbrex_spec* spec, const imbrex_device* 
   return make_handle<SelectionHandle>([&](auto** out) { return imbrex_select(spec, device, &options, out); });
 }
 
-// Contiguous host memory of one's own.
+// A contiguous tensor in host memory, which it owns.
 template <class T>
 struct HostTensor {
   std::vector<T> data;

@@ -20,7 +20,7 @@ struct Registered {  // until the end of a test
   ~Registered() { EXPECT_EQ(imbrex_unregister_backend(name), IMBREX_OK); }
 };
 
-// One request of 40 tokens in pages out of order; what a backend makes of them.
+// What a backend computes for one request of 40 tokens, whose pages are out of order.
 std::vector<float> outputs_of(const char* backend) {
   const imbrex_spec_fields fields = small_fields();
   const SpecHandle spec = spec_of(fields);
@@ -88,7 +88,7 @@ TEST(CApiOutside, PluginsThatAreNone) {
   EXPECT_EQ(imbrex_load_plugin(nullptr), IMBREX_INVALID);
 }
 
-// Which function of a backend fails, and with what.
+// Which function of a backend is to fail, and what is counted of the backend.
 struct Failing {
   std::string function;
   int plans = 0, calls = 0;  // plans that are there; calls of `unsupported` and `plan`

@@ -269,7 +269,7 @@ TEST(KvCache, LatentValuesAreAPartOfTheKeys) {
     cache = good, cache.k = {};
     EXPECT_EQ(error_code([&] { cache.validate(spec); }), "kv_cache.k.missing");
   }
-  // One number, one scale.
+  // A latent stands for keys and values, so it has one scale, that of keys.
   spec.kv_dtype = DType::fp8_e4m3;
   const KvAllocation bytes(spec, 1, 3);
   KvCache cache = bytes.layer(0);

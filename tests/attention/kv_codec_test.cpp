@@ -30,14 +30,14 @@ std::vector<float> floats_of(const KvRow& row, int count) {
   return x;
 }
 
-// A power of two, so that what an element stands for is exact.
+// The scale of a row: a power of two, so that what an element stands for is exact.
 float scale_for(const std::vector<float>& row, float largest) {
   float top = 0;
   for (float x : row) top = std::max(top, std::abs(x));
   return top == 0 ? 1.f : std::exp2(std::ceil(std::log2(top / largest)));
 }
 
-// Integers of eight bits, times the scale.
+// Makes a row integers of eight bits, each of which stands for itself times the scale.
 float quantise(const std::vector<float>& row, int8_t* to) {
   const float scale = scale_for(row, 127);
   for (size_t d = 0; d < row.size(); ++d) to[d] = int8_t(std::lround(row[d] / scale));
@@ -53,7 +53,7 @@ void check_bytes(const AttentionSpec& spec) {
 
 int64_t offset_of(const TensorView& t, KvPlace at) { return at.block * t.stride(0) + at.offset * t.stride(1) + at.head * t.stride(2); }
 
-// A float in front of each record's elements.
+// A format whose records have their scale, a float, in front of the elements.
 namespace inside {
 
 std::optional<KvLayout> layout(const AttentionSpec& spec, KvPart part) {
@@ -88,7 +88,7 @@ const KvCodec kCodec{.name = "scale_inside",
 
 }  // namespace inside
 
-// A scale for each token and head, in tensors of their own.
+// A format with a scale for each token and head, in tensors of their own.
 namespace beside {
 
 KvPart scale_of(KvPart part) { return part == KvPart::k ? KvPart::k_scale : KvPart::v_scale; }
@@ -175,7 +175,7 @@ const KvCodec kCodec{.name = "mixed_latent",
 
 }  // namespace mixed
 
-// Added once, for all tests here.
+// The format of a codec, which the first test that needs it adds.
 KvFormat format_of(const KvCodec& codec) {
   if (const auto known = find_kv_format(codec.name)) return *known;
   return add_kv_codec(codec);
@@ -193,7 +193,7 @@ Case case_of(KvFormat format) {
   return c;
 }
 
-// What a cache of the format gives back of rows, one at a time.
+// The rows as a cache of the format gives them back, written and read one at a time.
 HostTensor kept_by(const HostTensor& rows, const AttentionSpec& spec, KvPart part) {
   HostTensor kept = HostTensor::make(DType::f32, rows.sizes);
   const int64_t heads = rows.sizes[1], dim = rows.sizes[2];

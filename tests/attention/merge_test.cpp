@@ -43,7 +43,7 @@ struct Expected {
   double out, lse;
 };
 
-// The definition, in double.
+// The merged element by the definition, in double precision.
 Expected expected_at(const std::vector<const Partial*>& parts, int64_t row, int64_t dim, int64_t d) {
   double sum = 0, weighted = 0;
   for (const Partial* part : parts) {

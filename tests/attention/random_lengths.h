@@ -1,5 +1,5 @@
 #pragma once
-// For tests that cut batches: lengths of requests, and numbers of chance to choose them by.
+// Lengths of requests, and random numbers to choose them by, for tests that cut batches.
 #include <initializer_list>
 #include <random>
 #include <vector>

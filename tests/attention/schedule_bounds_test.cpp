@@ -49,7 +49,8 @@ PlanLimits random_limits(Random& random) {
   return limits;
 }
 
-// Half of them as hard on the bounds as the limits allow: every request with the longest context and the same number of queries.
+// A random batch within the limits. Half of such batches are as hard on the bounds as the limits allow: every request has the longest
+// context and the same number of queries.
 Lengths random_batch(Random& random, const PlanLimits& limits) {
   Lengths batch;
   const bool extreme = random.between(0, 1) == 0;
@@ -149,7 +150,7 @@ TEST(ScheduleBounds, TwoListsShareThePartialRows) {
   for (const MergeItem& m : b.merges) EXPECT_GE(m.first_partial, rows);
 }
 
-// Three lists behind each other: what one leaves, the next may use.
+// Three lists share the partial rows of a plan, one after the other: the next may use what one leaves.
 TEST(ScheduleBounds, ListsWithALimitOfRowsShareThem) {
   int64_t longer = 0;
   for (int seed = 0; seed < 3000; ++seed) {

@@ -340,7 +340,7 @@ TEST(Schedule, BalancedSplitsByLoad) {
   EXPECT_LE(tile.size(), 132u);
   for (const WorkItem& w : tile) EXPECT_LE(w.kv_end - w.kv_begin, 1024);
   EXPECT_EQ(pieces({{1, 131072}}, 1).at(0).size(), 1u);
-  // With neighbours enough, nothing is split: no merge to pay for.
+  // Where there are enough requests for all workers, none is split: a split would have to be merged.
   for (const Tile& t : pieces(std::vector<Request>(500, Request{1, 2000}), 132)) EXPECT_EQ(t.size(), 1u);
   // Short requests are left whole however many workers idle.
   EXPECT_EQ(pieces({{1, 200}}, 132).at(0).size(), 1u);
@@ -360,7 +360,7 @@ TEST(Schedule, BalancedCountsVisibleKeysOnly) {
     const Tile alone = pieces(1, seq_len).at(0);
     EXPECT_EQ(alone.size(), 16u);
     for (const WorkItem& w : alone) EXPECT_EQ(w.kv_end - w.kv_begin, 256);
-    // As many requests as workers: one item each. Half as many: two each.
+    // Where there are as many requests as workers each is one item, and where there are half as many each is two.
     for (const Tile& tile : pieces(132, seq_len)) EXPECT_EQ(tile.size(), 1u);
     for (const Tile& tile : pieces(66, seq_len)) EXPECT_EQ(tile.size(), 2u);
   }
@@ -403,7 +403,7 @@ TEST(Schedule, BadPoliciesAreRefused) {
 }
 
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-// Of enough calls that a machine which is slow for some milliseconds does not count.
+// The time of the fastest of `calls` calls: with enough of them a machine that is slow for some milliseconds does not count.
 double best_microseconds(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, int calls) {
   Schedule s;
   double best = 1e9;

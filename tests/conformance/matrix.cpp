@@ -34,7 +34,7 @@ std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvForma
   return {};
 }
 
-// Of some targets a part of the cases is enough.
+// Whether a target may leave a case out: for some of them a part of the cases is enough.
 bool is_left_out(const Case& c, const Target& target) {
   // Every case is computed by the reference anyway: it is what the others are compared with. Fp8 queries no other one runs on a CPU.
   if (target.backend == &reference_backend()) return c.seed % 8 != 0 && c.spec.q_dtype != DType::fp8_e4m3;

@@ -44,7 +44,7 @@ constexpr size_t kMostShards = 16;
 std::vector<Combination> by_shard(const std::vector<Combination>&);
 const std::map<std::string, Totals>& totals();  // by target; filled by combinations()
 
-// Both keep those of the last kMostShards cases.
+// The inputs and the expected results of a case. Those of the last kMostShards cases are kept.
 const CaseInputs& inputs_of(const Case&);
 const Expected& expected_of(const Case&);
 

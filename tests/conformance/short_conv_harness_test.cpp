@@ -51,7 +51,7 @@ class FaultyConvPlan final : public ShortConvPlan {
       for (int begin = r.begin; begin < r.end; begin += kItemTokens) items_.push_back({&r, begin, std::min(begin + kItemTokens, r.end)});
   }
 
-  // Of a device whose memory is the host's.
+  // The backend's device has the host's memory: it reads the lists where they are.
   void update_on_device(const DeviceBatch& b, Stream stream) override {
     const auto list = [](const TensorView& t) { return std::span(t.as<const int32_t>(), t.empty() ? 0 : size_t(t.size(0))); };
     Batch batch;
@@ -75,7 +75,7 @@ class FaultyConvPlan final : public ShortConvPlan {
       if (mistake_ == ConvMistake::one_row_too_many && r.drafts < spec_.num_drafts)
         store(in.state, r.slot * slot + (spec_.width - 1 + r.drafts) * row, 1);
     }
-    // As if slots came in the order of requests.
+    // This mistake takes slots to be in the order of requests.
     if (mistake_ == ConvMistake::a_request_without_tokens)
       for (int64_t s = 0; s < in.state.size(0); ++s)
         if (std::ranges::none_of(step_.requests, [&](const ShortConvRequest& r) { return r.slot == s; })) store(in.state, s * slot, 0);
@@ -130,7 +130,7 @@ class FaultyConvPlan final : public ShortConvPlan {
             h_of(r, std::min(r.end - drafts - before + i, r.end - 1), d, in));
   }
 
-  // To the next number of the type.
+  // Changes an element to the next number of its type.
   void add_unit(const TensorView& t, int64_t at) const {
     if (spec_.dtype == DType::f32)
       ++t.as<uint32_t>()[at];

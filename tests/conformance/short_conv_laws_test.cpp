@@ -85,7 +85,7 @@ TEST_P(ShortConvLaws, ThreadsDoNotMatter) {
   }
 }
 
-// Of request r alone.
+// The part of a result that belongs to request r.
 ShortConvRunResult part_of(const ShortConvRunResult& all, const ShortConvCaseInputs& in, size_t r) {
   size_t token = 0;
   for (size_t i = 0; i < r; ++i) token += size_t(in.requests[i].q_len);

@@ -39,7 +39,7 @@ const std::vector<Format>& formats() {
   return all;
 }
 
-// The definition, in double: what a magnitude code stands for.
+// What the code of a magnitude stands for by definition, in double precision.
 double defined_value(const Format& f, uint32_t magnitude) {
   const int bias = (1 << (f.exponent_bits - 1)) - 1, top = (1 << f.exponent_bits) - 1;
   const int exponent = int(magnitude >> f.mantissa_bits), mantissa = int(magnitude & ((1u << f.mantissa_bits) - 1));

@@ -94,7 +94,7 @@ TEST(ThreadPool, AThreadThatDoesNotComeIsNotWaitedFor) {
     });
   for (int count : counts) EXPECT_EQ(count, 3);
   let_go = true;
-  // It comes again, and finds the jobs that it has missed done.
+  // The other thread goes on, and finds that the jobs which it has missed are done.
   std::atomic<int> total{0};
   for (int round = 0; round < 300; ++round) run_parallel(pool.parallel_for(), [&](int) { ++total; });
   EXPECT_EQ(total, 600);

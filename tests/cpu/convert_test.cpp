@@ -10,7 +10,7 @@
 
 #include "core/float_types.h"
 #include "cpu/params.h"
-// After params.h, as in a kernel file.
+// A kernel file includes params.h before this.
 #include "cpu/kernels/convert.inl"
 
 namespace imbrex::cpu {

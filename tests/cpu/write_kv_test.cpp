@@ -41,7 +41,7 @@ int64_t value_element(int64_t t, int64_t d, int64_t D, int64_t block_size) {
   return ((t / 32) * (D / 16) + d / 16) * 512 + ((t % 32) / 2) * 32 + (d % 16) * 2 + t % 2;
 }
 
-// Of a byte format, two rows share a line.
+// The byte in which the packed format has element e of fp8: pairs of rows share a line of 64 bytes.
 int64_t byte_of_fp8(int64_t e) { return e / 64 * 64 + e % 32 * 2 + e % 64 / 32; }
 
 TEST(PackedFormat, FormulasGiveEveryElementOnePlace) {

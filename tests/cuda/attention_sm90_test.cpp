@@ -24,7 +24,8 @@ AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int group, int p
           .block_size = page};
 }
 
-// Of all specs that the kernel runs: items of its tiles are no larger than those of the kernel without maps, and begin where its tiles do.
+// For all specs that the kernel with maps runs, items of its tiles are no larger than those of the kernel without maps, and begin where the
+// tiles of that kernel do.
 TEST(AttentionSm90, TheKernelWithoutMapsTakesTheSameItems) {
   int count = 0, bytes = 0;
   for (const DType q : {DType::bf16, DType::f16, DType::f32, DType::fp8_e4m3})

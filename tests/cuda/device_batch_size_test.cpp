@@ -116,7 +116,7 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
     std::vector<uint16_t> out;
     std::vector<float> lse;
   };
-  // Of each request, how many values differ from those alone, and the first of them.
+  // Says for each request how many of its values differ from those that it has alone, and which is the first.
   const auto differences = [&](const std::vector<Result>& results, const std::function<const Result&(size_t)>& expected) {
     std::string text;
     for (size_t r = 0; r < results.size(); ++r) {
@@ -133,7 +133,7 @@ TEST_P(DeviceBatchSize, DoesNotMatter) {
     return text;
   };
   std::string made;
-  // Of each request.
+  // Runs one batch of these requests, and returns the results of each.
   const auto run = [&](const std::vector<int32_t>& lens) {
     const int reqs = int(lens.size());
     std::vector<int32_t> starts(lens.size() + 1);

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kText = R"(
 #include "convert.cuh"
 namespace imbrex::cuda {
-// From f32: out[i] has bf16, f16, e4m3, e5m2, and both fp8 again without the instruction.
+// Converts f32: out[i] is given bf16, f16, e4m3, e5m2, and both fp8 again without the instruction.
 extern "C" __global__ void narrow(const float* in, u32* out, int n) {
   const int i = int(blockIdx.x * blockDim.x + threadIdx.x) * 2;
   if (i >= n) return;
@@ -19,7 +19,7 @@ extern "C" __global__ void narrow(const float* in, u32* out, int n) {
                         pack_e5m2(in[i], in[i + 1]), pack_e4m3_by_bits(in[i], in[i + 1]), pack_e5m2_by_bits(in[i], in[i + 1])};
   for (int w = 0; w < 6; ++w) out[i / 2 * 6 + w] = words[w];
 }
-// From every byte, in place b of a word: e4m3 and e5m2 as f32, through f16.
+// Converts every byte, in each place b of a word: e4m3 and e5m2 become f32, through f16.
 extern "C" __global__ void widen(float2* out) {
   const u32 code = threadIdx.x;
   for (int b = 0; b < 4; ++b) {
@@ -28,7 +28,7 @@ extern "C" __global__ void widen(float2* out) {
     for (int k = 0; k < 3; ++k) out[(code * 4 + b) * 3 + k] = unpack_f16(halves[k]);
   }
 }
-// From every 16-bit code in both places.
+// Converts every 16-bit code, in both places of a word.
 extern "C" __global__ void widen16(float2* out) {
   const u32 code = blockIdx.x * blockDim.x + threadIdx.x, pair = code | (code ^ 0x8000u) << 16;
   out[2 * code] = unpack_f16(pair);

@@ -1,4 +1,4 @@
-// On a real driver: a step that is taken back, captures that are refused or end with their tensors.
+// Plans on a real driver: a step that is taken back, and captures that are refused or end with their tensors.
 #include <cstring>
 
 #include "attention/fake_backend.h"

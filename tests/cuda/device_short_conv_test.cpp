@@ -84,7 +84,7 @@ TEST_F(DeviceShortConv, StepsAndNeighboursChangeNoBit) {
       }
 }
 
-// The same steps, from either side: not a bit differs.
+// Steps whose lengths are on the device have the same bits as those whose lengths are on the host.
 TEST_F(DeviceShortConv, LengthsOnTheDeviceGiveTheBitsOfTheHost) {
   ConvProblem p{.spec = {.dim = 520, .width = 4, .bias = true, .num_drafts = 4}, .seed = 7};
   ConvBesideReference host(backend, device, p);

@@ -25,7 +25,7 @@ volatile sig_atomic_t handled = 0;
 void count(int) { handled = handled + 1; }
 void another(int) {}
 
-// As Python does: no SA_RESTART, so that a wait ends when a signal comes.
+// Installs a handler as Python does: without SA_RESTART, so that a wait ends when a signal comes.
 void install(int signal, void (*handler)(int), int flags = SA_ONSTACK) {
   struct sigaction action {};
   action.sa_handler = handler;

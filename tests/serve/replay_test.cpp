@@ -90,7 +90,8 @@ TEST(Replay, EveryCacheTypeIsVerified) {
   }
 }
 
-// Which stores a value as a part of its key: half of the bytes, where both have as many dims, so that there are twice as many blocks.
+// A latent cache stores a value as a part of its key. Where both have as many dims these are half of the bytes, so that the same memory
+// holds twice as many blocks.
 TEST(Replay, LatentCachesAreVerified) {
   const Trace trace = tree_trace(6, 16, 50, 6, 3);
   ReplayOptions options = small_options();

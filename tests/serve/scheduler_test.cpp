@@ -227,7 +227,8 @@ TEST(Scheduler, StormsOfPreemptionEnd) {
   }
 }
 
-// A memory of which token of which request each slot's state is at: whoever continues finds his own, and whoever begins says so.
+// The test remembers for each slot which request's state it holds, and after which token. A request that continues must find its own state
+// there; one that begins must say so.
 TEST(Scheduler, EveryStateIsFoundWhereItWasLeft) {
   for (uint64_t seed = 1; seed <= 6; ++seed) {
     SCOPED_TRACE(seed);

@@ -31,7 +31,7 @@ class GpuBench : public testing::Test {
     fake::state().launches.clear();
     return bench(*find_backend("cuda_sm80"), spec, probe_cuda().at(0), requests, options);
   }
-  // Of launches that were not captured.
+  // The parameters of attention in all launches that were not captured.
   std::vector<cuda::AttentionParams> attention() const {
     std::vector<cuda::AttentionParams> all;
     for (const fake::Launch& launch : fake::state().launches) {

@@ -120,7 +120,7 @@ TEST_F(Captures, AFailedCaptureGivesBackToo) {
   EXPECT_TRUE(watched.expired());
 }
 
-// Also of plans that end, and by another thread than the one that captures.
+// A capture is not disturbed when plans are made and end, on the thread that captures or on another one.
 TEST_P(Captures, PlansAreMadeAndEndWhileAStreamIsCaptured) {
   spec.score.relative_buckets = 32, spec.score.relative_max_distance = 128;
   fake::run_on_host(spec);

@@ -66,9 +66,9 @@ extern std::set<CUstream> streams;
 extern thread_local bool in_callback;  // of a graph that has ended: nothing of the driver works there
 
 CUcontext current();
-// For calls that a step makes: fails when it is their turn.
+// What a call that a step makes returns at first: an error when the test wants this call to fail.
 CUresult failure();
-// For calls that make something: fails when told to, or without a context.
+// What a call that makes something returns at first: an error when the test wants it to fail, or when there is no context.
 CUresult begin();
 
 // Captures. A call that could get into the way of one fails, and breaks it, unless the calling thread has said that it knows.

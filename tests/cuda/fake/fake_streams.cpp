@@ -154,7 +154,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (stream != nullptr && stream->captured != nullptr) return event->point->captured = stream->captured, kCudaSuccess;
   return enqueue(stream, [point = event->point] { point->done = true; });
 }
-// Also how a stream joins a capture.
+// A stream that waits for an event of a capture joins that capture.
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned) {
   if (const CUresult result = failure(); result != 0) return result;
   if (!current()) return kCudaInvalidContext;

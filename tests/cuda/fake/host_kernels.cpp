@@ -293,7 +293,7 @@ SchedulePolicy policy_of(const CutRules& r) {
           .cost_by_keys = r.cost_by_keys};
 }
 
-// Of batches that break no rule.
+// What plan_batch.cu does, for batches that break no rule.
 void plan_batch(const PlanBatchParams& p) {
   Batch batch;
   batch.query_start_loc = {p.starts_from, size_t(p.num_reqs) + 1};

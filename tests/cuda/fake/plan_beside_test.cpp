@@ -88,7 +88,7 @@ class PlanBeside : public testing::Test {
   Device gpu{DeviceType::cuda, 0};
 };
 
-// Each lets the next in when it has waited; the last is followed by what waits.
+// Each launch but the last lets the next one begin beside it, once it has waited for what came before; what follows the last one waits.
 TEST_F(PlanBeside, DecodeBeginsBesidePrefill) {
   EXPECT_EQ(launches_of({{1, 300}, {500, 900}}),
             (std::vector<Launched>{{"attention_sm90", false, false}, {"attention_sm90_decode", true, true}}));
@@ -96,7 +96,7 @@ TEST_F(PlanBeside, DecodeBeginsBesidePrefill) {
   EXPECT_EQ(launches_of({{500, 900}}), (std::vector<Launched>{{"attention_sm90", false, true}}));
 }
 
-// Both fold runs in the same memory.
+// Verify and prefill both fold runs of pieces, in the same memory: so they do not run beside each other.
 TEST_F(PlanBeside, VerifyWaitsForPrefill) {
   EXPECT_EQ(launches_of({{1, 300}, {8, 300}, {500, 900}}),
             (std::vector<Launched>{

@@ -115,7 +115,7 @@ TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
   EXPECT_GE(run, 4);
 }
 
-// The mirror surrounds what it copies: a mistake that no value shows.
+// The mirror puts guards around what it copies, so that a write beside a tensor is found, which no value of a result shows.
 TEST_P(PlanConformance, AWriteBesideATensorIsFound) {
   const Case& c = *find_case("dtype_peaked_bf16_prefill");
   const CaseInputs inputs = make_inputs(c);

@@ -22,7 +22,7 @@ AttentionSpec mapped_spec() {
   return {.num_q_heads = kHeads, .num_kv_heads = kKvHeads, .head_dim_qk = kDim, .head_dim_v = kDim, .block_size = kBlockSize};
 }
 
-// What a launch was of, and the work it was given.
+// The kernel of a launch, and the work that it was given.
 struct Seen {
   std::string kernel;
   unsigned grid = 0, threads = 0;
@@ -127,8 +127,8 @@ TEST_F(PlanMaps, OutputsOfOneTypeNeedNoOtherKernels) {
   EXPECT_EQ(error_code([&] { loads_of(DType::f16); }), "backend.out_dtype");
 }
 
-// Each of these keeps TMA from one of the tensors. The kernel that runs instead has the same work, and is loaded when it is needed: prefill
-// is cuda_sm80's, decode and verify are variants of their own.
+// TMA reads no tensor whose address or strides are no multiples of 16 bytes, or whose elements are not next to each other. The kernel that
+// runs instead has the same work, and is loaded when it is needed: prefill is cuda_sm80's, decode and verify are variants of their own.
 TEST_F(PlanMaps, WhereThereIsNoMapAnotherKernelRunsTheSameItems) {
   const auto shifted = [](TensorView t) {
     t.data = static_cast<char*>(t.data) + 8;

@@ -15,7 +15,7 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr Device kGpu{DeviceType::cuda, 0};
-// kMostReqs: a whole one for each worker.
+// kMostReqs is as many as leave each worker of the GPU one request, which it then computes whole.
 constexpr int kKeys = 8192, kBlockSize = 16, kMostReqs = 132, kHeads = 4, kKvHeads = 2, kDimK = 16, kDimV = 8;
 
 // cuda_sm80, if its kernels took runs where they join pieces.

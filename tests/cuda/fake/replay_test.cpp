@@ -138,7 +138,7 @@ TEST_F(GpuReplay, MemoryIsWhatTheGpuHasLeft) {
   EXPECT_TRUE(r.complete);
 }
 
-// What the proof is worth: a kernel that leaves out a layer's last key is noticed.
+// The replay's own check has to be worth something: it notices a kernel that leaves out a layer's last key.
 TEST_F(GpuReplay, AWrongKernelIsNoticed) {
   const ModelSpec model = tiny_model({full_mask()}, 16);
   fake::run_on_host(model.layers[0].attention());

@@ -1,5 +1,5 @@
-// The table of cases and the laws of the short convolution on the fake driver, through the mirror: the plan for GPUs, with the kernels'
-// texts, compiled for the host, behind it. Of the table those specialisations that there is a text of.
+// The table of cases and the laws of the short convolution on the fake driver, through the mirror: the plan for GPUs launches the kernels'
+// texts, which are compiled for the host. Cases whose specialisation has no such text are left out.
 #include <gtest/gtest.h>
 
 #include <algorithm>

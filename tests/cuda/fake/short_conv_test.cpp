@@ -46,7 +46,8 @@ TEST_F(ShortConvPlans, OutputsAndStatesAreThoseOfTheReference) {
   }
 }
 
-// Chunks of many tokens: a GPU of one multiprocessor. And a request's last tokens, which its state is made of, in chunks of others.
+// A GPU of one multiprocessor has few chunks of many tokens, so that the last tokens of a request, of which its state is made, are in
+// chunks with those of others.
 TEST_F(ShortConvPlans, FewChunksOfManyTokens) {
   if (!fake::has_short_conv_texts()) GTEST_SKIP();
   DeviceInfo small = device;
@@ -96,7 +97,7 @@ TEST_F(ShortConvPlans, StepsAndNeighboursChangeNoBit) {
   }
 }
 
-// Of 1100 requests the search for one takes three turns.
+// A step has so many requests that the search for a token's request takes three turns.
 TEST_F(ShortConvPlans, ManyRequests) {
   if (!fake::has_short_conv_texts()) GTEST_SKIP();
   use(short_conv_variants()[0]);
@@ -355,7 +356,8 @@ TEST_F(ShortConvCalls, HoldAGraphToTheTensorsOfItsCapture) {
   EXPECT_EQ(error_code([&] { on_demand->run(in, out, stream->get()); }), kFine);
 }
 
-// The step before, bit for bit, whatever of an update fails; and none where the driver goes on failing.
+// After an update of which anything has failed, the plan computes the step before, bit for bit; or no step, where the driver goes on
+// failing.
 template <class Fault>
 class ShortConvUpdateGuarantee : public ShortConvCalls {};
 using Faults = testing::Types<FailCall<false>, FailCall<true>, FailAllocation>;

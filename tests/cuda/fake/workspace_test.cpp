@@ -45,7 +45,7 @@ TEST(Workspace, HasWhatTheLargestPlanNeeds) {
   EXPECT_EQ(shared->bytes(), *std::ranges::max_element(alone)) << "it stays for plans to come";
 }
 
-// What a plan will take is known before it is made, of a GPU that is only described too.
+// How much scratch a plan will take is known before it is made, also for a GPU that is only described.
 TEST(Workspace, ItsSizeIsAskedForBeforehand) {
   AttentionSpec masked{.num_q_heads = 8, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64};
   AttentionSpec bytes = masked;

@@ -15,7 +15,7 @@ namespace {
 
 using cuda::AttentionParams;
 
-// Of one row: what kernels keep in registers and leave in memory.
+// The sums of one row, as kernels keep them in registers and leave them in memory.
 struct Sums {
   float reference = -1e30f, sum = -0.f;
   std::vector<float> x;

@@ -234,7 +234,8 @@ TEST_P(LanesWithRuns, HaveTheBitsOfTheirPieces) {
   }
 }
 
-// When copies happen, which warp runs first, how many blocks share the work, where pages lie and what is in other memory: not a bit.
+// No bit of a result depends on when copies happen, which warp runs first, how many blocks share the work, where pages lie, or what is in
+// other memory.
 TEST_P(Lanes, ResultsDoNotDependOnChance) {
   RunOptions options = default_options(GetParam().c);
   for (unsigned chance : {2u, 3u}) {

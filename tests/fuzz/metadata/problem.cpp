@@ -26,7 +26,7 @@ void set_floats(Argument& to, Random& random, int32_t dtype, std::vector<int64_t
   to.set(dl_type(dtype), std::move(shape), floats(random, dtype, count));
 }
 
-// As the target runs it, now and then with each feature.
+// A spec that the target runs. Each feature is in it now and then.
 imbrex_spec_fields random_spec(const Target& target, Random& random) {
   imbrex_spec_fields f = init(imbrex_spec_fields_init);
   const bool amx = target.prefill == "cpu_amx" || target.decode == "cpu_amx";
