@@ -93,7 +93,7 @@ const imbrex_tensor* Argument::make() {
              .shape = null_shape ? nullptr : given_shape_.data(),
              .strides = strides.empty() ? nullptr : given_strides_.data(),
              .byte_offset = byte_offset};
-  if (memory_ == nullptr || null_data || impossible || content.empty()) return &tensor_;
+  if (memory_ == nullptr || null_data || impossible || count() == 0) return &tensor_;  // 0: the content is less than an element
   each_run([&](size_t begin, unsigned char* to, size_t elements) {
     for (size_t done = 0; done < elements;) {
       const size_t from = (begin + done) % count(), some = std::min(elements - done, count() - from);
