@@ -25,12 +25,9 @@ struct Target {
   CpuIsa isa;
   KvFormat format = KvFormat::strided;
 };
-const Target kTargets[] = {{"cpu_generic", CpuIsa::generic},
-                           {"cpu_generic", CpuIsa::avx2},
-                           {"cpu_avx512", CpuIsa::avx512},
-                           {"cpu_avx512", CpuIsa::avx512_bf16},
-                           {"cpu_amx", CpuIsa::amx_emulated},
-                           {"cpu_amx", CpuIsa::amx_emulated, KvFormat::amx_packed},
+const Target kTargets[] = {{"cpu_generic", CpuIsa::generic},  {"cpu_generic", CpuIsa::avx2},
+                           {"cpu_avx512", CpuIsa::avx512},    {"cpu_avx512", CpuIsa::avx512_bf16},
+                           {"cpu_amx", CpuIsa::amx_emulated}, {"cpu_amx", CpuIsa::amx_emulated, KvFormat::amx_packed},
                            {"cpu_amx", CpuIsa::amx}};
 
 AttentionSpec spec_of(KvFormat format, DType kv = DType::bf16) {
