@@ -94,7 +94,7 @@ class Sharing {
   void set_row(const WorkItem& piece, int row) {
     const MergeItem& merge = list_.merges[size_t(piece.merge)];
     const int split = (piece.partial - merge.first_partial) / num_queries(piece);
-    list_.details.parts[size_t(s_.first_part[size_t(piece.merge)] + split)] = row;
+    list_.details.parts[size_t(s_.first_part[size_t(piece.merge)]) + size_t(split)] = row;
   }
 
   void make_items() {
