@@ -8,6 +8,7 @@
 #include "async.cuh"
 #include "attention_output.cuh"
 #include "cuda/params.h"
+#include "key_place.cuh"
 #include "ptx.cuh"
 #include "soft_cap.cuh"
 
@@ -15,7 +16,6 @@ namespace imbrex::cuda {
 
 constexpr int kFar = 1 << 29;                                 // beyond any sequence, and its sum with a position is still an int
 constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out rows and nothing else
-constexpr int kPage = kBlockSize > 0 ? kBlockSize : 1;        // ragged keys have none; a divisor all the same
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks

@@ -122,7 +122,7 @@ class KvLoader {
     if constexpr (kBlockSize > 0) {
       const int thread = thread_of_team(), lane = thread % 32, warp = thread / 32;
       const int row = kOneBlock ? 0 : lane / kPassRowsOfWarp * kPassRows + warp * kPassRowsOfWarp + lane % kPassRowsOfWarp;
-      block_ = __ldg(p_.block_ids + item.first_block + u32(within(item, begin + row)) / u32(kPage));
+      block_ = __ldg(block_id_of(p_, item.first_block, within(item, begin + row)));
     }
   }
 
@@ -142,19 +142,9 @@ class KvLoader {
 
   // The address of row `pass * kPassRows + first_row` of the team's keys (or values).
   DEVICE const char* place(const Item& item, const KvSide& side, const char* head, int begin, int pass, int first_row, int block) const {
-    const int key = begin + pass * kPassRows + first_row;
-    if constexpr (kBlockSize == 0) return head + (item.first_block + within(item, key)) * side.token_stride;
-    u32 slot;  // in the block; tiles begin at multiples of their size
-    if constexpr (kOneBlock) {
-      slot = u32(begin) % u32(kPage) + u32(pass * kPassRows + first_row);
-    } else if constexpr (kTeamKeys % kPage == 0 && kPage % kPassRows == 0) {
-      slot = u32(pass * kPassRows % kPage + first_row);
-    } else if constexpr (kTeamKeys % kPage == 0 && kPassRows % kPage == 0) {
-      slot = u32(first_row % kPage);
-    } else {
-      slot = u32(key) % u32(kPage);
-    }
-    return head + u64(u32(block)) * u64(side.block_stride) + u64(slot) * u64(side.token_stride);
+    const int step = pass * kPassRows;
+    if constexpr (kBlockSize == 0) return head + ragged_offset(side, item.first_block, within(item, begin + step + first_row));
+    return head + offset_of_row(side, u32(block), row_in_tile<kTeamKeys, kPassRows>(begin, step, first_row));
   }
 
   DEVICE int block_of(int pass) const {

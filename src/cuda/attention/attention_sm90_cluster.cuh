@@ -187,13 +187,13 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
   const Tiles tiles = tiles_of(item);
   const bool together = item.num_rows > kTileRows;
   const int head = item.kv_head + (together ? 0 : rank_in_cluster());
-  if (k_chunks == 0 && kBlockSize > 0) prefetch_l2(p.block_ids + item.first_block + u32(tiles.first * kTileKeys) / u32(kPage));
+  if (k_chunks == 0 && kBlockSize > 0) prefetch_l2(block_id_of(p, item.first_block, tiles.first * kTileKeys));
 #pragma unroll 1
   for (int tile = tiles.end - 1; k_chunks > 0 && tile >= max(tiles.first, tiles.end - kAhead); --tile) {
     const int lane = lane_id(), key = tile * kTileKeys + lane * kPageRows;
     if (lane >= kPages || key >= item.hi || key + kPageRows <= item.lo || (together && !loads_page(lane))) continue;
-    const int block = kBlockSize == 0 ? 0 : load_l2(p.block_ids + item.first_block + u32(key) / u32(kPage));
-    const int row = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % u32(kPage));
+    const int block = kBlockSize == 0 ? 0 : load_l2(block_id_of(p, item.first_block, key));
+    const int row = row_of_key(item.first_block, key);
 #pragma unroll 1
     for (int c = 0; c < k_chunks; ++c) tma_prefetch(k_map, l2_normal(), c * 64, row, head, block);
 #pragma unroll 1

@@ -117,7 +117,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0 || kSmallPages) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / u32(kPage)] : 0;
+      return lane < kPages && key < hi ? *block_id_of(p, first_block, key) : 0;
     };
     const auto rows_of = [&](int tile) { return row_blocks(p, first_block, tile * kTileKeys, lo, hi); };
     const int find_at = tile_from_end(tiles, 2);
@@ -132,7 +132,7 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& q_map, const Tens
                       .loads = wanted && (!together || loads_page(lane)),
                       .pages = __popc(__ballot_sync(kFullWarp, wanted)),
                       .block = next.block,
-                      .offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage)),
+                      .offset = row_of_key(first_block, key),
                       .rows = next.rows};
       next.block = tile > tiles.first ? block_of(tile - 1) : 0;
       if constexpr (kSmallPages) next.rows = rows_of(tile - 1);

@@ -59,10 +59,10 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, Shar
       if (!mine) continue;
       if constexpr (kSmallPages) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kRowParts;
-        if (key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / u32(kPage));
+        if (key < item.hi) prefetch_l1(block_id_of(p, item.first_block, key));
       } else if constexpr (kBlockSize > 0) {
         const int key = (tiles_of(item).end - 1) * kTileKeys + lane * kPageRows;
-        if (lane < kPages && key < item.hi) prefetch_l1(p.block_ids + item.first_block + u32(key) / u32(kPage));
+        if (lane < kPages && key < item.hi) prefetch_l1(block_id_of(p, item.first_block, key));
       }
     } else if (lane == 0) {
       item.num_rows = kNoItem;
@@ -108,7 +108,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
     const auto block_of = [&](int tile) {
       if constexpr (kBlockSize == 0 || kSmallPages) return 0;
       const int key = tile * kTileKeys + lane * kPageRows;
-      return lane < kPages && key < hi ? p.block_ids[first_block + u32(key) / u32(kPage)] : 0;
+      return lane < kPages && key < hi ? *block_id_of(p, first_block, key) : 0;
     };
     const auto rows_of = [&](int tile) { return row_blocks(p, first_block, tile * kTileKeys, lo, hi); };
     int block = block_of(tiles.end - 1);
@@ -120,7 +120,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& map, Shared
       const bool wanted = lane < kPages && key < hi && key + kPageRows > lo && hi > lo;
       const bool loads = wanted && (kCluster == 1 || !together || loads_page(lane));
       const int pages = __popc(__ballot_sync(kFullWarp, wanted));
-      const int offset = kBlockSize == 0 ? int(first_block) + key : int(u32(key) % u32(kPage));
+      const int offset = row_of_key(first_block, key);
       const int next_block = tile > tiles.first ? block_of(next) : 0;
       const u32 barrier = full + stage.at * 8, stage_at = to + stage.at * (kChunks * kKvChunkBytes), at = stage_at + lane * kPageBytes;
       const int told = kCustomMask && keys ? told_tile(p, item, tile) : 0;

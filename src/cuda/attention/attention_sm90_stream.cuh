@@ -53,7 +53,7 @@ template <class Load>
 DEVICE Box whole_box(const AttentionParams& p, const Item& item, int tile, const Load& load) {
   Box box{tile * kTileKeys + lane_id() * kPageRows, 0, false, {}};
   box.loads = lane_id() < kPages && box.key < item.hi && box.key + kPageRows > item.lo;
-  if (kMaps && kBlockSize > 0 && box.loads) box.block = load(p.block_ids + item.first_block + u32(box.key) / u32(kPage));
+  if (kMaps && kBlockSize > 0 && box.loads) box.block = load(block_id_of(p, item.first_block, box.key));
   return box;
 }
 DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
@@ -64,9 +64,7 @@ DEVICE Box box_of(const AttentionParams& p, const Item& item, int tile) {
     return whole_box(p, item, tile, [](const int* id) { return __ldg(id); });
   }
 }
-DEVICE int first_row(const Item& item, const Box& box) {
-  return kBlockSize == 0 ? int(item.first_block) + box.key : int(u32(box.key) % u32(kPage));
-}
+DEVICE int first_row(const Item& item, const Box& box) { return row_of_key(item.first_block, box.key); }
 
 // Loads a tile of keys or of values with a warp, one box by each lane.
 template <int chunks, int width>
@@ -89,7 +87,7 @@ DEVICE void fetch_ahead(const AttentionParams& p, const TensorMap& k_map, const 
   const Item item = item_of(p, task);
   const Tiles tiles = tiles_of(item);
   if constexpr (!kMaps || kSmallPages) {
-    if (kBlockSize > 0) prefetch_l2(p.block_ids + item.first_block + u32(tiles.first * kTileKeys) / u32(kPage));
+    if (kBlockSize > 0) prefetch_l2(block_id_of(p, item.first_block, tiles.first * kTileKeys));
   } else {
     const u64 l2 = l2_first_out();
 #pragma unroll 1
@@ -116,9 +114,9 @@ DEVICE void load_elements(const AttentionParams& p, const KvSide& side, const It
     if (d < dim && key >= item.lo && key < item.hi) {
       const char* from = head + d * side.dim_stride;
       if constexpr (kBlockSize == 0) {
-        from += (item.first_block + key) * side.token_stride;
+        from += ragged_offset(side, item.first_block, key);
       } else {
-        from += p.block_ids[item.first_block + u32(key) / u32(kPage)] * side.block_stride + u32(key) % u32(kPage) * side.token_stride;
+        from += offset_in_block(side, *block_id_of(p, item.first_block, key), key);
       }
       e = load_eight<kKvType, false>(from, side.dim_stride);
     }

@@ -50,7 +50,7 @@ DEVICE void copy_part(const KvSide& side, int kv_head, int block, int first_key,
   using Part = StagedPart<dim>;
   constexpr int kRowLanes = Part::kWidth / 16, kRowsAtOnce = 32 / kRowLanes;
   const int lane = lane_id(), piece = lane % kRowLanes;
-  const i64 at = block < 0 ? -1 : block * side.block_stride + u32(first_key + lane) % kSmallPage * side.token_stride;
+  const i64 at = block < 0 ? -1 : offset_in_block(side, block, first_key + lane);
   const char* const head = side.data + kv_head * side.head_stride + piece * 16;
 #pragma unroll 1
   for (int i = 0; i < kPartRows; i += kRowsAtOnce) {
@@ -139,7 +139,7 @@ class Widener {
     if (tells() && lane_id() == 0 && comes_to(tile_from_end(tiles_of(item), 3), before, tile_))
       mbarrier_arrive(shared_address(&shared_.item_ends));
     if constexpr (kBlockSize > 0 && !kSmallPages) {
-      block_ = wanted(item) ? __ldg(p_.block_ids + item.first_block + u32(page_key()) / u32(kPage)) : 0;
+      block_ = wanted(item) ? __ldg(block_id_of(p_, item.first_block, page_key())) : 0;
     }
   }
 
@@ -157,7 +157,7 @@ class Widener {
     if constexpr (kSmallPages) {
       const int begin = first_key() + part * kPartRows, row = begin + lane;
       const bool is_read = lane < kPartRows && row >= item.lo && row < item.hi;
-      const int block = is_read ? __ldg(p_.block_ids + item.first_block + u32(row) / kSmallPage) : -1;
+      const int block = is_read ? __ldg(block_id_of(p_, item.first_block, row)) : -1;
       copy_part<kDim>(keys ? p_.k : p_.v, item.kv_head, block, begin, staged() + part * Part::kBytes, full);
       return;
     }
@@ -165,7 +165,7 @@ class Widener {
     const int boxes = __popc(__ballot_sync(kFullWarp, loads));
     if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * Part::kWidth * Part::kChunks);
     __syncwarp();
-    const int key = page_key(), offset = kBlockSize == 0 ? int(item.first_block) + key : int(u32(key) % u32(kPage));
+    const int offset = row_of_key(item.first_block, page_key());
     const u32 at = staged() + part * Part::kBytes + lane % kPartPages * (kPageRows * Part::kWidth);
 #pragma unroll
     for (int c = 0; loads && c < Part::kChunks; ++c)

@@ -6,6 +6,7 @@
 // MB. Each thread has pieces of 8 elements of several rows under way.
 #include "async.cuh"
 #include "eight.cuh"
+#include "key_place.cuh"
 
 namespace imbrex::cuda {
 
@@ -54,10 +55,9 @@ DEVICE void flatten(const FlattenKvParams& p, const KvSide& side, char* rows, co
       const u32 key = u32(begin + row);
       long offset;
       if constexpr (kBlockSize > 0) {
-        offset =
-            __ldg(p.block_ids + task.first_block + key / u32(kBlockSize)) * side.block_stride + key % u32(kBlockSize) * side.token_stride;
+        offset = offset_in_block(side, __ldg(block_id_of(p, task.first_block, key)), key);
       } else {
-        offset = (task.first_block + key) * side.token_stride;
+        offset = ragged_offset(side, task.first_block, key);
       }
       e[i] = load_eight<kFrom, true>(from + offset + piece * 8 * element_bytes(kFrom), 0);
     });

@@ -5,7 +5,6 @@
 
 namespace imbrex::cuda {
 
-constexpr u32 kSmallPage = kSmallPages ? kBlockSize : 1;
 constexpr int kRowParts = (kTileKeys + 31) / 32;
 
 // The blocks of the tile's rows lane_id(), 32 + lane_id() and so on; negative: the row is left out. They are loaded a tile ahead, since
@@ -21,7 +20,7 @@ DEVICE RowBlocks row_blocks(const AttentionParams& p, long first_block, int begi
   for (int part = 0; part < kRowParts; ++part) {
     const int row = 32 * part + lane_id(), key = begin + row;
     const bool wanted = row < kTileKeys && key >= lo && key < hi;
-    blocks.of[part] = wanted ? __ldg(p.block_ids + first_block + u32(key) / kSmallPage) : -1;
+    blocks.of[part] = wanted ? __ldg(block_id_of(p, first_block, key)) : -1;
   }
   return blocks;
 }
@@ -35,8 +34,7 @@ DEVICE void copy_rows(const KvSide& side, int kv_head, const RowBlocks& blocks, 
   const char* const head = side.data + kv_head * side.head_stride + piece * 16;
 #pragma unroll
   for (int part = 0; part < kRowParts; ++part) {
-    const i64 at =
-        blocks.of[part] < 0 ? -1 : blocks.of[part] * side.block_stride + u32(begin + 32 * part + lane) % kSmallPage * side.token_stride;
+    const i64 at = blocks.of[part] < 0 ? -1 : offset_in_block(side, blocks.of[part], begin + 32 * part + lane);
 #pragma unroll(unrolled)
     for (int i = 0; i < 32; i += kRowsAtOnce) {
       const int row = i + lane / kPieces;
