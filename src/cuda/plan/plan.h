@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "attention/key_source.h"
 #include "attention/plan_checks.h"
 #include "attention/step_plan.h"
 #include "cuda/attention/attention_kernels.h"
@@ -77,6 +78,7 @@ class Plan final : public StepPlan {
     int num_tokens = 0;      // at most, where the lengths are on the device
     bool on_device = false;  // where the lists were made: the host does not know how long they are
     FlatStep flat;
+    KeySource keys;         // of the last batch whose starts were on the host
     TensorView key_starts;  // i32 on the device, to be widened to the plan's array; empty: the host has sent them
     int num_reqs = 0;
   };
@@ -95,8 +97,8 @@ class Plan final : public StepPlan {
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
   void put_lists(const Batch&, const Step&);
-  void put_block_starts(const Batch&);
-  void put_block_ids(const Batch&);
+  void put_key_starts(const Batch&, const Step&);
+  void put_block_ids(const Batch&, const Step&);
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   // `kv`: of the inputs, with a view of its values.

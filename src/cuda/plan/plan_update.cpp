@@ -99,6 +99,7 @@ void Plan::prepare(const Batch& batch, Stream stream) {
   const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
   next.flat = flat_ ? flat_->plan(batch) : FlatStep{};
   next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
+  if (next.key_starts.empty()) find_keys(batch, next.keys);
   next.num_reqs = batch.num_reqs();
   next.num_tokens = batch.num_tokens();
   next.reach = reach_of(batch, spec_, options_.validate);
@@ -140,7 +141,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   if (step.num_tokens == 0) return;
   std::copy_n(batch.query_start_loc.data(), reqs + 1, m.put(arrays_.query_start, reqs + 1));
   std::copy_n(batch.seq_lens.data(), reqs, m.put(arrays_.seq_lens, reqs));
-  put_block_starts(batch);
+  put_key_starts(batch, step);
   if (spec_.mask.custom) {
     long* starts = m.put(arrays_.custom_start, reqs);
     long start = 0;
@@ -162,7 +163,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
       write_work(schedule, m.put(regimes_[regime].work, size_t(schedule.num_work)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
-  put_block_ids(batch);
+  put_block_ids(batch, step);
   if (!batch.custom_mask.empty() && on_host(batch.custom_mask)) {
     const size_t bytes = size_t(batch.custom_mask.size(0));
     std::copy_n(batch.custom_mask.as<const unsigned char>(), bytes, m.put(arrays_.custom_mask, bytes));
@@ -209,34 +210,27 @@ void Plan::restore_key_starts(CUstream stream) noexcept {
   }
 }
 
-// Writes a host table without padding: only ids of blocks in use are sent.
-void Plan::put_block_starts(const Batch& batch) {
-  const int num_reqs = batch.num_reqs();
-  const TensorView& table = batch.block_table;
-  if (spec_.block_size == 0 ? !on_host(batch.kv_start_loc) : table.empty() && !on_host(batch.kv_indptr)) return;
-  long* starts = memory_->put(arrays_.block_start, size_t(num_reqs));
+// Of ids on the host only those of blocks in use are sent, without padding.
+void Plan::put_key_starts(const Batch& batch, const Step& step) {
+  if (!step.key_starts.empty()) return;
+  const KeySource& keys = step.keys;
+  long* starts = memory_->put(arrays_.block_start, keys.start.size());
+  if (keys.ids.empty() || !on_host(keys.ids)) {
+    std::ranges::copy(keys.start, starts);
+    return;
+  }
   long packed = 0;
-  for (int r = 0; r < num_reqs; ++r) {
-    if (spec_.block_size == 0) {
-      starts[r] = batch.kv_start_loc.empty() ? 0 : batch.kv_start_loc.as<const int>()[r];
-    } else if (!table.empty() && !on_host(table)) {
-      starts[r] = r * table.stride(0);
-    } else {
-      starts[r] = packed;
-      packed += blocks_of(batch.seq_lens[r], spec_.block_size);
-    }
+  for (int r = 0; r < step.num_reqs; ++r) {
+    starts[r] = packed;
+    packed += blocks_of(batch.seq_lens[r], spec_.block_size);
   }
 }
 
-void Plan::put_block_ids(const Batch& batch) {
-  const TensorView &table = batch.block_table, &indices = batch.kv_indices;
-  if (table.empty() ? indices.empty() || !on_host(indices) : !on_host(table)) return;
+void Plan::put_block_ids(const Batch& batch, const Step& step) {
+  const KeySource& keys = step.keys;
+  if (!step.key_starts.empty() || keys.ids.empty() || !on_host(keys.ids)) return;
   int* ids = memory_->put(arrays_.block_ids, size_t(num_block_ids(batch, spec_)));
-  for (int r = 0; r < batch.num_reqs(); ++r) {
-    const int* row =
-        table.empty() ? indices.as<const int>() + batch.kv_indptr.as<const int>()[r] : table.as<const int>() + r * table.stride(0);
-    ids = std::copy_n(row, blocks_of(batch.seq_lens[r], spec_.block_size), ids);
-  }
+  for (int r = 0; r < step.num_reqs; ++r) ids = std::copy_n(keys.ids_of(r), blocks_of(batch.seq_lens[r], spec_.block_size), ids);
 }
 
 }  // namespace imbrex::cuda
