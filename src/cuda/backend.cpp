@@ -232,7 +232,6 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     } else if (device.sm < sm_.least || device.sm > sm_.most) {
       reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
-    if (spec.mask.positions) reasons.push_back({"spec.mask.positions", "positions aligned at the bottom right", "given positions"});
     if (!codec_of(spec).strided) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;

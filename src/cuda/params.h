@@ -128,14 +128,17 @@ constexpr int kMostPlanThreads = 1024, kPlanRegimes = 3;
 struct PlanBatchParams {
   const int *lengths_from, *starts_from;  // the caller's seq_lens [num_reqs] and query_start_loc [num_reqs + 1]
   const int* kv_starts;                   // kv_indptr or kv_start_loc [num_reqs + 1]; null: a dense table
+  const int* positions_from;              // the caller's [max_tokens]; null: not given
   long kv_stride, kv_entries;             // dense: elements between rows, columns; otherwise 0, entries that kv_starts may point at
   long entry_keys, mask_bytes;            // keys of a block, or 1; bytes of the custom mask
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len;  // as PlanLimits has the last three
   int num_kv_heads;
+  int most_position;  // one that is beyond it, or negative, counts as the nearest that is not
   bool queries_are_keys;
-  // The plan's arrays, as in AttentionParams; custom_start may be null.
+  // The plan's arrays, as in AttentionParams; custom_start and positions may be null.
   int *query_start, *seq_lens;  // seq_lens: -1 for a request that is left out
   long *block_start, *custom_start;
+  int* positions;
   RegimeLists regimes[kPlanRegimes];
   FlatCounts* flat;  // or null; keys are not made flat then
   // Between the steps of the kernel, and what the host may ask for.
@@ -187,7 +190,7 @@ struct AttentionParams {
   // attention_sm90_mask.cuh.
   unsigned *mask_bits, *seen_tiles;
   int mask_words, seen_tile_words;
-  int least_masked_q;  // query tokens of a request that it makes them for
+  const int* positions;  // [num_tokens]: of each token among its request's keys; null: the batch does not give them
   const WorkItem* work;
   const MergeItem* merges;
   const PlanCounts* counts;
@@ -213,6 +216,7 @@ struct AttentionParams {
   bool may_be_idle;         // the lists are there, and the launch may have no work
   bool keys_are_there;      // the lists and the keys of earlier steps are there: tiles of these may be loaded in front of griddep_wait()
   bool beside, next_waits;  // begin_launch() in attention_item.cuh
+  int least_masked_q;       // query tokens of a request that pack_mask.cu packs the mask for
 };
 
 }  // namespace imbrex::cuda

@@ -210,6 +210,8 @@ std::vector<AttentionSpec> covering_specs() {
   with({.window_left = 1023}, {.soft_cap = 50.f, .sinks = true});
   with({.chunk = 8192}, {.head_scales = true});
   with({.custom = true}, {.alibi = true});
+  with({.window_left = 1023, .positions = true}, {});
+  with({.custom = true, .positions = true}, {.alibi = true});
   with({.causal = false}, {.relative_buckets = 32, .relative_max_distance = 128, .relative_bidirectional = true}, 0);
   return specs;
 }

@@ -138,6 +138,27 @@ TEST(AttentionSm80, EveryFeatureCompilesCleanly) {
     for (const gpu::Regime regime : kTiled) expect_clean(arch, spec, regime);
 }
 
+// Positions take registers: beside scores and outputs of many rows, and beside what else a logit needs.
+TEST(AttentionSm80, GivenPositionsCompileCleanly) {
+  NEEDS_NVRTC();
+  std::vector<AttentionSpec> specs;
+  for (const int dim : {64, 96, 128}) {
+    specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
+    specs.back().mask.window_left = dim == 128 ? -1 : 100;
+    specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
+    specs.back().score = {.relative_buckets = 32, .relative_max_distance = 128};
+  }
+  specs.push_back(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128));
+  specs.push_back(spec_of(DType::f32, DType::f32, 128, 128));
+  specs.push_back(spec_of(DType::bf16, DType::bf16, 256, 256));
+  specs.back().mask.custom = true, specs.back().score.alibi = true;
+  for (AttentionSpec& spec : specs) {
+    spec.mask.positions = true;
+    for (const char* arch : {"sm_80", "sm_90a", "sm_100a"}) expect_clean(arch, spec, gpu::kPrefill);
+    expect_clean("sm_90a", spec, gpu::kDecode);
+  }
+}
+
 TEST(AttentionSm80, MergeCompilesCleanly) {
   NEEDS_NVRTC();
   for (const char* arch : kArchs)

@@ -103,14 +103,15 @@ TEST(AttentionSm90, SmallPagesNeedAlignedRows) {
 
 TEST(AttentionSm90, EveryReasonIsGiven) {
   AttentionSpec spec = spec_of(DType::f32, DType::bf16, 80, 64, 65, 20);
-  spec.mask.custom = true;
+  spec.mask.custom = spec.mask.positions = true;
   spec.score.relative_buckets = 32;
   const auto codes = [](const std::vector<Reason>& reasons) {
     std::vector<std::string> all;
     for (const Reason& reason : reasons) all.push_back(reason.code);
     return all;
   };
-  std::vector<std::string> all{"spec.q_dtype", "spec.kv_dtype", "spec.head_dim_qk", "spec.num_q_heads", "spec.score.relative_buckets"};
+  std::vector<std::string> all{"spec.q_dtype",     "spec.kv_dtype",       "spec.head_dim_qk",
+                               "spec.num_q_heads", "spec.mask.positions", "spec.score.relative_buckets"};
   EXPECT_EQ(codes(attention_sm90_refusals(spec)), all);
   all.insert(all.begin() + 4, "spec.mask.custom");
   EXPECT_EQ(codes(attention_sm90_fp8_refusals(spec)), all);

@@ -25,7 +25,7 @@ struct PlanBatchProblem {
   CutPolicy policies;
   long l2_keys[kNumRegimes];
   int num_kv_heads;
-  std::vector<int> starts{0}, lens, kv_starts;
+  std::vector<int> starts{0}, lens, kv_starts, positions;      // positions: as the caller gives them
   std::vector<int> broken = std::vector<int>(kNumBatchRules);  // as the kernel reports it
   std::vector<bool> left_out;
   long mask_bytes = 0;
@@ -74,13 +74,15 @@ struct PlanBatchProblem {
       policies[regime].most_partial_rows = below(2) == 0 ? 0 : 1 + below(40);
       if (below(3) == 0) policies[regime].tile_q = 1 + below(3);  // several items of a request
     }
+    mask.positions = below(3) == 0;
+    if (mask.positions) give_positions();
   }
 
   int num_reqs() const { return int(lens.size()); }
 
   // All arrays one after the other; what the kernel writes is 0xff before.
   struct Layout : ArrayLayout {
-    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken;
+    ArrayOf<int> starts_from, lengths_from, kv_starts, query_start, seq_lens, item_start, broken, positions_from, positions;
     ArrayOf<long> block_start, custom_start;
     ArrayOf<CutItem> items;
     ArrayOf<WorkItem> work[kPlanRegimes];
@@ -100,6 +102,7 @@ struct PlanBatchProblem {
       l.work[regime] = l.add<WorkItem>(bounds.num_work), l.counts[regime] = l.add<PlanCounts>(1);
       l.merges[regime] = l.add<MergeItem>(bounds.num_merges);
     }
+    l.positions_from = l.add<int>(int64_t(positions.size())), l.positions = l.add<int>(int64_t(positions.size()));
     l.items = l.add<CutItem>(limits.max_num_tokens);
     l.flat = l.add<FlatCounts>(1);
     return l;
@@ -111,6 +114,7 @@ struct PlanBatchProblem {
       if (!values.empty()) std::memcpy(bytes.data() + at.offset, values.data(), values.size() * sizeof(int));
     };
     put(l.starts_from, starts), put(l.lengths_from, lens), put(l.kv_starts, kv_starts);
+    put(l.positions_from, positions);
     put(l.broken, std::vector<int>(kNumBatchRules));
     return bytes;
   }
@@ -122,6 +126,7 @@ struct PlanBatchProblem {
     p.kv_starts = kv_starts.empty() ? nullptr : at(l.kv_starts);
     p.kv_stride = kv_starts.empty() ? kTableColumns : 0, p.kv_entries = kv_starts.empty() ? kTableColumns : kv_starts.back();
     p.entry_keys = kBlockSize, p.mask_bytes = mask_bytes;
+    if (mask.positions) p.positions_from = at(l.positions_from), p.positions = at(l.positions), p.most_position = kMostPosition;
     p.num_reqs = num_reqs(), p.num_kv_heads = num_kv_heads, p.max_tokens = limits.max_num_tokens;
     p.min_query_len = limits.min_query_len, p.max_query_len = limits.max_query_len, p.max_seq_len = limits.max_seq_len,
     p.queries_are_keys = queries_are_keys;
@@ -172,6 +177,12 @@ struct PlanBatchProblem {
       }
       custom += mask_rows(int(r));
     }
+    if (mask.positions) {
+      const size_t tokens = fall || reqs == 0 ? 0 : size_t(std::min(starts.back(), limits.max_num_tokens));
+      const std::vector<int> all = positions_in_range();
+      EXPECT_EQ(values(l.positions, tokens), std::vector<int>(all.begin(), all.begin() + long(tokens)));
+      EXPECT_TRUE(untouched(l.positions, tokens));
+    }
     const std::vector<Schedule> lists = expected();
     const FlatCounts flat = values(l.flat, 1)[0];
     EXPECT_EQ(std::memcmp(&flat.over_cache, bytes.data() + l.counts[kPrefill].offset, sizeof flat.over_cache), 0);
@@ -210,6 +221,21 @@ struct PlanBatchProblem {
  private:
   int below(int n) { return int(random_() % unsigned(std::max(n, 1))); }
   long mask_rows(int r) const { return std::max<long>(long(starts[size_t(r) + 1]) - starts[size_t(r)], 0) * std::max(lens[size_t(r)], 0); }
+
+  // Near those that a batch does not have to give, and a few that are anything at all.
+  void give_positions() {
+    positions.resize(size_t(std::max(limits.max_num_tokens, *std::max_element(starts.begin(), starts.end()))));
+    for (int r = 0; r < num_reqs(); ++r) {
+      const int begin = starts[size_t(r)], end = starts[size_t(r) + 1];
+      for (int t = begin; t < end; ++t)
+        positions[size_t(t)] = below(100) == 0 ? int(random_()) : std::max(0, lens[size_t(r)] - end + t + below(80) - 40);
+    }
+  }
+  std::vector<int> positions_in_range() const {
+    std::vector<int> all = positions;
+    for (int& position : all) position = std::clamp(position, 0, kMostPosition);
+    return all;
+  }
 
   void break_rules() {
     for (int r = 0; r < num_reqs(); ++r) {
@@ -258,12 +284,14 @@ struct PlanBatchProblem {
     Schedule all;
     all.cost_by_keys = policy.cost_by_keys;
     Load load;
+    const std::vector<int> in_range = positions_in_range();
     for (int r = 0; r < num_reqs(); ++r) {
       if (left_out[size_t(r)]) continue;
       const int begin = starts[size_t(r)], query_start[] = {0, starts[size_t(r) + 1] - begin};
       Batch batch;
       batch.query_start_loc = query_start;
       batch.seq_lens = std::span(lens).subspan(size_t(r), 1);
+      if (mask.positions) batch.positions = std::span(in_range).subspan(size_t(begin));
       Schedule one;
       cut(batch, mask, pieces, one);
       for (CutItem item : one.items) {
@@ -302,6 +330,7 @@ struct PlanBatchProblem {
       Batch batch;
       batch.query_start_loc = starts;
       batch.seq_lens = lens;
+      batch.positions = in_range;
       SchedulePolicy with_rows = policy;
       with_rows.first_partial = first_partial;
       Schedule together;

@@ -33,6 +33,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kCausal", mask.causal},
                                   {"kWindow", has_window(mask)},
                                   {"kCustomMask", mask.custom},
+                                  {"kPositions", mask.positions},
                                   {"kHeadScales", score.head_scales || spec.scale() < 0},
                                   {"kSoftCap", score.soft_cap > 0},
                                   {"kAlibi", score.alibi},

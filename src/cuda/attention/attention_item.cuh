@@ -41,12 +41,28 @@ DEVICE KeyRange visible_keys(const AttentionParams& p, int position) {
   return keys;
 }
 
+// The position of a query token among the keys of its request, as an item has it: a number, or where the batch gives the number. Either way
+// the positions of the tokens behind it follow.
+template <bool given>
+struct PositionOf {
+  using Type = int;
+  DEVICE static int token(const AttentionParams&, int, int usual) { return usual; }
+  DEVICE static int number(int position) { return position; }
+};
+template <>
+struct PositionOf<true> {
+  using Type = const int*;
+  DEVICE static const int* token(const AttentionParams& p, int token, int) { return p.positions + token; }
+  DEVICE static int number(const int* position) { return __ldg(position); }
+};
+using Position = PositionOf<kPositions>;
+
 // The task of a thread block, or of a cluster: up to kTaskRows rows of a work item for one kv head. It is the same in every thread.
 struct Item {
   int kv_head;
   int row_begin, num_rows;  // of the item's rows; none where these do not fill all tasks
   int q_begin;              // query token of the item's row 0, within the batch
-  int position;             // of that token among its request's keys
+  Position::Type position;  // of that token among its request's keys
   int query_index;          // of that token among its request's queries
   int request, seq_len;
   int lo, hi;                 // keys that any of the rows sees, within the item's range: nothing else of the cache is read
@@ -55,9 +71,25 @@ struct Item {
 
   DEVICE int token_of(int row) const { return q_begin + (row_begin + row) / kGroup; }
   DEVICE int head_of(int row) const { return kv_head * kGroup + (row_begin + row) % kGroup; }
-  DEVICE int position_of(int row) const { return position + (row_begin + row) / kGroup; }
+  // Where positions are given, a row behind the last one has the position of that.
+  DEVICE int position_of(int row) const {
+    const int there = kPositions ? min(row, num_rows - 1) : row;
+    return Position::number(position + (row_begin + there) / kGroup);
+  }
 };
 
+enum class Outer { least, greatest };
+// The least, or the greatest, position of the queries of rows `first` to `last`; found by a warp together.
+template <Outer outer>
+DEVICE int outer_position(const Item& item, int first, int last) {
+  if constexpr (!kPositions) return item.position_of(outer == Outer::least ? first : last);
+  const auto further = [](int a, int b) { return outer == Outer::least ? min(a, b) : max(a, b); };
+  int position = item.position_of(first);
+  for (int row = first + lane_id(); row <= last; row += 32) position = further(position, item.position_of(row));
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) position = further(position, shuffle(position, lane_id() ^ distance));
+  return position;
+}
 DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.kv_heads_now * kRowBlocks; }
 
 // Decode only: brings what item_of reads first.
@@ -87,9 +119,10 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   const int first_query = p.query_start[work.table], q_len = p.query_start[work.table + 1] - first_query;
   item.seq_len = p.seq_lens[work.table];
   item.query_index = work.q_begin - first_query;
-  item.position = item.seq_len - q_len + item.query_index;
+  item.position = Position::token(p, work.q_begin, item.seq_len - q_len + item.query_index);
   item.first_block = p.block_start[work.table];
-  const KeyRange first = visible_keys(p, item.position_of(0)), last = visible_keys(p, item.position_of(item.num_rows - 1));
+  const KeyRange first = visible_keys(p, outer_position<Outer::least>(item, 0, item.num_rows - 1)),
+                 last = visible_keys(p, outer_position<Outer::greatest>(item, 0, item.num_rows - 1));
   item.lo = max(work.kv_begin, first.lo);
   item.hi = min(min(work.kv_end, item.seq_len), last.hi);
   if constexpr (kWholeItems) {

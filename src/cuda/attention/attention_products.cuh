@@ -90,7 +90,8 @@ class Scores {
     k_lane_ = Layout::lane(lane_ % 8 + lane_ / 16 * 8, lane_ / 8 % 2, Layout::kKRow);
     const int last = min(row_ + kWarpRows, item.num_rows) - 1;
     if (row_ <= last) {
-      const KeyRange first_row = visible_keys(p, item.position_of(row_)), last_row = visible_keys(p, item.position_of(last));
+      const KeyRange first_row = visible_keys(p, outer_position<Outer::least>(item, row_, last)),
+                     last_row = visible_keys(p, outer_position<Outer::greatest>(item, row_, last));
       some_ = {max(item.lo, first_row.lo), min(item.hi, last_row.hi)};
       all_ = {max(item.lo, last_row.lo), min(item.hi, first_row.hi)};
     }

@@ -6,8 +6,8 @@ namespace imbrex::cuda {
 
 constexpr int kWarpDims = kVDims / kDimWarps, kDimTiles = kWarpDims / 8;
 
-// Whether the fragments of queries fit the registers beside scores and output.
-constexpr bool kQInRegisters = kQRegisters + kRowTiles * (kDimTiles + kKeyTiles) * 4 <= 176 && kQRegisters <= 64;
+// Whether the fragments of queries fit the registers beside scores and output, and beside what loads positions that are given.
+constexpr bool kQInRegisters = kQRegisters + kRowTiles * (kDimTiles + kKeyTiles) * 4 <= (kPositions ? 168 : 176) && kQRegisters <= 64;
 
 class Warp {
  public:

@@ -15,6 +15,17 @@ namespace {
 
 constexpr int kLeastThreads = 128;
 
+// What they are is the kernel's affair.
+void check_positions(const AttentionSpec& spec, const TensorView& positions, int tokens) {
+  check(spec.mask.positions || positions.empty(), "batch.positions.unexpected", "positions given for a spec whose mask is {}: {}",
+        spec.mask.str(), positions);
+  if (!spec.mask.positions) return;
+  check(positions.size(0) >= tokens, "batch.positions.size", "the spec has given positions, expected i32[{} or more], got {}", tokens,
+        positions);
+  check(positions.dtype == DType::i32 && positions.rank == 1 && (positions.size(0) == 1 || positions.stride(0) == 1),
+        "batch.positions.dtype", "expected contiguous i32[{} or more], got {}", tokens, positions);
+}
+
 }  // namespace
 
 KernelKey plan_batch_key(std::string_view arch) { return {"plan_batch.cu", std::string(arch), {}}; }
@@ -52,6 +63,7 @@ Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
   check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && (mask.size(0) <= 1 || mask.stride(0) == 1)),
         "batch.custom_mask.dtype", "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
   arrays.custom_mask = mask;
+  check_positions(spec_, batch.positions, tokens);
   const auto on_device = [&](const TensorView& t, const char* name) { check_memory(t, name, "update.device", device_); };
   on_device(batch.seq_lens, "seq_lens");
   on_device(batch.query_start_loc, "query_start_loc");
@@ -61,6 +73,7 @@ Batch DevicePlan::arrays_of(const DeviceBatch& batch) const {
   on_device(batch.kv_start_loc, "kv_start_loc");
   on_device(slots, "slot_mapping");
   on_device(mask, "custom_mask");
+  on_device(batch.positions, "positions");
   return arrays;
 }
 
@@ -80,6 +93,8 @@ PlanBatchParams DevicePlan::params(const DeviceBatch& batch) const {
   p.max_query_len = limits_.max_query_len;
   p.max_seq_len = limits_.max_seq_len;
   p.num_kv_heads = spec_.num_kv_heads;
+  p.positions_from = batch.positions.as<const int>();
+  p.most_position = kMostPosition;
   p.queries_are_keys = spec_.kind != AttentionKind::encoder_decoder;
   p.item_start = item_start_.as<int>();
   p.items = items_.as<CutItem>();
@@ -128,6 +143,7 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   p.seq_lens = m.device(arrays_.seq_lens);
   p.block_start = m.device(arrays_.block_start);
   p.custom_start = spec_.mask.custom ? m.device(arrays_.custom_start) : nullptr;
+  p.positions = spec_.mask.positions ? m.device(arrays_.positions) : nullptr;
   static_assert(kPlanRegimes == kNumRegimes);
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];

@@ -144,6 +144,7 @@ void Plan::lay_out() {
   arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
   for (RegimePlan& s : regimes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
   for (RegimePlan& s : regimes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
+  arrays_.positions = layout.add<int>(spec_.mask.positions ? tokens : 0);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
   arrays_.custom_mask = layout.add<unsigned char>(std::min(mask, kMaxHostMask));

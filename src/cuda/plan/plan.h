@@ -83,7 +83,7 @@ class Plan final : public StepPlan {
     int num_reqs = 0;
   };
   struct Arrays {
-    ArrayOf<int> query_start, seq_lens, block_ids, flat_first_keys, flat_requests;
+    ArrayOf<int> query_start, seq_lens, positions, block_ids, flat_first_keys, flat_requests;
     ArrayOf<long> block_start, custom_start, flat_start, slots;
     ArrayOf<unsigned char> custom_mask;
     ArrayOf<FlatCounts> flat_counts;

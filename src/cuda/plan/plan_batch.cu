@@ -109,7 +109,21 @@ DEVICE void take_requests(const PlanBatchParams& p, SharedStorage& s) {
   __syncthreads();
 }
 
+// Likewise. Requests that are left out, and tokens behind the last one, have positions that nobody reads.
+DEVICE void take_positions(const PlanBatchParams& p, const SharedStorage& s) {
+  if (p.positions == nullptr || p.num_reqs == 0 || s.starts_fall != 0) return;
+  const int tokens = min(p.query_start[p.num_reqs], p.max_tokens);
+  for (int token = int(threadIdx.x); token < tokens; token += num_threads())
+    p.positions[token] = max(0, min(p.positions_from[token], p.most_position));
+  __syncthreads();
+}
+
 // --- items of a regime
+
+// Positions of query tokens [t0, t1) of a request whose first one is token `begin` of the batch.
+DEVICE PositionRange positions_of(const PlanBatchParams& p, int begin, int q_len, int seq_len, int t0, int t1) {
+  return p.positions == nullptr ? usual_positions(q_len, seq_len, t0, t1) : given_positions(p.positions + begin + t0, t1 - t0);
+}
 
 // [num_reqs]: first of the request's items in the regime's list.
 DEVICE int* item_starts(const PlanBatchParams& p, SharedStorage& s) { return p.num_reqs <= kNearRequests ? s.item_start : p.item_start; }
@@ -131,11 +145,11 @@ DEVICE Placed place_items(const PlanBatchParams& p, const RegimeLists& regime, S
     const int r = first + int(threadIdx.x);
     int items = 0;
     if (r < p.num_reqs && p.seq_lens[r] >= 0) {
-      const int q_len = p.query_start[r + 1] - p.query_start[r];
+      const int begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
       if (is_cut(rules, q_len)) items = num_tiles(rules, q_len), keys += p.seq_lens[r], longest_q = max(longest_q, q_len);
       for (int i = 0; rules.runs && i < items; ++i) {
         const int t0 = i * rules.tile_q, t1 = min(q_len, t0 + rules.tile_q);
-        const KeyRange seen = item_keys(rules, usual_positions(q_len, p.seq_lens[r], t0, t1), p.seq_lens[r]);
+        const KeyRange seen = item_keys(rules, positions_of(p, begin, q_len, p.seq_lens[r], t0, t1), p.seq_lens[r]);
         visible += seen.end - seen.begin, longest = max(longest, seen.end - seen.begin), queries = max(queries, t1 - t0);
       }
     }
@@ -185,8 +199,8 @@ DEVICE int cut_items(const PlanBatchParams& p, const RegimeLists& regime, const 
       long rows = 0;
       if (i < num_items) {
         const int r = request_of(item_start, p.num_reqs, i), begin = p.query_start[r], q_len = p.query_start[r + 1] - begin;
-        const int t0 = last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q;
-        cut_item(rules, r, begin, q_len, p.seq_lens[r], t0, usual_positions(q_len, p.seq_lens[r], t0, tile_end(rules, q_len, t0)), item);
+        const int seq_len = p.seq_lens[r], t0 = last_tile(rules, q_len) - (i - item_start[r]) * rules.tile_q;
+        cut_item(rules, r, begin, q_len, seq_len, t0, positions_of(p, begin, q_len, seq_len, t0, tile_end(rules, q_len, t0)), item);
         make_runs(rules, item, longest_run(lengths, i));
 #pragma unroll 1
         for (int kind = 0; kind < kSplitKinds; ++kind) {
@@ -293,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(kMostPlanThreads) plan_batch(const 
   SharedStorage& s = *reinterpret_cast<SharedStorage*>(memory);
   griddep_wait();
   take_requests(p, s);
+  take_positions(p, s);
   int first_row = 0;
 #pragma unroll 1
   for (int regime = 0; regime < kPlanRegimes; ++regime) {

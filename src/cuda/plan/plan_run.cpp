@@ -65,6 +65,7 @@ AttentionParams Plan::params(const Inputs& in, const KvCache& kv, const Outputs&
     a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
     a.least_masked_q = regimes_[kPrefill].policy.min_q;
   }
+  if (spec_.mask.positions) a.positions = m.device(arrays_.positions);
   a.num_kv_heads = a.kv_heads_now = spec_.num_kv_heads;
   const Fp8Scales q_scale = fp8_scales(in.q_scale, device_.device);
   a.q_scales = q_scale.device;

@@ -161,6 +161,7 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
   for (const Regime regime : kRegimes)
     if (const Schedule& schedule = step.schedules[regime]; schedule.num_work > 0)
       write_work(schedule, m.put(regimes_[regime].work, size_t(schedule.num_work)));
+  if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));
   put_block_ids(batch, step);

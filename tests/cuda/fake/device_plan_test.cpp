@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -97,6 +98,36 @@ TEST_F(DevicePlans, RefuseWhatTheHostSees) {
   }
   spec.mask.custom = true;
   EXPECT_EQ(error_code([&] { plan_for()->update_on_device(batch); }), "batch.custom_mask.missing");
+  spec.mask.custom = false;
+  const TensorView positions = upload<int32_t>({19, 18, 69, 0, 0}, DType::i32, {5});
+  const auto code_with = [&](TensorView given) {
+    DeviceBatch b = batch;
+    b.positions = given;
+    return error_code([&] { plan_for()->update_on_device(b); });
+  };
+  EXPECT_EQ(code_with(positions), "batch.positions.unexpected");
+  spec.mask.positions = true;
+  EXPECT_EQ(code_with(positions), kFine);
+  EXPECT_EQ(code_with({}), "batch.positions.size");
+  EXPECT_EQ(code_with(upload<int32_t>({19, 18, 69, 0}, DType::i32, {4})), "batch.positions.size");
+  EXPECT_EQ(code_with(upload<int64_t>({19, 18, 69, 0, 0}, DType::i64, {5})), "batch.positions.dtype");
+  EXPECT_EQ(code_with(on_host(positions)), "update.device");
+}
+
+// All logits are 0: a row's LSE is the logarithm of the number of keys that it sees.
+TEST_F(DevicePlans, TakePositionsIntoTheirRange) {
+  spec.mask.positions = true;
+  batch.positions = upload<int32_t>({11, -5, INT32_MAX, 0, 0}, DType::i32, {5});
+  out.lse = floats({5, 4});
+  const auto plan = plan_for();
+  plan->update_on_device(batch);
+  copy_to_device(kept[kept.size() - 2].address(), std::vector<int32_t>(5, 3).data(), 5 * sizeof(int32_t), nullptr);  // the next step's
+  plan->run(in, out);
+  std::vector<float> lse(12);
+  copy_to_host(lse.data(), kept.back().address(), lse.size() * sizeof(float), nullptr);
+  for (int token = 0; token < 3; ++token)
+    for (int head = 0; head < 4; ++head)
+      EXPECT_FLOAT_EQ(lse[size_t(4 * token + head)], std::log(token == 0 ? 12.f : token == 1 ? 1.f : 70.f));
 }
 
 // A server's process goes on as it was: its signal masks and handlers are its own.

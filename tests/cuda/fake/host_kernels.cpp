@@ -102,7 +102,8 @@ struct CacheTypes {
 void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int token, int kv_head, int head,
                 Loaded& loaded) {
   const int r = item.table, query = token - p.query_start[r];
-  const int position = p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
+  if ((p.positions != nullptr) != spec.mask.positions) std::abort();
+  const int position = p.positions ? p.positions[token] : p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
   const double v_scale = scale_of(p.v, kv_head);
   const std::vector<double> q =
@@ -307,6 +308,9 @@ void plan_batch(const PlanBatchParams& p) {
     custom += long(batch.query_len(r)) * batch.seq_lens[r];
   }
   if (custom > p.mask_bytes && p.custom_start) std::abort();
+  for (int token = 0; p.positions && token < batch.num_tokens(); ++token)
+    p.positions[token] = std::clamp(p.positions_from[token], 0, p.most_position);
+  if (p.positions) batch.positions = {p.positions, size_t(batch.num_tokens())};
   int rows = 0;
   for (const RegimeLists& regime : p.regimes) {
     SchedulePolicy policy = policy_of(regime.rules);

@@ -55,12 +55,12 @@ class PlanConformance : public testing::TestWithParam<const char*> {
 
 TEST_P(PlanConformance, CasesMatchTheReference) {
   constexpr int kEach = kAddressSanitizer ? 3 : 1;  // which is slow: every third case
-  int taken = 0, run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0, flat = 0;
+  int taken = 0, run = 0, merged = 0, mapped = 0, mapped_bytes = 0, unmapped = 0, flat = 0, positions = 0;
   for (const Case& c : cases()) {
     const bool paged = c.name.starts_with("page") || c.name.starts_with("mixed"),
                prefill = c.name.starts_with("prefill") || c.name.starts_with("dtype_e4m3") || c.name.starts_with("group_"),
-               reread = c.name.starts_with("reread"), latent = c.name.starts_with("latent");
-    if (!paged && !reread && c.seed % (prefill || latent ? 2 : 6) != 0) continue;
+               reread = c.name.starts_with("reread"), latent = c.name.starts_with("latent"), position = c.name.starts_with("position");
+    if (!paged && !reread && c.seed % (prefill || latent || position ? 2 : 6) != 0) continue;
     if (!mirror->unsupported(c.spec, device).empty() || taken++ % kEach != 0) continue;
     const CaseInputs inputs = make_inputs(c);
     fake::state().launches.clear();
@@ -75,6 +75,7 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
       }
       mapped += launch.entry == "attention_sm90";
       flat += launch.entry == "flatten_kv";
+      positions += launch.module.find("kPositions true") != std::string::npos;
       mapped_bytes += launch.entry == "attention_sm90_fp8";
       unmapped += launch.entry == "attention_sm80" && launch.module.find("kTileRows 128") != std::string::npos;
     }
@@ -86,13 +87,15 @@ TEST_P(PlanConformance, CasesMatchTheReference) {
   EXPECT_EQ(mapped > 25 / kEach, backend.name() == "cuda_sm90") << mapped;
   EXPECT_EQ(flat > 8 / kEach, backend.name() == "cuda_sm90") << flat;
   EXPECT_EQ(mapped_bytes > 3 / kEach, backend.name() == "cuda_sm90") << mapped_bytes;
+  EXPECT_EQ(positions > 20 / kEach, backend.name() == "cuda_sm80") << positions;
 }
 
 TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
   int run = 0;
-  for (const char* name : {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks",
-                           "page_b64_csr_lbhdt", "prefill_d128_window", "prefill_d64_sinks", "dtype_e4m3_mixed",
-                           "dtype_e4m3_prefill_d128_heads", "reread_page1_window", "reread_e4m3_page1_heads"}) {
+  for (const char* name :
+       {"dtype_bf16_fp8_e4m3_mixed", "mask_custom_tree_verify", "score_relative_g1_chunked", "long_8193_q4_sinks", "page_b64_csr_lbhdt",
+        "prefill_d128_window", "prefill_d64_sinks", "dtype_e4m3_mixed", "dtype_e4m3_prefill_d128_heads", "reread_page1_window",
+        "reread_e4m3_page1_heads", "position_zigzag_window_verify"}) {
     const Case* c = find_case(name);
     ASSERT_NE(c, nullptr) << name;
     if (!mirror->unsupported(c->spec, device).empty()) continue;

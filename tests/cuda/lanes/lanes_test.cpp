@@ -43,6 +43,7 @@ class LanesPlan final : public Plan {
     batch_ = batch;
     query_start_.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     seq_lens_.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+    positions_.assign(batch.positions.begin(), batch.positions.end());
     block_start_.assign(size_t(batch.num_reqs()), 0);
     custom_start_ = block_start_;
     long custom = 0;
@@ -75,6 +76,7 @@ class LanesPlan final : public Plan {
     p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
+    p.positions = positions_.data();
     p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
@@ -174,7 +176,7 @@ class LanesPlan final : public Plan {
   const AttentionTiles tiles_;
   std::unique_ptr<Plan> writer_;
   Batch batch_;
-  std::vector<int> query_start_, seq_lens_;
+  std::vector<int> query_start_, seq_lens_, positions_;
   std::vector<long> block_start_, custom_start_;
   Schedule schedule_;
 };

@@ -235,6 +235,18 @@ inline std::vector<Variant> variants() {
   add_decode("tma_latent", 16, latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16))).values = ValuePattern::rising;
   add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
   add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
+
+  // Positions that fall within a request, that several tokens share, that a tree of tokens has.
+  Case& positions = add("positions", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
+  positions.requests = {{4, 140, 0}, {1, 300, 1}, {7, 90, 2}, {0, 0, 3}, {16, 16, 4}};
+  positions.spec.mask.window_left = 60, positions.spec.mask.positions = true, positions.positions = PositionPattern::zigzag;
+  positions.spec.score.alibi = true;
+  Case& spans = add("positions_prefill", "sm_90a", gpu::kPrefill, 1, spec(DType::bf16, DType::bf16, 128, 128, 2, 16));
+  spans.spec.mask.chunk = 40, spans.spec.mask.positions = true, spans.positions = PositionPattern::spans;
+  Case& branches = add("positions_tree", "sm_120", gpu::kPrefill, 1, spec(DType::f32, DType::f32, 64, 64, 1, 0));
+  branches.spec.mask = {.causal = false, .window_right = 0, .custom = true, .positions = true};
+  branches.positions = PositionPattern::tree, branches.custom = CustomPattern::tree;
+  branches.spec.score.relative_buckets = 32, branches.spec.score.relative_max_distance = 64;
   return all;
 }
 

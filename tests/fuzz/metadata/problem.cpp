@@ -42,7 +42,7 @@ imbrex_spec_fields random_spec(const Target& target, Random& random) {
   f.causal = f.kind == IMBREX_DECODER ? 1 : int32_t(random.between(0, 1));
   if (random.one_in(4)) f.window_left = int32_t(random.between(0, 20));
   if (random.one_in(8)) f.custom_mask = 1;
-  if (!target.prefill.starts_with("cuda") && random.one_in(8)) f.positions = 1;
+  if (target.prefill != "cuda_sm90" && target.decode != "cuda_sm90" && random.one_in(8)) f.positions = 1;
   if (random.one_in(8)) f.soft_cap = 20;
   f.sinks = random.one_in(6), f.head_scales = random.one_in(6), f.alibi = random.one_in(6);
   if (!f.alibi && random.one_in(6)) f.relative_buckets = 8, f.relative_max_distance = 20;
