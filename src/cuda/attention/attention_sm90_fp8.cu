@@ -7,7 +7,7 @@
 // the schedule.
 #include "attention_sm90_cluster.cuh"
 #include "tile_rows.cuh"
-#include "wgmma_e4m3.cuh"
+#include "wgmma.cuh"
 
 namespace imbrex::cuda {
 
@@ -237,7 +237,7 @@ DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
 #pragma unroll
   for (int step = 0; step < kDims / 32; ++step) {
     const int c = step / kSteps, within = step % kSteps * 32;
-    WgmmaE4m3<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
+    Wgmma<kTileKeys>::shared(s, q + (c * kQChunkBytes + within) / 16, k + (c * kKvChunkBytes + within) / 16, step != 0);
   }
   wgmma_commit();
 }
@@ -246,7 +246,7 @@ DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, fl
   constexpr int kSteps = kTurnedWidth / 32;
 #pragma unroll
   for (int step = 0; step < kTileKeys / 32; ++step) {
-    WgmmaE4m3<kDims>::registers(out, weights[step], turned + (step / kSteps * kTurnedChunkBytes + step % kSteps * 32) / 16, 1);
+    Wgmma<kDims>::registers<false>(out, weights[step], turned + (step / kSteps * kTurnedChunkBytes + step % kSteps * 32) / 16, 1);
   }
   wgmma_commit();
 }

@@ -1,47 +1,87 @@
 #pragma once
-// wgmma, the matrix product of a warpgroup on sm_90a: d[64 x n] += a[64 x 16] * b[16 x n], asynchronous (wgmma_fence, commit and wait are
-// in async.cuh).
+// wgmma, the matrix product of a warpgroup on sm_90a: d[64 x n] += a[64 x 32 bytes] * b[32 bytes x n], asynchronous (wgmma_fence, commit
+// and wait are in async.cuh). Of 16-bit numbers these 32 bytes are 16, of e4m3 32.
 //
 // A lane of warp w holds of d, with g = lane / 4 and t = lane % 4: d[4 j + 2 h + c] is row 16 w + g + 8 h, column 8 j + 2 t + c. Of a in
-// registers the same 16 x 16 as in mma_bf16.
+// registers, a[2 i + h] has of row 16 w + g + 8 h the bytes 16 i + 4 t to 16 i + 4 t + 3: of 16-bit numbers the same 16 x 16 as in
+// mma_bf16.
 #include "async.cuh"
-#include "wgmma_registers.cuh"
+#include "cuda/params.h"
 
 namespace imbrex::cuda {
 
-// Sixteen-bit operands of a type, that of the queries if no other is named; with `add` 0, d is taken for zero.
-// shared: a and b in shared memory, both with the 16 as their contiguous dimension.
-// registers: a in registers; b in shared memory, `b_rows` with its n as the contiguous dimension.
+// Operands of a type, that of the queries if no other is named; with `add` 0, d is taken for zero.
+// shared: a and b in shared memory, both with the summed dimension as their contiguous one.
+// registers: a in registers; b in shared memory, `b_rows` with its n as the contiguous dimension, which bytes do not have.
 template <int n, int type = kQType>
 struct Wgmma;
 
-#define IMBREX_WGMMA(type, n, add, text, ...)                                                                                    \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type \
+// An instruction spells out each register of d, in its text (%0, %1, ..) and as operands from d[0] on.
+#define IMBREX_NAMES32                                                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
+  "%28, %29, %30, %31"
+#define IMBREX_NAMES36 IMBREX_NAMES32 ", %32, %33, %34, %35"
+#define IMBREX_NAMES40 IMBREX_NAMES36 ", %36, %37, %38, %39"
+#define IMBREX_NAMES44 IMBREX_NAMES40 ", %40, %41, %42, %43"
+#define IMBREX_NAMES48 IMBREX_NAMES44 ", %44, %45, %46, %47"
+#define IMBREX_NAMES52 IMBREX_NAMES48 ", %48, %49, %50, %51"
+#define IMBREX_NAMES56 IMBREX_NAMES52 ", %52, %53, %54, %55"
+#define IMBREX_NAMES60 IMBREX_NAMES56 ", %56, %57, %58, %59"
+#define IMBREX_NAMES64 IMBREX_NAMES60 ", %60, %61, %62, %63"
+#define IMBREX_NAMES80 IMBREX_NAMES64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define IMBREX_NAMES96 IMBREX_NAMES80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define IMBREX_NAMES112 IMBREX_NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define IMBREX_NAMES128 IMBREX_NAMES112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define IMBREX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define IMBREX_D16(i) IMBREX_D4(i), IMBREX_D4(i + 4), IMBREX_D4(i + 8), IMBREX_D4(i + 12)
+#define IMBREX_D32 IMBREX_D16(0), IMBREX_D16(16)
+#define IMBREX_D36 IMBREX_D32, IMBREX_D4(32)
+#define IMBREX_D40 IMBREX_D36, IMBREX_D4(36)
+#define IMBREX_D44 IMBREX_D40, IMBREX_D4(40)
+#define IMBREX_D48 IMBREX_D44, IMBREX_D4(44)
+#define IMBREX_D52 IMBREX_D48, IMBREX_D4(48)
+#define IMBREX_D56 IMBREX_D52, IMBREX_D4(52)
+#define IMBREX_D60 IMBREX_D56, IMBREX_D4(56)
+#define IMBREX_D64 IMBREX_D60, IMBREX_D4(60)
+#define IMBREX_D80 IMBREX_D64, IMBREX_D16(64)
+#define IMBREX_D96 IMBREX_D80, IMBREX_D16(80)
+#define IMBREX_D112 IMBREX_D96, IMBREX_D16(96)
+#define IMBREX_D128 IMBREX_D112, IMBREX_D16(112)
+
+// Of n columns, a depth, a type; the text of the operands behind the type, and the operands.
+#define IMBREX_WGMMA(n, depth, type, add, text, ...)                                                                                \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n depth ".f32." type "." type \
                " {" text __VA_ARGS__)
-#define IMBREX_WGMMA_OF_TYPE(...)        \
-  do {                                   \
-    if constexpr (operands == 2) {       \
-      IMBREX_WGMMA("bf16", __VA_ARGS__); \
-    } else {                             \
-      IMBREX_WGMMA("f16", __VA_ARGS__);  \
-    }                                    \
+// `transposed`: the end of the text for types that have a transposed form.
+#define IMBREX_WGMMA_OF_TYPE(n, add, text, transposed, ...)                     \
+  do {                                                                          \
+    if constexpr (type == kE4m3) {                                              \
+      IMBREX_WGMMA(n, "k32", "e4m3", add, text ";\n}", __VA_ARGS__);            \
+    } else if constexpr (type == kBf16) {                                       \
+      IMBREX_WGMMA(n, "k16", "bf16", add, text transposed ";\n}", __VA_ARGS__); \
+    } else {                                                                    \
+      static_assert(type == kF16);                                              \
+      IMBREX_WGMMA(n, "k16", "f16", add, text transposed ";\n}", __VA_ARGS__);  \
+    }                                                                           \
   } while (false)
 
 // n, n / 2, and the names of the seven operands behind d.
-#define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                            \
-  template <int operands>                                                                                                   \
-  struct Wgmma<n, operands> {                                                                                               \
-    DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                   \
-      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count, "}, " o0 ", " o1 ", add, 1, 1, 0, 0;\n}"                             \
-                           : IMBREX_D##count                                                                                \
-                           : "l"(a), "l"(b), "r"(add));                                                                     \
-    }                                                                                                                       \
-    template <bool b_rows>                                                                                                  \
-    DEVICE static void registers(float (&d)[count], const u32 (&a)[4], u64 b, int add) {                                    \
-      IMBREX_WGMMA_OF_TYPE(n, o5, IMBREX_NAMES##count, "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", add, 1, 1, " o6 ";\n}" \
-                           : IMBREX_D##count                                                                                \
-                           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(b_rows)));               \
-    }                                                                                                                       \
+#define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                         \
+  template <int type>                                                                                                    \
+  struct Wgmma<n, type> {                                                                                                \
+    DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                \
+      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", 0, 0",                          \
+                           : IMBREX_D##count                                                                             \
+                           : "l"(a), "l"(b), "r"(add));                                                                  \
+    }                                                                                                                    \
+    template <bool b_rows>                                                                                               \
+    DEVICE static void registers(float (&d)[count], const u32 (&a)[4], u64 b, int add) {                                 \
+      static_assert(!b_rows || type != kE4m3);                                                                           \
+      IMBREX_WGMMA_OF_TYPE(n, o5, IMBREX_NAMES##count "}, {" o0 ", " o1 ", " o2 ", " o3 "}, " o4 ", add, 1, 1", ", " o6, \
+                           : IMBREX_D##count                                                                             \
+                           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(int(b_rows)));            \
+    }                                                                                                                    \
   };
 
 IMBREX_WGMMA_SHAPE(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")

@@ -97,6 +97,7 @@ struct WarpgroupProduct {
 };
 
 template <int n, int type = kQType>
-using Wgmma = WarpgroupProduct<n, std::conditional_t<type == kBf16, lanes::Bf16, lanes::F16>>;
+using Wgmma =
+    WarpgroupProduct<n, std::conditional_t<type == kE4m3, lanes::E4m3, std::conditional_t<type == kBf16, lanes::Bf16, lanes::F16>>>;
 
 }  // namespace imbrex::cuda
