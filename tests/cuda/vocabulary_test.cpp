@@ -38,6 +38,7 @@ extern "C" __global__ void words(const char* in, float* out, int n) {
   float s = sum_over(d[0]) + max_over<4>(d[1]) + exp2_approx(d[2]) + log2_approx(d[3]) + reciprocal_approx(d[1]);
   s += shuffle(d[2], 3) + float(shuffle(once.x, 1) + u32(shuffle(n, 2))) + infinity() + float(warp_id()) + float(half.x);
   if (any_lane(s > 1)) s += 1;
+  if (n < 0) trap();
   const float2 p = unpack_bf16(pack_bf16(d[0], d[1])), q = unpack_f16(pack_f16(d[2], d[3]));
   const u32 eight = pack_e4m3(p.x, p.y) | pack_e5m2(q.x, q.y) << 16;
   const float2 r = unpack_e4m3(eight, 0), t = unpack_e5m2(eight, 1);

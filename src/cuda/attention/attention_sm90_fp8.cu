@@ -222,17 +222,8 @@ DEVICE void transpose(const AttentionParams& p, SharedStorage& shared, int warp)
 
 // --- consumers: a warpgroup each
 
-// Word i of a step's four are the weights of row i % 2 for keys 16 (i / 2) + 2 t, + 1, + 8 and + 9 of its 32: see turn_values.
-DEVICE void pack_weights(const float (&s)[kTileKeys / 2], u32 (&weights)[kTileKeys / 32][4]) {
-#pragma unroll
-  for (int i = 0; i < kTileKeys / 8; ++i) {
-    const float* const x = s + i / 2 * 8 + i % 2 * 2;
-    weights[i / 4][i % 4] = pack_e4m3(x[0], x[1]) | pack_e4m3(x[4], x[5]) << 16;
-  }
-}
-
 // `q` and `k`: descriptors of the tiles, whose addresses count in units of 16 bytes.
-DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
+DEVICE void start_scores(u64 q, u64 k, Scores& s) {
   constexpr int kSteps = kWidth / 32;
 #pragma unroll
   for (int step = 0; step < kDims / 32; ++step) {
@@ -242,7 +233,7 @@ DEVICE void start_scores(u64 q, u64 k, float (&s)[kTileKeys / 2]) {
   wgmma_commit();
 }
 
-DEVICE void start_output(const u32 (&weights)[kTileKeys / 32][4], u64 turned, float (&out)[kDims / 2]) {
+DEVICE void start_output(const WeightsOf<kE4m3>& weights, u64 turned, float (&out)[kDims / 2]) {
   constexpr int kSteps = kTurnedWidth / 32;
 #pragma unroll
   for (int step = 0; step < kTileKeys / 32; ++step) {
@@ -290,11 +281,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
   };
 
   float out[kDims / 2], reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f}, factor[2];
-  u32 weights[kTileKeys / 32][4];
+  WeightsOf<kE4m3> weights;
 #pragma unroll
   for (int i = 0; i < kDims / 2; ++i) out[i] = 0.f;
   // `edge` is a template argument, because a branch while products are under way would have to wait for them.
-  const auto softmax = [&]<bool edge>(float(&s)[kTileKeys / 2], Edge<edge>) __attribute__((always_inline)) {
+  const auto softmax = [&]<bool edge>(Scores & s, Edge<edge>) __attribute__((always_inline)) {
     const int begin = tile * kTileKeys;
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge) hide(begin, rows, s);
@@ -303,7 +294,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
 
   if (begin_item()) {
     {
-      float s[kTileKeys / 2];
+      Scores s;
       wait_for_keys();
       wgmma_fence();
       start_scores(q_tile(), k_tile(), s);
@@ -311,7 +302,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       pin(s);
       leave_keys();
       softmax(s, Edge<true>{});
-      pack_weights(s, weights);
+      pack_weights<kE4m3>(s, weights);
       k.next();
     }
     float old_reference[2] = {}, old_sum[2] = {};
@@ -323,7 +314,7 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
     };
     // Scores of `tile` and the output of the one before it, which may be the last of another item.
     const auto turn = [&](auto edge, bool begins) __attribute__((always_inline)) {
-      float s[kTileKeys / 2];
+      Scores s;
       wait_for_keys();
       mbarrier_wait(shared_address(&shared.turned_full[v.at]), v.parity);
       wgmma_fence();
@@ -335,11 +326,11 @@ DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
       const bool moved = softmax(s, edge);
       // This branch is never taken. Without a branch that needs the sums, ptxas moves the wait in front of the exponentials that should
       // hide it.
-      if (sum[0] < 0.f || sum[1] < 0.f) asm volatile("trap;");
+      if (sum[0] < 0.f || sum[1] < 0.f) trap();
       wgmma_wait<0>();
       pin(out);
       leave(shared.turned_empty[v.at]);
-      pack_weights(s, weights);
+      pack_weights<kE4m3>(s, weights);
       if (begins) end_item();
       if (begins || moved) {  // one branch for both: two keep two copies of the sums
 #pragma unroll

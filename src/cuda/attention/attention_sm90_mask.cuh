@@ -76,7 +76,7 @@ DEVICE void prefetch_mask(const AttentionParams& p, const Item& item, int row, i
 }
 
 // Hides the scores that a custom mask hides. An item without keys has no words of the mask.
-DEVICE void hide_masked(const AttentionParams& p, const Item& item, int row, int tile, float (&s)[kTileKeys / 2]) {
+DEVICE void hide_masked(const AttentionParams& p, const Item& item, int row, int tile, Scores& s) {
   const bool has_keys = item.hi > item.lo;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -44,11 +44,16 @@ DEVICE void set_rows(Rows& rows, const AttentionParams& p, const Item& item, int
   set_seen(rows, p, item, row);
 }
 
+// What a thread has of a tile's scores, then of its weights; and these as operands of a product, with values of a type.
+using Scores = float[kTileKeys / 2];
+template <int type>
+using WeightsOf = u32[kTileKeys / (type == kE4m3 ? 32 : 16)][4];
+
 template <bool>
 struct Edge {};
 
 // Hides keys from rows. Without a window, hidden keys are those after the row's last one, since an item's keys begin with a tile.
-DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
+DEVICE void hide(int begin, const Rows& rows, Scores& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int first = begin + 2 * (lane_id() % 4), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
@@ -65,7 +70,7 @@ DEVICE void hide(int begin, const Rows& rows, float (&s)[kTileKeys / 2]) {
 
 // Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
 // ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
-DEVICE void modify(const Rows& rows, float (&s)[kTileKeys / 2]) {
+DEVICE void modify(const Rows& rows, Scores& s) {
 #pragma unroll
   for (int j = 0; j < kTileKeys / 8; ++j) {
 #pragma unroll
@@ -81,9 +86,9 @@ DEVICE void modify(const Rows& rows, float (&s)[kTileKeys / 2]) {
 }
 
 // Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
-// by `factor` first. A maximum that has outgrown its reference by more than 2^most moves it, and weighs 2^fresh then.
-DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, float (&s)[kTileKeys / 2], float (&reference)[2], float (&sum)[2],
-                  float (&factor)[2], float most, float fresh) {
+// by `factor` first. A maximum that has outgrown its reference by more than 2^slack moves it, and weighs 2^fresh then.
+DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores& s, float (&reference)[2], float (&sum)[2],
+                  float (&factor)[2], float slack, float fresh) {
   bool moved = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -94,7 +99,7 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, float (
     float first = 0.f;  // what ALiBi adds to all
     if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + 2 * (lane_id() % 4) - rows.position[h]);
     top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
-    const bool moves = top > reference[h] + most;
+    const bool moves = top > reference[h] + slack;
     factor[h] = moves ? exp2_approx(reference[h] - (top - fresh)) : 1.f;
     if (moves) reference[h] = top - fresh;
     moved = moved || moves;
@@ -115,10 +120,51 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, float (
   return any_lane(moved);
 }
 
+// Weights become operands. Bytes are in the order in which turn_values() of attention_sm90_fp8.cu has keys in a row: word i of a
+// product's four has those of row i % 2 for keys 16 (i / 2) + 2 t, + 1, + 8 and + 9 of its 32.
+template <int type>
+DEVICE void pack_weights(const Scores& s, WeightsOf<type>& weights) {
+  if constexpr (type == kE4m3) {
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 8; ++i) {
+      const float* const x = s + i / 2 * 8 + i % 2 * 2;
+      weights[i / 4][i % 4] = pack_e4m3(x[0], x[1]) | pack_e4m3(x[4], x[5]) << 16;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 4; ++i)
+      weights[i / 4][i % 4] = type == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
+  }
+}
+
+// Values of keys outside of [lo, hi), counted from the tile's first, may be anything, and zero times NaN is NaN. A warpgroup clears those
+// that it reads, `chunks` of 64 16-bit dims from `v` on, without waiting for the others, and meets at a barrier of its own then.
+template <int chunks, int chunk_bytes>
+DEVICE void clear_values(u32 v, int lo, int hi) {
+#pragma unroll 1
+  for (int i = int(threadIdx.x) % 128; i < kTileKeys * chunks * 8; i += 128) {
+    const int row = i / 8 % kTileKeys, chunk = i / 8 / kTileKeys;
+    if (row < lo || row >= hi) store_shared(v + chunk * chunk_bytes + row * 128 + i % 8 * 16, uint4{0, 0, 0, 0});
+  }
+  async_proxy_fence();
+}
+
 template <class T, int n>
 DEVICE void pin(T (&x)[n]) {
 #pragma unroll
-  for (int i = 0; i < n; ++i) wgmma_pin(x[i]);
+  for (int i = 0; i < n; ++i) {
+    if constexpr (requires { wgmma_pin(x[i]); }) {
+      wgmma_pin(x[i]);
+    } else {
+      pin(x[i]);
+    }
+  }
+}
+// Waits for the products, all but the last `pending` of them, and for their sums with it.
+template <int pending, int n>
+DEVICE void finish(float (&sums)[n]) {
+  wgmma_wait<pending>();
+  pin(sums);
 }
 
 // Writes the item's rows: their dims from first_dim on, as many of kStoredDims as there are. What is in `out` afterwards is of no use.

@@ -71,8 +71,6 @@ class Consumer {
   }
 
  private:
-  using Scores = float[kTileKeys / 2];
-
   // These are computed where they are needed, because registers are few.
   DEVICE static int team() { return computed_here(int(threadIdx.x)) / 128 % kTeams; }
   DEVICE static int first_row() { return kShareDims ? 0 : team() * kTeamRows; }
@@ -132,16 +130,9 @@ class Consumer {
     wgmma_commit();
   }
 
-  // Values outside of [lo, hi) may be anything, and zero times NaN is NaN. A warpgroup clears those that it reads.
   DEVICE void clear_values(int lo, int hi) {
-    constexpr int kChunks = kTeamDims <= 64 ? 1 : 2;
     const u32 v = shared_address(shared_.v[v_stage().at]) + first_dim() / 64 * kChunkBytes;
-#pragma unroll 1
-    for (int i = int(threadIdx.x) % 128; i < kTileKeys * kChunks * 8; i += 128) {
-      const int row = i / 8 % kTileKeys, chunk = i / 8 / kTileKeys;
-      if (row < lo || row >= hi) store_shared(v + chunk * kChunkBytes + row * 128 + i % 8 * 16, uint4{0, 0, 0, 0});
-    }
-    async_proxy_fence();
+    cuda::clear_values<kTeamDims <= 64 ? 1 : 2, kChunkBytes>(v, lo, hi);
     named_barrier_sync(1 + warp_id() / 4, 128);
   }
 
@@ -152,11 +143,6 @@ class Consumer {
     if constexpr (edge) hide(tile * kTileKeys, rows, s);
     return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.total, factor, kSlack, kFresh);
   }
-  DEVICE void pack_weights(const Scores& s) {
-#pragma unroll
-    for (int i = 0; i < kTileKeys / 4; ++i)
-      weights_[i / 4][i % 4] = kValueType == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
-  }
 
   // Multiplies the output of the tile before, of which some row sees the keys [lo, hi).
   DEVICE void finish_output(Sums& sums, int lo, int hi) {
@@ -164,8 +150,7 @@ class Consumer {
     if (lo > 0 || hi < kTileKeys) clear_values(lo, hi);
     wgmma_fence();
     start_output(sums);
-    wgmma_wait<0>();
-    pin(sums.out);
+    finish<0>(sums.out);
     leave_values();
   }
 
@@ -189,11 +174,10 @@ class Consumer {
       wait_for_keys();
       wgmma_fence();
       start_scores(s);
-      wgmma_wait<0>();
-      pin(s);
+      finish<0>(s);
       leave_keys();
       softmax<true>(rows, tiles.first, s, piece, factor);
-      pack_weights(s);
+      pack_weights<kValueType>(s, weights_);
       --left;
     }
     const auto turn = [&]<bool edge>(Edge<edge>, int tile) __attribute__((always_inline)) {
@@ -206,8 +190,7 @@ class Consumer {
       wgmma_fence();
       start_scores(s);
       start_output(piece);
-      wgmma_wait<1>();
-      pin(s);
+      finish<1>(s);
       leave_keys();
       const bool begins = left == 0;
       const float ended[2] = {piece.reference[0], piece.reference[1]}, totals[2] = {piece.total[0], piece.total[1]};
@@ -218,10 +201,9 @@ class Consumer {
       }
       --left;
       const bool moved = softmax<edge>(rows, tile, s, piece, factor);
-      wgmma_wait<0>();
-      pin(piece.out);
+      finish<0>(piece.out);
       leave_values();
-      pack_weights(s);
+      pack_weights<kValueType>(s, weights_);
       if (begins) {
         end_piece(piece, ended, totals, node, pieces, false);
 #pragma unroll
@@ -276,7 +258,7 @@ class Consumer {
   SharedStorage& shared_;
   u32 q_, k_begin_, v_begin_;
   u32 items_ = 0, k_tiles_ = 0, v_tiles_ = 0;
-  u32 weights_[kTileKeys / 16][4];
+  WeightsOf<kValueType> weights_;
 };
 
 DEVICE void begin_barriers(SharedStorage& shared) {

@@ -92,6 +92,9 @@ DEVICE int computed_here(int x) {
   return x;
 }
 
+// Ends the kernel with an error.
+DEVICE void trap() { asm volatile("trap;"); }
+
 // --- bits and approximations
 
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
