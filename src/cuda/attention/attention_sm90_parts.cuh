@@ -120,7 +120,7 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores&
   return any_lane(moved);
 }
 
-// Weights become operands. Bytes are in the order in which turn_values() of attention_sm90_fp8.cu has keys in a row: word i of a
+// Weights become operands. Bytes are in the order in which turn_values() of attention_sm90_fp8_load.cuh has keys in a row: word i of a
 // product's four has those of row i % 2 for keys 16 (i / 2) + 2 t, + 1, + 8 and + 9 of its 32.
 template <int type>
 DEVICE void pack_weights(const Scores& s, WeightsOf<type>& weights) {
