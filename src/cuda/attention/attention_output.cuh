@@ -7,6 +7,16 @@ namespace imbrex::cuda {
 
 constexpr float kEmptyReference = -1e30f;  // of a row that has seen no key: finite, so that no infinities are subtracted
 
+// A row's weights are 2^(logit - reference). The reference moves when a maximum, `top`, has outgrown it by more than `slack`, in log2
+// units; the maximum weighs 2^fresh then. True if it moves; the row's sums so far have to be multiplied by `factor`. By const reference,
+// because a plain argument would be compared the other way round, in other machine code.
+DEVICE bool move_reference(float& reference, const float& top, float slack, float fresh, float& factor) {
+  const bool moves = top > reference + slack;
+  factor = moves ? exp2_approx(reference - (top - fresh)) : 1.f;
+  if (moves) reference = top - fresh;
+  return moves;
+}
+
 // Dequantisation of keys or values.
 DEVICE float kv_scale(const KvSide& side, int kv_head) {
   return side.scales != nullptr ? side.scales[kv_head * side.scale_stride] : side.scale;

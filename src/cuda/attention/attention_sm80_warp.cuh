@@ -65,9 +65,7 @@ class Warp {
         for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
         top = max_over<4>(top);
         top *= scale[m][h] = scores_.factor_left(row_of(m, h));
-        const bool moves = top > reference_[m][h] + kSlack;
-        factor[m][h] = moves ? exp2_approx(reference_[m][h] - top) : 1.f;
-        if (moves) reference_[m][h] = top;
+        const bool moves = move_reference(reference_[m][h], top, kSlack, 0.f, factor[m][h]);
         moved = moved || moves;
       }
     }

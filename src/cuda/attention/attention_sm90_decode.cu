@@ -182,9 +182,7 @@ class Consumer {
     for (int h = 0; h < 2; ++h) {
       const float4 tops = shared_.tops[odd_][row_of(h)];
       const float top = fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w));
-      const bool moves = top > piece.reference[h] + kSlack;
-      factor[h] = moves ? exp2_approx(piece.reference[h] - top) : 1.f;
-      if (moves) piece.reference[h] = top;
+      const bool moves = move_reference(piece.reference[h], top, kSlack, 0.f, factor[h]);
       moved = moved || moves;
     }
     if (any_lane(moved)) {

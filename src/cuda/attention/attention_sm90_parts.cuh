@@ -86,7 +86,7 @@ DEVICE void modify(const Rows& rows, Scores& s) {
 }
 
 // Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
-// by `factor` first. A maximum that has outgrown its reference by more than 2^slack moves it, and weighs 2^fresh then.
+// by `factor` first; `slack` and `fresh` as in move_reference().
 DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores& s, float (&reference)[2], float (&sum)[2],
                   float (&factor)[2], float slack, float fresh) {
   bool moved = false;
@@ -99,9 +99,7 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores&
     float first = 0.f;  // what ALiBi adds to all
     if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + 2 * (lane_id() % 4) - rows.position[h]);
     top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
-    const bool moves = top > reference[h] + slack;
-    factor[h] = moves ? exp2_approx(reference[h] - (top - fresh)) : 1.f;
-    if (moves) reference[h] = top - fresh;
+    const bool moves = move_reference(reference[h], top, slack, fresh, factor[h]);
     moved = moved || moves;
     sum[h] *= factor[h];
     const float added = kAlibi ? first - reference[h] : -reference[h];
