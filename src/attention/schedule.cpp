@@ -154,13 +154,12 @@ namespace {
 
 // Keys of an item that are computed.
 int keys_of(const ListDetails& details, const WorkItem& item) {
-  if (item.piece >= 0 || details.items[size_t(~item.piece)].num_stretches < 0) return item.kv_end - item.kv_begin;
-  const ItemDetails& own = details.items[size_t(~item.piece)];
+  const int number = ~item.piece;
+  if (number < 0 || details.items[size_t(number)].num_stretches < 0) return item.kv_end - item.kv_begin;
+  const ItemDetails& own = details.items[size_t(number)];
   int keys = 0;
-  for (int i = 0; i < own.num_stretches; ++i) {
-    const KeyStretch& stretch = details.stretches[size_t(own.first_stretch + i)];
-    keys += stretch.end - stretch.begin;
-  }
+  for (int i = own.first_stretch; i < own.first_stretch + own.num_stretches; ++i)
+    keys += details.stretches[size_t(i)].end - details.stretches[size_t(i)].begin;
   return keys;
 }
 
