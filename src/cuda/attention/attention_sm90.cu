@@ -16,6 +16,7 @@ constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 constexpr int kProducerRegisters = (kConsumers + 1) * kLaunchRegisters - kConsumers * kConsumerRegisters;
 static_assert(kProducerRegisters >= 24, "the least that setmaxnreg takes");
+
 // --- consumers: a warpgroup each
 
 DEVICE void consume(const AttentionParams& p, SharedStorage& shared, int wg) {
