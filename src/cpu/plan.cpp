@@ -122,8 +122,6 @@ int Plan::heads_together(const AttentionParams& a) const {
     return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= token_stride;
   };
   const Step& step = steps_.now();
-  const auto names_head = [](const ItemDetails& details) { return details.kv_head >= 0; };
-  if (std::ranges::any_of(step.schedule.details.items, names_head)) return 1;
   if (a.packed || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) || !within_tokens(a.v)) return 1;
   const long bytes = 2L * kBlockKeys * (a.k.dim + a.v.dim) * size_of(spec_.kv_dtype), workers = std::max(options_.threads.num_workers, 1);
   const long items = long(step.schedule.work.size());

@@ -1,4 +1,4 @@
-// Queries whose positions the batch gives: under every kind of mask and position bias, in every phase, and in prefill of several tiles.
+// Queries whose positions the batch gives: under every kind of mask and position bias, in every kind of step, and in prefill of several tiles.
 #include "conformance/attention/case_table.h"
 
 namespace imbrex {
@@ -32,10 +32,10 @@ void add_position_cases(CaseTable& table) {
     c.spec.score = v.score;
   };
   for (const Variant& v : variants) {
-    for (const NamedRequests& load : kSteps) {
+    for (const NamedRequests& step : kSteps) {
       const size_t i = table.cases.size();
-      set(table.add(fmt::format("position_{}_{}", v.name, load.name), i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, {64, 64}, table.types(),
-                    load.requests),
+      set(table.add(fmt::format("position_{}_{}", v.name, step.name), i % 2 == 0 ? 4 : 1, i % 2 == 0 ? 1 : 2, {64, 64}, table.types(),
+                    step.requests),
           v);
     }
     const Requests several[] = {{{150, 220}}, {{66, 190}, {1, 40}}, {{40, 300}, {0, 9}, {35, 35}}};
