@@ -64,6 +64,7 @@ class Layer {
     }
   }
   KvCache cache() const { return allocation_.layer(0); }
+  bool by_phase = false;  // plans are composite ones: decode apart from the rest, both by the target's backend
 
   // Outputs and LSE of each member; queries and positions are its own, whoever else is in the step.
   std::vector<std::vector<float>> run(const Target& target, const std::vector<Member>& members, std::string* says = nullptr,
@@ -88,7 +89,9 @@ class Layer {
     DeviceInfo device = probe_cpu();
     device.isa = target.isa;
     ThreadPool pool(3);
-    const auto plan = find_backend(target.backend)->plan(spec_, device, {.limits = {}, .threads = pool.parallel_for()});
+    const auto& backend = *find_backend(target.backend);
+    const PlanOptions options{.limits = {}, .threads = pool.parallel_for()};
+    const auto plan = by_phase ? plan_by_phase(backend, backend, spec_, device, options) : backend.plan(spec_, device, options);
     Batch batch;
     batch.query_start_loc = starts, batch.seq_lens = lens;
     batch.kv_indptr = TensorView::contiguous(indptr.data(), DType::i32, {int64_t(indptr.size())});
@@ -167,6 +170,19 @@ TEST(ListDetails, RequestsThatShareBlocksGiveTheSameBitsAsAlone) {
         for (const float x : alone[0]) ASSERT_TRUE(std::isfinite(x));
       }
     }
+  });
+}
+
+// Tokens of one phase do not lie together here, so that a composite plan gathers their positions.
+TEST(ListDetails, PlansByPhaseHandPositionsOn) {
+  const auto members = behind_prompt(4096, {{1, 5}, {40, 300}, {1, 64}, {17, 70}, {1, 1}});
+  for_targets([&](const Target& target) {
+    AttentionSpec spec = spec_of(target.format);
+    spec.mask.positions = true, spec.mask.window_left = 900;
+    Layer layer(spec, 400);
+    const auto expected = layer.run(target, members);
+    layer.by_phase = true;
+    EXPECT_EQ(layer.run(target, members), expected);
   });
 }
 

@@ -1,4 +1,5 @@
-// Queries whose positions the batch gives: under every kind of mask and position bias, in every kind of step, and in prefill of several tiles.
+// Queries whose positions the batch gives: under every kind of mask and position bias, in every kind of step, and in prefill of several
+// tiles.
 #include "conformance/attention/case_table.h"
 
 namespace imbrex {
