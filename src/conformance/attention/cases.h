@@ -45,6 +45,8 @@ struct CaseRequest {
   int q_len = 0;
   int seq_len = 0;  // keys, this step's tokens included; {0, 0} is a padded request
   int id = 0;       // seeds the contents: the same id and position give the same numbers in any batch
+
+  friend bool operator==(const CaseRequest&, const CaseRequest&) = default;
 };
 
 struct Case {
@@ -66,6 +68,8 @@ struct Case {
   int num_tokens() const;
   int num_keys() const;
   int64_t work() const;  // multiply-adds, hidden keys included
+
+  friend bool operator==(const Case&, const Case&) = default;
 };
 
 // At least 500, made by composing axes: shape, length, dtype, mask, page, score, long, mixed, verify, value, prefill, latent, position
