@@ -52,11 +52,12 @@ struct ListDetails {
   // neighbouring tokens says what it says without this array; behind them are the tokens of items that several requests share.
   std::vector<int> tokens;
   std::vector<int> request_of;  // with tokens: of each token of the batch
+  std::vector<int> merge_of;    // likewise, of each token behind them: the merge that joins its partial row
   std::vector<int> parts;  // the rows of the partial buffers with which the parts of merges begin: MergeItem::first_partial counts here
   std::vector<ItemDetails> items;
   std::vector<KeyStretch> stretches;
 
-  void clear() { tokens.clear(), request_of.clear(), parts.clear(), items.clear(), stretches.clear(); }
+  void clear() { tokens.clear(), request_of.clear(), merge_of.clear(), parts.clear(), items.clear(), stretches.clear(); }
 };
 
 struct Schedule {

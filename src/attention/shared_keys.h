@@ -2,6 +2,7 @@
 // Requests of a step whose keys are the same blocks, say those of a common system prompt, share the items that read them: the keys are then
 // read once for all of them, and no longer once for each. (FlashInfer and vLLM: cascade attention; SGLang: the shared prefix of a radix
 // tree. There the engine says what is shared; here the block ids do.)
+#include <cstdint>
 #include <vector>
 
 #include "attention/key_source.h"
@@ -9,21 +10,48 @@
 
 namespace imbrex {
 
-// What share_keys() keeps between its calls, so that a warm one allocates nothing.
+// What an item may be shared by.
+struct SharePolicy {
+  int block_size = 1;
+  int most_tokens = 1;  // query tokens of a shared item
+  // Items that run at a time. A shared item has fewer tokens where it would be more than half of what each of them has to do. 0: an item
+  // takes as long for many tokens as for one, so that this does not matter.
+  int num_workers = 0;
+  // Only keys that each of the item's queries sees are shared: the queries' positions are then of no account.
+  bool seen_by_all = false;
+};
+
+// Whether an item of this layer is the same for queries at any positions that see all of its keys, and every query sees them from key 0 on:
+// no logit depends on a position, and nothing but causality hides a key.
+bool is_position_free(const AttentionSpec&);
+
+// What share_keys() and shorten_runs() keep between their calls, so that a warm one allocates nothing.
 struct ShareScratch {
   struct Piece {
-    int kv_begin, kv_end, first_id, last_id, item;
+    int kv_begin, kv_end, piece, first_id, last_id, item;
   };
   std::vector<Piece> pieces;
   std::vector<WorkItem> items;
   std::vector<int> first_part, group_end;
+  struct Start {
+    int first_id, piece, queries;
+    int samples[3];  // ids of further blocks: requests that have more blocks in common are neighbours
+    int item, common;
+  };
+  std::vector<uint64_t> first_ids;
+  std::vector<Start> starts;
 };
 
-// Joins items of a list that schedule() has made: those with partial results whose keys are the same blocks of a table, up to most_tokens
-// query tokens in one item, and fewer where that would be more than half of what each of `num_workers` (items that run at a time) has to
-// do. Partial rows are numbered anew, from the first one of the list on, as many as there were, and merges get parts. Results of kernels
-// whose rows depend on their own query and keys alone keep their bits, as do those of the merges, because the pieces of a request stay what
-// they were. A list without such items stays as it is.
-void share_keys(const Batch&, const KeySource&, int block_size, int most_tokens, int num_workers, Schedule&, ShareScratch&);
+// Joins items of a list that schedule() has made: those with partial results whose keys are the same blocks of a table. Partial rows are
+// numbered anew, from the first one of the list on, as many as there were, and merges get parts. Results of kernels whose rows depend on
+// their own query and keys alone keep their bits, as do those of the merges, because the pieces of a request stay what they were, and an
+// item may be a run of them only where all its requests have that run. A list without such items stays as it is.
+void share_keys(const Batch&, const KeySource&, const SharePolicy&, Schedule&, ShareScratch&);
+
+// For a list that cut() has made, in front of write_work() and share_keys(): false if no two of its requests begin with the same block, so
+// that there is nothing to share. Where some do, and the policy allows runs of pieces, runs of these requests get one length: the one with
+// which the list ends soonest if what they have in common is read once for as many of them as an item takes. Runs that end within the
+// common keys can be shared; long ones seldom do.
+bool shorten_runs(const Batch&, const KeySource&, const SharePolicy&, const SchedulePolicy&, Schedule&, ShareScratch&);
 
 }  // namespace imbrex

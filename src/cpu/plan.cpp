@@ -104,7 +104,9 @@ void Plan::prepare(const Batch& batch, Stream) {
   next.reach = reach_of(batch, spec_, options_.validate);
   schedule(batch, spec_.mask, policy_, next.schedule);
   if (spec_.block_size > 0)
-    share_keys(batch, next.keys, spec_.block_size, policy_.tile_q, policy_.num_workers, next.schedule, share_scratch_);
+    share_keys(batch, next.keys,
+               {.block_size = spec_.block_size, .most_tokens = policy_.tile_q, .num_workers = std::max(policy_.num_workers, 1)},
+               next.schedule, share_scratch_);
   if (spec_.mask.custom && !batch.custom_mask.empty()) find_stretches(batch, next.custom_start, policy_.tile_kv, next.schedule);
   next.longest_item = 0;
   for (const WorkItem& item : next.schedule.work) next.longest_item = std::max(next.longest_item, item.q_end - item.q_begin);

@@ -38,7 +38,8 @@ RegimeKernel sm80_kernel(const std::optional<AttentionTiles>& tiles) {
   return {.entry = "attention_sm80",
           .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
-          .joins_pieces = tiles->key_warps > 1 || tiles->whole_items};
+          .joins_pieces = tiles->key_warps > 1 || tiles->whole_items,
+          .shares = tiles->shares};
 }
 
 RegimeKernel sm80_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
@@ -131,7 +132,8 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
                      .blocks_each = shares_pace ? tiles->blocks : 1},
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
-            .joins_pieces = true};
+            .joins_pieces = true,
+            .shares = tiles->shares};
   }
   return sm80_kernel(arch, spec, regime);
 }

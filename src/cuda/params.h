@@ -166,6 +166,11 @@ constexpr int sm90_fp8_dims(int head_dim) {
 // Bytes of a row in a chunk of them: the width of the swizzle.
 constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 128 == 0 ? 128 : 64; }
 
+// A query token of an item that several requests share, and which of the list's merges joins its partial results.
+struct SharedToken {
+  int token, merge;
+};
+
 struct MergeList {  // of a regime
   const MergeItem* items;
   const PlanCounts* counts;  // null: there is no such list
@@ -217,6 +222,11 @@ struct AttentionParams {
   bool keys_are_there;      // the lists and the keys of earlier steps are there: tiles of these may be loaded in front of griddep_wait()
   bool beside, next_waits;  // begin_launch() in attention_item.cuh
   int least_masked_q;       // query tokens of a request that pack_mask.cu packs the mask for
+  // Of a list in which several requests share items, for kernels with kShares. An item with partial results and without a merge is such a
+  // one: its q_begin and q_end count in shared_tokens, those of one merge beside each other. A merge whose first_partial is ~n begins its
+  // parts in the rows merge_parts[n], merge_parts[n + 1] and so on.
+  const SharedToken* shared_tokens;
+  const int* merge_parts;
 };
 
 }  // namespace imbrex::cuda

@@ -108,7 +108,7 @@ TEST(SharedKeys, EveryPairIsCoveredOnceAndEveryRowIsMerged) {
     Schedule plain, shared;
     schedule(b.batch, {}, policy, plain);
     schedule(b.batch, {}, policy, shared);
-    share_keys(b.batch, b.keys, kBlock, policy.tile_q, policy.num_workers, shared, scratch);
+    share_keys(b.batch, b.keys, {kBlock, policy.tile_q, policy.num_workers}, shared, scratch);
     expect_same_work(b, plain, shared);
     for (const WorkItem& w : shared.work) {
       ASSERT_LE(w.q_end - w.q_begin, policy.tile_q);
@@ -137,7 +137,7 @@ TEST(SharedKeys, OnePromptOfManyRequestsIsReadOnceForEachTile) {
   ShareScratch scratch;
   schedule(b.batch, {}, policy, list);
   EXPECT_EQ(list.work.size(), 30u);
-  share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
+  share_keys(b.batch, b.keys, {kBlock, policy.tile_q, 1}, list, scratch);
   EXPECT_EQ(list.work.size(), 10u + 2 * 3);  // their own ends, and two pieces of the prompt for 4 + 4 + 2 tokens
   EXPECT_EQ(list.num_partial_rows, 30);
   for (size_t i = 1; i < list.work.size(); ++i) {  // longest first
@@ -146,19 +146,146 @@ TEST(SharedKeys, OnePromptOfManyRequestsIsReadOnceForEachTile) {
   }
   for (const auto& [workers, items] : {std::pair(2, 16u), {3, 18u}, {5, 20u}, {6, 30u}}) {  // more workers: smaller items, then none
     schedule(b.batch, {}, policy, list);
-    share_keys(b.batch, b.keys, kBlock, policy.tile_q, workers, list, scratch);
+    share_keys(b.batch, b.keys, {kBlock, policy.tile_q, workers}, list, scratch);
     EXPECT_EQ(list.work.size(), items) << workers;
   }
   schedule(b.batch, {}, policy, list);
-  share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
+  share_keys(b.batch, b.keys, {kBlock, policy.tile_q, 1}, list, scratch);
   const Schedule warm = list;
   const auto again = [&] {
     schedule(b.batch, {}, policy, list);
-    share_keys(b.batch, b.keys, kBlock, policy.tile_q, 1, list, scratch);
+    share_keys(b.batch, b.keys, {kBlock, policy.tile_q, 1}, list, scratch);
   };
   EXPECT_EQ(test::count_allocations(again), 0);
   EXPECT_EQ(warm.details.tokens, list.details.tokens);
   EXPECT_EQ(warm.details.parts, list.details.parts);
+}
+
+// Lists with runs of pieces, as GPUs have them.
+SchedulePolicy policy_with_runs(test::Random& random) {
+  const int tile_q = random.of({2, 4, 16});
+  return {.tile_q = tile_q,
+          .tile_kv = 32,
+          .split_kv = 64,
+          .split_max_q = 4,
+          .num_workers = random.of({1, 2, 5, 40}),
+          .max_splits = random.of({8, 32, 64}),
+          .max_split_rows = 128,
+          .split_kv_each = random.of({0, 20}),
+          .max_q = tile_q,
+          .runs = true,
+          .most_in_run = random.of({4, 16, 64}),
+          .most_partial_rows = random.of({0, 60, 400}),
+          .cost_by_keys = true};
+}
+
+TEST(SharedKeys, RunsOfRequestsWithOneStemEndWhereItDoes) {
+  test::Random random(11);
+  int shared_items = 0, shared_runs = 0, cheaper = 0;
+  ShareScratch scratch;
+  for (int round = 0; round < 400; ++round) {
+    const SharedBatch b(random, random.between(0, 20), 1500);
+    const SchedulePolicy policy = policy_with_runs(random);
+    const SharePolicy share{.block_size = kBlock, .most_tokens = policy.tile_q, .seen_by_all = true};
+    Schedule plain, apart, shared;
+    schedule(b.batch, {}, policy, plain);
+    cut(b.batch, {}, policy, shared);
+    if (!shorten_runs(b.batch, b.keys, share, policy, shared, scratch)) {
+      ASSERT_EQ(shared.num_work, plain.num_work);
+      continue;
+    }
+    shared.work.resize(size_t(shared.num_work));
+    write_work(shared, shared.work.data());
+    apart = shared;
+    share_keys(b.batch, b.keys, share, shared, scratch);
+    expect_same_work(b, apart, shared);
+
+    // The pieces of a request are those of the list without sharing, and a run is a node of their tree.
+    ASSERT_EQ(plain.items.size(), apart.items.size());
+    for (size_t i = 0; i < plain.items.size(); ++i) {
+      const CutItem &before = plain.items[i], &after = apart.items[i];
+      const auto piece = [](const CutItem& item) { return item.whole.piece > 0 ? item.whole.piece : item.split; };
+      ASSERT_EQ(piece(before), piece(after));
+      ASSERT_EQ(std::tie(before.whole.kv_begin, before.whole.kv_end), std::tie(after.whole.kv_begin, after.whole.kv_end));
+      if (after.num_splits == 1) continue;
+      const int run = after.split / piece(after);
+      ASSERT_TRUE(run == 1 || run == 4 || run == 16 || run == 64) << run;
+      ASSERT_LE(run, policy.most_in_run);
+      ASSERT_EQ(after.whole.piece, run > 1 ? piece(after) : 0);
+      ASSERT_EQ(after.num_splits, (after.whole.kv_end - after.whole.kv_begin - 1) / after.split + 1);
+    }
+    const PlanLimits limits{.max_num_reqs = std::max(1, b.batch.num_reqs()),
+                            .max_num_tokens = std::max(1, b.batch.num_tokens()),
+                            .max_seq_len = 1500};
+    const ScheduleBounds bounds = schedule_bounds(policy, limits);
+    ASSERT_LE(apart.num_work, bounds.num_work);
+    ASSERT_LE(std::ssize(apart.merges), bounds.num_merges);
+    ASSERT_LE(apart.num_partial_rows, bounds.num_partial_rows);
+    if (policy.most_partial_rows > 0) {
+      ASSERT_LE(apart.num_partial_rows, std::max(policy.most_partial_rows, plain.num_partial_rows));
+    }
+    for (const WorkItem& w : shared.work) {
+      if (w.merge >= 0 || w.partial < 0) continue;
+      ++shared_items, shared_runs += w.piece > 0;
+      for (int i = w.q_begin; i < w.q_end; ++i) {
+        const int token = shared.details.tokens[size_t(i)], r = b.request_of(token), from_end = b.batch.query_start_loc[r + 1] - token;
+        ASSERT_LE(w.kv_end, b.batch.seq_lens[r] - from_end + 1) << "a query that does not see all keys";
+        const MergeItem& merge = shared.merges[size_t(shared.details.merge_of[size_t(i - b.batch.num_tokens())])];
+        ASSERT_TRUE(token >= merge.q_begin && token < merge.q_end);
+      }
+    }
+    const auto keys = [](const Schedule& list) {
+      return std::accumulate(list.work.begin(), list.work.end(), int64_t(0), [](int64_t n, const WorkItem& w) { return n + w.kv_end - w.kv_begin; });
+    };
+    ASSERT_LE(keys(shared), keys(plain));
+    cheaper += keys(shared) * 5 < keys(plain) * 4;
+  }
+  EXPECT_GT(shared_items, 500);
+  EXPECT_GT(shared_runs, 100);
+  EXPECT_GT(cheaper, 10);
+}
+
+// The same on the list of an H200 for 8 kv heads: 64 requests behind a prompt of 8192 keys.
+TEST(SharedKeys, LongRunsAreCutWhereAPromptIsCommon) {
+  test::Random random(13);
+  SharedBatch b(random, 0, 8292);
+  for (int r = 0; r < 64; ++r) {
+    b.add(1, 8292);
+    for (int block = 0; block < b.width; ++block) b.table.push_back(block < 512 ? block : 512 + r * b.width + block);
+  }
+  b.batch = b.view();
+  b.batch.block_table = TensorView::contiguous(b.table.data(), DType::i32, {64, b.width});
+  find_keys(b.batch, b.keys);
+  const SchedulePolicy policy{.tile_q = 4,
+                              .tile_kv = 64,
+                              .split_kv = 128,
+                              .split_max_q = 32,
+                              .num_workers = 33,
+                              .max_splits = 32,
+                              .share_splits = 16,
+                              .longest_kv = 4096,
+                              .max_split_rows = 64,
+                              .split_kv_each = 54,
+                              .max_q = 4,
+                              .runs = true,
+                              .most_partial_rows = 528,
+                              .cost_by_keys = true};
+  const SharePolicy share{.block_size = kBlock, .most_tokens = 4, .seen_by_all = true};
+  Schedule list;
+  ShareScratch scratch;
+  const auto update = [&] {
+    cut(b.batch, {}, policy, list);
+    ASSERT_TRUE(shorten_runs(b.batch, b.keys, share, policy, list, scratch));
+    list.work.resize(size_t(list.num_work));
+    write_work(list, list.work.data());
+    share_keys(b.batch, b.keys, share, list, scratch);
+  };
+  update();
+  // Runs of four pieces of 576 keys: three within the prompt for each four requests, and the rest of each.
+  EXPECT_EQ(list.work.size(), 3 * 16u + 64u);
+  EXPECT_EQ(list.num_partial_rows, 4 * 64);
+  EXPECT_EQ(list.work.front().kv_end - list.work.front().kv_begin, 4 * 576);
+  EXPECT_EQ(test::count_allocations(update), 0);
 }
 
 TEST(MaskStretches, HiddenTilesAreLeftOutAndNoOthers) {

@@ -76,9 +76,24 @@ class Runner {
     num_blocks_ = count;
     size_t next = 0;
     for (const CaseRequest& r : in_.requests) {
-      blocks_.emplace_back();
-      for (int b = 0; b * spec_.block_size < r.seq_len; ++b) blocks_.back().push_back(ids[next++]);
+      std::vector<int32_t> blocks;
+      first_own_block_.push_back(share_stem(r, blocks));
+      while (int64_t(blocks.size()) * spec_.block_size < r.seq_len) blocks.push_back(ids[next++]);
+      blocks_.push_back(std::move(blocks));
     }
+  }
+
+  // Takes the blocks that a request and an earlier one of the same id have in common: those within the context of both. Returns how many.
+  int64_t share_stem(const CaseRequest& r, std::vector<int32_t>& blocks) const {
+    int64_t most = 0;
+    for (size_t other = 0; options_.share_blocks && other < blocks_.size(); ++other) {
+      if (in_.requests[other].id != r.id) continue;
+      const int64_t common = std::min(context_len(in_.requests[other]), context_len(r)) / spec_.block_size;
+      if (common <= most) continue;
+      most = common;
+      blocks.assign(blocks_[other].begin(), blocks_[other].begin() + common);
+    }
+    return most;
   }
 
   KvCache with_scales(KvCache cache) const {
@@ -151,7 +166,8 @@ class Runner {
         }
         for (int t = s.q_begin; t < s.q_end; ++t) {
           const int64_t j = s.first_key + t - s.q_begin;
-          step.slots.push_back(write ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size : -1);
+          const bool own = j / spec_.block_size >= first_own_block_[r];  // the others are written once, by the request that had them first
+          step.slots.push_back(write && own ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size : -1);
         }
       }
       for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));
@@ -334,6 +350,7 @@ class Runner {
   std::vector<int64_t> first_token_, first_key_;  // rows of each request in in_.q and in_.k
   int64_t num_tokens_ = 0, num_keys_ = 0, num_blocks_ = 0;
   std::vector<std::vector<int32_t>> blocks_;
+  std::vector<int64_t> first_own_block_;  // of each request: those in front of it are shared
   std::vector<KvAllocation> memory_;
   std::optional<SpreadTensor> ragged_k_, ragged_v_;
   KvCache cache_;

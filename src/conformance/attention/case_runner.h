@@ -23,6 +23,7 @@ struct RunOptions {
   DType out_dtype = DType::f32;  // one of spec.out_dtypes()
   int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
   ParallelFor threads;
+  bool share_blocks = false;  // requests of one id have their context's blocks in common (plain values only: others depend on seq_len)
   bool balanced = false;    // split by load: the one option that may change roundings
   bool check_cache = true;  // compare what write_kv wrote with what the reference writes
 };

@@ -19,6 +19,7 @@ constexpr bool kPrefill = kTileRows >= 64 && kKeyWarps == 1;  // warps share out
 constexpr int kTaskRows = kTileRows * kCluster;
 constexpr int kMostRows = kGroup > kItemRows ? kGroup : kItemRows;   // of a work item and kv head: a token at least
 constexpr int kRowBlocks = (kMostRows + kTaskRows - 1) / kTaskRows;  // and tasks
+static_assert(!kShares || (kRowBlocks == 1 && !kPositions && !kWholeItems));
 
 struct KeyRange {
   int lo, hi;  // keys [lo, hi); empty when lo >= hi
@@ -69,6 +70,8 @@ struct Item {
   int partial, merge, piece;  // as in WorkItem
   long first_block;           // of the request's blocks in block_ids; ragged: its first key's row
 
+  // Whether its rows are of several requests; then q_begin counts in shared_tokens, and so does what token_of() returns.
+  DEVICE bool is_shared() const { return kShares && partial >= 0 && merge < 0; }
   DEVICE int token_of(int row) const { return q_begin + (row_begin + row) / kGroup; }
   DEVICE int head_of(int row) const { return kv_head * kGroup + (row_begin + row) % kGroup; }
   // Where positions are given, a row behind the last one has the position of that.
@@ -77,6 +80,11 @@ struct Item {
     return Position::number(position + (row_begin + there) / kGroup);
   }
 };
+
+// The query token of a row, within the batch.
+DEVICE int query_token(const AttentionParams& p, const Item& item, int row) {
+  return item.is_shared() ? p.shared_tokens[item.token_of(row)].token : item.token_of(row);
+}
 
 enum class Outer { least, greatest };
 // The least, or the greatest, position of the queries of rows `first` to `last`; found by a warp together.
@@ -119,7 +127,9 @@ DEVICE Item item_of(const AttentionParams& p, int task) {
   const int first_query = p.query_start[work.table], q_len = p.query_start[work.table + 1] - first_query;
   item.seq_len = p.seq_lens[work.table];
   item.query_index = work.q_begin - first_query;
-  item.position = Position::token(p, work.q_begin, item.seq_len - q_len + item.query_index);
+  // Each query of a shared item sees all of its keys, as one at the last of them does.
+  const int usual = item.is_shared() ? work.kv_end - 1 : item.seq_len - q_len + item.query_index;
+  item.position = Position::token(p, work.q_begin, usual);
   item.first_block = p.block_start[work.table];
   const KeyRange first = visible_keys(p, outer_position<Outer::least>(item, 0, item.num_rows - 1)),
                  last = visible_keys(p, outer_position<Outer::greatest>(item, 0, item.num_rows - 1));

@@ -33,6 +33,7 @@ struct RegimeKernel {
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether the kernel merges the pieces of an item itself, or leaves no partial results.
   bool joins_pieces = false;
+  bool shares = false;  // whether it takes items that several requests share: AttentionParams::shared_tokens
 };
 
 // The kernels of one backend, in which its plans differ from those of others.

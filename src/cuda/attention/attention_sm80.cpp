@@ -6,6 +6,7 @@
 #include <span>
 
 #include "attention/kv_codec.h"
+#include "attention/shared_keys.h"
 #include "core/check.h"
 #include "cuda/attention/attention_constants.h"
 #include "cuda/params.h"
@@ -131,7 +132,12 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
     if (!fits(memory, spec, deeper)) break;
     tiles = deeper;
   }
+  if (tiles) tiles->shares = regime == gpu::kDecode && tiles->key_warps > 1 && shares_items(spec, tiles->rows);
   return tiles;
+}
+
+bool shares_items(const AttentionSpec& spec, int rows) {
+  return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec);
 }
 
 int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t) {
@@ -144,7 +150,7 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
   // Sizes of members of SharedStorage in attention_sm80.cu; tests compare the sum with the compiled kernel's.
   constexpr int kScale = 4, kRowTerms = 16, kItem = 56;  // ItemSlot: two arrays of rows, and the item
   constexpr int kState = 8;                              // state of a row and team
-  constexpr int kTask = 5;                               // next_task and is_last
+  constexpr int kTask = 8;                               // next_task and ended
   const int slot = rounded_up(q + t.rows * (kScale + kRowTerms) + kItem, 16), state = t.key_warps * t.rows * kState;
   return rounded_up(slot + t.key_warps * std::max(t.stages * stage, part) + state + kTask, 16);
 }
@@ -160,7 +166,7 @@ KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, D
                                {"kDimWarps", t.dim_warps},
                                {"kStages", t.stages},
                                {"kBlocks", t.blocks}},
-                              1, t.whole_items)};
+                              1, t.whole_items, t.shares)};
 }
 
 KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {

@@ -18,7 +18,7 @@ struct alignas(16) SharedStorage {
   alignas(16) char team[kTeams][kTeamBytes];  // stages of keys, then values; after the last key the team's part of the output
   float2 state[kTeams][kTileRows];            // with several teams: reference and sum of each row
   int next_task;
-  bool is_last;  // of the pieces of an item
+  u32 ended;  // ended_merges() of an item
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ char memory[];
@@ -120,9 +120,12 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
     join_parts<kThreads>(p, shared.slot.item, part, shared.state);
     if (shared.slot.item.partial >= 0) {
       __syncthreads();
-      if (threadIdx.x == 0) shared.is_last = is_last_piece(p, shared.slot.item);
+      if (warp == 0) {
+        const u32 ended = ended_merges(p, shared.slot.item);
+        if (lane_id() == 0) shared.ended = ended;
+      }
       __syncthreads();
-      if (shared.is_last) join_pieces<kThreads>(p, shared.slot.item);
+      join_ended<kThreads>(p, shared.slot.item, shared.ended);
     }
   }
 }

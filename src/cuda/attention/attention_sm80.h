@@ -16,6 +16,7 @@ struct AttentionTiles {
   int blocks;                           // thread blocks a multiprocessor is to hold
   int item_rows = rows;                 // (query token, q head) of an item at most, unless a token has more
   bool whole_items = false;             // whether a split that begins an item computes all of it, and the others nothing
+  bool shares = false;                  // whether an item may have query tokens of several requests: shares_items()
   int threads() const { return 32 * row_warps * key_warps * dim_warps; }
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };
@@ -24,6 +25,10 @@ struct AttentionTiles {
 // rows. Few are 16, 32 or 64: as many as `rows` and the group need, or fewer where these do not fit (the kernel takes a larger group in
 // parts). nullopt: nothing fits the shared memory of the architecture.
 std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec&, gpu::Regime, int rows = 1);
+
+// Whether items of decode with tiles of so many rows may have query tokens of several requests, which read the same blocks: those of a
+// layer where an item is the same for queries at any positions, and two tokens fit.
+bool shares_items(const AttentionSpec&, int rows);
 
 // Shared memory of a thread block, bytes.
 int attention_sm80_smem_bytes(const AttentionSpec&, const AttentionTiles&);

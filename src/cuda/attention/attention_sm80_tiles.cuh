@@ -254,7 +254,7 @@ class QLoader {
   static constexpr int kLanePieces = (kPieces + kLanes - 1) / kLanes;
 
   DEVICE static const char* row_of(const AttentionParams& p, const Item& item, int row) {
-    return p.q + item.token_of(row) * p.q_token_stride + item.head_of(row) * p.q_head_stride;
+    return p.q + query_token(p, item, row) * p.q_token_stride + item.head_of(row) * p.q_head_stride;
   }
 
   template <bool wide>

@@ -46,7 +46,10 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
   const int rest = rows * (q_slots * row_bytes((spec.head_dim_qk + 15) / 16 * 16) + 2 * row_bytes(keys) + kRowState) + kRest;
   for (int crews = rows > 16 ? 1 : 2; crews > 0; --crews) {
     const int stages = (kSm90SharedMemory / crews / kSm90SharedUnit * kSm90SharedUnit - rest) / stage;
-    if (stages >= (crews == 2 ? 3 : 2)) return AttentionTiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
+    if (stages < (crews == 2 ? 3 : 2)) continue;
+    AttentionTiles tiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
+    tiles.shares = rows <= 16 && shares_items(spec, rows);  // with more rows it is for verify
+    return tiles;
   }
   return std::nullopt;
 }

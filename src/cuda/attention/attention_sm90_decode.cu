@@ -320,7 +320,7 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
     mbarrier_wait(shared_address(&shared.stored[at]), parity);
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared_address(&shared.slot_empty[at]));
-    if (item.partial >= 0 && shuffle(lane == 0 ? int(is_last_piece(p, item)) : 0, 0) != 0) join_pieces<32>(p, item);
+    if (item.partial >= 0) join_ended<32>(p, item, ended_merges(p, item));
   }
 }
 
@@ -328,8 +328,12 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
 DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
   if (item.partial < 0) return;
-  const bool is_last = threadIdx.x % kCrewThreads == 0 && is_last_piece(p, item);
-  if (named_barrier_any(crew_barrier(crew), kCrewThreads, is_last)) join_pieces<kCrewThreads>(p, item);
+  if (threadIdx.x % kCrewThreads < 32) {
+    const u32 ended = ended_merges(p, item);
+    if (lane_id() == 0) shared.ended = ended;
+  }
+  meet_crew(crew);
+  join_ended<kCrewThreads>(p, item, shared.ended);
 }
 
 DEVICE void begin_barriers(SharedStorage& shared) {

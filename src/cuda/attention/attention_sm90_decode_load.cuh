@@ -43,6 +43,7 @@ struct SharedStorage {  // of a crew
   u64 q_empty[kQSlots], slot_full[kItemSlots], slot_empty[kItemSlots], stored[kItemSlots];
   bool more[kItemSlots];  // false: no item, and none will come
   int last_slot;          // of the crew's last item; -1: it had none
+  u32 ended;              // ended_merges() of that item
 };
 extern "C" __device__ const unsigned smem_bytes = kCrews * sizeof(SharedStorage);
 

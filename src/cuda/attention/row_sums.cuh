@@ -69,10 +69,10 @@ struct RowSums {
   }
 };
 
-// RowSums of a row whose splits lie `stride` rows apart. A thread has the loads of kNodes nodes of the tree under way at the same time:
+// RowSums of a row whose split number s is row row_of_split(s) of the partial buffers. A thread has the loads of kNodes nodes of the tree under way at the same time:
 // where the memory is busy, they take many times as long as what is done with them. Several lanes may share the splits out.
-template <int kNodes, int kLanes>
-DEVICE RowSums join_splits(const AttentionParams& p, long first, long stride, int num_splits, int d, int lane) {
+template <int kNodes, int kLanes, class RowOfSplit>
+DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_split, int num_splits, int d, int lane) {
   constexpr int kSplits = kNodes * kPiecesTogether;  // of a lane, at a time
   RowSums all, level3, level2;                       // of the tree: nodes that are not complete
   int nodes = 0;                                     // of the first level that are in them
@@ -85,7 +85,7 @@ DEVICE RowSums join_splits(const AttentionParams& p, long first, long stride, in
 #pragma unroll
       for (int k = 0; k < kPiecesTogether; ++k) {
         const int split = begin_of(n, lane) + k;
-        if (split < num_splits) node[n][k].take(p, first + split * stride, d);
+        if (split < num_splits) node[n][k].take(p, row_of_split(split), d);
       }
     }
 #pragma unroll

@@ -144,6 +144,12 @@ void Plan::lay_out() {
   arrays_.flat_requests = layout.add<int>(flat_ ? flat_->most_blocks() : 0);
   for (RegimePlan& s : regimes_) s.merges = layout.add<MergeItem>(s.bounds.num_merges);
   for (RegimePlan& s : regimes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
+  for (const Regime regime : kRegimes) {
+    RegimePlan& s = regimes_[regime];
+    const bool shares = may_share(regime);
+    s.shared_tokens = layout.add<SharedToken>(shares ? s.bounds.num_partial_rows : 0);
+    s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
+  }
   arrays_.positions = layout.add<int>(spec_.mask.positions ? tokens : 0);
   arrays_.slots = layout.add<long>(spec_.block_size > 0 ? tokens : 0);
   arrays_.block_ids = layout.add<int>(std::min(blocks, kMaxHostBlocks));
@@ -167,15 +173,19 @@ std::string Plan::str() const {
   if (step.on_device) return fmt::format("{} ({}): planned on the device, for at most {} tokens", table_.backend, arch_, step.num_tokens);
   std::string items;
   size_t merges = 0;
+  int64_t shared = 0;
   for (const Schedule& schedule : step.schedules) {
     items += fmt::format("{}{}", items.empty() ? "" : " + ", schedule.num_work);
     merges += schedule.merges.size();
+    const int tokens = int(schedule.details.request_of.size());
+    if (tokens > 0) shared += std::ranges::count_if(schedule.work, [&](const WorkItem& item) { return item.q_begin >= tokens; });
   }
   const std::string flat = step.flat.kv_heads > 0
                                ? fmt::format(", prefill over {} keys made flat {} kv heads at a time", step.flat.rows(), step.flat.kv_heads)
                                : "";
-  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges{}", table_.backend, arch_, items,
-                     spec_.num_kv_heads, merges, flat);
+  const std::string of_several = shared > 0 ? fmt::format(", {} items shared by requests with the same blocks", shared) : "";
+  return fmt::format("{} ({}): {} work items (decode + verify + prefill) x {} kv heads, {} merges{}{}", table_.backend, arch_, items,
+                     spec_.num_kv_heads, merges, of_several, flat);
 }
 
 }  // namespace imbrex::cuda

@@ -9,6 +9,7 @@
 
 #include "attention/key_source.h"
 #include "attention/plan_checks.h"
+#include "attention/shared_keys.h"
 #include "attention/step_plan.h"
 #include "cuda/attention/attention_kernels.h"
 #include "cuda/attention/flat_kv.h"
@@ -55,6 +56,8 @@ class Plan final : public StepPlan {
     long l2_keys = 0;  // keys_in_l2()
     ArrayOf<WorkItem> work;
     ArrayOf<MergeItem> merges;
+    ArrayOf<SharedToken> shared_tokens;  // with the next one: room for none, unless items may be shared
+    ArrayOf<int> merge_parts;
     ArrayOf<PlanCounts> counts;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
@@ -96,6 +99,11 @@ class Plan final : public StepPlan {
   void lay_out();
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
+  // Whether requests of a batch may share items of the regime: its kernel takes them, and there may be several requests.
+  bool may_share(Regime regime) const {
+    return regime == kDecode && regimes_[regime].kernel.shares && options_.limits.max_num_reqs > 1;
+  }
+  void share(const Batch&, Regime, const SchedulePolicy&, Step&);
   void put_lists(const Batch&, const Step&);
   void put_key_starts(const Batch&, const Step&);
   void put_block_ids(const Batch&, const Step&);
@@ -132,6 +140,7 @@ class Plan final : public StepPlan {
   bool several_kernels_ = false;              // for attention in a graph: most have no work then
   bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
 
+  ShareScratch share_scratch_;
   TwoSteps<Step> steps_;
   bool has_step_ = true;
   mutable std::vector<std::shared_ptr<const DeviceBuffer>> captured_scratch_;  // which graphs write to

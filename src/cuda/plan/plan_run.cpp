@@ -131,6 +131,7 @@ void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
     const Schedule& schedule = step.schedules[regime];
     a.work = memory_->device(s.work);
     a.merges = memory_->device(s.merges);
+    a.shared_tokens = memory_->device(s.shared_tokens), a.merge_parts = memory_->device(s.merge_parts);
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;

@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "cuda/plan/plan.h"
+#include "cuda/plan/shared_items.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -83,6 +84,9 @@ void Plan::prepare(const Batch& batch, Stream stream) {
         batch.num_tokens());
   Step& next = steps_.spare();
   next.arrays = place(batch, false);
+  const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
+  next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
+  if (next.key_starts.empty()) find_keys(batch, next.keys);
   int rows = 0;
   for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
@@ -90,22 +94,32 @@ void Plan::prepare(const Batch& batch, Stream stream) {
     SchedulePolicy policy = s.policy;
     policy.first_partial = rows;
     cut(batch, spec_.mask, policy, schedule);
+    share(batch, regime, policy, next);
     rows += schedule.num_partial_rows;
     check(size_t(schedule.num_work) <= s.work.capacity && schedule.merges.size() <= s.merges.capacity, "update.limits",
           "expected a batch within the limits: {} work items and {} merges, got {} and {}", s.work.capacity, s.merges.capacity,
           schedule.num_work, schedule.merges.size());
   }
   check(rows <= partial_rows_, "update.limits", "expected a batch within the limits: {} partial rows, got {}", partial_rows_, rows);
-  const TensorView& starts = spec_.block_size == 0 ? batch.kv_start_loc : batch.kv_indptr;
   next.flat = flat_ ? flat_->plan(batch) : FlatStep{};
-  next.key_starts = !starts.empty() && !on_host(starts) ? starts : TensorView{};
-  if (next.key_starts.empty()) find_keys(batch, next.keys);
   next.num_reqs = batch.num_reqs();
   next.num_tokens = batch.num_tokens();
   next.reach = reach_of(batch, spec_, options_.validate);
   next.on_device = false;
   check_captured_cache(next.reach);
   put_lists(batch, next);
+}
+
+// Joins items of requests whose keys are the same blocks, as far as the host knows the blocks. The list is then in Schedule::work already.
+void Plan::share(const Batch& batch, Regime regime, const SchedulePolicy& policy, Step& next) {
+  const TensorView& ids = next.keys.ids;
+  if (!may_share(regime) || !next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
+  Schedule& list = next.schedules[regime];
+  const SharePolicy share{.block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true};
+  if (!shorten_runs(batch, next.keys, share, policy, list, share_scratch_)) return;
+  list.work.resize(size_t(list.num_work));
+  write_work(list, list.work.data());
+  share_keys(batch, next.keys, share, list, share_scratch_);
 }
 
 // Checks what run() and write_kv() check outside of graphs: a graph reads the cache of its capture.
@@ -156,11 +170,17 @@ void Plan::put_lists(const Batch& batch, const Step& step) {
     flat_->put_requests(batch, m.put(arrays_.flat_requests, size_t(step.flat.blocks)));
   }
   for (const Regime regime : kRegimes)
-    if (const auto& merges = step.schedules[regime].merges; !merges.empty())
-      std::ranges::copy(merges, m.put(regimes_[regime].merges, merges.size()));
+    if (const Schedule& list = step.schedules[regime]; !list.merges.empty())
+      write_merges(list, m.put(regimes_[regime].merges, list.merges.size()));
   for (const Regime regime : kRegimes)
-    if (const Schedule& schedule = step.schedules[regime]; schedule.num_work > 0)
-      write_work(schedule, m.put(regimes_[regime].work, size_t(schedule.num_work)));
+    if (const Schedule& list = step.schedules[regime]; list.num_work > 0)
+      write_items(list, m.put(regimes_[regime].work, size_t(list.num_work)));
+  for (const Regime regime : kRegimes) {
+    const ListDetails& details = step.schedules[regime].details;
+    if (details.tokens.empty()) continue;
+    write_shared_tokens(details, m.put(regimes_[regime].shared_tokens, details.merge_of.size()));
+    std::ranges::copy(details.parts, m.put(regimes_[regime].merge_parts, details.parts.size()));
+  }
   if (spec_.mask.positions) std::copy_n(batch.positions.data(), step.num_tokens, m.put(arrays_.positions, size_t(step.num_tokens)));
   if (!batch.slot_mapping.empty() && on_host(batch.slot_mapping))
     std::copy_n(batch.slot_mapping.as<const long>(), step.num_tokens, m.put(arrays_.slots, size_t(step.num_tokens)));

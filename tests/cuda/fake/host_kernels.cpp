@@ -99,9 +99,18 @@ struct CacheTypes {
   DType k = spec.kv_dtype, v = spec.kv_dtype;
 };
 
-void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int token, int kv_head, int head,
+bool is_shared(const WorkItem& item) { return item.partial >= 0 && item.merge < 0; }
+
+// The query token of number `i` of those that items count in.
+int token_of(const AttentionParams& p, const WorkItem& item, int i) { return is_shared(item) ? p.shared_tokens[i].token : i; }
+
+int request_of(const AttentionParams& p, int token) {
+  return int(std::upper_bound(p.query_start, p.query_start + p.counts->num_reqs, token) - p.query_start) - 1;
+}
+
+void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_type, const WorkItem& item, int i, int kv_head, int head,
                 Loaded& loaded) {
-  const int r = item.table, query = token - p.query_start[r];
+  const int token = token_of(p, item, i), r = is_shared(item) ? request_of(p, token) : item.table, query = token - p.query_start[r];
   if ((p.positions != nullptr) != spec.mask.positions) std::abort();
   const int position = p.positions ? p.positions[token] : p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
@@ -110,18 +119,20 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
       load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), spec.head_dim_qk);
   Sums s;
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
-    if (!sees(p, r, query, position, j)) continue;
+    const bool seen = sees(p, r, query, position, j);
+    if (!seen && is_shared(item)) std::abort();
+    if (!seen) continue;
     auto& [key, value] = loaded[size_t(j - item.kv_begin)];
     if (key.empty()) {
-      key = load_row(row_of(p, p.k, r, kv_head, j), types.k, p.k.dim_stride, spec.head_dim_qk);
-      value = load_row(row_of(p, p.v, r, kv_head, j), types.v, p.v.dim_stride, spec.head_dim_v);
+      key = load_row(row_of(p, p.k, item.table, kv_head, j), types.k, p.k.dim_stride, spec.head_dim_qk);
+      value = load_row(row_of(p, p.v, item.table, kv_head, j), types.v, p.v.dim_stride, spec.head_dim_v);
     }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
     s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
   }
   for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);
-  const long row = long(item.partial + token - item.q_begin) * spec.num_q_heads + head;
+  const long row = long(item.partial + i - item.q_begin) * spec.num_q_heads + head;
   for (int d = 0; d < spec.head_dim_v; ++d) p.partial_out[row * spec.head_dim_v + d] = float(s.values[size_t(d)]);
   p.partial_state[2 * row] = float(s.reference * M_LOG2E);
   p.partial_state[2 * row + 1] = float(s.sum);
@@ -134,7 +145,7 @@ void attention(const AttentionParams& p, DType out_type, const CacheTypes& types
     for (int kv_head = p.first_kv_head; kv_head < p.first_kv_head + p.kv_heads_now; ++kv_head) {
       const WorkItem& item = p.work[i];
       Loaded loaded(size_t(item.kv_end - item.kv_begin));
-      for (int token = item.q_begin; token < item.q_end; ++token)
+      for (int token = item.q_begin; token < item.q_end; ++token)  // of the batch, or of shared_tokens
         for (int g = 0; g < spec.group_size(); ++g)
           attend_row(p, types, out_type, item, token, kv_head, kv_head * spec.group_size() + g, loaded);
     }
@@ -214,12 +225,29 @@ void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
       for (int head = 0; head < spec.num_q_heads; ++head) {
         Sums s;
         for (int split = 0; split < m.num_splits; ++split) {
-          const long row = long(m.first_partial + split * (m.q_end - m.q_begin) + token - m.q_begin) * spec.num_q_heads + head;
+          const int first = m.first_partial < 0 ? p.merge_parts[~m.first_partial + split] : m.first_partial + split * (m.q_end - m.q_begin);
+          const long row = long(first + token - m.q_begin) * spec.num_q_heads + head;
           for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = p.partial_out[row * spec.head_dim_v + d];
           if (p.partial_state[2 * row + 1] > 0) s.add(p.partial_state[2 * row] / M_LOG2E, p.partial_state[2 * row + 1], value.data());
         }
         finish(p, out_type, token, head, s);
       }
+  }
+}
+
+// A shared item is for kernels that take such, has no more rows than their tile, and tokens of merges that lie beside each other.
+void check_shared(const Launch& launch, const AttentionParams& p, const WorkItem& item) {
+  if (launch.module.find("kShares true") == std::string::npos) std::abort();
+  if ((item.q_end - item.q_begin) * spec.group_size() > 16 || item.q_begin < 0 || item.q_end - item.q_begin < 2) std::abort();
+  std::vector<int> merges;
+  for (int i = item.q_begin; i < item.q_end; ++i) {
+    const auto [token, merge] = p.shared_tokens[i];
+    if (merge < 0 || merge >= p.counts->num_merges) std::abort();
+    const MergeItem& m = p.merges[merge];
+    const bool goes_on = !merges.empty() && merges.back() == merge;
+    if (token != (goes_on ? p.shared_tokens[i - 1].token + 1 : m.q_begin)) std::abort();
+    if (!goes_on && std::ranges::find(merges, merge) != merges.end()) std::abort();
+    merges.push_back(merge);
   }
 }
 
@@ -232,7 +260,8 @@ void attention_and_merge(const Launch& launch, const AttentionParams& p, DType o
     if (p.arrivals[i] != 0) std::abort();
   for (int i = 0; i < p.counts->num_work; ++i) {
     const WorkItem& w = p.work[i];
-    if ((w.partial < 0) != (w.merge < 0) || w.merge >= p.counts->num_merges) std::abort();
+    if ((w.partial < 0 && w.merge >= 0) || w.merge >= p.counts->num_merges) std::abort();
+    if (is_shared(w)) check_shared(launch, p, w);
     if (w.merge >= 0 && p.merges[w.merge].q_begin != w.q_begin) std::abort();
   }
   merge(p, {p.merges, p.counts}, out_type);

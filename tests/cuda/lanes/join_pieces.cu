@@ -13,10 +13,7 @@ DEVICE void join_all_pieces(const AttentionParams& p) {
       Item item{};
       item.kv_head = kv_head;
       item.num_rows = (m.q_end - m.q_begin) * kGroup;
-      item.q_begin = m.q_begin;
-      item.partial = m.first_partial + (m.num_splits - 1) * (m.q_end - m.q_begin);  // the last split came last
-      item.merge = merge;
-      join_pieces<kJoiningThreads>(p, item);
+      join_pieces<kJoiningThreads>(p, item, m);
     }
   }
 }

@@ -11,12 +11,14 @@
 #include "attention/mask.h"
 #include "attention/position_bias.h"
 #include "attention/reference.h"
+#include "attention/shared_keys.h"
 #include "conformance/attention/case_runner.h"
 #include "conformance/attention/judge.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/lanes/library.h"
 #include "cuda/lanes/variants.h"
+#include "cuda/plan/shared_items.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::test {
@@ -28,11 +30,14 @@ struct How {  // none of it may change a bit, `split` apart
   Launch launch;
   int heads_together = 1;
   int split = 1 << 20;  // tiles of keys
+  bool share = false;   // items of requests with the same blocks, for kernels that take them
   int workers = 1;      // for kernels that take runs: with many of them, each piece is an item of its own
 };
 
 class LanesPlan final : public Plan {
  public:
+  static inline int shared_items = 0;  // of all updates
+
   LanesPlan(const Variant& variant, const How& how, const AttentionSpec& spec, const PlanOptions& options)
       : variant_(variant), how_(how), spec_(spec), tiles_(variant.tiles()) {
     writer_ = reference_backend().plan(spec, probe_cpu(), options);
@@ -60,6 +65,7 @@ class LanesPlan final : public Plan {
       policy.num_workers = how_.workers;
     if (variant_.has_wgmma()) policy.most_in_run = cuda::kMostInPrefillRun, policy.max_splits = policy.most_in_run;
     schedule(batch, spec_.mask, policy, schedule_);
+    if (how_.share) share(policy);
   }
 
   void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {
@@ -80,7 +86,14 @@ class LanesPlan final : public Plan {
     p.custom_mask = batch_.custom_mask.as<const unsigned char>(), p.custom_start = custom_start_.data();
     const cuda::PlanCounts counts{int(schedule_.work.size()), int(schedule_.merges.size()), batch_.num_tokens(), batch_.num_reqs(),
                                   how_.heads_together};
-    p.work = schedule_.work.data(), p.merges = schedule_.merges.data(), p.counts = &counts;
+    std::vector<WorkItem> work(schedule_.work.size());
+    std::vector<MergeItem> merges(schedule_.merges.size());
+    std::vector<cuda::SharedToken> shared_tokens(schedule_.details.merge_of.size());
+    cuda::write_items(schedule_, work.data());
+    cuda::write_merges(schedule_, merges.data());
+    cuda::write_shared_tokens(schedule_.details, shared_tokens.data());
+    p.work = work.data(), p.merges = merges.data(), p.counts = &counts;
+    p.shared_tokens = shared_tokens.data(), p.merge_parts = schedule_.details.parts.data();
     p.merge_lists[1] = {p.merges, p.counts, 16};
     int next_task = 0;
     std::vector<int> arrivals(schedule_.merges.size() * size_t(spec_.num_q_heads), 0);
@@ -135,6 +148,21 @@ class LanesPlan final : public Plan {
 
  private:
   static constexpr int kSharedMemory = 227 << 10;  // of a thread block of an H200
+
+  // As the CUDA plan does, for a batch with block tables.
+  void share(const SchedulePolicy& policy) {
+    KeySource keys;
+    find_keys(batch_, keys);
+    const SharePolicy share{.block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true};
+    ShareScratch scratch;
+    if (!shorten_runs(batch_, keys, share, policy, schedule_, scratch)) return;
+    schedule_.work.resize(size_t(schedule_.num_work));
+    write_work(schedule_, schedule_.work.data());
+    share_keys(batch_, keys, share, schedule_, scratch);
+    shared_items += int(schedule_.details.merge_of.empty() ? 0 : std::ranges::count(schedule_.work, true, [&](const WorkItem& item) {
+      return item.q_begin >= batch_.num_tokens();
+    }));
+  }
 
   int box_bytes() const { return variant_.text == Text::wgmma_e4m3 ? cuda::sm90_fp8_chunk(spec_.head_dim_v) : cuda::kTensorMapLine; }
   bool widens() const { return variant_.text == Text::wgmma && spec_.kv_dtype != spec_.q_dtype; }
@@ -216,6 +244,7 @@ class Lanes : public testing::TestWithParam<Variant> {
 
 class LanesWithRuns : public Lanes {};
 class LanesOfClusters : public Lanes {};
+class LanesThatShare : public Lanes {};
 
 TEST_P(Lanes, AgreesWithTheReference) {
   const Case& c = GetParam().c;
@@ -234,6 +263,35 @@ TEST_P(LanesWithRuns, HaveTheBitsOfTheirPieces) {
     EXPECT_TRUE(bit_identical(pieces().out, runs.out)) << workers;
     EXPECT_TRUE(bit_identical(pieces().lse, runs.lse)) << workers;
   }
+}
+
+// Requests whose tables name the same blocks are read together, and have the bits that they have with copies of the blocks.
+TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
+  Case c = GetParam().c;
+  c.values = ValuePattern::plain;
+  c.requests = {{1, 570, 0}, {2, 610, 0}, {1, 290, 1}, {1, 590, 0}, {0, 0, 2}, {1, 600, 0}, {2, 275, 1}, {1, 577, 0}, {1, 40, 2}};
+  RunOptions options = default_options(c);
+  const CaseInputs in = make_inputs(c);
+  const auto run = [&](const How& how, bool share_blocks) {
+    options.share_blocks = share_blocks;
+    return run_case(LanesBackend(GetParam(), how), probe_cpu(), in, options);
+  };
+  const RunResult apart = run({.split = 1, .workers = 1 << 10}, false);
+  const Judgement j = judge(expect(in), apart);
+  EXPECT_TRUE(j.pass()) << j.failure;
+  for (const int workers : {2, 1 << 10})
+    for (unsigned chance : {1u, 2u}) {
+      LanesPlan::shared_items = 0;
+      const How how{.launch = {.blocks = int(3 * chance), .late_copies = chance == 2, .chance = chance},
+                    .split = 1,
+                    .share = true,
+                    .workers = workers};
+      const RunResult together = run(how, true);
+      EXPECT_GE(LanesPlan::shared_items, workers == 2 ? 1 : 4) << workers;
+      EXPECT_TRUE(together.violations.empty());
+      EXPECT_TRUE(bit_identical(apart.out, together.out)) << workers;
+      EXPECT_TRUE(bit_identical(apart.lse, together.lse)) << workers;
+    }
 }
 
 // No bit of a result depends on when copies happen, which warp runs first, how many blocks share the work, where pages lie, or what is in
@@ -292,6 +350,13 @@ std::vector<Variant> variants_of_clusters() {
   return all;
 }
 
+std::vector<Variant> variants_that_share() {
+  std::vector<Variant> all = variants();
+  std::erase_if(all, [](const Variant& v) { return !v.tiles().shares; });
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, LanesThatShare, testing::ValuesIn(variants_that_share()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, Lanes, testing::ValuesIn(variants()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, LanesOfClusters, testing::ValuesIn(variants_of_clusters()), name_of);
 INSTANTIATE_TEST_SUITE_P(All, LanesWithRuns, testing::ValuesIn(variants_with_runs()), name_of);
