@@ -29,6 +29,32 @@ TEST_P(DeviceGraph, Fp8CacheWindowAndSinks) {
   run({.spec = spec, .batches = 200, .seed = 3});
 }
 
+// Requests that begin with the same blocks share items, in some steps of a graph and not in others, and have the bits that they have when
+// a plan cannot know that they do.
+TEST_P(DeviceGraph, SharedBlocks) {
+  struct Shape {
+    int group, block_size;
+    DType q, kv;
+  };
+  for (const Shape& shape : {Shape{4, 16, DType::bf16, DType::bf16}, {1, 64, DType::f16, DType::f16}, {8, 16, DType::bf16, DType::fp8_e4m3},
+                             {4, 1, DType::bf16, DType::bf16}, {2, 1, DType::f16, DType::fp8_e4m3}, {3, 48, DType::bf16, DType::f16},
+                             {5, 16, DType::f32, DType::f32}})
+    for (const int dim : {64, 128}) {
+      AttentionSpec spec = test::graph_spec(shape.kv);
+      spec.num_q_heads = 2 * shape.group, spec.block_size = shape.block_size, spec.q_dtype = shape.q;
+      spec.head_dim_qk = spec.head_dim_v = dim, spec.score.sinks = dim == 64;
+      const Backend& backend = *find_backend(GetParam());
+      if (!backend.unsupported(spec, device).empty()) continue;
+      SCOPED_TRACE(spec.str());
+      run({.spec = spec,
+           .limits = {.max_num_reqs = 40, .max_num_tokens = 120, .max_seq_len = 3000, .max_query_len = 6},
+           .shared_blocks = true,
+           .apart = true,
+           .batches = 60,
+           .seed = 20u + unsigned(shape.group)});
+    }
+}
+
 TEST_P(DeviceGraph, CustomMask) {
   AttentionSpec spec = test::graph_spec();
   spec.mask.custom = true;

@@ -19,6 +19,8 @@ struct GraphProblem {
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 300, .max_seq_len = 3000};
   bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
+  bool shared_blocks = false;   // in half of the steps requests begin with blocks of others; with host arrays plans share items then
+  bool apart = false;           // a third plan has its block table in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
   int batches = 100;
   unsigned seed = 1;
@@ -40,10 +42,16 @@ struct RandomStep {
     width = (p.limits.max_seq_len + p.spec.block_size - 1) / p.spec.block_size;
     const int count = below(p.limits.max_num_reqs + 1);
     const bool only_decode = below(3) == 0;
+    const bool shares = p.shared_blocks && below(2) == 0;
     size_t page = 0;
     for (int r = 0; r < count; ++r) {
       const int left = std::min(longest, p.limits.max_num_tokens - starts.back());
-      const int kind = only_decode ? 2 : below(6), context = below(kind == 5 ? 1 : p.limits.max_seq_len);
+      const int kind = only_decode ? 2 : below(6);
+      int context = below(kind == 5 ? 1 : p.limits.max_seq_len), other = -1;  // other: whose blocks it begins with, as long as that is
+      if (shares && r > 0 && below(5) > 0) {
+        other = below(r);
+        context = std::max(0, lens[size_t(other)] - below(60));
+      }
       int q_len = kind < 2 ? 0 : kind == 2 ? 1 : kind == 3 ? 1 + below(16) : 1 + below(150);
       q_len = std::min(q_len, left);
       int seq_len = kind == 0 ? 0 : std::min(context + q_len, p.limits.max_seq_len);
@@ -53,7 +61,14 @@ struct RandomStep {
       lens.push_back(seq_len);
       const size_t row = table.size();
       table.resize(row + size_t(width), -1);
-      for (int b = 0; b * p.spec.block_size < seq_len; ++b) table[row + size_t(b)] = pages[page++];
+      int common = 0;  // blocks, all of them within the contexts of both requests
+      if (other >= 0) {
+        const int context_of_other = lens[size_t(other)] - (starts[size_t(other) + 1] - starts[size_t(other)]);
+        common = std::min(context_of_other, seq_len - q_len) / p.spec.block_size;
+        if (below(3) == 0) common = below(common + 1);
+      }
+      for (int b = 0; b * p.spec.block_size < seq_len; ++b)
+        table[row + size_t(b)] = b < common ? table[size_t(other * width + b)] : pages[page++];
       for (int j = seq_len - q_len; j < seq_len; ++j)
         slots.push_back(below(20) == 0 ? -1
                                        : int64_t(table[row + size_t(j / p.spec.block_size)]) * p.spec.block_size + j % p.spec.block_size);
@@ -74,7 +89,7 @@ class GraphAgainstEager {
         device_(device.device),
         random_(problem.seed) {
     if (p_.shared_scratch) workspace_ = make_workspace(device);
-    for (Side* side : {&graph_, &eager_}) {
+    for (Side* side : sides()) {
       side->plan = backend.plan(p_.spec, device, options());
       side->k = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
       side->v = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
@@ -104,11 +119,11 @@ class GraphAgainstEager {
       if (p_.device_lengths) update_on_device(graph_);
       layer(graph_);
     });
-    int merged = 0;
+    int merged = 0, shared = 0;
     for (int batch = 0; batch < p_.batches && !testing::Test::HasFailure(); ++batch) {
       if (workspace_ && batch == p_.batches / 2) grow();
       const RandomStep step(p_, num_blocks(), random_);
-      for (Side* side : {&graph_, &eager_}) {
+      for (Side* side : sides()) {
         fill_bytes(side->out.address(), 0xff, side->out.bytes(), stream_.get());
         fill_bytes(side->lse.address(), 0xff, side->lse.bytes(), stream_.get());
         if (p_.device_lengths && side == &graph_) {
@@ -119,6 +134,7 @@ class GraphAgainstEager {
       }
       graph.replay();
       layer(eager_);
+      if (p_.apart) layer(apart_);
       stream_.synchronize();
       const std::string what = eager_.plan->str() + ", batch " + std::to_string(batch);
       if (p_.device_lengths) {
@@ -127,6 +143,12 @@ class GraphAgainstEager {
         EXPECT_EQ(eager_.plan->str(), graph_.plan->str());
       }
       merged += what.find(" 0 merges") == std::string::npos;
+      shared += what.find("items shared by requests") != std::string::npos;
+      if (p_.apart) {
+        EXPECT_TRUE(bytes(apart_.out) == bytes(eager_.out)) << what << ", apart";
+        EXPECT_TRUE(bytes(apart_.lse) == bytes(eager_.lse)) << what << ", apart";
+        EXPECT_EQ(apart_.plan->str().find("items shared by requests"), std::string::npos);
+      }
       EXPECT_TRUE(bytes(graph_.out) == bytes(eager_.out)) << what;
       EXPECT_TRUE(bytes(graph_.lse) == bytes(eager_.lse)) << what;
       EXPECT_TRUE(bytes(graph_.k) == bytes(eager_.k)) << what;
@@ -138,6 +160,11 @@ class GraphAgainstEager {
       EXPECT_TRUE(used == 0 || !std::all_of(out.begin(), out.begin() + long(used), [](unsigned char b) { return b == 0xff; })) << what;
     }
     EXPECT_GT(merged, p_.batches / 20) << "too few batches had merges";
+    if (p_.shared_blocks && !p_.device_arrays) {
+      EXPECT_GT(shared, p_.batches / 20) << "too few batches had shared items";
+    } else {
+      EXPECT_EQ(shared, 0);
+    }
   }
 
  private:
@@ -147,6 +174,10 @@ class GraphAgainstEager {
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
   };
 
+  std::vector<Side*> sides() {
+    if (p_.apart) return {&graph_, &eager_, &apart_};
+    return {&graph_, &eager_};
+  }
   int num_blocks() const { return kKeys / p_.spec.block_size; }
   PlanOptions options() const {
     return {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
@@ -183,8 +214,9 @@ class GraphAgainstEager {
   }
 
   template <class T>
-  TensorView place(const DeviceBuffer& buffer, const std::vector<T>& values, DType dtype, std::initializer_list<int64_t> sizes) const {
-    if (!p_.device_arrays) return TensorView::contiguous(const_cast<T*>(values.data()), dtype, sizes);
+  TensorView place(const DeviceBuffer& buffer, const std::vector<T>& values, DType dtype, std::initializer_list<int64_t> sizes,
+                   bool on_device) const {
+    if (!on_device) return TensorView::contiguous(const_cast<T*>(values.data()), dtype, sizes);
     copy_to_device(buffer.address(), values.data(), values.size() * sizeof(T), stream_.get());
     stream_.synchronize();
     return view(buffer, dtype, sizes);
@@ -194,10 +226,10 @@ class GraphAgainstEager {
     batch.query_start_loc = step.starts;
     batch.seq_lens = step.lens;
     const int64_t reqs = int64_t(step.lens.size());
-    if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width});
+    if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width}, p_.device_arrays || &side == &apart_);
     const int64_t slots = p_.device_arrays ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
-    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots});
-    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())});
+    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots}, p_.device_arrays);
+    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, p_.device_arrays);
     side.plan->update(batch, stream_.get());
   }
   // For the largest batch, which is what the graph is captured with: requests that a step does not have are padding.
@@ -245,7 +277,7 @@ class GraphAgainstEager {
   Device device_;
   std::mt19937 random_;
   std::shared_ptr<Workspace> workspace_;  // null: each plan has its own
-  Side graph_, eager_;
+  Side graph_, eager_, apart_;
   std::unique_ptr<imbrex::Plan> larger_;
   DeviceBuffer q_, new_k_, new_v_, sinks_;
 };

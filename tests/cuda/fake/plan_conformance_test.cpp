@@ -23,7 +23,8 @@ using imbrex::test::kAddressSanitizer;
 struct OnHost final : Backend {
   explicit OnHost(std::string_view name) : inner(*find_backend(name)) {}
   const Backend& inner;
-  int spoiled_byte = 0;  // where an attention kernel writes beside what it should; behind the output when positive
+  mutable int shared_items = 0;  // that attention kernels were given
+  int spoiled_byte = 0;          // where an attention kernel writes beside what it should; behind the output when positive
   std::string_view name() const override { return inner.name(); }
   std::string_view description() const override { return inner.description(); }
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
@@ -31,6 +32,14 @@ struct OnHost final : Backend {
   }
   std::unique_ptr<imbrex::Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     fake::run_on_host(spec);
+    const auto kernel = fake::state().on_launch;
+    fake::state().on_launch = [this, kernel](const fake::Launch& launch) {
+      kernel(launch);
+      if (!launch.entry.starts_with("attention")) return;
+      AttentionParams p;
+      std::memcpy(&p, launch.all_params[0].data(), sizeof p);
+      for (int i = 0; i < p.counts->num_work; ++i) shared_items += p.work[i].partial >= 0 && p.work[i].merge < 0;
+    };
     if (spoiled_byte != 0) {
       const auto kernel = fake::state().on_launch;
       fake::state().on_launch = [kernel, at = spoiled_byte](const fake::Launch& launch) {
@@ -116,6 +125,36 @@ TEST_P(PlanConformance, PoisonAndPagesChangeNothing) {
       }
   }
   EXPECT_GE(run, 4);
+}
+
+// Requests with the same blocks: groups of heads that leave room for several query tokens in a tile, and one that does not; layers where
+// what a query sees depends on its position.
+TEST_P(PlanConformance, RequestsWithTheSameBlocksShareItems) {
+  const auto run = [&](int group, int block_size, DType kv, const auto& change) {
+    Case c;
+    c.name = "shared", c.seed = 7;
+    c.spec = {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64, .kv_dtype = kv, .block_size = block_size};
+    change(c.spec);
+    c.out_dtype = c.spec.out_dtypes().front();
+    c.requests = {{1, 1500, 0}, {1, 1520, 0}, {2, 1510, 0}, {1, 700, 1}, {0, 0, 2}, {1, 1500, 0},
+                  {1, 1466, 0}, {2, 705, 1},  {1, 1505, 0}, {1, 701, 1}, {1, 20, 2}, {2, 1511, 0}};  // the mirror puts arrays on the host
+    if (!mirror->unsupported(c.spec, device).empty()) return -1;
+    const CaseInputs inputs = make_inputs(c);
+    RunOptions options = default_options(c);
+    options.check_cache = false, options.share_blocks = true;
+    backend.shared_items = 0;
+    const Judgement judgement = judge(expect(inputs), run_case(*mirror, device, inputs, options));
+    EXPECT_TRUE(judgement.pass()) << c.spec.str() << ": " << judgement.failure;
+    return backend.shared_items;
+  };
+  const auto plain = [](AttentionSpec&) {};
+  EXPECT_GT(run(1, 1, DType::bf16, plain), 1);
+  EXPECT_GT(run(8, 64, DType::bf16, plain), 2);
+  EXPECT_GT(run(4, 16, DType::fp8_e4m3, plain), 2);
+  EXPECT_GT(run(3, 48, DType::f16, [](AttentionSpec& spec) { spec.q_dtype = DType::f16, spec.score.sinks = true; }), 2);
+  EXPECT_GT(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.causal = false, spec.score.soft_cap = 20.f; }), 2);
+  EXPECT_EQ(run(16, 16, DType::bf16, plain), 0);
+  EXPECT_EQ(run(4, 16, DType::bf16, [](AttentionSpec& spec) { spec.mask.window_left = 1000; }), 0);
 }
 
 // The mirror puts guards around what it copies, so that a write beside a tensor is found, which no value of a result shows.

@@ -38,6 +38,14 @@ TEST_P(PlanGraph, DecodeOnly) {
 
 TEST_P(PlanGraph, SharedScratch) { run({.spec = spec, .limits = limits, .shared_scratch = true, .batches = kBatches, .seed = 7}); }
 
+TEST_P(PlanGraph, SharedBlocks) {
+  limits.max_query_len = 3;
+  run({.spec = spec, .limits = limits, .shared_blocks = true, .batches = 2 * kBatches, .seed = 11});
+  if (HasFailure()) return;
+  spec.num_q_heads = 2, spec.block_size = 64;  // blocks in device memory: nothing is shared
+  run({.spec = spec, .limits = limits, .device_arrays = true, .shared_blocks = true, .batches = kBatches, .seed = 12});
+}
+
 // Some steps have prefill over flat keys, others over the cache.
 TEST_P(PlanGraph, FlatKeys) {
   spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
