@@ -66,6 +66,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   mask_words_ = planned.mask_words, seen_tile_words_ = planned.seen_tile_words;
   scratch_ = planned.scratch;
   partial_rows_ = planned.partial_rows;
+  may_share_ = planned.may_share(kDecode, options.limits);
   name_kernels();
   if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
@@ -146,8 +147,8 @@ void Plan::lay_out() {
   for (RegimePlan& s : regimes_) s.work = layout.add<WorkItem>(s.bounds.num_work);
   for (const Regime regime : kRegimes) {
     RegimePlan& s = regimes_[regime];
-    const bool shares = may_share(regime);
-    s.shared_tokens = layout.add<SharedToken>(shares ? s.bounds.num_partial_rows : 0);
+    const bool shares = may_share_ && regime == kDecode;
+    s.shared_tokens = layout.add<SharedToken>(shares ? partial_rows_ : 0);
     s.merge_parts = layout.add<int>(shares ? s.bounds.num_work : 0);
   }
   arrays_.positions = layout.add<int>(spec_.mask.positions ? tokens : 0);

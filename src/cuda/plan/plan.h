@@ -99,11 +99,7 @@ class Plan final : public StepPlan {
   void lay_out();
   BatchArrays place(const Batch&, bool captured) const;
   void check_captured_cache(const BatchReach&) const;
-  // Whether requests of a batch may share items of the regime: its kernel takes them, and there may be several requests.
-  bool may_share(Regime regime) const {
-    return regime == kDecode && regimes_[regime].kernel.shares && options_.limits.max_num_reqs > 1;
-  }
-  void share(const Batch&, Regime, const SchedulePolicy&, Step&);
+  void share(const Batch&, Step&, int& rows);
   void put_lists(const Batch&, const Step&);
   void put_key_starts(const Batch&, const Step&);
   void put_block_ids(const Batch&, const Step&);
@@ -140,6 +136,7 @@ class Plan final : public StepPlan {
   bool several_kernels_ = false;              // for attention in a graph: most have no work then
   bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
 
+  bool may_share_ = false;  // items of decode
   ShareScratch share_scratch_;
   TwoSteps<Step> steps_;
   bool has_step_ = true;

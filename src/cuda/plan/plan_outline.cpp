@@ -29,6 +29,14 @@ void lay_out_scratch(PlanOutline& o, const AttentionSpec& spec, const DeviceInfo
   o.scratch_bytes = layout.bytes();
 }
 
+// Partial rows for a step in which requests share items: their runs are shorter, and what other regimes do not need is left to them. So
+// there is room for as many rows as all regimes together may use, whichever of them a plan has.
+int64_t shared_rows(const CutPolicy& policies, const PlanLimits& limits) {
+  SchedulePolicy decode = policies[kDecode];
+  const int64_t most = decode.most_partial_rows = policies[kPrefill].most_partial_rows;
+  return decode.runs && !decode.balanced ? std::min(schedule_bounds(decode, limits).num_partial_rows, most) : 0;
+}
+
 }  // namespace
 
 PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
@@ -51,6 +59,7 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
   if (const PlanOutline::OfRegime& prefill = o.regimes[kPrefill]; prefill.flat_kernel.entry != nullptr && prefill.bounds.num_work > 0)
     o.flat = flat_room(spec, prefill.policy, options.limits, int(prefill.flat_kernel.cluster));
   o.partial_rows = partial_rows_bound(policies, options.limits);
+  if (o.may_share(kDecode, options.limits)) o.partial_rows = std::max(o.partial_rows, shared_rows(policies, options.limits));
   lay_out_scratch(o, spec, device, options.limits);
   return o;
 }

@@ -30,6 +30,11 @@ struct PlanOutline {
   int mask_words = 0, seen_tile_words = 0;  // as in AttentionParams; 0: no mask is packed
   Scratch scratch;
   size_t scratch_bytes = 0;
+
+  // Whether requests of a batch may share items of the regime: its kernel takes them, and there may be several requests.
+  bool may_share(Regime regime, const PlanLimits& limits) const {
+    return regime == kDecode && regimes[regime].kernel.shares && limits.max_num_reqs > 1;
+  }
 };
 
 // Error plan.scratch for sizes that no memory has.

@@ -89,13 +89,16 @@ void Plan::prepare(const Batch& batch, Stream stream) {
   if (next.key_starts.empty()) find_keys(batch, next.keys);
   int rows = 0;
   for (const Regime regime : kRegimes) {
-    const RegimePlan& s = regimes_[regime];
     Schedule& schedule = next.schedules[regime];
-    SchedulePolicy policy = s.policy;
+    SchedulePolicy policy = regimes_[regime].policy;
     policy.first_partial = rows;
     cut(batch, spec_.mask, policy, schedule);
-    share(batch, regime, policy, next);
     rows += schedule.num_partial_rows;
+  }
+  share(batch, next, rows);
+  for (const Regime regime : kRegimes) {
+    const RegimePlan& s = regimes_[regime];
+    const Schedule& schedule = next.schedules[regime];
     check(size_t(schedule.num_work) <= s.work.capacity && schedule.merges.size() <= s.merges.capacity, "update.limits",
           "expected a batch within the limits: {} work items and {} merges, got {} and {}", s.work.capacity, s.merges.capacity,
           schedule.num_work, schedule.merges.size());
@@ -111,12 +114,18 @@ void Plan::prepare(const Batch& batch, Stream stream) {
 }
 
 // Joins items of requests whose keys are the same blocks, as far as the host knows the blocks. The list is then in Schedule::work already.
-void Plan::share(const Batch& batch, Regime regime, const SchedulePolicy& policy, Step& next) {
+// `rows`: where the partial rows of all regimes end.
+void Plan::share(const Batch& batch, Step& next, int& rows) {
   const TensorView& ids = next.keys.ids;
-  if (!may_share(regime) || !next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
-  Schedule& list = next.schedules[regime];
+  if (!may_share_ || !next.key_starts.empty() || ids.empty() || !on_host(ids)) return;
+  Schedule& list = next.schedules[kDecode];
+  SchedulePolicy policy = regimes_[kDecode].policy;
   const SharePolicy share{.block_size = spec_.block_size, .most_tokens = policy.tile_q, .seen_by_all = true};
+  // Shorter runs need more rows. These lie behind those of other regimes, which stay where they are.
+  policy.first_partial = rows > list.num_partial_rows ? rows : 0;
+  policy.most_partial_rows = int(std::min<int64_t>(partial_rows_, INT32_MAX));
   if (!shorten_runs(batch, next.keys, share, policy, list, share_scratch_)) return;
+  if (!list.merges.empty()) rows = std::max(rows, list.merges.front().first_partial + list.num_partial_rows);
   list.work.resize(size_t(list.num_work));
   write_work(list, list.work.data());
   share_keys(batch, next.keys, share, list, share_scratch_);
