@@ -220,6 +220,10 @@ void add_bench(CLI::App& app, Action& action) {
                   "as that takes)")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
+  add_of_attention(sub->add_option("--common-keys", o->bench.common_keys,
+                                   "Keys of a prompt that all requests have in the same blocks; the bytes of each request are counted"))
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   add_of_attention(
       sub->add_option("--kv-order", o->bench.kv_order,
                       "Of l(ayer), b(lock), h(ead), t(oken), d(im), outermost first: lbhtd (default), or lbthd for heads within a token"));
@@ -243,6 +247,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench 32q1s4k --kv-dtype fp8_e4m3 --kv-copies 8 --backend cpu_avx512,cpu_generic\n"
       "  imbrex bench q16k 64q1s4k 4q4s8k --device cuda:0 --block-size 64\n"
       "  imbrex bench q2k --model gpt-oss-20b --format markdown\n"
+      "  imbrex bench 64q1s8292 --common-keys 8192 --device cuda:0\n"
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family short_conv --dim 2048 q8k 8q1s16 32q5s1k\n"
       "  imbrex bench --zoo --device cuda:0 --model gemma-2-9b\n\n"

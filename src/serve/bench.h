@@ -28,6 +28,7 @@ Work work_of(const AttentionSpec&, const std::vector<BenchRequest>&);
 struct BenchOptions : TimingOptions {
   uint64_t seed = 1;
   int kv_copies = 0;     // caches to rotate over, as the layers of a model do; 0: one on a CPU, so many that keys are not in L2 on a GPU
+  int common_keys = 0;   // that all requests begin with, in the same blocks: those of a prompt, as far as whole blocks of their contexts go
   std::string kv_order;  // of a strided cache, as KvAllocation has it; empty: its default
   bool check = true;     // compare sampled outputs with the reference first
   BenchLaunch launch = BenchLaunch::by_queries;

@@ -36,7 +36,7 @@ HostTensor cut_heads(const HostTensor& t, int64_t head, int64_t heads) {
 
 BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const AttentionSpec& spec, const DeviceInfo& device,
                            const std::vector<BenchRequest>& requests, const BenchOptions& options, const DeviceStream& stream)
-    : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed) {
+    : spec_(spec), requests_(requests), stream_(stream), synthetic_(options.seed), common_keys_(options.common_keys) {
   for (const BenchRequest& r : requests) {
     query_start_loc_.push_back(query_start_loc_.back() + r.q_len);
     seq_lens_.push_back(r.seq_len);
@@ -61,6 +61,7 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
   if (spec.mask.custom) batch_.custom_mask = parameters_.custom_mask.view();
   batch_.positions = positions_;
   if (spec.block_size == 0) {
+    check(common_keys_ == 0, "bench.common_keys", "ragged keys have no blocks to be common, got {} common keys", common_keys_);
     check(options.kv_order.empty(), "bench.kv_order", "ragged keys have no order to choose, got \"{}\"", options.kv_order);
     inputs_.kv.k = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_qk}));
     make_rows(Side::k, 0, inputs_.kv.k);
@@ -116,9 +117,9 @@ void BenchProblem::make_parameters(const BenchOptions& options) {
 
 void BenchProblem::make_tables(uint64_t seed) {
   const auto blocks_of = [&](const BenchRequest& r) { return (r.seq_len + spec_.block_size - 1) / spec_.block_size; };
-  for (const BenchRequest& r : requests_) {
-    num_blocks_ += blocks_of(r);
-    max_blocks_ = std::max(max_blocks_, blocks_of(r));
+  for (size_t r = 0; r < requests_.size(); ++r) {
+    num_blocks_ += blocks_of(requests_[r]) - common_keys(r) / spec_.block_size;
+    max_blocks_ = std::max(max_blocks_, blocks_of(requests_[r]));
   }
   num_blocks_ = std::max<int64_t>(num_blocks_, 1);
   std::vector<int32_t> ids(static_cast<size_t>(num_blocks_));
@@ -127,9 +128,17 @@ void BenchProblem::make_tables(uint64_t seed) {
   table_.assign(requests_.size() * size_t(max_blocks_), 0);
   size_t next = 0;
   for (size_t r = 0; r < requests_.size(); ++r) {
-    for (int b = 0; b < blocks_of(requests_[r]); ++b) table_[r * size_t(max_blocks_) + size_t(b)] = ids[next++];
+    const int common = common_keys(r) / spec_.block_size;
+    std::copy_n(table_.begin(), common, table_.begin() + int64_t(r) * max_blocks_);
+    for (int b = common; b < blocks_of(requests_[r]); ++b) table_[r * size_t(max_blocks_) + size_t(b)] = ids[next++];
   }
   batch_.block_table = TensorView::contiguous(table_.data(), DType::i32, {int64_t(requests_.size()), max_blocks_});
+}
+
+int BenchProblem::common_keys(size_t request) const {
+  if (request == 0 || common_keys_ == 0) return 0;
+  const BenchRequest &first = requests_[0], &r = requests_[request];
+  return std::min({common_keys_, first.seq_len - first.q_len, r.seq_len - r.q_len}) / spec_.block_size * spec_.block_size;
 }
 
 // The number of caches that keep keys out of a GPU's L2 when calls take turns at them: several hundred megabytes, where they fit.
@@ -171,7 +180,7 @@ void BenchProblem::write_caches(const BackendOf<AttentionFamily>& backend, const
   const DeviceTensor k = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_qk});
   const DeviceTensor v = values_in_keys() ? DeviceTensor{} : stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_v});
   for (size_t r = 0; r < requests_.size(); ++r) {
-    for (int64_t begin = 0; begin < requests_[r].seq_len; begin += kStep) {
+    for (int64_t begin = common_keys(r); begin < requests_[r].seq_len; begin += kStep) {
       const int64_t end = std::min<int64_t>(begin + kStep, requests_[r].seq_len);
       std::vector<int64_t> slots;
       append_slots(std::span(table_).subspan(r * size_t(max_blocks_), size_t(max_blocks_)), spec_.block_size, int(begin), int(end), slots);
@@ -211,13 +220,23 @@ HostTensor BenchProblem::host_rows(Side side, int64_t first, int64_t count, int 
   return rows;
 }
 
+HostTensor BenchProblem::host_keys(Side side, int request, int64_t count, int head, int dim) const {
+  const int64_t common = std::min<int64_t>(common_keys(size_t(request)), count);
+  HostTensor keys = host_rows(side, key_start_[size_t(request)] + common, count - common, head, 1, dim);
+  if (common == 0) return keys;
+  HostTensor all = host_rows(side, key_start_[0], common, head, 1, dim);
+  all.bytes.insert(all.bytes.end(), keys.bytes.begin(), keys.bytes.end());
+  all.sizes[0] = count;
+  return all;
+}
+
 int BenchProblem::sample_queries(int request, int query) const { return spec_.mask.causal ? 1 : requests_[size_t(request)].q_len - query; }
 
 CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   const BenchRequest& r = requests_[size_t(request)];
   const int queries = sample_queries(request, query), group = spec_.group_size(), first = kv_head * group;
   const int seq_len = spec_.mask.causal && !spec_.mask.positions ? r.seq_len - r.q_len + query + 1 : r.seq_len;
-  const int64_t token = query_start_loc_[size_t(request)] + query, key = key_start_[size_t(request)];
+  const int64_t token = query_start_loc_[size_t(request)] + query;
   CaseInputs in;
   in.spec = spec_;
   in.spec.num_q_heads = group;
@@ -226,8 +245,8 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   in.spec.block_size = 0;
   in.requests = {{queries, seq_len, 0}};
   in.q = host_rows(Side::q, token, queries, first, group, spec_.head_dim_qk);
-  in.k = host_rows(Side::k, key, seq_len, kv_head, 1, spec_.head_dim_qk);
-  in.v = host_rows(values_in_keys() ? Side::k : Side::v, key, seq_len, kv_head, 1, spec_.head_dim_v);
+  in.k = host_keys(Side::k, request, seq_len, kv_head, spec_.head_dim_qk);
+  in.v = host_keys(values_in_keys() ? Side::k : Side::v, request, seq_len, kv_head, spec_.head_dim_v);
   in.sinks = cut_heads(parameters_.sinks, first, group);
   in.alibi_slopes = cut_heads(parameters_.alibi_slopes, first, group);
   in.head_scales = cut_heads(parameters_.head_scales, first, group);

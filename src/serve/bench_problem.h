@@ -41,10 +41,12 @@ class BenchProblem {
   Numbers numbers_of(DType) const;
   void make_parameters(const BenchOptions&);
   void make_tables(uint64_t seed);
+  int common_keys(size_t request) const;  // whose blocks are those of request 0
   int copies_wanted(int asked) const;
   void make_rows(Side, int64_t first, const TensorView& to) const;  // of tokens or keys from `first` on: to [count, heads, dim]
   void write_caches(const BackendOf<AttentionFamily>&, const DeviceInfo&, const BenchOptions&);
   const Numbers& numbers(Side side) const { return side == Side::q ? q_numbers_ : kv_numbers_; }
+  HostTensor host_keys(Side, int request, int64_t count, int head, int dim) const;  // the first of a request, of one head
   HostTensor host_rows(Side, int64_t first, int64_t count, int head, int num_heads, int dim) const;
 
   bool values_in_keys() const { return codec_of(spec_).values_in_keys; }
@@ -57,7 +59,7 @@ class BenchProblem {
   PlanLimits limits_{.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = 1};
   std::vector<int32_t> query_start_loc_{0}, seq_lens_, positions_, key_start_{0}, table_;
   std::vector<int64_t> mask_start_{0};
-  int max_blocks_ = 1;
+  int max_blocks_ = 1, common_keys_ = 0;
   int64_t num_blocks_ = 0, cache_bytes_ = 0;
   CaseInputs parameters_;   // sinks, slopes, scales, bias and mask, on the host
   AttentionInputs inputs_;  // what all copies share, on the device

@@ -214,9 +214,8 @@ TEST(SharedKeys, RunsOfRequestsWithOneStemEndWhereItDoes) {
       ASSERT_EQ(after.whole.piece, run > 1 ? piece(after) : 0);
       ASSERT_EQ(after.num_splits, (after.whole.kv_end - after.whole.kv_begin - 1) / after.split + 1);
     }
-    const PlanLimits limits{.max_num_reqs = std::max(1, b.batch.num_reqs()),
-                            .max_num_tokens = std::max(1, b.batch.num_tokens()),
-                            .max_seq_len = 1500};
+    const PlanLimits limits{
+        .max_num_reqs = std::max(1, b.batch.num_reqs()), .max_num_tokens = std::max(1, b.batch.num_tokens()), .max_seq_len = 1500};
     const ScheduleBounds bounds = schedule_bounds(policy, limits);
     ASSERT_LE(apart.num_work, bounds.num_work);
     ASSERT_LE(std::ssize(apart.merges), bounds.num_merges);
@@ -235,7 +234,8 @@ TEST(SharedKeys, RunsOfRequestsWithOneStemEndWhereItDoes) {
       }
     }
     const auto keys = [](const Schedule& list) {
-      return std::accumulate(list.work.begin(), list.work.end(), int64_t(0), [](int64_t n, const WorkItem& w) { return n + w.kv_end - w.kv_begin; });
+      return std::accumulate(list.work.begin(), list.work.end(), int64_t(0),
+                             [](int64_t n, const WorkItem& w) { return n + w.kv_end - w.kv_begin; });
     };
     ASSERT_LE(keys(shared), keys(plain));
     cheaper += keys(shared) * 5 < keys(plain) * 4;

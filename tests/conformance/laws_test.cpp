@@ -164,13 +164,14 @@ TEST_P(Laws, NeighboursAndOrderDoNotMatter) {
 
 // Requests that begin with the same blocks may be read together; each has the bits that it has with copies of them.
 TEST_P(Laws, BlocksInCommonDoNotMatter) {
-  const std::vector<CaseRequest> behind_prompts{{1, 2100, 0}, {1, 2110, 0}, {2, 2105, 0}, {1, 700, 1}, {0, 0, 2}, {1, 2100, 0},
+  const std::vector<CaseRequest> behind_prompts{{1, 2100, 0}, {1, 2110, 0}, {2, 2105, 0}, {1, 700, 1}, {0, 0, 2},   {1, 2100, 0},
                                                 {1, 2130, 0}, {2, 705, 1},  {1, 2048, 0}, {1, 701, 1}, {40, 90, 3}, {31, 90, 3}};
   struct Shape {
     DType q, kv;
     int group, block_size;
   };
-  for (const Shape& shape : {Shape{DType::bf16, DType::bf16, 4, 16}, {DType::bf16, DType::fp8_e4m3, 8, 64}, {DType::f16, DType::f16, 1, 1}}) {
+  for (const Shape& shape :
+       {Shape{DType::bf16, DType::bf16, 4, 16}, {DType::bf16, DType::fp8_e4m3, 8, 64}, {DType::f16, DType::f16, 1, 1}}) {
     Case wanted = base_case(shape.q, shape.kv, behind_prompts);
     for (size_t r = 0; r < behind_prompts.size(); ++r) wanted.requests[r].id = behind_prompts[r].id;
     wanted.spec.num_q_heads = 2 * shape.group, wanted.spec.block_size = shape.block_size;

@@ -36,8 +36,12 @@ TEST_P(DeviceGraph, SharedBlocks) {
     int group, block_size;
     DType q, kv;
   };
-  for (const Shape& shape : {Shape{4, 16, DType::bf16, DType::bf16}, {1, 64, DType::f16, DType::f16}, {8, 16, DType::bf16, DType::fp8_e4m3},
-                             {4, 1, DType::bf16, DType::bf16}, {2, 1, DType::f16, DType::fp8_e4m3}, {3, 48, DType::bf16, DType::f16},
+  for (const Shape& shape : {Shape{4, 16, DType::bf16, DType::bf16},
+                             {1, 64, DType::f16, DType::f16},
+                             {8, 16, DType::bf16, DType::fp8_e4m3},
+                             {4, 1, DType::bf16, DType::bf16},
+                             {2, 1, DType::f16, DType::fp8_e4m3},
+                             {3, 48, DType::bf16, DType::f16},
                              {5, 16, DType::f32, DType::f32}})
     for (const int dim : {64, 128}) {
       AttentionSpec spec = test::graph_spec(shape.kv);

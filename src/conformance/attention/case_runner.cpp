@@ -167,7 +167,8 @@ class Runner {
         for (int t = s.q_begin; t < s.q_end; ++t) {
           const int64_t j = s.first_key + t - s.q_begin;
           const bool own = j / spec_.block_size >= first_own_block_[r];  // the others are written once, by the request that had them first
-          step.slots.push_back(write && own ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size : -1);
+          step.slots.push_back(write && own ? int64_t(blocks_[r][size_t(j / spec_.block_size)]) * spec_.block_size + j % spec_.block_size
+                                            : -1);
         }
       }
       for (int t = s.q_begin; mask.positions && t < s.q_end; ++t) step.positions.push_back(int32_t(in_.positions.get(first_token_[r] + t)));

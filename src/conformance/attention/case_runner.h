@@ -24,8 +24,8 @@ struct RunOptions {
   int chunk = 0;                 // > 0: a request's queries are run in steps of so many (causal cases only)
   ParallelFor threads;
   bool share_blocks = false;  // requests of one id have their context's blocks in common (plain values only: others depend on seq_len)
-  bool balanced = false;    // split by load: the one option that may change roundings
-  bool check_cache = true;  // compare what write_kv wrote with what the reference writes
+  bool balanced = false;      // split by load: the one option that may change roundings
+  bool check_cache = true;    // compare what write_kv wrote with what the reference writes
 };
 RunOptions default_options(const Case&);
 

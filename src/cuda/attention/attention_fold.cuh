@@ -52,14 +52,14 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item, MergeItem me
 // Merges the pieces of all merges that are ended_merges().
 template <int threads>
 DEVICE void join_ended(const AttentionParams& p, const Item& item, u32 ended) {
-  if constexpr (!kShares) {  // a loop would take registers from the rest of the kernel
-    if (ended != 0) join_pieces<threads>(p, item, p.merges[item.merge]);
-    return;
-  }
+  if constexpr (kShares) {
 #pragma unroll 1
-  for (; ended != 0; ended &= ended - 1) {
-    const int merge = item.is_shared() ? p.shared_tokens[item.q_begin + lowest_bit(ended)].merge : item.merge;
-    join_pieces<threads>(p, item, p.merges[merge]);
+    for (; ended != 0; ended &= ended - 1) {
+      const int merge = item.is_shared() ? p.shared_tokens[item.q_begin + lowest_bit(ended)].merge : item.merge;
+      join_pieces<threads>(p, item, p.merges[merge]);
+    }
+  } else if (ended != 0) {  // a loop would take registers from the rest of the kernel
+    join_pieces<threads>(p, item, p.merges[item.merge]);
   }
 }
 

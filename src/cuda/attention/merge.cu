@@ -29,7 +29,8 @@ DEVICE void merge_rows(const AttentionParams& p, const MergeItem& item, int kv_h
   for (int begin = share * kRows; begin < end; begin += shares * kRows) {
     const int row = begin + thread / kRowThreads, read = min(row, end - 1), token = read / kGroup, head = kv_head * kGroup + read % kGroup;
     const long first = long(item.first_partial + token) * heads + head;
-    RowSums all = join_splits<1, kLanes>(p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane);
+    RowSums all = join_splits<1, kLanes>(
+        p, [&](int split) { return first + split * stride; }, item.num_splits, d, lane);
     if (lane == 0 && row < end && thread < kRows * kRowThreads)
       all.store(p, item.q_begin + token, head, d, kv_scale(p.v, kv_head), out_is_wide(p));
   }

@@ -69,8 +69,9 @@ struct RowSums {
   }
 };
 
-// RowSums of a row whose split number s is row row_of_split(s) of the partial buffers. A thread has the loads of kNodes nodes of the tree under way at the same time:
-// where the memory is busy, they take many times as long as what is done with them. Several lanes may share the splits out.
+// RowSums of a row whose split number s is row row_of_split(s) of the partial buffers. A thread has the loads of kNodes nodes of the tree
+// under way at the same time: where the memory is busy, they take many times as long as what is done with them. Several lanes may share the
+// splits out.
 template <int kNodes, int kLanes, class RowOfSplit>
 DEVICE RowSums join_splits(const AttentionParams& p, const RowOfSplit& row_of_split, int num_splits, int d, int lane) {
   constexpr int kSplits = kNodes * kPiecesTogether;  // of a lane, at a time

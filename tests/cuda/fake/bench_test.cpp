@@ -90,6 +90,21 @@ TEST_F(GpuBench, EverySortOfTensorGetsThere) {
   }
 }
 
+TEST_F(GpuBench, RequestsMayBeginWithTheSameBlocks) {
+  options.kv_copies = 1;
+  const std::vector<BenchRequest> requests{{1, 1300}, {1, 1311}, {1, 1291}, {1, 30}};
+  const BenchResult apart = run(spec, requests);
+  options.common_keys = 1200;
+  const BenchResult together = run(spec, requests);
+  EXPECT_GT(together.check_allowed, 0);
+  constexpr int kSaved = (2 * 1200 + 16) * 2 * 24 * 2, kAligned = 2048;  // two prompts, and the whole block of the short request
+  EXPECT_NEAR(double(apart.cache_bytes - together.cache_bytes), kSaved, kAligned);
+  EXPECT_EQ(apart.plan.find("shared by requests"), std::string::npos) << apart.plan;
+  EXPECT_NE(together.plan.find("shared by requests"), std::string::npos) << together.plan;
+  spec.block_size = 0;
+  EXPECT_EQ(test::error_code([&] { run(spec, requests); }), "bench.common_keys");
+}
+
 TEST_F(GpuBench, NothingIsTimedThatIsWrong) {
   options.kv_copies = 1;
   spoil = true;

@@ -136,7 +136,7 @@ TEST_P(PlanConformance, RequestsWithTheSameBlocksShareItems) {
     c.spec = {.num_q_heads = 2 * group, .num_kv_heads = 2, .head_dim_qk = 64, .head_dim_v = 64, .kv_dtype = kv, .block_size = block_size};
     change(c.spec);
     c.out_dtype = c.spec.out_dtypes().front();
-    c.requests = {{1, 1500, 0}, {1, 1520, 0}, {2, 1510, 0}, {1, 700, 1}, {0, 0, 2}, {1, 1500, 0},
+    c.requests = {{1, 1500, 0}, {1, 1520, 0}, {2, 1510, 0}, {1, 700, 1}, {0, 0, 2},  {1, 1500, 0},
                   {1, 1466, 0}, {2, 705, 1},  {1, 1505, 0}, {1, 701, 1}, {1, 20, 2}, {2, 1511, 0}};  // the mirror puts arrays on the host
     if (!mirror->unsupported(c.spec, device).empty()) return -1;
     const CaseInputs inputs = make_inputs(c);
