@@ -172,8 +172,11 @@ TEST_P(Laws, BlocksInCommonDoNotMatter) {
   };
   for (const Shape& shape :
        {Shape{DType::bf16, DType::bf16, 4, 16}, {DType::bf16, DType::fp8_e4m3, 8, 64}, {DType::f16, DType::f16, 1, 1}}) {
-    Case wanted = base_case(shape.q, shape.kv, behind_prompts);
-    for (size_t r = 0; r < behind_prompts.size(); ++r) wanted.requests[r].id = behind_prompts[r].id;
+    if (shape.group != 4 && GetParam().device.device.type == DeviceType::cpu) continue;  // one kernel for all of them
+    std::vector<CaseRequest> requests = behind_prompts;
+    if (shape.group == 4) requests.insert(requests.end(), {{1, 4200, 4}, {1, 4230, 4}});  // CPUs cut keys at multiples of 4096
+    Case wanted = base_case(shape.q, shape.kv, requests);
+    wanted.requests = requests;
     wanted.spec.num_q_heads = 2 * shape.group, wanted.spec.block_size = shape.block_size;
     const Case c = fit(wanted);
     RunOptions apart = options(c);
