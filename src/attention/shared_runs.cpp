@@ -107,7 +107,7 @@ class Shortening {
   static int64_t longest_run(const CutItem& item, int run) { return std::min<int64_t>(keys_of(item), int64_t(run) * piece_of(item)); }
 
   // Gives requests that begin with the same blocks, or as many of them as there are partial rows for, runs of the length with which the
-  // list ends soonest, if that is not the one they have. False: they stay what they are.
+  // list ends soonest. False: they stay what they are, since the list would hardly end sooner.
   bool choose_run(std::span<Start> same) {
     int64_t longest = 0;
     for (const Start& start : same) longest = std::max(longest, longest_run(item_of(start), run_of(item_of(start))));
@@ -117,7 +117,9 @@ class Shortening {
     }
     const int sharers = std::min<int>(share_.most_tokens / same[0].queries, int(same.size()));
     const int64_t most_rows = policy_.most_partial_rows > 0 ? policy_.most_partial_rows - policy_.first_partial : INT64_MAX;
-    Cost best{cost_, rows_, longest};
+    constexpr int kWorthwhile = 90;  // per cent of the time without sharing: a smaller gain may be none
+    const int64_t allowed = time_of({cost_, rows_, longest}) * kWorthwhile / 100;
+    Cost best{};
     int best_run = 0;
     size_t best_count = 0;
     for (int run = policy_.most_in_run; run >= 1; run /= kPiecesTogether) {
@@ -135,7 +137,7 @@ class Shortening {
         any = any || int64_t(run) * start.piece <= start.common;
       }
       if (count < same.size()) list.longest = std::max(list.longest, longest);
-      if (any && time_of(list) < time_of(best)) best = list, best_run = run, best_count = count;
+      if (any && time_of(list) < (best_run == 0 ? allowed : time_of(best))) best = list, best_run = run, best_count = count;
     }
     if (best_run == 0) return false;
     cost_ = best.keys, rows_ = best.rows;

@@ -49,15 +49,23 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item, MergeItem me
   }
 }
 
-// Merges the pieces of all merges that are ended_merges().
+// Merges the pieces of all merges that are ended_merges(). Called by `threads` threads. They merge one after the other, together; but of a
+// shared item, where a merge has rows for a warp alone, each warp takes merges of its own.
 template <int threads>
 DEVICE void join_ended(const AttentionParams& p, const Item& item, u32 ended) {
   if constexpr (kShares) {
+    constexpr bool kWarpEach = threads > 32 && kGroup * kEights <= 32;
+    const auto merge_of = [&](u32 left) { return p.merges[p.shared_tokens[item.q_begin + lowest_bit(left)].merge]; };
+    if (kWarpEach && item.is_shared()) {
+      const int warp = computed_here(int(threadIdx.x)) % threads / 32;
+      int number = 0;
 #pragma unroll 1
-    for (; ended != 0; ended &= ended - 1) {
-      const int merge = item.is_shared() ? p.shared_tokens[item.q_begin + lowest_bit(ended)].merge : item.merge;
-      join_pieces<threads>(p, item, p.merges[merge]);
+      for (; ended != 0; ended &= ended - 1)
+        if (number++ % (threads / 32) == warp) join_pieces<32>(p, item, merge_of(ended));
+      return;
     }
+#pragma unroll 1
+    for (; ended != 0; ended &= ended - 1) join_pieces<threads>(p, item, item.is_shared() ? merge_of(ended) : p.merges[item.merge]);
   } else if (ended != 0) {  // a loop would take registers from the rest of the kernel
     join_pieces<threads>(p, item, p.merges[item.merge]);
   }

@@ -39,7 +39,7 @@ TEST_P(PlanGraph, DecodeOnly) {
 TEST_P(PlanGraph, SharedScratch) { run({.spec = spec, .limits = limits, .shared_scratch = true, .batches = kBatches, .seed = 7}); }
 
 TEST_P(PlanGraph, SharedBlocks) {
-  limits.max_query_len = 3;
+  limits.max_query_len = 40;
   run({.spec = spec, .limits = limits, .shared_blocks = true, .batches = 2 * kBatches, .seed = 11});
   if (HasFailure()) return;
   spec.num_q_heads = 2, spec.block_size = 64;  // blocks in device memory: nothing is shared

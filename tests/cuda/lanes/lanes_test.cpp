@@ -269,7 +269,7 @@ TEST_P(LanesWithRuns, HaveTheBitsOfTheirPieces) {
 TEST_P(LanesThatShare, ItemsOfSeveralRequestsHaveTheBitsOfEach) {
   Case c = GetParam().c;
   c.values = ValuePattern::plain;
-  c.requests = {{1, 570, 0}, {2, 610, 0}, {1, 290, 1}, {1, 590, 0}, {0, 0, 2}, {1, 600, 0}, {2, 275, 1}, {1, 577, 0}, {1, 40, 2}};
+  c.requests = {{1, 570, 0}, {2, 575, 0}, {1, 290, 1}, {1, 566, 0}, {0, 0, 2}, {1, 576, 0}, {2, 275, 1}, {1, 560, 0}, {1, 40, 2}};
   RunOptions options = default_options(c);
   const CaseInputs in = make_inputs(c);
   const auto run = [&](const How& how, bool share_blocks) {
