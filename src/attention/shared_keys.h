@@ -42,7 +42,11 @@ struct ShareScratch {
     int samples[3];  // ids of further blocks: requests that have more blocks in common are neighbours
     int item, common;
   };
-  std::vector<uint64_t> first_ids;
+  struct First {
+    int id, item;
+  };
+  std::vector<First> firsts;  // blocks of requests
+  std::vector<int> table;     // by a hash of the id: numbers in `firsts`, from 1 on; 0: none
   std::vector<Start> starts;
 };
 

@@ -1,5 +1,6 @@
 // See shared_keys.h: shorten_runs().
 #include <algorithm>
+#include <bit>
 #include <span>
 #include <tuple>
 
@@ -49,25 +50,33 @@ class Shortening {
     return split == 0 ? 1 : int((keys_of(item) + split - 1) / split);
   }
 
+  // Finds the requests that could share. They go through a hash table, because nearly every step ends here: there is nothing to share.
   bool two_begin_with_one_block() {
-    s_.first_ids.clear();
+    s_.firsts.clear();
+    const int bits = std::bit_width(2 * list_.items.size());
+    s_.table.assign(size_t(1) << bits, 0);
+    bool two = false;
     for (const CutItem& item : list_.items) {
       const WorkItem& w = item.whole;
       if (w.kv_begin > 0 || w.kv_end == 0 || piece_of(item) == 0 || 2 * num_queries(w) > share_.most_tokens) continue;
-      s_.first_ids.push_back(uint64_t(uint32_t(keys_.ids_of(w.table)[0])) << 32 | uint64_t(&item - list_.items.data()));
+      const int id = keys_.ids_of(w.table)[0];
+      s_.firsts.push_back({id, int(&item - list_.items.data())});
+      size_t at = bits == 0 ? 0 : (uint32_t(id) * 0x9e3779b97f4a7c15) >> (64 - bits);
+      const auto other = [&] { return s_.table[at] == 0 ? nullptr : &s_.firsts[size_t(s_.table[at] - 1)]; };
+      while (other() != nullptr && other()->id != id) at = (at + 1) % s_.table.size();
+      two = two || other() != nullptr;
+      s_.table[at] = int(s_.firsts.size());
     }
-    std::sort(s_.first_ids.begin(), s_.first_ids.end());
-    const auto same = [](uint64_t a, uint64_t b) { return a >> 32 == b >> 32; };
-    return std::adjacent_find(s_.first_ids.begin(), s_.first_ids.end(), same) != s_.first_ids.end();
+    return two;
   }
 
   void collect() {
     s_.starts.clear();
-    for (const uint64_t first : s_.first_ids) {
-      const CutItem& item = list_.items[size_t(uint32_t(first))];
+    for (const ShareScratch::First& first : s_.firsts) {
+      const CutItem& item = list_.items[size_t(first.item)];
       const int32_t* const ids = keys_.ids_of(item.whole.table);
       const int pieces = keys_of(item) / piece_of(item);
-      Start& start = s_.starts.emplace_back(Start{int(first >> 32), piece_of(item), num_queries(item.whole), {}, int(uint32_t(first)), 0});
+      Start& start = s_.starts.emplace_back(Start{first.id, piece_of(item), num_queries(item.whole), {}, first.item, 0});
       int part = 1;  // of four: blocks within whole pieces, that all requests of one length of pieces have at the same place
       for (int& sample : start.samples) sample = ids[int64_t(pieces) * part++ / 4 * start.piece / share_.block_size];
     }
