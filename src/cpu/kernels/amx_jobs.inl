@@ -181,7 +181,7 @@ void run_jobs(JobList& list) {
     if (list.whole_blocks && before && !same_rows && more) {
       const BlockTiles values = *before->tiles, keys = *after->tiles;
       const bool fresh = before->fresh;
-      // Part u of 64 of the products of a phase: as many as there are for the 4 parts of 16 rows.
+      // Part u of 64 of the products of a job: as many as there are for the 4 parts of 16 rows.
       auto multiply_values = [&](int u) __attribute__((always_inline)) {
         IMBREX_UNROLL(4)
         for (int i = u * kDims / 4; i < (u + 1) * kDims / 4; ++i) {

@@ -43,7 +43,7 @@ inline bool find_rows_after(const AttentionParams& a, const WorkItem& item, int 
 // of all of them, and the work of each head on the block prefetches a share.
 class BlockFetch {
  public:
-  // The 2 * kBlockKeys rows are divided among three phases of the work: transposing keys, scores, products with values.
+  // The 2 * kBlockKeys rows are divided among three passes over a block: transposing keys, scores, products with values.
   static constexpr int kOfKeys = 64, kOfScores = 96, kOfValues = 96;
 
   BlockFetch() = default;
@@ -56,12 +56,12 @@ class BlockFetch {
     step();
     begin(0, 1);
   }
-  // Prefetches the rows that the phases have left, as they do where rows see few keys of a block.
+  // Prefetches the rows that the passes have left, as they do where rows see few keys of a block.
   void rest() {
     begin(2 * kBlockKeys * heads_, 1);
     step();
   }
-  // A phase of about so many steps, each of which is announced.
+  // A pass of about so many steps begins, each of which is announced, and prefetches so many rows.
   void begin(int rows, int steps) { rows_ = next_ ? rows : 0, steps_ = (steps > 0 ? steps : 1) * heads_, due_ = 0; }
   __attribute__((always_inline)) void step() {
     for (due_ += rows_; due_ >= steps_ && at_ < 2 * kBlockKeys; due_ -= steps_, ++at_) {

@@ -319,22 +319,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if (duty == 0) {
         produce_items(p, q_map, crew, crews[crew]);
       } else if (duty == 1) {
-        produce_tiles<Stream::keys_and_values>(p, k_map, v_map, crews[crew]);
+        produce_tiles<Sides::both>(p, k_map, v_map, crews[crew]);
       } else if (duty == 2) {
         widen_tiles<true>(crews[crew]);
       } else {
         widen_tiles<false>(crews[crew]);
       }
-    } else if constexpr (kTwoStreams) {
+    } else if constexpr (kWarpForEachSide) {
       if (warp == 0) produce_items(p, q_map, 0, crews[0]);
-      if (warp == 1) produce_tiles<Stream::keys>(p, k_map, v_map, crews[0]);
-      if (warp == 2) produce_tiles<Stream::values>(p, k_map, v_map, crews[0]);
+      if (warp == 1) produce_tiles<Sides::keys>(p, k_map, v_map, crews[0]);
+      if (warp == 2) produce_tiles<Sides::values>(p, k_map, v_map, crews[0]);
     } else {
       const int crew = warp % kCrews;
       if (warp < kCrews) {
         produce_items(p, q_map, crew, crews[crew]);
       } else {
-        produce_tiles<Stream::keys_and_values>(p, k_map, v_map, crews[crew]);
+        produce_tiles<Sides::both>(p, k_map, v_map, crews[crew]);
       }
     }
   } else {

@@ -17,8 +17,8 @@ constexpr int kQChunks = (kHeadDimQk + 63) / 64, kQSteps = (kHeadDimQk + 15) / 1
 constexpr int kTeamDims = kShareDims ? 128 : kHeadDimV <= 64 ? 64 : kHeadDimV;  // of the output that a warpgroup computes
 // The numbers of chunks of 64 dims of a stage; a product may reach beyond the last chunk of values.
 constexpr int kKRooms = kQChunks, kVRooms = kShareDims ? 4 : (kHeadDimV + 63) / 64;
-constexpr bool kTwoStreams = kCrews == 1 && !kWidens;  // a warp for keys and one for values
-constexpr int kLoadingWarps = kWidens ? 3 : kTwoStreams ? 2 : 1;
+constexpr bool kWarpForEachSide = kCrews == 1 && !kWidens;  // one loads keys and one values
+constexpr int kLoadingWarps = kWidens ? 3 : kWarpForEachSide ? 2 : 1;
 constexpr int kReports = kWidens ? 1 : kLoaders;  // of a tile that can be multiplied
 
 // Stages of fp8 tiles before they are widened, and their barriers.
@@ -135,10 +135,10 @@ DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int 
   }
 }
 
-// Loads keys, and values a tile behind them; or one of the two, where a crew has a warp for each.
-enum class Stream { keys_and_values, keys, values };
+// What a warp loads: keys, and values a tile behind them; or one of the two, where a crew has a warp for each.
+enum class Sides { both, keys, values };
 
-template <Stream stream>
+template <Sides sides>
 DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, SharedStorage& shared) {
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<SharedStorage::kItemSlots> slot;
@@ -169,15 +169,15 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
       const Box next = box_of(p, item, tile + 1);
-      if constexpr (stream == Stream::values) {
+      if constexpr (sides == Sides::values) {
         load_values(box);
       } else {
         load_keys(box);
-        if (stream == Stream::keys_and_values && tile > tiles.first) load_values(before);
+        if (sides == Sides::both && tile > tiles.first) load_values(before);
       }
       before = box, box = next;
     }
-    if constexpr (stream == Stream::keys_and_values) load_values(before);
+    if constexpr (sides == Sides::both) load_values(before);
   }
 }
 
