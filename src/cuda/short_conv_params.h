@@ -4,7 +4,7 @@
 namespace imbrex::cuda {
 
 constexpr int kShortConvThreads = 128;
-constexpr int kShortConvWideBytes = 16;  // of a row, that a thread has where tensors are aligned to as many; otherwise it has one channel
+constexpr int kShortConvLaneBytes = 16;  // of a row, that a thread has
 
 // A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
 struct StateRequest {

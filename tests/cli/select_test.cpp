@@ -40,7 +40,7 @@ TEST_F(Cli, SelectPrintsKernelsAndTheirSizes) {
   const Ran conv = run("select --model lfm2-1.2b --device 'avx512,2 threads' -v");
   EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_channels 1024, tile_tokens 64")) << conv.out;
   EXPECT_TRUE(contains(conv.out, "all: avx512 with tile_rows")) << conv.out;
-  EXPECT_TRUE(contains(run("select --model lfm2-1.2b --device a100 -v").out, "all: short_conv_wide with tile_channels 256"));
+  EXPECT_TRUE(contains(run("select --model lfm2-1.2b --device a100 -v").out, "all: short_conv_aligned with tile_channels 256"));
   // Nothing to print where nothing runs, and for the reference, which chooses nothing.
   EXPECT_EQ(nlohmann::json::parse(run("select --model llama-3.1-8b --backend reference --json").out)["kinds"][0]["kernels"].size(), 0u);
 }

@@ -39,6 +39,21 @@ TEST_F(DeviceShortConv, OutputsAndStatesAreThoseOfTheReference) {
       }
 }
 
+// Rows and tensors begin at every place in 16 bytes that elements have, and B, C and x at different ones.
+TEST_F(DeviceShortConv, RowsBeginAnywhere) {
+  unsigned seed = 1000;
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (int64_t shift = 0; shift < 16 / size_of(dtype); ++shift)
+      for (const int dim : {33, 262, 1023, 2048})
+        for (const int64_t gap : {0, 1, 2, 3, 6})
+          run({.spec = {.dim = dim, .width = 3, .bias = dim == 262, .dtype = dtype, .num_drafts = 2},
+               .gap = gap,
+               .shift = shift,
+               .weight_gap = gap % 3,
+               .steps = 4,
+               .seed = seed++});
+}
+
 // Chunks of many tokens, several waves of them: as if the GPU had two multiprocessors.
 TEST_F(DeviceShortConv, LongRequests) {
   device.num_workers = 2;
@@ -156,14 +171,14 @@ constexpr Work kWorks[] = {{"prefill 1 x 8192", 1, 8192, true, 0}, {"prefill 8 x
                            {"chunks 8 x 1024", 8, 1024, false, 0}, {"decode 256 x 1", 256, 1, false, 0},
                            {"decode 64 x 1", 64, 1, false, 0},     {"verify 64 x 4", 64, 4, false, 3}};
 
-// Tensors of a call, many times over, so that L2 holds none of them when its turn comes.
+// Tensors of a call, many times over, so that L2 holds none of them when its turn comes. `shift`: elements in front of all that has rows.
 class Rotation {
  public:
-  Rotation(DeviceStream& stream, const ShortConvSpec& spec, const Work& work) : work_(work), spec_(spec) {
+  Rotation(DeviceStream& stream, const ShortConvSpec& spec, const Work& work, int64_t shift = 0) : work_(work), spec_(spec) {
     const int64_t tokens = int64_t(work.requests) * work.tokens, dim = spec.dim, size = size_of(spec.dtype);
     const int64_t bytes = (tokens * 4 + int64_t(work.requests) * spec.state_rows()) * dim * size;
     std::mt19937 random(1);
-    std::vector<char> values(size_t(std::max(tokens * 3, int64_t(spec.state_rows()) * work.requests) * dim * size));
+    std::vector<char> values(size_t(std::max((tokens + 1) * 3, int64_t(spec.state_rows()) * (work.requests + 1)) * dim * size));
     const size_t drawn = std::min(values.size(), size_t(8) << 20);  // and then the same again
     for (int64_t i = 0; i < int64_t(drawn) / size; ++i) store_from_float(values.data(), spec.dtype, i, float(int32_t(random())) * 0x1p-30f);
     for (size_t i = drawn; i < values.size(); ++i) values[i] = values[i - drawn];
@@ -172,10 +187,15 @@ class Rotation {
       stream.upload(t.view.data, values.data(), t.view.num_elements() * size);
       return t;
     };
+    const auto shifted = [&](int64_t rows, int64_t parts, int64_t channels) {
+      DeviceTensor t = parts == 1 ? filled({rows + 1, channels}) : filled({rows + 1, parts, channels});
+      t.view.data = t.view.as<char>() + shift * size, t.view.sizes[0] = rows;
+      return t;
+    };
     weight_ = filled({dim, spec.width}), bias_ = filled({dim});
     const int64_t sets = std::clamp<int64_t>((int64_t(500) << 20) / bytes, 2, 64);
     for (int64_t i = 0; i < sets; ++i)
-      sets_.push_back({filled({tokens, 3 * dim}), filled({work.requests, spec.state_rows(), dim}), filled({tokens, dim})});
+      sets_.push_back({shifted(tokens, 1, 3 * dim), shifted(work.requests, spec.state_rows(), dim), shifted(tokens, 1, dim)});
     stream.synchronize();
     for (int r = 0; r < work.requests; ++r) {
       step.starts.push_back((r + 1) * work.tokens);
@@ -236,16 +256,20 @@ TEST_F(DeviceShortConvSpeed, DISABLED_Plans) {
   });
   std::printf("%s: a copy reads and writes %.0f GB/s, a fill writes %.0f GB/s\n", device.str().c_str(), 2e-9 * double(kCopied) / copy,
               1e-9 * double(kCopied) / write);
-  const ShortConvSpec specs[] = {{.dim = 2048, .width = 3},
-                                 {.dim = 2048, .width = 4, .bias = true},
-                                 {.dim = 1024, .width = 3},
-                                 {.dim = 2048, .width = 3, .dtype = DType::f32},
-                                 {.dim = 2047, .width = 3}};
-  for (ShortConvSpec spec : specs) {
+  struct Layer {
+    ShortConvSpec spec;
+    int64_t shift = 0;
+  };
+  const Layer layers[] = {{{.dim = 2048, .width = 3}},    {{.dim = 2048, .width = 4, .bias = true}},
+                          {{.dim = 1024, .width = 3}},    {{.dim = 2048, .width = 3, .dtype = DType::f32}},
+                          {{.dim = 2047, .width = 3}},    {{.dim = 2044, .width = 3}},
+                          {{.dim = 2048, .width = 3}, 1}, {{.dim = 2047, .width = 4, .bias = true}},
+                          {{.dim = 1023, .width = 3}},    {{.dim = 2047, .width = 3, .dtype = DType::f32}}};
+  for (auto [spec, shift] : layers) {
     spec.num_drafts = 3;
-    std::printf("%s, GB/s and us of a call: launched one by one; in a graph\n", spec.str().c_str());
+    std::printf("%s, rows shifted by %d, GB/s and us of a call: launched one by one; in a graph\n", spec.str().c_str(), int(shift));
     for (const Work& work : kWorks) {
-      Rotation r(*s, spec, work);
+      Rotation r(*s, spec, work, shift);
       const auto plan = backend.plan(spec, device, {.limits = {.max_num_reqs = 256, .max_num_tokens = 8192, .max_seq_len = 1 << 20}});
       plan->update(r.step.batch(spec), s->get());
       const int calls = int(std::max<size_t>(r.size(), 20));
@@ -276,9 +300,9 @@ TEST_F(DeviceShortConvSpeed, DISABLED_Tunings) {
     std::printf("%-18s", work.name);
     for (const ShortConvTuning& tuning : {ShortConvTuning{2, 5}, {3, 5}, {4, 5}, {6, 5}, {4, 4}, {8, 4}, {4, 3}, {8, 3}, {8, 2}}) {
       const auto module = Module::load(context, short_conv_key(arch_of(device), spec, tuning));
-      const Kernel kernel = module->kernel("short_conv_wide");
+      const Kernel kernel = module->kernel("short_conv_aligned");
       const int64_t resident = int64_t(device.num_workers) * std::min(kernel.blocks_per_multiprocessor(kShortConvThreads), tuning.blocks);
-      const ShortConvGrid grid(spec, true, resident);
+      const ShortConvGrid grid(spec, resident);
       const auto launch = [&](size_t i) {
         ShortConvParams p = short_conv_params(spec, r.inputs(i), r.outputs(i));
         p.requests = list.as<StateRequest>(), p.counts = counts.as<StateCounts>(), p.lists_are_there = true;

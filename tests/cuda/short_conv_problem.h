@@ -69,6 +69,7 @@ struct ConvProblem {
   ShortConvSpec spec;
   PlanLimits limits{.max_num_reqs = 12, .max_num_tokens = 100, .max_seq_len = 1 << 20};
   int64_t gap = 0, shift = 0;  // elements, as in Twin, of all tensors with rows
+  int64_t weight_gap = 0;      // elements behind a channel's weights, and in front of all weights and biases
   int longest = 60;            // tokens of a request in a step
   int steps = 20;
   bool on_device = false;  // update_on_device()
@@ -136,8 +137,8 @@ class ConvBesideReference {
         plan_(backend.plan(problem.spec, device, {.limits = problem.limits, .on_device = problem.on_device})),
         bcx_(rows(3)),
         out_(rows(1)),
-        weight_(*stream_, problem.spec.dtype, {problem.spec.dim, problem.spec.width}),
-        bias_(*stream_, problem.spec.dtype, {problem.spec.dim}),
+        weight_(*stream_, problem.spec.dtype, {problem.spec.dim, problem.spec.width}, problem.weight_gap, problem.weight_gap),
+        bias_(*stream_, problem.spec.dtype, {problem.spec.dim}, 0, problem.weight_gap),
         state_(*stream_, problem.spec.dtype, {kSlots, problem.spec.state_rows(), problem.spec.dim}, problem.gap, problem.shift) {
     for (Twin* t : {&weight_, &bias_}) t->fill_random(random_), t->upload();
     state_.upload();

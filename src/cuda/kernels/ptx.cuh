@@ -178,6 +178,26 @@ DEVICE void store_shared(u32 to, const uint2& v) {
 
 DEVICE void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
 
+// One element of `size` bytes (2 or 4).
+template <int size>
+DEVICE u32 load_shared_element(u32 from) {
+  u32 x;
+  if constexpr (size == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  } else {
+    static_assert(size == 2);
+    u16 half;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+    x = half;
+  }
+  return x;
+}
+
+// Copies 16 bytes to shared memory in the background: the first `bytes`, and zeros behind them. Whole lines come into L2: rows of keys are
+// lines or more, and asking by sectors costs 3 % of the bandwidth of an H200.
+DEVICE void copy_async_first(u32 to, const void* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 // Copies to shared memory in the background, `size` bytes each (4, 8 or 16). With `valid` false nothing is read and zeros are written;
 // the address must be a readable one all the same for some tools, so callers clamp it.
 template <int size>
@@ -185,8 +205,7 @@ DEVICE void copy_async(u32 to, const void* from, bool valid = true) {
   static_assert(size == 4 || size == 8 || size == 16);
   const u32 bytes = valid ? size : 0;
   if constexpr (size == 16) {
-    // Whole lines into L2: rows of keys are lines or more, and asking by sectors costs 3 % of the bandwidth of an H200.
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+    copy_async_first(to, from, bytes);
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(size), "r"(bytes) : "memory");
   }

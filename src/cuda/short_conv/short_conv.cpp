@@ -32,8 +32,8 @@ std::vector<KernelKey> short_conv_kernels(std::string_view arch, const ShortConv
   return {short_conv_key(arch, spec, short_conv_tuning(spec)), plan_state_batch_key(arch)};
 }
 
-ShortConvGrid::ShortConvGrid(const ShortConvSpec& spec, bool wide, int64_t resident) : resident(resident) {
-  const int64_t tile = 32 * (wide ? kShortConvWideBytes / size_of(spec.dtype) : 1);
+ShortConvGrid::ShortConvGrid(const ShortConvSpec& spec, int64_t resident) : resident(resident) {
+  const int64_t tile = 32 * kShortConvLaneBytes / size_of(spec.dtype);
   tiles = int((spec.dim + tile - 1) / tile);
   chunks_at_once = int(std::max<int64_t>(resident * kWarps / tiles, 1));
   most_chunks = INT32_MAX / 2 / tiles;
@@ -44,8 +44,8 @@ int64_t ShortConvGrid::blocks_for(const StateCounts& step) const {
   return ((int64_t(step.num_tokens) + chunk - 1) / chunk * tiles + kWarps - 1) / kWarps;
 }
 
-bool takes_wide(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
-  constexpr int64_t kBytes = kShortConvWideBytes;
+bool are_aligned(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
+  constexpr int64_t kBytes = kShortConvLaneBytes;
   const auto begins = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data) % uintptr_t(kBytes) == 0; };
   return spec.dim * size_of(spec.dtype) % kBytes == 0 && is_aligned(in.bcx, kBytes) && is_aligned(in.state, kBytes) &&
          is_aligned(out.out, kBytes) && in.weight.stride(0) == spec.width && begins(in.weight) && begins(in.bias);

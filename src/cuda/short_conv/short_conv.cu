@@ -1,7 +1,10 @@
 // The short convolution of LFM2, docs/kernels/short_conv.md; launched by cuda/short_conv/short_conv.cpp.
 //
 // Memory: three rows of a token are read and one is written, 8 bytes a channel in 16 bits, for 2 * kWidth + 2 operations. A warp takes
-// some tokens one after the other (a chunk), a lane some neighbouring channels of them: the h that later tokens need stay in registers.
+// some tokens one after the other (a chunk), a lane some channels of them: the h that later tokens need stay in registers. Rows come to
+// shared memory by copies of 16 bytes, kStages tokens ahead. Where rows are aligned to as many, a lane's channels are those that it
+// copies. Where they are not, the copies are of the aligned words that cover the row, and a lane has channels 32 apart, so that the
+// accesses of a warp to a channel of each lane are contiguous wherever the row begins.
 //
 // Chunks are cut out of the batch without regard to where requests begin. The chunk that has the first token of a request owns its state:
 // it reads it, computes the tokens that depend on it (the first kWidth - 1, even if they are in the next chunk), and writes it. So no other
@@ -13,116 +16,144 @@
 namespace imbrex::cuda {
 
 constexpr int kBefore = kWidth - 1, kSize = element_bytes(kType), kWarps = kShortConvThreads / 32;
-constexpr int kWide = kShortConvWideBytes / kSize;                  // channels of a lane
-constexpr int kNever = 0x7fffffff;                                  // no token
-constexpr int kRowBytes = kShortConvThreads * kShortConvWideBytes;  // of a token and one of B, C and x, in shared memory
+constexpr int kChannels = kShortConvLaneBytes / kSize;  // of a lane
+constexpr int kTile = 32 * kChannels;                   // channels of a warp
+constexpr int kWordElements = 4 / kSize;
+constexpr int kNever = 0x7fffffff;  // no token
 
-extern "C" __device__ const unsigned short_conv_wide_smem_bytes = kStages * 3 * kRowBytes;
+// Bytes of shared memory for a tile of a token's B, C or x: in aligned words, one more where the first one begins in front of it.
+template <bool aligned>
+constexpr int kTileBytes = (aligned ? 32 : 33) * kShortConvLaneBytes;
+template <bool aligned>
+constexpr int kRowBytes = kWarps* kTileBytes<aligned>;
+
+extern "C" __device__ const unsigned short_conv_aligned_smem_bytes = kStages * 3 * kRowBytes<true>;
+extern "C" __device__ const unsigned short_conv_unaligned_smem_bytes = kStages * 3 * kRowBytes<false>;
 extern __shared__ __align__(128) char memory[];
 
-// Elements that lie one after the other, as they are in memory.
+// Elements of a lane, as they are in memory.
 template <int count>
 struct Elements {
-  u32 words[(count * kSize + 3) / 4];
+  u32 words[count / kWordElements];
   DEVICE float operator[](int i) const {
     if constexpr (kType == kF32) return float_of(words[i]);
     const float2 pair = kType == kBf16 ? unpack_bf16(words[i / 2]) : unpack_f16(words[i / 2]);
     return i % 2 == 0 ? pair.x : pair.y;
   }
+  // Elements have to be put in order.
+  DEVICE void put(int i, u32 element) {
+    words[i / kWordElements] = i % kWordElements == 0 ? element : words[i / kWordElements] | element << 16;
+  }
 };
+using Lane = Elements<kChannels>;
+
+// The channels of a lane of which `count` are there; the others are read as 0, and not written. Aligned ones are neighbours, all or none
+// of which are there, others 32 apart.
+struct Channels {
+  int first, count;
+};
+template <bool aligned>
+DEVICE Channels channels_of(int tile, int dim) {
+  if constexpr (aligned) return {tile * kTile + lane_id() * kChannels, kChannels};
+  const int first = tile * kTile + lane_id();
+  return {first, min(max(dim - first + 31, 0) / 32, kChannels)};
+}
 
 DEVICE u32 load_element(const char* p) { return kSize == 4 ? *reinterpret_cast<const u32*>(p) : *reinterpret_cast<const u16*>(p); }
 
 // `once`: the memory is not written while the kernel runs, and hardly read by other threads.
-template <int count, bool once>
-DEVICE Elements<count> load(const char* p) {
-  Elements<count> e;
-  if constexpr (count == 1) {
-    e.words[0] = load_element(p);
+template <bool once, int count>
+DEVICE void load_neighbours(const char* p, Elements<count>& e) {
+#pragma unroll
+  for (int i = 0; i < count * kSize / 16; ++i) {
+    const uint4 v = once ? load_once_16(p + 16 * i) : *reinterpret_cast<const uint4*>(p + 16 * i);
+    e.words[4 * i] = v.x, e.words[4 * i + 1] = v.y, e.words[4 * i + 2] = v.z, e.words[4 * i + 3] = v.w;
+  }
+}
+// `p`: where the lane's first channel is.
+template <bool aligned, bool once>
+DEVICE Lane load(const char* p, int count) {
+  Lane e;
+  if constexpr (aligned) {
+    load_neighbours<once>(p, e);
   } else {
 #pragma unroll
-    for (int i = 0; i < count * kSize / 16; ++i) {
-      const uint4 v = once ? load_once_16(p + 16 * i) : *reinterpret_cast<const uint4*>(p + 16 * i);
-      e.words[4 * i] = v.x, e.words[4 * i + 1] = v.y, e.words[4 * i + 2] = v.z, e.words[4 * i + 3] = v.w;
-    }
+    for (int i = 0; i < kChannels; ++i) e.put(i, i < count ? load_element(p + i * 32 * kSize) : 0);
   }
   return e;
 }
 
-template <int count>
-DEVICE void store(char* p, const Elements<count>& e) {
-  if constexpr (count > 1) {
+template <bool aligned>
+DEVICE void store(char* p, int count, const Lane& e) {
+  if constexpr (aligned) {
     *reinterpret_cast<uint4*>(p) = {e.words[0], e.words[1], e.words[2], e.words[3]};
-  } else if constexpr (kSize == 4) {
-    *reinterpret_cast<u32*>(p) = e.words[0];
   } else {
-    *reinterpret_cast<u16*>(p) = u16(e.words[0]);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      char* const to = p + i * 32 * kSize;
+      if constexpr (kSize == 4) {
+        if (i < count) *reinterpret_cast<u32*>(to) = e.words[i];
+      } else {
+        if (i < count) *reinterpret_cast<u16*>(to) = u16(e.words[i / 2] >> i % 2 * 16);
+      }
+    }
   }
 }
 
-template <int count>
-DEVICE Elements<count> rounded(const float (&x)[count]) {
-  Elements<count> e;
+DEVICE Lane rounded(const float (&x)[kChannels]) {
+  Lane e;
   if constexpr (kType == kF32) {
 #pragma unroll
-    for (int i = 0; i < count; ++i) e.words[i] = bits_of(x[i]);
+    for (int i = 0; i < kChannels; ++i) e.words[i] = bits_of(x[i]);
   } else {
 #pragma unroll
-    for (int i = 0; i < count; i += 2) {
-      const float high = i + 1 < count ? x[i + 1 < count ? i + 1 : i] : 0.f;
-      e.words[i / 2] = kType == kBf16 ? pack_bf16(x[i], high) : pack_f16(x[i], high);
-    }
+    for (int i = 0; i < kChannels; i += 2) e.words[i / 2] = kType == kBf16 ? pack_bf16(x[i], x[i + 1]) : pack_f16(x[i], x[i + 1]);
   }
   return e;
 }
 
 // h, as it is kept.
-template <int count>
-DEVICE Elements<count> product(const Elements<count>& b, const Elements<count>& x) {
-  float h[count];
+DEVICE Lane product(const Lane& b, const Lane& x) {
+  float h[kChannels];
 #pragma unroll
-  for (int i = 0; i < count; ++i) h[i] = b[i] * x[i];
+  for (int i = 0; i < kChannels; ++i) h[i] = b[i] * x[i];
   return rounded(h);
 }
 
 // The weights of a lane's channels.
-template <int count>
 struct Weights {
-  Elements<count * kWidth> taps;  // kWidth of a channel one after the other
-  Elements<count> bias;
+  Elements<kChannels * kWidth> taps;  // kWidth of a channel one after the other
+  Lane bias;
 };
 
-template <int count>
-DEVICE Weights<count> load_weights(const ShortConvParams& p, int channel) {
-  if constexpr (count > 1) {
-    Weights<count> w;
-    w.taps = load<count * kWidth, false>(p.weight + long(channel) * kWidth * kSize);
-    if constexpr (kHasBias) w.bias = load<count, false>(p.bias + long(channel) * kSize);
-    return w;
+template <bool aligned>
+DEVICE Weights load_weights(const ShortConvParams& p, const Channels& channels) {
+  Weights w;
+  if constexpr (aligned) {
+    load_neighbours<false>(p.weight + long(channels.first) * kWidth * kSize, w.taps);
   } else {
-    constexpr int kEach = 4 / kSize;  // elements of a word
-    Weights<1> w;
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      const u32 tap = load_element(p.weight + channel * p.weight_dim_stride + i * p.weight_tap_stride);
-      w.taps.words[i / kEach] = i % kEach == 0 ? tap : w.taps.words[i / kEach] | tap << 16;
+    for (int i = 0; i < kChannels; ++i) {
+      const char* const taps = p.weight + (channels.first + 32 * i) * p.weight_dim_stride;
+#pragma unroll
+      for (int tap = 0; tap < kWidth; ++tap)
+        w.taps.put(i * kWidth + tap, i < channels.count ? load_element(taps + tap * p.weight_tap_stride) : 0);
     }
-    if constexpr (kHasBias) w.bias.words[0] = load_element(p.bias + long(channel) * kSize);
-    return w;
   }
+  if constexpr (kHasBias) w.bias = load<aligned, false>(p.bias + long(channels.first) * kSize, channels.count);
+  return w;
 }
 
 // C * (bias + sum over taps), in the order of the taps whatever path the tokens came by. Between tokens weights stay packed: as floats
 // those of 16 bits would take twice the registers.
-template <int count>
-DEVICE Elements<count> output(Weights<count>& w, const Elements<count> (&h)[kWidth], const Elements<count>& c) {
+DEVICE Lane output(Weights& w, const Lane (&h)[kWidth], const Lane& c) {
   if constexpr (kSize < 4) {
 #pragma unroll
     for (u32& word : w.taps.words) word = u32(computed_here(int(word)));
   }
-  float y[count];
+  float y[kChannels];
 #pragma unroll
-  for (int i = 0; i < count; ++i) {
+  for (int i = 0; i < kChannels; ++i) {
     y[i] = kHasBias ? w.bias[i] : 0.f;
 #pragma unroll
     for (int tap = 0; tap < kWidth; ++tap) y[i] = __fmaf_rn(w.taps[i * kWidth + tap], h[tap][i], y[i]);
@@ -132,52 +163,85 @@ DEVICE Elements<count> output(Weights<count>& w, const Elements<count> (&h)[kWid
 }
 
 // A lane's part of the row of a token.
-template <int count>
 struct Token {
-  Elements<count> b, c, x;
+  Lane b, c, x;
 };
 
-// A lane's channels of the tokens of a chunk. Wide ones are copied to shared memory, kStages tokens ahead; a lane reads only what it has
-// copied itself, so that lanes do not wait for each other.
-template <int count>
+// A lane's channels of the tokens of a chunk, which are copied to shared memory kStages tokens ahead. A lane reads only what it has copied
+// itself, so that lanes do not wait for each other; where rows are not aligned, those of a warp do.
+template <bool aligned>
 class Rows {
  public:
-  DEVICE Rows(const ShortConvParams& p, int begin, int end, int channel)
-      : first_(p.bcx + long(channel) * kSize), stride_(p.bcx_stride), part_(long(p.dim) * kSize), end_(end), asked_(begin) {
-    if constexpr (count > 1) {
-      place_ = shared_address(memory) + u32(threadIdx.x) * kShortConvWideBytes;
+  DEVICE Rows(const ShortConvParams& p, int begin, int end, const Channels& channels)
+      : first_(p.bcx + long(aligned ? channels.first : channels.first - lane_id()) * kSize),
+        stride_(p.bcx_stride),
+        part_(long(p.dim) * kSize),
+        count_(channels.count),
+        bytes_(min((p.dim - (channels.first - lane_id())) * kSize, 32 * kShortConvLaneBytes)),
+        end_(end),
+        asked_(begin) {
+    place_ = shared_address(memory) + (aligned ? u32(threadIdx.x) * kShortConvLaneBytes : threadIdx.x / 32 * kTileBytes<false>);
 #pragma unroll
-      for (int i = 0; i < kStages; ++i) ask();
-    }
+    for (int i = 0; i < kStages; ++i) ask();
   }
   // Tokens of the chunk have to be taken in order, all of them; others, which lie behind it, may come in between.
-  DEVICE Token<count> take(int token) {
-    if constexpr (count > 1) {
-      if (token < end_) {
-        copy_async_wait<kStages - 1>();
-        Token<count> t;
-        t.b = from_shared(0), t.c = from_shared(1), t.x = from_shared(2);
-        ask();
-        return t;
-      }
-    }
-    return {read(token, 0), read(token, 1), read(token, 2)};
+  DEVICE Token take(int token) {
+    if (token >= end_) return {read(token, 0), read(token, 1), read(token, 2)};
+    copy_async_wait<kStages - 1>();
+    if constexpr (!aligned) __syncwarp();  // what other lanes have copied is there
+    Token t;
+    t.b = from_shared(token, 0), t.c = from_shared(token, 1), t.x = from_shared(token, 2);
+    if constexpr (!aligned) __syncwarp();  // all have read, and the next copies may come
+    ask();
+    return t;
   }
-  DEVICE Elements<count> h(int token) const { return product(read(token, 0), read(token, 2)); }
-  DEVICE void prefetch_h(int token) const { prefetch_l2(at(token, 0)), prefetch_l2(at(token, 2)); }
+  DEVICE Lane h(int token) const { return product(read(token, 0), read(token, 2)); }
+  DEVICE void prefetch_h(int token) const { prefetch(token, 0), prefetch(token, 2); }
 
  private:
+  // Where the lane's channels begin, or those of the warp.
   DEVICE const char* at(int token, int part) const { return first_ + token * stride_ + part * part_; }
-  DEVICE Elements<count> read(int token, int part) const { return load<count, true>(at(token, part)); }
-  DEVICE Elements<count> from_shared(int part) const {
-    const uint4 v = load_shared(place_ + u32(stage_ * 3 + part) * kRowBytes);
-    return {v.x, v.y, v.z, v.w};
+  DEVICE Lane read(int token, int part) const { return load<aligned, true>(at(token, part) + (aligned ? 0 : lane_id() * kSize), count_); }
+  DEVICE void prefetch(int token, int part) const {
+    prefetch_l2(at(token, part) + (aligned ? 0 : min(lane_id() * kShortConvLaneBytes, bytes_ - 1)));
+  }
+  // How far behind an aligned word the tile begins.
+  DEVICE u32 offset(int token, int part) const { return u32(reinterpret_cast<u64>(at(token, part))) % kShortConvLaneBytes; }
+  DEVICE Lane from_shared(int token, int part) const {
+    const u32 tile = place_ + u32(stage_ * 3 + part) * kRowBytes<aligned>;
+    if constexpr (aligned) {
+      const uint4 v = load_shared(tile);
+      return {v.x, v.y, v.z, v.w};
+    } else {
+      const u32 first = tile + offset(token, part) + lane_id() * kSize;
+      Lane e;
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) e.put(i, load_shared_element<kSize>(first + i * 32 * kSize));
+      return e;
+    }
+  }
+  // Copies the aligned words that cover the tile, without what lies behind it.
+  DEVICE void copy_covering_words(u32 tile, int token, int part) const {
+    const int before = int(offset(token, part)), end = before + bytes_;
+    const char* const words = at(token, part) - before;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int byte = (32 * i + lane_id()) * kShortConvLaneBytes;
+      if (byte < end) copy_async_first(tile + byte, words + byte, min(end - byte, kShortConvLaneBytes));
+    }
   }
   // For the next token, in the place of the one that was read last.
   DEVICE void ask() {
     if (asked_ < end_) {
 #pragma unroll
-      for (int part = 0; part < 3; ++part) copy_async<16>(place_ + u32(stage_ * 3 + part) * kRowBytes, at(asked_, part));
+      for (int part = 0; part < 3; ++part) {
+        const u32 tile = place_ + u32(stage_ * 3 + part) * kRowBytes<aligned>;
+        if constexpr (aligned) {
+          copy_async<kShortConvLaneBytes>(tile, at(asked_, part));
+        } else {
+          copy_covering_words(tile, asked_, part);
+        }
+      }
     }
     ++asked_;
     copy_async_commit();
@@ -186,36 +250,36 @@ class Rows {
 
   const char* first_;
   long stride_, part_;
-  int end_, asked_, stage_ = 0;
+  int count_, bytes_, end_, asked_, stage_ = 0;
   u32 place_;
 };
 
 // Tokens [from, to) of a request that ends in front of `end`. `kept`: the state's rows are h of the tokens from there to the end, of which
 // those from `to` on are not this call's; kNever: another chunk owns the state. `state`: row 0 of the request's slot.
-template <int count>
-DEVICE void run_tokens(const ShortConvParams& p, Weights<count>& w, const StateRequest& request, Rows<count>& rows, char* state, int from,
-                       int to, int end, int kept, int channel) {
+template <bool aligned>
+DEVICE void run_tokens(const ShortConvParams& p, Weights& w, const StateRequest& request, Rows<aligned>& rows, char* state, int from,
+                       int to, int end, int kept, const Channels& channels) {
   for (int token = max(to, kept); token < end; ++token) rows.prefetch_h(token);
-  Elements<count> h[kWidth] = {};  // oldest first, and a place for the token's own
+  Lane h[kWidth] = {};  // oldest first, and a place for the token's own
 #pragma unroll
   for (int i = 0; i < kBefore; ++i) {
     if (kept == kNever) {
       h[i] = rows.h(from - kBefore + i);
     } else if (request.first_row >= 0) {
-      h[i] = load<count, false>(state + (request.first_row + i) * p.state_row_stride);
+      h[i] = load<aligned, false>(state + (request.first_row + i) * p.state_row_stride, channels.count);
     }
   }
-  const auto keep = [&](int token, const Elements<count>& of_token) {
-    if (token >= kept) store(state + (token - kept) * p.state_row_stride, of_token);
+  const auto keep = [&](int token, const Lane& of_token) {
+    if (token >= kept) store<aligned>(state + (token - kept) * p.state_row_stride, channels.count, of_token);
   };
 #pragma unroll
   for (int i = 0; i < kBefore; ++i) keep(from - kBefore + i, h[i]);
 #pragma unroll 1
   for (int token = from; token < to; ++token) {
-    const Token<count> t = rows.take(token);
+    const Token t = rows.take(token);
     h[kBefore] = product(t.b, t.x);
     keep(token, h[kBefore]);
-    store(p.out + token * p.out_stride + long(channel) * kSize, output(w, h, t.c));
+    store<aligned>(p.out + token * p.out_stride + long(channels.first) * kSize, channels.count, output(w, h, t.c));
 #pragma unroll
     for (int i = 0; i < kBefore; ++i) h[i] = h[i + 1];
   }
@@ -224,10 +288,10 @@ DEVICE void run_tokens(const ShortConvParams& p, Weights<count>& w, const StateR
 }
 
 // Tokens [begin, end) of the batch, of which the first is of request `index`.
-template <int count>
-DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, int channel) {
-  Rows<count> rows(p, begin, min(end, p.num_tokens), channel);
-  Weights<count> w = load_weights<count>(p, channel);
+template <bool aligned>
+DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, const Channels& channels) {
+  Rows<aligned> rows(p, begin, min(end, p.num_tokens), channels);
+  Weights w = load_weights<aligned>(p, channels);
   int taken = begin;
 #pragma unroll 1
   for (int next = begin; next < end; ++index) {
@@ -237,17 +301,19 @@ DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, i
     next = request_end;
     if (request_end > p.num_tokens) break;
     const bool owns = request.begin >= begin, is_there = request.slot < p.num_slots;
-    if (owns && !is_there && p.broken != nullptr && channel == 0) atomicMax(p.broken + kStateSlotIsThere, index + 1);
+    if (owns && !is_there && p.broken != nullptr && channels.first == 0) atomicMax(p.broken + kStateSlotIsThere, index + 1);
     if (request.slot < 0 || !is_there) continue;
     const int first = min(request.begin + kBefore, request_end);  // that does not depend on the state
     const int from = owns ? request.begin : max(begin, first), to = owns ? max(min(request_end, end), first) : min(request_end, end);
     if (from >= to) continue;
     for (; taken < from; ++taken) rows.take(taken);
-    char* const state = p.state + request.slot * p.state_slot_stride + long(channel) * kSize;
-    run_tokens<count>(p, w, request, rows, state, from, to, request_end, owns ? request_end - request.drafts - kBefore : kNever, channel);
+    char* const state = p.state + request.slot * p.state_slot_stride + long(channels.first) * kSize;
+    run_tokens<aligned>(p, w, request, rows, state, from, to, request_end, owns ? request_end - request.drafts - kBefore : kNever,
+                        channels);
     taken = to;
   }
   copy_async_wait<0>();
+  if constexpr (!aligned) __syncwarp();  // before a lane that is ahead writes to the places of the next chunk
 }
 
 // The last request that begins at the token or in front of it. All lanes of a warp together, each looks at another one.
@@ -263,9 +329,8 @@ DEVICE int find_request(const StateRequest* requests, int count, int token) {
   return first;
 }
 
-template <int count>
-DEVICE void short_conv_of(const ShortConvParams& p) {
-  constexpr int kTile = 32 * count;  // channels of a warp
+template <bool aligned>
+DEVICE void short_conv(const ShortConvParams& p) {
   if (!p.lists_are_there) griddep_wait();
   const StateCounts counts = *p.counts;
   const unsigned tiles = unsigned(p.dim + kTile - 1) / kTile;
@@ -275,21 +340,22 @@ DEVICE void short_conv_of(const ShortConvParams& p) {
     // With chunks of one token the warps of a block have the same channels, so that they read weights from L1; with longer chunks they have
     // neighbouring parts of rows.
     const unsigned number = chunk == 1 ? unit % chunks : unit / tiles, tile = chunk == 1 ? unit / chunks : unit % tiles;
-    const int begin = int(number) * chunk, end = min(begin + chunk, counts.num_tokens), channel = int(tile) * kTile + lane_id() * count;
+    const int begin = int(number) * chunk, end = min(begin + chunk, counts.num_tokens);
+    const Channels channels = channels_of<aligned>(int(tile), p.dim);
     const int request = find_request(p.requests, counts.num_reqs, begin);
     griddep_wait();
-    if (channel < p.dim) run_chunk<count>(p, request, begin, end, channel);
+    if (!aligned || channels.first < p.dim) run_chunk<aligned>(p, request, begin, end, channels);
   }
   griddep_wait();  // also where there is nothing to do: the kernel behind this one may rely on the one in front of it
   griddep_launch();
 }
 
 // Rows, weights and bias that are aligned to 16 bytes, weights of a channel one after the other; and others.
-extern "C" __global__ void __launch_bounds__(kShortConvThreads, kBlocks) short_conv_wide(const __grid_constant__ ShortConvParams p) {
-  short_conv_of<kWide>(p);
+extern "C" __global__ void __launch_bounds__(kShortConvThreads, kBlocks) short_conv_aligned(const __grid_constant__ ShortConvParams p) {
+  short_conv<true>(p);
 }
-extern "C" __global__ void __launch_bounds__(kShortConvThreads, kBlocks) short_conv_narrow(const __grid_constant__ ShortConvParams p) {
-  short_conv_of<1>(p);
+extern "C" __global__ void __launch_bounds__(kShortConvThreads, kBlocks) short_conv_unaligned(const __grid_constant__ ShortConvParams p) {
+  short_conv<false>(p);
 }
 
 }  // namespace imbrex::cuda

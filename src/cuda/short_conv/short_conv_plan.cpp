@@ -65,10 +65,10 @@ class ShortConvCudaPlan final : public ShortConvPlan {
   void load() const {
     const auto module = Module::load(context_, short_conv_key(arch_, spec_, short_conv_tuning(spec_)));
     std::vector<Entry> entries;
-    for (const bool wide : {false, true}) {
-      const Kernel kernel = module->kernel(wide ? "short_conv_wide" : "short_conv_narrow");
+    for (const char* entry : {"short_conv_unaligned", "short_conv_aligned"}) {
+      const Kernel kernel = module->kernel(entry);
       const int64_t each = std::max(kernel.blocks_per_multiprocessor(kShortConvThreads), 1);
-      entries.push_back({kernel, ShortConvGrid(spec_, wide, std::max(device_.num_workers, 1) * each)});
+      entries.push_back({kernel, ShortConvGrid(spec_, std::max(device_.num_workers, 1) * each)});
     }
     module_ = module, entries_ = std::move(entries);
   }
@@ -91,7 +91,7 @@ class ShortConvCudaPlan final : public ShortConvPlan {
 
   // Made by the first run(), if they are to be loaded on demand.
   mutable std::shared_ptr<const Module> module_;
-  mutable std::vector<Entry> entries_;          // short_conv_narrow, short_conv_wide
+  mutable std::vector<Entry> entries_;          // short_conv_unaligned, short_conv_aligned
   mutable int64_t captured_slots_ = INT64_MAX;  // of the smallest state that a captured graph was given
 };
 
@@ -218,7 +218,7 @@ void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& o
   check(module_ != nullptr || !captured, "run.on_demand",
         "expected short_conv.cu to be loaded before a capture: by plan(), unless load_on_demand, or by an earlier run()");
   if (module_ == nullptr) load();
-  const Entry& entry = entries_[takes_wide(spec_, in, out) ? 1 : 0];
+  const Entry& entry = entries_[are_aligned(spec_, in, out) ? 1 : 0];
   const ShortConvGrid& grid = entry.grid;
   ShortConvParams p = short_conv_params(spec_, in, out);
   p.requests = memory_->device(requests_);
@@ -258,10 +258,10 @@ class ShortConvCudaBackend final : public BackendOf<ShortConvFamily> {
   std::vector<KernelChoice> kernel_choices(const ShortConvSpec& spec, const DeviceInfo& device) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, {});
     const ShortConvTuning tuning = short_conv_tuning(spec);
-    const bool wide = spec.dim * size_of(spec.dtype) % kShortConvWideBytes == 0;
+    const bool aligned = spec.dim * size_of(spec.dtype) % kShortConvLaneBytes == 0;
     return {{.requests = "all",
-             .kernel = wide ? "short_conv_wide" : "short_conv_narrow",
-             .sizes = {{"tile_channels", 32 * (wide ? kShortConvWideBytes / size_of(spec.dtype) : 1)},
+             .kernel = aligned ? "short_conv_aligned" : "short_conv_unaligned",
+             .sizes = {{"tile_channels", 32 * kShortConvLaneBytes / size_of(spec.dtype)},
                        {"stages", tuning.stages},
                        {"threads", kShortConvThreads},
                        {"blocks", tuning.blocks}}}};

@@ -46,6 +46,26 @@ TEST_F(ShortConvPlans, OutputsAndStatesAreThoseOfTheReference) {
   }
 }
 
+// Rows and tensors begin at every place in 16 bytes that elements have, and B, C and x at different ones.
+TEST_F(ShortConvPlans, RowsBeginAnywhere) {
+  if (!fake::has_short_conv_texts()) GTEST_SKIP();
+  unsigned seed = 100;
+  for (const ShortConvVariant& variant : short_conv_variants()) {
+    use(variant);
+    const int64_t places = 16 / size_of(variant.dtype);
+    for (int64_t shift = 0; shift < places; ++shift)
+      for (const int dim : {32, 131, 262, 516})
+        run({.spec = variant.spec(dim, 3),
+             .limits = {.max_num_reqs = 6, .max_num_tokens = 24, .max_seq_len = 1 << 20},
+             .gap = (shift + seed) % places,
+             .shift = shift,
+             .weight_gap = (shift + seed / 2) % 3,
+             .longest = 20,
+             .steps = 3,
+             .seed = seed++});
+  }
+}
+
 // A GPU of one multiprocessor has few chunks of many tokens, so that the last tokens of a request, of which its state is made, are in
 // chunks with those of others.
 TEST_F(ShortConvPlans, FewChunksOfManyTokens) {
@@ -308,11 +328,11 @@ TEST_F(ShortConvCalls, LaunchWhatTheyNeed) {
   };
   EXPECT_EQ(launched([](auto&) {}), "0 launches");  // there is no step yet
   p->update(batch);
-  EXPECT_EQ(launched([](auto&) {}), "short_conv_wide 1");  // 5 tokens, two in a chunk, 4 warps of a block
-  EXPECT_EQ(launched([](auto& i) { i.bcx.data = i.bcx.template as<char>() + 2; }), "short_conv_narrow 2");  // two tiles
-  EXPECT_EQ(launched([](auto& i) { i.weight.data = i.weight.template as<char>() + 2; }), "short_conv_narrow 2");
-  EXPECT_EQ(launched([](auto& i) { i.bcx.strides[0] = 196, i.bcx.sizes[0] = 5; }), "short_conv_narrow 2");
-  EXPECT_EQ(launched([](auto& i) { i.weight.strides[0] = 4; }), "short_conv_narrow 2");
+  EXPECT_EQ(launched([](auto&) {}), "short_conv_aligned 1");  // 5 tokens, two in a chunk, 4 warps of a block
+  EXPECT_EQ(launched([](auto& i) { i.bcx.data = i.bcx.template as<char>() + 2; }), "short_conv_unaligned 1");
+  EXPECT_EQ(launched([](auto& i) { i.weight.data = i.weight.template as<char>() + 2; }), "short_conv_unaligned 1");
+  EXPECT_EQ(launched([](auto& i) { i.bcx.strides[0] = 196, i.bcx.sizes[0] = 5; }), "short_conv_unaligned 1");
+  EXPECT_EQ(launched([](auto& i) { i.weight.strides[0] = 4; }), "short_conv_unaligned 1");
   p->update({});
   EXPECT_EQ(launched([](auto&) {}), "0 launches");
 

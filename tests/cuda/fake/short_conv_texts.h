@@ -24,8 +24,8 @@ inline bool has_short_conv_texts() {
 // Launches of the short convolution run this specialisation's text, until state().on_launch is another one.
 inline void use_short_conv_text(const imbrex::test::ShortConvVariant& variant) {
   for (const KernelKey& key : {variant.key(), plan_state_batch_key("sm_90a")}) put_into_cache(key);
-  state().param_sizes = {{"short_conv_wide", {sizeof(ShortConvParams)}},
-                         {"short_conv_narrow", {sizeof(ShortConvParams)}},
+  state().param_sizes = {{"short_conv_aligned", {sizeof(ShortConvParams)}},
+                         {"short_conv_unaligned", {sizeof(ShortConvParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
 #ifdef IMBREX_LANES
   state().on_launch = [name = std::string(variant.name)](const Launch& launch) {

@@ -30,8 +30,7 @@ namespace imbrex::lanes {
 struct Copy {  // an asynchronous one
   char* to;
   const void* from;
-  int size;
-  bool valid;
+  int size, valid;  // bytes; behind the valid ones come zeros
 };
 
 struct Fiber {
@@ -218,11 +217,8 @@ inline void check_aligned(const void* p, unsigned size) {
 }
 
 inline void perform(const Copy& copy) {
-  if (copy.valid) {
-    std::memcpy(copy.to, copy.from, size_t(copy.size));
-  } else {
-    std::memset(copy.to, 0, size_t(copy.size));
-  }
+  if (copy.valid > 0) std::memcpy(copy.to, copy.from, size_t(copy.valid));
+  std::memset(copy.to + copy.valid, 0, size_t(copy.size - copy.valid));
 }
 
 }  // namespace imbrex::lanes

@@ -177,12 +177,23 @@ inline void store_shared(u32 to, u32 v) { std::memcpy(lanes::shared_at(to, 4), &
 inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }
 
 template <int size>
-void copy_async(u32 to, const void* from, bool valid = true) {
-  if (valid) lanes::check_aligned(from, size);
+u32 load_shared_element(u32 from) {
+  u32 x = 0;
+  std::memcpy(&x, lanes::shared_at(from, size), size);
+  return x;
+}
+
+inline void begin_copy(u32 to, const void* from, int size, int valid) {
+  if (valid > 0) lanes::check_aligned(from, size);
   const lanes::Copy copy{lanes::shared_at(to, size), from, size, valid};
   if (!lanes::block.late_copies) perform(copy);
   lanes::block.fiber().open.push_back(copy);
 }
+template <int size>
+void copy_async(u32 to, const void* from, bool valid = true) {
+  begin_copy(to, from, size, valid ? size : 0);
+}
+inline void copy_async_first(u32 to, const void* from, u32 bytes) { begin_copy(to, from, 16, int(bytes)); }
 inline void copy_async_commit() { lanes::block.fiber().groups.push_back(std::exchange(lanes::block.fiber().open, {})); }
 template <int pending>
 void copy_async_wait() {
