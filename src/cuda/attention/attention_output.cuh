@@ -77,11 +77,11 @@ DEVICE void store_out(char* at, bool wide, const float4& x) {
 }
 
 // Two neighbours; `aligned`: to both.
-DEVICE void store_pair(char* at, bool aligned, float x, float y) {
+DEVICE void store_pair(char* at, bool aligned, const float2& x) {
   if constexpr (kOutType == kF32) {
-    reinterpret_cast<float*>(at)[0] = x, reinterpret_cast<float*>(at)[1] = y;
+    reinterpret_cast<float*>(at)[0] = x.x, reinterpret_cast<float*>(at)[1] = x.y;
   } else {
-    const u32 pair = kOutType == kBf16 ? pack_bf16(x, y) : pack_f16(x, y);
+    const u32 pair = kOutType == kBf16 ? pack_bf16(x.x, x.y) : pack_f16(x.x, x.y);
     if (aligned) {
       *reinterpret_cast<u32*>(at) = pair;
     } else {

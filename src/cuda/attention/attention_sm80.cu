@@ -53,7 +53,7 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& w
         const float2 x = warp.pair_of(m, h, pair);
         const int d = warp.dim_of(pair);
         if (d < kHeadDimV)
-          store_pair(out + d * element_bytes(kOutType), aligned, ended(x.x, end.factor * v_scale), ended(x.y, end.factor * v_scale));
+          store_pair(out + d * element_bytes(kOutType), aligned, {ended(x.x, end.factor * v_scale), ended(x.y, end.factor * v_scale)});
       }
     }
   }

@@ -31,7 +31,7 @@ DEVICE void start_scores(u64 q, u64 k, Scores& s) {
   wgmma_commit();
 }
 
-DEVICE void start_output(const Weights& weights, u64 v, float (&out)[kVDims / 2]) {
+DEVICE void start_output(const Weights& weights, u64 v, Fragment<kVDims>& out) {
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
     Wgmma<kVDims, kValueType>::template registers<true>(out, weights[step], further(v, step * 2048), true);
@@ -40,26 +40,21 @@ DEVICE void start_output(const Weights& weights, u64 v, float (&out)[kVDims / 2]
 }
 
 // The sums of a thread's two rows, and the references that they are relative to.
-struct Sums {
-  float factor[2], total[2] = {0.f, 0.f}, reference[2] = {kEmptyReference, kEmptyReference}, out[kVDims / 2];
+struct Sums : FragmentSums<Fragment<kVDims>> {
+  float factor[2];
 
-  DEVICE Sums() { clear_output(); }
-  DEVICE void clear_output() {
-#pragma unroll
-    for (float& x : out) x = 0.f;
-  }
+  DEVICE Sums() { clear(0.f); }
   // The output is made relative to new references, or it is of another item that `begins`.
   DEVICE void rescale_output(bool begins, bool moved) {
     if (begins && !kManyDims) {
-      clear_output();
+      fill(out, 0.f);
     } else if (begins || moved) {  // two branches may keep two copies of the sums
-#pragma unroll
-      for (int i = 0; i < kVDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+      each(out, [=, this](float& x, int h, int) { x = begins ? 0.f : x * factor[h]; });
     }
   }
   // Without a branch that needs the sums, ptxas moves the wait for the output in front of the exponentials. This one is never taken.
   DEVICE void need_here() const {
-    if (kManyDims && (total[0] < 0.f || total[1] < 0.f)) trap();
+    if (kManyDims && (sum[0] < 0.f || sum[1] < 0.f)) trap();
   }
 };
 
@@ -174,15 +169,15 @@ class Consumer {
       if constexpr (!kPlainLogits) set_seen(rows, p_, item(), item_row());  // not kept meanwhile
       hide(begin, rows, s);
     }
-    return weigh(p_, begin, rows, s, sums.reference, sums.total, sums.factor, kSlack, kFresh);
+    return weigh(p_, begin, rows, s, sums.reference, sums.sum, sums.factor, kSlack, kFresh);
   }
 
   // Ends an item, all of whose tiles have been weighed; its output is multiplied and stored while the next one begins.
   DEVICE void put_aside(Sums& sums) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      shared_.ended_state[warp_id() / 4][matrix_row() + 8 * h] = {sums.reference[h], sum_over<4>(sums.total[h])};  // four lanes, the same
-      sums.reference[h] = kEmptyReference, sums.total[h] = 0.f;
+      shared_.ended_state[warp_id() / 4][matrix_row() + 8 * h] = {sums.reference[h], sum_over<4>(sums.sum[h])};  // four lanes, the same
+      sums.reference[h] = kEmptyReference, sums.sum[h] = 0.f;
     }
     __syncwarp();
   }

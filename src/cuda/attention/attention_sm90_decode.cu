@@ -283,7 +283,7 @@ class Consumer {
           const int d = team_ * kTeamDims + dim_of_pair(pair);
           const float2 x = pair_of(all.out[0], h, pair);
           if (d < kHeadDimV)
-            store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, ended(x.x, factor), ended(x.y, factor));
+            store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, {ended(x.x, factor), ended(x.y, factor)});
         }
       }
     }

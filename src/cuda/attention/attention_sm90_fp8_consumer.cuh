@@ -22,7 +22,7 @@ DEVICE void start_scores(u64 q, u64 k, Scores& s) {
   wgmma_commit();
 }
 
-DEVICE void start_output(const Weights& weights, u64 turned, float (&out)[kDims / 2]) {
+DEVICE void start_output(const Weights& weights, u64 turned, Fragment<kDims>& out) {
   constexpr int kSteps = kTurnedWidth / 32;
 #pragma unroll
   for (int step = 0; step < kTileKeys / 32; ++step) {
@@ -33,17 +33,14 @@ DEVICE void start_output(const Weights& weights, u64 turned, float (&out)[kDims 
 
 // The sums of a thread's two rows, and the references that they are relative to.
 struct Sums {
-  float factor[2], total[2] = {0.f, 0.f}, reference[2] = {kEmptyReference, kEmptyReference}, out[kDims / 2];
+  float factor[2], total[2] = {0.f, 0.f}, reference[2] = {kEmptyReference, kEmptyReference};
+  Fragment<kDims> out;
 
-  DEVICE Sums() {
-#pragma unroll
-    for (float& x : out) x = 0.f;
-  }
+  DEVICE Sums() { fill(out, 0.f); }
   // The output is made relative to new references, or it is of another item that `begins`.
   DEVICE void rescale_output(bool begins, bool moved) {
     if (begins || moved) {  // one branch for both: two keep two copies of the sums
-#pragma unroll
-      for (int i = 0; i < kDims / 2; ++i) out[i] = begins ? 0.f : out[i] * factor[i / 2 % 2];
+      each(out, [=, this](float& x, int h, int) { x = begins ? 0.f : x * factor[h]; });
     }
   }
   // Without a branch that needs the sums, ptxas moves the wait for the output in front of the exponentials that should hide it. This one is

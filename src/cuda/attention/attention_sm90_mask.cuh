@@ -84,12 +84,12 @@ DEVICE void hide_masked(const AttentionParams& p, const Item& item, int row, int
 #pragma unroll
     for (int i = 0; i < kMaskWords / 2; ++i) {
       const u64 pair = has_keys ? pairs[i] : 0;
-      const u32 words[2] = {u32(pair) >> 2 * (lane_id() % 4), u32(pair >> 32) >> 2 * (lane_id() % 4)};  // bit 8 j + c: the lane's keys
+      const u32 words[2] = {u32(pair) >> first_column(), u32(pair >> 32) >> first_column()};  // bit 8 j + c: the lane's keys
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c)
-          if ((words[j / 4] & 1u << (8 * (j % 4) + c)) == 0) s[4 * (8 * i + j) + 2 * h + c] = -infinity();
+          if ((words[j / 4] & 1u << (8 * (j % 4) + c)) == 0) at(s, 8 * i + j, h, c) = -infinity();
       }
     }
   }

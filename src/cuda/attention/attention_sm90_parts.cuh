@@ -1,9 +1,10 @@
 #pragma once
-// The parts that the wgmma kernels share: a thread's work on the scores and the output of its two rows, which are in registers as wgmma.cuh
-// says.
+// The parts that the wgmma kernels share: a thread's work on the scores and the output of its two rows, which are in registers as
+// fragment.cuh says.
 #include "async.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
+#include "fragment.cuh"
 #include "tile_pages.cuh"
 
 namespace imbrex::cuda {
@@ -45,7 +46,7 @@ DEVICE void set_rows(Rows& rows, const AttentionParams& p, const Item& item, int
 }
 
 // What a thread has of a tile's scores, then of its weights; and these as operands of a product, with values of a type.
-using Scores = float[kTileKeys / 2];
+using Scores = Fragment<kTileKeys>;
 template <int type>
 using WeightsOf = u32[kTileKeys / (type == kE4m3 ? 32 : 16)][4];
 
@@ -56,33 +57,20 @@ struct Edge {};
 DEVICE void hide(int begin, const Rows& rows, Scores& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int first = begin + 2 * (lane_id() % 4), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int key = 8 * j + c;
-        if (key >= hi || (kWindow && key < lo)) s[4 * j + 2 * h + c] = -infinity();
-      }
-    }
+    const int first = begin + first_column(), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
+    each_of_row(s, h, [=](float& x, int key) {
+      if (key >= hi || (kWindow && key < lo)) x = -infinity();
+    });
   }
 }
 
 // Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
 // ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
 DEVICE void modify(const Rows& rows, Scores& s) {
-#pragma unroll
-  for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * h + c];
-        x = bent(rows.terms[h], x);
-        if constexpr (kAlibi) x = fmaf(rows.terms[h].slope, float(8 * j + c), x);
-      }
-    }
-  }
+  each(s, [&](float& x, int h, int key) {
+    x = bent(rows.terms[h], x);
+    if constexpr (kAlibi) x = fmaf(rows.terms[h].slope, float(key), x);
+  });
 }
 
 // Scores of a tile whose keys begin at `begin` become weights relative to each row's reference. True where a row's sums must be multiplied
@@ -92,27 +80,20 @@ DEVICE bool weigh(const AttentionParams& p, int begin, const Rows& rows, Scores&
   bool moved = false;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float top = -infinity();
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    float top = greatest(s, h);
     const float scale = factor_of(p, rows.terms[h]);
     float first = 0.f;  // what ALiBi adds to all
-    if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + 2 * (lane_id() % 4) - rows.position[h]);
+    if constexpr (kAlibi) first = scale * rows.terms[h].slope * float(begin + first_column() - rows.position[h]);
     top = kAlibi ? max_over<4>(fmaf(top, scale, first)) : max_over<4>(top) * scale;
     const bool moves = move_reference(reference[h], top, slack, fresh, factor[h]);
     moved = moved || moves;
     sum[h] *= factor[h];
     const float added = kAlibi ? first - reference[h] : -reference[h];
     float part[2] = {0.f, 0.f};
-#pragma unroll
-    for (int j = 0; j < kTileKeys / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float& x = s[4 * j + 2 * h + c];
-        x = exp2_approx(fmaf(x, scale, added));
-        part[c] += x;
-      }
-    }
+    each_of_row(s, h, [=, &part](float& x, int key) {
+      x = exp2_approx(fmaf(x, scale, added));
+      part[key % 2] += x;
+    });
     sum[h] += part[0] + part[1];
   }
   return any_lane(moved);
@@ -125,13 +106,15 @@ DEVICE void pack_weights(const Scores& s, WeightsOf<type>& weights) {
   if constexpr (type == kE4m3) {
 #pragma unroll
     for (int i = 0; i < kTileKeys / 8; ++i) {
-      const float* const x = s + i / 2 * 8 + i % 2 * 2;
-      weights[i / 4][i % 4] = pack_e4m3(x[0], x[1]) | pack_e4m3(x[4], x[5]) << 16;
+      const float2 low = pair(s, i / 2 * 2, i % 2), high = pair(s, i / 2 * 2 + 1, i % 2);
+      weights[i / 4][i % 4] = pack_e4m3(low.x, low.y) | pack_e4m3(high.x, high.y) << 16;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kTileKeys / 4; ++i)
-      weights[i / 4][i % 4] = type == kBf16 ? pack_bf16(s[2 * i], s[2 * i + 1]) : pack_f16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kTileKeys / 4; ++i) {
+      const float2 x = pair(s, i / 2, i % 2);
+      weights[i / 4][i % 4] = type == kBf16 ? pack_bf16(x.x, x.y) : pack_f16(x.x, x.y);
+    }
   }
 }
 
@@ -159,16 +142,16 @@ DEVICE void pin(T (&x)[n]) {
   }
 }
 // Waits for the products, all but the last `pending` of them, and for their sums with it.
-template <int pending, int n>
-DEVICE void finish(float (&sums)[n]) {
+template <int pending, class Sums>
+DEVICE void finish(Sums& sums) {
   wgmma_wait<pending>();
   pin(sums);
 }
 
 // Writes the item's rows: their dims from first_dim on, as many of kStoredDims as there are. What is in `out` afterwards is of no use.
-template <int kStoredDims = kHeadDimV, int n>
-DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2],
-                       float (&out)[n], int first_dim = 0) {
+template <int kStoredDims = kHeadDimV, class Out>
+DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, const float (&reference)[2], const float (&total)[2], Out& out,
+                       int first_dim = 0) {
   const bool partial = item.partial >= 0, wide = out_is_wide(p);
   const auto has_dims = [&](int d) { return kStoredDims == kHeadDimV || first_dim + d < kHeadDimV; };
   const int quad_lane = lane_id() % 4, end = kTeamRows == 64 ? item.num_rows : min(item.num_rows, row - matrix_row() + kTeamRows);
@@ -192,20 +175,20 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
     for (int j = 0; j < kStoredDims / 8; ++j) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        out[4 * j + 2 * h + c] = ended(out[4 * j + 2 * h + c], factor);
-        wgmma_pin(out[4 * j + 2 * h + c]);  // here, once, and not anew in each branch
+        at(out, j, h, c) = ended(at(out, j, h, c), factor);
+        wgmma_pin(at(out, j, h, c));  // here, once, and not anew in each branch
       }
     }
     if (partial) {
 #pragma unroll
       for (int j = 0; j < kStoredDims / 8; ++j) {
-        if (exists && has_dims(8 * j)) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+        if (exists && has_dims(8 * j)) reinterpret_cast<float2*>(to)[4 * j + quad_lane] = pair(out, j, h);
       }
     } else if (kOutType == kF32 || !wide) {
 #pragma unroll
       for (int j = 0; j < kStoredDims / 8; ++j) {
-        char* const at = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
-        if (exists && has_dims(8 * j)) store_pair(at, wide, out[4 * j + 2 * h], out[4 * j + 2 * h + 1]);
+        char* const place = to + (8 * j + 2 * quad_lane) * element_bytes(kOutType);
+        if (exists && has_dims(8 * j)) store_pair(place, wide, pair(out, j, h));
       }
     } else {
 #pragma unroll
@@ -213,8 +196,8 @@ DEVICE void store_rows(const AttentionParams& p, const Item& item, int row, cons
         u32 pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int at = j + i < n / 4 ? 4 * (j + i) + 2 * h : 0;  // not stored if there is none
-          pairs[i] = kOutType == kBf16 ? pack_bf16(out[at], out[at + 1]) : pack_f16(out[at], out[at + 1]);
+          const float2 x = j + i < kTilesOf<Out> ? pair(out, j + i, h) : pair(out, 0, 0);  // not stored if there is none
+          pairs[i] = kOutType == kBf16 ? pack_bf16(x.x, x.y) : pack_f16(x.x, x.y);
         }
         transpose_quad(pairs);
         if (exists && 8 * (j + quad_lane) < kStoredDims && has_dims(8 * (j + quad_lane)))

@@ -17,9 +17,9 @@ constexpr bool kFoldsInMemory = kHeadDimV > 128;
 // A run has kPiecesTogether nodes of as many pieces at most: two levels.
 static_assert(kRunLevels == 2 && kMostInPrefillRun == kPiecesTogether * kPiecesTogether);
 
-// Four sums of a thread, two of each of its rows.
-DEVICE void fold_four(const Fold (&fold)[2], const float4& sums, float (&x)[4]) {
-  x[0] = fold[0](sums.x, x[0]), x[1] = fold[0](sums.y, x[1]), x[2] = fold[1](sums.z, x[2]), x[3] = fold[1](sums.w, x[3]);
+// What a thread has of a tile, with sums of earlier keys.
+DEVICE float4 folded(const Fold (&fold)[2], const float4& sums, const float4& tile) {
+  return {fold[0](sums.x, tile.x), fold[0](sums.y, tile.y), fold[1](sums.z, tile.z), fold[1](sums.w, tile.w)};
 }
 
 // A node of the tree that is not complete, as a thread of a warpgroup sees it, which computes kDims dims. kAtOnce: loads under way, as many
@@ -33,73 +33,62 @@ class RunNode {
   }
 
   // `out`, with what it is relative to and its totals, becomes the node with it.
-  template <int n>
-  DEVICE void add_to(float (&reference)[2], float (&total)[2], float (&out)[n]) const {
-    const float4 state = load_l2(at_ + n / 4 * 128);
+  template <class Out>
+  DEVICE void add_to(float (&reference)[2], float (&total)[2], Out& out) const {
+    const float4 state = load_l2(at_ + kTilesOf<Out> * 128);
     const Fold fold[2] = {{state.x, reference[0]}, {state.y, reference[1]}};
     total[0] = fold[0](state.z, total[0]), total[1] = fold[1](state.w, total[1]);
     reference[0] = fold[0].reference, reference[1] = fold[1].reference;
 #pragma unroll
-    for (int i = 0; i < n / 4; ++i) {
-      float x[4] = {out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]};
-      fold_four(fold, load_l2(at_ + i * 128), x);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) out[4 * i + c] = x[c];
+    for (int i = 0; i < kTilesOf<Out>; ++i) {
+      set_four(out, i, folded(fold, load_l2(at_ + i * 128), four(out, i)));
       if (i % kAtOnce == kAtOnce - 1) asm volatile("" ::: "memory");
     }
   }
 
-  template <int n>
-  DEVICE void put(const float (&reference)[2], const float (&total)[2], const float (&out)[n]) const {
-    static_assert((n + 4) * 128 <= kFloats);
-    at_[n / 4 * 128] = {reference[0], reference[1], total[0], total[1]};
+  template <class Out>
+  DEVICE void put(const float (&reference)[2], const float (&total)[2], const Out& out) const {
+    static_assert((kTilesOf<Out> + 1) * 4 * 128 <= kFloats);
+    at_[kTilesOf<Out> * 128] = {reference[0], reference[1], total[0], total[1]};
 #pragma unroll
-    for (int i = 0; i < n / 4; ++i) at_[i * 128] = {out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]};
+    for (int i = 0; i < kTilesOf<Out>; ++i) at_[i * 128] = four(out, i);
   }
 
   // The node with `out`, in memory.
-  template <int n>
-  DEVICE void fold_in(const float (&reference)[2], const float (&total)[2], const float (&out)[n]) const {
-    const auto fold = fold_state<n>({reference[0], reference[1], total[0], total[1]});
+  template <class Out>
+  DEVICE void fold_in(const float (&reference)[2], const float (&total)[2], const Out& out) const {
+    const auto fold = fold_state<kTilesOf<Out>>({reference[0], reference[1], total[0], total[1]});
 #pragma unroll
-    for (int i = 0; i < n / 4; i += kAtOnce) {
+    for (int i = 0; i < kTilesOf<Out>; i += kAtOnce) {
       float4 sums[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) sums[k] = load_in_order(at_ + (i + k) * 128);
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        float x[4] = {out[4 * (i + k)], out[4 * (i + k) + 1], out[4 * (i + k) + 2], out[4 * (i + k) + 3]};
-        fold_four(fold.rows, sums[k], x);
-        store_in_order(at_ + (i + k) * 128, {x[0], x[1], x[2], x[3]});
-      }
+      for (int k = 0; k < kAtOnce; ++k) store_in_order(at_ + (i + k) * 128, folded(fold.rows, sums[k], four(out, i + k)));
     }
   }
   // The node with another one, or that one alone where this one has none yet.
-  template <int n>
+  template <int tiles>
   DEVICE void fold_in(const RunNode& other, bool exists) const {
-    const float4 state = load_l2(other.at_ + n / 4 * 128);
-    if (!exists) at_[n / 4 * 128] = {kEmptyReference, kEmptyReference, kNoSum, kNoSum};
-    const auto fold = fold_state<n>(state);
+    const float4 state = load_l2(other.at_ + tiles * 128);
+    if (!exists) at_[tiles * 128] = {kEmptyReference, kEmptyReference, kNoSum, kNoSum};
+    const auto fold = fold_state<tiles>(state);
 #pragma unroll 1
-    for (int i = 0; i < n / 4; i += kAtOnce) {
+    for (int i = 0; i < tiles; i += kAtOnce) {
 #pragma unroll
       for (int k = i; k < i + kAtOnce; ++k) {
-        const float4 added = load_l2(other.at_ + k * 128);
-        float x[4] = {added.x, added.y, added.z, added.w};
-        if (exists) fold_four(fold.rows, load_l2(at_ + k * 128), x);
-        at_[k * 128] = {x[0], x[1], x[2], x[3]};
+        float4 tile = load_l2(other.at_ + k * 128);
+        if (exists) tile = folded(fold.rows, load_l2(at_ + k * 128), tile);
+        at_[k * 128] = tile;
       }
     }
   }
-  template <int n>
-  DEVICE void take(float (&reference)[2], float (&total)[2], float (&out)[n]) const {
-    const float4 state = load_l2(at_ + n / 4 * 128);
+  template <class Out>
+  DEVICE void take(float (&reference)[2], float (&total)[2], Out& out) const {
+    const float4 state = load_l2(at_ + kTilesOf<Out> * 128);
     reference[0] = state.x, reference[1] = state.y, total[0] = state.z, total[1] = state.w;
 #pragma unroll
-    for (int i = 0; i < n / 4; ++i) {
-      const float4 x = load_l2(at_ + i * 128);
-      out[4 * i] = x.x, out[4 * i + 1] = x.y, out[4 * i + 2] = x.z, out[4 * i + 3] = x.w;
-    }
+    for (int i = 0; i < kTilesOf<Out>; ++i) set_four(out, i, load_l2(at_ + i * 128));
   }
 
  private:
@@ -107,11 +96,11 @@ class RunNode {
     Fold rows[2];
   };
   // Folds sums with those of a node with the state {references, totals}, which becomes the state of both.
-  template <int n>
+  template <int tiles>
   DEVICE Folds fold_state(const float4& added) const {
-    const float4 state = load_l2(at_ + n / 4 * 128);
+    const float4 state = load_l2(at_ + tiles * 128);
     const Folds fold{{{state.x, added.x}, {state.y, added.y}}};
-    at_[n / 4 * 128] = {fold.rows[0].reference, fold.rows[1].reference, fold.rows[0](state.z, added.z), fold.rows[1](state.w, added.w)};
+    at_[tiles * 128] = {fold.rows[0].reference, fold.rows[1].reference, fold.rows[0](state.z, added.z), fold.rows[1](state.w, added.w)};
     return fold;
   }
 
@@ -120,8 +109,8 @@ class RunNode {
 };
 
 // The sums of a piece join those of its run. True where it was the last one: they are the run's then.
-template <int n>
-DEVICE bool fold_piece(const AttentionParams& p, const RunPiece& piece, float (&reference)[2], float (&total)[2], float (&out)[n]) {
+template <class Out>
+DEVICE bool fold_piece(const AttentionParams& p, const RunPiece& piece, float (&reference)[2], float (&total)[2], Out& out) {
   if (piece.number == 0 && piece.last) return true;
   const int within = piece.number % kPiecesTogether;
   const bool completes = piece.last || within + 1 == kPiecesTogether;  // a node of the first level
@@ -134,7 +123,7 @@ DEVICE bool fold_piece(const AttentionParams& p, const RunPiece& piece, float (&
     }
     if (!completes) return false;
     const bool has_second = piece.number >= kPiecesTogether;
-    if (has_second || !piece.last) Node(p, 1).template fold_in<n>(Node(p, 0), has_second);
+    if (has_second || !piece.last) Node(p, 1).template fold_in<kTilesOf<Out>>(Node(p, 0), has_second);
     if (piece.last) Node(p, has_second).take(reference, total, out);
     return piece.last;
   } else {

@@ -32,17 +32,7 @@ constexpr int kConsumerRegisters = kCrews == 1 ? (kWidens && kTeamDims * kTileRo
 DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
 DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
 
-// The sums of a thread's two rows, and the references that they are relative to.
-struct Sums {
-  float reference[2], total[2], out[kTeamDims / 2];
-
-  DEVICE void clear(float none) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, total[h] = none;
-#pragma unroll
-    for (float& x : out) x = none;
-  }
-};
+using Sums = FragmentSums<Fragment<kTeamDims>>;
 
 class Consumer {
  public:
@@ -141,7 +131,7 @@ class Consumer {
   DEVICE bool softmax(const Rows& rows, int tile, Scores& s, Sums& sums, float (&factor)[2]) const {
     if constexpr (!kPlainLogits) modify(rows, s);
     if constexpr (edge) hide(tile * kTileKeys, rows, s);
-    return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.total, factor, kSlack, kFresh);
+    return weigh(p_, tile * kTileKeys, rows, s, sums.reference, sums.sum, factor, kSlack, kFresh);
   }
 
   // Multiplies the output of the tile before, of which some row sees the keys [lo, hi).
@@ -193,10 +183,10 @@ class Consumer {
       finish<1>(s);
       leave_keys();
       const bool begins = left == 0;
-      const float ended[2] = {piece.reference[0], piece.reference[1]}, totals[2] = {piece.total[0], piece.total[1]};
+      const float ended[2] = {piece.reference[0], piece.reference[1]}, totals[2] = {piece.sum[0], piece.sum[1]};
       if (begins) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) piece.reference[h] = kEmptyReference, piece.total[h] = 0.f;
+        for (int h = 0; h < 2; ++h) piece.reference[h] = kEmptyReference, piece.sum[h] = 0.f;
         left = piece_tiles;
       }
       --left;
@@ -206,11 +196,9 @@ class Consumer {
       pack_weights<kValueType>(s, weights_);
       if (begins) {
         end_piece(piece, ended, totals, node, pieces, false);
-#pragma unroll
-        for (float& x : piece.out) x = 0.f;
+        fill(piece.out, 0.f);
       } else if (moved) {
-#pragma unroll
-        for (int i = 0; i < kTeamDims / 2; ++i) piece.out[i] *= factor[i / 2 % 2];
+        each(piece.out, [&](float& x, int h, int) { x *= factor[h]; });
       }
     };
 #pragma unroll 1
@@ -224,8 +212,8 @@ class Consumer {
     leave_queries();
     const int last = (tiles.end - 1) * kTileKeys;
     finish_output(piece, item.lo - last, item.hi - last);
-    end_piece(piece, piece.reference, piece.total, node, pieces, true);
-    store_rows<kTeamDims>(p_, item, first_row() + matrix_row(), node.reference, node.total, node.out, first_dim());
+    end_piece(piece, piece.reference, piece.sum, node, pieces, true);
+    store_rows<kTeamDims>(p_, item, first_row() + matrix_row(), node.reference, node.sum, node.out, first_dim());
   }
 
   // Folds the sums of a finished piece with those of the node, and a complete node with those before it. `last`: the piece is the item's
@@ -236,19 +224,19 @@ class Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       node.reference[h] = fold[h].reference;
-      node.total[h] = fold[h](node.total[h], sum_over<4>(total[h]));
+      node.sum[h] = fold[h](node.sum[h], sum_over<4>(total[h]));
     }
 #pragma unroll
-    for (int i = 0; i < kTeamDims / 2; ++i) node.out[i] = fold[i / 2 % 2](node.out[i], piece.out[i]);
+    for (int tile = 0; tile < kTeamDims / 8; ++tile) set_four(node.out, tile, folded(fold, four(node.out, tile), four(piece.out, tile)));
     ++pieces;
     if (kNodeKept && !last && pieces % kPiecesTogether != 0) return;
     int each = kNodeKept ? kPiecesTogether : 1;  // pieces of a node below the level
 #pragma unroll 1
     for (int level = 0; level < kLevels; ++level, each *= kPiecesTogether) {
       const RunNode<kTeamDims, kTeamDims / 8, kLevels> before(p_, level);
-      if ((pieces - 1) / each % kPiecesTogether > 0) before.add_to(node.reference, node.total, node.out);
+      if ((pieces - 1) / each % kPiecesTogether > 0) before.add_to(node.reference, node.sum, node.out);
       if (last || pieces % (kPiecesTogether * each) == 0) continue;
-      before.put(node.reference, node.total, node.out);
+      before.put(node.reference, node.sum, node.out);
       break;
     }
     if (!last) node.clear(kNoSum);

@@ -3,6 +3,7 @@
 // in registers, where one block has several pieces. Always from the left, as kPiecesTogether's tree, by the same arithmetic: a result has
 // the same bits whoever computed what. Sums are without the values' scale, which the end of a row applies.
 #include "attention_output.cuh"
+#include "fragment.cuh"
 
 namespace imbrex::cuda {
 
@@ -17,6 +18,40 @@ struct Fold {
       : reference(fmaxf(sums, others)), kept(exp2_approx(sums - reference)), added(exp2_approx(others - reference)) {}
   // Spelt out: a compiler could contract either product.
   DEVICE float operator()(float sum, float other) const { return fmaf(other, added, sum * kept); }
+};
+
+// Sums of a thread's two rows become relative to references that have moved.
+template <class Out>
+DEVICE void rescale(const float (&factor)[2], float (&sum)[2], Out& out) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    sum[h] *= factor[h];
+    each_of_row(out, h, [=](float& x, int) { x *= factor[h]; });
+  }
+}
+
+// The sums of a thread's two rows, and the references that they are relative to.
+template <class Out>
+struct FragmentSums {
+  float reference[2], sum[2];
+  Out out;
+
+  DEVICE void clear(float none) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, sum[h] = none;
+    fill(out, none);
+  }
+  DEVICE void rescale(const float (&factor)[2]) { cuda::rescale(factor, sum, out); }
+  DEVICE void fold(const FragmentSums& others) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Fold fold(reference[h], others.reference[h]);
+      reference[h] = fold.reference, sum[h] = fold(sum[h], others.sum[h]);
+#pragma unroll
+      for (int i = 0; i < 2 * kTilesOf<Out>; ++i)
+        at(out, i / 2, h, i % 2) = fold(at(out, i / 2, h, i % 2), at(others.out, i / 2, h, i % 2));
+    }
+  }
 };
 
 // A thread has four neighbouring dims of a row, and four more half a row later, so that the threads of a warp access contiguous memory.

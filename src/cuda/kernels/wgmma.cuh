@@ -2,8 +2,8 @@
 // wgmma, the matrix product of a warpgroup on sm_90a: d[64 x n] += a[64 x 32 bytes] * b[32 bytes x n], asynchronous (wgmma_fence, commit
 // and wait are in async.cuh). Of 16-bit numbers these 32 bytes are 16, of e4m3 32.
 //
-// A lane of warp w holds of d, with g = lane / 4 and t = lane % 4: d[4 j + 2 h + c] is row 16 w + g + 8 h, column 8 j + 2 t + c. Of a in
-// registers, a[2 i + h] has of row 16 w + g + 8 h the bytes 16 i + 4 t to 16 i + 4 t + 3: of 16-bit numbers the same 16 x 16 as in
+// Warp w of the warpgroup has rows 16 w to 16 w + 15: of d as a Fragment (fragment.cuh). Of a in registers, with g = lane / 4 and
+// t = lane % 4, a[2 i + h] has of row 16 w + g + 8 h the bytes 16 i + 4 t to 16 i + 4 t + 3: of 16-bit numbers the same 16 x 16 as in
 // mma_bf16.
 #include "async.cuh"
 #include "cuda/params.h"
