@@ -1,7 +1,9 @@
 #pragma once
 // A warp's products with mma.sync, of fragments from shared memory: its rows of queries with keys, and weights with values; and the
 // modifications of scores before they become weights. For attention_sm80.cu and attention_sm90_decode.cu.
+#include "attention_output.cuh"
 #include "attention_sm80_tiles.cuh"
+#include "fragment.cuh"
 
 namespace imbrex::cuda {
 
@@ -63,13 +65,13 @@ DEVICE u32 pack(float low, float high) {
 }
 
 // Probabilities as planes of a left operand; what a plane rounds off goes to the next.
-DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
+DEVICE void pack_planes(float2 x, int i, u32 (&a)[kQPlanes][4]) {
 #pragma unroll
   for (int plane = 0; plane < kQPlanes; ++plane) {
-    a[plane][i] = pack(low, high);
+    a[plane][i] = pack(x.x, x.y);
     if constexpr (kExact) {
       const float2 rounded = unpack_bf16(a[plane][i]);
-      low -= rounded.x, high -= rounded.y;
+      x.x -= rounded.x, x.y -= rounded.y;
     }
   }
 }
@@ -80,7 +82,7 @@ DEVICE void pack_planes(float low, float high, int i, u32 (&a)[kQPlanes][4]) {
 template <class Layout, bool kept>
 class Scores {
  public:
-  using Tile = float[kRowTiles][kKeyTiles][4];
+  using Tile = TiledFragment<kTeamKeys>[kRowTiles];
 
   // Prepares the scores of rows from `row` on, whose queries are at `q` in shared memory. The caller provides `item` and `scale`; the other
   // fields of `slot` are valid when the queries are.
@@ -210,11 +212,7 @@ class Scores {
       for (int h = 0; h < 2; ++h) {
         const int row = computed_here(row_of(m, h)), distance = begin + 2 * (lane_ % 4) - slot_.item.position_of(row);
         const RowTerms row_terms = terms(row);
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) s[m][n][2 * h + c] = modified(p_, row_terms, s[m][n][2 * h + c], distance + 8 * n + c);
-        }
+        each_of_row(s[m], h, [=, this](float& x, int key) { x = modified(p_, row_terms, x, distance + key); });
       }
     }
   }
@@ -232,17 +230,12 @@ class Scores {
           const int query = slot_.item.query_index + (slot_.item.row_begin + min(row, slot_.item.num_rows - 1)) / kGroup;
           custom = p_.custom_mask + p_.custom_start[slot_.item.request] + long(query) * slot_.item.seq_len + first;
         }
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int key = 8 * n + c;
-            bool seen = key < hi;
-            if constexpr (kWindow) seen = seen && key >= lo;
-            if constexpr (kCustomMask) seen = seen && custom[key] != 0;
-            if (!seen) s[m][n][2 * h + c] = -infinity();
-          }
-        }
+        each_of_row(s[m], h, [=](float& x, int key) {
+          bool seen = key < hi;
+          if constexpr (kWindow) seen = seen && key >= lo;
+          if constexpr (kCustomMask) seen = seen && custom[key] != 0;
+          if (!seen) x = -infinity();
+        });
       }
     }
   }
@@ -258,9 +251,10 @@ class Scores {
 
 // --- values
 
-// Adds weights of 16 keys times their values, for `tiles` tiles of 8 dims. `v`: where this lane's rows of the fragments begin.
-template <class Layout, int tiles>
-DEVICE void add_products(const u32 (&a)[kRowTiles][kQPlanes][4], u32 v, float (&out)[kRowTiles][tiles][4]) {
+// Adds weights of 16 keys times their values, to kRowTiles outputs. `v`: where this lane's rows of the fragments begin.
+template <class Layout, class Out>
+DEVICE void add_products(const u32 (&a)[kRowTiles][kQPlanes][4], u32 v, Out* out) {
+  constexpr int tiles = kTilesOf<Out>;
 #pragma unroll
   for (int d = 0; d < tiles; d += 2 * kLoadSteps) {
     u32 words[kKvPlanes][4];
@@ -297,10 +291,41 @@ DEVICE int dim_of_pair(int pair) {
   const int t = lane_id() % 4;
   return pair / 2 * 16 + (kBytes ? 4 * t + pair % 2 * 2 : pair % 2 * 8 + 2 * t);
 }
-template <int tiles>
-DEVICE float2 pair_of(const float (&out)[tiles][4], int h, int pair) {
-  if constexpr (kBytes) return {out[pair / 2 * 2][2 * h + pair % 2], out[pair / 2 * 2 + 1][2 * h + pair % 2]};
-  return {out[pair][2 * h], out[pair][2 * h + 1]};
+template <class Out>
+DEVICE float2 pair_of(const Out& out, int h, int number) {
+  if constexpr (kBytes) return {at(out, number / 2 * 2, h, number % 2), at(out, number / 2 * 2 + 1, h, number % 2)};
+  return pair(out, number, h);
+}
+
+// --- the end of a row
+
+// Writes row `row` of the item: what a lane has of it, its row h in `out`, of the dims from `first_dim` on.
+template <class Out>
+DEVICE void store_row(const AttentionParams& p, const Item& item, int row, float reference, float sum, const Out& out, int h, int first_dim,
+                      bool aligned, float v_scale) {
+  const bool first = first_dim == 0 && lane_id() % 4 == 0;
+  const int token = item.token_of(row), head = item.head_of(row);
+  if (item.partial >= 0) {
+    if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {reference, sum};
+    float* const to = p.partial_out + partial_row(p, item, row) * kHeadDimV;
+#pragma unroll
+    for (int i = 0; i < kTilesOf<Out>; ++i) {
+      const float2 x = pair_of(out, h, i);
+      const int d = first_dim + dim_of_pair(i);
+      if (d < kHeadDimV) *reinterpret_cast<float2*>(to + d) = x;
+    }
+  } else {
+    const RowEnd end = row_end(p, head, reference, sum);
+    if (first) store_lse(p, token, head, end.lse);
+    char* const to = out_row(p, token, head);
+#pragma unroll
+    for (int i = 0; i < kTilesOf<Out>; ++i) {
+      const float2 x = pair_of(out, h, i);
+      const int d = first_dim + dim_of_pair(i);
+      if (d < kHeadDimV)
+        store_pair(to + d * element_bytes(kOutType), aligned, {ended(x.x, end.factor * v_scale), ended(x.y, end.factor * v_scale)});
+    }
+  }
 }
 
 }  // namespace imbrex::cuda

@@ -23,42 +23,6 @@ struct alignas(16) SharedStorage {
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ char memory[];
 
-// --- the end of an item
-
-// One team: each warp has all sums of its rows.
-DEVICE void store_rows(const AttentionParams& p, const Item& item, const Warp& warp) {
-  const bool aligned = out_is_wide(p);
-  const float v_scale = kv_scale(p.v, item.kv_head);
-#pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const int m = i / 2, h = i % 2, row = warp.row_of(m, h);
-    const float sum = warp.total(m, h);
-    if (row >= item.num_rows) continue;
-    const int token = item.token_of(row), head = item.head_of(row);
-    const bool first = warp.has_first_dims() && lane_id() % 4 == 0;
-    if (item.partial >= 0) {
-      if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {warp.reference(m, h), sum};
-      float* const out = p.partial_out + partial_row(p, item, row) * kHeadDimV;
-#pragma unroll
-      for (int pair = 0; pair < kDimTiles; ++pair) {
-        const float2 x = warp.pair_of(m, h, pair);
-        if (warp.dim_of(pair) < kHeadDimV) *reinterpret_cast<float2*>(out + warp.dim_of(pair)) = x;
-      }
-    } else {
-      const RowEnd end = row_end(p, head, warp.reference(m, h), sum);
-      if (first) store_lse(p, token, head, end.lse);
-      char* const out = out_row(p, token, head);
-#pragma unroll
-      for (int pair = 0; pair < kDimTiles; ++pair) {
-        const float2 x = warp.pair_of(m, h, pair);
-        const int d = warp.dim_of(pair);
-        if (d < kHeadDimV)
-          store_pair(out + d * element_bytes(kOutType), aligned, {ended(x.x, end.factor * v_scale), ended(x.y, end.factor * v_scale)});
-      }
-    }
-  }
-}
-
 // --- an item, and all of them
 
 DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
@@ -111,7 +75,7 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
     free_stage = free_stage + 1 == kStages ? 0 : free_stage + 1;
   }
   if constexpr (kTeams == 1) {
-    store_rows(p, shared.slot.item, rows);
+    rows.store(p, shared.slot.item);
   } else {
     team_sync(team);  // nobody reads the team's values any more
     const auto part = [&](int t, int row, int d) { return reinterpret_cast<float*>(shared.team[t]) + row * kPartRow + d; };

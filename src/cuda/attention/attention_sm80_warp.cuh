@@ -1,6 +1,7 @@
 #pragma once
 // One warp of attention_sm80.cu: its rows of scores and output in registers.
 #include "attention_products.cuh"
+#include "row_sums.cuh"
 
 namespace imbrex::cuda {
 
@@ -20,11 +21,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) reference_[m][h] = kEmptyReference, sum_[m][h] = 0.f;
-#pragma unroll
-      for (int n = 0; n < kDimTiles; ++n) {
-#pragma unroll
-        for (float& x : out_[m][n]) x = 0.f;
-      }
+      fill(out_[m], 0.f);
     }
   }
 
@@ -48,9 +45,20 @@ class Warp {
   DEVICE int dim_of(int pair) const { return dim_ + dim_of_pair(pair); }
   DEVICE float2 pair_of(int m, int h, int pair) const { return imbrex::cuda::pair_of(out_[m], h, pair); }
   DEVICE bool has_first_dims() const { return dim_ == 0; }
+  // Writes the rows of the item, for a warp that has all sums of its rows.
+  DEVICE void store(const AttentionParams& p, const Item& item) const {
+    const bool aligned = out_is_wide(p);
+    const float v_scale = kv_scale(p.v, item.kv_head);
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int m = i / 2, h = i % 2, row = row_of(m, h);
+      const float sum = total(m, h);
+      if (row < item.num_rows) store_row(p, item, row, reference_[m][h], sum, out_[m], h, dim_, aligned, v_scale);
+    }
+  }
 
  private:
-  using ScoreTile = float[kRowTiles][kKeyTiles][4];
+  using ScoreTile = TiledFragment<kTeamKeys>[kRowTiles];
 
   // Scores become weights relative to each row's reference; where a maximum outgrows it by too much, the row's sums are rescaled.
   DEVICE void weigh(ScoreTile& s) {
@@ -60,10 +68,7 @@ class Warp {
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float top = -infinity();
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-        top = max_over<4>(top);
+        float top = max_over<4>(greatest(s[m], h));
         top *= scale[m][h] = scores_.factor_left(row_of(m, h));
         const bool moves = move_reference(reference_[m][h], top, kSlack, 0.f, factor[m][h]);
         moved = moved || moves;
@@ -71,26 +76,14 @@ class Warp {
     }
     if (any_lane(moved)) {
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        sum_[m][0] *= factor[m][0], sum_[m][1] *= factor[m][1];
-#pragma unroll
-        for (int n = 0; n < kDimTiles; ++n) {
-          out_[m][n][0] *= factor[m][0], out_[m][n][1] *= factor[m][0];
-          out_[m][n][2] *= factor[m][1], out_[m][n][3] *= factor[m][1];
-        }
-      }
+      for (int m = 0; m < kRowTiles; ++m) rescale(factor[m], sum_[m], out_[m]);
     }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float x = s[m][n][i], reference = reference_[m][i / 2];
-          s[m][n][i] = exp2_approx(fmaf(x, scale[m][i / 2], -reference));
-          sum_[m][i / 2] += s[m][n][i];
-        }
-      }
+      each(s[m], [&](float& x, int h, int) {
+        x = exp2_approx(fmaf(x, scale[m][h], -reference_[m][h]));
+        sum_[m][h] += x;
+      });
     }
   }
 
@@ -101,7 +94,7 @@ class Warp {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) pack_planes(s[m][n + i / 2][i % 2 * 2], s[m][n + i / 2][i % 2 * 2 + 1], i, a[m]);
+        for (int i = 0; i < 4; ++i) pack_planes(pair(s[m], n + i / 2, i % 2), i, a[m]);
       }
       add_products<PaddedRows>(a, v + n * 8 * PaddedRows::kVRow, out_);
     }
@@ -110,7 +103,8 @@ class Warp {
   Scores<PaddedRows, kQInRegisters> scores_;
   const int lane_, dim_;  // first dim of the output that is this warp's
   u32 v_lane_;            // where this lane's rows of the fragments begin
-  float out_[kRowTiles][kDimTiles][4], reference_[kRowTiles][2], sum_[kRowTiles][2];
+  TiledFragment<kWarpDims> out_[kRowTiles];
+  float reference_[kRowTiles][2], sum_[kRowTiles][2];
 };
 
 }  // namespace imbrex::cuda
