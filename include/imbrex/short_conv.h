@@ -39,14 +39,16 @@ struct ShortConvOutputs {
 
 // update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
 // requests with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do other requests and
-// threads. update_on_device() reads DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state is left
-// out of run(), and device_problems() reports it; two requests with the same slot are not found, and their results are undefined.
+// threads. update_on_device() reads DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state, or
+// which has the slot of another one, is left out of run(), and device_problems() reports it. It is for GPUs: a plan of a CPU, where lengths
+// are on the host anyway, refuses it.
 class ShortConvPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors short_conv.run.*
   virtual void run(const ShortConvInputs&, const ShortConvOutputs&, Stream = nullptr) const = 0;
 };
 
+// Plans of the built-in backends need no scratch: BackendOf::workspace_bytes() is 0, and PlanOptions::workspace is taken but not used.
 struct ShortConvFamily {
   static constexpr std::string_view name = "short_conv";
   using Spec = ShortConvSpec;

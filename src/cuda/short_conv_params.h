@@ -27,6 +27,7 @@ enum StateRule : int {
   kStateSlotIsOne,
   kStateDraftsFit,
   kStateAcceptedFit,
+  kStateSlotIsOwn,
   kStateSlotIsThere,
   kNumStateRules
 };

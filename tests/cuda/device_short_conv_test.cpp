@@ -140,11 +140,11 @@ TEST_F(DeviceShortConv, TwoStreams) {
 TEST_F(DeviceShortConv, LeavesOutRequestsThatBreakRules) {
   const ConvProblem p{.spec = {.dim = 256, .width = 3, .num_drafts = 2}, .on_device = true};
   ConvBesideReference problem(backend, device, p);
-  ConvStep step{.starts = {0, 2, 5, 9, 10, 12},
-                .lens = {2, 3, 4, 1, 2},
-                .slots = {4, 17, -1, 5, 6},
-                .drafts = {0, 0, 0, 0, 3},
-                .accepted = {0, 0, 0, 1, 0}};
+  ConvStep step{.starts = {0, 2, 5, 9, 10, 12, 13, 15},
+                .lens = {2, 3, 4, 1, 2, 9, 2},
+                .slots = {4, 17, -1, 5, 6, 3, 3},
+                .drafts = {0, 0, 0, 0, 3, 0, 0},
+                .accepted = {0, 0, 0, 1, 0, 0, 0}};
   problem.begin(step);
   problem.send(step), problem.update_on_device(), problem.layer();
   // The reference computes what is left; the other rows are as they were.
@@ -156,7 +156,8 @@ TEST_F(DeviceShortConv, LeavesOutRequestsThatBreakRules) {
   for (const Reason& reason : problem.plan().device_problems(problem.stream().get())) codes += reason.code + " " + reason.actual + "\n";
   EXPECT_EQ(codes,
             "batch.state.slot something else in request 2\nbatch.state.num_drafts something else in request 4\n"
-            "batch.state.accepted_drafts something else in request 3\nbatch.state.slot something else in request 1\n");
+            "batch.state.accepted_drafts something else in request 3\nbatch.state.shared something else in request 6\n"
+            "batch.state.slot something else in request 1\n");
 }
 
 // --- speed: build/tests/cuda_tests --gtest_also_run_disabled_tests --gtest_filter='DeviceShortConvSpeed.*'

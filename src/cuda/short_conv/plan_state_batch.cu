@@ -1,15 +1,35 @@
 // The list of requests of layers with a state, from lengths that lie on the device; launched by cuda/short_conv/short_conv.cpp in front of
 // the layers of a step.
 //
-// A few hundred requests: bound by latency, so one thread block reads them all and writes 16 bytes for each.
+// A few hundred requests: bound by latency, so one thread block reads them all and writes 16 bytes for each. Each request claims the bit of
+// its slot in shared memory. Who finds it set looks through all requests for those that have the same slot: slots share a bit only where
+// there are more of them than bits, so that hardly anybody looks.
 #include "async.cuh"
 #include "cuda/short_conv_params.h"
 
 namespace imbrex::cuda {
 
+constexpr int kClaims = 1 << 17;  // bits; a slot's is the remainder
+
+struct SharedStorage {
+  uint4 claimed[kClaims / 128];
+};
+
+extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+extern __shared__ __align__(16) char memory[];
+
 struct Lengths {
   int begin, end, seq_len, slot, drafts, accepted;
 };
+
+DEVICE Lengths lengths_of(const PlanStateBatchParams& p, int r) {
+  return {p.starts[r],
+          p.starts[r + 1],
+          p.lengths[r],
+          p.slots[r],
+          p.drafts != nullptr ? p.drafts[r] : 0,
+          p.accepted != nullptr ? p.accepted[r] : 0};
+}
 
 // The first rule that the request breaks; kNumStateRules: none.
 DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
@@ -26,23 +46,49 @@ DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
   return kNumStateRules;
 }
 
+// The slot that a request reads and writes; negative: it has no tokens, or breaks a rule.
+DEVICE int used_slot(const PlanStateBatchParams& p, int r, const Lengths& q) {
+  return q.end > q.begin && broken_rule(p, r, q) == kNumStateRules ? q.slot : -1;
+}
+
+// Returns whether another request has claimed the bit of this slot before.
+DEVICE bool is_claimed(int slot) {
+  const u32 bit = 1u << slot % 32;
+  return (atomicOr(reinterpret_cast<u32*>(memory) + slot % kClaims / 32, bit) & bit) != 0;
+}
+
+DEVICE void leave_out(const PlanStateBatchParams& p, int r, StateRule rule) {
+  atomicMax(p.broken + rule, r + 1);
+  p.requests[r].slot = -1;
+}
+
+// Leaves out a request and all others that have its slot: which of them is meant nobody knows.
+DEVICE void leave_out_sharers(const PlanStateBatchParams& p, int r) {
+  const int slot = used_slot(p, r, lengths_of(p, r));
+  for (int other = 0; slot >= 0 && other < p.num_reqs; ++other) {
+    if (other == r || p.slots[other] != slot || used_slot(p, other, lengths_of(p, other)) != slot) continue;
+    leave_out(p, r, kStateSlotIsOwn), leave_out(p, other, kStateSlotIsOwn);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_batch(const __grid_constant__ PlanStateBatchParams p) {
+  SharedStorage& s = *reinterpret_cast<SharedStorage*>(memory);
+  for (int i = int(threadIdx.x); i < kClaims / 128; i += kPlanStateBatchThreads) s.claimed[i] = {0, 0, 0, 0};
   griddep_wait();
-  bool falls = false;
+  __syncthreads();
+  bool falls = false, may_share = false;
   for (int r = int(threadIdx.x); r < p.num_reqs; r += kPlanStateBatchThreads) {
-    const Lengths q{p.starts[r],
-                    p.starts[r + 1],
-                    p.lengths[r],
-                    p.slots[r],
-                    p.drafts != nullptr ? p.drafts[r] : 0,
-                    p.accepted != nullptr ? p.accepted[r] : 0};
+    const Lengths q = lengths_of(p, r);
     const int rule = broken_rule(p, r, q);
     if (rule < kNumStateRules) atomicMax(p.broken + rule, r + 1);
     falls = falls || rule == kStateStartsRise;
-    p.requests[r] = {q.begin, rule < kNumStateRules ? -1 : q.slot, q.seq_len == q.end - q.begin ? -1 : q.accepted, q.drafts};
+    const int slot = used_slot(p, r, q);
+    if (slot >= 0 && is_claimed(slot)) may_share = true;
+    p.requests[r] = {q.begin, slot, q.seq_len == q.end - q.begin ? -1 : q.accepted, q.drafts};
     if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, -1, -1, 0};
   }
-  falls = named_barrier_any(1, kPlanStateBatchThreads, falls);
+  falls = named_barrier_any(1, kPlanStateBatchThreads, falls);  // now all requests are written
+  for (int r = int(threadIdx.x); may_share && r < p.num_reqs; r += kPlanStateBatchThreads) leave_out_sharers(p, r);
   if (threadIdx.x == 0) *p.counts = {falls || p.num_reqs == 0 ? 0 : min(p.starts[p.num_reqs], p.max_tokens), p.num_reqs, {}};
 }
 

@@ -197,6 +197,7 @@ std::vector<Reason> ShortConvCudaPlan::device_problems(Stream stream) {
       {"batch.state.slot", "a slot of 0 or more"},
       {"batch.state.num_drafts", fmt::format("0 to {} drafts, and no more than tokens", spec_.num_drafts)},
       {"batch.state.accepted_drafts", fmt::format("0 to {} accepted drafts, none where nothing has gone by", spec_.num_drafts)},
+      {"batch.state.shared", "a slot of its own for each request"},
       {"batch.state.slot", "a slot of the state that run() was given"},
   };
   std::vector<Reason> problems;

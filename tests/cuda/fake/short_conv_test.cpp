@@ -1,12 +1,9 @@
-// The short convolution's plan for GPUs on the fake driver: what it refuses, launches and reports, that a failed update changes nothing,
-// and that a captured graph serves any batch. The kernels' texts, compiled for the host (tests/cuda/lanes), do the work.
+// The short convolution's plan for GPUs on the fake driver: what it refuses and launches, that a failed update changes nothing, and that a
+// captured graph serves any batch. The kernels' texts, compiled for the host (tests/cuda/lanes), do the work.
 #include <cstring>
 
 #include "allocations.h"
-#include "cuda/driver/memory.h"
-#include "cuda/fake/fake_driver.h"
-#include "cuda/fake/short_conv_texts.h"
-#include "cuda/short_conv_problem.h"
+#include "cuda/fake/short_conv_calls.h"
 #include "expect_error.h"
 
 namespace imbrex::cuda {
@@ -14,20 +11,7 @@ namespace {
 
 using fake::FailCall;
 using imbrex::test::error_code, imbrex::test::FailAllocation, imbrex::test::short_conv_variants, imbrex::test::ShortConvVariant;
-using test::ConvBesideReference, test::ConvProblem, test::ConvStep;
-
-class ShortConvPlans : public testing::Test {
- protected:
-  static constexpr const char* kFine = "nothing thrown";
-  static constexpr Device kGpu{DeviceType::cuda, 0};
-  ~ShortConvPlans() override { fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear(); }
-  void use(const ShortConvVariant& variant) { fake::use_short_conv_text(variant); }
-  std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const PlanOptions& options = {}) const {
-    return find_backend<ShortConvFamily>("cuda_sm80")->plan(spec, device, options);
-  }
-  void run(const ConvProblem& problem) const { ConvBesideReference(*find_backend<ShortConvFamily>("cuda_sm80"), device, problem).run(); }
-  const DeviceInfo device = probe_cuda().at(0);
-};
+using test::ConvProblem;
 
 TEST_F(ShortConvPlans, OutputsAndStatesAreThoseOfTheReference) {
   if (!fake::has_short_conv_texts()) GTEST_SKIP();
@@ -144,37 +128,6 @@ TEST_F(ShortConvPlans, ManyRequests) {
   }
 }
 
-class ShortConvCalls : public ShortConvPlans {
- protected:
-  ShortConvCalls() { use(short_conv_variants()[0]); }
-  // Host memory is as good as any to the fake driver.
-  TensorView tensor(DType dtype, std::initializer_list<int64_t> sizes) {
-    TensorView t = TensorView::contiguous(nullptr, dtype, sizes, kGpu);
-    kept.push_back(std::make_unique<std::vector<float>>(size_t(t.num_elements() + 4)));
-    t.data = kept.back()->data();
-    return t;
-  }
-  TensorView list(const std::vector<int32_t>& values) {
-    TensorView t = tensor(DType::i32, {int64_t(values.size())});
-    std::copy(values.begin(), values.end(), t.as<int32_t>());
-    return t;
-  }
-  const ShortConvSpec spec = short_conv_variants()[0].spec(64, 2);
-  PlanLimits limits{.max_num_reqs = 4, .max_num_tokens = 50, .max_seq_len = 1000};
-  std::vector<std::unique_ptr<std::vector<float>>> kept;
-  ConvStep step{.starts = {0, 2, 2, 5}, .lens = {2, 7, 9}, .slots = {1, -1, 0}, .drafts = {0, 0, 2}, .accepted = {0, 0, 1}};
-  Batch batch = step.batch(spec);
-  DeviceBatch on_device{.query_start_loc = list(step.starts),
-                        .seq_lens = list(step.lens),
-                        .state_slots = list(step.slots),
-                        .num_drafts = list(step.drafts),
-                        .accepted_drafts = list(step.accepted),
-                        .max_num_tokens = 6};
-  ShortConvInputs in{
-      .bcx = tensor(DType::bf16, {6, 192}), .weight = tensor(DType::bf16, {64, 3}), .bias = {}, .state = tensor(DType::bf16, {2, 4, 64})};
-  ShortConvOutputs out{.out = tensor(DType::bf16, {6, 64})};
-};
-
 TEST_F(ShortConvCalls, RefuseWhatIsWrong) {
   const BackendOf<ShortConvFamily>& backend = *find_backend<ShortConvFamily>("cuda_sm80");
   EXPECT_EQ(backend.unsupported(spec, describe_device("h200")).size(), 0u);
@@ -219,97 +172,6 @@ TEST_F(ShortConvCalls, RefuseWhatIsWrong) {
   // A plan whose batches nobody validates has no room for more than its limits all the same.
   const auto unchecked = plan(spec, {.limits = {.max_num_reqs = 1, .max_num_tokens = 4}, .validate = false});
   EXPECT_EQ(error_code([&] { unchecked->update(batch); }), "update.limits");
-}
-
-TEST_F(ShortConvCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
-  const auto p = plan(spec, {.limits = limits, .on_device = true});
-  const std::pair<const char*, std::function<void(DeviceBatch&)>> refusals[] = {
-      {kFine, [](DeviceBatch&) {}},
-      {kFine, [](DeviceBatch& b) { b.num_drafts = b.accepted_drafts = {}; }},
-      {"batch.lengths", [](DeviceBatch& b) { b.query_start_loc.sizes[0] = 3; }},
-      {"update.device", [](DeviceBatch& b) { b.seq_lens.device = {}; }},
-      {"batch.state.size", [](DeviceBatch& b) { b.state_slots = {}; }},
-      {"batch.state.size", [](DeviceBatch& b) { b.num_drafts.sizes[0] = 2; }},
-      {"batch.state.size", [](DeviceBatch& b) { b.accepted_drafts.dtype = DType::i64; }},
-      {"update.device", [](DeviceBatch& b) { b.state_slots.device.index = 1; }},
-      {"batch.num_tokens.limit", [](DeviceBatch& b) { b.max_num_tokens = 51; }},
-      {"batch.num_reqs.limit", [](DeviceBatch& b) { b.seq_lens.sizes[0] = 5; }},
-  };
-  for (const auto& [code, spoil] : refusals) {
-    DeviceBatch spoiled = on_device;
-    spoil(spoiled);
-    fake::state().launches.clear();
-    EXPECT_EQ(error_code([&] { p->update_on_device(spoiled); }), code);
-    EXPECT_EQ(fake::state().launches.size(), std::string(code) == kFine ? 1u : 0u) << code;
-  }
-  EXPECT_EQ(p->str(), "cuda_sm80 (sm_90a): planned on the device, for at most 6 tokens");
-  in.bcx.sizes[0] = 5;
-  EXPECT_EQ(error_code([&] { p->run(in, out); }), "short_conv.run.tensor");
-}
-
-TEST_F(ShortConvCalls, TellWhichRulesWereBroken) {
-  if (!fake::has_short_conv_texts()) GTEST_SKIP();
-  const auto p = plan(spec, {.limits = limits, .on_device = true});
-  const auto problems = [&](auto change) {
-    DeviceBatch b = on_device;
-    change(b);
-    p->update_on_device(b);
-    p->run(in, out);
-    std::string codes;
-    for (const Reason& r : p->device_problems()) codes += r.code + ": " + r.actual;
-    return codes;
-  };
-  EXPECT_EQ(problems([](DeviceBatch&) {}), "");
-  EXPECT_EQ(problems([&](DeviceBatch& b) {
-              b.query_start_loc = list({0, 2, 1, 5});
-            }),
-            "batch.query_start_loc.monotone: something else in request 1");
-  EXPECT_EQ(problems([&](DeviceBatch& b) {
-              b.query_start_loc = list({1, 2, 2, 5});
-            }),
-            "batch.query_start_loc.monotone: something else in request 0");
-  EXPECT_EQ(problems([&](DeviceBatch& b) {
-              b.query_start_loc = list({0, 2, 2, 7});
-            }),
-            "batch.num_tokens.limit: something else in request 2");
-  EXPECT_EQ(problems([&](DeviceBatch& b) { b.seq_lens = list({2, 1001, 9}); }), "batch.seq_len.limit: something else in request 1");
-  EXPECT_EQ(problems([&](DeviceBatch& b) {
-              b.seq_lens = list({2, 7, 2});
-            }),
-            "batch.seq_len.shorter_than_query: something else in request 2");
-  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({-1, -1, 0}); }), "batch.state.slot: something else in request 0");
-  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({1, -1, 2}); }), "batch.state.slot: something else in request 2");
-  EXPECT_EQ(problems([&](DeviceBatch& b) { b.num_drafts = list({0, 0, 3}); }), "batch.state.num_drafts: something else in request 2");
-  EXPECT_EQ(problems([&](DeviceBatch& b) {
-              b.accepted_drafts = list({1, 0, 0});
-            }),
-            "batch.state.accepted_drafts: something else in request 0");
-  EXPECT_EQ(problems([](DeviceBatch&) {}), "");
-}
-
-// A request that is left out is as if it were not there: nothing of it is written, and the others have the same bits.
-TEST_F(ShortConvCalls, LeaveOutWhatBreaksRules) {
-  if (!fake::has_short_conv_texts()) GTEST_SKIP();
-  const auto p = plan(spec, {.limits = limits, .on_device = true});
-  const auto results = [&](const DeviceBatch& b) {
-    std::memset(in.state.data, 0x11, 2 * 4 * 64 * 2), std::memset(out.out.data, 0x22, 6 * 64 * 2);
-    p->update_on_device(b);
-    p->run(in, out);
-    const char *const s = in.state.as<char>(), *const o = out.out.as<char>();
-    return std::pair(std::string(s, s + 2 * 4 * 64 * 2), std::string(o, o + 6 * 64 * 2));
-  };
-  for (int i = 0; i < 6 * 192; ++i) in.bcx.as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);
-  for (int i = 0; i < 64 * 3; ++i) in.weight.as<uint16_t>()[i] = uint16_t(0x3f00 + i % 101);
-  const auto [state, output] = results(on_device);
-  DeviceBatch bad = on_device;
-  bad.state_slots = list({2, -1, 0});  // of the first one, whose tokens come first
-  const auto [bad_state, bad_output] = results(bad);
-  constexpr size_t kSlot = 4 * 64 * 2, kRow = 64 * 2;
-  EXPECT_EQ(bad_state.substr(0, kSlot), state.substr(0, kSlot));
-  EXPECT_EQ(bad_state.substr(kSlot), std::string(kSlot, 0x11));
-  EXPECT_EQ(bad_output.substr(0, 2 * kRow), std::string(2 * kRow, 0x22));
-  EXPECT_EQ(bad_output.substr(2 * kRow), output.substr(2 * kRow));
-  EXPECT_NE(state.substr(kSlot), bad_state.substr(kSlot));
 }
 
 // Aligned tensors take one kernel, others the other; grids follow from tokens where the host knows them, from the limits in a graph.
