@@ -3,14 +3,15 @@ from typing import Any, List, Optional
 
 from . import _core
 from ._frameworks import empty, exported, no_gradient, stream_address
-from .plan import Array, DeviceLike, _device
+from .plan import Array, DeviceLike, Workspace, _device
 
 
 class ShortConvPlan:
     """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
     `backend` forces one ("" takes the first that runs the spec). num_threads, of a CPU: 0 is PyTorch's threads where it is loaded, else one for each core. on_device:
-    update_on_device() will be called. Calls for a GPU go to `stream`, or to the one that PyTorch would use now.
+    update_on_device() will be called, on a GPU only. Calls for a GPU go to `stream`, or to the one that PyTorch would use now. `workspace` may be the one that
+    plans of attention share: these plans need no scratch, and take nothing of it.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class ShortConvPlan:
         num_threads: int = 0,
         validate: bool = True,
         on_device: bool = False,
+        workspace: Optional[Workspace] = None,
     ) -> None:
         self.spec = spec
         self._device = _device(device)
@@ -40,6 +42,7 @@ class ShortConvPlan:
             num_threads=num_threads,
             validate=validate,
             on_device=on_device,
+            workspace=None if workspace is None else workspace._shared,
         )
 
     def update(

@@ -20,10 +20,6 @@ namespace {
 
 void* address(uintptr_t number) { return reinterpret_cast<void*>(number); }  // NOLINT: of Python, as frameworks give it
 
-struct PyWorkspace {
-  std::shared_ptr<Workspace> shared;
-};
-
 // A batch of requests that are alike, ragged keys one after the other.
 struct EqualLengths {
   std::vector<int32_t> query_start_loc, seq_lens, kv_start_loc;

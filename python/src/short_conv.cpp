@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "imbrex/short_conv.h"
+#include "plan.h"
 #include "selection.h"
 #include "short_conv/spec_fields.h"
 #include "spec_fields.h"
@@ -40,12 +41,13 @@ void bind_short_conv(nb::module_& m) {
       .def(
           "__init__",
           [](PyShortConvPlan* self, const ShortConvSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
-             int max_num_tokens, int max_seq_len, int num_threads, bool validate, bool on_device) {
+             int max_num_tokens, int max_seq_len, int num_threads, bool validate, bool on_device, const PyWorkspace* workspace) {
             const auto chosen = select<ShortConvFamily>(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
             options.limits = {max_num_reqs, max_num_tokens, max_seq_len};
             options.validate = validate, options.on_device = on_device;
+            if (workspace != nullptr) options.workspace = workspace->shared;
             if (device.device.type == DeviceType::cpu) options.threads = shared_threads(num_threads);
             PyShortConvPlan made{spec, {}};
             {
@@ -56,7 +58,7 @@ void bind_short_conv(nb::module_& m) {
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
           nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("num_threads") = 0, nb::arg("validate") = true,
-          nb::arg("on_device") = false)
+          nb::arg("on_device") = false, nb::arg("workspace").none() = nb::none())
       .def_ro("spec", &PyShortConvPlan::spec)
       .def(
           "update",

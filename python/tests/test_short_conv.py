@@ -91,10 +91,23 @@ def test_what_is_refused():
         with pytest.raises(imbrex.Error) as error:
             plan.run(bcx, weight, state.copy())
         assert error.value.code == code
+    with pytest.raises(imbrex.Error) as error:  # lengths are on the host, of a CPU
+        plan.update_on_device(int32(0, 1), int32(1), int32(3))
+    assert error.value.code == "update.on_device"
+    assert plan.device_problems() == []
     whole = np.zeros((4, 2, 8), np.float32)
     with pytest.raises(imbrex.Error) as error:
         plan.run(bcx, weight, whole, out=whole[3, :1])
     assert error.value.code == "python.overlap"
+
+
+def test_one_workspace_for_all_layers():
+    shared = imbrex.Workspace("cpu")
+    attention = imbrex.Plan(imbrex.AttentionSpec(4, 2, 64), workspace=shared)
+    plan = imbrex.ShortConvPlan(imbrex.ShortConvSpec(8, dtype="f32"), workspace=shared)
+    plan.update(int32(0, 1), int32(1), int32(0))
+    assert plan.run(np.ones((1, 24), np.float32), np.ones((8, 3), np.float32), np.zeros((1, 2, 8), np.float32)).tolist() == [[1.0] * 8]
+    assert shared.nbytes == 0 and str(attention)
 
 
 def test_selection():
@@ -147,3 +160,7 @@ def test_on_a_gpu(on_device):
             np.testing.assert_allclose(out[: len(tokens)].cpu().numpy(), expected, rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(s.cpu().numpy()[[1, 3]], state[[1, 3]])
     assert plan.capturable and (not on_device or plan.device_problems() == [])
+    if on_device:
+        where[2].fill_(1)  # one slot for two
+        plan.update_on_device(*where, max_num_tokens=8)
+        assert [reason.code for reason in plan.device_problems()] == ["batch.state.shared"]

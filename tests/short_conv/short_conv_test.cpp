@@ -97,6 +97,31 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
   EXPECT_EQ(invalid({.dim = 8, .num_drafts = -1}), "short_conv.num_drafts");
 }
 
+// Scratch is asked for before caches are sized, also of devices that are only described, and one workspace goes to the plans of all layers.
+TEST(ShortConv, PlansNeedNoScratchAndTakeAWorkspace) {
+  const ShortConvSpec spec{.dim = 32};
+  const DeviceInfo cpu = probe_cpu();
+  std::vector<char> memory(256);
+  for (const BackendOf<ShortConvFamily>* backend : backends<ShortConvFamily>())
+    for (const DeviceInfo& device : {cpu, describe_device("h200")}) {
+      if (!backend->unsupported(spec, device).empty()) continue;
+      EXPECT_EQ(backend->workspace_bytes(spec, device, {}), 0) << backend->name();
+    }
+  for (const auto& workspace : {make_workspace(cpu), make_workspace(cpu, memory.data(), int64_t(memory.size()))})
+    for (const std::string name : {"cpu_generic", "reference"}) {
+      const BackendOf<ShortConvFamily>& backend = *find_backend<ShortConvFamily>(name);
+      EXPECT_NE(backend.plan(spec, cpu, {.workspace = workspace}), nullptr);
+      EXPECT_EQ(workspace->bytes(), 0);
+    }
+  struct Elsewhere final : Workspace {
+    Device device() const override { return {DeviceType::cuda, 0}; }
+    int64_t bytes() const override { return 0; }
+  };
+  EXPECT_EQ(test::error_code(
+                [&] { find_backend<ShortConvFamily>("cpu_generic")->plan(spec, cpu, {.workspace = std::make_shared<Elsewhere>()}); }),
+            "backend.workspace");
+}
+
 TEST(ShortConv, IsSelectedWithReasons) {
   const ShortConvSpec spec{.dim = 2048, .width = 3, .bias = true, .num_drafts = 4};
   EXPECT_EQ(spec.str(), "short_conv d2048 w3 bf16 bias drafts4");
