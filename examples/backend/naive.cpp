@@ -1,22 +1,16 @@
-// A backend outside of imbrex: a shared object that knows nothing but imbrex.h. Plain loops for f32 decoders on a CPU with host block
-// tables; all else it refuses, with the reason. Build: c++ -shared -fPIC naive.cpp -o naive.so; use: imbrex_load_plugin("./naive.so"), or
-// IMBREX_PLUGINS=./naive.so for the program.
+// Backends outside of imbrex: a shared object that knows nothing but imbrex.h. This one is of attention, plain loops for f32 decoders on a
+// CPU with host block tables; all else it refuses, with the reason. Build: c++ -shared -fPIC *.cpp -o naive.so; use:
+// imbrex_load_plugin("./naive.so"), or IMBREX_PLUGINS=./naive.so for the program.
 #include <cmath>
 #include <cstring>
 #include <new>
 #include <string>
 #include <vector>
 
-#include <imbrex/imbrex.h>
+#include "naive.h"
 
+namespace naive {
 namespace {
-
-thread_local std::string problem;
-
-imbrex_status fail(imbrex_status status, const char* text) {
-  problem = text;
-  return status;
-}
 
 struct Request {
   int begin, end, seq_len;  // of its query tokens; keys
@@ -30,10 +24,6 @@ struct NaivePlan {
 };
 
 NaivePlan& plan_of(void* plan) { return *static_cast<NaivePlan*>(plan); }
-
-void refuse(const imbrex_reasons* reasons, bool bad, const char* code, const char* wanted, int actual) {
-  if (bad) reasons->add(reasons->context, code, wanted, std::to_string(actual).c_str());
-}
 
 void unsupported(void*, const imbrex_spec_fields* s, const imbrex_device_properties* device, const imbrex_reasons* reasons) {
   refuse(reasons, device->cuda != 0, "device.type", "cpu", device->cuda);
@@ -133,12 +123,10 @@ imbrex_status run(void* plan, const imbrex_inputs* in, const imbrex_outputs* out
 }
 
 const char* name_of(void*) { return "outside_naive: one query after the other"; }
-const char* why(void*) { return problem.c_str(); }
 
 }  // namespace
 
-extern "C" IMBREX_API imbrex_status imbrex_plugin(const imbrex_host* host) {
-  if (host->abi_version != IMBREX_ABI_VERSION) return IMBREX_INVALID;
+imbrex_status register_attention(const imbrex_host* host) {
   imbrex_backend backend{};
   backend.struct_size = sizeof backend, backend.spec_size = sizeof(imbrex_spec_fields);
   backend.name = "outside_naive";
@@ -148,4 +136,14 @@ extern "C" IMBREX_API imbrex_status imbrex_plugin(const imbrex_host* host) {
   backend.update = update, backend.write_kv = write_kv, backend.run = run;
   backend.str = name_of, backend.error = why;
   return host->register_backend(&backend);
+}
+
+}  // namespace naive
+
+// A host that is older than a function of the struct gives a smaller one.
+extern "C" IMBREX_API imbrex_status imbrex_plugin(const imbrex_host* host) {
+  if (host->abi_version != IMBREX_ABI_VERSION) return IMBREX_INVALID;
+  if (const imbrex_status status = naive::register_attention(host); status != IMBREX_OK) return status;
+  if (host->struct_size < sizeof(imbrex_host)) return IMBREX_OK;
+  return naive::register_short_conv(host);
 }

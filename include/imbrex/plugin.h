@@ -37,12 +37,33 @@ typedef struct {
   int32_t capturable; /* 0; 1: what write_kv and run give to a stream may be captured into a graph of a device that has them. Replayed, it
                        * computes the step that update has last made, of no more tokens than its tensors have */
 } imbrex_backend;
-/* In front of the built-in ones. Thread-safe. The struct is copied. */
+/* In front of the built-in ones of its family. Thread-safe. The struct is copied. */
 IMBREX_API imbrex_status imbrex_register_backend(const imbrex_backend*);
 /* Waits for calls of `unsupported` and `plan` in other threads. IMBREX_INVALID (registry.in_use), and nothing has changed, while there are
  * plans of it: free them first. Selections may outlive it: what it refused and why stays readable, and making a plan of it is
  * IMBREX_UNSUPPORTED. */
 IMBREX_API imbrex_status imbrex_unregister_backend(const char* name);
+
+/* The same for short convolutions. Of a batch there are num_reqs, query_start_loc, seq_lens and state_slots, and num_drafts and
+ * accepted_drafts where the step has them; of a request without tokens the last three say nothing. The name may be that of a backend of
+ * another family. */
+typedef struct {
+  size_t struct_size;
+  const char *name, *description;
+  void* context;
+  void (*unsupported)(void* context, const imbrex_short_conv_fields*, const imbrex_device_properties*, const imbrex_reasons*);
+  imbrex_status (*plan)(void* context, const imbrex_short_conv_fields*, const imbrex_device_properties*, const imbrex_plan_options*,
+                        void** plan);
+  void (*plan_free)(void* plan);
+  imbrex_status (*update)(void* plan, const imbrex_batch*, void* stream);
+  imbrex_status (*run)(void* plan, const imbrex_short_conv_inputs*, const imbrex_short_conv_outputs*, void* stream);
+  const char* (*str)(void* plan);
+  const char* (*error)(void* context);
+  size_t spec_size, device_size; /* sizeof(imbrex_short_conv_fields), sizeof(imbrex_device_properties); 0: 32, 56 */
+  int32_t capturable;
+} imbrex_short_conv_backend;
+IMBREX_API imbrex_status imbrex_register_short_conv_backend(const imbrex_short_conv_backend*);
+IMBREX_API imbrex_status imbrex_unregister_short_conv_backend(const char* name);
 
 /* ---- devices from outside ---- */
 
@@ -130,7 +151,8 @@ typedef struct {
   uint32_t abi_version;
   imbrex_status (*register_backend)(const imbrex_backend*);
   const char* (*last_error)(void);
-  imbrex_status (*register_device)(const imbrex_device_table*); /* where struct_size says that it is there */
+  imbrex_status (*register_device)(const imbrex_device_table*); /* where struct_size says that it is there, as all below */
+  imbrex_status (*register_short_conv_backend)(const imbrex_short_conv_backend*);
 } imbrex_host;
 typedef imbrex_status (*imbrex_plugin_function)(const imbrex_host*); /* imbrex_plugin */
 IMBREX_API imbrex_status imbrex_load_plugin(const char* path);

@@ -32,11 +32,11 @@ Fields fields_from(const Spec& spec) {
 
 template <>
 imbrex_spec_fields defaults() {
-  return fields_of({});
+  return fields_of(AttentionSpec());
 }
 template <>
 imbrex_short_conv_fields defaults() {
-  return fields_from<imbrex_short_conv_fields>(ShortConvSpec());
+  return fields_of(ShortConvSpec());
 }
 template <>
 imbrex_plan_options defaults() {
@@ -295,6 +295,20 @@ ShortConvOutputs outputs_of(const imbrex_short_conv_outputs* pointer) {
 // --- to C
 
 imbrex_spec_fields fields_of(const AttentionSpec& spec) { return fields_from<imbrex_spec_fields>(spec); }
+imbrex_short_conv_fields fields_of(const ShortConvSpec& spec) { return fields_from<imbrex_short_conv_fields>(spec); }
+
+CPlanOptions::CPlanOptions(const PlanOptions& options) : options_(defaults<imbrex_plan_options>()) {
+  imbrex_plan_options& o = options_;
+  o.struct_size = sizeof o;
+  o.max_num_reqs = options.limits.max_num_reqs, o.max_num_tokens = options.limits.max_num_tokens;
+  o.max_seq_len = options.limits.max_seq_len, o.max_query_len = options.limits.max_query_len;
+  o.min_query_len = options.limits.min_query_len;
+  o.parallel_for = options.threads.invoke, o.parallel_for_context = options.threads.context, o.num_workers = options.threads.num_workers;
+  o.balanced = options.balanced, o.validate = options.validate, o.load_on_demand = options.load_on_demand, o.on_device = options.on_device;
+  if (!options.out_dtype) return;
+  out_dtype_ = int32_t(*options.out_dtype);
+  o.out_dtype = &out_dtype_;
+}
 
 // A number stays what it is in imbrex.h when a set is added between two others.
 int32_t number_of(CpuIsa isa) {

@@ -39,6 +39,8 @@ inline constexpr size_t kFirstSize<imbrex_outputs> = 24;
 template <>
 inline constexpr size_t kFirstSize<imbrex_backend> = 96;
 template <>
+inline constexpr size_t kFirstSize<imbrex_short_conv_backend> = 112;
+template <>
 inline constexpr size_t kFirstSize<imbrex_device_description> = 56;
 template <>
 inline constexpr size_t kFirstSize<imbrex_device_table> = 264;
@@ -139,7 +141,20 @@ struct CKvCache {
   imbrex_kv_cache cache{};
   explicit CKvCache(const KvCache&);
 };
+// Plan options as C has them, without a workspace.
+class CPlanOptions {
+ public:
+  explicit CPlanOptions(const PlanOptions&);
+  CPlanOptions(const CPlanOptions&) = delete;
+  CPlanOptions& operator=(const CPlanOptions&) = delete;
+  const imbrex_plan_options* get() const { return &options_; }
+
+ private:
+  imbrex_plan_options options_{};
+  int32_t out_dtype_ = 0;
+};
 imbrex_spec_fields fields_of(const AttentionSpec&);
+imbrex_short_conv_fields fields_of(const ShortConvSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
 // The family of the contents of a handle. of_family() checks that it is the one that a function is for.

@@ -61,6 +61,13 @@ inline SelectionHandle select_for(const imbrex_spec* spec, const imbrex_device* 
   return make_handle<SelectionHandle>([&](auto** out) { return imbrex_select(spec, device, &options, out); });
 }
 
+// A backend from outside, until the end of a test.
+struct Registered {
+  const char* name;
+  imbrex_status (*unregister)(const char*) = imbrex_unregister_backend;
+  ~Registered() { EXPECT_EQ(unregister(name), IMBREX_OK) << imbrex_last_error(); }
+};
+
 // A contiguous tensor in host memory, which it owns.
 template <class T>
 struct HostTensor {

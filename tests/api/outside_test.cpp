@@ -15,11 +15,6 @@ SelectionHandle forced(const imbrex_spec_fields& fields, const char* backend) {
   return select_for(spec.get(), device.get(), backend);
 }
 
-struct Registered {  // until the end of a test
-  const char* name;
-  ~Registered() { EXPECT_EQ(imbrex_unregister_backend(name), IMBREX_OK); }
-};
-
 // What a backend computes for one request of 40 tokens, whose pages are out of order.
 std::vector<float> outputs_of(const char* backend) {
   const imbrex_spec_fields fields = small_fields();
@@ -63,7 +58,7 @@ std::vector<float> outputs_of(const char* backend) {
 
 TEST(CApiOutside, PluginRunsLikeTheReference) {
   ASSERT_EQ(imbrex_load_plugin(IMBREX_NAIVE_PLUGIN), IMBREX_OK) << imbrex_last_error();
-  const Registered until{"outside_naive"};
+  const Registered until{"outside_naive"}, conv_until{"outside_naive", imbrex_unregister_short_conv_backend};
   EXPECT_STREQ(imbrex_selection_backend(forced(small_fields(), nullptr).get()), "outside_naive");  // in front of the built-in ones
   const std::vector<float> expected = outputs_of("reference"), actual = outputs_of("outside_naive");
   ASSERT_EQ(actual.size(), expected.size());

@@ -26,6 +26,12 @@ TEST_F(Cli, PluginsOfTheEnvironment) {
   const Ran verified = run("verify --backend outside_naive '" IMBREX_DATA "/cases'/*.safetensors", plugin);
   EXPECT_EQ(verified.code, 0) << verified.err;
   EXPECT_TRUE(contains(verified.out, "outside_naive")) << verified.out;
+  for (const char* name : {"soft_cap_f32", "short_conv_verify_f32"}) {  // one of each family that the plug-in is for
+    const Ran one = run("verify --quiet --backend outside_naive '" IMBREX_DATA "/cases/" + std::string(name) + ".safetensors'", plugin);
+    EXPECT_EQ(one.code, 0) << one.err;
+    EXPECT_TRUE(contains(one.out, " passed, 0 failed") && !contains(one.out, "0 passed")) << one.out;
+  }
+  EXPECT_TRUE(contains(run("select --model lfm2-350m", plugin).out, "short_conv.dtype: wanted f32")) << "of the plug-in";
   EXPECT_FALSE(contains(run("select --heads 4/2 --head-dim 64 --q-dtype f32").out, "outside_naive"));
   const Ran absent = run("select --heads 4/2", "IMBREX_PLUGINS=" + path("absent.so"));
   EXPECT_EQ(absent.code, 2);

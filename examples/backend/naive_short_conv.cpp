@@ -1,0 +1,95 @@
+// The plug-in's backend of the short convolution: plain loops for f32 on a CPU.
+#include <algorithm>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "naive.h"
+
+namespace naive {
+namespace {
+
+struct Request {
+  int begin, end;  // of its tokens
+  int slot, first_row, drafts;
+  bool fresh;  // no tokens have gone before
+};
+
+struct ConvPlan {
+  imbrex_short_conv_fields spec;
+  std::vector<Request> requests;
+};
+
+ConvPlan& plan_of(void* plan) { return *static_cast<ConvPlan*>(plan); }
+
+void unsupported(void*, const imbrex_short_conv_fields* s, const imbrex_device_properties* device, const imbrex_reasons* reasons) {
+  refuse(reasons, device->cuda != 0, "device.type", "cpu", device->cuda);
+  refuse(reasons, s->dtype != IMBREX_F32, "short_conv.dtype", "f32", s->dtype);
+}
+
+imbrex_status make_plan(void*, const imbrex_short_conv_fields* spec, const imbrex_device_properties*, const imbrex_plan_options*,
+                        void** plan) {
+  auto* made = new (std::nothrow) ConvPlan{*spec, {}};
+  if (made == nullptr) return fail(IMBREX_OUT_OF_MEMORY, "no memory for a plan");
+  *plan = made;
+  return IMBREX_OK;
+}
+
+void free_plan(void* plan) { delete static_cast<ConvPlan*>(plan); }
+
+imbrex_status update(void* plan, const imbrex_batch* b, void*) {
+  ConvPlan& p = plan_of(plan);
+  p.requests.clear();
+  for (int r = 0; r < b->num_reqs; ++r) {
+    const int begin = b->query_start_loc[r], end = b->query_start_loc[r + 1];
+    if (begin == end) continue;
+    p.requests.push_back({begin, end, b->state_slots[r], b->accepted_drafts != nullptr ? b->accepted_drafts[r] : 0,
+                          b->num_drafts != nullptr ? b->num_drafts[r] : 0, b->seq_lens[r] == end - begin});
+  }
+  return IMBREX_OK;
+}
+
+// Any strides.
+float& element(const imbrex_tensor& t, int64_t a, int64_t b) { return static_cast<float*>(t.data)[a * t.strides[0] + b * t.strides[1]]; }
+
+imbrex_status run(void* plan, const imbrex_short_conv_inputs* in, const imbrex_short_conv_outputs* out, void*) {
+  const ConvPlan& p = plan_of(plan);
+  const int dim = p.spec.dim, before = p.spec.width - 1;
+  std::vector<float> h;  // of the tokens in front of the step, and of its own
+  for (const Request& r : p.requests) {
+    float* const state = static_cast<float*>(in->state->data) + r.slot * in->state->strides[0];
+    const int64_t row = in->state->strides[1];
+    const int q_len = r.end - r.begin;
+    for (int d = 0; d < dim; ++d) {
+      h.clear();
+      for (int i = 0; i < before; ++i) h.push_back(r.fresh ? 0.f : state[(r.first_row + i) * row + d]);
+      for (int t = r.begin; t < r.end; ++t) h.push_back(element(*in->bcx, t, d) * element(*in->bcx, t, 2 * int64_t(dim) + d));
+      for (int t = 0; t < q_len; ++t) {
+        double sum = in->bias != nullptr ? static_cast<const float*>(in->bias->data)[d] : 0.;
+        for (int i = 0; i <= before; ++i) sum += double(element(*in->weight, d, i)) * h[size_t(t + i)];
+        element(*out->out, r.begin + t, d) = float(sum * element(*in->bcx, r.begin + t, int64_t(dim) + d));
+      }
+      for (int i = 0; i < before + r.drafts; ++i) state[i * row + d] = h[size_t(q_len - r.drafts + i)];
+    }
+  }
+  return IMBREX_OK;
+}
+
+const char* name_of(void*) { return "outside_naive: one channel after the other"; }
+
+}  // namespace
+
+imbrex_status register_short_conv(const imbrex_host* host) {
+  imbrex_short_conv_backend backend{};
+  backend.struct_size = sizeof backend;
+  backend.spec_size = sizeof(imbrex_short_conv_fields), backend.device_size = sizeof(imbrex_device_properties);
+  backend.name = "outside_naive";
+  backend.description = "an example of a backend from outside: plain loops";
+  backend.unsupported = unsupported;
+  backend.plan = make_plan, backend.plan_free = free_plan;
+  backend.update = update, backend.run = run;
+  backend.str = name_of, backend.error = why;
+  return host->register_short_conv_backend(&backend);
+}
+
+}  // namespace naive
