@@ -49,12 +49,12 @@ AttentionSpec spec_of(const json& j) {
 struct Planned {
   AttentionSpec spec;
   Device device;
-  std::unique_ptr<Plan> plan;
+  std::unique_ptr<AttentionPlan> plan;
   std::string text;
   std::vector<int32_t> query_start, seq_lens, key_start;
   Batch batch;
-  Inputs in;
-  Outputs out;
+  AttentionInputs in;
+  AttentionOutputs out;
   void* sinks = nullptr;
   TensorView custom_mask;
 };

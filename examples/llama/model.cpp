@@ -138,7 +138,7 @@ Model::Activations Model::embed(std::span<const Piece> pieces) {
 void Model::run_layer(int layer, const Activations& a) {
   const LayerWeights& w = weights_.layers[size_t(layer)];
   const AttentionSpec& spec = config_.spec(layer);
-  const imbrex::Plan& plan = *plans_[kind_of_[size_t(layer)]];
+  const imbrex::AttentionPlan& plan = *plans_[kind_of_[size_t(layer)]];
   const imbrex::KvCache pages = cache_.layer(layer);
   const float eps = config_.rms_norm_eps;
   const TensorView q = by_head(a.q, spec.num_q_heads, spec.head_dim_qk), k = by_head(a.k, spec.num_kv_heads, spec.head_dim_qk);

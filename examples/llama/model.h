@@ -68,8 +68,8 @@ class Model {
   std::unique_ptr<imbrex::DeviceStream> stream_;
   std::unique_ptr<Ops> ops_;
   Weights weights_;
-  std::vector<std::unique_ptr<imbrex::Plan>> plans_;  // one in most models; one more where some layers have a window
-  std::vector<size_t> kind_of_;                       // which of them a layer has
+  std::vector<std::unique_ptr<imbrex::AttentionPlan>> plans_;  // one in most models; one more where some layers have a window
+  std::vector<size_t> kind_of_;                                // which of them a layer has
   imbrex::BlockPool pool_;
   imbrex::KvAllocation cache_;
   Tables tables_;

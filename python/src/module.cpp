@@ -63,7 +63,7 @@ void bind_selection(nb::module_& m) {
       "backends",
       [] {
         std::vector<std::pair<std::string, std::string>> all;
-        for (const Backend* b : backends()) all.emplace_back(b->name(), b->description());
+        for (const BackendOf<AttentionFamily>* b : backends()) all.emplace_back(b->name(), b->description());
         return all;
       },
       "Name and description of every backend, in order of preference.");

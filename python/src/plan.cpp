@@ -47,7 +47,7 @@ struct EqualLengths {
 // The part of a plan that graphs which captured it keep alive.
 struct PlanState {
   std::unique_ptr<ThreadPool> threads;
-  std::unique_ptr<Plan> plan;
+  std::unique_ptr<AttentionPlan> plan;
   std::optional<StreamOrder> order;
   std::vector<Array> held;  // what tensors of the last update show
   EqualLengths equal;       // of the last update, if it was one of these
@@ -83,8 +83,8 @@ struct PyPlan {
 // A run whose arrays differ from those of an earlier one in nothing but where they are: what run() would look at again was looked at then.
 struct PyPreparedRun {
   nb::object plan;  // a PyPlan
-  Inputs in;
-  Outputs out;
+  AttentionInputs in;
+  AttentionOutputs out;
 };
 
 KvCache kv_of(const PyPlan& p, const Array& k, const OptionalArray& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
@@ -164,7 +164,7 @@ void bind_plan_class(nb::module_& m) {
             batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
             if (positions) batch.positions = host_numbers(*positions, "positions");
-            p.use(stream, [&](Plan& plan, Stream on) { plan.update(batch, on); });
+            p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_last_page_len, &kv_start_loc, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
@@ -187,7 +187,7 @@ void bind_plan_class(nb::module_& m) {
             batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
             batch.positions = view_of(positions, "positions", DType::i32);
             batch.max_num_tokens = max_num_tokens;
-            p.use(stream, [&](Plan& plan, Stream on) { plan.update_on_device(batch, on); });
+            p.use(stream, [&](AttentionPlan& plan, Stream on) { plan.update_on_device(batch, on); });
             p.hold({&block_table, &kv_indptr, &kv_indices, &kv_start_loc, &slot_mapping, &custom_mask, &positions});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
@@ -198,7 +198,7 @@ void bind_plan_class(nb::module_& m) {
           "device_problems",
           [](PyPlan& p, uintptr_t stream) {
             std::vector<Reason> problems;
-            p.use(stream, [&](Plan& plan, Stream on) { problems = plan.device_problems(on); });
+            p.use(stream, [&](AttentionPlan& plan, Stream on) { problems = plan.device_problems(on); });
             return problems;
           },
           nb::arg("stream") = 0)
@@ -213,7 +213,7 @@ void bind_plan_class(nb::module_& m) {
             const TensorView new_k = view_of(k, "k", type), new_v = view_of(v, "v", type);
             for (const auto& [pages, name] : {std::pair(kv.k, "k_cache"), std::pair(kv.v, "v_cache")})
               check_apart(pages, name, new_k, "k"), check_apart(pages, name, new_v, "v");
-            p.use(stream, [&](const Plan& plan, Stream on) { plan.write_kv(kv, new_k, new_v, on); });
+            p.use(stream, [&](const AttentionPlan& plan, Stream on) { plan.write_kv(kv, new_k, new_v, on); });
           },
           nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"),
           nb::arg("v").none(), nb::arg("stream") = 0)
@@ -222,21 +222,21 @@ void bind_plan_class(nb::module_& m) {
           [](PyPlan& p, const Array& q, const Array& k_cache, const OptionalArray& v_cache, const OptionalArray& k_scale,
              const OptionalArray& v_scale, nb::handle out, nb::handle lse, const OptionalArray& q_scale, const OptionalArray& sinks,
              const OptionalArray& alibi_slopes, const OptionalArray& head_scales, const OptionalArray& relative_bias, uintptr_t stream) {
-            const Inputs in{.q = view_of(q, "q", p.spec.q_dtype),
-                            .q_scale = view_of(q_scale, "q_scale", DType::f32),
-                            .kv = kv_of(p, k_cache, v_cache, k_scale, v_scale),
-                            .sinks = view_of(sinks, "sinks", DType::f32),
-                            .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
-                            .head_scales = view_of(head_scales, "head_scales", DType::f32),
-                            .relative_bias = view_of(relative_bias, "relative_bias", DType::f32)};
+            const AttentionInputs in{.q = view_of(q, "q", p.spec.q_dtype),
+                                     .q_scale = view_of(q_scale, "q_scale", DType::f32),
+                                     .kv = kv_of(p, k_cache, v_cache, k_scale, v_scale),
+                                     .sinks = view_of(sinks, "sinks", DType::f32),
+                                     .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
+                                     .head_scales = view_of(head_scales, "head_scales", DType::f32),
+                                     .relative_bias = view_of(relative_bias, "relative_bias", DType::f32)};
             const Array out_array = written(out, "out");
             const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
-            const Outputs outputs{.out = written_view(out_array, "out", p.spec.out_dtypes().front()),
-                                  .lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{}};
+            const AttentionOutputs outputs{.out = written_view(out_array, "out", p.spec.out_dtypes().front()),
+                                           .lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{}};
             check_apart(outputs.lse, "lse", outputs.out, "out");
             for (const auto& [to, name] : {std::pair(&outputs.out, "out"), std::pair(&outputs.lse, "lse")})
               check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv.k, "k"), check_apart(*to, name, in.kv.v, "v");
-            p.use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
+            p.use(stream, [&](const AttentionPlan& plan, Stream on) { plan.run(in, outputs, on); });
           },
           nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
           nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
@@ -292,10 +292,10 @@ void bind_plan(nb::module_& m) {
       .def(
           "__call__",
           [](const PyPreparedRun& r, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintptr_t stream) {
-            Inputs in = r.in;
-            Outputs outputs = r.out;
+            AttentionInputs in = r.in;
+            AttentionOutputs outputs = r.out;
             in.q.data = address(q), in.kv.k.data = address(k), in.kv.v.data = address(v), outputs.out.data = address(out);
-            nb::cast<const PyPlan&>(r.plan).use(stream, [&](const Plan& plan, Stream on) { plan.run(in, outputs, on); });
+            nb::cast<const PyPlan&>(r.plan).use(stream, [&](const AttentionPlan& plan, Stream on) { plan.run(in, outputs, on); });
           },
           nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("out"), nb::arg("stream"),
           "Addresses of arrays that the caller keeps alive; out has memory of its own.")
@@ -304,7 +304,7 @@ void bind_plan(nb::module_& m) {
           [](const PyPreparedRun& r, int num_reqs, int query_len, int seq_len, uintptr_t stream) {
             auto& plan = nb::cast<PyPlan&>(r.plan);
             EqualLengths lengths(num_reqs, query_len, seq_len);
-            plan.use(stream, [&](Plan& of_all, Stream on) { of_all.update(lengths.batch(), on); });
+            plan.use(stream, [&](AttentionPlan& of_all, Stream on) { of_all.update(lengths.batch(), on); });
             plan.hold({});
             plan.state->equal = std::move(lengths);  // the vectors keep their memory, to which the plan points
           },

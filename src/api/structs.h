@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "api/guard.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 #include "imbrex/layer_spec.h"
 #include "imbrex/select.h"
 

@@ -3,7 +3,7 @@
 // batch's block ids and slots are inside the cache. Used by the plans of all hardware folders.
 #include <string_view>
 
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex {
 

@@ -78,7 +78,7 @@ class ReferencePlan final : public StepPlan {
     }
   }
 
-  void run(const Inputs& in, const Outputs& out, Stream) const override {
+  void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     const Batch& batch = steps_.now().batch;
     check_run(spec_, {}, in, out, batch.num_tokens(), steps_.now().reach);
     for (int r = 0; r < batch.num_reqs(); ++r)
@@ -130,7 +130,7 @@ class ReferencePlan final : public StepPlan {
   }
 
   // The logit of one query and key, from their dot product to the position bias.
-  double logit(const Inputs& in, double dot, int q_head, int64_t distance) const {
+  double logit(const AttentionInputs& in, double dot, int q_head, int64_t distance) const {
     const ScoreMod& score = spec_.score;
     double x = dot * double(spec_.scale());
     if (score.head_scales) x *= parameter(in.head_scales, q_head);
@@ -144,7 +144,7 @@ class ReferencePlan final : public StepPlan {
   }
 
   // The outputs of one token for the q heads that share kv head `head`.
-  void attend(const Inputs& in, const Outputs& out, int r, int token, int head) const {
+  void attend(const AttentionInputs& in, const AttentionOutputs& out, int r, int token, int head) const {
     const int group = spec_.group_size(), dim_qk = spec_.head_dim_qk, dim_v = spec_.head_dim_v, first_head = head * group;
     const Batch& batch = steps_.now().batch;
     const int64_t keys = batch.seq_lens[r], query = token - batch.query_start_loc[r], position = position_of(r, query);
@@ -203,7 +203,7 @@ class ReferencePlan final : public StepPlan {
   mutable std::vector<int64_t> seen_;                          // keys that the query sees
 };
 
-class ReferenceBackend final : public Backend {
+class ReferenceBackend final : public BackendOf<AttentionFamily> {
  public:
   std::string_view name() const override { return "reference"; }
   std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
@@ -215,7 +215,7 @@ class ReferenceBackend final : public Backend {
     return reasons;
   }
 
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
     return std::make_unique<ReferencePlan>(spec, options);
   }
@@ -223,7 +223,7 @@ class ReferenceBackend final : public Backend {
 
 }  // namespace
 
-const Backend& reference_backend() {
+const BackendOf<AttentionFamily>& reference_backend() {
   static const ReferenceBackend backend;
   return backend;
 }

@@ -1,7 +1,7 @@
 #pragma once
 // The reference backend of attention: it defines what every other backend has to compute. The registry lists it last; tests and `imbrex
 // verify` compare with it.
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex {
 

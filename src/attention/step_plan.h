@@ -3,7 +3,7 @@
 #include <memory>
 #include <utility>
 
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex {
 

@@ -1,5 +1,5 @@
 // The CPU backends: objects of one class, which differ in their limits and in the kernel table that they give to the plan.
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 #include <algorithm>
 
@@ -15,7 +15,7 @@ namespace {
 
 using cpu::Kernels;
 
-class CpuBackend final : public Backend {
+class CpuBackend final : public BackendOf<AttentionFamily> {
  public:
   CpuBackend(std::string_view name, std::string_view description, CpuIsa needs) : name_(name), description_(description), needs_(needs) {}
   std::string_view name() const override { return name_; }
@@ -50,7 +50,7 @@ class CpuBackend final : public Backend {
     return reasons;
   }
 
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options, kernels(device.isa).isa);
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
@@ -84,16 +84,16 @@ class CpuBackend final : public Backend {
 
 }  // namespace
 
-const Backend& cpu_amx() {
+const BackendOf<AttentionFamily>& cpu_amx() {
   static const CpuBackend backend("cpu_amx", "bf16 tile products (AMX), softmax in their shadow", CpuIsa::amx_emulated);
   return backend;
 }
-const Backend& cpu_avx512() {
+const BackendOf<AttentionFamily>& cpu_avx512() {
   static const CpuBackend backend("cpu_avx512", "register tiles (AVX-512), every element type; pairs of bf16 where the CPU multiplies them",
                                   CpuIsa::avx512);
   return backend;
 }
-const Backend& cpu_generic() {
+const BackendOf<AttentionFamily>& cpu_generic() {
   static const CpuBackend backend("cpu_generic", "portable C++, also compiled for AVX2", CpuIsa::generic);
   return backend;
 }

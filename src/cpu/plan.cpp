@@ -135,7 +135,7 @@ int Plan::heads_together(const AttentionParams& a) const {
   return 1;
 }
 
-AttentionParams Plan::params(const Inputs& in, const Outputs& out) const {
+AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& out) const {
   const int heads = spec_.num_q_heads;
   const Step& step = steps_.now();
   const DType out_dtype = check_run(spec_, {}, in, out, step.num_tokens, step.reach);
@@ -209,7 +209,7 @@ struct Write {
 
 }  // namespace
 
-void Plan::run(const Inputs& in, const Outputs& out, Stream) const {
+void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const {
   run_list(params(in, out), kernels_, steps_.now().schedule, {scratch_, scratch_bytes_}, options_.threads);
 }
 

@@ -8,7 +8,7 @@
 #include "attention/shared_keys.h"
 #include "attention/step_plan.h"
 #include "cpu/params.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 #include "imbrex/schedule.h"
 
 namespace imbrex::cpu {
@@ -23,7 +23,7 @@ class Plan final : public StepPlan {
   void commit(Stream) noexcept override { steps_.flip(); }
   void revert(Stream) noexcept override { steps_.flip(); }
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;
-  void run(const Inputs&, const Outputs&, Stream) const override;
+  void run(const AttentionInputs&, const AttentionOutputs&, Stream) const override;
   std::string str() const override;
 
  private:
@@ -37,7 +37,7 @@ class Plan final : public StepPlan {
     std::vector<long> custom_start;
     TensorView slot_mapping, custom_mask;
   };
-  AttentionParams params(const Inputs&, const Outputs&) const;
+  AttentionParams params(const AttentionInputs&, const AttentionOutputs&) const;
   int heads_together(const AttentionParams&) const;
 
   std::string backend_;

@@ -1,5 +1,5 @@
 // The CUDA backends: what each refuses, and the table of kernels that it hands to the plan.
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 #include <algorithm>
 #include <iterator>

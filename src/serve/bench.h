@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 #include "serve/bench_common.h"
 
 namespace imbrex::serve {

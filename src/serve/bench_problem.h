@@ -7,7 +7,7 @@
 
 #include "attention/kv_codec.h"
 #include "conformance/attention/case_inputs.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 #include "imbrex/device_stream.h"
 #include "serve/bench.h"
 #include "serve/synthetic.h"

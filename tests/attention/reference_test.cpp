@@ -157,7 +157,7 @@ TEST(Reference, Fp8ElementsStandForThemselvesTimesTheScale) {
 TEST(Reference, RefusesWhatItDoesNotRun) {
   CaseInputs in = counting(1, 3, 1.f);
   const auto plan = reference_backend().plan(in.spec, probe_cpu(), {});
-  Inputs inputs;
+  AttentionInputs inputs;
   const std::vector<int32_t> starts{0, 1}, lens{1};
   std::vector<int32_t> table{0};
   Batch batch;
@@ -169,7 +169,7 @@ TEST(Reference, RefusesWhatItDoesNotRun) {
   inputs.q = in.q.view();
   EXPECT_EQ(error_code([&] { plan->run(inputs, {}); }), "run.out");
   std::vector<float> out(8);
-  Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}), .lse = {}};
+  AttentionOutputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}), .lse = {}};
   EXPECT_EQ(error_code([&] { plan->run(inputs, outputs); }), "kv_cache.k.missing");
   const KvAllocation cache(in.spec, 1, 1);
   EXPECT_EQ(error_code([&] { plan->write_kv(cache.layer(0), in.k.view(), in.v.view()); }), "write_kv.slot_mapping");
@@ -210,23 +210,23 @@ TEST(Reference, RefusesMemoryOfOtherDevices) {
   KvCache far = cache;
   far.k = on_gpu(far.k);
   far.v = on_gpu(far.v);
-  const Inputs inputs{
+  const AttentionInputs inputs{
       .q = q.view(), .q_scale = {}, .kv = cache, .sinks = sinks.view(), .alibi_slopes = {}, .head_scales = {}, .relative_bias = {}};
-  const Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}),
-                        .lse = TensorView::contiguous(lse.data(), DType::f32, {1, 1})};
+  const AttentionOutputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {1, 1, 8}),
+                                 .lse = TensorView::contiguous(lse.data(), DType::f32, {1, 1})};
   const auto run = [&](auto spoil) {
-    Inputs i = inputs;
-    Outputs o = outputs;
+    AttentionInputs i = inputs;
+    AttentionOutputs o = outputs;
     spoil(i, o);
     return error_code([&] { plan->run(i, o); });
   };
-  EXPECT_EQ(run([](Inputs&, Outputs&) {}), "nothing thrown");
-  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.q = on_gpu(i.q); }), "run.q");
-  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.sinks = on_gpu(i.sinks); }), "run.sinks");
-  EXPECT_EQ(run([](Inputs& i, Outputs&) { i.q_scale = i.sinks; }), "run.q_scale");
-  EXPECT_EQ(run([&](Inputs& i, Outputs&) { i.kv = far; }), "run.device");
-  EXPECT_EQ(run([](Inputs&, Outputs& o) { o.out = on_gpu(o.out); }), "run.out");
-  EXPECT_EQ(run([](Inputs&, Outputs& o) { o.lse = on_gpu(o.lse); }), "run.lse");
+  EXPECT_EQ(run([](AttentionInputs&, AttentionOutputs&) {}), "nothing thrown");
+  EXPECT_EQ(run([](AttentionInputs& i, AttentionOutputs&) { i.q = on_gpu(i.q); }), "run.q");
+  EXPECT_EQ(run([](AttentionInputs& i, AttentionOutputs&) { i.sinks = on_gpu(i.sinks); }), "run.sinks");
+  EXPECT_EQ(run([](AttentionInputs& i, AttentionOutputs&) { i.q_scale = i.sinks; }), "run.q_scale");
+  EXPECT_EQ(run([&](AttentionInputs& i, AttentionOutputs&) { i.kv = far; }), "run.device");
+  EXPECT_EQ(run([](AttentionInputs&, AttentionOutputs& o) { o.out = on_gpu(o.out); }), "run.out");
+  EXPECT_EQ(run([](AttentionInputs&, AttentionOutputs& o) { o.lse = on_gpu(o.lse); }), "run.lse");
   EXPECT_EQ(error_code([&] { plan->write_kv(far, q.view(), q.view()); }), "write_kv.device");
   EXPECT_EQ(error_code([&] { plan->write_kv(cache, on_gpu(q.view()), q.view()); }), "write_kv.k");
   batch.block_table = on_gpu(batch.block_table);
@@ -254,8 +254,8 @@ TEST(Reference, ChecksBlocksAndSlotsBeforeItWrites) {
       batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {2});
       plan->update(batch);
       std::vector<float> out(16, -7.f);
-      const Outputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {2, 1, 8}), .lse = {}};
-      Inputs inputs;
+      const AttentionOutputs outputs{.out = TensorView::contiguous(out.data(), DType::f32, {2, 1, 8}), .lse = {}};
+      AttentionInputs inputs;
       inputs.q = in.q.view();
       inputs.kv = cache;
       cache.k.as<float>()[0] = -7.f;

@@ -58,7 +58,7 @@ TEST(CaseFile, RoundTrips) {
 }
 
 TEST(CaseFile, VerifiesAndFindsAWrongResult) {
-  const Backend* const reference = &reference_backend();
+  const BackendOf<AttentionFamily>* const reference = &reference_backend();
   CaseFile file = make_case_file(full_case());
   const auto rows = verify_case(file, probe_cpu(), {&reference, 1});
   EXPECT_GE(rows.size(), 6u);
@@ -68,7 +68,7 @@ TEST(CaseFile, VerifiesAndFindsAWrongResult) {
 }
 
 TEST(CaseFile, ShowsRefusals) {
-  const Backend* const reference = &reference_backend();
+  const BackendOf<AttentionFamily>* const reference = &reference_backend();
   const auto rows = verify_case(make_case_file(full_case()), describe_device("h200"), {&reference, 1});
   ASSERT_EQ(rows.size(), 1u);
   EXPECT_NE(rows[0].refused.find("device.type"), std::string::npos) << rows[0].refused;

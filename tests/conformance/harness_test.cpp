@@ -13,11 +13,11 @@
 namespace imbrex::test {
 namespace {
 
-using Mistake = std::function<void(const AttentionSpec&, int num_tokens, const Outputs&)>;
+using Mistake = std::function<void(const AttentionSpec&, int num_tokens, const AttentionOutputs&)>;
 
-struct FaultyPlan final : Plan {
+struct FaultyPlan final : AttentionPlan {
   AttentionSpec spec;
-  std::unique_ptr<Plan> plan;
+  std::unique_ptr<AttentionPlan> plan;
   const Mistake* after_run = nullptr;
   bool truncate_keys = false;
   int num_tokens = 0;
@@ -32,14 +32,14 @@ struct FaultyPlan final : Plan {
     uint16_t* first = cache.k.as<uint16_t>();
     for (int64_t block = 0; block < cache.k.size(0); ++block) first[block * cache.k.stride(0)] ^= 1;
   }
-  void run(const Inputs& in, const Outputs& out, Stream) const override {
+  void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     plan->run(in, out);
     if (*after_run) (*after_run)(spec, num_tokens, out);
   }
   std::string str() const override { return "faulty"; }
 };
 
-struct FaultyBackend final : Backend {
+struct FaultyBackend final : BackendOf<AttentionFamily> {
   std::function<void(AttentionSpec&)> change_spec;
   Mistake after_run;
   bool truncate_keys = false;
@@ -47,7 +47,7 @@ struct FaultyBackend final : Backend {
   std::string_view name() const override { return "faulty"; }
   std::string_view description() const override { return "the reference with a mistake"; }
   std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const override { return {}; }
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     auto plan = std::make_unique<FaultyPlan>();
     plan->spec = spec;
     AttentionSpec changed = spec;
@@ -92,24 +92,27 @@ TEST(Harness, FindsChangedSpecs) {
 TEST(Harness, FindsWrongOutputs) {
   const std::pair<const char*, Mistake> mistakes[] = {
       {"one element off",
-       [](const AttentionSpec& s, int tokens, const Outputs& out) {
+       [](const AttentionSpec& s, int tokens, const AttentionOutputs& out) {
          if (tokens < 3) return;
          const int64_t at = 2 * out.out.stride(0) + out.out.stride(1) + s.head_dim_v - 1;
          store_from_float(out.out.data, out.out.dtype, at, load_as_float(out.out.data, out.out.dtype, at) + 0.06f);
        }},
       {"lse in base 2",
-       [](const AttentionSpec&, int tokens, const Outputs& out) {
+       [](const AttentionSpec&, int tokens, const AttentionOutputs& out) {
          for (int t = 0; t < tokens; ++t) out.lse.as<float>()[t * out.lse.stride(0)] *= 1.4426950f;
        }},
       {"lse off by a thousandth",
-       [](const AttentionSpec&, int tokens, const Outputs& out) {
+       [](const AttentionSpec&, int tokens, const AttentionOutputs& out) {
          for (int t = 0; t < tokens; ++t) out.lse.as<float>()[t * out.lse.stride(0)] += 1e-3f;
        }},
-      {"a NaN", [](const AttentionSpec&, int, const Outputs& out) { store_from_float(out.out.data, out.out.dtype, 0, std::nanf("")); }},
-      {"a padding row written", [](const AttentionSpec&, int tokens,
-                                   const Outputs& out) { store_from_float(out.out.data, out.out.dtype, tokens * out.out.stride(0), 0.f); }},
+      {"a NaN",
+       [](const AttentionSpec&, int, const AttentionOutputs& out) { store_from_float(out.out.data, out.out.dtype, 0, std::nanf("")); }},
+      {"a padding row written",
+       [](const AttentionSpec&, int tokens, const AttentionOutputs& out) {
+         store_from_float(out.out.data, out.out.dtype, tokens * out.out.stride(0), 0.f);
+       }},
       {"a gap between heads written",
-       [](const AttentionSpec& s, int, const Outputs& out) { store_from_float(out.out.data, out.out.dtype, s.head_dim_v, 0.f); }},
+       [](const AttentionSpec& s, int, const AttentionOutputs& out) { store_from_float(out.out.data, out.out.dtype, s.head_dim_v, 0.f); }},
   };
   for (const auto& [what, mistake] : mistakes) {
     FaultyBackend backend;
@@ -128,7 +131,7 @@ TEST(Harness, FindsWrongCacheContents) {
 // Why there is more than one poison: what looks beyond a request's bytes for a larger number does not see a NaN.
 TEST(Harness, FindsAMaximumOverForeignBytesAmongZerosOnly) {
   FaultyBackend backend;
-  backend.after_run = [](const AttentionSpec& s, int tokens, const Outputs& o) {
+  backend.after_run = [](const AttentionSpec& s, int tokens, const AttentionOutputs& o) {
     for (int d = 0; d < s.head_dim_v; ++d) {
       const float foreign = load_as_float(o.out.data, o.out.dtype, tokens * o.out.stride(0) + d);
       if (foreign > load_as_float(o.out.data, o.out.dtype, d)) store_from_float(o.out.data, o.out.dtype, d, foreign);

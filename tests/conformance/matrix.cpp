@@ -18,7 +18,7 @@ std::map<std::string, Totals>& mutable_totals() {
 }
 
 // The kernels a backend uses on a device, as its plans print them; empty when it runs nothing of the table there.
-std::string kernels_of(const Backend& backend, const DeviceInfo& device, KvFormat format) {
+std::string kernels_of(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, KvFormat format) {
   const Target target{.backend = &backend, .device = device, .kv_format = format};
   for (const Case& c : cases()) {
     if (!runs(c, target)) continue;
@@ -56,8 +56,8 @@ const std::vector<Target>& targets() {
     std::vector<Target> result;
     for (const KvFormat format : kv_formats())
       for_each_target<AttentionFamily>(
-          [&](const Backend& backend, const DeviceInfo& device) { return kernels_of(backend, device, format); },
-          [&](const Backend* backend, const DeviceInfo& device) {
+          [&](const BackendOf<AttentionFamily>& backend, const DeviceInfo& device) { return kernels_of(backend, device, format); },
+          [&](const BackendOf<AttentionFamily>* backend, const DeviceInfo& device) {
             result.push_back({.backend = backend, .device = device, .kv_format = format});
           });
     return result;

@@ -13,7 +13,7 @@
 namespace imbrex::test {
 
 struct Target {
-  const Backend* backend = nullptr;
+  const BackendOf<AttentionFamily>* backend = nullptr;
   DeviceInfo device;
   KvFormat kv_format = KvFormat::strided;
   std::string name() const;  // "cpu_avx512__avx2", "cpu_amx__amx__amx_packed", "cuda_sm80__sm_90"

@@ -88,7 +88,7 @@ AttentionSpec plain_spec() {
 
 TEST(Refusals, HaveTheirCodes) {
   for (const Refusal& r : kRefusals) {
-    const Backend* backend = find_backend(r.backend);
+    const BackendOf<AttentionFamily>* backend = find_backend(r.backend);
     ASSERT_NE(backend, nullptr) << r.backend;
     AttentionSpec spec = plain_spec();
     r.change(spec);
@@ -104,7 +104,7 @@ TEST(Refusals, HaveTheirCodes) {
 }
 
 TEST(Refusals, NoOtherCodeOccurs) {
-  for (const Backend* backend : backends())
+  for (const BackendOf<AttentionFamily>* backend : backends())
     for (const char* name : {"cpu", "h200", "a100", "l40s", kOldGpu, "avx512,4 threads", "avx2,4 threads", "amx,4 threads"}) {
       const DeviceInfo device = device_of(name);
       for (const Case& c : cases())

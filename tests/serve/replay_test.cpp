@@ -124,14 +124,14 @@ TEST(Replay, EveryScoreModificationIsVerified) {
 }
 
 // Runs like the reference, but does not write the key and value of every 40th token.
-class Careless final : public Backend {
+class Careless final : public BackendOf<AttentionFamily> {
  public:
   std::string_view name() const override { return "careless"; }
   std::string_view description() const override { return "loses a key now and then"; }
   std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const override { return {}; }
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    struct CarelessPlan final : Plan {
-      std::unique_ptr<Plan> inner;
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    struct CarelessPlan final : AttentionPlan {
+      std::unique_ptr<AttentionPlan> inner;
       std::vector<int64_t> slots;
       int64_t written = 0;
       void update(const Batch& batch, Stream stream) override {
@@ -147,7 +147,7 @@ class Careless final : public Backend {
       void write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream stream) const override {
         inner->write_kv(cache, k, v, stream);
       }
-      void run(const Inputs& in, const Outputs& out, Stream stream) const override { inner->run(in, out, stream); }
+      void run(const AttentionInputs& in, const AttentionOutputs& out, Stream stream) const override { inner->run(in, out, stream); }
       std::string str() const override { return "careless"; }
     };
     auto result = std::make_unique<CarelessPlan>();

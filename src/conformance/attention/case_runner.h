@@ -7,7 +7,7 @@
 #include "conformance/attention/case_inputs.h"
 #include "conformance/error_stats.h"
 #include "conformance/poison.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex {
 

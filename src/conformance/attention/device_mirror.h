@@ -2,7 +2,7 @@
 // A GPU's attention backend for callers whose tensors are in host memory, see conformance/mirror.h.
 #include <memory>
 
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex {
 

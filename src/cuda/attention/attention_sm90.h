@@ -6,7 +6,7 @@
 #include "cuda/driver/driver.h"
 #include "cuda/driver/jit.h"
 #include "cuda/driver/tensor_map.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex::cuda {
 

@@ -8,7 +8,7 @@
 #include "cuda/driver/memory.h"
 #include "cuda/driver/module.h"
 #include "cuda/params.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex::cuda {
 

@@ -20,7 +20,7 @@
 #include "cuda/plan/plan_outline.h"
 #include "cuda/plan/plan_tables.h"
 #include "cuda/plan/workspace.h"
-#include "imbrex/backend.h"
+#include "imbrex/attention.h"
 
 namespace imbrex::cuda {
 
@@ -36,7 +36,7 @@ class Plan final : public StepPlan {
   void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
   std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;  // plan_run.cpp, with the next one
-  void run(const Inputs&, const Outputs&, Stream) const override;
+  void run(const AttentionInputs&, const AttentionOutputs&, Stream) const override;
   bool capturable() const override { return !options_.load_on_demand; }
   std::string str() const override;
 
@@ -106,7 +106,7 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   // `kv`: of the inputs, with a view of its values.
-  AttentionParams params(const Inputs&, const KvCache& kv, const Outputs&, const DeviceBuffer& scratch) const;
+  AttentionParams params(const AttentionInputs&, const KvCache& kv, const AttentionOutputs&, const DeviceBuffer& scratch) const;
   template <class InFront>
   bool run_over_flat(const TensorView& q, const KvCache&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream,
                      bool captured, const InFront& in_front) const;

@@ -37,7 +37,7 @@ const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
   return s;
 }
 
-AttentionParams Plan::params(const Inputs& in, const KvCache& kv, const Outputs& out, const DeviceBuffer& scratch) const {
+AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const AttentionOutputs& out, const DeviceBuffer& scratch) const {
   const PlanArrays& m = *memory_;
   const BatchArrays& arrays = steps_.now().arrays;
   AttentionParams a{};
@@ -95,7 +95,7 @@ void Plan::launch(const Specialised& s, int64_t tasks, CUstream stream, const At
   s.kernel.launch({.grid_x = grid, .threads = s.threads, .cluster = s.cluster, .programmatic = programmatic_}, stream, a, maps...);
 }
 
-void Plan::run(const Inputs& in, const Outputs& out, Stream stream) const {
+void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream stream) const {
   const Step& step = steps_.now();
   check_step(*this);
   const DType out_dtype = check_run(spec_, device_.device, in, out, step.num_tokens, step.reach);

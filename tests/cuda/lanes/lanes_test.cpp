@@ -34,7 +34,7 @@ struct How {  // none of it may change a bit, `split` apart
   int workers = 1;      // for kernels that take runs: with many of them, each piece is an item of its own
 };
 
-class LanesPlan final : public Plan {
+class LanesPlan final : public AttentionPlan {
  public:
   static inline int shared_items = 0;  // of all updates
 
@@ -72,7 +72,7 @@ class LanesPlan final : public Plan {
     writer_->write_kv(cache, k, v, stream);
   }
 
-  void run(const Inputs& in, const Outputs& out, Stream) const override {
+  void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {
     AttentionParams p{};
     const long q_size = size_of(in.q.dtype), out_size = size_of(out.out.dtype);
     p.q = in.q.as<const char>(), p.q_token_stride = in.q.stride(0) * q_size, p.q_head_stride = in.q.stride(1) * q_size;
@@ -202,20 +202,20 @@ class LanesPlan final : public Plan {
   const How how_;
   const AttentionSpec spec_;
   const AttentionTiles tiles_;
-  std::unique_ptr<Plan> writer_;
+  std::unique_ptr<AttentionPlan> writer_;
   Batch batch_;
   std::vector<int> query_start_, seq_lens_, positions_;
   std::vector<long> block_start_, custom_start_;
   Schedule schedule_;
 };
 
-class LanesBackend final : public Backend {
+class LanesBackend final : public BackendOf<AttentionFamily> {
  public:
   LanesBackend(const Variant& variant, const How& how) : variant_(variant), how_(how) {}
   std::string_view name() const override { return "lanes"; }
   std::string_view description() const override { return "kernel texts for GPUs, lane by lane on the host"; }
   std::vector<Reason> unsupported(const AttentionSpec&, const DeviceInfo&) const override { return {}; }
-  std::unique_ptr<Plan> plan(const AttentionSpec& spec, const DeviceInfo&, const PlanOptions& options) const override {
+  std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo&, const PlanOptions& options) const override {
     return std::make_unique<LanesPlan>(variant_, how_, spec, options);
   }
 
