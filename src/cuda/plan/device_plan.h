@@ -5,9 +5,11 @@
 #include <string_view>
 #include <vector>
 
+#include "attention/device_batch.h"
 #include "cuda/driver/memory.h"
 #include "cuda/driver/module.h"
 #include "cuda/params.h"
+#include "gpu/broken_rules.h"
 #include "imbrex/attention.h"
 
 namespace imbrex::cuda {
@@ -19,14 +21,14 @@ class DevicePlan {
   // most_items: of the lists of one regime.
   DevicePlan(const ContextPtr&, std::string_view arch, const AttentionSpec&, const PlanLimits&, int64_t most_items);
 
-  // The batch's arrays under requests without tokens and keys, checked as far as the host sees them. Errors batch.*, update.device.
-  Batch arrays_of(const DeviceBatch&) const;
+  // As arrays_of() of attention/device_batch.h. Errors batch.*, update.device.
+  Batch arrays_of(const DeviceBatch& batch) const { return imbrex::arrays_of(batch, spec_, limits_, device_, zeros_); }
   // All but the plan's arrays.
   PlanBatchParams params(const DeviceBatch&) const;
-  // The context must be current, here and below.
+  // The context must be current.
   void launch(const PlanBatchParams&, CUstream) const;
   // Why requests were left out by the launches since the last call; waits for the stream.
-  std::vector<Reason> problems(CUstream) const;
+  std::vector<Reason> problems(Stream stream) const { return broken_.take(stream); }
 
  private:
   AttentionSpec spec_;
@@ -34,7 +36,8 @@ class DevicePlan {
   Device device_;
   std::shared_ptr<const Module> module_;
   Kernel kernel_;
-  DeviceBuffer item_start_, items_, broken_;
+  DeviceBuffer item_start_, items_;
+  gpu::BrokenRules broken_;
   std::vector<int32_t> zeros_;  // [max_num_reqs + 1]
 };
 

@@ -1,6 +1,7 @@
 // The backend of the short convolution for NVIDIA GPUs: its plan keeps the step's requests in device memory and launches one kernel a
 // layer. Grids and addresses follow from the limits where a launch is captured, so that a graph replays any batch within them.
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "cuda/short_conv/short_conv.h"
 #include "family/batch_checks.h"
 #include "family/begin_plan.h"
+#include "gpu/broken_rules.h"
 #include "short_conv/step.h"
 
 namespace imbrex {
@@ -21,6 +23,18 @@ namespace {
 
 constexpr const char* kName = "cuda_sm80";
 constexpr int kLeastSm = 80;
+
+// In the order of StateRule.
+std::vector<gpu::Rule> rules_of(const ShortConvSpec& spec, const PlanLimits& limits) {
+  const std::array own{
+      gpu::Rule{"batch.state.slot", "a slot of 0 or more"},
+      gpu::Rule{"batch.state.num_drafts", fmt::format("0 to {} drafts, and no more than tokens", spec.num_drafts)},
+      gpu::Rule{"batch.state.accepted_drafts", fmt::format("0 to {} accepted drafts, none where nothing has gone by", spec.num_drafts)},
+      gpu::Rule{"batch.state.shared", "a slot of its own for each request"},
+      gpu::Rule{"batch.state.slot", "a slot of the state that run() was given"}};
+  static_assert(gpu::kNumLengthRules + std::tuple_size_v<decltype(own)> == kNumStateRules);
+  return gpu::rules_of_lengths(limits, own);
+}
 
 class ShortConvCudaPlan final : public ShortConvPlan {
  public:
@@ -32,12 +46,13 @@ class ShortConvCudaPlan final : public ShortConvPlan {
     ArrayLayout layout;  // in this order, so that a step is one copy
     counts_ = layout.add<StateCounts>(1);
     requests_ = layout.add<StateRequest>(int64_t(options.limits.max_num_reqs) + 1);
-    memory_ = std::make_unique<PlanArrays>(std::make_shared<ContextDevice>(context_), layout);
+    const auto open = std::make_shared<ContextDevice>(context_);
+    memory_ = std::make_unique<PlanArrays>(open, layout);
     if (!options.load_on_demand) load();
     if (!options.on_device) return;
     plan_module_ = Module::load(context_, plan_state_batch_key(arch_));
     plan_kernel_ = plan_module_->kernel("plan_state_batch");
-    broken_ = zeroed(context_, kNumStateRules * sizeof(int));
+    broken_ = std::make_unique<gpu::BrokenRules>(open, rules_of(spec, options.limits));
   }
 
   void update(const Batch&, Stream) override;
@@ -85,7 +100,7 @@ class ShortConvCudaPlan final : public ShortConvPlan {
   std::unique_ptr<PlanArrays> memory_;
   std::shared_ptr<const Module> plan_module_;  // null: PlanOptions::on_device was not asked for
   Kernel plan_kernel_;
-  DeviceBuffer broken_;
+  std::unique_ptr<gpu::BrokenRules> broken_;  // null likewise
   Step now_, spare_;
   bool has_step_ = true;
 
@@ -166,7 +181,7 @@ void ShortConvCudaPlan::update_on_device(const DeviceBatch& batch, Stream stream
                                     .max_drafts = spec_.num_drafts,
                                     .requests = memory_->device(requests_),
                                     .counts = memory_->device(counts_),
-                                    .broken = broken_.as<int>()};
+                                    .broken = broken_->last_requests()};
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
   plan_kernel_.launch({.threads = kPlanStateBatchThreads}, cu, params);
@@ -179,32 +194,7 @@ void ShortConvCudaPlan::update_on_device(const DeviceBatch& batch, Stream stream
 }
 
 std::vector<Reason> ShortConvCudaPlan::device_problems(Stream stream) {
-  if (plan_module_ == nullptr) return {};
-  const CurrentContext current(*context_);
-  const CUstream cu = cu_stream(stream);
-  int last[kNumStateRules];
-  copy_to_host(last, broken_.address(), sizeof last, cu);
-  fill_bytes(broken_.address(), 0, broken_.bytes(), cu);
-  check_cuda(need_driver().cuStreamSynchronize(cu), "wait for what a plan on the device found");
-  const PlanLimits& limits = options_.limits;
-  const std::pair<const char*, std::string> rules[kNumStateRules] = {
-      {"batch.query_start_loc.monotone", "starts that begin with 0 and do not fall"},
-      {"batch.num_tokens.limit", "query tokens within the batch's max_num_tokens"},
-      {"batch.query_len.limit", fmt::format("no query tokens of a request, or {} to {}", std::max(limits.min_query_len, 1),
-                                            limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens)},
-      {"batch.seq_len.limit", fmt::format("0 to {} keys", limits.max_seq_len)},
-      {"batch.seq_len.shorter_than_query", "as many keys as query tokens, or more"},
-      {"batch.state.slot", "a slot of 0 or more"},
-      {"batch.state.num_drafts", fmt::format("0 to {} drafts, and no more than tokens", spec_.num_drafts)},
-      {"batch.state.accepted_drafts", fmt::format("0 to {} accepted drafts, none where nothing has gone by", spec_.num_drafts)},
-      {"batch.state.shared", "a slot of its own for each request"},
-      {"batch.state.slot", "a slot of the state that run() was given"},
-  };
-  std::vector<Reason> problems;
-  for (int rule = 0; rule < kNumStateRules; ++rule)
-    if (last[rule] > 0)
-      problems.push_back({rules[rule].first, rules[rule].second, fmt::format("something else in request {}", last[rule] - 1)});
-  return problems;
+  return broken_ == nullptr ? std::vector<Reason>() : broken_->take(stream);
 }
 
 void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const {
@@ -224,7 +214,7 @@ void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& o
   ShortConvParams p = short_conv_params(spec_, in, out);
   p.requests = memory_->device(requests_);
   p.counts = memory_->device(counts_);
-  p.broken = broken_.as<int>();
+  p.broken = broken_ != nullptr ? broken_->last_requests() : nullptr;
   p.chunks_at_once = grid.chunks_at_once;
   p.most_chunks = grid.most_chunks;
   p.lists_are_there = plan_module_ == nullptr;  // copies end before a kernel behind them begins

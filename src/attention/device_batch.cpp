@@ -1,0 +1,61 @@
+// See device_batch.h.
+#include "attention/device_batch.h"
+
+#include "attention/plan_checks.h"
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "family/batch_checks.h"
+
+namespace imbrex {
+namespace {
+
+// What they are is the kernel's affair.
+void check_positions(const AttentionSpec& spec, const TensorView& positions, int tokens) {
+  check(spec.mask.positions || positions.empty(), "batch.positions.unexpected", "positions given for a spec whose mask is {}: {}",
+        spec.mask.str(), positions);
+  if (!spec.mask.positions) return;
+  check(positions.size(0) >= tokens, "batch.positions.size", "the spec has given positions, expected i32[{} or more], got {}", tokens,
+        positions);
+  check(positions.dtype == DType::i32 && positions.rank == 1 && (positions.size(0) == 1 || positions.stride(0) == 1),
+        "batch.positions.dtype", "expected contiguous i32[{} or more], got {}", tokens, positions);
+}
+
+}  // namespace
+
+Batch arrays_of(const DeviceBatch& batch, const AttentionSpec& spec, const PlanLimits& limits, Device device,
+                std::span<const int32_t> zeros) {
+  check_lengths(batch, limits);
+  const int64_t reqs = batch.num_reqs();
+  const int tokens = max_tokens(batch, limits);
+  const TensorView &slots = batch.slot_mapping, &mask = batch.custom_mask;
+  Batch arrays{.query_start_loc = zeros.first(size_t(reqs) + 1),
+               .seq_lens = zeros.first(size_t(reqs)),
+               .block_table = batch.block_table,
+               .kv_indptr = batch.kv_indptr,
+               .kv_indices = batch.kv_indices,
+               .kv_last_page_len = {},
+               .kv_start_loc = batch.kv_start_loc,
+               .slot_mapping = slots,
+               .custom_mask = {}};
+  validate(arrays, spec, limits, -1);
+  check(slots.empty() || slots.size(0) >= tokens, "batch.slot_mapping.size", "expected {} entries, got {}", tokens, slots);
+  check(spec.mask.custom != mask.empty(), mask.empty() ? "batch.custom_mask.missing" : "batch.custom_mask.unexpected",
+        "the spec's mask is {}, custom_mask is {}", spec.mask.str(), mask);
+  check(mask.empty() || (mask.dtype == DType::u8 && mask.rank == 1 && (mask.size(0) <= 1 || mask.stride(0) == 1)),
+        "batch.custom_mask.dtype", "expected contiguous u8[sum of q_len * seq_len], got {}", mask);
+  arrays.custom_mask = mask;
+  check_positions(spec, batch.positions, tokens);
+  const auto on_device = [&](const TensorView& t, const char* name) { check_memory(t, name, "update.device", device); };
+  on_device(batch.seq_lens, "seq_lens");
+  on_device(batch.query_start_loc, "query_start_loc");
+  on_device(batch.block_table, "block_table");
+  on_device(batch.kv_indptr, "kv_indptr");
+  on_device(batch.kv_indices, "kv_indices");
+  on_device(batch.kv_start_loc, "kv_start_loc");
+  on_device(slots, "slot_mapping");
+  on_device(mask, "custom_mask");
+  on_device(batch.positions, "positions");
+  return arrays;
+}
+
+}  // namespace imbrex
