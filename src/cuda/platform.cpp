@@ -8,7 +8,7 @@
 #include "cuda/ops/copy_blocks.h"
 #include "cuda/ops/gather.h"
 #include "cuda/ops/merge_results.h"
-#include "cuda/plan/workspace.h"
+#include "gpu/device_workspace.h"
 
 namespace imbrex {
 namespace cuda {
@@ -22,9 +22,11 @@ class CudaDevice final : public ContextDevice {
     std::call_once(gather_once_, [&] { gather_.emplace(context_, arch_of(probe_cuda().at(size_t(context_->device())))); });
     gather_->run(from, offsets, to, cu_stream(stream));
   }
-  std::shared_ptr<Workspace> make_workspace() const override { return std::make_shared<CudaWorkspace>(context_); }
+  std::shared_ptr<Workspace> make_workspace() const override {
+    return std::make_shared<gpu::DeviceWorkspace>(std::make_shared<ContextDevice>(context_), context_->id());
+  }
   std::shared_ptr<Workspace> make_workspace(void* memory, int64_t bytes) const override {
-    return std::make_shared<CudaWorkspace>(context_, memory, bytes);
+    return std::make_shared<gpu::DeviceWorkspace>(std::make_shared<ContextDevice>(context_), context_->id(), memory, bytes);
   }
 
  private:

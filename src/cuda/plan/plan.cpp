@@ -52,7 +52,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
       options_(options),
       arch_(arch_of(device)),
       context_(Context::of_device(device.device.index)),
-      workspace_(workspace_for(context_, options.workspace)),
+      workspace_(gpu::workspace_for(std::make_shared<ContextDevice>(context_), context_->id(), options.workspace)),
       programmatic_(device.sm >= 90) {
   check(!options.on_device || !options.balanced, "backend.on_device",
         "expected on_device or balanced, got both: shares of the load are "
@@ -72,7 +72,7 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
   several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1;
   lay_out();
-  workspace_->reserve(planned.scratch_bytes);
+  workspace_->reserve(int64_t(planned.scratch_bytes));
   // A step has at most max_num_tokens items, since every item has a query token.
   if (options.on_device) device_plan_ = std::make_unique<DevicePlan>(context_, arch_, spec, options.limits, options.limits.max_num_tokens);
 }

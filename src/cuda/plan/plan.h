@@ -19,7 +19,7 @@
 #include "cuda/plan/plan_arrays.h"
 #include "cuda/plan/plan_outline.h"
 #include "cuda/plan/plan_tables.h"
-#include "cuda/plan/workspace.h"
+#include "gpu/device_workspace.h"
 #include "imbrex/attention.h"
 
 namespace imbrex::cuda {
@@ -106,9 +106,9 @@ class Plan final : public StepPlan {
   void widen_key_starts(const Step&, CUstream) const;
   void restore_key_starts(CUstream) noexcept;
   // `kv`: of the inputs, with a view of its values.
-  AttentionParams params(const AttentionInputs&, const KvCache& kv, const AttentionOutputs&, const DeviceBuffer& scratch) const;
+  AttentionParams params(const AttentionInputs&, const KvCache& kv, const AttentionOutputs&, const gpu::ScratchMemory& scratch) const;
   template <class InFront>
-  bool run_over_flat(const TensorView& q, const KvCache&, const AttentionParams&, DType out, const DeviceBuffer& scratch, CUstream,
+  bool run_over_flat(const TensorView& q, const KvCache&, const AttentionParams&, DType out, const gpu::ScratchMemory& scratch, CUstream,
                      bool captured, const InFront& in_front) const;
   template <class... Maps>
   void launch(const Specialised&, int64_t tasks, CUstream, const AttentionParams&, const Maps&...) const;
@@ -131,19 +131,19 @@ class Plan final : public StepPlan {
   int mask_words_ = 0, seen_tile_words_ = 0;  // as in AttentionParams
   int64_t partial_rows_ = 0;                  // the most that a batch within the limits has
   Scratch scratch_;
-  std::shared_ptr<CudaWorkspace> workspace_;  // what scratch_ lies in
-  std::unique_ptr<DevicePlan> device_plan_;   // null: PlanOptions::on_device was not asked for
-  bool several_kernels_ = false;              // for attention in a graph: most have no work then
-  bool programmatic_ = false;                 // launches may begin before the ones in front of them have ended
+  std::shared_ptr<gpu::DeviceWorkspace> workspace_;  // what scratch_ lies in
+  std::unique_ptr<DevicePlan> device_plan_;          // null: PlanOptions::on_device was not asked for
+  bool several_kernels_ = false;                     // for attention in a graph: most have no work then
+  bool programmatic_ = false;                        // launches may begin before the ones in front of them have ended
 
   bool may_share_ = false;  // items of decode
   ShareScratch share_scratch_;
   TwoSteps<Step> steps_;
   bool has_step_ = true;
-  mutable std::vector<std::shared_ptr<const DeviceBuffer>> captured_scratch_;  // which graphs write to
-  mutable bool captured_run_ = false, captured_write_ = false;                 // a graph reads the addresses of Step::arrays
-  mutable int captured_flat_blocks_ = INT32_MAX;                               // what all graphs have room for
-  mutable int64_t captured_entries_ = int64_t(1) << 32;                        // blocks, or ragged rows, of the smallest cache in a graph
+  mutable std::vector<std::shared_ptr<const gpu::ScratchMemory>> captured_scratch_;  // which graphs write to
+  mutable bool captured_run_ = false, captured_write_ = false;                       // a graph reads the addresses of Step::arrays
+  mutable int captured_flat_blocks_ = INT32_MAX;                                     // what all graphs have room for
+  mutable int64_t captured_entries_ = int64_t(1) << 32;  // blocks, or ragged rows, of the smallest cache in a graph
 };
 
 }  // namespace imbrex::cuda

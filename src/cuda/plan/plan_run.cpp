@@ -9,6 +9,7 @@
 #include "cuda/attention/attention_sm90.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/plan/plan.h"
+#include "gpu/launch_order.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -37,7 +38,8 @@ const Plan::Specialised& Plan::loaded(Specialised& s, bool captured) const {
   return s;
 }
 
-AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const AttentionOutputs& out, const DeviceBuffer& scratch) const {
+AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const AttentionOutputs& out,
+                             const gpu::ScratchMemory& scratch) const {
   const PlanArrays& m = *memory_;
   const BatchArrays& arrays = steps_.now().arrays;
   AttentionParams a{};
@@ -61,7 +63,8 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
   if (spec_.mask.custom) {
     a.custom_mask = arrays.custom_mask;
     a.custom_start = m.device(arrays_.custom_start);
-    a.mask_bits = array_in(scratch, scratch_.mask_bits), a.seen_tiles = array_in(scratch, scratch_.seen_tiles);
+    a.mask_bits = gpu::array_in(scratch.data.get(), scratch_.mask_bits),
+    a.seen_tiles = gpu::array_in(scratch.data.get(), scratch_.seen_tiles);
     a.mask_words = mask_words_, a.seen_tile_words = seen_tile_words_;
     a.least_masked_q = regimes_[kPrefill].policy.min_q;
   }
@@ -81,9 +84,9 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
   a.sinks = in.sinks.as<const float>();
   a.bias_by_distance = tables_->bias_by_distance();
   a.bias_reach = tables_->bias_reach();
-  a.partial_out = array_in(scratch, scratch_.partial_out);
-  a.partial_state = array_in(scratch, scratch_.partial_state);
-  a.run_sums = array_in(scratch, scratch_.run_sums);
+  a.partial_out = gpu::array_in(scratch.data.get(), scratch_.partial_out);
+  a.partial_state = gpu::array_in(scratch.data.get(), scratch_.partial_state);
+  a.run_sums = gpu::array_in(scratch.data.get(), scratch_.run_sums);
   return a;
 }
 
@@ -104,7 +107,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
   // A graph has to hold all launches that a later batch may need, and so does a step whose lists only the device knows. Otherwise launches
   // that this step does not need are left out.
   const bool captured = is_captured(cu), any = captured || step.on_device;
-  const std::shared_ptr<const DeviceBuffer> scratch = workspace_->memory();
+  const std::shared_ptr<const gpu::ScratchMemory> scratch = workspace_->memory();
   const KvCache kv = with_values(spec_, in.kv);
   AttentionParams a = params(in, kv, out, *scratch);
   // Copies end before a kernel after them begins. Kernels of this plan that write lists may still run then, unless they are in front of a
@@ -113,20 +116,15 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
   a.may_be_idle = a.lists_are_there && captured && several_kernels_;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merge_tasks = 0;
-  // The order of launches. Outside of graphs the kernels run beside each other, and long items begin first. In a graph most launches are
-  // idle, and one that begins while another reads keys by TMA delays that by some 4 us on an H100, whatever it does itself: so the launches
-  // for the longest queries come last.
-  constexpr std::array kEager = {kPrefill, kVerify, kDecode}, kCaptured = {kDecode, kVerify, kPrefill};
-  const std::array<Regime, kNumRegimes>& order = captured ? kCaptured : kEager;
-  const auto tasks_of = [&](Regime regime) {
+  std::array<gpu::RegimeTasks, kNumRegimes> work;
+  for (const Regime regime : kRegimes) {
     const RegimePlan& s = regimes_[regime];
-    return (any ? s.bounds.num_work : int64_t(step.schedules[regime].num_work)) * spec_.num_kv_heads * s.row_blocks;
-  };
-  Regime last = order.front();
-  for (const Regime regime : order)
-    if (tasks_of(regime) > 0) last = regime;
-  bool is_first = true, sums_in_use = false;  // sums: by a kernel in front, which folds runs in the same memory
-  for (const Regime regime : order) {
+    const int64_t items = any ? s.bounds.num_work : int64_t(step.schedules[regime].num_work);
+    work[regime] = {.tasks = items * spec_.num_kv_heads * s.row_blocks, .folds = s.kernel.run_sums > 0};
+  }
+  for (const gpu::RegimeLaunch& now : gpu::launch_order(work, captured, step.on_device)) {
+    const Regime regime = now.regime;
+    const int64_t tasks = now.tasks;
     const RegimePlan& s = regimes_[regime];
     const Schedule& schedule = step.schedules[regime];
     a.work = memory_->device(s.work);
@@ -135,13 +133,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     a.counts = memory_->device(s.counts);
     a.next_task = counters_.as<int>() + regime;
     a.arrivals = counters_.as<int>() + s.arrivals;
-    const int64_t tasks = tasks_of(regime);
-    if (tasks == 0) continue;
-    // Most launches of a graph have no work: they end soonest if each begins before the one in front has ended.
-    const bool folds = s.kernel.run_sums > 0;
-    a.beside = !any && !is_first && !(folds && sums_in_use);
-    a.next_waits = any || regime == last;
-    is_first = false, sums_in_use = sums_in_use || folds;
+    a.beside = now.beside, a.next_waits = now.next_waits;
     if (regime == kPrefill && !pack_mask_.entry.empty()) launch(loaded(pack_mask_, captured), tasks * seen_tile_words_, cu, a);
     bool mapped = true;
     const auto run_over_cache = [&](const PlanCounts* counts) {
@@ -174,7 +166,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
 // Runs prefill over flat keys, for a step whose lists the host has made; false: it has to be run over the cache itself. In a graph these
 // launches serve the steps whose flat keys have room; for other steps `in_front` makes a launch over the cache.
 template <class InFront>
-bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const AttentionParams& all, DType out, const DeviceBuffer& scratch,
+bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const AttentionParams& all, DType out, const gpu::ScratchMemory& scratch,
                          CUstream stream, bool captured, const InFront& in_front) const {
   if (!flat_ || !FlatKv::takes(kv)) return false;
   const Step& step = steps_.now();
@@ -207,7 +199,7 @@ bool Plan::run_over_flat(const TensorView& q, const KvCache& kv, const Attention
   for (int head = 0; head < spec_.num_kv_heads; head += flat.kv_heads) {
     a.first_kv_head = keys.first_kv_head = head;
     a.kv_heads_now = keys.num_heads = std::min(flat.kv_heads, spec_.num_kv_heads - head);
-    const KvCache cache = flat_->cache(array_in(scratch, scratch_.flat_keys), flat, a.kv_heads_now);
+    const KvCache cache = flat_->cache(gpu::array_in(scratch.data.get(), scratch_.flat_keys), flat, a.kv_heads_now);
     keys.to_k = cache.k.as<char>(), keys.to_v = cache.v.as<char>();
     AttentionMaps maps{};
     if (!s.flat_kernel.maps(spec_, q, cache, maps)) return false;  // because of the queries: at once

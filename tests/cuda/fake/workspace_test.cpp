@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cuda/fake/fake_driver.h"
-#include "cuda/plan/workspace.h"
 #include "expect_error.h"
 #include "imbrex/select.h"
 
@@ -99,30 +98,6 @@ TEST(Workspace, InMemoryOfTheCaller) {
   EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), memory.as<char>() + 8, 1024); }), "workspace.memory");
   EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), nullptr, 1024); }), "workspace.memory");
   EXPECT_EQ(imbrex::test::error_code([&] { make_workspace(gpu(), memory.as<void>(), -1); }), "workspace.memory");
-}
-
-TEST(Workspace, WhoHasTakenMemoryKeepsIt) {
-  CudaWorkspace workspace(Context::of_device(0));
-  workspace.reserve(100);
-  const std::weak_ptr<const DeviceBuffer> first = workspace.memory();
-  const auto taken = workspace.memory();
-  workspace.reserve(50);
-  EXPECT_EQ(workspace.memory(), taken) << "enough is not made again";
-  workspace.reserve(200);
-  EXPECT_EQ(workspace.bytes(), 200);
-  EXPECT_EQ(taken->bytes(), 100u);
-  const std::weak_ptr<const DeviceBuffer> second = workspace.memory();
-  workspace.reserve(300);
-  EXPECT_TRUE(second.expired()) << "nobody had taken it";
-  EXPECT_FALSE(first.expired());
-}
-
-TEST(Workspace, AFailureLeavesWhatThereWas) {
-  CudaWorkspace workspace(Context::of_device(0));
-  workspace.reserve(100);
-  const auto before = workspace.memory();
-  EXPECT_EQ(imbrex::test::error_code([&] { workspace.reserve(size_t(1) << 40); }), "cuda.memory");
-  EXPECT_EQ(workspace.memory(), before);
 }
 
 TEST(Workspace, IsOfThePlansDevice) {
