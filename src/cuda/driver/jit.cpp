@@ -12,15 +12,13 @@
 #include "cuda/driver/driver.h"
 #include "cuda/driver/kept_signals.h"
 #include "cuda/driver/kernel_sources.h"
-#include "gpu/hash.h"
 #include "gpu/kernel_cache.h"
+#include "gpu/kernel_texts.h"
 
 namespace imbrex::cuda {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr std::string_view kConfigPath = "config.cuh";
 
 // Line numbers are kept for profilers; -v puts registers, spills and shared memory into the log.
 std::vector<std::string> options_of(const KernelKey& key) {
@@ -74,35 +72,9 @@ class Program {
   nvrtcProgram program_ = nullptr;
 };
 
-std::string_view text_of(const KernelKey& key) {
-  for (const EmbeddedText& source : kernel_sources)
-    if (source.path == key.path) return source.text;
-  std::vector<std::string_view> names;
-  for (const EmbeddedText& source : kernel_sources)
-    if (source.path.ends_with(".cu")) names.push_back(source.path);
-  fail("cuda.source", "expected one of {}, got a kernel file \"{}\"", fmt::join(names, ", "), key.path);
-}
-
-gpu::Hash128 hash_of_sources() {
-  gpu::Hash128 hash;
-  for (const EmbeddedText& source : kernel_sources)
-    if (source.path != kConfigPath) hash.add(source.path).add(source.text);
-  return hash;
-}
-
-// Files a profiler can show: they are compiled from there, so that every line number leads to them.
-fs::path dump_texts(const KernelKey& key, std::string_view text, const std::string& config, const fs::path& folder) {
-  const auto write = [&](const fs::path& path, std::string_view content) {
-    std::error_code ignored;
-    fs::create_directories(path.parent_path(), ignored);
-    std::ofstream file(path, std::ios::binary);
-    file.write(content.data(), std::streamsize(content.size()));
-    file.close();
-    check(bool(file), "cuda.dump", "cannot write {} ({} is set)", path.string(), env::kCudaDump);
-  };
-  for (const EmbeddedText& source : kernel_sources) write(folder / source.path, source.path == kConfigPath ? config : source.text);
-  write(folder / key.path, text);
-  return folder / key.path;
+const gpu::KernelTexts& texts() {
+  static const gpu::KernelTexts all(kernel_sources, "config.cuh", ".cu");
+  return all;
 }
 
 }  // namespace
@@ -130,15 +102,9 @@ std::string config_text(const KernelKey& key) {
   return gpu::config_text(key.path, constants);
 }
 
-std::string cache_name(const KernelKey& key) {
-  static const gpu::Hash128 sources = hash_of_sources();
-  gpu::Hash128 hash = sources;
-  hash.add(key.path).add(config_text(key));
-  for (const std::string& option : options_of(key)) hash.add(option);
-  return fmt::format("{}-{}-{}", fs::path(key.path).stem().string(), key.arch, hash.hex());
-}
+std::string cache_name(const KernelKey& key) { return texts().file_name(key, config_text(key), options_of(key)); }
 
-CompiledKernel compile(const KernelKey& key) { return compile_text(key, text_of(key)); }
+CompiledKernel compile(const KernelKey& key) { return compile_text(key, texts().text_of(key)); }
 
 CompiledKernel compile_text(const KernelKey& key, std::string_view text) {
   const std::string config = config_text(key);
@@ -147,20 +113,18 @@ CompiledKernel compile_text(const KernelKey& key, std::string_view text) {
   std::vector<std::string> options = options_of(key);
   // Beside a driver NVRTC 13 keeps a cache of its own, and what comes from there has no log to read resources from.
   if (rtc.version >= 13000) options.push_back("--no-cache");
-  std::vector<const char*> headers, header_names;
+  gpu::KernelTexts::Headers headers;
   std::string name = key.path;
   const auto dump = env::get(env::kCudaDump);
   const fs::path dump_folder = dump ? fs::absolute(*dump) / cache_name(key) : fs::path();
   if (dump) {
-    name = dump_texts(key, text, config, dump_folder).string();
+    // A profiler can show these: every line number leads to them.
+    name = texts().write_to(dump_folder, key, text, config).string();
     options.push_back("--include-path=" + dump_folder.string());
   } else {
-    for (const EmbeddedText& source : kernel_sources) {
-      headers.push_back(source.path == kConfigPath ? config.c_str() : source.text.data());
-      header_names.push_back(source.path.data());
-    }
+    headers = texts().headers(config);
   }
-  Program program(rtc, std::string(text), name, headers, header_names);
+  Program program(rtc, std::string(text), name, headers.texts, headers.names);
   const auto begin = std::chrono::steady_clock::now();
   const nvrtcResult result = program.compile(options);
   CompiledKernel kernel{.binary = {}, .log = program.log(), .compile_ms = 0};

@@ -1,22 +1,18 @@
 // Module and Kernel: cubins in a context.
 #include "cuda/driver/module.h"
 
-#include <map>
-#include <mutex>
 #include <utility>
 
 #include "core/check.h"
 #include "cuda/driver/cubin.h"
+#include "gpu/shared_by_key.h"
 
 namespace imbrex::cuda {
 namespace {
 
 constexpr unsigned kSmemWithoutAsking = 48 << 10;
 
-struct Modules {
-  std::mutex mutex;
-  std::map<std::pair<unsigned long long, std::string>, std::weak_ptr<const Module>> by_context_and_name;
-};
+using Modules = gpu::SharedByKey<std::pair<unsigned long long, std::string>, const Module>;  // by context and name
 Modules& modules() {
   static auto* const all = new Modules;  // never destroyed: plans may die while static objects go down
   return *all;
@@ -25,24 +21,11 @@ Modules& modules() {
 }  // namespace
 
 std::shared_ptr<const Module> Module::load(const std::shared_ptr<const Context>& context, const KernelKey& key) {
-  const std::pair id(context->id(), cache_name(key));
-  Modules& all = modules();
-  {
-    const std::lock_guard lock(all.mutex);
-    const auto it = all.by_context_and_name.find(id);
-    if (it != all.by_context_and_name.end())
-      if (auto module = it->second.lock()) return module;
-  }
-  // This runs without the lock, because compiling may take a second. Two threads may both load; one of the two modules is used.
-  const auto compiled = get_kernel(key);
-  const CurrentContext current(*context);
-  std::shared_ptr<const Module> module(new Module(context, key.str(), compiled));
-  const std::lock_guard lock(all.mutex);
-  std::erase_if(all.by_context_and_name, [](const auto& entry) { return entry.second.expired(); });
-  auto& slot = all.by_context_and_name[id];
-  if (auto other = slot.lock()) return other;
-  slot = module;
-  return module;
+  return modules().get({context->id(), cache_name(key)}, [&] {
+    const auto compiled = get_kernel(key);
+    const CurrentContext current(*context);
+    return std::shared_ptr<const Module>(new Module(context, key.str(), compiled));
+  });
 }
 
 Module::Module(std::shared_ptr<const Context> context, std::string what, std::shared_ptr<const CompiledKernel> compiled)
