@@ -4,10 +4,10 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "attention/precompile.h"
 #include "core/check.h"
 #include "core/cores.h"
 #include "cuda/driver/jit.h"
+#include "family/precompile.h"
 #include "imbrex/imbrex.hpp"
 
 namespace imbrex::bench {
@@ -129,7 +129,7 @@ double host_us(Planned& p, bool of_update, int calls, Stream stream) {
 
 int compile(const json& j) {
   const DeviceInfo device = describe_device(j.at("device").get<std::string>());
-  std::map<std::string, std::vector<AttentionSpec>> by_backend;
+  std::map<std::string, std::vector<LayerSpec>> by_backend;
   for (const json& one : j.at("specs")) {
     const AttentionSpec spec = spec_of(one);
     const std::string backend = j.at("backend");

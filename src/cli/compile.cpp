@@ -3,10 +3,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "attention/precompile.h"
 #include "cli/cli.h"
 #include "cli/spec_options.h"
 #include "core/cores.h"
+#include "family/precompile.h"
 
 namespace imbrex::cli {
 namespace {
@@ -63,7 +63,7 @@ int run_compile(CompileArguments& o) {
   if (request.archs.empty()) request.archs = split(kArchs, ",");
   if (request.jobs == 0) request.jobs = default_num_threads();
   if (!o.spec.model.empty())
-    for (const Named<AttentionSpec>& named : attention_specs_of(o.spec)) request.specs.push_back(named.spec);
+    for (const Named<LayerSpec>& named : specs_of(o.spec)) request.specs.push_back(named.spec);
   const std::vector<PrecompiledKernel> kernels = precompile(request);
 
   std::string complaints;

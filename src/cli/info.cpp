@@ -3,9 +3,9 @@
 
 #include <nlohmann/json.hpp>
 
-#include "attention/precompile.h"
 #include "cli/cli.h"
 #include "core/env.h"
+#include "family/precompile.h"
 #include "imbrex/device_platform.h"
 #include "imbrex/model.h"
 #include "serve/ceilings.h"

@@ -9,12 +9,12 @@
 #include <nlohmann/json.hpp>
 #include <regex>
 
-#include "attention/precompile.h"
 #include "cli/bench.h"
 #include "cli/cli.h"
 #include "cli/progress.h"
 #include "core/check.h"
 #include "core/cores.h"
+#include "family/precompile.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
 

@@ -6,7 +6,6 @@
 #include <set>
 
 #include "attention/kv_codec.h"
-#include "attention/precompile.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
@@ -18,6 +17,7 @@
 #include "cuda/ops/merge_results.h"
 #include "cuda/plan/plan.h"
 #include "cuda/short_conv/short_conv.h"
+#include "family/precompile.h"
 #include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda {
@@ -52,20 +52,25 @@ constexpr KernelFamily kFamilies[] = {
     {"merge_results", merge_results_keys}, {"cuda_sm80", sm80_keys},          {"cuda_sm90", sm90_keys, "sm_90a"},
 };
 
-// A sample of kernels for layers of other families than attention, which no AttentionSpec describes.
+// The kernels of another family than attention.
 struct OtherFamily {
-  const char* name;
-  std::vector<KernelKey> (*sample)(std::string_view arch);
+  const char *name, *backend;
+  // Those of a plan for the spec; none where it is of another family.
+  std::vector<KernelKey> (*keys)(std::string_view arch, const LayerSpec&);
+  std::vector<LayerSpec> (*sample)();  // specs that together need every kind of code
 };
 
-std::vector<KernelKey> short_conv_sample(std::string_view arch) {
-  std::vector<KernelKey> keys;
-  for (const ShortConvSpec& spec : covering_short_conv_specs())
-    for (KernelKey& key : short_conv_kernels(arch, spec)) keys.push_back(std::move(key));
-  return keys;
+std::vector<KernelKey> short_conv_keys(std::string_view arch, const LayerSpec& layer) {
+  const auto* const spec = std::get_if<ShortConvSpec>(&layer);
+  return spec == nullptr ? std::vector<KernelKey>() : short_conv_kernels(arch, *spec);
 }
 
-constexpr OtherFamily kOtherFamilies[] = {{"short_conv", short_conv_sample}};
+std::vector<LayerSpec> short_conv_sample() {
+  const std::vector<ShortConvSpec> specs = covering_short_conv_specs();
+  return {specs.begin(), specs.end()};
+}
+
+constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv_keys, short_conv_sample}};
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
   const KernelKey& key = shipped.key;
@@ -98,28 +103,35 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 
 }  // namespace
 
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend) {
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const LayerSpec> specs, std::string_view backend) {
   std::vector<ShippedKernel> shipped;
   std::set<std::string> names;
   const auto add_keys = [&](const char* family, std::vector<KernelKey> keys) {
     for (KernelKey& key : keys)
       if (names.insert(cache_name(key)).second) shipped.push_back({family, std::move(key)});
   };
+  std::vector<AttentionSpec> of_attention;
+  for (const LayerSpec& layer : specs)
+    if (const auto* spec = std::get_if<AttentionSpec>(&layer)) of_attention.push_back(*spec);
   for (const KernelFamily& family : kFamilies) {
     const auto add = [&](std::span<const AttentionSpec> all, Extent extent) {
       for (const AttentionSpec& spec : all) add_keys(family.name, family.keys(arch, spec, extent));
     };
     if (!backend.empty()) {
-      if (family.name == backend) add(specs, Extent::usual);
+      if (family.name == backend) add(of_attention, Extent::usual);
     } else if (!specs.empty()) {
-      add(specs, Extent::all);
+      add(of_attention, Extent::all);
     } else {
       add(covering_specs(), Extent::sample);
       if (family.thorough == arch) add(thorough_specs(), Extent::usual);
     }
   }
-  for (const OtherFamily& family : kOtherFamilies)
-    if (backend.empty() && specs.empty()) add_keys(family.name, family.sample(arch));
+  for (const OtherFamily& family : kOtherFamilies) {
+    if (!backend.empty() && backend != family.backend) continue;
+    const std::vector<LayerSpec> sample = specs.empty() && backend.empty() ? family.sample() : std::vector<LayerSpec>();
+    for (const LayerSpec& layer : sample.empty() ? specs : std::span<const LayerSpec>(sample))
+      add_keys(family.name, family.keys(arch, layer));
+  }
   return shipped;
 }
 

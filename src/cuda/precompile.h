@@ -6,11 +6,11 @@
 
 #include "cuda/driver/jit.h"
 #include "cuda/plan/plan.h"
-#include "imbrex/short_conv.h"
-#include "imbrex/spec.h"
+#include "imbrex/layer_spec.h"
 
 namespace imbrex::cuda {
 
+// A group of kernels of attention.
 struct KernelFamily {
   const char* name;
   // The kernels of a plan for the spec on the architecture. Empty: this group of kernels does not run it.
@@ -24,7 +24,7 @@ struct ShippedKernel {
 };
 // The kernels of all groups, each once: those for the specs, or a sample where there are no specs. With the name of a backend, those that
 // its plans for the specs usually run.
-std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const AttentionSpec> specs, std::string_view backend = {});
+std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const LayerSpec> specs, std::string_view backend = {});
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
 std::vector<AttentionSpec> covering_specs();

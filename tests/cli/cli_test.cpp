@@ -123,10 +123,6 @@ TEST_F(Cli, LayersOfOtherFamiliesAreLeftOutWithANote) {
   EXPECT_EQ(zoo.code, 0) << zoo.err;
   EXPECT_TRUE(zoo.err.starts_with(note)) << zoo.err;
   EXPECT_TRUE(contains(zoo.out, "/16-8/d64/")) << zoo.out;
-  const Ran compile =
-      run("compile --arch sm_80 --model lfm2-350m --out " + path("kernels"), "IMBREX_CUDA_NVRTC=" + path("no_such_library"));
-  EXPECT_EQ(compile.code, 3);
-  EXPECT_TRUE(compile.err.starts_with(note)) << compile.err;
   std::ofstream(path("conv.json")) << R"({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
       "num_key_value_heads": 1, "full_attn_idxs": []})";
   const Ran nothing = run("bench q4 --model " + path("conv.json"));
@@ -171,6 +167,22 @@ TEST_F(Cli, CompileWithoutTheCompilerSaysWhatToDo) {
   EXPECT_EQ(ran.code, 3);
   for (const char* part : {"[cuda.nvrtc_missing]", "no_such_library", "CUDA_HOME"}) EXPECT_TRUE(contains(ran.err, part)) << ran.err;
   EXPECT_TRUE(contains(run("info", none).out, "NVRTC is not found"));
+}
+
+// Those of layers of every family that the model has, and of no other: whoever has filled a folder needs no compiler.
+TEST_F(Cli, CompileKnowsTheLayersOfEveryFamily) {
+  if (nlohmann::json::parse(run("info --json").out)["cuda"]["compiler"] == "") GTEST_SKIP() << "no NVRTC here";
+  std::ofstream(path("conv.json")) << R"({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
+      "num_key_value_heads": 1, "full_attn_idxs": []})";
+  const Ran ran = run("compile --arch sm_80 --strict --json --model " + path("conv.json") + " --out " + path("kernels"));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.err, "");
+  const auto j = nlohmann::json::parse(ran.out);
+  ASSERT_EQ(j.size(), 2u);
+  EXPECT_EQ(j[0]["family"], "short_conv");
+  EXPECT_EQ(j[0]["file"], "short_conv.cu");
+  EXPECT_EQ(j[0]["constants"].get<std::string>().find("kType 2, kWidth 3"), 0u) << j[0]["constants"];
+  EXPECT_EQ(j[1]["file"], "plan_state_batch.cu");
 }
 
 TEST_F(Cli, CompileFillsAFolderThatNeedsNoCompiler) {

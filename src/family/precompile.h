@@ -5,16 +5,16 @@
 #include <vector>
 
 #include "imbrex/device.h"
-#include "imbrex/spec.h"
+#include "imbrex/layer_spec.h"
 
 namespace imbrex {
 
 struct PrecompileRequest {
-  std::vector<std::string> archs;    // "sm_90a"
-  std::vector<AttentionSpec> specs;  // what the kernels are for; empty: a set that covers every kernel
-  std::string backend;               // only what its plans run, unless a tensor lies in an unusual way; empty: whatever a plan may load
-  std::string folder;                // to be filled; empty: the cache of this user
-  int jobs = 1;                      // threads
+  std::vector<std::string> archs;  // "sm_90a"
+  std::vector<LayerSpec> specs;    // what the kernels are for; empty: a set that covers every kernel
+  std::string backend;             // only what its plans run, unless a tensor lies in an unusual way; empty: whatever a plan may load
+  std::string folder;              // to be filled; empty: the cache of this user
+  int jobs = 1;                    // threads
 };
 
 struct PrecompiledEntry {  // an entry point of a kernel file
