@@ -197,5 +197,6 @@ extern "C" IMBREX_API imbrex_status imbrex_plugin(const imbrex_host* host) {
   table.merge = merge;
   if (const imbrex_status status = host->register_device(&table); status != IMBREX_OK) return status;
 
-  return register_backend(host);
+  if (const imbrex_status status = register_backend(host); status != IMBREX_OK) return status;
+  return register_short_conv_backend(host);
 }

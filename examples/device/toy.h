@@ -293,8 +293,23 @@ class Tensor {
 // A call of the library in a stream: its failure is the device's.
 inline imbrex_status of_library(imbrex_status status) { return status == IMBREX_OK ? status : fail(status, imbrex_last_error()); }
 
-Device* open_device_of(int number);                  // null: it is not open
-imbrex_status register_backend(const imbrex_host*);  // toy_backend.cpp
+Device* open_device_of(int number);  // null: it is not open
 const char* why(void* context);
+
+// --- the library's reference, which is the kernel of every backend here: toy_backend.cpp
+
+template <class T, void (*free)(T*)>
+struct Free {
+  void operator()(T* handle) const { free(handle); }
+};
+using HostPlan = std::unique_ptr<imbrex_plan, Free<imbrex_plan, imbrex_plan_free>>;
+
+imbrex_plan_options host_options(const imbrex_plan_options& given);  // the limits
+// Makes a plan for the layer that `make_layer` makes, unless there is one. The library is asked by the stream's thread: whoever makes a
+// plan holds locks of it.
+imbrex_status make_plan_once(HostPlan& plan, const std::function<imbrex_status(imbrex_spec**)>& make_layer, const imbrex_plan_options&);
+
+imbrex_status register_backend(const imbrex_host*);             // of attention
+imbrex_status register_short_conv_backend(const imbrex_host*);  // toy_short_conv.cpp
 
 }  // namespace toy

@@ -1,14 +1,8 @@
-// The toy accelerator's backend: its kernels are the library's reference, which works on the arena as on any memory.
+// The toy accelerator's backend of attention: its kernels are the library's reference, which works on the arena as on any memory.
 #include "toy.h"
 
 namespace toy {
 namespace {
-
-template <class T, void (*free)(T*)>
-struct Free {
-  void operator()(T* handle) const { free(handle); }
-};
-using HostPlan = std::unique_ptr<imbrex_plan, Free<imbrex_plan, imbrex_plan_free>>;
 
 // One step, as the device keeps it.
 struct Step {
@@ -58,24 +52,9 @@ struct ToyPlan {
   HostPlan cpu;                // of the stream alone, as all below
   std::shared_ptr<Step> step;  // what `cpu` has views of
 
-  // The library is asked by the stream's thread: whoever makes a plan holds locks of it.
   imbrex_status make() {
-    if (cpu != nullptr) return IMBREX_OK;
-    imbrex_device* host = nullptr;
-    imbrex_spec* layer = nullptr;
-    imbrex_selection* selection = nullptr;
-    imbrex_select_options by_the_law;
-    imbrex_select_options_init(&by_the_law, sizeof by_the_law);
-    by_the_law.forced = "reference";
-    imbrex_plan* plan = nullptr;
-    imbrex_status status = imbrex_device_create("cpu", &host);
-    if (status == IMBREX_OK) status = imbrex_spec_create(&spec, &layer);
-    if (status == IMBREX_OK) status = imbrex_select(layer, host, &by_the_law, &selection);
-    if (status == IMBREX_OK) status = imbrex_plan_create(selection, &options, &plan);
-    of_library(status);
-    imbrex_selection_free(selection), imbrex_spec_free(layer), imbrex_device_free(host);
-    cpu.reset(plan);
-    return status;
+    return make_plan_once(
+        cpu, [this](imbrex_spec** layer) { return imbrex_spec_create(&spec, layer); }, options);
   }
 };
 using PlanHandle = std::shared_ptr<ToyPlan>;
@@ -90,11 +69,7 @@ void unsupported(void*, const imbrex_spec_fields* spec, const imbrex_device_prop
 imbrex_status make_plan(void*, const imbrex_spec_fields* spec, const imbrex_device_properties* device, const imbrex_plan_options* options,
                         void** plan) {
   return guarded([&] {
-    auto made = std::make_shared<ToyPlan>(ToyPlan{*spec, {}, nullptr, nullptr, nullptr});
-    imbrex_plan_options_init(&made->options, sizeof made->options);
-    made->options.max_num_reqs = options->max_num_reqs, made->options.max_num_tokens = options->max_num_tokens;
-    made->options.max_seq_len = options->max_seq_len, made->options.max_query_len = options->max_query_len;
-    made->options.min_query_len = options->min_query_len;
+    auto made = std::make_shared<ToyPlan>(ToyPlan{*spec, host_options(*options), nullptr, nullptr, nullptr});
     made->device = open_device_of(device->platform_number);
     if (made->device == nullptr) return fail(IMBREX_DEVICE, "the device is not open");
     *plan = new PlanHandle(std::move(made));
@@ -161,6 +136,35 @@ imbrex_status run(void* plan, const imbrex_inputs* in, const imbrex_outputs* out
 }
 
 }  // namespace
+
+imbrex_plan_options host_options(const imbrex_plan_options& given) {
+  imbrex_plan_options options;
+  imbrex_plan_options_init(&options, sizeof options);
+  options.max_num_reqs = given.max_num_reqs, options.max_num_tokens = given.max_num_tokens;
+  options.max_seq_len = given.max_seq_len, options.max_query_len = given.max_query_len;
+  options.min_query_len = given.min_query_len;
+  return options;
+}
+
+imbrex_status make_plan_once(HostPlan& plan, const std::function<imbrex_status(imbrex_spec**)>& make_layer,
+                             const imbrex_plan_options& options) {
+  if (plan != nullptr) return IMBREX_OK;
+  imbrex_device* host = nullptr;
+  imbrex_spec* layer = nullptr;
+  imbrex_selection* selection = nullptr;
+  imbrex_select_options by_the_law;
+  imbrex_select_options_init(&by_the_law, sizeof by_the_law);
+  by_the_law.forced = "reference";
+  imbrex_plan* made = nullptr;
+  imbrex_status status = imbrex_device_create("cpu", &host);
+  if (status == IMBREX_OK) status = make_layer(&layer);
+  if (status == IMBREX_OK) status = imbrex_select(layer, host, &by_the_law, &selection);
+  if (status == IMBREX_OK) status = imbrex_plan_create(selection, &options, &made);
+  of_library(status);
+  imbrex_selection_free(selection), imbrex_spec_free(layer), imbrex_device_free(host);
+  plan.reset(made);
+  return status;
+}
 
 imbrex_status register_backend(const imbrex_host* host) {
   imbrex_backend backend{};

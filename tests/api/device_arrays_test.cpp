@@ -25,6 +25,7 @@ class DeviceArrays : public testing::Test {
   void TearDown() override {
     arrays_.reset(), stream_.reset(), device_.reset();
     EXPECT_EQ(imbrex_unregister_backend("toy"), IMBREX_OK) << imbrex_last_error();
+    EXPECT_EQ(imbrex_unregister_short_conv_backend("toy"), IMBREX_OK) << imbrex_last_error();
     EXPECT_EQ(imbrex_unregister_device("toy"), IMBREX_OK) << imbrex_last_error();
   }
   void send(int step) {

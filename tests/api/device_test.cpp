@@ -27,6 +27,7 @@ class CApiDevice : public testing::Test {
   void SetUp() override { ASSERT_EQ(imbrex_load_plugin(IMBREX_TOY_PLUGIN), IMBREX_OK) << imbrex_last_error(); }
   void TearDown() override {
     EXPECT_EQ(imbrex_unregister_backend("toy"), IMBREX_OK) << imbrex_last_error();
+    EXPECT_EQ(imbrex_unregister_short_conv_backend("toy"), IMBREX_OK) << imbrex_last_error();
     EXPECT_EQ(imbrex_unregister_device("toy"), IMBREX_OK) << imbrex_last_error();
   }
 };
@@ -388,6 +389,7 @@ TEST_F(CApiDevice, StaysUntilNobodyUsesIt) {
   EXPECT_EQ(last_code(), "registry.unknown");
   // Another registration is another device, and old numbers do not come to mean it.
   EXPECT_EQ(imbrex_unregister_backend("toy"), IMBREX_OK);
+  EXPECT_EQ(imbrex_unregister_short_conv_backend("toy"), IMBREX_OK);
   SetUp();
   EXPECT_NE(toy().device, device.device);
   EXPECT_EQ(error_code([&] { open_stream(device); }), "device.absent");

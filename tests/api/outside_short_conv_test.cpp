@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "api/handles.h"
+#include "conformance/short_conv/device_mirror.h"
 #include "conformance/short_conv/judge.h"
 
 namespace imbrex::test {
@@ -48,6 +49,33 @@ TEST(CApiOutsideShortConv, PluginMatchesTheReference) {
   EXPECT_EQ(last_code(), "select.forced");
   EXPECT_NE(std::string(imbrex_last_error()).find("short_conv.dtype: wanted f32"), std::string::npos) << imbrex_last_error();
   EXPECT_STRNE(imbrex_selection_backend(conv_selection(halves, nullptr).get()), "outside_naive");
+}
+
+// On a device of a plug-in likewise: launch by launch, and from a graph where steps after the one of its capture have other lengths.
+TEST(CApiOutsideShortConv, ADeviceOfAPluginMatchesTheReference) {
+  ASSERT_EQ(imbrex_load_plugin(IMBREX_TOY_PLUGIN), IMBREX_OK) << imbrex_last_error();
+  {
+    const DeviceInfo device = describe_device("toy:1");
+    const BackendOf<ShortConvFamily>& backend = *find_backend<ShortConvFamily>("toy");
+    EXPECT_EQ(select<ShortConvFamily>({.dim = 8}, device).backend, &backend);
+    int run = 0, captures = 0;
+    for (size_t i = 0; i < short_conv_cases().size(); i += 7) {
+      const ShortConvCase& c = short_conv_cases()[i];
+      const ShortConvCaseInputs inputs = make_inputs(c);
+      const ShortConvExpected expected = expect(inputs);
+      for (const bool in_graph : {false, true}) {
+        const auto mirror = device_mirror(backend, {.in_graph = in_graph, .captures = &captures});
+        const ShortConvJudgement judgement = judge(expected, inputs, run_case(*mirror, device, inputs, default_options(c)));
+        EXPECT_TRUE(judgement.pass()) << c.name << (in_graph ? ", from a graph: " : ": ") << judgement.failure;
+        ++run;
+      }
+    }
+    EXPECT_GE(run, 10);
+    EXPECT_GE(captures, run / 2);
+  }
+  EXPECT_EQ(imbrex_unregister_backend("toy"), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(imbrex_unregister_short_conv_backend("toy"), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(imbrex_unregister_device("toy"), IMBREX_OK) << imbrex_last_error();
 }
 
 // Which function is to fail, and what the backend has seen.

@@ -366,6 +366,18 @@ TEST_F(Cli, DevicesOfPlugins) {
   const auto a = nlohmann::json::parse(read(path("toy.json"))), b = nlohmann::json::parse(read(path("cpu.json")));
   EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
   EXPECT_EQ(a["digest"]["outputs"], b["digest"]["outputs"]);
+  // Layers with states, in a model beside those with pages.
+  const Ran conv = run("verify --device toy:1 '" IMBREX_DATA "/cases'/short_conv_*.safetensors", toy);
+  EXPECT_EQ(conv.code, 0) << conv.out << conv.err;
+  EXPECT_TRUE(contains(conv.out, "toy          token by token") && contains(conv.out, " passed, 0 failed")) << conv.out;
+  const std::string hybrid = "run --model lfm2-350m --layers 3 --trace " + path("t.csv") +
+                             " --no-ceilings --verify 5% --max-num-batched-tokens 64 --kv-memory 32MiB --quiet ";
+  const Ran hybrid_there = run(hybrid + "--device toy:0 --json " + path("toy.json"), toy);
+  ASSERT_EQ(hybrid_there.code, 0) << hybrid_there.err << hybrid_there.out;
+  ASSERT_EQ(run(hybrid + "--backend reference --json " + path("cpu.json")).code, 0) << read(path("err"));
+  const auto c = nlohmann::json::parse(read(path("toy.json"))), d = nlohmann::json::parse(read(path("cpu.json")));
+  EXPECT_EQ(c["kinds"][0]["family"], "short_conv");
+  EXPECT_EQ(c["digest"]["outputs"], d["digest"]["outputs"]);
   const Ran absent = run(common + "--device toy:0");
   EXPECT_EQ(absent.code, 2);
   EXPECT_TRUE(contains(absent.err, "[device.unknown]")) << absent.err;
