@@ -286,6 +286,30 @@ TEST_F(DeviceShortConvSpeed, DISABLED_Plans) {
   }
 }
 
+// us of update_on_device() in a graph, for some numbers of requests: slots one behind the other, and slots so far apart that many have one
+// bit in the kernel's claims.
+TEST_F(DeviceShortConvSpeed, DISABLED_LengthsOnTheDevice) {
+  const auto s = open_stream(device);
+  constexpr int kCalls = 50;
+  for (const int reqs : {1, 64, 256, 1024, 4096})
+    for (const int apart : {1, 1 << 16}) {
+      const auto plan = backend.plan({.dim = 64}, device, {.limits = {.max_num_reqs = reqs, .max_num_tokens = reqs}, .on_device = true});
+      std::vector<int32_t> starts{0}, lens(size_t(reqs), 9), slots;
+      for (int r = 0; r < reqs; ++r) starts.push_back(r + 1), slots.push_back(r * apart % (1 << 27) + r / (1 << 11));
+      const DeviceBuffer a = upload(starts), b = upload(lens), c = upload(slots);
+      const auto list = [&](const DeviceBuffer& of, int count) {
+        return TensorView::contiguous(of.as<void>(), DType::i32, {count}, device.device);
+      };
+      const DeviceBatch batch{.query_start_loc = list(a, reqs + 1), .seq_lens = list(b, reqs), .state_slots = list(c, reqs)};
+      plan->update_on_device(batch, s->get());
+      EXPECT_TRUE(plan->device_problems(s->get()).empty()) << reqs << " " << apart;
+      const DeviceGraph graph = s->capture([&] {
+        for (int i = 0; i < kCalls; ++i) plan->update_on_device(batch, s->get());
+      });
+      std::printf("%5d requests, slots %5d apart: %6.2f us\n", reqs, apart, 1e6 * seconds(*s, kCalls, [&] { s->replay(graph); }));
+    }
+}
+
 // Other numbers of tokens under way and of thread blocks than short_conv_tuning() says: GB/s, launched one by one.
 TEST_F(DeviceShortConvSpeed, DISABLED_Tunings) {
   const auto s = open_stream(device);

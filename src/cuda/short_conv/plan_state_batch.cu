@@ -2,8 +2,8 @@
 // the layers of a step.
 //
 // A few hundred requests: bound by latency, so one thread block reads them all and writes 16 bytes for each. Each request claims the bit of
-// its slot in shared memory. Who finds it set looks through all requests for those that have the same slot: slots share a bit only where
-// there are more of them than bits, so that hardly anybody looks.
+// its slot in shared memory. Where it was set, a warp looks through all requests for those that have the same slot: slots share a bit only
+// where there are more of them than bits, so that this is rare.
 #include "async.cuh"
 #include "cuda/short_conv_params.h"
 
@@ -62,10 +62,11 @@ DEVICE void leave_out(const PlanStateBatchParams& p, int r, StateRule rule) {
   p.requests[r].slot = -1;
 }
 
-// Leaves out a request and all others that have its slot: which of them is meant nobody knows.
+// Leaves out a request and all others that have its slot: which of them is meant nobody knows. All lanes of a warp together.
 DEVICE void leave_out_sharers(const PlanStateBatchParams& p, int r) {
   const int slot = used_slot(p, r, lengths_of(p, r));
-  for (int other = 0; slot >= 0 && other < p.num_reqs; ++other) {
+  if (slot < 0) return;
+  for (int other = lane_id(); other < p.num_reqs; other += 32) {
     if (other == r || p.slots[other] != slot || used_slot(p, other, lengths_of(p, other)) != slot) continue;
     leave_out(p, r, kStateSlotIsOwn), leave_out(p, other, kStateSlotIsOwn);
   }
@@ -76,19 +77,24 @@ extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_
   for (int i = int(threadIdx.x); i < kClaims / 128; i += kPlanStateBatchThreads) s.claimed[i] = {0, 0, 0, 0};
   griddep_wait();
   __syncthreads();
-  bool falls = false, may_share = false;
+  bool falls = false;
+  u32 found_claimed = 0;  // a bit for each turn, or for those that are 32 turns apart: the slot's bit was claimed by another request
   for (int r = int(threadIdx.x); r < p.num_reqs; r += kPlanStateBatchThreads) {
     const Lengths q = lengths_of(p, r);
     const int rule = broken_rule(p, r, q);
     if (rule < kNumStateRules) atomicMax(p.broken + rule, r + 1);
     falls = falls || rule == kStateStartsRise;
     const int slot = used_slot(p, r, q);
-    if (slot >= 0 && is_claimed(slot)) may_share = true;
+    if (slot >= 0 && is_claimed(slot)) found_claimed |= 1u << r / kPlanStateBatchThreads % 32;
     p.requests[r] = {q.begin, slot, q.seq_len == q.end - q.begin ? -1 : q.accepted, q.drafts};
     if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, -1, -1, 0};
   }
   falls = named_barrier_any(1, kPlanStateBatchThreads, falls);  // now all requests are written
-  for (int r = int(threadIdx.x); may_share && r < p.num_reqs; r += kPlanStateBatchThreads) leave_out_sharers(p, r);
+  for (int first = warp_id() * 32, turn = 0; first < p.num_reqs; first += kPlanStateBatchThreads, ++turn) {
+    u32 lanes = __ballot_sync(kFullWarp, (found_claimed >> turn % 32 & 1) != 0);
+    for (; lanes != 0; lanes &= lanes - 1)
+      if (const int r = first + lowest_bit(lanes); r < p.num_reqs) leave_out_sharers(p, r);
+  }
   if (threadIdx.x == 0) *p.counts = {falls || p.num_reqs == 0 ? 0 : min(p.starts[p.num_reqs], p.max_tokens), p.num_reqs, {}};
 }
 

@@ -115,36 +115,40 @@ TEST_F(ShortConvCalls, LeaveOutWhatBreaksRules) {
   EXPECT_EQ(shared_output, std::string(6 * kRow, 0x22));
 }
 
-// More requests than the kernel has threads, and slots so far apart that some have one bit in its claims.
+// More requests than the kernel has threads, and than it tells apart between its two passes; and slots so far apart that some have one bit
+// in its claims.
 TEST_F(ShortConvCalls, FindSlotsOfSeveralRequests) {
   if (!fake::has_short_conv_texts()) GTEST_SKIP();
-  constexpr int kReqs = 700;
-  const auto p = plan(spec, {.limits = {.max_num_reqs = kReqs, .max_num_tokens = kReqs}, .on_device = true});
-  std::mt19937 random(11);
-  std::vector<int32_t> starts{0}, lens(kReqs, 5), slots(kReqs);
-  for (int r = 0; r < kReqs; ++r) starts.push_back(r + 1), slots[size_t(r)] = r % 3 * (1 << 17) + r / 3;
-  std::shuffle(slots.begin(), slots.end(), random);
-  DeviceBatch all{.query_start_loc = list(starts), .seq_lens = list(lens), .state_slots = list(slots)};
   fake::Launch planned;
   const auto run_text = fake::state().on_launch;
   fake::state().on_launch = [&](const fake::Launch& launch) { run_text(launch), planned = launch; };
-  const auto left_out = [&] {
-    p->update_on_device(all);
-    PlanStateBatchParams params;
-    std::memcpy(&params, planned.all_params.at(0).data(), sizeof params);
-    std::vector<int> out;
-    for (int r = 0; r < kReqs; ++r)
-      if (params.requests[r].slot != slots[size_t(r)]) out.push_back(params.requests[r].slot == -1 ? r : -r);
-    return out;
-  };
-  EXPECT_EQ(left_out(), std::vector<int>{});
-  EXPECT_TRUE(p->device_problems().empty());
-  slots[699] = slots[3], slots[4] = slots[260], slots[650] = slots[260];
-  all.state_slots = list(slots);
-  EXPECT_EQ(left_out(), (std::vector<int>{3, 4, 260, 650, 699}));
-  const std::vector<Reason> problems = p->device_problems();
-  ASSERT_EQ(problems.size(), 1u);
-  EXPECT_EQ(problems[0].str(), "batch.state.shared: wanted a slot of its own for each request, got something else in request 699");
+  for (const int reqs : {700, 32 * kPlanStateBatchThreads + 700}) {
+    const auto p = plan(spec, {.limits = {.max_num_reqs = reqs, .max_num_tokens = reqs}, .on_device = true});
+    std::mt19937 random(11);
+    std::vector<int32_t> starts{0}, lens(size_t(reqs), 5), slots;
+    for (int r = 0; r < reqs; ++r) starts.push_back(r + 1), slots.push_back(r < 60 ? r % 3 * (1 << 17) + r / 3 : r);
+    std::shuffle(slots.begin(), slots.end(), random);
+    DeviceBatch all{.query_start_loc = list(starts), .seq_lens = list(lens), .state_slots = list(slots)};
+    const auto left_out = [&] {
+      p->update_on_device(all);
+      PlanStateBatchParams params;
+      std::memcpy(&params, planned.all_params.at(0).data(), sizeof params);
+      std::vector<int> out;
+      for (int r = 0; r < reqs; ++r)
+        if (params.requests[r].slot != slots[size_t(r)]) out.push_back(params.requests[r].slot == -1 ? r : -r);
+      return out;
+    };
+    EXPECT_EQ(left_out(), std::vector<int>{}) << reqs;
+    EXPECT_TRUE(p->device_problems().empty());
+    const int last = reqs - 1;
+    slots[size_t(last)] = slots[3], slots[4] = slots[260], slots[650] = slots[260];
+    all.state_slots = list(slots);
+    EXPECT_EQ(left_out(), (std::vector<int>{3, 4, 260, 650, last}));
+    const std::vector<Reason> problems = p->device_problems();
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_EQ(problems[0].str(),
+              "batch.state.shared: wanted a slot of its own for each request, got something else in request " + std::to_string(last));
+  }
 }
 
 }  // namespace
