@@ -82,12 +82,12 @@ void read_batch(const ShortConvSpec& spec, const PlanLimits& limits, const Batch
                              .fresh = batch.context_len(r) == 0,
                              .first_row = batch.accepted_drafts.empty() ? 0 : batch.accepted_drafts[r],
                              .drafts = batch.num_drafts.empty() ? 0 : batch.num_drafts[r]});
-    step.num_slots = std::max(step.num_slots, batch.state_slots[r] + 1);
+    step.num_slots = std::max(step.num_slots, int64_t(batch.state_slots[r]) + 1);
   }
 }
 
 void check_run(const ShortConvSpec& spec, Device device, const ShortConvInputs& in, const ShortConvOutputs& out, int num_tokens,
-               int num_slots) {
+               int64_t num_slots) {
   check_tensor(in.bcx, "bcx", device, spec.dtype, {num_tokens, 3 * int64_t(spec.dim)}, true);
   check_tensor(in.weight, "weight", device, spec.dtype, {spec.dim, spec.width}, false);
   check(spec.bias != in.bias.empty(), "short_conv.run.bias", "bias: {} by the spec, but {}", spec.bias ? "needed" : "not used",

@@ -19,7 +19,8 @@ struct ShortConvRequest {
 
 struct ShortConvStep {
   std::vector<ShortConvRequest> requests;
-  int num_tokens = 0, num_slots = 0;  // num_slots: the state has so many at least
+  int num_tokens = 0;
+  int64_t num_slots = 0;  // that the state has at least: one more than the largest number of a slot, which may be that of an int
 };
 
 // The checks that a backend makes before it makes a plan. Errors short_conv.*, backend.out_dtype, and those of begin_plan() of all
@@ -32,6 +33,6 @@ void read_batch(const ShortConvSpec&, const PlanLimits&, const Batch&, bool chec
 
 // Checks the tensors of a run() of a step with tokens: they must have room for num_tokens, and the state for num_slots. Error
 // short_conv.run.*, tensor.*
-void check_run(const ShortConvSpec&, Device, const ShortConvInputs&, const ShortConvOutputs&, int num_tokens, int num_slots);
+void check_run(const ShortConvSpec&, Device, const ShortConvInputs&, const ShortConvOutputs&, int num_tokens, int64_t num_slots);
 
 }  // namespace imbrex

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
@@ -85,6 +86,9 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
     EXPECT_EQ(run([](auto& in, auto&) { in.bias = in.weight; }), "short_conv.run.bias");
     EXPECT_EQ(run([](auto&, auto& to) { to.out.dtype = DType::f16; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown");
+    slots = {1, std::numeric_limits<int32_t>::max()};  // no number of slots fits an int then
+    plan->update(good, nullptr);
+    EXPECT_EQ(run([](auto&, auto&) {}), "short_conv.run.tensor");
   }
   EXPECT_EQ(test::error_code([&] { find_backend<ShortConvFamily>("cpu_generic")->plan(spec, probe_cpu(), {.out_dtype = DType::f32}); }),
             "backend.out_dtype");

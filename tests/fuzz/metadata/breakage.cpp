@@ -84,16 +84,6 @@ std::string break_options(Problem& p, Random& random) {
   return "options." + break_field(p.options.value, kOptions, random);
 }
 
-// A size between that of the first version and what is to come, with or without something in it.
-template <class T>
-std::string break_size(const char* name, Struct<T>& s, Random& random) {
-  constexpr size_t kSizes[] = {0, 1, 8, 24, sizeof(T) - 8, sizeof(T) - 1, sizeof(T) + 8, sizeof(T) + 64, 1024, SIZE_MAX / 2, SIZE_MAX};
-  if (random.one_in(6)) return s.given = false, fmt::format("{} = NULL", name);
-  s.size = random.pick(kSizes);
-  s.tail = random.one_in(2) ? 0 : 0xa5;
-  return fmt::format("{}.struct_size = {}, then {}", name, s.size, s.tail);
-}
-
 std::string break_struct(Problem& p, Random& random) {
   switch (random.between(0, 5)) {
     case 0: return break_size("spec", p.spec, random);
