@@ -302,8 +302,7 @@ DEVICE float2 pair_of(const Out& out, int h, int number) {
 // Writes row `row` of the item: what a lane has of it, its row h in `out`, of the dims from `first_dim` on.
 template <class Out>
 DEVICE void store_row(const AttentionParams& p, const Item& item, int row, float reference, float sum, const Out& out, int h, int first_dim,
-                      bool aligned, float v_scale) {
-  const bool first = first_dim == 0 && lane_id() % 4 == 0;
+                      bool first, bool aligned, float v_scale) {
   const int token = item.token_of(row), head = item.head_of(row);
   if (item.partial >= 0) {
     if (first) reinterpret_cast<float2*>(p.partial_state)[partial_row(p, item, row)] = {reference, sum};

@@ -53,7 +53,8 @@ class Warp {
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int m = i / 2, h = i % 2, row = row_of(m, h);
       const float sum = total(m, h);
-      if (row < item.num_rows) store_row(p, item, row, reference_[m][h], sum, out_[m], h, dim_, aligned, v_scale);
+      if (row < item.num_rows)
+        store_row(p, item, row, reference_[m][h], sum, out_[m], h, dim_, has_first_dims() && lane_id() % 4 == 0, aligned, v_scale);
     }
   }
 

@@ -231,7 +231,8 @@ class Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row_of(h) < item.num_rows)
-        store_row(p_, item, row_of(h), all.reference[h], all.sum[h], all.out, h, team_ * kTeamDims, aligned, v_scale);
+        store_row(p_, item, row_of(h), all.reference[h], all.sum[h], all.out, h, team_ * kTeamDims, team_ == 0 && lane_ % 4 == 0, aligned,
+                  v_scale);
     }
   }
 
