@@ -20,7 +20,7 @@ struct GraphProblem {
   bool device_arrays = false;   // block table, slots and mask in device memory, where they stay; otherwise on the host
   bool device_lengths = false;  // with device_arrays: the graph has an update_on_device() in it, and copies of lengths between its replays
   bool shared_blocks = false;   // in half of the steps requests begin with blocks of others; with host arrays plans share items then
-  bool apart = false;           // a third plan has its block table in device memory, so that it shares none: the bits are the same
+  bool apart = false;           // a third plan has its arrays in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
   int batches = 100;
   unsigned seed = 1;
@@ -226,10 +226,11 @@ class GraphAgainstEager {
     batch.query_start_loc = step.starts;
     batch.seq_lens = step.lens;
     const int64_t reqs = int64_t(step.lens.size());
-    if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width}, p_.device_arrays || &side == &apart_);
-    const int64_t slots = p_.device_arrays ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
-    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots}, p_.device_arrays);
-    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, p_.device_arrays);
+    const bool on_device = p_.device_arrays || &side == &apart_;
+    if (reqs > 0) batch.block_table = place(side.table, step.table, DType::i32, {reqs, step.width}, on_device);
+    const int64_t slots = on_device ? p_.limits.max_num_tokens : int64_t(step.slots.size());  // on a device: for any later batch
+    if (!step.slots.empty()) batch.slot_mapping = place(side.slots, step.slots, DType::i64, {slots}, on_device);
+    if (!step.mask.empty()) batch.custom_mask = place(side.mask, step.mask, DType::u8, {int64_t(step.mask.size())}, on_device);
     side.plan->update(batch, stream_.get());
   }
   // For the largest batch, which is what the graph is captured with: requests that a step does not have are padding.
