@@ -68,6 +68,10 @@ struct PlanLimits {
   // The least number of query tokens of a request that has any; 0: no such limit. Equal to max_query_len, it makes a plan for verify, whose
   // graphs hold no launch for decode.
   int min_query_len = 0;
+  // Requests may begin with the same blocks, say those of a common prompt. A GPU's plan then has kernels of decode whose items several
+  // requests may share (docs/cuda.md), which read such keys once; for batches without them they take a few percent longer where steps are
+  // short. Plans for CPUs look for such requests in any case.
+  bool shared_prompts = false;
 
   void validate() const;  // Error limits.* for a limit that is out of range; backends call it when a plan is made
 };

@@ -252,6 +252,7 @@ typedef struct {
   const int32_t* out_dtype;    /* an imbrex_dtype that every output will have: GPU kernels for no others are made; NULL: any */
   imbrex_workspace* workspace; /* scratch that the plan shares with others; NULL: of its own, and what backends from outside get */
   int32_t min_query_len;       /* of a request that has query tokens; 0: any; more: a plan for graphs of verify */
+  int32_t shared_prompts;      /* not 0: requests may begin with the same blocks, and a GPU's kernels of decode share reads of these */
 } imbrex_plan_options;
 IMBREX_API void imbrex_plan_options_init(imbrex_plan_options*, size_t struct_size);
 

@@ -112,7 +112,8 @@ class Plan:
     """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time, and one stream.
 
     `backend` forces one ("" takes the first that runs the spec). The limits bound every later batch; max_query_len=1 is a plan for decode, the
-    same min_query_len and max_query_len one for verify of so many tokens.
+    same min_query_len and max_query_len one for verify of so many tokens. shared_prompts says that requests may begin with the same blocks:
+    a GPU's kernels of decode then share reads of these.
     num_threads is for CPUs: 0 is PyTorch's threads where it is loaded, else one for each core, shared among plans. `balanced` splits by load:
     results then depend on the batch. on_device is for update_on_device(). load_on_demand compiles a GPU kernel when a step first needs it; such
     a plan cannot be captured into a graph. With `ordered`, calls may come on several streams: each waits for the one before, which costs a
@@ -131,6 +132,7 @@ class Plan:
         max_seq_len: int = 131072,
         max_query_len: int = 0,
         min_query_len: int = 0,
+        shared_prompts: bool = False,
         num_threads: int = 0,
         balanced: bool = False,
         validate: bool = True,
@@ -153,6 +155,7 @@ class Plan:
             max_seq_len=max_seq_len,
             max_query_len=max_query_len,
             min_query_len=min_query_len,
+            shared_prompts=shared_prompts,
             num_threads=num_threads,
             balanced=balanced,
             validate=validate,

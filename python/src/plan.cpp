@@ -116,12 +116,13 @@ void bind_plan_class(nb::module_& m) {
       .def(
           "__init__",
           [](PyPlan* self, const AttentionSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
-             int max_num_tokens, int max_seq_len, int max_query_len, int min_query_len, int num_threads, bool balanced, bool validate,
-             bool load_on_demand, bool on_device, bool ordered, std::optional<std::string> out_dtype, const PyWorkspace* workspace) {
+             int max_num_tokens, int max_seq_len, int max_query_len, int min_query_len, bool shared_prompts, int num_threads, bool balanced,
+             bool validate, bool load_on_demand, bool on_device, bool ordered, std::optional<std::string> out_dtype,
+             const PyWorkspace* workspace) {
             const Selection chosen = select(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
-            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len, min_query_len};
+            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len, min_query_len, shared_prompts};
             options.balanced = balanced, options.validate = validate, options.load_on_demand = load_on_demand,
             options.on_device = on_device;
             if (out_dtype) options.out_dtype = parse_dtype(*out_dtype);
@@ -142,8 +143,8 @@ void bind_plan_class(nb::module_& m) {
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
           nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("min_query_len") = 0,
-          nb::arg("num_threads") = 0, nb::arg("balanced") = false, nb::arg("validate") = true, nb::arg("load_on_demand") = false,
-          nb::arg("on_device") = false, nb::arg("ordered") = false, nb::arg("out_dtype") = nb::none(),
+          nb::arg("shared_prompts") = false, nb::arg("num_threads") = 0, nb::arg("balanced") = false, nb::arg("validate") = true,
+          nb::arg("load_on_demand") = false, nb::arg("on_device") = false, nb::arg("ordered") = false, nb::arg("out_dtype") = nb::none(),
           nb::arg("workspace").none() = nb::none())
       .def_ro("spec", &PyPlan::spec)
       .def_ro("device", &PyPlan::device)

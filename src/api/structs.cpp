@@ -47,6 +47,7 @@ imbrex_plan_options defaults() {
   o.max_seq_len = options.limits.max_seq_len;
   o.max_query_len = options.limits.max_query_len;
   o.min_query_len = options.limits.min_query_len;
+  o.shared_prompts = options.limits.shared_prompts;
   o.validate = options.validate;
   return o;
 }
@@ -199,7 +200,8 @@ PlanOptions plan_options_of(const imbrex_plan_options* pointer) {
                     .max_num_tokens = o.max_num_tokens,
                     .max_seq_len = o.max_seq_len,
                     .max_query_len = o.max_query_len,
-                    .min_query_len = o.min_query_len};
+                    .min_query_len = o.min_query_len,
+                    .shared_prompts = flag_of(o.shared_prompts, "shared_prompts")};
   check(o.threads == nullptr || o.parallel_for == nullptr, "api.threads", "options: threads and parallel_for are both given");
   if (o.threads != nullptr) options.threads = o.threads->pool.parallel_for();
   if (o.parallel_for != nullptr) {
@@ -302,7 +304,7 @@ CPlanOptions::CPlanOptions(const PlanOptions& options) : options_(defaults<imbre
   o.struct_size = sizeof o;
   o.max_num_reqs = options.limits.max_num_reqs, o.max_num_tokens = options.limits.max_num_tokens;
   o.max_seq_len = options.limits.max_seq_len, o.max_query_len = options.limits.max_query_len;
-  o.min_query_len = options.limits.min_query_len;
+  o.min_query_len = options.limits.min_query_len, o.shared_prompts = options.limits.shared_prompts;
   o.parallel_for = options.threads.invoke, o.parallel_for_context = options.threads.context, o.num_workers = options.threads.num_workers;
   o.balanced = options.balanced, o.validate = options.validate, o.load_on_demand = options.load_on_demand, o.on_device = options.on_device;
   if (!options.out_dtype) return;

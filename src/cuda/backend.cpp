@@ -39,7 +39,7 @@ RegimeKernel sm80_kernel(const std::optional<AttentionTiles>& tiles) {
           .tile = {.rows = tiles->item_rows, .keys = tiles->keys},
           .threads = unsigned(tiles->threads()),
           .joins_pieces = tiles->key_warps > 1 || tiles->whole_items,
-          .shares = tiles->shares};
+          .may_share = tiles->may_share};
 }
 
 RegimeKernel sm80_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
@@ -133,7 +133,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
             .threads = attention_sm90_decode_threads(*tiles),
             .maps = attention_sm90_decode_maps,
             .joins_pieces = true,
-            .shares = tiles->shares};
+            .may_share = tiles->may_share};
   }
   return sm80_kernel(arch, spec, regime);
 }

@@ -45,6 +45,7 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
     limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);
     limits_.max_query_len = std::max(limits_.max_query_len, r.q_len);
   }
+  limits_.shared_prompts = options.common_keys > 0;
   limits_.max_num_reqs = int(requests.size());
   limits_.max_num_tokens = std::max(query_start_loc_.back(), 1);
   q_numbers_ = numbers_of(spec.q_dtype);

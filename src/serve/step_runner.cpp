@@ -40,8 +40,10 @@ StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const R
 
 void StepRunner::make_kinds(const ModelSpec& model, const DeviceInfo& device, const ReplayOptions& options, int max_seq_len) {
   PlanOptions plan_options;
-  plan_options.limits = {
-      .max_num_reqs = options.max_num_seqs, .max_num_tokens = options.max_num_batched_tokens, .max_seq_len = max_seq_len};
+  plan_options.limits = {.max_num_reqs = options.max_num_seqs,
+                         .max_num_tokens = options.max_num_batched_tokens,
+                         .max_seq_len = max_seq_len,
+                         .shared_prompts = options.prefix_sharing};
   plan_options.threads = threads_;
   plan_options.validate = options.validate;
   plan_options.out_dtype = DType::bf16;

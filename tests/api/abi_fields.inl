@@ -87,6 +87,7 @@ FIELD(imbrex_plan_options, on_device);
 FIELD(imbrex_plan_options, out_dtype);
 FIELD(imbrex_plan_options, workspace);
 FIELD(imbrex_plan_options, min_query_len);
+FIELD(imbrex_plan_options, shared_prompts);
 STRUCT(imbrex_batch);
 FIELD(imbrex_batch, struct_size);
 FIELD(imbrex_batch, num_reqs);

@@ -261,6 +261,7 @@ TEST_F(CApiPlan, LimitsAreSizes) {
   EXPECT_EQ(code([](auto& o) { o.max_seq_len = INT32_MIN; }), "limits.max_seq_len");
   EXPECT_EQ(code([](auto& o) { o.max_query_len = -1; }), "limits.max_query_len");
   EXPECT_EQ(code([](auto& o) { o.min_query_len = -1; }), "limits.min_query_len");
+  EXPECT_EQ(code([](auto& o) { o.shared_prompts = 2; }), "api.enum");
   EXPECT_EQ(code([](auto& o) { o.max_query_len = 4, o.min_query_len = 5; }), "limits.min_query_len");
 }
 

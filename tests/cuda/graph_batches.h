@@ -180,7 +180,9 @@ class GraphAgainstEager {
   }
   int num_blocks() const { return kKeys / p_.spec.block_size; }
   PlanOptions options() const {
-    return {.limits = p_.limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
+    PlanLimits limits = p_.limits;
+    limits.shared_prompts = p_.shared_blocks;
+    return {.limits = limits, .threads = {}, .on_device = p_.device_lengths, .out_dtype = {}, .workspace = workspace_};
   }
   // The graph's memory stays; what the eager plan finds from now on is elsewhere.
   void grow() {

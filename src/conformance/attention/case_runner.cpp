@@ -45,6 +45,7 @@ class Runner {
     }
     num_tokens_ = token;
     num_keys_ = key;
+    limits_.shared_prompts = options.share_blocks;
     limits_.max_num_reqs = std::max(1, int(in.requests.size()));
     limits_.max_num_tokens = std::max<int>(1, int(std::max(token, key)));
     for (const CaseRequest& r : in.requests) limits_.max_seq_len = std::max(limits_.max_seq_len, r.seq_len);

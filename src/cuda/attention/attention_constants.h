@@ -19,7 +19,7 @@ inline bool has_plain_logits(const AttentionSpec& spec) {
 inline bool has_window(const Mask& mask) { return mask.window_left >= 0 || mask.window_right >= 0 || mask.chunk > 0; }
 
 inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DType out, std::initializer_list<Constant> tiles,
-                                                 int cluster = 1, bool whole_items = false, bool shares = false) {
+                                                 int cluster = 1, bool whole_items = false) {
   const Mask& mask = spec.mask;
   const ScoreMod& score = spec.score;
   std::vector<Constant> constants{{"kHeadDimQk", spec.head_dim_qk},
@@ -41,7 +41,7 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kRelative", score.relative_buckets > 0},
                                   {"kSinks", score.sinks},
                                   {"kWholeItems", whole_items},
-                                  {"kShares", shares},
+                                  {"kShares", false},
                                   {"kValuesInKeys", codec_of(spec).values_in_keys}};
   constants.insert(constants.end(), tiles);
   return constants;

@@ -33,7 +33,7 @@ struct RegimeKernel {
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
   // Whether the kernel merges the pieces of an item itself, or leaves no partial results.
   bool joins_pieces = false;
-  bool shares = false;  // whether it takes items that several requests share: AttentionParams::shared_tokens
+  bool may_share = false;  // whether it has a variant for items that several requests share: sharing()
 };
 
 // The kernels of one backend, in which its plans differ from those of others.
@@ -46,6 +46,9 @@ struct AttentionKernels {
   // no regime takes maps; keys are never made flat.
   const AttentionKernels *without_maps, *flat;
 };
+
+// The variant of a kernel that takes items which several requests share beside all others: AttentionParams::shared_tokens.
+KernelKey sharing(KernelKey);
 
 extern const AttentionKernels kernels_sm80, kernels_sm90;  // backend.cpp
 

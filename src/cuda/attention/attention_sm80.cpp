@@ -132,7 +132,7 @@ std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const 
     if (!fits(memory, spec, deeper)) break;
     tiles = deeper;
   }
-  if (tiles) tiles->shares = regime == gpu::kDecode && tiles->key_warps > 1 && shares_items(spec, tiles->rows);
+  if (tiles) tiles->may_share = regime == gpu::kDecode && tiles->key_warps > 1 && shares_items(spec, tiles->rows);
   return tiles;
 }
 
@@ -166,7 +166,12 @@ KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, D
                                {"kDimWarps", t.dim_warps},
                                {"kStages", t.stages},
                                {"kBlocks", t.blocks}},
-                              1, t.whole_items, t.shares)};
+                              1, t.whole_items)};
+}
+
+KernelKey sharing(KernelKey key) {
+  std::ranges::find(key.config, std::string_view("kShares"), &Constant::name)->value = true;
+  return key;
 }
 
 KernelKey merge_key(std::string_view arch, const AttentionSpec& spec, DType out) {

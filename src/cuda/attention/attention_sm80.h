@@ -16,7 +16,7 @@ struct AttentionTiles {
   int blocks;                           // thread blocks a multiprocessor is to hold
   int item_rows = rows;                 // (query token, q head) of an item at most, unless a token has more
   bool whole_items = false;             // whether a split that begins an item computes all of it, and the others nothing
-  bool shares = false;                  // whether an item may have query tokens of several requests: shares_items()
+  bool may_share = false;               // whether an item may have query tokens of several requests: shares_items()
   int threads() const { return 32 * row_warps * key_warps * dim_warps; }
   friend bool operator==(const AttentionTiles&, const AttentionTiles&) = default;
 };

@@ -48,7 +48,7 @@ std::optional<AttentionTiles> attention_sm90_decode_tiles(std::string_view arch,
     const int stages = (kSm90SharedMemory / crews / kSm90SharedUnit * kSm90SharedUnit - rest) / stage;
     if (stages < (crews == 2 ? 3 : 2)) continue;
     AttentionTiles tiles{rows, keys, rows / 16, kKeyWarps, 1, std::min(stages, 6), crews};
-    tiles.shares = rows <= 16 && shares_items(spec, rows);  // with more rows it is for verify
+    tiles.may_share = rows <= 16 && shares_items(spec, rows);  // with more rows it is for verify
     return tiles;
   }
   return std::nullopt;

@@ -23,7 +23,31 @@ constexpr bool kThreeLevels = kRowWarps == 1 || kHeadDimV <= 128;
 static_assert(kMostInRun == kPiecesTogether * kPiecesTogether * kPiecesTogether);
 
 // The sums of a lane's two rows and its warp's dims, and the references that they are relative to.
-using Sums = FragmentSums<TiledFragment<kTeamDims>>;
+struct Sums {
+  float reference[2], sum[2], out[1][kTeamDimTiles][4];
+
+  DEVICE void clear(float none) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) reference[h] = kEmptyReference, sum[h] = none;
+#pragma unroll
+    for (int n = 0; n < kTeamDimTiles; ++n) {
+#pragma unroll
+      for (float& x : out[0][n]) x = none;
+    }
+  }
+  DEVICE void fold(const Sums& others) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const Fold fold(reference[h], others.reference[h]);
+      reference[h] = fold.reference, sum[h] = fold(sum[h], others.sum[h]);
+#pragma unroll
+      for (int n = 0; n < kTeamDimTiles; ++n) {
+#pragma unroll
+        for (int c = 2 * h; c < 2 * h + 2; ++c) out[0][n][c] = fold(out[0][n][c], others.out[0][n][c]);
+      }
+    }
+  }
+};
 
 // A warp at work on a tile has its scores, of its own keys, and knows the maxima of all four. It multiplies the weights of the tile before
 // with values, all keys and its own dims, weighs the scores, and goes on to the scores of the next tile. So the four wait for each other
@@ -64,7 +88,7 @@ class Consumer {
 
  private:
   using ItemScores = Scores<KRows, kQKept>;
-  using ScoreTile = TiledFragment<kTeamKeys>[1];
+  using ScoreTile = float[1][kKeyTiles][4];
 
   DEVICE void run_item(const Item& item, const ItemScores& scores) {
     const Tiles tiles = tiles_of(item);
@@ -132,12 +156,15 @@ class Consumer {
     if (scores.sees(begin)) {
       scores.compute(begin, shared_address(shared_.k[k_.at]) + team_ * kTeamKeys * KRows::kKRow, s);
     } else {
-      fill(s[0], -infinity());
+#pragma unroll
+      for (int i = 0; i < kKeyTiles * 4; ++i) s[0][i / 4][i % 4] = -infinity();
     }
     u32 read = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = greatest(s[0], h);
+      float top = -infinity();
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) top = fmaxf(top, fmaxf(s[0][n][2 * h], s[0][n][2 * h + 1]));
       read ^= bits_of(top);
       top = max_over<4>(top);
       top *= scores.factor_left(row_of(h));
@@ -158,14 +185,21 @@ class Consumer {
       const bool moves = move_reference(piece.reference[h], top, kSlack, 0.f, factor[h]);
       moved = moved || moves;
     }
-    if (any_lane(moved)) piece.rescale(factor);
+    if (any_lane(moved)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        piece.sum[h] *= factor[h];
+#pragma unroll
+        for (int n = 0; n < kTeamDimTiles; ++n) piece.out[0][n][2 * h] *= factor[h], piece.out[0][n][2 * h + 1] *= factor[h];
+      }
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = scores.factor_left(row_of(h));
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        const float2 x = pair(s[0], n, h);
-        const float low = exp2_approx(fmaf(x.x, scale, -piece.reference[h])), high = exp2_approx(fmaf(x.y, scale, -piece.reference[h]));
+        const float low = exp2_approx(fmaf(s[0][n][2 * h], scale, -piece.reference[h]));
+        const float high = exp2_approx(fmaf(s[0][n][2 * h + 1], scale, -piece.reference[h]));
         piece.sum[h] += low, piece.sum[h] += high;
         store_shared(weights_to_ + odd_ * kWeightBytes + 8 * h * kWeightRow + n * 16, pack(low, high));
       }
@@ -200,10 +234,10 @@ class Consumer {
       for (int n = 0; n < kTileKeys / 16; ++n) {
         u32 a[1][1][4];
         load_matrix(a[0][0], weights_from_ + (odd_ ^ 1) * kWeightBytes + n * 32);
-        add_products<VRows>(a, values + v_lane_ + n * 16 * VRows::kVRow, &piece.out);
+        add_products<VRows>(a, values + v_lane_ + n * 16 * VRows::kVRow, piece.out);
       }
 #pragma unroll
-      for (int n = 0; n < kTeamDimTiles; ++n) read ^= bits_of(at(piece.out, n, 0, 0));
+      for (int n = 0; n < kTeamDimTiles; ++n) read ^= bits_of(piece.out[0][n][0]);
     }
     report_read(shared_.v_empty[v_.at], read);
     v_.next();
@@ -226,13 +260,32 @@ class Consumer {
   }
 
   DEVICE void store(const Item& item, const Sums& all) const {
-    const bool aligned = out_is_wide(p_);
-    const float v_scale = kv_scale(p_.v, item.kv_head);
+    const bool wide = out_is_wide(p_), first = team_ == 0 && lane_ % 4 == 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (row_of(h) < item.num_rows)
-        store_row(p_, item, row_of(h), all.reference[h], all.sum[h], all.out, h, team_ * kTeamDims, team_ == 0 && lane_ % 4 == 0, aligned,
-                  v_scale);
+      const int row = row_of(h);
+      if (row >= item.num_rows) continue;
+      if (item.partial >= 0) {
+        const long at = partial_row(p_, item, row);
+        if (first) reinterpret_cast<float2*>(p_.partial_state)[at] = {all.reference[h], all.sum[h]};
+#pragma unroll
+        for (int pair = 0; pair < kTeamDimTiles; ++pair) {
+          const int d = team_ * kTeamDims + dim_of_pair(pair);
+          if (d < kHeadDimV) *reinterpret_cast<float2*>(p_.partial_out + at * kHeadDimV + d) = pair_of(all.out[0], h, pair);
+        }
+      } else {
+        const int token = item.token_of(row), head = item.head_of(row);
+        const RowEnd end = row_end(p_, head, all.reference[h], all.sum[h]);
+        const float factor = end.factor * kv_scale(p_.v, item.kv_head);
+        if (first) store_lse(p_, token, head, end.lse);
+#pragma unroll
+        for (int pair = 0; pair < kTeamDimTiles; ++pair) {
+          const int d = team_ * kTeamDims + dim_of_pair(pair);
+          const float2 x = pair_of(all.out[0], h, pair);
+          if (d < kHeadDimV)
+            store_pair(out_row(p_, token, head) + d * element_bytes(kOutType), wide, {ended(x.x, factor), ended(x.y, factor)});
+        }
+      }
     }
   }
 
@@ -275,6 +328,11 @@ DEVICE void join(const AttentionParams& p, SharedStorage& shared) {
 DEVICE void join_last_item(const AttentionParams& p, int crew, SharedStorage& shared) {
   const Item& item = shared.slot[shared.last_slot].item;
   if (item.partial < 0) return;
+  if constexpr (!kShares) {
+    const bool is_last = threadIdx.x % kCrewThreads == 0 && is_last_piece(p, item, item.merge);
+    if (named_barrier_any(crew_barrier(crew), kCrewThreads, is_last)) join_pieces<kCrewThreads>(p, item, p.merges[item.merge]);
+    return;
+  }
   if (threadIdx.x % kCrewThreads < 32) {
     const u32 ended = ended_merges(p, item);
     if (lane_id() == 0) shared.ended = ended;

@@ -33,6 +33,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       const RegimeKernel kernel = table.kernel(arch, spec, regime);
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, regime, out));
+      if (kernel.may_share && extent != Extent::usual) keys.push_back(sharing(keys.back()));
       if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
       if (has_flat(table, arch, spec, regime)) keys.push_back(table.flat->attention(arch, spec, regime, out));
     }
@@ -91,8 +92,10 @@ void Plan::name_kernels() {
   };
   const auto name_attention = [&](ByOutput& kernels, const AttentionKernels& table, Regime regime, bool on_demand) {
     const RegimeKernel kernel = table.kernel(arch_, spec_, regime);
-    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand,
-         [&](DType out) { return table.attention(arch_, spec_, regime, out); });
+    name(kernels, kernel.entry, kernel.threads, kernel.cluster, on_demand, [&](DType out) {
+      KernelKey key = table.attention(arch_, spec_, regime, out);
+      return may_share_ && regime == kDecode ? sharing(std::move(key)) : key;
+    });
     for (Specialised& s : kernels) s.one_each = kernel.run_sums > 0;
   };
   for (const Regime regime : kRegimes) {

@@ -31,9 +31,9 @@ struct PlanOutline {
   Scratch scratch;
   size_t scratch_bytes = 0;
 
-  // Whether requests of a batch may share items of the regime: its kernel takes them, and there may be several requests.
+  // Whether requests of a batch may share items of the regime.
   bool may_share(Regime regime, const PlanLimits& limits) const {
-    return regime == kDecode && regimes[regime].kernel.shares && limits.max_num_reqs > 1;
+    return regime == kDecode && regimes[regime].kernel.may_share && limits.shared_prompts && limits.max_num_reqs > 1;
   }
 };
 

@@ -352,7 +352,7 @@ std::vector<Variant> variants_of_clusters() {
 
 std::vector<Variant> variants_that_share() {
   std::vector<Variant> all = variants();
-  std::erase_if(all, [](const Variant& v) { return !v.tiles().shares; });
+  std::erase_if(all, [](const Variant& v) { return !v.tiles().may_share; });
   return all;
 }
 
