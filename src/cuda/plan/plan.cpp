@@ -33,7 +33,9 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       const RegimeKernel kernel = table.kernel(arch, spec, regime);
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, regime, out));
-      if (kernel.may_share && extent != Extent::usual) keys.push_back(sharing(keys.back()));
+      // What sharing adds to a kernel depends on dims, not on types.
+      const bool plain = spec.q_dtype == DType::bf16 && spec.kv_dtype == DType::bf16;
+      if (kernel.may_share && (extent == Extent::all || (extent == Extent::sample && plain))) keys.push_back(sharing(keys.back()));
       if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
       if (has_flat(table, arch, spec, regime)) keys.push_back(table.flat->attention(arch, spec, regime, out));
     }
