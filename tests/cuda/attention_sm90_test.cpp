@@ -55,7 +55,7 @@ TEST(AttentionSm90, Fp8QueriesHaveTheirPrefillForEveryOutput) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90_fp8.cu"), 3);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 12);  // with and without maps
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 18);  // with and without maps; of decode, with and without shared items
   EXPECT_EQ(count("attention_sm80.cu"), 3);          // prefill without maps
   EXPECT_EQ(count("attention_sm90.cu"), 0);
 }
@@ -67,7 +67,8 @@ TEST(AttentionSm90, Fp8PagesMayHaveAnySize) {
     EXPECT_TRUE(attention_sm90_fp8_refusals(spec_of(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128, 4, page)).empty()) << page;
 }
 
-// `imbrex compile` ships what a plan may load: three regimes, those without maps, the merge, for two types of output; and the tables.
+// `imbrex compile` ships what a plan may load: three regimes, those without maps, those that share items, the merge, for two types of
+// output; and the tables.
 TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   const AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128, 4, 16);
   const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
@@ -75,12 +76,12 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
   EXPECT_EQ(count("attention_sm90.cu"), 2);
-  EXPECT_EQ(count("attention_sm90_decode.cu"), 4);
+  EXPECT_EQ(count("attention_sm90_decode.cu"), 8);
   EXPECT_EQ(count("attention_sm90_verify.cu"), 4);
   EXPECT_EQ(count("attention_sm80.cu"), 2);
   EXPECT_EQ(count("merge.cu"), 2);
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
-  EXPECT_EQ(keys.size(), 16u);
+  EXPECT_EQ(keys.size(), 20u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
 }
 

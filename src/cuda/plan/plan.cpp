@@ -23,6 +23,12 @@ bool packs_mask(const AttentionKernels& table, std::string_view arch, const Atte
   return spec.mask.custom && table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
 
+// What sharing adds to a kernel depends on dims, not on types, so that a sample has it for one pair of these.
+bool may_share(const RegimeKernel& kernel, const AttentionSpec& spec, Extent extent) {
+  const bool chosen = spec.q_dtype == DType::bf16 && spec.kv_dtype == DType::bf16;
+  return kernel.may_share && (extent == Extent::all || (extent == Extent::sample && chosen));
+}
+
 }  // namespace
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
@@ -33,10 +39,12 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       const RegimeKernel kernel = table.kernel(arch, spec, regime);
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, regime, out));
-      // What sharing adds to a kernel depends on dims, not on types.
-      const bool plain = spec.q_dtype == DType::bf16 && spec.kv_dtype == DType::bf16;
-      if (kernel.may_share && (extent == Extent::all || (extent == Extent::sample && plain))) keys.push_back(sharing(keys.back()));
       if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
+      if (may_share(kernel, spec, extent)) {
+        keys.push_back(sharing(table.attention(arch, spec, regime, out)));
+        if (kernel.maps != nullptr && extent == Extent::all)
+          keys.push_back(sharing(table.without_maps->attention(arch, spec, regime, out)));
+      }
       if (has_flat(table, arch, spec, regime)) keys.push_back(table.flat->attention(arch, spec, regime, out));
     }
     keys.push_back(table.merge(arch, spec, out));
