@@ -23,8 +23,9 @@ bool packs_mask(const AttentionKernels& table, std::string_view arch, const Atte
   return spec.mask.custom && table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
 
-// What sharing adds to a kernel depends on dims, not on types, so that a sample has it for one pair of these.
-bool may_share(const RegimeKernel& kernel, const AttentionSpec& spec, Extent extent) {
+// Whether the kernels of a spec, to such an extent, have the variant that shares items. What sharing adds depends on dims, not on types, so
+// that a sample has it for one pair of these.
+bool ships_sharing(const RegimeKernel& kernel, const AttentionSpec& spec, Extent extent) {
   const bool chosen = spec.q_dtype == DType::bf16 && spec.kv_dtype == DType::bf16;
   return kernel.may_share && (extent == Extent::all || (extent == Extent::sample && chosen));
 }
@@ -40,7 +41,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
       if (kernel.tile.rows == 0) return {};
       keys.push_back(table.attention(arch, spec, regime, out));
       if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
-      if (may_share(kernel, spec, extent)) {
+      if (ships_sharing(kernel, spec, extent)) {
         keys.push_back(sharing(table.attention(arch, spec, regime, out)));
         if (kernel.maps != nullptr && extent == Extent::all)
           keys.push_back(sharing(table.without_maps->attention(arch, spec, regime, out)));
