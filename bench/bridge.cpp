@@ -33,7 +33,10 @@ T guarded(T failed, const Body& body) {
 
 AttentionSpec spec_of(const json& j) {
   AttentionSpec spec{.num_q_heads = j.at("q_heads"), .num_kv_heads = j.at("kv_heads")};
-  spec.head_dim_qk = spec.head_dim_v = j.at("head_dim");
+  spec.head_dim_qk = j.at("head_dim");
+  spec.head_dim_v = j.value("head_dim_v", spec.head_dim_qk);
+  if (j.value("latent", false)) spec.kv_format = KvFormat::latent;
+  spec.score.scale = j.value("scale", 0.f);
   spec.q_dtype = parse_dtype(j.value("q", "bf16"));
   spec.kv_dtype = parse_dtype(j.at("kv").get<std::string>());
   spec.block_size = j.at("page");
@@ -106,12 +109,13 @@ TensorView pages(const Planned& p, void* data, int64_t count, int64_t stride) {
 }
 
 void run(Planned& p, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, Stream stream) {
-  const auto rows = [&](void* data, DType type) {
-    return TensorView::contiguous(data, type, {p.batch.num_tokens(), p.spec.num_q_heads, p.spec.head_dim_qk}, p.device);
+  const auto rows = [&](void* data, DType type, int dim) {
+    return TensorView::contiguous(data, type, {p.batch.num_tokens(), p.spec.num_q_heads, dim}, p.device);
   };
-  p.in = {.q = rows(q, p.spec.q_dtype), .kv = {.k = pages(p, k, count, stride), .v = pages(p, v, count, stride)}};
+  p.in = {.q = rows(q, p.spec.q_dtype, p.spec.head_dim_qk), .kv = {.k = pages(p, k, count, stride)}};
+  if (v != nullptr) p.in.kv.v = pages(p, v, count, stride);
   if (p.spec.score.sinks) p.in.sinks = TensorView::contiguous(p.sinks, DType::f32, {p.spec.num_q_heads}, p.device);
-  p.out = {.out = rows(out, p.spec.out_dtypes().front())};
+  p.out = {.out = rows(out, p.spec.out_dtypes().front(), p.spec.head_dim_v)};
   p.plan->run(p.in, p.out, stream);
 }
 
@@ -186,7 +190,7 @@ void imbrex_bench_custom_mask(void* plan, void* mask, int64_t bytes) {
   p.custom_mask = imbrex::TensorView::contiguous(mask, imbrex::DType::u8, {bytes}, p.device);
 }
 
-// q, out: [tokens, q heads, head_dim], contiguous. k, v: `count` pages, `stride` elements apart.
+// q, out: [tokens, q heads, dims], contiguous. k, v: `count` pages, `stride` elements apart; v null: a part of the keys.
 int imbrex_bench_run(void* plan, void* q, void* k, void* v, int64_t count, int64_t stride, void* out, void* stream) {
   return guarded(-1, [&] { return run(*static_cast<Planned*>(plan), q, k, v, count, stride, out, stream), 0; });
 }

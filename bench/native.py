@@ -61,7 +61,7 @@ class Plan:
         self.native.checked(self.native.update(self.handle, len(seq_lens), starts, lens, keys, columns, stream))
 
     def run(self, q: int, k: int, v: int, count: int, stride: int, out: int, stream: int = 0) -> None:
-        """k, v: `count` pages (rows where there are none), `stride` elements apart."""
+        """k, v: `count` pages (rows where there are none), `stride` elements apart. Where values are a part of the keys, v is 0."""
         if self.native.run(self.handle, q, k, v, count, stride, out, stream) != 0:
             raise NativeError(self.native.error().decode())
 

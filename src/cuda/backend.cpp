@@ -13,6 +13,7 @@
 #include "cuda/attention/attention_sm90.h"
 #include "cuda/attention/attention_sm90_decode.h"
 #include "cuda/attention/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
@@ -70,7 +71,10 @@ const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
   return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
 }
 
-bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).refusals(spec).empty(); }
+// Whether prefill has a kernel of its own: one for all regimes runs latents of many dims.
+bool has_sm90_prefill(const AttentionSpec& spec) {
+  return sm90_prefill(spec).refusals(spec).empty() && !attention_sm90_latent_tiles("sm_90a", spec);
+}
 
 std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (regime == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
@@ -90,6 +94,14 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
 
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
+  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
+    return {
+        .entry = "attention_sm90_latent",
+        .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true, .blocks = 1, .merged = true, .least_piece = tiles->least_piece},
+        .threads = kSm90LatentThreads,
+        .run_sums = attention_sm90_latent_run_sums(spec),
+        .maps = attention_sm90_latent_maps};
+  }
   const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
   if (regime == kPrefill && has_sm90_prefill(spec)) {
     const Sm90Prefill& kernel = sm90_prefill(spec);
@@ -139,6 +151,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
 }
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, true);
   if (regime == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
   if (const auto tiles = sm90_decode_tiles(arch, spec, regime)) return attention_sm90_decode_key(arch, spec, out, *tiles, true);
@@ -164,6 +177,7 @@ RegimeKernel mapless_kernel(std::string_view arch, const AttentionSpec& spec, Re
 }
 
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, false);
   if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
   return attention_sm90_decode_key(arch, spec, out, *sm90_decode_tiles(arch, spec, regime), false);
@@ -200,7 +214,7 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
-  return few_rows ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
+  return few_rows || attention_sm90_latent_tiles("sm_90a", spec) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
 }
 
 }  // namespace

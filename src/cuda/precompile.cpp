@@ -178,6 +178,17 @@ std::vector<AttentionSpec> thorough_specs() {
   specs.back().mask.custom = true;
   specs.push_back(spec_of(DType::bf16, DType::bf16, 64, 64));
   specs.back().num_q_heads = 66, specs.back().num_kv_heads = 2;  // of each warpgroup's rows, about a half
+  // Latents: a half of the values' dims is one product or two, and all that logits and masks can need besides.
+  const auto add_latent = [&](DType type, int dim_v, int q_heads, int block_size) -> AttentionSpec& {
+    AttentionSpec& spec = specs.emplace_back(spec_of(type, type, dim_v + 64, dim_v, block_size));
+    spec.kv_format = KvFormat::latent, spec.num_q_heads = q_heads, spec.num_kv_heads = 1;
+    return spec;
+  };
+  add_latent(DType::bf16, 512, 128, 64);
+  add_latent(DType::f16, 256, 16, 1);
+  add_latent(DType::bf16, 384, 20, 16).score = {.soft_cap = 50.f, .sinks = true};
+  AttentionSpec& all_terms = add_latent(DType::bf16, 512, 16, 1);
+  all_terms.mask.window_left = 4095, all_terms.score = {.head_scales = true, .alibi = true};
   return specs;
 }
 

@@ -76,7 +76,8 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     if (tiles[regime].runs && tiles[regime].merged) {
       const bool prefill = regime == kPrefill;
       p.split_kv_each = prefill ? 0 : keys_each(spec, kLeastOfMergedRuns);
-      p.split_kv = round_up(prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys, tiles[regime].keys);
+      const int least_keys = prefill ? kLeastOfPrefillRuns : kLeastOfMergedRuns.keys;
+      p.split_kv = round_up(std::max(least_keys, tiles[regime].least_piece), tiles[regime].keys);
       p.longest_kv = INT32_MAX;
       p.few_splits = true;
       p.items_each = p.tile_q % tiles[regime].cluster == 0 ? tiles[regime].cluster : 1;

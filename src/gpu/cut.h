@@ -19,6 +19,7 @@ struct Tile {
   int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
   int tiles_each = 1;   // verify: of a request at most; with more of them it is prefill
   bool merged = false;  // whether a launch of its own joins the pieces that runs leave
+  int least_piece = 0;  // merged: keys of a piece at least; 0: as cut_policy() has it
 };
 
 // The regimes of attention, each with a kernel and a tile of its own. A request goes to the first regime of which one tile holds its rows.

@@ -35,7 +35,9 @@ std::vector<Case> latent_cases() {
 TEST_P(LatentLaws, AreStridedOnesWithACopy) {
   int compared = 0;
   for (const Case& c : latent_cases()) {
-    if (!runs(c, GetParam())) continue;
+    AttentionSpec stored = c.spec;
+    stored.kv_format = KvFormat::strided;  // which may be for another backend: there is nothing to compare with then
+    if (!runs(c, GetParam()) || !GetParam().backend->unsupported(stored, GetParam().device).empty()) continue;
     const CaseInputs& in = inputs_of(c);
     const RunResult latent = run(in, c, KvFormat::latent), copied = run(in, c, KvFormat::strided);
     EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;

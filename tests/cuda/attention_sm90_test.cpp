@@ -1,6 +1,7 @@
 // What the kernels of prefill are asked for where they cannot run: nothing; and where they run, the one that stands in for them can take
 // their items.
 #include "cuda/attention/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_latent.h"
 
 #include <gtest/gtest.h>
 
@@ -83,6 +84,31 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   EXPECT_EQ(count("plan_tables.cu") + count("plan_batch.cu"), 2);
   EXPECT_EQ(keys.size(), 20u);
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
+}
+
+// One kernel runs latents of many dims in all regimes; those of few dims have the kernels of other caches.
+TEST(AttentionSm90, LatentsOfManyDimsHaveOneKernel) {
+  AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 576, 512, 16, 64);
+  spec.num_q_heads = 128, spec.num_kv_heads = 1, spec.kv_format = KvFormat::latent;
+  const auto count = [&](const char* path) {
+    const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
+    return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
+  };
+  EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
+  EXPECT_EQ(count("attention_sm80.cu"), 0);
+  for (const Regime regime : kRegimes) {
+    EXPECT_STREQ(kernels_sm90.kernel(kArch, spec, regime).entry, "attention_sm90_latent");
+    EXPECT_EQ(kernels_sm90.kernel(kArch, spec, regime).tile.rows, 64);
+  }
+  for (const auto& [qk, v] : {std::pair{320, 256}, {256 + 16, 256}, {448, 384}, {512, 512}}) {
+    spec.head_dim_qk = qk, spec.head_dim_v = v;
+    EXPECT_TRUE(attention_sm90_latent_tiles(kArch, spec)) << qk;
+    EXPECT_GE(attention_sm90_latent_tiles(kArch, spec)->stages, 5) << qk;
+  }
+  for (const auto& [qk, v] : {std::pair{128, 64}, {256, 256}, {576, 448}, {576, 384}, {328, 264}}) {
+    spec.head_dim_qk = qk, spec.head_dim_v = v;
+    EXPECT_FALSE(attention_sm90_latent_tiles(kArch, spec)) << qk;
+  }
 }
 
 // Rows of small pages are copied 16 bytes at a time.

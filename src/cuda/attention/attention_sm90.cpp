@@ -97,7 +97,8 @@ bool encode_query_map(CUtensorMap& map, const AttentionSpec& spec, const TensorV
   const uint64_t size = uint64_t(size_of(q.dtype));
   const uint64_t sizes[3] = {uint64_t(q.size(2)), uint64_t(q.size(1)), uint64_t(q.size(0))};
   const uint64_t strides[2] = {uint64_t(q.stride(1)) * size, uint64_t(q.stride(0)) * size};
-  const uint32_t group = uint32_t(spec.group_size()), box[3] = {uint32_t(uint64_t(width) / size), group, uint32_t(rows) / group};
+  const uint32_t heads = uint32_t(std::min(spec.group_size(), rows)),
+                 box[3] = {uint32_t(uint64_t(width) / size), heads, uint32_t(rows) / heads};
   return encode_tensor_map(map, q.dtype, q.data, 3, sizes, strides, box);
 }
 

@@ -27,6 +27,9 @@ struct Sm90Tiles {
 };
 // Shared memory of a thread block, and what a swizzle's pattern begins at; bytes.
 constexpr int kSm90SharedMemory = 227 << 10, kSm90SharedUnit = 1024;
+// Dims of 16 bits in a line of shared memory, and the lines of a row.
+constexpr int kSm90ChunkDims = kTensorMapLine / 2;
+constexpr int sm90_chunks(int dims) { return (dims + kSm90ChunkDims - 1) / kSm90ChunkDims; }
 constexpr int kTeamRows = 64;  // of a product of a warpgroup, which takes as many of them as whole tokens have
 int sm90_team_rows(const AttentionSpec&);
 // Thread blocks that read the same keys from L2 once: those of an item's rows, which see nearly the same, or of different kv heads.
@@ -49,8 +52,8 @@ KernelKey attention_sm90_key(std::string_view arch, const AttentionSpec&, DType 
 struct AttentionMaps {
   CUtensorMap q, k, v;
 };
-// The map of queries, of which a box has tokens of so many rows in all, `width` bytes of each. False where strides or addresses are not
-// multiples of 16 bytes, or dims not neighbours: TMA cannot read such tensors.
+// The map of queries, of which a box has tokens of so many rows in all, or so many q heads of one that has more, `width` bytes of each.
+// False where strides or addresses are not multiples of 16 bytes, or dims not neighbours: TMA cannot read such tensors.
 bool encode_query_map(CUtensorMap&, const AttentionSpec&, const TensorView& q, int rows, int width = kTensorMapLine);
 // All of them.
 bool attention_sm90_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);

@@ -11,7 +11,6 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kChunkDims = kTensorMapLine / 2;  // of 16 bits
 constexpr int kMostStages = 6, kMostWidenedStages = 4, kBytesStages = 2;
 constexpr int kWarpgroup = 128;  // threads
 
@@ -20,15 +19,14 @@ int tile_keys(const AttentionSpec& spec, int rows) {
   return std::max(spec.head_dim_qk, spec.head_dim_v) <= 64 && rows > kTeamRows ? 128 : 64;
 }
 
-int chunks(int dims) { return (dims + kChunkDims - 1) / kChunkDims; }
-bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kChunkDims; }
+bool shares_dims(const AttentionSpec& spec) { return spec.head_dim_v > 2 * kSm90ChunkDims; }
 
 bool runs(std::string_view arch, const AttentionSpec& spec, int rows) {
   constexpr int kDimUnit = 8, kMostDims = 256;
   const auto takes = [](int dims) { return dims % kDimUnit == 0 && dims <= kMostDims; };
   return arch == "sm_90a" && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
          (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3) && codec_of(spec).strided && takes(spec.head_dim_qk) &&
-         takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kChunkDims || shares_dims(spec)) && spec.group_size() <= rows &&
+         takes(spec.head_dim_v) && (spec.head_dim_qk <= 2 * kSm90ChunkDims || shares_dims(spec)) && spec.group_size() <= rows &&
          !spec.mask.custom && !spec.mask.positions && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
 }
 
@@ -47,10 +45,10 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
   const auto lines = [](int dims) { return (dims + kTensorMapLine - 1) / kTensorMapLine; };
   const int q_places = widens(spec) ? 1 : 2;
   const int bytes = widens(spec) ? kBytesStages * tiles.keys * kTensorMapLine * (lines(spec.head_dim_qk) + lines(spec.head_dim_v)) : 0;
-  const int line = tiles.keys * kTensorMapLine, k = line * chunks(spec.head_dim_qk),
-            v = line * (shares_dims(spec) ? 4 : chunks(spec.head_dim_v));
+  const int line = tiles.keys * kTensorMapLine, k = line * sm90_chunks(spec.head_dim_qk),
+            v = line * (shares_dims(spec) ? 4 : sm90_chunks(spec.head_dim_v));
   const int room = kSm90SharedMemory / tiles.crews / kSm90SharedUnit * kSm90SharedUnit -
-                   q_places * tiles.rows * kTensorMapLine * chunks(spec.head_dim_qk) - bytes - kSm90SharedUnit;
+                   q_places * tiles.rows * kTensorMapLine * sm90_chunks(spec.head_dim_qk) - bytes - kSm90SharedUnit;
   tiles.stages = tiles.value_stages = std::min(room / (k + v), widens(spec) ? kMostWidenedStages : kMostStages);
   // Values stay half a turn longer. Beside what widens bytes, there are no registers for rings of two sizes.
   if (!widens(spec) && tiles.stages < kMostStages && room - tiles.stages * (k + v) >= v) ++tiles.value_stages;
@@ -61,7 +59,7 @@ std::optional<Sm90VerifyTiles> attention_sm90_verify_tiles(std::string_view arch
 
 int64_t attention_sm90_verify_run_sums(const AttentionSpec& spec) {
   const int levels = kVerifyLevels + (shares_dims(spec) && spec.score.alibi);
-  return 2 * levels * run_node_floats(std::min(spec.head_dim_v, 2 * kChunkDims));
+  return 2 * levels * run_node_floats(std::min(spec.head_dim_v, 2 * kSm90ChunkDims));
 }
 
 KernelKey attention_sm90_verify_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90VerifyTiles& tiles, bool maps) {

@@ -27,6 +27,12 @@ DEVICE T& at(T (&d)[n][4], int tile, int h, int c) {
   return d[tile][2 * h + c];
 }
 
+// So many columns of it, from `first` on.
+template <int columns, class T, int n>
+DEVICE Fragment<columns>& part_of(T (&d)[n], int first) {
+  return *reinterpret_cast<Fragment<columns>*>(d + first / 2);
+}
+
 // Both columns of a row.
 template <class D>
 DEVICE float2 pair(const D& d, int tile, int h) {

@@ -11,12 +11,14 @@
 namespace imbrex::cuda {
 
 // Operands of a type, that of the queries if no other is named; with `add` 0, d is taken for zero.
-// shared: a and b in shared memory, both with the summed dimension as their contiguous one.
-// registers: a in registers; b in shared memory, `b_rows` with its n as the contiguous dimension, which bytes do not have.
+// shared: a and b in shared memory, a with the summed dimension as its contiguous one.
+// registers: a in registers; b in shared memory.
+// b has the summed dimension as its contiguous one; with `b_rows` its n, which bytes do not have.
 template <int n, int type = kQType>
 struct Wgmma;
 
 // An instruction spells out each register of d, in its text (%0, %1, ..) and as operands from d[0] on.
+#define IMBREX_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define IMBREX_NAMES32                                                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
   "%28, %29, %30, %31"
@@ -33,21 +35,22 @@ struct Wgmma;
 #define IMBREX_NAMES112 IMBREX_NAMES96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define IMBREX_NAMES128 IMBREX_NAMES112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define IMBREX_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define IMBREX_D16(i) IMBREX_D4(i), IMBREX_D4(i + 4), IMBREX_D4(i + 8), IMBREX_D4(i + 12)
-#define IMBREX_D32 IMBREX_D16(0), IMBREX_D16(16)
-#define IMBREX_D36 IMBREX_D32, IMBREX_D4(32)
-#define IMBREX_D40 IMBREX_D36, IMBREX_D4(36)
-#define IMBREX_D44 IMBREX_D40, IMBREX_D4(40)
-#define IMBREX_D48 IMBREX_D44, IMBREX_D4(44)
-#define IMBREX_D52 IMBREX_D48, IMBREX_D4(48)
-#define IMBREX_D56 IMBREX_D52, IMBREX_D4(52)
-#define IMBREX_D60 IMBREX_D56, IMBREX_D4(56)
-#define IMBREX_D64 IMBREX_D60, IMBREX_D4(60)
-#define IMBREX_D80 IMBREX_D64, IMBREX_D16(64)
-#define IMBREX_D96 IMBREX_D80, IMBREX_D16(80)
-#define IMBREX_D112 IMBREX_D96, IMBREX_D16(96)
-#define IMBREX_D128 IMBREX_D112, IMBREX_D16(112)
+#define IMBREX_FOUR_OF_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define IMBREX_SIXTEEN_OF_D(i) IMBREX_FOUR_OF_D(i), IMBREX_FOUR_OF_D(i + 4), IMBREX_FOUR_OF_D(i + 8), IMBREX_FOUR_OF_D(i + 12)
+#define IMBREX_D16 IMBREX_SIXTEEN_OF_D(0)
+#define IMBREX_D32 IMBREX_SIXTEEN_OF_D(0), IMBREX_SIXTEEN_OF_D(16)
+#define IMBREX_D36 IMBREX_D32, IMBREX_FOUR_OF_D(32)
+#define IMBREX_D40 IMBREX_D36, IMBREX_FOUR_OF_D(36)
+#define IMBREX_D44 IMBREX_D40, IMBREX_FOUR_OF_D(40)
+#define IMBREX_D48 IMBREX_D44, IMBREX_FOUR_OF_D(44)
+#define IMBREX_D52 IMBREX_D48, IMBREX_FOUR_OF_D(48)
+#define IMBREX_D56 IMBREX_D52, IMBREX_FOUR_OF_D(52)
+#define IMBREX_D60 IMBREX_D56, IMBREX_FOUR_OF_D(56)
+#define IMBREX_D64 IMBREX_D60, IMBREX_FOUR_OF_D(60)
+#define IMBREX_D80 IMBREX_D64, IMBREX_SIXTEEN_OF_D(64)
+#define IMBREX_D96 IMBREX_D80, IMBREX_SIXTEEN_OF_D(80)
+#define IMBREX_D112 IMBREX_D96, IMBREX_SIXTEEN_OF_D(96)
+#define IMBREX_D128 IMBREX_D112, IMBREX_SIXTEEN_OF_D(112)
 
 // Of n columns, a depth, a type; the text of the operands behind the type, and the operands.
 #define IMBREX_WGMMA(n, depth, type, add, text, ...)                                                                                \
@@ -70,10 +73,12 @@ struct Wgmma;
 #define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                         \
   template <int type>                                                                                                    \
   struct Wgmma<n, type> {                                                                                                \
+    template <bool b_rows = false>                                                                                       \
     DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                \
-      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", 0, 0",                          \
+      static_assert(!b_rows || type != kE4m3);                                                                           \
+      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", 0, " o3,                        \
                            : IMBREX_D##count                                                                             \
-                           : "l"(a), "l"(b), "r"(add));                                                                  \
+                           : "l"(a), "l"(b), "r"(add), "n"(int(b_rows)));                                                \
     }                                                                                                                    \
     template <bool b_rows>                                                                                               \
     DEVICE static void registers(float (&d)[count], const u32 (&a)[4], u64 b, int add) {                                 \
@@ -84,6 +89,7 @@ struct Wgmma;
     }                                                                                                                    \
   };
 
+IMBREX_WGMMA_SHAPE(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 IMBREX_WGMMA_SHAPE(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 IMBREX_WGMMA_SHAPE(72, 36, "%36", "%37", "%38", "%39", "%40", "%41", "%42")
 IMBREX_WGMMA_SHAPE(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")

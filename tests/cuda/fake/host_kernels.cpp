@@ -164,7 +164,7 @@ AttentionParams through_kv_maps(const Launch& launch) {
   const bool flat = is_over_flat_keys(launch);
   if (launch.module.find("kMaps false") != std::string::npos || (!flat && has_small_pages(spec))) return p;
   for (KvSide* side : {&p.k, &p.v}) {
-    const TensorMap map = parameter<TensorMap>(launch, side == &p.k ? 2 : 3);
+    const TensorMap map = parameter<TensorMap>(launch, side == &p.k || launch.entry == "attention_sm90_latent" ? 2 : 3);
     if (!flat && spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
     if (map.sizes[2] != uint64_t(p.kv_heads_now)) std::abort();
     side->data = map.data, side->dim_stride = size_of(flat ? spec.q_dtype : spec.kv_dtype);
@@ -350,7 +350,7 @@ void run_launch(const Launch& launch) {
     return attention(through_maps(launch), out, is_over_flat_keys(launch) ? flat_types() : CacheTypes{});
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
   if (launch.entry == "pack_mask") return fill_packed_mask(parameter<AttentionParams>(launch, 0));
-  if (launch.entry == "attention_sm90_verify") return attention(through_kv_maps(launch), out);
+  if (launch.entry == "attention_sm90_verify" || launch.entry == "attention_sm90_latent") return attention(through_kv_maps(launch), out);
   if (launch.entry == "merge") {
     const auto& p = parameter<AttentionParams>(launch, 0);
     for (const MergeList& list : p.merge_lists)
@@ -392,6 +392,7 @@ void run_on_host(const AttentionSpec& of) {
       {"attention_sm80", {sizeof(AttentionParams)}},
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_verify", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_latent", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},

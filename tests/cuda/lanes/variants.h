@@ -8,13 +8,14 @@
 #include "cuda/attention/attention_sm80.h"
 #include "cuda/attention/attention_sm90_decode.h"
 #include "cuda/attention/attention_sm90_fp8.h"
+#include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {
 
-// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90.cu, attention_sm90_fp8.cu
-enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps, wgmma, wgmma_e4m3 };
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90.cu, attention_sm90_fp8.cu
+enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps, latent, latent_without_maps, wgmma, wgmma_e4m3 };
 
 struct Variant {
   const char* name;
@@ -25,6 +26,7 @@ struct Variant {
   Text text = Text::sm80;
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
+  bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
   bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool takes_runs() const { return text != Text::sm80; }
@@ -32,7 +34,9 @@ struct Variant {
     return text == Text::wgmma ? cuda::attention_sm90_tiles(c.spec) : cuda::attention_sm90_fp8_tiles(c.spec);
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
+  cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
   cuda::AttentionTiles tiles() const {
+    if (is_latent()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
@@ -41,6 +45,7 @@ struct Variant {
   cuda::KernelKey key() const {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
+    if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
     if (is_verify()) return cuda::attention_sm90_verify_key(arch, c.spec, c.out_dtype, verify_tiles(), text == Text::verify);
     cuda::KernelKey made = text == Text::sm80 ? cuda::attention_sm80_key(arch, c.spec, c.out_dtype, tiles())
                                               : cuda::attention_sm90_decode_key(arch, c.spec, c.out_dtype, tiles(), text == Text::decode);
@@ -237,6 +242,22 @@ inline std::vector<Variant> variants() {
   add_decode("tma_latent", 16, latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16))).values = ValuePattern::rising;
   add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
   add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
+
+  // attention_sm90_latent.cu: a token with rows for two tiles, several tokens in one, small pages, no maps; pieces of three levels.
+  const auto add_tiles = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::latent) -> Case& {
+    s.num_q_heads /= 2, s.num_kv_heads = 1;
+    Case& c = add(name, "sm_90a", gpu::kDecode, 1, latent(s));
+    c.requests = std::move(requests);
+    all.back().text = text;
+    return c;
+  };
+  add_tiles("latent_tiles", spec(DType::bf16, DType::bf16, 576, 512, 80, 64), {{1, 300, 0}, {0, 0, 2}, {2, 70, 1}}).values =
+      ValuePattern::rising;
+  Case& halves = add_tiles("latent_halves", spec(DType::f16, DType::f16, 272, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}});
+  halves.spec.mask.window_left = 140, halves.spec.score.sinks = true;
+  add_tiles("latent_pages", spec(DType::bf16, DType::bf16, 448, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}).spec.score.soft_cap = 20.f;
+  add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
+      "lbhdt";
 
   // Positions that fall within a request, that several tokens share, that a tree of tokens has.
   Case& positions = add("positions", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));

@@ -40,13 +40,14 @@ struct WarpgroupProduct {
     T of[2][kDepth];
   };
 
+  template <bool b_rows = false>
   static void shared(float (&d)[n / 2], u64 a, u64 b, int add) {
     __syncwarp();
     multiply_later([&d, a = SharedMatrix(a), b = SharedMatrix(b), add] {
       Rows rows;
       for (int h = 0; h < 2; ++h)
         for (int k = 0; k < kDepth; ++k) rows.of[h][k] = a.at<T>(warp_id() % 4 * 16 + lane_id() / 4 + 8 * h, k * sizeof(T));
-      multiply<false>(d, rows, b, add);
+      multiply<b_rows>(d, rows, b, add);
     });
   }
   template <bool b_rows>

@@ -1,0 +1,65 @@
+// See attention_sm90_latent.h.
+#include "cuda/attention/attention_sm90_latent.h"
+
+#include <algorithm>
+
+#include "attention/kv_codec.h"
+#include "cuda/attention/attention_constants.h"
+#include "cuda/driver/tensor_map.h"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kLatentTileKeys = 32;
+
+bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
+  constexpr int kDepth = 16;        // dims of a product
+  constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
+  const int qk = spec.head_dim_qk, v = spec.head_dim_v;
+  return arch == "sm_90a" && codec_of(spec).strided && codec_of(spec).values_in_keys &&
+         (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
+         (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims && qk <= v + kSm90ChunkDims && !spec.mask.custom &&
+         !spec.mask.positions && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
+}
+
+}  // namespace
+
+std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec) {
+  if (!runs_latent(arch, spec)) return std::nullopt;
+  // The shared memory of the kernel: queries that registers do not hold, weights with what belongs to them, room for barriers and items.
+  constexpr int kMostStages = 8, kWeightSlots = 3, kRowState = 12, kWeights = kWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
+  const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - chunks * 2 / 3;
+  const int stage = chunks * kLatentTileKeys * kTensorMapLine;
+  const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
+  // Sums are written and read at the end of each piece of a run, those of all rows: in the meantime keys are loaded for fewer rows, while
+  // products of more rows stand still.
+  const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : 512;
+  return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = std::min(room / stage, kMostStages), .least_piece = piece};
+}
+
+int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
+  constexpr int kTeams = 2, kLevels = 3;
+  return kTeams * kLevels * run_node_floats(spec.head_dim_v / kTeams);
+}
+
+KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentTiles& tiles, bool maps) {
+  return {"attention_sm90_latent.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.rows},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 0},
+                               {"kStages", tiles.stages},
+                               {"kBlocks", 1},
+                               {"kKWidth", kTensorMapLine},
+                               {"kVWidth", kTensorMapLine},
+                               {"kMaps", maps}})};
+}
+
+bool attention_sm90_latent_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (!encode_query_map(maps.q, spec, q, kTeamRows)) return false;
+  return has_small_pages(spec) ? has_aligned_rows(kv.k) : encode_kv_map(maps.k, kv.k, kLatentTileKeys);
+}
+
+}  // namespace imbrex::cuda

@@ -1,0 +1,29 @@
+#pragma once
+// The host side of attention_sm90_latent.cu: which layers it can run, its tiles, the constants it is compiled with, and its tensor maps.
+#include <optional>
+#include <string_view>
+
+#include "cuda/attention/attention_sm90.h"
+
+namespace imbrex::cuda {
+
+struct Sm90LatentTiles {
+  int rows, keys;   // (query token, q head) of an item at most; of a tile
+  int stages;       // tiles of keys in shared memory
+  int least_piece;  // keys of a piece of a run at least
+};
+
+constexpr unsigned kSm90LatentThreads = 512;
+
+// nullopt: the kernel does not run such layers. It takes caches whose values are the first 256, 384 or 512 dims of the keys
+// (KvFormat::latent), of the queries' type, bf16 or f16, with keys of more than 256 dims, at most 64 more than values; any number of q
+// heads, and all masks and modifications of logits but custom masks, given positions, relative bias and ALiBi's square root.
+std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec&);
+int64_t attention_sm90_latent_run_sums(const AttentionSpec&);  // floats of a thread block: AttentionParams::run_sums
+// Entry `attention_sm90_latent`. Parameters: AttentionParams, then the maps of q, k and v (not used). `maps`: whether it reads through
+// them; otherwise it reads tensors of any strides, slower, and computes the same bits.
+KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec&, DType out, const Sm90LatentTiles&, bool maps);
+// Makes the tensor maps, as attention_sm90_maps() does.
+bool attention_sm90_latent_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
+
+}  // namespace imbrex::cuda
