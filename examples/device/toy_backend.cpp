@@ -33,13 +33,19 @@ struct Step {
 };
 
 struct Cache {
-  Tensor k, v, k_scale, v_scale;
+  Tensor k, v, k_scale, v_scale, k_rope, k_rope_scale;
   Cache(const Device& device, const imbrex_kv_cache& c)
-      : k(device, c.k), v(device, c.v), k_scale(device, c.k_scale), v_scale(device, c.v_scale) {}
+      : k(device, c.k),
+        v(device, c.v),
+        k_scale(device, c.k_scale),
+        v_scale(device, c.v_scale),
+        k_rope(device, c.k_rope),
+        k_rope_scale(device, c.k_rope_scale) {}
   imbrex_kv_cache get() const {
     imbrex_kv_cache c;
     imbrex_kv_cache_init(&c, sizeof c);
     c.k = k.get(), c.v = v.get(), c.k_scale = k_scale.get(), c.v_scale = v_scale.get();
+    c.k_rope = k_rope.get(), c.k_rope_scale = k_rope_scale.get();
     return c;
   }
 };

@@ -113,7 +113,7 @@ typedef void (*imbrex_parallel_for)(void* context, int num_workers, void (*body)
 /* ---- what a layer computes: spec.h ---- */
 
 typedef enum { IMBREX_DECODER, IMBREX_ENCODER, IMBREX_ENCODER_ONLY, IMBREX_ENCODER_DECODER } imbrex_kind;
-typedef enum { IMBREX_KV_STRIDED, IMBREX_KV_AMX_PACKED, IMBREX_KV_LATENT } imbrex_kv_format;
+typedef enum { IMBREX_KV_STRIDED, IMBREX_KV_AMX_PACKED, IMBREX_KV_LATENT, IMBREX_KV_FP8_DS_MLA, IMBREX_KV_LATENT_ROPE } imbrex_kv_format;
 
 typedef struct {
   size_t struct_size;
@@ -195,8 +195,12 @@ IMBREX_API const char* imbrex_selection_proposal(const imbrex_selection*, int32_
 typedef struct {
   size_t struct_size;
   const imbrex_tensor *k, *v;             /* [num_blocks, block_size, num_kv_heads, head_dim], any strides; ragged: [rows, heads, dim].
-                                             Of IMBREX_KV_LATENT v and v_scale are NULL: values are the first head_dim_v elements of k */
+                                             Of IMBREX_KV_LATENT v and v_scale are NULL: values are the first head_dim_v elements of k.
+                                             Of IMBREX_KV_FP8_DS_MLA k is u8 [num_blocks, block_size, 656], and all else is NULL */
   const imbrex_tensor *k_scale, *v_scale; /* NULL, or f32 [1] or [num_kv_heads]; an fp8 element e stands for e * scale */
+  /* Of IMBREX_KV_LATENT_ROPE: k has head_dim_v elements of each key, which are its value too, and k_rope those behind them, strided as k
+   * is; k_rope_scale is given where k_scale is. NULL elsewhere. */
+  const imbrex_tensor *k_rope, *k_rope_scale;
 } imbrex_kv_cache;
 IMBREX_API void imbrex_kv_cache_init(imbrex_kv_cache*, size_t struct_size);
 

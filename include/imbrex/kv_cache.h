@@ -17,10 +17,14 @@ namespace imbrex {
 //   ragged:     k [num_rows, num_kv_heads, head_dim_qk], v likewise (block_size 0)
 //   amx_packed: k, v u8 [num_blocks, num_kv_heads, bytes of a head's block], see docs/kv-formats.md
 //   latent:     k as strided or ragged; v empty, or the first head_dim_v elements of k's rows as a view of the same memory
+//   latent_rope: k as latent, but of head_dim_v elements; k_rope as k, of the head_dim_qk - head_dim_v elements of a key behind them
+//   fp8_ds_mla: k u8 [num_blocks, block_size, 656], see docs/kv-formats.md; v and all scales empty
 // An fp8 element e stands for e * scale. The scale of latent values is k_scale: v_scale is empty.
 struct KvCache {
   TensorView k, v;
   TensorView k_scale, v_scale;  // f32 [1] or [num_kv_heads], host or device like k; empty: 1
+  TensorView k_rope;            // latent_rope only
+  TensorView k_rope_scale;      // of k_rope, as k_scale is of k; latent_rope only, and given where k_scale is
 
   int64_t num_blocks(const AttentionSpec& spec) const { return spec.block_size == 0 ? -1 : k.size(0); }
   // Throws Error kv_cache.* unless the views fit the spec.
@@ -30,7 +34,7 @@ struct KvCache {
 // Owned, zeroed memory for `num_layers` layers of one spec: memory of the host, on huge pages where the system has them, or of the device
 // of a stream.
 // `order` names the physical order of the dimensions, outermost first, one letter each: l(ayer), b(lock), h(ead), t(oken), d(im).
-// K and V, where there are both, are separate regions inside. Letters of dimensions that the format does not have are ignored: packed
+// Each tensor of a KvCache is a region of its own inside. Letters of dimensions that the format does not have are ignored: packed
 // formats have only l, b, h to order ("lbh").
 class KvAllocation {
  public:
@@ -54,7 +58,7 @@ struct BlockCopy {
   int32_t from, to;  // block ids
 };
 
-// Copies whole blocks of one layer's k and v, any strides, any format: for copy on write and for moving blocks together. The copies
+// Copies whole blocks of one layer, any strides, any format: for copy on write and for moving blocks together. The copies
 // are done in no particular order, so a list that would depend on it is refused: Error kv_cache.copy.chained when a block is both
 // read and written, kv_cache.copy.twice when one is written twice. Host memory only (kv_cache.copy.device).
 void copy_blocks(const AttentionSpec&, const KvCache&, std::span<const BlockCopy>, const ParallelFor& = {});

@@ -53,7 +53,9 @@ struct ScoreMod {
 enum class KvFormat : uint8_t {
   strided,     // any strides, any block_size >= 1; or no blocks at all (block_size 0: ragged k and v, no cache)
   amx_packed,  // tiles of 32 tokens in the order the AMX tile unit reads; bf16 and fp8; block_size a multiple of 16
-  latent       // keys as strided has them; a value is the first head_dim_v elements of its key, stored once
+  latent,      // keys as strided has them; a value is the first head_dim_v elements of its key, stored once
+  fp8_ds_mla,  // DeepSeek's records of 656 bytes: 512 e4m3 with 4 scales, which are the value too, and 64 bf16
+  latent_rope  // as latent, with the elements behind the value, those with a position, in a tensor of their own
 };
 const char* to_string(KvFormat);
 

@@ -44,13 +44,17 @@ class KvLayer(NamedTuple):
 
     k [num_blocks, block_size, num_kv_heads, head_dim_qk] and v [.., head_dim_v] with any strides; ragged (block_size 0) [num_rows,
     num_kv_heads, head_dim]; of kv_format "amx_packed" uint8 [num_blocks, num_kv_heads, bytes]. Of "latent" k alone: a value is the first
-    head_dim_v elements of its key. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale.
+    head_dim_v elements of its key. Of "latent_rope" k has these elements, and k_rope those behind them. Of "fp8_ds_mla" k is uint8
+    [num_blocks, block_size, 656]. Scales are float32 [1] or [num_kv_heads]: an fp8 element e stands for e * scale; k_rope_scale is given
+    where k_scale is.
     """
 
     k: Array
     v: Optional[Array] = None
     k_scale: Optional[Array] = None
     v_scale: Optional[Array] = None
+    k_rope: Optional[Array] = None
+    k_rope_scale: Optional[Array] = None
 
 
 class KvCache:
@@ -246,7 +250,7 @@ class Plan:
     def write_kv(self, layer: Tuple[Array, ...], k: Array, v: Optional[Array] = None, *, stream: Any = None) -> None:
         """This step's k [num_tokens, num_kv_heads, head_dim_qk] and v to their slots of a layer, converted where the cache has another type.
 
-        Of kv_format "latent" k alone.
+        Of kv_format "latent", "latent_rope" and "fp8_ds_mla" k alone.
         """
         layer = KvLayer(*layer)
         no_gradient(layer.k, layer.v, k, v)

@@ -87,12 +87,17 @@ struct PyPreparedRun {
   AttentionOutputs out;
 };
 
-KvCache kv_of(const PyPlan& p, const Array& k, const OptionalArray& v, const OptionalArray& k_scale, const OptionalArray& v_scale) {
+struct PyLayer {  // without k
+  const OptionalArray &v, &k_scale, &v_scale, &k_rope, &k_rope_scale;
+};
+KvCache kv_of(const PyPlan& p, const Array& k, const PyLayer& rest) {
   const DType type = codec_of(p.spec).layout(p.spec, KvPart::k)->dtype;
   return {.k = view_of(k, "k_cache", type),
-          .v = view_of(v, "v_cache", type),
-          .k_scale = view_of(k_scale, "k_scale", DType::f32),
-          .v_scale = view_of(v_scale, "v_scale", DType::f32)};
+          .v = view_of(rest.v, "v_cache", type),
+          .k_scale = view_of(rest.k_scale, "k_scale", DType::f32),
+          .v_scale = view_of(rest.v_scale, "v_scale", DType::f32),
+          .k_rope = view_of(rest.k_rope, "k_rope", type),
+          .k_rope_scale = view_of(rest.k_rope_scale, "k_rope_scale", DType::f32)};
 }
 
 void bind_workspace(nb::module_& m) {
@@ -205,27 +210,29 @@ void bind_plan_class(nb::module_& m) {
           nb::arg("stream") = 0)
       .def(
           "write_kv",
-          [](PyPlan& p, nb::handle k_cache, nb::handle v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale, const Array& k,
-             const OptionalArray& v, uintptr_t stream) {
+          [](PyPlan& p, nb::handle k_cache, nb::handle v_cache, const OptionalArray& k_scale, const OptionalArray& v_scale,
+             nb::handle k_rope, const OptionalArray& k_rope_scale, const Array& k, const OptionalArray& v, uintptr_t stream) {
             const Array k_pages = written(k_cache, "k_cache");
             const OptionalArray v_pages = v_cache.is_none() ? std::nullopt : OptionalArray(written(v_cache, "v_cache"));
-            const KvCache kv = kv_of(p, k_pages, v_pages, k_scale, v_scale);
+            const OptionalArray rope_pages = k_rope.is_none() ? std::nullopt : OptionalArray(written(k_rope, "k_rope"));
+            const KvCache kv = kv_of(p, k_pages, {v_pages, k_scale, v_scale, rope_pages, k_rope_scale});
             const DType type = p.spec.new_kv_dtypes().front();
             const TensorView new_k = view_of(k, "k", type), new_v = view_of(v, "v", type);
-            for (const auto& [pages, name] : {std::pair(kv.k, "k_cache"), std::pair(kv.v, "v_cache")})
+            for (const auto& [pages, name] : {std::pair(kv.k, "k_cache"), std::pair(kv.v, "v_cache"), std::pair(kv.k_rope, "k_rope")})
               check_apart(pages, name, new_k, "k"), check_apart(pages, name, new_v, "v");
             p.use(stream, [&](const AttentionPlan& plan, Stream on) { plan.write_kv(kv, new_k, new_v, on); });
           },
-          nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k"),
-          nb::arg("v").none(), nb::arg("stream") = 0)
+          nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("k_rope").none(),
+          nb::arg("k_rope_scale").none(), nb::arg("k"), nb::arg("v").none(), nb::arg("stream") = 0)
       .def(
           "run",
           [](PyPlan& p, const Array& q, const Array& k_cache, const OptionalArray& v_cache, const OptionalArray& k_scale,
-             const OptionalArray& v_scale, nb::handle out, nb::handle lse, const OptionalArray& q_scale, const OptionalArray& sinks,
-             const OptionalArray& alibi_slopes, const OptionalArray& head_scales, const OptionalArray& relative_bias, uintptr_t stream) {
+             const OptionalArray& v_scale, const OptionalArray& k_rope, const OptionalArray& k_rope_scale, nb::handle out, nb::handle lse,
+             const OptionalArray& q_scale, const OptionalArray& sinks, const OptionalArray& alibi_slopes, const OptionalArray& head_scales,
+             const OptionalArray& relative_bias, uintptr_t stream) {
             const AttentionInputs in{.q = view_of(q, "q", p.spec.q_dtype),
                                      .q_scale = view_of(q_scale, "q_scale", DType::f32),
-                                     .kv = kv_of(p, k_cache, v_cache, k_scale, v_scale),
+                                     .kv = kv_of(p, k_cache, {v_cache, k_scale, v_scale, k_rope, k_rope_scale}),
                                      .sinks = view_of(sinks, "sinks", DType::f32),
                                      .alibi_slopes = view_of(alibi_slopes, "alibi_slopes", DType::f32),
                                      .head_scales = view_of(head_scales, "head_scales", DType::f32),
@@ -236,19 +243,22 @@ void bind_plan_class(nb::module_& m) {
                                            .lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{}};
             check_apart(outputs.lse, "lse", outputs.out, "out");
             for (const auto& [to, name] : {std::pair(&outputs.out, "out"), std::pair(&outputs.lse, "lse")})
-              check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv.k, "k"), check_apart(*to, name, in.kv.v, "v");
+              check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv.k, "k"), check_apart(*to, name, in.kv.v, "v"),
+                  check_apart(*to, name, in.kv.k_rope, "k_rope");
             p.use(stream, [&](const AttentionPlan& plan, Stream on) { plan.run(in, outputs, on); });
           },
-          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(), nb::arg("out"),
-          nb::arg("lse").none(), nb::arg("q_scale") = nb::none(), nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(),
-          nb::arg("head_scales") = nb::none(), nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("q"), nb::arg("k_cache"), nb::arg("v_cache").none(), nb::arg("k_scale").none(), nb::arg("v_scale").none(),
+          nb::arg("k_rope").none(), nb::arg("k_rope_scale").none(), nb::arg("out"), nb::arg("lse").none(), nb::arg("q_scale") = nb::none(),
+          nb::arg("sinks") = nb::none(), nb::arg("alibi_slopes") = nb::none(), nb::arg("head_scales") = nb::none(),
+          nb::arg("relative_bias") = nb::none(), nb::arg("stream") = 0)
       .def(
           "prepare",
           [](nb::handle_t<PyPlan> self, const Array& q, const Array& k_cache, const OptionalArray& v_cache, nb::handle out) {
             const auto& p = nb::cast<const PyPlan&>(self);
             PyPreparedRun made{.plan = nb::borrow(self)};
             made.in.q = view_of(q, "q", p.spec.q_dtype);
-            made.in.kv = kv_of(p, k_cache, v_cache, {}, {});
+            const OptionalArray none;
+            made.in.kv = kv_of(p, k_cache, {v_cache, none, none, none, none});
             made.out.out = written_view(written(out, "out"), "out", p.spec.out_dtypes().front());
             return made;
           },
@@ -345,7 +355,7 @@ void bind_plan(nb::module_& m) {
           [](nb::handle_t<PyCache> self, int index) {
             const KvCache kv = nb::cast<const PyCache&>(self).memory->layer(index);
             const auto given = [&](const TensorView& t) { return t.empty() ? nb::none() : nb::cast(array_of(t, self)); };
-            return nb::make_tuple(given(kv.k), given(kv.v), given(kv.k_scale), given(kv.v_scale));
+            return nb::make_tuple(given(kv.k), given(kv.v), given(kv.k_scale), given(kv.v_scale), given(kv.k_rope));
           },
           nb::arg("index"))
       .def(

@@ -84,13 +84,13 @@ def test_latent_values_are_a_part_of_the_keys(rng):
     step.values = [k[:, :, :64] for k in step.keys]
     step.q = rng.standard_normal((26, 8, 96)).astype(np.float32)
     results = []
-    for kv_format in ("strided", "latent"):
-        latent = kv_format == "latent"
+    for kv_format in ("strided", "latent_rope", "latent"):
+        latent = kv_format != "strided"
         spec = imbrex.AttentionSpec(8, 2, 96, 64, q_dtype="f32", kv_format=kv_format)
         assert spec.kv_bytes_per_token == 2 * (96 if latent else 160) * 4 and ("latent" in str(spec)) == latent
         cache = imbrex.KvCache(spec, num_layers=2, num_blocks=step.num_blocks)
         layer = cache.layer(1)
-        assert (layer.v is None) == latent and layer.k_scale is None
+        assert (layer.v is None) == latent and layer.k_scale is None and (layer.k_rope is not None) == (kv_format == "latent_rope")
         writer = imbrex.Plan(spec, max_seq_len=64)
         lens, columns = step.seq_lens, step.block_table
         writer.update(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32), lens, block_table=columns, slot_mapping=np.concatenate(step.slots))
@@ -98,7 +98,7 @@ def test_latent_values_are_a_part_of_the_keys(rng):
         plan = imbrex.Plan(spec, max_seq_len=64)
         plan.update(step.query_start_loc, lens, block_table=columns)
         results.append(plan.run(step.q, layer))
-        if not latent:
+        if kv_format != "latent":
             continue
         k = np.from_dlpack(layer.k)
         np.testing.assert_array_equal(plan.run(step.q, (k, k[..., :64])), results[-1])  # the same memory, said again
@@ -111,12 +111,40 @@ def test_latent_values_are_a_part_of_the_keys(rng):
         assert error.value.code == "write_kv.v"
         cache.copy_blocks([(0, 1)])
         np.testing.assert_array_equal(k[1], k[0])
-    np.testing.assert_array_equal(*results)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
     expected, _ = step.expected(causal=True)
     np.testing.assert_allclose(results[0], expected, atol=2e-5)
     with pytest.raises(imbrex.Error) as error:
         imbrex.AttentionSpec(8, 2, 64, 96, kv_format="latent")
     assert error.value.code == "spec.head_dim_v.latent"
+
+
+def test_records_of_a_latent(rng):
+    spec = imbrex.AttentionSpec(4, 1, 576, 512, q_dtype="f32", kv_dtype="fp8_e4m3", kv_format="fp8_ds_mla")
+    assert spec.kv_bytes_per_token == 656
+    cache = imbrex.KvCache(spec, num_layers=1, num_blocks=2)
+    layer = cache.layer(0)
+    keys = rng.standard_normal((20, 1, 576)).astype(np.float32)
+    plan = imbrex.Plan(spec, max_seq_len=64)
+    plan.update(np.array([0, 20], np.int32), np.array([20], np.int32), block_table=np.array([[1, 0]], np.int32), slot_mapping=np.arange(16, 36) % 32)
+    plan.write_kv(layer, keys)
+    q = rng.standard_normal((20, 4, 576)).astype(np.float32)
+    out = plan.run(q, layer)
+
+    records = np.from_dlpack(layer.k).reshape(32, 656)[np.arange(16, 36) % 32]
+    codes, scales = records[:, :512].astype(np.int32), records[:, 512:528].copy().view(np.float32)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    magnitude = np.where(exponent > 0, (8 + fraction) * 2.0 ** (exponent - 10.0), fraction * 2.0**-9)
+    latent = np.where(codes & 128, -magnitude, magnitude) * scales.repeat(128, axis=1)
+    rope = (records[:, 528:].copy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_allclose(latent, keys[:, 0, :512], rtol=1 / 16, atol=0.01)
+    np.testing.assert_allclose(rope, keys[:, 0, 512:], rtol=1 / 256)
+    assert (np.log2(scales) % 1 == 0).all()
+    for t in range(20):
+        logits = q[t] @ np.concatenate([latent, rope], axis=1)[: t + 1].T / 24
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        np.testing.assert_allclose(out[t], weights / weights.sum(axis=1, keepdims=True) @ latent[: t + 1], atol=2e-5)
 
 
 def test_arrays_of_a_cache_keep_its_memory():

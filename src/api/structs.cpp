@@ -156,8 +156,15 @@ void CTensor::set(const TensorView& view) {
              .byte_offset = 0};
 }
 
-CKvCache::CKvCache(const KvCache& kv) : k(kv.k), v(kv.v), k_scale(kv.k_scale), v_scale(kv.v_scale) {
-  cache = {.struct_size = sizeof cache, .k = k.get(), .v = v.get(), .k_scale = k_scale.get(), .v_scale = v_scale.get()};
+CKvCache::CKvCache(const KvCache& kv)
+    : k(kv.k), v(kv.v), k_scale(kv.k_scale), v_scale(kv.v_scale), k_rope(kv.k_rope), k_rope_scale(kv.k_rope_scale) {
+  cache = {.struct_size = sizeof cache,
+           .k = k.get(),
+           .v = v.get(),
+           .k_scale = k_scale.get(),
+           .v_scale = v_scale.get(),
+           .k_rope = k_rope.get(),
+           .k_rope_scale = k_rope_scale.get()};
 }
 
 // --- from C
@@ -189,8 +196,12 @@ SelectOptions select_options_of(const imbrex_select_options* pointer) {
 
 KvCache kv_of(const imbrex_kv_cache* pointer) {
   const imbrex_kv_cache c = read(pointer, "kv");
-  return {
-      .k = view_of(c.k, "k"), .v = view_of(c.v, "v"), .k_scale = view_of(c.k_scale, "k_scale"), .v_scale = view_of(c.v_scale, "v_scale")};
+  return {.k = view_of(c.k, "k"),
+          .v = view_of(c.v, "v"),
+          .k_scale = view_of(c.k_scale, "k_scale"),
+          .v_scale = view_of(c.v_scale, "v_scale"),
+          .k_rope = view_of(c.k_rope, "k_rope"),
+          .k_rope_scale = view_of(c.k_rope_scale, "k_rope_scale")};
 }
 
 PlanOptions plan_options_of(const imbrex_plan_options* pointer) {

@@ -137,7 +137,7 @@ class CTensor {
   imbrex_tensor tensor_{};
 };
 struct CKvCache {
-  CTensor k, v, k_scale, v_scale;
+  CTensor k, v, k_scale, v_scale, k_rope, k_rope_scale;
   imbrex_kv_cache cache{};
   explicit CKvCache(const KvCache&);
 };

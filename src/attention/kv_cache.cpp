@@ -28,6 +28,9 @@ constexpr PartCodes kKeyCodes{"kv_cache.k.missing",      "kv_cache.k.dtype",    
 constexpr PartCodes kValueCodes{"kv_cache.v.missing",      "kv_cache.v.dtype",         "kv_cache.v.rank",
                                 "kv_cache.v.block_size",   "kv_cache.v.num_heads",     "kv_cache.v.head_dim",
                                 "kv_cache.v.packed_bytes", "kv_cache.v.packed_stride", "kv_cache.v.strides"};
+constexpr PartCodes kRopeCodes{"kv_cache.k_rope.missing",    "kv_cache.k_rope.dtype",     "kv_cache.k_rope.rank",
+                               "kv_cache.k_rope.block_size", "kv_cache.k_rope.num_heads", "kv_cache.k_rope.head_dim",
+                               "kv_cache.k_rope.rank",       "kv_cache.k_rope.rank",      "kv_cache.k_rope.strides"};
 // Scales that are stored with the tokens have one code for all rules.
 constexpr const char* kScale = "kv_cache.scale";
 constexpr PartCodes kStoredScaleCodes{kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale, kScale};
@@ -35,8 +38,17 @@ constexpr ScaleCodes kKeyScaleCodes{"kv_cache.k_scale.unexpected", "kv_cache.k_s
                                     "kv_cache.k_scale.device", "kv_cache.k_scale.value"};
 constexpr ScaleCodes kValueScaleCodes{"kv_cache.v_scale.unexpected", "kv_cache.v_scale.dtype", "kv_cache.v_scale.size",
                                       "kv_cache.v_scale.device", "kv_cache.v_scale.value"};
+constexpr ScaleCodes kRopeScaleCodes{"kv_cache.k_rope_scale.unexpected", "kv_cache.k_rope_scale.dtype", "kv_cache.k_rope_scale.size",
+                                     "kv_cache.k_rope_scale.device", "kv_cache.k_rope_scale.value"};
 
-const PartCodes& codes_of(KvPart part) { return part == KvPart::k ? kKeyCodes : part == KvPart::v ? kValueCodes : kStoredScaleCodes; }
+const PartCodes& codes_of(KvPart part) {
+  switch (part) {
+    case KvPart::k: return kKeyCodes;
+    case KvPart::v: return kValueCodes;
+    case KvPart::k_rope: return kRopeCodes;
+    default: return kStoredScaleCodes;
+  }
+}
 
 // Refuses strides of 0, by which two elements would share an address.
 void check_strides(const TensorView& t, const char* code) {
@@ -78,6 +90,7 @@ void check_values_in_keys(const TensorView& v, const TensorView& k, const Attent
 
 void check_scale(const TensorView& scale, const TensorView& t, const AttentionSpec& spec, const ScaleCodes& codes) {
   if (scale.empty()) return;
+  check(!codec_of(spec).scales_inside, codes.unexpected, "expected none, since each record has its own scales, got {}", scale);
   check(is_fp8(spec.kv_dtype), codes.unexpected, "a scale is given for {} elements, only fp8 has one", to_string(spec.kv_dtype));
   check(scale.dtype == DType::f32, codes.dtype, "expected f32, got {}", scale);
   check(scale.rank == 1 && (scale.size(0) == 1 || scale.size(0) == spec.num_kv_heads), codes.size, "expected [1] or [{}], got {}",
@@ -104,12 +117,21 @@ void KvCache::validate(const AttentionSpec& spec) const {
     else
       continue;
     if (part == KvPart::k || t.empty()) continue;
-    check(k.device == t.device, "kv_cache.device", "expected k and v on one device, got {} and {}", k, t);
-    check(k.size(0) == t.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of v, got {} and {}", k, t);
+    check(k.device == t.device, "kv_cache.device", "expected k and {} on one device, got {} and {}", to_string(part), k, t);
+    check(k.size(0) == t.size(0), "kv_cache.num_blocks.differ", "expected as many blocks (or rows) of k as of {}, got {} and {}",
+          to_string(part), k, t);
   }
   check(k.size(0) >= 0 && k.size(0) <= std::numeric_limits<int32_t>::max(), "kv_cache.num_blocks.range",
         "expected a number of blocks (or rows) that an i32 can count, got {}", k);
   if (!codec.layout(spec, KvPart::k_scale)) check_scale(k_scale, k, spec, kKeyScaleCodes);
+  if (codec.layout(spec, KvPart::k_rope)) {
+    check_scale(k_rope_scale, k_rope, spec, kRopeScaleCodes);
+    check(k_scale.empty() == k_rope_scale.empty(), "kv_cache.k_rope_scale.alone",
+          "expected both k_scale and k_rope_scale or none, got {} and {}", k_scale, k_rope_scale);
+  } else {
+    check(k_rope.empty(), "kv_cache.k_rope.unexpected", "expected no k_rope for kv_format {}, got {}", codec.name, k_rope);
+    check(k_rope_scale.empty(), kRopeScaleCodes.unexpected, "expected no k_rope_scale for kv_format {}, got {}", codec.name, k_rope_scale);
+  }
   if (codec.layout(spec, KvPart::v_scale)) return;
   check(!codec.values_in_keys || v_scale.empty(), kValueScaleCodes.unexpected,
         "expected no v_scale, since values are a part of the keys and have k_scale, got {}", v_scale);

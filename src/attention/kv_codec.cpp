@@ -13,9 +13,10 @@ namespace {
 constexpr size_t kMostCodecs = 16;
 
 struct Table {
-  std::array<const KvCodec*, kMostCodecs> codecs{&kStridedCodec, &kAmxPackedCodec, &kLatentCodec};
-  std::array<KvFormat, kMostCodecs> formats{KvFormat::strided, KvFormat::amx_packed, KvFormat::latent};
-  size_t size = 3;
+  std::array<const KvCodec*, kMostCodecs> codecs{&kStridedCodec, &kAmxPackedCodec, &kLatentCodec, &kDsMlaCodec, &kLatentRopeCodec};
+  std::array<KvFormat, kMostCodecs> formats{KvFormat::strided, KvFormat::amx_packed, KvFormat::latent, KvFormat::fp8_ds_mla,
+                                            KvFormat::latent_rope};
+  size_t size = 5;
 };
 Table& table() {
   static Table all;
@@ -96,20 +97,28 @@ int64_t block_bytes(const AttentionSpec& spec) {
 
 int64_t AttentionSpec::kv_bytes_per_token() const { return block_bytes(*this) / std::max(block_size, 1); }
 
+const char* to_string(KvPart part) {
+  constexpr std::array kNames = {"k", "v", "k_scale", "v_scale", "k_rope"};
+  return kNames[size_t(part)];
+}
+
 const TensorView& part_of(const KvCache& cache, KvPart part) {
   switch (part) {
     case KvPart::k: return cache.k;
     case KvPart::v: return cache.v;
     case KvPart::k_scale: return cache.k_scale;
-    case KvPart::v_scale: break;
+    case KvPart::v_scale: return cache.v_scale;
+    case KvPart::k_rope: break;
   }
-  return cache.v_scale;
+  return cache.k_rope;
 }
 TensorView& part_of(KvCache& cache, KvPart part) { return const_cast<TensorView&>(part_of(std::as_const(cache), part)); }
 
 KvCache with_values(const AttentionSpec& spec, const KvCache& cache) {
   if (!codec_of(spec).values_in_keys) return cache;
-  return {.k = cache.k, .v = narrowed(cache.k, spec.head_dim_v), .k_scale = cache.k_scale, .v_scale = cache.k_scale};
+  KvCache both = cache;
+  both.v = narrowed(cache.k, spec.head_dim_v), both.v_scale = cache.k_scale;
+  return both;
 }
 
 float scale_of_head(const TensorView& scales, DType dtype, int head) {

@@ -13,8 +13,9 @@
 namespace imbrex {
 
 // The tensors of a KvCache, in the order in which an allocation holds them.
-enum class KvPart : uint8_t { k, v, k_scale, v_scale };
-inline constexpr std::array kKvParts = {KvPart::k, KvPart::v, KvPart::k_scale, KvPart::v_scale};
+enum class KvPart : uint8_t { k, v, k_scale, v_scale, k_rope };
+inline constexpr std::array kKvParts = {KvPart::k, KvPart::v, KvPart::k_scale, KvPart::v_scale, KvPart::k_rope};
+const char* to_string(KvPart);
 
 // The dtype, dimensions and sizes of one of these tensors. Strides are the caller's choice, except that an `x` has stride 1.
 struct KvLayout {
@@ -47,6 +48,8 @@ struct KvCodec {
   bool strided;
   // Whether a value is the first head_dim_v elements of its key. The tensor v is then empty, and write_kv() is given no values.
   bool values_in_keys;
+  // Whether a record has its own scales, which the writer chooses: the caller gives none, and new elements always are converted.
+  bool scales_inside;
   bool ragged;     // whether keys can be in no blocks (block_size 0)
   int block_unit;  // every other block_size is a multiple of it
   // The reason why a replay takes this format unasked, where a backend other than the reference runs it; null: a replay has to be asked.
@@ -56,14 +59,14 @@ struct KvCodec {
   // Describes a tensor that holds tokens, and returns nothing for any other: k_scale and v_scale hold tokens only in formats that store
   // scales with them. Scales that the caller gives, one for all or one a head, are in no format.
   std::optional<KvLayout> (*layout)(const AttentionSpec&, KvPart);
-  // Writes one record of keys (KvPart::k) or of values (KvPart::v). Elements of kv_dtype keep their bits; those of one of new_kv_dtypes()
-  // are converted.
+  // Writes one record of keys (KvPart::k, of which k_rope is a part) or of values (KvPart::v). Elements of kv_dtype keep their bits; those
+  // of one of new_kv_dtypes() are converted.
   void (*encode)(const AttentionSpec&, const KvCache&, KvPart, KvPlace, const KvRow&);
   // Reads one record: the head_dim_qk or head_dim_v numbers that it stands for.
   void (*decode)(const AttentionSpec&, const KvCache&, KvPart, KvPlace, double* row);
 };
 
-extern const KvCodec kStridedCodec, kAmxPackedCodec, kLatentCodec;
+extern const KvCodec kStridedCodec, kAmxPackedCodec, kLatentCodec, kDsMlaCodec, kLatentRopeCodec;
 
 bool is_kv_format(KvFormat);
 const KvCodec& codec_of(KvFormat);  // Error spec.kv_format

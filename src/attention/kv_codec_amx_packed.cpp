@@ -105,6 +105,7 @@ int64_t packed_block_bytes(int block_size, int head_dim, DType kv_dtype) {
 const KvCodec kAmxPackedCodec{.name = "amx_packed",
                               .strided = false,
                               .values_in_keys = false,
+                              .scales_inside = false,
                               .ragged = false,
                               .block_unit = kPackedTokens,
                               .preferred = "the AMX backend reads it without rearranging",

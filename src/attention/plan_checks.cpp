@@ -41,14 +41,18 @@ DType one_of(std::span<const DType> types, DType t) { return std::ranges::find(t
 void check_cache(const AttentionSpec& spec, const KvCache& cache, std::string_view code, Device device) {
   check_scales(cache.k_scale, "k_scale");
   check_scales(cache.v_scale, "v_scale");
+  check_scales(cache.k_rope_scale, "k_rope_scale");
   cache.validate(spec);
   check_memory(cache.k, "k", code, device);
   check_memory(cache.v, "v", code, device);
+  check_memory(cache.k_rope, "k_rope", code, device);
   check_layout(cache.k, "k");
   check_layout(cache.v, "v");
+  check_layout(cache.k_rope, "k_rope");
   if (device.type != DeviceType::cpu) return;  // elsewhere a scale may be on the host too, see KvCache
   check_memory(cache.k_scale, "k_scale", code, device);
   check_memory(cache.v_scale, "v_scale", code, device);
+  check_memory(cache.k_rope_scale, "k_rope_scale", code, device);
 }
 
 }  // namespace
@@ -152,7 +156,8 @@ DType check_run(const AttentionSpec& spec, Device device, const AttentionInputs&
 DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache, const TensorView& k, const TensorView& v,
                   const TensorView& slot_mapping, int num_tokens, const BatchReach& reach) {
   check_cache(spec, cache, "write_kv.device", device);
-  const DType dtype = k.dtype == spec.kv_dtype ? spec.kv_dtype : one_of(spec.new_kv_dtypes(), k.dtype);
+  const bool as_it_is = k.dtype == spec.kv_dtype && !codec_of(spec).scales_inside;
+  const DType dtype = as_it_is ? spec.kv_dtype : one_of(spec.new_kv_dtypes(), k.dtype);
   check_rows(k, "k", "write_kv.k", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_qk, device);
   if (codec_of(spec).values_in_keys)
     check(v.empty(), "write_kv.v", "v: expected none, since values are the first {} elements of the rows of k, got {}", spec.head_dim_v, v);
@@ -160,7 +165,7 @@ DType check_write(const AttentionSpec& spec, Device device, const KvCache& cache
     check_rows(v, "v", "write_kv.v", dtype, num_tokens, spec.num_kv_heads, spec.head_dim_v, device);
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
   check(num_tokens == 0 || !slot_mapping.empty(), "write_kv.slot_mapping", "write_kv needs Batch::slot_mapping, none was given to update");
-  constexpr std::array kNames = {"k of the cache", "v of the cache", "k_scale of the cache", "v_scale of the cache"};
+  constexpr std::array kNames = {"k of the cache", "v of the cache", "k_scale of the cache", "v_scale of the cache", "k_rope of the cache"};
   for (const KvPart part : kKvParts)
     if (codec_of(spec).layout(spec, part)) check_written_layout(part_of(cache, part), kNames[size_t(part)]);
   const int64_t num_slots = cache.num_blocks(spec) * spec.block_size;

@@ -15,6 +15,16 @@ namespace {
 
 using cpu::Kernels;
 
+// Whether kernels of this folder read the format; cpu/kv_sides.cpp says how.
+bool reads(const AttentionSpec& spec) {
+  switch (spec.kv_format) {
+    case KvFormat::amx_packed:
+    case KvFormat::latent_rope:
+    case KvFormat::fp8_ds_mla: return true;
+    default: return codec_of(spec).strided;
+  }
+}
+
 class CpuBackend final : public BackendOf<AttentionFamily> {
  public:
   CpuBackend(std::string_view name, std::string_view description, CpuIsa needs) : name_(name), description_(description), needs_(needs) {}
@@ -35,13 +45,12 @@ class CpuBackend final : public BackendOf<AttentionFamily> {
       refuse("device.isa", amx ? "amx" : to_string(needs_), std::move(actual));
     }
     if (!amx) {
-      if (!codec_of(spec).strided) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
+      if (!reads(spec) || spec.kv_format == KvFormat::amx_packed) refuse("spec.kv_format", "strided", to_string(spec.kv_format));
       // No CPU multiplies fp8 numbers: queries would only be widened again.
       if (spec.q_dtype == DType::fp8_e4m3) refuse("spec.q_dtype", "f32, bf16 or f16", to_string(spec.q_dtype));
       return reasons;
     }
-    if (!codec_of(spec).strided && spec.kv_format != KvFormat::amx_packed)
-      refuse("spec.kv_format", "strided or amx_packed", to_string(spec.kv_format));
+    if (!reads(spec)) refuse("spec.kv_format", "strided or amx_packed", to_string(spec.kv_format));
     // Tile products take bf16 operands: f16 and f32 would lose bits that the caller paid for.
     if (spec.q_dtype != DType::bf16) refuse("spec.q_dtype", "bf16", to_string(spec.q_dtype));
     if (spec.kv_dtype == DType::f32 || spec.kv_dtype == DType::f16) {

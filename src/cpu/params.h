@@ -1,5 +1,6 @@
 #pragma once
 // The parameters of CPU kernels: plain structs, no standard header, strides in bytes. Filled by cpu/plan.cpp, read by kernels/*.
+#include "attention/ds_mla.h"
 #include "imbrex/work.h"
 
 namespace imbrex::cpu {
@@ -19,6 +20,20 @@ struct KvSide {  // keys or values of one layer
   int scale_stride;                                          // 0: one for all heads, 1: one for each
   int type;                                                  // ElementType
   int dim;                                                   // elements of a row
+  long row_bytes;                                            // that a row takes in memory, where its elements are neighbours
+};
+
+// How the rows of a cache come together that has each in two places: the first elements, which are the value too, where `k` says, and those
+// behind them where `v` says. Kernels make a row of them as `type` and `dim` of `k` and `v` describe it: row_parts.inl.
+struct RowParts {
+  int first, second;                 // elements; 0: rows lie in one place
+  int first_type, second_type;       // ElementType
+  long first_stride, second_stride;  // bytes from one element to the next
+  int group;                         // of the first elements, so many share a scale, an f32; 0: they have none
+  long scales_at;                    // bytes from a row's begin to its scales
+  // What the other elements' scale is times that of the first ones, for each kv head: queries are multiplied by it there; null: 1.
+  const float* second_factors;
+  bool twice;  // rows have the other elements twice, for queries of bf16 that are a sum of two numbers there
 };
 
 struct AttentionParams {
@@ -29,6 +44,7 @@ struct AttentionParams {
   long lse_token_stride, lse_head_stride;                                 // elements
   int q_type, out_type;
   KvSide k, v;
+  RowParts row_parts;
   bool packed;     // not strided, but tiles as the AMX unit reads them (amx_packed)
   int block_size;  // 0: ragged
 
@@ -69,6 +85,7 @@ struct WriteKvParams {
   long slot_stride;  // elements
   int block_size, num_kv_heads;
   bool packed;
+  bool ds_mla;  // records of fp8_ds_mla, at k
 };
 
 // The task that a worker will probably run after an item, so that its first keys can be prefetched. item null: nothing is known.
@@ -85,6 +102,7 @@ struct Kernels {
   int row_tile;    // rows (query token, q head) an item should have at most
   int most_heads;  // that it can run together, of items of most_rows_together rows at most
   int most_rows_together;
+  int widened;                                                  // ElementType that rows of records are made of
   long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();

@@ -23,40 +23,10 @@ constexpr long kTogetherBytes = 1 << 20;      // of keys and values in L2: a blo
 constexpr int kTasksEach = 4;                 // of a worker, that tasks of several heads leave at least
 constexpr long kSerialWriteBytes = 64 << 10;  // below this, waking the pool costs more than the copy
 
-static_assert(int(DType::f32) == kF32 && int(DType::f16) == kF16 && int(DType::bf16) == kBf16 && int(DType::fp8_e4m3) == kE4m3 &&
-              int(DType::fp8_e5m2) == kE5m2);
-
-// Of a tensor with the dimensions `dims` of the format's keys, which are those of its values too.
-KvSide kv_side(const TensorView& t, const TensorView& scale, const AttentionSpec& spec, std::string_view dims, int dim) {
-  KvSide side{};
-  side.data = t.as<const char>();
-  for (int d = 0; d < t.rank; ++d) {
-    const long stride = byte_stride(t, d);
-    switch (dims[size_t(d)]) {
-      case 'b': side.block_stride = stride; break;
-      case 'r':
-      case 't': side.token_stride = stride; break;
-      case 'h': side.head_stride = stride; break;
-      case 'd': side.dim_stride = stride; break;
-      default: break;  // bytes in one piece
-    }
-  }
-  side.scales = scale.as<const float>();
-  side.scale_stride = !scale.empty() && scale.size(0) > 1 ? int(scale.stride(0)) : 0;
-  side.type = int(spec.kv_dtype);
-  side.dim = dim;
-  return side;
-}
-
 }  // namespace
 
 Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec& spec, const PlanOptions& options)
-    : backend_(backend),
-      kernels_(kernels),
-      spec_(spec),
-      options_(options),
-      kv_dims_(codec_of(spec).layout(spec, KvPart::k)->dims),
-      values_in_keys_(codec_of(spec).values_in_keys) {
+    : backend_(backend), kernels_(kernels), spec_(spec), options_(options), sides_(spec, kernels.widened) {
   const int group = spec.group_size();
   policy_.tile_q = std::max(1, kernels.row_tile / group);
   policy_.tile_kv = kBlockKeys;
@@ -68,10 +38,7 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
 
   AttentionParams shape{};
   shape.q_type = int(spec.q_dtype);
-  shape.k.dim = spec.head_dim_qk;
-  shape.v.dim = spec.head_dim_v;
-  shape.k.type = shape.v.type = int(spec.kv_dtype);
-  shape.packed = !codec_of(spec).strided;
+  sides_.describe(shape);
   shape.group = group;
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   const long workers = options.threads.num_workers;
@@ -124,7 +91,9 @@ int Plan::heads_together(const AttentionParams& a) const {
     return side.head_stride > 0 && side.head_stride * a.num_kv_heads <= token_stride;
   };
   const Step& step = steps_.now();
-  if (a.packed || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) || !within_tokens(a.v)) return 1;
+  if (a.packed || a.row_parts.first > 0 || step.longest_item * a.group > kernels_.most_rows_together || !within_tokens(a.k) ||
+      !within_tokens(a.v))
+    return 1;
   const long bytes = 2L * kBlockKeys * (a.k.dim + a.v.dim) * size_of(spec_.kv_dtype), workers = std::max(options_.threads.num_workers, 1);
   const long items = long(step.schedule.work.size());
   for (int heads = std::min(kernels_.most_heads, a.num_kv_heads); heads > 1; --heads) {
@@ -153,9 +122,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
   }
-  a.k = kv_side(in.kv.k, in.kv.k_scale, spec_, kv_dims_, spec_.head_dim_qk);
-  a.v = kv_side(values_in_keys_ ? in.kv.k : in.kv.v, values_in_keys_ ? in.kv.k_scale : in.kv.v_scale, spec_, kv_dims_, spec_.head_dim_v);
-  a.packed = !codec_of(spec_).strided;
+  sides_.read(in.kv, a);
   a.block_size = spec_.block_size;
   if (spec_.mask.positions) a.positions = step.positions.data();
   a.query_start = step.query_start.data();
@@ -218,22 +185,20 @@ void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView&
   const DType dtype = check_write(spec_, {}, cache, k, v, step.slot_mapping, step.num_tokens, step.reach);
   const int heads = spec_.num_kv_heads;
   WriteKvParams w{};
-  w.k = kv_side(cache.k, cache.k_scale, spec_, kv_dims_, spec_.head_dim_qk);
-  if (!values_in_keys_) w.v = kv_side(cache.v, cache.v_scale, spec_, kv_dims_, spec_.head_dim_v);
   w.src_k = k.as<const char>();
-  w.src_v = values_in_keys_ ? nullptr : v.as<const char>();
+  w.src_v = v.as<const char>();
   w.k_token_stride = byte_stride(k, 0);
   w.k_head_stride = byte_stride(k, 1);
   w.k_dim_stride = byte_stride(k, 2);
   w.v_token_stride = byte_stride(v, 0);
   w.v_head_stride = byte_stride(v, 1);
   w.v_dim_stride = byte_stride(v, 2);
+  sides_.write(cache, w);
   w.src_type = int(dtype);
   w.slots = step.slot_mapping.as<const long long>();
   w.slot_stride = step.slot_mapping.stride(0);
   w.block_size = spec_.block_size;
   w.num_kv_heads = heads;
-  w.packed = !codec_of(spec_).strided;
   Write write{.params = w, .kernels = kernels_, .num_tokens = step.num_tokens};
   const long bytes = long(step.num_tokens) * heads * (w.k.dim + w.v.dim) * size_of(dtype);
   const ParallelFor threads = bytes < kSerialWriteBytes ? ParallelFor{} : options_.threads;

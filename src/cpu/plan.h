@@ -7,6 +7,7 @@
 #include "attention/plan_checks.h"
 #include "attention/shared_keys.h"
 #include "attention/step_plan.h"
+#include "cpu/kv_sides.h"
 #include "cpu/params.h"
 #include "imbrex/attention.h"
 #include "imbrex/schedule.h"
@@ -44,8 +45,7 @@ class Plan final : public StepPlan {
   const Kernels& kernels_;
   AttentionSpec spec_;
   PlanOptions options_;
-  std::string_view kv_dims_;  // of the format's keys: KvLayout::dims
-  bool values_in_keys_;
+  mutable KvSides sides_;
   SchedulePolicy policy_;
   TwoSteps<Step> steps_;
   ShareScratch share_scratch_;

@@ -70,6 +70,8 @@ FIELD(imbrex_kv_cache, k);
 FIELD(imbrex_kv_cache, v);
 FIELD(imbrex_kv_cache, k_scale);
 FIELD(imbrex_kv_cache, v_scale);
+FIELD(imbrex_kv_cache, k_rope);
+FIELD(imbrex_kv_cache, k_rope_scale);
 STRUCT(imbrex_plan_options);
 FIELD(imbrex_plan_options, struct_size);
 FIELD(imbrex_plan_options, max_num_reqs);

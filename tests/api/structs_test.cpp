@@ -126,7 +126,7 @@ TEST(CApiStructs, ValuesThatAreNone) {
   EXPECT_EQ(code([](auto& f) { f.kind = 4; }), "api.enum");
   EXPECT_EQ(code([](auto& f) { f.q_dtype = -1; }), "api.enum");
   EXPECT_EQ(code([](auto& f) { f.kv_dtype = 8; }), "api.enum");
-  EXPECT_EQ(code([](auto& f) { f.kv_format = 3; }), "api.enum");
+  EXPECT_EQ(code([](auto& f) { f.kv_format = IMBREX_KV_LATENT_ROPE + 1; }), "api.enum");
   EXPECT_EQ(code([](auto& f) { f.causal = 2; }), "api.enum");
   EXPECT_EQ(code([](auto& f) { f.num_kv_heads = 3; }).substr(0, 5), "spec.");
   EXPECT_EQ(imbrex_spec_create(nullptr, nullptr), IMBREX_INVALID);

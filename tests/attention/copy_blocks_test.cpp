@@ -57,7 +57,7 @@ void expect_copied(const AttentionSpec& spec, const KvCache& cache, char* memory
   const std::vector<char> filling = random_bytes(bytes);
   std::memcpy(memory, filling.data(), bytes);
   std::vector<char> expected = filling;
-  for (const TensorView* t : {&cache.k, &cache.v}) {
+  for (const TensorView* t : {&cache.k, &cache.v, &cache.k_rope}) {
     if (t->empty()) continue;
     const int64_t start = t->as<char>() - memory;
     for (const BlockCopy& c : copies) {
@@ -95,12 +95,14 @@ TEST(CopyBlocks, PackedFormats) {
 }
 
 TEST(CopyBlocks, LatentValuesGoWithTheirKeys) {
-  const AttentionSpec spec = spec_of(DType::bf16, KvFormat::latent);
-  for (const char* order : {"lbhtd", "dblth"}) {
-    const KvAllocation allocation(spec, 2, 7, order);
-    char* const memory = allocation.layer(0).k.as<char>();
-    ASSERT_NO_FATAL_FAILURE(expect_copied(spec, allocation.layer(1), memory, size_t(allocation.bytes()), kCopies)) << order;
-  }
+  AttentionSpec records = spec_of(DType::fp8_e4m3, KvFormat::fp8_ds_mla);
+  records.num_kv_heads = 1, records.head_dim_qk = 576, records.head_dim_v = 512;
+  for (const AttentionSpec& spec : {spec_of(DType::bf16, KvFormat::latent), spec_of(DType::bf16, KvFormat::latent_rope), records})
+    for (const char* order : {"lbhtd", "dblth"}) {
+      const KvAllocation allocation(spec, 2, 7, order);
+      char* const memory = allocation.layer(0).k.as<char>();
+      ASSERT_NO_FATAL_FAILURE(expect_copied(spec, allocation.layer(1), memory, size_t(allocation.bytes()), kCopies)) << order;
+    }
 }
 
 TEST(CopyBlocks, StridesWithGaps) {

@@ -1,16 +1,19 @@
 // The table of cache formats: every row keeps what it is given, and formats that are none of the table's run through it as its own do:
-// quantised records with a scale inside, with scales beside, and one record for a latent whose parts have types of their own.
+// quantised records with a scale inside, and with scales beside. Also the bytes of fp8_ds_mla, and what latent_rope is of latent.
 #include "attention/kv_codec.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "attention/ds_mla.h"
 #include "attention/reference.h"
 #include "conformance/attention/case_runner.h"
 #include "core/float_types.h"
@@ -78,6 +81,7 @@ void decode(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlac
 const KvCodec kCodec{.name = "scale_inside",
                      .strided = false,
                      .values_in_keys = false,
+                     .scales_inside = true,
                      .ragged = false,
                      .block_unit = 1,
                      .preferred = nullptr,
@@ -94,6 +98,7 @@ namespace beside {
 KvPart scale_of(KvPart part) { return part == KvPart::k ? KvPart::k_scale : KvPart::v_scale; }
 
 std::optional<KvLayout> layout(const AttentionSpec& spec, KvPart part) {
+  if (part == KvPart::k_rope) return std::nullopt;
   if (part == KvPart::k_scale || part == KvPart::v_scale)
     return KvLayout{.dtype = DType::f32, .dims = "bth", .sizes = {1, spec.block_size, spec.num_kv_heads}, .piece = {}};
   return KvLayout{.dtype = DType::u8, .dims = "bthd", .sizes = {1, spec.block_size, spec.num_kv_heads, dim_of(spec, part)}, .piece = {}};
@@ -113,6 +118,7 @@ void decode(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlac
 const KvCodec kCodec{.name = "scale_beside",
                      .strided = false,
                      .values_in_keys = false,
+                     .scales_inside = true,
                      .ragged = false,
                      .block_unit = 1,
                      .preferred = nullptr,
@@ -122,58 +128,6 @@ const KvCodec kCodec{.name = "scale_beside",
                      .decode = decode};
 
 }  // namespace beside
-
-// [block, token, 656]: 512 e4m3 with a scale for each 128, then 64 bf16. The values are the first 512.
-namespace mixed {
-
-constexpr int kLatent = 512, kRope = 64, kGroup = 128, kGroups = kLatent / kGroup, kBytes = kLatent + 4 * kGroups + 2 * kRope;
-static_assert(kBytes == 656);
-
-void check_mixed(const AttentionSpec& spec) {
-  if (spec.num_kv_heads != 1 || spec.head_dim_qk != kLatent + kRope || spec.head_dim_v != kLatent || spec.block_size == 0)
-    throw Error("test.codec", "not for " + spec.str());
-}
-std::optional<KvLayout> layout(const AttentionSpec& spec, KvPart part) {
-  if (part != KvPart::k) return std::nullopt;
-  return KvLayout{.dtype = DType::u8, .dims = "btx", .sizes = {1, spec.block_size, kBytes}, .piece = "a token's record"};
-}
-char* record_of(const KvCache& cache, KvPlace at) {
-  return cache.k.as<char>() + at.block * cache.k.stride(0) + at.offset * cache.k.stride(1);
-}
-
-void encode(const AttentionSpec& spec, const KvCache& cache, KvPart, KvPlace at, const KvRow& row) {
-  const std::vector<float> x = floats_of(row, spec.head_dim_qk);
-  char* const record = record_of(cache, at);
-  for (int g = 0; g < kGroups; ++g) {
-    const float scale = scale_for({x.begin() + g * kGroup, x.begin() + (g + 1) * kGroup}, 448);
-    std::memcpy(record + kLatent + 4 * g, &scale, 4);
-    for (int d = g * kGroup; d < (g + 1) * kGroup; ++d) store_from_float(record, DType::fp8_e4m3, d, x[size_t(d)] / scale);
-  }
-  for (int d = 0; d < kRope; ++d) store_from_float(record + kLatent + 4 * kGroups, DType::bf16, d, x[size_t(kLatent + d)]);
-}
-void decode(const AttentionSpec&, const KvCache& cache, KvPart part, KvPlace at, double* row) {
-  const char* const record = record_of(cache, at);
-  for (int d = 0; d < kLatent; ++d) {
-    float scale;
-    std::memcpy(&scale, record + kLatent + 4 * (d / kGroup), 4);
-    row[d] = double(scale) * load_as_double(record, DType::fp8_e4m3, d);
-  }
-  if (part == KvPart::k)
-    for (int d = 0; d < kRope; ++d) row[kLatent + d] = load_as_double(record + kLatent + 4 * kGroups, DType::bf16, d);
-}
-
-const KvCodec kCodec{.name = "mixed_latent",
-                     .strided = false,
-                     .values_in_keys = true,
-                     .ragged = false,
-                     .block_unit = 1,
-                     .preferred = nullptr,
-                     .check = check_mixed,
-                     .layout = layout,
-                     .encode = encode,
-                     .decode = decode};
-
-}  // namespace mixed
 
 // The format of a codec, which the first test that needs it adds.
 KvFormat format_of(const KvCodec& codec) {
@@ -211,7 +165,7 @@ HostTensor kept_by(const HostTensor& rows, const AttentionSpec& spec, KvPart par
 }
 
 TEST(KvCodec, FormatsOfNobodyRunThroughTheTable) {
-  for (const KvCodec* codec : {&inside::kCodec, &beside::kCodec, &mixed::kCodec}) {
+  for (const KvCodec* codec : {&inside::kCodec, &beside::kCodec, &kDsMlaCodec}) {
     const KvFormat format = format_of(*codec);
     const Case c = case_of(format);
     ASSERT_NO_THROW(c.spec.validate()) << codec->name;
@@ -244,13 +198,11 @@ TEST(KvCodec, FormatsOfNobodyRunThroughTheTable) {
 }
 
 TEST(KvCodec, FormatsOfNobodyHaveSizesAndChecks) {
-  const AttentionSpec with_inside = case_of(format_of(inside::kCodec)).spec, with_beside = case_of(format_of(beside::kCodec)).spec,
-                      with_mixed = case_of(format_of(mixed::kCodec)).spec;
+  const AttentionSpec with_inside = case_of(format_of(inside::kCodec)).spec, with_beside = case_of(format_of(beside::kCodec)).spec;
   EXPECT_EQ(with_inside.kv_bytes_per_token(), 2 * (48 + 32 + 2 * 4));
   EXPECT_EQ(with_beside.kv_bytes_per_token(), 2 * (48 + 32 + 2 * 4));
-  EXPECT_EQ(with_mixed.kv_bytes_per_token(), 656);
-  EXPECT_NE(with_mixed.str().find("mixed_latent"), std::string::npos);
-  for (const AttentionSpec& spec : {with_inside, with_beside, with_mixed}) {
+  EXPECT_NE(with_inside.str().find("scale_inside"), std::string::npos);
+  for (const AttentionSpec& spec : {with_inside, with_beside}) {
     const KvAllocation memory(spec, 2, 5);
     KvCache cache = memory.layer(1);
     EXPECT_NO_THROW(cache.validate(spec));
@@ -287,7 +239,7 @@ TEST(KvCodec, BlocksAreCopiedWithTheirScales) {
 
 // Every element of a block has a place of its own, and comes back as the bits that were put there.
 TEST(KvCodec, RowsOfTheTableKeepElementsAsTheyAre) {
-  for (const KvFormat format : {KvFormat::strided, KvFormat::amx_packed, KvFormat::latent})
+  for (const KvFormat format : {KvFormat::strided, KvFormat::amx_packed, KvFormat::latent, KvFormat::latent_rope})
     for (const DType type : {DType::bf16, DType::fp8_e4m3})
       for (int block_size : {16, 32, 48}) {
         AttentionSpec spec{.num_q_heads = 2, .num_kv_heads = 2, .head_dim_qk = 48, .head_dim_v = 40, .block_size = block_size};
@@ -322,6 +274,155 @@ TEST(KvCodec, RowsOfTheTableKeepElementsAsTheyAre) {
               }
             }
       }
+}
+
+AttentionSpec latent_spec(KvFormat format, DType kv_dtype) {
+  AttentionSpec spec{.num_q_heads = 6, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .kv_dtype = kv_dtype};
+  spec.kv_format = format, spec.block_size = 4;
+  return spec;
+}
+
+TEST(DsMla, BytesOfARecordAreKnown) {
+  const AttentionSpec spec = latent_spec(KvFormat::fp8_ds_mla, DType::fp8_e4m3);
+  EXPECT_EQ(spec.kv_bytes_per_token(), 656);
+  const KvAllocation memory(spec, 1, 2);
+  const KvCache cache = memory.layer(0);
+  std::vector<float> row(576, 0.f);
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  row[0] = 448.f, row[1] = -1.f, row[2] = 0x1p-9f, row[3] = 19.f;                 // group 0 has scale 1; 19 is between 18 and 20
+  row[128] = 449.f, row[129] = -448.f;                                            // scale 2
+  row[256] = 0x1p-140f;                                                           // the least scale, 2^-126
+  row[384] = kInfinity, row[385] = -3.f, row[386] = -kInfinity, row[387] = 3.5f;  // the largest finite one decides: 3.5 is 448 * 2^-7
+  row[512] = 1.f, row[513] = 1.00390625f, row[575] = -2.f;                        // halfway between two bf16: the even one
+  codec_of(spec).encode(spec, cache, KvPart::k, {.block = 1, .offset = 2, .head = 0}, {row.data(), DType::f32, 0, 1});
+  const uint8_t* const record = cache.k.as<uint8_t>() + cache.k.stride(0) + 2 * cache.k.stride(1);
+  EXPECT_EQ(std::vector<int>(record, record + 5), (std::vector<int>{0x7e, 0xb8, 0x01, 0x5a, 0x00}));
+  EXPECT_EQ(std::vector<int>(record + 128, record + 131), (std::vector<int>{0x76, 0xf6, 0x00}));
+  EXPECT_EQ(std::vector<int>(record + 384, record + 388), (std::vector<int>{0x7e, 0xfc, 0xfe, 0x7e}));
+  float scales[4];
+  std::memcpy(scales, record + 512, sizeof scales);
+  EXPECT_EQ(scales[0], 1.f);
+  EXPECT_EQ(scales[1], 2.f);
+  EXPECT_EQ(scales[2], 0x1p-126f);
+  EXPECT_EQ(scales[3], 0x1p-7f);
+  EXPECT_EQ(std::vector<int>(record + 528, record + 532), (std::vector<int>{0x80, 0x3f, 0x80, 0x3f}));
+  EXPECT_EQ(std::vector<int>(record + 654, record + 656), (std::vector<int>{0x00, 0xc0}));
+  EXPECT_TRUE(std::all_of(record + 656, record + 1312, [](uint8_t byte) { return byte == 0; }));
+
+  // Readers take any scale.
+  scales[1] = 0.3f;
+  std::memcpy(cache.k.as<char>() + cache.k.stride(0) + 2 * cache.k.stride(1) + 512, scales, sizeof scales);
+  std::vector<double> key(576), value(512);
+  codec_of(spec).decode(spec, cache, KvPart::k, {.block = 1, .offset = 2, .head = 0}, key.data());
+  codec_of(spec).decode(spec, cache, KvPart::v, {.block = 1, .offset = 2, .head = 0}, value.data());
+  EXPECT_EQ(key[3], 20.0);
+  EXPECT_EQ(key[128], double(0.3f) * 224.0);
+  EXPECT_EQ(key[575], -2.0);
+  EXPECT_TRUE(std::equal(value.begin(), value.end(), key.begin()));
+}
+
+TEST(DsMla, ScalesAreTheLeastPowersOfTwoThatHoldAGroup) {
+  for (float x = 0x1p-130f; x < 0x1p127f; x *= 1.0137f) {
+    const float scale = std::bit_cast<float>(ds_mla_scale(ds_mla_magnitude(std::bit_cast<uint32_t>(-x))));
+    EXPECT_LE(double(x), 448.0 * double(scale));
+    EXPECT_TRUE(scale == 0x1p-126f || double(x) > 224.0 * double(scale));
+    EXPECT_EQ(std::bit_cast<float>(ds_mla_reciprocal(std::bit_cast<uint32_t>(scale))) * scale, 1.f);
+  }
+  for (const float x : {448.f, std::nextafter(448.f, 0.f), std::nextafter(448.f, 1e3f)})
+    EXPECT_EQ(ds_mla_scale(std::bit_cast<uint32_t>(x)), std::bit_cast<uint32_t>(x > 448.f ? 2.f : 1.f));
+}
+
+TEST(DsMla, SpecsAndScalesThatItCannotHaveAreRefused) {
+  const AttentionSpec good = latent_spec(KvFormat::fp8_ds_mla, DType::fp8_e4m3);
+  const auto code = [&](auto change) {
+    AttentionSpec spec = good;
+    change(spec);
+    return error_code([&] { spec.validate(); });
+  };
+  EXPECT_EQ(code([](AttentionSpec& s) { s.kv_dtype = DType::bf16; }), "spec.kv_dtype.ds_mla");
+  EXPECT_EQ(code([](AttentionSpec& s) { s.head_dim_v = 448; }), "spec.ds_mla");
+  EXPECT_EQ(code([](AttentionSpec& s) { s.num_kv_heads = 2; }), "spec.ds_mla");
+  EXPECT_EQ(code([](AttentionSpec& s) { s.block_size = 0; }), "spec.block_size.ds_mla");
+  const KvAllocation memory(good, 1, 2);
+  KvCache cache = memory.layer(0);
+  float one = 1;
+  cache.k_scale = TensorView::contiguous(&one, DType::f32, {1});
+  EXPECT_EQ(error_code([&] { cache.validate(good); }), "kv_cache.k_scale.unexpected");
+  cache.k_scale = {}, cache.k.sizes[2] = 655;
+  EXPECT_EQ(error_code([&] { cache.validate(good); }), "kv_cache.k.packed_bytes");
+}
+
+TEST(LatentRope, PartsOfOneTensorAreALatent) {
+  for (const DType type : {DType::bf16, DType::fp8_e4m3}) {
+    const AttentionSpec whole = latent_spec(KvFormat::latent, type), apart = latent_spec(KvFormat::latent_rope, type);
+    EXPECT_EQ(apart.kv_bytes_per_token(), whole.kv_bytes_per_token());
+    const KvAllocation memory(whole, 1, 2);
+    KvCache latent = memory.layer(0), parts = latent;
+    parts.k.sizes[3] = 512;
+    parts.k_rope = latent.k, parts.k_rope.sizes[3] = 64;
+    parts.k_rope.data = latent.k.as<char>() + 512 * size_of(type);
+    float scales[2] = {0.5f, 0.25f};
+    if (is_fp8(type)) {
+      latent.k_scale = parts.k_scale = TensorView::contiguous(scales, DType::f32, {1});
+      parts.k_rope_scale = TensorView::contiguous(scales + 1, DType::f32, {1});
+    }
+    EXPECT_NO_THROW(parts.validate(apart));
+    std::vector<float> row(576);
+    for (size_t d = 0; d < row.size(); ++d) row[d] = float(int(d * 37 % 101) - 50) / 8;
+    const KvPlace place{.block = 1, .offset = 3, .head = 0};
+    std::vector<double> whole_row(576), parts_row(576);
+    codec_of(apart).encode(apart, parts, KvPart::k, place, {row.data(), DType::f32, 0, 1});
+    codec_of(whole).decode(whole, latent, KvPart::k, place, whole_row.data());
+    codec_of(apart).decode(apart, parts, KvPart::k, place, parts_row.data());
+    for (size_t d = 0; d < row.size(); ++d) {
+      EXPECT_EQ(parts_row[d], (is_fp8(type) && d >= 512 ? 0.5 : 1.0) * whole_row[d]);
+      EXPECT_NEAR(parts_row[d], double(row[d]), std::abs(double(row[d])) / 16);
+    }
+  }
+}
+
+TEST(LatentRope, BadCachesHaveTheirCodes) {
+  const AttentionSpec spec = latent_spec(KvFormat::latent_rope, DType::fp8_e4m3);
+  AttentionSpec without = spec;
+  without.head_dim_v = 576;
+  EXPECT_EQ(error_code([&] { without.validate(); }), "spec.head_dim_v.latent_rope");
+  const KvAllocation memory(spec, 1, 3);
+  float scale = 0.5f, bad = -1.f;
+  const TensorView good = TensorView::contiguous(&scale, DType::f32, {1});
+  const auto code = [&](auto change, AttentionSpec of) {
+    KvCache cache = KvAllocation(of, 1, 3).layer(0);
+    change(cache);
+    return error_code([&] { cache.validate(of); });
+  };
+  EXPECT_EQ(code([](KvCache&) {}, spec), "nothing thrown");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_scale = c.k_rope_scale = good; }, spec), "nothing thrown");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_scale = good; }, spec), "kv_cache.k_rope_scale.alone");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_rope_scale = good; }, spec), "kv_cache.k_rope_scale.alone");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_scale = good, c.k_rope_scale = TensorView::contiguous(&bad, DType::f32, {1}); }, spec),
+            "kv_cache.k_rope_scale.value");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_scale = good, c.k_rope_scale = good, c.k_rope_scale.dtype = DType::i32; }, spec),
+            "kv_cache.k_rope_scale.dtype");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_scale = good, c.k_rope_scale = good, c.k_rope_scale.sizes[0] = 3; }, spec),
+            "kv_cache.k_rope_scale.size");
+  EXPECT_EQ(code(
+                [&](KvCache& c) {
+                  c.k_scale = good, c.k_rope_scale = good, c.k_rope_scale.device = {DeviceType::cuda, 0};
+                },
+                spec),
+            "kv_cache.k_rope_scale.device");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope = {}; }, spec), "kv_cache.k_rope.missing");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.dtype = DType::bf16; }, spec), "kv_cache.k_rope.dtype");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.rank = 3; }, spec), "kv_cache.k_rope.rank");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.sizes[1] = 5; }, spec), "kv_cache.k_rope.block_size");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.sizes[2] = 2; }, spec), "kv_cache.k_rope.num_heads");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.sizes[3] = 56; }, spec), "kv_cache.k_rope.head_dim");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.strides[1] = 0; }, spec), "kv_cache.k_rope.strides");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.sizes[0] = 2; }, spec), "kv_cache.num_blocks.differ");
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope.device = {DeviceType::cuda, 0}; }, spec), "kv_cache.device");
+  const AttentionSpec latent = latent_spec(KvFormat::latent, DType::fp8_e4m3), plain = latent_spec(KvFormat::latent_rope, DType::bf16);
+  EXPECT_EQ(code([](KvCache& c) { c.k_rope = c.k; }, latent), "kv_cache.k_rope.unexpected");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_rope_scale = good; }, latent), "kv_cache.k_rope_scale.unexpected");
+  EXPECT_EQ(code([&](KvCache& c) { c.k_rope_scale = good; }, plain), "kv_cache.k_rope_scale.unexpected");
 }
 
 TEST(KvCodec, NamesAndNumbersAreUnique) {

@@ -43,6 +43,10 @@ TEST_P(LatentLaws, AreStridedOnesWithACopy) {
     EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;
     EXPECT_TRUE(bit_identical(latent.lse, copied.lse)) << c.name;
     ++compared;
+    if (c.spec.head_dim_v == c.spec.head_dim_qk || c.seed % 2 != 0) continue;
+    const RunResult parts = run(in, c, KvFormat::latent_rope);
+    EXPECT_TRUE(bit_identical(latent.out, parts.out)) << c.name << " in parts";
+    EXPECT_TRUE(bit_identical(latent.lse, parts.lse)) << c.name << " in parts";
   }
   EXPECT_GE(compared, 8);
 }
@@ -71,6 +75,46 @@ TEST_P(LatentLaws, TheRestOfAKeyIsNoValue) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, LatentLaws, testing::ValuesIn(latent_targets()), [](const auto& info) { return info.param.name(); });
+
+// Of latents in records, and in parts.
+class RecordLaws : public testing::TestWithParam<Target> {};
+
+TEST_P(RecordLaws, PagesChunksAndPoisonDoNotMatter) {
+  Case c;
+  c.name = "record_law";
+  c.spec = {.num_q_heads = 4, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .kv_dtype = DType::fp8_e4m3};
+  c.spec.kv_format = GetParam().kv_format;
+  c.requests = {{1, 140, 0}, {30, 30, 1}, {5, 71, 2}, {0, 0, 3}};
+  c.seed = 99;
+  if (GetParam().kv_format == KvFormat::latent_rope) c.rope_factor = 0.6f;
+  ASSERT_TRUE(runs(c, GetParam())) << c.spec.str();
+  const CaseInputs in = make_inputs(c);
+  RunOptions options = default_options(c);
+  const auto run = [&] { return run_case(*GetParam().backend, GetParam().device, in, options); };
+  const RunResult expected = run();
+  struct Other {
+    int block_size, chunk;
+    const char* order;
+    Poison poison;
+  };
+  for (const Other& other : {Other{1, 0, "blhtd", Poison::ones}, {64, 7, "lbthd", Poison::zero}, {7, 1, "lbhtd", Poison::nan}}) {
+    options.block_size = other.block_size, options.chunk = other.chunk, options.order = other.order, options.poison = other.poison;
+    options.page_seed += 1;
+    const RunResult result = run();
+    EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+    EXPECT_TRUE(bit_identical(expected.out, result.out)) << other.block_size;
+    EXPECT_TRUE(bit_identical(expected.lse, result.lse)) << other.block_size;
+  }
+}
+
+std::vector<Target> record_targets() {
+  std::vector<Target> found;
+  for (const Target& target : targets())
+    if (target.kv_format == KvFormat::fp8_ds_mla || target.kv_format == KvFormat::latent_rope) found.push_back(target);
+  return found;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RecordLaws, testing::ValuesIn(record_targets()), [](const auto& info) { return info.param.name(); });
 
 }  // namespace
 }  // namespace imbrex::test

@@ -424,7 +424,15 @@ TEST_P(Laws, ANonFiniteValueReachesTheRowsThatSeeItAndNoOther) {
       }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(targets()), [](const auto& info) { return info.param.name(); });
+// Records of latents and their parts have laws of their own (latent_laws_test.cpp).
+std::vector<Target> law_targets() {
+  std::vector<Target> found;
+  for (const Target& target : targets())
+    if (target.kv_format != KvFormat::fp8_ds_mla && target.kv_format != KvFormat::latent_rope) found.push_back(target);
+  return found;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Laws, testing::ValuesIn(law_targets()), [](const auto& info) { return info.param.name(); });
 
 }  // namespace
 }  // namespace imbrex::test

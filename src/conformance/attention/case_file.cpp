@@ -137,6 +137,8 @@ CaseFile load_case(const std::string& path) { return parse_case(load_safetensors
 
 Safetensors to_safetensors(const CaseFile& c) {
   const CaseInputs& in = c.inputs;
+  check(in.spec.kv_format == KvFormat::strided || in.spec.kv_format == KvFormat::latent, "case_file.kv_format",
+        "expected numbers of a strided or latent cache, got {}", to_string(in.spec.kv_format));
   const int64_t heads = in.spec.num_q_heads;
   std::vector<int32_t> starts{0}, lens;
   for (const CaseRequest& r : in.requests) {

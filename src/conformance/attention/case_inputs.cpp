@@ -152,7 +152,7 @@ CaseInputs make_inputs(const Case& c) {
       for (int i = 0; i < r.q_len; ++i) positions.push_back(position_of(c, r, i));
     in.positions = tensor_of(positions);
   }
-  if (is_fp8(spec.kv_dtype)) {
+  if (is_fp8(spec.kv_dtype) && !codec_of(spec).scales_inside) {
     const int count = c.scale_per_head ? spec.num_kv_heads : 1;
     in.k_scale = HostTensor::make(DType::f32, {count});
     in.v_scale = HostTensor::make(DType::f32, {count});
@@ -160,6 +160,10 @@ CaseInputs make_inputs(const Case& c) {
       in.k_scale.set(h, double(c.kv_scale) * (1.0 + h / 4.0));
       in.v_scale.set(h, double(c.kv_scale) * (1.5 - h / 8.0));
     }
+  }
+  if (c.rope_factor != 1.f) {
+    in.k_rope_scale = in.k_scale;
+    for (int64_t h = 0; h < in.k_scale.num_elements(); ++h) in.k_rope_scale.set(h, in.k_scale.get(h) * double(c.rope_factor));
   }
   if (codec_of(spec).values_in_keys) in.v = first_elements(in.k, spec.head_dim_v), in.v_scale = in.k_scale;
   if (spec.q_dtype == DType::fp8_e4m3) {
@@ -170,11 +174,42 @@ CaseInputs make_inputs(const Case& c) {
   return in;
 }
 
-HostTensor first_elements(const HostTensor& t, int dim) {
-  HostTensor first = HostTensor::make(t.dtype, {t.sizes[0], t.sizes[1], dim});
-  const int64_t from = t.sizes[2] * size_of(t.dtype), to = dim * size_of(t.dtype);
-  for (int64_t row = 0; row < t.sizes[0] * t.sizes[1]; ++row) std::copy_n(t.bytes.begin() + row * from, to, first.bytes.begin() + row * to);
-  return first;
+static HostTensor part_of_rows(const HostTensor& t, int64_t begin, int64_t end) {
+  HostTensor part = HostTensor::make(t.dtype, {t.sizes[0], t.sizes[1], end - begin});
+  const int64_t size = size_of(t.dtype), from = t.sizes[2] * size, to = (end - begin) * size;
+  for (int64_t row = 0; row < t.sizes[0] * t.sizes[1]; ++row)
+    std::copy_n(t.bytes.begin() + row * from + begin * size, to, part.bytes.begin() + row * to);
+  return part;
+}
+HostTensor first_elements(const HostTensor& t, int dim) { return part_of_rows(t, 0, dim); }
+HostTensor last_elements(const HostTensor& t, int dim) { return part_of_rows(t, t.sizes[2] - dim, t.sizes[2]); }
+
+HostTensor as_read(const CaseInputs& in, KvPart part) {
+  AttentionSpec spec = in.spec;
+  spec.block_size = std::max(spec.block_size, 1);
+  const KvCodec& codec = codec_of(spec);
+  const KvPart written = codec.values_in_keys ? KvPart::k : part;
+  const HostTensor &from = written == KvPart::k ? in.k : in.v, &shape = part == KvPart::k ? in.k : in.v;
+  const KvAllocation memory(spec, 1, 1);
+  const KvCache cache = with_scales(in, spec, memory.layer(0));
+  HostTensor read = HostTensor::make(DType::f32, shape.sizes);
+  const int64_t heads = shape.sizes[1], dim = shape.sizes[2];
+  std::vector<double> row(static_cast<size_t>(dim));
+  for (int64_t i = 0; i < shape.sizes[0]; ++i)
+    for (int h = 0; h < heads; ++h) {
+      const KvPlace place{.block = 0, .offset = 0, .head = h};
+      codec.encode(spec, cache, written, place, {from.bytes.data(), from.dtype, (i * heads + h) * from.sizes[2], 1});
+      codec.decode(spec, cache, part, place, row.data());
+      for (int64_t d = 0; d < dim; ++d) read.set((i * heads + h) * dim + d, row[size_t(d)]);
+    }
+  return read;
+}
+
+KvCache with_scales(const CaseInputs& in, const AttentionSpec& spec, KvCache cache) {
+  if (!in.k_scale.empty()) cache.k_scale = in.k_scale.view();
+  if (!in.v_scale.empty() && !codec_of(spec).values_in_keys) cache.v_scale = in.v_scale.view();
+  if (codec_of(spec).layout(spec, KvPart::k_rope)) cache.k_rope_scale = in.k_rope_scale.empty() ? cache.k_scale : in.k_rope_scale.view();
+  return cache;
 }
 
 float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head) {

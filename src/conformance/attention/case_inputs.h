@@ -2,6 +2,7 @@
 // The tensors of one case, in host memory: made from the table's seeds or read from a case file; run and judged by conformance.h.
 #include <vector>
 
+#include "attention/kv_codec.h"
 #include "conformance/attention/cases.h"
 #include "conformance/host_tensor.h"
 
@@ -19,6 +20,7 @@ struct CaseInputs {
   HostTensor custom_mask;                       // u8 [sum of q_len * seq_len]
   HostTensor positions;                         // i32 [T]
   HostTensor q_scale, k_scale, v_scale;         // f32 [1] or [num_kv_heads], fp8 queries and fp8 caches only
+  HostTensor k_rope_scale;                      // latent_rope, where k_scale is given; empty: k_scale
 
   int num_tokens() const { return int(q.sizes[0]); }
   // Of query number i of a request whose first query is row `first` of q.
@@ -32,9 +34,14 @@ CaseInputs make_inputs(const Case&);
 
 // Of each row the first `dim` elements: the values of a latent.
 HostTensor first_elements(const HostTensor&, int dim);
+HostTensor last_elements(const HostTensor&, int dim);
 
 // k or v as the cache holds it: in kv_dtype, divided by the scale where it is fp8. Or q, in q_dtype.
 HostTensor as_cached(const HostTensor&, DType, const HostTensor& scale);
+// Keys (KvPart::k) or values as numbers, f32: what a cache of the spec's format gives back of them.
+HostTensor as_read(const CaseInputs&, KvPart);
+// A cache with the scales of the inputs that the format takes; they are views of the inputs.
+KvCache with_scales(const CaseInputs&, const AttentionSpec&, KvCache);
 // The scale of a tensor's head.
 float scale_of_head(const HostTensor& t, const HostTensor& scale, int64_t head);
 

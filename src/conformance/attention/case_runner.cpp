@@ -97,11 +97,7 @@ class Runner {
     return most;
   }
 
-  KvCache with_scales(KvCache cache) const {
-    if (!in_.k_scale.empty()) cache.k_scale = in_.k_scale.view();
-    if (!in_.v_scale.empty() && !values_in_keys()) cache.v_scale = in_.v_scale.view();
-    return cache;
-  }
+  KvCache with_scales(const KvCache& cache) const { return imbrex::with_scales(in_, spec_, cache); }
 
   void make_cache() {
     if (spec_.block_size == 0) {
@@ -111,7 +107,16 @@ class Runner {
         for (int64_t row = 0; row < num_keys_; ++row) to->copy_row(row + kRaggedMargin, from, row);
         return to->view;
       };
-      KvCache cache{.k = place(ragged_k_, as_cached(in_.k, spec_.kv_dtype, in_.k_scale), spec_.head_dim_qk)};
+      const HostTensor keys = as_cached(in_.k, spec_.kv_dtype, in_.k_scale);
+      KvCache cache;
+      if (codec_of(spec_).layout(spec_, KvPart::k_rope)) {
+        const int behind = spec_.head_dim_qk - spec_.head_dim_v;
+        const HostTensor& scale = in_.k_rope_scale.empty() ? in_.k_scale : in_.k_rope_scale;
+        cache.k = place(ragged_k_, first_elements(keys, spec_.head_dim_v), spec_.head_dim_v);
+        cache.k_rope = place(ragged_v_, as_cached(last_elements(in_.k, behind), spec_.kv_dtype, scale), behind);
+      } else {
+        cache.k = place(ragged_k_, keys, spec_.head_dim_qk);
+      }
       if (!values_in_keys()) cache.v = place(ragged_v_, as_cached(in_.v, spec_.kv_dtype, in_.v_scale), spec_.head_dim_v);
       cache_ = with_scales(cache);
       return;
@@ -321,7 +326,6 @@ class Runner {
     if (memory_.size() < 2) return;
     for (int layer = 0; layer < 2; ++layer)
       for (const KvPart part : kKvParts) {
-        constexpr std::array kNames = {"k", "v", "k_scale", "v_scale"};
         const KvCache a = memory_[0].layer(layer), b = memory_[1].layer(layer);
         const TensorView &mine = part_of(a, part), &law = part_of(b, part);
         const int64_t size = size_of(mine.dtype);
@@ -335,9 +339,9 @@ class Runner {
             if (!same(offset, 1) && different++ == 0) first = offset;
         });
         if (different > 0)
-          result_.violations.push_back(fmt::format(
-              "write_kv: {} elements of {} of layer {} differ from the reference's, the first is {}, not {}", different,
-              kNames[size_t(part)], layer, load_as_float(mine.data, mine.dtype, first), load_as_float(law.data, law.dtype, first)));
+          result_.violations.push_back(
+              fmt::format("write_kv: {} elements of {} of layer {} differ from the reference's, the first is {}, not {}", different,
+                          to_string(part), layer, load_as_float(mine.data, mine.dtype, first), load_as_float(law.data, law.dtype, first)));
       }
   }
 
@@ -354,7 +358,7 @@ class Runner {
   std::vector<std::vector<int32_t>> blocks_;
   std::vector<int64_t> first_own_block_;  // of each request: those in front of it are shared
   std::vector<KvAllocation> memory_;
-  std::optional<SpreadTensor> ragged_k_, ragged_v_;
+  std::optional<SpreadTensor> ragged_k_, ragged_v_;  // the second: values, or k_rope
   KvCache cache_;
   RunResult result_;
 };
@@ -378,6 +382,12 @@ AttentionSpec run_spec(const CaseInputs& in, const RunOptions& options) {
   spec.kv_format = options.kv_format;
   spec.block_size = options.block_size;
   return spec;
+}
+
+bool holds(KvFormat format, const AttentionSpec& of_case) {
+  const KvFormat own = of_case.kv_format;
+  if (codec_of(format).scales_inside || (own != KvFormat::strided && own != KvFormat::latent)) return format == own;
+  return !codec_of(format).values_in_keys || codec_of(own).values_in_keys;
 }
 
 RunResult run_case(const BackendOf<AttentionFamily>& backend, const DeviceInfo& device, const CaseInputs& in, const RunOptions& options) {

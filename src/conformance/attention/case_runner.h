@@ -29,6 +29,9 @@ struct RunOptions {
 };
 RunOptions default_options(const Case&);
 
+// Whether a cache of the format holds the numbers of a case with such a spec: formats with scales of their own have numbers of their own.
+bool holds(KvFormat, const AttentionSpec& of_case);
+
 struct RunResult {
   std::vector<float> out;               // [T, num_q_heads, head_dim_v]
   std::vector<float> lse;               // [T, num_q_heads]

@@ -51,7 +51,7 @@ struct CaseRequest {
 
 struct Case {
   std::string name;    // letters, digits, underscores; "page_b32_csr_lbthd"
-  AttentionSpec spec;  // strided, or latent where values are a part of the keys; block_size 0: ragged keys
+  AttentionSpec spec;  // strided, or latent where values are a part of the keys, or the one format that holds it; block_size 0: ragged keys
   std::vector<CaseRequest> requests;
   bool csr = false;              // kv_indptr and kv_indices instead of a dense table
   std::string order = "lbhtd";   // of the cache, see KvAllocation
@@ -60,6 +60,7 @@ struct Case {
   float q_gain = 1.f;            // standard deviation of q: above 1 the softmax is peaked
   float kv_scale = 0.02f;        // fp8 caches: k_scale and v_scale of head 0
   bool scale_per_head = false;   // fp8 caches: head h has kv_scale * (1 + h / 4)
+  float rope_factor = 1.f;       // fp8 caches of latent_rope: k_rope_scale is k_scale times that
   CustomPattern custom = CustomPattern::none;
   PositionPattern positions = PositionPattern::none;
   ValuePattern values = ValuePattern::plain;

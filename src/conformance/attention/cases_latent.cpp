@@ -64,4 +64,20 @@ void add_latent_cases(CaseTable& table) {
     add_latent(table, fmt::format("split_q{}", q_len), 4, 1, {128, 64}, kDTypes[0], {{q_len, 4200}, {1, 50}}).spec.block_size = 64;
 }
 
+// Formats that hold nothing but their own numbers: records with scales inside, and parts with a scale each.
+void add_record_cases(CaseTable& table) {
+  Case& records = add_latent(table, "ds_mla_mixed", 16, 1, {576, 512}, {DType::bf16, DType::fp8_e4m3}, kMixed);
+  records.spec.kv_format = KvFormat::fp8_ds_mla, records.spec.block_size = 64;
+  Case& record = add_latent(table, "ds_mla_f32_page1", 3, 1, {576, 512}, {DType::f32, DType::fp8_e4m3}, {{70, 90}, {1, 140}});
+  record.spec.kv_format = KvFormat::fp8_ds_mla, record.spec.block_size = 1, record.spec.score.sinks = true, record.order = "lbtd";
+  Case& many = add_latent(table, "ds_mla_g32", 32, 1, {576, 512}, {DType::bf16, DType::fp8_e4m3}, {{4, 150}, {1, 33}});
+  many.spec.kv_format = KvFormat::fp8_ds_mla, many.csr = true;
+  for (const DTypes types : {DTypes{DType::bf16, DType::fp8_e4m3}, {DType::f32, DType::fp8_e5m2}}) {
+    Case& parts = add_latent(table, fmt::format("parts_{}", to_string(types.kv)), 4, 2, {128, 64}, types, kMixed);
+    parts.spec.kv_format = KvFormat::latent_rope, parts.scale_per_head = true, parts.rope_factor = 3.7f;
+  }
+  Case& parts = add_latent(table, "parts_f16_576", 8, 1, {576, 512}, {DType::f16, DType::fp8_e4m3}, {{40, 90}, {1, 140}});
+  parts.spec.kv_format = KvFormat::latent_rope, parts.rope_factor = 0.3f, parts.spec.block_size = 64;
+}
+
 }  // namespace imbrex

@@ -11,13 +11,19 @@ namespace {
 
 struct MirrorMemory {
   std::unique_ptr<DeviceStream> stream;
-  Mirrored k, v, q_scale, k_scale, v_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales, relative_bias;
+  Mirrored k, v, k_rope, q_scale, k_scale, v_scale, k_rope_scale, new_k, new_v, q, out, lse, sinks, alibi_slopes, head_scales,
+      relative_bias;
 
   explicit MirrorMemory(const DeviceInfo& device) : stream(open_stream(device)) {}
   TensorView take(Mirrored& to, const TensorView& t) { return to.take(t, *stream); }
   void give_back(Mirrored& from, const TensorView& t, const char* name) { from.give_back(t, name, *stream); }
   KvCache take(const KvCache& cache) {
-    return {.k = take(k, cache.k), .v = take(v, cache.v), .k_scale = take(k_scale, cache.k_scale), .v_scale = take(v_scale, cache.v_scale)};
+    return {.k = take(k, cache.k),
+            .v = take(v, cache.v),
+            .k_scale = take(k_scale, cache.k_scale),
+            .v_scale = take(v_scale, cache.v_scale),
+            .k_rope = take(k_rope, cache.k_rope),
+            .k_rope_scale = take(k_rope_scale, cache.k_rope_scale)};
   }
 };
 
@@ -46,6 +52,7 @@ class MirrorPlan final : public AttentionPlan {
     plan_->write_kv(w.take(cache), w.take(w.new_k, k), w.take(w.new_v, v), w.stream->get());
     w.give_back(w.k, cache.k, "k");
     if (!cache.v.empty()) w.give_back(w.v, cache.v, "v");
+    if (!cache.k_rope.empty()) w.give_back(w.k_rope, cache.k_rope, "k_rope");
   }
 
   void run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const override {

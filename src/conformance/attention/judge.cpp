@@ -37,6 +37,13 @@ std::vector<float> rounded(const HostTensor& t, DType dtype, const HostTensor& s
   return values;
 }
 
+// Keys or values as a framework would have them, from a cache of the spec's format.
+std::vector<float> read_as(const CaseInputs& in, KvPart part, DType dtype) {
+  if (in.spec.kv_format != KvFormat::strided && in.spec.kv_format != KvFormat::latent) return rounded(as_read(in, part), dtype, {});
+  const HostTensor &t = part == KvPart::k ? in.k : in.v, &scale = part == KvPart::k ? in.k_scale : in.v_scale;
+  return rounded(as_cached(t, in.spec.kv_dtype, scale), dtype, scale);
+}
+
 float dot(const float* a, const float* b, int count) {
   float sum = 0;
   for (int d = 0; d < count; ++d) sum += a[d] * b[d];
@@ -107,7 +114,7 @@ Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const
   if (in.spec.score.soft_cap > 0.f) max_factor = 3;
   if (is_fp8(in.spec.kv_dtype)) max_factor = 4, mean_factor = 3;
   const DType dtype = working_dtype(in.spec);
-  const std::vector<float> values = rounded(as_cached(in.v, in.spec.kv_dtype, in.v_scale), dtype, in.v_scale);
+  const std::vector<float> values = read_as(in, KvPart::v, dtype);
   for (float v : values) largest_value = std::max(largest_value, double(std::abs(v)));
   for (float x : expected) storing = std::max(storing, std::abs(double(round_to(dtype, x + 0.3f)) - (double(x) + 0.3)));
   const bool half = dtype != DType::f32, bytes = has_fp8_queries(in.spec);
@@ -127,8 +134,8 @@ std::vector<float> naive_attention(const CaseInputs& in) {
   const int heads = spec.num_q_heads;
   const DType dtype = working_dtype(spec);
   const std::vector<float> q = rounded(in.q, dtype, in.q_scale);
-  const std::vector<float> k = rounded(as_cached(in.k, spec.kv_dtype, in.k_scale), dtype, in.k_scale);
-  const std::vector<float> v = rounded(as_cached(in.v, spec.kv_dtype, in.v_scale), dtype, in.v_scale);
+  const std::vector<float> k = read_as(in, KvPart::k, dtype);
+  const std::vector<float> v = read_as(in, KvPart::v, dtype);
   std::vector<float> out(size_t(in.num_tokens()) * heads * spec.head_dim_v);
   NaiveRow row(in, k.data(), v.data());
   int64_t token = 0, key = 0, mask = 0;
@@ -144,6 +151,7 @@ std::vector<float> naive_attention(const CaseInputs& in) {
 
 Expected expect(const CaseInputs& in) {
   RunOptions options;
+  if (!holds(KvFormat::strided, in.spec)) options.kv_format = in.spec.kv_format;
   options.block_size = in.spec.block_size;
   options.poison = Poison::nan;
   options.out_dtype = DType::f32;

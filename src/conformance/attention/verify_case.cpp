@@ -19,17 +19,19 @@ std::vector<RunOptions> variants_of(const CaseInputs& in) {
     o.out_dtype = in.spec.out_dtypes()[all.size() % in.spec.out_dtypes().size()];
     all.push_back(o);
   };
-  add(0, "lbhtd", false, KvFormat::strided);
+  if (holds(KvFormat::strided, in.spec)) add(0, "lbhtd", false, KvFormat::strided);
   if (in.spec.block_size == 0) return all;  // encoders have no cache
-  add(1, "lbthd", true, KvFormat::strided);
-  add(16, "lbhtd", false, KvFormat::strided);
-  add(16, "lbthd", true, KvFormat::strided);
-  add(64, "blhtd", false, KvFormat::strided);
-  add(128, "hlbtd", true, KvFormat::strided);
+  if (holds(KvFormat::strided, in.spec)) {
+    add(1, "lbthd", true, KvFormat::strided);
+    add(16, "lbhtd", false, KvFormat::strided);
+    add(16, "lbthd", true, KvFormat::strided);
+    add(64, "blhtd", false, KvFormat::strided);
+    add(128, "hlbtd", true, KvFormat::strided);
+  }
   for (const KvFormat format : kv_formats()) {
-    const bool holds = !codec_of(format).values_in_keys || codec_of(in.spec).values_in_keys;
     for (int block_size : {16, 64, 128})
-      if (format != KvFormat::strided && holds && fits(in.spec, format, block_size)) add(block_size, "lbhtd", block_size == 64, format);
+      if (format != KvFormat::strided && holds(format, in.spec) && fits(in.spec, format, block_size))
+        add(block_size, "lbhtd", block_size == 64, format);
   }
   return all;
 }

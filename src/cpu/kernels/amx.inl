@@ -8,6 +8,7 @@
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/rows.inl"
+#include "cpu/kernels/row_parts.inl"
 #include "cpu/kernels/write_kv.inl"
 #include "cpu/kernels/avx512_math.inl"
 #include "cpu/kernels/avx512_rows.inl"
@@ -31,6 +32,13 @@ void pack_queries(const AttentionParams& a, const Scratch& s, const TileCounts& 
   for (int i = 0; i < n.row_blocks * kRowBlock; ++i) {
     const Row& row = s.rows[i];
     const char* from = a.q + row.token * a.q_token_stride + row.head * a.q_head_stride;
+    alignas(64) char scaled[2 * kMaxQueryDim];
+    if (a.row_parts.second_factors) {
+      float query[kMaxQueryDim];
+      load_query(a, from, row.head / a.group, query);
+      store_row(scaled, 2, kBf16, a.k.dim, query);
+      from = scaled;
+    }
     char* to = s.q + (i / 16) * (n.steps * 1024L) + i % 16 * 64;
     for (int k = 0; k < n.steps; ++k) _mm512_store_si512(to + k * 1024, load_bf16<kBf16>(from, 32 * k, a.k.dim));
   }

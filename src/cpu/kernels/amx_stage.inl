@@ -201,9 +201,8 @@ inline bool values_in_place(const AttentionParams& a, int key, Visible keys) {
 void find_block(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const Stage& s, BlockTiles* out) {
   if (!a.packed) {
     find_rows(a, a.k, item.table, kv_head, kb, kBlockKeys, keys, s.zero, s.key_rows);
-    compact_rows(a.k, kBlockKeys, s.zero, s.key_rows, s.key_compact);
     find_rows(a, a.v, item.table, kv_head, kb, kBlockKeys, keys, s.zero, s.value_rows);
-    compact_rows(a.v, kBlockKeys, s.zero, s.value_rows, s.value_compact);
+    settle_rows(a, s.zero, s.key_rows, s.value_rows, s.key_compact, s.value_compact);
   }
   for (int g = 0; g < kGroups; ++g) {
     const int key = kb + 16 * g;

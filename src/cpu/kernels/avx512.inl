@@ -6,6 +6,7 @@
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/rows.inl"
+#include "cpu/kernels/row_parts.inl"
 #include "cpu/kernels/write_kv.inl"
 #include "cpu/kernels/avx512_math.inl"
 #include "cpu/kernels/avx512_rows.inl"
@@ -24,7 +25,9 @@ constexpr float kLazy = 8.f;   // log2 units by which a row may outgrow its maxi
 
 // Whether queries and keys are multiplied as bf16, in pairs of dims: products are exact and sums are floats, as with FMAs.
 #ifdef __AVX512BF16__
-IMBREX_INLINE bool multiplies_pairs(const AttentionParams& a) { return a.q_type == kBf16 && a.k.type != kF32 && a.k.type != kF16; }
+IMBREX_INLINE bool multiplies_pairs(const AttentionParams& a) {
+  return a.q_type == kBf16 && a.k.type != kF32 && a.k.type != kF16 && !a.row_parts.second_factors;
+}
 #else
 IMBREX_INLINE bool multiplies_pairs(const AttentionParams&) { return false; }
 template <int type>
@@ -297,7 +300,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     if (multiplies_pairs(a)) {
       __builtin_memcpy(s.q + long(i) * qk, q, 2ul * qk);
     } else {
-      load_row(q, element_size(a.q_type), a.q_type, qk, s.q + long(i) * qk);
+      load_query(a, q, row.head / a.group, s.q + long(i) * qk);
     }
   }
   clear(s, num_rows, v);
@@ -329,8 +332,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     for (int h = 0; h < heads; ++h) {
       BlockRows* const rows = heads > 1 ? s.of_head : s.now;
       if (heads > 1) shift_rows(*s.now, s.zero, h * a.k.head_stride, h * a.v.head_stride, *rows);
-      compact_rows(a.k, kBlockKeys, s.zero, rows->k, s.k_compact);
-      compact_rows(a.v, kBlockKeys, s.zero, rows->v, s.v_compact);
+      settle_rows(a, s.zero, rows->k, rows->v, s.k_compact, s.v_compact);
       if (!narrow) stage_block(a, *rows, num_keys, s);
       for (int i = 0; i < rows_each; i += kPassRows) {
         if (!narrow) fetch.share(kPassRows, rows_each);

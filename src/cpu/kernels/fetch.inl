@@ -74,9 +74,7 @@ class BlockFetch {
  private:
   static constexpr int kLevel = 2;  // L2
   // The bytes of a row of one head, or of the heads that are run together with the gaps between them.
-  static long bytes_of(const AttentionParams& a, const KvSide& side) {
-    return (a.heads_together - 1) * side.head_stride + side.dim * element_size(side.type);
-  }
+  static long bytes_of(const AttentionParams& a, const KvSide& side) { return (a.heads_together - 1) * side.head_stride + side.row_bytes; }
 
   const BlockRows* next_ = nullptr;
   int heads_ = 1;

@@ -4,6 +4,7 @@
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/rows.inl"
+#include "cpu/kernels/row_parts.inl"
 #include "cpu/kernels/write_kv.inl"
 #ifdef __AVX2__
 #include "cpu/kernels/fetch.inl"
@@ -73,7 +74,10 @@ void load_block(const AttentionParams& a, int request, int kv_head, int kb, Visi
   for (int j = 0; j < kBlockKeys; ++j) {
     const bool seen = kb + j >= keys.lo && kb + j < keys.hi;
     float *k_row = rows[j % kGroup], *v_row = s.v + long(j) * v_stride;
-    if (seen) {
+    if (seen && a.row_parts.first > 0) {
+      load_parts(a.row_parts, kv_row(a, a.k, request, kv_head, kb + j), kv_row(a, a.v, request, kv_head, kb + j), k_row);
+      __builtin_memcpy(v_row, k_row, 4ul * v);
+    } else if (seen) {
       load_row(kv_row(a, a.k, request, kv_head, kb + j), a.k.dim_stride, a.k.type, qk, k_row);
       load_row(kv_row(a, a.v, request, kv_head, kb + j), a.v.dim_stride, a.v.type, v, v_row);
     } else {
@@ -240,7 +244,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
   for (int i = 0; i < rows; ++i) {
     if (i < num_rows) {
       const Row& row = s.rows[i];
-      load_row(a.q + row.token * a.q_token_stride + row.head * a.q_head_stride, element_size(a.q_type), a.q_type, qk, s.q + long(i) * qk);
+      load_query(a, a.q + row.token * a.q_token_stride + row.head * a.q_head_stride, kv_head, s.q + long(i) * qk);
     } else {
       for (int d = 0; d < qk; ++d) s.q[long(i) * qk + d] = 0.f;
     }

@@ -5,6 +5,8 @@
 namespace imbrex::cpu {
 namespace {
 
+constexpr int kMaxDim = 576;  // AttentionSpec::kMaxHeadDim, whose header kernels may not include
+
 inline int clamp_int(int x, int lo, int hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 struct Row {

@@ -4,8 +4,6 @@
 namespace imbrex::cpu {
 namespace {
 
-constexpr int kMaxDim = 576;  // AttentionSpec::kMaxHeadDim, whose header kernels may not include
-
 // The index of the element in a row and column of a packed tile; docs/kv-formats.md has the picture. A byte format interleaves two rows, so
 // that the even and the odd bytes of a line are a row each when they are widened.
 template <long size>
@@ -70,11 +68,38 @@ inline void write_side(const KvSide& side, const char* src, long src_dim_stride,
   }
 }
 
+// A new latent and its rope part as a record of fp8_ds_mla, in one pass.
+inline void write_ds_mla(const char* src, long stride, int type, char* record) {
+  float row[kMaxDim];
+  load_row(src, stride, type, kDsMlaLatent + kDsMlaRope, row);
+  for (int g = 0; g < kDsMlaGroups; ++g) {
+    float* const x = row + g * kDsMlaGroup;
+    u32 largest = 0;
+    for (int d = 0; d < kDsMlaGroup; ++d) {
+      const u32 magnitude = ds_mla_magnitude(as_bits(x[d]));
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const u32 scale = ds_mla_scale(largest);
+    const float factor = as_float(ds_mla_reciprocal(scale));
+    for (int d = 0; d < kDsMlaGroup; ++d) x[d] *= factor;
+    store_row(record + g * kDsMlaGroup, 1, kE4m3, kDsMlaGroup, x);
+    __builtin_memcpy(record + kDsMlaScalesAt + g * 4, &scale, 4);
+  }
+  u16 rope[kDsMlaRope];  // a record may begin anywhere
+  store_row(reinterpret_cast<char*>(rope), 2, kBf16, kDsMlaRope, row + kDsMlaLatent);
+  __builtin_memcpy(record + kDsMlaRopeAt, rope, sizeof rope);
+}
+
 void write_kv(const WriteKvParams& w, int token_begin, int token_end) {
   for (int t = token_begin; t < token_end; ++t) {
     const long long slot = w.slots[t * w.slot_stride];
     if (slot < 0) continue;
     const int block = int(slot / w.block_size), offset = int(slot % w.block_size);
+    if (w.ds_mla) {
+      char* const record = const_cast<char*>(w.k.data) + block * w.k.block_stride + offset * w.k.token_stride;
+      write_ds_mla(w.src_k + t * w.k_token_stride, w.k_dim_stride, w.src_type, record);
+      continue;
+    }
     for (int h = 0; h < w.num_kv_heads; ++h) {
       write_side(w.k, w.src_k + t * w.k_token_stride + h * w.k_head_stride, w.k_dim_stride, w.src_type, w.block_size, w.packed, false, h,
                  block, offset);

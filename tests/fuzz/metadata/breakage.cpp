@@ -189,7 +189,8 @@ std::string break_cache(Problem& p, Random& random) {  // fewer blocks, or rows,
   const int64_t n = random.between(0, p.k_cache.shape[0] - 1);
   const bool both = !random.one_in(5);
   p.k_cache.shape[0] = n;
-  if (both && !p.v_cache.shape.empty()) p.v_cache.shape[0] = n;
+  for (Argument* other : {&p.v_cache, &p.k_rope})
+    if (both && !other->shape.empty()) other->shape[0] = n;
   return fmt::format("{} has {} blocks", both ? "kv" : "kv.k", n);
 }
 

@@ -26,6 +26,20 @@ void set_floats(Argument& to, Random& random, int32_t dtype, std::vector<int64_t
   to.set(dl_type(dtype), std::move(shape), floats(random, dtype, count));
 }
 
+bool has_latents(const imbrex_spec_fields& f) {
+  return f.kv_format == IMBREX_KV_LATENT || f.kv_format == IMBREX_KV_LATENT_ROPE || f.kv_format == IMBREX_KV_FP8_DS_MLA;
+}
+
+// A latent, where the dimensions are those of one, in one of its three formats.
+void choose_latent(imbrex_spec_fields& f, Random& random) {
+  if (random.one_in(6)) {
+    f.num_q_heads /= f.num_kv_heads, f.num_kv_heads = 1, f.head_dim_qk = 576, f.head_dim_v = 512;
+    f.kv_dtype = IMBREX_FP8_E4M3, f.kv_format = IMBREX_KV_FP8_DS_MLA, f.block_size = std::max(f.block_size, 1);
+  } else if (f.head_dim_v <= f.head_dim_qk) {
+    f.kv_format = f.head_dim_v < f.head_dim_qk && random.one_in(2) ? IMBREX_KV_LATENT_ROPE : IMBREX_KV_LATENT;
+  }
+}
+
 // A spec that the target runs. Each feature is in it now and then.
 imbrex_spec_fields random_spec(const Target& target, Random& random) {
   imbrex_spec_fields f = init(imbrex_spec_fields_init);
@@ -38,7 +52,7 @@ imbrex_spec_fields random_spec(const Target& target, Random& random) {
   f.kv_dtype = random.one_in(3) ? int32_t(random.between(IMBREX_F32, IMBREX_FP8_E5M2)) : f.q_dtype;
   f.block_size = int32_t(random.pick(sizes));
   if (amx && random.one_in(2)) f.kv_format = IMBREX_KV_AMX_PACKED, f.block_size = random.one_in(2) ? 16 : 32;
-  if (f.kv_format == IMBREX_KV_STRIDED && f.head_dim_v <= f.head_dim_qk && random.one_in(5)) f.kv_format = IMBREX_KV_LATENT;
+  if (f.kv_format == IMBREX_KV_STRIDED && random.one_in(3)) choose_latent(f, random);
   f.causal = f.kind == IMBREX_DECODER ? 1 : int32_t(random.between(0, 1));
   if (random.one_in(4)) f.window_left = int32_t(random.between(0, 20));
   if (random.one_in(8)) f.custom_mask = 1;
@@ -104,7 +118,7 @@ void add_batch(Problem& p, Random& random, int64_t& num_blocks) {
   }
   p.slot_mapping.set_numbers(kLong, {tokens}, slots);
   set_floats(p.new_k, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_qk});
-  if (f.kv_format != IMBREX_KV_LATENT) set_floats(p.new_v, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_v});
+  if (!has_latents(f)) set_floats(p.new_v, random, f.q_dtype, {tokens, f.num_kv_heads, f.head_dim_v});
   p.calls.insert(p.calls.begin() + 1, Call::write_kv);
 }
 
@@ -113,8 +127,13 @@ void add_tensors(Problem& p, Random& random, int64_t num_blocks) {
   const int64_t tokens = p.starts.values.back(), heads = f.num_q_heads, kv_heads = f.num_kv_heads;
   for (const bool keys : {true, false}) {
     Argument& side = keys ? p.k_cache : p.v_cache;
-    const int64_t dim = keys ? f.head_dim_qk : f.head_dim_v;
-    if (!keys && f.kv_format == IMBREX_KV_LATENT) continue;
+    const bool apart = f.kv_format == IMBREX_KV_LATENT_ROPE;
+    const int64_t dim = keys && !apart ? f.head_dim_qk : f.head_dim_v;
+    if (!keys && has_latents(f)) continue;
+    if (f.kv_format == IMBREX_KV_FP8_DS_MLA) {
+      side.set({1, 8, 1}, {num_blocks, f.block_size, 656}, std::vector<unsigned char>(size_t(num_blocks * f.block_size * 656)));
+      continue;  // without scales
+    }
     if (f.kv_format == IMBREX_KV_AMX_PACKED) {
       const int64_t bytes = f.block_size * ((dim + 31) / 32 * 32) * (f.kv_dtype == IMBREX_BF16 ? 2 : 1);
       side.set({1, 8, 1}, {num_blocks, kv_heads, bytes}, std::vector<unsigned char>(size_t(num_blocks * kv_heads * bytes)));
@@ -125,6 +144,13 @@ void add_tensors(Problem& p, Random& random, int64_t num_blocks) {
     }
     if (f.kv_dtype >= IMBREX_FP8_E4M3 && random.one_in(2))
       (keys ? p.k_scale : p.v_scale).set_numbers(kFloat, {random.one_in(2) ? 1 : kv_heads}, std::vector<float>(size_t(kv_heads), 0.5f));
+    if (!apart) continue;
+    const int64_t behind = f.head_dim_qk - f.head_dim_v;
+    if (f.block_size == 0)
+      set_floats(p.k_rope, random, f.kv_dtype, {num_blocks, kv_heads, behind});
+    else
+      set_floats(p.k_rope, random, f.kv_dtype, {num_blocks, f.block_size, kv_heads, behind});
+    if (p.k_scale.given) p.k_rope_scale.set_numbers(kFloat, {kv_heads}, std::vector<float>(size_t(kv_heads), 0.25f));
   }
   set_floats(p.q, random, f.q_dtype, {tokens, heads, f.head_dim_qk});
   set_floats(p.out, random, random.one_in(4) ? IMBREX_F32 : f.q_dtype, {tokens, heads, f.head_dim_v});
@@ -134,17 +160,17 @@ void add_tensors(Problem& p, Random& random, int64_t num_blocks) {
   if (f.head_scales) set_floats(p.head_scales, random, IMBREX_F32, {heads});
   if (f.relative_buckets > 0) set_floats(p.relative_bias, random, IMBREX_F32, {f.relative_buckets, heads});
   if (!p.target->cuda) return;
-  for (Argument* a :
-       {&p.k_cache, &p.v_cache, &p.new_k, &p.new_v, &p.q, &p.sinks, &p.alibi_slopes, &p.head_scales, &p.relative_bias, &p.out, &p.lse})
+  for (Argument* a : {&p.k_cache, &p.v_cache, &p.k_rope, &p.new_k, &p.new_v, &p.q, &p.sinks, &p.alibi_slopes, &p.head_scales,
+                      &p.relative_bias, &p.out, &p.lse})
     a->device = {2, 0};
-  for (Argument* scale : {&p.k_scale, &p.v_scale})
+  for (Argument* scale : {&p.k_scale, &p.v_scale, &p.k_rope_scale})
     if (!scale->shape.empty() && scale->shape[0] > 1) scale->device = {2, 0};  // one for all heads may stay on the host
 }
 
 }  // namespace
 
-const std::array<Problem::Named, 21>& Problem::arguments() {
-  static const std::array<Named, 21> all{{{"block_table", &Problem::block_table, true, true},
+const std::array<Problem::Named, 23>& Problem::arguments() {
+  static const std::array<Named, 23> all{{{"block_table", &Problem::block_table, true, true},
                                           {"kv_indptr", &Problem::kv_indptr, true, true},
                                           {"kv_indices", &Problem::kv_indices, true, true},
                                           {"kv_last_page_len", &Problem::kv_last_page_len, true, true},
@@ -155,6 +181,8 @@ const std::array<Problem::Named, 21>& Problem::arguments() {
                                           {"kv.v", &Problem::v_cache, false, false},
                                           {"kv.k_scale", &Problem::k_scale, false, false},
                                           {"kv.v_scale", &Problem::v_scale, false, false},
+                                          {"kv.k_rope", &Problem::k_rope, false, false},
+                                          {"kv.k_rope_scale", &Problem::k_rope_scale, false, false},
                                           {"k", &Problem::new_k, false, false},
                                           {"v", &Problem::new_v, false, false},
                                           {"q", &Problem::q, false, false},
@@ -191,6 +219,7 @@ imbrex_status Problem::update(imbrex_plan* plan) {
 const imbrex_kv_cache* Problem::c_cache() {
   kv.value.k = k_cache.tensor(), kv.value.v = v_cache.tensor();
   kv.value.k_scale = k_scale.tensor(), kv.value.v_scale = v_scale.tensor();
+  kv.value.k_rope = k_rope.tensor(), kv.value.k_rope_scale = k_rope_scale.tensor();
   return kv.make();
 }
 
@@ -216,8 +245,11 @@ std::vector<unsigned char> Problem::written() const {
   return bytes;
 }
 std::vector<unsigned char> Problem::cached() const {
-  std::vector<unsigned char> bytes = k_cache.elements(), more = v_cache.elements();
-  bytes.insert(bytes.end(), more.begin(), more.end());
+  std::vector<unsigned char> bytes = k_cache.elements();
+  for (const Argument* part : {&v_cache, &k_rope}) {
+    const std::vector<unsigned char> more = part->elements();
+    bytes.insert(bytes.end(), more.begin(), more.end());
+  }
   return bytes;
 }
 

@@ -32,7 +32,7 @@ struct Problem {
   Argument block_table, kv_indptr, kv_indices, kv_last_page_len, kv_start_loc, slot_mapping, custom_mask;
 
   Struct<imbrex_kv_cache> kv;
-  Argument k_cache, v_cache, k_scale, v_scale;
+  Argument k_cache, v_cache, k_scale, v_scale, k_rope, k_rope_scale;
   Argument new_k, new_v;
   Struct<imbrex_inputs> inputs;
   Argument q, q_scale, sinks, alibi_slopes, head_scales, relative_bias;
@@ -46,7 +46,7 @@ struct Problem {
     bool is_index;  // its numbers say where something lies
     bool of_batch;  // what it shows has to stay until the next update
   };
-  static const std::array<Named, 21>& arguments();
+  static const std::array<Named, 23>& arguments();
 
   bool writes() const { return slot_mapping.given; }
   void make_memory(bool of_batch = true);  // fresh, of everything that is given, or of all but the batch
@@ -55,7 +55,7 @@ struct Problem {
   imbrex_status run(imbrex_plan*);
   imbrex_status call(Call, imbrex_plan*);
   std::vector<unsigned char> written() const;  // by run: out and lse
-  std::vector<unsigned char> cached() const;   // k and v of the cache
+  std::vector<unsigned char> cached() const;   // all tensors of the cache
 
  private:
   const imbrex_kv_cache* c_cache();
