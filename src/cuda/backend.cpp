@@ -201,6 +201,9 @@ constexpr int kLeastSm80 = 80;
 
 // Dimensions whose tiles the shared memory of the device does not hold.
 std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& device) {
+  // Records are widened to bf16, which f16 queries cannot be multiplied by, and what holds a record is too wide for products of fp8.
+  if (spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype != DType::bf16 && spec.q_dtype != DType::f32)
+    return {{"spec.q_dtype", "bf16 or f32", to_string(spec.q_dtype)}};
   if (device.sm < kLeastSm80) return {};
   const std::string arch = arch_of(device);
   if (std::all_of(std::begin(kRegimes), std::end(kRegimes), [&](Regime regime) { return sm80_tiles(arch, spec, regime).has_value(); }))
@@ -219,10 +222,15 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, true};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, false};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, false};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat, false};
+
+bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
+  const bool in_parts = spec.kv_format == KvFormat::fp8_ds_mla || spec.kv_format == KvFormat::latent_rope;
+  return codec_of(spec).strided || (in_parts && kernels.latents_in_parts);
+}
 
 }  // namespace cuda
 
@@ -248,7 +256,7 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     } else if (device.sm < sm_.least || device.sm > sm_.most) {
       reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
-    if (!codec_of(spec).strided) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
+    if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;
   }

@@ -1,6 +1,7 @@
 #pragma once
 // The parameters of CUDA kernels: plain structs, no standard header, strides in bytes. Filled by the host files, read by kernels/*.
 #include "attention/cut_item.h"
+#include "attention/ds_mla.h"
 #include "imbrex/work.h"
 
 namespace imbrex::cuda {
@@ -184,9 +185,9 @@ struct AttentionParams {
   float* lse;                                                             // or null
   long q_token_stride, q_head_stride, out_token_stride, out_head_stride;  // bytes
   long lse_token_stride, lse_head_stride;                                 // elements
-  KvSide k, v;
-  const int* query_start;            // [num_reqs + 1]
-  const int* seq_lens;               // [num_reqs]
+  KvSide k, v;                                                            // latent_rope: `v` is k_rope and its scales
+  const int* query_start;                                                 // [num_reqs + 1]
+  const int* seq_lens;                                                    // [num_reqs]
   const int* block_ids;              // block b of request r is block_ids[block_start[r] + b]; null when ragged
   const long* block_start;           // [num_reqs]; ragged: the request's first row
   const unsigned char* custom_mask;  // or null

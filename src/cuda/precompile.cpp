@@ -5,7 +5,6 @@
 #include <atomic>
 #include <set>
 
-#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
@@ -24,7 +23,7 @@ namespace imbrex::cuda {
 namespace {
 
 std::vector<KernelKey> write_kv_keys(std::string_view arch, const AttentionSpec& spec, Extent) {
-  if (spec.block_size == 0 || !codec_of(spec).strided) return {};
+  if (spec.block_size == 0 || !reads(kernels_sm80, spec)) return {};
   std::vector<KernelKey> keys;
   for (const DType from : spec.new_kv_dtypes()) keys.push_back(write_kv_key(arch, spec, from));
   return keys;
@@ -224,6 +223,11 @@ std::vector<AttentionSpec> covering_specs() {
   add(DType::bf16, DType::bf16, 576, 512);
   specs.back().kv_format = KvFormat::latent;
   specs.back().num_kv_heads = 1, specs.back().block_size = 64;
+  for (const KvFormat format : {KvFormat::latent_rope, KvFormat::fp8_ds_mla}) {
+    add(DType::bf16, DType::fp8_e4m3, 576, 512);
+    specs.back().kv_format = format;
+    specs.back().num_kv_heads = 1, specs.back().block_size = 64;
+  }
   const auto with = [&](const Mask& mask, const ScoreMod& score, int block_size = 16) {
     add(DType::bf16, DType::bf16, 128, 128);
     specs.back().mask = mask;

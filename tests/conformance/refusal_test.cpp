@@ -36,6 +36,11 @@ constexpr auto wide_f32 = [](AttentionSpec& s) {
   s.head_dim_qk = 576, s.head_dim_v = 512;
 };
 
+constexpr auto records = [](AttentionSpec& s) {
+  s.kv_format = KvFormat::fp8_ds_mla, s.kv_dtype = DType::fp8_e4m3;
+  s.num_kv_heads = 1, s.head_dim_qk = 576, s.head_dim_v = 512;
+};
+
 const Refusal kRefusals[] = {
     {"cuda_sm90", "device.type", "cpu", nothing},
     {"cuda_sm90", "device.sm", "a100", nothing},
@@ -61,6 +66,7 @@ const Refusal kRefusals[] = {
     {"cuda_sm80", "device.sm", kOldGpu, nothing},
     {"cuda_sm80", "spec.kv_format", "h200", packed},
     {"cuda_sm80", "spec.head_dim_qk", "l40s", wide_f32},
+    {"cuda_sm80", "spec.q_dtype", "h200", [](AttentionSpec& s) { records(s), s.q_dtype = DType::f16; }},
     {"reference", "device.type", "h200", nothing},
     {"cpu_generic", "device.type", "h200", nothing},
     {"cpu_generic", "spec.kv_format", "cpu", packed},

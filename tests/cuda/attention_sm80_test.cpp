@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "cuda/attention/write_kv.h"
 #include "cuda/compiled.h"
 #include "cuda/driver/cubin.h"
 #include "cuda/needs.h"
@@ -127,6 +128,25 @@ TEST(AttentionSm80, CompilesCleanly) {
     for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent, regime);
     expect_clean("sm_80", latent, gpu::kDecode);
   }
+}
+
+TEST(AttentionSm80, LatentsInPartsCompilesCleanly) {
+  NEEDS_NVRTC();
+  const auto latent = [](KvFormat format, DType q, DType kv) {
+    AttentionSpec spec = spec_of(q, kv, 576, 512, 16);
+    spec.kv_format = format, spec.num_kv_heads = 1, spec.num_q_heads = 16;
+    spec.validate();
+    return spec;
+  };
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3})
+    for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent(KvFormat::latent_rope, DType::bf16, kv), regime);
+  expect_clean("sm_80", latent(KvFormat::latent_rope, DType::f16, DType::fp8_e4m3), gpu::kDecode);
+  const AttentionSpec records = latent(KvFormat::fp8_ds_mla, DType::bf16, DType::fp8_e4m3);
+  for (const char* arch : {"sm_80", "sm_90a"})
+    for (const gpu::Regime regime : kTiled) expect_clean(arch, records, regime);
+  expect_clean("sm_90a", latent(KvFormat::fp8_ds_mla, DType::f32, DType::fp8_e4m3), gpu::kDecode);
+  for (const DType from : records.new_kv_dtypes())
+    EXPECT_EQ(strict_problems(test::compiled(write_kv_key("sm_80", records, from))), std::vector<std::string>{});
 }
 
 TEST(AttentionSm80, EveryFeatureCompilesCleanly) {

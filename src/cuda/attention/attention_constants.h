@@ -42,7 +42,9 @@ inline std::vector<Constant> attention_constants(const AttentionSpec& spec, DTyp
                                   {"kSinks", score.sinks},
                                   {"kWholeItems", whole_items},
                                   {"kShares", false},
-                                  {"kValuesInKeys", codec_of(spec).values_in_keys}};
+                                  {"kValuesInKeys", codec_of(spec).values_in_keys},
+                                  {"kRopeApart", spec.kv_format == KvFormat::latent_rope},
+                                  {"kDsMla", spec.kv_format == KvFormat::fp8_ds_mla}};
   constants.insert(constants.end(), tiles);
   return constants;
 }

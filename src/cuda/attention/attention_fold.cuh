@@ -35,7 +35,7 @@ DEVICE void join_pieces(const AttentionParams& p, const Item& item, MergeItem me
   const int heads = p.num_kv_heads * kGroup, thread = computed_here(int(threadIdx.x)) % threads, lane = thread % kLanes;
   const int queries = merge.q_end - merge.q_begin, num_rows = item.is_shared() ? queries * kGroup : item.num_rows;
   const bool wide = out_is_wide(p);
-  const float v_scale = kv_scale(p.v, item.kv_head);
+  const float v_scale = value_scale(p, item.kv_head);
   for (int begin = 0; begin < num_rows * kEights; begin += threads / kLanes) {
     const int i = begin + thread / kLanes, row = item.row_begin + min(i / kEights, num_rows - 1), d = first_dim_of(i);
     const int token = row / kGroup, head = item.kv_head * kGroup + row % kGroup;

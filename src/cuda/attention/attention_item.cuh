@@ -188,6 +188,9 @@ DEVICE long partial_row(const AttentionParams& p, const Item& item, int row) {
 
 constexpr bool kPlainLogits = !kHeadScales && !kSoftCap && !kAlibi && !kRelative;  // q.k times a positive scale
 
+// The scale of a kv head's values. Where the rope part of keys lies apart, `v` says where, and values are a part of what lies at `k`.
+DEVICE float value_scale(const AttentionParams& p, int kv_head) { return kv_scale(kRopeApart ? p.k : p.v, kv_head); }
+
 // The factor of every q.k of a kv head.
 DEVICE float logit_scale(const AttentionParams& p, int kv_head) {
   const float scale = p.scale * kv_scale(p.k, kv_head);

@@ -24,7 +24,7 @@ DEVICE void put_part(const Warp& warp, int team, const Part& part, float2 (&stat
 template <int threads, class Part>
 DEVICE void join_parts(const AttentionParams& p, const Item& item, const Part& part, const float2 (&state)[kTeams][kTileRows]) {
   const bool wide = out_is_wide(p);
-  const float v_scale = kv_scale(p.v, item.kv_head);
+  const float v_scale = value_scale(p, item.kv_head);
   for (int i = computed_here(int(threadIdx.x)) % threads; i < item.num_rows * kEights; i += threads) {
     const int row = i / kEights, d = first_dim_of(i);
     RowSums sums;

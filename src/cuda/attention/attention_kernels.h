@@ -45,7 +45,11 @@ struct AttentionKernels {
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, and over flat keys (flat_kv.h). Null:
   // no regime takes maps; keys are never made flat.
   const AttentionKernels *without_maps, *flat;
+  bool latents_in_parts;  // whether the kernels read fp8_ds_mla and latent_rope
 };
+
+// Whether the kernels read the format of a spec's cache.
+bool reads(const AttentionKernels&, const AttentionSpec&);
 
 // The variant of a kernel that takes items which several requests share beside all others: AttentionParams::shared_tokens.
 KernelKey sharing(KernelKey);

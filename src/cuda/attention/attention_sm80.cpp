@@ -34,6 +34,12 @@ SharedMemory shared_memory_of(std::string_view arch) {
 constexpr int rounded_up(int x, int to) { return (x + to - 1) / to * to; }
 int row_bytes(int dim, int element) { return (rounded_up(dim, 16) * element / 16 | 1) * 16; }
 
+// The spec with the type that tiles of keys in shared memory are made of: records are widened on the way in, to what holds their numbers.
+AttentionSpec widened(AttentionSpec spec) {
+  if (spec.kv_format == KvFormat::fp8_ds_mla) spec.kv_dtype = spec.q_dtype == DType::f32 ? DType::f32 : DType::bf16;
+  return spec;
+}
+
 // The numbers of planes are those of attention_sm80_tiles.cuh.
 int q_planes(const AttentionSpec& spec) { return spec.q_dtype == DType::f32 ? 3 : 1; }
 int kv_planes(const AttentionSpec& spec) {
@@ -122,7 +128,7 @@ std::optional<AttentionTiles> tiles_of(const SharedMemory& memory, const Attenti
 std::optional<AttentionTiles> attention_sm80_tiles(std::string_view arch, const AttentionSpec& spec, gpu::Regime regime, int rows) {
   const SharedMemory memory = shared_memory_of(arch);
   // A latent has the tiles of a cache that stores both, and so its bits. What the values leave free holds more tiles at a time.
-  AttentionSpec stored = spec;
+  AttentionSpec stored = widened(spec);
   if (codec_of(spec).values_in_keys) stored.kv_format = KvFormat::strided;
   std::optional<AttentionTiles> tiles = tiles_of(memory, stored, regime, rows);
   constexpr int kMostStages = 4;
@@ -140,7 +146,8 @@ bool shares_items(const AttentionSpec& spec, int rows) {
   return spec.block_size > 0 && 2 * spec.group_size() <= rows && is_position_free(spec);
 }
 
-int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t) {
+int attention_sm80_smem_bytes(const AttentionSpec& given, const AttentionTiles& t) {
+  const AttentionSpec spec = widened(given);
   const int element = is_fp8(spec.kv_dtype) && spec.q_dtype != DType::f32 ? 1 : 2;
   const int v_dims = rounded_up(spec.head_dim_v, 16 * t.dim_warps);
   const int q = q_planes(spec) * t.rows * row_bytes(spec.head_dim_qk, 2);
@@ -157,7 +164,7 @@ int attention_sm80_smem_bytes(const AttentionSpec& spec, const AttentionTiles& t
 
 KernelKey attention_sm80_key(std::string_view arch, const AttentionSpec& spec, DType out, const AttentionTiles& t) {
   return {"attention_sm80.cu", std::string(arch),
-          attention_constants(spec, out,
+          attention_constants(widened(spec), out,
                               {{"kTileRows", t.rows},
                                {"kItemRows", t.item_rows},
                                {"kTileKeys", t.keys},

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
   if (!p.beside) griddep_wait();
   const int tasks = num_tasks(p), warp = warp_id();
   if (tasks == 0) return;
-  const bool wide = is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
+  const bool wide = is_wide(p);
   // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
   // there, so the last to ask is known by its number, and sets the counter back.
   const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;

@@ -15,10 +15,12 @@ namespace imbrex::cuda {
 // f32 queries are a sum of three bf16 numbers, and so are f32 keys and values; f16 is a sum of two.
 constexpr bool kSmallKv = kKvType == kE4m3 || kKvType == kE5m2, kExact = kQType == kF32;
 constexpr int kProductType = kExact ? kBf16 : kSmallKv || kKvType == kF16 ? kF16 : kQType;
-constexpr bool kPowerScaled = kQType == kBf16 && kProductType == kF16;
+constexpr bool kRopeScaled =
+    kRopeApart && kSmallKv;  // queries of the rope part are multiplied by what its scale is times that of the latent
+constexpr bool kPowerScaled = kProductType == kF16 && (kQType == kBf16 || kRopeScaled);
 constexpr int kQPlanes = kExact ? 3 : 1, kKvPlanes = !kExact ? 1 : kKvType == kF32 ? 3 : kKvType == kF16 ? 2 : 1;
-constexpr bool kBytes = kSmallKv && !kExact;                 // fp8 lies in shared memory as it is, and is widened in registers
-constexpr bool kDirect = kBytes || kKvType == kProductType;  // no conversion on the way in
+constexpr bool kBytes = kSmallKv && !kExact;                              // fp8 lies in shared memory as it is, and is widened in registers
+constexpr bool kDirect = !kDsMla && (kBytes || kKvType == kProductType);  // no conversion on the way in
 
 // --- shapes
 
@@ -93,9 +95,16 @@ DEVICE void store_planes(u32 to, int plane_bytes, const Eight<type>& e) {
 // Whether rows can be copied 16 bytes at a time.
 template <int dim>
 DEVICE bool is_wide(const KvSide& side) {
-  constexpr int size = element_bytes(kKvType);
+  constexpr int size = kDsMla ? 1 : element_bytes(kKvType);
   const u64 all = reinterpret_cast<u64>(side.data) | u64(side.block_stride) | u64(side.token_stride) | u64(side.head_stride);
   return dim * size % 16 == 0 && side.dim_stride == size && (all & 15) == 0;
+}
+
+// Of all that an item reads of the cache. Records are bytes, of which each piece of eight elements is aligned if the record is.
+DEVICE bool is_wide(const AttentionParams& p) {
+  if constexpr (kRopeApart) return is_wide<kHeadDimV>(p.k) && is_wide<kHeadDimQk - kHeadDimV>(p.v);
+  if constexpr (kDsMla) return is_wide<kDsMlaBytes>(p.k);
+  return is_wide<kHeadDimQk>(p.k) && is_wide<kHeadDimV>(p.v);
 }
 
 constexpr int power_of_two_in(int x) { return x % 2 == 0 && x > 0 ? 2 * power_of_two_in(x / 2) : 1; }
@@ -152,6 +161,10 @@ class KvLoader {
   }
 
   DEVICE void copy(const Item& item, int begin, u32 stage) const {
+    if constexpr (kRopeApart) {
+      copy_parts(item, begin, stage);
+      return;
+    }
     const int thread = thread_of_team(), first_row = thread / kRowLanes, piece = thread % kRowLanes;
     const char *k = p_.k.data + item.kv_head * p_.k.head_stride + piece * 16, *v = p_.v.data + item.kv_head * p_.v.head_stride + piece * 16;
     const char *k_row = place(item, p_.k, k, begin, 0, first_row, block_), *v_row = place(item, p_.v, v, begin, 0, first_row, block_);
@@ -173,6 +186,31 @@ class KvLoader {
     }
   }
 
+  // The copy of rows of which k has the first kHeadDimV dims, those of the value, and v the others.
+  DEVICE void copy_parts(const Item& item, int begin, u32 stage) const {
+    const int thread = thread_of_team(), first_row = thread / kRowLanes, piece = thread % kRowLanes;
+    const char *k = p_.k.data + item.kv_head * p_.k.head_stride, *rope = p_.v.data + item.kv_head * p_.v.head_stride;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int row = pass * kPassRows + first_row, block = block_of(pass);
+      if (kPasses * kPassRows != kTeamKeys && row >= kTeamKeys) continue;
+      const bool valid = is_valid(item, begin + row);
+      const char *first = place(item, p_.k, k, begin, pass, first_row, block),
+                 *behind = place(item, p_.v, rope, begin, pass, first_row, block);
+      const u32 to = stage + row * kKRowBytes + piece * 16;
+#pragma unroll
+      for (int i = 0; i < kKPieces; i += kRowLanes) {
+        const int d = (i + piece) * kPieceDims;
+        const char* const from = d < kHeadDimV ? first + d * kStoredBytes : behind + (d - kHeadDimV) * kStoredBytes;
+        const bool inside = d < kHeadDimQk;
+        if (kKPieces % kRowLanes == 0 || i + piece < kKPieces) copy_async<16>(to + i * 16, inside ? from : first, valid && inside);
+      }
+      if constexpr (!kValuesAreThere) {
+        copy_row<kHeadDimV, kVPieces>(first + piece * 16, piece, stage + kVBegin + row * kVRowBytes + piece * 16, valid);
+      }
+    }
+  }
+
   template <int dim, int pieces>
   DEVICE void copy_row(const char* from, int piece, u32 to, bool valid) const {
 #pragma unroll
@@ -189,16 +227,57 @@ class KvLoader {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kPassRows + first_row, block = block_of(pass);
       if (row >= kTeamKeys) continue;
-      convert_row<kHeadDimQk, kKPieces>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), thread % kRowLanes,
+      const char* behind = nullptr;  // the rest of the row, where it lies apart
+      if constexpr (kRopeApart) behind = place(item, p_.v, v, begin, pass, first_row, block);
+      convert_row<kHeadDimQk, kKPieces>(p_.k, place(item, p_.k, k, begin, pass, first_row, block), behind, thread % kRowLanes,
                                         stage + row * kKRowBytes, kKPlaneBytes, is_valid(item, begin + row));
-      if constexpr (!kValuesAreThere)
-        convert_row<kHeadDimV, kVPieces>(p_.v, place(item, p_.v, v, begin, pass, first_row, block), thread % kRowLanes,
-                                         stage + kVBegin + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
+      if constexpr (!kValuesAreThere) {
+        const KvSide& side = kRopeApart ? p_.k : p_.v;
+        convert_row<kHeadDimV, kVPieces>(side, place(item, side, kRopeApart ? k : v, begin, pass, first_row, block), nullptr,
+                                         thread % kRowLanes, stage + kVBegin + row * kVRowBytes, kVPlaneBytes, is_valid(item, begin + row));
+      }
     }
   }
 
+  // Eight elements of a row from d on.
+  DEVICE Eight<kKvType> load_elements(const KvSide& side, const char* from, const char* behind, int d) const {
+    if constexpr (kDsMla) return load_record(from, d);
+    if constexpr (kRopeApart) {
+      if (d >= kHeadDimV) return load_at(p_.v, behind, d - kHeadDimV);
+    }
+    return load_at(side, from, d);
+  }
+  DEVICE Eight<kKvType> load_at(const KvSide& side, const char* from, int d) const {
+    return wide_ ? load_eight<kKvType, true>(from + d * element_bytes(kKvType), side.dim_stride)
+                 : load_eight<kKvType, false>(from + d * side.dim_stride, side.dim_stride);
+  }
+
+  // Of a record of fp8_ds_mla, widened to kKvType, which holds what it stands for.
+  DEVICE Eight<kKvType> load_record(const char* record, int d) const {
+    float x[8];
+    if (d < kDsMlaLatent) {
+      const Eight<kE4m3> e = wide_ ? load_eight<kE4m3, true>(record + d, 1) : load_eight<kE4m3, false>(record + d, 1);
+      to_floats<kE4m3>(e, x);
+      const float scale = load_scale(record + kDsMlaScalesAt + d / kDsMlaGroup * 4);
+#pragma unroll
+      for (float& value : x) value *= scale;
+    } else {
+      const char* const from = record + kDsMlaRopeAt + (d - kDsMlaLatent) * 2;
+      to_floats<kBf16>(wide_ ? load_eight<kBf16, true>(from, 2) : load_eight<kBf16, false>(from, 2), x);
+    }
+    return from_floats<kKvType>(x);
+  }
+  DEVICE float load_scale(const char* from) const {
+    if (wide_) return *reinterpret_cast<const float*>(from);
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bits |= u32(*reinterpret_cast<const u8*>(from + i)) << 8 * i;
+    return float_of(bits);
+  }
+
   template <int dim, int pieces>
-  DEVICE void convert_row(const KvSide& side, const char* from, int first_piece, u32 to, int plane_bytes, bool valid) const {
+  DEVICE void convert_row(const KvSide& side, const char* from, const char* behind, int first_piece, u32 to, int plane_bytes,
+                          bool valid) const {
 #pragma unroll 1
     for (int piece = first_piece; piece < pieces; piece += kRowLanes) {
       Eight<kKvType> e[kPieceDims / 8];
@@ -206,8 +285,7 @@ class KvLoader {
       for (int i = 0; i < kPieceDims / 8; ++i) {
         const int d = piece * kPieceDims + 8 * i;
         if (valid && d < dim) {
-          e[i] = wide_ ? load_eight<kKvType, true>(from + d * element_bytes(kKvType), side.dim_stride)
-                       : load_eight<kKvType, false>(from + d * side.dim_stride, side.dim_stride);
+          e[i] = load_elements(side, from, behind, d);
         } else {
 #pragma unroll
           for (u32& word : e[i].words) word = 0;
@@ -261,6 +339,7 @@ class QLoader {
   DEVICE static void convert(const AttentionParams& p, const Item& item, int thread, u32 to, float* q_scale) {
     constexpr int size = element_bytes(kQType);
     const int lane = thread % kLanes;
+    [[maybe_unused]] const float rope = kRopeScaled ? kv_scale(p.v, item.kv_head) / kv_scale(p.k, item.kv_head) : 1.f;
 #pragma unroll 2
     for (int row = thread / kLanes; row < kTileRows; row += threads / kLanes) {
       Eight<kQType> e[kLanePieces];
@@ -274,7 +353,7 @@ class QLoader {
 #pragma unroll
           for (u32& word : e[i].words) word = 0;
         }
-        if constexpr (kPowerScaled) top = fmaxf(top, largest(e[i]));
+        if constexpr (kPowerScaled) top = fmaxf(top, largest(e[i]) * (kRopeScaled && d >= kHeadDimV ? rope : 1.f));
       }
       float factor = 1.f;
       if constexpr (kPowerScaled) {
@@ -287,7 +366,7 @@ class QLoader {
 #pragma unroll
       for (int i = 0; i < kLanePieces; ++i) {
         const int piece = lane + i * kLanes;
-        if (piece < kPieces) store(to + row * kQRowBytes, piece, e[i], factor);
+        if (piece < kPieces) store(to + row * kQRowBytes, piece, e[i], factor, kRopeScaled && piece * 8 >= kHeadDimV ? rope : 1.f);
       }
     }
   }
@@ -300,14 +379,14 @@ class QLoader {
     return top;
   }
 
-  DEVICE static void store(u32 row, int piece, const Eight<kQType>& e, float factor) {
+  DEVICE static void store(u32 row, int piece, const Eight<kQType>& e, float factor, [[maybe_unused]] float rope) {
     if constexpr (kBytes) {
       // Dims are written in the order in which a lane has them in a fragment of bytes: 4t, 4t + 1 where a fragment of 16-bit elements has
       // 2t and 2t + 1, and 4t + 2, 4t + 3 where it has 2t + 8 and 2t + 9.
       float x[8];
       to_floats<kQType>(e, x);
 #pragma unroll
-      for (float& value : x) value *= factor;
+      for (float& value : x) value = kRopeScaled ? value * rope * factor : value * factor;
       const Eight<kF16> f = from_floats<kF16>(x);
       const u32 to = row + piece / 2 * 32 + piece % 2 * 8;
       store_shared(to, uint2{f.words[0], f.words[2]});
@@ -319,6 +398,12 @@ class QLoader {
       for (float& value : x) value *= factor;
       const Eight<kF16> f = from_floats<kF16>(x);
       store_shared(row + piece * 16, uint4{f.words[0], f.words[1], f.words[2], f.words[3]});
+    } else if constexpr (kRopeScaled) {
+      float x[8];
+      to_floats<kQType>(e, x);
+#pragma unroll
+      for (float& value : x) value *= rope;
+      store_planes<kF32, kQPlanes>(row + piece * 16, kQPlaneBytes, from_floats<kF32>(x));
     } else {
       store_planes<kQType, kQPlanes>(row + piece * 16, kQPlaneBytes, e);
     }

@@ -48,7 +48,7 @@ class Warp {
   // Writes the rows of the item, for a warp that has all sums of its rows.
   DEVICE void store(const AttentionParams& p, const Item& item) const {
     const bool aligned = out_is_wide(p);
-    const float v_scale = kv_scale(p.v, item.kv_head);
+    const float v_scale = value_scale(p, item.kv_head);
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int m = i / 2, h = i % 2, row = row_of(m, h);

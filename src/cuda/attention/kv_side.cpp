@@ -1,6 +1,7 @@
 // kv_side() and its parts: from tensors to strides in bytes.
 #include "cuda/attention/kv_side.h"
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/tensor_format.h"
 #include "core/tensor_layout.h"
@@ -31,6 +32,24 @@ KvSide kv_side(const TensorView& kv, const TensorView& scale, const AttentionSpe
   side.scale_stride = scales.stride;
   side.scale = scales.host;
   return side;
+}
+
+KvSide record_side(const TensorView& records) {
+  KvSide side{};
+  side.data = records.as<char>();
+  side.block_stride = byte_stride(records, 0), side.token_stride = byte_stride(records, 1);
+  side.dim_stride = 1;
+  side.scale = 1.f;
+  return side;
+}
+
+void set_sides(const AttentionSpec& spec, const KvCache& kv, AttentionParams& a) {
+  if (spec.kv_format == KvFormat::fp8_ds_mla) {
+    a.k = a.v = record_side(kv.k);
+    return;
+  }
+  a.k = kv_side(kv.k, kv.k_scale, spec);
+  a.v = spec.kv_format == KvFormat::latent_rope ? kv_side(kv.k_rope, kv.k_rope_scale, spec) : kv_side(kv.v, kv.v_scale, spec);
 }
 
 bool is_aligned(const TensorView& t, int64_t bytes) {

@@ -22,25 +22,36 @@ NewRows new_rows(const TensorView& t) { return {t.as<const char>(), byte_stride(
 // Eight elements are read and written at once, 16 bytes at a time where they have as many.
 bool has_wide_rows(const TensorView& t) { return is_aligned(t, size_of(t.dtype) == 1 ? 8 : 16); }
 
+// What a launch writes: two places with so many dims of each new row, of which a latent has the second empty.
+struct Dims {
+  int k, v;
+};
+Dims dims_of(const AttentionSpec& spec) {
+  if (spec.kv_format == KvFormat::latent_rope) return {spec.head_dim_v, spec.head_dim_qk - spec.head_dim_v};
+  return {spec.head_dim_qk, codec_of(spec).values_in_keys ? 0 : spec.head_dim_v};
+}
+
 }  // namespace
 
 KernelKey write_kv_key(std::string_view arch, const AttentionSpec& spec, DType from) {
+  if (spec.kv_format == KvFormat::fp8_ds_mla)
+    return {"write_ds_mla.cu", std::string(arch), {{"kFrom", int(from)}, {"kBlockSize", spec.block_size}}};
+  const Dims dims = dims_of(spec);
   return {"write_kv.cu",
           std::string(arch),
-          {{"kFrom", int(from)},
-           {"kTo", int(spec.kv_dtype)},
-           {"kDimK", spec.head_dim_qk},
-           {"kDimV", codec_of(spec).values_in_keys ? 0 : spec.head_dim_v},
-           {"kBlockSize", spec.block_size}}};
+          {{"kFrom", int(from)}, {"kTo", int(spec.kv_dtype)}, {"kDimK", dims.k}, {"kDimV", dims.v}, {"kBlockSize", spec.block_size}}};
 }
 
 WriteKv::WriteKv(const std::shared_ptr<const Context>& context, std::string_view arch, const AttentionSpec& spec)
     : spec_(spec), device_{DeviceType::cuda, context->device()} {
   check(spec.block_size > 0, "write_kv.ragged", "write_kv needs a paged cache, but block_size is {}", spec.block_size);
+  const bool records = spec.kv_format == KvFormat::fp8_ds_mla;
   for (const DType type : spec.new_kv_dtypes()) {
     const auto module = Module::load(context, write_kv_key(arch, spec, type));
-    from_.push_back({type, module, module->kernel("write_kv"), module->kernel("write_kv_strided")});
+    from_.push_back({type, module, module->kernel(records ? "write_ds_mla" : "write_kv"),
+                     module->kernel(records ? "write_ds_mla_strided" : "write_kv_strided")});
   }
+  if (records) return;
   copy_ = from_.front().module->kernel("copy_kv");
   copy_strided_ = from_.front().module->kernel("copy_kv_strided");
 }
@@ -58,16 +69,31 @@ void WriteKv::run(const KvCache& cache, const TensorView& k, const TensorView& v
   const int num_tokens = captured ? int(std::min<int64_t>(tokens.captured_tokens, room)) : tokens.num_tokens;
   if (num_tokens == 0) return;
   const bool copies = k.dtype == spec_.kv_dtype;
-  const WriteKvParams params{.k = kv_side(cache.k, cache.k_scale, spec_),
-                             .v = values ? kv_side(cache.v, cache.v_scale, spec_) : KvSide{},
-                             .new_k = new_rows(k),
-                             .new_v = values ? new_rows(v) : NewRows{},
-                             .slots = slots.as<const long>(),
-                             .slot_stride = slots.stride(0),
-                             .num_tokens = num_tokens,
-                             .num_kv_heads = spec_.num_kv_heads,
-                             .num_tokens_now = captured ? tokens.now : nullptr};
-  const bool wide = has_wide_rows(k) && has_wide_rows(cache.k) && (!values || (has_wide_rows(v) && has_wide_rows(cache.v)));
+  WriteKvParams params{.k = {},
+                       .v = {},
+                       .new_k = new_rows(k),
+                       .new_v = values ? new_rows(v) : NewRows{},
+                       .slots = slots.as<const long>(),
+                       .slot_stride = slots.stride(0),
+                       .num_tokens = num_tokens,
+                       .num_kv_heads = spec_.num_kv_heads,
+                       .num_tokens_now = captured ? tokens.now : nullptr};
+  bool wide = has_wide_rows(k) && (!values || (has_wide_rows(v) && has_wide_rows(cache.v)));
+  if (spec_.kv_format == KvFormat::fp8_ds_mla) {
+    params.k = record_side(cache.k);
+    wide = wide && is_aligned(cache.k, 16);
+  } else {
+    params.k = kv_side(cache.k, cache.k_scale, spec_);
+    wide = wide && has_wide_rows(cache.k);
+    if (values) params.v = kv_side(cache.v, cache.v_scale, spec_);
+    if (spec_.kv_format == KvFormat::latent_rope) {
+      params.v = kv_side(cache.k_rope, cache.k_rope_scale, spec_);
+      params.new_v = params.new_k;
+      params.new_v.data += spec_.head_dim_v * params.new_k.dim_stride;
+      // Rows of the rope part begin within those of k: at a multiple of 16 bytes, or of 8 of fp8, if the dims in front are one of 8.
+      wide = wide && has_wide_rows(cache.k_rope);
+    }
+  }
   const From& from = *std::ranges::find(from_, copies ? from_.front().type : k.dtype, &From::type);
   const Kernel& kernel = copies ? (wide ? copy_ : copy_strided_) : wide ? from.convert : from.convert_strided;
   const int blocks = std::min(num_tokens, captured ? kMaxCapturedBlocks : kMaxTokenBlocks);

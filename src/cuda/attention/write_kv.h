@@ -10,7 +10,8 @@
 
 namespace imbrex::cuda {
 
-// The kernel for a spec with blocks; one for the type that new keys come in and kv_dtype, head dimensions and block_size.
+// The kernel for a spec with blocks; one for the type that new keys come in and kv_dtype, head dimensions and block_size. Records have a
+// text of their own, write_ds_mla.cu.
 KernelKey write_kv_key(std::string_view arch, const AttentionSpec&, DType from);
 
 // The new tokens of a step.
@@ -40,7 +41,7 @@ class WriteKv {
     Kernel convert, convert_strided;
   };
   std::vector<From> from_;
-  Kernel copy_, copy_strided_;  // of the first module
+  Kernel copy_, copy_strided_;  // of the first module; records are never copied
 };
 
 }  // namespace imbrex::cuda

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <future>
 
-#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "cuda/attention/attention_sm90.h"
 
@@ -34,7 +33,7 @@ bool ships_sharing(const RegimeKernel& kernel, const AttentionSpec& spec, Extent
 
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
   std::vector<KernelKey> keys;
-  if (!codec_of(spec).strided) return keys;
+  if (!reads(table, spec)) return keys;
   for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
     for (const Regime regime : kRegimes) {
       const RegimeKernel kernel = table.kernel(arch, spec, regime);

@@ -54,8 +54,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const KvCache& kv, const
     a.lse_token_stride = out.lse.stride(0);
     a.lse_head_stride = out.lse.stride(1);
   }
-  a.k = kv_side(kv.k, kv.k_scale, spec_);
-  a.v = kv_side(kv.v, kv.v_scale, spec_);
+  set_sides(spec_, kv, a);
   a.query_start = m.device(arrays_.query_start);
   a.seq_lens = m.device(arrays_.seq_lens);
   a.block_ids = spec_.block_size > 0 ? arrays.block_ids : nullptr;
@@ -156,6 +155,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
     merge_tasks += of_regime * spec_.num_kv_heads * a.merge_lists[regime].shares;
   }
   a.beside = false;
+  if (spec_.kv_format == KvFormat::latent_rope) a.v = a.k;  // merge.cu wants the scale of values
   if (merge_tasks > 0) launch(loaded(merge_, out_dtype, captured), merge_tasks, cu, a);
   if (!captured) return;
   captured_run_ = true;

@@ -15,6 +15,7 @@
 #include "cuda/attention/flat_kv.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/fake/fake_driver.h"
+#include "cuda/fake/host_cache.h"
 #include "cuda/fake/host_plan_batch.h"
 #include "cuda/ops/copy_blocks.h"
 #include "cuda/ops/gather.h"
@@ -40,8 +41,6 @@ const char* row_of(const AttentionParams& p, const KvSide& side, int request, in
   if (p.block_ids == nullptr) return base + (p.block_start[request] + j) * side.token_stride;
   return base + p.block_ids[p.block_start[request] + j / spec.block_size] * side.block_stride + j % spec.block_size * side.token_stride;
 }
-
-double scale_of(const KvSide& side, int kv_head) { return side.scales ? side.scales[kv_head * side.scale_stride] : side.scale; }
 
 std::vector<double> load_row(const char* row, DType type, long stride, int dim) {
   std::vector<double> values(static_cast<size_t>(dim));
@@ -100,6 +99,24 @@ struct CacheTypes {
   DType k = spec.kv_dtype, v = spec.kv_dtype;
 };
 
+void load_key(const AttentionParams& p, const CacheTypes& types, int request, int kv_head, int j, std::vector<double>& key,
+              std::vector<double>& value) {
+  const char *const k = row_of(p, p.k, request, kv_head, j), *const v = row_of(p, p.v, request, kv_head, j);
+  if (spec.kv_format == KvFormat::fp8_ds_mla) {
+    key.resize(size_t(spec.head_dim_qk));
+    codec_of(spec).decode(spec, {.k = {.data = const_cast<char*>(k)}}, KvPart::k, {}, key.data());
+    value.assign(key.begin(), key.begin() + spec.head_dim_v);
+  } else if (spec.kv_format == KvFormat::latent_rope) {
+    value = load_row(k, types.k, p.k.dim_stride, spec.head_dim_v);
+    const std::vector<double> rope = load_row(v, types.k, p.v.dim_stride, spec.head_dim_qk - spec.head_dim_v);
+    key = value;
+    key.insert(key.end(), rope.begin(), rope.end());
+  } else {
+    key = load_row(k, types.k, p.k.dim_stride, spec.head_dim_qk);
+    value = load_row(v, types.v, p.v.dim_stride, spec.head_dim_v);
+  }
+}
+
 bool is_shared(const WorkItem& item) { return item.partial >= 0 && item.merge < 0; }
 
 // The query token of number `i` of those that items count in.
@@ -115,9 +132,11 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
   if ((p.positions != nullptr) != spec.mask.positions) std::abort();
   const int position = p.positions ? p.positions[token] : p.seq_lens[r] - (p.query_start[r + 1] - p.query_start[r]) + query;
   const double k_scale = scale_of(p.k, kv_head) * (p.q_scales ? double(p.q_scales[kv_head * p.q_scale_stride]) : 1.);
-  const double v_scale = scale_of(p.v, kv_head);
-  const std::vector<double> q =
+  const bool apart = spec.kv_format == KvFormat::latent_rope;  // what `v` says is then of k_rope
+  const double v_scale = scale_of(apart ? p.k : p.v, kv_head);
+  std::vector<double> q =
       load_row(p.q + token * p.q_token_stride + head * p.q_head_stride, spec.q_dtype, size_of(spec.q_dtype), spec.head_dim_qk);
+  for (size_t d = size_t(spec.head_dim_v); apart && d < q.size(); ++d) q[d] *= scale_of(p.v, kv_head) / scale_of(p.k, kv_head);
   Sums s;
   for (int j = item.kv_begin; j < item.kv_end; ++j) {
     const bool seen = sees(p, r, query, position, j);
@@ -125,8 +144,7 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
     if (!seen) continue;
     auto& [key, value] = loaded[size_t(j - item.kv_begin)];
     if (key.empty()) {
-      key = load_row(row_of(p, p.k, item.table, kv_head, j), types.k, p.k.dim_stride, spec.head_dim_qk);
-      value = load_row(row_of(p, p.v, item.table, kv_head, j), types.v, p.v.dim_stride, spec.head_dim_v);
+      load_key(p, types, item.table, kv_head, j, key, value);
     }
     const double dot = std::inner_product(q.begin(), q.end(), key.begin(), 0.);
     s.add(logit(p, dot * k_scale, head, j - position), 1, value.data());
@@ -268,34 +286,6 @@ void attention_and_merge(const Launch& launch, const AttentionParams& p, DType o
   merge(p, {p.merges, p.counts}, out_type);
 }
 
-void write_rows(const KvSide& side, const NewRows& rows, DType from, int dim, long slot, int token, int head) {
-  char* to = side.data + slot / spec.block_size * side.block_stride + slot % spec.block_size * side.token_stride + head * side.head_stride;
-  const char* source = rows.data + token * rows.token_stride + head * rows.head_stride;
-  const bool fp8 = size_of(spec.kv_dtype) == 1;
-  for (int d = 0; d < dim; ++d) {
-    const char* x = source + d * rows.dim_stride;
-    if (from == spec.kv_dtype) {
-      std::memcpy(to + d * side.dim_stride, x, size_t(size_of(from)));
-    } else {
-      store_from_float(to + d * side.dim_stride, spec.kv_dtype, 0, load_as_float(x, from, 0) / (fp8 ? float(scale_of(side, head)) : 1.f));
-    }
-  }
-}
-
-void write_kv(const WriteKvParams& p, DType from) {
-  const int tokens = p.num_tokens_now ? std::min(*p.num_tokens_now, p.num_tokens) : p.num_tokens;
-  for (int token = 0; token < tokens; ++token) {
-    const long slot = p.slots[token * p.slot_stride];
-    for (int head = 0; slot >= 0 && head < p.num_kv_heads; ++head) {
-      write_rows(p.k, p.new_k, from, spec.head_dim_qk, slot, token, head);
-      if (!codec_of(spec).values_in_keys)
-        write_rows(p.v, p.new_v, from, spec.head_dim_v, slot, token, head);
-      else if (p.v.data != nullptr || p.new_v.data != nullptr)
-        std::abort();
-    }
-  }
-}
-
 void expand_bias(const ExpandBiasParams& p) {
   for (int head = 0; head < spec.num_q_heads; ++head)
     for (int i = 0; i < p.width; ++i)
@@ -305,17 +295,6 @@ void expand_bias(const ExpandBiasParams& p) {
 void gather(const GatherParams& p, size_t size) {
   for (int row = 0; row < p.num_rows; ++row)
     std::memcpy(p.to + size_t(row) * size_t(p.row_length) * size, p.from + size_t(p.offsets[row]) * size, size_t(p.row_length) * size);
-}
-
-void copy_blocks(const CopyBlocksParams& p, int num_copies) {
-  for (const BlockPieces* side : {&p.k, &p.v})
-    for (int i = 0; i < num_copies; ++i)
-      for (unsigned piece = 0; piece < side->sizes[0] * side->sizes[1] * side->sizes[2]; ++piece) {
-        const long at = long(piece % side->sizes[0]) * side->strides[0] + long(piece / side->sizes[0] % side->sizes[1]) * side->strides[1] +
-                        long(piece / side->sizes[0] / side->sizes[1]) * side->strides[2];
-        std::memcpy(side->data + p.copies[i].to * side->block_stride + at, side->data + p.copies[i].from * side->block_stride + at,
-                    size_t(side->piece_bytes));
-      }
 }
 
 void merge_results(const MergeResultsParams& p) {
@@ -357,9 +336,11 @@ void run_launch(const Launch& launch) {
       if (list.counts != nullptr) merge(p, list, out);
     return;
   }
+  if (launch.entry.starts_with("write_ds_mla"))
+    return write_ds_mla(spec, parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
   if (launch.entry.starts_with("write_kv"))
-    return write_kv(parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
-  if (launch.entry.starts_with("copy_kv")) return write_kv(parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
+    return write_kv(spec, parameter<WriteKvParams>(launch, 0), type_named(launch, "kFrom", spec.new_kv_dtypes()));
+  if (launch.entry.starts_with("copy_kv")) return write_kv(spec, parameter<WriteKvParams>(launch, 0), spec.kv_dtype);
   if (launch.entry.starts_with("gather_")) return gather(parameter<GatherParams>(launch, 0), size_t(launch.entry.back() - '0'));
   if (launch.entry.starts_with("copy_blocks_")) return copy_blocks(parameter<CopyBlocksParams>(launch, 0), int(launch.grid_x));
   if (launch.entry.starts_with("merge_results_")) return merge_results(parameter<MergeResultsParams>(launch, 0));
@@ -400,6 +381,8 @@ void run_on_host(const AttentionSpec& of) {
       {"pack_mask", {sizeof(AttentionParams)}},
       {"write_kv", {sizeof(WriteKvParams)}},
       {"write_kv_strided", {sizeof(WriteKvParams)}},
+      {"write_ds_mla", {sizeof(WriteKvParams)}},
+      {"write_ds_mla_strided", {sizeof(WriteKvParams)}},
       {"copy_kv", {sizeof(WriteKvParams)}},
       {"copy_kv_strided", {sizeof(WriteKvParams)}},
       {"plan_batch", {sizeof(PlanBatchParams)}},

@@ -79,7 +79,12 @@ class LanesPlan final : public AttentionPlan {
     p.out = out.out.as<char>(), p.out_token_stride = out.out.stride(0) * out_size, p.out_head_stride = out.out.stride(1) * out_size;
     p.lse = out.lse.as<float>(), p.lse_token_stride = out.lse.stride(0), p.lse_head_stride = out.lse.stride(1);
     const KvCache kv = with_values(spec_, in.kv);
-    p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
+    if (spec_.kv_format == KvFormat::fp8_ds_mla)
+      cuda::set_sides(spec_, kv, p);
+    else if (spec_.kv_format == KvFormat::latent_rope)
+      p.k = side(kv.k, kv.k_scale), p.v = side(kv.k_rope, kv.k_rope_scale);
+    else
+      p.k = side(kv.k, kv.k_scale), p.v = side(kv.v, kv.v_scale);
     p.query_start = query_start_.data(), p.seq_lens = seq_lens_.data();
     p.block_ids = batch_.block_table.as<const int>(), p.block_start = block_start_.data();
     p.positions = positions_.data();
@@ -142,6 +147,7 @@ class LanesPlan final : public AttentionPlan {
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
+    if (spec_.kv_format == KvFormat::latent_rope) p.v = p.k;  // merge.cu wants the scale of values
     if (counts.num_merges > 0 && tiles_.key_warps == 1) open_library(std::string("merge_") + variant_.name).run(&p, nullptr, how_.launch);
   }
 

@@ -270,6 +270,25 @@ inline std::vector<Variant> variants() {
   branches.spec.mask = {.causal = false, .window_right = 0, .custom = true, .positions = true};
   branches.positions = PositionPattern::tree, branches.custom = CustomPattern::tree;
   branches.spec.score.relative_buckets = 32, branches.spec.score.relative_max_distance = 64;
+  // Rows in two places: bytes whose parts have a scale each, with queries of 16 bits and of bytes; converted, at any strides; values that
+  // the tile of keys does not have. Records, as 16 bits and in planes.
+  const auto apart = [](AttentionSpec s) {
+    s.kv_format = KvFormat::latent_rope;
+    return s;
+  };
+  Case& parts_bytes = add("parts_bytes", "sm_80", gpu::kDecode, 1, apart(spec(DType::bf16, DType::fp8_e4m3, 80, 48, 3, 3)));
+  parts_bytes.scale_per_head = true, parts_bytes.rope_factor = 3.7f;
+  Case& parts_queries = add("parts_queries", "sm_90a", gpu::kPrefill, 1, apart(spec(DType::fp8_e4m3, DType::fp8_e4m3, 72, 56, 2, 0)));
+  parts_queries.scale_per_head = true, parts_queries.rope_factor = 0.3f;
+  add("parts_rows", "sm_90a", gpu::kPrefill, 1, apart(spec(DType::f16, DType::bf16, 72, 40, 5, 16))).order = "lbhdt";
+  add("parts_wide", "sm_90a", gpu::kDecode, 1, apart(spec(DType::bf16, DType::bf16, 272, 264, 16, 64))).requests = {{1, 70, 0}, {2, 35, 1}};
+  const auto records = [&](DType q, int group, int block_size) {
+    AttentionSpec s = spec(q, DType::fp8_e4m3, 576, 512, group, block_size);
+    s.kv_format = KvFormat::fp8_ds_mla, s.num_kv_heads = 1, s.num_q_heads = group;
+    return s;
+  };
+  add("records", "sm_90a", gpu::kDecode, 1, records(DType::bf16, 16, 64)).spec.mask.window_left = 100;
+  add("records_exact", "sm_90a", gpu::kPrefill, 1, records(DType::f32, 2, 3)).requests = {{3, 40, 0}, {20, 20, 1}};
   return all;
 }
 
