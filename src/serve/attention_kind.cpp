@@ -26,6 +26,7 @@ class AttentionLayers final : public KindOf<AttentionFamily> {
     if (!is_fp8(spec().kv_dtype)) return;
     cache.k_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
     if (!codec_of(spec()).values_in_keys) cache.v_scale = cache.k_scale;
+    if (codec_of(spec()).layout(spec(), KvPart::k_rope)) cache.k_rope_scale = cache.k_scale;
   }
 
   bool write_cache(size_t layer, const StepTensors& tensors) const override {

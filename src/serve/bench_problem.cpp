@@ -49,7 +49,7 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
   limits_.max_num_reqs = int(requests.size());
   limits_.max_num_tokens = std::max(query_start_loc_.back(), 1);
   q_numbers_ = numbers_of(spec.q_dtype);
-  kv_numbers_ = numbers_of(spec.kv_dtype);
+  kv_numbers_ = numbers_of(new_kv_dtype());
   make_parameters(options);
   const auto own = [&](DeviceTensor t) { return owned_.emplace_back(std::move(t)).view; };
   const int64_t tokens = query_start_loc_.back(), keys = key_start_.back();
@@ -69,6 +69,12 @@ BenchProblem::BenchProblem(const BackendOf<AttentionFamily>& backend, const Atte
     if (!values_in_keys()) {
       inputs_.kv.v = own(stream.tensor(spec.kv_dtype, {keys, spec.num_kv_heads, spec.head_dim_v}));
       make_rows(Side::v, 0, inputs_.kv.v);
+    }
+    if (codec_of(spec).layout(spec, KvPart::k_rope)) {  // parts of one tensor
+      TensorView &k = inputs_.kv.k, &rope = inputs_.kv.k_rope;
+      rope = k;
+      rope.data = k.as<char>() + spec.head_dim_v * size_of(spec.kv_dtype);
+      k.sizes[2] = spec.head_dim_v, rope.sizes[2] = spec.head_dim_qk - spec.head_dim_v;
     }
     batch_.kv_start_loc = TensorView::contiguous(key_start_.data(), DType::i32, {int64_t(key_start_.size())});
     cache_bytes_ = keys * spec.kv_bytes_per_token();
@@ -178,7 +184,7 @@ void BenchProblem::write_caches(const BackendOf<AttentionFamily>& backend, const
   const PlanOptions plan_options{
       .limits = {1, int(kStep), std::max(limits_.max_seq_len, int(kStep))}, .threads = options.threads, .load_on_demand = true};
   const auto plan = backend.plan(spec, device, plan_options);
-  const DeviceTensor k = stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_qk});
+  const DeviceTensor k = stream_.tensor(new_kv_dtype(), {kStep, spec.num_kv_heads, spec.head_dim_qk});
   const DeviceTensor v = values_in_keys() ? DeviceTensor{} : stream_.tensor(spec.kv_dtype, {kStep, spec.num_kv_heads, spec.head_dim_v});
   for (size_t r = 0; r < requests_.size(); ++r) {
     for (int64_t begin = common_keys(r); begin < requests_[r].seq_len; begin += kStep) {
@@ -242,8 +248,7 @@ CaseInputs BenchProblem::sample(int request, int query, int kv_head) const {
   in.spec = spec_;
   in.spec.num_q_heads = group;
   in.spec.num_kv_heads = 1;
-  in.spec.kv_format = KvFormat::strided;
-  in.spec.block_size = 0;
+  if (!codec_of(spec_).scales_inside) in.spec.kv_format = KvFormat::strided, in.spec.block_size = 0;
   in.requests = {{queries, seq_len, 0}};
   in.q = host_rows(Side::q, token, queries, first, group, spec_.head_dim_qk);
   in.k = host_keys(Side::k, request, seq_len, kv_head, spec_.head_dim_qk);

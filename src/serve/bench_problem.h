@@ -50,6 +50,8 @@ class BenchProblem {
   HostTensor host_rows(Side, int64_t first, int64_t count, int head, int num_heads, int dim) const;
 
   bool values_in_keys() const { return codec_of(spec_).values_in_keys; }
+  // That new keys come in: what the cache has them in, unless it quantises them by scales of its own.
+  DType new_kv_dtype() const { return codec_of(spec_).scales_inside ? spec_.new_kv_dtypes().front() : spec_.kv_dtype; }
 
   AttentionSpec spec_;
   std::vector<BenchRequest> requests_;

@@ -17,6 +17,7 @@ namespace {
 KvFormat parse_format(const std::string& text) {
   const std::optional<KvFormat> format = find_kv_format(text);
   check(format.has_value(), "replay.kv_format", "kv_format must be auto, {}, is \"{}\"", kv_format_names(), text);
+  check(!codec_of(*format).scales_inside, "replay.kv_format", "kv_format must be one that keeps elements as they are, is \"{}\"", text);
   return *format;
 }
 

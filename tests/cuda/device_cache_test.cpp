@@ -193,8 +193,9 @@ TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {
                                         {72, KvFormat::strided},
                                         {8, KvFormat::strided},
                                         {64, KvFormat::latent},
-                                        {72, KvFormat::latent}}) {
-        const bool latent = format == KvFormat::latent;
+                                        {72, KvFormat::latent},
+                                        {72, KvFormat::latent_rope}}) {
+        const bool latent = format != KvFormat::strided, apart = format == KvFormat::latent_rope;
         const AttentionSpec spec{.num_q_heads = 6,
                                  .num_kv_heads = 3,
                                  .head_dim_qk = dim,
@@ -215,13 +216,12 @@ TEST_F(DeviceCache, BlocksAreCopiedAsOnTheHost) {
           for (int d = 0; d < t.rank; ++d) last += (t.size(d) - 1) * t.stride(d) * size_of(t.dtype);
           return last <= reach;
         };
-        ASSERT_TRUE(inside(layer.k) && (latent || inside(layer.v)));
+        ASSERT_TRUE(inside(layer.k) && (latent || inside(layer.v)) && (!apart || inside(layer.k_rope)));
         std::memcpy(base, bytes.data(), bytes.size());
         const DeviceBuffer buffer = upload(bytes);
         const KvCache moved{.k = on_device(layer.k, buffer, layer.k.as<char>() - base),
                             .v = latent ? TensorView{} : on_device(layer.v, buffer, layer.v.as<char>() - base),
-                            .k_scale = {},
-                            .v_scale = {}};
+                            .k_rope = apart ? on_device(layer.k_rope, buffer, layer.k_rope.as<char>() - base) : TensorView{}};
         std::vector<BlockCopy> copies;
         for (int i = 0; i < 300; ++i) copies.push_back({i, 699 - i});
         copy_blocks(spec, layer, copies);
