@@ -15,7 +15,7 @@ void call(Kernel kernel, const Params& p, [[maybe_unused]] const imbrex::test::T
   }
 }
 
-extern "C" void run_kernel(const void* params, const imbrex::test::TensorMap* maps, const imbrex::test::Launch& launch) {
+extern "C" [[gnu::visibility("default")]] void run_kernel(const void* params, const imbrex::test::TensorMap* maps, const imbrex::test::Launch& launch) {
   using namespace imbrex::cuda;
   imbrex::lanes::block.late_copies = launch.late_copies;
   imbrex::lanes::block.chance = launch.chance;
@@ -33,4 +33,4 @@ constexpr unsigned smem_bytes = 0;
 }
 using namespace none;
 }  // namespace imbrex::cuda
-extern "C" unsigned kernel_smem_bytes() { return imbrex::cuda::smem_bytes; }
+extern "C" [[gnu::visibility("default")]] unsigned kernel_smem_bytes() { return imbrex::cuda::smem_bytes; }

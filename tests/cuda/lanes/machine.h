@@ -6,11 +6,9 @@
 // some seed, lanes that disagree about the next instruction are found when they meet, and so is a barrier that nobody else comes to. A warp
 // may be starved: one that comes late to an mbarrier can find its phase turned twice, and wait for ever.
 #include <setjmp.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -20,7 +18,7 @@
 
 namespace imbrex::cuda {
 constexpr unsigned kMostShared = 227 << 10, kMostBlocks = 2;  // bytes of a block, blocks of a cluster
-alignas(1024) inline char memory[kMostBlocks * kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
+alignas(1024) extern char memory[kMostBlocks * kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
 }  // namespace imbrex::cuda
 
 namespace imbrex::lanes {
@@ -36,7 +34,8 @@ struct Copy {  // an asynchronous one
 struct Fiber {
   jmp_buf here;
   std::unique_ptr<char[]> stack;
-  std::function<bool()> ready;  // set while it waits
+  bool (*ready)(const void*) = nullptr;  // set while it waits; of what lies on its stack
+  const void* ready_of = nullptr;
   bool done = false;
   long meetings = 0;
   std::vector<Copy> open;                 // copies since the last commit
@@ -74,7 +73,8 @@ struct Block {
   std::map<unsigned, MBarrier> mbarriers[cuda::kMostBlocks];  // by their address
   int spare_registers[cuda::kMostBlocks];                     // of a thread, that warps have given back
   jmp_buf scheduler;
-  std::function<void()> body;
+  void (*body)(const void*);
+  const void* body_of;
   int threads;      // of a thread block
   int current = 0;  // lane that runs
   bool late_copies = true;
@@ -84,99 +84,20 @@ struct Block {
   Fiber& fiber() { return fibers[size_t(current)]; }
   Warp& warp() { return warps[size_t(current / 32)]; }
 };
-inline Block block;
+extern Block block;
 
-inline void fail(const char* what) {
-  std::fprintf(stderr, "lane %d: %s\n", block.current, what);
-  std::abort();
-}
-
-inline unsigned next_chance() { return (block.chance = block.chance * 1664525u + 1013904223u) >> 8; }
-
-// Jumps, unlike swapcontext(), leave signal masks alone: two system calls a switch were most of the time.
-inline void switch_to(jmp_buf& from, jmp_buf& to) {
-  if (_setjmp(from) == 0) _longjmp(to, 1);
-}
-
+// Lets others run until ready(of).
+void wait_until(bool (*ready)(const void*), const void* of);
 template <class Ready>
-void wait_until(Ready ready) {
-  if (ready()) return;
-  const int me = block.current;
-  block.fiber().ready = ready;
-  switch_to(block.fiber().here, block.scheduler);
-  block.current = me;
+void wait_until(const Ready& ready) {
+  if (!ready()) wait_until([](const void* of) { return (*static_cast<const Ready*>(of))(); }, &ready);
 }
 
-inline void fiber_main() {
-  switch_to(block.fiber().here, block.scheduler);
-  block.body();
-  for (const auto& group : block.fiber().groups)
-    if (!group.empty()) fail("copies nobody waited for");
-  if (!block.fiber().open_products.empty() || !block.fiber().product_groups.empty()) fail("products nobody waited for");
-  block.fiber().done = true;
-  _longjmp(block.scheduler, 1);
-}
-
-// Up to its first instruction.
-inline void start_fiber(int lane) {
-  constexpr size_t kStack = 256 << 10;
-  Fiber& fiber = block.fibers[size_t(block.current = lane)];
-  fiber.stack = std::make_unique_for_overwrite<char[]>(kStack);
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack.ss_sp = fiber.stack.get();
-  context.uc_stack.ss_size = kStack;
-  context.uc_link = nullptr;
-  makecontext(&context, fiber_main, 0);
-  if (_setjmp(block.scheduler) == 0) setcontext(&context);
-}
-
-// One turn of a warp: each lane until it waits, again and again, but not for ever. Whether any ran.
-inline bool run_warp(int warp) {
-  bool ran = false, again = true;
-  for (unsigned turns = 1 + next_chance() % 400; again && turns > 0; --turns) {
-    again = false;
-    for (int lane = 32 * warp; lane < 32 * warp + 32; ++lane) {
-      Fiber& fiber = block.fibers[size_t(lane)];
-      if (fiber.done || (fiber.ready && !fiber.ready())) continue;
-      fiber.ready = nullptr;
-      block.current = lane;
-      switch_to(block.scheduler, fiber.here);
-      ran = again = true;
-    }
-  }
-  return ran;
-}
-
-// `threads` of each of `blocks`.
-inline void run_cluster(int blocks, int threads, std::function<void()> body) {
-  constexpr int kRegisters = 65536, kRegistersUnit = 8, kMostRegisters = 255;  // a launch hands out what it can
-  block.threads = threads;
-  block.fibers = std::vector<Fiber>(size_t(blocks * threads));
-  block.warps = std::vector<Warp>(block.fibers.size() / 32);
-  for (Warp& warp : block.warps) warp.registers = std::min(kRegisters / threads, kMostRegisters) / kRegistersUnit * kRegistersUnit;
-  for (int i = 0; i < blocks; ++i) block.barriers[i] = {}, block.votes[i] = {}, block.mbarriers[i].clear(), block.spare_registers[i] = 0;
-  block.of_cluster = {};
-  block.body = std::move(body);
-  for (int lane = 0; lane < blocks * threads; ++lane) start_fiber(lane);
-  const auto alive = [] {
-    for (const Fiber& fiber : block.fibers)
-      if (!fiber.done) return true;
-    return false;
-  };
-  constexpr long kStarvedTurns = 300;  // of which a starved warp gets one, and those when no other runs
-  for (long turn = 0; alive(); ++turn) {
-    bool ran = false;
-    const unsigned first = next_chance();
-    for (size_t i = 0; i < block.warps.size(); ++i) {
-      const int warp = int((first + i) % block.warps.size());
-      if (warp != block.starved || turn % kStarvedTurns == 0) ran |= run_warp(warp);
-    }
-    if (!ran && !(size_t(block.starved) < block.warps.size() && run_warp(block.starved))) fail("all lanes wait");
-  }
-  for (int i = 0; i < blocks; ++i)
-    for (const auto& [address, barrier] : block.mbarriers[i])
-      if (barrier.bytes != 0 || !barrier.writes.empty()) fail("bytes that nobody waited for");
+// Runs body() in every one of `threads` threads of each of `blocks`.
+void run_cluster(int blocks, int threads, void (*body)(const void*), const void* of);
+template <class Body>
+void run_cluster(int blocks, int threads, const Body& body) {
+  run_cluster(blocks, threads, [](const void* of) { (*static_cast<const Body*>(of))(); }, &body);
 }
 
 // All 32 lanes bring a T; each gets what its `f` makes of them.

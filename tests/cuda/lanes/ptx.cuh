@@ -249,19 +249,20 @@ inline void store_matrix(u32 address, u32 d0, u32 d1, u32 d2, u32 d3) {
 template <float (*to_float)(u16)>
 void multiply_lanes(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   struct Operands {
-    u32 a[4], b[2];
-  };
+    float a[8], b[4];
+  } mine;
   const int g = lane_id() / 4, t = lane_id() % 4;
-  const auto element = [](const u32* words, int i) { return double(to_float(u16(words[i / 2] >> i % 2 * 16))); };
+  const auto element = [](u32 word, int i) { return to_float(u16(word >> i % 2 * 16)); };
+  for (int i = 0; i < 8; ++i) mine.a[i] = element(a[i / 2], i);
+  for (int i = 0; i < 4; ++i) mine.b[i] = element(i < 2 ? b0 : b1, i);
   struct Sums {
     double of[4];
   };
-  const Sums sums = lanes::meet(kMultiply, Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}}, [&](const Operands* all) {
+  const Sums sums = lanes::meet(kMultiply, mine, [=](const Operands* all) {
     double left[2][16], right[2][16];  // rows g and g + 8, columns 2t and 2t + 1
     for (int other = 0; other < 4; ++other) {
-      for (int i = 0; i < 8; ++i) left[i % 4 < 2 ? 0 : 1][other * 2 + i % 2 + (i < 4 ? 0 : 8)] = element(all[4 * g + other].a, i);
-      for (int i = 0; i < 8; ++i)
-        right[i / 4][other * 2 + i % 2 + (i % 4 < 2 ? 0 : 8)] = element(all[4 * (2 * t + i / 4) + other].b, i % 4);
+      for (int i = 0; i < 8; ++i) left[i % 4 < 2 ? 0 : 1][other * 2 + i % 2 + (i < 4 ? 0 : 8)] = all[4 * g + other].a[i];
+      for (int i = 0; i < 8; ++i) right[i / 4][other * 2 + i % 2 + (i % 4 < 2 ? 0 : 8)] = all[4 * (2 * t + i / 4) + other].b[i % 4];
     }
     Sums s{};
     for (int i = 0; i < 4; ++i)
