@@ -20,11 +20,17 @@ file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp ${kernels}/*_ge
 # over them would not become vectors. No result depends on it.
 set_source_files_properties(${generic_files} PROPERTIES COMPILE_OPTIONS "-O3;-fno-exceptions;-fno-math-errno;-fno-trapping-math")
 file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
-# Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. What the AMX
+# Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. For these a template that is
+# there for many shapes is there for few: the others are the same text with other trip counts, and add up in the same order. What the AMX
 # unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.
+option(IMBREX_ROLLED_AMX "Compile the AMX kernels without unrolling: in a fifth of the time, and slower where there is AMX" OFF)
 set(rolled ${kernels}/amx_emulated.cpp)
+if(IMBREX_ROLLED_AMX)
+  list(APPEND rolled ${kernels}/amx.cpp)
+endif()
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(rolled ${kernel_files})
+  set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_FEW_SHAPES)
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -O1 $<$<BOOL:${IMBREX_BUILD_FUZZERS}>:-fno-sanitize=fuzzer-no-link>)
   # AddressSanitizer finds wrong addresses. That UBSan looks at pointers too would more than double the time that kernels take to compile.
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=null,alignment,object-size,pointer-overflow)

@@ -73,10 +73,12 @@ void run_list(JobList& list, bool narrow) {
     run_narrow<logits>(list);
   } else if (steps == 4 && dims == 4) {
     run_jobs<4, 4, logits>(list);
+#ifndef IMBREX_FEW_SHAPES
   } else if (steps == 2 && dims == 2) {
     run_jobs<2, 2, logits>(list);
   } else if (steps == 8 && dims == 8) {
     run_jobs<8, 8, logits>(list);
+#endif
   } else {
     run_jobs<0, 0, logits>(list);
   }

@@ -4,7 +4,11 @@
 namespace imbrex::cpu {
 namespace {
 
+#ifdef IMBREX_FEW_SHAPES
+constexpr int kTileRows = 2;
+#else
 constexpr int kTileRows = 6;
+#endif
 // Values of a template argument that is otherwise an element type: panels of stage_wide_values, a panel of stage_narrow_values, and pairs
 // of bf16 that are multiplied as bf16.
 constexpr int kWide = -1, kNarrow = -2, kPairs = -3;
@@ -124,13 +128,14 @@ void value_panel(const Values& v, const float* p, float* out, int stride, int d,
 }
 
 // f with the number of rows of a tile as template argument.
+constexpr int of_a_tile(int rows) { return rows < kTileRows ? rows : kTileRows; }
 template <class F>
 IMBREX_INLINE void with_rows(int rows, const F& f) {
   switch (rows) {
-    case 6: f.template operator()<6>(); break;
-    case 5: f.template operator()<5>(); break;
-    case 4: f.template operator()<4>(); break;
-    case 3: f.template operator()<3>(); break;
+    case 6: f.template operator()<of_a_tile(6)>(); break;
+    case 5: f.template operator()<of_a_tile(5)>(); break;
+    case 4: f.template operator()<of_a_tile(4)>(); break;
+    case 3: f.template operator()<of_a_tile(3)>(); break;
     case 2: f.template operator()<2>(); break;
     default: f.template operator()<1>();
   }
