@@ -15,7 +15,8 @@ void call(Kernel kernel, const Params& p, [[maybe_unused]] const imbrex::test::T
   }
 }
 
-extern "C" [[gnu::visibility("default")]] void run_kernel(const void* params, const imbrex::test::TensorMap* maps, const imbrex::test::Launch& launch) {
+extern "C" [[gnu::visibility("default")]] void run_kernel(const void* params, const imbrex::test::TensorMap* maps,
+                                                          const imbrex::test::Launch& launch) {
   using namespace imbrex::cuda;
   imbrex::lanes::block.late_copies = launch.late_copies;
   imbrex::lanes::block.chance = launch.chance;

@@ -97,7 +97,8 @@ void wait_until(const Ready& ready) {
 void run_cluster(int blocks, int threads, void (*body)(const void*), const void* of);
 template <class Body>
 void run_cluster(int blocks, int threads, const Body& body) {
-  run_cluster(blocks, threads, [](const void* of) { (*static_cast<const Body*>(of))(); }, &body);
+  run_cluster(
+      blocks, threads, [](const void* of) { (*static_cast<const Body*>(of))(); }, &body);
 }
 
 // All 32 lanes bring a T; each gets what its `f` makes of them.
