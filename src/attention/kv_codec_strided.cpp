@@ -69,7 +69,8 @@ void encode_latent_rope(const AttentionSpec& spec, const KvCache& cache, KvPart,
 void load_elements(const AttentionSpec& spec, const TensorView& t, const TensorView& scales, KvPlace place, int count, double* row) {
   const RowPlace from = find_row(spec, t, place);
   const double scale = scale_of_head(scales, t.dtype, place.head);
-  for (int d = 0; d < count; ++d) row[d] = scale * load_as_double(t.data, t.dtype, from.first + d * from.stride);
+  load_as_doubles(t.data, t.dtype, from.first, from.stride, {row, size_t(count)});
+  for (int d = 0; d < count; ++d) row[d] *= scale;
 }
 
 void decode_strided(const AttentionSpec& spec, const KvCache& cache, KvPart part, KvPlace place, double* row) {

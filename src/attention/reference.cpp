@@ -25,7 +25,8 @@ int64_t offset(const TensorView& t, int64_t a, int64_t b = 0, int64_t c = 0, int
 
 // One row of `count` elements, `stride` apart, as doubles.
 void load_row(const TensorView& t, int64_t first, int64_t stride, int count, double scale, double* row) {
-  for (int d = 0; d < count; ++d) row[d] = scale * load_as_double(t.data, t.dtype, first + d * stride);
+  load_as_doubles(t.data, t.dtype, first, stride, {row, size_t(count)});
+  for (int d = 0; d < count; ++d) row[d] *= scale;
 }
 
 double parameter(const TensorView& t, int64_t index) { return t.as<const float>()[index * t.strides[0]]; }
@@ -190,8 +191,8 @@ class ReferencePlan final : public StepPlan {
         for (int d = 0; d < dim_v; ++d) sums_[size_t(g) * dim_v + d] += weights_[size_t(g) * keys + j] * v_row_[d];
     }
     for (int g = 0; g < group; ++g)
-      for (int d = 0; d < dim_v; ++d)
-        store_from_double(out.out.data, out.out.dtype, offset(out.out, token, first_head + g) + d, sums_[size_t(g) * dim_v + d]);
+      store_from_doubles(out.out.data, out.out.dtype, offset(out.out, token, first_head + g), 1,
+                         {&sums_[size_t(g) * dim_v], size_t(dim_v)});
   }
 
   AttentionSpec spec_;

@@ -27,6 +27,8 @@ void HostTensor::set(int64_t index, double value) {
   }
 }
 
+void HostTensor::set_row(int64_t first, std::span<const double> values) { store_from_doubles(bytes.data(), dtype, first, 1, values); }
+
 TensorView HostTensor::view() const {
   TensorView t;
   if (empty()) return t;

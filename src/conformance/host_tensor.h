@@ -1,5 +1,6 @@
 #pragma once
 // Tensors of cases and case files, in host memory that they own.
+#include <span>
 #include <vector>
 
 #include "imbrex/tensor.h"
@@ -17,7 +18,8 @@ struct HostTensor {
   int64_t num_elements() const;
   double get(int64_t index) const;
   void set(int64_t index, double value);
-  TensorView view() const;  // empty view when there is no tensor; kernels only read it
+  void set_row(int64_t first, std::span<const double> values);  // of a float type
+  TensorView view() const;                                      // empty view when there is no tensor; kernels only read it
 };
 
 HostTensor tensor_of(const std::vector<int32_t>& values);                            // i32 [values.size()]

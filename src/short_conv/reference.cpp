@@ -1,6 +1,7 @@
 // See reference.h.
 #include "short_conv/reference.h"
 
+#include <span>
 #include <vector>
 
 #include "core/float_types.h"
@@ -29,8 +30,9 @@ class Reference final : public ShortConvPlan {
   std::string str() const override { return "reference: " + std::to_string(step_.requests.size()) + " requests"; }
 
  private:
-  double load(const TensorView& t, int64_t row, int64_t column) const {
-    return load_as_double(t.data, spec_.dtype, row * t.stride(0) + column * t.stride(1));
+  // A column of `t`, from a row on.
+  void load_column(const TensorView& t, int64_t first_row, int64_t column, std::span<double> to) const {
+    load_as_doubles(t.data, spec_.dtype, first_row * t.stride(0) + column * t.stride(1), t.stride(0), to);
   }
   double rounded(double x) const {
     char element[8];
@@ -39,21 +41,27 @@ class Reference final : public ShortConvPlan {
   }
 
   void run_channel(const ShortConvRequest& r, int d, const ShortConvInputs& in, const ShortConvOutputs& out) const {
-    const int before = spec_.width - 1, q_len = r.end - r.begin;
-    const int64_t state = r.slot * in.state.stride(0) + d;
-    std::vector<double> h;
-    h.reserve(size_t(before) + size_t(q_len));
-    for (int i = 0; i < before; ++i)
-      h.push_back(r.fresh ? 0. : load_as_double(in.state.data, spec_.dtype, state + (r.first_row + i) * in.state.stride(1)));
-    for (int t = r.begin; t < r.end; ++t) h.push_back(rounded(load(in.bcx, t, d) * load(in.bcx, t, 2 * int64_t(spec_.dim) + d)));
-    for (int t = 0; t < q_len; ++t) {
-      double sum = spec_.bias ? load_as_double(in.bias.data, spec_.dtype, d * in.bias.stride(0)) : 0.;
-      for (int i = 0; i < spec_.width; ++i) sum += load(in.weight, d, i) * h[size_t(t) + size_t(i)];
-      store_from_double(out.out.data, spec_.dtype, (r.begin + t) * out.out.stride(0) + d * out.out.stride(1),
-                        sum * load(in.bcx, r.begin + t, int64_t(spec_.dim) + d));
+    const size_t before = size_t(spec_.width) - 1, tokens = size_t(r.end - r.begin), drafts = size_t(r.drafts);
+    const int64_t state = r.slot * in.state.stride(0) + d, dim = spec_.dim;
+    std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
+    const std::span<double> b = std::span(h).subspan(before);
+    load_column(in.bcx, r.begin, d, b);
+    load_column(in.bcx, r.begin, dim + d, c);
+    load_column(in.bcx, r.begin, 2 * dim + d, x);
+    load_as_doubles(in.weight.data, spec_.dtype, d * in.weight.stride(0), in.weight.stride(1), weight);
+    const double bias = spec_.bias ? load_as_double(in.bias.data, spec_.dtype, d * in.bias.stride(0)) : 0.;
+    if (!r.fresh) {
+      const int64_t row = in.state.stride(1);
+      load_as_doubles(in.state.data, spec_.dtype, state + r.first_row * row, row, std::span(h).first(before));
     }
-    for (int i = 0; i < before + r.drafts; ++i)
-      store_from_double(in.state.data, spec_.dtype, state + i * in.state.stride(1), h[size_t(q_len - r.drafts) + size_t(i)]);
+    for (size_t t = 0; t < tokens; ++t) b[t] = rounded(b[t] * x[t]);
+    for (size_t t = 0; t < tokens; ++t) {
+      double sum = bias;
+      for (size_t i = 0; i < weight.size(); ++i) sum += weight[i] * h[t + i];
+      c[t] *= sum;
+    }
+    store_from_doubles(out.out.data, spec_.dtype, r.begin * out.out.stride(0) + d * out.out.stride(1), out.out.stride(0), c);
+    store_from_doubles(in.state.data, spec_.dtype, state, in.state.stride(1), std::span(h).subspan(tokens - drafts, before + drafts));
   }
 
   ShortConvSpec spec_;

@@ -9,6 +9,7 @@
 
 #include "attention/reference.h"
 #include "matrix.h"
+#include "shards.h"
 
 namespace imbrex::test {
 namespace {

@@ -8,6 +8,7 @@
 
 #include "attention/kv_codec.h"
 #include "attention/reference.h"
+#include "shards.h"
 
 namespace imbrex::test {
 namespace {
@@ -113,21 +114,6 @@ std::vector<Combination> combinations() {
 }
 
 const std::map<std::string, Totals>& totals() { return mutable_totals(); }
-
-std::vector<Combination> by_shard(const std::vector<Combination>& all) {
-  std::array<std::vector<Combination>, kMostShards> hands;
-  for (auto begin = all.begin(); begin != all.end();) {
-    const auto end = std::find_if(begin, all.end(), [&](const Combination& other) { return other.c != begin->c; });
-    const auto hand = std::ranges::min_element(hands, {}, &std::vector<Combination>::size);
-    hand->insert(hand->end(), begin, end);
-    begin = end;
-  }
-  std::vector<Combination> dealt;
-  for (size_t round = 0; dealt.size() < all.size(); ++round)
-    for (const auto& hand : hands)
-      if (round < hand.size()) dealt.push_back(hand[round]);
-  return dealt;
-}
 
 const CaseInputs& inputs_of(const Case& c) {
   return kept<CaseInputs, kMostShards>(c, [](const Case& of) { return make_inputs(of); });

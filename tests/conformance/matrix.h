@@ -38,10 +38,6 @@ bool options_for(const Case&, const Target&, RunOptions&);
 bool runs(const Case&, const Target&);
 // All but what is left out: most cases of the reference, and of an emulated unit beside the real one.
 std::vector<Combination> combinations();
-// The combinations in another order: GoogleTest deals tests out to its shards one by one, and with up to kMostShards of them (a power of
-// two) a shard is dealt whole cases, whose inputs and expected results are made once.
-constexpr size_t kMostShards = 16;
-std::vector<Combination> by_shard(const std::vector<Combination>&);
 const std::map<std::string, Totals>& totals();  // by target; filled by combinations()
 
 // The inputs and the expected results of a case. Those of the last kMostShards cases are kept.

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <set>
 
+#include "shards.h"
 #include "short_conv_targets.h"
 
 namespace imbrex::test {
@@ -41,7 +42,7 @@ TEST_P(ShortConvConformance, MatchesTheReference) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, ShortConvConformance, testing::ValuesIn(short_conv_combinations()),
+INSTANTIATE_TEST_SUITE_P(All, ShortConvConformance, testing::ValuesIn(by_shard(short_conv_combinations())),
                          [](const auto& info) { return info.param.c->name + "__" + info.param.target->name(); });
 
 TEST(ShortConvTable, HasCasesOfEveryKindWithNamesOfTheirOwn) {

@@ -1,6 +1,8 @@
 // See short_conv_targets.h.
 #include "short_conv_targets.h"
 
+#include "shards.h"
+
 namespace imbrex::test {
 
 const std::vector<ShortConvTarget>& short_conv_targets() {
@@ -22,11 +24,11 @@ const std::vector<ShortConvTarget>& short_conv_targets() {
 }
 
 const ShortConvCaseInputs& inputs_of(const ShortConvCase& c) {
-  return kept<ShortConvCaseInputs, 16>(c, [](const ShortConvCase& of) { return make_inputs(of); });
+  return kept<ShortConvCaseInputs, kMostShards>(c, [](const ShortConvCase& of) { return make_inputs(of); });
 }
 
 const ShortConvExpected& expected_of(const ShortConvCase& c) {
-  return kept<ShortConvExpected, 16>(c, [](const ShortConvCase& of) { return expect(inputs_of(of)); });
+  return kept<ShortConvExpected, kMostShards>(c, [](const ShortConvCase& of) { return expect(inputs_of(of)); });
 }
 
 ShortConvCase steep_case(const ShortConvSpec& spec, std::vector<ShortConvCaseRequest> requests) {

@@ -18,10 +18,12 @@ enum Sequence : uint64_t { kQ, kK, kV, kSinks, kHeadScales, kBias, kMask };
 // Rows of one request: row i has position `first + i`, or all have the first where they are to be equal.
 void fill_rows(HostTensor& t, int64_t row, int count, int64_t first, uint64_t seed, double gain, bool equal = false) {
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
+  std::vector<double> values(size_t(dim), 0.);
   for (int i = 0; i < count; ++i)
     for (int64_t h = 0; h < heads; ++h) {
       const uint64_t key = splitmix(splitmix(seed + uint64_t(equal ? first : first + i)) + uint64_t(h));
-      for (int64_t d = 0; d < dim; ++d) t.set(((row + i) * heads + h) * dim + d, gain * normal(splitmix(key + uint64_t(d))));
+      for (size_t d = 0; d < values.size(); ++d) values[d] = gain * normal(splitmix(key + d));
+      t.set_row(((row + i) * heads + h) * dim, values);
     }
 }
 

@@ -306,12 +306,13 @@ class Runner {
     plan.run(inputs, outputs);
 
     row = 0;
+    std::vector<double> stored(static_cast<size_t>(dim));
     for (size_t r = 0; r < requests.size(); ++r)
       for (int t = requests[r].q_begin; t < requests[r].q_end; ++t, ++row) {
         const int64_t token = first_token_[r] + t;
         for (int h = 0; h < heads; ++h) {
-          for (int d = 0; d < dim; ++d)
-            result_.out[size_t((token * heads + h) * dim + d)] = load_as_float(out.at(row, h), options_.out_dtype, d);
+          load_as_doubles(out.at(row, h), options_.out_dtype, 0, 1, stored);
+          std::copy(stored.begin(), stored.end(), result_.out.begin() + (token * heads + h) * dim);
           fill_poison(out.at(row, h), size_t(dim * size_of(options_.out_dtype)), options_.out_dtype, options_.poison);
         }
         std::memcpy(&result_.lse[size_t(token * heads)], lse.at(row, 0), size_t(heads) * sizeof(float));

@@ -32,8 +32,16 @@ float round_to(DType dtype, float x) {
 std::vector<float> rounded(const HostTensor& t, DType dtype, const HostTensor& scale) {
   std::vector<float> values(static_cast<size_t>(t.num_elements()));
   const int64_t heads = t.sizes[1], dim = t.sizes[2];
-  for (int64_t i = 0; i < t.num_elements(); ++i)
-    values[size_t(i)] = round_to(dtype, float(t.get(i)) * scale_of_head(t, scale, i / dim % heads));
+  HostTensor rounding = HostTensor::make(dtype, {dim});
+  std::vector<double> row(static_cast<size_t>(dim));
+  for (int64_t i = 0, count = t.num_elements(); i < count; i += dim) {
+    const float factor = scale_of_head(t, scale, i / dim % heads);
+    load_as_doubles(t.bytes.data(), t.dtype, i, 1, row);
+    for (double& x : row) x = double(float(x) * factor);
+    rounding.set_row(0, row);
+    load_as_doubles(rounding.bytes.data(), dtype, 0, 1, row);
+    std::copy(row.begin(), row.end(), values.begin() + i);
+  }
   return values;
 }
 

@@ -25,10 +25,11 @@ double gain_of(const ShortConvCase& c, int64_t position) {
 // B, C and x of a request's token: [3 * dim] from `at` on.
 void fill_token(const ShortConvCase& c, uint64_t request_seed, int64_t position, HostTensor& t, int64_t at) {
   const double gain = gain_of(c, position);
+  std::vector<double> values(size_t(c.spec.dim), 0.);
   for (const ConvSequence part : {kRowB, kRowC, kRowX}) {
     const uint64_t key = splitmix(splitmix(request_seed ^ part) + uint64_t(position));
-    for (int d = 0; d < c.spec.dim; ++d)
-      t.set(at + int64_t(part) * c.spec.dim + d, (part == kRowC ? 1 : gain) * normal(splitmix(key + uint64_t(d))));
+    for (size_t d = 0; d < values.size(); ++d) values[d] = (part == kRowC ? 1 : gain) * normal(splitmix(key + d));
+    t.set_row(at + int64_t(part) * c.spec.dim, values);
   }
 }
 

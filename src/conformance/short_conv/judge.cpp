@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 
 #include "core/check.h"
 #include "core/float_types.h"
@@ -40,24 +41,31 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
   const ShortConvSpec& spec = in.spec;
   const int64_t dim = spec.dim;
   const ShortConvCaseInputs::Rows gone = in.past_rows(request);
-  std::vector<double> h(size_t(spec.width) - 1, 0.0);
-  for (int row = gone.begin; row < gone.end; ++row)
-    h[size_t(row - gone.begin)] = in.state.get((int64_t(request) * spec.state_rows() + row) * dim + d);
+  const size_t before = size_t(spec.width) - 1, tokens = size_t(in.requests[request].q_len);
+  const auto load = [](const HostTensor& t, int64_t first, int64_t stride, std::span<double> to) {
+    load_as_doubles(t.bytes.data(), t.dtype, first, stride, to);
+  };
+  std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
+  const std::span<double> b = std::span(h).subspan(before);
+  load(in.bcx, token * 3 * dim + d, 3 * dim, b);
+  load(in.bcx, (token * 3 + 1) * dim + d, 3 * dim, c);
+  load(in.bcx, (token * 3 + 2) * dim + d, 3 * dim, x);
+  load(in.weight, int64_t(d) * spec.width, 1, weight);
+  load(in.state, (int64_t(request) * spec.state_rows() + gone.begin) * dim + d, dim, std::span(h).first(size_t(gone.end - gone.begin)));
   const double bias = spec.bias ? in.bias.get(d) : 0;
   const Precision precision = precision_of(spec.dtype);
-  for (const int64_t end = token + in.requests[request].q_len; token < end; ++token) {
-    const double b = in.bcx.get(token * 3 * dim + d), c = in.bcx.get((token * 3 + 1) * dim + d), x = in.bcx.get((token * 3 + 2) * dim + d);
-    h.push_back(rounded_to(spec.dtype, b * x));
+  for (size_t t = 0; t < tokens; ++t) {
+    b[t] = rounded_to(spec.dtype, b[t] * x[t]);
     double sum = bias, size = std::abs(bias);
-    for (int i = 0; i < spec.width; ++i) {
-      const double term = in.weight.get(int64_t(d) * spec.width + i) * h[h.size() - size_t(spec.width) + size_t(i)];
+    for (size_t i = 0; i < weight.size(); ++i) {
+      const double term = weight[i] * h[t + i];
       sum += term;
       size += std::abs(term);
     }
-    const size_t at = size_t(token * dim + d);
-    expected.out[at] = sum * c;
-    expected.allowed[at] = (spec.width + 3) * (kFloatRounding * size + kSmallestFloat) * std::abs(c) +
-                           precision.rounding * std::abs(sum * c) + precision.smallest / 2 + kSmallestFloat;
+    const size_t at = (size_t(token) + t) * size_t(dim) + size_t(d);
+    expected.out[at] = sum * c[t];
+    expected.allowed[at] = (spec.width + 3) * (kFloatRounding * size + kSmallestFloat) * std::abs(c[t]) +
+                           precision.rounding * std::abs(sum * c[t]) + precision.smallest / 2 + kSmallestFloat;
   }
 }
 

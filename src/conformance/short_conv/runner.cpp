@@ -130,10 +130,11 @@ class ConvRunner {
     options_.run ? options_.run(plan_, inputs, outputs) : plan_.run(inputs, outputs);
     if (bcx.bytes != bcx_before) result_.violations.emplace_back("bcx was written");
     row = 0;
+    std::vector<double> stored(static_cast<size_t>(spec_.dim));
     for (size_t r = 0; r < parts.size(); ++r)
       for (int t = parts[r].begin; t < parts[r].end; ++t, ++row) {
-        for (int d = 0; d < spec_.dim; ++d)
-          result_.out[size_t((first_token_[r] + t) * spec_.dim + d)] = load_as_float(out.at(row, 0), spec_.dtype, d);
+        load_as_doubles(out.at(row, 0), spec_.dtype, 0, 1, stored);
+        std::copy(stored.begin(), stored.end(), result_.out.begin() + (first_token_[r] + t) * spec_.dim);
         out.poison_row(row, 0, options_.poison);
       }
     if (std::string written = foreign_write("out", out, options_.poison, tokens); !written.empty())
