@@ -169,41 +169,32 @@ TEST_F(Cli, CompileWithoutTheCompilerSaysWhatToDo) {
   EXPECT_TRUE(contains(run("info", none).out, "NVRTC is not found"));
 }
 
-// Those of layers of every family that the model has, and of no other: whoever has filled a folder needs no compiler.
-TEST_F(Cli, CompileKnowsTheLayersOfEveryFamily) {
+// Those of layers of every family that the model has, and of no other: whoever has filled a folder needs no compiler. Of a model that has
+// few: attention's are counted by a test of shipped_kernels(), and .ci/run compiles them.
+TEST_F(Cli, CompileFillsAFolderThatNeedsNoCompiler) {
   if (nlohmann::json::parse(run("info --json").out)["cuda"]["compiler"] == "") GTEST_SKIP() << "no NVRTC here";
   std::ofstream(path("conv.json")) << R"({"model_type": "lfm2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1,
       "num_key_value_heads": 1, "full_attn_idxs": []})";
-  const Ran ran = run("compile --arch sm_80 --strict --json --model " + path("conv.json") + " --out " + path("kernels"));
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_EQ(ran.err, "");
-  const auto j = nlohmann::json::parse(ran.out);
-  ASSERT_EQ(j.size(), 2u);
-  EXPECT_EQ(j[0]["family"], "short_conv");
-  EXPECT_EQ(j[0]["file"], "short_conv.cu");
-  EXPECT_EQ(j[0]["constants"].get<std::string>().find("kType 2, kWidth 3"), 0u) << j[0]["constants"];
-  EXPECT_EQ(j[1]["file"], "plan_state_batch.cu");
-}
-
-TEST_F(Cli, CompileFillsAFolderThatNeedsNoCompiler) {
-  if (nlohmann::json::parse(run("info --json").out)["cuda"]["compiler"] == "") GTEST_SKIP() << "no NVRTC here";
-  const std::string arguments = "compile --arch sm_80 --model llama-3.1-8b --kv-dtype fp8_e4m3 --jobs 0 --strict --out " + path("kernels");
+  const std::string arguments = "compile --arch sm_80 --strict --jobs 0 --model " + path("conv.json") + " --out " + path("kernels");
   const Ran ran = run(arguments);
   ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_TRUE(contains(ran.out, "16 kernel files in ") && contains(ran.out, "0 failed")) << ran.out;
-  EXPECT_EQ(std::distance(fs::directory_iterator(path("kernels")), fs::directory_iterator()), 16);
+  EXPECT_EQ(ran.err, "");
+  EXPECT_TRUE(contains(ran.out, "2 kernel files in ") && contains(ran.out, "0 failed")) << ran.out;
+  EXPECT_EQ(std::distance(fs::directory_iterator(path("kernels")), fs::directory_iterator()), 2);
   const Ran again = run(arguments + " --json", "IMBREX_CUDA_NVRTC=" + path("no_such_library"));
   ASSERT_EQ(again.code, 0) << again.err;
   const auto j = nlohmann::json::parse(again.out);
-  // Both caches' kernels, gather, tables; for two types of output the shapes of cuda_sm80 and the merge.
-  ASSERT_EQ(j.size(), 16u);
-  EXPECT_EQ(j[0]["family"], "write_kv");
+  ASSERT_EQ(j.size(), 2u);
+  EXPECT_EQ(j[0]["family"], "short_conv");
   EXPECT_EQ(j[0]["arch"], "sm_80");
+  EXPECT_EQ(j[0]["file"], "short_conv.cu");
+  EXPECT_EQ(j[0]["constants"].get<std::string>().find("kType 2, kWidth 3"), 0u) << j[0]["constants"];
   EXPECT_EQ(j[0]["compile_ms"], 0);
-  EXPECT_EQ(j[0]["entries"].size(), 4u);
+  ASSERT_GT(j[0]["entries"].size(), 0u);
   EXPECT_GT(j[0]["entries"][0]["registers"], 0);
   EXPECT_EQ(j[0]["problems"].size(), 0u);
-  EXPECT_EQ(run("compile --arch sm_80 --model llama-3.1-8b --out " + path("out") + "/x").code, 2);  // below a file
+  EXPECT_EQ(j[1]["file"], "plan_state_batch.cu");
+  EXPECT_EQ(run("compile --arch sm_80 --model " + path("conv.json") + " --out " + path("out") + "/x").code, 2);  // below a file
 }
 
 TEST_F(Cli, TraceIsTheSameForTheSameSeed) {

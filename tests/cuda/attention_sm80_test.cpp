@@ -3,11 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <map>
+
 #include "cuda/attention/write_kv.h"
 #include "cuda/compiled.h"
 #include "cuda/driver/cubin.h"
 #include "cuda/needs.h"
 #include "cuda/params.h"
+#include "cuda/precompile.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -107,6 +110,18 @@ void expect_clean(const char* arch, const AttentionSpec& spec, gpu::Regime regim
   EXPECT_EQ(entry.name, "attention_sm80");
   EXPECT_EQ(entry.dynamic_smem_bytes, attention_sm80_smem_bytes(spec, tiles)) << key.str();
   EXPECT_LE(entry.registers * tiles.threads() * tiles.blocks, 65536) << key.str();
+}
+
+// What `imbrex compile` makes for a model with such layers: write_kv, copy_blocks, gather, merge_results and the two of tables; for each of
+// two types of output the shapes of three regimes, decode's once more with shared items, and the merge.
+TEST(AttentionSm80, AModelsFolderHasWhatItsPlansLoad) {
+  const LayerSpec layer = spec_of(DType::bf16, DType::fp8_e4m3, 128, 128);
+  std::map<std::string, int> files;
+  for (const ShippedKernel& kernel : shipped_kernels("sm_80", {&layer, 1})) ++files[kernel.key.path];
+  const std::map<std::string, int> expected = {{"write_kv.cu", 1},       {"copy_blocks.cu", 1}, {"gather.cu", 1},
+                                               {"merge_results.cu", 1},  {"plan_tables.cu", 1}, {"plan_batch.cu", 1},
+                                               {"attention_sm80.cu", 8}, {"merge.cu", 2}};
+  EXPECT_EQ(files, expected);
 }
 
 TEST(AttentionSm80, CompilesCleanly) {
