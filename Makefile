@@ -5,13 +5,12 @@ SHELL := bash
 .PHONY: build demo test bench format lint install clean configure
 
 PREFIX ?= /usr/local
-ROLLED_AMX ?= OFF  # ON: kernels for AMX compile in a fifth of the time, and are slow
 DEMO := run --model llama-3.1-8b --layers 4 --trace data/sample_trace.jsonl --verify 1% --report build/demo-report.html
 SOURCES = $(shell find include src tests examples python/src $(wildcard bench) -regex ".*\.\(c\|cpp\|h\|hpp\|inl\|cu\|cuh\)")
 
 configure:
 	@scripts/setup.sh
-	@cmake --preset release -Wno-dev --log-level=WARNING -DIMBREX_ROLLED_AMX=$(strip $(ROLLED_AMX)) >/dev/null
+	@cmake --preset release -Wno-dev --log-level=WARNING >/dev/null
 
 build: configure  ## the program, at build/imbrex
 	@cmake --build --preset release --target imbrex_cli

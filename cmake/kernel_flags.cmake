@@ -23,11 +23,7 @@ file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
 # Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. For these a template that is
 # there for many shapes is there for few: the others are the same text with other trip counts, and add up in the same order. What the AMX
 # unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.
-option(IMBREX_ROLLED_AMX "Compile the AMX kernels without unrolling: in a fifth of the time, and slower where there is AMX" OFF)
 set(rolled ${kernels}/amx_emulated.cpp)
-if(IMBREX_ROLLED_AMX)
-  list(APPEND rolled ${kernels}/amx.cpp)
-endif()
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(rolled ${kernel_files})
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_FEW_SHAPES)

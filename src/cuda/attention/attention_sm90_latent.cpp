@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "attention/kv_codec.h"
 #include "cuda/attention/attention_constants.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/params.h"
@@ -17,10 +16,10 @@ bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
   constexpr int kDepth = 16;        // dims of a product
   constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
   const int qk = spec.head_dim_qk, v = spec.head_dim_v;
-  return arch == "sm_90a" && codec_of(spec).strided && codec_of(spec).values_in_keys &&
-         (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && spec.kv_dtype == spec.q_dtype &&
-         (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims && qk <= v + kSm90ChunkDims && !spec.mask.custom &&
-         !spec.mask.positions && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
+  return arch == "sm_90a" && spec.kv_format == KvFormat::latent && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
+         spec.kv_dtype == spec.q_dtype && (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims &&
+         qk <= v + kSm90ChunkDims && !spec.mask.custom && !spec.mask.positions && spec.score.relative_buckets == 0 &&
+         !spec.score.alibi_sqrt;
 }
 
 }  // namespace
