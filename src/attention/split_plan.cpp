@@ -57,15 +57,10 @@ class SplitPlan final : public StepPlan {
 
   // A plan whose commit cannot be reverted is updated last: when it fails, the others are reverted.
   void commit(Stream stream) override {
-    size_t done = 0;
-    try {
-      for (; done < order_.size(); ++done)
-        if (const size_t i = order_[done]; !steps_.spare().parts[i].ranges.empty()) members_[i].plan->commit(stream);
-    } catch (...) {
-      while (done-- > 0)
-        if (const size_t i = order_[done]; !steps_.spare().parts[i].ranges.empty()) members_[i].plan->revert(stream);
-      throw;
-    }
+    committed_.clear();
+    for (size_t i : order_)
+      if (!steps_.spare().parts[i].ranges.empty()) committed_.push_back(members_[i].plan.get());
+    commit_together(committed_, stream);
     steps_.flip();
   }
   void revert(Stream stream) noexcept override {
@@ -163,7 +158,8 @@ class SplitPlan final : public StepPlan {
   std::string rule_;
   std::vector<PlanMember> members_;
   MemberOf member_of_;
-  std::vector<size_t> order_;  // in which members are updated and run
+  std::vector<size_t> order_;         // in which members are updated and run
+  std::vector<StepPlan*> committed_;  // of one update
   int64_t scratch_rows_;
   TwoSteps<Step> steps_;
   RowBuffer q_rows_, k_rows_, v_rows_, out_rows_, lse_rows_;  // of one part at a time

@@ -47,6 +47,16 @@ void check_step(const StepPlan& plan) {
     fail("plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept", plan.str());
 }
 
+void commit_together(std::span<StepPlan* const> plans, Stream stream) {
+  size_t done = 0;
+  try {
+    for (; done < plans.size(); ++done) plans[done]->commit(stream);
+  } catch (...) {
+    while (done-- > 0) plans[done]->revert(stream);
+    throw;
+  }
+}
+
 std::unique_ptr<StepPlan> step_plan(std::unique_ptr<AttentionPlan> plan) {
   if (auto* const steps = dynamic_cast<StepPlan*>(plan.get())) {
     std::unique_ptr<StepPlan> same(steps);

@@ -1,6 +1,7 @@
 #pragma once
 // Plans whose update can be taken back, so that a plan made of several others is updated as a whole or not at all.
 #include <memory>
+#include <span>
 #include <utility>
 
 #include "imbrex/attention.h"
@@ -26,6 +27,9 @@ class StepPlan : public AttentionPlan {
 };
 
 void check_step(const StepPlan&);  // Error plan.no_step
+
+// Commits all of these plans or none: when one fails, those before it are reverted. Plans that cannot be reverted have to come last.
+void commit_together(std::span<StepPlan* const>, Stream);
 
 // Wraps a plan that is not a StepPlan, which has only its update(): that cannot be taken back.
 std::unique_ptr<StepPlan> step_plan(std::unique_ptr<AttentionPlan>);

@@ -42,9 +42,9 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   shape.group = group;
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   const long workers = options.threads.num_workers;
-  scratch_memory_ = std::make_unique_for_overwrite<char[]>(size_t(checked_mul("plan.scratch", scratch_bytes_, workers) + kPage));
-  char* const memory = scratch_memory_.get();
-  scratch_ = memory + (kPage - long(reinterpret_cast<uintptr_t>(memory) % kPage)) % kPage;
+  scratch_ = std::dynamic_pointer_cast<SharedScratch>(options.workspace);
+  if (scratch_ == nullptr) scratch_ = std::make_shared<SharedScratch>();
+  scratch_->reserve(checked_mul("plan.scratch", scratch_bytes_, workers) + kPage);
   if (spec.score.relative_buckets > 0) bias_by_distance_.resize(size_t(spec.num_q_heads) * relative_bias_width(spec.score));
 }
 
@@ -177,7 +177,9 @@ struct Write {
 }  // namespace
 
 void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream) const {
-  run_list(params(in, out), kernels_, steps_.now().schedule, {scratch_, scratch_bytes_}, options_.threads);
+  char* const memory = scratch_->data();
+  char* const page = memory + (kPage - long(reinterpret_cast<uintptr_t>(memory) % kPage)) % kPage;
+  run_list(params(in, out), kernels_, steps_.now().schedule, {page, scratch_bytes_}, options_.threads);
 }
 
 void Plan::write_kv(const KvCache& cache, const TensorView& k, const TensorView& v, Stream) const {

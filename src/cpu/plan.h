@@ -7,6 +7,7 @@
 #include "attention/plan_checks.h"
 #include "attention/shared_keys.h"
 #include "attention/step_plan.h"
+#include "core/scratch_of_plans.h"
 #include "cpu/kv_sides.h"
 #include "cpu/params.h"
 #include "imbrex/attention.h"
@@ -54,8 +55,7 @@ class Plan final : public StepPlan {
   mutable std::vector<float> bias_by_distance_;
   mutable std::vector<float> partial_out_, partial_state_;
   long scratch_bytes_ = 0;                  // of one worker
-  std::unique_ptr<char[]> scratch_memory_;  // not touched before it is needed
-  char* scratch_ = nullptr;                 // aligned to a page
+  std::shared_ptr<SharedScratch> scratch_;  // of all workers, and where they begin at a page
 };
 
 }  // namespace imbrex::cpu

@@ -3,21 +3,11 @@
 #include "cpu/short_conv_params.h"
 // clang-format off
 #include "cpu/kernels/convert.inl"
+#include "cpu/kernels/vectors.inl"
 // clang-format on
 
 namespace imbrex::cpu {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef u32 Words __attribute__((vector_size(4 * kLanes)));
-typedef u16 Halves __attribute__((vector_size(2 * kLanes)));
 
 // Vectors of a row, a cache line longer than its channels: rows at distances of whole memory pages would all use the same few lines of L1.
 constexpr int kRowVectors = (kShortConvDims * 4 + 64) / int(sizeof(Floats));
@@ -28,46 +18,6 @@ struct ShortConvTile {
   Floats bias[kRowVectors];
   Floats h[kShortConvWidth][kRowVectors];
 };
-
-// The first n channels of a vector, zero behind them.
-template <int type>
-inline Floats load_vector(const char* p, int n) {
-  if constexpr (type == kF32) {
-    Floats f = {};
-    n == kLanes ? __builtin_memcpy(&f, p, 4 * kLanes) : __builtin_memcpy(&f, p, 4ul * n);
-    return f;
-  } else {
-    Halves h = {};
-    n == kLanes ? __builtin_memcpy(&h, p, 2 * kLanes) : __builtin_memcpy(&h, p, 2ul * n);
-    const Words w = __builtin_convertvector(h, Words);
-    if constexpr (type == kBf16) return (Floats)(w << 16);
-    const Words magnitude = (w & 0x7fff) << 13;
-    const Words finite = (Words)((Floats)magnitude * 0x1p112f), special = magnitude | 0x7f800000u;
-    return (Floats)((magnitude >= 0x0f800000u ? special : finite) | (w & 0x8000) << 16);
-  }
-}
-
-// Rounds floats to 16-bit codes, in the lower half of each word.
-template <int type>
-inline Words to_codes(Floats f) {
-  const Words u = (Words)f;
-  if constexpr (type == kBf16) {
-    const Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    return (u & 0x7fffffff) > 0x7f800000u ? (u >> 16) | 0x40 : rounded;
-  } else {
-    return f16_codes<Words>(f);
-  }
-}
-
-template <int type>
-inline void store_vector(Floats f, int n, char* p) {
-  if constexpr (type == kF32) {
-    n == kLanes ? __builtin_memcpy(p, &f, 4 * kLanes) : __builtin_memcpy(p, &f, 4ul * n);
-  } else {
-    const Halves h = __builtin_convertvector(to_codes<type>(f), Halves);
-    n == kLanes ? __builtin_memcpy(p, &h, 2 * kLanes) : __builtin_memcpy(p, &h, 2ul * n);
-  }
-}
 
 // Computes h of n channels of a token, from its B on; rounded as the state is.
 template <int type>

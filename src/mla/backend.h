@@ -1,0 +1,31 @@
+#pragma once
+// The backends of MLA that are composed of attention backends.
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "mla/plan.h"
+
+namespace imbrex {
+
+// Composed of the attention backend of the same name, which runs requests in latent space, and of the first one that runs expanded keys.
+class MlaCompositeBackend final : public BackendOf<MlaFamily> {
+ public:
+  MlaCompositeBackend(const BackendOf<AttentionFamily>& latent, std::string_view description, const MlaRates& rates)
+      : latent_(latent), description_(description), rates_(rates) {}
+  std::string_view name() const override { return latent_.name(); }
+  std::string_view description() const override { return description_; }
+  std::vector<Reason> unsupported(const MlaSpec&, const DeviceInfo&) const override;
+  std::unique_ptr<MlaPlan> plan(const MlaSpec&, const DeviceInfo&, const PlanOptions&) const override;
+  std::vector<KernelChoice> kernel_choices(const MlaSpec&, const DeviceInfo&) const override;
+
+  // What plan() composes a plan of.
+  MlaParts parts(const MlaSpec&, const DeviceInfo&, const PlanOptions&) const;
+
+ private:
+  const BackendOf<AttentionFamily>& latent_;
+  std::string_view description_;
+  MlaRates rates_;
+};
+
+}  // namespace imbrex

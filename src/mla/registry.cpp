@@ -1,0 +1,61 @@
+// The family of MLA: its backends in order, and what the registry and select() make of them.
+#include <fmt/format.h>
+
+#include "family/select_of.h"
+#include "family/spec_changes.h"
+#include "mla/backend.h"
+#include "mla/reference.h"
+#include "mla/spec_fields.h"
+
+namespace imbrex {
+
+const BackendOf<AttentionFamily>& cpu_amx();  // cpu/backend.cpp
+const BackendOf<AttentionFamily>& cpu_avx512();
+const BackendOf<AttentionFamily>& cpu_generic();
+
+namespace {
+
+// Measured by tests/... on one core; see docs/mla.md.
+constexpr MlaRates kAmxRates{.products = 1, .latent = 1, .expanded = 1, .bytes = 1};
+
+const MlaCompositeBackend& cpu_amx_mla() {
+  static const MlaCompositeBackend backend(cpu_amx(), "latents by bf16 tile products (AMX)", kAmxRates);
+  return backend;
+}
+const MlaCompositeBackend& cpu_avx512_mla() {
+  static const MlaCompositeBackend backend(cpu_avx512(), "latents by register tiles (AVX-512)", kAmxRates);
+  return backend;
+}
+const MlaCompositeBackend& cpu_generic_mla() {
+  static const MlaCompositeBackend backend(cpu_generic(), "portable C++, also compiled for AVX2", kAmxRates);
+  return backend;
+}
+
+}  // namespace
+
+template <>
+Registry<MlaFamily>::List Registry<MlaFamily>::built_in() {
+  return {&cpu_amx_mla(), &cpu_avx512_mla(), &cpu_generic_mla(), &mla_reference()};
+}
+
+template <>
+std::vector<std::string> propose<MlaFamily>(const MlaSpec& spec, const DeviceInfo& device,
+                                            std::span<const CandidateOf<MlaFamily>> candidates, const BackendOf<MlaFamily>& slow) {
+  std::vector<SpecChange<MlaSpec>> changes;
+  for (const DType t : {DType::bf16, DType::f16, DType::f32})
+    if (t != spec.dtype || t != spec.kv_dtype)
+      changes.push_back({2, 0, fmt::format("dtype and kv_dtype {}", to_string(t)), [t](MlaSpec& s) { s.dtype = s.kv_dtype = t; }});
+  if (spec.kv_format != KvFormat::latent)
+    changes.push_back({1, 1, fmt::format("kv_format {}", to_string(KvFormat::latent)), [](MlaSpec& s) { s.kv_format = KvFormat::latent; }});
+  add_feature_changes(spec, changes);
+  return proposals_of<MlaFamily>(spec, device, candidates, slow, changes);
+}
+
+template struct SelectionOf<MlaFamily>;
+template std::vector<const BackendOf<MlaFamily>*> backends<MlaFamily>();
+template const BackendOf<MlaFamily>* find_backend<MlaFamily>(std::string_view);
+template void register_backend<MlaFamily>(std::shared_ptr<const BackendOf<MlaFamily>>);
+template void unregister_backend<MlaFamily>(std::string_view);
+template SelectionOf<MlaFamily> select<MlaFamily>(const MlaSpec&, const DeviceInfo&, const SelectOptions&);
+
+}  // namespace imbrex

@@ -1,0 +1,43 @@
+// See mla_targets.h.
+#include "mla_targets.h"
+
+#include "mla/backend.h"
+
+namespace imbrex::test {
+
+const std::vector<MlaTarget>& mla_targets() {
+  static const std::vector<MlaTarget> all = [] {
+    std::vector<MlaTarget> result;
+    std::set<std::string> seen;
+    const MlaSpec spec{.num_heads = 4};
+    for (const BackendOf<MlaFamily>* backend : backends<MlaFamily>())
+      for (const DeviceInfo& device : test_devices()) {
+        if (!backend->unsupported(spec, device).empty()) continue;
+        std::string kernels(backend->name());
+        for (const KernelChoice& choice : backend->kernel_choices(spec, device)) kernels += " " + choice.str();
+        if (seen.insert(kernels).second) result.push_back({backend, device});
+      }
+    return result;
+  }();
+  return all;
+}
+
+MlaPlanMaker forced_way(bool expand, int chunk_keys) {
+  return [=](const BackendOf<MlaFamily>& backend, const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
+    MlaParts parts = dynamic_cast<const MlaCompositeBackend&>(backend).parts(spec, device, options);
+    parts.expand = expand;
+    parts.chunk_keys = chunk_keys;
+    return make_mla_plan(spec, device, options, std::move(parts));
+  };
+}
+
+bool is_composite(const BackendOf<MlaFamily>& backend) { return dynamic_cast<const MlaCompositeBackend*>(&backend) != nullptr; }
+
+const MlaCaseInputs& inputs_of(const MlaCase& c) {
+  return kept<MlaCaseInputs, 16>(c, [](const MlaCase& of) { return make_inputs(of); });
+}
+const Expected& expected_of(const MlaCase& c) {
+  return kept<Expected, 16>(c, [](const MlaCase& of) { return expect(inputs_of(of)); });
+}
+
+}  // namespace imbrex::test

@@ -1,0 +1,27 @@
+#pragma once
+// Which backends of MLA run on this machine, and the ways in which their plans can compute a request.
+#include <string>
+#include <vector>
+
+#include "conformance/mla/cases.h"
+#include "targets.h"
+
+namespace imbrex::test {
+
+struct MlaTarget {
+  const BackendOf<MlaFamily>* backend = nullptr;
+  DeviceInfo device;
+  std::string name() const { return target_name(*backend, device); }
+};
+
+// Every backend on every instruction set of this CPU that changes the kernels of a part.
+const std::vector<MlaTarget>& mla_targets();
+
+// A maker of plans that send all requests one way, with chunks of so many keys.
+MlaPlanMaker forced_way(bool expand, int chunk_keys);
+bool is_composite(const BackendOf<MlaFamily>&);
+
+const MlaCaseInputs& inputs_of(const MlaCase&);
+const Expected& expected_of(const MlaCase&);
+
+}  // namespace imbrex::test

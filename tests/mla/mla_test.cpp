@@ -1,0 +1,286 @@
+// MLA: a part of its cases, what is refused, how a step is cut, and selection. What holds for every backend is in tests/conformance.
+#include "imbrex/mla.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "conformance/mla/cases.h"
+#include "count_allocations.h"
+#include "expect_error.h"
+#include "mla/backend.h"
+#include "mla/rounds.h"
+#include "mla/spec_fields.h"
+#include "spec_table.h"
+
+namespace imbrex {
+namespace {
+
+constexpr MlaSpec kSmall{
+    .num_heads = 2, .kv_lora_rank = 32, .qk_nope_dim = 16, .qk_rope_dim = 8, .v_dim = 24, .dtype = DType::f32, .kv_dtype = DType::f32};
+
+// One step with all that a plan is called with; request r has block r of 64 tokens.
+struct MlaStep {
+  MlaSpec spec;
+  std::vector<int32_t> starts{0}, lens, table;
+  std::vector<int64_t> slots;
+  std::vector<HostTensor> owned;
+  Batch batch;
+  MlaInputs in;
+  MlaOutputs out;
+  TensorView latent, rope;
+
+  MlaStep(MlaSpec s, std::vector<std::pair<int, int>> requests, int rows = 0) : spec(s) {
+    spec.block_size = 64;
+    owned.reserve(8);
+    for (const auto& [q_len, seq_len] : requests) {
+      const int block = int(table.size());
+      starts.push_back(starts.back() + q_len);
+      lens.push_back(seq_len);
+      table.push_back(block);
+      for (int j = seq_len - q_len; j < seq_len; ++j) slots.push_back(block * 64 + j);
+    }
+    const int64_t reqs = int64_t(lens.size()), tokens = std::max(starts.back(), rows);
+    slots.resize(size_t(tokens), -1);
+    batch.query_start_loc = starts;
+    batch.seq_lens = lens;
+    batch.block_table = TensorView::contiguous(table.data(), DType::i32, {reqs, 1});
+    batch.slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {tokens});
+    in.q = make(spec.dtype, {tokens, spec.num_heads, spec.q_dim()});
+    if (!spec.absorbed) in.kv_b = make(spec.dtype, {spec.num_heads, spec.qk_nope_dim + spec.v_dim, spec.kv_lora_rank});
+    in.kv.k = make(spec.kv_dtype, {reqs, 64, 1, spec.latent_dim()});
+    out.out = make(spec.dtype, {tokens, spec.num_heads, spec.out_dim()});
+    out.lse = make(DType::f32, {tokens, spec.num_heads});
+    latent = make(spec.dtype, {tokens, spec.kv_lora_rank});
+    if (spec.qk_rope_dim > 0) rope = make(spec.dtype, {tokens, spec.qk_rope_dim});
+  }
+
+  TensorView make(DType dtype, std::vector<int64_t> sizes) {
+    HostTensor& t = owned.emplace_back(HostTensor::make(dtype, std::move(sizes)));
+    for (int64_t i = 0; i < t.num_elements(); ++i) t.set(i, double((i * 7919 + int64_t(owned.size()) * 31) % 201) / 100 - 1);
+    return t.view();
+  }
+  const HostTensor& output() const { return owned[spec.absorbed ? 2 : 3]; }
+  void call(const MlaPlan& plan) const {
+    plan.write_kv(in.kv, latent, rope);
+    plan.run(in, out);
+  }
+};
+
+// A part of the table of cases, which tests/conformance runs whole: here for the sanitizers that run all of this program.
+TEST(Mla, CasesMatchTheReference) {
+  int run = 0;
+  for (size_t i = 0; i < mla_cases().size(); i += 13) {
+    const MlaCase& c = mla_cases()[i];
+    const MlaCaseInputs inputs = make_inputs(c);
+    const Expected expected = expect(inputs);
+    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512})
+      for (const BackendOf<MlaFamily>* backend : backends<MlaFamily>()) {
+        DeviceInfo device = probe_cpu();
+        if (isa > device.isa) continue;
+        device.isa = isa;
+        if (!backend->unsupported(c.spec, device).empty()) continue;
+        const Judgement judgement = judge(expected, run_case(*backend, device, inputs, default_options(c.attention)));
+        EXPECT_TRUE(judgement.pass()) << c.attention.name << " " << backend->name() << " on " << to_string(isa) << ": "
+                                      << judgement.failure;
+        ++run;
+      }
+  }
+  EXPECT_GE(run, 40);
+}
+
+TEST(Mla, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
+  for (const std::string name : {"cpu_generic", "reference"}) {
+    MlaStep step(kSmall, {{2, 2}, {3, 9}});
+    step.spec.sinks = true;
+    step.in.sinks = step.make(DType::f32, {2});
+    const auto plan = find_backend<MlaFamily>(name)->plan(step.spec, probe_cpu(),
+                                                          {.limits = {.max_num_reqs = 4, .max_num_tokens = 16, .max_seq_len = 64}});
+    plan->update(step.batch);
+    step.call(*plan);
+    const std::vector<char> expected = step.output().bytes;
+    const auto refused = [&](const std::function<void(Batch&, std::vector<int32_t>&)>& change) {
+      Batch batch = step.batch;
+      std::vector<int32_t> list;
+      change(batch, list);
+      return test::error_code([&] { plan->update(batch); });
+    };
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 2, 1}, b.query_start_loc = l; }), "batch.query_start_loc.monotone");
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 2, 17}, b.query_start_loc = l; }), "batch.seq_len.shorter_than_query");
+    EXPECT_EQ(refused([](Batch& b, auto&) { b.block_table = {}; }), "batch.keys.missing");
+    EXPECT_EQ(test::error_code([&] { plan->update_on_device({}); }), "update.on_device");
+    const auto run = [&](const std::function<void(MlaInputs&, MlaOutputs&)>& change) {
+      MlaInputs in = step.in;
+      MlaOutputs out = step.out;
+      change(in, out);
+      return test::error_code([&] { plan->run(in, out); });
+    };
+    EXPECT_EQ(run([](auto& in, auto&) { in.q.sizes[0] = 4; }), "mla.run.q");
+    EXPECT_EQ(run([](auto& in, auto&) { in.q.sizes[2] = 16; }), "mla.run.q");
+    EXPECT_EQ(run([](auto& in, auto&) { in.q.dtype = DType::bf16; }), "mla.run.q");
+    EXPECT_EQ(run([](auto& in, auto&) { in.kv_b = {}; }), "mla.run.kv_b");
+    EXPECT_EQ(run([](auto& in, auto&) { in.kv_b.sizes[1] = 39; }), "mla.run.kv_b");
+    EXPECT_EQ(run([](auto& in, auto&) { in.kv_b.strides[2] = 2; }), "mla.run.kv_b");
+    EXPECT_EQ(run([](auto& in, auto&) { in.kv.k.sizes[3] = 32; }), "kv_cache.k.head_dim");
+    EXPECT_EQ(run([](auto& in, auto&) { in.kv.k.sizes[0] = 1; }), "run.block_id");
+    EXPECT_EQ(run([](auto& in, auto&) { in.sinks = {}; }), "run.sinks");
+    EXPECT_EQ(run([](auto&, auto& out) { out.out.sizes[2] = 16; }), "mla.run.out");
+    EXPECT_EQ(run([](auto&, auto& out) { out.out.strides[0] = 24; }), "tensor.overlap");
+    EXPECT_EQ(run([](auto&, auto& out) { out.lse.dtype = DType::i32; }), "run.lse");
+    const auto write = [&](const std::function<void(KvCache&, TensorView&, TensorView&)>& change) {
+      KvCache cache = step.in.kv;
+      TensorView latent = step.latent, rope = step.rope;
+      change(cache, latent, rope);
+      return test::error_code([&] { plan->write_kv(cache, latent, rope); });
+    };
+    EXPECT_EQ(write([](auto&, auto& latent, auto&) { latent.sizes[1] = 31; }), "mla.write_kv.latent");
+    EXPECT_EQ(write([](auto&, auto& latent, auto&) { latent.dtype = DType::u8; }), "mla.write_kv.latent");
+    EXPECT_EQ(write([](auto&, auto&, auto& rope) { rope = {}; }), "mla.write_kv.rope");
+    EXPECT_EQ(write([](auto& cache, auto&, auto&) { cache.k.sizes[0] = 1; }), "write_kv.slot");
+    EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown");
+    EXPECT_EQ(step.output().bytes, expected);
+  }
+  MlaSpec nope = kSmall;
+  nope.qk_rope_dim = 0;
+  MlaStep step(nope, {{1, 5}});
+  const auto plan = find_backend<MlaFamily>("cpu_generic")->plan(step.spec, probe_cpu(), {});
+  plan->update(step.batch);
+  EXPECT_EQ(test::error_code([&] { plan->write_kv(step.in.kv, step.latent, step.latent); }), "mla.write_kv.rope");
+  EXPECT_EQ(test::error_code([&] { step.call(*plan); }), "nothing thrown");
+  EXPECT_EQ(test::error_code([&] { find_backend<MlaFamily>("reference")->plan(kSmall, probe_cpu(), {.out_dtype = DType::bf16}); }),
+            "backend.out_dtype");
+  EXPECT_EQ(test::error_code([&] { find_backend<MlaFamily>("reference")->plan(kSmall, describe_device("h200"), {}); }),
+            "backend.unsupported");
+}
+
+TEST(Mla, SpecsHaveRules) {
+  const auto invalid = [](const std::function<void(MlaSpec&)>& change) {
+    MlaSpec spec = kSmall;
+    change(spec);
+    return test::error_code([&] { spec.validate(); });
+  };
+  EXPECT_EQ(invalid([](MlaSpec&) {}), "nothing thrown");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.num_heads = 0; }), "spec.num_q_heads");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.kv_lora_rank = 12; }), "mla.kv_lora_rank");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.qk_nope_dim = 0; }), "mla.qk_nope_dim");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.kv_lora_rank = 512, s.qk_rope_dim = 72; }), "mla.qk_rope_dim");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.v_dim = 584; }), "mla.v_dim");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.dtype = DType::fp8_e4m3; }), "mla.dtype");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.kv_dtype = DType::i32; }), "spec.kv_dtype");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.kv_format = KvFormat::strided; }), "mla.kv_format");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.block_size = 0; }), "mla.block_size");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.scale = 1.f / 0.f; }), "mla.scale");
+  EXPECT_EQ(invalid([](MlaSpec& s) { s.mask.window_left = -2; }), "spec.mask.window_left");
+}
+
+TEST(Mla, IsMadeOfTwoKindsOfAttention) {
+  const MlaSpec spec{.num_heads = 128, .kv_dtype = DType::fp8_e4m3, .block_size = 64, .sinks = true};
+  EXPECT_EQ(spec.str(), "mla q128 latent512 nope128 rope64 v128 bf16 kv=fp8_e4m3 block64 causal sinks");
+  EXPECT_EQ(spec.latent_spec().str(), "decoder q128/kv1 d576/512 bf16 kv=fp8_e4m3 block64 latent causal scale=0.0721688 sinks");
+  EXPECT_EQ(spec.expanded_spec().str(), "decoder q128/kv128 d192/128 bf16 ragged causal scale=0.0721688 sinks");
+  EXPECT_EQ(spec.kv_bytes_per_token(), 576);
+}
+
+// Which way a request takes follows from the request alone.
+TEST(Mla, TheCostModelSendsDecodeToLatentSpaceAndPromptsToExpandedKeys) {
+  const MlaRates even{.products = 1e11, .latent = 1e11, .expanded = 1e11, .bytes = 1e10};
+  MlaSpec spec{.num_heads = 128};
+  for (const auto& [q_len, seq_len, expand] : {std::tuple(1, 4096, false),
+                                               {4, 131072, false},
+                                               {32, 4096, false},
+                                               {4096, 4096, true},
+                                               {512, 4096, true},
+                                               {1024, 131072, true},
+                                               {128, 128, true}})
+    EXPECT_EQ(cost_of(spec, even, q_len, seq_len).expand(), expand)
+        << q_len << " of " << seq_len << ": " << cost_of(spec, even, q_len, seq_len).str();
+  spec.mask.window_left = 127;  // of 131072 keys only the last ones are made
+  EXPECT_LT(cost_of(spec, even, 512, 131072).expanded, cost_of(spec, even, 512, 2048).expanded * 1.01);
+}
+
+TEST(Mla, PiecesCoverEachKeyOfARequestOnce) {
+  const std::vector<int32_t> starts{0, 40, 41, 141, 141}, lens{40, 1000, 300, 7};
+  Batch batch;
+  batch.query_start_loc = starts;
+  batch.seq_lens = lens;
+  for (const Mask& mask : {Mask{}, Mask{.causal = false}, Mask{.window_left = 100}})
+    for (const int chunk : {7, 64, 128, 1000}) {
+      std::vector<MlaRound> rounds;
+      size_t count = 0;
+      for (const int r : {0, 1, 2}) add_pieces(batch, r, mask, chunk, rounds, count);
+      std::map<int, std::vector<MlaPiece>> pieces;
+      for (size_t i = 0; i < count; ++i) {
+        EXPECT_LE(rounds[i].num_keys(), chunk);
+        EXPECT_EQ(size_t(rounds[i].num_rows()), rounds[i].positions.size());
+        for (const MlaPiece& piece : rounds[i].pieces) pieces[piece.request].push_back(piece);
+      }
+      for (const int r : {0, 1, 2}) {
+        const KeySpan span = seen_keys(mask, batch.query_len(r), lens[size_t(r)]);
+        int64_t next = span.begin;
+        for (const MlaPiece& piece : pieces[r]) {
+          EXPECT_EQ(piece.key_begin, next);
+          EXPECT_EQ(piece.first, next == span.begin);
+          EXPECT_EQ(piece.last, piece.key_end == span.end);
+          EXPECT_EQ(piece.q_end, starts[size_t(r) + 1]);
+          EXPECT_TRUE(!piece.first || piece.q_begin == starts[size_t(r)]);
+          next = piece.key_end;
+        }
+        EXPECT_EQ(next, span.end) << mask.str() << " chunk " << chunk << " request " << r;
+      }
+    }
+}
+
+// The memory of a step is there before run(), and a warm update needs none either.
+TEST(Mla, RunAndWarmUpdatesAllocateNothing) {
+  for (const bool expand : {false, true}) {
+    MlaStep step(kSmall, {{2, 2}, {1, 60}, {40, 64}});
+    const PlanOptions options{.limits = {.max_num_reqs = 4, .max_num_tokens = 64, .max_seq_len = 64}};
+    MlaParts parts =
+        dynamic_cast<const MlaCompositeBackend&>(*find_backend<MlaFamily>("cpu_generic")).parts(step.spec, probe_cpu(), options);
+    parts.expand = expand;
+    parts.chunk_keys = 24;
+    const auto plan = make_mla_plan(step.spec, probe_cpu(), options, std::move(parts));
+    for (int i = 0; i < 2; ++i) plan->update(step.batch), step.call(*plan);
+    EXPECT_EQ(test::count_allocations([&] { step.call(*plan); }), 0) << plan->str();
+    EXPECT_EQ(test::count_allocations([&] { plan->update(step.batch); }), 0) << plan->str();
+  }
+}
+
+TEST(Mla, IsSelectedWithReasons) {
+  const MlaSpec spec{.num_heads = 16};
+  const auto selection = select<MlaFamily>(spec, describe_device("avx2,4 threads"));
+  EXPECT_EQ(selection.backend->name(), "cpu_generic");
+  EXPECT_EQ(select<MlaFamily>(spec, describe_device("avx512,4 threads")).backend->name(), "cpu_avx512");
+  EXPECT_EQ(select<MlaFamily>(spec, describe_device("amx,4 threads")).backend->name(), "cpu_amx");
+  ASSERT_FALSE(selection.candidates[0].reasons.empty());
+  EXPECT_EQ(selection.candidates[0].reasons[0].code, "device.isa");
+  MlaSpec half = spec;
+  half.dtype = half.kv_dtype = DType::f16;
+  EXPECT_EQ(select<MlaFamily>(half, describe_device("amx,4 threads")).backend->name(), "cpu_avx512");
+  const auto on_gpu = select<MlaFamily>(spec, describe_device("h200"));
+  EXPECT_EQ(on_gpu.backend, nullptr);
+  ASSERT_FALSE(on_gpu.proposals.empty());
+  EXPECT_TRUE(on_gpu.proposals.back().starts_with("device cpu: ")) << on_gpu.proposals.back();
+  const auto kernels = find_backend<MlaFamily>("cpu_generic")->kernel_choices(spec, describe_device("avx512,4 threads"));
+  ASSERT_EQ(kernels.size(), 2u);
+  EXPECT_TRUE(kernels[0].requests.starts_with("in latent space by cpu_generic")) << kernels[0].requests;
+  EXPECT_TRUE(kernels[1].requests.starts_with("with expanded keys (first of 3 that run it) by cpu_avx512")) << kernels[1].requests;
+}
+
+// A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.
+TEST(Mla, TheTableHasEveryFieldOnce) {
+  const std::map<std::string_view, int> rows = test::rows_of_parts<MlaSpec>();
+  EXPECT_EQ(rows.at("mask"), test::num_fields<Mask>());
+  EXPECT_EQ(rows.at("spec") + 1, test::num_fields<MlaSpec>());  // one of them is the mask
+}
+
+}  // namespace
+}  // namespace imbrex
