@@ -6,13 +6,14 @@
 #include <variant>
 
 #include "imbrex/attention.h"
+#include "imbrex/mla.h"
 #include "imbrex/short_conv.h"
 
 namespace imbrex {
 
 // The spec of a layer of any family, for std::visit(). This is the list of families: select() uses it to find that a backend's name belongs
 // to another family.
-using LayerSpec = std::variant<AttentionSpec, ShortConvSpec>;
+using LayerSpec = std::variant<AttentionSpec, ShortConvSpec, MlaSpec>;
 
 // The family that a spec is of: select<FamilyOf<decltype(spec)>>(spec, device) in a visitor.
 template <class Spec>
@@ -24,6 +25,10 @@ struct FamilyOfSpec<AttentionSpec> {
 template <>
 struct FamilyOfSpec<ShortConvSpec> {
   using type = ShortConvFamily;
+};
+template <>
+struct FamilyOfSpec<MlaSpec> {
+  using type = MlaFamily;
 };
 template <class Spec>
 using FamilyOf = typename FamilyOfSpec<std::remove_cvref_t<Spec>>::type;

@@ -160,6 +160,7 @@ imbrex_device_properties properties_of(const DeviceInfo&);
 // The family of the contents of a handle. of_family() checks that it is the one that a function is for.
 inline std::string_view family_of(const AttentionSpec&) { return AttentionFamily::name; }
 inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily::name; }
+inline std::string_view family_of(const MlaSpec&) { return MlaFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return ShortConvFamily::name; }
 template <class Wanted, class... Families>

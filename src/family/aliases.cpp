@@ -8,8 +8,8 @@ namespace {
 using Names = std::vector<std::string_view>;
 
 constexpr std::string_view kCuda = "the CUDA backends";
-constexpr std::string_view kCudaMla = "a latent-attention (MLA) kernel of NVIDIA GPUs; waits for the MLA family";
-constexpr std::string_view kCpuMla = "latent attention (MLA) on a CPU; waits for the MLA family";
+constexpr std::string_view kCudaMla = "latent attention (MLA) on NVIDIA GPUs; waits for the CUDA backends of the MLA family";
+constexpr std::string_view kCpuMla = "latent attention (MLA) on a CPU";
 constexpr std::string_view kSparse = "sparse attention (indexer and selected keys); waits for the sparse family";
 constexpr std::string_view kRecurrent = "a linear or state-space layer; waits for the recurrent family";
 constexpr std::string_view kQuantised = "a quantised KV cache of its own record format; waits for the quantised KV formats";
@@ -49,7 +49,8 @@ std::vector<BackendAlias> make_aliases() {
   vllm("trees of draft tokens on GPUs; waits for speculative trees, a custom mask serves small ones", {}, {"TREE_ATTN"});
   vllm(kQuantised, {}, {"TURBOQUANT"});
   vllm(kCudaMla, {}, {"FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "TRITON_MLA", "TOKENSPEED_MLA", "TRTLLM_RAGGED"});
-  vllm(kCpuMla, {}, {"CPU_MLA", "AMX_MLA"});
+  list.push_back({"vllm", "CPU_MLA", cpu_backends(), kCpuMla, MlaFamily::name});
+  list.push_back({"vllm", "AMX_MLA", {"cpu_amx"}, kCpuMla, MlaFamily::name});
   vllm(kSparse, {},
        {"FLASHMLA_SPARSE", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM90", "FLASHINFER_MLA_SPARSE_SM120", "FLASH_ATTN_MLA_SPARSE",
         "FLASHMLA_SPARSE_DSV4", "FLASHINFER_MLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASHMLA_MEGA_ATTN_DSV41",

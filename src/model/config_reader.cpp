@@ -116,13 +116,13 @@ std::optional<int64_t> ConfigReader::any_integer(const char* key) const {
   return as_integer(path(key), *value);
 }
 
-std::optional<double> ConfigReader::maybe_number(const char* key, double max) const {
+std::optional<double> ConfigReader::maybe_number(const char* key, double max, bool zero) const {
   const json* value = find(key);
   if (value == nullptr) return std::nullopt;
   if (!value->is_number()) wrong_type(path(key), "a number", *value);
   const double x = value->get<double>();
   check(x >= 0, "model.field.negative", "{} is {}, must be above 0", path(key), x);
-  check(x > 0, "model.field.zero", "{} is 0, must be above 0", path(key));
+  check(x > 0 || zero, "model.field.zero", "{} is 0, must be above 0", path(key));
   check(x <= max, "model.field.large", "{} is {}, at most {} is allowed", path(key), x, max);
   return x;
 }

@@ -35,7 +35,7 @@ class ConfigReader {
   std::optional<int> maybe_integer(Keys, int max) const;
   int integer_or(Keys, int max, std::optional<int> class_default) const;  // notes the default; model.field.missing without one
   std::optional<int64_t> any_integer(const char* key) const;              // of either sign
-  std::optional<double> maybe_number(const char* key, double max) const;  // above 0
+  std::optional<double> maybe_number(const char* key, double max, bool zero = false) const;  // above 0, or 0 where that is allowed
   std::optional<bool> maybe_bool(const char* key) const;
   bool flag(const char* key, bool absent) const { return maybe_bool(key).value_or(absent); }
   std::optional<std::string> maybe_string(const char* key) const;

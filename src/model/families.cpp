@@ -65,6 +65,12 @@ constexpr Family kFamilies[] = {
     {"xlm-roberta", {}, read_bert},
     {"lfm2", {}, read_lfm2},
     {"lfm2_moe", {}, read_lfm2_moe},
+    {"deepseek_v2", {}, read_deepseek, true},
+    {"deepseek_v3", {}, read_deepseek, true},
+    {"kimi_k2", {}, read_deepseek, true},
+    {"glm4_moe_lite", {}, read_glm4_moe_lite, true},
+    {"longcat_flash", {}, read_longcat_flash, true},
+    {"minicpm3", {}, read_minicpm3, true},
 };
 
 void read_gemma_score(const ConfigReader& config, const DecoderRules& rules, ScoreMod& score) {

@@ -63,6 +63,7 @@ struct Family {
   std::string_view model_type;
   DecoderRules rules{};
   void (*read)(const FamilyInput&) = nullptr;
+  bool latent = false;  // its reader reads kv_lora_rank, which says in every config that attention is latent
 };
 const Family* find_family(std::string_view model_type);  // nullptr when unknown
 void read_family(const Family&, const FamilyInput&);
@@ -79,6 +80,10 @@ void read_whisper(const FamilyInput&);
 void read_bert(const FamilyInput&);
 void read_lfm2(const FamilyInput&);  // layers of several families
 void read_lfm2_moe(const FamilyInput&);
+void read_deepseek(const FamilyInput&);  // latent attention: DeepSeek V2 and V3, Kimi K2
+void read_glm4_moe_lite(const FamilyInput&);
+void read_longcat_flash(const FamilyInput&);
+void read_minicpm3(const FamilyInput&);
 
 // Families that are known by name only, and what imbrex lacks to read them.
 struct LaterFamily {
@@ -86,7 +91,7 @@ struct LaterFamily {
   std::string_view waits_for;
 };
 const LaterFamily* find_later_family(std::string_view model_type);
-inline constexpr std::string_view kWaitsForMla = "MLA (multi-head latent attention: one latent vector a token instead of keys and values)";
+inline constexpr std::string_view kWaitsForMla = "a reader of its MLA layers (multi-head latent attention)";
 inline constexpr std::string_view kWaitsForLinear = "linear and state-space layers (a recurrent state instead of a KV cache)";
 
 // The kind of mask that a layer has, before the window or chunk is known.

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "attention/kv_codec.h"
+
 namespace imbrex {
 
 namespace {
@@ -53,6 +55,21 @@ void deploy(ShortConvSpec& spec, DType q_dtype, DType, KvFormat, int) {
   if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
 }
 
+// Pages of latents are those of attention in latent space.
+bool has_cache(const MlaSpec&) { return true; }
+bool same_group(const MlaSpec& a, const MlaSpec& b) { return same_group(a.latent_spec(), b.latent_spec()); }
+std::string group_name(const MlaSpec& spec) { return group_name(spec.latent_spec()); }
+std::string group_detail(const MlaSpec& spec) { return group_detail(spec.latent_spec()); }
+void add_bytes(const MlaSpec& spec, CacheGroup& group) { group.bytes_per_token += spec.kv_bytes_per_token(); }
+
+// A format that stores values by themselves is not for latents: they stay in theirs.
+void deploy(MlaSpec& spec, DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) {
+  if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
+  spec.kv_dtype = kv_dtype;
+  if (codec_of(kv_format).values_in_keys) spec.kv_format = kv_format;
+  spec.block_size = std::max(block_size, 1);
+}
+
 // These functions for a layer of any family.
 
 bool is_cached(const LayerSpec& layer) {
@@ -94,6 +111,12 @@ std::string count_layers(const std::vector<ModelLayer>& layers) {
 
 void validate(const LayerSpec& layer) {
   std::visit([](const auto& spec) { spec.validate(); }, layer);
+}
+
+std::optional<AttentionSpec> paged_attention(const LayerSpec& layer) {
+  if (const auto* attention = std::get_if<AttentionSpec>(&layer)) return *attention;
+  if (const auto* mla = std::get_if<MlaSpec>(&layer)) return mla->latent_spec();
+  return std::nullopt;
 }
 
 void group_layers(ModelSpec& model) {

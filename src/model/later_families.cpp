@@ -7,22 +7,16 @@ namespace imbrex {
 
 namespace {
 
-constexpr std::string_view kMla = kWaitsForMla;
+constexpr std::string_view kMlaVision = "a reader of models with a vision encoder beside MLA layers";
 constexpr std::string_view kLinear = kWaitsForLinear;
 constexpr std::string_view kSparseMla = "sparse attention (an indexer picks the keys of each query) on top of MLA";
-constexpr std::string_view kLinearMla = "linear layers (a recurrent state instead of a KV cache) and MLA";
+constexpr std::string_view kLinearMla = "linear layers (a recurrent state instead of a KV cache), beside which it has MLA";
 constexpr std::string_view kBlocks = "layers that differ in heads from block to block (block_configs)";
 
 constexpr LaterFamily kLater[] = {
-    {"deepseek_v2", kMla},
-    {"deepseek_v3", kMla},
-    {"deepseek_vl_v2", kMla},
-    {"kimi_k2", kMla},
-    {"kimi_k25", kMla},
-    {"kimi_vl", kMla},
-    {"glm4_moe_lite", kMla},
-    {"longcat_flash", kMla},
-    {"minicpm3", kMla},
+    {"deepseek_vl_v2", kMlaVision},
+    {"kimi_k25", kMlaVision},
+    {"kimi_vl", kMlaVision},
     {"deepseek_v32", kSparseMla},
     {"glm_moe_dsa", kSparseMla},
     {"deepseek_v4", "compressed sparse attention (shared keys and values, compressed at a ratio that differs by layer)"},

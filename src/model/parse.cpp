@@ -93,9 +93,9 @@ ModelSpec parse_model_config(std::string_view json_text, std::string_view name) 
   }
   check(!family.empty(), "model.family.missing", "model_type is missing, expected the name of the model's family");
   const ConfigReader& config = text ? *text : top;
-  check(!config.has("kv_lora_rank"), "model.family.later", "{:.100}: {} is {}; the model waits for {}", model.name,
-        config.path("kv_lora_rank"), config.shown("kv_lora_rank"), kWaitsForMla);
   const Family* known = find_family(family);
+  check(!config.has("kv_lora_rank") || (known != nullptr && known->latent), "model.family.later",
+        "{:.100}: {} is {}; the model waits for {}", model.name, config.path("kv_lora_rank"), config.shown("kv_lora_rank"), kWaitsForMla);
   check(known != nullptr, "model.family.unknown", "{:.100}: the family {} is not known", model.name,
         text && !wrapper ? top.shown("model_type") : config.shown("model_type"));
 

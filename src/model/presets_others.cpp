@@ -1,4 +1,5 @@
-// Encoders that imbrex runs, and models of families that it only knows by name, as trimmed config.json files.
+// Encoders and decoders with latent attention, which imbrex runs, and models of families that it only knows by name, as trimmed config.json
+// files.
 // Marks: V read in a copy of the published file or in the vendor's code, T read in a trimmed copy, D class default of transformers,
 // M from memory of the published file.
 #include "model/presets.h"
@@ -19,14 +20,17 @@ constexpr ModelPreset kOthers[] = {
     {"deepseek-v2", "deepseek-ai/DeepSeek-V2",  // M
      R"({"model_type": "deepseek_v2", "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128,
          "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
          "v_head_dim": 128, "torch_dtype": "bfloat16"})"},
     {"deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite",  // V
      R"({"model_type": "deepseek_v2", "hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16,
          "num_key_value_heads": 16, "q_lora_rank": null, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
          "v_head_dim": 128, "torch_dtype": "bfloat16"})"},
     {"deepseek-v3", "deepseek-ai/DeepSeek-V3",  // V
      R"({"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
          "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
          "v_head_dim": 128, "torch_dtype": "bfloat16"})"},
     {"deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2-Exp",  // V
      R"({"model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
@@ -49,6 +53,7 @@ constexpr ModelPreset kOthers[] = {
     {"kimi-k2", "moonshotai/Kimi-K2-Instruct",  // T
      R"({"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
          "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "rope_scaling": {"type": "yarn", "factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
          "v_head_dim": 128, "torch_dtype": "bfloat16"})"},
     {"kimi-linear-48b-a3b", "moonshotai/Kimi-Linear-48B-A3B-Instruct",  // V; that list counts from 1; head_dim means nothing
      R"({"model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,

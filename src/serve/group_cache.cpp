@@ -41,4 +41,8 @@ GroupCache make_cache(const ShortConvSpec& spec, int num_layers, int num_slots, 
   return cache;
 }
 
+GroupCache make_cache(const MlaSpec& spec, int num_layers, int num_blocks, const DeviceStream& stream, const ParallelFor& threads) {
+  return make_cache(spec.latent_spec(), num_layers, num_blocks, stream, threads);
+}
+
 }  // namespace imbrex::serve

@@ -28,5 +28,6 @@ int64_t bytes_of(const GroupCache&);
 // it at the first write, which a server has done long ago and a replay would count as work.
 GroupCache make_cache(const AttentionSpec&, int num_layers, int num_blocks, const DeviceStream&, const ParallelFor&);
 GroupCache make_cache(const ShortConvSpec&, int num_layers, int num_slots, const DeviceStream&, const ParallelFor&);
+GroupCache make_cache(const MlaSpec&, int num_layers, int num_blocks, const DeviceStream&, const ParallelFor&);
 
 }  // namespace imbrex::serve

@@ -1,6 +1,7 @@
 #pragma once
 // Layers of one spec in a replay: their plans, parameters and caches, and how their inputs are made, their calls run and their outputs
-// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp); StepRunner knows no family.
+// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp, mla_kind.cpp); StepRunner knows no
+// family.
 #include <array>
 #include <cstdint>
 #include <memory>
@@ -98,5 +99,6 @@ class KindOf : public LayerKind {
 // Selects backends and makes plans. Error replay.backend.none, select.forced.
 std::unique_ptr<LayerKind> make_kind(const AttentionSpec&, const ModelSpec::Kind&, const KindSetup&);
 std::unique_ptr<LayerKind> make_kind(const ShortConvSpec&, const ModelSpec::Kind&, const KindSetup&);
+std::unique_ptr<LayerKind> make_kind(const MlaSpec&, const ModelSpec::Kind&, const KindSetup&);
 
 }  // namespace imbrex::serve

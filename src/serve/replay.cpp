@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "core/run_parallel.h"
 #include "imbrex/parallel.h"
+#include "model/groups.h"
 #include "serve/replay_account.h"
 #include "serve/replay_setup.h"
 #include "serve/scheduler.h"
@@ -325,7 +326,7 @@ void Replay::finish() {
   r.num_layers = int(model_.layers.size());
   r.num_threads = threads_.num_threads();
   for (const ModelLayer& layer : model_.layers)
-    if (const auto* spec = std::get_if<AttentionSpec>(&layer.spec)) r.kv_format = to_string(spec->kv_format);
+    if (const auto spec = paged_attention(layer.spec)) r.kv_format = to_string(spec->kv_format);
   add_options(options_, r);
   r.complete = scheduler_->done();
   add_counts(scheduler_->stats(), r);

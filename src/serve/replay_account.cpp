@@ -47,6 +47,13 @@ LayerWork layer_work(const ShortConvSpec& spec, const StepPlan& plan) {
           .kv_written_bytes = 0};
 }
 
+// Operations are those in latent space for every token: a plan that expands keys does fewer for prompts.
+LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan) {
+  LayerWork work = layer_work(spec.latent_spec(), plan);
+  work.flops += 2.0 * double(plan.num_tokens()) * spec.num_heads * spec.kv_lora_rank * double(spec.qk_nope_dim + spec.v_dim);
+  return work;
+}
+
 void Series::add(ReplayPoint step) {
   if (!points_.empty() && points_.back().steps < steps_per_point_) {
     add_to(points_.back(), step);

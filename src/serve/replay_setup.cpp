@@ -9,6 +9,7 @@
 #include "attention/mask.h"
 #include "core/check.h"
 #include "imbrex/select.h"
+#include "model/groups.h"
 
 namespace imbrex::serve {
 
@@ -87,8 +88,8 @@ void check_options(const ReplayOptions& o) {
 ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, const DeviceInfo& device, std::string& note) {
   check(!model.layers.empty(), "replay.model.layers", "{} has no layers", model.name);
   for (const ModelLayer& layer : model.layers) {
-    const auto* spec = std::get_if<AttentionSpec>(&layer.spec);
-    if (spec == nullptr) continue;
+    const std::optional<AttentionSpec> spec = paged_attention(layer.spec);
+    if (!spec) continue;
     check(spec->kind != AttentionKind::encoder_decoder && spec->kind != AttentionKind::encoder, "replay.model.encoder_decoder",
           "{} has {} layers ({}); a replay drives decoder-only models", model.name, to_string(spec->kind), layer.name);
     check(spec->kind == AttentionKind::decoder, "replay.model.encoder_only",
@@ -150,7 +151,7 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
         result.push_back(0);
         continue;
       }
-      const Mask& mask = model.layers[size_t(group.layers.front())].attention().mask;
+      const Mask mask = paged_attention(model.layers[size_t(group.layers.front())].spec)->mask;
       int64_t count = blocks;
       if (forgets(mask)) {
         const int64_t reach = most_earlier_keys(mask);

@@ -7,6 +7,7 @@
 
 #include "attention/mask.h"
 #include "core/check.h"
+#include "model/groups.h"
 
 namespace imbrex::serve {
 
@@ -69,7 +70,7 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
   for (size_t g = 0; g < model.cache_groups.size(); ++g) {
     const CacheGroup& group = model.cache_groups[g];
     if (group.holds_states()) continue;
-    const AttentionSpec& spec = model.layers[size_t(group.layers.front())].attention();
+    const AttentionSpec spec = *paged_attention(model.layers[size_t(group.layers.front())].spec);
     imbrex::check(spec.block_size >= 1, "scheduler.block_size", "group {} must have paged caches, has block_size {}", group.name,
                   spec.block_size);
     if (groups_.empty()) block_size_ = spec.block_size;

@@ -73,6 +73,18 @@ void ShortConvParameters::view(ShortConvInputs& inputs) const {
   if (!bias.empty()) inputs.bias = TensorView::contiguous(const_cast<uint16_t*>(bias.data()), DType::bf16, {dim});
 }
 
+MlaParameters::MlaParameters(const MlaSpec& spec, uint64_t seed, int layer)
+    : heads(spec.num_heads), rows(spec.qk_nope_dim + spec.v_dim), rank(spec.kv_lora_rank) {
+  kv_b.resize(size_t(heads) * size_t(rows) * size_t(rank));
+  for (size_t i = 0; i < kv_b.size(); ++i) kv_b[i] = float_to_bf16(kGain * normal(hash_numbers(seed, 6, uint64_t(layer), i)));
+  if (spec.sinks) sinks = LayerParameters(spec.latent_spec(), seed, layer).sinks;
+}
+
+void MlaParameters::view(MlaInputs& inputs) const {
+  inputs.kv_b = TensorView::contiguous(const_cast<uint16_t*>(kv_b.data()), DType::bf16, {heads, rows, rank});
+  if (!sinks.empty()) inputs.sinks = TensorView::contiguous(const_cast<float*>(sinks.data()), DType::f32, {heads});
+}
+
 int ShortConvParameters::piece(const ShortConvSpec& spec) {
   int pieces = (spec.dim + Synthetic::kMaxDim - 1) / Synthetic::kMaxDim;
   while (spec.dim % pieces != 0) ++pieces;

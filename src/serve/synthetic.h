@@ -61,6 +61,18 @@ struct ShortConvParameters {
   static int piece(const ShortConvSpec&);
 };
 
+// Parameters of latent attention: the weight of kv_b_proj, bf16, and sinks where there are any.
+struct MlaParameters {
+  // The factor of weights that have a standard deviation of 1: keys and values are then about as large as latents of 512 elements.
+  static constexpr float kGain = 0x1p-5f;
+  int heads = 0, rows = 0, rank = 0;
+  std::vector<uint16_t> kv_b;  // [heads, rows, rank]
+  std::vector<float> sinks;    // [heads]
+
+  MlaParameters(const MlaSpec&, uint64_t seed, int layer);
+  void view(MlaInputs&) const;  // on the host
+};
+
 // The scale of fp8 elements: a power of two, so that dividing by it loses nothing.
 constexpr float kFp8Scale = 0.0625f;
 

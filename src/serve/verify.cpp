@@ -40,6 +40,7 @@ std::pair<int64_t, int64_t> size_of_output(const AttentionSpec& spec) {
   return {spec.group_size(), int64_t(spec.group_size()) * spec.head_dim_v};
 }
 std::pair<int64_t, int64_t> size_of_output(const ShortConvSpec& spec) { return {1, spec.dim}; }
+std::pair<int64_t, int64_t> size_of_output(const MlaSpec& spec) { return {1, spec.v_dim}; }
 
 }  // namespace
 
@@ -54,6 +55,13 @@ struct Verifier::Worker {
   std::optional<ShortConvSpec> conv_spec;
   std::unique_ptr<ShortConvPlan> conv_plan;
   std::vector<uint16_t> bcx, state, conv_out;
+};
+
+// Attention of one query to the ragged keys in Worker::k and v, of some q heads that share a kv head.
+struct Verifier::HeadCall {
+  AttentionSpec spec;  // with noise columns behind the values
+  int keys = 0, dim_v = 0, noise = 0, first_head = 0;
+  AttentionInputs parameters;
 };
 
 void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at) {
@@ -80,8 +88,9 @@ Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, 
 Verifier::~Verifier() = default;
 
 void Verifier::check_spec(const LayerSpec& layer) {
-  if (!std::holds_alternative<AttentionSpec>(layer)) return;
-  const auto& spec = std::get<AttentionSpec>(layer);
+  if (std::holds_alternative<ShortConvSpec>(layer)) return;
+  const auto* mla = std::get_if<MlaSpec>(&layer);
+  const AttentionSpec spec = mla != nullptr ? mla->expanded_spec() : std::get<AttentionSpec>(layer);
   const int limit = Synthetic::kMaxDim - noise_columns(spec);
   check(spec.head_dim_v <= limit, "replay.verify.head_dim_v", "verification needs head_dim_v <= {}, {} has {}", limit, spec.str(),
         spec.head_dim_v);
@@ -99,21 +108,11 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
   if (spec.mask.chunk > 0) first = first / spec.mask.chunk * spec.mask.chunk;
   const int keys = sample.position + 1 - first;
 
-  const AttentionSpec wanted = head_spec(spec);
-  if (!w.spec || !(*w.spec == wanted) || w.plan_keys < keys) {
-    w.spec = wanted;
-    w.plan_keys = std::max(2 * keys, 1024);
-    PlanOptions options;
-    options.limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = w.plan_keys};
-    w.plan = find_backend<AttentionFamily>("reference")->plan(wanted, describe_device("cpu"), options);
-  }
-
   const size_t size = size_t(size_of(kv_dtype_)), k_bytes = size * size_t(dim_qk), v_bytes = size * size_t(dim_v);
   const size_t noise_bytes = size * size_t(noise);
   w.q.resize(size_t(group) * size_t(dim_qk));
   w.k.resize(size_t(keys) * k_bytes);
   w.v.resize(size_t(keys) * (v_bytes + noise_bytes));
-  w.out.assign(size_t(group) * size_t(dim_v + noise), 0.f);
   for (int h = 0; h < group; ++h) {
     const int64_t offset = synthetic_.offset(Side::q, sample.layer, target.kv_head * group + h, key_of(sample, sample.position));
     std::memcpy(w.q.data() + size_t(h) * size_t(dim_qk), synthetic_.pool().data() + offset, size_t(dim_qk) * sizeof(uint16_t));
@@ -130,6 +129,60 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
     std::memcpy(v + v_bytes, (negative ? negative_pool_ : pool_).data() + from_v, noise_bytes);
   }
 
+  HeadCall call{
+      .spec = head_spec(spec), .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.kv_head * group, .parameters = {}};
+  target.parameters->view(call.parameters, call.first_head, group);
+  return attend(sample, call, w);
+}
+
+// The head's keys and values from the latents, of which the cache holds rounded ones.
+Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarget& target, Worker& w) const {
+  const MlaSpec& spec = *target.spec;
+  const MlaParameters& parameters = *target.parameters;
+  const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, dim_qk = spec.qk_dim(), dim_v = spec.v_dim;
+  AttentionSpec head = spec.expanded_spec();
+  head.num_q_heads = head.num_kv_heads = 1;
+  const int noise = noise_columns(head), first = int(first_visible_key(spec.mask, sample.position)), keys = sample.position + 1 - first;
+  head.head_dim_v += noise;
+  head.kv_dtype = DType::f32;
+  w.q.resize(size_t(dim_qk));
+  std::memcpy(w.q.data(), synthetic_.pool().data() + synthetic_.offset(Side::q, sample.layer, target.head, key_of(sample, sample.position)),
+              size_t(dim_qk) * sizeof(uint16_t));
+  w.k.resize(size_t(keys) * size_t(dim_qk) * sizeof(float));
+  w.v.resize(size_t(keys) * size_t(dim_v + noise) * sizeof(float));
+  auto *k = reinterpret_cast<float*>(w.k.data()), *v = reinterpret_cast<float*>(w.v.data());
+  std::vector<double> latent(size_t(spec.latent_dim()));
+  for (int j = first; j <= sample.position; ++j, k += dim_qk, v += dim_v + noise) {
+    const uint64_t key = key_of(sample, j);
+    const int64_t from = synthetic_.offset(Side::k, sample.layer, 0, key);
+    for (size_t d = 0; d < latent.size(); ++d)
+      latent[d] = (is_fp8(kv_dtype_) ? double(kFp8Scale) : 1.) * load_as_double(pool_.data(), kv_dtype_, from + int64_t(d));
+    for (int n = 0; n < nope + dim_v; ++n) {
+      const uint16_t* const weight = parameters.kv_b.data() + (size_t(target.head) * size_t(nope + dim_v) + size_t(n)) * size_t(rank);
+      double sum = 0;
+      for (int d = 0; d < rank; ++d) sum += double(bf16_to_float(weight[d])) * latent[size_t(d)];
+      (n < nope ? k[n] : v[n - nope]) = float(sum);
+    }
+    for (int d = 0; d < spec.qk_rope_dim; ++d) k[nope + d] = float(latent[size_t(rank + d)]);
+    const float sign = (hash_numbers(key, kSignTag) & 1) != 0 ? -1.f : 1.f;
+    for (int d = 0; d < noise; ++d) v[dim_v + d] = sign * v[d];
+  }
+  HeadCall call{.spec = head, .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.head, .parameters = {}};
+  if (spec.sinks)
+    call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});
+  return attend(sample, call, w);
+}
+
+Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& call, Worker& w) const {
+  const int keys = call.keys, group = call.spec.num_q_heads, dim_qk = call.spec.head_dim_qk, dim_v = call.dim_v, noise = call.noise;
+  if (!w.spec || !(*w.spec == call.spec) || w.plan_keys < keys) {
+    w.spec = call.spec;
+    w.plan_keys = std::max(2 * keys, 1024);
+    PlanOptions options;
+    options.limits = {.max_num_reqs = 1, .max_num_tokens = 1, .max_seq_len = w.plan_keys};
+    w.plan = find_backend<AttentionFamily>("reference")->plan(call.spec, describe_device("cpu"), options);
+  }
+  w.out.assign(size_t(group) * size_t(dim_v + noise), 0.f);
   const int32_t query_start_loc[] = {0, 1}, seq_lens[] = {keys};
   int32_t kv_start_loc[] = {0, keys};
   Batch batch;
@@ -138,12 +191,11 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
   batch.kv_start_loc = TensorView::contiguous(kv_start_loc, DType::i32, {2});
   w.plan->update(batch);
   float scale = kFp8Scale;
-  AttentionInputs inputs;
+  AttentionInputs inputs = call.parameters;
   inputs.q = TensorView::contiguous(w.q.data(), DType::bf16, {1, group, dim_qk});
-  inputs.kv.k = TensorView::contiguous(w.k.data(), kv_dtype_, {keys, 1, dim_qk});
-  inputs.kv.v = TensorView::contiguous(w.v.data(), kv_dtype_, {keys, 1, dim_v + noise});
-  if (is_fp8(kv_dtype_)) inputs.kv.k_scale = inputs.kv.v_scale = TensorView::contiguous(&scale, DType::f32, {1});
-  target.parameters->view(inputs, target.kv_head * group, group);
+  inputs.kv.k = TensorView::contiguous(w.k.data(), call.spec.kv_dtype, {keys, 1, dim_qk});
+  inputs.kv.v = TensorView::contiguous(w.v.data(), call.spec.kv_dtype, {keys, 1, dim_v + noise});
+  if (is_fp8(call.spec.kv_dtype)) inputs.kv.k_scale = inputs.kv.v_scale = TensorView::contiguous(&scale, DType::f32, {1});
   AttentionOutputs outputs;
   outputs.out = TensorView::contiguous(w.out.data(), DType::f32, {1, group, dim_v + noise});
   w.plan->run(inputs, outputs);
@@ -157,7 +209,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Attentio
     for (int d = 0; d < dim_v; ++d) {
       const double actual = bf16_to_float(sample.actual[size_t(h) * size_t(dim_v) + size_t(d)]);
       const double bound = 0x1p-8 * std::abs(double(expected[d])) + rounding + 1e-6;
-      worst.add(expected[d], actual, bound, target.kv_head * group + h, d);
+      worst.add(expected[d], actual, bound, call.first_head + h, d);
     }
   }
   return worst;

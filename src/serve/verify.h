@@ -23,7 +23,12 @@ struct ShortConvTarget {  // all channels
   const ShortConvSpec* spec = nullptr;
   const ShortConvParameters* parameters = nullptr;
 };
-using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget>;
+struct MlaTarget {  // one head
+  const MlaSpec* spec = nullptr;
+  const MlaParameters* parameters = nullptr;
+  int head = 0;
+};
+using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget>;
 
 // A token in a layer, and what the backend made of it.
 struct VerifySample {
@@ -32,7 +37,7 @@ struct VerifySample {
   int position = 0;  // of the token
   int layer = 0;     // of the model: what synthesis depends on
   VerifyTarget target;
-  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [dim] of a short convolution
+  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution
 };
 
 struct VerifySummary {
@@ -54,6 +59,8 @@ class Verifier {
   // measured: extra value columns carry the same values with a random sign per key. The bound shrinks with the context like the
   // outputs do, so that one wrong page among thousands of keys is seen; the conformance bound, made for short cases, has a floor
   // that would hide it.
+  // Keys and values of latent attention are expanded in double precision. A plan of it rounds them, or absorbed queries, to bf16, which
+  // moves logits by about as much as rounding moves probabilities: the bound holds for it too.
   // Of a short convolution:
   //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
   // The first term is a step of bf16, since both are rounded to it; the second bounds what sums in floats lose when their parts cancel.
@@ -62,6 +69,7 @@ class Verifier {
 
  private:
   struct Worker;
+  struct HeadCall;
   struct Outcome {
     double max_error = 0, max_ratio = 0;
     double expected = 0, actual = 0, bound = 0;  // of the worst value
@@ -70,6 +78,8 @@ class Verifier {
   };
   Outcome recompute(const VerifySample&, const AttentionTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const ShortConvTarget&, Worker&) const;
+  Outcome recompute(const VerifySample&, const MlaTarget&, Worker&) const;
+  Outcome attend(const VerifySample&, const HeadCall&, Worker&) const;
   uint64_t key_of(const VerifySample&, int position) const;
 
   const Synthetic& synthetic_;

@@ -80,14 +80,28 @@ TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
 }
 
 TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
-  const Ran ran = run("select --model deepseek-v3 --device h200");
+  const Ran ran = run("select --model deepseek-v3.2 --device h200");
   EXPECT_EQ(ran.code, 3);
-  for (const char* part : {"deepseek-v3", "H200", "MLA", "model.family.later", "device.type", "reference"}) {
+  for (const char* part : {"deepseek-v3.2", "H200", "sparse", "model.family.later", "device.type", "reference"}) {
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   }
-  const auto j = nlohmann::json::parse(run("select --model deepseek-v3 --device h200 --json").out);
+  const auto j = nlohmann::json::parse(run("select --model deepseek-v3.2 --device h200 --json").out);
   EXPECT_TRUE(j["backend"].is_null());
   EXPECT_FALSE(j["candidates"].empty());
+}
+
+// Both ways of latent attention, and what is still missing on GPUs.
+TEST_F(Cli, SelectExplainsLatentAttention) {
+  const Ran ran = run("select --model deepseek-v3 --device 'avx512,8 threads' -v");
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  for (const char* part :
+       {"layers 0-60: mla q128 latent512 nope128 rope64 v128", "cpu_avx512 (first of 3 that run it)", "in latent space by cpu_avx512",
+        "with expanded keys (first of 3 that run it) by cpu_avx512", "workspace_keys 1664"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  EXPECT_TRUE(contains(run("select --model kimi-k2 --device 'amx,8 threads' --backend AMX_MLA").out, "cpu_amx (forced"));
+  const Ran gpu = run("select --model deepseek-v3 --device h200");
+  EXPECT_EQ(gpu.code, 3);
+  EXPECT_TRUE(contains(gpu.out, "device.type: wanted cpu, got cuda")) << gpu.out;
 }
 
 TEST_F(Cli, EnvironmentForcesABackend) {

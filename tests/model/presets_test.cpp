@@ -89,6 +89,21 @@ const HybridFacts kHybrids[] = {
     {"lfm2-8b-a1b", 2048, 24, 32, {2, 6, 10, 14, 18, 21}, 12288, 147456},
 };
 
+// Layers of latent attention, all alike.
+struct LatentFacts {
+  const char* name;
+  int hidden, layers, heads, nope, rope, v;  // latents of 512
+  double scale;
+  int64_t full_bytes;  // of a token in all layers, in bf16
+};
+constexpr LatentFacts kLatent[] = {
+    {"deepseek-v2", 5120, 60, 128, 128, 64, 128, 0.1147213867929261, 69120},  // 1.2608 squared / sqrt(192)
+    {"deepseek-v2-lite", 2048, 27, 16, 128, 64, 128, 0.1147213867929261, 31104},
+    {"deepseek-v3", 7168, 61, 128, 128, 64, 128, 0.1352337788608801, 70272},  // 1.3689 squared / sqrt(192)
+    {"glm-4.7-flash", 2048, 47, 20, 192, 64, 256, 0.0625, 54144},
+    {"kimi-k2", 7168, 61, 64, 128, 64, 128, 0.1308607, 70272},  // 1.3466 squared / sqrt(192)
+};
+
 void expect_facts(const Facts& facts) {
   SCOPED_TRACE(facts.name);
   const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
@@ -166,10 +181,35 @@ TEST(Presets, HybridsMatchTheFacts) {
   }
 }
 
+TEST(Presets, LatentOnesMatchTheFacts) {
+  for (const LatentFacts& facts : kLatent) {
+    SCOPED_TRACE(facts.name);
+    const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 64);
+    ASSERT_EQ(int(model.layers.size()), facts.layers);
+    EXPECT_EQ(model.hidden_size, facts.hidden);
+    for (const ModelLayer& layer : model.layers) {
+      const MlaSpec& spec = std::get<MlaSpec>(layer.spec);
+      EXPECT_EQ(spec.num_heads, facts.heads);
+      EXPECT_EQ(spec.kv_lora_rank, 512);
+      EXPECT_EQ(spec.qk_nope_dim, facts.nope);
+      EXPECT_EQ(spec.qk_rope_dim, facts.rope);
+      EXPECT_EQ(spec.v_dim, facts.v);
+      EXPECT_NEAR(spec.logit_scale(), facts.scale, 1e-6);
+      EXPECT_EQ(spec.kv_format, KvFormat::latent) << "whatever the deployment has for other layers";
+      EXPECT_EQ(spec.block_size, 64);
+      EXPECT_TRUE(spec.mask == Mask{});
+    }
+    ASSERT_EQ(model.cache_groups.size(), 1u);
+    EXPECT_EQ(model.cache_groups[0].name, "full");
+    EXPECT_EQ(model.cache_groups[0].bytes_per_token, facts.full_bytes);
+  }
+}
+
 TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
   // Below: their layers differ in shape, or in family.
   std::set<std::string_view> checked{"gemma-4-class-default"};
   for (const HybridFacts& facts : kHybrids) checked.insert(facts.name);
+  for (const LatentFacts& facts : kLatent) checked.insert(facts.name);
   for (const Facts& facts : kFacts) checked.insert(facts.name);
   size_t later = 0;
   for (const ModelPreset& preset : model_presets()) {
@@ -184,7 +224,7 @@ TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
   }
   EXPECT_EQ(checked.size() + later, model_presets().size());
   EXPECT_EQ(model_presets().size(), 72u);
-  EXPECT_EQ(later, 16u);
+  EXPECT_EQ(later, 11u);
 }
 
 TEST(Presets, AreSortedAndNamedOnce) {

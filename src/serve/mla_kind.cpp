@@ -1,0 +1,91 @@
+// Layers of latent attention in a replay (see layer_kind.h).
+#include "core/check.h"
+#include "imbrex/mla.h"
+#include "serve/layer_kind.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+class MlaLayers final : public KindOf<MlaFamily> {
+ public:
+  MlaLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
+    const MlaSpec& s = spec();
+    check(!s.absorbed, "replay.mla.absorbed", "expected layers with the weight of kv_b_proj, got {}", s.str());
+    parts_ = {{Side::q, s.num_heads, s.qk_dim()}, {Side::k, 1, s.latent_dim()}};
+    out_rows_ = s.num_heads;
+    out_length_ = s.v_dim;
+    for (const int layer : kind.layers) {
+      Layer& made = layers_.emplace_back(Layer{.parameters = MlaParameters(s, setup.options.seed, layer), .inputs = {}, .owned = {}});
+      made.parameters.view(made.inputs);
+      for (TensorView* t : {&made.inputs.kv_b, &made.inputs.sinks}) {
+        if (t->empty()) continue;
+        made.owned.push_back(setup.stream.copy_of(*t));
+        *t = made.owned.back().view;
+      }
+    }
+    make_plans(setup);
+  }
+
+  void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
+    KvCache& cache = layers_[layer].inputs.kv;
+    cache = std::get<KvAllocation>(group).layer(layer_of_group);
+    if (is_fp8(spec().kv_dtype)) cache.k_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
+  }
+
+  bool write_cache(size_t layer, const StepTensors& tensors) const override {
+    const TensorView row = tensors.in[1].select(1, 0);
+    const int rank = spec().kv_lora_rank;
+    const TensorView rope = spec().qk_rope_dim > 0 ? row.slice(1, rank, spec().latent_dim()) : TensorView{};
+    plan().write_kv(layers_[layer].inputs.kv, row.slice(1, 0, rank), rope, stream());
+    return true;
+  }
+
+  void run(size_t layer, const StepTensors& tensors) const override {
+    MlaInputs inputs = layers_[layer].inputs;
+    inputs.q = tensors.in[0];
+    const TensorView& out = tensors.out;
+    plan().run(
+        inputs,
+        {.out = TensorView::contiguous(out.data, out.dtype, {out.size(0) / out_rows_, out_rows_, spec().v_dim}, out.device), .lse = {}},
+        stream());
+  }
+
+  VerifyTarget target(size_t layer, int out_row) const override {
+    return MlaTarget{.spec = &spec(), .parameters = &layers_[layer].parameters, .head = out_row};
+  }
+
+ private:
+  struct Layer {
+    MlaParameters parameters;
+    MlaInputs inputs;                 // cache and parameters, where the device reads them
+    std::vector<DeviceTensor> owned;  // parameters on the device
+  };
+
+  // One backend for both phases: its plan chooses a way for each request.
+  void make_plans(const KindSetup& setup) {
+    SelectOptions select_options = setup.options.select;
+    select_options.phase = Phase::prefill;
+    const auto selection = select<MlaFamily>(spec(), setup.device, select_options);
+    check(selection.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec().str(), selection.str());
+    plan_ = selection.backend->plan(spec(), setup.device, setup.plan);
+    if (setup.has_decode_plan) decode_plan_ = selection.backend->plan(spec(), setup.device, setup.decode_plan);
+    report_.backend = selection.backend->name();
+    report_.rule = selection.rule;
+    select_options.phase = Phase::decode;
+    if (select<MlaFamily>(spec(), setup.device, select_options).backend != selection.backend)
+      report_.rule += "; runs decode too, plans of this family are not split by phase";
+    report_.selection = selection.str();
+  }
+
+  std::vector<Layer> layers_;
+  float fp8_scale_ = kFp8Scale;
+};
+
+}  // namespace
+
+std::unique_ptr<LayerKind> make_kind(const MlaSpec&, const ModelSpec::Kind& kind, const KindSetup& setup) {
+  return std::make_unique<MlaLayers>(kind, setup);
+}
+
+}  // namespace imbrex::serve
