@@ -159,6 +159,23 @@ typedef struct {
 IMBREX_API void imbrex_short_conv_fields_init(imbrex_short_conv_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields*, imbrex_spec** out);
 
+/* A layer of another family, multi-head latent attention (mla.h). What a layer calls is imbrex_plan_write_latents() and
+ * imbrex_plan_run_mla(). */
+typedef struct {
+  size_t struct_size;
+  int32_t num_heads;
+  int32_t kv_lora_rank, qk_nope_dim, qk_rope_dim, v_dim;                                    /* 512, 128, 64, 128 */
+  int32_t dtype, kv_dtype;                                                                  /* imbrex_dtype; IMBREX_BF16 */
+  int32_t kv_format;                                                                        /* imbrex_kv_format; IMBREX_KV_LATENT */
+  int32_t block_size;                                                                       /* 16 */
+  int32_t causal, window_left, window_right, chunk, chunk_lookback, custom_mask, positions; /* as in imbrex_spec_fields */
+  float scale;                                                                              /* 0: 1 / sqrt(qk_nope_dim + qk_rope_dim) */
+  int32_t sinks;                                                                            /* 0; 1: imbrex_mla_inputs has them */
+  int32_t absorbed; /* 0; 1: queries and outputs are in latent space */
+} imbrex_mla_fields;
+IMBREX_API void imbrex_mla_fields_init(imbrex_mla_fields*, size_t struct_size);
+IMBREX_API imbrex_status imbrex_spec_create_mla(const imbrex_mla_fields*, imbrex_spec** out);
+
 /* ---- which backend runs it, and why: select.h ---- */
 
 typedef struct imbrex_selection imbrex_selection;
@@ -355,6 +372,26 @@ typedef struct {
 IMBREX_API void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_plan_run_short_conv(imbrex_plan*, const imbrex_short_conv_inputs*, const imbrex_short_conv_outputs*,
                                                     void* stream);
+
+/* What a layer of latent attention reads and writes, after imbrex_plan_write_latents(). */
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor* q;    /* [>= num_tokens, num_heads, qk_nope_dim + qk_rope_dim]; absorbed: kv_lora_rank + qk_rope_dim */
+  const imbrex_tensor* kv_b; /* [num_heads, qk_nope_dim + v_dim, kv_lora_rank]; absorbed: NULL */
+  const imbrex_kv_cache* kv;
+  const imbrex_tensor* sinks; /* NULL, or f32 [num_heads] */
+} imbrex_mla_inputs;
+IMBREX_API void imbrex_mla_inputs_init(imbrex_mla_inputs*, size_t struct_size);
+typedef struct {
+  size_t struct_size;
+  const imbrex_tensor *out,
+      *lse; /* [>= num_tokens, num_heads, v_dim]; absorbed: kv_lora_rank. lse: NULL, or f32 [>= num_tokens, num_heads] */
+} imbrex_mla_outputs;
+IMBREX_API void imbrex_mla_outputs_init(imbrex_mla_outputs*, size_t struct_size);
+/* Writes latents [num_tokens, kv_lora_rank] and rope [num_tokens, qk_rope_dim], NULL where that is 0, to the slots of the batch. */
+IMBREX_API imbrex_status imbrex_plan_write_latents(imbrex_plan*, const imbrex_kv_cache*, const imbrex_tensor* latents,
+                                                   const imbrex_tensor* rope, void* stream);
+IMBREX_API imbrex_status imbrex_plan_run_mla(imbrex_plan*, const imbrex_mla_inputs*, const imbrex_mla_outputs*, void* stream);
 
 /* ---- merge of partial results: merge.h ---- */
 

@@ -38,10 +38,8 @@ const BackendOf<AttentionFamily>& attention_backend(const imbrex_selection& s) {
 // Calls use(backend, spec) with what a selection has chosen, of its family.
 template <class Use>
 void with_backend(const imbrex_selection& s, const Use& use) {
-  if (const auto* attention = std::get_if<AttentionSpec>(&s.spec.spec))
-    use(attention_backend(s), *attention);
-  else
-    use(*std::get<const BackendOf<ShortConvFamily>*>(s.backend), std::get<ShortConvSpec>(s.spec.spec));
+  chosen(s);
+  std::visit([&]<class Spec>(const Spec& spec) { use(*std::get<const BackendOf<FamilyOf<Spec>>*>(s.backend), spec); }, s.spec.spec);
 }
 
 // A selection of imbrex_select(), for a spec of one family.
@@ -56,6 +54,7 @@ void select_for(const typename Family::Spec& spec, const SelectOptions& options,
 }
 
 AttentionPlan& attention_plan(imbrex_plan* plan) { return *of_family<std::unique_ptr<AttentionPlan>>(deref(plan, "plan").plan, "plan"); }
+MlaPlan& mla_plan(imbrex_plan* plan) { return *of_family<std::unique_ptr<MlaPlan>>(deref(plan, "plan").plan, "plan"); }
 
 }  // namespace
 
@@ -102,6 +101,12 @@ imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields* fiel
     return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
   });
 }
+imbrex_status imbrex_spec_create_mla(const imbrex_mla_fields* fields, imbrex_spec** out) {
+  return create(out, [&] {
+    const MlaSpec spec = spec_of(fields);
+    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
+  });
+}
 void imbrex_spec_free(imbrex_spec* spec) { delete spec; }
 const char* imbrex_spec_str(const imbrex_spec* spec) { return spec == nullptr ? "" : spec->text.c_str(); }
 imbrex_status imbrex_spec_get_fields(const imbrex_spec* spec, imbrex_spec_fields* out) {
@@ -115,10 +120,7 @@ imbrex_status imbrex_select(const imbrex_spec* spec, const imbrex_device* device
     selection->spec = deref(spec, "spec");
     selection->device = deref(device, "device").info;
     const SelectOptions given = select_options_of(options);
-    if (const auto* attention = std::get_if<AttentionSpec>(&selection->spec.spec))
-      select_for<AttentionFamily>(*attention, given, *selection);
-    else
-      select_for<ShortConvFamily>(std::get<ShortConvSpec>(selection->spec.spec), given, *selection);
+    std::visit([&]<class Spec>(const Spec& spec) { select_for<FamilyOf<Spec>>(spec, given, *selection); }, selection->spec.spec);
     return selection;
   });
 }
@@ -235,4 +237,14 @@ imbrex_status imbrex_plan_run_short_conv(imbrex_plan* plan, const imbrex_short_c
   return guarded([&] {
     of_family<std::unique_ptr<ShortConvPlan>>(deref(plan, "plan").plan, "plan")->run(inputs_of(inputs), outputs_of(outputs), stream);
   });
+}
+
+imbrex_status imbrex_plan_write_latents(imbrex_plan* plan, const imbrex_kv_cache* kv, const imbrex_tensor* latents,
+                                        const imbrex_tensor* rope, void* stream) {
+  return guarded(
+      [&] { mla_plan(plan).write_kv(kv_of(kv), view_of(&deref(latents, "latents"), "latents"), view_of(rope, "rope"), stream); });
+}
+
+imbrex_status imbrex_plan_run_mla(imbrex_plan* plan, const imbrex_mla_inputs* inputs, const imbrex_mla_outputs* outputs, void* stream) {
+  return guarded([&] { mla_plan(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
 }

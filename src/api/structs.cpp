@@ -10,6 +10,7 @@
 #include "core/platform_names.h"
 #include "core/tensor_format.h"
 #include "imbrex/device_platform.h"
+#include "mla/spec_fields.h"
 #include "short_conv/spec_fields.h"
 
 namespace imbrex::api {
@@ -37,6 +38,10 @@ imbrex_spec_fields defaults() {
 template <>
 imbrex_short_conv_fields defaults() {
   return fields_of(ShortConvSpec());
+}
+template <>
+imbrex_mla_fields defaults() {
+  return fields_from<imbrex_mla_fields>(MlaSpec());
 }
 template <>
 imbrex_plan_options defaults() {
@@ -183,6 +188,7 @@ Spec spec_from(const Fields& fields) {
 
 AttentionSpec spec_of(const imbrex_spec_fields* pointer) { return spec_from<AttentionSpec>(read(pointer, "spec")); }
 ShortConvSpec spec_of(const imbrex_short_conv_fields* pointer) { return spec_from<ShortConvSpec>(read(pointer, "fields")); }
+MlaSpec spec_of(const imbrex_mla_fields* pointer) { return spec_from<MlaSpec>(read(pointer, "fields")); }
 
 SelectOptions select_options_of(const imbrex_select_options* pointer) {
   if (pointer == nullptr) return {};
@@ -305,6 +311,16 @@ ShortConvOutputs outputs_of(const imbrex_short_conv_outputs* pointer) {
   return {.out = view_of(&deref(o.out, "out"), "out")};
 }
 
+MlaInputs inputs_of(const imbrex_mla_inputs* pointer) {
+  const imbrex_mla_inputs in = read(pointer, "inputs");
+  return {.q = view_of(&deref(in.q, "q"), "q"), .kv_b = view_of(in.kv_b, "kv_b"), .kv = kv_of(in.kv), .sinks = view_of(in.sinks, "sinks")};
+}
+
+MlaOutputs outputs_of(const imbrex_mla_outputs* pointer) {
+  const imbrex_mla_outputs o = read(pointer, "outputs");
+  return {.out = view_of(&deref(o.out, "out"), "out"), .lse = view_of(o.lse, "lse")};
+}
+
 // --- to C
 
 imbrex_spec_fields fields_of(const AttentionSpec& spec) { return fields_from<imbrex_spec_fields>(spec); }
@@ -366,3 +382,6 @@ void imbrex_outputs_init(imbrex_outputs* s, size_t struct_size) { init(s, struct
 void imbrex_short_conv_fields_init(imbrex_short_conv_fields* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_short_conv_inputs_init(imbrex_short_conv_inputs* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_mla_fields_init(imbrex_mla_fields* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_mla_inputs_init(imbrex_mla_inputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_mla_outputs_init(imbrex_mla_outputs* s, size_t struct_size) { init(s, struct_size); }

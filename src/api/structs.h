@@ -50,6 +50,12 @@ template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_inputs> = 40;
 template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_outputs> = 16;
+template <>
+inline constexpr size_t kFirstSize<imbrex_mla_fields> = 88;
+template <>
+inline constexpr size_t kFirstSize<imbrex_mla_inputs> = 40;
+template <>
+inline constexpr size_t kFirstSize<imbrex_mla_outputs> = 24;
 
 // The defaults of a struct's fields.
 template <class T>
@@ -62,6 +68,8 @@ template <>
 imbrex_plan_options defaults();
 template <>
 imbrex_short_conv_fields defaults();
+template <>
+imbrex_mla_fields defaults();
 
 template <class T>
 void init(T* given, size_t struct_size) {
@@ -111,6 +119,7 @@ void write(T* pointer, T value, const char* name) {
 TensorView view_of(const imbrex_tensor*, const char* name);
 AttentionSpec spec_of(const imbrex_spec_fields*);
 ShortConvSpec spec_of(const imbrex_short_conv_fields*);
+MlaSpec spec_of(const imbrex_mla_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
@@ -120,6 +129,8 @@ AttentionInputs inputs_of(const imbrex_inputs*);
 AttentionOutputs outputs_of(const imbrex_outputs*);
 ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
 ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
+MlaInputs inputs_of(const imbrex_mla_inputs*);
+MlaOutputs outputs_of(const imbrex_mla_outputs*);
 
 // A view as a C tensor, with the room that its sizes need.
 class CTensor {
@@ -163,6 +174,7 @@ inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily
 inline std::string_view family_of(const MlaSpec&) { return MlaFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return ShortConvFamily::name; }
+inline std::string_view family_of(const std::unique_ptr<MlaPlan>&) { return MlaFamily::name; }
 template <class Wanted, class... Families>
 const Wanted& of_family(const std::variant<Families...>& held, const char* name) {
   const auto* wanted = std::get_if<Wanted>(&held);
@@ -195,8 +207,10 @@ struct imbrex_spec {
 struct imbrex_selection {
   imbrex_spec spec;
   imbrex::DeviceInfo device;
-  std::variant<const imbrex::BackendOf<imbrex::AttentionFamily>*, const imbrex::BackendOf<imbrex::ShortConvFamily>*> backend;  // null: none
-  const imbrex::BasicBackend* chosen = nullptr;                                                                                // the same
+  std::variant<const imbrex::BackendOf<imbrex::AttentionFamily>*, const imbrex::BackendOf<imbrex::ShortConvFamily>*,
+               const imbrex::BackendOf<imbrex::MlaFamily>*>
+      backend;                                   // of the spec's family; null: none
+  const imbrex::BasicBackend* chosen = nullptr;  // the same
   struct Candidate {
     std::string name;
     std::vector<imbrex::Reason> reasons;
@@ -206,7 +220,7 @@ struct imbrex_selection {
   std::string rule, text, name;  // name: of the backend
 };
 struct imbrex_plan {
-  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>> plan;
+  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>, std::unique_ptr<imbrex::MlaPlan>> plan;
   std::string text;
   std::vector<imbrex::Reason> problems;
 
