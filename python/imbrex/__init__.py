@@ -17,6 +17,8 @@ from ._core import (
     BlockPool,
     Device,
     Error,
+    MlaSelection,
+    MlaSpec,
     Reason,
     Selection,
     ShortConvSelection,
@@ -26,6 +28,7 @@ from ._core import (
     num_cuda_devices,
 )
 from .attention import attention_paged, attention_varlen, merge_state, merge_states
+from .mla import MlaPlan
 from .plan import KvCache, KvLayer, Plan, Workspace, explain, select
 from .short_conv import ShortConvPlan
 
@@ -36,6 +39,9 @@ __all__ = [
     "Error",
     "KvCache",
     "KvLayer",
+    "MlaPlan",
+    "MlaSelection",
+    "MlaSpec",
     "Plan",
     "Reason",
     "Selection",

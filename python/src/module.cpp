@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "imbrex/imbrex.hpp"
+#include "mla.h"
 #include "one_of.h"
 #include "plan.h"
 #include "selection.h"
@@ -126,6 +127,7 @@ NB_MODULE(_core, m) {
   bind_pool(m);
   bind_plan(m);
   bind_short_conv(m);
+  bind_mla(m);
 }
 
 }  // namespace imbrex::python

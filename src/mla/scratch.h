@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "imbrex/mla.h"
@@ -14,6 +16,7 @@ namespace imbrex {
 // Views of one piece of memory. Those of the two ways lie in the same place, since one computes after the other.
 class MlaScratch {
  public:
+  MlaScratch(const MlaScratch&) = delete;
   MlaScratch(const MlaSpec& spec, int64_t tokens, int64_t keys) {
     const int64_t heads = spec.num_heads;
     if (!spec.absorbed) {
@@ -31,8 +34,7 @@ class MlaScratch {
       bytes_ = std::max(bytes_, most);
     }
     memory_ = std::make_unique_for_overwrite<std::byte[]>(size_t(bytes_));
-    for (TensorView* t : {&latent_q, &latent_out, &latent_lse, &latents, &k, &v, &q, &part_out, &sum_out, &part_lse, &sum_lse})
-      t->data = memory_.get() + reinterpret_cast<uintptr_t>(t->data);
+    for (const auto& [view, begin] : places_) view->data = memory_.get() + begin;
   }
 
   int64_t bytes() const { return bytes_; }
@@ -46,13 +48,14 @@ class MlaScratch {
   // Gives a tensor of that many rows its place; dim 0: without that dimension.
   void take(TensorView& t, DType dtype, int64_t rows, int64_t heads, int64_t dim) {
     t = dim > 0 ? TensorView::contiguous(nullptr, dtype, {rows, heads, dim}) : TensorView::contiguous(nullptr, dtype, {rows, heads});
-    t.data = reinterpret_cast<void*>(uintptr_t(bytes_));
+    places_.emplace_back(&t, bytes_);
     const int64_t size = checked_mul("mla.scratch", checked_mul("mla.scratch", rows, heads), std::max<int64_t>(dim, 1) * size_of(dtype));
     check(!__builtin_add_overflow(bytes_, size / 64 * 64 + 64, &bytes_), "mla.scratch", "{} and {} bytes do not fit 63 bits", bytes_, size);
   }
 
   int64_t bytes_ = 0;
-  std::unique_ptr<std::byte[]> memory_;  // pages that are never touched cost nothing
+  std::vector<std::pair<TensorView*, int64_t>> places_;  // of the views, in the memory
+  std::unique_ptr<std::byte[]> memory_;                  // pages that are never touched cost nothing
 };
 
 }  // namespace imbrex

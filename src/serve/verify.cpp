@@ -163,7 +163,7 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
       for (int d = 0; d < rank; ++d) sum += double(bf16_to_float(weight[d])) * latent[size_t(d)];
       (n < nope ? k[n] : v[n - nope]) = float(sum);
     }
-    for (int d = 0; d < spec.qk_rope_dim; ++d) k[nope + d] = float(latent[size_t(rank + d)]);
+    for (int d = 0; d < spec.qk_rope_dim; ++d) k[nope + d] = float(latent[size_t(rank) + size_t(d)]);
     const float sign = (hash_numbers(key, kSignTag) & 1) != 0 ? -1.f : 1.f;
     for (int d = 0; d < noise; ++d) v[dim_v + d] = sign * v[d];
   }

@@ -1,0 +1,106 @@
+"""Multi-head latent attention (MLA) of DeepSeek's and Kimi's layers."""
+from typing import Any, Optional, Tuple
+
+from . import _core
+from ._frameworks import empty, exported, no_gradient, stream_address
+from .plan import Array, DeviceLike, KvLayer, Workspace, _device
+
+
+class MlaPlan:
+    """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time. On CPUs, so far.
+
+    A plan computes each request in one of two ways, which str() explains: in latent space, or with keys and values of all heads expanded in chunks. `backend`
+    forces one ("" takes the first that runs the spec). num_threads: 0 is PyTorch's threads where it is loaded, else one for each core.
+    KvCache(spec.latent_spec, ...) makes the cache.
+    """
+
+    def __init__(
+        self,
+        spec: _core.MlaSpec,
+        device: DeviceLike = "cpu",
+        *,
+        backend: str = "",
+        max_num_reqs: int = 256,
+        max_num_tokens: int = 8192,
+        max_seq_len: int = 131072,
+        num_threads: int = 0,
+        validate: bool = True,
+        workspace: Optional[Workspace] = None,
+    ) -> None:
+        self.spec = spec
+        self._device = _device(device)
+        self._gpu = self._device.index if self._device.type == "cuda" else None
+        self._plan = _core.MlaPlan(
+            spec,
+            self._device,
+            backend=backend,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            num_threads=num_threads,
+            validate=validate,
+            workspace=None if workspace is None else workspace._shared,
+        )
+
+    def update(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        *,
+        block_table: Optional[Array] = None,
+        kv_indptr: Optional[Array] = None,
+        kv_indices: Optional[Array] = None,
+        slot_mapping: Optional[Array] = None,
+        custom_mask: Optional[Array] = None,
+        positions: Optional[Array] = None,
+        stream: Any = None,
+    ) -> None:
+        """One scheduler step, in the arrays of Plan.update()."""
+        anchor = next((a for a in (block_table, kv_indices, slot_mapping) if a is not None), query_start_loc)
+        self._plan.update(
+            exported(query_start_loc),
+            exported(seq_lens),
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
+            positions=exported(positions),
+            stream=stream_address(stream, anchor, self._gpu),
+        )
+
+    def write_kv(self, layer: Tuple[Array, ...], latent: Array, rope: Optional[Array] = None, *, stream: Any = None) -> None:
+        """This step's latents [num_tokens, kv_lora_rank] and the rotated parts of their keys [num_tokens, qk_rope_dim] to their slots of a layer.
+
+        It comes before run(), which reads all keys from the cache. `layer` is (k,) or a KvLayer; without qk_rope_dim there is no rope.
+        """
+        layer = KvLayer(*layer)
+        no_gradient(layer.k, latent, rope)
+        self._plan.write_kv(*map(exported, (layer.k, layer.k_scale, latent, rope)), stream=stream_address(stream, latent))
+
+    def run(
+        self,
+        q: Array,
+        kv_b: Optional[Array],
+        layer: Tuple[Array, ...],
+        out: Optional[Array] = None,
+        *,
+        lse: Optional[Array] = None,
+        sinks: Optional[Array] = None,
+        stream: Any = None,
+    ) -> Array:
+        """Attention of q [>= num_tokens, num_heads, q_dim]: the part without a position, then the rotated one.
+
+        kv_b [num_heads, qk_nope_dim + v_dim, kv_lora_rank] is the weight of kv_b_proj, viewed by heads; None for a spec with absorbed=True. Returns out
+        [.., num_heads, out_dim], which is made when it is not given. There is no backward pass.
+        """
+        layer = KvLayer(*layer)
+        no_gradient(q, kv_b, layer.k, out, lse, sinks)
+        if out is None:
+            out = empty(q, (q.shape[0], self.spec.num_heads, self.spec.out_dim), self.spec.dtype)
+        arrays = map(exported, (q, kv_b, layer.k, layer.k_scale, out, lse))
+        self._plan.run(*arrays, sinks=exported(sinks), stream=stream_address(stream, q))
+        return out
+
+    def __str__(self) -> str:
+        return str(self._plan)

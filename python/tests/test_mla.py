@@ -1,0 +1,85 @@
+"""Latent attention beside its definition in NumPy."""
+import numpy as np
+import pytest
+
+import imbrex
+
+HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 3, 64, 32, 16, 24, 16
+
+
+def int32(*values):
+    return np.array(values, np.int32)
+
+
+def by_definition(q, kv_b, rows, context, scale):
+    """Outputs of one request whose first query is behind `context` keys; float64."""
+    latent, rope = np.split(rows.astype(np.float64), [RANK], 1)
+    made = np.einsum("hnc,jc->jhn", kv_b.astype(np.float64), latent)
+    keys = np.concatenate([made[..., :NOPE], np.repeat(rope[:, None], HEADS, 1)], 2)
+    logits = scale * np.einsum("thd,jhd->htj", q.astype(np.float64), keys)
+    hidden = np.arange(len(rows))[None] > context + np.arange(len(q))[:, None]
+    logits[:, hidden] = -np.inf
+    weights = np.exp(logits - logits.max(2, keepdims=True))
+    weights /= weights.sum(2, keepdims=True)
+    return np.einsum("htj,jhv->thv", weights, made[..., NOPE:])
+
+
+def random(seed):
+    rng = np.random.default_rng(seed)
+    return lambda *shape: rng.standard_normal(shape, np.float32)
+
+
+def test_a_prompt_and_decode():
+    normal = random(1)
+    spec = imbrex.MlaSpec(HEADS, kv_lora_rank=RANK, qk_nope_dim=NOPE, qk_rope_dim=ROPE, v_dim=VALUE, dtype="f32", kv_dtype="f32", block_size=BLOCK)
+    assert str(spec) == "mla q3 latent64 nope32 rope16 v24 f32 block16 causal"
+    assert spec.latent_dim == RANK + ROPE and spec.kv_bytes_per_token == 4 * (RANK + ROPE)
+    assert imbrex.select(spec).backend is not None and "cpu_generic" in imbrex.explain(spec)
+    cache = imbrex.KvCache(spec.latent_spec, num_layers=1, num_blocks=8)
+    layer = imbrex.KvLayer(np.from_dlpack(cache.layer(0).k))
+    kv_b, rows = normal(HEADS, NOPE + VALUE, RANK) / 8, normal(41, RANK + ROPE)
+    q = normal(41, HEADS, NOPE + ROPE)
+    plan = imbrex.MlaPlan(spec, max_num_tokens=64, num_threads=1)
+    table = np.array([[5, 2, 7]], np.int32)
+    for begin, end in ((0, 40), (40, 41)):
+        slots = np.array([table[0, j // BLOCK] * BLOCK + j % BLOCK for j in range(begin, end)], np.int64)
+        plan.update(int32(0, end - begin), int32(end), block_table=table, slot_mapping=slots)
+        plan.write_kv(layer, rows[begin:end, :RANK], rows[begin:end, RANK:])
+        lse = np.empty((end - begin, HEADS), np.float32)
+        out = plan.run(q[begin:end], kv_b, layer, lse=lse)
+        np.testing.assert_allclose(out, by_definition(q[begin:end], kv_b, rows[:end], begin, spec.scale), rtol=1e-4, atol=1e-4)
+        assert np.isfinite(lse).all()
+    assert "latent space" in str(plan)
+
+
+def test_absorbed_queries():
+    normal = random(2)
+    spec = imbrex.MlaSpec(HEADS, kv_lora_rank=RANK, qk_nope_dim=NOPE, qk_rope_dim=0, v_dim=VALUE, dtype="f32", kv_dtype="f32", absorbed=True)
+    assert spec.q_dim == RANK and spec.out_dim == RANK
+    layer = (np.zeros((2, 16, 1, RANK), np.float32),)
+    plan = imbrex.MlaPlan(spec, num_threads=1)
+    q, rows = normal(3, HEADS, RANK), normal(3, RANK)
+    plan.update(int32(0, 3), int32(3), block_table=int32(1).reshape(1, 1), slot_mapping=np.arange(16, 19))
+    plan.write_kv(layer, rows)
+    out = plan.run(q, None, layer)
+    np.testing.assert_allclose(out[0], np.repeat(rows[:1], HEADS, 0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(layer[0][1, :3, 0], rows)
+
+
+def test_what_is_refused():
+    with pytest.raises(imbrex.Error) as error:
+        imbrex.MlaSpec(HEADS, kv_lora_rank=60)
+    assert error.value.code == "mla.kv_lora_rank"
+    spec = imbrex.MlaSpec(HEADS, dtype="f32", kv_dtype="f32")
+    with pytest.raises(imbrex.Error) as error:
+        imbrex.MlaPlan(spec, "h200")
+    assert error.value.code == "backend.unsupported"
+    plan = imbrex.MlaPlan(spec, num_threads=1)
+    plan.update(int32(0, 1), int32(1), block_table=int32(0).reshape(1, 1), slot_mapping=np.zeros(1, np.int64))
+    pages = np.zeros((1, 16, 1, 576), np.float32)
+    with pytest.raises(imbrex.Error) as error:
+        plan.run(np.zeros((1, HEADS, 192), np.float32), None, (pages,))
+    assert error.value.code == "mla.run.kv_b"
+    with pytest.raises(imbrex.Error) as error:
+        plan.write_kv((pages,), np.zeros((1, 512), np.float32))
+    assert error.value.code == "mla.write_kv.rope"
