@@ -33,7 +33,8 @@ struct WantedBackends {
       backend == nullptr ? others.push_back(name) : list.push_back(backend);
     }
     if (device.device.type == DeviceType::cpu) return;
-    for (const BackendOf<Family>*& backend : list) backend = mirrors.emplace_back(device_mirror(*backend)).get();
+    if constexpr (requires(const BackendOf<Family>& backend) { device_mirror(backend); })  // other families have no backend for GPUs
+      for (const BackendOf<Family>*& backend : list) backend = mirrors.emplace_back(device_mirror(*backend)).get();
   }
 
   template <class File>
@@ -47,18 +48,20 @@ struct WantedBackends {
 class Verifier {
  public:
   Verifier(const std::vector<std::string>& names, const DeviceInfo& device)
-      : device_(device), attention_(names, device), short_conv_(names, device) {
+      : device_(device), attention_(names, device), short_conv_(names, device), mla_(names, device) {
     for (const std::string& name : names)
-      check(find_backend(name) != nullptr || find_backend<ShortConvFamily>(name) != nullptr, "cli.backend",
-            "the name of a backend, got \"{}\" (imbrex info lists them)", name);
+      check(find_backend(name) != nullptr || find_backend<ShortConvFamily>(name) != nullptr || find_backend<MlaFamily>(name) != nullptr,
+            "cli.backend", "the name of a backend, got \"{}\" (imbrex info lists them)", name);
   }
   std::vector<VerifyRow> operator()(const CaseFile& file) const { return attention_.verify(file, device_); }
   std::vector<VerifyRow> operator()(const ShortConvCaseFile& file) const { return short_conv_.verify(file, device_); }
+  std::vector<VerifyRow> operator()(const MlaCaseFile& file) const { return mla_.verify(file, device_); }
 
  private:
   DeviceInfo device_;
   WantedBackends<AttentionFamily> attention_;
   WantedBackends<ShortConvFamily> short_conv_;
+  WantedBackends<MlaFamily> mla_;
 };
 
 int run_verify(const VerifyArguments& o) {

@@ -98,6 +98,38 @@ TEST(CaseFiles, ShortConvOnesAreWhatTheGeneratorMakes) {
   for (const ShortConvCase& c : shipped_short_conv()) expect_shipped(c.name, make_case_file(c), {});  // results too: nothing but sums
 }
 
+// One with requests that go each way, and one of absorbed queries.
+std::vector<MlaCase> shipped_mla() {
+  const auto make = [](const char* name, const MlaSpec& spec, std::vector<CaseRequest> requests, uint64_t seed) {
+    MlaCase c{.spec = spec, .attention = {}};
+    c.attention.name = name;
+    c.attention.spec = spec.latent_spec();
+    c.attention.requests = std::move(requests);
+    for (int r = 0; r < int(c.attention.requests.size()); ++r) c.attention.requests[size_t(r)].id = r;
+    c.attention.seed = seed;
+    return c;
+  };
+  const MlaSpec spec{.num_heads = 3, .kv_lora_rank = 32, .qk_nope_dim = 16, .qk_rope_dim = 8, .v_dim = 24};
+  MlaSpec sinks = spec, absorbed = spec;
+  sinks.sinks = true;
+  absorbed.absorbed = true;
+  absorbed.kv_dtype = DType::fp8_e4m3;
+  absorbed.mask.window_left = 15;
+  return {make("mla_mixed_bf16", sinks, {{1, 40}, {24, 24}, {0, 0}, {3, 20}}, 2027),
+          make("mla_absorbed_fp8", absorbed, {{1, 30}, {4, 19}}, 2028)};
+}
+
+TEST(CaseFiles, MlaOnesAreWhatTheGeneratorMakes) {
+  for (const MlaCase& c : shipped_mla()) {
+    const MlaCaseFile made = make_case_file(c);
+    expect_shipped(c.attention.name, made, {"out", "lse"});
+    const auto file = std::get<MlaCaseFile>(load_any_case(std::string(IMBREX_DATA) + "/cases/" + c.attention.name + ".safetensors"));
+    EXPECT_EQ(file.inputs.spec, made.inputs.spec) << file.inputs.spec.str();
+    expect_near(file.out, made.out, c.attention.name + " out");
+    expect_near(file.lse, made.lse, c.attention.name + " lse");
+  }
+}
+
 TEST(CaseFiles, EveryBackendPassesThem) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(std::string(IMBREX_DATA) + "/cases")) {
@@ -105,16 +137,21 @@ TEST(CaseFiles, EveryBackendPassesThem) {
     ++files;
     const AnyCaseFile file = load_any_case(entry.path().string());
     for (const DeviceInfo& device : test_devices()) {
-      const auto* const attention = std::get_if<CaseFile>(&file);
-      for (const VerifyRow& row : attention
-                                      ? verify_case(*attention, device, test_backends<AttentionFamily>(device))
-                                      : verify_case(std::get<ShortConvCaseFile>(file), device, test_backends<ShortConvFamily>(device))) {
+      const auto verify = [&]<class File>(const File& f) {
+        if constexpr (std::is_same_v<File, CaseFile>)
+          return verify_case(f, device, test_backends<AttentionFamily>(device));
+        else if constexpr (std::is_same_v<File, ShortConvCaseFile>)
+          return verify_case(f, device, test_backends<ShortConvFamily>(device));
+        else
+          return verify_case(f, device, backends<MlaFamily>());
+      };
+      for (const VerifyRow& row : std::visit(verify, file)) {
         EXPECT_TRUE(row.pass() || !row.refused.empty()) << entry.path().filename() << " " << row.backend << " on " << to_string(device.isa)
                                                         << " " << row.variant << ": " << row.failure;
       }
     }
   }
-  EXPECT_GE(files, 8);
+  EXPECT_GE(files, 10);
 }
 
 }  // namespace

@@ -66,19 +66,34 @@ json spec_json(const AttentionSpec& given) {
   return {{"version", kCaseFileVersion}, {"spec", s}, {"mask", m}};
 }
 
-std::vector<CaseRequest> parse_requests(const HostTensor& starts, const HostTensor& lens, const AttentionSpec& spec) {
+}  // namespace
+
+std::vector<CaseRequest> case_requests(const HostTensor& starts, const HostTensor& lens, bool queries_are_keys) {
   std::vector<CaseRequest> requests;
   for (const int q_len : query_lens(starts)) {
     const int r = int(requests.size()), seq_len = int(lens.get(r));
     check(seq_len >= 0, "case_file.seq_lens.negative", "seq_lens[{}] is {}", r, seq_len);
-    check(spec.kind == AttentionKind::encoder_decoder || seq_len >= q_len, "case_file.seq_lens.shorter_than_query",
-          "request {} has {} queries and only {} keys", r, q_len, seq_len);
+    check(!queries_are_keys || seq_len >= q_len, "case_file.seq_lens.shorter_than_query", "request {} has {} queries and only {} keys", r,
+          q_len, seq_len);
     requests.push_back({.q_len = q_len, .seq_len = seq_len, .id = r});
   }
   return requests;
 }
 
-}  // namespace
+HostTensor take_positions(CaseTensors& tensors, bool wanted, int64_t num_tokens) {
+  HostTensor positions = tensors.take_if(wanted, "positions", DType::i32, {num_tokens});
+  for (int64_t t = 0; t < positions.num_elements(); ++t)
+    check(positions.get(t) >= 0 && positions.get(t) <= kMostPosition, "case_file.positions", "position of token {} is {}, expected 0 to {}",
+          t, positions.get(t), kMostPosition);
+  return positions;
+}
+
+void check_case_scale(const HostTensor& scale, int heads) {
+  if (scale.empty()) return;
+  check(scale.sizes[0] == 1 || scale.sizes[0] == heads, "case_file.scale.size", "expected 1 or {} scales, got {}", heads, scale.sizes[0]);
+  for (int64_t i = 0; i < scale.sizes[0]; ++i)
+    check(scale.get(i) > 0 && scale.get(i) <= 3e38, "case_file.scale.value", "expected a finite positive scale, got {}", scale.get(i));
+}
 
 CaseFile parse_case(const Safetensors& file) {
   const json root = case_metadata(file);
@@ -97,7 +112,7 @@ CaseFile parse_case(const Safetensors& file) {
   }
   const HostTensor lens = tensors.take("seq_lens", {DType::i32}, {-1});
   const HostTensor starts = tensors.take("query_start_loc", {DType::i32}, {lens.sizes[0] + 1});
-  in.requests = parse_requests(starts, lens, spec);
+  in.requests = case_requests(starts, lens, spec.kind != AttentionKind::encoder_decoder);
   int64_t num_tokens = 0, num_keys = 0, num_pairs = 0;
   for (const CaseRequest& r : in.requests) {
     num_tokens += r.q_len;
@@ -114,19 +129,11 @@ CaseFile parse_case(const Safetensors& file) {
   in.head_scales = tensors.take_if(spec.score.head_scales, "head_scales", DType::f32, {heads});
   in.relative_bias = tensors.take_if(spec.score.relative_buckets > 0, "relative_bias", DType::f32, {spec.score.relative_buckets, heads});
   in.custom_mask = tensors.take_if(spec.mask.custom, "custom_mask", DType::u8, {num_pairs});
-  in.positions = tensors.take_if(spec.mask.positions, "positions", DType::i32, {num_tokens});
-  for (int64_t t = 0; t < in.positions.num_elements(); ++t)
-    check(in.positions.get(t) >= 0 && in.positions.get(t) <= kMostPosition, "case_file.positions",
-          "position of token {} is {}, expected 0 to {}", t, in.positions.get(t), kMostPosition);
+  in.positions = take_positions(tensors, spec.mask.positions, num_tokens);
   in.q_scale = tensors.take_if(spec.q_dtype == DType::fp8_e4m3 && tensors.has("q_scale"), "q_scale", DType::f32, {-1});
   in.k_scale = tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("k_scale"), "k_scale", DType::f32, {-1});
   in.v_scale = latent ? in.k_scale : tensors.take_if(is_fp8(spec.kv_dtype) && tensors.has("v_scale"), "v_scale", DType::f32, {-1});
-  for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) {
-    check(scale->empty() || scale->sizes[0] == 1 || scale->sizes[0] == kv_heads, "case_file.scale.size", "expected 1 or {} scales, got {}",
-          kv_heads, scale->empty() ? 0 : scale->sizes[0]);
-    for (int64_t i = 0; i < (scale->empty() ? 0 : scale->sizes[0]); ++i)
-      check(scale->get(i) > 0 && scale->get(i) <= 3e38, "case_file.scale.value", "expected a finite positive scale, got {}", scale->get(i));
-  }
+  for (const HostTensor* scale : {&in.q_scale, &in.k_scale, &in.v_scale}) check_case_scale(*scale, kv_heads);
   c.out = floats_of(tensors.take("out", {DType::f32}, {num_tokens, heads, spec.head_dim_v}));
   if (tensors.has("lse")) c.lse = floats_of(tensors.take("lse", {DType::f32}, {num_tokens, heads}));
   tensors.finish();

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "conformance/attention/judge.h"
+#include "conformance/case_fields.h"
 #include "conformance/safetensors.h"
 #include "conformance/verify_row.h"
 
@@ -16,6 +17,14 @@ struct CaseFile {
   std::vector<float> out;  // [T, num_q_heads, head_dim_v]
   std::vector<float> lse;  // [T, num_q_heads], or empty
 };
+
+// The requests of query_start_loc and seq_lens. queries_are_keys: a request has at least as many keys as queries. Error
+// case_file.seq_lens.*
+std::vector<CaseRequest> case_requests(const HostTensor& starts, const HostTensor& lens, bool queries_are_keys);
+// Takes positions of a case's queries, where `wanted`. Error case_file.positions
+HostTensor take_positions(CaseTensors&, bool wanted, int64_t num_tokens);
+// Refuses scales other than 1, or one for each of so many heads. Error case_file.scale.*
+void check_case_scale(const HostTensor&, int heads);
 
 // Error case_file.* or spec.*; a field or tensor that is not known is refused, never ignored.
 CaseFile parse_case(const Safetensors&);
