@@ -13,7 +13,7 @@
 namespace imbrex {
 namespace cpu {
 
-extern const HeadProductKernels head_products_generic, head_products_avx2, head_products_avx512;
+extern const HeadProductKernels head_products_generic, head_products_avx2, head_products_avx512, head_products_avx512_bf16;
 
 namespace {
 
@@ -27,7 +27,10 @@ class CpuHeadProducts final : public HeadProducts {
     run(kernels_.by_columns, from, weight, to);
   }
   void by_rows(const TensorView& from, const TensorView& weight, const TensorView& to) const override {
-    run(kernels_.by_rows, from, weight, to);
+    run(from.dtype == DType::bf16 ? kernels_.by_rows_bf16 : kernels_.by_rows, from, weight, to);
+  }
+  DType row_type(DType weight) const override {
+    return weight == DType::bf16 && kernels_.by_rows_bf16 != nullptr ? DType::bf16 : DType::f32;
   }
 
  private:
@@ -70,6 +73,7 @@ class CpuHeadProducts final : public HeadProducts {
 // For mla/registry.cpp.
 std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa isa, const ParallelFor& threads) {
   if constexpr (kX86) {
+    if (isa >= CpuIsa::avx512_bf16) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx512_bf16, threads);
     if (isa >= CpuIsa::avx512) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx512, threads);
     if (isa >= CpuIsa::avx2) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx2, threads);
   }

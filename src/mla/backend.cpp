@@ -42,6 +42,7 @@ MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& devic
   if (spec.absorbed) return parts;
   parts.expanded = expanded_of(spec, device).backend;
   parts.products = cpu_head_products(device.isa, options.threads);
+  if (latent_type(spec, parts.products.get()) == DType::f32) parts.rates.expansion = rates_.products;
   return parts;
 }
 

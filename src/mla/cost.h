@@ -9,10 +9,11 @@ namespace imbrex {
 
 // Speeds of one core of a device, in operations (a multiply-add is two) and bytes a second. Only their ratios matter.
 struct MlaRates {
-  double products;  // of the products with kv_b_proj
-  double latent;    // of attention in latent space, where all heads share a key
-  double expanded;  // of attention to expanded keys
-  double bytes;     // of memory: expanded keys are written and read again
+  double products;   // of the products of queries and outputs with kv_b_proj
+  double expansion;  // of the products of latents with it
+  double latent;     // of attention in latent space, where all heads share a key
+  double expanded;   // of attention to expanded keys
+  double bytes;      // of memory: expanded keys are written and read again
 };
 
 struct MlaCost {

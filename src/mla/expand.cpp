@@ -35,18 +35,26 @@ void read_latents(const MlaSpec& spec, const KvCache& cache, const KeySource& ke
   const AttentionSpec attention = spec.latent_spec();
   const KvCodec& codec = codec_of(attention);
   const int64_t rank = spec.kv_lora_rank, rope = spec.qk_rope_dim, size = size_of(spec.dtype);
+  const bool copies = codec.strided && latents.dtype == spec.kv_dtype && spec.dtype == spec.kv_dtype &&
+                      cache.k.stride(cache.k.rank - 1) == 1 && cache.v.empty();
   over_rows(threads, round.num_keys(), [&](int64_t row) {
     const size_t i = size_t(std::upper_bound(round.key_start.begin(), round.key_start.end(), row) - round.key_start.begin()) - 1;
     const MlaPiece& piece = round.pieces[i];
-    std::array<double, AttentionSpec::kMaxHeadDim> record;
-    codec.decode(attention, cache, KvPart::k, place_of(keys, attention, piece.request, piece.key_begin + row - round.key_start[i]),
-                 record.data());
-    auto* const latent = reinterpret_cast<float*>(row_at(latents, row, 0));
-    for (int64_t d = 0; d < rank; ++d) latent[d] = float(record[size_t(d)]);
-    if (rope == 0) return;
-    std::byte* const first = row_at(k, row, 0) + spec.qk_nope_dim * size;
-    for (int64_t d = 0; d < rope; ++d) store_from_double(first, spec.dtype, d, record[size_t(rank + d)]);
-    for (int64_t h = 1; h < spec.num_heads; ++h) std::memcpy(row_at(k, row, h) + spec.qk_nope_dim * size, first, size_t(rope * size));
+    const KvPlace place = place_of(keys, attention, piece.request, piece.key_begin + row - round.key_start[i]);
+    std::byte* const first = row_at(k, row, 0) + spec.qk_nope_dim * size;  // where the first head has its rotated part
+    if (copies) {
+      const std::byte* const record =
+          cache.k.as<const std::byte>() + (place.block * cache.k.stride(0) + place.offset * cache.k.stride(1)) * size;
+      std::memcpy(row_at(latents, row, 0), record, size_t(rank * size));
+      std::memcpy(first, record + rank * size, size_t(rope * size));
+    } else {
+      std::array<double, AttentionSpec::kMaxHeadDim> record;
+      codec.decode(attention, cache, KvPart::k, place, record.data());
+      for (int64_t d = 0; d < rank; ++d) store_from_double(row_at(latents, row, 0), latents.dtype, d, record[size_t(d)]);
+      for (int64_t d = 0; d < rope; ++d) store_from_double(first, spec.dtype, d, record[size_t(rank + d)]);
+    }
+    for (int64_t h = 1; rope > 0 && h < spec.num_heads; ++h)
+      std::memcpy(row_at(k, row, h) + spec.qk_nope_dim * size, first, size_t(rope * size));
   });
 }
 

@@ -8,8 +8,8 @@
 
 namespace imbrex {
 
-// Reads the latents of a round's keys into `latents`, f32 [keys, 1, kv_lora_rank], and their rotated parts into the ends of the rows of
-// `k`, [keys, num_heads, qk_dim()], of all heads.
+// Reads the latents of a round's keys into `latents`, f32 or bf16 [keys, 1, kv_lora_rank], and their rotated parts into the ends of the
+// rows of `k`, [keys, num_heads, qk_dim()], of all heads.
 void read_latents(const MlaSpec&, const KvCache&, const KeySource&, const MlaRound&, const TensorView& latents, const TensorView& k,
                   const ParallelFor&);
 

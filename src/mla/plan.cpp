@@ -43,7 +43,7 @@ class CompositePlan final : public MlaPlan {
         options_(options),
         parts_(std::move(parts)),
         chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, options.limits)),
-        scratch_(spec, options.limits.max_num_tokens, chunk_) {
+        scratch_(spec, options.limits.max_num_tokens, chunk_, latent_type(spec, parts_.products.get())) {
     member_ = member_options(device, options);
     member_.workspace = std::make_shared<SharedScratch>();
     member_.out_dtype.reset();
@@ -236,6 +236,10 @@ class CompositePlan final : public MlaPlan {
 };
 
 }  // namespace
+
+DType latent_type(const MlaSpec& spec, const HeadProducts* products) {
+  return products != nullptr && spec.kv_dtype == DType::bf16 && spec.dtype == DType::bf16 ? products->row_type(spec.dtype) : DType::f32;
+}
 
 AttentionSpec rounds_spec(const MlaSpec& spec) {
   AttentionSpec rounds = spec.expanded_spec();

@@ -21,6 +21,9 @@ struct MlaParts {
   std::optional<bool> expand;  // which way all requests take, where tests say it
 };
 
+// The type in which latents are expanded: one that holds every number of the cache.
+DType latent_type(const MlaSpec&, const HeadProducts*);
+
 // The attention that rounds of pieces run: expanded_spec() by positions, without sinks, which belong to all pieces together.
 AttentionSpec rounds_spec(const MlaSpec&);
 

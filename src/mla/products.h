@@ -11,8 +11,10 @@ class HeadProducts {
   // to[t, h, n] = sum over k of from[t, h, k] * weight[h, k, n], in floats, in an order that depends on k alone. Dimensions k and n are
   // multiples of 8, k at most 576, and have stride 1; `from` may have stride 0 between heads. f32, bf16 and f16.
   virtual void by_columns(const TensorView& from, const TensorView& weight, const TensorView& to) const = 0;
-  // to[t, h, n] = sum over k of from[t, h, k] * weight[h, n, k]. `from` is f32.
+  // to[t, h, n] = sum over k of from[t, h, k] * weight[h, n, k]. `from` is f32, or bf16 where row_type() says so.
   virtual void by_rows(const TensorView& from, const TensorView& weight, const TensorView& to) const = 0;
+  // The type of rows of bf16 numbers that by_rows() multiplies fastest by a weight of this type: f32 or bf16.
+  virtual DType row_type(DType weight) const = 0;
 };
 
 }  // namespace imbrex

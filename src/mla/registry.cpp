@@ -15,12 +15,12 @@ const BackendOf<AttentionFamily>& cpu_generic();
 
 namespace {
 
-// Speeds of one core. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys. Of AVX2: on the same machine
-// without AVX-512. Of AMX: of attention from docs/kernels/cpu_amx.md, of products as AVX-512, which they are made of. A stream of memory is
-// 8 GB/s where all cores have one.
-constexpr MlaRates kAmxRates{.products = 90e9, .latent = 400e9, .expanded = 1100e9, .bytes = 8e9};
-constexpr MlaRates kAvx512Rates{.products = 88e9, .latent = 135e9, .expanded = 135e9, .bytes = 8e9};
-constexpr MlaRates kGenericRates{.products = 60e9, .latent = 83e9, .expanded = 76e9, .bytes = 8e9};
+// Speeds of one core. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys; expansion is by products of
+// pairs of bf16. Of AVX2: on the same machine without AVX-512. Of AMX: of attention from docs/kernels/cpu_amx.md, of products as AVX-512,
+// which they are made of. A stream of memory is 8 GB/s where all cores have one.
+constexpr MlaRates kAmxRates{.products = 90e9, .expansion = 140e9, .latent = 400e9, .expanded = 1100e9, .bytes = 8e9};
+constexpr MlaRates kAvx512Rates{.products = 88e9, .expansion = 140e9, .latent = 135e9, .expanded = 135e9, .bytes = 8e9};
+constexpr MlaRates kGenericRates{.products = 60e9, .expansion = 60e9, .latent = 83e9, .expanded = 76e9, .bytes = 8e9};
 
 const MlaCompositeBackend& cpu_amx_mla() {
   static const MlaCompositeBackend backend(cpu_amx(), "latents by bf16 tile products (AMX)", kAmxRates);

@@ -17,7 +17,7 @@ namespace imbrex {
 class MlaScratch {
  public:
   MlaScratch(const MlaScratch&) = delete;
-  MlaScratch(const MlaSpec& spec, int64_t tokens, int64_t keys) {
+  MlaScratch(const MlaSpec& spec, int64_t tokens, int64_t keys, DType latent_type) {
     const int64_t heads = spec.num_heads;
     if (!spec.absorbed) {
       take(latent_q, spec.dtype, tokens, heads, spec.latent_dim());
@@ -25,7 +25,7 @@ class MlaScratch {
       take(latent_lse, DType::f32, tokens, heads, 0);
       int64_t most = bytes_;
       bytes_ = 0;
-      take(latents, DType::f32, keys, 1, spec.kv_lora_rank);
+      take(latents, latent_type, keys, 1, spec.kv_lora_rank);
       take(k, spec.dtype, keys, heads, spec.qk_dim());
       take(v, spec.dtype, keys, heads, spec.v_dim);
       take(q, spec.dtype, tokens, heads, spec.qk_dim());

@@ -191,7 +191,7 @@ TEST(Mla, IsMadeOfTwoKindsOfAttention) {
 
 // Which way a request takes follows from the request alone.
 TEST(Mla, TheCostModelSendsDecodeToLatentSpaceAndPromptsToExpandedKeys) {
-  const MlaRates even{.products = 1e11, .latent = 1e11, .expanded = 1e11, .bytes = 1e10};
+  const MlaRates even{.products = 1e11, .expansion = 1e11, .latent = 1e11, .expanded = 1e11, .bytes = 1e10};
   MlaSpec spec{.num_heads = 128};
   for (const auto& [q_len, seq_len, expand] : {std::tuple(1, 4096, false),
                                                {4, 131072, false},

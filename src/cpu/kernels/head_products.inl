@@ -91,9 +91,19 @@ inline void row_tile(const HeadProductParams& p, const char* from, const float (
     for (int c = 0; c < kDotColumns; ++c) to[r][c] = sum_of_lanes(sums[r][c]);
 }
 
+// Stores a call's results as `to_type`.
+template <int to_type>
+inline void store_results(const HeadProductParams& p, int head, int row_begin, int row_end, int n_begin, int n_end,
+                          const float (*results)[kProductColumns]) {
+  constexpr long to_size = to_type == kF32 ? 4 : 2;
+  for (int row = row_begin; row < row_end; ++row)
+    for (int n = n_begin; n < n_end; n += kLanes)
+      store_vector<to_type>(load_vector<kF32>(reinterpret_cast<const char*>(&results[row - row_begin][n - n_begin]), kLanes),
+                            n_end - n < kLanes ? n_end - n : kLanes, p.to + row * p.to_row + head * p.to_head + n * to_size);
+}
+
 template <int to_type>
 void rows_of(const HeadProductParams& p, int head, int row_begin, int row_end, int n_begin, int n_end) {
-  constexpr long to_size = to_type == kF32 ? 4 : 2;
   alignas(64) float weight[kDotColumns][kProductMaxK], results[kProductRows][kProductColumns];
   for (int n = n_begin; n < n_end; n += kDotColumns) {
     for (int c = 0; c < kDotColumns; ++c)
@@ -105,10 +115,7 @@ void rows_of(const HeadProductParams& p, int head, int row_begin, int row_end, i
       rows == kDotRows ? row_tile<kDotRows>(p, from, weight, to) : row_tile<1>(p, from, weight, to);
     }
   }
-  for (int row = row_begin; row < row_end; ++row)
-    for (int n = n_begin; n < n_end; n += kLanes)
-      store_vector<to_type>(load_vector<kF32>(reinterpret_cast<const char*>(&results[row - row_begin][n - n_begin]), kLanes),
-                            n_end - n < kLanes ? n_end - n : kLanes, p.to + row * p.to_row + head * p.to_head + n * to_size);
+  store_results<to_type>(p, head, row_begin, row_end, n_begin, n_end, results);
 }
 
 template <int weight_type>
