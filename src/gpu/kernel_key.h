@@ -22,6 +22,7 @@ struct KernelKey {
   std::vector<Constant> config;
   std::string constants() const;  // "kFrom 2, kTo 3"
   std::string str() const;        // "write_kv.cu for sm_90a (kFrom 2, kTo 3)"
+  friend bool operator==(const KernelKey&, const KernelKey&) = default;
 };
 
 // The constants as text for the compiler, under a line that names the kernel. Error cuda.config.* for what is no constant.

@@ -115,7 +115,7 @@ TEST_F(Cli, LatentLayersAreSelectedAndTimed) {
   const std::string layer = " --heads 16/1 --head-dim 576/512 --kv-format latent --block-size 64";
   const Ran chosen = run("select --device h200" + layer);
   EXPECT_EQ(chosen.code, 0) << chosen.err;
-  EXPECT_TRUE(contains(chosen.out, "latent causal\ncuda_sm80 (")) << chosen.out;
+  EXPECT_TRUE(contains(chosen.out, "latent causal\ncuda_sm90 (")) << chosen.out;
   const Ran bench = run("bench q1s300 q3 --no-ceilings --min-time 0 --max-time 0.01 --json" + layer);
   EXPECT_EQ(bench.code, 0) << bench.err;
   const auto rows = nlohmann::json::parse(bench.out);

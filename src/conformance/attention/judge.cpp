@@ -117,6 +117,23 @@ class NaiveRow {
   std::vector<float> logits_;
 };
 
+// The error of a logit where keys have a scale for the part behind their value: backends whose products have 16 bits round the queries
+// there once more, after they have multiplied them by what is between the scales. Four standard deviations, of roundings to f16's 11 bits.
+double rope_error(const CaseInputs& in, DType dtype) {
+  if (in.k_rope_scale.empty() || dtype == DType::f32) return 0;
+  constexpr double kDeviations = 4, kRounding = 0x1p-11 / 3.4641;  // uniform between +-2^-12 of an element's size
+  const int qk = in.spec.head_dim_qk, v = in.spec.head_dim_v;
+  const std::vector<float> keys = read_as(in, KvPart::k, dtype);
+  double q_squares = 0, k_squares = 0;
+  const int64_t q_rows = in.q.num_elements() / qk, k_rows = int64_t(keys.size()) / qk;
+  for (int64_t row = 0; row < q_rows; ++row)
+    for (int d = v; d < qk; ++d) q_squares += in.q.get(row * qk + d) * in.q.get(row * qk + d);
+  for (int64_t row = 0; row < k_rows; ++row)
+    for (int d = v; d < qk; ++d) k_squares += double(keys[size_t(row * qk + d)]) * double(keys[size_t(row * qk + d)]);
+  const double both = q_squares / double(std::max<int64_t>(q_rows, 1)) * (k_squares / double(std::max<int64_t>(k_rows, 1)));
+  return kDeviations * kRounding * std::abs(double(in.spec.scale())) * std::sqrt(both / double(std::max(qk - v, 1)));
+}
+
 Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const ErrorStats& naive) {
   double max_factor = 2, mean_factor = 1.5, largest_value = 0, storing = 0;
   if (in.spec.score.soft_cap > 0.f) max_factor = 3;
@@ -129,10 +146,11 @@ Bounds bounds_of(const CaseInputs& in, const std::vector<float>& expected, const
   const double exp_error = half ? kExpErrorHalf : kExpErrorFloat, floor = 2 * storing + exp_error * largest_value;
   // A tanh is good to a rounding of 1, which the cap multiplies.
   const double cap_error = double(in.spec.score.soft_cap) * 0x1p-23;
-  return {.max = max_factor * naive.max + floor,
-          .mean = mean_factor * naive.mean + floor / 4,
-          .lse_absolute = (half ? 1.5 * kExpErrorHalf : 4 * kExpErrorFloat) + cap_error + (bytes ? kByteSumFloor : 0),
-          .lse_relative = 0x1p-21 + (bytes ? kByteSumError : 0)};  // four roundings of a float of the logits' size
+  return {
+      .max = max_factor * naive.max + floor,
+      .mean = mean_factor * naive.mean + floor / 4,
+      .lse_absolute = (half ? 1.5 * kExpErrorHalf : 4 * kExpErrorFloat) + cap_error + rope_error(in, dtype) + (bytes ? kByteSumFloor : 0),
+      .lse_relative = 0x1p-21 + (bytes ? kByteSumError : 0)};  // four roundings of a float of the logits' size
 }
 
 }  // namespace

@@ -34,20 +34,23 @@ bool ships_sharing(const RegimeKernel& kernel, const AttentionSpec& spec, Extent
 std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Extent extent) {
   std::vector<KernelKey> keys;
   if (!reads(table, spec)) return keys;
+  // A kernel may run several regimes, and is one all the same.
+  const auto add = [&](KernelKey key) {
+    if (std::ranges::find(keys, key) == keys.end()) keys.push_back(std::move(key));
+  };
   for (const DType out : spec.out_dtypes().first(extent == Extent::all ? spec.out_dtypes().size() : 1)) {
     for (const Regime regime : kRegimes) {
       const RegimeKernel kernel = table.kernel(arch, spec, regime);
       if (kernel.tile.rows == 0) return {};
-      keys.push_back(table.attention(arch, spec, regime, out));
-      if (kernel.maps != nullptr && extent != Extent::usual) keys.push_back(table.without_maps->attention(arch, spec, regime, out));
+      add(table.attention(arch, spec, regime, out));
+      if (kernel.maps != nullptr && extent != Extent::usual) add(table.without_maps->attention(arch, spec, regime, out));
       if (ships_sharing(kernel, spec, extent)) {
-        keys.push_back(sharing(table.attention(arch, spec, regime, out)));
-        if (kernel.maps != nullptr && extent == Extent::all)
-          keys.push_back(sharing(table.without_maps->attention(arch, spec, regime, out)));
+        add(sharing(table.attention(arch, spec, regime, out)));
+        if (kernel.maps != nullptr && extent == Extent::all) add(sharing(table.without_maps->attention(arch, spec, regime, out)));
       }
-      if (has_flat(table, arch, spec, regime)) keys.push_back(table.flat->attention(arch, spec, regime, out));
+      if (has_flat(table, arch, spec, regime)) add(table.flat->attention(arch, spec, regime, out));
     }
-    keys.push_back(table.merge(arch, spec, out));
+    add(table.merge(arch, spec, out));
   }
   if (packs_mask(table, arch, spec)) keys.push_back(pack_mask_key(arch, spec));
   if (has_flat(table, arch, spec, kPrefill)) keys.push_back(flatten_kv_key(arch, spec));
