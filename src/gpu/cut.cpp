@@ -99,12 +99,12 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
   return policies;
 }
 
-void bound_partials(CutPolicy& policies, const AttentionSpec& spec, const PlanLimits& limits) {
+void bound_partials(CutPolicy& policies, const AttentionSpec& spec, const PlanLimits& limits, int64_t run_sums) {
   constexpr int kMostDimsOfRuns = 256;
   constexpr int64_t kMostBytes = int64_t(255) << 20;
   if (spec.head_dim_v <= kMostDimsOfRuns) return;
   const int64_t row_bytes = int64_t(spec.num_q_heads) * (spec.head_dim_v + 2) * int64_t(sizeof(float));
-  while (partial_rows_bound(policies, limits) > kMostBytes / row_bytes) {
+  while (partial_rows_bound(policies, limits) > (kMostBytes - run_sums) / row_bytes) {
     const auto most =
         std::ranges::max_element(policies, {}, [&](const SchedulePolicy& p) { return schedule_bounds(p, limits).num_partial_rows; });
     if (most->max_splits <= 1) return;

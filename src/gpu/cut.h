@@ -48,10 +48,10 @@ constexpr Regime kRegimes[] = {kDecode, kVerify, kPrefill};
 using CutPolicy = std::array<SchedulePolicy, kNumRegimes>;
 CutPolicy cut_policy(const AttentionSpec&, const DeviceInfo&, const std::array<Tile, kNumRegimes>&, bool balanced);
 
-// Reduces the number of pieces of a request where the partial results of the largest batch within the limits would take more than a quarter
-// of a GiB. Only for values of more dims than kernels with runs have, since those bound their partial results themselves. Results then
-// depend on the limits too.
-void bound_partials(CutPolicy&, const AttentionSpec&, const PlanLimits&);
+// Reduces the number of pieces of a request where the partial results of the largest batch within the limits, with `run_sums` bytes between
+// the pieces of runs, would take more than a quarter of a GiB. Only for values of more dims than kernels with runs have, since those bound
+// their partial results themselves. Results then depend on the limits too.
+void bound_partials(CutPolicy&, const AttentionSpec&, const PlanLimits&, int64_t run_sums);
 
 // How many keys of one kv head, with their values, L2 holds: heads_in_l2() computes from it how many heads have their tasks interleaved. 0:
 // tasks are ordered head by head.

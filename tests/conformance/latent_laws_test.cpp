@@ -43,7 +43,9 @@ TEST_P(LatentLaws, AreStridedOnesWithACopy) {
     EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;
     EXPECT_TRUE(bit_identical(latent.lse, copied.lse)) << c.name;
     ++compared;
+    stored.kv_format = KvFormat::latent_rope;
     if (c.spec.head_dim_v == c.spec.head_dim_qk || c.seed % 2 != 0) continue;
+    if (!GetParam().backend->unsupported(stored, GetParam().device).empty()) continue;
     const RunResult parts = run(in, c, KvFormat::latent_rope);
     EXPECT_TRUE(bit_identical(latent.out, parts.out)) << c.name << " in parts";
     EXPECT_TRUE(bit_identical(latent.lse, parts.lse)) << c.name << " in parts";
@@ -92,13 +94,16 @@ TEST_P(RecordLaws, PagesChunksAndPoisonDoNotMatter) {
   RunOptions options = default_options(c);
   const auto run = [&] { return run_case(*GetParam().backend, GetParam().device, in, options); };
   const RunResult expected = run();
+  // On a GPU queries of another number are those of another regime, whose bits are its own.
+  const bool any_chunk = GetParam().device.device.type == DeviceType::cpu;
   struct Other {
     int block_size, chunk;
     const char* order;
     Poison poison;
   };
   for (const Other& other : {Other{1, 0, "blhtd", Poison::ones}, {64, 7, "lbthd", Poison::zero}, {7, 1, "lbhtd", Poison::nan}}) {
-    options.block_size = other.block_size, options.chunk = other.chunk, options.order = other.order, options.poison = other.poison;
+    options.block_size = other.block_size, options.chunk = any_chunk ? other.chunk : 0, options.order = other.order,
+    options.poison = other.poison;
     options.page_seed += 1;
     const RunResult result = run();
     EXPECT_TRUE(result.violations.empty()) << result.violations.front();

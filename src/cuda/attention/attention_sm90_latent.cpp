@@ -33,7 +33,7 @@ std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch
   const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
   // Sums are written and read at the end of each piece of a run, those of all rows: in the meantime keys are loaded for fewer rows, while
   // products of more rows stand still.
-  const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : 512;
+  const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : group > kTeamRows / 4 ? 512 : 256;
   return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = std::min(room / stage, kMostStages), .least_piece = piece};
 }
 

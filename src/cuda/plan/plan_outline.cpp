@@ -51,7 +51,10 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
     if (table.flat != nullptr) s.flat_kernel = table.flat->kernel(arch, spec, regime);
   }
   CutPolicy policies = gpu::cut_policy(spec, device, tiles, options.balanced);
-  if (!options.balanced) gpu::bound_partials(policies, spec, options.limits);
+  int64_t run_sums = 0;
+  for (const PlanOutline::OfRegime& s : o.regimes) run_sums = std::max(run_sums, s.kernel.run_sums);
+  run_sums *= std::max(device.num_workers, 1) * int64_t(sizeof(float));
+  if (!options.balanced) gpu::bound_partials(policies, spec, options.limits, run_sums);
   for (const Regime regime : kRegimes) {
     o.regimes[regime].policy = policies[regime];
     o.regimes[regime].bounds = schedule_bounds(policies[regime], options.limits);

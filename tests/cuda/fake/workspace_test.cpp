@@ -76,15 +76,19 @@ TEST(Workspace, ItsSizeIsAskedForBeforehand) {
 // 128 q heads on one latent of 576 and 512 dims, as DeepSeek's layers have them when queries are absorbed.
 TEST(Workspace, ALatentLayerOfManyHeadsNeedsAQuarterOfAGigabyte) {
   const DeviceInfo h200 = describe_device("h200");
-  const AttentionSpec latent{.num_q_heads = 128, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .block_size = 64};
-  const Selection chosen = select(latent, h200);
-  ASSERT_NE(chosen.backend, nullptr) << chosen.str();
-  for (const int reqs : {1, 64, 256, 1024})
-    for (const int tokens : {reqs, 8192}) {
-      const PlanLimits limits{.max_num_reqs = reqs, .max_num_tokens = tokens, .max_seq_len = 131072};
-      EXPECT_LE(chosen.backend->workspace_bytes(latent, h200, {.limits = limits, .threads = {}}), int64_t(256) << 20)
-          << chosen.backend->name() << " " << reqs << " " << tokens;
-    }
+  AttentionSpec latent{.num_q_heads = 128, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512, .block_size = 64};
+  for (const KvFormat format : {KvFormat::strided, KvFormat::latent}) {
+    latent.kv_format = format;
+    const Selection chosen = select(latent, h200);
+    ASSERT_NE(chosen.backend, nullptr) << chosen.str();
+    EXPECT_EQ(chosen.backend->name(), format == KvFormat::latent ? "cuda_sm90" : "cuda_sm80");
+    for (const int reqs : {1, 64, 256, 1024})
+      for (const int tokens : {reqs, 8192}) {
+        const PlanLimits limits{.max_num_reqs = reqs, .max_num_tokens = tokens, .max_seq_len = 131072};
+        EXPECT_LE(chosen.backend->workspace_bytes(latent, h200, {.limits = limits, .threads = {}}), int64_t(256) << 20)
+            << chosen.backend->name() << " " << reqs << " " << tokens;
+      }
+  }
 }
 
 TEST(Workspace, InMemoryOfTheCaller) {
