@@ -27,22 +27,21 @@ TEST(MlaReplay, RunsATraceToItsEndAndChecksEveryOutput) {
   MlaSpec other = kTinyMla;
   other.qk_rope_dim = 0;
   other.sinks = true;
-  for (const MlaSpec& spec : {kTinyMla, other})
-    for (const DType kv_dtype : {DType::bf16, DType::fp8_e4m3}) {
-      ReplayOptions options = small_options();
-      options.kv_dtype = kv_dtype;
-      const ReplayResult r = replay(tiny_mla_model(spec, 2), trace, options);
-      EXPECT_TRUE(r.complete);
-      EXPECT_EQ(r.finished_requests, 10);
-      EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * 2);  // a head of each layer
-      EXPECT_EQ(r.verified_values, (r.prefill_tokens + r.decode_tokens) * 2 * 24);
-      EXPECT_LE(r.verify_max_ratio, 1);
-      EXPECT_GT(r.prefix_hit_tokens, 0);
-      ASSERT_EQ(r.kinds.size(), 1u);
-      EXPECT_EQ(r.kinds[0].family, "mla");
-      EXPECT_EQ(r.kv_format, "latent");
-      EXPECT_GT(r.kinds[0].kv_write_s, 0);
-    }
+  for (const auto& [spec, kv_dtype] : {std::pair{kTinyMla, DType::bf16}, {other, DType::fp8_e4m3}}) {
+    ReplayOptions options = small_options();
+    options.kv_dtype = kv_dtype;
+    const ReplayResult r = replay(tiny_mla_model(spec, 2), trace, options);
+    EXPECT_TRUE(r.complete);
+    EXPECT_EQ(r.finished_requests, 10);
+    EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * 2);  // a head of each layer
+    EXPECT_EQ(r.verified_values, (r.prefill_tokens + r.decode_tokens) * 2 * 24);
+    EXPECT_LE(r.verify_max_ratio, 1);
+    EXPECT_GT(r.prefix_hit_tokens, 0);
+    ASSERT_EQ(r.kinds.size(), 1u);
+    EXPECT_EQ(r.kinds[0].family, "mla");
+    EXPECT_EQ(r.kv_format, "latent");
+    EXPECT_GT(r.kinds[0].kv_write_s, 0);
+  }
 }
 
 // A backend that uses the weights of heads in the wrong order.
