@@ -73,7 +73,7 @@ TEST(WriteDsMla, BytesAreThoseOfTheCodec) {
         }
     }
   }
-  EXPECT_GE(written, 10);
+  EXPECT_GE(written, 6);  // by the reference and the portable kernels, for each type; more where there are other instructions
 }
 
 }  // namespace
