@@ -158,6 +158,7 @@ constexpr int least_merge_rows(int head_dim_v) { return kMergeThreads / (head_di
 // Runs in prefill: floats of a node of the tree of pieces, of a warpgroup of a thread block, and how many nodes it has.
 constexpr int kRunLevels = 2, kMostInPrefillRun = 16;
 constexpr int kVerifyLevels = 2;  // and likewise in verify, or one more
+constexpr int kLatentLevels = 3;  // and in attention_sm90_latent.cu: as many as runs of kMostInRun pieces have
 constexpr long run_node_floats(int head_dim_v) { return ((head_dim_v + 63) / 64 * 32 + 4) * 128; }
 
 // Dims of a product in attention_sm90_fp8.cu for rows of so many: the widths that wgmma and the transposition of values have.
@@ -166,6 +167,10 @@ constexpr int sm90_fp8_dims(int head_dim) {
 }
 // Bytes of a row in a chunk of them: the width of the swizzle.
 constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 128 == 0 ? 128 : 64; }
+
+// attention_sm90_latent.cu: tiles whose weights are in shared memory, and chunks of an item's queries that are in registers, of so many.
+constexpr int kLatentWeightSlots = 3;
+constexpr int latent_kept_chunks(int chunks) { return chunks * 2 / 3; }
 
 // A query token of an item that several requests share, and which of the list's merges joins its partial results.
 struct SharedToken {

@@ -27,19 +27,19 @@ bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec) {
   if (!runs_latent(arch, spec)) return std::nullopt;
   // The shared memory of the kernel: queries that registers do not hold, weights with what belongs to them, room for barriers and items.
-  constexpr int kMostStages = 8, kWeightSlots = 3, kRowState = 12, kWeights = kWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
-  const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - chunks * 2 / 3;
+  constexpr int kMostStages = 8, kRowState = 12, kWeights = kLatentWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
+  const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - latent_kept_chunks(chunks);
   const int stage = chunks * kLatentTileKeys * kTensorMapLine;
   const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
-  // Sums are written and read at the end of each piece of a run, those of all rows: in the meantime keys are loaded for fewer rows, while
-  // products of more rows stand still.
+  // At the end of each piece of a run the sums of all its rows are written, or read and folded, while no product is computed. The more rows
+  // there are, the longer that takes, and the less of it is hidden behind the loads of keys: so pieces are longer.
   const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : group > kTeamRows / 4 ? 512 : 256;
   return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = std::min(room / stage, kMostStages), .least_piece = piece};
 }
 
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
-  constexpr int kTeams = 2, kLevels = 3;
-  return kTeams * kLevels * run_node_floats(spec.head_dim_v / kTeams);
+  constexpr int kTeams = 2;  // warpgroups that share out the output's dims
+  return kTeams * kLatentLevels * run_node_floats(spec.head_dim_v / kTeams);
 }
 
 KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentTiles& tiles, bool maps) {

@@ -15,7 +15,7 @@ namespace imbrex::cuda {
 
 // Log2 units that a row's maximum may outgrow its reference by.
 constexpr float kSlack = 8.f;
-constexpr int kLevels = 3;  // of the tree of pieces, whose nodes are in memory: a run has kMostInRun pieces at most
+constexpr int kLevels = kLatentLevels;
 constexpr int kAtOnce = 4;  // loads of a node that are under way
 
 // Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
@@ -378,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
-    if (warp == 0) produce_items(p, shared);
+    if (warp == 0) find_items(p, 0, shared, [](const Item&) {});  // queries come with the keys
     if (warp == 1) produce_stages(p, q_map, k_map, shared);
   }
   end_launch(p);

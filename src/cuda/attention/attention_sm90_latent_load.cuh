@@ -18,9 +18,9 @@ constexpr int kStageBytes = kKChunks * kChunkBytes;
 // Queries take the way of keys: so many chunks in a stage, in so many stages.
 constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + kQChunksEach - 1) / kQChunksEach;
 // Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
-constexpr int kQKept = kQChunks * 2 / 3, kQLeft = kQChunks - kQKept;
+constexpr int kQKept = latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
 
-constexpr int kWeightSlots = 3, kWeightRow = 2 * kTileKeys, kWeightBytes = kTileRows * kWeightRow;
+constexpr int kWeightSlots = kLatentWeightSlots, kWeightRow = 2 * kTileKeys, kWeightBytes = kTileRows * kWeightRow;
 static_assert(kWeightRow == 64, "the swizzle of weights");
 
 // What belongs to a tile's weights.
@@ -61,53 +61,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// Finding an item takes several loads, one after the other, so the next ones are found while one is computed.
-DEVICE void produce_items(const AttentionParams& p, SharedStorage& shared) {
-  const int blocks = int(gridDim.x), first = first_task(0);
-  prefetch_item(p, first);  // while the number of tasks is on its way
-  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - blocks, 0) + blocks - 1;
-  Ring<SharedStorage::kItemSlots> slot;
-  for (int number = first;; slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    if (number != first || number >= tasks) {  // the counter is incremented as often as there are tasks, or blocks if these are more
-      int taken = 0;
-      if (lane == 0) {
-        taken = atomicAdd(p.next_task, 1);
-        if (taken == last) *p.next_task = 0;
-      }
-      number = blocks + shuffle(taken, 0);
-    }
-    const bool exists = number < tasks;
-    Item item;
-    if (exists) item = item_of(p, number);
-    if (lane == 0) {
-      if (exists) {
-        shared.item[slot.at] = item;
-      } else {
-        shared.item[slot.at].num_rows = kNoItem;
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
-    if (!exists) break;
-    number = -1;  // the next one is to be taken
-  }
-}
-
-// Copies chunks of queries from `first` on to where TMA's swizzle would put them. Memory after the last row may hold anything, since
-// results of rows that do not exist are not stored.
-DEVICE void copy_queries(const AttentionParams& p, const Item& item, int first, int end, u32 to) {
-  const int pieces = (end - first) * 8;
-#pragma unroll 1
-  for (int i = lane_id(); i < item.num_rows * pieces; i += 32) {
-    const int row = i / pieces, piece = i % pieces, d = first * 64 + piece * 8;
-    const char* const from = p.q + item.token_of(row) * p.q_token_stride + item.head_of(row) * p.q_head_stride + d * 2;
-    Eight<kQType> e = {};
-    if (d < kHeadDimQk) e = load_eight<kQType, false>(from, 2);
-    store_shared(to + swizzled_piece(row, piece, kQChunkBytes), uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
-  }
-}
-
 // Loads the queries of an item to a stage: its part `part`.
 DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, int part, u32 to, u32 full) {
   const int first = part * kQChunksEach, end = min(first + kQChunksEach, kQChunks);
@@ -121,7 +74,7 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
       mbarrier_arrive(full);
     }
   } else {
-    copy_queries(p, item, first, end, to);
+    copy_queries(p, item, first * 8, end * 8, kQChunkBytes, to);
     mbarrier_arrive(full);
   }
 }

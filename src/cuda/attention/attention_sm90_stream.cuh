@@ -42,6 +42,58 @@ DEVICE u32 place_of_piece(int row, int piece) {
   return row * width + piece * 16;
 }
 
+// Finds a crew's items, with a warp of its own: that takes several loads, one after the other, so that the next items are found while one
+// is computed. They go to the ring shared.item, behind the last one an item of kNoItem rows; `load` brings the queries of each.
+template <class Shared, class Load>
+DEVICE void find_items(const AttentionParams& p, int crew, Shared& shared, const Load& load) {
+  const int crews = kCrews * int(gridDim.x), first = first_task(crew);
+  prefetch_item(p, first);  // while the number of tasks is on its way
+  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
+  // The counter is incremented as often as there are tasks, or crews if these are more.
+  const auto take_number = [&] {
+    int taken = 0;
+    if (lane == 0) {
+      taken = atomicAdd(p.next_task, 1);
+      if (taken == last) *p.next_task = 0;
+    }
+    return crews + shuffle(taken, 0);
+  };
+  Ring<Shared::kItemSlots> slot;
+  for (int number = first;; slot.next()) {
+    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
+    if (number != first || number >= tasks) number = take_number();
+    const bool exists = number < tasks;
+    Item item;
+    if (exists) item = item_of(p, number);
+    if (lane == 0) {
+      if (exists) {
+        shared.item[slot.at] = item;
+      } else {
+        shared.item[slot.at].num_rows = kNoItem;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
+    if (!exists) break;
+    load(item);
+    number = -1;  // the next one is to be taken
+  }
+}
+
+// Copies pieces of 16 bytes, from `first` on, of an item's queries to the places where TMA's swizzle would put them; those beyond
+// kHeadDimQk are zeros. Memory after the last row may hold anything, since results of rows that do not exist are not stored.
+DEVICE void copy_queries(const AttentionParams& p, const Item& item, int first, int end, int chunk_bytes, u32 to) {
+  const int pieces = end - first;
+#pragma unroll 1
+  for (int i = lane_id(); i < item.num_rows * pieces; i += 32) {
+    const int row = i / pieces, piece = i % pieces;
+    const char* const from = p.q + item.token_of(row) * p.q_token_stride + item.head_of(row) * p.q_head_stride + (first + piece) * 16;
+    Eight<kQType> e = {};
+    if (first + piece < kHeadDimQk / 8) e = load_eight<kQType, false>(from, 2);
+    store_shared(to + swizzled_piece(row, piece, chunk_bytes), uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
+  }
+}
+
 // A lane's part of the load of a tile: the keys of a page.
 struct Box {
   int key, block;

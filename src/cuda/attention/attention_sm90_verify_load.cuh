@@ -70,69 +70,26 @@ constexpr int kLoadedKeys = kWidens ? kBytesStages : kStages, kLoadedValues = kW
 
 // --- warps that load
 
-// Copies rows to the places where TMA's swizzle would put them. Memory after the last row may hold anything, since results of rows that do
-// not exist are not stored.
-DEVICE void copy_queries(const AttentionParams& p, const Item& item, u32 to) {
-  constexpr int kPieces = kHeadDimQk / 8, kAllPieces = kQSteps * 2;  // of a row; with zeros where the last product lacks dims
-#pragma unroll 1
-  for (int i = lane_id(); i < item.num_rows * kAllPieces; i += 32) {
-    const int row = i / kAllPieces, piece = i % kAllPieces;
-    const char* const from = p.q + item.token_of(row) * p.q_token_stride + item.head_of(row) * p.q_head_stride + piece * 16;
-    Eight<kQType> e = {};
-    if (piece < kPieces) e = load_eight<kQType, false>(from, 2);
-    store_shared(to + swizzled_piece(row, piece, kQChunkBytes), uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
-  }
-}
-
-// Finds items and loads their queries. Finding an item takes several loads, one after the other, so the next one is found while this one is
-// computed.
+// Finds items and loads their queries.
 DEVICE void produce_items(const AttentionParams& p, const TensorMap& q_map, int crew, SharedStorage& shared) {
   constexpr int kTokens = kTileRows / kGroup;  // of a box
-  const int crews = kCrews * int(gridDim.x), first = first_task(crew);
-  prefetch_item(p, first);  // while the number of tasks is on its way
-  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
-  // The counter is incremented as often as there are tasks, or crews if these are more.
-  const auto take_number = [&] {
-    int taken = 0;
-    if (lane == 0) {
-      taken = atomicAdd(p.next_task, 1);
-      if (taken == last) *p.next_task = 0;
-    }
-    return crews + shuffle(taken, 0);
-  };
-  Ring<SharedStorage::kItemSlots> slot;
   Ring<SharedStorage::kQSlots> q;
-  for (int number = first;; slot.next(), q.next()) {
-    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    if (number != first || number >= tasks) number = take_number();
-    const bool exists = number < tasks;
-    Item item;
-    if (exists) item = item_of(p, number);
-    if (lane == 0) {
-      if (exists) {
-        shared.item[slot.at] = item;
-      } else {
-        shared.item[slot.at].num_rows = kNoItem;
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
-    if (!exists) break;
+  find_items(p, crew, shared, [&](const Item& item) {
     const u32 to = shared_address(shared.q[q.at]), full = shared_address(&shared.q_full[q.at]);
     if (SharedStorage::kQSlots < SharedStorage::kItemSlots) mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
     if constexpr (kMaps) {
-      if (lane == 0) {
+      if (lane_id() == 0) {
         mbarrier_arrive_expect(full, kQChunks * kTokens * kGroup * 128);
 #pragma unroll
         for (int c = 0; c < kQChunks; ++c)
           tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), c * 64, item.kv_head * kGroup, item.q_begin);
       }
     } else {
-      copy_queries(p, item, to);
+      copy_queries(p, item, 0, kQSteps * 2, kQChunkBytes, to);  // with zeros where the last product lacks dims
       mbarrier_arrive(full);
     }
-    number = -1;  // the next one is to be taken
-  }
+    q.next();
+  });
 }
 
 // What a warp loads: keys, and values a tile behind them; or one of the two, where a crew has a warp for each.
