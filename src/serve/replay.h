@@ -62,7 +62,7 @@ struct ReplayOptions {
 // One kind of layer: same spec, same cache group, same plan.
 struct ReplayKind {
   std::string spec;                              // str() of it
-  std::string family;                            // "attention", "short_conv"
+  std::string family;                            // "attention", "short_conv", "mla"
   std::string group;                             // CacheGroup::name
   std::vector<int> layers;                       // indices into the model's layers
   std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ

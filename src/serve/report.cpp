@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
+#include "imbrex/mla.h"
 #include "serve/table.h"
 
 namespace imbrex {
@@ -265,8 +266,10 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
         {fmt::format("{}", k.layers.size()), k.spec, k.backend, k.rule, percent(share(k.run_s, t.attention_s + t.state_s))});
   }
   out += "\n" + table.text();
-  out += fmt::format("\nverification: {}\ndigest {:016x} (same seed, same bits: whatever the batch size and the number of threads)\n",
-                     verification_line(r), r.digest);
+  // Layers of MLA compute a request by one of two ways, which depends on how many of its tokens a step has.
+  const bool by_steps = std::ranges::find(r.kinds, MlaFamily::name, &ReplayKind::family) != r.kinds.end();
+  out += fmt::format("\nverification: {}\ndigest {:016x} (same seed{}, same bits: whatever the {}number of threads)\n",
+                     verification_line(r), r.digest, by_steps ? " and steps" : "", by_steps ? "" : "batch size and the ");
   return out;
 }
 
