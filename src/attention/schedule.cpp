@@ -22,18 +22,23 @@ PositionRange positions_of(const Batch& batch, const Mask& mask, int r, int t0, 
   return given_positions(batch.positions.data() + batch.query_start_loc[r] + t0, t1 - t0);
 }
 
-// Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles.
+// Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles. Where
+// little of the longest item would be left over, its pieces are made so much longer: a small piece costs more than it relieves others of.
 int balanced_piece(const Batch& batch, const Mask& mask, const CutRules& rules, const SchedulePolicy& policy) {
-  int64_t keys = 0;
+  constexpr int64_t kLeftOver = 8;  // an eighth of a share, which is spread over all pieces of the item
+  int64_t keys = 0, longest = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
     if (q_len > policy.split_max_q || !is_cut(rules, q_len)) continue;
     for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
       const KeyRange range = item_keys(rules, positions_of(batch, mask, r, t0, tile_end(rules, q_len, t0)), batch.seq_lens[r]);
       keys += range.end - range.begin;
+      longest = std::max<int64_t>(longest, range.end - range.begin);
     }
   }
-  const int64_t share = keys / std::max(policy.num_workers, 1) + 1;
+  int64_t share = keys / std::max(policy.num_workers, 1) + 1;
+  const int64_t pieces = longest / share;
+  if (pieces > 0 && longest % share <= share / kLeftOver) share = (longest + pieces - 1) / pieces;
   const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, kLeastPieceTiles, kMostPieceTiles);
   return int(std::min<int64_t>(tiles * policy.tile_kv, INT32_MAX / 2 / policy.tile_kv * policy.tile_kv));
 }

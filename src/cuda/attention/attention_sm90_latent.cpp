@@ -22,19 +22,22 @@ bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
          !spec.score.alibi_sqrt;
 }
 
+// Tiles of keys that shared memory holds beside queries that registers do not, weights with what belongs to them, barriers and items.
+int num_stages(const AttentionSpec& spec) {
+  constexpr int kMostStages = 8, kRowState = 12, kWeights = kLatentWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
+  const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - latent_kept_chunks(chunks);
+  const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
+  return std::min(room / (chunks * kLatentTileKeys * kTensorMapLine), kMostStages);
+}
+
 }  // namespace
 
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec) {
   if (!runs_latent(arch, spec)) return std::nullopt;
-  // The shared memory of the kernel: queries that registers do not hold, weights with what belongs to them, room for barriers and items.
-  constexpr int kMostStages = 8, kRowState = 12, kWeights = kLatentWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
-  const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - latent_kept_chunks(chunks);
-  const int stage = chunks * kLatentTileKeys * kTensorMapLine;
-  const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
   // At the end of each piece of a run the sums of all its rows are written, or read and folded, while no product is computed. The more rows
   // there are, the longer that takes, and the less of it is hidden behind the loads of keys: so pieces are longer.
   const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : group > kTeamRows / 4 ? 512 : 256;
-  return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = std::min(room / stage, kMostStages), .least_piece = piece};
+  return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece};
 }
 
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {

@@ -1,6 +1,6 @@
 #pragma once
-// The shared memory of attention_sm90_latent.cu, and the warps that fill it: one finds items, another one brings their queries and then
-// their keys, all through one ring of stages.
+// The shared memory of attention_sm90_latent.cu, and the warps that fill it: one finds items, another one brings their queries, then their
+// keys, and between pieces of a run the sums so far, all through one ring of stages.
 #include "attention_sm90_parts.cuh"
 #include "attention_sm90_stream.cuh"
 
@@ -20,29 +20,51 @@ constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + 
 // Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
 constexpr int kQKept = latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
 
-constexpr int kWeightSlots = kLatentWeightSlots, kWeightRow = 2 * kTileKeys, kWeightBytes = kTileRows * kWeightRow;
-static_assert(kWeightRow == 64, "the swizzle of weights");
+// A tile's weights are parts of 16 keys, what a product sums over: each has 32 bytes of a row, with a swizzle of that width.
+constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow;
+constexpr int kWeightSlots = kLatentWeightSlots, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
+
+// The tree of a run's pieces: registers hold the sums of one piece, so its nodes that are not complete are in memory, where L2 keeps them.
+// They come back through the ring, behind the last tile of the piece that they are folded with: they are on their way while that is
+// computed. A stage holds what a warp of rows has of a node, in both warpgroups of dims.
+constexpr int kLevels = kLatentLevels, kRowWarps = kTileRows / 16;
+constexpr int kNodePartFloats = run_node_floats(kTeamDims) / kRowWarps, kNodePartBytes = kNodePartFloats * 4;  // of a warp and warpgroup
+static_assert(kConsumers * kNodePartBytes <= kStageBytes);
+
+DEVICE float* node_rows(const AttentionParams& p, int level, int row_warp) {
+  return p.run_sums + ((long(blockIdx.x) * kLevels + level) * kRowWarps + row_warp) * (kConsumers * kNodePartFloats);
+}
+DEVICE int row_warps(const Item& item) { return (item.num_rows + 15) / 16; }  // that have rows of the item
+
+// The sums of piece `number` of a run, counted from 1, become a part of the node of this level; or, if they are the `last`, of the run.
+DEVICE int level_of_piece(int number, bool last) { return last ? kLevels : lowest_bit(u32(number)) / 2; }
+// Whether they are folded with a node of that level first. A level has two bits of the number of earlier pieces: how many complete nodes of
+// the level below are in it.
+DEVICE bool joins_node(int number, bool last, int level) {
+  static_assert(kPiecesTogether == 4);
+  return level <= level_of_piece(number, last) && (number - 1 >> 2 * level & 3) != 0;
+}
+DEVICE int joined_nodes(int number, bool last) {
+  int nodes = 0;
+#pragma unroll
+  for (int level = 0; level < kLevels; ++level) nodes += joins_node(number, last, level);
+  return nodes;
+}
+DEVICE int tiles_of_piece(const Item& item) { return item.piece > 0 ? item.piece / kTileKeys : kFar; }
 
 // What belongs to a tile's weights.
-static_assert(kStages <= 16);
 struct Note {
-  enum : u32 { kBegins = 1, kEnds = 2, kLast = 4, kHasFactors = 8, kStage = 16, kTile = 256 };
+  enum : u32 { kEnds = 1, kLast = 2, kEdge = 4, kHasFactors = 8, kTile = 16 };
   u32 bits;
   DEVICE Note(u32 bits) : bits(bits) {}
-  DEVICE Note(int tile, int stage, bool begins, bool ends, bool last)
-      : bits(u32(tile) * kTile | u32(stage) * kStage | (begins ? kBegins : 0) | (ends ? kEnds : 0) | (last ? kLast : 0)) {}
+  DEVICE Note(int tile, bool ends, bool last, bool edge)
+      : bits(u32(tile) * kTile | (ends ? kEnds : 0) | (last ? kLast : 0) | (edge ? kEdge : 0)) {}
   DEVICE u32 with_factors() const { return bits | kHasFactors; }
-  DEVICE bool begins() const { return (bits & kBegins) != 0; }           // a piece
   DEVICE bool ends() const { return (bits & kEnds) != 0; }               // a piece
   DEVICE bool is_last() const { return (bits & kLast) != 0; }            // of the item
+  DEVICE bool is_edge() const { return (bits & kEdge) != 0; }            // whether there may be keys in the tile that are not the item's
   DEVICE bool has_factors() const { return (bits & kHasFactors) != 0; }  // that sums so far are to be multiplied by
-  DEVICE int stage() const { return int(bits / kStage % (kTile / kStage)); }
   DEVICE int tile() const { return int(bits / kTile); }
-};
-
-// What a warp has multiplied: items, and pieces of the one at work. It is kept in shared memory, because registers are few.
-struct Done {
-  int items, pieces;
 };
 
 struct SharedStorage {
@@ -53,13 +75,18 @@ struct SharedStorage {
   float factor[kWeightSlots][kTileRows];  // that sums so far are to be multiplied by, in warps whose note says so
   float2 end[kWeightSlots][kTileRows];    // of the last tile of a piece: reference and sum
   u32 note[kWeightSlots][4];              // of each warp of rows
-  Done done[4 * kConsumers];              // by each warp that multiplies
   Item item[kItemSlots];                  // none: kNoItem rows, and none will come
   u64 full[kStages], empty[kStages], weights_full[kWeightSlots], weights_empty[kWeightSlots];
-  u64 item_full[kItemSlots], item_empty[kItemSlots];
+  u64 item_full[kItemSlots], item_empty[kItemSlots], node_written;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+
+// A warp reports once, for all of its lanes.
+DEVICE void report(u64& barrier) {
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
+}
 
 // Loads the queries of an item to a stage: its part `part`.
 DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, int part, u32 to, u32 full) {
@@ -79,11 +106,23 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
   }
 }
 
+// Loads what a warp of rows has of a node to a stage.
+DEVICE void load_node(const AttentionParams& p, int level, int row_warp, u32 to, u32 full) {
+  constexpr u32 kBytes = kConsumers * kNodePartBytes;
+  if (lane_id() == 0) {
+    mbarrier_arrive_expect(full, kBytes);
+    bulk_load(to, node_rows(p, level, row_warp), kBytes, full);
+  } else if (kLoaders > 1) {
+    mbarrier_arrive(full);
+  }
+}
+
 DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, SharedStorage& shared) {
   // Where a token has rows for several tasks, each of them reads the keys.
   const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
   Ring<SharedStorage::kItemSlots> slot;
   Ring<kStages> stage;
+  u32 nodes_written = 0;
   const auto begin_stage = [&] { mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1); };
   const auto address = [&] { return shared_address(shared.stage[stage.at]); };
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
@@ -95,6 +134,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
     if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_empty[slot.at]));
     const Tiles tiles = tiles_of(item);
     Box box = box_of(p, item, tiles.first);
+    int number = 1, left = tiles_of_piece(item);  // of the piece at work, from 1 on; its tiles
 #pragma unroll 1
     for (int part = 0; part < kQStages; ++part, stage.next()) {
       begin_stage();
@@ -106,6 +146,18 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       begin_stage();
       load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
       box = next;
+      const bool last = tile + 1 == tiles.end;
+      if (--left > 0 && !last) continue;
+      if (number > 1) mbarrier_wait(shared_address(&shared.node_written), nodes_written++ % 2);
+#pragma unroll 1
+      for (int level = 0; level < kLevels; ++level) {
+        for (int warp = 0; joins_node(number, last, level) && warp < row_warps(item); ++warp) {
+          stage.next();
+          begin_stage();
+          load_node(p, level, warp, address(), full());
+        }
+      }
+      ++number, left = tiles_of_piece(item);
     }
   }
 }

@@ -161,6 +161,15 @@ DEVICE void tma_load_to_all(u32 to, const TensorMap& map, u32 barrier, u64 l2, i
       : "memory");
 }
 
+// Contiguous bytes to shared memory; `barrier` gets them. Both addresses and the number are multiples of 16.
+DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+
+// Makes what this thread wrote to global memory visible to TMA.
+DEVICE void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // Makes what this thread wrote to shared memory visible to TMA and wgmma.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

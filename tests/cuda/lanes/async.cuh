@@ -109,7 +109,13 @@ inline void tma_prefetch_map(const TensorMap&) {}
 inline void tma_prefetch(const TensorMap&, u64, int, int, int, int) {}
 inline u64 l2_first_out() { return 0; }
 inline u64 l2_normal() { return 0; }
+inline void async_proxy_fence_global() {}
 inline void async_proxy_fence() {}
+inline void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+  if (to % 16 != 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) lanes::fail("a bulk load that is not of whole units");
+  lanes::shared_at(to + bytes - 16, 16);  // its last unit is in shared memory too
+  write_later(mbarrier_at(barrier), bytes, [place = lanes::shared_at(to, 16), from, bytes] { std::memcpy(place, from, bytes); });
+}
 
 // The pieces of 16 bytes in a row of 128 (64, 32) bytes change places by bits 7 and up of their address, as many as number them.
 inline u32 swizzled(u32 address, u32 row_bytes) { return address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4; }
