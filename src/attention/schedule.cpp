@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 
 #include "attention/cut_rules.h"
@@ -25,7 +26,8 @@ PositionRange positions_of(const Batch& batch, const Mask& mask, int r, int t0, 
 // Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles. Where
 // little of the longest item would be left over, its pieces are made so much longer: a small piece costs more than it relieves others of.
 int balanced_piece(const Batch& batch, const Mask& mask, const CutRules& rules, const SchedulePolicy& policy) {
-  constexpr int64_t kLeftOver = 8;  // an eighth of a share, which is spread over all pieces of the item
+  constexpr int64_t kLeftOver = 8;     // an eighth of a share, which is spread over all pieces of the item
+  constexpr int64_t kMostSplits = 64;  // where splits cost something
   int64_t keys = 0, longest = 0;
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r);
@@ -37,6 +39,9 @@ int balanced_piece(const Batch& batch, const Mask& mask, const CutRules& rules, 
     }
   }
   int64_t share = keys / std::max(policy.num_workers, 1) + 1;
+  // Pieces of x keys, and a split_cost for each of them, end soonest with x = sqrt(split_cost * keys).
+  if (policy.split_cost > 0)
+    share = std::max({share, int64_t(std::sqrt(double(policy.split_cost) * double(longest))), longest / kMostSplits});
   const int64_t pieces = longest / share;
   if (pieces > 0 && longest % share <= share / kLeftOver) share = (longest + pieces - 1) / pieces;
   const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, kLeastPieceTiles, kMostPieceTiles);

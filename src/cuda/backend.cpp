@@ -95,12 +95,17 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
-    return {
-        .entry = "attention_sm90_latent",
-        .tile = {.rows = tiles->rows, .keys = tiles->keys, .runs = true, .blocks = 1, .merged = true, .least_piece = tiles->least_piece},
-        .threads = kSm90LatentThreads,
-        .run_sums = attention_sm90_latent_run_sums(spec),
-        .maps = attention_sm90_latent_maps};
+    return {.entry = "attention_sm90_latent",
+            .tile = {.rows = tiles->rows,
+                     .keys = tiles->keys,
+                     .runs = true,
+                     .blocks = 1,
+                     .merged = true,
+                     .least_piece = tiles->least_piece,
+                     .split_cost = tiles->split_cost},
+            .threads = kSm90LatentThreads,
+            .run_sums = attention_sm90_latent_run_sums(spec),
+            .maps = attention_sm90_latent_maps};
   }
   const bool shares_pace = !is_fp8(spec.kv_dtype) && !has_small_pages(spec);  // what widens or copies rows is no faster alone
   if (regime == kPrefill && has_sm90_prefill(spec)) {

@@ -72,6 +72,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
     p.max_split_rows = most * (regime == kVerify && tiles[regime].runs ? p.tile_q : decode_q);
     p.split_max_q = std::max(1, p.max_split_rows / 2);
     p.balanced = balanced;
+    p.split_cost = tiles[regime].split_cost;
     p.num_workers = std::max(tiles[regime].blocks * workers / tiles[regime].cluster / heads_of(regime), 1);
     if (tiles[regime].runs && tiles[regime].merged) {
       const bool prefill = regime == kPrefill;

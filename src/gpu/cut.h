@@ -20,6 +20,7 @@ struct Tile {
   int tiles_each = 1;   // verify: of a request at most; with more of them it is prefill
   bool merged = false;  // whether a launch of its own joins the pieces that runs leave
   int least_piece = 0;  // merged: keys of a piece at least; 0: as cut_policy() has it
+  int split_cost = 0;   // as in SchedulePolicy
 };
 
 // The regimes of attention, each with a kernel and a tile of its own. A request goes to the first regime of which one tile holds its rows.

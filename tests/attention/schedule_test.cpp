@@ -75,6 +75,7 @@ class Random {
     p.split_max_q = of<int>({0, 1, 16, 50});
     p.balanced = balanced;
     p.num_workers = of<int>({1, 2, 7, 132});
+    p.split_cost = of<int>({0, 1, 10});
     p.cost_by_keys = below(2) == 0;
     return p;
   }
@@ -188,6 +189,11 @@ void expect_equal_shares(const Batch& batch, const SchedulePolicy& policy, const
   for (const Tile& tile : tiles)
     if (may_split(tile)) keys += keys_of(tile), longest = std::max(longest, keys_of(tile));
   int64_t share = keys / policy.num_workers + 1;
+  if (policy.split_cost > 0) {  // the square root of so many keys, and 64 pieces at most
+    int64_t root = 0;
+    while ((root + 1) * (root + 1) <= policy.split_cost * longest) ++root;
+    share = std::max({share, root, longest / 64});
+  }
   for (int64_t pieces = 1; pieces * share <= longest; ++pieces)
     if ((longest - pieces * share) * 8 <= share) share = (longest + pieces - 1) / pieces;
   share = std::max<int64_t>(2, (share + policy.tile_kv - 1) / policy.tile_kv) * policy.tile_kv;

@@ -36,8 +36,10 @@ std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch
   if (!runs_latent(arch, spec)) return std::nullopt;
   // At the end of each piece of a run the sums of all its rows are written, or read and folded, while no product is computed. The more rows
   // there are, the longer that takes, and the less of it is hidden behind the loads of keys: so pieces are longer.
+  constexpr int kSplitCost = 10;  // fitted to an H100: 16, 64 and 128 q heads, a request of 1k to 128k keys
   const int group = spec.group_size(), piece = group > kTeamRows ? 1024 : group > kTeamRows / 4 ? 512 : 256;
-  return Sm90LatentTiles{.rows = kTeamRows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece};
+  return Sm90LatentTiles{
+      .rows = kTeamRows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece, .split_cost = kSplitCost};
 }
 
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {

@@ -11,6 +11,7 @@ struct Sm90LatentTiles {
   int rows, keys;   // (query token, q head) of an item at most; of a tile
   int stages;       // tiles of keys in shared memory
   int least_piece;  // keys of a piece of a run at least
+  int split_cost;   // as in SchedulePolicy
 };
 
 constexpr unsigned kSm90LatentThreads = 512;
