@@ -52,13 +52,19 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   griddep_launch();
   if (!p.lists_are_there) griddep_wait();
-  int items[kPlanRegimes], ends[kPlanRegimes], all = 0;  // of the lists, and where the tasks of each end, one list behind the other
+  int items[kPlanRegimes], ends[kPlanRegimes], all = 0;  // of the lists; where the tasks of each end, one list behind the other; of all
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) {
     const MergeList& list = p.merge_lists[i];
     items[i] = list.counts == nullptr ? 0 : list.counts->num_merges;
-    ends[i] = all += items[i] * p.num_kv_heads * list.shares;
+    all += items[i] * p.num_kv_heads * list.shares;
   }
+  // Where these are more than the blocks, an item has so few shares that none is empty, however few splits there are.
+  const int fewer = all > int(gridDim.x) ? most_merge_lanes(kHeadDimV) : 1;
+  const auto shares_of = [&](int list) { return (p.merge_lists[list].shares + fewer - 1) / fewer; };
+  all = 0;
+#pragma unroll
+  for (int i = 0; i < kPlanRegimes; ++i) ends[i] = all += items[i] * p.num_kv_heads * shares_of(i);
 #pragma unroll
   for (int i = 0; i < kPlanRegimes; ++i) {
     const int thread = int(threadIdx.x);
@@ -76,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, 2) merge(const __gri
     const int heads = p.num_kv_heads, of_share = num_items * heads, share = (task - begin) / of_share, rest = (task - begin) % of_share;
     const int index = rest / heads;
     const MergeItem item = *(index < kKeptItems ? &shared.items[list][index] : from.items + index);
-    merge_rows(p, item, rest % heads, share, from.shares);
+    merge_rows(p, item, rest % heads, share, shares_of(list));
   }
 }
 
