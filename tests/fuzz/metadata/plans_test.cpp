@@ -15,7 +15,8 @@ constexpr int kPlanCases = 1500;
 // another.
 std::vector<Target> targets() {
   static imbrex_device cpu{probe_cpu(), "cpu"};
-  static const imbrex_device gpu{probe_cuda().at(0), "cuda:0"};
+  static imbrex_device gpu{probe_cuda().at(0), "cuda:0"};
+  gpu.info.num_workers = 12;  // small batches are cut for few multiprocessors as for many, and scratch is for all of them
   if (cpu.info.isa == CpuIsa::avx512_bf16) cpu.info.isa = CpuIsa::amx_emulated;
   std::vector<Target> all;
   const auto add = [&](const imbrex_device& device, std::string prefill, std::string decode) {
