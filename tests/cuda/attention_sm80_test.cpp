@@ -138,8 +138,8 @@ TEST(AttentionSm80, CompilesCleanly) {
   expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), gpu::kDecode);
   expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), gpu::kPrefill);
   for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
-    AttentionSpec latent = spec_of(DType::bf16, kv, 576, 512, 16);
-    latent.kv_format = KvFormat::latent;
+    AttentionSpec latent = spec_of(DType::bf16, kv, 576, 512);
+    latent.kv_format = KvFormat::latent, latent.num_kv_heads = 1, latent.num_q_heads = 32, latent.block_size = 64;
     for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent, regime);
     expect_clean("sm_80", latent, gpu::kDecode);
   }
@@ -148,8 +148,8 @@ TEST(AttentionSm80, CompilesCleanly) {
 TEST(AttentionSm80, LatentsInPartsCompilesCleanly) {
   NEEDS_NVRTC();
   const auto latent = [](KvFormat format, DType q, DType kv) {
-    AttentionSpec spec = spec_of(q, kv, 576, 512, 16);
-    spec.kv_format = format, spec.num_kv_heads = 1, spec.num_q_heads = 16;
+    AttentionSpec spec = spec_of(q, kv, 576, 512);
+    spec.kv_format = format, spec.num_kv_heads = 1, spec.num_q_heads = 32, spec.block_size = 64;
     spec.validate();
     return spec;
   };
