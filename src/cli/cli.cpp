@@ -17,18 +17,6 @@ std::string& command_line() {
   return text;
 }
 
-std::string format_ranges(const std::vector<int>& numbers) {
-  std::string text;
-  for (size_t i = 0; i < numbers.size();) {
-    size_t end = i + 1;
-    while (end < numbers.size() && numbers[end] == numbers[end - 1] + 1) ++end;
-    if (!text.empty()) text += ", ";
-    text += end - i == 1 ? fmt::format("{}", numbers[i]) : fmt::format("{}-{}", numbers[i], numbers[end - 1]);
-    i = end;
-  }
-  return text;
-}
-
 int64_t parse_size(std::string_view text) {
   const std::string lower = to_lower(trim(text));
   double value = 0;

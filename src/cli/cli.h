@@ -32,8 +32,6 @@ void add_bench(CLI::App&, Action&);
 void add_verify(CLI::App&, Action&);
 void add_completion(CLI::App&, Action&);
 
-// "0-3, 5": runs of numbers, for lists of layers.
-std::string format_ranges(const std::vector<int>&);
 // "2GiB", "512MiB", "1.5G", "1000000" -> bytes. Error cli.size.
 int64_t parse_size(std::string_view text);
 // "1%", "0.01" -> 0.01, from 0 to 1. Error cli.fraction.

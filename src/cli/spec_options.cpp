@@ -8,6 +8,7 @@
 #include "attention/kv_codec.h"
 #include "attention/spec_fields.h"
 #include "core/check.h"
+#include "core/text.h"
 #include "short_conv/spec_fields.h"
 
 namespace imbrex::cli {

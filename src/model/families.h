@@ -80,7 +80,11 @@ void read_whisper(const FamilyInput&);
 void read_bert(const FamilyInput&);
 void read_lfm2(const FamilyInput&);  // layers of several families
 void read_lfm2_moe(const FamilyInput&);
-void read_deepseek(const FamilyInput&);  // latent attention: DeepSeek V2 and V3, Kimi K2
+void read_deepseek_v2(const FamilyInput&);  // latent attention, here and below
+void read_deepseek_v3(const FamilyInput&);  // and Kimi K2
+void read_deepseek_v32(const FamilyInput&);
+void read_kimi_linear(const FamilyInput&);
+void read_glm_moe_dsa(const FamilyInput&);
 void read_glm4_moe_lite(const FamilyInput&);
 void read_longcat_flash(const FamilyInput&);
 void read_minicpm3(const FamilyInput&);

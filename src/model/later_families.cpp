@@ -9,16 +9,12 @@ namespace {
 
 constexpr std::string_view kMlaVision = "a reader of models with a vision encoder beside MLA layers";
 constexpr std::string_view kLinear = kWaitsForLinear;
-constexpr std::string_view kSparseMla = "sparse attention (an indexer picks the keys of each query) on top of MLA";
-constexpr std::string_view kLinearMla = "linear layers (a recurrent state instead of a KV cache), beside which it has MLA";
+constexpr std::string_view kSparseMla =
+    "linear layers (a recurrent state instead of a KV cache), beside which it has sparse attention on MLA";
 constexpr std::string_view kBlocks = "layers that differ in heads from block to block (block_configs)";
 
 constexpr LaterFamily kLater[] = {
     {"deepseek_vl_v2", kMlaVision},
-    {"kimi_k25", kMlaVision},
-    {"kimi_vl", kMlaVision},
-    {"deepseek_v32", kSparseMla},
-    {"glm_moe_dsa", kSparseMla},
     {"deepseek_v4", "compressed sparse attention (shared keys and values, compressed at a ratio that differs by layer)"},
     {"qwen3_next", kLinear},
     {"qwen3_5", kLinear},
@@ -40,7 +36,8 @@ constexpr LaterFamily kLater[] = {
     {"granitemoehybrid", kLinear},
     {"recurrent_gemma", kLinear},
     {"rwkv", kLinear},
-    {"kimi_linear", kLinearMla},
+    {"glm5_next", kSparseMla},
+    {"glm5_next_text", kSparseMla},
     {"nemotron-nas", kBlocks},
 };
 

@@ -20,6 +20,9 @@ constexpr std::string_view kVisionLeftOut = "only the language model is read; th
 constexpr Wrapper kWrappers[] = {
     {"gemma3", "gemma3_text", "images attend in both directions: the engine gives such steps a custom mask"},
     {"gemma4", "gemma4_text", kVisionLeftOut},
+    {"kimi_k25", "deepseek_v3", kVisionLeftOut},
+    {"kimi_k3", "kimi_linear", kVisionLeftOut},
+    {"kimi_vl", "deepseek_v3", kVisionLeftOut},
     {"lfm2_vl", "lfm2", kVisionLeftOut},
     {"llama4", "llama4_text", kVisionLeftOut},
     {"mistral3", "mistral", kVisionLeftOut},

@@ -17,7 +17,7 @@ constexpr ModelPreset kOthers[] = {
     {"bert-large", "google-bert/bert-large-uncased",  // M
      R"({"model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
          "torch_dtype": "float32"})"},
-    {"deepseek-v2", "deepseek-ai/DeepSeek-V2",  // M
+    {"deepseek-v2", "deepseek-ai/DeepSeek-V2",  // T but for rope_scaling, M
      R"({"model_type": "deepseek_v2", "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128,
          "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
          "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707},
@@ -35,6 +35,7 @@ constexpr ModelPreset kOthers[] = {
     {"deepseek-v3.2", "deepseek-ai/DeepSeek-V3.2-Exp",  // V
      R"({"model_type": "deepseek_v32", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
          "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+         "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
          "v_head_dim": 128, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048, "torch_dtype": "bfloat16"})"},
     {"deepseek-v4-flash", "deepseek-ai/DeepSeek-V4-Flash",  // D; class defaults of transformers, not a checkpoint
      R"({"model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
@@ -43,10 +44,10 @@ constexpr ModelPreset kOthers[] = {
      R"({"model_type": "glm4_moe_lite", "hidden_size": 2048, "num_hidden_layers": 47, "num_attention_heads": 20,
          "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
          "v_head_dim": 256, "head_dim": 64, "torch_dtype": "bfloat16"})"},
-    {"glm-5", "zai-org/GLM-5",  // T; head_dim is the rotary part
+    {"glm-5", "zai-org/GLM-5",  // T, index_topk D; head_dim is the rotary part
      R"({"model_type": "glm_moe_dsa", "hidden_size": 6144, "num_hidden_layers": 78, "num_attention_heads": 64,
          "num_key_value_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
-         "v_head_dim": 256, "head_dim": 64, "torch_dtype": "bfloat16"})"},
+         "v_head_dim": 256, "head_dim": 64, "index_topk": 2048, "torch_dtype": "bfloat16"})"},
     {"jamba-v0.1", "ai21labs/Jamba-v0.1",  // V
      R"({"model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
          "num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "torch_dtype": "bfloat16"})"},
@@ -59,6 +60,10 @@ constexpr ModelPreset kOthers[] = {
      R"({"model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,
          "num_key_value_heads": 32, "q_lora_rank": null, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
          "v_head_dim": 128, "head_dim": 72, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
+         "torch_dtype": "bfloat16"})"},
+    {"longcat-flash", "meituan-longcat/LongCat-Flash-Chat",  // D, whose dimensions are the checkpoint's
+     R"({"model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64, "q_lora_rank": 1536,
+         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_method": "MLA",
          "torch_dtype": "bfloat16"})"},
     {"minimax-m1", "MiniMaxAI/MiniMax-M1-80k",  // V
      R"({"model_type": "minimax_m1", "hidden_size": 6144, "num_hidden_layers": 80, "num_attention_heads": 64,

@@ -95,14 +95,14 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"compile --arch sm_90x", 2, "[cuda.arch]"},
       {"compile --arch sm_75", 2, "[cuda.arch]"},
       {"compile --jobs -1", 2, "[usage]"},
-      {"compile --model deepseek-v3.2", 3, "[model.family.later]"},
+      {"compile --model deepseek-v4-flash", 3, "[model.family.later]"},
       {"run --model llama-3.1-8b", 2, "[usage]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --verify 200%", 2, "[cli.fraction]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --kv-memory lots", 2, "[cli.size]"},
       {"run --model llama-3.1-8b --trace " + path("good.csv") + " --device h200", 3, "[backend.device_absent]"},
       {"bench q1 --device h200", 3, "[backend.device_absent]"},
       {"verify " + path("missing") + " --device h200", 3, "[backend.device_absent]"},
-      {"run --model deepseek-v3.2 --trace " + path("good.csv"), 3, "[model.family.later]"},
+      {"run --model deepseek-v4-flash --trace " + path("good.csv"), 3, "[model.family.later]"},
   };
   for (const Row& row : rows) {
     const Ran ran = run(row.arguments);

@@ -80,12 +80,12 @@ TEST_F(Cli, SelectKnowsLayersOfEveryFamily) {
 }
 
 TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
-  const Ran ran = run("select --model deepseek-v3.2 --device h200");
+  const Ran ran = run("select --model deepseek-v4-flash --device h200");
   EXPECT_EQ(ran.code, 3);
-  for (const char* part : {"deepseek-v3.2", "H200", "sparse", "model.family.later", "device.type", "reference"}) {
+  for (const char* part : {"deepseek-v4-flash", "H200", "sparse", "model.family.later", "device.type", "reference"}) {
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   }
-  const auto j = nlohmann::json::parse(run("select --model deepseek-v3.2 --device h200 --json").out);
+  const auto j = nlohmann::json::parse(run("select --model deepseek-v4-flash --device h200 --json").out);
   EXPECT_TRUE(j["backend"].is_null());
   EXPECT_FALSE(j["candidates"].empty());
 }

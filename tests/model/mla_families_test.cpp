@@ -40,6 +40,81 @@ TEST(MlaFamilies, EachLongcatLayerHasTwo) {
   EXPECT_EQ(model.cache_groups[0].bytes_per_token, 10 * 288 * 2);
 }
 
+// A query that its mask shows no more keys than the indexer picks attends to all of them: then the dense model is the model.
+TEST(MlaFamilies, IndexersAreLeftOutAndSaidToBe) {
+  for (const char* type : {"deepseek_v32", "glm_moe_dsa"}) {
+    const ModelSpec model = parse_model_config(mla_config(R"("v_head_dim": 64, "index_topk": 512)", type));
+    EXPECT_EQ(model.layers.size(), 3u);
+    EXPECT_EQ(std::get<MlaSpec>(model.layers[2].spec), first_of(R"("v_head_dim": 64)")) << type;
+    EXPECT_NE(model.str().find("index_topk 512: the indexer is not run"), std::string::npos) << model.str();
+    EXPECT_NE(parse_model_config(mla_config("", type)).str().find("index_topk 2048"), std::string::npos) << "the class default";
+  }
+  EXPECT_NE(parse_model_config(mla_config(R"("index_topk": 64)")).str().find("index_topk 64"), std::string::npos);
+  EXPECT_EQ(refusal(R"("index_topk": 0)", "glm_moe_dsa"), "model.field.zero");
+}
+
+std::string kimi(std::string_view more) {
+  return mla_config(R"("v_head_dim": 64, "mla_use_nope": true, )" + std::string(more), "kimi_linear");
+}
+
+std::string message(const std::string& config) {
+  try {
+    parse_model_config(config);
+  } catch (const Error& error) {
+    return error.code() + " " + error.what();
+  }
+  return "nothing thrown";
+}
+
+TEST(MlaFamilies, KimiLinearSaysWhichLayersWouldRun) {
+  const char* attends_all[] = {R"("linear_attn_config": {"full_attn_layers": [1, 2, 3]})",
+                               R"("linear_attn_config": {"full_attn_layers": [3, 1, 2], "kda_layers": []})",
+                               R"("linear_attn_config": {"kda_layers": []})",
+                               R"("layer_types": ["full_attention", "full_attention", "full_attention"])"};
+  for (const char* more : attends_all) {
+    const ModelSpec model = parse_model_config(kimi(more));
+    ASSERT_EQ(model.layers.size(), 3u) << more;
+    EXPECT_EQ(std::get<MlaSpec>(model.layers[0].spec), first_of(R"("v_head_dim": 64)")) << "elements without a rotation stay in the keys";
+  }
+  for (const char* more : {R"("linear_attn_config": {"full_attn_layers": [2]})", R"("linear_attn_config": {"kda_layers": [1, 3]})",
+                           R"("linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]})",
+                           R"("layer_types": ["linear_attention", "full_attention", "linear_attention"])"}) {
+    const std::string text = message(kimi(more));
+    EXPECT_EQ(text.find("model.family.later "), 0u) << text;
+    EXPECT_NE(text.find("layers 0, 2 of 3 are KDA"), std::string::npos) << text;
+    EXPECT_NE(text.find("layers 1 would run: mla q8 latent256 nope64 rope32 v64"), std::string::npos) << text;
+  }
+  const std::string preset = test::error_code([] { load_model("kimi-linear-48b-a3b"); });
+  EXPECT_EQ(preset, "model.family.later");
+  const auto code = [](std::string_view more) { return test::error_code([&] { parse_model_config(kimi(more)); }); };
+  EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [0]})"), "model.field.linear_attn_config") << "layers count from 1";
+  EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [1, 1]})"), "model.field.linear_attn_config");
+  EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [1], "kda_layers": [1, 2, 3]})"), "model.field.linear_attn_config");
+  EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2]})"), "model.field.linear_attn_config");
+  EXPECT_EQ(code(R"("layer_types": ["full_attention"])"), "model.field.layer_types.length");
+  EXPECT_EQ(code(R"("layer_types": ["full_attention", "full_attention", "mamba"])"), "model.field.layer_types.unknown");
+  EXPECT_EQ(code(R"("linear_attn_config": {})"), "model.field.missing");
+}
+
+TEST(MlaFamilies, KeysMayHaveNoRotatedPart) {
+  const ModelSpec model = parse_model_config(R"({"model_type": "deepseek_v3", "hidden_size": 512, "num_hidden_layers": 1,
+      "num_attention_heads": 4, "kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256, "q_lora_rank": null})");
+  EXPECT_EQ(std::get<MlaSpec>(model.layers[0].spec),
+            (MlaSpec{.num_heads = 4, .kv_lora_rank = 512, .qk_nope_dim = 256, .qk_rope_dim = 0, .v_dim = 256}));
+}
+
+// The language models inside others, whose configs lack what is the default of their class.
+TEST(MlaFamilies, NestedConfigs) {
+  const auto first = [](const std::string& config) { return std::get<MlaSpec>(parse_model_config(config).layers[0].spec); };
+  const MlaSpec kimi_k25 = first(R"({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", "num_attention_heads": 64}})");
+  EXPECT_EQ(kimi_k25, (MlaSpec{.num_heads = 64}));
+  EXPECT_EQ(first(R"({"model_type": "kimi_vl", "text_config": {"num_attention_heads": 16}})"), (MlaSpec{.num_heads = 16}));
+  const std::string kimi_k3 = message(R"({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear", "num_hidden_layers": 4,
+      "num_attention_heads": 96, "mla_use_output_gate": true, "linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}}})");
+  EXPECT_NE(kimi_k3.find("layers 0-1, 3 of 4 are KDA"), std::string::npos) << kimi_k3;
+  EXPECT_NE(kimi_k3.find("layers 2 would run: mla q96 latent512"), std::string::npos) << kimi_k3;
+}
+
 // YaRN multiplies the logits by the square of 1 + 0.1 mscale_all_dim ln(factor).
 TEST(MlaFamilies, YarnScalesTheLogits) {
   const double usual = 1 / std::sqrt(96.);
@@ -58,7 +133,9 @@ TEST(MlaFamilies, YarnScalesTheLogits) {
 TEST(MlaFamilies, WhatIsWrongIsRefused) {
   EXPECT_EQ(refusal(R"("v_head_dim": 60)"), "model.field.head_dim.multiple");
   EXPECT_EQ(refusal(R"("v_head_dim": 1024)"), "model.field.large");
-  EXPECT_EQ(refusal(R"("index_topk": 2048)"), "model.family.later");
+  EXPECT_EQ(refusal(R"("qk_head_dim": 128)"), "model.field.conflict");
+  EXPECT_EQ(refusal(R"("num_layers": 2, "index_topk": 2048)", "longcat_flash"), "model.family.later");
+  EXPECT_EQ(refusal(R"("num_layers": 2, "attention_method": "LSA")", "longcat_flash"), "model.family.later");
   EXPECT_EQ(refusal("", "longcat_flash"), "model.field.missing");
   EXPECT_EQ(refusal("", "llama"), "model.family.later") << "a family that is not read as one of latent attention";
   EXPECT_EQ(test::error_code([] {

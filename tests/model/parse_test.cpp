@@ -76,7 +76,8 @@ std::vector<Mutation> mutations() {
       {"model.field.buckets.distance", t5(R"("relative_attention_num_buckets": 32, "relative_attention_max_distance": 16)"), "16"},
       {"model.family.missing", R"({"hidden_size": 512})", "model_type"},
       {"model.family.unknown", base("grok9", ""), "grok9"},
-      {"model.family.later", base("deepseek_v32", ""), "sparse"},
+      {"model.field.linear_attn_config", base("kimi_linear", R"("linear_attn_config": {"full_attn_layers": [3]})"), "1 to 2"},
+      {"model.family.later", base("deepseek_v4", ""), "sparse"},
   };
 }
 
@@ -144,10 +145,9 @@ TEST(Parse, TheSameKeyInTwoObjectsIsFine) {
 
 TEST(Parse, LaterFamiliesSayWhatTheyWaitFor) {
   const std::pair<const char*, const char*> families[] = {
-      {"kimi_vl", "vision"},         {"deepseek_v32", "sparse"},       {"glm_moe_dsa", "sparse"},     {"deepseek_v4", "sparse"},
-      {"qwen3_next", "linear"},      {"qwen3_5_moe", "linear"},        {"kimi_linear", "MLA"},        {"minimax_m1", "state-space"},
-      {"minimax_text_01", "linear"}, {"jamba", "state-space"},         {"nemotron_h", "state-space"}, {"zamba2", "state-space"},
-      {"mamba", "state-space"},      {"nemotron-nas", "block_configs"}};
+      {"deepseek_vl_v2", "vision"},  {"glm5_next", "sparse"},       {"deepseek_v4", "sparse"},     {"qwen3_next", "linear"},
+      {"qwen3_5_moe", "linear"},     {"minimax_m1", "state-space"}, {"minimax_text_01", "linear"}, {"jamba", "state-space"},
+      {"nemotron_h", "state-space"}, {"zamba2", "state-space"},     {"mamba", "state-space"},      {"nemotron-nas", "block_configs"}};
   for (const auto& [family, text] : families) {
     SCOPED_TRACE(family);
     try {

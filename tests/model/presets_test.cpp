@@ -100,8 +100,11 @@ constexpr LatentFacts kLatent[] = {
     {"deepseek-v2", 5120, 60, 128, 128, 64, 128, 0.1147213867929261, 69120},  // 1.2608 squared / sqrt(192)
     {"deepseek-v2-lite", 2048, 27, 16, 128, 64, 128, 0.1147213867929261, 31104},
     {"deepseek-v3", 7168, 61, 128, 128, 64, 128, 0.1352337788608801, 70272},  // 1.3689 squared / sqrt(192)
+    {"deepseek-v3.2", 7168, 61, 128, 128, 64, 128, 0.1352337788608801, 70272},
     {"glm-4.7-flash", 2048, 47, 20, 192, 64, 256, 0.0625, 54144},
+    {"glm-5", 6144, 78, 64, 192, 64, 256, 0.0625, 89856},
     {"kimi-k2", 7168, 61, 64, 128, 64, 128, 0.1308607, 70272},  // 1.3466 squared / sqrt(192)
+    {"longcat-flash", 6144, 56, 64, 128, 64, 128, 0.0721687836, 64512},
 };
 
 void expect_facts(const Facts& facts) {
@@ -223,8 +226,8 @@ TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
     }
   }
   EXPECT_EQ(checked.size() + later, model_presets().size());
-  EXPECT_EQ(model_presets().size(), 72u);
-  EXPECT_EQ(later, 11u);
+  EXPECT_EQ(model_presets().size(), 73u);
+  EXPECT_EQ(later, 9u);
 }
 
 TEST(Presets, AreSortedAndNamedOnce) {
