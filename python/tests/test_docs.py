@@ -5,7 +5,14 @@ import pytest
 
 from snippets import DOCS, run_snippets
 
-NEEDS = {"python": [], "pytorch": ["torch"], "flash_attn": ["torch"], "flashinfer": ["torch"], "transformers": ["torch", "transformers"]}
+NEEDS = {
+    "python": [],
+    "pytorch": ["torch"],
+    "flash_attn": ["torch"],
+    "flashinfer": ["torch"],
+    "mla": ["torch"],
+    "transformers": ["torch", "transformers"],
+}
 
 
 @pytest.mark.parametrize("page", NEEDS)

@@ -5,6 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import imbrex  # noqa: E402
 import imbrex.flashinfer as flashinfer  # noqa: E402
 from flashinfer_cases import LOG2E, Batch, attention, check, devices, on_gpu  # noqa: E402
 
@@ -142,33 +143,75 @@ def test_wrong_arguments_of_mla_are_named():
     with pytest.raises(ValueError, match="kv_indptr: expected 6 entries, for the 5 requests of kv_len_arr, got 3"):
         wrapper.plan(batch.qo_indptr, batch.indptr[:3], batch.indices, LENS, *more)
     plan(torch.full_like(batch.indices, 1000), LENS, *more)
-    with pytest.raises(ValueError, match="kv_indices: expected 0 to .* pages of ckv_cache, got 1000 to 1000"):
+    with pytest.raises(imbrex.Error, match="block ids must be 0 to .*, the batch has 1000"):
         run(ckv_scale=1.0, kpe_scale=1.0)
+    wide = torch.zeros(3, 4, 128).to(torch.float8_e4m3fn)
+    wrapper.plan(batch.qo_indptr, batch.indptr, torch.full_like(batch.indices, 1000), LENS, 6, 128, *more[2:])
+    with pytest.raises(ValueError, match="kv_indices: expected 0 to 2, pages of ckv_cache, got 1000 to 1000"):
+        wrapper.run(torch.zeros(18, 6, 128).bfloat16(), q[1], wide, wide[..., :16], ckv_scale_arr=torch.ones(3, 4, 1), kpe_scale=1.0)
     with pytest.raises(NotImplementedError, match="backward"):
         wrapper.run(q[0].clone().requires_grad_(), q[1], pages[..., :64], pages[..., 64:], ckv_scale=1.0, kpe_scale=1.0)
 
 
 @devices
-def test_mla_over_separate_caches_is_refused_for_graphs(device):
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("separate", [False, True])
+def test_deepseeks_dimensions(device, page, separate):
+    batch = Batch(12, [1, 3, 2], [150, 3, 64], heads=8, kv_heads=1, dim=576, page_size=page, device=device)
+    batch.v, batch.dim_v = [k[..., :512] for k in batch.k], 512
+    pages = batch._pages(batch.k)[:, :, 0]
+    caches = pages[..., :512], pages[..., 512:]
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device))
+    lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
+    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, lens, 8, 512, 64, page, True, 192**-0.5, torch.bfloat16, torch.bfloat16)
+    caches = [x.clone() for x in caches] if separate else caches
+    result = wrapper.run(batch.q[..., :512], batch.q[..., 512:], *caches, return_lse=True)
+    check(result, batch.expected(causal=True, scale=192**-0.5))
+
+
+def buffers_of(batch, device):
+    return [x.to(device, torch.int32).clone() for x in (batch.qo_indptr, batch.indptr, batch.indices, LENS)]
+
+
+@devices
+def test_wrappers_for_graphs(device):
+    """Buffers that plan() fills, over caches of both kinds; only ckv_scale_arr needs a copy, which a graph cannot hold."""
     batch, pages = mla_case(device)
-    buffers = [x.to(device, torch.int32).clone() for x in (batch.qo_indptr, batch.indptr, batch.indices, LENS)]
+    buffers = buffers_of(batch, device)
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace(device), True, *buffers)
-    wrapper.plan(*[x.clone() for x in buffers], 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
-    q = batch.q[..., :64], batch.q[..., 64:]
-    check(wrapper.run(*q, pages[..., :64], pages[..., 64:]), batch.expected(causal=True, scale=0.125))
-    with pytest.raises(NotImplementedError, match="in a CUDA graph is not there: make ckv_cache and kpe_cache slices of one tensor"):
-        wrapper.run(*q, pages[..., :64].clone(), pages[..., 64:].clone())
+    arguments = 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16
+    q, expected = (batch.q[..., :64], batch.q[..., 64:]), batch.expected(causal=True, scale=0.125)
+    for _ in range(2):
+        wrapper.plan(*[x.clone() for x in buffers], *arguments)
+        check(wrapper.run(*q, pages[..., :64], pages[..., 64:]), expected)
+        check(wrapper.run(*q, pages[..., :64].clone(), pages[..., 64:].clone()), expected)
+    batch = Batch(13, Q_LENS, KV_LENS, heads=6, kv_heads=1, dim=128 + 16, device=device, kv_dtype=torch.float8_e4m3fn)
+    pages, scales = batch.cache()[0][:, :, 0], torch.ones(batch.num_pages, 4, 1, device=device)
+    wrapper.plan(*buffers_of(batch, device), 6, 128, 16, 4, True, 0.125, torch.bfloat16, torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="ckv_scale_arr in a CUDA graph is not there: quantise ckv_cache with one scale"):
+        wrapper.run(batch.q[..., :128], batch.q[..., 128:], pages[..., :128], pages[..., 128:], ckv_scale_arr=scales, kpe_scale=1.0)
 
 
 @on_gpu
-def test_mla_over_separate_caches_is_refused_in_a_capture():
+@pytest.mark.parametrize("separate", [False, True])
+def test_a_graph_replays_another_step(separate):
     batch, pages = mla_case("cuda")
-    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cuda"))
-    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, LENS, 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16)
-    run = functools.partial(wrapper.run, batch.q[..., :64], batch.q[..., 64:], pages[..., :64].clone(), pages[..., 64:].clone())
+    buffers = buffers_of(batch, "cuda")
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cuda"), True, *buffers)
+    arguments = 6, 64, 16, 4, True, 0.125, torch.bfloat16, torch.bfloat16
+    wrapper.plan(*[x.clone() for x in buffers], *arguments)
+    caches = [x.clone() if separate else x for x in (pages[..., :64], pages[..., 64:])]
+    run = functools.partial(wrapper.run, batch.q[..., :64], batch.q[..., 64:], *caches)
     run()
-    with pytest.raises(NotImplementedError, match="in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    shorter = (LENS - 1).clamp(min=0)
+    wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, shorter, *arguments)
+    graph.replay()
+    batch.kv_lens = shorter.tolist()
+    batch.k, batch.v = ([x[:n] for x, n in zip(rows, batch.kv_lens)] for rows in (batch.k, batch.v))
+    check(out, batch.expected(causal=True, scale=0.125))
 
 
 @devices

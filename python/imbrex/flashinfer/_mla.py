@@ -1,13 +1,14 @@
 """MLA in its absorbed form: one kv head whose values are the first columns of its keys."""
 import math
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
 from .._torch_attention import no_gradient
+from ..plan import KvLayer
 from ._options import FP8, DTypeLike, refuse, refuse_given, refuse_nvfp4, score_fields, torch_dtype
 from ._plans import Step, is_capturing
-from ._run import Result, Types
+from ._run import Result, Types, as_bytes, fp8_scale
 from ._wrapper import Buffers, Wrapper, check_room, check_starts, cut_starts, on_host
 
 _SCALE_COLUMNS = 128  # of ckv_cache, for each number of ckv_scale_arr
@@ -25,31 +26,23 @@ def _together(a: torch.Tensor, b: torch.Tensor) -> Optional[torch.Tensor]:
 
 
 def _pages(cache: torch.Tensor, ids: torch.Tensor, scale: Any, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of some pages. scale: a number, or for each 128 columns of each token; None leaves the elements as they are."""
+    """A copy of some pages as numbers. scale: one for all, or for each 128 columns of each token."""
     if cache.dtype in FP8:
         pages = cache.view(torch.uint8).index_select(0, ids).view(cache.dtype)
     else:
         pages = cache.index_select(0, ids)
-    if scale is None:
-        return pages
     if torch.is_tensor(scale):
         scale = scale.index_select(0, ids).repeat_interleave(_SCALE_COLUMNS, -1)
     return (pages.to(torch.float32) * scale).to(dtype)
 
 
-class _Keys(NamedTuple):
-    """How a run() reads its keys: in place, or from a copy of the step's pages, which may have the queries' type."""
-
-    copied: bool = False
-    scaled: bool = False
-
-
 class BatchMLAPagedAttentionWrapper(Wrapper):
-    """MLA over pages. Where ckv and kpe are slices of one tensor [num_pages, page_size, head_dim_ckv + head_dim_kpe] they are read in place.
+    """MLA over pages, which are read where they lie: two caches, or slices of one tensor [num_pages, page_size, head_dim_ckv + head_dim_kpe].
 
-    Two separate caches, and fp8 caches of two scales or of ckv_scale_arr, are put side by side first: each run() copies the pages that the
-    step's requests have, so that a decode step moves about three times the bytes, and needs memory for the copy. A CUDA graph cannot hold that.
-    With use_cuda_graph qo_indptr, kv_indptr, kv_indices and kv_len_arr are buffers that plan() fills.
+    Slices of one tensor with one scale are of the format "latent", which more kernels read; other caches of "latent_rope". Only fp8 caches with
+    ckv_scale_arr are converted first: each run() copies the pages that the step's requests have, so that a decode step moves about three times the
+    bytes, and needs memory for the copy. A CUDA graph cannot hold that. With use_cuda_graph qo_indptr, kv_indptr, kv_indices and kv_len_arr are
+    buffers that plan() fills.
     """
 
     def __init__(
@@ -63,7 +56,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         backend: str = "auto",
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, backend)
-        self._keys = _Keys()
+        self._converted = False  # whether the step is begun for a copy of its pages
         self._planned: Optional[Types] = None
         self._fields: Dict[str, Any] = {}
         self._step: Optional[Step] = None
@@ -108,23 +101,24 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             num_kv_heads=1,
             head_dim_qk=head_dim_ckv + head_dim_kpe,
             head_dim_v=head_dim_ckv,
+            kv_format="latent",
             block_size=page_size,
             causal=bool(causal),
             **score_fields("NONE", -1, None, sm_scale),
         )
         self._step = Step(starts, lens, arrays)
         self._page_ids = arrays["kv_indices"][: int(indptr[-1])]
-        self._start(self._keys)
+        self._start(self._converted)
 
-    def _start(self, keys: _Keys) -> None:
-        """Plans the step of the last plan() for keys that are read in this way. Layers of a model are alike, so the next plan() prepares the same way."""
+    def _start(self, converted: bool) -> None:
+        """Begins the step of the last plan(). Layers of a model are alike, so the next plan() begins in the same way."""
         step, types, ids = self._step, self._planned, self._page_ids
         if step is None or types is None or ids is None:
             raise RuntimeError("imbrex.flashinfer: run() before plan()")
-        if keys.copied:
+        if converted:
             step = step._replace(arrays=dict(step.arrays, kv_indices=torch.arange(len(ids), dtype=torch.int32, device=ids.device)))
-        self._keys = keys
-        types = types._replace(kv=types.q) if keys.scaled else types
+            types = types._replace(kv=types.q)
+        self._converted = converted
         self._begin(self._fields, types, step, len(step.arrays["kv_indices"]) * self._fields["block_size"])
 
     def run(
@@ -161,35 +155,36 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
             raise RuntimeError("imbrex.flashinfer: run() before plan()")
         self._planned.check(q_nope, ckv_cache, kpe_cache)
         _check_scales(ckv_cache, kpe_cache, ckv_scale, ckv_scale_arr, kpe_scale)
-        pages = _together(ckv_cache, kpe_cache)
-        scaled = ckv_scale_arr is not None or (bool(kpe_cache.shape[-1]) and ckv_scale != kpe_scale)
-        keys = _Keys(scaled or pages is None, scaled)
-        if keys.copied:
-            self._check_copied(ckv_cache, kpe_cache)
-        if keys != self._keys:
-            self._start(keys)
-        if keys.copied:
+        if ckv_cache.ndim != 3 or ckv_cache.shape[:-1] != kpe_cache.shape[:-1]:
+            raise ValueError(f"kpe_cache: expected {list(ckv_cache.shape[:-1])} and columns, as ckv_cache has, got {list(kpe_cache.shape)}")
+        converted = ckv_scale_arr is not None
+        if converted and (self._use_cuda_graph or is_capturing(self.device)):
+            refuse("MLA with ckv_scale_arr in a CUDA graph", "quantise ckv_cache with one scale, or kpe_cache with one of its own")
+        if converted != self._converted:
+            self._start(converted)
+        if converted:
             ids = self._ids_of(ckv_cache)
-            scales = (ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale) if scaled else (None, None)
-            pages = torch.cat([_pages(x, ids, scale, self._planned.q) for x, scale in zip((ckv_cache, kpe_cache), scales)], -1)
-        assert pages is not None
+            parts = zip((ckv_cache, kpe_cache), (ckv_scale_arr, 1.0 if kpe_scale is None else kpe_scale))
+            ckv_cache, kpe_cache = torch.cat([_pages(x, ids, scale, self._planned.q) for x, scale in parts], -1).split(
+                [ckv_cache.shape[-1], kpe_cache.shape[-1]], -1
+            )
+            ckv_scale = kpe_scale = None
+        elif not ckv_cache.shape[0]:  # no pages at all: imbrex wants memory to point to
+            ckv_cache, kpe_cache = (x.new_empty((1, *x.shape[1:])) for x in (ckv_cache, kpe_cache))
         q = _together(q_nope, q_pe)
         q = torch.cat([q_nope, q_pe], -1) if q is None else q
-        scale = None if scaled else ckv_scale
-        values = pages[..., : ckv_cache.shape[-1]]
-        result = self._attend(q, pages[:, :, None], values[:, :, None], k_scale=scale, v_scale=scale, out=out, lse=lse, return_lse=return_lse)
+        pages = _together(ckv_cache, kpe_cache) if not kpe_cache.shape[-1] or ckv_scale == kpe_scale else None
+        changes = {} if pages is not None else {"kv_format": "latent_rope"}
+        if pages is not None:
+            layer = KvLayer(as_bytes(pages[:, :, None]), k_scale=fp8_scale(ckv_scale, q.device))
+        else:
+            ckv, kpe = (as_bytes(x[:, :, None]) for x in (ckv_cache, kpe_cache))
+            k_scale, rope_scale = (None if x is None else fp8_scale(x, q.device, True) for x in (ckv_scale, kpe_scale))
+            layer = KvLayer(ckv, k_scale=k_scale, k_rope=kpe, k_rope_scale=rope_scale)
+        result = self._attend(q, ckv_cache, ckv_cache, changes, layer=layer, out=out, lse=lse, return_lse=return_lse)
         if return_lse and return_lse_base_on_e:
             result[1].mul_(math.log(2))
         return result
-
-    def _check_copied(self, ckv: torch.Tensor, kpe: torch.Tensor) -> None:
-        if self._use_cuda_graph or is_capturing(self.device):
-            refuse(
-                "MLA over two separate caches, or of two scales, in a CUDA graph",
-                "make ckv_cache and kpe_cache slices of one tensor [num_pages, page_size, ckv + kpe], quantised with one scale",
-            )
-        if ckv.shape[:-1] != kpe.shape[:-1]:
-            raise ValueError(f"kpe_cache: expected {list(ckv.shape[:-1])} and columns, as ckv_cache has, got {list(kpe.shape)}")
 
     def _ids_of(self, ckv: torch.Tensor) -> torch.Tensor:
         """The step's pages, int64 where the cache is. What is no page of it is an error on the host, and page 0 or the last one on a GPU."""

@@ -73,9 +73,9 @@ def _per_head(scale: torch.Tensor, num_heads: int, device: torch.device) -> torc
     return scale.repeat_interleave(num_heads // scale.numel())
 
 
-def _of_fp8(scale: Scale, device: torch.device) -> Optional[torch.Tensor]:
-    """The scales of an fp8 tensor, as imbrex takes them."""
-    if _is_one(scale):
+def fp8_scale(scale: Scale, device: torch.device, always: bool = False) -> Optional[torch.Tensor]:
+    """The scales of an fp8 tensor, as imbrex takes them: None for 1, unless `always`."""
+    if scale is None or (_is_one(scale) and not always):
         return None
     if torch.is_tensor(scale):
         return scale.detach().to(device, torch.float32).reshape(-1)
@@ -96,7 +96,7 @@ def _product(scales: Tuple[Scale, ...], num_heads: int, device: torch.device) ->
     return (tensor if number == 1.0 else tensor * number).contiguous()
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """fp8 goes by DLPack as bytes, which the spec names."""
     return x.detach().view(torch.uint8) if x.dtype in FP8 else x.detach()
 
@@ -138,10 +138,11 @@ def attend(
     return_lse: bool = False,
     alibi: bool = False,
     changes: Optional[Dict[str, Any]] = None,
+    layer: Optional[KvLayer] = None,
 ) -> Result:
     """Attention of q [num_tokens, num_q_heads, head_dim_qk] for the step that `plans` has begun; k and v as KvLayer has them.
 
-    changes: fields of the spec that this run has otherwise than plan().
+    changes: fields of the spec that this run has otherwise than plan(). layer: the cache with its scales, where k and v with theirs do not say it all.
     """
     no_gradient(q, k, v, *(x for x in (q_scale, k_scale, v_scale, sinks) if torch.is_tensor(x)))
     refuse_nvfp4(None, k, v)
@@ -158,14 +159,15 @@ def attend(
     kv_is_fp8 = types.kv in FP8
     factors = [None if kv_is_fp8 else k_scale]
     if types.q in FP8 and not (torch.is_tensor(q_scale) and q_scale.numel() > 1):
-        q_scale = _of_fp8(q_scale, device)
+        q_scale = fp8_scale(q_scale, device)
     else:
         factors.append(q_scale)
         q_scale = None
     head_scales = _product(tuple(factors), num_heads, device)
-    if not k.shape[0]:  # no keys at all: imbrex wants memory to point to
-        k, v = (x.new_empty((1, *x.shape[1:])) for x in (k, v))
-    layer = KvLayer(_bytes(k), _bytes(v), *((_of_fp8(k_scale, device), _of_fp8(v_scale, device)) if kv_is_fp8 else (None, None)))
+    if layer is None:
+        if not k.shape[0]:  # no keys at all: imbrex wants memory to point to
+            k, v = (x.new_empty((1, *x.shape[1:])) for x in (k, v))
+        layer = KvLayer(as_bytes(k), as_bytes(v), *((fp8_scale(k_scale, device), fp8_scale(v_scale, device)) if kv_is_fp8 else (None, None)))
 
     asked = dict(changes or {})
     if head_scales is not None:
@@ -177,7 +179,7 @@ def attend(
     direct = spec_dtype(types.out) in plan.spec.out_dtypes
     into = result if direct else torch.empty(result.shape, dtype=torch.float32, device=device)
     slopes = alibi_slopes(num_heads, device) if alibi else None
-    plan.run(_bytes(q), layer, into, lse=lse, q_scale=q_scale, sinks=sinks, alibi_slopes=slopes, head_scales=head_scales)
+    plan.run(as_bytes(q), layer, into, lse=lse, q_scale=q_scale, sinks=sinks, alibi_slopes=slopes, head_scales=head_scales)
     if not kv_is_fp8 and not _is_one(v_scale):
         into.mul_(_per_head(v_scale, num_heads, device)[:, None] if torch.is_tensor(v_scale) else float(v_scale))
     if not direct:
