@@ -72,11 +72,12 @@ class MlaPlan:
     def write_kv(self, layer: Tuple[Array, ...], latent: Array, rope: Optional[Array] = None, *, stream: Any = None) -> None:
         """This step's latents [num_tokens, kv_lora_rank] and the rotated parts of their keys [num_tokens, qk_rope_dim] to their slots of a layer.
 
-        It comes before run(), which reads all keys from the cache. `layer` is (k,) or a KvLayer; without qk_rope_dim there is no rope.
+        It comes before run(), which reads all keys from the cache. `layer` is (k,) or a KvLayer, without v; without qk_rope_dim there is no rope.
         """
         layer = KvLayer(*layer)
-        no_gradient(layer.k, latent, rope)
-        self._plan.write_kv(*map(exported, (layer.k, layer.k_scale, latent, rope)), stream=stream_address(stream, latent))
+        no_gradient(layer.k, layer.k_rope, latent, rope)
+        parts = layer.k, layer.k_scale, layer.k_rope, layer.k_rope_scale
+        self._plan.write_kv(*map(exported, (*parts, latent, rope)), stream=stream_address(stream, latent))
 
     def run(
         self,
@@ -95,10 +96,10 @@ class MlaPlan:
         [.., num_heads, out_dim], which is made when it is not given. There is no backward pass.
         """
         layer = KvLayer(*layer)
-        no_gradient(q, kv_b, layer.k, out, lse, sinks)
+        no_gradient(q, kv_b, layer.k, layer.k_rope, out, lse, sinks)
         if out is None:
             out = empty(q, (q.shape[0], self.spec.num_heads, self.spec.out_dim), self.spec.dtype)
-        arrays = map(exported, (q, kv_b, layer.k, layer.k_scale, out, lse))
+        arrays = map(exported, (q, kv_b, layer.k, layer.k_scale, layer.k_rope, layer.k_rope_scale, out, lse))
         self._plan.run(*arrays, sinks=exported(sinks), stream=stream_address(stream, q))
         return out
 

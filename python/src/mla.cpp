@@ -39,12 +39,19 @@ void bind_spec(nb::module_& m) {
   bind_fields(spec, "MlaSpec");
 }
 
-KvCache kv_of(const PyMlaPlan& p, const Array& k, const OptionalArray& k_scale) {
+// What a cache of latents has beside k.
+struct LatentParts {
+  const OptionalArray &k_scale, &k_rope, &k_rope_scale;
+};
+
+KvCache kv_of(const PyMlaPlan& p, const Array& k, const LatentParts& rest) {
   const AttentionSpec latent = p.spec.latent_spec();
   return {.k = view_of(k, "k_cache", codec_of(latent).layout(latent, KvPart::k)->dtype),
           .v = {},
-          .k_scale = view_of(k_scale, "k_scale", DType::f32),
-          .v_scale = {}};
+          .k_scale = view_of(rest.k_scale, "k_scale", DType::f32),
+          .v_scale = {},
+          .k_rope = view_of(rest.k_rope, "k_rope", p.spec.kv_dtype),
+          .k_rope_scale = view_of(rest.k_rope_scale, "k_rope_scale", DType::f32)};
 }
 
 }  // namespace
@@ -102,36 +109,41 @@ void bind_mla(nb::module_& m) {
           nb::arg("positions") = nb::none(), nb::arg("stream") = 0)
       .def(
           "write_kv",
-          [](PyMlaPlan& p, nb::handle k_cache, const OptionalArray& k_scale, const Array& latent, const OptionalArray& rope,
-             uintptr_t stream) {
+          [](PyMlaPlan& p, nb::handle k_cache, const OptionalArray& k_scale, nb::handle k_rope, const OptionalArray& k_rope_scale,
+             const Array& latent, const OptionalArray& rope, uintptr_t stream) {
             const Array pages = written(k_cache, "k_cache");
-            const KvCache kv = kv_of(p, pages, k_scale);
+            const OptionalArray rope_pages = k_rope.is_none() ? std::nullopt : OptionalArray(written(k_rope, "k_rope"));
+            const KvCache kv = kv_of(p, pages, {k_scale, rope_pages, k_rope_scale});
             const TensorView new_latent = view_of(latent, "latent", p.spec.dtype), new_rope = view_of(rope, "rope", p.spec.dtype);
-            check_apart(kv.k, "k_cache", new_latent, "latent"), check_apart(kv.k, "k_cache", new_rope, "rope");
+            for (const auto& [to, name] : {std::pair(&kv.k, "k_cache"), std::pair(&kv.k_rope, "k_rope")})
+              check_apart(*to, name, new_latent, "latent"), check_apart(*to, name, new_rope, "rope");
             const nb::gil_scoped_release release;
             p.plan->write_kv(kv, new_latent, new_rope, stream_of(stream));
           },
-          nb::arg("k_cache"), nb::arg("k_scale").none(), nb::arg("latent"), nb::arg("rope").none(), nb::arg("stream") = 0)
+          nb::arg("k_cache"), nb::arg("k_scale").none(), nb::arg("k_rope").none(), nb::arg("k_rope_scale").none(), nb::arg("latent"),
+          nb::arg("rope").none(), nb::arg("stream") = 0)
       .def(
           "run",
-          [](PyMlaPlan& p, const Array& q, const OptionalArray& kv_b, const Array& k_cache, const OptionalArray& k_scale, nb::handle out,
-             nb::handle lse, const OptionalArray& sinks, uintptr_t stream) {
+          [](PyMlaPlan& p, const Array& q, const OptionalArray& kv_b, const Array& k_cache, const OptionalArray& k_scale,
+             const OptionalArray& k_rope, const OptionalArray& k_rope_scale, nb::handle out, nb::handle lse, const OptionalArray& sinks,
+             uintptr_t stream) {
             const Array out_array = written(out, "out");
             const OptionalArray lse_array = lse.is_none() ? std::nullopt : OptionalArray(written(lse, "lse"));
             const MlaInputs in{.q = view_of(q, "q", p.spec.dtype),
                                .kv_b = view_of(kv_b, "kv_b", p.spec.dtype),
-                               .kv = kv_of(p, k_cache, k_scale),
+                               .kv = kv_of(p, k_cache, {k_scale, k_rope, k_rope_scale}),
                                .sinks = view_of(sinks, "sinks", DType::f32)};
             const MlaOutputs outputs{.out = written_view(out_array, "out", p.spec.dtype),
                                      .lse = lse_array ? written_view(*lse_array, "lse", DType::f32) : TensorView{}};
             for (const auto& [to, name] : {std::pair(&outputs.out, "out"), std::pair(&outputs.lse, "lse")})
-              check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv_b, "kv_b"), check_apart(*to, name, in.kv.k, "k_cache");
+              check_apart(*to, name, in.q, "q"), check_apart(*to, name, in.kv_b, "kv_b"), check_apart(*to, name, in.kv.k, "k_cache"),
+                  check_apart(*to, name, in.kv.k_rope, "k_rope");
             check_apart(outputs.lse, "lse", outputs.out, "out");
             const nb::gil_scoped_release release;
             p.plan->run(in, outputs, stream_of(stream));
           },
-          nb::arg("q"), nb::arg("kv_b").none(), nb::arg("k_cache"), nb::arg("k_scale").none(), nb::arg("out"), nb::arg("lse").none(),
-          nb::arg("sinks") = nb::none(), nb::arg("stream") = 0)
+          nb::arg("q"), nb::arg("kv_b").none(), nb::arg("k_cache"), nb::arg("k_scale").none(), nb::arg("k_rope").none(),
+          nb::arg("k_rope_scale").none(), nb::arg("out"), nb::arg("lse").none(), nb::arg("sinks") = nb::none(), nb::arg("stream") = 0)
       .def("__str__", [](const PyMlaPlan& p) { return p.plan->str(); });
 }
 

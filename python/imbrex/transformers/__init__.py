@@ -14,11 +14,12 @@ _versions.check()  # before the others ask for what an older version lacks
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ._forward import attention_forward
+from ._latent import LatentCache
 from ._masks import attention_mask
 from ._models import refuse_at_load
 from ._paged import keep_in_continuous_batching, paged_attention_forward
 
-__all__ = ["attention_forward", "attention_mask", "paged_attention_forward", "register"]
+__all__ = ["LatentCache", "attention_forward", "attention_mask", "paged_attention_forward", "register"]
 
 
 def register() -> None:

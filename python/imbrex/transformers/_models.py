@@ -12,6 +12,7 @@ from typing import Any, Container, Iterator, Tuple
 import torch
 from transformers import PreTrainedModel
 
+from ._latent import hand_over_latents
 from ._versions import check_continuous_batching
 
 NAMES = ("imbrex", "paged|imbrex")
@@ -74,6 +75,8 @@ def _no_weights(model: PreTrainedModel, args: Tuple[Any, ...], kwargs: Any) -> N
 def _accept(model: PreTrainedModel) -> None:
     """A model with all of its layers, on imbrex from now on."""
     _check_layers(model)
+    for layer in _own_layers(model):
+        hand_over_latents(layer)
     if _no_weights not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_no_weights, with_kwargs=True)
 

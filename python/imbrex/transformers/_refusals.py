@@ -12,6 +12,12 @@ def refuse(module: torch.nn.Module, tensors: Tuple[Optional[torch.Tensor], ...],
     for name in _REFUSED:
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"imbrex: {name}: expected None; use attn_implementation='eager' or 'sdpa'")
+    indices = kwargs.get("indices")
+    if indices is not None and indices.shape[-1] < tensors[1].shape[2]:
+        raise NotImplementedError(
+            f"imbrex: indices: expected all {tensors[1].shape[2]} keys for each query, got {indices.shape[-1]} that an indexer picked: there is no sparse "
+            "attention; use attn_implementation='sdpa' or 'eager' beyond that many keys"
+        )
     if kwargs.get("output_attentions"):
         raise NotImplementedError("imbrex: output_attentions: weights are never stored; use attn_implementation='eager'")
     if dropout:
