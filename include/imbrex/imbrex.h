@@ -221,8 +221,8 @@ typedef struct {
 } imbrex_kv_cache;
 IMBREX_API void imbrex_kv_cache_init(imbrex_kv_cache*, size_t struct_size);
 
-/* Owned, zeroed memory on a device for all layers of one spec. `order` names the physical order of the dimensions, outermost first:
- * "lbhtd" (layer, block, head, token, dim) when it is NULL. */
+/* Owned, zeroed memory on a device for all layers of one spec, of attention or of latent attention, whose pages these functions are for.
+ * `order` names the physical order of the dimensions, outermost first: "lbhtd" (layer, block, head, token, dim) when it is NULL. */
 typedef struct imbrex_kv_allocation imbrex_kv_allocation;
 IMBREX_API imbrex_status imbrex_kv_allocation_create(const imbrex_spec*, const imbrex_device*, int32_t num_layers, int64_t num_blocks,
                                                      const char* order, imbrex_kv_allocation** out);

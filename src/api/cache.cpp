@@ -29,6 +29,13 @@ struct imbrex_block_pool {
 
 namespace {
 
+// The attention that a layer's pages are of: its own, or that of latent attention in latent space.
+AttentionSpec paged_spec(const imbrex_spec* spec) {
+  const LayerSpec& layer = deref(spec, "spec").spec;
+  const auto* const mla = std::get_if<MlaSpec>(&layer);
+  return mla != nullptr ? mla->latent_spec() : of_family<AttentionSpec>(layer, "spec");
+}
+
 // `count` numbers behind a pointer that may be NULL when there are none.
 template <class T>
 std::span<const T> numbers(const T* pointer, int64_t count, const char* name) {
@@ -61,7 +68,7 @@ imbrex_status imbrex_kv_allocation_create(const imbrex_spec* spec, const imbrex_
                                           const char* order, imbrex_kv_allocation** out) {
   return create(out, [&] {
     auto handle = std::make_unique<imbrex_kv_allocation>();
-    const auto& s = of_family<AttentionSpec>(deref(spec, "spec").spec, "spec");
+    const AttentionSpec s = paged_spec(spec);
     const DeviceInfo& on = deref(device, "device").info;
     if (on.device.type != DeviceType::cpu) handle->stream = open_stream(on);
     handle->memory = std::make_unique<KvAllocation>(s, num_layers, num_blocks, order == nullptr ? "lbhtd" : order, handle->stream.get());
@@ -84,10 +91,7 @@ imbrex_status imbrex_kv_allocation_layer(const imbrex_kv_allocation* allocation,
 
 imbrex_status imbrex_copy_blocks(const imbrex_spec* spec, const imbrex_kv_cache* kv, const int32_t* from, const int32_t* to, int64_t count,
                                  imbrex_threads* threads) {
-  return guarded([&] {
-    copy_blocks(of_family<AttentionSpec>(deref(spec, "spec").spec, "spec"), kv_of(kv), copies_of(from, to, count),
-                parallel_for_of(threads));
-  });
+  return guarded([&] { copy_blocks(paged_spec(spec), kv_of(kv), copies_of(from, to, count), parallel_for_of(threads)); });
 }
 
 imbrex_status imbrex_block_copier_create(const imbrex_device* device, imbrex_threads* threads, imbrex_block_copier** out) {
@@ -100,10 +104,7 @@ imbrex_status imbrex_block_copier_create(const imbrex_device* device, imbrex_thr
 void imbrex_block_copier_free(imbrex_block_copier* copier) { delete copier; }
 imbrex_status imbrex_block_copier_copy(const imbrex_block_copier* copier, const imbrex_spec* spec, const imbrex_kv_cache* kv,
                                        const int32_t* from, const int32_t* to, int64_t count, void* stream) {
-  return guarded([&] {
-    deref(copier, "copier")
-        .copier->copy(of_family<AttentionSpec>(deref(spec, "spec").spec, "spec"), kv_of(kv), copies_of(from, to, count), stream);
-  });
+  return guarded([&] { deref(copier, "copier").copier->copy(paged_spec(spec), kv_of(kv), copies_of(from, to, count), stream); });
 }
 
 imbrex_status imbrex_merge_partial_results(const imbrex_partial_result* parts, int32_t count, const imbrex_tensor* out,

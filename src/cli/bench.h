@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "cli/spec_options.h"
+#include "core/check.h"
+#include "imbrex/select.h"
 #include "serve/batch_grammar.h"
 #include "serve/bench.h"
 
@@ -15,6 +17,8 @@ struct BenchArguments {
   std::string family = "attention";
   SpecOptions spec;
   ShortConvSpec short_conv{.dim = 2048};
+  MlaSpec mla{.num_heads = 128};  // the dimensions; the rest is in `spec`
+  bool heads_given = false;
   serve::BenchOptions bench;
   std::vector<std::string> batches;
   std::string device = "cpu", backends, cases, only, format = "table";
@@ -34,7 +38,39 @@ int print_bench(const BenchArguments&, const DeviceInfo&, int num_threads, const
 
 // Layers of models in the steps that engines run, and the slowest of them.
 int run_zoo(const BenchArguments&, const DeviceInfo&);
-// --family short_conv
+// --family short_conv, and mla
+int run_mla_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
 int run_short_conv_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
+
+// Of families that are timed on every backend: those that --backend names, each of which must run the spec, or all but the reference that
+// run it. Error select.forced.
+template <class Family>
+std::vector<const BackendOf<Family>*> backends_named(const typename Family::Spec& spec, const DeviceInfo& device,
+                                                     const std::string& names) {
+  std::vector<const BackendOf<Family>*> list;
+  for (const std::string& name : split(names, ",")) {
+    SelectOptions options;
+    options.forced = name;
+    const auto selection = select<Family>(spec, device, options);
+    check(selection.rule.starts_with("forced"), "select.forced", "expected a backend of {}, got {}", Family::name, selection.rule);
+    list.push_back(selection.backend);
+  }
+  if (!list.empty()) return list;
+  for (const BackendOf<Family>* backend : backends<Family>())
+    if (backend->unsupported(spec, device).empty() && backend->name() != "reference") list.push_back(backend);
+  return list;
+}
+
+// Their options: ShortConvBenchOptions, MlaBenchOptions.
+template <class Options>
+Options bench_options(const BenchArguments& o, const ParallelFor& threads) {
+  Options options;
+  static_cast<serve::TimingOptions&>(options) = o.bench;
+  options.seed = o.bench.seed;
+  options.copies = o.bench.kv_copies;
+  options.check = o.bench.check;
+  options.threads = threads;
+  return options;
+}
 
 }  // namespace imbrex::cli

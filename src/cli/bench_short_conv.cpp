@@ -3,51 +3,20 @@
 
 #include "cli/bench.h"
 #include "cli/kernel_choices.h"
-#include "core/check.h"
 #include "serve/short_conv_bench.h"
 
 namespace imbrex::cli {
-namespace {
-
-// The backends that --backend names, each of which must run the spec, or all but the reference that run it.
-std::vector<const BackendOf<ShortConvFamily>*> conv_backends(const ShortConvSpec& spec, const DeviceInfo& device,
-                                                             const std::string& names) {
-  std::vector<const BackendOf<ShortConvFamily>*> list;
-  for (const std::string& name : split(names, ",")) {
-    SelectOptions options;
-    options.forced = name;
-    const auto selection = select<ShortConvFamily>(spec, device, options);
-    check(selection.rule.starts_with("forced"), "select.forced", "expected a backend of short_conv, got {}", selection.rule);
-    list.push_back(selection.backend);
-  }
-  if (!list.empty()) return list;
-  for (const BackendOf<ShortConvFamily>* backend : backends<ShortConvFamily>())
-    if (backend->unsupported(spec, device).empty() && backend->name() != "reference") list.push_back(backend);
-  return list;
-}
-
-serve::ShortConvBenchOptions conv_options(const BenchArguments& o, const ParallelFor& threads) {
-  serve::ShortConvBenchOptions options;
-  static_cast<serve::TimingOptions&>(options) = o.bench;
-  options.seed = o.bench.seed;
-  options.copies = o.bench.kv_copies;
-  options.check = o.bench.check;
-  options.threads = threads;
-  return options;
-}
-
-}  // namespace
 
 int run_short_conv_bench(const BenchArguments& o, const DeviceInfo& device, const ParallelFor& threads) {
   const ShortConvSpec& spec = o.short_conv;
   spec.validate();
   const bool gpu = device.device.type == DeviceType::cuda;
   const double unit = gpu ? 1e12 : 1e9;
-  const auto list = conv_backends(spec, device, o.backends);
+  const auto list = backends_named<ShortConvFamily>(spec, device, o.backends);
   if (list.empty()) fmt::print(stderr, "no backend runs {} on {}\n", spec.str(), device.str());
   serve::Ceilings ceilings;
   if (!o.no_ceilings && !list.empty()) ceilings = serve::ceilings_of(device, o.threads);
-  const serve::ShortConvBenchOptions options = conv_options(o, threads);
+  const serve::ShortConvBenchOptions options = bench_options<serve::ShortConvBenchOptions>(o, threads);
   serve::Table table{{"case", "backend", ">µs", ">best µs", ">noise %", gpu ? ">read TB/s" : ">read GB/s",
                       gpu ? ">written TB/s" : ">written GB/s", ">of ceiling", ">plan µs"},
                      {}};

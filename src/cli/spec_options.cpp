@@ -104,17 +104,42 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   return specs;
 }
 
-std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions& o) {
-  std::vector<Named<AttentionSpec>> specs;
+namespace {
+
+// The specs of one family among those of the options; a line on stderr tells of the others.
+template <class Spec>
+std::vector<Named<Spec>> specs_of_family(const SpecOptions& o, std::string_view family) {
+  std::vector<Named<Spec>> specs;
   for (const Named<LayerSpec>& named : specs_of(o)) {
-    if (const auto* spec = std::get_if<AttentionSpec>(&named.spec)) {
+    if (const auto* spec = std::get_if<Spec>(&named.spec)) {
       specs.push_back({named.name, named.layers, *spec});
     } else {
-      fmt::print(stderr, "note: {} ({}) left out: this command knows attention only\n", named.name, to_string(named.spec));
+      fmt::print(stderr, "note: {} ({}) left out: this command knows {} only\n", named.name, to_string(named.spec), family);
     }
   }
-  check(!specs.empty(), "cli.family", "{}: expected a model with attention layers, it has none", o.model);
+  check(!specs.empty(), "cli.family", "{}: expected a model with {} layers, it has none", o.model, family);
   return specs;
+}
+
+}  // namespace
+
+std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions& o) { return specs_of_family<AttentionSpec>(o, "attention"); }
+
+std::vector<Named<MlaSpec>> mla_specs_of(const SpecOptions& o, const MlaSpec& dims, bool heads_given) {
+  if (!o.model.empty()) return specs_of_family<MlaSpec>(o, MlaFamily::name);
+  MlaSpec spec = dims;
+  if (heads_given) spec.num_heads = parse_pair(o.heads, "cli.heads", "128").first;
+  spec.dtype = o.spec.q_dtype;
+  spec.kv_dtype = o.kv_dtype.empty() ? spec.dtype : parse_dtype(o.kv_dtype);
+  if (codec_of(o.spec.kv_format).values_in_keys) spec.kv_format = o.spec.kv_format;
+  spec.block_size = o.spec.block_size;
+  spec.mask = o.spec.mask;
+  spec.mask.causal = !o.bidirectional;
+  if (o.window > 0) spec.mask.window_left = o.window - 1;
+  spec.scale = o.spec.score.scale;
+  spec.sinks = o.spec.score.sinks;
+  spec.validate();
+  return {{"", {}, spec}};
 }
 
 }  // namespace imbrex::cli

@@ -30,6 +30,9 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions&);
 // Those of attention, for commands that know no other family; a line on stderr tells of layers that are left out. Error cli.family when
 // nothing is left.
 std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions&);
+// The same for latent attention: model kinds of that family, or a spec with the dimensions of `dims` and all else of the flags;
+// `heads_given`: also the number of heads.
+std::vector<Named<MlaSpec>> mla_specs_of(const SpecOptions&, const MlaSpec& dims, bool heads_given);
 KvFormat parse_kv_format(const std::string&);  // Error cli.kv_format
 // Adds the option of each field of a spec that has one of its own in the table of its family. `before`: the first words of each help.
 template <class Spec>

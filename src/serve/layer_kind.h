@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "core/check.h"
 #include "imbrex/device_stream.h"
 #include "imbrex/model.h"
 #include "serve/group_cache.h"
@@ -90,11 +91,30 @@ class KindOf : public LayerKind {
   const typename Family::Spec& spec() const { return std::get<typename Family::Spec>(LayerKind::spec()); }
   const typename Family::Plan& plan() const { return *(decode() ? decode_plan_ : plan_); }
 
+  // One backend for both phases, for families whose plans take any step. Where two are forced, the one of prefill runs both, and says so.
+  void make_plans(const KindSetup&);
+
   std::unique_ptr<typename Family::Plan> plan_, decode_plan_;
 
  private:
   BasicPlan& basic_plan(bool decode) const override { return *(decode ? decode_plan_ : plan_); }
 };
+
+template <class Family>
+void KindOf<Family>::make_plans(const KindSetup& setup) {
+  SelectOptions select_options = setup.options.select;
+  select_options.phase = Phase::prefill;
+  const auto selection = select<Family>(spec(), setup.device, select_options);
+  select_options.phase = Phase::decode;
+  const auto decode = select<Family>(spec(), setup.device, select_options);
+  check(selection.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec().str(), selection.str());
+  plan_ = selection.backend->plan(spec(), setup.device, setup.plan);
+  if (setup.has_decode_plan) decode_plan_ = selection.backend->plan(spec(), setup.device, setup.decode_plan);
+  report_.backend = selection.backend->name();
+  report_.rule = selection.rule;
+  if (decode.backend != selection.backend) report_.rule += "; runs decode too, plans of this family are not split by phase";
+  report_.selection = selection.str();
+}
 
 // Selects backends and makes plans. Error replay.backend.none, select.forced.
 std::unique_ptr<LayerKind> make_kind(const AttentionSpec&, const ModelSpec::Kind&, const KindSetup&);

@@ -62,22 +62,6 @@ class MlaLayers final : public KindOf<MlaFamily> {
     std::vector<DeviceTensor> owned;  // parameters on the device
   };
 
-  // One backend for both phases: its plan chooses a way for each request.
-  void make_plans(const KindSetup& setup) {
-    SelectOptions select_options = setup.options.select;
-    select_options.phase = Phase::prefill;
-    const auto selection = select<MlaFamily>(spec(), setup.device, select_options);
-    check(selection.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec().str(), selection.str());
-    plan_ = selection.backend->plan(spec(), setup.device, setup.plan);
-    if (setup.has_decode_plan) decode_plan_ = selection.backend->plan(spec(), setup.device, setup.decode_plan);
-    report_.backend = selection.backend->name();
-    report_.rule = selection.rule;
-    select_options.phase = Phase::decode;
-    if (select<MlaFamily>(spec(), setup.device, select_options).backend != selection.backend)
-      report_.rule += "; runs decode too, plans of this family are not split by phase";
-    report_.selection = selection.str();
-  }
-
   std::vector<Layer> layers_;
   float fp8_scale_ = kFp8Scale;
 };

@@ -1,5 +1,4 @@
 // Layers of the short convolution in a replay (see layer_kind.h).
-#include "core/check.h"
 #include "imbrex/short_conv.h"
 #include "serve/layer_kind.h"
 
@@ -49,22 +48,6 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
     ShortConvInputs inputs;           // state and parameters, where the device reads them
     std::vector<DeviceTensor> owned;  // parameters on the device
   };
-
-  // One backend for both phases: a plan of this family takes any step. Where two are forced, the one of prefill runs both, and says so.
-  void make_plans(const KindSetup& setup) {
-    SelectOptions select_options = setup.options.select;
-    select_options.phase = Phase::prefill;
-    const auto selection = select<ShortConvFamily>(spec(), setup.device, select_options);
-    select_options.phase = Phase::decode;
-    const auto decode = select<ShortConvFamily>(spec(), setup.device, select_options);
-    check(selection.backend != nullptr, "replay.backend.none", "no backend runs {}:\n{}", spec().str(), selection.str());
-    plan_ = selection.backend->plan(spec(), setup.device, setup.plan);
-    if (setup.has_decode_plan) decode_plan_ = selection.backend->plan(spec(), setup.device, setup.decode_plan);
-    report_.backend = selection.backend->name();
-    report_.rule = selection.rule;
-    if (decode.backend != selection.backend) report_.rule += "; runs decode too, plans of this family are not split by phase";
-    report_.selection = selection.str();
-  }
 
   std::vector<Layer> layers_;
 };

@@ -103,6 +103,34 @@ TEST_F(CApiMla, GivesTheBitsOfTheCppInterface) {
   EXPECT_TRUE(std::ranges::any_of(c.out.data, [](float x) { return x != 0; }));
 }
 
+TEST_F(CApiMla, CachesAreThoseOfLatentSpace) {
+  const AllocationHandle pages =
+      make_handle<AllocationHandle>([&](auto** out) { return imbrex_kv_allocation_create(spec.get(), device.get(), 2, 3, nullptr, out); });
+  ASSERT_NE(pages, nullptr) << imbrex_last_error();
+  EXPECT_EQ(imbrex_kv_allocation_bytes(pages.get()), 2 * 3 * kBlock * (kRank + kRope) * int64_t(sizeof(float)));
+  LatentStep c, direct;
+  ASSERT_EQ(imbrex_kv_allocation_layer(pages.get(), 1, &c.kv), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(c.kv.v, nullptr);
+  ASSERT_EQ(c.kv.k->ndim, 4);
+  float* const rows = static_cast<float*>(c.kv.k->data);
+  std::ranges::copy(c.cache.data, rows);
+  const PlanHandle plan = plan_for(spec.get());
+  for (LatentStep* step : {&c, &direct}) {
+    ASSERT_EQ(imbrex_plan_update(plan.get(), &step->batch, nullptr), IMBREX_OK) << imbrex_last_error();
+    ASSERT_EQ(imbrex_plan_write_latents(plan.get(), &step->kv, &step->latents.view, &step->rope.view, nullptr), IMBREX_OK);
+    ASSERT_EQ(imbrex_plan_run_mla(plan.get(), &step->inputs, &step->outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  }
+  EXPECT_EQ(c.out.data, direct.out.data);
+  const int from[] = {1}, to[] = {2};
+  ASSERT_EQ(imbrex_copy_blocks(spec.get(), &c.kv, from, to, 1, nullptr), IMBREX_OK) << imbrex_last_error();
+  constexpr int kBlockElements = kBlock * (kRank + kRope);
+  EXPECT_TRUE(std::equal(rows + kBlockElements, rows + 2 * kBlockElements, rows + 2 * kBlockElements));
+  const CopierHandle copier = make_handle<CopierHandle>([&](auto** out) { return imbrex_block_copier_create(device.get(), nullptr, out); });
+  const int back[] = {2}, first[] = {0};
+  ASSERT_EQ(imbrex_block_copier_copy(copier.get(), spec.get(), &c.kv, back, first, 1, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_TRUE(std::equal(rows, rows + kBlockElements, rows + kBlockElements));
+}
+
 TEST_F(CApiMla, WhatIsForOneFamilyRefusesTheOther) {
   const SpecHandle attention = spec_of(small_fields());
   const PlanHandle latent = plan_for(spec.get()), attend = plan_for(attention.get());

@@ -84,6 +84,12 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench q1 --dim 64", 2, "[cli.family]"},
       {"bench q1 --family short_conv --heads 4/2", 2, "[cli.family]"},
       {"bench q1 --family short_conv --zoo", 2, "[cli.family]"},
+      {"bench q1 --family short_conv --v-dim 64", 2, "[cli.family]"},
+      {"bench q1 --family mla --zoo", 2, "[cli.family]"},
+      {"bench q1 --family mla --head-dim 64", 2, "[cli.family]"},
+      {"bench q1 --family mla --v-dim 60", 2, "[mla.v_dim]"},
+      {"bench q1 --family mla --kv-lora-rank 64 --device cpu", 2, "[bench.mla.dims]"},
+      {"bench q1 --absorbed", 2, "[cli.family]"},
       {"bench q1 --family short_conv --width 9", 2, "[short_conv.width]"},
       {"bench q1 --family short_conv --dtype f64", 2, "[dtype.unknown]"},
       {"bench q1 --family short_conv --backend cpu_amx", 3, "[select.forced]"},
@@ -236,6 +242,39 @@ TEST_F(Cli, BenchChecksAndTimes) {
       run("bench --cases ^mask_window --heads 4/2 --no-ceilings --min-time 0 --max-time 0.001 --format csv --backend cpu_generic");
   EXPECT_EQ(cases.code, 0) << cases.err;
   EXPECT_TRUE(cases.out.starts_with("case,backend,")) << cases.out;
+}
+
+TEST_F(Cli, BenchOfLatentAttentionChecksAndTimesEveryBackend) {
+  const std::string quick = " --no-ceilings --min-time 0 --max-time 0.01 --json";
+  const Ran ran = run(
+      "bench 2q1s40,q8 --family mla --heads 4 --kv-lora-rank 64 --nope-dim 32 --rope-dim 16 --v-dim 24 --kv-copies 3 --sinks --block-size "
+      "8" +
+      quick);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  ASSERT_GE(j.size(), 1u);
+  for (const auto& row : j) {
+    EXPECT_NE(row["backend"], "reference");
+    EXPECT_EQ(row["spec"], "mla q4 latent64 nope32 rope16 v24 bf16 block8 causal sinks");
+    EXPECT_GT(row["median_s"].get<double>(), 0);
+    EXPECT_GT(row["check_allowed"].get<double>(), 0);
+    EXPECT_LE(row["check_error"].get<double>(), row["check_allowed"].get<double>());
+    EXPECT_EQ(row["copies"], 3);
+    EXPECT_EQ(row["kv_bytes"].get<double>(), 88 * 160) << "keys of 80 bf16, each once";
+    EXPECT_EQ(row["weight_bytes"].get<double>(), 4 * 56 * 64 * 2);
+    // In latent space: 4 heads, for each query and key it sees 2 * (80 + 64), and for each query 2 * 64 * 56. That is less for the queries
+    // behind 39 keys; the 8 that see 36 pairs are as cheap with expanded keys, for which each key has those products, as there are as many.
+    EXPECT_EQ(row["flops"].get<double>(), 4 * (2 * 40 * 288 + 2 * 7168) + 4 * (36 * 2 * (48 + 24) + 8 * 7168));
+  }
+  for (const char* more : {"--kv-dtype fp8_e4m3", "--kv-format latent_rope", "--absorbed --bidirectional", "--q-dtype f32 --rope-dim 0"}) {
+    const Ran other = run("bench 2q3s70 --family mla --heads 2 --kv-lora-rank 128 --threads 1 " + std::string(more) + quick);
+    EXPECT_EQ(other.code, 0) << more << "\n" << other.err;
+  }
+  EXPECT_EQ(run("bench q1s70 --family mla --heads 2 --kv-format fp8_ds_mla --kv-dtype fp8_e4m3" + quick).code, 0);
+  const Ran model =
+      run("bench q1s33 --family mla --model deepseek-v2-lite --backend cpu_generic --format csv --min-time 0 --max-time 0.01");
+  EXPECT_EQ(model.code, 0) << model.err;
+  EXPECT_TRUE(contains(model.out, "q1s33, layers 0-26")) << model.out;
 }
 
 TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {
