@@ -1,6 +1,7 @@
 // See config.h.
 #include "config.h"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <iterator>
@@ -79,8 +80,34 @@ double llama3_frequency(double frequency, const json& rope, double original_posi
   return (1 - share) * frequency / factor + share * frequency;
 }
 
+// YaRN: long waves are stretched by `factor`, short ones are left, and between two dimensions, which follow from how often a wave turns
+// within the original context, it is something between.
+std::vector<double> yarn_frequencies(const json& rope, double theta, int dim) {
+  const double factor = number(rope, "factor", 1, 1e6), positions = number(rope, "original_max_position_embeddings", 1, kMaxSize);
+  check(find(rope, "truncate") == nullptr || flag(rope, "truncate"), "config.json: truncate: expected true, got false");
+  const auto dimension = [&](double turns) { return dim * std::log(positions / (turns * 2 * std::numbers::pi)) / (2 * std::log(theta)); };
+  const double low = std::max(std::floor(dimension(number(rope, "beta_fast", 1e-3, 1e6, 32))), 0.);
+  const double high = std::min(std::ceil(dimension(number(rope, "beta_slow", 1e-3, 1e6, 1))), dim - 1.);
+  std::vector<double> frequencies;
+  for (int i = 0; i < dim / 2; ++i) {
+    const double frequency = std::pow(theta, -2.0 * i / dim);
+    const double stretched = std::clamp((i - low) / (high == low ? 0.001 : high - low), 0., 1.);
+    frequencies.push_back(frequency * (1 - stretched) + frequency / factor * stretched);
+  }
+  return frequencies;
+}
+
+// What YaRN multiplies cosines and sines by.
+double yarn_scale(const json& rope) {
+  if (find(rope, "attention_factor") != nullptr) return number(rope, "attention_factor", 1e-3, 1e3);
+  const double factor = number(rope, "factor", 1, 1e6), one = number(rope, "mscale", 0, 1e3, 0),
+               all = number(rope, "mscale_all_dim", 0, 1e3, 0);
+  const auto scale = [&](double m) { return 0.1 * m * std::log(factor) + 1; };
+  return one > 0 && all > 0 ? scale(one) / scale(all) : scale(1);
+}
+
 // Newer configs have rope_parameters, older ones rope_theta and rope_scaling.
-std::vector<double> rope_frequencies(const json& config, int head_dim) {
+void read_rotation(const json& config, int head_dim, Config& to) {
   const json *parameters = find(config, "rope_parameters"), *scaling = find(config, "rope_scaling");
   check(parameters == nullptr || scaling == nullptr || *parameters == *scaling,
         "config.json: expected rope_parameters or rope_scaling, got both, with different values");
@@ -93,7 +120,12 @@ std::vector<double> rope_frequencies(const json& config, int head_dim) {
         shown(rope.value("mrope_section", json())));
   const double theta = number(rope, "rope_theta", 1, 1e12, number(config, "rope_theta", 1, 1e12, 10000));
   const std::string type = text(rope, "rope_type", text(rope, "type", "default").c_str());
-  std::vector<double> frequencies;
+  std::vector<double>& frequencies = to.rope_frequency;
+  if (type == "yarn" && to.latent()) {
+    frequencies = yarn_frequencies(rope, theta, head_dim);
+    to.rope_scale = yarn_scale(rope);
+    return;
+  }
   for (int i = 0; i < head_dim / 2; ++i) {
     const double frequency = std::pow(theta, -2.0 * i / head_dim);
     if (type == "default") {
@@ -105,10 +137,35 @@ std::vector<double> rope_frequencies(const json& config, int head_dim) {
           number(config, "original_max_position_embeddings", 1, kMaxSize, number(config, "max_position_embeddings", 1, kMaxSize));
       frequencies.push_back(llama3_frequency(frequency, rope, number(rope, "original_max_position_embeddings", 1, kMaxSize, positions)));
     } else {
-      fail("config.json: rope_type: expected default, linear or llama3, got ", shortened(type));
+      fail("config.json: rope_type: expected default, linear, llama3 or, with latent attention, yarn, got ", shortened(type));
     }
   }
-  return frequencies;
+}
+
+// A field that has one value here, or is absent.
+void check_is(const json& object, const char* field, const json& expected) {
+  const json* value = find(object, field);
+  check(value == nullptr || *value == expected, "config.json: ", field, ": expected ", shown(expected), ", got ",
+        value ? shown(*value) : "");
+}
+
+void read_deepseek(const json& file, Config& config) {
+  check_is(file, "attention_bias", false);
+  check_is(file, "mlp_bias", false);
+  check_is(file, "scoring_func", "softmax");
+  check_is(file, "topk_method", "greedy");
+  check_is(file, "norm_topk_prob", false);
+  check_is(file, "moe_layer_freq", 1);
+  if (find(file, "q_lora_rank") != nullptr) config.q_lora_rank = size(file, "q_lora_rank");
+  if (find(file, "n_routed_experts") == nullptr) return;
+  Experts& e = config.experts;
+  e.count = int(size(file, "n_routed_experts"));
+  e.chosen = int(size(file, "num_experts_per_tok"));
+  check(e.chosen <= e.count, "config.json: num_experts_per_tok: expected at most n_routed_experts = ", e.count, ", got ", e.chosen);
+  e.first_layer = int(number(file, "first_k_dense_replace", 0, kMaxSize, 0));
+  e.intermediate = size(file, "moe_intermediate_size");
+  e.shared_intermediate = e.intermediate * size(file, "n_shared_experts");
+  e.scaling = float(number(file, "routed_scaling_factor", 0, 1e6, 1));
 }
 
 }  // namespace
@@ -117,8 +174,8 @@ Config load_config(const std::filesystem::path& folder) {
   const std::filesystem::path path = folder / "config.json";
   const json file = read_object(path);
   const std::string family = text(file, "model_type", "none");
-  check(family == "llama" || family == "mistral" || family == "qwen2" || family == "qwen3",
-        "config.json: model_type: expected llama, mistral, qwen2 or qwen3, got ", shortened(family));
+  check(family == "llama" || family == "mistral" || family == "qwen2" || family == "qwen3" || family == "deepseek_v2",
+        "config.json: model_type: expected llama, mistral, qwen2, qwen3 or deepseek_v2, got ", shortened(family));
   Config config{.model = imbrex::load_model(path.string()), .rope_frequency = {}};
 
   const std::string activation = text(file, "hidden_act", "silu");
@@ -137,7 +194,8 @@ Config load_config(const std::filesystem::path& folder) {
   config.o_bias = bias;
   config.mlp_bias = family == "llama" && flag(file, "mlp_bias");
   config.qk_norm = family == "qwen3";
-  config.rope_frequency = rope_frequencies(file, config.spec(0).head_dim_qk);
+  if (config.latent()) read_deepseek(file, config);
+  read_rotation(file, config.latent() ? config.mla(0).qk_rope_dim : config.spec(0).head_dim_qk, config);
   return config;
 }
 

@@ -29,14 +29,15 @@ extern "C" __global__ void rms_norm(const Element* x, const Element* weight, flo
   for (int i = lane; i < width; i += 32) from_float(to_float(x[i]) * factor * to_float(weight[i]), y[i]);
 }
 
-// A thread for each pair of elements; rotation [tokens, 2, half].
-extern "C" __global__ void rope(Element* x, const float* rotation, long long pairs, int heads, int half) {
+// A thread for each pair among the last 2 * half elements of a head; rotation [tokens, 2, half].
+extern "C" __global__ void rope(Element* x, const float* rotation, long long pairs, int heads, int dim, int half) {
   const long long index = thread_index();
   if (index >= pairs) return;
   const long long row = index / half, token = row / heads;
   const int i = int(index % half);
   const float cosine = rotation[token * 2 * half + i], sine = rotation[token * 2 * half + half + i];
-  Element &low = x[row * 2 * half + i], &high = x[row * 2 * half + half + i];
+  x += (row + 1) * dim - 2 * half;
+  Element &low = x[i], &high = x[half + i];
   const float a = to_float(low), b = to_float(high);
   from_float(a * cosine - b * sine, low);
   from_float(b * cosine + a * sine, high);
@@ -52,6 +53,14 @@ extern "C" __global__ void silu_mul(Element* gate, const Element* up, long long 
 extern "C" __global__ void add(Element* x, const Element* y, long long count) {
   const long long i = thread_index();
   if (i < count) from_float(to_float(x[i]) + to_float(y[i]), x[i]);
+}
+
+// x[rows[i], :] += weights[i] * y[i, :]
+extern "C" __global__ void add_rows(Element* x, const int* rows, const float* weights, const Element* y, long long count, int width) {
+  const long long i = thread_index();
+  if (i >= count) return;
+  Element& to = x[rows[i / width] * (long long)(width) + i % width];
+  from_float(to_float(to) + weights[i / width] * to_float(y[i]), to);
 }
 
 // x[i, :] += bias

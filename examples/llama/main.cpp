@@ -116,7 +116,9 @@ int run(const Options& options) {
 
 int main(int argc, char** argv) {
   llama::Options options;
-  CLI::App app{"Runs a Llama, Mistral, Qwen2 or Qwen3 checkpoint with the attention of imbrex; prints a line of token ids for each prompt"};
+  CLI::App app{
+      "Runs a Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V2-Lite checkpoint with the attention of imbrex; prints a line of token ids for "
+      "each prompt"};
   app.add_option("model", options.folder, "folder with config.json and model.safetensors, or its shards and their index")->required();
   app.add_option("--prompt", options.prompts, "token ids: 1,2,3; again for another request of the same batch")
       ->required()

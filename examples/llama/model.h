@@ -50,7 +50,8 @@ class Model {
  private:
   // Of one step, on the device: the first rows of the buffers below.
   struct Activations {
-    imbrex::TensorView hidden, normed, q, k, v, attended, gate, up, rotation;
+    imbrex::TensorView hidden, normed, q, k, v, attended, gate, up, rotation;  // with latent attention k is the latent, v its rope part
+    imbrex::TensorView q_low, mixed;                                           // with q_lora_rank, and with experts
   };
 
   // Where a step's keys are, for imbrex: stays as it is until the next one.
@@ -62,18 +63,28 @@ class Model {
   void update_plans(std::span<const Piece>);
   Activations embed(std::span<const Piece>);
   void run_layer(int layer, const Activations&);
+  void attend(int layer, const Activations&);         // normed: in, and what is added to hidden
+  void attend_latent(int layer, const Activations&);  // the same
+  void run_network(const Network&, const imbrex::TensorView& x, const imbrex::TensorView& y);
+  void run_experts(const LayerWeights&, const Activations&);
   std::vector<float> logits(std::span<const Piece>, const Activations&, bool every_token);
 
   Config config_;
   std::unique_ptr<imbrex::DeviceStream> stream_;
   std::unique_ptr<Ops> ops_;
   Weights weights_;
-  std::vector<std::unique_ptr<imbrex::AttentionPlan>> plans_;  // one in most models; one more where some layers have a window
-  std::vector<size_t> kind_of_;                                // which of them a layer has
+  // Of the layers with one spec. One of the two is there.
+  struct Kind {
+    std::unique_ptr<imbrex::AttentionPlan> attention;
+    std::unique_ptr<imbrex::MlaPlan> latent;
+    imbrex::BasicPlan& plan() const { return attention ? static_cast<imbrex::BasicPlan&>(*attention) : *latent; }
+  };
+  std::vector<Kind> kinds_;      // one in most models; one more where some layers have a window
+  std::vector<size_t> kind_of_;  // which of them a layer has
   imbrex::BlockPool pool_;
   imbrex::KvAllocation cache_;
   Tables tables_;
-  imbrex::DeviceTensor hidden_, normed_, q_, k_, v_, attended_, gate_, up_, rotation_;
+  imbrex::DeviceTensor hidden_, normed_, q_, k_, v_, attended_, gate_, up_, rotation_, q_low_, mixed_;
 };
 
 }  // namespace llama

@@ -175,12 +175,12 @@ class CpuOps final : public Ops {
   }
 
   void rope(const TensorView& x, const TensorView& rotation) override {
-    const int64_t heads = x.size(1), half = x.size(2) / 2;
+    const int64_t heads = x.size(1), dim = x.size(2), half = rotation.size(2);
     with_type(x, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       parallel(threads_, x.size(0), 1, [&](int64_t begin, int64_t end) {
         for (int64_t row = begin * heads; row < end * heads; ++row) {
-          T* const low = x.as<T>() + row * 2 * half;
+          T* const low = x.as<T>() + (row + 1) * dim - 2 * half;
           T* const high = low + half;
           const float* const cosine = rotation.as<const float>() + row / heads * 2 * half;
           const float* const sine = cosine + half;
@@ -199,6 +199,21 @@ class CpuOps final : public Ops {
   }
   void add(const TensorView& x, const TensorView& y) override {
     combine(x, y, [](float a, float b) { return a + b; });
+  }
+
+  void add_rows(const TensorView& x, const TensorView& rows, const TensorView& weights, const TensorView& y) override {
+    const int64_t width = x.size(1);
+    with_type(x, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      parallel(threads_, rows.size(0), 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          T* const to = x.as<T>() + rows.as<const int32_t>()[i] * width;
+          const T* const from = y.as<const T>() + i * width;
+          const float weight = weights.as<const float>()[i];
+          for (int64_t k = 0; k < width; ++k) from_float(to_float(to[k]) + weight * to_float(from[k]), to[k]);
+        }
+      });
+    });
   }
 
  private:

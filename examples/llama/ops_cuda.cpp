@@ -88,14 +88,17 @@ class CudaOps final : public Ops {
     launch(rms_norm_, rows * 32, x.data, weight.data, eps, y.data, rows, int(width));
   }
   void rope(const TensorView& x, const TensorView& rotation) override {
-    const long long pairs = x.num_elements() / 2;
-    launch(rope_, pairs, x.data, rotation.data, pairs, int(x.size(1)), int(x.size(2) / 2));
+    const long long half = rotation.size(2), pairs = x.size(0) * x.size(1) * half;
+    launch(rope_, pairs, x.data, rotation.data, pairs, int(x.size(1)), int(x.size(2)), int(half));
   }
   void silu_mul(const TensorView& gate, const TensorView& up) override {
     launch(silu_mul_, gate.num_elements(), gate.data, up.data, (long long)(gate.num_elements()));
   }
   void add(const TensorView& x, const TensorView& y) override {
     launch(add_, x.num_elements(), x.data, y.data, (long long)(x.num_elements()));
+  }
+  void add_rows(const TensorView& x, const TensorView& rows, const TensorView& weights, const TensorView& y) override {
+    launch(add_rows_, y.num_elements(), x.data, rows.data, weights.data, y.data, (long long)(y.num_elements()), int(x.size(1)));
   }
 
  private:
@@ -121,7 +124,7 @@ class CudaOps final : public Ops {
   cuda::CuStream stream_;
   cuda::Module module_ = nullptr;
   cuda::Blas blas_ = nullptr;
-  Kernel rms_norm_{"rms_norm"}, rope_{"rope"}, silu_mul_{"silu_mul"}, add_{"add"}, add_bias_{"add_bias"};
+  Kernel rms_norm_{"rms_norm"}, rope_{"rope"}, silu_mul_{"silu_mul"}, add_{"add"}, add_bias_{"add_bias"}, add_rows_{"add_rows"};
 };
 
 }  // namespace

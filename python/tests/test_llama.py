@@ -35,6 +35,31 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 64,
+}
+# As DeepSeek-V2-Lite has it: latents, and from the second layer on experts that a softmax chooses, beside shared ones.
+LATENT = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 40,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 56,
+    "topk_method": "greedy",
+}
 MODELS = {
     "llama": ("Llama", {"rope_parameters": LLAMA3, "rms_norm_eps": 1e-5}),
     "llama_biases": (
@@ -44,6 +69,8 @@ MODELS = {
     "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 40}),
     "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
     "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "tie_word_embeddings": True}),
+    "deepseek_v2_lite": ("DeepseekV2", {**LATENT, "rope_parameters": YARN}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 48, "first_k_dense_replace": 3}),
     "qwen3": ("Qwen3", {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}),
 }
 PROMPT, STEPS = 37, 12
@@ -60,6 +87,8 @@ def save(name, dtype, folder, **options):
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + ("norm" in key))
+            elif parameter.ndim == 3:
+                parameter.copy_(torch.randn_like(parameter) / parameter.shape[2] ** 0.5)
             else:
                 gain = 1.7 if "q_proj" in key or "k_proj" in key else 1.0
                 parameter.copy_(torch.randn_like(parameter) * gain / parameter.shape[1] ** 0.5)
@@ -68,7 +97,10 @@ def save(name, dtype, folder, **options):
 
 def load(folder, dtype):
     """As a user would: the frequencies of the rotation stay f32, which `model.to(torch.bfloat16)` would round."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # the others are not for float64
+    return model
 
 
 def run(folder, prompts, tmp_path, *options):
@@ -130,7 +162,8 @@ def test_bf16(name, device, tmp_path):
     assert logits.shape == expected.shape
     error, their_error = np.abs(logits - expected), np.abs(theirs - expected)
     assert error.max() <= 2 * their_error.max() and error.mean() <= 1.5 * their_error.mean()
-    assert their_error.max() <= 0.1 * np.abs(expected).max()  # the yardstick itself
+    experts = MODELS[name][1].get("first_k_dense_replace", len(MODELS)) < SHAPE["num_hidden_layers"]  # rounding takes a token to another one
+    assert their_error.max() <= (0.25 if experts else 0.1) * np.abs(expected).max()  # the yardstick itself
     chosen = expected[len(prompt) - 1 :][np.arange(STEPS), answer]
     assert (expected[len(prompt) - 1 :].max(axis=1) - chosen).max() <= 2 * error.max()
 
