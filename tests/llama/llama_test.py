@@ -264,10 +264,10 @@ class Refusals(unittest.TestCase):
     def test_configs(self):
         checkpoint = Checkpoint("llama")
         yarn = {"rope_type": "yarn", "factor": 2.0}
-        for change, words in (({"model_type": "gemma2"}, ["model_type: expected llama, mistral, qwen2 or qwen3, got gemma2"]),
+        for change, words in (({"model_type": "gemma2"}, ["model_type: expected llama, mistral, qwen2, qwen3 or deepseek_v2, got gemma2"]),
                               ({"hidden_act": "gelu"}, ["hidden_act: expected silu, got gelu"]),
                               ({"quantization_config": {"bits": 4}}, ["quantization_config: expected none"]),
-                              ({"rope_scaling": yarn}, ["rope_type: expected default, linear or llama3, got yarn"]),
+                              ({"rope_scaling": yarn}, ["rope_type: expected default, linear, llama3 or, with latent attention, yarn, got yarn"]),
                               ({"rope_scaling": 3}, ["rope_parameters: expected an object, got 3"]),
                               ({"rope_scaling": {**LLAMA3, "factor": "8"}}, ["factor: expected a number", '"8"']),
                               ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["below high_freq_factor, got 1 and 1"]),
