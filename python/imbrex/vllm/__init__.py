@@ -2,7 +2,7 @@
 
 Installed beside vLLM, the entry point `imbrex` of the group vllm.general_plugins calls register() in every process. That makes
 `--attention-backend CUSTOM` be imbrex, and nothing else; on CPUs, where vLLM takes CPU_ATTN whatever is asked for, IMBREX_VLLM_CPU_ATTN=1
-puts imbrex in its place. vLLM is imported by register(), not before.
+puts imbrex in its place, and in that of CPU_MLA, which vLLM takes for latent attention. vLLM is imported by register(), not before.
 """
 
 import os
@@ -28,3 +28,5 @@ def register() -> None:
         raise ValueError(f"{CPU_VARIABLE}: expected 0 or 1, got {wanted!r}")
     if wanted == "1":
         register_backend(AttentionBackendEnum.CPU_ATTN, "imbrex.vllm.backend.CpuBackend")
+        if hasattr(AttentionBackendEnum, "CPU_MLA"):
+            register_backend(AttentionBackendEnum.CPU_MLA, "imbrex.vllm.mla.CpuMlaBackend")

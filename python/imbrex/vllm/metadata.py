@@ -32,8 +32,6 @@ class Metadata(AttentionMetadata):
     causal: bool = True
 
 
-_CACHES = ("FullAttentionSpec", "SlidingWindowSpec", "EncoderOnlyAttentionSpec")  # other kinds have pages or wrappers of their own
-
 # Fields of CommonAttentionMetadata that ask for what imbrex does not have here.
 _REFUSED = {
     "mm_req_doc_ranges": "multimodal tokens that see each other in both directions",
@@ -47,6 +45,7 @@ _REFUSED = {
 class Builder(AttentionMetadataBuilder[Metadata]):
     """A plan for each kind of layer in the group; vLLM calls build() once a step and, where it replays a graph, before that."""
 
+    caches: ClassVar[Tuple[str, ...]] = ("FullAttentionSpec", "SlidingWindowSpec", "EncoderOnlyAttentionSpec")  # others have pages of their own
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS  # a captured graph replays every batch within the limits
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
@@ -127,8 +126,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def _refuse_configuration(self) -> None:
         spec, config = self.kv_cache_spec, self.vllm_config
         kind = type(spec).__name__
-        if kind not in _CACHES:
-            raise NotImplementedError(f"imbrex: expected a KV cache of kind {', '.join(_CACHES)}, got {kind}")
+        if kind not in self.caches:
+            raise NotImplementedError(f"imbrex: expected a KV cache of kind {', '.join(self.caches)}, got {kind}")
         for name, plain in (
             ("num_head_slots", None),
             ("state_content_bytes", None),
@@ -151,25 +150,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         cam = common_attn_metadata
-        if common_prefix_len:
-            raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")
-        for name, what in _REFUSED.items():
-            if getattr(cam, name, None) is not None:
-                raise NotImplementedError(f"imbrex does not have {what} in vLLM, but {name} is given")
+        self._check_step(common_prefix_len, cam)
         ragged = any(layer.impl.ragged for layer in self.layers.values())
         if not ragged and cam.causal is not True:
             raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
         if not self._checked:
             self._self_check()
         metadata = Metadata(
+            **self._step_of(cam),
             plans=self.decode_plans if cam.max_query_len == 1 else self.plans,
-            num_actual_tokens=cam.num_actual_tokens,
-            max_query_len=cam.max_query_len,
-            max_seq_len=cam.max_seq_len,
-            query_start_loc=cam.query_start_loc[: cam.num_reqs + 1],
-            seq_lens=cam.seq_lens[: cam.num_reqs],
-            block_table=cam.block_table_tensor,
-            slot_mapping=cam.slot_mapping,
             causal=not ragged,
         )
         if self.on_device:
@@ -177,6 +166,27 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         else:
             self._update(metadata, cam)
         return metadata
+
+    @staticmethod
+    def _check_step(common_prefix_len: int, cam: CommonAttentionMetadata) -> None:
+        if common_prefix_len:
+            raise NotImplementedError(f"imbrex: expected common_prefix_len 0, got {common_prefix_len}")
+        for name, what in _REFUSED.items():
+            if getattr(cam, name, None) is not None:
+                raise NotImplementedError(f"imbrex does not have {what} in vLLM, but {name} is given")
+
+    @staticmethod
+    def _step_of(cam: CommonAttentionMetadata) -> Dict[str, Any]:
+        """The fields of Metadata that are vLLM's own."""
+        return dict(
+            num_actual_tokens=cam.num_actual_tokens,
+            max_query_len=cam.max_query_len,
+            max_seq_len=cam.max_seq_len,
+            query_start_loc=cam.query_start_loc[: cam.num_reqs + 1],
+            seq_lens=cam.seq_lens[: cam.num_reqs],
+            block_table=cam.block_table_tensor,
+            slot_mapping=cam.slot_mapping,
+        )
 
     def _update(self, metadata: Metadata, cam: CommonAttentionMetadata) -> None:
         starts = cam.query_start_loc_cpu[: cam.num_reqs + 1]

@@ -12,6 +12,7 @@ class _Meta(EnumMeta):
 class AttentionBackendEnum(Enum, metaclass=_Meta):
     FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
     CPU_ATTN = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    CPU_MLA = "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend"
     CUSTOM = None
 
     def get_path(self):

@@ -1,0 +1,132 @@
+"""The plug-in's latent attention against stand-ins of vLLM's CPU_MLA: prompts, decode and verify over pages, beside the definition."""
+
+import pytest
+import torch
+
+HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 3, 64, 32, 16, 24, 16
+
+
+class Layers:
+    """Layers of one group with their pages, and a step of vLLM's runner."""
+
+    def __init__(self, count=2, dtype=torch.float32, rope=ROPE, bind=True, **options):
+        import vllm.config
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+        import imbrex.vllm
+
+        imbrex.vllm.register()
+        self.backend = AttentionBackendEnum.CPU_MLA.get_class()
+        self.config = vllm.config.VllmConfig(model_config=vllm.config.ModelConfig(dtype=dtype))
+        self.rope, self.rows = rope, {}
+        self.layers = {}
+        for i in range(count):
+
+            class Layer(AttentionLayerBase):
+                get_attn_backend = get_kv_cache_spec = None
+
+            Layer.__abstractmethods__ = frozenset()
+            layer, weight = Layer(), torch.nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False, dtype=dtype)
+            arguments = dict(kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, qk_head_dim=NOPE + rope, v_head_dim=VALUE)
+            layer.impl = self.backend.get_impl_cls()(
+                HEADS, RANK + rope, 0.2, 1, None, None, options.get("kv_cache_dtype", "auto"), None, "decoder", None, kv_b_proj=weight,
+                q_lora_rank=None, indexer=options.get("indexer"), **arguments,
+            )  # fmt: skip
+            layer.impl.process_weights_after_loading(dtype)
+            layer.kv_cache = torch.full((24, BLOCK, RANK + rope), float("nan"), dtype=dtype)
+            self.layers[f"layers.{i}"] = layer
+        self.config.compilation_config.static_forward_context.update(self.layers)
+        spec = MLAAttentionSpec(BLOCK, 1, RANK + rope, dtype, **options.get("spec", {}))
+        self.builder = self.backend.get_builder_cls()(spec, list(self.layers), self.config, torch.device("cpu"))
+        self.table = torch.randperm(23, generator=torch.Generator().manual_seed(1))[:20].view(4, 5).int() + 1
+
+    def step(self, lens, new, padding=0):
+        """Requests of so many tokens, the last `new` of which are this step's. Returns what each layer gave and what it should give."""
+        from vllm.forward_context import set_forward_context
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        starts = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+        slots = [
+            int(self.table[r, j // BLOCK]) * BLOCK + j % BLOCK for r, (n, m) in enumerate(zip(lens, new)) for j in range(n - m, n)
+        ]  # fmt: skip
+        slots, seq_lens = torch.tensor(slots), torch.tensor(lens, dtype=torch.int32)
+        cam = CommonAttentionMetadata(starts, starts, seq_lens, len(lens), len(slots), max(new), max(lens), self.table[: len(lens)], slots)
+        metadata = self.builder.build(0, cam)
+        assert metadata.num_prefills == len(lens) and metadata.num_decodes == metadata.num_decode_tokens == 0
+        found = []
+        for name, layer in self.layers.items():
+            latent, k_pe = torch.randn(len(slots), RANK), torch.randn(len(slots), 1, self.rope)
+            q = torch.randn(len(slots), HEADS, NOPE + self.rope)
+            latent, k_pe, q = (x.to(layer.kv_cache.dtype) for x in (latent, k_pe, q))
+            with set_forward_context({name: metadata}, self.config, {name: slots}):
+                layer.impl.do_kv_cache_update(latent, k_pe, layer.kv_cache, slots, "auto", None)
+            out = torch.empty(len(slots), HEADS * VALUE, dtype=q.dtype)
+            layer.impl.forward_mha(q, latent, k_pe, layer.kv_cache, metadata, None, out)
+            at = 0
+            for r, (n, m) in enumerate(zip(lens, new)):
+                rows = self.rows.setdefault((name, r), [])[: n - m] + list(torch.cat([latent, k_pe[:, 0]], 1)[at : at + m])
+                self.rows[name, r] = rows
+                found.append((out[at : at + m].view(m, HEADS, VALUE), by_definition(layer.impl, q[at : at + m], torch.stack(rows))))
+                at += m
+        return found
+
+
+def by_definition(impl, q, rows):
+    rank = rows.double()[:, :RANK]
+    made = torch.einsum("jc,hnc->jhn", rank, impl.kv_b_proj.weight.double().view(HEADS, NOPE + VALUE, RANK))
+    keys = torch.cat([made[..., :NOPE], rows.double()[:, None, RANK:].expand(-1, HEADS, -1)], 2)
+    logits = impl.scale * torch.einsum("thd,jhd->htj", q.double(), keys)
+    hidden = torch.arange(len(rows)) > torch.arange(len(q))[:, None] + len(rows) - len(q)
+    return torch.einsum("htj,jhv->thv", torch.softmax(logits.masked_fill(hidden, -float("inf")), -1), made[..., NOPE:])
+
+
+@pytest.mark.parametrize("rope", [ROPE, 0])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_steps_of_all_kinds(vllm_on_cpu, dtype, tolerance, rope):
+    layers = Layers(dtype=dtype, rope=rope)
+    for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1]), ([45, 9, 71, 30], [4, 1, 0, 30]), ([46, 10, 72, 31], [1] * 4)):
+        for out, expected in layers.step(lens, new):
+            torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_slots_that_no_step_has_are_written_too(vllm_on_cpu):
+    from vllm.forward_context import set_forward_context
+
+    layers = Layers(count=1)
+    impl, cache = layers.layers["layers.0"].impl, layers.layers["layers.0"].kv_cache
+    latent, k_pe, slots = torch.ones(3, RANK), torch.full((3, 1, ROPE), 2.0), torch.tensor([5, -1, 17])
+    with set_forward_context(None, layers.config):
+        impl.do_kv_cache_update(latent, k_pe, cache, slots, "auto", None)
+    assert (cache[0, 5, :RANK] == 1).all() and (cache[1, 1, RANK:] == 2).all() and cache.isnan().sum() == (24 * BLOCK - 2) * (RANK + ROPE)
+
+
+def test_the_backend_takes_any_latent_and_page(vllm_on_cpu):
+    backend = Layers(count=1).backend
+    assert backend.get_name() == "CPU_MLA" and backend.is_mla()
+    assert backend.get_supported_head_sizes() == [] and backend.supports_block_size(128)
+
+
+def test_without_the_variable_vllm_keeps_its_own(vllm):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import imbrex.vllm
+
+    imbrex.vllm.register()
+    assert not AttentionBackendEnum.CPU_MLA.is_overridden()
+
+
+def test_refusals(vllm_on_cpu):
+    with pytest.raises(NotImplementedError, match="latents in the model's type and no indexer, got kv_cache_dtype fp8"):
+        Layers(kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match="no indexer"):
+        Layers(indexer=object())
+    with pytest.raises(NotImplementedError, match="state_content_bytes"):
+        Layers(spec=dict(state_content_bytes=656))
+    layers = Layers(count=1)
+    impl = layers.layers["layers.0"].impl
+    with pytest.raises(NotImplementedError, match="absorbed queries"):
+        impl.forward_mqa(None, None, None, None)
+    with pytest.raises(NotImplementedError, match="output_scale"):
+        impl.forward_mha(None, None, None, None, None, None, None, output_scale=torch.ones(1))
