@@ -223,6 +223,74 @@ def plan(rng):
     return Surface(arguments, call)
 
 
+_MLA_SPEC = (
+    "num_heads",
+    "kv_lora_rank",
+    "qk_nope_dim",
+    "qk_rope_dim",
+    "v_dim",
+    "dtype",
+    "kv_dtype",
+    "kv_format",
+    "block_size",
+    "window_left",
+    "scale",
+)
+_MLA_PLAN = ("backend", "max_num_reqs", "max_num_tokens", "max_seq_len", "num_threads")
+_MLA_CALL = ("latent", "rope", "q", "kv_b", "k_cache", "k_rope", "out", "lse")
+
+
+def mla_plan(rng):
+    """As plan(), of latent attention, over one tensor or two."""
+    step, heads, rank, nope, rope, value = step_of(rng), rng.randint(1, 3), 32, 16, 8, 16
+    apart, tokens = rng.random() < 0.5, int(step.query_start_loc[-1])
+    arguments = dict(
+        num_heads=heads,
+        kv_lora_rank=rank,
+        qk_nope_dim=nope,
+        qk_rope_dim=rope,
+        v_dim=value,
+        dtype="f32",
+        kv_dtype="f32",
+        kv_format="latent_rope" if apart else "latent",
+        block_size=BLOCK,
+        window_left=rng.choice((-1, 5)),
+        scale=0.0,
+        backend=rng.choice(("", "cpu_generic", "reference")),
+        max_num_reqs=8,
+        max_num_tokens=64,
+        max_seq_len=200,
+        num_threads=rng.choice((1, 2)),
+        query_start_loc=step.query_start_loc,
+        seq_lens=step.seq_lens,
+        block_table=step.block_table,
+        slot_mapping=step.slot_mapping,
+        latent=floats(rng, tokens, rank),
+        rope=floats(rng, tokens, rope),
+        q=floats(rng, tokens, heads, nope + rope),
+        kv_b=floats(rng, heads, nope + value, rank),
+        k_cache=floats(rng, step.num_blocks, BLOCK, 1, rank + (0 if apart else rope)),
+        k_rope=floats(rng, step.num_blocks, BLOCK, 1, rope) if apart else None,
+        out=np.zeros((tokens, heads, value), np.float32),
+        lse=np.zeros((tokens, heads), np.float32),
+    )
+    made = {}
+
+    def call(a):
+        key = repr([a.get(name) for name in (*_MLA_SPEC, *_MLA_PLAN)])
+        if key not in made:
+            made[key] = imbrex.MlaPlan(imbrex.MlaSpec(**{name: a[name] for name in _MLA_SPEC}), **{name: a[name] for name in _MLA_PLAN})
+        p = made[key]
+        p.update(**{name: a[name] for name in set(a) - {*_MLA_SPEC, *_MLA_PLAN, *_MLA_CALL}})
+        k, k_rope = (np.copy(x) if isinstance(x, np.ndarray) and x.flags.writeable else x for x in (a["k_cache"], a["k_rope"]))
+        layer = imbrex.KvLayer(k, k_rope=k_rope)
+        p.write_kv(layer, a["latent"], a["rope"])
+        out = p.run(a["q"], a["kv_b"], layer, a["out"], lse=a["lse"])
+        return [np.copy(x) for x in (out, a["lse"], k, k_rope) if x is not None]
+
+    return Surface(arguments, call)
+
+
 def cache(rng):
     s = shape_of(rng)
     arguments = dict(_spec_arguments(rng, s, BLOCK), num_layers=2, num_blocks=3, order="lbhtd", index=1)
@@ -238,4 +306,12 @@ def cache(rng):
     return Surface(arguments, call)
 
 
-SURFACES = [("attention_varlen", varlen), ("attention_paged", paged), ("merge_states", merge), ("Plan", plan), ("Plan", plan), ("KvCache", cache)]
+SURFACES = [
+    ("attention_varlen", varlen),
+    ("attention_paged", paged),
+    ("merge_states", merge),
+    ("Plan", plan),
+    ("Plan", plan),
+    ("MlaPlan", mla_plan),
+    ("KvCache", cache),
+]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import imbrex.flash_attn
+import imbrex.flash_mla
 import imbrex.flashinfer
 import imbrex.torch
 
@@ -27,7 +28,7 @@ def _tensor(value):
 
 def _arrays(result):
     results = result if isinstance(result, (tuple, list)) else (result,)
-    return [x.detach().contiguous().view(torch.uint8).numpy().copy() for x in results if torch.is_tensor(x)]
+    return [x.detach().flatten().contiguous().view(torch.uint8).numpy().copy() for x in results if torch.is_tensor(x)]
 
 
 def _surface(function, arguments, written=()):
@@ -227,10 +228,35 @@ def mla_wrapper(rng):
     arguments.update(
         q_nope=floats(rng, tokens, heads, ckv, dtype=np.float16),
         q_pe=floats(rng, tokens, heads, kpe, dtype=np.float16),
-        cache=floats(rng, step.num_blocks, BLOCK, ckv + kpe, dtype=np.float16),
     )
-    run = lambda a: (a["q_nope"], a["q_pe"], a["cache"][..., :ckv], a["cache"][..., ckv:])
+    if rng.random() < 0.5:
+        arguments["cache"] = floats(rng, step.num_blocks, BLOCK, ckv + kpe, dtype=np.float16)
+        run = lambda a: (a["q_nope"], a["q_pe"], a["cache"][..., :ckv], a["cache"][..., ckv:])
+    else:
+        arguments.update(
+            ckv_cache=floats(rng, step.num_blocks, BLOCK, ckv, dtype=np.float16), kpe_cache=floats(rng, step.num_blocks, BLOCK, kpe, dtype=np.float16)
+        )
+        run = ("q_nope", "q_pe", "ckv_cache", "kpe_cache")
     return _wrapped(lambda: imbrex.flashinfer.BatchMLAPagedAttentionWrapper(_workspace()), arguments, plan, run)
+
+
+def flash_mla(rng):
+    step, heads, queries, dim = step_of(rng), rng.randint(1, 3), rng.randint(1, 3), 80
+    dtype = rng.choice((np.float32, np.float16))
+    arguments = dict(
+        q=floats(rng, len(step.seq_lens), queries, heads, dim, dtype=dtype),
+        k_cache=floats(rng, step.num_blocks, BLOCK, 1, dim, dtype=dtype),
+        block_table=step.block_table,
+        cache_seqlens=step.seq_lens,
+        head_dim_v=64,
+        softmax_scale=rng.choice((None, 0.1)),
+        causal=rng.random() < 0.5,
+    )
+
+    def call(**given):
+        return imbrex.flash_mla.flash_mla_with_kvcache(tile_scheduler_metadata=imbrex.flash_mla.get_mla_metadata()[0], **given)
+
+    return _surface(call, arguments)
 
 
 def append(rng):
@@ -296,6 +322,7 @@ SURFACES = [
     ("flashinfer prefill", prefill_wrapper),
     ("flashinfer ragged", ragged_wrapper),
     ("flashinfer MLA", mla_wrapper),
+    ("flash_mla_with_kvcache", flash_mla),
     ("flashinfer append", append),
     ("flashinfer single", single),
     ("flashinfer merge_states", merge),

@@ -66,6 +66,26 @@ def test_absorbed_queries():
     np.testing.assert_array_equal(layer[0][1, :3, 0], rows)
 
 
+def test_a_cache_of_two_tensors():
+    """Latents and rope parts apart: the same bits as side by side."""
+    normal, found = random(3), []
+    rows, q, kv_b = normal(20, RANK + ROPE), normal(20, HEADS, NOPE + ROPE), normal(HEADS, NOPE + VALUE, RANK) / 8
+    for kv_format in ("latent", "latent_rope"):
+        spec = imbrex.MlaSpec(
+            HEADS, kv_lora_rank=RANK, qk_nope_dim=NOPE, qk_rope_dim=ROPE, v_dim=VALUE, dtype="f32", kv_dtype="f32", kv_format=kv_format
+        )
+        layer = imbrex.KvLayer(*(None if x is None else np.from_dlpack(x) for x in imbrex.KvCache(spec.latent_spec, 1, 4).layer(0)))
+        plan = imbrex.MlaPlan(spec, num_threads=1)
+        plan.update(int32(0, 20), int32(20), block_table=int32(3, 1).reshape(1, 2), slot_mapping=np.array([*range(48, 64), *range(16, 20)]))
+        plan.write_kv(layer, rows[:, :RANK], rows[:, RANK:])
+        found.append(plan.run(q, kv_b, layer))
+    np.testing.assert_array_equal(layer.k_rope[1, :4, 0], rows[16:, RANK:])
+    np.testing.assert_array_equal(*found)
+    with pytest.raises(imbrex.Error) as error:
+        plan.run(q, kv_b, (layer.k,))
+    assert error.value.code == "kv_cache.k_rope.missing"
+
+
 def test_what_is_refused():
     with pytest.raises(imbrex.Error) as error:
         imbrex.MlaSpec(HEADS, kv_lora_rank=60)
