@@ -18,6 +18,7 @@ static constexpr Variable kVariables[] = {
     {kCudaDump.data(), "folder to write the text and the cubin of every CUDA kernel to, for profilers"},
     {kCudaDriver.data(), "NVIDIA driver library to open; default: libcuda.so.1"},
     {kCudaNvrtc.data(), "NVRTC library to open; default: libnvrtc.so of the system, CUDA_HOME or /usr/local/cuda"},
+    {kCudaCublasLt.data(), "cuBLASLt library to open; default: libcublasLt.so of the system, CUDA_HOME, /usr/local/cuda or beside NVRTC"},
 };
 
 std::span<const Variable> variables() { return kVariables; }

@@ -25,6 +25,7 @@ inline constexpr std::string_view kCudaCache = "IMBREX_CUDA_CACHE";
 inline constexpr std::string_view kCudaDump = "IMBREX_CUDA_DUMP";
 inline constexpr std::string_view kCudaDriver = "IMBREX_CUDA_DRIVER";
 inline constexpr std::string_view kCudaNvrtc = "IMBREX_CUDA_NVRTC";
+inline constexpr std::string_view kCudaCublasLt = "IMBREX_CUDA_CUBLASLT";
 // A variable of the CUDA toolkit, not of imbrex.
 inline constexpr std::string_view kCudaHome = "CUDA_HOME";
 inline constexpr std::string_view kCacheHome = "XDG_CACHE_HOME";

@@ -23,10 +23,10 @@ class CpuHeadProducts final : public HeadProducts {
  public:
   CpuHeadProducts(const HeadProductKernels& kernels, const ParallelFor& threads) : kernels_(kernels), threads_(threads) {}
 
-  void by_columns(const TensorView& from, const TensorView& weight, const TensorView& to) const override {
+  void by_columns(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace&) const override {
     run(kernels_.by_columns, from, weight, to);
   }
-  void by_rows(const TensorView& from, const TensorView& weight, const TensorView& to) const override {
+  void by_rows(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace&) const override {
     run(from.dtype == DType::bf16 ? kernels_.by_rows_bf16 : kernels_.by_rows, from, weight, to);
   }
   DType row_type(DType weight) const override {

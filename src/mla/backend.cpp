@@ -3,12 +3,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "family/begin_plan.h"
 #include "mla/step.h"
 
 namespace imbrex {
-
-std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa, const ParallelFor&);  // cpu/head_products.cpp
 
 namespace {
 
@@ -18,32 +18,50 @@ struct Expanded {
 };
 
 // By the order of attention alone: a name that is forced is that of the whole, and says nothing of its members.
-Expanded expanded_of(const MlaSpec& spec, const DeviceInfo& device) {
+Expanded expanded_of(const MlaSpec& spec, const MlaHardware& hardware, const DeviceInfo& device) {
   Expanded first;
   int count = 0;
+  const std::vector<AttentionSpec> rounds = hardware.rounds(spec);
   for (const BackendOf<AttentionFamily>* backend : backends<AttentionFamily>()) {
-    if (!backend->unsupported(rounds_spec(spec), device).empty()) continue;
+    if (!std::ranges::all_of(rounds, [&](const AttentionSpec& round) { return backend->unsupported(round, device).empty(); })) continue;
     if (count++ == 0) first.backend = backend;
   }
   first.rule = fmt::format("first of {} that run it", count);
   return first;
 }
 
+// Whether some requests may be computed with expanded keys, as far as the spec says.
+bool expands(const MlaSpec& spec, const MlaHardware& hardware) { return !spec.absorbed && hardware.can_expand(spec.mask); }
+
 }  // namespace
 
 std::vector<Reason> MlaCompositeBackend::unsupported(const MlaSpec& spec, const DeviceInfo& device) const {
   std::vector<Reason> reasons = latent_.unsupported(spec.latent_spec(), device);
-  if (!reasons.empty() || spec.absorbed || expanded_of(spec, device).backend != nullptr) return reasons;
-  return {{"mla.expanded", "a backend that runs " + rounds_spec(spec).str(), "none"}};
+  if (!reasons.empty() || spec.absorbed) return reasons;
+  reasons = hardware_.refusals(spec, device);
+  if (reasons.empty() && expands(spec, hardware_) && expanded_of(spec, hardware_, device).backend == nullptr)
+    reasons.push_back({"mla.expanded", "a backend that runs " + hardware_.rounds(spec).front().str(), "none"});
+  return reasons;
 }
 
 MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
-  MlaParts parts{.name = std::string(name()), .latent = &latent_, .expanded = nullptr, .products = nullptr, .rates = rates_};
+  MlaParts parts{.name = std::string(name()),
+                 .hardware = &hardware_,
+                 .latent = &latent_,
+                 .expanded = nullptr,
+                 .products = nullptr,
+                 .rates = rates_};
   if (spec.absorbed) return parts;
-  parts.expanded = expanded_of(spec, device).backend;
-  parts.products = cpu_head_products(device.isa, options.threads);
+  if (expands(spec, hardware_)) parts.expanded = expanded_of(spec, hardware_, device).backend;
+  parts.products = hardware_.products(spec, device, options);
   if (latent_type(spec, parts.products.get()) == DType::f32) parts.rates.expansion = rates_.products;
   return parts;
+}
+
+int64_t MlaCompositeBackend::workspace_bytes(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
+  check_request(*this, spec.str(), unsupported(spec, device), device, options);
+  if (spec.absorbed) return latent_.workspace_bytes(spec.latent_spec(), device, options);
+  return hardware_.workspace_bytes(spec, options, workspace_keys(spec, options.limits, hardware_.expanded_bytes));
 }
 
 std::unique_ptr<MlaPlan> MlaCompositeBackend::plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
@@ -62,9 +80,10 @@ std::vector<KernelChoice> MlaCompositeBackend::kernel_choices(const MlaSpec& spe
     }
   };
   add(latent_, spec.latent_spec(), "in latent space", 0);
-  if (spec.absorbed) return choices;
-  const Expanded expanded = expanded_of(spec, device);
-  add(*expanded.backend, rounds_spec(spec), fmt::format("with expanded keys ({})", expanded.rule), workspace_keys(spec, {}));
+  if (!expands(spec, hardware_)) return choices;
+  const Expanded expanded = expanded_of(spec, hardware_, device);
+  add(*expanded.backend, hardware_.rounds(spec).front(), fmt::format("with expanded keys ({})", expanded.rule),
+      workspace_keys(spec, {}, hardware_.expanded_bytes));
   return choices;
 }
 

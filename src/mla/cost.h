@@ -7,7 +7,7 @@
 
 namespace imbrex {
 
-// Speeds of one core of a device, in operations (a multiply-add is two) and bytes a second. Only their ratios matter.
+// Speeds of one core of a CPU, or of a whole GPU, in operations (a multiply-add is two) and bytes a second. Only their ratios matter.
 struct MlaRates {
   double products;   // of the products of queries and outputs with kv_b_proj
   double expansion;  // of the products of latents with it
@@ -17,7 +17,7 @@ struct MlaRates {
 };
 
 struct MlaCost {
-  double latent = 0, expanded = 0;  // seconds of one core
+  double latent = 0, expanded = 0;  // seconds of one core, or GPU
   bool expand() const { return expanded < latent; }
   std::string str() const;  // "2.1 ms in latent space, 0.9 ms expanded"
 };

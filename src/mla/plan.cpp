@@ -22,17 +22,12 @@
 #include "mla/step.h"
 
 namespace imbrex {
+
+std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa, const ParallelFor&);  // cpu/head_products.cpp
+
 namespace {
 
-constexpr int64_t kExpandedBytes = int64_t{128} << 20;  // of keys and values of a round
 constexpr int kKeyUnit = 128;                           // keys of a chunk are a multiple of it, as those of attention's blocks are
-
-// What became of a request: shown by str().
-struct Decided {
-  int request = -1, q_len = 0, seq_len = 0;
-  MlaCost cost;
-  bool fixed = false;  // the cost was not asked
-};
 
 class CompositePlan final : public MlaPlan {
  public:
@@ -42,7 +37,7 @@ class CompositePlan final : public MlaPlan {
         device_(device),
         options_(options),
         parts_(std::move(parts)),
-        chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, options.limits)),
+        chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, options.limits, parts_.hardware->expanded_bytes)),
         scratch_(spec, options.limits.max_num_tokens, chunk_, latent_type(spec, parts_.products.get())) {
     member_ = member_options(device, options);
     member_.workspace = std::make_shared<SharedScratch>();
@@ -63,11 +58,11 @@ class CompositePlan final : public MlaPlan {
     next.reach = reach_of(batch, latent_spec_, options_.validate);
     next.query_start_loc.assign(batch.query_start_loc.begin(), batch.query_start_loc.end());
     find_keys(batch, next.keys);
-    decide(batch, next);
-    take_part(batch, next.latent, [&](int r) { return next.expand[size_t(r)] == 0; });
+    decide_ways(spec_, parts_.rules(), batch, next.ways);
+    take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
     next.num_rounds = 0;
     for (int r = 0; r < batch.num_reqs(); ++r)
-      if (next.expand[size_t(r)] != 0) add_pieces(batch, r, spec_.mask, chunk_, next.rounds, next.num_rounds);
+      if (next.ways.expand[size_t(r)] != 0) add_pieces(batch, r, spec_.mask, chunk_, next.rounds, next.num_rounds);
 
     committed_.clear();
     if (!next.latent.ranges.empty()) {
@@ -101,11 +96,11 @@ class CompositePlan final : public MlaPlan {
     const Step& step = steps_.now();
     std::string text = parts_.name + ":";
     if (step.latent.num_tokens > 0)
-      text += fmt::format(" {} tokens in latent space ({}){}", step.latent.num_tokens, latent_->str(), str_of(step.decided[0]));
+      text += fmt::format(" {} tokens in latent space ({}){}", step.latent.num_tokens, latent_->str(), step.ways.largest[0].str());
     if (step.num_rounds > 0)
       text += fmt::format("{} {} tokens with expanded keys in {} round{} of {} keys at most ({}){}", step.latent.num_tokens > 0 ? ";" : "",
                           step.num_tokens - step.latent.num_tokens, step.num_rounds, step.num_rounds == 1 ? "" : "s", chunk_,
-                          rounds_[0]->str(), str_of(step.decided[1]));
+                          rounds_[0]->str(), step.ways.largest[1].str());
     return step.num_tokens == 0 ? text + " nothing" : text;
   }
 
@@ -116,33 +111,11 @@ class CompositePlan final : public MlaPlan {
     BatchReach reach;
     KeySource keys;
     std::vector<int> query_start_loc;
-    std::vector<char> expand;  // of each request
+    MlaWays ways;
     BatchPart latent;
     std::vector<MlaRound> rounds;  // the first num_rounds
     size_t num_rounds = 0;
-    Decided decided[2];  // the largest request in latent space, and with expanded keys
   };
-
-  void decide(const Batch& batch, Step& next) const {
-    next.expand.assign(size_t(batch.num_reqs()), 0);
-    next.decided[0] = next.decided[1] = {};
-    const bool possible = !spec_.absorbed && can_expand(spec_.mask);
-    for (int r = 0; r < batch.num_reqs(); ++r) {
-      const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
-      if (q_len == 0) continue;
-      Decided decided{.request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !possible || parts_.expand.has_value()};
-      if (!decided.fixed) decided.cost = cost_of(spec_, parts_.rates, q_len, seq_len);
-      const bool expand = possible && (parts_.expand ? *parts_.expand : decided.cost.expand());
-      next.expand[size_t(r)] = expand;
-      Decided& largest = next.decided[size_t(expand)];
-      if (int64_t(q_len) * seq_len > int64_t(largest.q_len) * largest.seq_len) largest = decided;
-    }
-  }
-
-  static std::string str_of(const Decided& d) {
-    if (d.fixed) return {};
-    return fmt::format(", request {} of {} queries and {} keys is {}", d.request, d.q_len, d.seq_len, d.cost.str());
-  }
 
   // Rows of heads of some tokens, as out.lse has them too.
   static TensorView rows(const TensorView& t, int64_t begin, int64_t end) { return t.empty() ? t : t.slice(0, begin, end); }
@@ -248,14 +221,33 @@ AttentionSpec rounds_spec(const MlaSpec& spec) {
   return rounds;
 }
 
-int workspace_keys(const MlaSpec& spec, const PlanLimits& limits) {
+int workspace_keys(const MlaSpec& spec, const PlanLimits& limits, int64_t expanded_bytes) {
   const int64_t key_bytes = int64_t(spec.num_heads) * (spec.qk_dim() + spec.v_dim) * size_of(spec.dtype);
-  const int64_t most = std::max<int64_t>(kExpandedBytes / key_bytes, 1), wanted = std::min<int64_t>(most, limits.max_seq_len);
+  const int64_t most = std::max<int64_t>(expanded_bytes / key_bytes, 1), wanted = std::min<int64_t>(most, limits.max_seq_len);
   return int((wanted + kKeyUnit - 1) / kKeyUnit * kKeyUnit);
 }
 
-std::unique_ptr<MlaPlan> make_mla_plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
+namespace {
+
+std::unique_ptr<MlaPlan> plan_on_host(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
   return std::make_unique<CompositePlan>(spec, device, options, std::move(parts));
+}
+
+}  // namespace
+
+const MlaHardware mla_on_cpus{
+    .refusals = [](const MlaSpec&, const DeviceInfo&) { return std::vector<Reason>(); },
+    .products = [](const MlaSpec&, const DeviceInfo& device,
+                   const PlanOptions& options) { return cpu_head_products(device.isa, options.threads); },
+    .can_expand = can_expand,
+    .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
+    .expanded_bytes = int64_t{128} << 20,
+    .plan = plan_on_host,
+    .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int) { return int64_t{0}; }};
+
+std::unique_ptr<MlaPlan> make_mla_plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
+  const MlaHardware& hardware = *parts.hardware;
+  return hardware.plan(spec, device, options, std::move(parts));
 }
 
 }  // namespace imbrex

@@ -12,26 +12,44 @@ namespace imbrex {
 const BackendOf<AttentionFamily>& cpu_amx();  // cpu/backend.cpp
 const BackendOf<AttentionFamily>& cpu_avx512();
 const BackendOf<AttentionFamily>& cpu_generic();
+const BackendOf<AttentionFamily>& cuda_sm90();  // cuda/backend.cpp
+const BackendOf<AttentionFamily>& cuda_sm80();
+extern const MlaHardware mla_on_cuda;  // cuda/mla/mla_plan.cpp
 
 namespace {
 
-// Speeds of one core. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys; expansion is by products of
+// Of a whole GPU, not of one core. cuda_sm90: attention in latent space as measured on an H200 (docs/kernels/cuda_sm90_latent.md, 420 to 490
+// TFLOP/s); the others are parts of what an H100 can do at most (990 TFLOP/s in bf16, 3.3 TB/s), not measured. cuda_sm80: in latent space as
+// measured on an H100 (170 TFLOP/s) and taken down to an A100's 312 TFLOP/s and 2 TB/s at most; the others are parts of these, not measured.
+constexpr MlaRates kCudaSm90Rates{.products = 600e12, .expansion = 600e12, .latent = 450e12, .expanded = 550e12, .bytes = 3e12};
+constexpr MlaRates kCudaSm80Rates{.products = 200e12, .expansion = 200e12, .latent = 120e12, .expanded = 180e12, .bytes = 1.5e12};
+
+// Speeds of one core of a CPU. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys; expansion is by products of
 // pairs of bf16. Of AVX2: on the same machine without AVX-512. Of AMX: of attention from docs/kernels/cpu_amx.md, of products as AVX-512,
 // which they are made of. A stream of memory is 8 GB/s where all cores have one.
 constexpr MlaRates kAmxRates{.products = 90e9, .expansion = 140e9, .latent = 400e9, .expanded = 1100e9, .bytes = 8e9};
 constexpr MlaRates kAvx512Rates{.products = 88e9, .expansion = 140e9, .latent = 135e9, .expanded = 135e9, .bytes = 8e9};
 constexpr MlaRates kGenericRates{.products = 60e9, .expansion = 60e9, .latent = 83e9, .expanded = 76e9, .bytes = 8e9};
 
+const MlaCompositeBackend& cuda_sm90_mla() {
+  static const MlaCompositeBackend backend(cuda_sm90(), "latents by wgmma (Hopper), products by cuBLASLt", mla_on_cuda, kCudaSm90Rates);
+  return backend;
+}
+const MlaCompositeBackend& cuda_sm80_mla() {
+  static const MlaCompositeBackend backend(cuda_sm80(), "latents by mma.sync on every NVIDIA GPU since Ampere, products by cuBLASLt",
+                                           mla_on_cuda, kCudaSm80Rates);
+  return backend;
+}
 const MlaCompositeBackend& cpu_amx_mla() {
-  static const MlaCompositeBackend backend(cpu_amx(), "latents by bf16 tile products (AMX)", kAmxRates);
+  static const MlaCompositeBackend backend(cpu_amx(), "latents by bf16 tile products (AMX)", mla_on_cpus, kAmxRates);
   return backend;
 }
 const MlaCompositeBackend& cpu_avx512_mla() {
-  static const MlaCompositeBackend backend(cpu_avx512(), "latents by register tiles (AVX-512)", kAvx512Rates);
+  static const MlaCompositeBackend backend(cpu_avx512(), "latents by register tiles (AVX-512)", mla_on_cpus, kAvx512Rates);
   return backend;
 }
 const MlaCompositeBackend& cpu_generic_mla() {
-  static const MlaCompositeBackend backend(cpu_generic(), "portable C++, also compiled for AVX2", kGenericRates);
+  static const MlaCompositeBackend backend(cpu_generic(), "portable C++, also compiled for AVX2", mla_on_cpus, kGenericRates);
   return backend;
 }
 
@@ -39,7 +57,7 @@ const MlaCompositeBackend& cpu_generic_mla() {
 
 template <>
 Registry<MlaFamily>::List Registry<MlaFamily>::built_in() {
-  return {&cpu_amx_mla(), &cpu_avx512_mla(), &cpu_generic_mla(), &mla_reference()};
+  return {&cuda_sm90_mla(), &cuda_sm80_mla(), &cpu_amx_mla(), &cpu_avx512_mla(), &cpu_generic_mla(), &mla_reference()};
 }
 
 template <>

@@ -26,7 +26,7 @@ ARROWS = {
     "model": {"model", "attention", "short_conv", "mla", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
-    "cuda": {"cuda", "gpu", "attention", "short_conv", "family", "core"},
+    "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
@@ -41,8 +41,9 @@ CUDA_ARROWS = {
     "ops": {"ops", "driver", "kernels"},
     "plan": {"plan", "attention", "driver", "kernels"},
     "short_conv": {"short_conv", "plan", "attention", "driver", "kernels"},
+    "mla": {"mla", "plan", "attention", "driver", "kernels"},
 }
-CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/short_conv_params.h")
+CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/short_conv_params.h", "src/cuda/mla_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
@@ -125,7 +126,7 @@ def check_arrows(root):
 
 
 def check_cuda_arrows(root):
-    """Folders of src/cuda include one way: short_conv -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
+    """Folders of src/cuda include one way: short_conv, mla -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src/cuda"):

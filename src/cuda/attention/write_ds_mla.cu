@@ -37,11 +37,13 @@ DEVICE void write_record(const WriteKvParams& p, int token) {
   const int thread = int(threadIdx.x);
   if (slot < 0 || thread >= kRecordThreads) return;
   char* const record = p.k.data + slot / kBlockSize * p.k.block_stride + slot % kBlockSize * p.k.token_stride;
+  const bool latent = thread < kLatentThreads;
+  const NewRows& rows = latent ? p.new_k : p.new_v;  // new_v: the rope parts
+  const int piece = latent ? thread : thread - kLatentThreads;
   float x[8];
-  to_floats<kFrom>(
-      load_eight<kFrom, vector>(p.new_k.data + token * p.new_k.token_stride + thread * 8 * p.new_k.dim_stride, p.new_k.dim_stride), x);
-  if (thread >= kLatentThreads) {
-    store_eight<kBf16, vector>(record + kDsMlaRopeAt + (thread - kLatentThreads) * 16, 2, from_floats<kBf16>(x));
+  to_floats<kFrom>(load_eight<kFrom, vector>(rows.data + token * rows.token_stride + piece * 8 * rows.dim_stride, rows.dim_stride), x);
+  if (!latent) {
+    store_eight<kBf16, vector>(record + kDsMlaRopeAt + piece * 16, 2, from_floats<kBf16>(x));
     return;
   }
   const u32 scale = ds_mla_scale(largest_of_group(x));

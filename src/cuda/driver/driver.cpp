@@ -1,29 +1,15 @@
 // Opens libcuda and NVRTC at run time and fills the tables of driver.h, or finds out why that cannot be.
 #include "cuda/driver/driver.h"
 
-#include <dlfcn.h>
-
 #include <atomic>
 
 #include "core/check.h"
 #include "core/env.h"
 #include "core/fork.h"
+#include "cuda/driver/open_library.h"
 
 namespace imbrex::cuda {
 namespace {
-
-// False, with the symbol's name in `why`, when the library lacks one.
-template <class Function>
-bool bind(void* library, const char* path, const char* symbol, Function& function, std::string& why) {
-  function = reinterpret_cast<Function>(dlsym(library, symbol));
-  if (function == nullptr) why = fmt::format("{} has no {}: too old", path, symbol);
-  return function != nullptr;
-}
-
-std::string last_error() {
-  const char* text = dlerror();
-  return text ? text : "unknown error";
-}
 
 std::string version_text(int version) { return fmt::format("{}.{}", version / 1000, version % 1000 / 10); }
 
@@ -34,16 +20,7 @@ std::string text_of(const DriverApi& cu, CUresult result) {
   return fmt::format("{} ({})", name, text);
 }
 
-std::vector<std::string> nvrtc_names() {
-  if (const auto path = env::get(env::kCudaNvrtc)) return {*path};
-  std::vector<std::string> folders{""};
-  if (const auto home = env::get(env::kCudaHome)) folders.insert(folders.end(), {*home + "/lib64/", *home + "/lib/"});
-  folders.emplace_back("/usr/local/cuda/lib64/");
-  std::vector<std::string> names;
-  for (const std::string& folder : folders)
-    for (const char* name : {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}) names.push_back(folder + name);
-  return names;
-}
+std::vector<std::string> nvrtc_names() { return toolkit_names(env::kCudaNvrtc, {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"}); }
 
 // The process (by fork_generation()) that opened the driver, or is about to: what it says of a GPU is true there alone.
 constexpr int64_t kNobody = -1;   // it was not asked for yet
@@ -82,12 +59,12 @@ Loaded<DriverApi> load_driver(const std::string& name) {
   Loaded<DriverApi> loaded{.api = nullptr, .why = {}, .path = name};
   void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    loaded.why = fmt::format("no NVIDIA driver: {}", last_error());
+    loaded.why = fmt::format("no NVIDIA driver: {}", last_open_error());
     return loaded;
   }
   auto api = std::make_unique<DriverApi>();
   // The version comes first: that of an old driver says more than the first function it lacks.
-  if (!bind(library, name.c_str(), "cuDriverGetVersion", api->cuDriverGetVersion, loaded.why)) return loaded;
+  if (!bind_symbol(library, name, "cuDriverGetVersion", api->cuDriverGetVersion, loaded.why)) return loaded;
   int version = 0;
   const CUresult got = api->cuDriverGetVersion(&version);
   if (got != kCudaSuccess || version < kMinDriverVersion) {
@@ -96,11 +73,11 @@ Loaded<DriverApi> load_driver(const std::string& name) {
     return loaded;
   }
 #define X(symbol, parameters) \
-  if (!bind(library, name.c_str(), #symbol, api->symbol, loaded.why)) return loaded;
+  if (!bind_symbol(library, name, #symbol, api->symbol, loaded.why)) return loaded;
   IMBREX_CUDA_DRIVER_API(X)
 #undef X
   std::string absent;
-#define X(symbol, parameters) bind(library, name.c_str(), #symbol, api->symbol, absent);
+#define X(symbol, parameters) bind_symbol(library, name, #symbol, api->symbol, absent);
   IMBREX_CUDA_OPTIONAL_DRIVER_API(X)
 #undef X
   const CUresult result = api->cuInit(0);
@@ -116,26 +93,18 @@ Loaded<DriverApi> load_driver(const std::string& name) {
 
 Loaded<NvrtcApi> load_nvrtc(const std::vector<std::string>& names) {
   Loaded<NvrtcApi> loaded;
-  void* library = nullptr;
-  std::string tried;
-  for (const std::string& name : names) {
-    library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library != nullptr) {
-      loaded.path = name;
-      break;
-    }
-    tried += fmt::format("\n  {}", last_error());
-  }
-  if (library == nullptr) {
+  const OpenedLibrary library = open_first(names);
+  loaded.path = library.path;
+  if (library.handle == nullptr) {
     loaded.why = fmt::format(
         "NVRTC is not found; install the CUDA toolkit or the Python package nvidia-cuda-nvrtc and set CUDA_HOME, or fill the cache of "
         "kernels on another machine (imbrex compile) and name it with {}; tried:{}",
-        env::kCudaCache, tried);
+        env::kCudaCache, library.tried);
     return loaded;
   }
   auto api = std::make_unique<NvrtcApi>();
 #define X(symbol, parameters) \
-  if (!bind(library, loaded.path.c_str(), #symbol, api->symbol, loaded.why)) return loaded;
+  if (!bind_symbol(library.handle, loaded.path, #symbol, api->symbol, loaded.why)) return loaded;
   IMBREX_NVRTC_API(X)
 #undef X
   int major = 0, minor = 0;

@@ -11,7 +11,6 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int64_t kMaxHostBlocks = int64_t(1) << 22;  // ids of host block tables: 16 MiB on the device
 constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
 
 bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {

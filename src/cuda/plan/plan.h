@@ -33,6 +33,8 @@ class Plan final : public StepPlan {
   void commit(Stream) override;
   void revert(Stream) noexcept override;
   bool has_step() const noexcept override { return has_step_; }
+  // From now on kernels in front of run() on its stream write the keys, those of earlier tokens too: no launch reads any of them early.
+  void keys_come_late() { keys_come_late_ = true; }
   void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one
   std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& k, const TensorView& v, Stream) const override;  // plan_run.cpp, with the next one
@@ -135,6 +137,7 @@ class Plan final : public StepPlan {
   std::unique_ptr<DevicePlan> device_plan_;          // null: PlanOptions::on_device was not asked for
   bool several_kernels_ = false;                     // for attention in a graph: most have no work then
   bool programmatic_ = false;                        // launches may begin before the ones in front of them have ended
+  bool keys_come_late_ = false;                      // see keys_come_late()
 
   bool may_share_ = false;  // items of decode
   ShareScratch share_scratch_;

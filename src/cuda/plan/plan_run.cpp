@@ -113,6 +113,7 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
   // whole graph.
   a.lists_are_there = a.keys_are_there = device_plan_ == nullptr && (captured || step.key_starts.empty());
   a.may_be_idle = a.lists_are_there && captured && several_kernels_;
+  a.keys_are_there = a.keys_are_there && !keys_come_late_;
   if (spec_.score.relative_buckets > 0) tables_->expand_bias(in.relative_bias, cu);
   int64_t merge_tasks = 0;
   std::array<gpu::RegimeTasks, kNumRegimes> work;

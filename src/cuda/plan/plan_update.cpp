@@ -10,8 +10,6 @@
 namespace imbrex::cuda {
 namespace {
 
-bool on_host(const TensorView& t) { return t.device.type == DeviceType::cpu; }
-
 // A step's arrays are all on the host or all on the device: validate() checks that.
 void check_batch_memory(const Batch& batch, Device device) {
   constexpr std::string_view code = "update.device";

@@ -43,6 +43,7 @@ TEST(LanesWriteDsMla, WritesTheBytesOfTheReference) {
     }
     cuda::WriteKvParams p{.k = cuda::record_side(cache_of(bytes).k)};
     p.new_k = {reinterpret_cast<const char*>(rows.data()), row * 4, 0, 4};
+    p.new_v = p.new_k, p.new_v.data += 512 * 4;  // rope parts
     p.slots = slots.data(), p.slot_stride = 1, p.num_tokens = kTokens, p.num_kv_heads = 1;
     (gap == 16 ? wide : strided).run(&p, nullptr, {.blocks = 2});
     for (size_t i = 0; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], wanted[i]) << "byte " << i << ", gap " << gap;

@@ -1,0 +1,88 @@
+#pragma once
+// The plan of latent attention for NVIDIA GPUs. It is composed as that of CPUs is (mla/plan.cpp): of a plan of attention in latent space,
+// plans of attention to expanded keys, and products. Steps of requests in latent space can be captured into graphs; a plan whose limits let
+// a request be computed with expanded keys cannot, because the number of its launches follows from the step.
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention/batch_part.h"
+#include "attention/plan_checks.h"
+#include "attention/step_plan.h"
+#include "cuda/attention/write_kv.h"
+#include "cuda/mla/rounds.h"
+#include "cuda/mla/scratch.h"
+#include "cuda/mla/steps.h"
+#include "cuda/plan/plan_arrays.h"
+#include "gpu/device_workspace.h"
+#include "mla/plan.h"
+
+namespace imbrex::cuda {
+
+class DeviceMlaPlan final : public MlaPlan {
+ public:
+  DeviceMlaPlan(const MlaSpec&, const DeviceInfo&, const PlanOptions&, MlaParts);
+  void update(const Batch&, Stream) override;
+  void write_kv(const KvCache&, const TensorView& latent, const TensorView& rope, Stream) const override;
+  void run(const MlaInputs&, const MlaOutputs&, Stream) const override;  // mla_plan_run.cpp
+  bool capturable() const override;
+  std::string str() const override;
+
+ private:
+  struct Step {
+    int num_tokens = 0;
+    TensorView slots;  // on the device
+    BatchReach reach;
+    KeySource keys;
+    MlaWays ways;
+    BatchPart latent;
+    DeviceRounds rounds;
+    const int *block_ids = nullptr, *block_starts = nullptr;  // as MlaSteps::RoundKeys has them
+    std::vector<int> sent_ids;                                // of blocks of requests with expanded keys, where the host has them
+  };
+  using RoundPlans = std::array<std::unique_ptr<StepPlan>, kNumRoundKinds>;  // null: not needed yet
+  // Tensors of a call in scratch.
+  struct Memory {
+    std::shared_ptr<const gpu::ScratchMemory> scratch;
+    CUstream stream;
+    bool captured;
+  };
+
+  void place_blocks(const Batch&, Step&) const;
+  void place_slots(const Batch&, Step&) const;
+  void prepare_members(const Batch&, Step&, Stream);
+  void put(const Batch&, const Step&);
+  TensorView in_scratch(const Memory&, int64_t place, DType, int64_t rows, int64_t heads, int64_t dim) const;
+  void run_latent(const Step&, const MlaInputs&, const MlaOutputs&, const Memory&) const;
+  void run_round(const Step&, size_t round, const MlaInputs&, const MlaOutputs&, const Memory&) const;
+  void run_part(const Step&, size_t round, RoundKind, const KvCache& expanded, const MlaInputs&, const MlaOutputs&, const Memory&) const;
+
+  MlaSpec spec_;
+  AttentionSpec latent_spec_;
+  std::vector<AttentionSpec> round_specs_;
+  DeviceInfo device_;
+  PlanOptions options_, member_;  // member_: of plans of rounds
+  MlaParts parts_;
+  ContextPtr context_;
+  int chunk_ = 0;
+  MlaDeviceScratch places_;
+  std::shared_ptr<gpu::DeviceWorkspace> workspace_;
+  std::unique_ptr<MlaSteps> launches_;  // null: the spec is absorbed
+  std::unique_ptr<WriteKv> write_kv_;
+  ArrayOf<int> num_tokens_, block_ids_;
+  ArrayOf<TokenRows> latent_rows_, token_rows_;
+  ArrayOf<KeyRows> key_rows_;
+  ArrayOf<long> slots_;
+  std::unique_ptr<PlanArrays> memory_;
+  std::unique_ptr<StepPlan> latent_;
+  std::vector<RoundPlans> rounds_;    // as many as any step had
+  std::vector<StepPlan*> committed_;  // of one update
+  TwoSteps<Step> steps_;
+  bool has_step_ = true;
+  mutable std::vector<std::shared_ptr<const gpu::ScratchMemory>> captured_scratch_;  // which graphs write to
+  mutable bool captured_write_ = false;                                              // a graph reads the address of Step::slots
+  mutable int64_t captured_blocks_ = int64_t{1} << 32;                               // of the smallest cache in a graph
+};
+
+}  // namespace imbrex::cuda

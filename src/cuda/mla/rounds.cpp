@@ -1,0 +1,75 @@
+// See rounds.h.
+#include "cuda/mla/rounds.h"
+
+#include <algorithm>
+
+namespace imbrex::cuda {
+namespace {
+
+void add_range(RoundRows& to, std::vector<TokenRows>& ranges, const MlaPiece& piece, int begin, int end, bool last) {
+  const int row = to.query_start_loc.back();
+  to.query_start_loc.push_back(row + end - begin);
+  if (begin == end) return;
+  to.contiguous = row == 0 || (to.contiguous && to.tokens.end == begin);
+  if (row == 0) to.tokens.begin = begin;
+  to.tokens.end = end;
+  to.complete = to.complete && piece.first && last;
+  ranges.push_back({.row = row, .token = begin, .first = piece.first, .last = last});
+}
+
+}  // namespace
+
+bool can_expand_on_device(const Mask& mask) { return can_expand(mask) && mask.window_left < 0 && mask.window_right < 0; }
+
+std::vector<AttentionSpec> round_specs(const MlaSpec& spec) {
+  AttentionSpec causal = spec.expanded_spec();
+  causal.score.sinks = false;  // they belong to all pieces together
+  AttentionSpec whole = causal;
+  whole.kind = AttentionKind::encoder_decoder;
+  whole.mask.causal = false;
+  return {causal, whole};
+}
+
+void DeviceRounds::make(const MlaSpec& spec, const Batch& batch, const std::vector<char>& expand, int chunk) {
+  num_rounds = 0;
+  token_rows.clear(), key_rows.clear();
+  for (int r = 0; r < batch.num_reqs(); ++r)
+    if (expand[size_t(r)] != 0) add_pieces(batch, r, spec.mask, chunk, pieces, num_rounds);
+  if (rounds.size() < num_rounds) rounds.resize(num_rounds);
+  for (size_t i = 0; i < num_rounds; ++i) {
+    Round& round = rounds[i];
+    round.first_key_range = key_rows.size();
+    for (const size_t kind : {kCausalPart, kWholePart}) {
+      RoundRows& rows = round.rows[kind];
+      rows.query_start_loc.assign(1, 0);
+      rows.first_range = token_rows.size();
+      rows.contiguous = false, rows.complete = true;
+      for (const MlaPiece& piece : pieces[i].pieces) {
+        // Where the first query lies among the request's keys, and how many queries lie among the piece's.
+        const int first = batch.context_len(piece.request) + piece.q_begin - batch.query_start_loc[piece.request];
+        const int among = spec.mask.causal ? std::clamp(piece.key_end - first, 0, piece.q_end - piece.q_begin) : 0;
+        const int apart = piece.q_begin + among;
+        if (kind == kCausalPart)
+          add_range(rows, token_rows, piece, piece.q_begin, apart, true);
+        else
+          add_range(rows, token_rows, piece, apart, piece.q_end, !spec.mask.causal && piece.last);
+      }
+      rows.num_ranges = token_rows.size() - rows.first_range;
+    }
+    const MlaRound& of = pieces[i];
+    for (size_t p = 0; p < of.pieces.size(); ++p)
+      key_rows.push_back(
+          {.row = of.key_start[p], .request = of.pieces[p].request, .key = of.pieces[p].key_begin, .padding = 0, .first_block = 0});
+  }
+}
+
+Batch DeviceRounds::batch_of(size_t round, RoundKind kind) const {
+  const MlaRound& of = pieces[round];
+  Batch batch;
+  batch.query_start_loc = rounds[round].rows[kind].query_start_loc;
+  batch.seq_lens = of.seq_lens;
+  batch.kv_start_loc = TensorView::contiguous(const_cast<int32_t*>(of.key_start.data()), DType::i32, {int64_t(of.key_start.size())});
+  return batch;
+}
+
+}  // namespace imbrex::cuda

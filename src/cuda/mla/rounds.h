@@ -1,0 +1,50 @@
+#pragma once
+// The rounds of a step with expanded keys (mla/rounds.h), as a GPU computes them. Its kernels for prompts take no given positions: so the
+// queries of a piece are taken apart. Those whose own position is among the piece's keys see them up to it, which is a causal batch; those
+// behind see all of them, as in cross attention.
+#include <array>
+#include <vector>
+
+#include "attention/key_source.h"
+#include "cuda/mla_params.h"
+#include "imbrex/mla.h"
+#include "mla/rounds.h"
+
+namespace imbrex::cuda {
+
+// Whether requests under such a mask can be cut into such pieces.
+bool can_expand_on_device(const Mask&);
+
+enum RoundKind : size_t { kCausalPart, kWholePart, kNumRoundKinds };
+// The attention that the two kinds run, in their order.
+std::vector<AttentionSpec> round_specs(const MlaSpec&);
+
+// Rows of one kind in a round; its requests are the round's pieces, those of the other kind without queries.
+struct RoundRows {
+  std::vector<int32_t> query_start_loc;
+  size_t first_range = 0, num_ranges = 0;  // in DeviceRounds::token_rows
+  TokenRange tokens{0, 0};                 // of all rows, where these are neighbours
+  bool contiguous = false;
+  bool complete = true;  // each row is the only one of its token
+  int num_rows() const { return query_start_loc.back(); }
+};
+
+// The rounds of a step.
+struct DeviceRounds {
+  struct Round {
+    size_t first_key_range = 0;  // in key_rows, as many as there are pieces
+    std::array<RoundRows, kNumRoundKinds> rows;
+  };
+  std::vector<MlaRound> pieces;  // of the first num_rounds
+  std::vector<Round> rounds;     // likewise
+  size_t num_rounds = 0;
+  std::vector<TokenRows> token_rows;
+  std::vector<KeyRows> key_rows;
+
+  // Takes the requests of a batch for which expand[request] is not 0. Where their blocks begin is left to the caller.
+  void make(const MlaSpec&, const Batch&, const std::vector<char>& expand, int chunk);
+  // The batch of a kind; a view of this step.
+  Batch batch_of(size_t round, RoundKind) const;
+};
+
+}  // namespace imbrex::cuda

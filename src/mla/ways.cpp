@@ -1,0 +1,41 @@
+// See ways.h.
+#include "mla/ways.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace imbrex {
+
+std::string DecidedWay::str() const {
+  if (fixed) return {};
+  return fmt::format(", request {} of {} queries and {} keys is {}", request, q_len, seq_len, cost.str());
+}
+
+void decide_ways(const MlaSpec& spec, const WayRules& rules, const Batch& batch, MlaWays& ways) {
+  ways.expand.assign(size_t(batch.num_reqs()), 0);
+  ways.largest[0] = ways.largest[1] = {};
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
+    if (q_len == 0) continue;
+    DecidedWay decided{.request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !rules.may_expand || rules.expand.has_value()};
+    if (!decided.fixed) decided.cost = cost_of(spec, rules.rates, q_len, seq_len);
+    const bool expand = rules.may_expand && (rules.expand ? *rules.expand : decided.cost.expand());
+    ways.expand[size_t(r)] = expand;
+    DecidedWay& largest = ways.largest[size_t(expand)];
+    if (int64_t(q_len) * seq_len > int64_t(largest.q_len) * largest.seq_len) largest = decided;
+  }
+}
+
+// What expanding saves is linear in the number of keys, and convex in that of queries where there are no other keys: so it is largest at an
+// end of both. (A window only takes from what latent space costs.)
+bool ever_expands(const MlaSpec& spec, const WayRules& rules, const PlanLimits& limits) {
+  if (!rules.may_expand || rules.expand) return rules.may_expand && *rules.expand;
+  const int64_t all = limits.max_num_tokens, most = limits.max_query_len > 0 ? std::min<int64_t>(limits.max_query_len, all) : all;
+  for (const int64_t q_len : {int64_t{1}, std::min<int64_t>(most, limits.max_seq_len)})
+    for (const int64_t seq_len : {q_len, int64_t(limits.max_seq_len)})
+      if (cost_of(spec, rules.rates, q_len, seq_len).expand()) return true;
+  return false;
+}
+
+}  // namespace imbrex
