@@ -11,6 +11,8 @@
 #include "cuda/attention/write_kv.h"
 #include "cuda/driver/cubin.h"
 #include "cuda/driver/driver.h"
+#include "cuda/mla/rounds.h"
+#include "cuda/mla/steps.h"
 #include "cuda/ops/copy_blocks.h"
 #include "cuda/ops/gather.h"
 #include "cuda/ops/merge_results.h"
@@ -69,7 +71,39 @@ std::vector<LayerSpec> short_conv_sample() {
   return {specs.begin(), specs.end()};
 }
 
-constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv_keys, short_conv_sample}};
+std::vector<KernelKey> mla_keys(std::string_view arch, const LayerSpec& layer) {
+  const auto* const spec = std::get_if<MlaSpec>(&layer);
+  if (spec == nullptr) return {};
+  std::vector<KernelKey> keys = mla_kernels(arch, *spec, can_expand_on_device(spec->mask));
+  const AttentionSpec latent = spec->latent_spec();
+  for (const DType from : latent.new_kv_dtypes()) keys.push_back(write_latents_key(arch, latent, from));
+  return keys;
+}
+
+std::vector<LayerSpec> mla_sample() {
+  std::vector<LayerSpec> specs;
+  const auto add = [&](DType dtype, DType kv_dtype, KvFormat format) {
+    specs.emplace_back(MlaSpec{.num_heads = 16, .dtype = dtype, .kv_dtype = kv_dtype, .kv_format = format});
+  };
+  add(DType::bf16, DType::bf16, KvFormat::latent);
+  add(DType::f32, DType::f16, KvFormat::latent);
+  add(DType::bf16, DType::fp8_e4m3, KvFormat::fp8_ds_mla);
+  add(DType::f16, DType::fp8_e4m3, KvFormat::latent_rope);
+  return specs;
+}
+
+constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv_keys, short_conv_sample},
+                                          {"mla", "cuda_sm80", mla_keys, mla_sample}};
+
+// The attention that a layer runs: itself, or what a layer of latent attention is composed of.
+void add_attention_of(const LayerSpec& layer, std::vector<AttentionSpec>& to) {
+  if (const auto* attention = std::get_if<AttentionSpec>(&layer)) to.push_back(*attention);
+  const auto* const latent = std::get_if<MlaSpec>(&layer);
+  if (latent == nullptr) return;
+  to.push_back(latent->latent_spec());
+  if (latent->absorbed || !can_expand_on_device(latent->mask)) return;
+  for (const AttentionSpec& round : round_specs(*latent)) to.push_back(round);
+}
 
 PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
   const KernelKey& key = shipped.key;
@@ -111,7 +145,7 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
   };
   std::vector<AttentionSpec> of_attention;
   for (const LayerSpec& layer : specs)
-    if (const auto* spec = std::get_if<AttentionSpec>(&layer)) of_attention.push_back(*spec);
+    add_attention_of(layer, of_attention);
   for (const KernelFamily& family : kFamilies) {
     const auto add = [&](std::span<const AttentionSpec> all, Extent extent) {
       for (const AttentionSpec& spec : all) add_keys(family.name, family.keys(arch, spec, extent));

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "conformance/attention/judge.h"
+#include "conformance/mla/device_mirror.h"
 #include "imbrex/mla.h"
 
 namespace imbrex {
@@ -32,8 +33,10 @@ MlaCaseInputs make_inputs(const MlaCase&);
 using MlaPlanMaker =
     std::function<std::unique_ptr<MlaPlan>(const BackendOf<MlaFamily>&, const MlaSpec&, const DeviceInfo&, const PlanOptions&)>;
 
-// Runs a case as one of attention is run (run_case() of attention). Rows of RunResult::out have out_dim() elements.
-RunResult run_case(const BackendOf<MlaFamily>&, const DeviceInfo&, const MlaCaseInputs&, const RunOptions&, const MlaPlanMaker& = {});
+// Runs a case as one of attention is run (run_case() of attention), on a GPU through a mirror. Rows of RunResult::out have out_dim()
+// elements.
+RunResult run_case(const BackendOf<MlaFamily>&, const DeviceInfo&, const MlaCaseInputs&, const RunOptions&, const MlaPlanMaker& = {},
+                   const MlaMirrorOptions& = {});
 
 // The result in double precision, from keys and values of all heads, by attention's reference; and the tolerance rule of attention for
 // that. A plan in latent space rounds at other places than the naive computation, as often.

@@ -17,8 +17,8 @@ TensorView first_of_rows(const TensorView& t, int dim) { return t.slice(t.rank -
 // elements of each row are written.
 class MlaAsAttention final : public BackendOf<AttentionFamily> {
  public:
-  MlaAsAttention(const BackendOf<MlaFamily>& backend, const MlaCaseInputs& in, const MlaPlanMaker& make)
-      : backend_(backend), in_(in), make_(make) {}
+  MlaAsAttention(const BackendOf<MlaFamily>& backend, const MlaCaseInputs& in, const MlaPlanMaker& make, const MlaMirrorOptions& mirror)
+      : backend_(backend), in_(in), make_(make), mirror_(mirror) {}
   std::string_view name() const override { return backend_.name(); }
   std::string_view description() const override { return backend_.description(); }
   std::vector<Reason> unsupported(const AttentionSpec& spec, const DeviceInfo& device) const override {
@@ -26,7 +26,9 @@ class MlaAsAttention final : public BackendOf<AttentionFamily> {
   }
   std::unique_ptr<AttentionPlan> plan(const AttentionSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     const MlaSpec mla = mla_of(spec);
-    return std::make_unique<Plan>(mla, make_ ? make_(backend_, mla, device, options) : backend_.plan(mla, device, options), in_);
+    std::unique_ptr<MlaPlan> made = make_ ? make_(backend_, mla, device, options) : backend_.plan(mla, device, options);
+    if (device.device.type == DeviceType::cuda) made = device_mirror(std::move(made), device, mirror_);
+    return std::make_unique<Plan>(mla, std::move(made), in_);
   }
 
  private:
@@ -64,6 +66,7 @@ class MlaAsAttention final : public BackendOf<AttentionFamily> {
   const BackendOf<MlaFamily>& backend_;
   const MlaCaseInputs& in_;
   const MlaPlanMaker& make_;
+  MlaMirrorOptions mirror_;
 };
 
 // Rows of `dim` elements, of those of `length` in `all`.
@@ -108,8 +111,8 @@ MlaCaseInputs make_inputs(const MlaCase& c) {
 }
 
 RunResult run_case(const BackendOf<MlaFamily>& backend, const DeviceInfo& device, const MlaCaseInputs& in, const RunOptions& options,
-                   const MlaPlanMaker& make) {
-  RunResult result = run_case(MlaAsAttention(backend, in, make), device, in.attention, options);
+                   const MlaPlanMaker& make, const MlaMirrorOptions& mirror) {
+  RunResult result = run_case(MlaAsAttention(backend, in, make, mirror), device, in.attention, options);
   result.out = first_elements(result.out, in.spec.kv_lora_rank, in.spec.out_dim());
   return result;
 }

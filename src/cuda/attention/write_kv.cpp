@@ -122,7 +122,7 @@ void WriteKv::run_latents(const KvCache& cache, const TensorView& latent, const 
   } else {
     params.k = kv_side(cache.k, cache.k_scale, spec_);
     const RopePlace behind = rope_place(spec_, cache, params.k);
-    params.v = behind.side;
+    if (!rope.empty()) params.v = behind.side;
     wide = wide && has_wide_rows(cache.k) && behind.wide;
   }
   launch(params, wide, latent.dtype, rope.empty() ? latent.size(0) : std::min(latent.size(0), rope.size(0)), tokens, stream);

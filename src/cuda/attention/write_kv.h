@@ -6,6 +6,7 @@
 
 #include "attention/plan_checks.h"
 #include "cuda/driver/module.h"
+#include "cuda/params.h"
 #include "imbrex/kv_cache.h"
 
 namespace imbrex::cuda {

@@ -33,6 +33,7 @@ const std::string kCache = cache_folder();
 class FakeEnvironment : public testing::Environment {
   void SetUp() override {
     setenv("IMBREX_CUDA_DRIVER", IMBREX_FAKE_DRIVER, 1);
+    setenv("IMBREX_CUDA_CUBLASLT", IMBREX_FAKE_DRIVER, 1);
     setenv("IMBREX_CUDA_CACHE", kCache.c_str(), 1);
     unsetenv("IMBREX_CUDA_DUMP");
   }

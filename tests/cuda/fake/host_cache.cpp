@@ -35,7 +35,8 @@ void write_kv(const AttentionSpec& spec, const WriteKvParams& p, DType from) {
   for (int token = 0; token < tokens; ++token) {
     const long slot = p.slots[token * p.slot_stride];
     for (int head = 0; slot >= 0 && head < p.num_kv_heads; ++head) {
-      const bool apart = spec.kv_format == KvFormat::latent_rope;
+      // Two places of a latent: where the cache has them apart, and where new rows come so.
+      const bool apart = spec.kv_format == KvFormat::latent_rope || (codec_of(spec).values_in_keys && p.new_v.data != nullptr);
       write_rows(spec, p.k, p.new_k, from, apart ? spec.head_dim_v : spec.head_dim_qk, slot, token, head);
       if (apart)
         write_rows(spec, p.v, p.new_v, from, spec.head_dim_qk - spec.head_dim_v, slot, token, head);
@@ -53,8 +54,13 @@ void write_ds_mla(const AttentionSpec& spec, const WriteKvParams& p, DType from)
     const long slot = p.slots[token * p.slot_stride];
     if (slot < 0) continue;
     char* const record = p.k.data + slot / spec.block_size * p.k.block_stride + slot % spec.block_size * p.k.token_stride;
-    const KvRow row{.data = p.new_k.data + token * p.new_k.token_stride, .dtype = from, .stride = p.new_k.dim_stride / size_of(from)};
-    codec_of(spec).encode(spec, {.k = {.data = record}}, KvPart::k, {}, row);
+    std::vector<float> row;
+    for (int d = 0; d < spec.head_dim_qk; ++d) {
+      const bool latent = d < spec.head_dim_v;
+      const NewRows& rows = latent ? p.new_k : p.new_v;
+      row.push_back(load_as_float(rows.data + token * rows.token_stride + (latent ? d : d - spec.head_dim_v) * rows.dim_stride, from, 0));
+    }
+    codec_of(spec).encode(spec, {.k = {.data = record}}, KvPart::k, {}, {.data = row.data(), .dtype = DType::f32});
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
 
 #include "attention/kv_codec.h"
@@ -27,7 +28,8 @@
 namespace imbrex::cuda::fake {
 namespace {
 
-AttentionSpec spec;  // what a kernel is compiled for
+AttentionSpec spec;                                // what a kernel is compiled for
+std::map<std::string, AttentionSpec> specs_by_key;  // where there are several
 
 template <class T>
 T parameter(const Launch& launch, size_t index) {
@@ -322,6 +324,7 @@ DType type_named(const Launch& launch, const char* constant, std::span<const DTy
 
 // Entries are told apart by name; types, which are part of a real kernel, by the name of its module.
 void run_launch(const Launch& launch) {
+  if (const auto of = specs_by_key.find(launch.module); of != specs_by_key.end()) spec = of->second;
   const DType out = type_named(launch, "kOutType", spec.out_dtypes());
   if (launch.entry == "attention_sm80") return attention_and_merge(launch, parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "attention_sm90_decode") return attention_and_merge(launch, through_kv_maps(launch), out);
@@ -358,13 +361,24 @@ void put_into_cache(const KernelKey& key) {
     gpu::store_cached(gpu::kernel_cache_folder(), name, {.binary = key.str(), .log = ""});
 }
 
-void run_on_host(const AttentionSpec& of) {
-  spec = of;
+void run_on_host(const AttentionSpec& of) { run_on_host(std::span(&of, 1)); }
+
+void run_on_host(std::span<const AttentionSpec> all) {
   const std::string arch = "sm_90a";
-  for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
-    for (const KernelKey& key : plan_kernels(*kernels, arch, spec)) put_into_cache(key);
-  for (const DType from : spec.new_kv_dtypes())
-    if (spec.block_size > 0) put_into_cache(write_kv_key(arch, spec, from));
+  specs_by_key.clear();
+  for (const AttentionSpec& of : all) {
+    spec = of;
+    const auto put = [&](const KernelKey& key) {
+      put_into_cache(key);
+      if (all.size() > 1) specs_by_key[key.str()] = of;
+    };
+    for (const AttentionKernels* kernels : {&kernels_sm80, &kernels_sm90})
+      for (const KernelKey& key : plan_kernels(*kernels, arch, of)) put(key);
+    for (const DType from : of.new_kv_dtypes()) {
+      if (of.block_size > 0) put(write_kv_key(arch, of, from));
+      if (of.block_size > 0 && codec_of(of).values_in_keys) put(write_latents_key(arch, of, from));
+    }
+  }
   put_into_cache(gather_key(arch));
   put_into_cache(copy_blocks_key(arch));
   put_into_cache(merge_results_key(arch));

@@ -3,6 +3,7 @@
 #include <iostream>
 
 #include "cuda/attention/write_kv.h"
+#include "cuda/lanes/mla_variants.h"
 #include "cuda/lanes/short_conv_variants.h"
 #include "cuda/lanes/variants.h"
 
@@ -16,6 +17,7 @@ int main(int argc, char** argv) {
   };
   for (const imbrex::test::Variant& v : imbrex::test::variants()) write(v.name, v.key());
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
+  for (const imbrex::test::MlaVariant& v : imbrex::test::mla_variants()) write(v.name, v.key());
   imbrex::AttentionSpec records;
   records.q_dtype = imbrex::DType::f32, records.kv_format = imbrex::KvFormat::fp8_ds_mla;
   write("write_records", imbrex::cuda::write_kv_key("sm_90a", records, imbrex::DType::f32));
