@@ -39,6 +39,10 @@ TEST_P(MlaConformance, MatchesTheReference) {
       const Judgement forced = judge(expected, run_case(*target->backend, target->device, inputs, options, forced_way(expand, chunk)));
       EXPECT_TRUE(forced.pass()) << c->spec.str() << (expand ? " expanded by " : " in latent space ") << chunk << "\n" << forced.failure;
     }
+    if (c->attention.requests.size() > 2) {
+      const Judgement both = judge(expected, run_case(*target->backend, target->device, inputs, options, both_ways(33)));
+      EXPECT_TRUE(both.pass()) << c->spec.str() << " both ways\n" << both.failure;
+    }
   }
   if (c->attention.seed % 3 != 0) return;
   for (const Poison poison : {Poison::zero, Poison::ones}) {

@@ -20,6 +20,7 @@ std::vector<MlaWay> ways_of(const BackendOf<MlaFamily>& backend) {
   ways.push_back({"in latent space", forced_way(false, 0)});
   ways.push_back({"expanded", forced_way(true, 0)});
   ways.push_back({"expanded by 48 keys", forced_way(true, 48)});
+  ways.push_back({"both ways", both_ways(48)});
   return ways;
 }
 
@@ -113,7 +114,7 @@ TEST_P(MlaLaws, WithAGivenWayAPromptInStepsIsThePromptAtOnce) {
   for (const MlaSpec& spec : mla_law_specs()) {
     if (!runs(spec)) continue;
     for (const MlaWay& way : ways_of(*GetParam().backend)) {
-      if (is_composite(*GetParam().backend) && !way.make) continue;
+      if (is_composite(*GetParam().backend) && (!way.make || std::string_view(way.name) == "both ways")) continue;
       if (spec.mask.window_left >= 0) continue;  // the first piece begins where the first query's window does
       const MlaCase c = mla_law_case(spec, kMlaRequests);
       RunOptions options = default_options(c.attention);

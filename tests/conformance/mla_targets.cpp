@@ -22,13 +22,29 @@ const std::vector<MlaTarget>& mla_targets() {
   return all;
 }
 
-MlaPlanMaker forced_way(bool expand, int chunk_keys) {
+namespace {
+
+template <class Change>
+MlaPlanMaker with_parts(const Change& change) {
   return [=](const BackendOf<MlaFamily>& backend, const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
     MlaParts parts = dynamic_cast<const MlaCompositeBackend&>(backend).parts(spec, device, options);
-    parts.expand = expand;
-    parts.chunk_keys = chunk_keys;
+    change(parts);
     return make_mla_plan(spec, device, options, std::move(parts));
   };
+}
+
+}  // namespace
+
+MlaPlanMaker forced_way(bool expand, int chunk_keys) {
+  return with_parts([=](MlaParts& parts) { parts.expand = expand, parts.chunk_keys = chunk_keys; });
+}
+
+MlaPlanMaker both_ways(int chunk_keys) {
+  return with_parts([=](MlaParts& parts) {
+    constexpr double kFree = 1e30;
+    parts.rates = {.products = 1, .expansion = 10, .latent = kFree, .expanded = kFree, .bytes = kFree};
+    parts.chunk_keys = chunk_keys;
+  });
 }
 
 bool is_composite(const BackendOf<MlaFamily>& backend) { return dynamic_cast<const MlaCompositeBackend*>(&backend) != nullptr; }

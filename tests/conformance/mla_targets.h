@@ -19,6 +19,8 @@ const std::vector<MlaTarget>& mla_targets();
 
 // A maker of plans that send all requests one way, with chunks of so many keys.
 MlaPlanMaker forced_way(bool expand, int chunk_keys);
+// A maker of plans that expand keys, in chunks of so many, of requests with more queries than a tenth of their keys.
+MlaPlanMaker both_ways(int chunk_keys);
 bool is_composite(const BackendOf<MlaFamily>&);
 
 const MlaCaseInputs& inputs_of(const MlaCase&);
