@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "allocations.h"
 #include "conformance/mla/cases.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
@@ -127,6 +128,179 @@ TEST_F(FakeMla, CasesMatchTheReference) {
   EXPECT_GT(ran, 30);
   for (const char* entry : {"gather_latents_aligned", "gather_latents_unaligned", "copy_rows_16", "copy_rows_2", "add_parts"})
     EXPECT_TRUE(entries.contains(entry)) << entry;
+}
+
+// A step and the tensors of a layer, in memory that the fake driver takes for its own.
+class FakeMlaCalls : public FakeMla {
+ protected:
+  static constexpr Device kGpu{DeviceType::cuda, 0};
+  void SetUp() override {
+    FakeMla::SetUp();
+    if (IsSkipped()) return;
+    use(spec);
+    for (std::vector<uint16_t>* values : {&q, &kv_b, &cache, &out})
+      for (size_t i = 0; i < values->size(); ++i) (*values)[i] = uint16_t(0x3c00 + (i * 37 + values->size()) % 0x180);
+    in = {.q = view(q, {40, 4, 48}), .kv_b = view(kv_b, {4, 72, 64}), .kv = {.k = view(cache, {12, 16, 1, 80})}, .sinks = {}};
+    to = {.out = view(out, {40, 4, 40}), .lse = TensorView::contiguous(lse.data(), DType::f32, {40, 4}, kGpu)};
+  }
+  static TensorView view(std::vector<uint16_t>& values, std::initializer_list<int64_t> sizes) {
+    return TensorView::contiguous(values.data(), DType::bf16, sizes, kGpu);
+  }
+  struct Lengths {
+    std::vector<int32_t> starts, lens;
+  };
+  Batch batch_of(const Lengths& l) {
+    Batch batch;
+    batch.query_start_loc = l.starts, batch.seq_lens = l.lens;
+    batch.block_table = TensorView::contiguous(table.data(), DType::i32, {int64_t(l.lens.size()), 4});
+    return batch;
+  }
+  std::unique_ptr<MlaPlan> plan(const MlaPlanMaker& make, const PlanOptions& options) { return make(sm80, spec, device, options); }
+  std::vector<std::string> launched(const MlaPlan& p, Stream stream) {
+    fake::state().launches.clear();
+    p.run(in, to, stream);
+    std::vector<std::string> entries;
+    for (const fake::Launch& launch : fake::state().launches) entries.push_back(launch.entry);
+    return entries;
+  }
+  std::string results(const MlaPlan& p, DeviceStream& stream) {
+    std::fill(out.begin(), out.end(), uint16_t(0x2222));
+    p.run(in, to, stream.get());
+    stream.synchronize();
+    return std::string(reinterpret_cast<const char*>(out.data()), out.size() * 2);
+  }
+
+  MlaSpec spec{.num_heads = 4, .kv_lora_rank = 64, .qk_nope_dim = 32, .qk_rope_dim = 16, .v_dim = 40};
+  PlanOptions options{.limits = {.max_num_reqs = 3, .max_num_tokens = 40, .max_seq_len = 64}};
+  std::vector<uint16_t> q = std::vector<uint16_t>(40 * 4 * 48), kv_b = std::vector<uint16_t>(4 * 72 * 64),
+                        cache = std::vector<uint16_t>(12 * 16 * 80), out = std::vector<uint16_t>(40 * 4 * 40);
+  std::vector<float> lse = std::vector<float>(160);
+  std::vector<int32_t> table{4, 1, 7, 3, 0, 2, 5, 6, 8, 9, 10, 11};
+  const Lengths prompts{{0, 20, 21, 40}, {50, 33, 19}}, decode{{0, 1, 2, 3}, {40, 9, 64}};
+  MlaInputs in;
+  MlaOutputs to;
+};
+
+TEST_F(FakeMlaCalls, LaunchWhatTheyNeed) {
+  const auto stream = open_stream(device);
+  using Entries = std::vector<std::string>;
+  const auto latent = plan(forced(false, 0), options);
+  EXPECT_EQ(launched(*latent, stream->get()), Entries{});  // there is no step yet
+  latent->update(batch_of(decode), stream->get());
+  EXPECT_EQ(launched(*latent, stream->get()), (Entries{"copy_rows_16", "attention_sm80"}));  // products are not launched by the driver
+  in.q.data = q.data() + 1;  // no row is aligned
+  in.q.sizes[0] = 39;
+  EXPECT_EQ(launched(*latent, stream->get()), (Entries{"copy_rows_2", "copy_rows_2", "attention_sm80"}));
+  in.q = view(q, {40, 4, 48});
+  const auto expanded = plan(forced(true, 32), options);
+  expanded->update(batch_of(prompts), stream->get());
+  // A round has 32 keys: those of the first request's first 32; the rest of it beside 14 of the second one's, which are two pieces, and so on.
+  const Entries entries = launched(*expanded, stream->get());
+  EXPECT_EQ(std::ranges::count(entries, "gather_latents_aligned"), 4) << expanded->str();
+  EXPECT_EQ(std::ranges::count(entries, "add_parts"), std::ranges::count(entries, "attention_sm80"));
+  stream->synchronize();
+}
+
+TEST_F(FakeMlaCalls, CaptureStepsInLatentSpaceAlone) {
+  const auto stream = open_stream(device);
+  const auto latent = plan(forced(false, 0), options), expanded = plan(forced(true, 32), options);
+  EXPECT_TRUE(latent->capturable());
+  EXPECT_FALSE(expanded->capturable());
+  expanded->update(batch_of(prompts), stream->get());
+  stream->capture([&] { EXPECT_EQ(error_code([&] { expanded->run(in, to, stream->get()); }), "mla.run.captured"); });
+  // By its cost model, a plan of decode never expands, one of prompts may.
+  const auto chosen = [&](int most) {
+    return sm90.plan({.num_heads = 16}, device, {.limits = {.max_num_reqs = 2, .max_num_tokens = 4096, .max_query_len = most}, .load_on_demand = true});
+  };
+  use({.num_heads = 16});
+  EXPECT_FALSE(chosen(1)->capturable());  // since kernels are loaded on demand
+  use(spec);
+  latent->update(batch_of(decode), stream->get());
+  const std::string eager = results(*latent, *stream);
+  latent->update({}, stream->get());
+  const DeviceGraph graph = stream->capture([&] {
+    latent->run(in, to, stream->get());
+    EXPECT_EQ(error_code([&] { latent->update(batch_of(decode), stream->get()); }), "update.captured");
+  });
+  for (const Lengths& lengths : {decode, prompts}) {
+    latent->update(batch_of(lengths), stream->get());
+    const std::string wanted = results(*latent, *stream);
+    std::fill(out.begin(), out.end(), uint16_t(0x2222));
+    stream->replay(graph);
+    stream->synchronize();
+    EXPECT_EQ(std::string(reinterpret_cast<const char*>(out.data()), out.size() * 2) == wanted, true) << lengths.lens[0];
+  }
+  EXPECT_FALSE(eager.empty());
+  table[0] = 12;  // a block that the cache of the graph does not have
+  EXPECT_EQ(error_code([&] { latent->update(batch_of(decode), stream->get()); }), "update.captured_cache");
+}
+
+TEST_F(FakeMlaCalls, RefuseWhatIsWrong) {
+  const auto stream = open_stream(device);
+  const auto p = plan(forced(false, 0), options);
+  p->update(batch_of(decode), stream->get());
+  const auto run_code = [&](auto change) {
+    MlaInputs inputs = in;
+    MlaOutputs outputs = to;
+    change(inputs, outputs);
+    return error_code([&] { p->run(inputs, outputs, stream->get()); });
+  };
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.q.device = {}; }), "mla.run.q");
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.kv_b = {}; }), "mla.run.kv_b");
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.kv_b.data = i.kv_b.template as<char>() + 2; }), "mla.run.kv_b");
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.kv.k.sizes[0] = 5; }), "run.kv.block");
+  EXPECT_EQ(run_code([](auto&, auto& o) { o.out.sizes[2] = 32; }), "mla.run.out");
+  EXPECT_EQ(error_code([&] { p->update_on_device({}, stream->get()); }), "update.on_device");
+  Batch many = batch_of({{0, 10, 20, 41}, {50, 33, 60}});
+  EXPECT_EQ(error_code([&] { p->update(many, stream->get()); }), "batch.max_num_tokens");
+  EXPECT_EQ(sm90.unsupported(spec, probe_cpu()).at(0).str(), "device.type: wanted cuda, got cpu");
+  stream->synchronize();
+}
+
+// After an update of which anything has failed, the plan computes the step before, bit for bit; or no step, where the driver goes on
+// failing.
+template <class Fault>
+class FakeMlaUpdateGuarantee : public FakeMlaCalls {};
+using MlaFaults = testing::Types<fake::FailCall<false>, fake::FailCall<true>, imbrex::test::FailAllocation>;
+TYPED_TEST_SUITE(FakeMlaUpdateGuarantee, MlaFaults);
+
+TYPED_TEST(FakeMlaUpdateGuarantee, Holds) {
+  const auto stream = open_stream(this->device);
+  int failures = 0;
+  for (long number = 1; number < 400; ++number) {
+    const auto p = this->plan(this->both_ways(32), this->options);
+    p->update(this->batch_of(this->decode), stream->get());
+    const std::string before = this->results(*p, *stream), text = p->str();
+    bool updated = false, failed = false;
+    {
+      const TypeParam fault(number);
+      try {
+        p->update(this->batch_of(this->prompts), stream->get());
+        updated = true;
+      } catch (const std::exception&) {
+      }
+      failed = fault.has_failed();
+    }
+    if (!failed) break;
+    ++failures;
+    if (!updated) {
+      EXPECT_EQ(p->str(), text);
+      try {
+        EXPECT_TRUE(this->results(*p, *stream) == before) << number;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), "plan.no_step");
+        EXPECT_TRUE((std::is_same_v<TypeParam, fake::FailCall<true>>));
+      }
+    }
+    p->update(this->batch_of(this->prompts), stream->get());
+    const std::string after = this->results(*p, *stream);
+    const auto fresh = this->plan(this->both_ways(32), this->options);
+    fresh->update(this->batch_of(this->prompts), stream->get());
+    EXPECT_TRUE(this->results(*fresh, *stream) == after) << number;
+    EXPECT_FALSE(after == before);
+    if (this->HasFailure()) return;
+  }
+  EXPECT_GT(failures, 10);
 }
 
 }  // namespace

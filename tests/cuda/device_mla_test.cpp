@@ -1,0 +1,172 @@
+// Latent attention on a GPU: rows of products have the same bits whatever other rows there are; and how fast plans and products are. What
+// plans compute is tested with the cases of every backend (tests/conformance).
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <cstring>
+#include <random>
+
+#include "core/float_types.h"
+#include "cuda/driver/cublaslt.h"
+#include "cuda/gpu.h"
+#include "cuda/mla/head_products.h"
+#include "imbrex/device_stream.h"
+#include "imbrex/select.h"
+#include "mla/backend.h"
+
+namespace imbrex::cuda {
+namespace {
+
+class DeviceMla : public test::Gpu {
+ protected:
+  void SetUp() override {
+    Gpu::SetUp();
+    std::string why;
+    if (!IsSkipped() && cublaslt(&why) == nullptr) GTEST_SKIP() << why;
+    if (!IsSkipped()) s = open_stream(device);
+  }
+  void TearDown() override { s.reset(); }
+
+  DeviceTensor random_tensor(DType dtype, std::initializer_list<int64_t> sizes, float scale = 1) {
+    DeviceTensor t = s->tensor(dtype, sizes);
+    std::vector<char> values(size_t(t.view.num_elements() * size_of(dtype)));
+    const size_t drawn = std::min(values.size(), size_t(1) << 20);  // and then the same again, shifted
+    for (int64_t i = 0; i < int64_t(drawn) / size_of(dtype); ++i) store_from_float(values.data(), dtype, i, scale * normal_(random_));
+    for (size_t i = drawn; i < values.size(); ++i) values[i] = values[i - drawn];
+    s->upload(t.view.data, values.data(), int64_t(values.size()));
+    s->synchronize();
+    return t;
+  }
+  std::vector<char> bytes_of(const TensorView& contiguous) {
+    std::vector<char> bytes(size_t(contiguous.num_elements() * size_of(contiguous.dtype)));
+    s->download(bytes.data(), contiguous.data, int64_t(bytes.size()));
+    s->synchronize();
+    return bytes;
+  }
+
+  std::unique_ptr<DeviceStream> s;
+
+ private:
+  std::mt19937 random_{5};
+  std::normal_distribution<float> normal_;
+};
+
+TEST_F(DeviceMla, ARowOfProductsHasBitsOfItsOwn) {
+  const std::shared_ptr<void> workspace = s->allocate(kProductWorkspaceBytes);
+  const ProductPlace place{.stream = s->get(), .workspace = workspace.get()};
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const int heads : {1, 16, 128}) {
+      const MlaSpec spec{.num_heads = heads, .dtype = dtype, .kv_dtype = dtype};
+      const auto products = cublaslt_products(context, spec, {});
+      const DeviceTensor kv_b = random_tensor(dtype, {heads, 256, 512}, 0.05f);
+      constexpr int kRows = 300;
+      const DeviceTensor q = random_tensor(dtype, {kRows, heads, 128}), latent = random_tensor(dtype, {kRows, heads, 512});
+      const DeviceTensor absorbed = s->tensor(dtype, {kRows, heads, 512}), out = s->tensor(dtype, {kRows, heads, 128});
+      const auto run = [&](int first, int count) {
+        products->by_columns(q.view.slice(0, first, first + count), kv_b.view.slice(1, 0, 128),
+                             absorbed.view.slice(0, first, first + count), place);
+        products->by_rows(latent.view.slice(0, first, first + count), kv_b.view.slice(1, 128, 256), out.view.slice(0, first, first + count),
+                          place);
+      };
+      run(0, kRows);
+      const std::vector<char> all_absorbed = bytes_of(absorbed.view), all_out = bytes_of(out.view);
+      for (const int count : {1, 2, 7, 64, 129}) {
+        s->fill(absorbed.view.data, 0, int64_t(all_absorbed.size())), s->fill(out.view.data, 0, int64_t(all_out.size()));
+        for (int first = 0; first < kRows; first += count) run(first, std::min(count, kRows - first));
+        EXPECT_TRUE(bytes_of(absorbed.view) == all_absorbed) << to_string(dtype) << " " << heads << " heads, " << count << " rows";
+        EXPECT_TRUE(bytes_of(out.view) == all_out) << to_string(dtype) << " " << heads << " heads, " << count << " rows";
+      }
+    }
+}
+
+// --- speed: build/tests/cuda_tests --gtest_also_run_disabled_tests --gtest_filter='DeviceMlaSpeed.*'
+
+class DeviceMlaSpeed : public DeviceMla {
+ protected:
+  // Seconds of a call, the best of some rounds.
+  template <class Call>
+  double seconds(const Call& call) {
+    constexpr int kCalls = 5;
+    double best = 1e30;
+    for (int i = 0; i < 4; ++i) {
+      s->mark(0);
+      for (int j = 0; j < kCalls; ++j) call();
+      s->mark(1);
+      if (i > 0) best = std::min(best, s->seconds(0, 1) / kCalls);
+    }
+    return best;
+  }
+};
+
+// A request in latent space beside the same one with expanded keys, and what the cost model thinks of it.
+TEST_F(DeviceMlaSpeed, DISABLED_Ways) {
+  const auto* const backend = dynamic_cast<const MlaCompositeBackend*>(select<MlaFamily>(MlaSpec{.num_heads = 16}, device).backend);
+  ASSERT_NE(backend, nullptr);
+  std::printf("%s, %s\n", device.str().c_str(), std::string(backend->name()).c_str());
+  for (const int heads : {16, 128}) {
+    const MlaSpec spec{.num_heads = heads, .block_size = 64};
+    std::printf("%s: ms, TFLOP/s of attention alone if products took nothing; estimates\n", spec.str().c_str());
+    std::printf("  %6s %7s | %9s %9s | %9s %9s | %s\n", "q", "keys", "latent", "expanded", "TF latent", "TF exp.", "estimates");
+    for (const int seq_len : {2048, 8192, 32768, 131072})
+      for (const int q_len : {1, 16, 64, 128, 256, 512, 2048}) {
+        if (q_len > seq_len || (heads == 128 && int64_t(q_len) * seq_len > int64_t(1) << 27)) continue;
+        const int blocks = (seq_len + 63) / 64;
+        const DeviceTensor q = random_tensor(DType::bf16, {q_len, heads, 192}), kv_b = random_tensor(DType::bf16, {heads, 256, 512}, 0.05f);
+        const DeviceTensor cache = random_tensor(DType::bf16, {blocks, 64, 1, 576}), out = s->tensor(DType::bf16, {q_len, heads, 128});
+        std::vector<int32_t> starts{0, q_len}, lens{seq_len}, table;
+        for (int b = 0; b < blocks; ++b) table.push_back((b * 7 + 3) % blocks);
+        Batch batch;
+        batch.query_start_loc = starts, batch.seq_lens = lens;
+        batch.block_table = TensorView::contiguous(table.data(), DType::i32, {1, blocks});
+        const PlanOptions options{.limits = {.max_num_reqs = 1, .max_num_tokens = q_len, .max_seq_len = seq_len}, .out_dtype = DType::bf16};
+        double ms[2];
+        for (const bool expand : {false, true}) {
+          MlaParts parts = backend->parts(spec, device, options);
+          parts.expand = expand;
+          const auto plan = make_mla_plan(spec, device, options, std::move(parts));
+          plan->update(batch, s->get());
+          ms[expand] = 1e3 * seconds([&] {
+            plan->run({.q = q.view, .kv_b = kv_b.view, .kv = {.k = cache.view}, .sinks = {}}, {.out = out.view, .lse = {}}, s->get());
+          });
+        }
+        const double pairs = double(q_len) * seq_len - double(q_len) * (q_len - 1) / 2;
+        const auto rate = [&](bool expand) { return pairs * 2 * heads * (expand ? 320 : 1088) / ms[expand] * 1e-9; };
+        const MlaCost cost = cost_of(spec, backend->parts(spec, device, options).rates, q_len, seq_len);
+        std::printf("  %6d %7d | %9.3f %9.3f | %9.0f %9.0f | %s%s\n", q_len, seq_len, ms[0], ms[1], rate(false), rate(true),
+                    cost.str().c_str(), cost.expand() == (ms[1] < ms[0]) ? "" : "  WRONG");
+      }
+  }
+}
+
+// The products alone: of queries and outputs for so many tokens, of latents for so many keys.
+TEST_F(DeviceMlaSpeed, DISABLED_Products) {
+  const std::shared_ptr<void> workspace = s->allocate(kProductWorkspaceBytes);
+  const ProductPlace place{.stream = s->get(), .workspace = workspace.get()};
+  for (const int heads : {16, 128}) {
+    const MlaSpec spec{.num_heads = heads};
+    const auto products = cublaslt_products(context, spec, {});
+    const DeviceTensor kv_b = random_tensor(DType::bf16, {heads, 256, 512}, 0.05f);
+    std::printf("%d heads, us and TFLOP/s: W_UK of queries; W_UV of outputs; both of keys\n", heads);
+    for (const int rows : {1, 8, 32, 64, 128, 256, 1024, 4096}) {
+      const DeviceTensor q = random_tensor(DType::bf16, {rows, heads, 192}), latent = random_tensor(DType::bf16, {rows, heads, 576});
+      const DeviceTensor out = s->tensor(DType::bf16, {rows, heads, 128}), k = s->tensor(DType::bf16, {rows, heads, 192});
+      const double flops = 2. * rows * heads * 128 * 512;
+      const double uk = seconds([&] {
+        products->by_columns(q.view.slice(2, 0, 128), kv_b.view.slice(1, 0, 128), latent.view.slice(2, 0, 512), place);
+      });
+      const TensorView from = TensorView::contiguous(latent.view.data, DType::bf16, {rows, heads, 512}, device.device);
+      const double uv = seconds([&] { products->by_rows(from, kv_b.view.slice(1, 128, 256), out.view, place); });
+      TensorView each_head = TensorView::contiguous(latent.view.data, DType::bf16, {rows, 1, 512}, device.device);
+      each_head.sizes[1] = heads, each_head.strides[1] = 0;
+      const double keys = seconds([&] {
+        products->by_rows(each_head, kv_b.view.slice(1, 0, 128), k.view.slice(2, 0, 128), place);
+        products->by_rows(each_head, kv_b.view.slice(1, 128, 256), out.view, place);
+      });
+      std::printf("  %5d rows: %8.1f %5.0f; %8.1f %5.0f; %8.1f %5.0f\n", rows, uk * 1e6, flops / uk * 1e-12, uv * 1e6, flops / uv * 1e-12,
+                  keys * 1e6, 2 * flops / keys * 1e-12);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cuda
