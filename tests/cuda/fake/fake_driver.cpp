@@ -225,8 +225,8 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void* code, int*, void**, u
   if (const CUresult result = unsafe(); result != 0) return result;
   const std::lock_guard lock(mutex);
   if (const CUresult result = begin(); result != 0) return result;
-  ++the_state.libraries, ++the_state.library_loads;
-  return *library = new CUlib_st{static_cast<const char*>(code), {}}, kCudaSuccess;
+  *library = new CUlib_st{static_cast<const char*>(code), {}};
+  return ++the_state.libraries, ++the_state.library_loads, kCudaSuccess;
 }
 CUresult cuLibraryUnload(CUlibrary library) {
   if (const CUresult result = unsafe(); result != 0) return result;
