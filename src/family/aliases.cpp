@@ -8,7 +8,7 @@ namespace {
 using Names = std::vector<std::string_view>;
 
 constexpr std::string_view kCuda = "the CUDA backends";
-constexpr std::string_view kCudaMla = "latent attention (MLA) on NVIDIA GPUs; waits for the CUDA backends of the MLA family";
+constexpr std::string_view kCudaMla = "latent attention (MLA) on NVIDIA GPUs";
 constexpr std::string_view kCpuMla = "latent attention (MLA) on a CPU";
 constexpr std::string_view kSparse = "sparse attention (indexer and selected keys); waits for the sparse family";
 constexpr std::string_view kRecurrent = "a linear or state-space layer; waits for the recurrent family";
@@ -48,7 +48,8 @@ std::vector<BackendAlias> make_aliases() {
         "B12X", "TRITON_FLASHINFER", "TRITON_FLASH_ATTN"});
   vllm("trees of draft tokens on GPUs; waits for speculative trees, a custom mask serves small ones", {}, {"TREE_ATTN"});
   vllm(kQuantised, {}, {"TURBOQUANT"});
-  vllm(kCudaMla, {}, {"FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "TRITON_MLA", "TOKENSPEED_MLA", "TRTLLM_RAGGED"});
+  for (const char* name : {"FLASHMLA", "FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "TRITON_MLA", "TOKENSPEED_MLA", "TRTLLM_RAGGED"})
+    list.push_back({"vllm", name, cuda_backends(), kCudaMla, MlaFamily::name});
   list.push_back({"vllm", "CPU_MLA", cpu_backends(), kCpuMla, MlaFamily::name});
   list.push_back({"vllm", "AMX_MLA", {"cpu_amx"}, kCpuMla, MlaFamily::name});
   vllm(kSparse, {},
@@ -68,7 +69,8 @@ std::vector<BackendAlias> make_aliases() {
   sglang(kCuda, cuda_backends(),
          {"flashinfer", "fa3", "fa4", "triton", "flex_attention", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"});
   sglang("dual-chunk attention (Qwen2.5-1M) on NVIDIA GPUs; waits for the sparse family", {}, {"dual_chunk_flash_attn"});
-  sglang(kCudaMla, {}, {"flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"});
+  for (const char* name : {"flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"})
+    list.push_back({"sglang", name, cuda_backends(), kCudaMla, MlaFamily::name});
   sglang(kSparse, {}, {"dsa", "nsa", "dsv4", "compressed"});
   sglang(kOther, {}, {"aiter", "wave", "ascend", "intel_xpu"});
   sglang(kRecurrent, {}, {"gdn", "kda", "lightning", "mamba2"});

@@ -90,7 +90,7 @@ TEST_F(Cli, SelectRefusesLaterFamiliesByName) {
   EXPECT_FALSE(j["candidates"].empty());
 }
 
-// Both ways of latent attention, and what is still missing on GPUs.
+// Both ways of latent attention.
 TEST_F(Cli, SelectExplainsLatentAttention) {
   const Ran ran = run("select --model deepseek-v3 --device 'avx512,8 threads' -v");
   EXPECT_EQ(ran.code, 0) << ran.err;
@@ -99,9 +99,11 @@ TEST_F(Cli, SelectExplainsLatentAttention) {
         "with expanded keys (first of 3 that run it) by cpu_avx512", "workspace_keys 1664"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   EXPECT_TRUE(contains(run("select --model kimi-k2 --device 'amx,8 threads' --backend AMX_MLA").out, "cpu_amx (forced"));
-  const Ran gpu = run("select --model deepseek-v3 --device h200");
-  EXPECT_EQ(gpu.code, 3);
-  EXPECT_TRUE(contains(gpu.out, "device.type: wanted cpu, got cuda")) << gpu.out;
+  const Ran gpu = run("select --model deepseek-v3 --device h200 -v");
+  EXPECT_EQ(gpu.code, 0) << gpu.err;
+  for (const char* part : {"cuda_sm90 (first of 2 that run it)", "in latent space by cuda_sm90, decode (1 query): attention_sm90_latent",
+                           "by cuda_sm90, prefill (33 queries or more): attention_sm90 with", "workspace_keys 6656"})
+    EXPECT_TRUE(contains(gpu.out, part)) << part << "\n" << gpu.out;
 }
 
 TEST_F(Cli, EnvironmentForcesABackend) {

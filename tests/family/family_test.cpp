@@ -137,7 +137,7 @@ TEST(Family, OneNameForcesTheFamiliesThatHaveIt) {
   EXPECT_EQ(names("reference"), Names("reference", "reference"));
   EXPECT_EQ(names("intel_amx"), Names("cpu_avx512", "cpu_amx")) << "an alias of attention";
   EXPECT_EQ(names("SHORT_CONV"), Names("cpu_avx512", "cpu_amx")) << "an alias of the other";
-  for (const char* nobody : {"no_such", "FLASHMLA"}) {
+  for (const char* nobody : {"no_such", "FLASHMLA_SPARSE"}) {
     EXPECT_EQ(test::error_code([&] { select<ShortConvFamily>(conv, amx, {.forced = nobody}); }), "select.forced") << nobody;
     EXPECT_EQ(test::error_code([&] { select<AttentionFamily>(attention, amx, {.forced = nobody}); }), "select.forced") << nobody;
   }

@@ -4,79 +4,32 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <map>
 #include <set>
 
 #include "allocations.h"
 #include "conformance/mla/cases.h"
-#include "cuda/fake/fake_driver.h"
-#include "cuda/fake/host_kernels.h"
-#include "cuda/lanes/mla_variants.h"
-#include "cuda/mla/rounds.h"
+#include "cuda/fake/mla_texts.h"
 #include "expect_error.h"
 #include "mla/backend.h"
-#ifdef IMBREX_LANES
-#include "cuda/lanes/library.h"
-#endif
 
 namespace imbrex::cuda {
 namespace {
 
-using imbrex::test::error_code, imbrex::test::mla_variants, imbrex::test::MlaVariant;
-
-#ifdef IMBREX_LANES
-// The kernel of a launch, as a library.
-void run_text(const fake::Launch& launch, const std::string& variant) {
-  static std::map<std::string, imbrex::test::Library> libraries;
-  const bool gathers = launch.entry.starts_with("gather_latents");
-  const std::string name = launch.entry + "_" + (gathers ? variant : "latents_bf16");
-  if (!libraries.contains(name)) libraries[name] = imbrex::test::open_library(name);
-  libraries[name].run(launch.all_params.at(0).data(), nullptr, {.blocks = int(std::min(launch.grid_x, 3u))});
-}
-#endif
+using imbrex::test::error_code;
 
 class FakeMla : public testing::Test {
  protected:
   void SetUp() override {
-#ifndef IMBREX_LANES
-    GTEST_SKIP() << "builds with sanitizers have no libraries of kernels for the host";
-#endif
+    if (!fake::has_mla_texts()) GTEST_SKIP() << "builds with sanitizers have no libraries of kernels for the host";
   }
   ~FakeMla() override {
     drop_mla_mirrors();
-    fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear();
-  }
-
-  // The library of gather_latents.cu for a spec's types; empty: there is none.
-  static std::string variant_of(const MlaSpec& spec) {
-    for (const MlaVariant& v : mla_variants())
-      if (v.runs(spec)) return v.name;
-    return {};
-  }
-
-  // Plans of this spec compute from now on.
-  static void use(const MlaSpec& spec) {
-    std::vector<AttentionSpec> specs{spec.latent_spec()};
-    if (!spec.absorbed && can_expand_on_device(spec.mask))
-      for (const AttentionSpec& round : round_specs(spec)) specs.push_back(round);
-    fake::run_on_host(specs);
-    for (const KernelKey& key : {gather_latents_key("sm_90a", spec), copy_rows_key("sm_90a"), add_parts_key("sm_90a")})
-      fake::put_into_cache(key);
-    for (const char* entry : {"gather_latents_aligned", "gather_latents_unaligned"})
-      fake::state().param_sizes[entry] = {sizeof(GatherLatentsParams)};
-    for (const char* entry : {"copy_rows_16", "copy_rows_2"}) fake::state().param_sizes[entry] = {sizeof(CopyRowsParams)};
-    fake::state().param_sizes["add_parts"] = {sizeof(AddPartsParams)};
-#ifdef IMBREX_LANES
-    fake::state().on_launch = [others = fake::state().on_launch, name = variant_of(spec)](const fake::Launch& launch) {
-      const bool ours = launch.entry.starts_with("gather_latents") || launch.entry.starts_with("copy_rows") || launch.entry == "add_parts";
-      ours ? run_text(launch, name) : others(launch);
-    };
-#endif
+    fake::forget_texts();
   }
 
   static MlaPlanMaker forced(bool expand, int chunk) {
     return [=](const BackendOf<MlaFamily>& backend, const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
-      use(spec);
+      fake::use_mla_texts(spec);
       MlaParts parts = dynamic_cast<const MlaCompositeBackend&>(backend).parts(spec, device, options);
       parts.expand = expand, parts.chunk_keys = chunk;
       return make_mla_plan(spec, device, options, std::move(parts));
@@ -86,7 +39,7 @@ class FakeMla : public testing::Test {
   // Requests with more queries than a tenth of their keys are expanded.
   static MlaPlanMaker both_ways(int chunk) {
     return [=](const BackendOf<MlaFamily>& backend, const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) {
-      use(spec);
+      fake::use_mla_texts(spec);
       MlaParts parts = dynamic_cast<const MlaCompositeBackend&>(backend).parts(spec, device, options);
       parts.rates = {.products = 1, .expansion = 10, .latent = 1e30, .expanded = 1e30, .bytes = 1e30}, parts.chunk_keys = chunk;
       return make_mla_plan(spec, device, options, std::move(parts));
@@ -114,7 +67,7 @@ TEST_F(FakeMla, CasesMatchTheReference) {
     };
     for (const Way& way : {Way{"in latent space", forced(false, 0), false}, Way{"in a graph", forced(false, 0), false, true},
                            Way{"expanded by 128", forced(true, 128)}, Way{"expanded by 24", forced(true, 24)}, Way{"both ways", both_ways(40)}}) {
-      if (way.expands && (c.spec.absorbed || !can_expand_on_device(c.spec.mask) || variant_of(c.spec).empty())) continue;
+      if (way.expands && (c.spec.absorbed || !can_expand_on_device(c.spec.mask) || fake::gather_variant_of(c.spec).empty())) continue;
       const RunResult result = run_case(backend, device, inputs, options, way.make, {.in_graph = way.in_graph});
       const Judgement judgement = judge(expected, result);
       EXPECT_TRUE(judgement.pass()) << c.attention.name << " " << way.name << ": " << judgement.failure;
@@ -137,7 +90,7 @@ class FakeMlaCalls : public FakeMla {
   void SetUp() override {
     FakeMla::SetUp();
     if (IsSkipped()) return;
-    use(spec);
+    fake::use_mla_texts(spec);
     for (std::vector<uint16_t>* values : {&q, &kv_b, &cache, &out})
       for (size_t i = 0; i < values->size(); ++i) (*values)[i] = uint16_t(0x3c00 + (i * 37 + values->size()) % 0x180);
     in = {.q = view(q, {40, 4, 48}), .kv_b = view(kv_b, {4, 72, 64}), .kv = {.k = view(cache, {12, 16, 1, 80})}, .sinks = {}};
@@ -214,14 +167,16 @@ TEST_F(FakeMlaCalls, CaptureStepsInLatentSpaceAlone) {
   expanded->update(batch_of(prompts), stream->get());
   stream->capture([&] { EXPECT_EQ(error_code([&] { expanded->run(in, to, stream->get()); }), "mla.run.captured"); });
   // By its cost model, a plan of decode never expands, one of prompts may.
-  const auto chosen = [&](int most) {
-    return sm90.plan({.num_heads = 16}, device, {.limits = {.max_num_reqs = 2, .max_num_tokens = 4096, .max_query_len = most}, .load_on_demand = true});
-  };
-  use({.num_heads = 16});
-  EXPECT_FALSE(chosen(1)->capturable());  // since kernels are loaded on demand
-  use(spec);
+  const MlaSpec large{.num_heads = 16};
+  for (const auto& [most, captures] : {std::pair(1, true), {4, true}, {0, false}}) {
+    PlanOptions chosen{.limits = {.max_num_reqs = 2, .max_num_tokens = 2048, .max_seq_len = 1 << 13, .max_query_len = most}};
+    fake::use_mla_texts(large);
+    EXPECT_EQ(sm90.plan(large, device, chosen)->capturable(), captures) << most;
+    chosen.load_on_demand = true;
+    EXPECT_FALSE(sm90.plan(large, device, chosen)->capturable());
+  }
+  fake::use_mla_texts(spec);
   latent->update(batch_of(decode), stream->get());
-  const std::string eager = results(*latent, *stream);
   latent->update({}, stream->get());
   const DeviceGraph graph = stream->capture([&] {
     latent->run(in, to, stream->get());
@@ -235,7 +190,6 @@ TEST_F(FakeMlaCalls, CaptureStepsInLatentSpaceAlone) {
     stream->synchronize();
     EXPECT_EQ(std::string(reinterpret_cast<const char*>(out.data()), out.size() * 2) == wanted, true) << lengths.lens[0];
   }
-  EXPECT_FALSE(eager.empty());
   table[0] = 12;  // a block that the cache of the graph does not have
   EXPECT_EQ(error_code([&] { latent->update(batch_of(decode), stream->get()); }), "update.captured_cache");
 }
