@@ -35,9 +35,9 @@ struct GatherLatentsParams {
   const KeyRows* ranges;    // [num_ranges], rows rising
   int num_ranges, num_rows;
   int block_size, rank, rope_dim, num_heads;
-  char* to;                               // [num_rows, rank] of kTo, contiguous
-  char* to_rope;                          // of the first row and head
-  long to_rope_token, to_rope_head;       // strides
+  char* to;                          // [num_rows, rank] of kTo, contiguous
+  char* to_rope;                     // of the first row and head
+  long to_rope_token, to_rope_head;  // strides
 };
 
 struct CopyRowsParams {
@@ -46,7 +46,7 @@ struct CopyRowsParams {
   long from_row, from_head, to_row, to_head;
   const TokenRows* ranges;  // [num_ranges], rows rising; null: row i is token i
   int num_ranges;
-  bool from_tokens;         // `from` has a row for each token, and `to` for each row; else it is the other way around
+  bool from_tokens;  // `from` has a row for each token, and `to` for each row; else it is the other way around
   int num_rows, num_heads;
   int bytes;                // of a head's row
   const int* num_rows_now;  // on the device, at most num_rows are copied then; null: num_rows
@@ -59,8 +59,8 @@ struct AddPartsParams {
   float* sum_lse;         // [tokens, num_heads]
   const float* sinks;     // [num_heads] or null
   char* out;
-  float* lse;             // or null
-  long out_token, out_head;              // bytes
+  float* lse;                             // or null
+  long out_token, out_head;               // bytes
   long lse_token, lse_head, sink_stride;  // elements
   const TokenRows* ranges;                // [num_ranges], rows rising
   int num_ranges, num_rows, num_heads, dim;

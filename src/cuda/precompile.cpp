@@ -144,8 +144,7 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
       if (names.insert(cache_name(key)).second) shipped.push_back({family, std::move(key)});
   };
   std::vector<AttentionSpec> of_attention;
-  for (const LayerSpec& layer : specs)
-    add_attention_of(layer, of_attention);
+  for (const LayerSpec& layer : specs) add_attention_of(layer, of_attention);
   for (const KernelFamily& family : kFamilies) {
     const auto add = [&](std::span<const AttentionSpec> all, Extent extent) {
       for (const AttentionSpec& spec : all) add_keys(family.name, family.keys(arch, spec, extent));

@@ -45,12 +45,8 @@ std::vector<Reason> MlaCompositeBackend::unsupported(const MlaSpec& spec, const 
 }
 
 MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
-  MlaParts parts{.name = std::string(name()),
-                 .hardware = &hardware_,
-                 .latent = &latent_,
-                 .expanded = nullptr,
-                 .products = nullptr,
-                 .rates = rates_};
+  MlaParts parts{
+      .name = std::string(name()), .hardware = &hardware_, .latent = &latent_, .expanded = nullptr, .products = nullptr, .rates = rates_};
   if (spec.absorbed) return parts;
   if (expands(spec, hardware_)) parts.expanded = expanded_of(spec, hardware_, device).backend;
   parts.products = hardware_.products(spec, device, options);

@@ -27,7 +27,7 @@ std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa, const ParallelFor&);  //
 
 namespace {
 
-constexpr int kKeyUnit = 128;                           // keys of a chunk are a multiple of it, as those of attention's blocks are
+constexpr int kKeyUnit = 128;  // keys of a chunk are a multiple of it, as those of attention's blocks are
 
 class CompositePlan final : public MlaPlan {
  public:
@@ -235,15 +235,14 @@ std::unique_ptr<MlaPlan> plan_on_host(const MlaSpec& spec, const DeviceInfo& dev
 
 }  // namespace
 
-const MlaHardware mla_on_cpus{
-    .refusals = [](const MlaSpec&, const DeviceInfo&) { return std::vector<Reason>(); },
-    .products = [](const MlaSpec&, const DeviceInfo& device,
-                   const PlanOptions& options) { return cpu_head_products(device.isa, options.threads); },
-    .can_expand = can_expand,
-    .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
-    .expanded_bytes = int64_t{128} << 20,
-    .plan = plan_on_host,
-    .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int) { return int64_t{0}; }};
+const MlaHardware mla_on_cpus{.refusals = [](const MlaSpec&, const DeviceInfo&) { return std::vector<Reason>(); },
+                              .products = [](const MlaSpec&, const DeviceInfo& device,
+                                             const PlanOptions& options) { return cpu_head_products(device.isa, options.threads); },
+                              .can_expand = can_expand,
+                              .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
+                              .expanded_bytes = int64_t{128} << 20,
+                              .plan = plan_on_host,
+                              .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int) { return int64_t{0}; }};
 
 std::unique_ptr<MlaPlan> make_mla_plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
   const MlaHardware& hardware = *parts.hardware;

@@ -19,7 +19,8 @@ struct MlaHardware {
   // What the kind lacks for a spec, beside attention.
   std::vector<Reason> (*refusals)(const MlaSpec&, const DeviceInfo&);
   std::unique_ptr<HeadProducts> (*products)(const MlaSpec&, const DeviceInfo&, const PlanOptions&);  // the device has to be present
-  // Whether requests under such a mask can be cut into pieces, and the attention that rounds of pieces run, which a backend has to run all of.
+  // Whether requests under such a mask can be cut into pieces, and the attention that rounds of pieces run, which a backend has to run all
+  // of.
   bool (*can_expand)(const Mask&);
   std::vector<AttentionSpec> (*rounds)(const MlaSpec&);
   int64_t expanded_bytes;  // of keys and values that are expanded at a time
@@ -28,11 +29,12 @@ struct MlaHardware {
 };
 
 struct MlaParts {
-  std::string name;                            // of the backend
-  const MlaHardware* hardware;                 //
-  const BackendOf<AttentionFamily>* latent;    // runs latent_spec()
-  const BackendOf<AttentionFamily>* expanded;  // runs the hardware's rounds; null: not used, since the spec is absorbed or its mask forbids it
-  std::unique_ptr<HeadProducts> products;      // null where the spec is absorbed
+  std::string name;                          // of the backend
+  const MlaHardware* hardware;               //
+  const BackendOf<AttentionFamily>* latent;  // runs latent_spec()
+  const BackendOf<AttentionFamily>*
+      expanded;                            // runs the hardware's rounds; null: not used, since the spec is absorbed or its mask forbids it
+  std::unique_ptr<HeadProducts> products;  // null where the spec is absorbed
   MlaRates rates;
   int chunk_keys = 0;          // of a piece; 0: workspace_keys()
   std::optional<bool> expand;  // which way all requests take, where tests say it

@@ -18,7 +18,8 @@ void decide_ways(const MlaSpec& spec, const WayRules& rules, const Batch& batch,
   for (int r = 0; r < batch.num_reqs(); ++r) {
     const int q_len = batch.query_len(r), seq_len = batch.seq_lens[r];
     if (q_len == 0) continue;
-    DecidedWay decided{.request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !rules.may_expand || rules.expand.has_value()};
+    DecidedWay decided{
+        .request = r, .q_len = q_len, .seq_len = seq_len, .cost = {}, .fixed = !rules.may_expand || rules.expand.has_value()};
     if (!decided.fixed) decided.cost = cost_of(spec, rules.rates, q_len, seq_len);
     const bool expand = rules.may_expand && (rules.expand ? *rules.expand : decided.cost.expand());
     ways.expand[size_t(r)] = expand;

@@ -13,8 +13,9 @@ namespace imbrex {
 struct DecidedWay {
   int request = -1, q_len = 0, seq_len = 0;
   MlaCost cost;
-  bool fixed = false;       // the cost was not asked
-  std::string str() const;  // ", request 3 of 70 queries and 300 keys is 2.1 ms in latent space, 0.9 ms expanded"; nothing where it is fixed
+  bool fixed = false;  // the cost was not asked
+  std::string str()
+      const;  // ", request 3 of 70 queries and 300 keys is 2.1 ms in latent space, 0.9 ms expanded"; nothing where it is fixed
 };
 
 struct MlaWays {

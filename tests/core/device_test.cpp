@@ -187,7 +187,8 @@ TEST(Env, TheTableIsComplete) {
     EXPECT_STRNE(variable.meaning, "");
   }
   EXPECT_EQ(names, (std::set<std::string>{"IMBREX_CPU_ISA", "IMBREX_BACKEND", "IMBREX_PLUGINS", "IMBREX_NUM_THREADS", "IMBREX_LOG",
-                                          "IMBREX_CUDA_CACHE", "IMBREX_CUDA_DUMP", "IMBREX_CUDA_DRIVER", "IMBREX_CUDA_NVRTC", "IMBREX_CUDA_CUBLASLT"}));
+                                          "IMBREX_CUDA_CACHE", "IMBREX_CUDA_DUMP", "IMBREX_CUDA_DRIVER", "IMBREX_CUDA_NVRTC",
+                                          "IMBREX_CUDA_CUBLASLT"}));
 }
 
 }  // namespace

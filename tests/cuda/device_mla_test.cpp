@@ -125,9 +125,10 @@ TEST_F(DeviceMlaSpeed, DISABLED_Ways) {
           parts.expand = expand;
           const auto plan = make_mla_plan(spec, device, options, std::move(parts));
           plan->update(batch, s->get());
-          ms[expand] = 1e3 * seconds([&] {
-            plan->run({.q = q.view, .kv_b = kv_b.view, .kv = {.k = cache.view}, .sinks = {}}, {.out = out.view, .lse = {}}, s->get());
-          });
+          ms[expand] =
+              1e3 * seconds([&] {
+                plan->run({.q = q.view, .kv_b = kv_b.view, .kv = {.k = cache.view}, .sinks = {}}, {.out = out.view, .lse = {}}, s->get());
+              });
         }
         const double pairs = double(q_len) * seq_len - double(q_len) * (q_len - 1) / 2;
         const auto rate = [&](bool expand) { return pairs * 2 * heads * (expand ? 320 : 1088) / ms[expand] * 1e-9; };
@@ -151,9 +152,8 @@ TEST_F(DeviceMlaSpeed, DISABLED_Products) {
       const DeviceTensor q = random_tensor(DType::bf16, {rows, heads, 192}), latent = random_tensor(DType::bf16, {rows, heads, 576});
       const DeviceTensor out = s->tensor(DType::bf16, {rows, heads, 128}), k = s->tensor(DType::bf16, {rows, heads, 192});
       const double flops = 2. * rows * heads * 128 * 512;
-      const double uk = seconds([&] {
-        products->by_columns(q.view.slice(2, 0, 128), kv_b.view.slice(1, 0, 128), latent.view.slice(2, 0, 512), place);
-      });
+      const double uk =
+          seconds([&] { products->by_columns(q.view.slice(2, 0, 128), kv_b.view.slice(1, 0, 128), latent.view.slice(2, 0, 512), place); });
       const TensorView from = TensorView::contiguous(latent.view.data, DType::bf16, {rows, heads, 512}, device.device);
       const double uv = seconds([&] { products->by_rows(from, kv_b.view.slice(1, 128, 256), out.view, place); });
       TensorView each_head = TensorView::contiguous(latent.view.data, DType::bf16, {rows, 1, 512}, device.device);

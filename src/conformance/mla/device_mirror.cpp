@@ -61,7 +61,8 @@ class MlaMirrorPlan final : public MlaPlan {
 
   void run(const MlaInputs& in, const MlaOutputs& out, Stream) const override {
     MlaMirrorMemory& m = *memory_;
-    const MlaInputs inputs{.q = m.take(m.q, in.q), .kv_b = m.take(m.kv_b, in.kv_b), .kv = m.take(in.kv), .sinks = m.take(m.sinks, in.sinks)};
+    const MlaInputs inputs{
+        .q = m.take(m.q, in.q), .kv_b = m.take(m.kv_b, in.kv_b), .kv = m.take(in.kv), .sinks = m.take(m.sinks, in.sinks)};
     const MlaOutputs outputs{.out = m.take(m.out, out.out), .lse = m.take(m.lse, out.lse)};
     options_.in_graph && plan_->capturable() ? replay(inputs, outputs) : plan_->run(inputs, outputs, m.stream->get());
     m.out.give_back(out.out, "out", *m.stream);
@@ -73,7 +74,7 @@ class MlaMirrorPlan final : public MlaPlan {
 
  private:
   void replay(const MlaInputs& in, const MlaOutputs& out) const {
-    const std::array<TensorView, 9> tensors{in.q,       in.kv_b, in.kv.k, in.kv.k_scale, in.kv.k_rope, in.kv.k_rope_scale,
+    const std::array<TensorView, 9> tensors{in.q,     in.kv_b, in.kv.k, in.kv.k_scale, in.kv.k_rope, in.kv.k_rope_scale,
                                             in.sinks, out.out, out.lse};
     if (!graph_ || !std::equal(tensors.begin(), tensors.end(), captured_.begin(), is_same_place)) {
       graph_ = memory_->stream->capture([&] { plan_->run(in, out, memory_->stream->get()); });

@@ -29,32 +29,32 @@ struct cublasLtMatmulHeuristicResult_t {
 };
 
 // X(our name, value, name there)
-#define IMBREX_CUBLASLT_CONSTANTS(X)                                                              \
-  X(kCublasSuccess, 0, CUBLAS_STATUS_SUCCESS)                                                     \
-  X(kCublasNotInitialized, 1, CUBLAS_STATUS_NOT_INITIALIZED)                                      \
-  X(kCublasNotSupported, 15, CUBLAS_STATUS_NOT_SUPPORTED)                                         \
-  X(kCublasNoTranspose, 0, CUBLAS_OP_N)                                                           \
-  X(kCublasTranspose, 1, CUBLAS_OP_T)                                                             \
-  X(kCublasCompute32F, 68, CUBLAS_COMPUTE_32F)                                                    \
-  X(kCudaReal32F, 0, CUDA_R_32F)                                                                  \
-  X(kCudaReal16F, 2, CUDA_R_16F)                                                                  \
-  X(kCudaReal16BF, 14, CUDA_R_16BF)                                                               \
-  X(kLtDescTransA, 3, CUBLASLT_MATMUL_DESC_TRANSA)                                                \
-  X(kLtLayoutRows, 2, CUBLASLT_MATRIX_LAYOUT_ROWS)                                                \
-  X(kLtLayoutCols, 3, CUBLASLT_MATRIX_LAYOUT_COLS)                                                \
-  X(kLtLayoutLd, 4, CUBLASLT_MATRIX_LAYOUT_LD)                                                    \
-  X(kLtLayoutBatchCount, 5, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT)                                   \
-  X(kLtLayoutBatchOffset, 6, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET)                         \
-  X(kLtPreferWorkspaceBytes, 1, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES)                         \
-  X(kLtPreferReductions, 3, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK)                           \
-  X(kLtPreferAlignmentA, 5, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES)                           \
-  X(kLtPreferAlignmentB, 6, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES)                           \
-  X(kLtPreferAlignmentC, 7, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES)                           \
-  X(kLtPreferAlignmentD, 8, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES)                           \
-  X(kLtReductionNone, 0, CUBLASLT_REDUCTION_SCHEME_NONE)                                          \
-  X(kLtAlgoId, 0, CUBLASLT_ALGO_CONFIG_ID)                                                        \
-  X(kLtAlgoTile, 1, CUBLASLT_ALGO_CONFIG_TILE_ID)                                                 \
-  X(kLtAlgoSplitK, 2, CUBLASLT_ALGO_CONFIG_SPLITK_NUM)                                            \
+#define IMBREX_CUBLASLT_CONSTANTS(X)                                      \
+  X(kCublasSuccess, 0, CUBLAS_STATUS_SUCCESS)                             \
+  X(kCublasNotInitialized, 1, CUBLAS_STATUS_NOT_INITIALIZED)              \
+  X(kCublasNotSupported, 15, CUBLAS_STATUS_NOT_SUPPORTED)                 \
+  X(kCublasNoTranspose, 0, CUBLAS_OP_N)                                   \
+  X(kCublasTranspose, 1, CUBLAS_OP_T)                                     \
+  X(kCublasCompute32F, 68, CUBLAS_COMPUTE_32F)                            \
+  X(kCudaReal32F, 0, CUDA_R_32F)                                          \
+  X(kCudaReal16F, 2, CUDA_R_16F)                                          \
+  X(kCudaReal16BF, 14, CUDA_R_16BF)                                       \
+  X(kLtDescTransA, 3, CUBLASLT_MATMUL_DESC_TRANSA)                        \
+  X(kLtLayoutRows, 2, CUBLASLT_MATRIX_LAYOUT_ROWS)                        \
+  X(kLtLayoutCols, 3, CUBLASLT_MATRIX_LAYOUT_COLS)                        \
+  X(kLtLayoutLd, 4, CUBLASLT_MATRIX_LAYOUT_LD)                            \
+  X(kLtLayoutBatchCount, 5, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT)           \
+  X(kLtLayoutBatchOffset, 6, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET) \
+  X(kLtPreferWorkspaceBytes, 1, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES) \
+  X(kLtPreferReductions, 3, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK)   \
+  X(kLtPreferAlignmentA, 5, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES)   \
+  X(kLtPreferAlignmentB, 6, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES)   \
+  X(kLtPreferAlignmentC, 7, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES)   \
+  X(kLtPreferAlignmentD, 8, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES)   \
+  X(kLtReductionNone, 0, CUBLASLT_REDUCTION_SCHEME_NONE)                  \
+  X(kLtAlgoId, 0, CUBLASLT_ALGO_CONFIG_ID)                                \
+  X(kLtAlgoTile, 1, CUBLASLT_ALGO_CONFIG_TILE_ID)                         \
+  X(kLtAlgoSplitK, 2, CUBLASLT_ALGO_CONFIG_SPLITK_NUM)                    \
   X(kLtAlgoReduction, 3, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME)
 
 // clang-format off

@@ -3,8 +3,8 @@
 //
 // A warp takes a row of a head. Memory: a part is read once, a sum at most read once and written once.
 #include "convert.cuh"
-#include "mla_rows.cuh"
 #include "cuda/params.h"
+#include "mla_rows.cuh"
 
 namespace imbrex::cuda {
 
@@ -33,11 +33,11 @@ DEVICE void add_row(const AddPartsParams& p, int row, int head) {
   const TokenRows range = p.ranges[range_of(p.ranges, p.num_ranges, row)];
   const long token = range.token + row - range.row, of_part = long(row) * p.num_heads + head, of_sum = token * p.num_heads + head;
   const int lane = lane_id();
-  const float *const part = p.part + of_part * p.dim;
+  const float* const part = p.part + of_part * p.dim;
   float* const sum = p.sum + of_sum * p.dim;
   Joined joined{p.part_lse[of_part], 0.f, is_empty(p.part_lse[of_part]) ? 0.f : 1.f};
   if (!range.first) joined = join(p.sum_lse[of_sum], p.part_lse[of_part]);
-  __syncwarp();  // all lanes have read sum_lse
+  __syncwarp();                    // all lanes have read sum_lse
   const auto value = [&](int d) {  // what weighs nothing may be anything
     const float old = joined.before != 0.f ? joined.before * sum[d] : 0.f;
     return joined.now != 0.f ? old + joined.now * part[d] : old;

@@ -3,9 +3,9 @@
 //
 // A warp takes a key. Memory: a record is read once; a latent is written once, its rope part once for each head, which is most of it: 128
 // heads of 64 elements of 16 bits are 16 KiB a key.
+#include "cuda/params.h"
 #include "eight.cuh"
 #include "mla_rows.cuh"
-#include "cuda/params.h"
 
 namespace imbrex::cuda {
 
@@ -71,7 +71,8 @@ DEVICE void gather_key(const GatherLatentsParams& p, int row) {
       if constexpr (kLatentFormat == kDsMlaRecords) {
         e = read_eight<kBf16, vector>(record + kDsMlaRopeAt + piece * 16, 2, 1.f);
       } else if constexpr (kLatentFormat == kRopeInTensor) {
-        e = read_eight<kFrom, vector>(record_of(p.rope, block, offset) + piece * 8 * p.rope.dim_stride, p.rope.dim_stride, scale_of(p.rope));
+        e = read_eight<kFrom, vector>(record_of(p.rope, block, offset) + piece * 8 * p.rope.dim_stride, p.rope.dim_stride,
+                                      scale_of(p.rope));
       } else {
         e = read_eight<kFrom, vector>(record + (p.rank + piece * 8) * p.latents.dim_stride, p.latents.dim_stride, scale);
       }

@@ -1,5 +1,5 @@
-// See head_products.h. cuBLASLt's matrices are column by column, so that a product's columns are the rows that a step brings: to^T [n, rows]
-// = weight^T [n, k] * from^T [k, rows], for each head.
+// See head_products.h. cuBLASLt's matrices are column by column, so that a product's columns are the rows that a step brings: to^T [n,
+// rows] = weight^T [n, k] * from^T [k, rows], for each head.
 #include "cuda/mla/head_products.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// See mla_plan.h. What a plan is made of, and its update: which way each request takes, what the members compute, and lists of rows and keys
-// for the device.
+// See mla_plan.h. What a plan is made of, and its update: which way each request takes, what the members compute, and lists of rows and
+// keys for the device.
 #include "cuda/mla/mla_plan.h"
 
 #include <fmt/format.h>
@@ -60,7 +60,8 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
   write_kv_ = std::make_unique<WriteKv>(context_, arch, latent_spec_, true);
   workspace_->reserve(places_.bytes);
 
-  const int64_t pieces = expands ? most_pieces(limits, chunk_) : 0, all_blocks = (int64_t(limits.max_seq_len) + spec.block_size - 1) / spec.block_size;
+  const int64_t pieces = expands ? most_pieces(limits, chunk_) : 0,
+                all_blocks = (int64_t(limits.max_seq_len) + spec.block_size - 1) / spec.block_size;
   ArrayLayout layout;  // what every step sends comes first
   num_tokens_ = layout.add<int>(1);
   latent_rows_ = layout.add<TokenRows>(expands ? limits.max_num_reqs : 0);
@@ -196,7 +197,8 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
 }
 
 void DeviceMlaPlan::write_kv(const KvCache& cache, const TensorView& latent, const TensorView& rope, Stream stream) const {
-  check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept", str());
+  check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
+        str());
   const Step& step = steps_.now();
   check_write(spec_, device_.device, cache, latent, rope, step.slots, step.num_tokens, step.reach);
   const CurrentContext current(*context_);

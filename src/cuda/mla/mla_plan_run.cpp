@@ -26,7 +26,8 @@ TensorView DeviceMlaPlan::in_scratch(const Memory& memory, int64_t place, DType 
 }
 
 void DeviceMlaPlan::run(const MlaInputs& in, const MlaOutputs& out, Stream stream) const {
-  check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept", str());
+  check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
+        str());
   const Step& step = steps_.now();
   check_run(spec_, device_.device, in, out, step.num_tokens, step.reach);
   const CurrentContext current(*context_);
@@ -40,10 +41,11 @@ void DeviceMlaPlan::run(const MlaInputs& in, const MlaOutputs& out, Stream strea
         "expected an output of {}, as the plan was asked for, got one of {}", to_string(options_.out_dtype.value_or(out.out.dtype)),
         to_string(out.out.dtype));
   const Memory memory{.scratch = workspace_->memory(), .stream = cu, .captured = captured};
-  check(!memory.captured || capturable(), "mla.run.captured",
-        "expected a plan whose limits keep every request in latent space, so that a graph can replay any step, got one of {} query tokens of "
-        "a request",
-        options_.limits.max_query_len > 0 ? options_.limits.max_query_len : options_.limits.max_num_tokens);
+  check(
+      !memory.captured || capturable(), "mla.run.captured",
+      "expected a plan whose limits keep every request in latent space, so that a graph can replay any step, got one of {} query tokens of "
+      "a request",
+      options_.limits.max_query_len > 0 ? options_.limits.max_query_len : options_.limits.max_num_tokens);
   if (memory.captured || step.latent.num_tokens > 0) run_latent(step, in, out, memory);
   for (size_t i = 0; i < step.rounds.num_rounds; ++i) run_round(step, i, in, out, memory);
   if (memory.captured && (captured_scratch_.empty() || captured_scratch_.back() != memory.scratch))
@@ -126,7 +128,8 @@ void DeviceMlaPlan::run_part(const Step& step, size_t round, RoundKind kind, con
     launches_->copy_rows(in.q, inputs.q, Tokens::from, list, num_rows, nullptr, memory.stream);
   }
   if (part.contiguous && part.complete && !spec_.sinks)
-    return plan.run(inputs, {.out = rows(out.out, part.tokens.begin, part.tokens.end), .lse = rows(out.lse, part.tokens.begin, part.tokens.end)},
+    return plan.run(inputs,
+                    {.out = rows(out.out, part.tokens.begin, part.tokens.end), .lse = rows(out.lse, part.tokens.begin, part.tokens.end)},
                     memory.stream);
   const PartialResult result{.out = in_scratch(memory, places_.part_out, DType::f32, num_rows, heads, spec_.v_dim),
                              .lse = in_scratch(memory, places_.part_lse, DType::f32, num_rows, heads, 0)};

@@ -88,22 +88,21 @@ void MlaSteps::gather(const KvCache& cache, const RoundKeys& keys, const TensorV
   set_sides(attention, with_values(attention, cache), sides);
   const int64_t unit = is_fp8(spec_.kv_dtype) && spec_.kv_format != KvFormat::fp8_ds_mla ? 8 : 16;  // as load_eight() reads
   const bool aligned = is_aligned(cache.k, unit) && (cache.k_rope.empty() || is_aligned(cache.k_rope, unit));
-  const GatherLatentsParams params{
-      .latents = side_of(sides.k),
-      .rope = side_of(sides.v),
-      .block_ids = keys.block_ids,
-      .block_starts = keys.block_starts,
-      .ranges = keys.list.ranges,
-      .num_ranges = keys.list.count,
-      .num_rows = keys.num_keys,
-      .block_size = spec_.block_size,
-      .rank = spec_.kv_lora_rank,
-      .rope_dim = spec_.qk_rope_dim,
-      .num_heads = spec_.num_heads,
-      .to = latents.as<char>(),
-      .to_rope = k.as<char>() + spec_.qk_nope_dim * size_of(k.dtype),
-      .to_rope_token = byte_stride(k, 0),
-      .to_rope_head = byte_stride(k, 1)};
+  const GatherLatentsParams params{.latents = side_of(sides.k),
+                                   .rope = side_of(sides.v),
+                                   .block_ids = keys.block_ids,
+                                   .block_starts = keys.block_starts,
+                                   .ranges = keys.list.ranges,
+                                   .num_ranges = keys.list.count,
+                                   .num_rows = keys.num_keys,
+                                   .block_size = spec_.block_size,
+                                   .rank = spec_.kv_lora_rank,
+                                   .rope_dim = spec_.qk_rope_dim,
+                                   .num_heads = spec_.num_heads,
+                                   .to = latents.as<char>(),
+                                   .to_rope = k.as<char>() + spec_.qk_nope_dim * size_of(k.dtype),
+                                   .to_rope_token = byte_stride(k, 0),
+                                   .to_rope_head = byte_stride(k, 1)};
   (aligned ? gather_aligned_ : gather_unaligned_).launch(shape_of(keys.num_keys, kWarps), stream, params);
 }
 

@@ -44,7 +44,8 @@ class MlaSteps {
     int num_keys;
     const int *block_ids, *block_starts;
   };
-  // Reads latents into `latents` [keys, 1, kv_lora_rank] and rope parts into the ends of rows of `k` [keys, heads, qk_dim], both in scratch.
+  // Reads latents into `latents` [keys, 1, kv_lora_rank] and rope parts into the ends of rows of `k` [keys, heads, qk_dim], both in
+  // scratch.
   void gather(const KvCache&, const RoundKeys&, const TensorView& latents, const TensorView& k, CUstream) const;
 
   // Adds the parts of a round's rows to `sum`, whose rows are the tokens of the batch, or writes them out where they are the last ones.

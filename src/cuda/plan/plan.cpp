@@ -11,7 +11,7 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int64_t kMaxHostMask = int64_t(64) << 20;   // bytes of host custom masks
+constexpr int64_t kMaxHostMask = int64_t(64) << 20;  // bytes of host custom masks
 
 bool has_flat(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {
   return table.flat != nullptr && table.flat->kernel(arch, spec, regime).entry != nullptr;

@@ -96,9 +96,10 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
   if (attribute == kLtPreferReductions) set(preference->reductions, value, bytes);
   return kCublasSuccess;
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference,
-                                              int most, cublasLtMatmulHeuristicResult_t* results, int* count) {
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                                              cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t preference, int most, cublasLtMatmulHeuristicResult_t* results,
+                                              int* count) {
   if (most < 2 || preference->reductions != 0 || !fit(desc, a, b, d)) return kInvalidValue;
   results[0] = {.algo = {{kSplits}}, .workspace_bytes = 0, .state = kCublasSuccess, .waves = 1, .reserved = {}};
   results[1] = {.algo = {{kWhole}}, .workspace_bytes = 16, .state = kCublasSuccess, .waves = 1, .reserved = {}};
@@ -115,10 +116,10 @@ cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t* 
   *static_cast<int32_t*>(value) = algo->data[0] == kSplits ? 4 : 1;
   return kCublasSuccess;
 }
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a, cublasLtMatrixLayout_t a_layout,
-                              const void* b, cublasLtMatrixLayout_t b_layout, const void* beta, const void* c, cublasLtMatrixLayout_t,
-                              void* d, cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo, void* workspace,
-                              size_t workspace_bytes, CUstream stream) {
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t a_layout, const void* b, cublasLtMatrixLayout_t b_layout, const void* beta,
+                              const void* c, cublasLtMatrixLayout_t, void* d, cublasLtMatrixLayout_t d_layout,
+                              const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes, CUstream stream) {
   if (const CUresult result = fake::failure(); result != 0) return 13;
   const bool plain = *static_cast<const float*>(alpha) == 1 && *static_cast<const float*>(beta) == 0 && c == d;
   if (!plain || !fit(desc, a_layout, b_layout, d_layout) || algo->data[0] != kWhole || workspace == nullptr || workspace_bytes < 16)

@@ -28,7 +28,7 @@
 namespace imbrex::cuda::fake {
 namespace {
 
-AttentionSpec spec;                                // what a kernel is compiled for
+AttentionSpec spec;                                 // what a kernel is compiled for
 std::map<std::string, AttentionSpec> specs_by_key;  // where there are several
 
 template <class T>

@@ -65,8 +65,9 @@ TEST_F(FakeMla, CasesMatchTheReference) {
       MlaPlanMaker make;
       bool expands = true, in_graph = false;
     };
-    for (const Way& way : {Way{"in latent space", forced(false, 0), false}, Way{"in a graph", forced(false, 0), false, true},
-                           Way{"expanded by 128", forced(true, 128)}, Way{"expanded by 24", forced(true, 24)}, Way{"both ways", both_ways(40)}}) {
+    for (const Way& way :
+         {Way{"in latent space", forced(false, 0), false}, Way{"in a graph", forced(false, 0), false, true},
+          Way{"expanded by 128", forced(true, 128)}, Way{"expanded by 24", forced(true, 24)}, Way{"both ways", both_ways(40)}}) {
       if (way.expands && (c.spec.absorbed || !can_expand_on_device(c.spec.mask) || fake::gather_variant_of(c.spec).empty())) continue;
       const RunResult result = run_case(backend, device, inputs, options, way.make, {.in_graph = way.in_graph});
       const Judgement judgement = judge(expected, result);
@@ -141,14 +142,14 @@ TEST_F(FakeMlaCalls, LaunchWhatTheyNeed) {
   EXPECT_EQ(launched(*latent, stream->get()), Entries{});  // there is no step yet
   latent->update(batch_of(decode), stream->get());
   EXPECT_EQ(launched(*latent, stream->get()), (Entries{"copy_rows_16", "attention_sm80"}));  // products are not launched by the driver
-  in.q.data = q.data() + 1;  // no row is aligned
+  in.q.data = q.data() + 1;                                                                  // no row is aligned
   in.q.sizes[0] = 39;
   EXPECT_EQ(launched(*latent, stream->get()), (Entries{"copy_rows_2", "copy_rows_2", "attention_sm80"}));
   in.q = view(q, {40, 4, 48});
   const auto expanded = plan(forced(true, 32), options);
   expanded->update(batch_of(prompts), stream->get());
-  // A round has 32 keys, and the requests are cut into 32 and 18, 32 and 1, and 19. The first round's two queries that are among its keys see
-  // no others: attention writes their outputs. The last round has a step of decode beside one of prefill.
+  // A round has 32 keys, and the requests are cut into 32 and 18, 32 and 1, and 19. The first round's two queries that are among its keys
+  // see no others: attention writes their outputs. The last round has a step of decode beside one of prefill.
   const Entries entries = launched(*expanded, stream->get());
   const auto count = [&](std::string_view name) {
     return std::ranges::count_if(entries, [&](const std::string& entry) { return entry.starts_with(name); });
