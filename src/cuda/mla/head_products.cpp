@@ -18,8 +18,9 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes
-// The numbers of rows for which an algorithm is chosen, and for which it has to do.
+// The numbers of rows for which algorithms are proposed, those of tokens and of keys in their order, and for which one has to do.
 constexpr uint64_t kUsualTokens = 128, kUsualKeys = 2048;
+constexpr uint64_t kProposedRows[2][4] = {{kUsualTokens, 16, 1, kUsualKeys}, {kUsualKeys, kUsualTokens, 16, 1}};
 constexpr uint64_t kCheckedRows[] = {1, 2, 16, 100, kUsualTokens, kUsualKeys, 8192};
 constexpr int kMostProposals = 16;
 
@@ -110,6 +111,20 @@ class Product {
 
   const Shape& shape() const { return shape_; }
 
+  // Computes a row from zeros, so that the driver loads the kernel now: otherwise it would at the first call, which may be captured.
+  void load(const ContextPtr& context) {
+    const int64_t weight = int64_t(shape_.n) * shape_.k * size_of(shape_.from), from = shape_.k * size_of(shape_.from);
+    const DeviceBuffer memory = zeroed(context, size_t(kProductWorkspaceBytes + weight + from + shape_.n * size_of(shape_.to)));
+    const OwnedStream stream(context);
+    char* const data = memory.as<char>() + kProductWorkspaceBytes;
+    // With one matrix of each kind: all heads compute the same.
+    const auto row = [](char* at, DType dtype, int64_t dim) { return TensorView::contiguous(at, dtype, {1, 1, dim}); };
+    const int64_t columns = shape_.columns ? shape_.n : shape_.k;
+    run(row(data + weight, shape_.from, shape_.k), TensorView::contiguous(data, shape_.from, {1, shape_.n * shape_.k / columns, columns}),
+        row(data + weight + from, shape_.to, shape_.n), {.stream = stream.get(), .workspace = memory.as<void>()});
+    stream.synchronize();
+  }
+
   void run(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace& place) {
     const auto column = [](const TensorView& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : std::max(t.size(2), t.stride(dim)); };
     const auto head = [](const TensorView& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; };
@@ -127,7 +142,7 @@ class Product {
  private:
   void set_rows(uint64_t rows) { from_.set_columns(rows), to_.set_columns(rows); }
 
-  // The first of cuBLASLt's proposals for the usual number of rows that adds up each sum in one sequence and does for every other number.
+  // The first of cuBLASLt's proposals for usual numbers of rows that adds up each sum in one sequence and does for every other number.
   void choose() {
     const CublasLtApi& lt = need_cublaslt();
     cublasLtMatmulPreference_t made = nullptr;
@@ -140,18 +155,21 @@ class Product {
     prefer(kLtPreferReductions, uint32_t(kLtReductionNone));
     for (const int alignment : {kLtPreferAlignmentA, kLtPreferAlignmentB, kLtPreferAlignmentC, kLtPreferAlignmentD})
       prefer(alignment, uint32_t(kAlignment));
-    set_rows(shape_.shared_rows ? kUsualKeys : kUsualTokens);
-    std::array<cublasLtMatmulHeuristicResult_t, kMostProposals> proposals{};
-    int count = 0;
-    check_cublaslt(lt.cublasLtMatmulAlgoGetHeuristic(handle_->get(), desc_.get(), weight_.get(), from_.get(), to_.get(), to_.get(), made,
-                                                     kMostProposals, proposals.data(), &count),
-                   "find an algorithm for rows of {} by {} columns of a weight", shape_.k, shape_.n);
-    for (int i = 0; i < count; ++i) {
-      algorithm_ = proposals[size_t(i)].algo;
-      if (proposals[size_t(i)].state == kCublasSuccess && is_whole() && does_for_all()) return;
+    int all = 0;
+    for (const uint64_t rows : kProposedRows[shape_.shared_rows ? 1 : 0]) {
+      set_rows(rows);
+      std::array<cublasLtMatmulHeuristicResult_t, kMostProposals> proposals{};
+      int count = 0;
+      const cublasStatus_t status = lt.cublasLtMatmulAlgoGetHeuristic(handle_->get(), desc_.get(), weight_.get(), from_.get(), to_.get(),
+                                                                      to_.get(), made, kMostProposals, proposals.data(), &count);
+      for (int i = 0; status == kCublasSuccess && i < count; ++i) {
+        algorithm_ = proposals[size_t(i)].algo;
+        if (proposals[size_t(i)].state == kCublasSuccess && is_whole() && does_for_all()) return;
+      }
+      all += count;
     }
     fail("cuda.cublaslt", "expected an algorithm of cuBLASLt for rows of {} by {} columns of {} that does not split sums, got none of {}",
-         shape_.k, shape_.n, to_string(shape_.from), count);
+         shape_.k, shape_.n, to_string(shape_.from), all);
   }
 
   // Whether a sum is made by one thread block, in one sequence.
@@ -184,9 +202,12 @@ class CublasLtProducts final : public HeadProducts {
  public:
   CublasLtProducts(const std::shared_ptr<const Context>& context, const MlaSpec& spec, std::optional<DType> out) : context_(context) {
     const CurrentContext current(*context);
+    const RelaxedCapture relaxed;
     const std::shared_ptr<LtHandle> handle = handle_of(*context);
     const auto add = [&](const Shape& shape) {
-      if (find(shape) == nullptr) products_.push_back(std::make_unique<Product>(handle, shape, spec.num_heads));
+      if (find(shape) != nullptr) return;
+      products_.push_back(std::make_unique<Product>(handle, shape, spec.num_heads));
+      products_.back()->load(context);
     };
     const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, v = spec.v_dim;
     const DType type = spec.dtype;
