@@ -260,12 +260,18 @@ TEST(Mla, IsSelectedWithReasons) {
   EXPECT_EQ(selection.backend->name(), "cpu_generic");
   EXPECT_EQ(select<MlaFamily>(spec, describe_device("avx512,4 threads")).backend->name(), "cpu_avx512");
   EXPECT_EQ(select<MlaFamily>(spec, describe_device("amx,4 threads")).backend->name(), "cpu_amx");
-  ASSERT_FALSE(selection.candidates[0].reasons.empty());
-  EXPECT_EQ(selection.candidates[0].reasons[0].code, "device.isa");
+  const auto amx = std::ranges::find_if(selection.candidates, [](const auto& c) { return c.backend->name() == "cpu_amx"; });
+  ASSERT_NE(amx, selection.candidates.end());
+  ASSERT_FALSE(amx->reasons.empty());
+  EXPECT_EQ(amx->reasons[0].code, "device.isa");
   MlaSpec half = spec;
   half.dtype = half.kv_dtype = DType::f16;
   EXPECT_EQ(select<MlaFamily>(half, describe_device("amx,4 threads")).backend->name(), "cpu_avx512");
-  const auto on_gpu = select<MlaFamily>(spec, describe_device("h200"));
+  EXPECT_EQ(select<MlaFamily>(spec, describe_device("h200")).backend->name(), "cuda_sm90");
+  EXPECT_EQ(select<MlaFamily>(spec, describe_device("a100")).backend->name(), "cuda_sm80");
+  DeviceInfo old = describe_device("h200");
+  old.sm = 75;
+  const auto on_gpu = select<MlaFamily>(spec, old);
   EXPECT_EQ(on_gpu.backend, nullptr);
   ASSERT_FALSE(on_gpu.proposals.empty());
   EXPECT_TRUE(on_gpu.proposals.back().starts_with("device cpu: ")) << on_gpu.proposals.back();
@@ -273,6 +279,25 @@ TEST(Mla, IsSelectedWithReasons) {
   ASSERT_EQ(kernels.size(), 2u);
   EXPECT_TRUE(kernels[0].requests.starts_with("in latent space by cpu_generic")) << kernels[0].requests;
   EXPECT_TRUE(kernels[1].requests.starts_with("with expanded keys (first of 3 that run it) by cpu_avx512")) << kernels[1].requests;
+}
+
+// Known without a GPU, and no larger for longer requests than for those of a round.
+TEST(Mla, AGpusWorkspaceFollowsFromTheLimits) {
+  const MlaSpec spec{.num_heads = 128};
+  const BackendOf<MlaFamily>& backend = *find_backend<MlaFamily>("cuda_sm90");
+  const auto bytes = [&](const MlaSpec& of, const PlanLimits& limits) {
+    return backend.workspace_bytes(of, describe_device("h200"), {.limits = limits});
+  };
+  const int64_t small = bytes(spec, {.max_num_tokens = 64, .max_seq_len = 8192});
+  EXPECT_EQ(small, bytes(spec, {.max_num_tokens = 64, .max_seq_len = 1 << 20}));
+  EXPECT_GT(small, int64_t{512} << 20);  // the keys of a round
+  const int64_t large = bytes(spec, {.max_num_tokens = 8192});
+  EXPECT_GE(large, int64_t{8192} * 128 * (576 + 512) * 2);
+  EXPECT_LT(large, int64_t{3} << 30);
+  MlaSpec absorbed = spec;
+  absorbed.absorbed = true;
+  EXPECT_EQ(bytes(absorbed, {}),
+            find_backend<AttentionFamily>("cuda_sm90")->workspace_bytes(spec.latent_spec(), describe_device("h200"), {}));
 }
 
 // A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.

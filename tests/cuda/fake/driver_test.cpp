@@ -5,6 +5,8 @@
 
 #include <thread>
 
+#include "cuda/driver/cublaslt.h"
+#include "cuda/driver/open_library.h"
 #include "cuda/fake/fake_driver.h"
 #include "expect_error.h"
 #include "imbrex/device.h"
@@ -74,6 +76,25 @@ TEST(Nvrtc, AMissingLibraryListsWhatWasTriedAndWhatToDo) {
   for (const char* part : {"/nowhere/libnvrtc.so.13", "/nowhere/libnvrtc.so:", "CUDA_HOME", "imbrex compile", "IMBREX_CUDA_CACHE"})
     EXPECT_TRUE(contains(loaded.why, part)) << part << "\n" << loaded.why;
   EXPECT_TRUE(contains(load_nvrtc({"/nowhere/x.so", "libm.so.6"}).why, "libm.so.6 has no nvrtcVersion"));
+}
+
+TEST(CublasLt, AMissingLibraryListsWhatWasTriedAndWhatToDo) {
+  const auto loaded = load_cublaslt({"/nowhere/libcublasLt.so.13"});
+  EXPECT_EQ(loaded.api, nullptr);
+  for (const char* part : {"/nowhere/libcublasLt.so.13", "nvidia-cublas", "CUDA_HOME", "IMBREX_CUDA_CUBLASLT"})
+    EXPECT_TRUE(contains(loaded.why, part)) << part << "\n" << loaded.why;
+  EXPECT_TRUE(contains(load_cublaslt({"libm.so.6"}).why, "libm.so.6 has no cublasLtGetVersion"));
+  EXPECT_EQ(error_code([] { check_cublaslt(kCublasNotSupported, "multiply"); }), "cuda.cublaslt");
+}
+
+TEST(ToolkitNames, GoThroughTheFoldersInOrder) {
+  setenv("CUDA_HOME", "/toolkit", 1);
+  const std::vector<std::string> names = toolkit_names("IMBREX_NO_SUCH_VARIABLE", {"a.so", "b.so"}, {"/beside/"});
+  unsetenv("CUDA_HOME");
+  EXPECT_EQ(names, (std::vector<std::string>{"a.so", "b.so", "/toolkit/lib64/a.so", "/toolkit/lib64/b.so", "/toolkit/lib/a.so",
+                                             "/toolkit/lib/b.so", "/usr/local/cuda/lib64/a.so", "/usr/local/cuda/lib64/b.so",
+                                             "/beside/a.so", "/beside/b.so"}));
+  EXPECT_EQ(toolkit_names("IMBREX_CUDA_CUBLASLT", {"a.so"}), (std::vector<std::string>{IMBREX_FAKE_DRIVER}));
 }
 
 TEST(Device, GpusAreProbedWithoutAContext) {
