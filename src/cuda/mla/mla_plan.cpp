@@ -70,6 +70,9 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
   slots_ = layout.add<long>(limits.max_num_tokens);
   block_ids_ = layout.add<int>(expands ? std::min(checked_mul("mla.scratch", limits.max_num_reqs, all_blocks), kMaxHostBlocks) : 0);
   memory_ = std::make_unique<PlanArrays>(open, layout);
+  // Those of the first round, so that their kernels are there; plans of other rounds share them.
+  for (const RoundKind kind : {kCausalPart, kWholePart})
+    if (expands && !options.load_on_demand && (kind == kWholePart || spec.mask.causal)) round_plan(0, kind);
 }
 
 bool DeviceMlaPlan::capturable() const {
@@ -111,24 +114,30 @@ void DeviceMlaPlan::place_slots(const Batch& batch, Step& next) const {
         "a captured graph reads the slots of an earlier update from another place");
 }
 
+// Makes it where no step has needed it yet.
+StepPlan& DeviceMlaPlan::round_plan(size_t round, RoundKind kind) {
+  if (rounds_.size() <= round) rounds_.resize(round + 1);
+  std::unique_ptr<StepPlan>& plan = rounds_[round][kind];
+  if (plan == nullptr) {
+    std::unique_ptr<AttentionPlan> made = parts_.expanded->plan(round_specs_[kind], device_, member_);
+    if (auto* const of_cuda = dynamic_cast<Plan*>(made.get())) of_cuda->keys_come_late();
+    plan = step_plan(std::move(made));
+  }
+  return *plan;
+}
+
 void DeviceMlaPlan::prepare_members(const Batch& batch, Step& next, Stream stream) {
   committed_.clear();
   Batch of_latent = batch;
   of_latent.slot_mapping = {};
   latent_->prepare(batch_of(of_latent, next.latent), stream);
   committed_.push_back(latent_.get());
-  if (rounds_.size() < next.rounds.num_rounds) rounds_.resize(next.rounds.num_rounds);
   for (size_t i = 0; i < next.rounds.num_rounds; ++i)
     for (const RoundKind kind : {kCausalPart, kWholePart}) {
       if (next.rounds.rounds[i].rows[kind].num_rows() == 0) continue;
-      std::unique_ptr<StepPlan>& plan = rounds_[i][kind];
-      if (plan == nullptr) {
-        std::unique_ptr<AttentionPlan> made = parts_.expanded->plan(round_specs_[kind], device_, member_);
-        if (auto* const of_cuda = dynamic_cast<Plan*>(made.get())) of_cuda->keys_come_late();
-        plan = step_plan(std::move(made));
-      }
-      plan->prepare(next.rounds.batch_of(i, kind), stream);
-      committed_.push_back(plan.get());
+      StepPlan& plan = round_plan(i, kind);
+      plan.prepare(next.rounds.batch_of(i, kind), stream);
+      committed_.push_back(&plan);
     }
   std::stable_partition(committed_.begin(), committed_.end(), [](const StepPlan* plan) { return plan->can_revert(); });
 }

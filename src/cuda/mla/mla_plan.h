@@ -11,6 +11,7 @@
 #include "attention/plan_checks.h"
 #include "attention/step_plan.h"
 #include "cuda/attention/write_kv.h"
+#include "cuda/driver/memory.h"
 #include "cuda/mla/rounds.h"
 #include "cuda/mla/scratch.h"
 #include "cuda/mla/steps.h"
@@ -51,6 +52,7 @@ class DeviceMlaPlan final : public MlaPlan {
 
   void place_blocks(const Batch&, Step&) const;
   void place_slots(const Batch&, Step&) const;
+  StepPlan& round_plan(size_t round, RoundKind);
   void prepare_members(const Batch&, Step&, Stream);
   void put(const Batch&, const Step&);
   TensorView in_scratch(const Memory&, int64_t place, DType, int64_t rows, int64_t heads, int64_t dim) const;
