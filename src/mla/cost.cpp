@@ -32,8 +32,8 @@ MlaCost cost_of(const MlaSpec& spec, const MlaRates& rates, int64_t q_len, int64
   const double expanded_bytes = heads * double(spec.qk_dim() + spec.v_dim) * double(size_of(spec.dtype));
   return {.latent = queries * product / rates.products + pairs * 2 * heads * double(spec.latent_dim() + spec.kv_lora_rank) / rates.latent +
                     keys * double(spec.kv_bytes_per_token()) / rates.bytes,
-          .expanded = keys * product / rates.expansion + pairs * 2 * heads * double(spec.qk_dim() + spec.v_dim) / rates.expanded +
-                      keys * 2 * expanded_bytes / rates.bytes};
+          .expanded = rates.round + keys * product / rates.expansion +
+                      pairs * 2 * heads * double(spec.qk_dim() + spec.v_dim) / rates.expanded + keys * 2 * expanded_bytes / rates.bytes};
 }
 
 }  // namespace imbrex

@@ -14,6 +14,7 @@ struct MlaRates {
   double latent;     // of attention in latent space, where all heads share a key
   double expanded;   // of attention to expanded keys
   double bytes;      // of memory: expanded keys are written and read again
+  double round = 0;  // seconds that expanded keys take beside all that, however few they are: launches on a GPU
 };
 
 struct MlaCost {

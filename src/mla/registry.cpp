@@ -18,12 +18,14 @@ extern const MlaHardware mla_on_cuda;  // cuda/mla/mla_plan.cpp
 
 namespace {
 
-// Of a whole GPU, not of one core. cuda_sm90: attention in latent space as measured on an H200 (docs/kernels/cuda_sm90_latent.md, 420 to
-// 490 TFLOP/s); the others are parts of what an H100 can do at most (990 TFLOP/s in bf16, 3.3 TB/s), not measured. cuda_sm80: in latent
-// space as measured on an H100 (170 TFLOP/s) and taken down to an A100's 312 TFLOP/s and 2 TB/s at most; the others are parts of these, not
-// measured.
-constexpr MlaRates kCudaSm90Rates{.products = 600e12, .expansion = 600e12, .latent = 450e12, .expanded = 550e12, .bytes = 3e12};
-constexpr MlaRates kCudaSm80Rates{.products = 200e12, .expansion = 200e12, .latent = 120e12, .expanded = 180e12, .bytes = 1.5e12};
+// Of a whole GPU, not of one core. cuda_sm90: measured on an H100 with 80 GB (2026-11-26, DeviceMlaSpeed of tests/cuda), with 16 and 128
+// heads of 512/128/64/128 in bf16; `bytes` is what makes both ways meet where they do, at about 200 queries of a request, and counts what
+// stays in the L2 cache too. cuda_sm80: attention in latent space as measured on an H100 (170 TFLOP/s) and taken down to an A100's 312
+// TFLOP/s and 2 TB/s at most; the others are parts of these, not measured.
+constexpr MlaRates kCudaSm90Rates{
+    .products = 250e12, .expansion = 620e12, .latent = 530e12, .expanded = 630e12, .bytes = 6.5e12, .round = 5e-6};
+constexpr MlaRates kCudaSm80Rates{
+    .products = 200e12, .expansion = 200e12, .latent = 120e12, .expanded = 180e12, .bytes = 1.5e12, .round = 5e-6};
 
 // Speeds of one core of a CPU. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys; expansion is by
 // products of pairs of bf16. Of AVX2: on the same machine without AVX-512. Of AMX: of attention from docs/kernels/cpu_amx.md, of products

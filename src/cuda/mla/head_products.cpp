@@ -91,6 +91,7 @@ class Product {
  public:
   Product(std::shared_ptr<LtHandle> handle, const Shape& shape, int heads)
       : shape_(shape),
+        heads_(heads),
         handle_(std::move(handle)),
         weight_(shape.from, shape.columns ? shape.n : shape.k, shape.columns ? shape.k : shape.n, heads),
         from_(shape.from, shape.k, 1, heads),
@@ -111,17 +112,21 @@ class Product {
 
   const Shape& shape() const { return shape_; }
 
-  // Computes a row from zeros, so that the driver loads the kernel now: otherwise it would at the first call, which may be captured.
+  // Computes a row of each head from zeros, so that the driver loads the kernel now: otherwise it would at the first call, which may be
+  // captured.
   void load(const ContextPtr& context) {
-    const int64_t weight = int64_t(shape_.n) * shape_.k * size_of(shape_.from), from = shape_.k * size_of(shape_.from);
-    const DeviceBuffer memory = zeroed(context, size_t(kProductWorkspaceBytes + weight + from + shape_.n * size_of(shape_.to)));
+    const int64_t rows = shape_.columns ? shape_.k : shape_.n, columns = shape_.columns ? shape_.n : shape_.k;
+    const int64_t weight_at = kProductWorkspaceBytes, from_at = weight_at + heads_ * rows * columns * size_of(shape_.from);
+    const int64_t to_at = from_at + heads_ * shape_.k * size_of(shape_.from), end = to_at + heads_ * shape_.n * size_of(shape_.to);
+    const DeviceBuffer memory = zeroed(context, size_t(end));
     const OwnedStream stream(context);
-    char* const data = memory.as<char>() + kProductWorkspaceBytes;
-    // With one matrix of each kind: all heads compute the same.
-    const auto row = [](char* at, DType dtype, int64_t dim) { return TensorView::contiguous(at, dtype, {1, 1, dim}); };
-    const int64_t columns = shape_.columns ? shape_.n : shape_.k;
-    run(row(data + weight, shape_.from, shape_.k), TensorView::contiguous(data, shape_.from, {1, shape_.n * shape_.k / columns, columns}),
-        row(data + weight + from, shape_.to, shape_.n), {.stream = stream.get(), .workspace = memory.as<void>()});
+    const auto tensor = [&](int64_t at, DType dtype, std::initializer_list<int64_t> sizes) {
+      return TensorView::contiguous(memory.as<char>() + at, dtype, sizes);
+    };
+    TensorView from = tensor(from_at, shape_.from, {1, shape_.shared_rows ? 1 : heads_, shape_.k});
+    if (shape_.shared_rows) from.sizes[1] = heads_, from.strides[1] = 0;
+    run(from, tensor(weight_at, shape_.from, {heads_, rows, columns}), tensor(to_at, shape_.to, {1, heads_, shape_.n}),
+        {.stream = stream.get(), .workspace = memory.as<void>()});
     stream.synchronize();
   }
 
@@ -192,6 +197,7 @@ class Product {
   }
 
   Shape shape_;
+  int64_t heads_;
   std::shared_ptr<LtHandle> handle_;
   Desc desc_;
   Matrices weight_, from_, to_;
