@@ -89,7 +89,8 @@ struct Shape {
 
 class Product {
  public:
-  Product(std::shared_ptr<LtHandle> handle, const Shape& shape, int heads)
+  // Error cuda.cublaslt where no algorithm does.
+  Product(const ContextPtr& context, std::shared_ptr<LtHandle> handle, const Shape& shape, int heads)
       : shape_(shape),
         heads_(heads),
         handle_(std::move(handle)),
@@ -107,30 +108,19 @@ class Product {
     weight_.set_strides(weight_column, weight_column * (shape.columns ? 2 * shape.k : 2 * shape.n));
     from_.set_strides(shape.shared_rows ? shape.k : int64_t(heads) * shape.k, shape.shared_rows ? 0 : shape.k);
     to_.set_strides(int64_t(heads) * shape.n, shape.n);
-    choose();
+    choose(context);
   }
 
   const Shape& shape() const { return shape_; }
 
-  // Computes a row of each head from zeros, so that the driver loads the kernel now: otherwise it would at the first call, which may be
-  // captured.
-  void load(const ContextPtr& context) {
-    const int64_t rows = shape_.columns ? shape_.k : shape_.n, columns = shape_.columns ? shape_.n : shape_.k;
-    const int64_t weight_at = kProductWorkspaceBytes, from_at = weight_at + heads_ * rows * columns * size_of(shape_.from);
-    const int64_t to_at = from_at + heads_ * shape_.k * size_of(shape_.from), end = to_at + heads_ * shape_.n * size_of(shape_.to);
-    const DeviceBuffer memory = zeroed(context, size_t(end));
-    const OwnedStream stream(context);
-    const auto tensor = [&](int64_t at, DType dtype, std::initializer_list<int64_t> sizes) {
-      return TensorView::contiguous(memory.as<char>() + at, dtype, sizes);
-    };
-    TensorView from = tensor(from_at, shape_.from, {1, shape_.shared_rows ? 1 : heads_, shape_.k});
-    if (shape_.shared_rows) from.sizes[1] = heads_, from.strides[1] = 0;
-    run(from, tensor(weight_at, shape_.from, {heads_, rows, columns}), tensor(to_at, shape_.to, {1, heads_, shape_.n}),
-        {.stream = stream.get(), .workspace = memory.as<void>()});
-    stream.synchronize();
+  void run(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace& place) {
+    check_cublaslt(multiply(from, weight, to, place), "multiply {} rows of {} by {} columns of a weight", to.size(0), shape_.k, shape_.n);
   }
 
-  void run(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace& place) {
+ private:
+  void set_rows(uint64_t rows) { from_.set_columns(rows), to_.set_columns(rows); }
+
+  cublasStatus_t multiply(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace& place) {
     const auto column = [](const TensorView& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : std::max(t.size(2), t.stride(dim)); };
     const auto head = [](const TensorView& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) : 0; };
     weight_.set_strides(column(weight, 1), head(weight, 0));
@@ -138,17 +128,13 @@ class Product {
     to_.set_strides(column(to, 0), head(to, 1));
     set_rows(uint64_t(to.size(0)));
     const float one = 1.f, zero = 0.f;
-    check_cublaslt(need_cublaslt().cublasLtMatmul(handle_->get(), desc_.get(), &one, weight.data, weight_.get(), from.data, from_.get(),
-                                                  &zero, to.data, to_.get(), to.data, to_.get(), &algorithm_, place.workspace,
-                                                  size_t(kProductWorkspaceBytes), cu_stream(place.stream)),
-                   "multiply {} rows of {} by {} columns of a weight", to.size(0), shape_.k, shape_.n);
+    return need_cublaslt().cublasLtMatmul(handle_->get(), desc_.get(), &one, weight.data, weight_.get(), from.data, from_.get(), &zero,
+                                          to.data, to_.get(), to.data, to_.get(), &algorithm_, place.workspace,
+                                          size_t(kProductWorkspaceBytes), cu_stream(place.stream));
   }
 
- private:
-  void set_rows(uint64_t rows) { from_.set_columns(rows), to_.set_columns(rows); }
-
   // The first of cuBLASLt's proposals for usual numbers of rows that adds up each sum in one sequence and does for every other number.
-  void choose() {
+  void choose(const ContextPtr& context) {
     const CublasLtApi& lt = need_cublaslt();
     cublasLtMatmulPreference_t made = nullptr;
     check_cublaslt(lt.cublasLtMatmulPreferenceCreate(&made), "describe what algorithms may do");
@@ -169,12 +155,32 @@ class Product {
                                                                       to_.get(), made, kMostProposals, proposals.data(), &count);
       for (int i = 0; status == kCublasSuccess && i < count; ++i) {
         algorithm_ = proposals[size_t(i)].algo;
-        if (proposals[size_t(i)].state == kCublasSuccess && is_whole() && does_for_all()) return;
+        if (proposals[size_t(i)].state == kCublasSuccess && is_whole() && does_for_all() && loads(context)) return;
       }
       all += count;
     }
     fail("cuda.cublaslt", "expected an algorithm of cuBLASLt for rows of {} by {} columns of {} that does not split sums, got none of {}",
          shape_.k, shape_.n, to_string(shape_.from), all);
+  }
+
+  // Computes a row of each head from zeros, so that the driver loads the kernel now: otherwise it would at the first call, which may be
+  // captured. False: the algorithm does not run after all.
+  bool loads(const ContextPtr& context) {
+    const int64_t rows = shape_.columns ? shape_.k : shape_.n, columns = shape_.columns ? shape_.n : shape_.k;
+    const int64_t weight_at = kProductWorkspaceBytes, from_at = weight_at + heads_ * rows * columns * size_of(shape_.from);
+    const int64_t to_at = from_at + heads_ * shape_.k * size_of(shape_.from), end = to_at + heads_ * shape_.n * size_of(shape_.to);
+    const DeviceBuffer memory = zeroed(context, size_t(end));
+    const OwnedStream stream(context);
+    const auto tensor = [&](int64_t at, DType dtype, std::initializer_list<int64_t> sizes) {
+      return TensorView::contiguous(memory.as<char>() + at, dtype, sizes);
+    };
+    TensorView from = tensor(from_at, shape_.from, {1, shape_.shared_rows ? 1 : heads_, shape_.k});
+    if (shape_.shared_rows) from.sizes[1] = heads_, from.strides[1] = 0;
+    const cublasStatus_t status =
+        multiply(from, tensor(weight_at, shape_.from, {heads_, rows, columns}), tensor(to_at, shape_.to, {1, heads_, shape_.n}),
+                 {.stream = stream.get(), .workspace = memory.as<void>()});
+    stream.synchronize();
+    return status == kCublasSuccess;
   }
 
   // Whether a sum is made by one thread block, in one sequence.
@@ -212,8 +218,7 @@ class CublasLtProducts final : public HeadProducts {
     const std::shared_ptr<LtHandle> handle = handle_of(*context);
     const auto add = [&](const Shape& shape) {
       if (find(shape) != nullptr) return;
-      products_.push_back(std::make_unique<Product>(handle, shape, spec.num_heads));
-      products_.back()->load(context);
+      products_.push_back(std::make_unique<Product>(context, handle, shape, spec.num_heads));
     };
     const int rank = spec.kv_lora_rank, nope = spec.qk_nope_dim, v = spec.v_dim;
     const DType type = spec.dtype;
