@@ -24,12 +24,12 @@ DEVICE float4 folded(const Fold (&fold)[2], const float4& sums, const float4& ti
 
 // A node of the tree that is not complete, as a thread of a warpgroup sees it, which computes kDims dims. kAtOnce: loads under way, as many
 // as there are registers for.
-template <int kDims, int kAtOnce>
+template <int kDims, int kAtOnce, int kLevels = kRunLevels>
 class RunNode {
  public:
   DEVICE RunNode(const AttentionParams& p, int level) {
     const int thread = computed_here(int(threadIdx.x)), warpgroup = int(blockIdx.x) * kConsumers + thread / 128;
-    at_ = reinterpret_cast<float4*>(p.run_sums + (long(warpgroup) * kRunLevels + level) * kFloats) + thread % 128;
+    at_ = reinterpret_cast<float4*>(p.run_sums + (long(warpgroup) * kLevels + level) * kFloats) + thread % 128;
   }
 
   // `out`, with what it is relative to and its totals, becomes the node with it.
