@@ -128,10 +128,8 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
   for (;; slot.next()) {
     mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
-    const Item item = shared.item[slot.at];
+    const Item& item = shared.item[slot.at];
     if (item.num_rows == kNoItem) break;
-    __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_empty[slot.at]));
     const Tiles tiles = tiles_of(item);
     Box box = box_of(p, item, tiles.first);
     int number = 1, left = tiles_of_piece(item);  // of the piece at work, from 1 on; its tiles
@@ -159,6 +157,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       }
       ++number, left = tiles_of_piece(item);
     }
+    report(shared.item_empty[slot.at]);
   }
 }
 
