@@ -16,6 +16,7 @@ build=build/python/fuzz/build
 log=build/python/fuzz/build.log
 # The sanitizer's library is loaded before Python, which knows nothing of it.
 flags='-O0 -g1 -fsanitize=address,undefined -fno-sanitize=vptr -fno-sanitize-recover=undefined -fno-omit-frame-pointer -shared-libsan'
+flags+=" -fsanitize-ignorelist=$PWD/cmake/ubsan_ignorelist.txt"
 {
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_COMPILER=clang++ "-DCMAKE_CXX_FLAGS=$flags" -DIMBREX_BUILD_PYTHON=ON \
     "-DIMBREX_PREBUILT=$prebuilt" "-DPython_EXECUTABLE=$PYTHON" -Wno-dev
