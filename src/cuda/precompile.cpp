@@ -243,12 +243,15 @@ std::vector<AttentionSpec> covering_specs() {
   // Copied as it is, converted, widened from bytes, and the planes of f32; narrow, odd, unequal and wide heads.
   add(DType::bf16, DType::bf16, 128, 128);
   add(DType::bf16, DType::f32, 128, 128);
+  specs.back().mask = {.custom = true, .positions = true}, specs.back().score = {.alibi = true};
   add(DType::bf16, DType::fp8_e4m3, 128, 128);
   add(DType::f16, DType::f16, 64, 64);
   add(DType::f16, DType::fp8_e5m2, 128, 128);
+  specs.back().mask = {.chunk = 8192}, specs.back().score = {.head_scales = true};
   add(DType::fp8_e4m3, DType::fp8_e4m3, 128, 128);
   add(DType::f32, DType::f32, 128, 128);
   add(DType::f32, DType::bf16, 64, 64);
+  specs.back().mask = {.window_left = 1023, .positions = true};
   add(DType::bf16, DType::fp8_e4m3, 80, 80);
   add(DType::bf16, DType::bf16, 192, 128);
   add(DType::bf16, DType::bf16, 256, 256);
@@ -268,10 +271,7 @@ std::vector<AttentionSpec> covering_specs() {
     specs.back().block_size = block_size;
   };
   with({.window_left = 1023}, {.soft_cap = 50.f, .sinks = true});
-  with({.chunk = 8192}, {.head_scales = true});
   with({.custom = true}, {.alibi = true});
-  with({.window_left = 1023, .positions = true}, {});
-  with({.custom = true, .positions = true}, {.alibi = true});
   with({.causal = false}, {.relative_buckets = 32, .relative_max_distance = 128, .relative_bidirectional = true}, 0);
   return specs;
 }
