@@ -55,7 +55,7 @@ constexpr KernelFamily kFamilies[] = {
 
 // The kernels of another family than attention.
 struct OtherFamily {
-  const char *name, *backend;
+  const char *name, *backend;  // backend: null: all of CUDA's
   // Those of a plan for the spec; none where it is of another family.
   std::vector<KernelKey> (*keys)(std::string_view arch, const LayerSpec&);
   std::vector<LayerSpec> (*sample)();  // specs that together need every kind of code
@@ -93,7 +93,7 @@ std::vector<LayerSpec> mla_sample() {
 }
 
 constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv_keys, short_conv_sample},
-                                          {"mla", "cuda_sm80", mla_keys, mla_sample}};
+                                          {"mla", nullptr, mla_keys, mla_sample}};
 
 // The attention that a layer runs: itself, or what a layer of latent attention is composed of.
 void add_attention_of(const LayerSpec& layer, std::vector<AttentionSpec>& to) {
@@ -159,7 +159,7 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
     }
   }
   for (const OtherFamily& family : kOtherFamilies) {
-    if (!backend.empty() && backend != family.backend) continue;
+    if (!backend.empty() && family.backend != nullptr && backend != family.backend) continue;
     const std::vector<LayerSpec> sample = specs.empty() && backend.empty() ? family.sample() : std::vector<LayerSpec>();
     for (const LayerSpec& layer : sample.empty() ? specs : std::span<const LayerSpec>(sample))
       add_keys(family.name, family.keys(arch, layer));

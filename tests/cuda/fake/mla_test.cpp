@@ -3,6 +3,7 @@
 // compiled for the host (tests/cuda/lanes).
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <set>
 
@@ -11,6 +12,7 @@
 #include "cuda/fake/mla_texts.h"
 #include "expect_error.h"
 #include "mla/backend.h"
+#include "mla/reference.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -82,6 +84,34 @@ TEST_F(FakeMla, CasesMatchTheReference) {
   EXPECT_GT(ran, 30);
   for (const char* entry : {"gather_latents_aligned", "gather_latents_unaligned", "copy_rows_16", "copy_rows_2", "add_parts"})
     EXPECT_TRUE(entries.contains(entry)) << entry;
+}
+
+// Records and latents whose rope parts lie apart, which no case of the table has: both ways beside the reference over the same bytes, which
+// write_kv() has made.
+TEST_F(FakeMla, FormatsInPartsAreRead) {
+  for (const KvFormat format : {KvFormat::fp8_ds_mla, KvFormat::latent_rope})
+    for (const int block_size : {1, 64}) {
+      MlaCase c{.spec = {.num_heads = 2, .kv_dtype = DType::fp8_e4m3, .kv_format = format, .block_size = block_size}, .attention = {}};
+      c.attention.spec = c.spec.latent_spec();
+      c.attention.requests = {{5, 60, 0}, {1, 33, 1}, {20, 20, 2}};
+      c.attention.seed = 3;
+      c.attention.rope_factor = 0.6f;
+      c.attention.out_dtype = DType::f32;
+      const MlaCaseInputs inputs = make_inputs(c);
+      RunOptions options = default_options(c.attention);
+      const RunResult expected = run_case(mla_reference(), probe_cpu(), inputs, options);
+      for (const bool expand : {false, true}) {
+        const RunResult result = run_case(sm80, device, inputs, options, forced(expand, 48));
+        EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+        ASSERT_EQ(result.out.size(), expected.out.size());
+        double worst = 0, largest = 0;
+        for (size_t i = 0; i < result.out.size(); ++i) {
+          worst = std::max(worst, std::abs(double(result.out[i]) - double(expected.out[i])));
+          largest = std::max(largest, std::abs(double(expected.out[i])));
+        }
+        EXPECT_LT(worst, 0.01 * largest) << c.spec.str() << (expand ? " expanded" : " in latent space");
+      }
+    }
 }
 
 // A step and the tensors of a layer, in memory that the fake driver takes for its own.

@@ -21,7 +21,6 @@ struct MlaVariant {
 inline std::vector<MlaVariant> mla_variants() {
   return {{"latents_bf16", DType::bf16, DType::bf16},
           {"latents_exact", DType::f32, DType::f32},
-          {"latents_bytes", DType::f16, DType::fp8_e4m3},
           {"latents_records", DType::bf16, DType::fp8_e4m3, KvFormat::fp8_ds_mla},
           {"latents_apart", DType::bf16, DType::fp8_e4m3, KvFormat::latent_rope}};
 }
