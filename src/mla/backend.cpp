@@ -57,7 +57,8 @@ MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& devic
 int64_t MlaCompositeBackend::workspace_bytes(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
   check_request(*this, spec.str(), unsupported(spec, device), device, options);
   if (spec.absorbed) return latent_.workspace_bytes(spec.latent_spec(), device, options);
-  return hardware_.workspace_bytes(spec, options, workspace_keys(spec, options.limits, hardware_.expanded_bytes));
+  const bool may_expand = ever_expands(spec, {.rates = rates_, .may_expand = expands(spec, hardware_), .expand = {}}, options.limits);
+  return hardware_.workspace_bytes(spec, options, workspace_keys(spec, options.limits, hardware_.expanded_bytes), may_expand);
 }
 
 std::unique_ptr<MlaPlan> MlaCompositeBackend::plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {

@@ -242,7 +242,7 @@ const MlaHardware mla_on_cpus{.refusals = [](const MlaSpec&, const DeviceInfo&) 
                               .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
                               .expanded_bytes = int64_t{128} << 20,
                               .plan = plan_on_host,
-                              .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int) { return int64_t{0}; }};
+                              .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int, bool) { return int64_t{0}; }};
 
 std::unique_ptr<MlaPlan> make_mla_plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
   const MlaHardware& hardware = *parts.hardware;

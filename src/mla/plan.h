@@ -25,7 +25,7 @@ struct MlaHardware {
   std::vector<AttentionSpec> (*rounds)(const MlaSpec&);
   int64_t expanded_bytes;  // of keys and values that are expanded at a time
   std::unique_ptr<MlaPlan> (*plan)(const MlaSpec&, const DeviceInfo&, const PlanOptions&, MlaParts);
-  int64_t (*workspace_bytes)(const MlaSpec&, const PlanOptions&, int chunk_keys);
+  int64_t (*workspace_bytes)(const MlaSpec&, const PlanOptions&, int chunk_keys, bool may_expand);
 };
 
 struct MlaParts {

@@ -28,14 +28,17 @@ void decide_ways(const MlaSpec& spec, const WayRules& rules, const Batch& batch,
   }
 }
 
-// What expanding saves is linear in the number of keys, and convex in that of queries where there are no other keys: so it is largest at an
-// end of both. (A window only takes from what latent space costs.)
+// What expanding saves is linear in the number of keys, so that it is largest at an end of these. Of queries it is a parabola, convex where
+// attention in latent space has more operations, as it does in all known models: powers of two are tried beside the ends, for others.
 bool ever_expands(const MlaSpec& spec, const WayRules& rules, const PlanLimits& limits) {
   if (!rules.may_expand || rules.expand) return rules.may_expand && *rules.expand;
-  const int64_t all = limits.max_num_tokens, most = limits.max_query_len > 0 ? std::min<int64_t>(limits.max_query_len, all) : all;
-  for (const int64_t q_len : {int64_t{1}, std::min<int64_t>(most, limits.max_seq_len)})
+  const int64_t all = std::min(limits.max_num_tokens, limits.max_seq_len);
+  const int64_t most = limits.max_query_len > 0 ? std::min<int64_t>(limits.max_query_len, all) : all;
+  for (int64_t power = 1; power < 2 * most; power *= 2) {
+    const int64_t q_len = std::min(power, most);
     for (const int64_t seq_len : {q_len, int64_t(limits.max_seq_len)})
       if (cost_of(spec, rules.rates, q_len, seq_len).expand()) return true;
+  }
   return false;
 }
 

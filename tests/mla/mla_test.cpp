@@ -288,9 +288,12 @@ TEST(Mla, AGpusWorkspaceFollowsFromTheLimits) {
   const auto bytes = [&](const MlaSpec& of, const PlanLimits& limits) {
     return backend.workspace_bytes(of, describe_device("h200"), {.limits = limits});
   };
-  const int64_t small = bytes(spec, {.max_num_tokens = 64, .max_seq_len = 8192});
-  EXPECT_EQ(small, bytes(spec, {.max_num_tokens = 64, .max_seq_len = 1 << 20}));
+  const int64_t small = bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 8192});
+  EXPECT_EQ(small, bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 1 << 20}));
   EXPECT_GT(small, int64_t{512} << 20);  // the keys of a round
+  const int64_t decode = bytes(spec, {.max_num_tokens = 1024, .max_query_len = 1});  // no request is expanded
+  EXPECT_LT(decode, small);
+  EXPECT_EQ(decode, bytes(spec, {.max_num_tokens = 1024, .max_query_len = 4}));
   const int64_t large = bytes(spec, {.max_num_tokens = 8192});
   EXPECT_GE(large, int64_t{8192} * 128 * (576 + 512) * 2);
   EXPECT_LT(large, int64_t{3} << 30);

@@ -24,8 +24,6 @@ int64_t most_pieces(const PlanLimits& limits, int chunk) {
   return checked_mul("mla.scratch", requests, (int64_t(limits.max_seq_len) + chunk - 1) / chunk + 1);
 }
 
-bool may_expand(const MlaParts& parts) { return parts.rules().may_expand && parts.expand.value_or(true); }
-
 }  // namespace
 
 DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts)
@@ -36,13 +34,14 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
       options_(options),
       member_(options),
       parts_(std::move(parts)),
+      rules_(parts_.rules()),
       context_(Context::of_device(device.device.index)) {
   const CurrentContext current(*context_);
   const std::string arch = arch_of(device);
   const auto open = std::make_shared<ContextDevice>(context_);
   const PlanLimits& limits = options.limits;
   chunk_ = parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, limits, parts_.hardware->expanded_bytes);
-  const bool expands = may_expand(parts_);
+  const bool expands = rules_.may_expand = ever_expands(spec, parts_.rules(), limits);
   places_ = mla_scratch(spec, limits.max_num_tokens, chunk_, expands);
   workspace_ = gpu::workspace_for(open, context_->id(), options.workspace);
   member_.validate = false;  // the whole batch is checked before it is taken apart
@@ -75,9 +74,7 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
     if (expands && !options.load_on_demand && (kind == kWholePart || spec.mask.causal)) round_plan(0, kind);
 }
 
-bool DeviceMlaPlan::capturable() const {
-  return latent_->capturable() && (spec_.absorbed || !ever_expands(spec_, parts_.rules(), options_.limits));
-}
+bool DeviceMlaPlan::capturable() const { return latent_->capturable() && !rules_.may_expand; }
 
 // Where the device finds the blocks of requests with expanded keys.
 void DeviceMlaPlan::place_blocks(const Batch& batch, Step& next) const {
@@ -179,7 +176,7 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
         "a captured graph has a cache of {} blocks of {} tokens, the batch has block {} and slot {}", captured_blocks_, spec_.block_size,
         next.reach.block, next.reach.slot);
   place_slots(batch, next);
-  decide_ways(spec_, parts_.rules(), batch, next.ways);
+  decide_ways(spec_, rules_, batch, next.ways);
   take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
   next.rounds.make(spec_, batch, next.ways.expand, chunk_);
   place_blocks(batch, next);
@@ -260,8 +257,8 @@ std::unique_ptr<MlaPlan> plan(const MlaSpec& spec, const DeviceInfo& device, con
   return std::make_unique<cuda::DeviceMlaPlan>(spec, device, options, std::move(parts));
 }
 
-int64_t workspace_bytes(const MlaSpec& spec, const PlanOptions& options, int chunk_keys) {
-  return cuda::mla_scratch(spec, options.limits.max_num_tokens, chunk_keys, cuda::can_expand_on_device(spec.mask)).bytes;
+int64_t workspace_bytes(const MlaSpec& spec, const PlanOptions& options, int chunk_keys, bool may_expand) {
+  return cuda::mla_scratch(spec, options.limits.max_num_tokens, chunk_keys, may_expand).bytes;
 }
 
 }  // namespace

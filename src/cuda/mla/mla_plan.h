@@ -66,6 +66,7 @@ class DeviceMlaPlan final : public MlaPlan {
   DeviceInfo device_;
   PlanOptions options_, member_;  // member_: of plans of rounds
   MlaParts parts_;
+  WayRules rules_;  // may_expand: for some request within the limits
   ContextPtr context_;
   int chunk_ = 0;
   MlaDeviceScratch places_;
