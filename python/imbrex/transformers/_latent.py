@@ -2,7 +2,7 @@
 
 Attention modules of DeepSeek's kind keep latents in the cache and call their method expand_kv() for keys and values of all heads. Here that method
 returns the latents as they are, and the attention function computes each request in latent space or with expanded keys, whichever is faster
-(docs/mla.md). Modules that imbrex.MlaPlan does not run, devices that it is not for, torch.compile and training keep their own method.
+(docs/mla.md). That is for CPUs: on a GPU, and for modules that imbrex.MlaPlan does not run, torch.compile and training, the method stays what it is.
 """
 import functools
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -57,7 +57,12 @@ def _weight_of(module: torch.nn.Module, latent: Tensor) -> Optional[Tensor]:
 def _latents_of(module: torch.nn.Module, expand: Any, latent: Tensor, rope: Tensor) -> Optional[Latents]:
     if module.config._attn_implementation != "imbrex" or module.training or torch.compiler.is_compiling():
         return None
-    if latent.dtype not in (torch.float32, torch.bfloat16, torch.float16) or latent.shape[1] != 1 or rope.shape[:3] != latent.shape[:3]:
+    if (
+        not latent.is_cpu
+        or latent.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or latent.shape[1] != 1
+        or rope.shape[:3] != latent.shape[:3]
+    ):
         return None
     kv_b = _weight_of(module, latent)
     if kv_b is None:
