@@ -7,7 +7,7 @@ from .plan import Array, DeviceLike, KvLayer, Workspace, _device
 
 
 class MlaPlan:
-    """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time. On CPUs, so far.
+    """Everything one step needs, decided once and reused by every layer of the same spec. For one thread at a time.
 
     A plan computes each request in one of two ways, which str() explains: in latent space, or with keys and values of all heads expanded in chunks. `backend`
     forces one ("" takes the first that runs the spec). num_threads: 0 is PyTorch's threads where it is loaded, else one for each core.

@@ -86,6 +86,27 @@ def test_a_cache_of_two_tensors():
     assert error.value.code == "kv_cache.k_rope.missing"
 
 
+def test_on_a_gpu_as_on_a_cpu():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch.manual_seed(4)
+    spec = imbrex.MlaSpec(16, kv_lora_rank=512, qk_nope_dim=128, qk_rope_dim=64, v_dim=128, block_size=64)
+    rows, q, kv_b = (torch.randn(*shape).bfloat16() for shape in ((301, 576), (301, 16, 192), (16, 256, 512)))
+    table, kv_b, found = torch.tensor([[3, 1, 0, 5, 2]], dtype=torch.int32), kv_b / 512**0.5, []
+    for device in ("cpu", "cuda"):
+        pages, plan = torch.zeros(6, 64, 1, 576, dtype=torch.bfloat16, device=device), imbrex.MlaPlan(spec, "cpu" if device == "cpu" else "cuda:0")
+        outs = []
+        for begin, end in ((0, 300), (300, 301)):  # a prompt, and decode
+            slots = torch.tensor([int(table[0, j // 64]) * 64 + j % 64 for j in range(begin, end)])
+            plan.update(int32(0, end - begin), int32(end), block_table=table.to(device), slot_mapping=slots.to(device))
+            mine = rows[begin:end].to(device)
+            plan.write_kv((pages,), mine[:, :512], mine[:, 512:])
+            outs.append(plan.run(q[begin:end].to(device), kv_b.to(device), (pages,)).cpu().float())
+        found.append(torch.cat(outs))
+    torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)
+
+
 def test_what_is_refused():
     with pytest.raises(imbrex.Error) as error:
         imbrex.MlaSpec(HEADS, kv_lora_rank=60)
@@ -93,7 +114,7 @@ def test_what_is_refused():
     spec = imbrex.MlaSpec(HEADS, dtype="f32", kv_dtype="f32")
     with pytest.raises(imbrex.Error) as error:
         imbrex.MlaPlan(spec, "h200")
-    assert error.value.code == "backend.unsupported"
+    assert error.value.code == "backend.device_absent"
     plan = imbrex.MlaPlan(spec, num_threads=1)
     plan.update(int32(0, 1), int32(1), block_table=int32(0).reshape(1, 1), slot_mapping=np.zeros(1, np.int64))
     pages = np.zeros((1, 16, 1, 576), np.float32)
