@@ -171,6 +171,12 @@ constexpr int sm90_fp8_chunk(int head_dim) { return sm90_fp8_dims(head_dim) % 12
 // attention_sm90_latent.cu: tiles whose weights are in shared memory, and chunks of an item's queries that are in registers, of so many.
 constexpr int kLatentWeightSlots = 3;
 constexpr int latent_kept_chunks(int chunks) { return chunks * 2 / 3; }
+// Bytes of a stage of the ring: of a tile of keys, or, if these are more, of a node of the tree of pieces, as far as two warps have it.
+constexpr int latent_stage_bytes(int tile_bytes, int head_dim_v) {
+  constexpr int kUnit = 1024;  // of the widest swizzle
+  const int node_bytes = int(run_node_floats(head_dim_v / 2) * 2), bytes = tile_bytes > node_bytes ? tile_bytes : node_bytes;
+  return (bytes + kUnit - 1) / kUnit * kUnit;
+}
 
 // A query token of an item that several requests share, and which of the list's merges joins its partial results.
 struct SharedToken {

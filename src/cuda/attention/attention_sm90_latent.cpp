@@ -27,7 +27,7 @@ int num_stages(const AttentionSpec& spec) {
   constexpr int kMostStages = 8, kRowState = 12, kWeights = kLatentWeightSlots * kTeamRows * (kLatentTileKeys * 2 + kRowState);
   const int chunks = sm90_chunks(spec.head_dim_qk), left = chunks - latent_kept_chunks(chunks);
   const int room = kSm90SharedMemory - left * kTeamRows * kTensorMapLine - kWeights - kSm90SharedUnit;
-  return std::min(room / (chunks * kLatentTileKeys * kTensorMapLine), kMostStages);
+  return std::min(room / latent_stage_bytes(chunks * kLatentTileKeys * kTensorMapLine, spec.head_dim_v), kMostStages);
 }
 
 }  // namespace

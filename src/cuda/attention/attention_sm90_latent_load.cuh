@@ -14,7 +14,7 @@ constexpr int kTeamDims = kHeadDimV / kConsumers;
 static_assert(kTeamDims == 64 || kTeamDims == 128 || kTeamDims == 192 || kTeamDims == 256);
 
 constexpr int kQSteps = (kHeadDimQk + 15) / 16, kQChunks = kKChunks, kQChunkBytes = kTileRows * 128;
-constexpr int kStageBytes = kKChunks * kChunkBytes;
+constexpr int kStageBytes = latent_stage_bytes(kKChunks * kChunkBytes, kHeadDimV);
 // Queries take the way of keys: so many chunks in a stage, in so many stages.
 constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + kQChunksEach - 1) / kQChunksEach;
 // Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
