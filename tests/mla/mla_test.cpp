@@ -290,7 +290,7 @@ TEST(Mla, AGpusWorkspaceFollowsFromTheLimits) {
   };
   const int64_t small = bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 8192});
   EXPECT_EQ(small, bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 1 << 20}));
-  EXPECT_GT(small, int64_t{512} << 20);  // the keys of a round
+  EXPECT_GT(small, int64_t{512} << 20);                                              // the keys of a round
   const int64_t decode = bytes(spec, {.max_num_tokens = 1024, .max_query_len = 1});  // no request is expanded
   EXPECT_LT(decode, small);
   EXPECT_EQ(decode, bytes(spec, {.max_num_tokens = 1024, .max_query_len = 4}));
