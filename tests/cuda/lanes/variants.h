@@ -243,7 +243,8 @@ inline std::vector<Variant> variants() {
   add_verify("verify_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 4, 16)), {{16, 300, 0}, {3, 1300, 1}, {1, 1, 4}});
   add_wgmma("wgmma_latent", latent(spec(DType::bf16, DType::bf16, 128, 64, 2, 64)), {{70, 300, 0}, {3, 40, 1}, {100, 100, 2}});
 
-  // attention_sm90_latent.cu: a token with rows for two tiles, several tokens in one, small pages of keys that are all values, no maps; pieces of three levels.
+  // attention_sm90_latent.cu: a token with rows for two tiles, several tokens in one, small pages of keys that are all values, no maps;
+  // pieces of three levels.
   const auto add_tiles = [&](const char* name, AttentionSpec s, std::vector<CaseRequest> requests, Text text = Text::latent) -> Case& {
     s.num_q_heads /= 2, s.num_kv_heads = 1;
     Case& c = add(name, "sm_90a", gpu::kDecode, 1, latent(s));
