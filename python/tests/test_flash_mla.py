@@ -60,7 +60,8 @@ class Case:
         assert out.shape == out_expected.shape and out.dtype == self.q.dtype
         assert lse.shape == lse_expected.shape and lse.dtype == torch.float32
         torch.testing.assert_close(out.double().cpu(), out_expected, atol=8e-4, rtol=2.01 / 128)
-        torch.testing.assert_close(lse.double().cpu(), lse_expected, atol=1e-5, rtol=8.01 / 65536)
+        # The matrix unit of a CPU sums weights that are rounded to bf16.
+        torch.testing.assert_close(lse.double().cpu(), lse_expected, atol=2e-4, rtol=8.01 / 65536)
 
 
 @devices
