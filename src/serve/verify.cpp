@@ -61,6 +61,7 @@ struct Verifier::Worker {
 struct Verifier::HeadCall {
   AttentionSpec spec;  // with noise columns behind the values
   int keys = 0, dim_v = 0, noise = 0, first_head = 0;
+  int room = 4;  // of the bound: for roundings to bf16, in its unit times the noise
   AttentionInputs parameters;
 };
 
@@ -167,7 +168,9 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const MlaTarge
     const float sign = (hash_numbers(key, kSignTag) & 1) != 0 ? -1.f : 1.f;
     for (int d = 0; d < noise; ++d) v[dim_v + d] = sign * v[d];
   }
-  HeadCall call{.spec = head, .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.head, .parameters = {}};
+  // Beside weights, plans round queries and outputs in latent space, or keys and values of heads: errors of logits become those of weights.
+  constexpr int kRoom = 8;
+  HeadCall call{.spec = head, .keys = keys, .dim_v = dim_v, .noise = noise, .first_head = target.head, .room = kRoom, .parameters = {}};
   if (spec.sinks)
     call.parameters.sinks = TensorView::contiguous(const_cast<float*>(parameters.sinks.data()) + target.head, DType::f32, {1});
   return attend(sample, call, w);
@@ -205,7 +208,7 @@ Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& c
     const float* expected = w.out.data() + size_t(h) * size_t(dim_v + noise);
     double squares = 0;
     for (int d = dim_v; d < dim_v + noise; ++d) squares += double(expected[d]) * expected[d];
-    const double rounding = 4 * 0x1p-8 * std::sqrt(squares / noise);
+    const double rounding = call.room * 0x1p-8 * std::sqrt(squares / noise);
     for (int d = 0; d < dim_v; ++d) {
       const double actual = bf16_to_float(sample.actual[size_t(h) * size_t(dim_v) + size_t(d)]);
       const double bound = 0x1p-8 * std::abs(double(expected[d])) + rounding + 1e-6;
