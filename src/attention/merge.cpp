@@ -12,6 +12,7 @@
 #include "core/float_types.h"
 #include "core/run_parallel.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 
 namespace imbrex {
 
@@ -19,12 +20,13 @@ namespace {
 
 bool is_result_dtype(DType t) { return t == DType::f32 || t == DType::bf16 || t == DType::f16; }
 
-void check_memory(const TensorView& t, Device device) {
+void check_memory(const TensorView& t, const char* name, Device device) {
   check(t.device == device, "merge.device", "expected memory of {}, got {}", device, t);
   if (t.num_elements() == 0) return;  // strides of nothing mean nothing: NumPy gives 0
   for (int d = 0; d < t.rank; ++d)
     check(t.size(d) >= 0 && (t.size(d) <= 1 || t.stride(d) > 0), "merge.strides", "size {} and stride {} of dimension {} of {}", t.size(d),
           t.stride(d), d, t);
+  check_layout(t, name);
 }
 
 void check_result(const TensorView& out, const TensorView& lse, const TensorView& like, Device device) {
@@ -37,8 +39,8 @@ void check_result(const TensorView& out, const TensorView& lse, const TensorView
         lse);
   check(out.num_elements() == 0 || !out.empty(), "merge.out.missing", "expected memory for {}, got none", out);
   check(lse.num_elements() == 0 || !lse.empty(), "merge.lse.missing", "expected memory for {}, got none", lse);
-  check_memory(out, device);
-  check_memory(lse, device);
+  check_memory(out, "out", device);
+  check_memory(lse, "lse", device);
 }
 
 template <class T, float (*kToFloat)(T)>

@@ -191,6 +191,8 @@ TEST(Merge, Refusals) {
        }},
       {"merge.strides", [](V v) { v.out.strides[0] = 0; }},
       {"merge.strides", [](V v) { v.lse.strides[0] = -2; }},
+      {"tensor.alignment", [](V v) { v.out.data = static_cast<char*>(v.out.data) + 1; }},
+      {"tensor.alignment", [](V v) { v.lse.data = static_cast<char*>(v.lse.data) + 2; }},
   };
   for (const Bad& bad : all) {
     Partial a(DType::f32, 3, 2, 8), b(DType::f32, 3, 2, 8), out(DType::f32, 3, 2, 8);
