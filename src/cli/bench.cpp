@@ -110,34 +110,16 @@ int run_bench(BenchArguments& o) {
       const serve::BenchResult r = serve::bench(*backend, job.spec, device, job.requests, o.bench);
       const serve::Share share = share_of(r, *backend, job.spec, ceilings, device);
       const std::vector<KernelChoice> kernels = backend->kernel_choices(job.spec, device);
-      table.rows.push_back({job.name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
-                            fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
-                            fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit),
-                            share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-",
-                            fmt::format("{:.1f}", r.plan_s * 1e6)});
-      j.push_back({{"case", job.name},
-                   {"spec", job.spec.str()},
-                   {"backend", backend->name()},
-                   {"device", device.name},
-                   {"threads", pool.num_threads()},
-                   {"median_s", r.median_s},
-                   {"best_s", r.best_s},
-                   {"noise", r.noise},
-                   {"samples", r.samples},
-                   {"plan_s", r.plan_s},
-                   {"kv_bytes", r.kv_bytes},
-                   {"flops", r.flops},
-                   {"kv_bytes_per_s", r.kv_bytes / r.median_s},
-                   {"flop_per_s", r.flops / r.median_s},
-                   {"share_of_ceiling", share.of_ceiling},
-                   {"ceiling", share.bound},
-                   {"cache_bytes", r.cache_bytes},
-                   {"kv_copies", r.kv_copies},
-                   {"captured", r.captured},
-                   {"check_error", r.check_error},
-                   {"check_allowed", r.check_allowed},
-                   {"plan", r.plan},
-                   {"kernels", to_json(kernels)}});
+      const BenchOf of{job.name, job.spec.str(), backend->name(), device, pool.num_threads()};
+      const OwnFigures own{{fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit)},
+                           {{"kv_bytes", r.kv_bytes},
+                            {"flops", r.flops},
+                            {"kv_bytes_per_s", r.kv_bytes / r.median_s},
+                            {"flop_per_s", r.flops / r.median_s},
+                            {"cache_bytes", r.cache_bytes},
+                            {"kv_copies", r.kv_copies}}};
+      table.rows.push_back(bench_row(of, r, share, own));
+      j.push_back(bench_entry(of, r, share, own, kernels));
       if (o.verbose) notes += fmt::format("{}, {}\n{}", job.name, backend->name(), lines_of(kernels));
     }
   }

@@ -1,10 +1,13 @@
 #pragma once
 // The options of `imbrex bench`, with and without --zoo.
+#include <fmt/format.h>
+
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "cli/kernel_choices.h"
 #include "cli/spec_options.h"
 #include "core/check.h"
 #include "imbrex/select.h"
@@ -59,6 +62,45 @@ std::vector<const BackendOf<Family>*> backends_named(const typename Family::Spec
   for (const BackendOf<Family>* backend : backends<Family>())
     if (backend->unsupported(spec, device).empty() && backend->name() != "reference") list.push_back(backend);
   return list;
+}
+
+// What bench tells of a layer, a batch and a backend, whatever the family.
+struct BenchOf {
+  std::string name, spec;
+  std::string_view backend;
+  const DeviceInfo& device;
+  int threads;
+};
+// Figures of a family's own: cells of the table, and fields of the entry.
+struct OwnFigures {
+  std::vector<std::string> cells;
+  nlohmann::ordered_json fields;
+};
+
+template <class Result>
+std::vector<std::string> bench_row(const BenchOf& of, const Result& r, const serve::Share& share, const OwnFigures& own) {
+  std::vector<std::string> row{of.name, std::string(of.backend), fmt::format("{:.1f}", r.median_s * 1e6),
+                               fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise)};
+  row.insert(row.end(), own.cells.begin(), own.cells.end());
+  row.push_back(share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-");
+  row.push_back(fmt::format("{:.1f}", r.plan_s * 1e6));
+  return row;
+}
+template <class Result>
+nlohmann::ordered_json bench_entry(const BenchOf& of, const Result& r, const serve::Share& share, const OwnFigures& own,
+                                   const std::vector<KernelChoice>& kernels) {
+  nlohmann::ordered_json j{{"case", of.name},       {"spec", of.spec},        {"backend", of.backend}, {"device", of.device.name},
+                           {"threads", of.threads}, {"median_s", r.median_s}, {"best_s", r.best_s},    {"noise", r.noise},
+                           {"samples", r.samples},  {"plan_s", r.plan_s}};
+  j.update(own.fields);
+  j.update({{"share_of_ceiling", share.of_ceiling},
+            {"ceiling", share.bound},
+            {"captured", r.captured},
+            {"check_error", r.check_error},
+            {"check_allowed", r.check_allowed},
+            {"plan", r.plan},
+            {"kernels", to_json(kernels)}});
+  return j;
 }
 
 // Their options: ShortConvBenchOptions, MlaBenchOptions.

@@ -28,37 +28,19 @@ int run_mla_bench(const BenchArguments& o, const DeviceInfo& device, const Paral
       for (const BackendOf<MlaFamily>* backend : list) {
         const serve::MlaBenchResult r = serve::bench(*backend, named.spec, device, requests_of(items), options);
         const serve::Share share = share_of(r, *backend, named.spec, ceilings, device);
-        table.rows.push_back({name, std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
-                              fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
-                              fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit),
-                              share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-",
-                              fmt::format("{:.1f}", r.plan_s * 1e6)});
-        j.push_back({{"case", name},
-                     {"spec", named.spec.str()},
-                     {"backend", backend->name()},
-                     {"device", device.name},
-                     {"threads", threads.num_workers},
-                     {"median_s", r.median_s},
-                     {"best_s", r.best_s},
-                     {"noise", r.noise},
-                     {"samples", r.samples},
-                     {"plan_s", r.plan_s},
-                     {"kv_bytes", r.kv_bytes},
-                     {"weight_bytes", r.weight_bytes},
-                     {"flops", r.flops},
-                     {"kv_bytes_per_s", r.kv_bytes / r.median_s},
-                     {"flop_per_s", r.flops / r.median_s},
-                     {"share_of_ceiling", share.of_ceiling},
-                     {"ceiling", share.bound},
-                     {"copy_bytes", r.copy_bytes},
-                     {"copies", r.copies},
-                     {"captured", r.captured},
-                     {"check_error", r.check_error},
-                     {"check_allowed", r.check_allowed},
-                     {"plan", r.plan},
-                     {"kernels", to_json(backend->kernel_choices(named.spec, device))}});
-        if (o.verbose)
-          notes += fmt::format("{}, {}\n{}{}\n", name, backend->name(), lines_of(backend->kernel_choices(named.spec, device)), r.plan);
+        const std::vector<KernelChoice> kernels = backend->kernel_choices(named.spec, device);
+        const BenchOf of{name, named.spec.str(), backend->name(), device, threads.num_workers};
+        const OwnFigures own{{fmt::format("{:.2f}", r.kv_bytes / r.median_s / unit), fmt::format("{:.1f}", r.flops / r.median_s / unit)},
+                             {{"kv_bytes", r.kv_bytes},
+                              {"weight_bytes", r.weight_bytes},
+                              {"flops", r.flops},
+                              {"kv_bytes_per_s", r.kv_bytes / r.median_s},
+                              {"flop_per_s", r.flops / r.median_s},
+                              {"copy_bytes", r.copy_bytes},
+                              {"copies", r.copies}}};
+        table.rows.push_back(bench_row(of, r, share, own));
+        j.push_back(bench_entry(of, r, share, own, kernels));
+        if (o.verbose) notes += fmt::format("{}, {}\n{}{}\n", name, backend->name(), lines_of(kernels), r.plan);
       }
     }
   }

@@ -26,36 +26,18 @@ int run_short_conv_bench(const BenchArguments& o, const DeviceInfo& device, cons
     for (const BackendOf<ShortConvFamily>* backend : list) {
       const serve::ShortConvBenchResult r = serve::bench(*backend, spec, device, requests_of(items), options);
       const serve::Share share = share_of(r, ceilings, device);
-      table.rows.push_back({serve::to_string(items), std::string(backend->name()), fmt::format("{:.1f}", r.median_s * 1e6),
-                            fmt::format("{:.1f}", r.best_s * 1e6), fmt::format("{:.1f}", 100 * r.noise),
-                            fmt::format("{:.2f}", r.read_bytes / r.median_s / unit),
-                            fmt::format("{:.2f}", r.written_bytes / r.median_s / unit),
-                            share.of_ceiling > 0 ? fmt::format("{:.0f} % {}", 100 * share.of_ceiling, share.bound) : "-",
-                            fmt::format("{:.1f}", r.plan_s * 1e6)});
-      j.push_back({{"case", serve::to_string(items)},
-                   {"spec", spec.str()},
-                   {"backend", backend->name()},
-                   {"device", device.name},
-                   {"threads", threads.num_workers},
-                   {"median_s", r.median_s},
-                   {"best_s", r.best_s},
-                   {"noise", r.noise},
-                   {"samples", r.samples},
-                   {"plan_s", r.plan_s},
-                   {"read_bytes", r.read_bytes},
-                   {"written_bytes", r.written_bytes},
-                   {"flops", r.flops},
-                   {"read_bytes_per_s", r.read_bytes / r.median_s},
-                   {"written_bytes_per_s", r.written_bytes / r.median_s},
-                   {"share_of_ceiling", share.of_ceiling},
-                   {"ceiling", share.bound},
-                   {"copy_bytes", r.copy_bytes},
-                   {"copies", r.copies},
-                   {"captured", r.captured},
-                   {"check_error", r.check_error},
-                   {"check_allowed", r.check_allowed},
-                   {"plan", r.plan},
-                   {"kernels", to_json(backend->kernel_choices(spec, device))}});
+      const BenchOf of{serve::to_string(items), spec.str(), backend->name(), device, threads.num_workers};
+      const OwnFigures own{
+          {fmt::format("{:.2f}", r.read_bytes / r.median_s / unit), fmt::format("{:.2f}", r.written_bytes / r.median_s / unit)},
+          {{"read_bytes", r.read_bytes},
+           {"written_bytes", r.written_bytes},
+           {"flops", r.flops},
+           {"read_bytes_per_s", r.read_bytes / r.median_s},
+           {"written_bytes_per_s", r.written_bytes / r.median_s},
+           {"copy_bytes", r.copy_bytes},
+           {"copies", r.copies}}};
+      table.rows.push_back(bench_row(of, r, share, own));
+      j.push_back(bench_entry(of, r, share, own, backend->kernel_choices(spec, device)));
     }
   }
   std::string notes;
