@@ -27,8 +27,8 @@ void add_latent_cases(CaseTable& table) {
       add_latent(table, fmt::format("d576_512_g32_{}_{}", to_string(types.kv), step.name), 32, 1, {576, 512}, types, step.requests)
           .spec.block_size = 64;
   // Tokens with rows for two tiles, and for four.
-  add_latent(table, "d576_512_g128", 128, 1, {576, 512}, kDTypes[0], {{1, 1200}, {2, 90}, {1, 33}}).spec.block_size = 64;
-  add_latent(table, "d320_256_g256", 256, 1, {320, 256}, {DType::f16, DType::f16}, {{1, 70}, {3, 140}}).spec.block_size = 16;
+  add_latent(table, "d576_512_g128_mixed", 128, 1, {576, 512}, kDTypes[0], {{1, 330}, {2, 50}}).spec.block_size = 64;
+  add_latent(table, "d320_256_g256_mixed", 256, 1, {320, 256}, {DType::f16, DType::f16}, {{1, 70}, {2, 140}}).spec.block_size = 16;
 
   const NamedFeature features[] = {
       {"window", 1, kDTypes[0], [](Case& c) { c.spec.mask.window_left = 30; }},
