@@ -13,7 +13,8 @@
 namespace imbrex::cuda {
 
 // Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
-constexpr int kOutputRegisters = 160, kScoreRegisters = 160, kLoadRegisters = 32;
+// With fewer dims of the output the one that loads gets what these leave.
+constexpr int kOutputRegisters = kTeamDims > 192 ? 160 : 144, kScoreRegisters = 160, kLoadRegisters = kTeamDims > 192 ? 32 : 64;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 // Dims of a product: ptxas takes no instruction with more registers than a thread has at launch.
 constexpr int kProductDims = kTeamDims > 192 ? kTeamDims / 2 : kTeamDims;
