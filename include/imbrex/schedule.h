@@ -17,8 +17,8 @@ struct SchedulePolicy {
   int split_max_q = 16;   // requests with more query tokens than this are not split
   bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
   int num_workers = 1;    // items that run at a time; looked at when balanced, and with runs
-  int split_cost =
-      0;  // keys that a split costs besides its own; looked at when balanced: a long item is cut into the pieces that end soonest
+  // Keys that a split costs besides its own. Looked at when balanced: a long item is cut into as many pieces as end soonest.
+  int split_cost = 0;
 
   // For kernels whose list has to fit memory of a fixed size. All of it depends on the request alone. An item's keys are divided evenly:
   // into as many pieces as have split_kv keys or more, but into share_splits pieces at most. Where these would have more than longest_kv

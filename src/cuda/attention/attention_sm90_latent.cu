@@ -118,7 +118,8 @@ class Multiplier {
       if (i % row_warps == row_warp_) fold_staged(shared_address(shared_.stage[stage_.at]) + team_ * kNodePartBytes, reference, total, out);
       report(shared_.empty[stage_.at]);
     }
-    if (!last && row_warp_ < row_warps) NodePart(p_, level_of_piece(number, false), row_warp_, team_).put(reference, total, out);
+    if (!last && row_warp_ < row_warps)
+      put_node(node_rows(p_, level_of_piece(number, false), row_warp_) + team_ * kNodePartFloats, reference, total, out);
   }
 
   // As store_rows() does, with fewer registers: there are none to turn pairs of dims into longer pieces.

@@ -6,24 +6,16 @@
 
 namespace imbrex::cuda {
 
-// The part of a node that a warp has: for each 8 dims what its lanes have of them, and what these sums are relative to, with their totals.
-class NodePart {
- public:
-  DEVICE NodePart(const AttentionParams& p, int level, int rows, int team) : at_(node_rows(p, level, rows) + team * kNodePartFloats) {}
-
-  template <class Out>
-  DEVICE void put(const float (&reference)[2], const float (&total)[2], const Out& out) const {
-    static_assert((kTilesOf<Out> + 1) * kLaneFloats == kNodePartFloats);
-    float4* const to = reinterpret_cast<float4*>(at_) + computed_here(int(threadIdx.x)) % 32;
-    to[kTilesOf<Out> * 32] = {reference[0], reference[1], total[0], total[1]};
+// Writes a warp's part of a node to `part`: for each 8 dims what its lanes have of them, and what these sums are relative to, with their
+// totals.
+template <class Out>
+DEVICE void put_node(float* part, const float (&reference)[2], const float (&total)[2], const Out& out) {
+  static_assert((kTilesOf<Out> + 1) * 4 * 32 == kNodePartFloats);
+  float4* const to = reinterpret_cast<float4*>(part) + computed_here(int(threadIdx.x)) % 32;
+  to[kTilesOf<Out> * 32] = {reference[0], reference[1], total[0], total[1]};
 #pragma unroll
-    for (int i = 0; i < kTilesOf<Out>; ++i) to[i * 32] = four(out, i);
-  }
-
- private:
-  static constexpr int kLaneFloats = 4 * 32;
-  float* at_;
-};
+  for (int i = 0; i < kTilesOf<Out>; ++i) to[i * 32] = four(out, i);
+}
 
 // Folds the node whose part is in a stage at `from` with `out`, which has the sums of later keys.
 template <class Out>
