@@ -263,6 +263,13 @@ int64_t wrong_number(Random& random, int64_t right, int64_t low, int64_t high) {
 
 int32_t wrong_int(Random& random, int64_t right) { return int32_t(wrong_number(random, right, kMin32, kMax32)); }
 
+std::string break_limits(imbrex_plan_options& o, Random& random) {
+  int32_t* const fields[] = {&o.max_num_reqs, &o.max_num_tokens, &o.max_seq_len, &o.max_query_len, &o.min_query_len, &o.on_device};
+  int32_t& field = *random.pick(fields);
+  field = wrong_int(random, field);
+  return fmt::format("a field of the options = {}", field);
+}
+
 bool break_argument(Argument& a, Random& random, std::string& what) {
   const Argument before = a;
   const auto some_dim = [&] { return size_t(random.between(0, int64_t(a.shape.size()) - 1)); };

@@ -31,6 +31,9 @@ std::string break_size(const char* name, Struct<T>& s, Random& random) {
   return fmt::format("{}.struct_size = {}, then {}", name, s.size, s.tail);
 }
 
+// A limit of a plan, or the place where it is planned, is wrong.
+std::string break_limits(imbrex_plan_options&, Random&);
+
 // Another description of a tensor; false when nothing has changed. `what` tells the change.
 bool break_argument(Argument&, Random&, std::string& what);
 

@@ -129,14 +129,7 @@ std::string break_once(ConvBroken& b, const ConvTarget& target, Random& random) 
       field = wrong_int(random, field);
       return fmt::format("a field of the spec = {}", field);
     }
-    case 1: {
-      b.new_plan = true;
-      imbrex_plan_options& o = p.options.value;
-      int32_t* const fields[] = {&o.max_num_reqs, &o.max_num_tokens, &o.max_seq_len, &o.max_query_len, &o.min_query_len, &o.on_device};
-      int32_t& field = *random.pick(fields);
-      field = wrong_int(random, field);
-      return fmt::format("a field of the options = {}", field);
-    }
+    case 1: b.new_plan = true; return break_limits(p.options.value, random);
     case 2:
       switch (random.between(0, 2)) {
         case 0: return break_size("batch", p.batch, random);
