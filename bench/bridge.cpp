@@ -4,6 +4,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "attention/kv_codec.h"
 #include "core/check.h"
 #include "core/cores.h"
 #include "cuda/driver/jit.h"
@@ -31,11 +32,17 @@ T guarded(T failed, const Body& body) {
   return failed;
 }
 
+KvFormat kv_format_of(const std::string& name) {
+  const auto format = find_kv_format(name);
+  check(format.has_value(), "bench.kv_format", "expected {}, got {}", kv_format_names(), name);
+  return *format;
+}
+
 AttentionSpec spec_of(const json& j) {
   AttentionSpec spec{.num_q_heads = j.at("q_heads"), .num_kv_heads = j.at("kv_heads")};
   spec.head_dim_qk = j.at("head_dim");
   spec.head_dim_v = j.value("head_dim_v", spec.head_dim_qk);
-  if (j.value("latent", false)) spec.kv_format = KvFormat::latent;
+  if (j.contains("kv_format")) spec.kv_format = kv_format_of(j.at("kv_format"));
   spec.score.scale = j.value("scale", 0.f);
   spec.q_dtype = parse_dtype(j.value("q", "bf16"));
   spec.kv_dtype = parse_dtype(j.at("kv").get<std::string>());
@@ -100,10 +107,11 @@ void update(Planned& p, int num_reqs, const int32_t* query_start, const int32_t*
 
 // Pages (or rows of ragged keys) lie `stride` elements apart and are contiguous inside.
 TensorView pages(const Planned& p, void* data, int64_t count, int64_t stride) {
-  const AttentionSpec& s = p.spec;
-  TensorView view = s.block_size > 0
-                        ? TensorView::contiguous(data, s.kv_dtype, {count, s.block_size, s.num_kv_heads, s.head_dim_qk}, p.device)
-                        : TensorView::contiguous(data, s.kv_dtype, {count, s.num_kv_heads, s.head_dim_qk}, p.device);
+  const KvLayout layout = codec_of(p.spec).layout(p.spec, KvPart::k).value();
+  TensorView view{.data = data, .dtype = layout.dtype, .device = p.device, .rank = int(layout.dims.size()), .sizes = layout.sizes};
+  view.sizes[0] = count;
+  int64_t elements = 1;
+  for (int d = view.rank - 1; d > 0; --d) view.strides[d] = elements, elements *= view.sizes[d];
   view.strides[0] = stride;
   return view;
 }

@@ -3,7 +3,9 @@
 process and in turn, and compares rows of the outputs with float64.
 
 The peers are files of vLLM's wheels: --flashmla _flashmla_C.abi3.so, --fa3 _vllm_fa3_C.abi3.so. A cell is named heads x requests x context,
-with /q for query tokens of each request and :p for the tokens of a page: "128x64x4096", "16x1x4096/2", "128x64x4096:1"."""
+with /q for query tokens of each request, :p for the tokens of a page, r for ragged contexts and @form for caches that are not bf16:
+"128x64x4096", "16x1x4096/2", "128x64x4096:1", "16x64x8192r@e4m3", "16x64x8192@ds_mla". Peers run with bf16 alone: beside other forms, with
+the same numbers in bf16."""
 from __future__ import annotations
 
 import argparse
@@ -30,6 +32,42 @@ CELLS += [f"{h}x{b}x4096" for h in (128, 16) for b in (1, 8, 32)]
 
 
 @dataclass(frozen=True)
+class Form:
+    """How the cache holds a key: of `kv` numbers, in `width` elements of `dtype`."""
+
+    kv_format: str
+    kv: str
+    dtype: torch.dtype
+    width: int
+
+    def encoded(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys [.., 576] bf16."""
+        if self.kv_format == "latent":
+            return keys.to(self.dtype)
+        records = torch.empty(*keys.shape[:-1], self.width, dtype=torch.uint8, device=keys.device)
+        groups = keys[..., :VALUE_DIM].float().unflatten(-1, (4, 128))
+        scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 448)))
+        records[..., :512] = (groups / scales).to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+        records[..., 512:528] = scales.squeeze(-1).contiguous().view(torch.uint8)
+        records[..., 528:] = keys[..., VALUE_DIM:].contiguous().view(torch.uint8)
+        return records
+
+    def decoded(self, stored: torch.Tensor) -> torch.Tensor:
+        if self.kv_format == "latent":
+            return stored.to(torch.bfloat16)
+        latent = stored[..., :512].view(torch.float8_e4m3fn).float().unflatten(-1, (4, 128))
+        scales = stored[..., 512:528].contiguous().view(torch.float32).unsqueeze(-1)
+        return torch.cat([(latent * scales).flatten(-2).bfloat16(), stored[..., 528:].contiguous().view(torch.bfloat16)], -1)
+
+
+FORMS = {
+    "bf16": Form("latent", "bf16", torch.bfloat16, KEY_DIM),
+    "e4m3": Form("latent", "fp8_e4m3", torch.float8_e4m3fn, KEY_DIM),
+    "ds_mla": Form("fp8_ds_mla", "fp8_e4m3", torch.uint8, 656),
+}
+
+
+@dataclass(frozen=True)
 class Cell:
     heads: int
     batch: int
@@ -37,17 +75,18 @@ class Cell:
     query: int = 1
     page: int = PAGE
     ragged: bool = False
+    form: str = "bf16"
 
     @staticmethod
     def parse(text: str) -> Cell:
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?(?::(\d+))?(r?)", text)
-        if found is None:
+        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)(?:/(\d+))?(?::(\d+))?(r?)(?:@(\w+))?", text)
+        if found is None or (found[7] or "bf16") not in FORMS:
             raise SystemExit(f'expected a cell such as "128x64x4096/2:64", got "{text}"')
-        heads, batch, context, query, page, ragged = found.groups()
-        return Cell(int(heads), int(batch), int(context), int(query or 1), int(page or PAGE), ragged == "r")
+        heads, batch, context, query, page, ragged, form = found.groups()
+        return Cell(int(heads), int(batch), int(context), int(query or 1), int(page or PAGE), ragged == "r", form or "bf16")
 
     def __str__(self) -> str:
-        return f"{self.heads}x{self.batch}x{self.context}/{self.query}:{self.page}" + ("r" if self.ragged else "")
+        return f"{self.heads}x{self.batch}x{self.context}/{self.query}:{self.page}" + ("r" if self.ragged else "") + (f"@{self.form}" if self.form != "bf16" else "")
 
     def lengths(self) -> list[int]:
         if not self.ragged:
@@ -59,8 +98,8 @@ class Cell:
 class Problem:
     """The tensors of a cell. Pages lie in any order, and what no request owns is NaN."""
 
-    def __init__(self, cell: Cell):
-        self.cell, self.lens = cell, cell.lengths()
+    def __init__(self, cell: Cell, hot_pages: int = 0):
+        self.cell, self.lens, self.form = cell, cell.lengths(), FORMS[cell.form]
         draw = torch.Generator(device="cuda").manual_seed(11)
         pages = [(n + cell.page - 1) // cell.page for n in self.lens]
         total = sum(pages) + 3
@@ -69,12 +108,18 @@ class Problem:
         order = torch.randperm(total - 3, generator=draw, device="cuda").int() + 3
         self.cache[:3] = float("nan")
         self.table = torch.zeros(cell.batch, max(pages), dtype=torch.int32, device="cuda")
+        if hot_pages:
+            order = order[torch.arange(len(order), device="cuda") % hot_pages]
         begin = 0
         for i, n in enumerate(pages):
             self.table[i, :n] = order[begin : begin + n]
             begin += n
             if self.lens[i] % cell.page:
                 self.cache[int(self.table[i, n - 1]), self.lens[i] % cell.page :] = float("nan")
+        self.stored = self.cache
+        if cell.form != "bf16":  # the peers' cache has the numbers that the records have
+            self.stored = self.form.encoded(self.cache)
+            self.cache = self.form.decoded(self.stored)
         tokens = cell.batch * cell.query
         self.q = torch.randn(tokens, cell.heads, KEY_DIM, generator=draw, device="cuda").bfloat16()
         self.out = torch.full((tokens, cell.heads, VALUE_DIM), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -84,7 +129,7 @@ class Problem:
         return 2.0 * self.cell.heads * (KEY_DIM + VALUE_DIM) * sum(self.lens) * self.cell.query
 
     def bytes(self) -> float:
-        return 2.0 * sum(self.lens) * KEY_DIM + 2.0 * self.q.numel() + 2.0 * self.out.numel()
+        return self.form.width * self.form.dtype.itemsize * sum(self.lens) + 2.0 * self.q.numel() + 2.0 * self.out.numel()
 
     def worst_error(self, out: torch.Tensor, samples: int = 6) -> float:
         """The greatest difference from float64 over some rows, relative to the greatest output of the row."""
@@ -103,8 +148,8 @@ class Problem:
 
 def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, keep: list) -> protocols.Call:
     cell = problem.cell
-    spec = {"q_heads": cell.heads, "kv_heads": 1, "head_dim": KEY_DIM, "head_dim_v": VALUE_DIM, "latent": True, "scale": SCALE,
-            "q": "bf16", "kv": "bf16", "page": cell.page, "causal": True}  # fmt: skip
+    spec = {"q_heads": cell.heads, "kv_heads": 1, "head_dim": KEY_DIM, "head_dim_v": VALUE_DIM, "kv_format": problem.form.kv_format, "scale": SCALE,
+            "q": "bf16", "kv": problem.form.kv, "page": cell.page, "causal": True}  # fmt: skip
     tokens = cell.batch * cell.query
     limits = {"requests": cell.batch, "tokens": tokens, "seq_len": max(longest, cell.context), "query_len": cell.query}
     plan = Plan(native, "cuda:0", "auto", spec, limits, balanced)
@@ -112,7 +157,7 @@ def imbrex_call(native: Native, problem: Problem, balanced: bool, longest: int, 
     stream = torch.cuda.current_stream().cuda_stream
     starts = [i * cell.query for i in range(cell.batch + 1)]
     plan.update(starts, problem.lens, problem.table.data_ptr(), problem.table.shape[1], stream)
-    cache = problem.cache
+    cache = problem.stored
     fixed = (problem.q.data_ptr(), cache.data_ptr(), 0, cache.shape[0], cache.stride(0), problem.out.data_ptr())
     return lambda: plan.run(*fixed, torch.cuda.current_stream().cuda_stream)
 
@@ -143,7 +188,7 @@ def fa3_call(problem: Problem) -> protocols.Call:
 
 
 def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
-    problem, keep = Problem(cell), []
+    problem, keep = Problem(cell, args.hot_pages), []
     calls = {"imbrex": imbrex_call(native, problem, False, args.longest, keep)}
     if args.balanced:
         calls["balanced"] = imbrex_call(native, problem, True, args.longest, keep)
@@ -188,6 +233,7 @@ def main() -> None:
     parser.add_argument("--balanced", action="store_true", help="also with cuts that follow the load")
     parser.add_argument("--graph", action="store_true", help="calls in a CUDA graph instead of back to back")
     parser.add_argument("--ms", type=float, default=40, help="milliseconds of a turn")
+    parser.add_argument("--hot-pages", type=int, default=0, help="all requests share so many pages, which L2 holds: the pace of products")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=131072, help="tokens of a request that plans are made for")
     parser.add_argument("--tolerance", type=float, default=0.02)

@@ -14,6 +14,7 @@
 #include "cuda/attention/attention_sm90_decode.h"
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
+#include "cuda/attention/attention_sm90_latent_decode.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
@@ -71,10 +72,13 @@ const Sm90Prefill& sm90_prefill(const AttentionSpec& spec) {
   return spec.q_dtype == DType::fp8_e4m3 ? kBytes : kWords;
 }
 
-// Whether prefill has a kernel of its own: one for all regimes runs latents of many dims.
-bool has_sm90_prefill(const AttentionSpec& spec) {
-  return sm90_prefill(spec).refusals(spec).empty() && !attention_sm90_latent_tiles("sm_90a", spec);
+// Whether kernels for latents of many dims run the layer.
+bool runs_sm90_latents(std::string_view arch, const AttentionSpec& spec) {
+  return attention_sm90_latent_tiles(arch, spec) || attention_sm90_latent_decode_tiles(arch, spec, kPrefill);
 }
+
+// Whether prefill has a kernel of its own, which latents of many dims do not.
+bool has_sm90_prefill(const AttentionSpec& spec) { return sm90_prefill(spec).refusals(spec).empty() && !runs_sm90_latents("sm_90a", spec); }
 
 std::optional<AttentionTiles> sm90_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (regime == kDecode) return attention_sm90_decode_tiles(arch, spec, kDecodeRows);
@@ -94,6 +98,19 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
 
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
+  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
+    return {.entry = "attention_sm90_latent_decode",
+            .tile = {.rows = tiles->rows,
+                     .keys = tiles->keys,
+                     .runs = true,
+                     .blocks = 1,
+                     .merged = true,
+                     .least_piece = tiles->least_piece,
+                     .split_cost = tiles->split_cost},
+            .threads = tiles->threads,
+            .run_sums = attention_sm90_latent_decode_run_sums(spec, *tiles),
+            .maps = attention_sm90_latent_decode_maps(*tiles)};
+  }
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
     return {.entry = "attention_sm90_latent",
             .tile = {.rows = tiles->rows,
@@ -156,6 +173,8 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
 }
 
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
+    return attention_sm90_latent_decode_key(arch, spec, out, *tiles, true);
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, true);
   if (regime == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
@@ -182,6 +201,8 @@ RegimeKernel mapless_kernel(std::string_view arch, const AttentionSpec& spec, Re
 }
 
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
+  if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
+    return attention_sm90_latent_decode_key(arch, spec, out, *tiles, false);
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, false);
   if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);
@@ -219,22 +240,24 @@ std::vector<Reason> sm80_refusals(const AttentionSpec& spec, const DeviceInfo& d
                                                : fmt::format("{} and {}", spec.head_dim_qk, spec.head_dim_v)}};
 }
 
+bool sm80_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla || format == KvFormat::latent_rope; }
+bool sm90_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla; }
+
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
-  return few_rows || attention_sm90_latent_tiles("sm_90a", spec) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
+  return few_rows || runs_sm90_latents("sm_90a", spec) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
 }
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, true};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, false};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, false};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat, false};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, sm80_reads};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat, sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
-  const bool in_parts = spec.kv_format == KvFormat::fp8_ds_mla || spec.kv_format == KvFormat::latent_rope;
-  return codec_of(spec).strided || (in_parts && kernels.latents_in_parts);
+  return codec_of(spec).strided || (kernels.reads_format != nullptr && kernels.reads_format(spec.kv_format));
 }
 
 }  // namespace cuda

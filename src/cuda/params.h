@@ -178,6 +178,10 @@ constexpr int latent_stage_bytes(int tile_bytes, int head_dim_v) {
   return (bytes + kUnit - 1) / kUnit * kUnit;
 }
 
+// attention_sm90_latent_decode.cu: levels of the tree of pieces whose nodes are in memory, and floats of a node, for so many rows.
+constexpr int kLatentDecodeLevels = 2;
+constexpr int latent_decode_node_floats(int head_dim_v, int rows) { return (head_dim_v + 128) * rows; }
+
 // A query token of an item that several requests share, and which of the list's merges joins its partial results.
 struct SharedToken {
   int token, merge;

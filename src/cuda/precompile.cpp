@@ -221,6 +221,13 @@ std::vector<AttentionSpec> thorough_specs() {
   add_latent(DType::bf16, 384, 20, 16).score = {.soft_cap = 50.f, .sinks = true};
   AttentionSpec& all_terms = add_latent(DType::bf16, 512, 16, 1);
   all_terms.mask.window_left = 4095, all_terms.score = {.head_scales = true, .alibi = true};
+  // Of few rows besides: bytes, records, and a mask that needs registers.
+  add_latent(DType::bf16, 512, 128, 64).kv_dtype = DType::fp8_e4m3;
+  add_latent(DType::f16, 256, 16, 16).kv_dtype = DType::fp8_e4m3;
+  AttentionSpec& records = add_latent(DType::bf16, 512, 16, 64);
+  records.kv_format = KvFormat::fp8_ds_mla, records.kv_dtype = DType::fp8_e4m3;
+  AttentionSpec& masked = add_latent(DType::bf16, 512, 32, 64);
+  masked.mask = {.custom = true, .positions = true}, masked.score = {.soft_cap = 50.f, .alibi = true};
   return specs;
 }
 

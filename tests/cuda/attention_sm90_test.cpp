@@ -2,6 +2,7 @@
 // their items.
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
+#include "cuda/attention/attention_sm90_latent_decode.h"
 
 #include <gtest/gtest.h>
 
@@ -86,20 +87,39 @@ TEST(AttentionSm90, EveryKernelOfAPlanIsListed) {
   EXPECT_TRUE(plan_kernels(kernels_sm90, "sm_100a", spec).empty());
 }
 
-// One kernel runs latents of many dims in all regimes; those of few dims have the kernels of other caches.
-TEST(AttentionSm90, LatentsOfManyDimsHaveOneKernel) {
+// Latents of many dims have kernels of their own, by the rows of a request; those of few dims have the kernels of other caches.
+TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 576, 512, 16, 64);
   spec.num_q_heads = 128, spec.num_kv_heads = 1, spec.kv_format = KvFormat::latent;
   const auto count = [&](const char* path) {
     const std::vector<KernelKey> keys = plan_kernels(kernels_sm90, kArch, spec);
     return std::count_if(keys.begin(), keys.end(), [&](const KernelKey& k) { return k.path == path; });
   };
+  const auto expect_tiles = [&](std::initializer_list<int> rows) {
+    for (const Regime regime : kRegimes) {
+      const int expected = rows.begin()[regime];
+      const RegimeKernel kernel = kernels_sm90.kernel(kArch, spec, regime);
+      EXPECT_STREQ(kernel.entry, expected > 32 ? "attention_sm90_latent" : "attention_sm90_latent_decode") << spec.str();
+      EXPECT_EQ(kernel.tile.rows, expected) << spec.str();
+    }
+  };
   EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
   EXPECT_EQ(count("attention_sm80.cu"), 0);
-  for (const Regime regime : kRegimes) {
-    EXPECT_STREQ(kernels_sm90.kernel(kArch, spec, regime).entry, "attention_sm90_latent");
-    EXPECT_EQ(kernels_sm90.kernel(kArch, spec, regime).tile.rows, 64);
-  }
+  expect_tiles({64, 64, 64});
+  spec.num_q_heads = 16;
+  expect_tiles({16, 32, 64});
+  spec.num_q_heads = 20;
+  expect_tiles({32, 32, 64});
+  spec.mask.custom = true;  // which the kernel for many rows does not take
+  expect_tiles({32, 32, 32});
+  spec.mask.custom = false, spec.num_q_heads = 128, spec.kv_dtype = DType::fp8_e4m3;
+  expect_tiles({32, 32, 32});
+  spec.kv_format = KvFormat::fp8_ds_mla;
+  expect_tiles({32, 32, 32});
+  EXPECT_TRUE(reads(kernels_sm90, spec));
+  spec.kv_format = KvFormat::latent_rope;
+  EXPECT_FALSE(reads(kernels_sm90, spec));
+  spec.kv_format = KvFormat::latent, spec.kv_dtype = DType::bf16;
   for (const auto& [qk, v] : {std::pair{320, 256}, {256 + 16, 256}, {448, 384}, {512, 512}}) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
     EXPECT_TRUE(attention_sm90_latent_tiles(kArch, spec)) << qk;
@@ -108,6 +128,7 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveOneKernel) {
   for (const auto& [qk, v] : {std::pair{128, 64}, {256, 256}, {576, 448}, {576, 384}, {328, 264}}) {
     spec.head_dim_qk = qk, spec.head_dim_v = v;
     EXPECT_FALSE(attention_sm90_latent_tiles(kArch, spec)) << qk;
+    EXPECT_FALSE(attention_sm90_latent_decode_tiles(kArch, spec, kDecode)) << qk;
   }
 }
 

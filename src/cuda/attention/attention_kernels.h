@@ -45,7 +45,7 @@ struct AttentionKernels {
   // Other tables that run items which were cut for the tiles of this one: for tensors without maps, and over flat keys (flat_kv.h). Null:
   // no regime takes maps; keys are never made flat.
   const AttentionKernels *without_maps, *flat;
-  bool latents_in_parts;  // whether the kernels read fp8_ds_mla and latent_rope
+  bool (*reads_format)(KvFormat);  // whether the kernels read a format that is not strided; null: none
 };
 
 // Whether the kernels read the format of a spec's cache.

@@ -4,6 +4,7 @@
 #include "async.cuh"
 #include "attention_item.cuh"
 #include "attention_output.cuh"
+#include "finish.cuh"
 #include "fragment.cuh"
 #include "tile_pages.cuh"
 
@@ -128,24 +129,6 @@ DEVICE void clear_values(u32 v, int lo, int hi) {
     if (row < lo || row >= hi) store_shared(v + chunk * chunk_bytes + row * 128 + i % 8 * 16, uint4{0, 0, 0, 0});
   }
   async_proxy_fence();
-}
-
-template <class T, int n>
-DEVICE void pin(T (&x)[n]) {
-#pragma unroll
-  for (int i = 0; i < n; ++i) {
-    if constexpr (requires { wgmma_pin(x[i]); }) {
-      wgmma_pin(x[i]);
-    } else {
-      pin(x[i]);
-    }
-  }
-}
-// Waits for the products, all but the last `pending` of them, and for their sums with it.
-template <int pending, class Sums>
-DEVICE void finish(Sums& sums) {
-  wgmma_wait<pending>();
-  pin(sums);
 }
 
 // Writes the item's rows: their dims from first_dim on, as many of kStoredDims as there are. What is in `out` afterwards is of no use.

@@ -20,6 +20,17 @@ DEVICE u32 pack_f16(float low, float high) {
   return d;
 }
 DEVICE float2 unpack_bf16(u32 pair) { return {float_of(pair << 16), float_of(pair & 0xffff0000u)}; }
+// Products of pairs of bf16, rounded to bf16 once. sm_90 and later.
+DEVICE u32 multiply_bf16(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 multiply_add_bf16(u32 a, u32 b, u32 added) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(added));
+  return d;
+}
 DEVICE float2 unpack_f16(u32 pair) {
   float2 d;
   asm("{\n.reg .b16 low, high;\n"

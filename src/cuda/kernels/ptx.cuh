@@ -177,6 +177,7 @@ DEVICE void store_shared(u32 to, const uint2& v) {
 }
 
 DEVICE void store_shared(u32 to, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory"); }
+DEVICE void store_shared(u32 to, u8 v) { asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(u32(v)) : "memory"); }
 
 // One element of `size` bytes (2 or 4).
 template <int size>
@@ -241,6 +242,16 @@ DEVICE void load_matrix_transposed(u32 (&d)[2], u32 row) {
 DEVICE void store_matrix(u32 row, u32 d0, u32 d1, u32 d2, u32 d3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(d0), "r"(d1), "r"(d2), "r"(d3)
                : "memory");
+}
+
+// With columns for rows: as load_matrix_transposed() reads them. The two matrices take the addresses of lanes 0 to 15.
+DEVICE void store_matrix_transposed(u32 row, const u32 (&d)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(d[0]), "r"(d[1]), "r"(d[2]),
+               "r"(d[3])
+               : "memory");
+}
+DEVICE void store_matrix_transposed(u32 row, const u32 (&d)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(d[0]), "r"(d[1]) : "memory");
 }
 
 // --- matrix products

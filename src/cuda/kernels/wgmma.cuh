@@ -11,13 +11,15 @@
 namespace imbrex::cuda {
 
 // Operands of a type, that of the queries if no other is named; with `add` 0, d is taken for zero.
-// shared: a and b in shared memory, a with the summed dimension as its contiguous one.
+// shared: a and b in shared memory.
 // registers: a in registers; b in shared memory.
-// b has the summed dimension as its contiguous one; with `b_rows` its n, which bytes do not have.
+// b has the summed dimension as its contiguous one; with `b_rows` its n, which bytes do not have. So has a in shared memory, with `a_rows`
+// its rows.
 template <int n, int type = kQType>
 struct Wgmma;
 
 // An instruction spells out each register of d, in its text (%0, %1, ..) and as operands from d[0] on.
+#define IMBREX_NAMES8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define IMBREX_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define IMBREX_NAMES32                                                                                                                 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
@@ -37,6 +39,7 @@ struct Wgmma;
 
 #define IMBREX_FOUR_OF_D(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define IMBREX_SIXTEEN_OF_D(i) IMBREX_FOUR_OF_D(i), IMBREX_FOUR_OF_D(i + 4), IMBREX_FOUR_OF_D(i + 8), IMBREX_FOUR_OF_D(i + 12)
+#define IMBREX_D8 IMBREX_FOUR_OF_D(0), IMBREX_FOUR_OF_D(4)
 #define IMBREX_D16 IMBREX_SIXTEEN_OF_D(0)
 #define IMBREX_D32 IMBREX_SIXTEEN_OF_D(0), IMBREX_SIXTEEN_OF_D(16)
 #define IMBREX_D36 IMBREX_D32, IMBREX_FOUR_OF_D(32)
@@ -73,12 +76,12 @@ struct Wgmma;
 #define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                         \
   template <int type>                                                                                                    \
   struct Wgmma<n, type> {                                                                                                \
-    template <bool b_rows = false>                                                                                       \
+    template <bool b_rows = false, bool a_rows = false>                                                                    \
     DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                \
-      static_assert(!b_rows || type != kE4m3);                                                                           \
-      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", 0, " o3,                        \
+      static_assert((!a_rows && !b_rows) || type != kE4m3);                                                              \
+      IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", " o3 ", " o4,                   \
                            : IMBREX_D##count                                                                             \
-                           : "l"(a), "l"(b), "r"(add), "n"(int(b_rows)));                                                \
+                           : "l"(a), "l"(b), "r"(add), "n"(int(a_rows)), "n"(int(b_rows)));                              \
     }                                                                                                                    \
     template <bool b_rows>                                                                                               \
     DEVICE static void registers(float (&d)[count], const u32 (&a)[4], u64 b, int add) {                                 \
@@ -89,6 +92,7 @@ struct Wgmma;
     }                                                                                                                    \
   };
 
+IMBREX_WGMMA_SHAPE(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 IMBREX_WGMMA_SHAPE(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
 IMBREX_WGMMA_SHAPE(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
 IMBREX_WGMMA_SHAPE(72, 36, "%36", "%37", "%38", "%39", "%40", "%41", "%42")

@@ -184,7 +184,7 @@ AttentionParams through_kv_maps(const Launch& launch) {
   const bool flat = is_over_flat_keys(launch);
   if (launch.module.find("kMaps false") != std::string::npos || (!flat && has_small_pages(spec))) return p;
   for (KvSide* side : {&p.k, &p.v}) {
-    const TensorMap map = parameter<TensorMap>(launch, side == &p.k || launch.entry == "attention_sm90_latent" ? 2 : 3);
+    const TensorMap map = parameter<TensorMap>(launch, side == &p.k || launch.entry.starts_with("attention_sm90_latent") ? 2 : 3);
     if (!flat && spec.block_size > 0 && (map.sizes[1] != uint64_t(spec.block_size) || spec.block_size % int(map.box[1]) != 0)) std::abort();
     if (map.sizes[2] != uint64_t(p.kv_heads_now)) std::abort();
     side->data = map.data, side->dim_stride = size_of(flat ? spec.q_dtype : spec.kv_dtype);
@@ -333,6 +333,8 @@ void run_launch(const Launch& launch) {
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
   if (launch.entry == "pack_mask") return fill_packed_mask(parameter<AttentionParams>(launch, 0));
   if (launch.entry == "attention_sm90_verify" || launch.entry == "attention_sm90_latent") return attention(through_kv_maps(launch), out);
+  if (launch.entry == "attention_sm90_latent_decode")  // it reads bytes without a map
+    return attention(spec.kv_dtype == spec.q_dtype ? through_kv_maps(launch) : parameter<AttentionParams>(launch, 0), out);
   if (launch.entry == "merge") {
     const auto& p = parameter<AttentionParams>(launch, 0);
     for (const MergeList& list : p.merge_lists)
@@ -388,6 +390,7 @@ void run_on_host(std::span<const AttentionSpec> all) {
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_verify", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_latent", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_latent_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_fp8", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"merge", {sizeof(AttentionParams)}},

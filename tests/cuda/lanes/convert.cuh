@@ -12,6 +12,14 @@ inline u32 pack_f16(float low, float high) { return u32(float_to_f16(low)) | u32
 inline u32 pack_e4m3(float low, float high) { return u32(float_to_fp8_e4m3(low)) | u32(float_to_fp8_e4m3(high)) << 8; }
 inline u32 pack_e5m2(float low, float high) { return u32(float_to_fp8_e5m2(low)) | u32(float_to_fp8_e5m2(high)) << 8; }
 inline float2 unpack_bf16(u32 pair) { return {bf16_to_float(u16(pair)), bf16_to_float(u16(pair >> 16))}; }
+inline u32 multiply_add_bf16(u32 a, u32 b, u32 added) {
+  const float2 x = unpack_bf16(a), y = unpack_bf16(b), z = unpack_bf16(added);
+  return pack_bf16(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
+}
+inline u32 multiply_bf16(u32 a, u32 b) {
+  const float2 x = unpack_bf16(a), y = unpack_bf16(b);
+  return pack_bf16(x.x * y.x, x.y * y.y);
+}
 inline float2 unpack_f16(u32 pair) { return {f16_to_float(u16(pair)), f16_to_float(u16(pair >> 16))}; }
 inline float2 unpack_e4m3(u32 four, int half) {
   return {fp8_e4m3_to_float(u8(four >> half * 16)), fp8_e4m3_to_float(u8(four >> (half * 16 + 8)))};

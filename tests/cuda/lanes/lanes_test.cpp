@@ -123,7 +123,9 @@ class LanesPlan final : public AttentionPlan {
     const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
     const int64_t run_sums_each = variant_.is_verify()   ? cuda::attention_sm90_verify_run_sums(spec_)
                                   : variant_.is_latent() ? cuda::attention_sm90_latent_run_sums(spec_)
-                                                         : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
+                                  : variant_.is_latent_decode()
+                                      ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
+                                      : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
     std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(run_sums_each), NAN);
     p.run_sums = run_sums.data();
 
@@ -142,7 +144,7 @@ class LanesPlan final : public AttentionPlan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const bool maps_queries = variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent();
+    const bool maps_queries = variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_decode();
     const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k), map_of(kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
@@ -175,7 +177,8 @@ class LanesPlan final : public AttentionPlan {
   bool widens() const { return variant_.text == Text::wgmma && spec_.kv_dtype != spec_.q_dtype; }
 
   TensorMap map_of_queries(const TensorView& q) const {
-    const int size = int(size_of(q.dtype)), rows = variant_.is_verify() ? tiles_.rows : 64, heads = std::min(spec_.group_size(), rows);
+    const int size = int(size_of(q.dtype)), rows = variant_.is_verify() || variant_.is_latent_decode() ? tiles_.rows : 64,
+              heads = std::min(spec_.group_size(), rows);
     return {.data = q.as<const char>(),
             .element_bytes = size,
             .sizes = {q.size(2), q.size(1), q.size(0), 1},

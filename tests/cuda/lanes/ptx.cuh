@@ -174,6 +174,7 @@ inline uint4 load_shared(u32 from) {
 }
 inline void store_shared(u32 to, const uint4& v) { std::memcpy(lanes::shared_at(to, 16), &v, 16); }
 inline void store_shared(u32 to, u32 v) { std::memcpy(lanes::shared_at(to, 4), &v, 4); }
+inline void store_shared(u32 to, u8 v) { std::memcpy(lanes::shared_at(to, 1), &v, 1); }
 inline void store_shared(u32 to, const uint2& v) { std::memcpy(lanes::shared_at(to, 8), &v, 8); }
 
 template <int size>
@@ -229,17 +230,30 @@ void load_matrices(u32 (&d)[count], u32 address) {
 inline void load_matrix(u32 (&d)[4], u32 address) { load_matrices<false>(d, address); }
 inline void load_matrix_transposed(u32 (&d)[4], u32 address) { load_matrices<true>(d, address); }
 inline void load_matrix_transposed(u32 (&d)[2], u32 address) { load_matrices<true>(d, address); }
-// stmatrix, the other way.
-inline void store_matrix(u32 address, u32 d0, u32 d1, u32 d2, u32 d3) {
+// stmatrix, the other way: of `count` matrices, whose rows, or with `transposed` columns, lanes store at the addresses that they give.
+template <int count, bool transposed>
+void store_matrices(u32 address, const u32 (&d)[count]) {
   struct Row {
-    u32 address, words[4];
+    u32 address, words[count];
   };
-  lanes::meet(kStore, Row{address, {d0, d1, d2, d3}}, [lane = lane_id()](const Row* all) {
+  Row mine{address, {}};
+  std::copy(d, d + count, mine.words);
+  lanes::meet(kStore, mine, [lane = lane_id()](const Row* all) {
+    if (lane / 8 >= count) return 0;
     char* const to = lanes::shared_at(all[lane].address, 16);
-    for (int i = 0; i < 4; ++i) std::memcpy(to + 4 * i, &all[lane % 8 * 4 + i].words[lane / 8], 4);
+    for (int i = 0; i < 8; ++i) {  // element i of row lane % 8 of the matrix
+      const int row = transposed ? i : lane % 8, column = transposed ? lane % 8 : i;
+      const u16 element = u16(all[row * 4 + column / 2].words[lane / 8] >> column % 2 * 16);
+      std::memcpy(to + 2 * i, &element, 2);
+    }
     return 0;
   });
   __syncwarp();  // a lane stores a row of what all have
+}
+inline void store_matrix(u32 address, u32 d0, u32 d1, u32 d2, u32 d3) { store_matrices<4, false>(address, {d0, d1, d2, d3}); }
+template <int count>
+void store_matrix_transposed(u32 address, const u32 (&d)[count]) {
+  store_matrices<count, true>(address, d);
 }
 
 // mma.m16n8k16, with the lane's group g = lane / 4 and its place t in it, by the tables of the PTX ISA:

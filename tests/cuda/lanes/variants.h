@@ -9,13 +9,27 @@
 #include "cuda/attention/attention_sm90_decode.h"
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
+#include "cuda/attention/attention_sm90_latent_decode.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {
 
-// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90.cu, attention_sm90_fp8.cu
-enum class Text { sm80, decode, decode_without_maps, verify, verify_without_maps, latent, latent_without_maps, wgmma, wgmma_e4m3 };
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_decode.cu,
+// attention_sm90.cu, attention_sm90_fp8.cu
+enum class Text {
+  sm80,
+  decode,
+  decode_without_maps,
+  verify,
+  verify_without_maps,
+  latent,
+  latent_without_maps,
+  latent_decode,
+  latent_decode_without_maps,
+  wgmma,
+  wgmma_e4m3
+};
 
 struct Variant {
   const char* name;
@@ -27,6 +41,7 @@ struct Variant {
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
+  bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
   bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
   bool takes_runs() const { return text != Text::sm80; }
@@ -35,7 +50,9 @@ struct Variant {
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
+  cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
   cuda::AttentionTiles tiles() const {
+    if (is_latent_decode()) return {.rows = latent_decode_tiles().rows, .keys = latent_decode_tiles().keys, .key_warps = 1};
     if (is_latent()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
@@ -46,6 +63,8 @@ struct Variant {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
+    if (is_latent_decode())
+      return cuda::attention_sm90_latent_decode_key(arch, c.spec, c.out_dtype, latent_decode_tiles(), text == Text::latent_decode);
     if (is_verify()) return cuda::attention_sm90_verify_key(arch, c.spec, c.out_dtype, verify_tiles(), text == Text::verify);
     cuda::KernelKey made = text == Text::sm80 ? cuda::attention_sm80_key(arch, c.spec, c.out_dtype, tiles())
                                               : cuda::attention_sm90_decode_key(arch, c.spec, c.out_dtype, tiles(), text == Text::decode);
@@ -260,6 +279,27 @@ inline std::vector<Variant> variants() {
   add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
       "lbhdt";
 
+  // attention_sm90_latent_decode.cu: rows of one token and of several, a mask of their own; no maps, and dims of which a product is short;
+  // bytes, and records in pages of their own.
+  const auto add_few = [&](const char* name, gpu::Regime regime, AttentionSpec s, std::vector<CaseRequest> requests) -> Case& {
+    s.num_q_heads /= s.num_kv_heads, s.num_kv_heads = 1;
+    if (s.kv_format == KvFormat::strided) s.kv_format = KvFormat::latent;
+    Case& c = add(name, "sm_90a", regime, 1, s);
+    c.requests = std::move(requests);
+    all.back().text = Text::latent_decode;
+    return c;
+  };
+  add_few("few_latents", gpu::kDecode, spec(DType::bf16, DType::bf16, 576, 512, 16, 64), {{1, 300, 0}, {0, 0, 2}, {1, 70, 1}}).values =
+      ValuePattern::rising;
+  Case& few_masked =
+      add_few("few_masked", gpu::kVerify, spec(DType::f16, DType::f16, 320, 256, 10, 1), {{4, 300, 0}, {1, 90, 1}, {7, 7, 3}});
+  few_masked.spec.mask.custom = true, few_masked.custom = CustomPattern::tree, few_masked.spec.score.sinks = true;
+  Case& few_elements = add_few("few_elements", gpu::kVerify, spec(DType::bf16, DType::bf16, 272, 256, 5, 0), {{8, 90, 0}, {1, 200, 1}});
+  few_elements.order = "lbhdt", few_elements.spec.score = {.soft_cap = 20.f, .alibi = true};
+  all.back().text = Text::latent_decode_without_maps;
+  Case& few_bytes = add_few("few_bytes", gpu::kVerify, spec(DType::bf16, DType::fp8_e4m3, 448, 384, 40, 16), {{2, 200, 0}, {1, 70, 1}});
+  few_bytes.spec.mask.window_left = 100;
+
   // Positions that fall within a request, that several tokens share, that a tree of tokens has.
   Case& positions = add("positions", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
   positions.requests = {{4, 140, 0}, {1, 300, 1}, {7, 90, 2}, {0, 0, 3}, {16, 16, 4}};
@@ -288,6 +328,7 @@ inline std::vector<Variant> variants() {
     s.kv_format = KvFormat::fp8_ds_mla, s.num_kv_heads = 1, s.num_q_heads = group;
     return s;
   };
+  add_few("few_records", gpu::kDecode, records(DType::bf16, 16, 1), {{1, 300, 0}, {1, 70, 1}}).out_dtype = DType::f32;
   add("records", "sm_90a", gpu::kDecode, 1, records(DType::bf16, 16, 64)).spec.mask.window_left = 100;
   add("records_exact", "sm_90a", gpu::kPrefill, 1, records(DType::f32, 2, 3)).requests = {{3, 40, 0}, {20, 20, 1}};
   return all;

@@ -40,13 +40,15 @@ struct WarpgroupProduct {
     T of[2][kDepth];
   };
 
-  template <bool b_rows = false>
+  template <bool b_rows = false, bool a_rows = false>
   static void shared(float (&d)[n / 2], u64 a, u64 b, int add) {
     __syncwarp();
     multiply_later([&d, a = SharedMatrix(a), b = SharedMatrix(b), add] {
       Rows rows;
-      for (int h = 0; h < 2; ++h)
-        for (int k = 0; k < kDepth; ++k) rows.of[h][k] = a.at<T>(warp_id() % 4 * 16 + lane_id() / 4 + 8 * h, k * sizeof(T));
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp_id() % 4 * 16 + lane_id() / 4 + 8 * h;
+        for (int k = 0; k < kDepth; ++k) rows.of[h][k] = a_rows ? a.at<T>(k, u32(row) * sizeof(T)) : a.at<T>(row, k * sizeof(T));
+      }
       multiply<b_rows>(d, rows, b, add);
     });
   }

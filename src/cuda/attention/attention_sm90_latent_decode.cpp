@@ -1,0 +1,85 @@
+// See attention_sm90_latent_decode.h.
+#include "cuda/attention/attention_sm90_latent_decode.h"
+
+#include <algorithm>
+
+#include "attention/ds_mla.h"
+#include "cuda/attention/attention_constants.h"
+#include "cuda/attention/attention_sm90_latent.h"
+#include "cuda/attention/kv_side.h"
+#include "cuda/params.h"
+
+namespace imbrex::cuda {
+namespace {
+
+constexpr int kTileKeys = 64, kFewRows = 16, kMoreRows = 32, kSplitCost = 10;
+constexpr int kGroupChunks = 3, kStagedTiles = 2;  // as in attention_sm90_latent_decode_load.cuh
+
+bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
+  constexpr int kDepth = 16;        // dims of a product
+  constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
+  const int qk = spec.head_dim_qk, v = spec.head_dim_v;
+  const bool latent = spec.kv_format == KvFormat::latent && (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3);
+  const bool records = spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype == DType::bf16;
+  return arch == "sm_90a" && (latent || records) && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
+         (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims && qk <= v + kSm90ChunkDims;
+}
+
+int64_t record_bytes(const AttentionSpec& spec) { return spec.kv_format == KvFormat::fp8_ds_mla ? kDsMlaBytes : spec.head_dim_qk; }
+
+// Groups of chunks that shared memory holds beside queries, weights, scores that teams exchange, sums, and records that are not widened
+// yet.
+int num_stages(const AttentionSpec& spec, int rows) {
+  constexpr int kMostStages = 8, kRowBytes = kTensorMapLine + 256 + 32, kRest = 512;  // of weights, scores, sums; of all else
+  const int chunks = sm90_chunks(spec.head_dim_qk);
+  const int staged = kStagedTiles * (widens(spec) ? kTileKeys * int(record_bytes(spec)) : kTensorMapLine);
+  const int room = kSm90SharedMemory - rows * (chunks * kTensorMapLine + kRowBytes) - staged - kRest;
+  return std::min(room / (kGroupChunks * kTileKeys * kTensorMapLine), kMostStages);
+}
+
+template <int rows>
+bool make_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
+  if (!encode_query_map(maps.q, spec, q, rows)) return false;
+  if (widens(spec) || has_small_pages(spec)) return has_aligned_rows(kv.k);
+  return encode_kv_map(maps.k, kv.k, kTileKeys);
+}
+
+}  // namespace
+
+std::optional<Sm90LatentDecodeTiles> attention_sm90_latent_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  if (!runs_few_rows(arch, spec)) return std::nullopt;
+  const int group = spec.group_size(), rows = regime == kDecode && group <= kFewRows ? kFewRows : kMoreRows;
+  if (attention_sm90_latent_tiles(arch, spec) && (regime == kPrefill || group > rows)) return std::nullopt;
+  const int piece = rows == kFewRows ? 256 : 512;
+  return Sm90LatentDecodeTiles{.rows = rows,
+                               .keys = kTileKeys,
+                               .stages = num_stages(spec, rows),
+                               .least_piece = piece,
+                               .split_cost = kSplitCost,
+                               .threads = widens(spec) ? 512u : 384u};
+}
+
+int64_t attention_sm90_latent_decode_run_sums(const AttentionSpec& spec, const Sm90LatentDecodeTiles& tiles) {
+  return kLatentDecodeLevels * latent_decode_node_floats(spec.head_dim_v, tiles.rows);
+}
+
+KernelKey attention_sm90_latent_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentDecodeTiles& tiles,
+                                           bool maps) {
+  return {"attention_sm90_latent_decode.cu", std::string(arch),
+          attention_constants(spec, out,
+                              {{"kTileRows", tiles.rows},
+                               {"kItemRows", tiles.rows},
+                               {"kTileKeys", tiles.keys},
+                               {"kKeyWarps", 0},
+                               {"kStages", tiles.stages},
+                               {"kBlocks", 1},
+                               {"kKWidth", kTensorMapLine},
+                               {"kVWidth", kTensorMapLine},
+                               {"kMaps", maps}})};
+}
+
+MakeMaps* attention_sm90_latent_decode_maps(const Sm90LatentDecodeTiles& tiles) {
+  return tiles.rows == kFewRows ? make_maps<kFewRows> : make_maps<kMoreRows>;
+}
+
+}  // namespace imbrex::cuda
