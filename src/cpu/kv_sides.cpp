@@ -44,6 +44,7 @@ void KvSides::describe(AttentionParams& a) const {
   a.k.dim = spec_.head_dim_qk, a.v.dim = spec_.head_dim_v;
   a.k.type = a.v.type = type;
   a.packed = spec_.kv_format == KvFormat::amx_packed;
+  a.values_in_keys = codec_of(spec_).values_in_keys;
   if (spec_.kv_format == KvFormat::latent_rope) {
     a.row_parts = {.first = spec_.head_dim_v, .second = behind, .first_type = type, .second_type = type};
     a.row_parts.twice = widened_ == kBf16 && is_fp8(spec_.kv_dtype);

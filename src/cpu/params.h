@@ -8,7 +8,7 @@ namespace imbrex::cpu {
 enum ElementType : int { kF32, kF16, kBf16, kE4m3, kE5m2 };  // the first five of DType, in its order
 
 constexpr int kBlockKeys = 128;   // keys a kernel works on at a time; blocks begin at multiples of it, counted from a request's first key
-constexpr int kSplitKeys = 4096;  // the running sums are folded at multiples of this, whether or not the item is split there
+constexpr int kSplitKeys = 4096;  // what Kernels::split_keys is for most shapes
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kEmptyMax = -1e30f;  // running maximum (in log2 units) of a row that has seen no key
@@ -45,8 +45,10 @@ struct AttentionParams {
   int q_type, out_type;
   KvSide k, v;
   RowParts row_parts;
-  bool packed;     // not strided, but tiles as the AMX unit reads them (amx_packed)
-  int block_size;  // 0: ragged
+  bool packed;          // not strided, but tiles as the AMX unit reads them (amx_packed)
+  bool values_in_keys;  // values are the first elements of their keys
+  int block_size;       // 0: ragged
+  int split_keys;       // the running sums are folded at multiples of this, whether or not the item is split there
 
   const int* positions;              // [num_tokens] of queries; null: bottom right
   const int* query_start;            // [num_reqs + 1]
@@ -103,6 +105,7 @@ struct Kernels {
   int most_heads;  // that it can run together, of items of most_rows_together rows at most
   int most_rows_together;
   int widened;                                                  // ElementType that rows of records are made of
+  int (*split_keys)(const AttentionParams&);                    // AttentionParams::split_keys, of the shape
   long (*scratch_bytes)(const AttentionParams&, int max_rows);  // of one worker
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();

@@ -30,7 +30,6 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   const int group = spec.group_size();
   policy_.tile_q = std::max(1, kernels.row_tile / group);
   policy_.tile_kv = kBlockKeys;
-  policy_.split_kv = kSplitKeys;
   policy_.split_max_q = std::max(1, std::min(16, policy_.tile_q));
   policy_.balanced = options.balanced;
   // Every item is run for all kv heads, so fewer items than threads are enough.
@@ -40,6 +39,7 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   shape.q_type = int(spec.q_dtype);
   sides_.describe(shape);
   shape.group = group;
+  policy_.split_kv = kernels.split_keys(shape);
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   const long workers = options.threads.num_workers;
   scratch_ = std::dynamic_pointer_cast<SharedScratch>(options.workspace);
@@ -124,6 +124,7 @@ AttentionParams Plan::params(const AttentionInputs& in, const AttentionOutputs& 
   }
   sides_.read(in.kv, a);
   a.block_size = spec_.block_size;
+  a.split_keys = policy_.split_kv;
   if (spec_.mask.positions) a.positions = step.positions.data();
   a.query_start = step.query_start.data();
   a.seq_lens = step.seq_lens.data();

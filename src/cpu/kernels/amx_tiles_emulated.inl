@@ -50,6 +50,7 @@ inline void tiles_release() {
 
 #define TILE_ZERO(t) tile_zero(t)
 #define TILE_LOAD(t, p) tile_load(t, (const char*)(p), 64)
+#define TILE_LOAD_ROWS(t, p, pitch) tile_load(t, (const char*)(p), pitch)
 #define TILE_STREAM(t, p) TILE_LOAD(t, p)
 #define TILE_STREAM_ROWS(t, p, pitch) tile_load(t, (const char*)(p), pitch)
 #define TILE_STORE(t, p) tile_store(t, p)

@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const Kernels kernels_avx2;
-const Kernels kernels_avx2 = {"avx2", kMaxRows, 1, 0, kF32, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+const Kernels kernels_avx2 = {"avx2", kMaxRows, 1, 0, kF32, usual_split_keys, scratch_bytes, nothing, nothing, attention, merge, write_kv};
 
 }  // namespace imbrex::cpu

@@ -13,6 +13,10 @@
 #include "cpu/kernels/fetch.inl"
 #include "cpu/kernels/avx512_stage.inl"
 #include "cpu/kernels/avx512_tiles.inl"
+#ifdef __AVX512BF16__
+#include "cpu/kernels/latent.inl"
+#include "cpu/kernels/avx512_latent.inl"
+#endif
 // clang-format on
 
 namespace imbrex::cpu {
@@ -82,7 +86,13 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
   return at;
 }
 
-long scratch_bytes(const AttentionParams& a, int max_rows) { return layout(nullptr, a, max_rows, nullptr); }
+long scratch_bytes(const AttentionParams& a, int max_rows) {
+  const long bytes = layout(nullptr, a, max_rows, nullptr);
+#ifdef __AVX512BF16__
+  if (const long latent = latent_bytes(a, max_rows); latent > bytes) return latent;
+#endif
+  return bytes;
+}
 
 // The end of softmax_row where the maximum is at least kLargeLogit.
 __attribute__((noinline)) vf weigh_large(float* s, int begin, int end, float scale, float max) {
@@ -286,6 +296,9 @@ void ask_for_row(const AttentionParams& a, const Row& row) {
 }
 
 bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
+#ifdef __AVX512BF16__
+  if (shares_latents(a)) return attend_latent_heads<LatentProducts>(a, item, kv_head, next, memory);
+#endif
   const int rows_each = (item.q_end - item.q_begin) * a.group, heads = a.heads_together, num_rows = rows_each * heads;
   const int qk = a.k.dim, v = pad(a.v.dim, 32);
   Scratch s;

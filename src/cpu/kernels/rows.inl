@@ -1,6 +1,6 @@
 // The rows of a work item (one for each query token and q head of the kv head's group), as every kernel file sees them.
 // A row's result is a function of its own query and keys alone: blocks of kBlockKeys at absolute positions, taken in order, folded at
-// multiples of kSplitKeys. That is what makes results independent of batch, prompt chunking, tiles and threads.
+// multiples of split_keys. That is what makes results independent of batch, prompt chunking, tiles and threads.
 
 namespace imbrex::cpu {
 namespace {
@@ -61,7 +61,7 @@ inline void show(Row* rows, int num_rows, bool shown) {
 // The blocks of keys of an item in their order: all of them, or those of its stretches.
 class KeyBlocks {
  public:
-  KeyBlocks(const AttentionParams& a, const WorkItem& item) : key_(item.kv_begin), end_(item.kv_end) {
+  KeyBlocks(const AttentionParams& a, const WorkItem& item) : key_(item.kv_begin), end_(item.kv_end), split_(a.split_keys) {
     const ItemDetails* const details = details_of(a, item);
     if (!details || details->num_stretches < 0) return;
     stretch_ = a.stretches + details->first_stretch, left_ = details->num_stretches;
@@ -73,7 +73,7 @@ class KeyBlocks {
   int end() const { return end_; }  // of the stretch
   bool shown() const { return shown_; }
   bool begins() const { return begins_; }  // whether the block is a stretch's first, so that `shown` may be another
-  bool leaves_split(const KeyBlocks& before) const { return key_ / kSplitKeys != before.key_ / kSplitKeys; }
+  bool leaves_split(const KeyBlocks& before) const { return key_ / split_ != before.key_ / split_; }
   void next() { skip_to(key_ + kBlockKeys); }
   // Goes on to `key`, a block of this stretch or its end.
   void skip_to(int key) {
@@ -88,9 +88,11 @@ class KeyBlocks {
     ++stretch_, --left_;
   }
   const KeyStretch* stretch_ = nullptr;  // the next one
-  int left_ = 0, key_, end_;
+  int left_ = 0, key_, end_, split_;
   bool shown_ = false, begins_ = false;
 };
+
+inline int usual_split_keys(const AttentionParams&) { return kSplitKeys; }
 
 // True where a logit is q.k * scale and nothing else.
 inline bool plain_logits(const AttentionParams& a) { return a.soft_cap == 0.f && !a.alibi_slopes && !a.bias_by_distance; }

@@ -1,0 +1,410 @@
+// Attention to latents, whose values are the first elements of their keys, for kernels that multiply pairs of bf16: what AVX-512 and AMX
+// share. All rows of an item (query tokens and their q heads) share each key, so a block of keys is looked up, converted and turned into
+// values once for all of them.
+//
+// Scores are products of keys, as they lie in memory, with queries whose pairs of dims are interleaved: [key][16 rows]. So a vector holds 16
+// rows, a softmax is vertical, and its probabilities come out as pairs of keys for 16 rows. The files that include this one define
+// `struct LatentProducts`, the two products and the form of outputs.
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr int kLatentRows = 16;              // of a tile of rows
+constexpr int kLatentSplit = 1024;           // keys of a split: there is one kv head, so a request would else keep few cores busy
+constexpr long kLatentPitch = 2L * kMaxDim;  // bytes from one copied key to the next
+constexpr int kKeyGroups = kBlockKeys / 16, kKeyChunks = kBlockKeys / 32;
+constexpr float kLatentLazy = 8.f;  // log2 units by which a row may outgrow its reference before its sums are rescaled
+
+// Whether an item's rows share latents as these kernels read them.
+IMBREX_INLINE bool has_latent_shape(const AttentionParams& a) {
+  const int dim = a.row_parts.twice ? a.k.dim - a.row_parts.second : a.k.dim;
+  const bool pairs = a.q_type == kBf16 && (a.k.type == kBf16 || a.k.type == kE4m3 || a.k.type == kE5m2);
+  return a.values_in_keys && pairs && dim % 32 == 0 && a.v.dim % 64 == 0;
+}
+IMBREX_INLINE bool shares_latents(const AttentionParams& a) {
+  return has_latent_shape(a) && plain_logits(a) && !a.row_parts.second_factors;
+}
+inline int latent_split_keys(const AttentionParams& a) { return has_latent_shape(a) ? kLatentSplit : kSplitKeys; }
+
+// A block of keys: where they are, as rows of bf16.
+struct LatentBlock {
+  const char *rows[kBlockKeys], *second[kBlockKeys];     // second: where the second parts are, of rows in two places
+  const char* group[kKeyGroups];                         // the first of 16 keys, which are `pitch` bytes apart
+  long pitch[kKeyGroups];                                //
+  int kb = 0, chunk_begin = 0, chunk_end = kKeyChunks;  // chunks of 32 keys that some row sees
+};
+
+// 16 rows: what they see, and their running softmax. Rows behind the last one are as the last one.
+struct LatentTile {
+  alignas(64) float max[kLatentRows], sum[kLatentRows], scale[kLatentRows];
+  alignas(64) int lo[kLatentRows], hi[kLatentRows];
+  int all_lo, all_hi, any_lo, any_hi;  // keys that every row sees, and that some row sees
+  bool plain, custom;                  // scales are positive; a custom mask hides keys
+};
+
+// One worker's memory, cut from `scratch`.
+struct LatentScratch {
+  Row* rows;
+  LatentTile* tiles;
+  int num_tiles, steps, v;              // of 16 rows; of 32 dims of a key; dims of a value
+  char* q;                              // [tiles][steps][16 pairs of dims][16 rows]
+  float* out;                           // of `v` floats a row, as LatentProducts have them
+  float *folded, *folded_max, *folded_sum;
+  float* scores;                        // [2][2 tiles][32 keys][16 rows]
+  char* weights;                        // [tiles][kKeyChunks] of 16 pairs of keys and 16 rows, as LatentProducts have them
+  char* values;                         // kLatentValueBytes: pairs of keys, interleaved
+  LatentBlock *now, *next;
+  char *copies, *compact;               // keys that are no rows of bf16 with one pitch, and what those are made of
+  char* zero;
+};
+constexpr long kLatentValueBytes = 32 << 10;
+
+inline long latent_layout(char* base, const AttentionParams& a, long rows, LatentScratch* out) {
+  const long tiles = (rows + kLatentRows - 1) / kLatentRows, padded = tiles * kLatentRows;
+  long at = 0;
+  const auto take = [&](long bytes) {
+    char* const p = base ? base + at : nullptr;
+    at += (bytes + 63) / 64 * 64;
+    return p;
+  };
+  const auto floats = [&](long n) { return reinterpret_cast<float*>(take(n * 4)); };
+  LatentScratch s;
+  s.num_tiles = int(tiles), s.steps = a.k.dim / 32, s.v = a.v.dim;
+  s.scores = floats(4L * 32 * kLatentRows);
+  s.values = take(kLatentValueBytes);
+  s.weights = take(tiles * kKeyChunks * 1024);
+  s.q = take(tiles * s.steps * 1024);
+  s.out = floats(padded * s.v);
+  s.folded = floats(padded * s.v);
+  s.folded_max = floats(padded);
+  s.folded_sum = floats(padded);
+  s.tiles = reinterpret_cast<LatentTile*>(take(tiles * long(sizeof(LatentTile))));
+  s.rows = reinterpret_cast<Row*>(take(padded * long(sizeof(Row))));
+  s.now = reinterpret_cast<LatentBlock*>(take(sizeof(LatentBlock)));
+  s.next = reinterpret_cast<LatentBlock*>(take(sizeof(LatentBlock)));
+  s.copies = take(kBlockKeys * kLatentPitch);
+  s.compact = take(compact_bytes(a.k));
+  s.zero = take(4 * (kMaxDim + 64));
+  if (out) *out = s;
+  return at;
+}
+inline long latent_bytes(const AttentionParams& a, int max_rows) {
+  return has_latent_shape(a) ? latent_layout(nullptr, a, max_rows, nullptr) : 0;
+}
+
+// Prefetches the next block into L2, in shares that the work on this one asks for: all at once they would fill the line buffers.
+class LatentFetch {
+ public:
+  LatentFetch(const AttentionParams& a, const LatentBlock* next, int steps)
+      : next_(next), bytes_{a.k.row_bytes, a.row_parts.first > 0 ? a.v.row_bytes : 0}, steps_(steps > 0 ? steps : 1) {}
+  IMBREX_INLINE void step() {
+    if (!next_) return;
+    for (due_ += kBlockKeys; due_ >= steps_ && at_ < kBlockKeys; due_ -= steps_, ++at_) {
+      ask(next_->rows[at_], bytes_[0]);
+      ask(next_->second[at_], bytes_[1]);
+    }
+  }
+
+ private:
+  static IMBREX_INLINE void ask(const char* row, long bytes) {
+    for (long b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+  }
+  const LatentBlock* next_;
+  long bytes_[2];
+  int steps_, due_ = 0, at_ = 0;
+};
+
+inline void find_latents(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
+                         LatentBlock& b) {
+  b.kb = kb;
+  b.chunk_begin = clamp_int(keys.lo - kb, 0, kBlockKeys) / 32, b.chunk_end = (clamp_int(keys.hi - kb, 0, kBlockKeys) + 31) / 32;
+  find_rows(a, a.k, item.table, kv_head, kb, kBlockKeys, keys, zero, b.rows);
+  if (a.row_parts.first > 0) find_rows(a, a.v, item.table, kv_head, kb, kBlockKeys, keys, zero, b.second);
+}
+
+// The block that the worker reads after `block`: the item's next one, or the first one of the next task. False when there is none.
+inline bool find_latents_after(const AttentionParams& a, const WorkItem& item, int kv_head, KeyBlocks block, Visible keys, NextTask next,
+                               const char* zero, LatentBlock& b) {
+  block.next();
+  if (!block.done()) {
+    find_latents(a, item, kv_head, block.key(), keys, zero, b);
+    return true;
+  }
+  if (!next.item) return false;
+  const KeyBlocks first(a, *next.item);
+  if (first.done()) return false;
+  find_latents(a, *next.item, next.kv_head, first.key(), keys_seen(a, *next.item), zero, b);
+  return true;
+}
+
+// Makes the keys of a block rows of bf16, each 16 of them with one pitch: in place where they are so.
+template <class Products>
+void settle_latents(const AttentionParams& a, const LatentScratch& s, LatentBlock& b) {
+  if (a.row_parts.first > 0) {
+    join_parts(a, kBlockKeys, s.zero, b.rows, b.second, s.compact);
+  } else {
+    compact_rows(a.k, kBlockKeys, s.zero, b.rows, s.compact);
+  }
+  for (int g = 2 * b.chunk_begin; g < 2 * b.chunk_end; ++g) {
+    const char** const rows = b.rows + 16 * g;
+    const long pitch = rows[1] - rows[0];
+    bool direct = a.k.type == kBf16 && (Products::kAnyPitch || pitch == kLatentPitch);
+    for (int i = 2; direct && i < 16; ++i) direct = rows[i] - rows[i - 1] == pitch;
+    for (int i = 0; !direct && i < 16; ++i) {
+      char* const to = s.copies + (16L * g + i) * kLatentPitch;
+      for (int d = 0; d < a.k.dim; d += 32) _mm512_store_si512(to + 2 * d, Products::bf16_of(a.k.type, rows[i], d));
+      rows[i] = to;
+    }
+    b.group[g] = rows[0], b.pitch[g] = direct ? pitch : kLatentPitch;
+  }
+}
+
+// Two keys' 32 values from dim d on as pairs: of dims d to d + 15, and of the others.
+struct LatentPairs {
+  vi first, second;
+};
+IMBREX_INLINE LatentPairs pair_values(const char* const* rows, int d) {
+  const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33,
+                                  1, 32, 0);
+  const vi a = _mm512_loadu_si512(rows[0] + 2L * d), b = _mm512_loadu_si512(rows[1] + 2L * d);
+  return {_mm512_permutex2var_epi16(a, low, b), _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b)};
+}
+
+// Probabilities of two keys for 16 rows, rounded: a pair for each row.
+IMBREX_INLINE vi pair_weights(vf first, vf second) {
+  const vi both = (vi)_mm512_cvtne2ps_pbh(second, first);
+  return _mm512_permutexvar_epi16(_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
+                                                   19, 3, 18, 2, 17, 1, 16, 0),
+                                  both);
+}
+
+// The softmax of a tile's rows over a chunk of 32 keys, in nine steps, so that products can be issued in between: the first finds the rows'
+// reference, the others weigh four keys each.
+class LatentSoftmax {
+ public:
+  // `chunk` of the block has these scores, [key][16 rows].
+  void start(const LatentScratch& s, const LatentBlock& b, int t, int chunk, const float* scores) {
+    scratch_ = &s, block_ = &b, t_ = t, chunk_ = chunk, scores_ = scores, key_ = -1;
+  }
+  bool done() const { return key_ >= 32; }
+
+  template <class Products>
+  IMBREX_INLINE void step() {
+    if (key_ < 0) {
+      begin<Products>();
+      key_ = 0;
+      return;
+    }
+    vf p[4];
+    if (__builtin_expect(whole_, 1)) {
+      IMBREX_UNROLL(4)
+      for (int i = 0; i < 4; ++i) p[i] = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores_ + 16 * (key_ + i)), scale_, max_));
+    } else {
+      for (int i = 0; i < 4; ++i) p[i] = weight_of(key_ + i);
+    }
+    sum_ = _mm512_add_ps(sum_, _mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])));
+    char* const to = weights();
+    _mm512_store_si512(to + 32 * key_, pair_weights(p[0], p[1]));
+    _mm512_store_si512(to + 32 * key_ + 64, pair_weights(p[2], p[3]));
+    key_ += 4;
+    if (key_ < 32) return;
+    Products::place_weights(to);
+    _mm512_store_ps(scratch_->tiles[t_].sum, sum_);
+  }
+
+ private:
+  char* weights() const { return scratch_->weights + (long(t_) * kKeyChunks + chunk_) * 1024; }
+
+  template <class Products>
+  void begin() {
+    LatentTile& tile = scratch_->tiles[t_];
+    const int first = block_->kb + 32 * chunk_;
+    whole_ = tile.plain && !tile.custom && tile.all_lo <= first && tile.all_hi >= first + 32;
+    scale_ = _mm512_load_ps(tile.scale), max_ = _mm512_load_ps(tile.max), sum_ = _mm512_load_ps(tile.sum);
+    vf top = _mm512_set1_ps(-__builtin_inff());
+    if (whole_) {
+      vf tops[4] = {top, top, top, top};
+      for (int j = 0; j < 32; j += 4) {
+        IMBREX_UNROLL(4)
+        for (int i = 0; i < 4; ++i) tops[i] = _mm512_max_ps(tops[i], _mm512_load_ps(scores_ + 16 * (j + i)));
+      }
+      top = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3])), scale_);
+    } else {
+      find_seen();
+      for (int j = 0; j < 32; ++j) top = _mm512_mask_max_ps(top, seen_[j], top, _mm512_mul_ps(_mm512_load_ps(scores_ + 16 * j), scale_));
+    }
+    if (const __mmask16 grown = _mm512_cmp_ps_mask(top, _mm512_add_ps(max_, _mm512_set1_ps(kLatentLazy)), _CMP_GT_OQ)) {
+      const vf larger = _mm512_mask_mov_ps(max_, grown, top), factor = exp2_f32(_mm512_sub_ps(max_, larger));
+      max_ = larger, sum_ = _mm512_mul_ps(sum_, factor);
+      _mm512_store_ps(tile.max, larger);
+      Products::rescale(*scratch_, t_, factor);
+      // Weights of earlier chunks of the block wait for their values. What rounding them again changes is a part of 2^-8 of them.
+      for (int c = block_->chunk_begin; c < chunk_; ++c) Products::rescale_weights(weights() - (chunk_ - c) * 1024L, factor);
+    }
+    large_ = _mm512_cmp_ps_mask(_mm512_abs_ps(max_), _mm512_set1_ps(kLargeLogit), _CMP_GE_OQ) &
+             _mm512_cmp_ps_mask(max_, _mm512_set1_ps(kEmptyMax), _CMP_NEQ_OQ);
+    if (whole_ && large_) {
+      find_seen();
+      whole_ = false;
+    }
+  }
+
+  // seen_[j]: the rows that see key j of the chunk.
+  __attribute__((noinline)) void find_seen() {
+    const LatentTile& tile = scratch_->tiles[t_];
+    const int first = block_->kb + 32 * chunk_;
+    const vi lo = _mm512_load_si512(tile.lo), hi = _mm512_load_si512(tile.hi);
+    for (int j = 0; j < 32; ++j) {
+      const vi key = _mm512_set1_epi32(first + j);
+      seen_[j] = _mm512_cmp_epi32_mask(key, lo, _MM_CMPINT_NLT) & _mm512_cmp_epi32_mask(key, hi, _MM_CMPINT_LT);
+    }
+    for (int r = 0; tile.custom && r < kLatentRows; ++r) {
+      const unsigned char* const bytes = scratch_->rows[t_ * kLatentRows + r].custom;
+      for (int j = 0; bytes && j < 32; ++j)
+        if ((seen_[j] >> r & 1) && bytes[first + j] == 0) seen_[j] &= __mmask16(~(1u << r));
+    }
+  }
+  __attribute__((noinline)) vf weight_of(int j) const {
+    const vf x = _mm512_load_ps(scores_ + 16 * j);
+    vf exponent = _mm512_fmsub_ps(x, scale_, max_);
+    exponent = _mm512_mask_sub_ps(exponent, large_, rounded_product(x, scale_), max_);
+    return _mm512_maskz_mov_ps(seen_[j], exp2_bf16(exponent));
+  }
+
+  const LatentScratch* scratch_ = nullptr;
+  const LatentBlock* block_ = nullptr;
+  const float* scores_ = nullptr;
+  int t_ = 0, chunk_ = 0, key_ = 32;  // key_: the next one; -1: the reference comes first
+  bool whole_ = false;                // every row sees all keys, in the plain way
+  __mmask16 large_ = 0;
+  vf scale_, max_, sum_;
+  __mmask16 seen_[32];
+};
+
+// Rounds products of pairs of weights with factors.
+IMBREX_INLINE vi rescaled_pairs(vi pairs, vf factors) {
+  const vf first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  const vf second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
+  return pair_weights(_mm512_mul_ps(first, factors), _mm512_mul_ps(second, factors));
+}
+
+// Whether some row of tiles [t, t + count) sees some of keys [begin, end).
+inline bool tiles_see(const LatentScratch& s, int t, int count, int begin, int end) {
+  bool any = false;
+  for (const LatentTile* tile = s.tiles + t; tile < s.tiles + t + count; ++tile) any |= tile->any_lo < end && tile->any_hi > begin;
+  return any;
+}
+inline void clear_weights(const LatentScratch& s, int t, int chunk) {
+  char* const to = s.weights + (long(t) * kKeyChunks + chunk) * 1024;
+  for (int i = 0; i < 1024; i += 64) _mm512_store_si512(to + i, _mm512_setzero_si512());
+}
+
+// Interleaves the pairs of dims of 16 rows of queries.
+inline void pack_latent_queries(const AttentionParams& a, const LatentScratch& s, int t) {
+  for (int k = 0; k < s.steps; ++k) {
+    vi r[16];
+    IMBREX_UNROLL(16)
+    for (int i = 0; i < 16; ++i) {
+      const Row& row = s.rows[t * kLatentRows + i];
+      r[i] = _mm512_loadu_si512(a.q + row.token * a.q_token_stride + row.head * a.q_head_stride + 64L * k);
+    }
+    transpose(r);
+    IMBREX_UNROLL(16)
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(s.q + (long(t) * s.steps + k) * 1024 + 64 * i, r[i]);
+  }
+}
+
+inline void clear_latents(const LatentScratch& s) {
+  for (long i = 0; i < long(s.num_tiles) * kLatentRows * s.v; i += 16) _mm512_store_ps(s.out + i, _mm512_setzero_ps());
+  for (int t = 0; t < s.num_tiles; ++t) {
+    _mm512_store_ps(s.tiles[t].max, _mm512_set1_ps(kEmptyMax));
+    _mm512_store_ps(s.tiles[t].sum, _mm512_setzero_ps());
+  }
+}
+
+inline void describe_tile(const LatentScratch& s, int t) {
+  LatentTile& tile = s.tiles[t];
+  tile.all_lo = tile.any_hi = 0, tile.all_hi = tile.any_lo = 0x7fffffff, tile.plain = true;
+  for (int i = 0; i < kLatentRows; ++i) {
+    const Row& row = s.rows[t * kLatentRows + i];
+    tile.lo[i] = row.lo, tile.hi[i] = row.hi, tile.scale[i] = row.scale * kLog2e;
+    tile.plain = tile.plain && row.scale > 0.f;
+    tile.all_lo = row.lo > tile.all_lo ? row.lo : tile.all_lo, tile.all_hi = row.hi < tile.all_hi ? row.hi : tile.all_hi;
+    if (row.lo >= row.hi) continue;
+    tile.any_lo = row.lo < tile.any_lo ? row.lo : tile.any_lo, tile.any_hi = row.hi > tile.any_hi ? row.hi : tile.any_hi;
+  }
+}
+
+// Runs an item for one kv head.
+template <class Products>
+bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
+  const int num_rows = (item.q_end - item.q_begin) * a.group;
+  LatentScratch s;
+  latent_layout(memory, a, num_rows, &s);
+  fill_rows(a, item, kv_head, s.rows);
+  for (int i = num_rows; i < s.num_tiles * kLatentRows; ++i) s.rows[i] = s.rows[num_rows - 1];
+  const Visible keys = item_keys(a, item, s.rows, num_rows);
+  for (int i = 0; i < 4 * (kMaxDim + 64); i += 64) _mm512_store_si512(s.zero + i, _mm512_setzero_si512());
+  for (int t = 0; t < s.num_tiles; ++t) {
+    pack_latent_queries(a, s, t);
+    describe_tile(s, t);
+    s.tiles[t].custom = a.custom_mask != nullptr;
+  }
+  clear_latents(s);
+  Products::enter();
+  KeyBlocks block(a, item), before = block;
+  if (!block.done()) find_latents(a, item, kv_head, block.key(), keys, s.zero, *s.now);
+  bool folded = false;
+  alignas(64) float row_out[kMaxDim];
+  for (; !block.done(); before = block, block.next()) {
+    if (block.begins()) {
+      show(s.rows, s.num_tiles * kLatentRows, block.shown());
+      for (int t = 0; t < s.num_tiles; ++t) s.tiles[t].custom = a.custom_mask && !block.shown();
+    }
+    if (block.leaves_split(before) && item.partial < 0) {
+      for (int i = 0; i < num_rows; ++i) {
+        float* const into = s.folded + long(i) * s.v;
+        if (!folded) {
+          s.folded_max[i] = kEmptyMax, s.folded_sum[i] = 0.f;
+          for (int d = 0; d < s.v; d += 16) _mm512_store_ps(into + d, _mm512_setzero_ps());
+        }
+        const LatentTile& tile = s.tiles[i / kLatentRows];
+        const float* const out = Products::row_of(s, i, row_out);
+        fold(into, s.folded_max + i, s.folded_sum + i, out, tile.max[i % kLatentRows], tile.sum[i % kLatentRows], s.v);
+      }
+      clear_latents(s);
+      folded = true;
+    }
+    const bool more = find_latents_after(a, item, kv_head, block, keys, next, s.zero, *s.next);
+    LatentFetch fetch(a, more ? s.next : nullptr, Products::fetch_steps(s));
+    settle_latents<Products>(a, s, *s.now);
+    Products::attend(a, s, *s.now, fetch);
+    LatentBlock* const done = s.now;
+    s.now = s.next, s.next = done;
+  }
+  bool finite = true;
+  for (int i = 0; i < num_rows; ++i) {
+    const LatentTile& tile = s.tiles[i / kLatentRows];
+    const float* out = Products::row_of(s, i, row_out);
+    float max = tile.max[i % kLatentRows], sum = tile.sum[i % kLatentRows];
+    if (folded) {
+      float* const into = s.folded + long(i) * s.v;
+      fold(into, s.folded_max + i, s.folded_sum + i, out, max, sum, s.v);
+      out = into, max = s.folded_max[i], sum = s.folded_sum[i];
+    }
+    finite &= finish_row(a, item, s.rows[i], out, max, sum);
+  }
+  return finite;
+}
+
+// Runs an item for the kv heads that are run together, one after the other.
+template <class Products>
+bool attend_latent_heads(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
+  bool finite = true;
+  for (int h = 0; h < a.heads_together; ++h)
+    finite &= attend_latents<Products>(a, item, kv_head + h, h + 1 < a.heads_together ? NextTask{&item, kv_head + h + 1} : next, memory);
+  return finite;
+}
+
+}  // namespace
+}  // namespace imbrex::cpu
