@@ -14,7 +14,8 @@ foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "avx512_bf16;avx51
     set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${${flags}};${kernel_warnings};-O3;-fno-exceptions;-fno-math-errno")
   endif()
 endforeach()
-set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
+set(amx_files ${kernels}/amx.cpp ${kernels}/head_products_amx.cpp)
+set_property(SOURCE ${amx_files} APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
 file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp ${kernels}/*_generic.cpp)
 # Conversions choose between results of additions and multiplications; if these might trap, they would stay behind branches and loops
 # over them would not become vectors. No result depends on it.
@@ -23,13 +24,13 @@ file(GLOB kernel_files CONFIGURE_DEPENDS ${kernels}/*.cpp)
 # Unrolled, the emulated AMX kernels take two minutes, and all kernels do with sanitizers, as they do at -O3. For these a template that is
 # there for many shapes is there for few: the others are the same text with other trip counts, and add up in the same order. What the AMX
 # unit does sanitizers do not see; the rest of amx.cpp is in amx_emulated.cpp too.
-set(rolled ${kernels}/amx_emulated.cpp)
+set(rolled ${kernels}/amx_emulated.cpp ${kernels}/head_products_amx_emulated.cpp)
 if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set(rolled ${kernel_files})
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_FEW_SHAPES)
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -O1 $<$<BOOL:${IMBREX_BUILD_FUZZERS}>:-fno-sanitize=fuzzer-no-link>)
   # AddressSanitizer finds wrong addresses. That UBSan looks at pointers too would more than double the time that kernels take to compile.
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=null,alignment,object-size,pointer-overflow)
-  set_property(SOURCE ${kernels}/amx.cpp APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=all)
+  set_property(SOURCE ${amx_files} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=all)
 endif()
 set_property(SOURCE ${rolled} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_NO_UNROLL)

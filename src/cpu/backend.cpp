@@ -73,7 +73,7 @@ class CpuBackend final : public BackendOf<AttentionFamily> {
              .kernel = k.isa,
              .sizes = {{"tile_rows", std::max(1, k.row_tile / spec.group_size()) * spec.group_size()},
                        {"tile_keys", cpu::kBlockKeys},
-                       {"piece_keys", cpu::kSplitKeys},
+                       {"piece_keys", k.split_keys(shape_of(spec, k))},
                        {"most_heads", k.most_heads}}}};
   }
 

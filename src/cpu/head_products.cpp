@@ -13,7 +13,8 @@
 namespace imbrex {
 namespace cpu {
 
-extern const HeadProductKernels head_products_generic, head_products_avx2, head_products_avx512, head_products_avx512_bf16;
+extern const HeadProductKernels head_products_generic, head_products_avx2, head_products_avx512, head_products_avx512_bf16,
+    head_products_amx_emulated, head_products_amx;
 
 namespace {
 
@@ -24,7 +25,8 @@ class CpuHeadProducts final : public HeadProducts {
   CpuHeadProducts(const HeadProductKernels& kernels, const ParallelFor& threads) : kernels_(kernels), threads_(threads) {}
 
   void by_columns(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace&) const override {
-    run(kernels_.by_columns, from, weight, to);
+    const bool pairs = from.dtype == DType::bf16 && row_type(weight.dtype) == DType::bf16;
+    run(pairs ? kernels_.by_columns_bf16 : kernels_.by_columns, from, weight, to);
   }
   void by_rows(const TensorView& from, const TensorView& weight, const TensorView& to, const ProductPlace&) const override {
     run(from.dtype == DType::bf16 ? kernels_.by_rows_bf16 : kernels_.by_rows, from, weight, to);
@@ -59,6 +61,7 @@ class CpuHeadProducts final : public HeadProducts {
         kernel(params, head, row, int(std::min<int64_t>(row + kProductRows, rows)), n,
                int(std::min<int64_t>(n + kProductColumns, columns)));
       }
+      if (kernels_.leave != nullptr) kernels_.leave();
     };
     run_parallel(rows * heads * columns * params.k < kSerialWork ? ParallelFor{} : threads_, work);
   }
@@ -73,6 +76,8 @@ class CpuHeadProducts final : public HeadProducts {
 // For mla/registry.cpp.
 std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa isa, const ParallelFor& threads) {
   if constexpr (kX86) {
+    if (isa >= CpuIsa::amx) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_amx, threads);
+    if (isa >= CpuIsa::amx_emulated) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_amx_emulated, threads);
     if (isa >= CpuIsa::avx512_bf16) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx512_bf16, threads);
     if (isa >= CpuIsa::avx512) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx512, threads);
     if (isa >= CpuIsa::avx2) return std::make_unique<cpu::CpuHeadProducts>(cpu::head_products_avx2, threads);

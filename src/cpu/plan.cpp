@@ -25,6 +25,14 @@ constexpr long kSerialWriteBytes = 64 << 10;  // below this, waking the pool cos
 
 }  // namespace
 
+AttentionParams shape_of(const AttentionSpec& spec, const Kernels& kernels) {
+  AttentionParams shape{};
+  shape.q_type = int(spec.q_dtype);
+  KvSides(spec, kernels.widened).describe(shape);
+  shape.group = spec.group_size();
+  return shape;
+}
+
 Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec& spec, const PlanOptions& options)
     : backend_(backend), kernels_(kernels), spec_(spec), options_(options), sides_(spec, kernels.widened) {
   const int group = spec.group_size();
@@ -35,10 +43,7 @@ Plan::Plan(std::string_view backend, const Kernels& kernels, const AttentionSpec
   // Every item is run for all kv heads, so fewer items than threads are enough.
   policy_.num_workers = (options.threads.num_workers + spec.num_kv_heads - 1) / spec.num_kv_heads;
 
-  AttentionParams shape{};
-  shape.q_type = int(spec.q_dtype);
-  sides_.describe(shape);
-  shape.group = group;
+  const AttentionParams shape = shape_of(spec, kernels);
   policy_.split_kv = kernels.split_keys(shape);
   scratch_bytes_ = (kernels.scratch_bytes(shape, policy_.tile_q * group) + kPage - 1) / kPage * kPage;
   const long workers = options.threads.num_workers;

@@ -18,6 +18,9 @@ namespace imbrex::cpu {
 // Kernel tables, one file each in kernels/. Builds for other architectures than x86-64 have the first one only.
 extern const Kernels kernels_generic, kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx_emulated, kernels_amx;
 
+// What kernels are told of a spec when they are asked for split_keys and scratch_bytes.
+AttentionParams shape_of(const AttentionSpec&, const Kernels&);
+
 class Plan final : public StepPlan {
  public:
   Plan(std::string_view backend, const Kernels&, const AttentionSpec&, const PlanOptions&);

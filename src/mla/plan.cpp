@@ -27,6 +27,11 @@ std::unique_ptr<HeadProducts> cpu_head_products(CpuIsa, const ParallelFor&);  //
 
 namespace {
 
+// The type of outputs in latent space: that of queries where products are fastest by it, as on GPUs, else f32.
+DType output_type(const MlaSpec& spec, const HeadProducts* products) {
+  return products != nullptr && spec.dtype == DType::bf16 ? products->row_type(spec.dtype) : DType::f32;
+}
+
 constexpr int kKeyUnit = 128;  // keys of a chunk are a multiple of it, as those of attention's blocks are
 
 class CompositePlan final : public MlaPlan {
@@ -38,7 +43,8 @@ class CompositePlan final : public MlaPlan {
         options_(options),
         parts_(std::move(parts)),
         chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, options.limits, parts_.hardware->expanded_bytes)),
-        scratch_(spec, options.limits.max_num_tokens, chunk_, latent_type(spec, parts_.products.get())) {
+        scratch_(spec, options.limits.max_num_tokens, chunk_, latent_type(spec, parts_.products.get()),
+                 output_type(spec, parts_.products.get())) {
     member_ = member_options(device, options);
     member_.workspace = std::make_shared<SharedScratch>();
     member_.out_dtype.reset();

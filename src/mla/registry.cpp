@@ -27,11 +27,12 @@ constexpr MlaRates kCudaSm90Rates{
 constexpr MlaRates kCudaSm80Rates{
     .products = 200e12, .expansion = 200e12, .latent = 120e12, .expanded = 180e12, .bytes = 1.5e12, .round = 5e-6};
 
-// Speeds of one core of a CPU. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys; expansion is by
-// products of pairs of bf16. Of AVX2: on the same machine without AVX-512. Of AMX: of attention from docs/kernels/cpu_amx.md, of products
-// as AVX-512, which they are made of. A stream of memory is 8 GB/s where all cores have one.
-constexpr MlaRates kAmxRates{.products = 90e9, .expansion = 140e9, .latent = 400e9, .expanded = 1100e9, .bytes = 8e9};
-constexpr MlaRates kAvx512Rates{.products = 88e9, .expansion = 140e9, .latent = 135e9, .expanded = 135e9, .bytes = 8e9};
+// Speeds of one core of a CPU. Of AVX-512: measured on an EPYC of Zen 4 with 16 heads of 512/128/64/128 at 4096 keys, by products of pairs
+// of bf16; without those all but attention to expanded keys are slower. Of AVX2: on the same machine without AVX-512. Of AMX: measured on a
+// virtual machine beside an H100 with 16 heads and 64 rows or queries; attention to expanded keys is half of what two cores of such a
+// machine do in prefill (docs/kernels/cpu_amx.md). A stream of memory is 8 GB/s where all cores have one.
+constexpr MlaRates kAmxRates{.products = 400e9, .expansion = 550e9, .latent = 830e9, .expanded = 800e9, .bytes = 8e9};
+constexpr MlaRates kAvx512Rates{.products = 140e9, .expansion = 140e9, .latent = 200e9, .expanded = 135e9, .bytes = 8e9};
 constexpr MlaRates kGenericRates{.products = 60e9, .expansion = 60e9, .latent = 83e9, .expanded = 76e9, .bytes = 8e9};
 
 const MlaCompositeBackend& cuda_sm90_mla() {

@@ -17,11 +17,11 @@ namespace imbrex {
 class MlaScratch {
  public:
   MlaScratch(const MlaScratch&) = delete;
-  MlaScratch(const MlaSpec& spec, int64_t tokens, int64_t keys, DType latent_type) {
+  MlaScratch(const MlaSpec& spec, int64_t tokens, int64_t keys, DType latent_type, DType output_type) {
     const int64_t heads = spec.num_heads;
     if (!spec.absorbed) {
       take(latent_q, spec.dtype, tokens, heads, spec.latent_dim());
-      take(latent_out, DType::f32, tokens, heads, spec.kv_lora_rank);
+      take(latent_out, output_type, tokens, heads, spec.kv_lora_rank);
       take(latent_lse, DType::f32, tokens, heads, 0);
       int64_t most = bytes_;
       bytes_ = 0;

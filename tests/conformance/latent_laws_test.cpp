@@ -35,7 +35,8 @@ std::vector<Case> latent_cases() {
 // Kernels that multiply pairs of bf16 have one for latents, which keeps its weights as bf16 and takes keys in smaller steps: it rounds
 // otherwise than that of strided keys, and both are judged against the reference by the table of cases.
 bool have_own_kernel(const Case& c, const Target& target) {
-  const bool pairs = target.backend->name() == "cpu_amx" || (target.backend->name() == "cpu_avx512" && target.device.isa >= CpuIsa::avx512_bf16);
+  const bool pairs =
+      target.backend->name() == "cpu_amx" || (target.backend->name() == "cpu_avx512" && target.device.isa >= CpuIsa::avx512_bf16);
   const bool wide = c.spec.q_dtype == DType::bf16 && (c.spec.kv_dtype == DType::bf16 || is_fp8(c.spec.kv_dtype));
   return pairs && wide && c.spec.head_dim_qk % 32 == 0 && c.spec.head_dim_v % 64 == 0;
 }

@@ -27,8 +27,8 @@ HostTensor random_tensor(DType dtype, std::vector<int64_t> sizes, uint64_t seed)
 
 std::vector<CpuIsa> isas() {
   std::vector<CpuIsa> found;
-  for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16})
-    if (isa <= probe_cpu().isa) found.push_back(isa);
+  for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx})
+    if (isa <= probe_cpu().isa || (isa == CpuIsa::amx_emulated && probe_cpu().isa == CpuIsa::avx512_bf16)) found.push_back(isa);
   return found;
 }
 

@@ -293,6 +293,7 @@ TEST(ListDetails, ListsMadeByHandGiveTheSameBits) {
     a.q_type = cpu::kBf16, a.out_type = cpu::kF32;
     a.k = side(cache.k, spec.head_dim_qk), a.v = side(cache.v, dim);
     a.block_size = kBlock;
+    a.split_keys = cpu::kSplitKeys;
     a.query_start = starts.data(), a.seq_lens = lens.data(), a.block_ids = ids.data(), a.block_start = block_start.data();
     a.num_q_heads = heads, a.num_kv_heads = spec.num_kv_heads, a.group = spec.group_size(), a.heads_together = 1;
     a.scale = spec.scale();

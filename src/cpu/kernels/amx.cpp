@@ -4,6 +4,7 @@
 namespace imbrex::cpu {
 
 extern const Kernels kernels_amx;
-const Kernels kernels_amx = {"amx", kMaxRows, kMostHeads, kNarrowRows, kBf16, latent_split_keys, scratch_bytes, enter, leave, attention, merge, write_kv};
+const Kernels kernels_amx = {"amx",         kMaxRows, kMostHeads, kNarrowRows, kBf16, latent_split_keys,
+                             scratch_bytes, enter,    leave,      attention,   merge, write_kv};
 
 }  // namespace imbrex::cpu

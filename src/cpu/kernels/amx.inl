@@ -23,6 +23,7 @@
 #include "cpu/kernels/amx_jobs.inl"
 #include "cpu/kernels/amx_fetch.inl"
 #include "cpu/kernels/amx_decode.inl"
+#include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
 #include "cpu/kernels/amx_latent.inl"
 // clang-format on

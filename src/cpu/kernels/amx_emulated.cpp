@@ -5,7 +5,7 @@
 namespace imbrex::cpu {
 
 extern const Kernels kernels_amx_emulated;
-const Kernels kernels_amx_emulated = {"amx_emulated", kMaxRows, kMostHeads, kNarrowRows, kBf16, latent_split_keys, scratch_bytes,
-                                      enter,          leave,    attention,  merge,       write_kv};
+const Kernels kernels_amx_emulated = {"amx_emulated", kMaxRows, kMostHeads, kNarrowRows, kBf16, latent_split_keys,
+                                      scratch_bytes,  enter,    leave,      attention,   merge, write_kv};
 
 }  // namespace imbrex::cpu

@@ -1,6 +1,6 @@
 // Attention to latents in tile products. Keys are left operands as they lie in memory, queries with interleaved pairs of dims are right
-// ones: 32 keys x 32 rows at a time. While the scores of two tiles of rows are computed, the softmax of the two before runs, a few keys behind
-// each four products; while outputs of 32 dims are, the values of the next 32 dims are interleaved.
+// ones: 32 keys x 32 rows at a time. While the scores of two tiles of rows are computed, the softmax of the two before runs, a few keys
+// behind each four products; while outputs of 32 dims are, the values of the next 32 dims are interleaved.
 
 namespace imbrex::cpu {
 namespace {
@@ -58,12 +58,16 @@ struct LatentProducts {
     }
     for (int k = 0; k < steps; ++k) {
       TILE_LOAD_ROWS(4, k0 + k * 64, pitch0);
-      TILE_LOAD(6, q + k * 1024L);
+      if (two) {  // queries of many tiles, which would push the keys out of L1
+        TILE_STREAM(6, q + k * 1024L);
+      } else {
+        TILE_LOAD(6, q + k * 1024L);
+      }
       TILE_DOT(0, 4, 6);
       TILE_LOAD_ROWS(5, k1 + k * 64, pitch1);
       TILE_DOT(1, 5, 6);
       if (two) {
-        TILE_LOAD(7, q1 + k * 1024L);
+        TILE_STREAM(7, q1 + k * 1024L);
         TILE_DOT(2, 4, 7);
         TILE_DOT(3, 5, 7);
       }
@@ -78,7 +82,8 @@ struct LatentProducts {
     TILE_FENCE();
   }
 
-  // Outputs of one or two tiles of rows and 32 dims. `values` are [chunk][2] tiles. `meanwhile` is called behind the products of each chunk.
+  // Outputs of one or two tiles of rows and 32 dims. `values` are [chunk][2] tiles. `meanwhile` is called behind the products of each
+  // chunk.
   template <bool two, class Meanwhile>
   static IMBREX_INLINE void add_values(const char* weights, const char* values, int chunks, float* out, long tile_floats,
                                        const Meanwhile& meanwhile) {
@@ -114,7 +119,7 @@ struct LatentProducts {
   // Interleaves pairs of 32 keys and 32 dims: two right operands.
   static IMBREX_INLINE void pair_chunk(const char* const* rows, int d, char* to) {
     for (int j = 0; j < 32; j += 2, to += 64) {
-      const LatentPairs pairs = pair_values(rows + j, d);
+      const Pairs pairs = pair_values(rows + j, d);
       _mm512_store_si512(to, pairs.first);
       _mm512_store_si512(to + 1024, pairs.second);
     }

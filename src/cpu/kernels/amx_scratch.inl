@@ -106,7 +106,6 @@ long layout(char* base, const AttentionParams& a, int num_rows, int heads, Scrat
   return at;
 }
 
-
 // Row i's 16 elements of column tile t are at tiles[...][t]: where it begins, in floats.
 IMBREX_INLINE long row_offset(int row, int tiles) { return (row / 16) * (tiles * 256L) + row % 16 * 16; }
 

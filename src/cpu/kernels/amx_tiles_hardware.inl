@@ -28,7 +28,7 @@ inline void tiles_release() { _tile_release(); }
 
 #define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD(t, p) _tile_loadd(t, (const void*)(p), 64)
-#define TILE_LOAD_ROWS(t, p, pitch) _tile_loadd(t, (const void*)(p), pitch)  // whose rows are `pitch` bytes apart
+#define TILE_LOAD_ROWS(t, p, pitch) _tile_loadd(t, (const void*)(p), pitch)           // whose rows are `pitch` bytes apart
 #define TILE_STREAM(t, p) _tile_stream_loadd(t, (const void*)(p), 64)                 // for data that will not be used again soon
 #define TILE_STREAM_ROWS(t, p, pitch) _tile_stream_loadd(t, (const void*)(p), pitch)  // whose rows are `pitch` bytes apart
 #define TILE_STORE(t, p) _tile_stored(t, (void*)(p), 64)

@@ -4,7 +4,7 @@
 namespace imbrex::cpu {
 
 extern const Kernels kernels_avx512;
-const Kernels kernels_avx512 = {"avx512", kMaxRows, kMaxHeads, kPassRows, kF32, usual_split_keys, scratch_bytes,
-                                nothing,  nothing,  attention, merge,     write_kv};
+const Kernels kernels_avx512 = {"avx512",      kMaxRows, kMaxHeads, kPassRows, kF32,  usual_split_keys,
+                                scratch_bytes, nothing,  nothing,   attention, merge, write_kv};
 
 }  // namespace imbrex::cpu

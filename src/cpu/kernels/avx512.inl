@@ -14,6 +14,7 @@
 #include "cpu/kernels/avx512_stage.inl"
 #include "cpu/kernels/avx512_tiles.inl"
 #ifdef __AVX512BF16__
+#include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
 #include "cpu/kernels/avx512_latent.inl"
 #endif

@@ -110,7 +110,7 @@ struct LatentProducts {
       for (int j = key_begin; j < key_end; j += 2, to += 256) {
         IMBREX_UNROLL(2)
         for (int c = 0; c < 2; ++c) {
-          const LatentPairs pairs = pair_values(b.rows + j, d + 32 * c);
+          const Pairs pairs = pair_values(b.rows + j, d + 32 * c);
           _mm512_store_si512(to + 128 * c, pairs.first);
           _mm512_store_si512(to + 128 * c + 64, pairs.second);
         }

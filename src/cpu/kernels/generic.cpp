@@ -4,6 +4,7 @@
 namespace imbrex::cpu {
 
 extern const Kernels kernels_generic;
-const Kernels kernels_generic = {"generic", kMaxRows, 1, 0, kF32, usual_split_keys, scratch_bytes, nothing, nothing, attention, merge, write_kv};
+const Kernels kernels_generic = {"generic",     kMaxRows, 1,       0,         kF32,  usual_split_keys,
+                                 scratch_bytes, nothing,  nothing, attention, merge, write_kv};
 
 }  // namespace imbrex::cpu

@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const HeadProductKernels head_products_avx2;
-const HeadProductKernels head_products_avx2 = {"avx2", product_by_columns, product_by_rows, nullptr};
+const HeadProductKernels head_products_avx2 = {"avx2", product_by_columns, product_by_rows, nullptr, nullptr, nullptr};
 
 }  // namespace imbrex::cpu

@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const HeadProductKernels head_products_avx512;
-const HeadProductKernels head_products_avx512 = {"avx512", product_by_columns, product_by_rows, nullptr};
+const HeadProductKernels head_products_avx512 = {"avx512", product_by_columns, product_by_rows, nullptr, nullptr, nullptr};
 
 }  // namespace imbrex::cpu

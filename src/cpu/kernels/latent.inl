@@ -2,8 +2,8 @@
 // share. All rows of an item (query tokens and their q heads) share each key, so a block of keys is looked up, converted and turned into
 // values once for all of them.
 //
-// Scores are products of keys, as they lie in memory, with queries whose pairs of dims are interleaved: [key][16 rows]. So a vector holds 16
-// rows, a softmax is vertical, and its probabilities come out as pairs of keys for 16 rows. The files that include this one define
+// Scores are products of keys, as they lie in memory, with queries whose pairs of dims are interleaved: [key][16 rows]. So a vector holds
+// 16 rows, a softmax is vertical, and its probabilities come out as pairs of keys for 16 rows. The files that include this one define
 // `struct LatentProducts`, the two products and the form of outputs.
 
 namespace imbrex::cpu {
@@ -13,6 +13,7 @@ constexpr int kLatentRows = 16;              // of a tile of rows
 constexpr int kLatentSplit = 1024;           // keys of a split: there is one kv head, so a request would else keep few cores busy
 constexpr long kLatentPitch = 2L * kMaxDim;  // bytes from one copied key to the next
 constexpr int kKeyGroups = kBlockKeys / 16, kKeyChunks = kBlockKeys / 32;
+constexpr long kLatentValueBytes = 32 << 10;
 constexpr float kLatentLazy = 8.f;  // log2 units by which a row may outgrow its reference before its sums are rescaled
 
 // Whether an item's rows share latents as these kernels read them.
@@ -28,9 +29,9 @@ inline int latent_split_keys(const AttentionParams& a) { return has_latent_shape
 
 // A block of keys: where they are, as rows of bf16.
 struct LatentBlock {
-  const char *rows[kBlockKeys], *second[kBlockKeys];     // second: where the second parts are, of rows in two places
-  const char* group[kKeyGroups];                         // the first of 16 keys, which are `pitch` bytes apart
-  long pitch[kKeyGroups];                                //
+  const char *rows[kBlockKeys], *second[kBlockKeys];    // second: where the second parts are, of rows in two places
+  const char* group[kKeyGroups];                        // the first of 16 keys, which are `pitch` bytes apart
+  long pitch[kKeyGroups];                               //
   int kb = 0, chunk_begin = 0, chunk_end = kKeyChunks;  // chunks of 32 keys that some row sees
 };
 
@@ -46,18 +47,17 @@ struct LatentTile {
 struct LatentScratch {
   Row* rows;
   LatentTile* tiles;
-  int num_tiles, steps, v;              // of 16 rows; of 32 dims of a key; dims of a value
-  char* q;                              // [tiles][steps][16 pairs of dims][16 rows]
-  float* out;                           // of `v` floats a row, as LatentProducts have them
+  int num_tiles, steps, v;  // of 16 rows; of 32 dims of a key; dims of a value
+  char* q;                  // [tiles][steps][16 pairs of dims][16 rows]
+  float* out;               // of `v` floats a row, as LatentProducts have them
   float *folded, *folded_max, *folded_sum;
-  float* scores;                        // [2][2 tiles][32 keys][16 rows]
-  char* weights;                        // [tiles][kKeyChunks] of 16 pairs of keys and 16 rows, as LatentProducts have them
-  char* values;                         // kLatentValueBytes: pairs of keys, interleaved
+  float* scores;  // [2][2 tiles][32 keys][16 rows]
+  char* weights;  // [tiles][kKeyChunks] of 16 pairs of keys and 16 rows, as LatentProducts have them
+  char* values;   // kLatentValueBytes of pairs of keys, as LatentProducts have them
   LatentBlock *now, *next;
-  char *copies, *compact;               // keys that are no rows of bf16 with one pitch, and what those are made of
+  char *copies, *compact;  // keys that are no rows of bf16 with one pitch, and what those are made of
   char* zero;
 };
-constexpr long kLatentValueBytes = 32 << 10;
 
 inline long latent_layout(char* base, const AttentionParams& a, long rows, LatentScratch* out) {
   const long tiles = (rows + kLatentRows - 1) / kLatentRows, padded = tiles * kLatentRows;
@@ -159,15 +159,9 @@ void settle_latents(const AttentionParams& a, const LatentScratch& s, LatentBloc
   }
 }
 
-// Two keys' 32 values from dim d on as pairs: of dims d to d + 15, and of the others.
-struct LatentPairs {
-  vi first, second;
-};
-IMBREX_INLINE LatentPairs pair_values(const char* const* rows, int d) {
-  const vi low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33,
-                                  1, 32, 0);
-  const vi a = _mm512_loadu_si512(rows[0] + 2L * d), b = _mm512_loadu_si512(rows[1] + 2L * d);
-  return {_mm512_permutex2var_epi16(a, low, b), _mm512_permutex2var_epi16(a, _mm512_add_epi16(low, _mm512_set1_epi16(16)), b)};
+// Two keys' 32 values from dim d on.
+IMBREX_INLINE Pairs pair_values(const char* const* rows, int d) {
+  return interleave(_mm512_loadu_si512(rows[0] + 2L * d), _mm512_loadu_si512(rows[1] + 2L * d));
 }
 
 // Probabilities of two keys for 16 rows, rounded: a pair for each row.
