@@ -59,7 +59,7 @@ struct MlaOutputs {
 
 // update() reads what attention reads (batch.h). Which of the two ways computes a request, and how its keys are cut into chunks, depends on
 // that request alone, so that other requests, their order and threads change no bit of a result. How a prompt is cut into steps may change
-// rounding.
+// rounding. update_on_device() is for plans on GPUs whose limits keep every request in latent space, as those of decode do.
 class MlaPlan : public BasicPlan {
  public:
   // Writes this step's latents [num_tokens, kv_lora_rank] and the rotated parts of their keys [num_tokens, qk_rope_dim] (both kv_dtype or

@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA) of DeepSeek's and Kimi's layers."""
-from typing import Any, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from . import _core
 from ._frameworks import empty, exported, no_gradient, stream_address
@@ -11,6 +11,8 @@ class MlaPlan:
 
     A plan computes each request in one of two ways, which str() explains: in latent space, or with keys and values of all heads expanded in chunks. `backend`
     forces one ("" takes the first that runs the spec). num_threads: 0 is PyTorch's threads where it is loaded, else one for each core.
+    max_query_len bounds the query tokens of a request: 1 is a plan for decode, which a GPU's graphs may hold. on_device is for
+    update_on_device(). out_dtype ("bf16") is what every output will have.
     KvCache(spec.latent_spec, ...) makes the cache.
     """
 
@@ -23,11 +25,15 @@ class MlaPlan:
         max_num_reqs: int = 256,
         max_num_tokens: int = 8192,
         max_seq_len: int = 131072,
+        max_query_len: int = 0,
         num_threads: int = 0,
         validate: bool = True,
+        on_device: bool = False,
+        out_dtype: Optional[str] = None,
         workspace: Optional[Workspace] = None,
     ) -> None:
         self.spec = spec
+        self._stream = 0  # of the last update_on_device()
         self._device = _device(device)
         self._gpu = self._device.index if self._device.type == "cuda" else None
         self._plan = _core.MlaPlan(
@@ -37,8 +43,11 @@ class MlaPlan:
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
             max_seq_len=max_seq_len,
+            max_query_len=max_query_len,
             num_threads=num_threads,
             validate=validate,
+            on_device=on_device,
+            out_dtype=out_dtype,
             workspace=None if workspace is None else workspace._shared,
         )
 
@@ -68,6 +77,42 @@ class MlaPlan:
             positions=exported(positions),
             stream=stream_address(stream, anchor, self._gpu),
         )
+
+    def update_on_device(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        *,
+        max_num_tokens: int = 0,
+        block_table: Optional[Array] = None,
+        kv_indptr: Optional[Array] = None,
+        kv_indices: Optional[Array] = None,
+        slot_mapping: Optional[Array] = None,
+        custom_mask: Optional[Array] = None,
+        positions: Optional[Array] = None,
+        stream: Any = None,
+    ) -> None:
+        """One scheduler step whose lengths are on the GPU, as Plan.update_on_device().
+
+        For a plan made with on_device=True whose limits keep every request in latent space, as max_query_len=1 does.
+        """
+        self._stream = stream_address(stream, query_start_loc)
+        self._plan.update_on_device(
+            exported(query_start_loc),
+            exported(seq_lens),
+            max_num_tokens,
+            block_table=exported(block_table),
+            kv_indptr=exported(kv_indptr),
+            kv_indices=exported(kv_indices),
+            slot_mapping=exported(slot_mapping),
+            custom_mask=exported(custom_mask),
+            positions=exported(positions),
+            stream=self._stream,
+        )
+
+    def device_problems(self) -> List[_core.Reason]:
+        """Why requests were left out by update_on_device() since the last call. Waits for that call's stream."""
+        return self._plan.device_problems(self._stream)
 
     def write_kv(self, layer: Tuple[Array, ...], latent: Array, rope: Optional[Array] = None, *, stream: Any = None) -> None:
         """This step's latents [num_tokens, kv_lora_rank] and the rotated parts of their keys [num_tokens, qk_rope_dim] to their slots of a layer.

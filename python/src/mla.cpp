@@ -1,7 +1,10 @@
 // See mla.h. Arrays are looked at with Python's lock held, and the work is done without it.
 #include "mla.h"
 
+#include <initializer_list>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "attention/kv_codec.h"
@@ -20,6 +23,11 @@ struct PyMlaPlan {
   MlaSpec spec;
   std::unique_ptr<MlaPlan> plan;
   std::vector<Array> held;  // what tensors of the last update show
+  void hold(std::initializer_list<const OptionalArray*> arrays) {
+    held.clear();
+    for (const OptionalArray* a : arrays)
+      if (*a) held.push_back(**a);
+  }
 };
 
 void set_shape(MlaSpec& spec, int num_heads) { spec.num_heads = num_heads; }
@@ -63,12 +71,14 @@ void bind_mla(nb::module_& m) {
       .def(
           "__init__",
           [](PyMlaPlan* self, const MlaSpec& spec, const DeviceInfo& device, const std::string& backend, int max_num_reqs,
-             int max_num_tokens, int max_seq_len, int num_threads, bool validate, const PyWorkspace* workspace) {
+             int max_num_tokens, int max_seq_len, int max_query_len, int num_threads, bool validate, bool on_device,
+             std::optional<std::string> out_dtype, const PyWorkspace* workspace) {
             const auto chosen = select<MlaFamily>(spec, device, {.forced = backend});
             if (chosen.backend == nullptr) throw Error("backend.unsupported", "nothing runs " + spec.str() + "\n" + chosen.str());
             PlanOptions options;
-            options.limits = {max_num_reqs, max_num_tokens, max_seq_len};
-            options.validate = validate;
+            options.limits = {max_num_reqs, max_num_tokens, max_seq_len, max_query_len};
+            options.validate = validate, options.on_device = on_device;
+            if (out_dtype) options.out_dtype = parse_dtype(*out_dtype);
             if (workspace != nullptr) options.workspace = workspace->shared;
             if (device.device.type == DeviceType::cpu) options.threads = shared_threads(num_threads);
             PyMlaPlan made{spec, {}, {}};
@@ -79,7 +89,8 @@ void bind_mla(nb::module_& m) {
             new (self) PyMlaPlan(std::move(made));
           },
           nb::arg("spec"), nb::arg("device"), nb::kw_only(), nb::arg("backend") = "", nb::arg("max_num_reqs") = 256,
-          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("num_threads") = 0, nb::arg("validate") = true,
+          nb::arg("max_num_tokens") = 8192, nb::arg("max_seq_len") = 131072, nb::arg("max_query_len") = 0, nb::arg("num_threads") = 0,
+          nb::arg("validate") = true, nb::arg("on_device") = false, nb::arg("out_dtype") = nb::none(),
           nb::arg("workspace").none() = nb::none())
       .def_ro("spec", &PyMlaPlan::spec)
       .def(
@@ -100,13 +111,42 @@ void bind_mla(nb::module_& m) {
               const nb::gil_scoped_release release;
               p.plan->update(batch, stream_of(stream));
             }
-            p.held.clear();
-            for (const OptionalArray* a : {&block_table, &kv_indptr, &kv_indices, &slot_mapping, &custom_mask})
-              if (*a) p.held.push_back(**a);
+            p.hold({&block_table, &kv_indptr, &kv_indices, &slot_mapping, &custom_mask});
           },
           nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table") = nb::none(), nb::arg("kv_indptr") = nb::none(),
           nb::arg("kv_indices") = nb::none(), nb::arg("slot_mapping") = nb::none(), nb::arg("custom_mask") = nb::none(),
           nb::arg("positions") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "update_on_device",
+          [](PyMlaPlan& p, const Array& query_start_loc, const Array& seq_lens, int max_num_tokens, const OptionalArray& block_table,
+             const OptionalArray& kv_indptr, const OptionalArray& kv_indices, const OptionalArray& slot_mapping,
+             const OptionalArray& custom_mask, const OptionalArray& positions, uintptr_t stream) {
+            DeviceBatch batch;
+            batch.query_start_loc = view_of(query_start_loc, "query_start_loc", DType::i32);
+            batch.seq_lens = view_of(seq_lens, "seq_lens", DType::i32);
+            batch.block_table = view_of(block_table, "block_table", DType::i32);
+            batch.kv_indptr = view_of(kv_indptr, "kv_indptr", DType::i32);
+            batch.kv_indices = view_of(kv_indices, "kv_indices", DType::i32);
+            batch.slot_mapping = view_of(slot_mapping, "slot_mapping", DType::i64);
+            batch.custom_mask = view_of(custom_mask, "custom_mask", DType::u8);
+            batch.positions = view_of(positions, "positions", DType::i32);
+            batch.max_num_tokens = max_num_tokens;
+            {
+              const nb::gil_scoped_release release;
+              p.plan->update_on_device(batch, stream_of(stream));
+            }
+            p.hold({&block_table, &kv_indptr, &kv_indices, &slot_mapping, &custom_mask, &positions});
+          },
+          nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("max_num_tokens") = 0, nb::arg("block_table") = nb::none(),
+          nb::arg("kv_indptr") = nb::none(), nb::arg("kv_indices") = nb::none(), nb::arg("slot_mapping") = nb::none(),
+          nb::arg("custom_mask") = nb::none(), nb::arg("positions") = nb::none(), nb::arg("stream") = 0)
+      .def(
+          "device_problems",
+          [](PyMlaPlan& p, uintptr_t stream) {
+            const nb::gil_scoped_release release;
+            return p.plan->device_problems(stream_of(stream));
+          },
+          nb::arg("stream") = 0)
       .def(
           "write_kv",
           [](PyMlaPlan& p, nb::handle k_cache, const OptionalArray& k_scale, nb::handle k_rope, const OptionalArray& k_rope_scale,

@@ -124,3 +124,38 @@ def test_what_is_refused():
     with pytest.raises(imbrex.Error) as error:
         plan.write_kv((pages,), np.zeros((1, 512), np.float32))
     assert error.value.code == "mla.write_kv.rope"
+
+
+def test_lengths_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    spec = imbrex.MlaSpec(16, block_size=64)
+    limits = dict(max_num_reqs=2, max_num_tokens=2, max_seq_len=256, max_query_len=1, out_dtype="bf16")
+    torch.manual_seed(4)
+    q, kv_b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in ((2, 16, 192), (16, 256, 512)))
+    pages, table = torch.randn(6, 64, 1, 576, device="cuda", dtype=torch.bfloat16), torch.tensor([[2, 0], [5, 1]], dtype=torch.int32)
+    plan, expected = imbrex.MlaPlan(spec, "cuda:0", on_device=True, **limits), imbrex.MlaPlan(spec, "cuda:0", **limits)
+    for lens in ([70, 128], [3, 300]):
+        there = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 1, 2], lens)]
+        plan.update_on_device(*there, block_table=table.cuda())
+        out = plan.run(q, kv_b, (pages,), torch.zeros(2, 16, 128, device="cuda", dtype=torch.bfloat16))
+        expected.update(int32(0, 1, 2), int32(lens[0], min(lens[1], 128)), block_table=table.numpy())
+        wanted = expected.run(q, kv_b, (pages,))
+        if lens[1] == 300:  # more keys than pages: the request is left out
+            wanted[1] = 0
+        assert torch.equal(out, wanted)
+        assert [r.code for r in plan.device_problems()] == ["batch.seq_len.limit"] * (lens[1] == 300)
+
+
+def test_lengths_on_a_device_are_refused_on_a_cpu():
+    spec = imbrex.MlaSpec(HEADS, kv_lora_rank=RANK, qk_nope_dim=NOPE, qk_rope_dim=ROPE, v_dim=VALUE, dtype="f32", kv_dtype="f32")
+    plan = imbrex.MlaPlan(spec, max_query_len=1, out_dtype="f32", num_threads=1)
+    with pytest.raises(imbrex.Error) as caught:
+        plan.update_on_device(int32(0, 1), int32(3), block_table=np.zeros((1, 1), np.int32))
+    assert caught.value.code == "update.on_device" and plan.device_problems() == []
+    with pytest.raises(imbrex.Error, match="at most 1") as caught:
+        plan.update(int32(0, 2), int32(3), block_table=np.zeros((1, 1), np.int32))
+    with pytest.raises(imbrex.Error) as caught:
+        imbrex.MlaPlan(spec, out_dtype="bf16")
+    assert caught.value.code == "backend.out_dtype"

@@ -40,6 +40,14 @@ struct GatherLatentsParams {
   long to_rope_token, to_rope_head;  // strides
 };
 
+// What the device knows of a step's lengths: the arrays of the plan of attention that the step was made for.
+struct LengthsThere {
+  const int* num_tokens = nullptr;
+  const int* num_reqs = nullptr;
+  const int* query_start = nullptr;  // [num_reqs + 1]
+  const int* seq_lens = nullptr;     // [num_reqs]; below 0 for a request that is left out, because it broke a rule
+};
+
 struct CopyRowsParams {
   const char* from;
   char* to;
@@ -48,8 +56,9 @@ struct CopyRowsParams {
   int num_ranges;
   bool from_tokens;  // `from` has a row for each token, and `to` for each row; else it is the other way around
   int num_rows, num_heads;
-  int bytes;                // of a head's row
-  const int* num_rows_now;  // on the device, at most num_rows are copied then; null: num_rows
+  int bytes;  // of a head's row
+  // With num_tokens, no more rows are copied; with the other three, beside which row i is token i, none of requests that are left out.
+  LengthsThere lengths;
 };
 
 struct AddPartsParams {

@@ -1,7 +1,9 @@
-// Latent attention on a GPU: rows of products have the same bits whatever other rows there are; and how fast plans and products are. What
-// plans compute is tested with the cases of every backend (tests/conformance).
+// Latent attention on a GPU: rows of products have the same bits whatever other rows there are; steps whose lengths are on the device have
+// those of steps from the host; and how fast plans and products are. What plans compute is tested with the cases of every backend
+// (tests/conformance).
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -76,6 +78,64 @@ TEST_F(DeviceMla, ARowOfProductsHasBitsOfItsOwn) {
         EXPECT_TRUE(bytes_of(absorbed.view) == all_absorbed) << to_string(dtype) << " " << heads << " heads, " << count << " rows";
         EXPECT_TRUE(bytes_of(out.view) == all_out) << to_string(dtype) << " " << heads << " heads, " << count << " rows";
       }
+    }
+}
+
+// Decode and verify, eager and by a graph that holds the update too: the same bits from lengths on the device, and a request beyond the
+// limits is left out.
+TEST_F(DeviceMla, LengthsOnTheDeviceGiveTheSameBits) {
+  constexpr int kReqs = 5, kBlocks = 64, kMostKeys = 1000;
+  for (const int heads : {16, 128})
+    for (const int q_len : {1, 4}) {
+      const MlaSpec spec{.num_heads = heads, .block_size = 64};
+      const BackendOf<MlaFamily>& backend = *select<MlaFamily>(spec, device).backend;
+      const int tokens = kReqs * q_len;
+      PlanOptions options{.limits = {.max_num_reqs = kReqs, .max_num_tokens = tokens, .max_seq_len = kMostKeys, .max_query_len = q_len}};
+      const auto from_host = backend.plan(spec, device, options);
+      options.on_device = true;
+      const auto p = backend.plan(spec, device, options);
+      const DeviceTensor q = random_tensor(DType::bf16, {tokens, heads, 192}), kv_b = random_tensor(DType::bf16, {heads, 256, 512}, 0.05f);
+      const DeviceTensor cache = random_tensor(DType::bf16, {kBlocks, 64, 1, 576}), out = s->tensor(DType::bf16, {tokens, heads, 128});
+      std::vector<int32_t> starts, lens{700, 64, 999, 5, 130}, table;
+      for (int r = 0; r <= kReqs; ++r) starts.push_back(r * q_len);
+      for (int i = 0; i < kReqs * 16; ++i) table.push_back((i * 7 + 3) % kBlocks);
+      const auto list = [](std::vector<int32_t>& v, std::initializer_list<int64_t> sizes) {
+        return TensorView::contiguous(v.data(), DType::i32, sizes);
+      };
+      const DeviceTensor there_starts = s->copy_of(list(starts, {kReqs + 1})), there_lens = s->copy_of(list(lens, {kReqs}));
+      const DeviceTensor there_table = s->copy_of(list(table, {kReqs, 16}));
+      const auto results = [&](const auto& step) {
+        s->fill(out.view.data, 0x33, out.view.num_elements() * 2);
+        step();
+        return bytes_of(out.view);
+      };
+      const auto run = [&](const MlaPlan& plan) {
+        plan.run({.q = q.view, .kv_b = kv_b.view, .kv = {.k = cache.view}, .sinks = {}}, {.out = out.view, .lse = {}}, s->get());
+      };
+      const auto wanted = [&] {
+        Batch batch;
+        batch.query_start_loc = starts, batch.seq_lens = lens, batch.block_table = list(table, {kReqs, 16});
+        return results([&] { from_host->update(batch, s->get()), run(*from_host); });
+      };
+      const auto step = [&] {
+        p->update_on_device({.query_start_loc = there_starts.view, .seq_lens = there_lens.view, .block_table = there_table.view}, s->get());
+        run(*p);
+      };
+      EXPECT_TRUE(results(step) == wanted()) << heads << " heads, " << q_len << " queries";
+      const DeviceGraph graph = s->capture(step);
+      for (int& len : lens) len = std::min(kMostKeys, len + 201);
+      s->upload(there_lens.view.data, lens.data(), kReqs * 4);
+      std::vector<char> expected = wanted();
+      EXPECT_TRUE(results([&] { s->replay(graph); }) == expected) << heads << " heads, " << q_len << " queries, graph";
+      EXPECT_TRUE(p->device_problems(s->get()).empty());
+      lens[1] = kMostKeys + 1;
+      s->upload(there_lens.view.data, lens.data(), kReqs * 4);
+      const int64_t row = int64_t(q_len) * heads * 128 * 2;
+      std::fill(expected.begin() + row, expected.begin() + 2 * row, char(0x33));
+      EXPECT_TRUE(results([&] { s->replay(graph); }) == expected) << heads << " heads, " << q_len << " queries, one left out";
+      const std::vector<Reason> problems = p->device_problems(s->get());
+      ASSERT_EQ(problems.size(), 1u);
+      EXPECT_EQ(problems[0].code, "batch.seq_len.limit");
     }
 }
 

@@ -8,12 +8,14 @@ namespace imbrex::cuda {
 template <class Word>
 DEVICE void copy_rows(const CopyRowsParams& p) {
   griddep_wait();
-  const int rows = p.num_rows_now != nullptr && *p.num_rows_now < p.num_rows ? *p.num_rows_now : p.num_rows;
+  const int* const now = p.lengths.num_tokens;
+  const int rows = now != nullptr && *now < p.num_rows ? *now : p.num_rows;
   const long words = p.bytes / int(sizeof(Word)), of_row = words * p.num_heads, all = of_row * rows;
   for (long i = long(blockIdx.x) * kMlaThreads + threadIdx.x; i < all; i += long(gridDim.x) * kMlaThreads) {
     const int row = int(i / of_row), head = int(i % of_row / words);
     const long at = i % words * long(sizeof(Word));
     int token = row;
+    if (p.lengths.seq_lens != nullptr && is_left_out(p.lengths, row)) continue;
     if (p.ranges != nullptr) {
       const TokenRows range = p.ranges[range_of(p.ranges, p.num_ranges, row)];
       token = range.token + row - range.row;

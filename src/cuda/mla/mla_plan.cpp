@@ -12,6 +12,7 @@
 #include "cuda/driver/open_device.h"
 #include "cuda/mla/head_products.h"
 #include "cuda/plan/plan.h"
+#include "family/batch_checks.h"
 #include "imbrex/workspace.h"
 #include "mla/step.h"
 
@@ -45,13 +46,18 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
   places_ = mla_scratch(spec, limits.max_num_tokens, chunk_, expands);
   workspace_ = gpu::workspace_for(open, context_->id(), options.workspace);
   member_.validate = false;  // the whole batch is checked before it is taken apart
+  member_.on_device = false;
   PlanOptions latent_options = member_;
+  latent_options.on_device = options.on_device && !expands;
   if (!spec.absorbed) {
     // This plan's scratch is in use while a member computes. Members compute one after the other.
     member_.workspace = latent_options.workspace = make_workspace(device);
     latent_options.out_dtype = spec.dtype;
   }
   latent_ = step_plan(parts_.latent->plan(latent_spec_, device, latent_options));
+  const Plan::Lengths lengths = dynamic_cast<const Plan&>(*latent_).lengths();
+  lengths_.num_tokens = lengths.num_tokens;
+  if (latent_options.on_device) lengths_ = {lengths.num_tokens, lengths.num_reqs, lengths.query_start, lengths.seq_lens};
   member_.out_dtype.reset();
   member_.limits.max_seq_len = std::min(limits.max_seq_len, chunk_);
   member_.limits.min_query_len = 0;
@@ -61,8 +67,7 @@ DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, cons
 
   const int64_t pieces = expands ? most_pieces(limits, chunk_) : 0,
                 all_blocks = (int64_t(limits.max_seq_len) + spec.block_size - 1) / spec.block_size;
-  ArrayLayout layout;  // what every step sends comes first
-  num_tokens_ = layout.add<int>(1);
+  ArrayLayout layout;
   latent_rows_ = layout.add<TokenRows>(expands ? limits.max_num_reqs : 0);
   key_rows_ = layout.add<KeyRows>(pieces);
   token_rows_ = layout.add<TokenRows>(2 * pieces);
@@ -101,14 +106,15 @@ void DeviceMlaPlan::place_blocks(const Batch& batch, Step& next) const {
   for (KeyRows& range : next.rounds.key_rows) range.first_block = first[size_t(range.request)];
 }
 
-void DeviceMlaPlan::place_slots(const Batch& batch, Step& next) const {
-  const TensorView& slots = batch.slot_mapping;
+// Where the device finds the slots. A write_kv() that is captured together with an update_on_device() reads those which that names.
+TensorView DeviceMlaPlan::place_slots(const TensorView& slots, bool captured) const {
   if (!on_host(slots)) check_memory(slots, "slot_mapping", "update.device", device_.device);
-  next.slots = slots.empty() || !on_host(slots)
-                   ? slots
-                   : TensorView::contiguous(memory_->device(slots_), DType::i64, {int64_t(slots_.capacity)}, device_.device);
-  check(!captured_write_ || next.slots.empty() || next.slots.data == steps_.now().slots.data, "update.moved",
+  const TensorView placed = slots.empty() || !on_host(slots)
+                                ? slots
+                                : TensorView::contiguous(memory_->device(slots_), DType::i64, {int64_t(slots_.capacity)}, device_.device);
+  check(captured || !captured_write_ || placed.empty() || placed.data == steps_.now().slots.data, "update.moved",
         "a captured graph reads the slots of an earlier update from another place");
+  return placed;
 }
 
 // Makes it where no step has needed it yet.
@@ -146,7 +152,6 @@ void DeviceMlaPlan::put(const Batch& batch, const Step& step) {
   check(rounds.key_rows.size() <= key_rows_.capacity && rounds.token_rows.size() <= token_rows_.capacity, "update.limits",
         "expected a batch within the limits: {} pieces, got {}", key_rows_.capacity, rounds.key_rows.size());
   m.begin();
-  *m.put(num_tokens_, 1) = step.latent.num_tokens;
   if (step.latent.ranges.size() > 1) {
     TokenRows* to = m.put(latent_rows_, step.latent.ranges.size());
     int row = 0;
@@ -171,11 +176,12 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
         batch.num_reqs(), batch.num_tokens());
   Step& next = steps_.spare();
   next.num_tokens = batch.num_tokens();
+  next.on_device = false;
   next.reach = reach_of(batch, latent_spec_, options_.validate);
   check(next.reach.block < captured_blocks_ && next.reach.slot < captured_blocks_ * spec_.block_size, "update.captured_cache",
         "a captured graph has a cache of {} blocks of {} tokens, the batch has block {} and slot {}", captured_blocks_, spec_.block_size,
         next.reach.block, next.reach.slot);
-  place_slots(batch, next);
+  next.slots = place_slots(batch.slot_mapping, false);
   decide_ways(spec_, rules_, batch, next.ways);
   take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
   next.rounds.make(spec_, batch, next.ways.expand, chunk_);
@@ -202,6 +208,29 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
   has_step_ = true;
 }
 
+void DeviceMlaPlan::update_on_device(const DeviceBatch& batch, Stream stream) {
+  check(options_.on_device, "update.on_device", "expected a plan made with PlanOptions::on_device, got one without");
+  check(!rules_.may_expand, "update.on_device",
+        "expected limits that keep every request in latent space, since the host decides which requests have their keys expanded, got {} "
+        "query tokens of a request",
+        most_queries());
+  const CurrentContext current(*context_);
+  const TensorView slots = place_slots(batch.slot_mapping, is_captured(cu_stream(stream)));
+  Step& next = steps_.spare();
+  next.num_tokens = next.latent.num_tokens = max_tokens(batch, options_.limits);
+  next.latent.ranges.assign(1, {0, next.num_tokens});
+  next.rounds.num_rounds = 0;
+  latent_->update_on_device(batch, stream);
+  next.on_device = true;
+  next.slots = slots;
+  next.reach = {};
+  next.ways = {};
+  steps_.flip();
+  has_step_ = true;
+}
+
+std::vector<Reason> DeviceMlaPlan::device_problems(Stream stream) { return latent_->device_problems(stream); }
+
 void DeviceMlaPlan::write_kv(const KvCache& cache, const TensorView& latent, const TensorView& rope, Stream stream) const {
   check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
         str());
@@ -214,8 +243,10 @@ void DeviceMlaPlan::write_kv(const KvCache& cache, const TensorView& latent, con
   const NewTokens tokens{.slots = step.slots,
                          .num_tokens = step.num_tokens,
                          .reach = step.reach,
-                         .captured_tokens = captured ? options_.limits.max_num_tokens : 0,
-                         .now = memory_->device(num_tokens_)};
+                         .captured_tokens = step.on_device ? step.num_tokens
+                                            : captured     ? options_.limits.max_num_tokens
+                                                           : 0,
+                         .now = lengths_.num_tokens};
   write_kv_->run_latents(cache, latent, rope, tokens, cu);
   if (!captured) return;
   captured_write_ = true;

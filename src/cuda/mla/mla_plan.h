@@ -1,7 +1,8 @@
 #pragma once
 // The plan of latent attention for NVIDIA GPUs. It is composed as that of CPUs is (mla/plan.cpp): of a plan of attention in latent space,
 // plans of attention to expanded keys, and products. Steps of requests in latent space can be captured into graphs; a plan whose limits let
-// a request be computed with expanded keys cannot, because the number of its launches follows from the step.
+// a request be computed with expanded keys cannot, because the number of its launches follows from the step. The same plans take lengths
+// that are on the device: the plan in latent space makes its lists of them.
 #include <array>
 #include <memory>
 #include <string>
@@ -25,6 +26,8 @@ class DeviceMlaPlan final : public MlaPlan {
  public:
   DeviceMlaPlan(const MlaSpec&, const DeviceInfo&, const PlanOptions&, MlaParts);
   void update(const Batch&, Stream) override;
+  void update_on_device(const DeviceBatch&, Stream) override;
+  std::vector<Reason> device_problems(Stream) override;
   void write_kv(const KvCache&, const TensorView& latent, const TensorView& rope, Stream) const override;
   void run(const MlaInputs&, const MlaOutputs&, Stream) const override;  // mla_plan_run.cpp
   bool capturable() const override;
@@ -32,8 +35,9 @@ class DeviceMlaPlan final : public MlaPlan {
 
  private:
   struct Step {
-    int num_tokens = 0;
-    TensorView slots;  // on the device
+    int num_tokens = 0;      // at most, where the lengths are on the device
+    bool on_device = false;  // where the plan in latent space has made its lists
+    TensorView slots;        // on the device
     BatchReach reach;
     KeySource keys;
     MlaWays ways;
@@ -50,8 +54,9 @@ class DeviceMlaPlan final : public MlaPlan {
     bool captured;
   };
 
+  int most_queries() const { return options_.limits.max_query_len > 0 ? options_.limits.max_query_len : options_.limits.max_num_tokens; }
   void place_blocks(const Batch&, Step&) const;
-  void place_slots(const Batch&, Step&) const;
+  TensorView place_slots(const TensorView&, bool captured) const;
   StepPlan& round_plan(size_t round, RoundKind);
   void prepare_members(const Batch&, Step&, Stream);
   void put(const Batch&, const Step&);
@@ -73,12 +78,13 @@ class DeviceMlaPlan final : public MlaPlan {
   std::shared_ptr<gpu::DeviceWorkspace> workspace_;
   std::unique_ptr<MlaSteps> launches_;  // null: the spec is absorbed
   std::unique_ptr<WriteKv> write_kv_;
-  ArrayOf<int> num_tokens_, block_ids_;
+  ArrayOf<int> block_ids_;
   ArrayOf<TokenRows> latent_rows_, token_rows_;
   ArrayOf<KeyRows> key_rows_;
   ArrayOf<long> slots_;
   std::unique_ptr<PlanArrays> memory_;
   std::unique_ptr<StepPlan> latent_;
+  LengthsThere lengths_{};            // of latent_
   std::vector<RoundPlans> rounds_;    // as many as any step had
   std::vector<StepPlan*> committed_;  // of one update
   TwoSteps<Step> steps_;

@@ -45,7 +45,7 @@ void DeviceMlaPlan::run(const MlaInputs& in, const MlaOutputs& out, Stream strea
       !memory.captured || capturable(), "mla.run.captured",
       "expected a plan whose limits keep every request in latent space, so that a graph can replay any step, got one of {} query tokens of "
       "a request",
-      options_.limits.max_query_len > 0 ? options_.limits.max_query_len : options_.limits.max_num_tokens);
+      most_queries());
   if (memory.captured || step.latent.num_tokens > 0) run_latent(step, in, out, memory);
   for (size_t i = 0; i < step.rounds.num_rounds; ++i) run_round(step, i, in, out, memory);
   if (memory.captured && (captured_scratch_.empty() || captured_scratch_.back() != memory.scratch))
@@ -55,17 +55,20 @@ void DeviceMlaPlan::run(const MlaInputs& in, const MlaOutputs& out, Stream strea
 void DeviceMlaPlan::run_latent(const Step& step, const MlaInputs& in, const MlaOutputs& out, const Memory& memory) const {
   const BatchPart& part = step.latent;
   const int heads = spec_.num_heads, rank = spec_.kv_lora_rank, nope = spec_.qk_nope_dim;
-  // A graph computes as many rows as its tensors have, whatever steps it is replayed for, and writes out those that there are.
+  // A graph computes as many rows as its tensors have, whatever steps it is replayed for, and writes out those that there are. So does a
+  // step whose lengths are on the device, with as many rows as it may have.
+  const bool any = memory.captured || step.on_device;
   const int num_rows = memory.captured
                            ? int(std::min<int64_t>({in.q.size(0), out.out.size(0), out.lse.empty() ? INT32_MAX : out.lse.size(0),
                                                     options_.limits.max_num_tokens}))
                            : part.num_tokens;
   if (num_rows == 0) return;
-  const bool neighbours = memory.captured || part.contiguous();
-  const int begin = memory.captured ? 0 : part.ranges.front().begin;
+  const bool neighbours = any || part.contiguous();
+  const int begin = any ? 0 : part.ranges.front().begin;
   RangeList<TokenRows> list{.ranges = memory_->device(latent_rows_), .count = int(part.ranges.size())};
   if (neighbours) list = {};
-  const int* const now = memory.captured ? memory_->device(num_tokens_) : nullptr;
+  // Rows of requests that are left out are computed and not written out.
+  const LengthsThere now = any ? lengths_ : LengthsThere{}, read{.num_tokens = now.num_tokens};
   // Tensors of which row i is token i of the batch, or of the neighbours that are all there are.
   const auto of_tokens = [&](const TensorView& t) { return t.empty() || !neighbours ? t : t.slice(0, begin, begin + num_rows); };
   const TensorView q = of_tokens(in.q), outputs = of_tokens(out.out);
@@ -75,12 +78,12 @@ void DeviceMlaPlan::run_latent(const Step& step, const MlaInputs& in, const MlaO
   TensorView of_nope = q.slice(2, 0, nope);
   if (!neighbours || !are_aligned(of_nope)) {
     const TensorView copy = in_scratch(memory, places_.nope, spec_.dtype, num_rows, heads, nope);
-    launches_->copy_rows(of_nope, copy, Tokens::from, list, num_rows, now, memory.stream);
+    launches_->copy_rows(of_nope, copy, Tokens::from, list, num_rows, read, memory.stream);
     of_nope = copy;
   }
   parts_.products->by_columns(of_nope, in.kv_b.slice(1, 0, nope), latent_q.slice(2, 0, rank), place);
   if (spec_.qk_rope_dim > 0)
-    launches_->copy_rows(q.slice(2, nope, spec_.qk_dim()), latent_q.slice(2, rank, spec_.latent_dim()), Tokens::from, list, num_rows, now,
+    launches_->copy_rows(q.slice(2, nope, spec_.qk_dim()), latent_q.slice(2, rank, spec_.latent_dim()), Tokens::from, list, num_rows, read,
                          memory.stream);
 
   const TensorView latent_out = in_scratch(memory, places_.latent_out, spec_.dtype, num_rows, heads, rank);
@@ -88,7 +91,7 @@ void DeviceMlaPlan::run_latent(const Step& step, const MlaInputs& in, const MlaO
   if (!lse.empty() && !neighbours) lse = in_scratch(memory, places_.latent_lse, DType::f32, num_rows, heads, 0);
   latent_->run({.q = latent_q, .kv = in.kv, .sinks = in.sinks}, {.out = latent_out, .lse = lse}, memory.stream);
 
-  const bool direct = neighbours && !memory.captured && are_aligned(outputs);
+  const bool direct = neighbours && !any && are_aligned(outputs);
   const TensorView made = direct ? outputs : in_scratch(memory, places_.out, out.out.dtype, num_rows, heads, spec_.v_dim);
   parts_.products->by_rows(latent_out, in.kv_b.slice(1, nope, in.kv_b.size(1)), made, place);
   if (!direct) launches_->copy_rows(made, outputs, Tokens::to, list, num_rows, now, memory.stream);
@@ -125,7 +128,7 @@ void DeviceMlaPlan::run_part(const Step& step, size_t round, RoundKind kind, con
     inputs.q = rows(in.q, part.tokens.begin, part.tokens.end);
   } else {
     inputs.q = in_scratch(memory, places_.q, spec_.dtype, num_rows, heads, spec_.qk_dim());
-    launches_->copy_rows(in.q, inputs.q, Tokens::from, list, num_rows, nullptr, memory.stream);
+    launches_->copy_rows(in.q, inputs.q, Tokens::from, list, num_rows, {}, memory.stream);
   }
   if (part.contiguous && part.complete && !spec_.sinks)
     return plan.run(inputs,

@@ -20,4 +20,18 @@ DEVICE int range_of(const Range* ranges, int count, int row) {
   return low;
 }
 
+// Whether a token is of a request that is left out. Requests without tokens begin where the next one does.
+DEVICE bool is_left_out(const LengthsThere& lengths, int token) {
+  int low = 0, high = *lengths.num_reqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (lengths.query_start[middle] <= token) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return lengths.seq_lens[low] < 0;
+}
+
 }  // namespace imbrex::cuda

@@ -59,7 +59,7 @@ MlaSteps::MlaSteps(const std::shared_ptr<const Context>& context, std::string_vi
 }
 
 void MlaSteps::copy_rows(const TensorView& from, const TensorView& to, Tokens tokens, const RangeList<TokenRows>& list, int num_rows,
-                         const int* num_rows_now, CUstream stream) const {
+                         const LengthsThere& lengths, CUstream stream) const {
   const int64_t size = size_of(from.dtype), dim = from.rank == 3 ? from.size(2) : 1;
   if (num_rows == 0 || dim == 0) return;
   const CopyRowsParams params{.from = from.as<const char>(),
@@ -74,7 +74,7 @@ void MlaSteps::copy_rows(const TensorView& from, const TensorView& to, Tokens to
                               .num_rows = num_rows,
                               .num_heads = int(from.size(1)),
                               .bytes = int(dim * size),
-                              .num_rows_now = num_rows_now};
+                              .lengths = lengths};
   const uint64_t all = uint64_t(params.from_row | params.from_head | params.to_row | params.to_head | params.bytes) |
                        reinterpret_cast<uintptr_t>(from.data) | reinterpret_cast<uintptr_t>(to.data);
   const bool wide = all % 16 == 0;

@@ -32,9 +32,9 @@ class MlaSteps {
 
   // Which of two tensors [rows, heads, dim] of one type has a row for each token of the batch, and the other one for each row of the list.
   enum class Tokens { from, to };
-  // Copies num_rows rows, or as many as num_rows_now says on the device if these are fewer. Innermost strides are 1; a tensor without
-  // elements is left alone.
-  void copy_rows(const TensorView& from, const TensorView& to, Tokens, const RangeList<TokenRows>&, int num_rows, const int* num_rows_now,
+  // Copies num_rows rows; where the device knows the step's lengths, none beyond its tokens (CopyRowsParams). Innermost strides are 1; a
+  // tensor without elements is left alone.
+  void copy_rows(const TensorView& from, const TensorView& to, Tokens, const RangeList<TokenRows>&, int num_rows, const LengthsThere&,
                  CUstream) const;
 
   // The keys of a round: of the requests of the batch whose block ids are at `block_ids`, from the places that `block_starts` has, i32

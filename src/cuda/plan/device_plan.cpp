@@ -102,6 +102,11 @@ void Plan::update_on_device(const DeviceBatch& batch, Stream stream) {
   has_step_ = true;
 }
 
+Plan::Lengths Plan::lengths() const {
+  const PlanCounts* const counts = memory_->device(regimes_[kDecode].counts);
+  return {&counts->num_tokens, &counts->num_reqs, memory_->device(arrays_.query_start), memory_->device(arrays_.seq_lens)};
+}
+
 std::vector<Reason> Plan::device_problems(Stream stream) {
   if (device_plan_ == nullptr) return {};
   return device_plan_->problems(stream);

@@ -33,6 +33,12 @@ class Plan final : public StepPlan {
   void commit(Stream) override;
   void revert(Stream) noexcept override;
   bool has_step() const noexcept override { return has_step_; }
+  // Where the device has the lengths of the plan's step, at addresses that never change: the numbers of its query tokens and requests, and
+  // arrays of these. A request that an update_on_device() has left out has a seq_len below 0.
+  struct Lengths {
+    const int *num_tokens, *num_reqs, *query_start, *seq_lens;
+  };
+  Lengths lengths() const;  // device_plan.cpp
   // From now on kernels in front of run() on its stream write the keys, those of earlier tokens too: no launch reads any of them early.
   void keys_come_late() { keys_come_late_ = true; }
   void update_on_device(const DeviceBatch&, Stream) override;  // device_plan.cpp, with the next one

@@ -225,6 +225,124 @@ TEST_F(FakeMlaCalls, CaptureStepsInLatentSpaceAlone) {
   EXPECT_EQ(error_code([&] { latent->update(batch_of(decode), stream->get()); }), "update.captured_cache");
 }
 
+// A step whose lengths are on the device, in arrays that a test changes.
+struct LengthsOnDevice {
+  std::vector<int32_t> starts, lens, table;
+  std::vector<int64_t> slots;
+  DeviceBatch batch() {
+    constexpr Device gpu{DeviceType::cuda, 0};
+    const auto list = [&](std::vector<int32_t>& v) { return TensorView::contiguous(v.data(), DType::i32, {int64_t(v.size())}, gpu); };
+    return {.query_start_loc = list(starts),
+            .seq_lens = list(lens),
+            .block_table = TensorView::contiguous(table.data(), DType::i32, {int64_t(lens.size()), 4}, gpu),
+            .slot_mapping = TensorView::contiguous(slots.data(), DType::i64, {int64_t(slots.size())}, gpu),
+            .max_num_tokens = int(slots.size())};
+  }
+};
+
+TEST_F(FakeMlaCalls, LengthsOnTheDeviceGiveTheSameResults) {
+  const auto stream = open_stream(device);
+  options.on_device = true;
+  const auto on_host = plan(forced(false, 0), options), p = plan(forced(false, 0), options);
+  LengthsOnDevice there{decode.starts, decode.lens, table, std::vector<int64_t>(40, -1)};
+  DeviceGraph graph;
+  for (const bool in_graph : {false, true})
+    for (const Lengths& lengths : {decode, prompts}) {
+      on_host->update(batch_of(lengths), stream->get());
+      const std::string wanted = results(*on_host, *stream);
+      there.starts.assign(lengths.starts.begin(), lengths.starts.end()), there.lens.assign(lengths.lens.begin(), lengths.lens.end());
+      std::fill(out.begin(), out.end(), uint16_t(0x2222));
+      const auto step = [&] {
+        p->update_on_device(there.batch(), stream->get());
+        p->run(in, to, stream->get());
+      };
+      if (in_graph && graph == nullptr) graph = stream->capture(step);
+      if (in_graph)
+        stream->replay(graph);
+      else
+        step();
+      stream->synchronize();
+      EXPECT_TRUE(p->device_problems(stream->get()).empty());
+      EXPECT_TRUE(std::string(reinterpret_cast<const char*>(out.data()), out.size() * 2) == wanted) << in_graph << lengths.lens[0];
+    }
+  EXPECT_NE(p->str().find("planned on the device, for at most 40 tokens"), std::string::npos) << p->str();
+  Batch again = batch_of(decode);  // from the host again
+  again.block_table = there.batch().block_table;
+  p->update(again, stream->get());
+  on_host->update(batch_of(decode), stream->get());
+  EXPECT_TRUE(results(*p, *stream) == results(*on_host, *stream));
+}
+
+TEST_F(FakeMlaCalls, RequestsThatBreakRulesOnTheDeviceAreLeftOut) {
+  const auto stream = open_stream(device);
+  options.on_device = true;
+  const auto on_host = plan(forced(false, 0), options), p = plan(forced(false, 0), options);
+  LengthsOnDevice there{{0, 1, 3, 4}, {40, 65, 20}, table, std::vector<int64_t>(40, -1)};
+  const Lengths without{{0, 1, 1, 2}, {40, 0, 20}};
+  on_host->update(batch_of(without), stream->get());
+  constexpr size_t kRow = 4 * 40;
+  const std::string wanted = results(*on_host, *stream);
+  for (const bool in_graph : {false, true}) {
+    std::fill(lse.begin(), lse.end(), 7.f);
+    if (in_graph) {
+      const DeviceGraph graph = stream->capture([&] {
+        p->update_on_device(there.batch(), stream->get());
+        p->run(in, to, stream->get());
+      });
+      std::fill(out.begin(), out.end(), uint16_t(0x2222));
+      stream->replay(graph);
+      stream->synchronize();
+    } else {
+      p->update_on_device(there.batch(), stream->get());
+      results(*p, *stream);
+    }
+    const std::vector<Reason> problems = p->device_problems(stream->get());
+    ASSERT_EQ(problems.size(), 1u);
+    EXPECT_EQ(problems[0].str(), "batch.seq_len.limit: wanted 0 to 64 keys, got something else in request 1");
+    EXPECT_EQ(std::memcmp(out.data(), wanted.data(), 2 * kRow), 0);
+    for (size_t i = kRow; i < out.size(); ++i) {
+      const bool of_request_2 = i / kRow == 3;
+      ASSERT_TRUE(of_request_2 || out[i] == 0x2222) << i;
+    }
+    EXPECT_EQ(lse[4], 7.f);
+    EXPECT_NE(lse[12], 7.f);
+    EXPECT_NE(out[3 * kRow], 0x2222);
+  }
+}
+
+TEST_F(FakeMlaCalls, NewLatentsOfAStepOnTheDeviceGoToItsSlots) {
+  const auto stream = open_stream(device);
+  options.on_device = true;
+  const auto p = plan(forced(false, 0), options);
+  LengthsOnDevice there{decode.starts, decode.lens, table, {16, 33, 50, 70, 71}};
+  p->update_on_device(there.batch(), stream->get());
+  std::vector<uint16_t> latents(5 * 64, 0x3f80), ropes(5 * 16, 0x4000), before = cache;
+  p->write_kv(in.kv, view(latents, {5, 64}), view(ropes, {5, 16}), stream->get());
+  stream->synchronize();
+  for (size_t slot = 0; slot < 12 * 16; ++slot) {
+    const bool written = slot == 16 || slot == 33 || slot == 50;  // 70 and 71 are of tokens that the step does not have
+    for (size_t i = 0; i < 80; ++i) ASSERT_EQ(cache[slot * 80 + i], !written ? before[slot * 80 + i] : i < 64 ? 0x3f80 : 0x4000) << slot;
+  }
+}
+
+TEST_F(FakeMlaCalls, LengthsOnTheDeviceHaveToBeAskedForAndKeepRequestsInLatentSpace) {
+  const auto stream = open_stream(device);
+  LengthsOnDevice there{decode.starts, decode.lens, table, std::vector<int64_t>(40, -1)};
+  const auto code = [&](const MlaPlanMaker& make) {
+    const auto p = plan(make, options);
+    p->update(batch_of(decode), stream->get());
+    const std::string before = results(*p, *stream);
+    const std::string found = error_code([&] { p->update_on_device(there.batch(), stream->get()); });
+    EXPECT_TRUE(results(*p, *stream) == before);
+    return found;
+  };
+  EXPECT_EQ(code(forced(false, 0)), "update.on_device");
+  options.on_device = true;
+  EXPECT_EQ(code(both_ways(32)), "update.on_device");
+  there.lens.pop_back();
+  EXPECT_EQ(code(forced(false, 0)), "batch.lengths");
+}
+
 TEST_F(FakeMlaCalls, RefuseWhatIsWrong) {
   const auto stream = open_stream(device);
   const auto p = plan(forced(false, 0), options);

@@ -1,6 +1,6 @@
 #pragma once
-// The kernels of latent attention's plan as host code, behind the fake driver: those between its parts are their texts, attention and
-// products are plain loops.
+// The kernels of latent attention's plan as host code, behind the fake driver: those between its parts, and the one that plans from lengths
+// on the device, are their texts, attention and products are plain loops.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -47,8 +47,9 @@ inline void use_mla_texts(const MlaSpec& spec) {
   state().on_launch = [others = state().on_launch, variant = gather_variant_of(spec)](const Launch& launch) {
     static std::map<std::string, imbrex::test::Library> libraries;
     const bool gathers = launch.entry.starts_with("gather_latents");
-    if (!gathers && !launch.entry.starts_with("copy_rows") && launch.entry != "add_parts") return others(launch);
-    const std::string name = launch.entry + "_" + (gathers ? variant : "latents_bf16");
+    const bool plans = launch.entry == "plan_batch";
+    if (!gathers && !plans && !launch.entry.starts_with("copy_rows") && launch.entry != "add_parts") return others(launch);
+    const std::string name = launch.entry + "_" + (gathers ? variant : plans ? "decode" : "latents_bf16");
     if (!libraries.contains(name)) libraries[name] = imbrex::test::open_library(name);
     libraries[name].run(launch.all_params.at(0).data(), nullptr, {.blocks = int(std::min(launch.grid_x, 3u))});
   };
