@@ -171,11 +171,16 @@ class CheckedLayer:
 
     name: str
     spec: _core.AttentionSpec
-    kv: KvLayer  # as the kernels will see it
+    kv: KvLayer  # as the kernels will see it; of latents without v
     write: Callable[[Plan, Any, Any, Any], None]  # (plan, k, v, slots): new tokens, the way the engine's steps will
     rows: Callable[[Any], Tuple[Any, Any]]  # slots -> k and v [n, heads, dim] as the engine's own indices find them
     extras: Dict[str, Any]  # sinks, alibi_slopes for Plan.run
     score: Dict[str, Any]  # scale, soft_cap, window_left and others, for the reference
+
+    @property
+    def values(self) -> Any:
+        """The pages of values, which with latents are the first elements of those of keys."""
+        return self.kv.k[..., : self.spec.head_dim_v] if self.kv.v is None else self.kv.v
 
 
 def first_seen(position: int, *, window_left: int = -1, chunk: int = 0, chunk_lookback: int = 0, **_: Any) -> int:
@@ -221,7 +226,7 @@ def check_pages(layers: List[CheckedLayer], device: str, chosen: Settings) -> No
     try:
         for layer in layers:
             plan, blocks, step, k, v = _request(layer, device, chosen, generator)
-            saved += [(x, blocks, x[blocks].clone()) for x in (layer.kv.k, layer.kv.v)]
+            saved += [(x, blocks, x[blocks].clone()) for x in (layer.kv.k, layer.values)]
             try:
                 layer.write(plan, k.clone(), v.clone(), step["slot_mapping"])
             except _core.Error as error:
@@ -240,9 +245,9 @@ def _request(layer: CheckedLayer, device: str, chosen: Settings, generator: Any)
     import torch
 
     spec, pages = layer.spec, layer.kv.k
-    for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.kv.v, spec.head_dim_v)):
+    for side, x, dim in (("k", layer.kv.k, spec.head_dim_qk), ("v", layer.values, spec.head_dim_v)):
         sizes = [spec.block_size, spec.num_kv_heads, dim]
-        if spec.kv_format != "strided":
+        if spec.kv_format == "amx_packed":
             sizes = [spec.num_kv_heads, spec.block_size * dim * (1 if spec.kv_dtype.startswith("fp8") else 2)]
         if list(x.shape[1:]) != sizes:
             raise _cache_error(f"{layer.name}: expected {side} [num_blocks, {', '.join(map(str, sizes))}], got {list(x.shape)}")
@@ -255,6 +260,8 @@ def _request(layer: CheckedLayer, device: str, chosen: Settings, generator: Any)
         (torch.randn((num_tokens, spec.num_kv_heads, dim), generator=generator, device="cpu") * scale).to(pages.device, dtype)
         for dim, scale in zip((spec.head_dim_qk, spec.head_dim_v), _scales(layer))
     )
+    if layer.kv.v is None:
+        v = k[..., : spec.head_dim_v]
     plan = make_plan(spec, device, chosen, max_num_reqs=1, max_num_tokens=num_tokens, max_seq_len=num_tokens, load_on_demand=True)
     step = dict(block_table=torch.tensor([blocks], dtype=torch.int32, device=pages.device), slot_mapping=slots)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")

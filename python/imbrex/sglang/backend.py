@@ -14,9 +14,9 @@ from sglang.srt.runtime_context import get_parallel
 from .. import _core
 from .._plan_cache import Kept, Limits, PlanCache
 from ..engines import CheckedLayer, announce, check_pages, check_version, device_text, floats, make_plan, settings, type_name
-from ..plan import Plan, Workspace
+from ..plan import KvLayer, Plan, Workspace
 from . import WRITTEN_FOR
-from .pages import SlotCheck, block_table, check_pool, kv_layer, rows_of
+from .pages import SlotCheck, block_table, check_pool, kv_layer, latent_dims, rows_of
 
 logger = logging.getLogger("imbrex")
 
@@ -38,6 +38,8 @@ class Step:
 
     def update(self, plan: Plan, masked: bool) -> None:
         arrays = dict(block_table=self.table, custom_mask=self.mask if masked else None)
+        if plan.spec.block_size == 0:  # over the step's own keys and values
+            arrays = dict(kv_start_loc=self.query_start_loc)
         if self.on_device:
             plan.update_on_device(self.query_start_loc, self.seq_lens, max_num_tokens=self.num_tokens, **arrays)
         else:
@@ -48,8 +50,10 @@ _SMALLEST = Limits(32, 1024, 1)  # of eager steps
 
 
 class Backend(AttentionBackend):
-    """imbrex for layers with keys and values of their own (no MLA), over SGLang's pools of token slots or pages.
+    """imbrex for layers with keys and values of their own, or with latents (MLA), over SGLang's pools of token slots or pages.
 
+    SGLang's models with latents multiply queries by the weight themselves: attention is over the pool's latents, which all heads share. A
+    step of prompts without a prefix in the cache comes with keys and values of all heads instead.
     A plan for each kind of layer is made when the first layer of it runs, and updated once a step. Steps in a CUDA graph have plans of
     their own, which are sized once: a graph holds their addresses.
     """
@@ -63,6 +67,7 @@ class Backend(AttentionBackend):
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.page_size = runner.page_size or 1
+        self.latent_dims = latent_dims(runner.token_to_kv_pool)
         self.max_keys = self.req_to_token.shape[1]
         gpu = self.device_text != "cpu"
         speculative = runner.spec_algorithm.is_speculative()
@@ -86,7 +91,6 @@ class Backend(AttentionBackend):
     def _refuse(runner: Any) -> None:
         for what, found in (
             ("a draft worker: --speculative-draft-attention-backend", runner.is_draft_worker),
-            ("MLA", runner.use_mla_backend),
             ("an encoder-decoder model", runner.model_config.is_encoder_decoder),
             ("decode context parallelism", get_parallel().attn_dcp_size > 1),
             ("a unified memory pool, whose slots are translated", runner.kv_index_translator.is_translating),
@@ -248,14 +252,17 @@ class Backend(AttentionBackend):
         return plan
 
     def _spec_fields(self, layer: Any, q: torch.Tensor, sinks: bool, masked: bool) -> Dict[str, Any]:
+        kv_dtype = type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype)
+        latent, expanded = self._is_latent(layer), self._is_expanded(layer)
         return dict(
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim_qk=layer.qk_head_dim,
             head_dim_v=layer.v_head_dim,
             q_dtype=type_name(q.dtype),
-            kv_dtype=type_name(getattr(self.token_to_kv_pool, "full_kv_pool", self.token_to_kv_pool).dtype),
-            block_size=self.page_size,
+            kv_dtype=type_name(q.dtype) if expanded else kv_dtype,
+            kv_format="latent" if latent else "strided",
+            block_size=0 if expanded else self.page_size,
             window_left=layer.sliding_window_size,
             scale=float(layer.scaling),
             soft_cap=float(layer.logit_cap or 0),
@@ -264,6 +271,15 @@ class Backend(AttentionBackend):
         )
 
     # Layers.
+
+    def _is_latent(self, layer: Any) -> bool:
+        """Whether a layer's queries are absorbed: its keys are rows of a pool of latents."""
+        dims = self.latent_dims
+        return dims is not None and (layer.tp_k_head_num, layer.qk_head_dim, layer.v_head_dim) == (1, sum(dims), dims[0])
+
+    def _is_expanded(self, layer: Any) -> bool:
+        """Whether a layer of such a model brings keys and values of all its heads."""
+        return self.latent_dims is not None and not self._is_latent(layer)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
         """One token a request: q [requests, heads * dim]. Returns [requests, heads * v_head_dim]."""
@@ -281,10 +297,13 @@ class Backend(AttentionBackend):
         refuse_layer(layer, forward_batch, kwargs)
         if q.element_size() == 1:
             raise NotImplementedError(f"imbrex: expected queries of f32, bf16 or f16 in SGLang, got {q.dtype}")
-        self._check(layer, q)
-        if k is not None and save_kv_cache:
-            self._write(layer, KVWriteLoc.for_batch(forward_batch), k, v)
-        kv = kv_layer(self.token_to_kv_pool, layer, self.page_size)
+        if self._is_expanded(layer):
+            kv = self._own_keys(q, k, v, layer, forward_batch, save_kv_cache)
+        else:
+            self._check(layer, q)
+            if k is not None and save_kv_cache:
+                self._write(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+            kv = kv_layer(self.token_to_kv_pool, layer, self.page_size)
         extras = {} if sinks is None else {"sinks": floats(sinks, q.device)}
         plan = self._plan(layer, q, sinks)
         out = getattr(forward_batch, "_attn_output", None)
@@ -293,10 +312,19 @@ class Backend(AttentionBackend):
         plan.run(q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim), kv, out.view(-1, layer.tp_q_head_num, layer.v_head_dim), **extras)
         return out
 
+    def _own_keys(self, q, k, v, layer, batch, save_kv_cache) -> KvLayer:
+        """Keys and values of a step's own tokens, which are all that its requests have."""
+        prefixes = batch.extend_prefix_lens_cpu
+        if save_kv_cache or prefixes is None or any(prefixes) or k is None or k.shape[0] != q.shape[0]:
+            raise NotImplementedError(
+                f"imbrex: expected keys of all heads for steps of new prompts alone in SGLang, got prefixes of {prefixes} tokens"
+            )
+        return KvLayer(k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim))
+
     def _write(self, layer: Any, where: Any, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes new keys and values by the pool's own method, which may do more than that; it divides by the scales in place."""
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-        if layer.k_scale is None and layer.v_scale is None:
+        if self.latent_dims is not None or (layer.k_scale is None and layer.v_scale is None):
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
         else:
             self.token_to_kv_pool.set_kv_buffer(layer, where, k.clone(), v.clone(), layer.k_scale, layer.v_scale)

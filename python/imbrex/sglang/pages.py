@@ -1,6 +1,6 @@
 """SGLang's pools as imbrex sees them: pages of a layer by their strides, and tables of pages out of tables of token slots."""
 
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 
@@ -17,12 +17,24 @@ def check_pool(pool: Any) -> None:
             f"imbrex: expected one pool for all layers, got {type(pool).__name__} with one for sliding windows: --disable-hybrid-swa-memory"
         )
     pool = getattr(pool, "full_kv_pool", pool)
+    if latent_dims(pool) is not None:
+        plain = not pool.use_dsa and pool.kv_scale_buffer is None and pool.kv_cache_dim == sum(latent_dims(pool))
+        if not plain:
+            raise NotImplementedError(f"imbrex: expected latents as plain numbers and no sparse attention, got {type(pool).__name__}")
+        return
     if getattr(pool, "is_quantized_kv_cache", False):
         kind = f"{type(pool).__name__} with {pool.quant_method.name}"
         raise NotImplementedError(f"imbrex: expected a pool of floating-point numbers, got {kind}")
     layout = getattr(pool, "kv_cache_layout", None)
     if layout not in ("nhd", "hnd"):
         raise NotImplementedError(f"imbrex: expected a pool with kv_cache_layout nhd or hnd, got {type(pool).__name__} with {layout}")
+
+
+def latent_dims(pool: Any) -> Optional[Tuple[int, int]]:
+    """Elements of a latent, and of the part of a key with a position, in a pool of latents (MLA); None for another pool."""
+    pool = getattr(pool, "full_kv_pool", pool)
+    rank = getattr(pool, "kv_lora_rank", None)
+    return None if rank is None else (rank, pool.qk_rope_head_dim)
 
 
 def pages_of(buffer: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -42,6 +54,8 @@ def scales_of(layer: Any, buffer: torch.Tensor) -> Tuple[Any, Any]:
 
 def kv_layer(pool: Any, layer: Any, page_size: int) -> KvLayer:
     k, v = pool.get_kv_buffer(layer.layer_id)
+    if latent_dims(pool) is not None:
+        return KvLayer(pages_of(k, page_size))  # SGLang stores latents without a scale
     return KvLayer(pages_of(k, page_size), pages_of(v, page_size), *scales_of(layer, k))
 
 

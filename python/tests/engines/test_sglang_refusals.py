@@ -20,7 +20,6 @@ PLAIN = [{}, {}]
     "changes, message",
     [
         (dict(is_draft_worker=True), "a draft worker"),
-        (dict(use_mla_backend=True), "MLA"),
         (dict(model_config=SimpleNamespace(is_encoder_decoder=True)), "an encoder-decoder model"),
         (dict(kv_index_translator=SimpleNamespace(is_translating=True)), "a unified memory pool"),
     ],

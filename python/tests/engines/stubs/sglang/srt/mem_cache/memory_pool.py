@@ -87,3 +87,27 @@ class HybridLinearKVPool(KVCache):
 
     def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, k_scale=1.0, v_scale=1.0):
         self.full_kv_pool.set_kv_buffer(layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override=self.mapping[layer.layer_id])
+
+
+class MLATokenToKVPool(KVCache):
+    """Latents of each layer with the part of their keys that has a position: [tokens, 1, kv_lora_rank + qk_rope_head_dim]."""
+
+    def __init__(self, size, page_size, dtype, kv_lora_rank, qk_rope_head_dim, layer_num, device, use_dsa=False):
+        self.size, self.page_size, self.dtype, self.use_dsa = size, page_size, dtype, use_dsa
+        self.kv_lora_rank, self.qk_rope_head_dim, self.kv_cache_dim = kv_lora_rank, qk_rope_head_dim, kv_lora_rank + qk_rope_head_dim
+        self.kv_scale_buffer = None
+        self.store_dtype = torch.uint8 if dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else dtype
+        poison = 0x7F if self.store_dtype == torch.uint8 else float("nan")
+        shape = (size + page_size, 1, self.kv_cache_dim)
+        self.kv_buffer = [torch.full(shape, poison, dtype=self.store_dtype, device=device) for _ in range(layer_num)]
+
+    def get_key_buffer(self, layer_id):
+        return self.kv_buffer[layer_id].view(self.dtype)
+
+    def get_kv_buffer(self, layer_id):
+        return self.get_key_buffer(layer_id), self.get_key_buffer(layer_id)[..., : self.kv_lora_rank]
+
+    def set_kv_buffer(self, layer, loc_info, cache_k, cache_v, layer_id_override=None):
+        loc = loc_info.loc if isinstance(loc_info, KVWriteLoc) else loc_info
+        index = layer.layer_id if layer_id_override is None else layer_id_override
+        self.kv_buffer[index][loc] = cache_k.to(self.dtype).view(self.store_dtype)
