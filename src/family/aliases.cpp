@@ -69,8 +69,9 @@ std::vector<BackendAlias> make_aliases() {
   sglang(kCuda, cuda_backends(),
          {"flashinfer", "fa3", "fa4", "triton", "flex_attention", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"});
   sglang("dual-chunk attention (Qwen2.5-1M) on NVIDIA GPUs; waits for the sparse family", {}, {"dual_chunk_flash_attn"});
-  for (const char* name : {"flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"})
+  for (const char* name : {"flashinfer", "fa3", "fa4", "triton", "flashmla", "cutlass_mla", "trtllm_mla", "cutedsl_mla", "tokenspeed_mla"})
     list.push_back({"sglang", name, cuda_backends(), kCudaMla, MlaFamily::name});
+  list.push_back({"sglang", "intel_amx", cpu_backends(), kCpuMla, MlaFamily::name});
   sglang(kSparse, {}, {"dsa", "nsa", "dsv4", "compressed"});
   sglang(kOther, {}, {"aiter", "wave", "ascend", "intel_xpu"});
   sglang(kRecurrent, {}, {"gdn", "kda", "lightning", "mamba2"});

@@ -248,6 +248,7 @@ class Backend(AttentionBackend):
         spec = _core.AttentionSpec(**fields)
         plan = make_plan(spec, self.device_text, self.settings, on_device=self.on_device, **limits.arguments(), **options)
         check = "self check passed" if layer.layer_id in self._checked else "self check left out"
+        check = "no pages to check" if spec.block_size == 0 else check
         announce(logger, plan, f"layers like layer {layer.layer_id}", check)
         return plan
 

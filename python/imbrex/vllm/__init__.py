@@ -22,7 +22,7 @@ def register() -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     except ImportError as error:
         raise ImportError(f"imbrex.vllm.register() needs vLLM {' or '.join(WRITTEN_FOR)}, which cannot be imported: {error}") from error
-    register_backend(AttentionBackendEnum.CUSTOM, "imbrex.vllm.backend.Backend")
+    register_backend(AttentionBackendEnum.CUSTOM, "imbrex.vllm.custom.Backend")
     wanted = os.environ.get(CPU_VARIABLE, "0")
     if wanted not in ("0", "1"):
         raise ValueError(f"{CPU_VARIABLE}: expected 0 or 1, got {wanted!r}")

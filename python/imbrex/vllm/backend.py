@@ -24,7 +24,7 @@ _DESCRIBED = {(8, 0): "a100", (8, 9): "l40s", (9, 0): "h200", (10, 0): "b200", (
 
 
 class Backend(AttentionBackend):
-    """imbrex for all layers of a model with keys and values of their own (no MLA)."""
+    """imbrex for all layers of a model with keys and values of their own. Models with latents (MLA) have mla.MlaBackend."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -93,7 +93,8 @@ class CpuBackend(Backend):
         return False  # vLLM's connectors know the order of CPU_ATTN's own blocks
 
 
-def _device(capability: Optional[Any]) -> str:
+def described_device(capability: Optional[Any]) -> str:
+    """The device that layers will be on: a name, where no GPU's context is there yet."""
     if current_platform.is_cpu():
         return "cpu"
     described = None if capability is None or torch.cuda.is_initialized() else _DESCRIBED.get((capability.major, capability.minor))
@@ -122,7 +123,7 @@ def _spec_fields(given: Dict[str, Any]) -> Dict[str, Any]:
 
 def reasons_against(given: Dict[str, Any]) -> List[str]:
     """Why no backend of imbrex runs a layer of this configuration, a text for each that is for this kind of device; empty when one does."""
-    device = _core.Device(_device(given["device_capability"]))
+    device = _core.Device(described_device(given["device_capability"]))
     try:
         spec = _core.AttentionSpec(**_spec_fields(given))
         chosen = select(spec, device, forced=settings().backend)
@@ -130,6 +131,11 @@ def reasons_against(given: Dict[str, Any]) -> List[str]:
         return [f"imbrex: {error.code}: {error}"]
     except NotImplementedError as error:
         return [str(error)]
+    return refusals_of(chosen)
+
+
+def refusals_of(chosen: Any) -> List[str]:
+    """A text for each reason of a selection that found nothing; empty where it did."""
     if chosen.backend is not None:
         return []
     texts = {name: [str(r) for r in reasons] for name, reasons in chosen.candidates if not any(r.code == "device.type" for r in reasons)}

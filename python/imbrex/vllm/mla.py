@@ -1,20 +1,24 @@
-"""Latent attention (MLA) on CPUs: a backend that stands in for CPU_MLA. A step's tokens all take one way through vLLM, as those of a prompt do, and
-the plan chooses for each request whether it is computed in latent space or with expanded keys."""
+"""Latent attention (MLA): the backend CUSTOM of such models, and one that stands in for CPU_MLA. A step's tokens all take one way through vLLM, as
+those of a prompt do, and the plan chooses for each request whether it is computed in latent space or with expanded keys."""
 
+import inspect
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, ClassVar, Dict, List, Optional, Tuple
 
 import torch
-from vllm.config import get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from .. import _core
-from ..engines import all_cores, announce, device_text, settings, type_name
+from ..engines import all_cores, announce, as_bytes, device_text, settings, shared_workspace, type_name
 from ..mla import MlaPlan
+from ..plan import KvLayer, select
+from .backend import described_device, refusals_of
+from .impl import kv_type
 from .metadata import Builder, Metadata, logger
 
 
@@ -39,19 +43,16 @@ class MlaImpl(CPUMLAImpl):
 
     def spec_fields(self, kv_cache_spec: Any, model_dtype: Any) -> Dict[str, Any]:
         """The arguments of imbrex.MlaSpec."""
-        if self.kv_cache_dtype != "auto" or self.indexer is not None:
-            raise NotImplementedError(
-                f"imbrex: expected latents in the model's type and no indexer, got kv_cache_dtype {self.kv_cache_dtype} and {self.indexer}"
-            )
-        dtype = type_name(model_dtype)
+        if self.indexer is not None:
+            raise NotImplementedError(f"imbrex: expected latent attention without an indexer, got {self.indexer}")
         return dict(
             num_heads=self.num_heads,
             kv_lora_rank=self.kv_lora_rank,
             qk_nope_dim=self.qk_nope_head_dim,
             qk_rope_dim=self.qk_rope_head_dim,
             v_dim=self.v_head_dim,
-            dtype=dtype,
-            kv_dtype=dtype,
+            dtype=type_name(model_dtype),
+            kv_dtype=kv_type(self.kv_cache_dtype, model_dtype),
             block_size=kv_cache_spec.block_size,
             scale=self.scale,
         )
@@ -59,6 +60,12 @@ class MlaImpl(CPUMLAImpl):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         weight = get_and_maybe_dequant_weights(self.kv_b_proj, out_dtype=act_dtype)
         self._kv_b = weight.detach().contiguous().view(self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+
+    def _pages(self, kv_cache: torch.Tensor, k_scale: Optional[torch.Tensor]) -> KvLayer:
+        """Pages of vLLM's [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]."""
+        if self.kv_cache_dtype.startswith("fp8"):
+            return KvLayer(as_bytes(kv_cache)[:, :, None], k_scale=k_scale.reshape(-1))
+        return KvLayer(kv_cache[:, :, None])
 
     def _metadata(self) -> Optional[MlaMetadata]:
         metadata = get_forward_context().attn_metadata
@@ -80,9 +87,13 @@ class MlaImpl(CPUMLAImpl):
             return
         metadata = self._metadata()
         if metadata is None or metadata.slot_mapping.data_ptr() != slot_mapping.data_ptr():  # a draft model's own slots
-            return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            if not kv_cache.is_cuda:
+                return super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            from vllm import _custom_ops
+
+            return _custom_ops.concat_and_cache_mla(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_cache_dtype, k_scale)
         rope = k_pe.squeeze(1) if self.qk_rope_head_dim else None
-        metadata.plans[self.plan_key].write_kv((kv_cache[:, :, None],), kv_c_normed, rope)
+        metadata.plans[self.plan_key].write_kv(self._pages(kv_cache, k_scale), kv_c_normed, rope)
 
     def forward_mha(
         self,
@@ -99,55 +110,77 @@ class MlaImpl(CPUMLAImpl):
         if output_scale is not None:
             raise NotImplementedError("imbrex: expected no output_scale: outputs are not quantised")
         out = output.view(-1, self.num_heads, self.v_head_dim)
-        attn_metadata.plans[self.plan_key].run(q, self._kv_b, (kv_c_and_k_pe_cache[:, :, None],), out)
+        attn_metadata.plans[self.plan_key].run(q, self._kv_b, self._pages(kv_c_and_k_pe_cache, k_scale), out)
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("imbrex: expected a step of MlaBuilder, which has no tokens with absorbed queries")
 
 
 class MlaBuilder(Builder):
-    """A plan for each kind of layer in the group; vLLM calls build() once a step."""
+    """A plan for each kind of layer in the group; vLLM calls build() once a step.
+
+    On a GPU steps with one token a request have plans of their own: these keep every request in latent space, so that graphs may hold them.
+    """
 
     caches = ("MLAAttentionSpec",)
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
         AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
         given = vllm_config.additional_config
         self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
-        self.device_text, self.on_device = device_text(device), False
+        self.device_text = device_text(device)
+        gpu = self.device_text != "cpu"
         self._refuse_configuration()
+        if gpu and vllm_config.speculative_config is not None:
+            raise NotImplementedError("imbrex: expected no speculative decoding of latent attention on a GPU, whose lengths the host does not know")
+        self.on_device = gpu and self.settings.on_device == "always"  # steps of decode; which way a prompt takes is the host's affair
         self.layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        self.workspace = shared_workspace(self.device_text)
         self.plans: Dict[Tuple, MlaPlan] = {}
+        self.decode_plans: Dict[Tuple, MlaPlan] = {} if gpu else self.plans
         limits = self._limits()
+        alone = dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured()), max_query_len=1, on_device=self.on_device)
         for name, layer in self.layers.items():
             if not isinstance(layer.impl, MlaImpl):
                 raise NotImplementedError(f"imbrex: expected layers of its own in its group, got {type(layer.impl).__name__}")
             fields = layer.impl.spec_fields(kv_cache_spec, vllm_config.model_config.dtype)
             layer.impl.layer_name, layer.impl.plan_key = name, tuple(fields.items())
             if layer.impl.plan_key not in self.plans:
-                self.plans[layer.impl.plan_key] = self._make_mla_plan(_core.MlaSpec(**fields), limits)
-        self.decode_plans = self.plans
+                spec = _core.MlaSpec(**fields)
+                self.plans[layer.impl.plan_key] = self._make_mla_plan(spec, limits)
+                if gpu:
+                    self.decode_plans[layer.impl.plan_key] = self._make_mla_plan(spec, alone)
         for key, plan in self.plans.items():
             names = [name for name, layer in self.layers.items() if layer.impl.plan_key == key]
-            announce(logger, plan, f"{len(names)} layers from {names[0]} on, in place of CPU_MLA", "pages of latents are not checked")
+            role = "as CUSTOM" if gpu else "in place of CPU_MLA"
+            announce(logger, plan, f"{len(names)} layers from {names[0]} on, {role}", "pages of latents are not checked")
 
-    def _make_mla_plan(self, spec: _core.MlaSpec, limits: Dict[str, int]) -> MlaPlan:
+    def _make_mla_plan(self, spec: _core.MlaSpec, limits: Dict[str, Any]) -> MlaPlan:
         chosen = self.settings
+        options = dict(num_threads=chosen.num_threads, validate=chosen.validate, out_dtype=spec.dtype, workspace=self.workspace)
         with all_cores():
-            return MlaPlan(spec, self.device_text, backend=chosen.backend, num_threads=chosen.num_threads, validate=chosen.validate, **limits)
+            return MlaPlan(spec, self.device_text, backend=chosen.backend, **options, **limits)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> MlaMetadata:
         cam = common_attn_metadata
         self._check_step(common_prefix_len, cam)
         if cam.causal is not True:
             raise NotImplementedError(f"imbrex: expected causal decoder layers, got causal={cam.causal}")
-        metadata = MlaMetadata(**self._step_of(cam), plans=self.plans, num_reqs=cam.num_reqs, num_prefills=cam.num_reqs)
-        self._update(metadata, cam)
+        decode = cam.max_query_len == 1
+        plans = self.decode_plans if decode else self.plans
+        metadata = MlaMetadata(**self._step_of(cam), plans=plans, num_reqs=cam.num_reqs, num_prefills=cam.num_reqs)
+        if self.on_device and decode:
+            self._update_on_device(metadata)
+        else:
+            self._update(metadata, cam)
         return metadata
 
 
-class CpuMlaBackend(CPUMLABackend):
-    """The backend under the name CPU_MLA, which vLLM takes for latent attention on CPUs without AMX."""
+class _AnyLatent(CPUMLABackend):
+    """Latents of any size, in pages of any size."""
+
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @classmethod
     def get_supported_head_sizes(cls) -> List[int]:
@@ -168,3 +201,56 @@ class CpuMlaBackend(CPUMLABackend):
     @staticmethod
     def get_builder_cls() -> type:
         return MlaBuilder
+
+
+class CpuMlaBackend(_AnyLatent):
+    """The backend under the name CPU_MLA, which vLLM takes for latent attention on CPUs without AMX."""
+
+
+class MlaBackend(_AnyLatent):
+    """The backend under the name CUSTOM, for models with latent attention."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return 64  # fastest in decode
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> List[str]:
+        """vLLM's own reasons against this backend, then those of imbrex.select()."""
+        reasons = super().validate_configuration(*args, **kwargs)
+        given = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
+        return reasons + ([] if reasons else reasons_against(given))
+
+
+def _spec_fields(given: Dict[str, Any]) -> Dict[str, Any]:
+    """The properties of a layer that are known before it is made: those of the model, where a configuration is current, else DeepSeek V3's."""
+    config = get_current_vllm_config_or_none()
+    model = None if config is None else config.model_config
+    text = getattr(model, "hf_text_config", None)
+    rope, rank = getattr(text, "qk_rope_head_dim", 64), getattr(text, "kv_lora_rank", None)
+    return dict(
+        num_heads=128 if model is None else model.get_num_attention_heads(config.parallel_config),
+        kv_lora_rank=given["head_size"] - rope if rank is None else rank,
+        qk_nope_dim=getattr(text, "qk_nope_head_dim", 128),
+        qk_rope_dim=rope,
+        v_dim=getattr(text, "v_head_dim", 128),
+        dtype=type_name(given["dtype"]),
+        kv_dtype=kv_type(given["kv_cache_dtype"] or "auto", given["dtype"]),
+        block_size=given["block_size"] or 64,
+    )
+
+
+def reasons_against(given: Dict[str, Any]) -> List[str]:
+    """Why no backend of imbrex runs latent attention of this configuration; empty when one does."""
+    device = _core.Device(described_device(given["device_capability"]))
+    try:
+        chosen = select(_core.MlaSpec(**_spec_fields(given)), device, forced=settings().backend)
+    except _core.Error as error:
+        return [f"imbrex: {error.code}: {error}"]
+    except NotImplementedError as error:
+        return [str(error)]
+    return refusals_of(chosen)

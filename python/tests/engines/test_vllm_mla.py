@@ -1,15 +1,17 @@
-"""The plug-in's latent attention against stand-ins of vLLM's CPU_MLA: prompts, decode and verify over pages, beside the definition."""
+"""The plug-in's latent attention against stand-ins of vLLM: on a CPU in place of CPU_MLA, on a GPU as CUSTOM; prompts, decode and verify over pages,
+beside the definition."""
 
 import pytest
 import torch
 
 HEADS, RANK, NOPE, ROPE, VALUE, BLOCK = 3, 64, 32, 16, 24, 16
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 class Layers:
     """Layers of one group with their pages, and a step of vLLM's runner."""
 
-    def __init__(self, count=2, dtype=torch.float32, rope=ROPE, bind=True, **options):
+    def __init__(self, count=2, dtype=torch.float32, rope=ROPE, device="cpu", **options):
         import vllm.config
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -18,9 +20,10 @@ class Layers:
         import imbrex.vllm
 
         imbrex.vllm.register()
-        self.backend = AttentionBackendEnum.CPU_MLA.get_class()
-        self.config = vllm.config.VllmConfig(model_config=vllm.config.ModelConfig(dtype=dtype))
-        self.rope, self.rows = rope, {}
+        self.config = vllm.config.VllmConfig(model_config=vllm.config.ModelConfig(dtype=dtype, use_mla=True), **options.get("config", {}))
+        with vllm.config.set_current_vllm_config(self.config):
+            self.backend = (AttentionBackendEnum.CPU_MLA if device == "cpu" else AttentionBackendEnum.CUSTOM).get_class()
+        self.rope, self.rows, self.device = rope, {}, device
         self.layers = {}
         for i in range(count):
 
@@ -28,18 +31,20 @@ class Layers:
                 get_attn_backend = get_kv_cache_spec = None
 
             Layer.__abstractmethods__ = frozenset()
-            layer, weight = Layer(), torch.nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False, dtype=dtype)
+            layer, weight = Layer(), torch.nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False, dtype=dtype, device=device)
             arguments = dict(kv_lora_rank=RANK, qk_nope_head_dim=NOPE, qk_rope_head_dim=rope, qk_head_dim=NOPE + rope, v_head_dim=VALUE)
             layer.impl = self.backend.get_impl_cls()(
                 HEADS, RANK + rope, 0.2, 1, None, None, options.get("kv_cache_dtype", "auto"), None, "decoder", None, kv_b_proj=weight,
                 q_lora_rank=None, indexer=options.get("indexer"), **arguments,
             )  # fmt: skip
             layer.impl.process_weights_after_loading(dtype)
-            layer.kv_cache = torch.full((24, BLOCK, RANK + rope), float("nan"), dtype=dtype)
+            fp8 = layer.impl.kv_cache_dtype.startswith("fp8")
+            layer.kv_cache = torch.full((24, BLOCK, RANK + rope), 0x7F if fp8 else float("nan"), dtype=torch.uint8 if fp8 else dtype, device=device)
             self.layers[f"layers.{i}"] = layer
         self.config.compilation_config.static_forward_context.update(self.layers)
         spec = MLAAttentionSpec(BLOCK, 1, RANK + rope, dtype, **options.get("spec", {}))
-        self.builder = self.backend.get_builder_cls()(spec, list(self.layers), self.config, torch.device("cpu"))
+        self.builder = self.backend.get_builder_cls()(spec, list(self.layers), self.config, torch.device(device))
+        self.scale = torch.tensor(0.5, device=device)
         self.table = torch.randperm(23, generator=torch.Generator().manual_seed(1))[:20].view(4, 5).int() + 1
 
     def step(self, lens, new, padding=0):
@@ -52,21 +57,27 @@ class Layers:
             int(self.table[r, j // BLOCK]) * BLOCK + j % BLOCK for r, (n, m) in enumerate(zip(lens, new)) for j in range(n - m, n)
         ]  # fmt: skip
         slots, seq_lens = torch.tensor(slots), torch.tensor(lens, dtype=torch.int32)
-        cam = CommonAttentionMetadata(starts, starts, seq_lens, len(lens), len(slots), max(new), max(lens), self.table[: len(lens)], slots)
+        table, slots = self.table[: len(lens)].to(self.device), slots.to(self.device)
+        there = starts.to(self.device), starts, seq_lens.to(self.device)
+        cam = CommonAttentionMetadata(*there, len(lens), len(slots), max(new), max(lens), table, slots, seq_lens_cpu_upper_bound=seq_lens)
         metadata = self.builder.build(0, cam)
         assert metadata.num_prefills == len(lens) and metadata.num_decodes == metadata.num_decode_tokens == 0
-        found = []
+        found, self.metadata = [], metadata
         for name, layer in self.layers.items():
             latent, k_pe = torch.randn(len(slots), RANK), torch.randn(len(slots), 1, self.rope)
             q = torch.randn(len(slots), HEADS, NOPE + self.rope)
-            latent, k_pe, q = (x.to(layer.kv_cache.dtype) for x in (latent, k_pe, q))
+            latent, k_pe, q = (x.to(self.device, self.config.model_config.dtype) for x in (latent, k_pe, q))
             with set_forward_context({name: metadata}, self.config, {name: slots}):
-                layer.impl.do_kv_cache_update(latent, k_pe, layer.kv_cache, slots, "auto", None)
-            out = torch.empty(len(slots), HEADS * VALUE, dtype=q.dtype)
-            layer.impl.forward_mha(q, latent, k_pe, layer.kv_cache, metadata, None, out)
+                layer.impl.do_kv_cache_update(latent, k_pe, layer.kv_cache, slots, "auto", self.scale)
+            self.q = q
+            out = torch.empty(len(slots), HEADS * VALUE, dtype=q.dtype, device=self.device)
+            layer.impl.forward_mha(q, latent, k_pe, layer.kv_cache, metadata, self.scale, out)
             at = 0
             for r, (n, m) in enumerate(zip(lens, new)):
-                rows = self.rows.setdefault((name, r), [])[: n - m] + list(torch.cat([latent, k_pe[:, 0]], 1)[at : at + m])
+                made = torch.cat([latent, k_pe[:, 0]], 1)[at : at + m]
+                if layer.kv_cache.dtype == torch.uint8:
+                    made = (made.float() / self.scale).to(torch.float8_e4m3fn).float() * self.scale
+                rows = self.rows.setdefault((name, r), [])[: n - m] + list(made)
                 self.rows[name, r] = rows
                 found.append((out[at : at + m].view(m, HEADS, VALUE), by_definition(layer.impl, q[at : at + m], torch.stack(rows))))
                 at += m
@@ -78,17 +89,71 @@ def by_definition(impl, q, rows):
     made = torch.einsum("jc,hnc->jhn", rank, impl.kv_b_proj.weight.double().view(HEADS, NOPE + VALUE, RANK))
     keys = torch.cat([made[..., :NOPE], rows.double()[:, None, RANK:].expand(-1, HEADS, -1)], 2)
     logits = impl.scale * torch.einsum("thd,jhd->htj", q.double(), keys)
-    hidden = torch.arange(len(rows)) > torch.arange(len(q))[:, None] + len(rows) - len(q)
+    hidden = torch.arange(len(rows), device=q.device) > torch.arange(len(q), device=q.device)[:, None] + len(rows) - len(q)
     return torch.einsum("htj,jhv->thv", torch.softmax(logits.masked_fill(hidden, -float("inf")), -1), made[..., NOPE:])
 
 
 @pytest.mark.parametrize("rope", [ROPE, 0])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_steps_of_all_kinds(vllm_on_cpu, dtype, tolerance, rope):
-    layers = Layers(dtype=dtype, rope=rope)
+def test_steps_of_all_kinds(vllm_on_cpu, device, dtype, tolerance, rope):
+    layers = Layers(dtype=dtype, rope=rope, device=device)
     for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1]), ([45, 9, 71, 30], [4, 1, 0, 30]), ([46, 10, 72, 31], [1] * 4)):
         for out, expected in layers.step(lens, new):
             torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_latents_of_e4m3(vllm_on_cpu, device):
+    layers = Layers(dtype=torch.bfloat16, kv_cache_dtype="fp8", device=device)
+    for lens, new in (([40, 7, 70], [40, 7, 70]), ([41, 8, 71], [1, 1, 1])):
+        for out, expected in layers.step(lens, new):
+            torch.testing.assert_close(out.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@on_gpu
+@pytest.mark.parametrize("on_device", ["auto", "always"])
+def test_graphs_of_decode(vllm_on_cpu, on_device):
+    """A graph of one step replays the next, after build() has planned that."""
+    from vllm.forward_context import set_forward_context
+
+    layers = Layers(count=1, dtype=torch.bfloat16, device="cuda", config=dict(additional_config={"imbrex": {"on_device": on_device}}))
+    ((name, layer),) = layers.layers.items()
+    layers.step([40, 7, 70], [40, 7, 70])
+    expected = layers.step([41, 8, 71], [1, 1, 1])
+    metadata = layers.metadata
+    assert metadata.plans is layers.builder.decode_plans is not layers.builder.plans
+    q, out = layers.q, torch.empty(3, HEADS * VALUE, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with set_forward_context({name: metadata}, layers.config, {name: metadata.slot_mapping}), torch.cuda.graph(graph):
+        layer.impl.forward_mha(q, None, None, layer.kv_cache, metadata, layers.scale, out)
+    graph.replay()
+    for r, (_, wanted) in enumerate(expected):
+        torch.testing.assert_close(out[r].view(1, HEADS, VALUE).double(), wanted, atol=3e-2, rtol=3e-2)
+
+
+def test_a_model_with_latents_has_a_backend_of_its_own(vllm, monkeypatch):
+    import vllm.config
+    from vllm.platforms import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import imbrex.vllm
+
+    imbrex.vllm.register()
+    monkeypatch.setattr("vllm.platforms.current_platform.kind", "cuda")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    config = vllm.config.VllmConfig(model_config=vllm.config.ModelConfig(use_mla=True))
+    assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "Backend"
+    with vllm.config.set_current_vllm_config(config):
+        backend = AttentionBackendEnum.CUSTOM.get_class()
+    assert backend.__name__ == "MlaBackend" and backend.get_name() == "CUSTOM" and backend.is_mla() and backend.get_preferred_block_size(16) == 64
+    given = dict(head_size=576, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64, use_mla=True, has_sink=False, use_sparse=False)
+    given.update(use_mm_prefix=False, use_per_head_quant_scales=False, device_capability=DeviceCapability(9, 0), attn_type="decoder")
+    assert backend.validate_configuration(**given) == []
+    assert backend.validate_configuration(**{**given, "kv_cache_dtype": "fp8"}) == []
+    assert backend.validate_configuration(**{**given, "use_sparse": True}) == ["sparse not supported"]
+    (reason,) = backend.validate_configuration(**{**given, "head_size": 1088})
+    assert reason.startswith("imbrex: ") and "576" in reason
+    with pytest.raises(AttributeError, match="no attribute 'Other'"):
+        imbrex.vllm.custom.Other
 
 
 def test_slots_that_no_step_has_are_written_too(vllm_on_cpu):
@@ -118,9 +183,9 @@ def test_without_the_variable_vllm_keeps_its_own(vllm):
 
 
 def test_refusals(vllm_on_cpu):
-    with pytest.raises(NotImplementedError, match="latents in the model's type and no indexer, got kv_cache_dtype fp8"):
-        Layers(kv_cache_dtype="fp8")
-    with pytest.raises(NotImplementedError, match="no indexer"):
+    with pytest.raises(NotImplementedError, match="expected a KV cache type of auto, .*, got fp8_ds_mla"):
+        Layers(kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(NotImplementedError, match="without an indexer"):
         Layers(indexer=object())
     with pytest.raises(NotImplementedError, match="state_content_bytes"):
         Layers(spec=dict(state_content_bytes=656))

@@ -188,7 +188,7 @@ def test_register_changes_nothing_that_was_not_asked_for(vllm, monkeypatch):
     monkeypatch.delenv("IMBREX_VLLM_CPU_ATTN")
     for _ in range(3):
         imbrex.vllm.register()
-    assert AttentionBackendEnum.CUSTOM.get_path() == "imbrex.vllm.backend.Backend"
+    assert AttentionBackendEnum.CUSTOM.get_path() == "imbrex.vllm.custom.Backend"
     assert AttentionBackendEnum.CUSTOM.get_class().__name__ == "Backend"
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden() and not AttentionBackendEnum.FLASH_ATTN.is_overridden()
     monkeypatch.setenv("IMBREX_VLLM_CPU_ATTN", "1")

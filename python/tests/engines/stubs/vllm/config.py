@@ -14,6 +14,8 @@ class ModelConfig:
     dtype: torch.dtype = torch.bfloat16
     max_model_len: int = 512
     rswa_window: Optional[int] = None
+    use_mla: bool = False
+    hf_text_config: Any = None
 
     def get_num_attention_heads(self, parallel_config):
         return self.num_heads // parallel_config.tensor_parallel_size
