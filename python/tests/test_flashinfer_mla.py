@@ -235,3 +235,69 @@ def test_longer_arrays_than_the_batch(device):
     check(wrapper.run(batch.q, batch.cache()), batch.expected(causal=True))
     with pytest.raises(ValueError, match="indptr: expected 6 entries, for the 5 requests of last_page_len, got 5"):
         wrapper.plan(batch.indptr[:5], *batch.arrays("cpu")[1:], 4, 2, 64, 4)
+
+
+def dense_table(batch, columns=12):
+    """The CSR arrays of a batch as rows of pages, with anything behind those in use."""
+    table = torch.full((len(KV_LENS), columns), -7, dtype=torch.int32)
+    for r, (first, end) in enumerate(zip(batch.indptr.tolist(), batch.indptr.tolist()[1:])):
+        table[r, : end - first] = batch.indices[first:end].cpu()
+    return table
+
+
+@devices
+@pytest.mark.parametrize("form", ["csr", "dense", "dual", "flat dense"])
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_metadata(device, form, where):
+    """Every form of plan() and of run() gives the bits of the older one."""
+    batch, pages = mla_case(device)
+    at = "cpu" if where == "host" else device
+    csr = [x.to(at) for x in (batch.qo_indptr, batch.indptr, batch.indices, LENS)]
+    dense = [x.to(at) for x in (batch.qo_indptr, dense_table(batch), LENS)]
+    shape = dict(num_heads=6, head_dim_ckv=64, head_dim_kpe=16, page_size=4, causal=True, sm_scale=0.125)
+    shape.update(q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    new, old = (flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace(device)) for _ in range(2))
+    old.plan(*csr, **shape)
+    kind = flashinfer.mla.MLAPlanMetadata
+    if form == "flat dense":
+        new.plan(cum_seq_lens_q=dense[0], block_tables=dense[1], seq_lens=dense[2], max_q_len=9, **shape)
+    else:
+        named = dict(zip(("cum_seq_lens_q", "block_tables", "seq_lens"), dense))
+        made = {"csr": lambda: kind.csr(*csr), "dense": lambda: kind.dense(*dense), "dual": lambda: kind.dual(*csr, **named)}[form]()
+        new.plan(metadata=made, query_layout="split", lse_mode="base2", **shape)
+    parts = (pages[..., :64], pages[..., 64:])
+    q = (batch.q[..., :64], batch.q[..., 64:])
+    expected = old.run(*q, *parts, return_lse=True)
+    check(expected, batch.expected(causal=True, scale=0.125))
+    for query, cache in ((batch.q, pages), (q, parts), ((q, batch.q), (pages, parts))):
+        for mine, theirs in zip(new.run(query=query, kv_cache=cache, return_lse=True), expected):
+            assert torch.equal(mine, theirs)
+
+
+def test_metadata_that_is_wrong():
+    batch, pages = mla_case("cpu")
+    wrapper, kind = flashinfer.BatchMLAPagedAttentionWrapper(workspace("cpu")), flashinfer.mla.MLAPlanMetadata
+    shape = dict(num_heads=6, head_dim_ckv=64, head_dim_kpe=16, page_size=4, causal=True, sm_scale=0.125)
+    shape.update(q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    table = dense_table(batch)
+    with pytest.raises(RuntimeError, match="before plan"):
+        wrapper.run(query=batch.q, kv_cache=pages)
+    for arguments, error, message in (
+        (dict(metadata=kind.dense(batch.qo_indptr, table, LENS), seq_lens=LENS), ValueError, "no other arrays beside it"),
+        (dict(metadata=kind(qo_indptr=batch.qo_indptr, seq_lens=LENS)), TypeError, "expected qo_indptr, kv_indptr"),
+        (dict(metadata=kind.dense(batch.qo_indptr, table[:2], LENS)), ValueError, r"block_tables: expected \[5, pages\], got \[2, 12\]"),
+        (dict(metadata=kind.dense(batch.qo_indptr, table[:, :9], LENS)), ValueError, "expected 10 pages for 40 keys"),
+        (dict(metadata=kind.dense(batch.qo_indptr, table, LENS), lse_mode="base10"), ValueError, "lse_mode: expected one of none, base2, basee"),
+        (dict(metadata=kind.dense(batch.qo_indptr, table, LENS), query_layout="dual"), ValueError, "query_layout: expected one of packed, split"),
+        ({}, TypeError, "metadata: expected"),
+    ):
+        with pytest.raises(error, match=message):
+            wrapper.plan(**{**shape, **arguments})
+    with pytest.raises(TypeError, match=r"plan\(\): expected causal, sm_scale"):
+        wrapper.plan(batch.qo_indptr, batch.indptr, batch.indices, LENS, 6, 64, 16, 4, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    wrapper.plan(metadata=kind.dense(batch.qo_indptr, table, LENS), **shape)
+    for arguments in (dict(query=batch.q), dict(query=batch.q, kv_cache=pages, q_pe=batch.q), {}):
+        with pytest.raises(TypeError, match="expected query and kv_cache, or q_nope"):
+            wrapper.run(**arguments)
+    with pytest.raises(TypeError, match="query: expected a tensor or a pair of tensors, got list"):
+        wrapper.run(query=[batch.q], kv_cache=pages)

@@ -1,4 +1,4 @@
-"""Names, order and defaults of arguments as FlashInfer 0.6.18 has them, and what is refused by name."""
+"""Names, order and defaults of arguments as FlashInfer 0.6.18 has them (MLA: 0.7.2), and what is refused by name."""
 import functools
 import inspect
 
@@ -186,12 +186,15 @@ SIGNATURES = {
         "float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, backend='auto'"
     ),
     "BatchMLAPagedAttentionWrapper.plan": (
-        "qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, "
-        "q_data_type, kv_data_type, use_profiler=False"
+        "qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None, head_dim_ckv=None, head_dim_kpe=None, page_size=None, "
+        "causal=None, sm_scale=None, q_data_type=None, kv_data_type=None, use_profiler=False, *, metadata=None, cum_seq_lens_q=None, "
+        "block_tables=None, seq_lens=None, max_q_len=None, query_layout=None, kv_cache_layout=None, lse_mode='none', output_dtype=None, "
+        "output_scale='none', scale_mode='default', skip_softmax=False, enable_pdl=None, use_sinks=False"
     ),
     "BatchMLAPagedAttentionWrapper.run": (
-        "q_nope, q_pe, ckv_cache, kpe_cache, out=None, lse=None, return_lse=False, profiler_buffer=None, kv_len=None, page_table=None, "
-        "return_lse_base_on_e=False, o_scale=None, *, ckv_scale=None, ckv_scale_arr=None, kpe_scale=None"
+        "q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, lse=None, return_lse=False, profiler_buffer=None, kv_len=None, "
+        "page_table=None, return_lse_base_on_e=False, o_scale=None, *, query=None, kv_cache=None, ckv_scale=None, ckv_scale_arr=None, "
+        "kpe_scale=None, sinks=None, skip_softmax_threshold_scale_factor=None, bmm1_scale=None, bmm2_scale=None"
     ),
 }
 SAME = {
@@ -226,7 +229,7 @@ def test_aliases():
 
 def test_every_name_is_tested():
     names = {name.split(".")[0] for name in SIGNATURES} | {"single_prefill_with_kv_cache_return_lse"}
-    assert names == set(flashinfer.__all__)
+    assert names | {"mla"} == set(flashinfer.__all__)
 
 
 REFUSED = [
@@ -352,9 +355,20 @@ def test_other_options_are_refused_by_name():
     with refused("profiler_buffer="):
         attention.run(batch.q, batch.cache(), profiler_buffer=ONE)
     mla = flashinfer.BatchMLAPagedAttentionWrapper(SPACE)
-    for name in ("profiler_buffer", "kv_len", "page_table", "o_scale"):
+    for name in ("profiler_buffer", "kv_len", "page_table", "o_scale", "sinks", "skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"):
         with refused(f"{name}="):
             mla.run(*[batch.q] * 4, **{name: ONE})
+    types = dict(q_data_type=batch.q.dtype, kv_data_type=batch.q.dtype)
+    plan = functools.partial(mla.plan, ONE, ONE, ONE, ONE, 4, 64, 16, 4, True, 0.1, **types)
+    for options in (
+        dict(use_profiler=True),
+        dict(skip_softmax=True),
+        dict(use_sinks=True),
+        dict(output_scale="per-tensor"),
+        dict(scale_mode="bmm-scalar"),
+    ):
+        with refused(f"{next(iter(options))}="):
+            plan(**options)
 
 
 def planned(q_type, kv_type, head_dim):

@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 import imbrex.transformers  # noqa: E402
 from imbrex.transformers import LatentCache, _latent  # noqa: E402
 
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 COMMON = dict(
     vocab_size=128, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512, q_lora_rank=32,
     kv_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=32, v_head_dim=24, bos_token_id=None, eos_token_id=None, pad_token_id=0,
@@ -101,6 +102,23 @@ def test_logits_of_a_prompt_and_of_decode(name, batch, cache, calls):
     assert (eager - ours).abs().max() < 1e-4 * eager.abs().max()
     assert len(calls) == 5 * latent_layers(model) > 0
     assert any("in latent space" in text for text in calls)
+
+
+@on_gpu
+@pytest.mark.parametrize("cache", ["growing", "pages"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3", "longcat_flash"])
+def test_logits_on_a_gpu(name, dtype, cache, calls):
+    """Beside eager attention in float32 on the CPU."""
+    ids, cuts = ids_of(2, 90), (83, 84, 85, 86, 90)
+    model = model_of(name)
+    eager = steps(model, "eager", ids, transformers.DynamicCache(config=model.config), cuts)
+    there = model_of(name, dtype).cuda()
+    make = transformers.DynamicCache if cache == "growing" else LatentCache
+    ours = steps(there, "imbrex", ids.cuda(), make(config=there.config), cuts).float().cpu()
+    plain = steps(there, "eager", ids.cuda(), transformers.DynamicCache(config=there.config), cuts).float().cpu()
+    assert (eager - ours).abs().max() < max(2e-2 * eager.abs().max(), 2 * (eager - plain).abs().max())
+    assert len(calls) == 5 * latent_layers(there) and all(text.startswith("cuda_") for text in calls)
 
 
 @pytest.mark.parametrize("way", ["latent space", "expanded keys"])

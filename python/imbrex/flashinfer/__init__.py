@@ -11,6 +11,7 @@ FlashInfer is no attention (norms, RoPE, sampling, GEMM, MoE) is not in here. Fo
 """
 from typing import Any, List
 
+from . import mla
 from ._batch_attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from ._cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
@@ -48,6 +49,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "packbits",
     "segment_packbits",
     "single_decode_with_kv_cache",

@@ -6,6 +6,7 @@ import torch
 
 from .._torch_attention import no_gradient
 from ..plan import KvLayer
+from ._mla_metadata import MLAPlanMetadata, csr_arrays, parts_of
 from ._options import FP8, DTypeLike, refuse, refuse_given, refuse_nvfp4, score_fields, torch_dtype
 from ._plans import Step, is_capturing
 from ._run import Result, Types, as_bytes, fp8_scale
@@ -68,23 +69,58 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     def plan(
         self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: DTypeLike,
-        kv_data_type: DTypeLike,
+        qo_indptr: Optional[torch.Tensor] = None,
+        kv_indptr: Optional[torch.Tensor] = None,
+        kv_indices: Optional[torch.Tensor] = None,
+        kv_len_arr: Optional[torch.Tensor] = None,
+        num_heads: Optional[int] = None,
+        head_dim_ckv: Optional[int] = None,
+        head_dim_kpe: Optional[int] = None,
+        page_size: Optional[int] = None,
+        causal: Optional[bool] = None,
+        sm_scale: Optional[float] = None,
+        q_data_type: Optional[DTypeLike] = None,
+        kv_data_type: Optional[DTypeLike] = None,
         use_profiler: bool = False,
+        *,
+        metadata: Optional[MLAPlanMetadata] = None,
+        cum_seq_lens_q: Optional[torch.Tensor] = None,
+        block_tables: Optional[torch.Tensor] = None,
+        seq_lens: Optional[torch.Tensor] = None,
+        max_q_len: Optional[int] = None,
+        query_layout: Optional[str] = None,
+        kv_cache_layout: Optional[str] = None,
+        lse_mode: str = "none",
+        output_dtype: Optional[torch.dtype] = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: Optional[bool] = None,
+        use_sinks: bool = False,
     ) -> None:
-        """One step. Starts int32 [num_reqs + 1] or longer, and lengths [num_reqs]; those of a GPU are copied back."""
+        """One step. Starts int32 [num_reqs + 1] or longer, and lengths [num_reqs]; those of a GPU are copied back.
+
+        The arrays come by themselves or as `metadata`. run() takes queries and caches in one tensor or two, with and without lse, whatever is said
+        of them here.
+        """
+        flat = MLAPlanMetadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+        if metadata is not None and flat != MLAPlanMetadata():
+            raise ValueError("metadata: expected no other arrays beside it")
+        needed = dict(num_heads=num_heads, head_dim_ckv=head_dim_ckv, head_dim_kpe=head_dim_kpe, page_size=page_size, causal=causal)
+        needed.update(sm_scale=sm_scale, q_data_type=q_data_type, kv_data_type=kv_data_type)
+        missing = [name for name, value in needed.items() if value is None]
+        if missing:
+            raise TypeError(f"plan(): expected {', '.join(missing)}")
         refuse_given("measure with the profiler of the GPU", use_profiler=use_profiler)
+        refuse_given("leave it out: all keys are attended to", skip_softmax=skip_softmax)
+        refuse_given("a plan of imbrex.MlaSpec(sinks=True) has them", use_sinks=use_sinks)
+        _check_choices(query_layout=query_layout, kv_cache_layout=kv_cache_layout, lse_mode=lse_mode)
         q_type = torch_dtype(q_data_type)
+        if output_scale != "none" or torch_dtype(output_dtype or q_type) != q_type:
+            refuse(f"output_dtype={output_dtype} with output_scale={output_scale}", "outputs have the queries' type")
+        if scale_mode not in ("default", "kv-per-tensor"):
+            refuse(f"scale_mode={scale_mode}", "multiply such scales into sm_scale, and give run() ckv_scale and kpe_scale")
+        qo_indptr, kv_indptr, kv_indices, kv_len_arr = csr_arrays(metadata or flat, page_size)
         lens = on_host(kv_len_arr, "kv_len_arr")
         qo_indptr, starts = cut_starts(qo_indptr, on_host(qo_indptr, "qo_indptr"), "qo_indptr", len(lens), "kv_len_arr")
         kv_indptr, indptr = cut_starts(kv_indptr, on_host(kv_indptr, "kv_indptr"), "kv_indptr", len(lens), "kv_len_arr")
@@ -123,10 +159,10 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
     def run(
         self,
-        q_nope: torch.Tensor,
-        q_pe: torch.Tensor,
-        ckv_cache: torch.Tensor,
-        kpe_cache: torch.Tensor,
+        q_nope: Optional[torch.Tensor] = None,
+        q_pe: Optional[torch.Tensor] = None,
+        ckv_cache: Optional[torch.Tensor] = None,
+        kpe_cache: Optional[torch.Tensor] = None,
         out: Optional[torch.Tensor] = None,
         lse: Optional[torch.Tensor] = None,
         return_lse: bool = False,
@@ -136,12 +172,19 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         return_lse_base_on_e: bool = False,
         o_scale: Optional[float] = None,
         *,
+        query: Any = None,
+        kv_cache: Any = None,
         ckv_scale: Optional[float] = None,
         ckv_scale_arr: Optional[torch.Tensor] = None,
         kpe_scale: Optional[float] = None,
+        sinks: Optional[torch.Tensor] = None,
+        skip_softmax_threshold_scale_factor: Optional[float] = None,
+        bmm1_scale: Any = None,
+        bmm2_scale: Any = None,
     ) -> Result:
         """q_nope [num_tokens, num_heads, ckv] and q_pe [.., kpe] over ckv_cache [num_pages, page_size, ckv] and kpe_cache [.., kpe].
 
+        query and kv_cache are the same as one tensor with both parts, or as a pair.
         q_nope and q_pe are copied into one tensor unless they are slices of one. An fp8 element e of a cache stands for e * ckv_scale or
         e * kpe_scale; in the place of ckv_scale, ckv_scale_arr float32 [num_pages, page_size, ckv / 128] has one for 128 columns of a token.
         Returns out of q_nope's shape, with return_lse (out, lse in base 2, or natural with return_lse_base_on_e).
@@ -149,6 +192,18 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         refuse_given("measure with the profiler of the GPU", profiler_buffer=profiler_buffer)
         refuse_given("plan() has kv_len_arr and kv_indices", kv_len=kv_len, page_table=page_table)
         refuse_given("outputs have the queries' type", o_scale=o_scale)
+        refuse_given("a plan of imbrex.MlaSpec(sinks=True) has them", sinks=sinks)
+        refuse_given("leave it out: all keys are attended to", skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        refuse_given("multiply it into sm_scale, or give ckv_scale and kpe_scale", bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale)
+        if query is not None or kv_cache is not None:
+            if query is None or kv_cache is None or any(x is not None for x in (q_nope, q_pe, ckv_cache, kpe_cache)):
+                raise TypeError("run(): expected query and kv_cache, or q_nope, q_pe, ckv_cache and kpe_cache")
+            if self._planned is None:
+                raise RuntimeError("imbrex.flashinfer: run() before plan()")
+            q_nope, q_pe = parts_of(query, "query", self._fields["head_dim_v"])
+            ckv_cache, kpe_cache = parts_of(kv_cache, "kv_cache", self._fields["head_dim_v"])
+        if any(x is None for x in (q_nope, q_pe, ckv_cache, kpe_cache)):
+            raise TypeError("run(): expected query and kv_cache, or q_nope, q_pe, ckv_cache and kpe_cache")
         refuse_nvfp4(None, ckv_cache, kpe_cache)
         no_gradient(q_nope, q_pe, ckv_cache, kpe_cache)
         if self._planned is None:
@@ -193,6 +248,13 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
         if not ids.is_cuda and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < ckv.shape[0]:
             raise ValueError(f"kv_indices: expected 0 to {ckv.shape[0] - 1}, pages of ckv_cache, got {int(ids.min())} to {int(ids.max())}")
         return ids.to(ckv.device, torch.int64).clamp(0, max(ckv.shape[0] - 1, 0))
+
+
+def _check_choices(**given: Optional[str]) -> None:
+    known = {"lse_mode": ("none", "base2", "basee")}
+    for name, value in given.items():
+        if value is not None and value not in known.get(name, ("packed", "split")):
+            raise ValueError(f"{name}: expected one of {', '.join(known.get(name, ('packed', 'split')))}, got {value!r}")
 
 
 def _check_scales(ckv: torch.Tensor, kpe: torch.Tensor, ckv_scale: Any, ckv_scale_arr: Optional[torch.Tensor], kpe_scale: Any) -> None:

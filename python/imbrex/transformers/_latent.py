@@ -2,7 +2,8 @@
 
 Attention modules of DeepSeek's kind keep latents in the cache and call their method expand_kv() for keys and values of all heads. Here that method
 returns the latents as they are, and the attention function computes each request in latent space or with expanded keys, whichever is faster
-(docs/mla.md). That is for CPUs: on a GPU, and for modules that imbrex.MlaPlan does not run, torch.compile and training, the method stays what it is.
+(docs/mla.md). For modules that imbrex.MlaPlan does not run, in torch.compile, in the capture of a CUDA graph and in training the method stays what it
+is.
 """
 import functools
 from typing import Any, Dict, NamedTuple, Optional, Tuple
@@ -57,8 +58,10 @@ def _weight_of(module: torch.nn.Module, latent: Tensor) -> Optional[Tensor]:
 def _latents_of(module: torch.nn.Module, expand: Any, latent: Tensor, rope: Tensor) -> Optional[Latents]:
     if module.config._attn_implementation != "imbrex" or module.training or torch.compiler.is_compiling():
         return None
+    captured = latent.is_cuda and torch.cuda.is_current_stream_capturing()  # a step is planned on the host
     if (
-        not latent.is_cpu
+        not (latent.is_cpu or latent.is_cuda)
+        or captured
         or latent.dtype not in (torch.float32, torch.bfloat16, torch.float16)
         or latent.shape[1] != 1
         or rope.shape[:3] != latent.shape[:3]
@@ -143,7 +146,7 @@ def _plan_for(q: Tensor, kv_b: Tensor, rope_dim: int, nope: int, needed: Limits,
 
     def make(limits: Limits) -> Any:
         reqs, tokens, keys = (max(n, 1) for n in limits[:3])
-        return MlaPlan(_core.MlaSpec(**values), device, max_num_reqs=reqs, max_num_tokens=tokens, max_seq_len=keys)
+        return MlaPlan(_core.MlaSpec(**values), device, max_num_reqs=reqs, max_num_tokens=tokens, max_seq_len=keys, out_dtype=dtype)
 
     return _plans.find((device, *values.items()), needed, make)
 
