@@ -87,7 +87,7 @@ def serve(engine, variant, folder, results, reference, drafts=False):
         apart += differences
     same = sum(a.tokens == b.tokens for a, b in zip(first, again))
     figures = dict(best=sum(g == 0 for g in behind), tokens=len(behind), gap=max(behind), mean=statistics.mean(apart), worst=max(apart))
-    said = "self check passed" in server.text() and "] imbrex " in server.text()
+    said = ("self check passed" in server.text() or "pages of latents are not checked" in server.text()) and "] imbrex " in server.text()
     row = Row(
         name,
         variant.name,
@@ -102,8 +102,8 @@ def serve(engine, variant, folder, results, reference, drafts=False):
     return row, said
 
 
-def problems_of(row, variant, said, base):
-    """Texts; empty where all is well."""
+def problems_of(row, variant, said, base, caching_may_be_off):
+    """Texts; empty where all is well. caching_may_be_off: of prefixes of models with latent attention, as in vLLM on CPUs."""
     model = row.model.split(",")[0]
     mean, gap = WORST_MEAN.get(model, 0.05), WORST_GAP.get(model, 0.3)
     if base is not None:
@@ -117,7 +117,7 @@ def problems_of(row, variant, said, base):
         found.append(f"expected every token within {gap:.2f} of float32's best, got {row.gap:.3f}")
     if row.model.endswith(", 0 drafts accepted"):
         found.append("expected drafts to be accepted, got none")
-    if row.cached < sum(LENGTHS) // 2:
+    if row.cached < sum(LENGTHS) // 2 and not (caching_may_be_off and model == "deepseek"):
         found.append(f"expected prompts out of the prefix cache, got {row.cached} tokens")
     if row.stopped is None:
         found.append("expected the server to end after SIGTERM, got one that had to be killed")
@@ -149,7 +149,7 @@ def main(name, models, results, chosen):
     engine, results = ENGINES[name], Path(results)
     results.mkdir(parents=True, exist_ok=True)
     lines, problems = [f"{name} {version(name)}, imbrex {metadata.version('imbrex')}, {time.strftime('%Y-%m-%d')}", "", Row.HEAD], []
-    for model in [m for m in chosen or ("llama", "qwen3", "gemma2", "gemma3", "gpt-oss") if m != "speed"]:
+    for model in [m for m in chosen or ("llama", "qwen3", "gemma2", "gemma3", "gpt-oss", "deepseek") if m != "speed"]:
         folder, base = Path(models) / model, None
         reference = Reference(folder)
         runs = [(variant, False) for variant in engine.variants]
@@ -165,7 +165,7 @@ def main(name, models, results, chosen):
                 continue
             if not variant.is_imbrex:
                 base = row
-            problems += problems_of(row, variant, said, base if variant.is_imbrex else None)
+            problems += problems_of(row, variant, said, base if variant.is_imbrex else None, name == "vllm")
             lines.append(str(row))
             print(row, f"({row.seconds:.1f} s)", flush=True)
     if not chosen or "speed" in chosen:

@@ -32,12 +32,25 @@ GEMMA2 = dict(GEMMA, attn_logit_softcapping=20.0, final_logit_softcapping=30.0, 
 GEMMA3 = dict(GEMMA, layer_types=["sliding_attention"] * 3 + ["full_attention"])
 GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
 
+# Latent attention. Every layer is dense: a rounding would change a router's choice. SGLang's engine for CPUs has no RoPE but YaRN's, and vLLM's turns
+# queries wrongly without it.
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
+DEEPSEEK = dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, moe_layer_freq=1)
+
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**shape()),
     "qwen3": lambda: transformers.Qwen3Config(**shape(q_heads=4, kv_heads=1, head_dim=128)),
     "gemma2": lambda: transformers.Gemma2Config(**{**shape(**GEMMA2), "tie_word_embeddings": True}),
     "gemma3": lambda: transformers.Gemma3TextConfig(**{**shape(**GEMMA3), "tie_word_embeddings": True}),
     "gpt-oss": lambda: transformers.GptOssConfig(**shape(**GPT_OSS)),
+    "deepseek": lambda: transformers.DeepseekV2Config(
+        **{**shape(layers=3, kv_heads=8), "head_dim": 64},
+        **DEEPSEEK,
+        first_k_dense_replace=3,
+        moe_intermediate_size=64,
+        num_experts_per_tok=2,
+        rope_parameters=YARN,
+    ),
     # Attention is most of its work, so that tokens/s tell something of the backends.
     "speed": lambda: transformers.LlamaConfig(**shape(hidden=512, layers=2, q_heads=32, kv_heads=8, head_dim=128)),
 }
