@@ -30,14 +30,14 @@ struct PyMlaPlan {
   }
 };
 
-void set_shape(MlaSpec& spec, int num_heads) { spec.num_heads = num_heads; }
+void set_mla_shape(MlaSpec& spec, int num_heads) { spec.num_heads = num_heads; }
 
-void bind_spec(nb::module_& m) {
+void bind_mla_spec(nb::module_& m) {
   auto spec = nb::class_<MlaSpec>(
       m, "MlaSpec",
       "Multi-head latent attention (DeepSeek, Kimi K2): a token's latent of kv_lora_rank elements, and a key part of qk_rope_dim with a\n"
       "position, are cached; keys and values of all heads follow from them by the weight of kv_b_proj.");
-  bind_constructor(spec, set_shape, nb::arg("num_heads"), nb::kw_only());
+  bind_constructor(spec, set_mla_shape, nb::arg("num_heads"), nb::kw_only());
   spec.def_prop_ro("latent_dim", &MlaSpec::latent_dim, "Elements of a cached row: the latent and the part with a position.")
       .def_prop_ro("q_dim", &MlaSpec::q_dim)
       .def_prop_ro("out_dim", &MlaSpec::out_dim)
@@ -65,7 +65,7 @@ KvCache kv_of(const PyMlaPlan& p, const Array& k, const LatentParts& rest) {
 }  // namespace
 
 void bind_mla(nb::module_& m) {
-  bind_spec(m);
+  bind_mla_spec(m);
   bind_selection_of<MlaFamily>(m, "MlaSelection");
   nb::class_<PyMlaPlan>(m, "MlaPlan")
       .def(

@@ -19,14 +19,14 @@ struct PyShortConvPlan {
   std::unique_ptr<ShortConvPlan> plan;
 };
 
-void set_shape(ShortConvSpec& spec, int dim) { spec.dim = dim; }
+void set_short_conv_shape(ShortConvSpec& spec, int dim) { spec.dim = dim; }
 
-void bind_spec(nb::module_& m) {
+void bind_short_conv_spec(nb::module_& m) {
   auto spec = nb::class_<ShortConvSpec>(
       m, "ShortConvSpec",
       "The short convolution of LFM2's layers: h = B * x, y = C * (bias + weighted sum of h over `width` tokens). A request's\n"
       "state are width - 1 + num_drafts rows of h.");
-  bind_constructor(spec, set_shape, nb::arg("dim"), nb::kw_only());
+  bind_constructor(spec, set_short_conv_shape, nb::arg("dim"), nb::kw_only());
   spec.def_prop_ro("state_rows", &ShortConvSpec::state_rows)
       .def_prop_ro("state_bytes", &ShortConvSpec::state_bytes, "Of a slot of one layer.");
   bind_fields(spec, "ShortConvSpec");
@@ -35,7 +35,7 @@ void bind_spec(nb::module_& m) {
 }  // namespace
 
 void bind_short_conv(nb::module_& m) {
-  bind_spec(m);
+  bind_short_conv_spec(m);
   bind_selection_of<ShortConvFamily>(m, "ShortConvSelection");
   nb::class_<PyShortConvPlan>(m, "ShortConvPlan")
       .def(
