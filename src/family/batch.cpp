@@ -33,8 +33,16 @@ int Batch::max_query_len() const {
 
 int Batch::max_seq_len() const { return seq_lens.empty() ? 0 : *std::max_element(seq_lens.begin(), seq_lens.end()); }
 
+static void check_address(std::span<const int32_t> lengths, const char* name) {
+  const auto behind = reinterpret_cast<uintptr_t>(lengths.data()) % alignof(int32_t);
+  check(behind == 0, "tensor.alignment", "{}: expected an address that is a multiple of {} bytes, got one that begins {} bytes behind one",
+        name, alignof(int32_t), behind);
+}
+
 void check_lengths(const Batch& batch, const PlanLimits& limits, bool queries_are_keys) {
   const auto& starts = batch.query_start_loc;
+  check_address(starts, "query_start_loc");
+  check_address(batch.seq_lens, "seq_lens");
   const int64_t num_reqs = int64_t(batch.seq_lens.size());
   check(num_reqs <= limits.max_num_reqs, "batch.num_reqs.limit", "expected at most {} requests (PlanLimits), got {}", limits.max_num_reqs,
         num_reqs);

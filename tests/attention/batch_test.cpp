@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
 #include <set>
 #include <string>
@@ -128,6 +129,19 @@ TEST(Batch, CrossAttentionMayHaveFewerKeysThanQueries) {
   EXPECT_EQ(step.code(), "batch.seq_len.shorter_than_query");
   step.spec.kind = AttentionKind::encoder_decoder;
   EXPECT_EQ(step.code(), kFine);
+}
+
+// Arrays of callers of other languages may begin anywhere.
+TEST(Batch, LengthsLieAtAddressesOfNumbers) {
+  for (const bool of_starts : {true, false}) {
+    Step step;
+    step.use_dense();
+    std::span<const int32_t>& lengths = of_starts ? step.batch.query_start_loc : step.batch.seq_lens;
+    std::vector<char> bytes(lengths.size_bytes() + 1);
+    std::memcpy(bytes.data() + 1, lengths.data(), lengths.size_bytes());
+    lengths = {reinterpret_cast<const int32_t*>(bytes.data() + 1), lengths.size()};
+    EXPECT_EQ(step.code(), "tensor.alignment");
+  }
 }
 
 TEST(Batch, DeviceArraysAreCheckedByShapeOnly) {

@@ -10,9 +10,11 @@
 
 namespace imbrex::cuda {
 
-// Registers of a thread of the warpgroups that compute, of the one that loads, and of the one that widens.
-constexpr int kComputeRegisters = kWidens ? 216 : 240, kLoadRegisters = kWidens ? 40 : 32, kWidenRegisters = kWidens ? 40 : 0;
-static_assert(128 * (kTeams * kComputeRegisters + kLoadRegisters + kWidenRegisters) <= 65536);
+// Registers of a thread of the warpgroups that compute, of the one that loads, and of the one that widens: all that a thread block has at
+// launch. A warpgroup that asked for more would wait for ever.
+constexpr int kComputeRegisters = kWidens ? 216 : 232, kLoadRegisters = 40, kWidenRegisters = kWidens ? 40 : 0;
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+static_assert(128 * (kTeams * kComputeRegisters + kLoadRegisters + kWidenRegisters) <= kThreads * kLaunchRegisters);
 
 // Log2 units that a row's maximum may outgrow its reference by.
 constexpr float kSlack = 8.f;

@@ -13,7 +13,9 @@ static_assert(kValuesInKeys && kCrews == 1 && kTileKeys == 64 && (kTileRows == 1
 // A tile of keys, widened, is chunks of 64 dims: lines of 128 bytes, as TMA's swizzle puts them. A stage of the ring holds a group of
 // chunks, so that a tile's first ones are free while its last are still multiplied.
 constexpr int kChunks = (kHeadDimQk + 63) / 64, kGroupChunks = 3, kGroups = (kChunks + kGroupChunks - 1) / kGroupChunks;
-constexpr int group_chunks(int group) { return kChunks - group * kGroupChunks < kGroupChunks ? kChunks - group * kGroupChunks : kGroupChunks; }
+constexpr int group_chunks(int group) {
+  return kChunks - group * kGroupChunks < kGroupChunks ? kChunks - group * kGroupChunks : kGroupChunks;
+}
 constexpr int kStageBytes = kGroupChunks * kChunkBytes;
 constexpr int kQChunkBytes = kTileRows * 128;
 
@@ -30,12 +32,13 @@ struct SharedStorage {
   static constexpr int kItemSlots = 3;
   alignas(1024) char stage[kStages][kStageBytes];
   alignas(1024) char q[kChunks][kQChunkBytes];
-  alignas(1024) char weights[kTileRows * 128];  // 64 weights of each row
+  alignas(1024) char weights[kTileRows * 128];                                       // 64 weights of each row
   alignas(128) char staged[kStagedTiles][kWidens ? kTileKeys * kRecordBytes : 128];  // tiles of records as they lie in memory
-  float4 scores[kTeams][kTileRows / 16][128];  // that a team leaves to the other one
-  float of_warps[kTileRows][kConsumerWarps];   // what each warp has of a row
-  Item item[kItemSlots];  // none: kNoItem rows, and none will come
-  u64 full[kStages], empty[kStages], staged_full[kStagedTiles], staged_empty[kStagedTiles], q_full, q_empty, item_full[kItemSlots], item_empty[kItemSlots];
+  float4 scores[kTeams][kTileRows / 16][128];                                        // that a team leaves to the other one
+  float of_warps[kTileRows][kConsumerWarps];                                         // what each warp has of a row
+  Item item[kItemSlots];                                                             // none: kNoItem rows, and none will come
+  u64 full[kStages], empty[kStages], staged_full[kStagedTiles], staged_empty[kStagedTiles], q_full, q_empty, item_full[kItemSlots],
+      item_empty[kItemSlots];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -151,11 +154,10 @@ DEVICE void stage_records(const AttentionParams& p, const Item& item, int tile, 
   if constexpr (!kMaps) {
 #pragma unroll 1
     for (int key = lo; key < hi; ++key) {
-      const long at = kBlockSize == 0 ? ragged_offset(p.k, item.first_block, key)
-                                      : offset_in_block(p.k, *block_id_of(p, item.first_block, key), key);
+      const long at =
+          kBlockSize == 0 ? ragged_offset(p.k, item.first_block, key) : offset_in_block(p.k, *block_id_of(p, item.first_block, key), key);
 #pragma unroll 1
-      for (int i = lane; i < kRecordBytes; i += 32)
-        store_shared(to + (key - begin) * kRecordBytes + i, u8(head[at + i * p.k.dim_stride]));
+      for (int i = lane; i < kRecordBytes; i += 32) store_shared(to + (key - begin) * kRecordBytes + i, u8(head[at + i * p.k.dim_stride]));
     }
     mbarrier_arrive(full);
     return;

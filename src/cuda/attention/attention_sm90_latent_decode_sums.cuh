@@ -1,5 +1,6 @@
 #pragma once
-// The sums of attention_sm90_latent_decode.cu. Products have dims for rows there, and rows of the item for columns: the output is transposed.
+// The sums of attention_sm90_latent_decode.cu. Products have dims for rows there, and rows of the item for columns: the output is
+// transposed.
 #include "attention_sm90_latent_decode_load.cuh"
 #include "finish.cuh"
 #include "row_sums.cuh"

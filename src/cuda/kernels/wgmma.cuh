@@ -76,7 +76,7 @@ struct Wgmma;
 #define IMBREX_WGMMA_SHAPE(n, count, o0, o1, o2, o3, o4, o5, o6)                                                         \
   template <int type>                                                                                                    \
   struct Wgmma<n, type> {                                                                                                \
-    template <bool b_rows = false, bool a_rows = false>                                                                    \
+    template <bool b_rows = false, bool a_rows = false>                                                                  \
     DEVICE static void shared(float (&d)[count], u64 a, u64 b, int add) {                                                \
       static_assert((!a_rows && !b_rows) || type != kE4m3);                                                              \
       IMBREX_WGMMA_OF_TYPE(n, o2, IMBREX_NAMES##count "}, " o0 ", " o1 ", add, 1, 1", ", " o3 ", " o4,                   \
