@@ -47,18 +47,23 @@ int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
   return kTeams * kLatentLevels * run_node_floats(spec.head_dim_v / kTeams);
 }
 
-KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentTiles& tiles, bool maps) {
-  return {"attention_sm90_latent.cu", std::string(arch),
+KernelKey latent_kernel_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, int rows, int keys, int stages,
+                            bool maps) {
+  return {path, std::string(arch),
           attention_constants(spec, out,
-                              {{"kTileRows", tiles.rows},
-                               {"kItemRows", tiles.rows},
-                               {"kTileKeys", tiles.keys},
+                              {{"kTileRows", rows},
+                               {"kItemRows", rows},
+                               {"kTileKeys", keys},
                                {"kKeyWarps", 0},
-                               {"kStages", tiles.stages},
+                               {"kStages", stages},
                                {"kBlocks", 1},
                                {"kKWidth", kTensorMapLine},
                                {"kVWidth", kTensorMapLine},
                                {"kMaps", maps}})};
+}
+
+KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentTiles& tiles, bool maps) {
+  return latent_kernel_key("attention_sm90_latent.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps);
 }
 
 bool attention_sm90_latent_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {

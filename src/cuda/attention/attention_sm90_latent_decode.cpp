@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "attention/ds_mla.h"
-#include "cuda/attention/attention_constants.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/params.h"
@@ -65,17 +64,7 @@ int64_t attention_sm90_latent_decode_run_sums(const AttentionSpec& spec, const S
 
 KernelKey attention_sm90_latent_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentDecodeTiles& tiles,
                                            bool maps) {
-  return {"attention_sm90_latent_decode.cu", std::string(arch),
-          attention_constants(spec, out,
-                              {{"kTileRows", tiles.rows},
-                               {"kItemRows", tiles.rows},
-                               {"kTileKeys", tiles.keys},
-                               {"kKeyWarps", 0},
-                               {"kStages", tiles.stages},
-                               {"kBlocks", 1},
-                               {"kKWidth", kTensorMapLine},
-                               {"kVWidth", kTensorMapLine},
-                               {"kMaps", maps}})};
+  return latent_kernel_key("attention_sm90_latent_decode.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps);
 }
 
 MakeMaps* attention_sm90_latent_decode_maps(const Sm90LatentDecodeTiles& tiles) {
