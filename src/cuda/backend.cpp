@@ -96,30 +96,30 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
   return slow && regime == kVerify ? std::nullopt : tiles;
 }
 
+// Of a kernel for latents.
+template <class Tiles>
+Tile latent_tile(const Tiles& tiles) {
+  return {.rows = tiles.rows,
+          .keys = tiles.keys,
+          .runs = true,
+          .blocks = 1,
+          .merged = true,
+          .least_piece = tiles.least_piece,
+          .split_cost = tiles.split_cost};
+}
+
 RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (arch != "sm_90a") return {};
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime)) {
     return {.entry = "attention_sm90_latent_decode",
-            .tile = {.rows = tiles->rows,
-                     .keys = tiles->keys,
-                     .runs = true,
-                     .blocks = 1,
-                     .merged = true,
-                     .least_piece = tiles->least_piece,
-                     .split_cost = tiles->split_cost},
+            .tile = latent_tile(*tiles),
             .threads = tiles->threads,
             .run_sums = attention_sm90_latent_decode_run_sums(spec, *tiles),
             .maps = attention_sm90_latent_decode_maps(*tiles)};
   }
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
     return {.entry = "attention_sm90_latent",
-            .tile = {.rows = tiles->rows,
-                     .keys = tiles->keys,
-                     .runs = true,
-                     .blocks = 1,
-                     .merged = true,
-                     .least_piece = tiles->least_piece,
-                     .split_cost = tiles->split_cost},
+            .tile = latent_tile(*tiles),
             .threads = kSm90LatentThreads,
             .run_sums = attention_sm90_latent_run_sums(spec),
             .maps = attention_sm90_latent_maps};

@@ -110,10 +110,6 @@ class Consumer {
     store(item, all);
   }
 
-  DEVICE void report(u64& barrier) const {
-    __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
-  }
   // Reports that shared memory has been read and may be overwritten. A load may still be under way when an arrival after it is seen, and
   // TMA would then overwrite what it has yet to read. So the arrival depends on `read`, which is made of all that was loaded: it chooses
   // the lane that arrives.

@@ -13,13 +13,8 @@ namespace {
 constexpr int kLatentTileKeys = 32;
 
 bool runs_latent(std::string_view arch, const AttentionSpec& spec) {
-  constexpr int kDepth = 16;        // dims of a product
-  constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
-  const int qk = spec.head_dim_qk, v = spec.head_dim_v;
-  return arch == "sm_90a" && spec.kv_format == KvFormat::latent && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-         spec.kv_dtype == spec.q_dtype && (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims &&
-         qk <= v + kSm90ChunkDims && !spec.mask.custom && !spec.mask.positions && spec.score.relative_buckets == 0 &&
-         !spec.score.alibi_sqrt;
+  return arch == "sm_90a" && spec.kv_format == KvFormat::latent && spec.kv_dtype == spec.q_dtype && has_latent_dims(spec) &&
+         !spec.mask.custom && !spec.mask.positions && spec.score.relative_buckets == 0 && !spec.score.alibi_sqrt;
 }
 
 // Tiles of keys that shared memory holds beside queries that registers do not, weights with what belongs to them, barriers and items.
@@ -31,6 +26,14 @@ int num_stages(const AttentionSpec& spec) {
 }
 
 }  // namespace
+
+bool has_latent_dims(const AttentionSpec& spec) {
+  constexpr int kDepth = 16;        // dims of a product
+  constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
+  const int qk = spec.head_dim_qk, v = spec.head_dim_v;
+  return (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) && (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 &&
+         qk > kOthersDims && qk <= v + kSm90ChunkDims;
+}
 
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec& spec) {
   if (!runs_latent(arch, spec)) return std::nullopt;

@@ -16,6 +16,10 @@ struct Sm90LatentTiles {
 
 constexpr unsigned kSm90LatentThreads = 512;
 
+// Whether kernels for latents take a layer's dims and queries: values that are the first 256, 384 or 512 dims of the keys, keys of more
+// than 256 dims, at most 64 more than values, and bf16 or f16 queries.
+bool has_latent_dims(const AttentionSpec&);
+
 // nullopt: the kernel does not run such layers. It takes caches whose values are the first 256, 384 or 512 dims of the keys
 // (KvFormat::latent), of the queries' type, bf16 or f16, with keys of more than 256 dims, at most 64 more than values; any number of q
 // heads, and all masks and modifications of logits but custom masks, given positions, relative bias and ALiBi's square root.

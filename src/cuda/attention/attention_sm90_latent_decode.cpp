@@ -11,17 +11,14 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kTileKeys = 64, kFewRows = 16, kMoreRows = 32, kSplitCost = 10;
+constexpr int kTileKeys = 64, kFewRows = 16, kMoreRows = 32;
+constexpr int kSplitCost = 10;                     // as that of attention_sm90_latent.cpp
 constexpr int kGroupChunks = 3, kStagedTiles = 2;  // as in attention_sm90_latent_decode_load.cuh
 
 bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
-  constexpr int kDepth = 16;        // dims of a product
-  constexpr int kOthersDims = 256;  // up to which other kernels take keys with values in them
-  const int qk = spec.head_dim_qk, v = spec.head_dim_v;
   const bool latent = spec.kv_format == KvFormat::latent && (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3);
   const bool records = spec.kv_format == KvFormat::fp8_ds_mla && spec.q_dtype == DType::bf16;
-  return arch == "sm_90a" && (latent || records) && (spec.q_dtype == DType::bf16 || spec.q_dtype == DType::f16) &&
-         (v == 256 || v == 384 || v == 512) && qk % kDepth == 0 && qk > kOthersDims && qk <= v + kSm90ChunkDims;
+  return arch == "sm_90a" && (latent || records) && has_latent_dims(spec);
 }
 
 int64_t record_bytes(const AttentionSpec& spec) { return spec.kv_format == KvFormat::fp8_ds_mla ? kDsMlaBytes : spec.head_dim_qk; }

@@ -1,6 +1,7 @@
 #pragma once
-// The shared memory of attention_sm90_latent_decode.cu, and the warps that fill it: one finds items and brings their queries, another one
-// loads keys. These come as they lie in memory, in 16 bits, straight into a ring of stages; or as bytes, which other warps widen into it.
+// The shared memory of attention_sm90_latent_decode.cu, and the warps that fill it: one finds items and brings their queries. Keys of 16
+// bits come straight into a ring of stages, through a warp for each stage of a tile; bytes come as they lie in memory, through one warp,
+// and four others widen them into the ring.
 #include "attention/ds_mla.h"
 #include "attention_sm90_stream.cuh"
 #include "widen.cuh"
@@ -17,6 +18,7 @@ constexpr int group_chunks(int group) {
   return kChunks - group * kGroupChunks < kGroupChunks ? kChunks - group * kGroupChunks : kGroupChunks;
 }
 constexpr int kStageBytes = kGroupChunks * kChunkBytes;
+static_assert(kStages >= kGroups, "a tile is multiplied when all of its groups are there");
 constexpr int kQChunkBytes = kTileRows * 128;
 
 // Bytes: e4m3, or records with scales for groups of dims.
@@ -42,12 +44,6 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
-
-// A warp reports once, for all of its lanes.
-DEVICE void report(u64& barrier) {
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
-}
 
 DEVICE void begin_barriers(SharedStorage& shared) {
   for (int i = 0; i < kStages; ++i) {
@@ -83,7 +79,7 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
   }
 }
 
-// Does `verb` to each of the shared items, in their order, with their tiles.
+// Does `verb` to each of the shared items, in their order.
 template <class Verb>
 DEVICE void each_item(SharedStorage& shared, const Verb& verb) {
   Ring<SharedStorage::kItemSlots> slot;

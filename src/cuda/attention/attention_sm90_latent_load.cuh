@@ -82,12 +82,6 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
-// A warp reports once, for all of its lanes.
-DEVICE void report(u64& barrier) {
-  __syncwarp();
-  if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
-}
-
 // Loads the queries of an item to a stage: its part `part`.
 DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, int part, u32 to, u32 full) {
   const int first = part * kQChunksEach, end = min(first + kQChunksEach, kQChunks);

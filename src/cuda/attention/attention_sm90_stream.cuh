@@ -26,6 +26,12 @@ constexpr int kChunkBytes = kBytesOf<128>;
 static_assert((kKWidth == 128 || kKChunks == 1) && (kVWidth == 128 || kVChunks == 1));
 constexpr int kLoaders = kMaps && !kSmallPages ? 1 : 32;  // lanes that report a tile: the one that starts TMA, or those that write it
 
+// A warp reports once, for all of its lanes.
+DEVICE void report(u64& barrier) {
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(shared_address(&barrier));
+}
+
 DEVICE int first_task(int crew) { return crew * int(gridDim.x) + int(blockIdx.x); }
 
 // How many groups of rows of small pages are loaded at a time: as many as the producer has registers for, where consumers have most of
