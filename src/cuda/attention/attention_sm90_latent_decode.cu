@@ -326,6 +326,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (!kSmallPages && !kWidens) tma_prefetch_map(k_map);
     }
   }
+  clear_queries(shared);
   __syncthreads();
   if (!begin_launch(p)) return;
   const int warp = warp_id(), in_group = warp % 4;

@@ -63,13 +63,25 @@ DEVICE void begin_barriers(SharedStorage& shared) {
   mbarrier_fence_init();
 }
 
+// A box of queries, and how many of an item's rows are written whatever the item is.
+constexpr int kBoxHeads = kGroup < kTileRows ? kGroup : kTileRows, kBoxTokens = kTileRows / kBoxHeads;
+constexpr int kWrittenRows = kMaps ? kBoxHeads * kBoxTokens : 0;
+
+// Queries that no load writes are zeros: scores of anything else would outgrow their references again and again. By all threads.
+DEVICE void clear_queries(SharedStorage& shared) {
+  if constexpr (kWrittenRows < kTileRows) {
+    const u32 to = shared_address(shared.q);
+    for (int i = int(threadIdx.x) * 16; i < int(sizeof(shared.q)); i += kThreads * 16) store_shared(to + i, uint4{0, 0, 0, 0});
+    async_proxy_fence();
+  }
+}
+
 // Loads the queries of an item.
 DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, SharedStorage& shared) {
   const u32 to = shared_address(shared.q), full = shared_address(&shared.q_full);
   if constexpr (kMaps) {
-    constexpr int kHeads = kGroup < kTileRows ? kGroup : kTileRows, kTokens = kTileRows / kHeads;  // of a box
     if (lane_id() != 0) return;
-    mbarrier_arrive_expect(full, u32(kChunks) * (kTokens * kHeads * 128));
+    mbarrier_arrive_expect(full, u32(kChunks) * (kWrittenRows * 128));
     for (int c = 0; c < kChunks; ++c)
       tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), c * 64, item.head_of(0), item.token_of(0));
   } else {
