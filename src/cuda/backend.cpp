@@ -15,6 +15,7 @@
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
+#include "cuda/attention/attention_sm90_latent_pair.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
@@ -96,13 +97,15 @@ std::optional<Sm90VerifyTiles> sm90_verify_tiles(std::string_view arch, const At
   return slow && regime == kVerify ? std::nullopt : tiles;
 }
 
-// Of a kernel for latents.
+// Of a kernel for latents, of which so many thread blocks take every item together.
 template <class Tiles>
-Tile latent_tile(const Tiles& tiles) {
+Tile latent_tile(const Tiles& tiles, int cluster = 1) {
   return {.rows = tiles.rows,
           .keys = tiles.keys,
           .runs = true,
           .blocks = 1,
+          .cluster = cluster,
+          .together = true,
           .merged = true,
           .least_piece = tiles.least_piece,
           .split_cost = tiles.split_cost};
@@ -116,6 +119,14 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
             .threads = tiles->threads,
             .run_sums = attention_sm90_latent_decode_run_sums(spec, *tiles),
             .maps = attention_sm90_latent_decode_maps(*tiles)};
+  }
+  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec)) {
+    return {.entry = "attention_sm90_latent_pair",
+            .tile = latent_tile(*tiles, kSm90LatentPairCluster),
+            .threads = kSm90LatentThreads,
+            .cluster = kSm90LatentPairCluster,
+            .run_sums = attention_sm90_latent_pair_run_sums(spec),
+            .maps = attention_sm90_latent_pair_maps};
   }
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) {
     return {.entry = "attention_sm90_latent",
@@ -175,6 +186,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
 KernelKey sm90_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
     return attention_sm90_latent_decode_key(arch, spec, out, *tiles, true);
+  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec)) return attention_sm90_latent_pair_key(arch, spec, out, *tiles, true);
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, true);
   if (regime == kPrefill && has_sm90_prefill(spec)) return sm90_prefill(spec).key(arch, spec, out);
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, true);
@@ -203,6 +215,8 @@ RegimeKernel mapless_kernel(std::string_view arch, const AttentionSpec& spec, Re
 KernelKey mapless_attention(std::string_view arch, const AttentionSpec& spec, Regime regime, DType out) {
   if (const auto tiles = attention_sm90_latent_decode_tiles(arch, spec, regime))
     return attention_sm90_latent_decode_key(arch, spec, out, *tiles, false);
+  if (const auto tiles = attention_sm90_latent_pair_tiles(arch, spec))
+    return attention_sm90_latent_pair_key(arch, spec, out, *tiles, false);
   if (const auto tiles = attention_sm90_latent_tiles(arch, spec)) return attention_sm90_latent_key(arch, spec, out, *tiles, false);
   if (takes_mapless_prefill(spec, regime)) return attention_sm80_key(arch, spec, out, mapless_prefill_tiles(arch, spec));
   if (const auto tiles = sm90_verify_tiles(arch, spec, regime)) return attention_sm90_verify_key(arch, spec, out, *tiles, false);

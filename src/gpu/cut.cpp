@@ -81,7 +81,7 @@ CutPolicy cut_policy(const AttentionSpec& spec, const DeviceInfo& device, const 
       p.split_kv = round_up(std::max(least_keys, tiles[regime].least_piece), tiles[regime].keys);
       p.longest_kv = INT32_MAX;
       p.few_splits = true;
-      p.items_each = p.tile_q % tiles[regime].cluster == 0 ? tiles[regime].cluster : 1;
+      p.items_each = !tiles[regime].together && p.tile_q % tiles[regime].cluster == 0 ? tiles[regime].cluster : 1;
       p.max_splits = std::min(p.num_workers * p.items_each, p.most_in_run);
       p.share_splits = p.max_splits;
       p.max_split_rows = p.num_workers * p.tile_q;

@@ -14,13 +14,14 @@ struct Tile {
   int keys = 0;
   bool runs = false;  // whether an item may be a run of several pieces: WorkItem::piece
   int most_in_run = kMostInRun;
-  int blocks = 2;       // thread blocks, or crews of one, that a multiprocessor runs at a time
-  int cluster = 1;      // of these blocks, those that take an item together
-  int blocks_each = 1;  // of these, that share its pace: one of so many is as fast as all when it is alone
-  int tiles_each = 1;   // verify: of a request at most; with more of them it is prefill
-  bool merged = false;  // whether a launch of its own joins the pieces that runs leave
-  int least_piece = 0;  // merged: keys of a piece at least; 0: as cut_policy() has it
-  int split_cost = 0;   // as in SchedulePolicy
+  int blocks = 2;         // thread blocks, or crews of one, that a multiprocessor runs at a time
+  int cluster = 1;        // of these blocks, those that take an item together
+  bool together = false;  // whether they do so with every item; otherwise each takes one of few rows alone
+  int blocks_each = 1;    // of these, that share its pace: one of so many is as fast as all when it is alone
+  int tiles_each = 1;     // verify: of a request at most; with more of them it is prefill
+  bool merged = false;    // whether a launch of its own joins the pieces that runs leave
+  int least_piece = 0;    // merged: keys of a piece at least; 0: as cut_policy() has it
+  int split_cost = 0;     // as in SchedulePolicy
 };
 
 // The regimes of attention, each with a kernel and a tile of its own. A request goes to the first regime of which one tile holds its rows.

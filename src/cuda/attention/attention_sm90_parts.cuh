@@ -55,7 +55,8 @@ template <bool>
 struct Edge {};
 
 // Hides keys from rows. Without a window, hidden keys are those after the row's last one, since an item's keys begin with a tile.
-DEVICE void hide(int begin, const Rows& rows, Scores& s) {
+template <class S>
+DEVICE void hide(int begin, const Rows& rows, S& s) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int first = begin + first_column(), lo = rows.seen[h].lo - first, hi = rows.seen[h].hi - first;
@@ -67,7 +68,8 @@ DEVICE void hide(int begin, const Rows& rows, Scores& s) {
 
 // Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
 // ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
-DEVICE void modify(const Rows& rows, Scores& s) {
+template <class S>
+DEVICE void modify(const Rows& rows, S& s) {
   each(s, [&](float& x, int h, int key) {
     x = bent(rows.terms[h], x);
     if constexpr (kAlibi) x = fmaf(rows.terms[h].slope, float(key), x);

@@ -95,6 +95,18 @@ DEVICE void hand_over(u32 to, int value, u32 barrier, u32 block) {
       "r"(value), "r"(barrier), "r"(block)
       : "memory");
 }
+// Where an address of this block's shared memory lies in another block: an operand of the next function.
+DEVICE u32 block_address(u32 address, u32 block) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  return remote;
+}
+// Writes to another block, and reports 16 bytes to a barrier there.
+DEVICE void hand_over(u32 to, const float4& value, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+               : "memory");
+}
 // At the same barrier in another block.
 template <bool releases>
 DEVICE void mbarrier_arrive_at(u32 barrier, u32 block) {

@@ -103,6 +103,14 @@ inline void hand_over(u32 to, int value, u32 barrier, u32 block) {
               [place = lanes::shared_at(to, sizeof value, int(block)), value] { std::memcpy(place, &value, sizeof value); });
 }
 
+inline u32 block_address(u32 address, u32 block) { return block << 24 | address; }
+inline void hand_over(u32 to, const float4& value, u32 barrier) {
+  const auto place = [](u32 address) { return address & 0xffffff; };
+  if (to % 16 != 0 || to >> 24 != barrier >> 24) lanes::fail("16 bytes and their barrier are not in one block");
+  write_later(mbarrier_at(place(barrier), int(to >> 24)), sizeof value,
+              [at = lanes::shared_at(place(to), sizeof value, int(to >> 24)), value] { std::memcpy(at, &value, sizeof value); });
+}
+
 // --- TMA
 
 inline void tma_prefetch_map(const TensorMap&) {}

@@ -121,10 +121,11 @@ class LanesPlan final : public AttentionPlan {
     std::vector<float> partial_out(rows * size_t(spec_.head_dim_v), NAN), partial_state(rows * 2, NAN);
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
     const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
-    const int64_t run_sums_each = variant_.is_verify()   ? cuda::attention_sm90_verify_run_sums(spec_)
-                                  : variant_.is_latent() ? cuda::attention_sm90_latent_run_sums(spec_)
-                                  : variant_.is_latent_decode()
-                                      ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
+    const int64_t run_sums_each =
+        variant_.is_verify()          ? cuda::attention_sm90_verify_run_sums(spec_)
+        : variant_.is_latent()        ? cuda::attention_sm90_latent_run_sums(spec_)
+        : variant_.is_latent_pair()   ? cuda::kSm90LatentPairCluster * cuda::attention_sm90_latent_pair_run_sums(spec_)
+        : variant_.is_latent_decode() ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
                                       : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
     std::vector<float> run_sums(size_t(how_.launch.blocks) * size_t(run_sums_each), NAN);
     p.run_sums = run_sums.data();
@@ -144,8 +145,10 @@ class LanesPlan final : public AttentionPlan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const bool maps_queries = variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_decode();
-    const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k), map_of(kv.v)};
+    const bool maps_queries =
+        variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_pair() || variant_.is_latent_decode();
+    const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k),
+                               variant_.is_latent_pair() ? map_of(kv.k, kNarrow) : map_of(kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
@@ -183,10 +186,13 @@ class LanesPlan final : public AttentionPlan {
             .element_bytes = size,
             .sizes = {q.size(2), q.size(1), q.size(0), 1},
             .strides = {size, long(q.stride(1)) * size, long(q.stride(0)) * size, 0},
-            .box = {box_bytes() / size, heads, rows / heads, 1}};
+            .box = {(variant_.is_latent_pair() ? kNarrow : box_bytes()) / size, heads, rows / heads, 1}};
   }
 
-  TensorMap map_of(const TensorView& kv) const {
+  static constexpr int kNarrow = cuda::kTensorMapLine / 2;
+
+  // Boxes of so many bytes of a row, or of as many as the kernel takes.
+  TensorMap map_of(const TensorView& kv, int bytes = 0) const {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
     const int common = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
@@ -194,6 +200,7 @@ class LanesPlan final : public AttentionPlan {
     const int dims = int(kv.size(rank - 1));
     int width = widens() && dims <= 64 ? 64 : box_bytes();
     if (variant_.text == Text::decode) width = cuda::attention_sm90_decode_width(spec_, dims);
+    if (bytes > 0) width = bytes;
     return {.data = kv.as<const char>(),
             .element_bytes = size,
             .sizes = {kv.size(rank - 1), kv.size(rank - 3), kv.size(rank - 2), rank == 4 ? kv.size(0) : 1},

@@ -10,13 +10,14 @@
 #include "cuda/attention/attention_sm90_fp8.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
+#include "cuda/attention/attention_sm90_latent_pair.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {
 
-// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_decode.cu,
-// attention_sm90.cu, attention_sm90_fp8.cu
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_pair.cu,
+// attention_sm90_latent_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
 enum class Text {
   sm80,
   decode,
@@ -25,6 +26,8 @@ enum class Text {
   verify_without_maps,
   latent,
   latent_without_maps,
+  latent_pair,
+  latent_pair_without_maps,
   latent_decode,
   latent_decode_without_maps,
   wgmma,
@@ -41,6 +44,7 @@ struct Variant {
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
+  bool is_latent_pair() const { return text == Text::latent_pair || text == Text::latent_pair_without_maps; }
   bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
   bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
   bool has_wgmma() const { return text == Text::wgmma || text == Text::wgmma_e4m3; }
@@ -50,9 +54,11 @@ struct Variant {
   }
   cuda::Sm90VerifyTiles verify_tiles() const { return cuda::attention_sm90_verify_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentTiles latent_tiles() const { return cuda::attention_sm90_latent_tiles(arch, c.spec).value(); }
+  cuda::Sm90LatentTiles latent_pair_tiles() const { return cuda::attention_sm90_latent_pair_tiles(arch, c.spec).value(); }
   cuda::Sm90LatentDecodeTiles latent_decode_tiles() const { return cuda::attention_sm90_latent_decode_tiles(arch, c.spec, regime).value(); }
   cuda::AttentionTiles tiles() const {
     if (is_latent_decode()) return {.rows = latent_decode_tiles().rows, .keys = latent_decode_tiles().keys, .key_warps = 1};
+    if (is_latent_pair()) return {.rows = latent_pair_tiles().rows, .keys = latent_pair_tiles().keys, .key_warps = 1};
     if (is_latent()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
@@ -63,6 +69,8 @@ struct Variant {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
+    if (is_latent_pair())
+      return cuda::attention_sm90_latent_pair_key(arch, c.spec, c.out_dtype, latent_pair_tiles(), text == Text::latent_pair);
     if (is_latent_decode())
       return cuda::attention_sm90_latent_decode_key(arch, c.spec, c.out_dtype, latent_decode_tiles(), text == Text::latent_decode);
     if (is_verify()) return cuda::attention_sm90_verify_key(arch, c.spec, c.out_dtype, verify_tiles(), text == Text::verify);
@@ -278,6 +286,17 @@ inline std::vector<Variant> variants() {
   add_tiles("latent_pages", spec(DType::bf16, DType::bf16, 384, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}).spec.score.soft_cap = 20.f;
   add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
       "lbhdt";
+
+  // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks.
+  add_tiles("pair_tiles", spec(DType::bf16, DType::bf16, 576, 512, 64, 64), {{1, 300, 0}, {0, 0, 2}, {2, 70, 1}}, Text::latent_pair)
+      .values = ValuePattern::rising;
+  Case& pair_halves =
+      add_tiles("pair_halves", spec(DType::f16, DType::f16, 272, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}}, Text::latent_pair);
+  pair_halves.spec.mask.window_left = 140, pair_halves.spec.score.sinks = true;
+  add_tiles("pair_pages", spec(DType::bf16, DType::bf16, 432, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}, Text::latent_pair)
+      .spec.score.soft_cap = 20.f;
+  add_tiles("pair_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_pair_without_maps)
+      .order = "lbhdt";
 
   // attention_sm90_latent_decode.cu: rows of one token and of several, a mask of their own; no maps, and dims of which a product is short;
   // bytes, and records in pages of their own.
