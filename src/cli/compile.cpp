@@ -5,6 +5,7 @@
 
 #include "cli/cli.h"
 #include "cli/spec_options.h"
+#include "conformance/kernel_ledger.h"
 #include "core/cores.h"
 #include "family/precompile.h"
 
@@ -14,10 +15,10 @@ namespace {
 using nlohmann::ordered_json;
 
 struct CompileArguments {
-  std::string archs, folder, format = "table";
+  std::string archs, folder, ledger, format = "table";
   SpecOptions spec;
-  int jobs = 0;
-  bool strict = false, json = false;
+  int jobs = 0, recheck = -1;
+  bool strict = false, renew = false, json = false;
 };
 
 constexpr const char* kArchs = "sm_80,sm_90a,sm_100a,sm_120";
@@ -38,6 +39,7 @@ ordered_json to_json(const PrecompiledKernel& kernel) {
           {"compile_ms", kernel.compile_ms},
           {"cubin_bytes", kernel.cubin_bytes},
           {"entries", entries},
+          {"recorded", kernel.left_out},
           {"problems", kernel.problems},
           {"error", kernel.error}};
 }
@@ -46,8 +48,11 @@ serve::Table to_table(const std::vector<PrecompiledKernel>& kernels) {
   serve::Table table{{"kernel", "arch", "constants", ">registers", ">spills B", ">stack B", ">smem B", ">ms", ">cubin B"}, {}};
   for (const PrecompiledKernel& k : kernels) {
     // Figures of a whole file are in the row of its first entry point.
-    std::string ms = !k.error.empty() ? "failed" : k.compile_ms > 0 ? fmt::format("{:.0f}", k.compile_ms) : "cached";
-    std::string bytes = fmt::format("{}", k.cubin_bytes);
+    std::string ms = !k.error.empty()   ? "failed"
+                     : k.left_out       ? "recorded"
+                     : k.compile_ms > 0 ? fmt::format("{:.0f}", k.compile_ms)
+                                        : "cached";
+    std::string bytes = k.left_out ? "" : fmt::format("{}", k.cubin_bytes);
     if (k.entries.empty()) table.rows.push_back({k.file, k.arch, k.constants, "", "", "", "", ms, bytes});
     for (const PrecompiledEntry& e : k.entries) {
       table.rows.push_back({e.name, k.arch, k.constants, fmt::format("{}", e.registers), fmt::format("{}", e.spill_bytes),
@@ -64,12 +69,32 @@ int run_compile(CompileArguments& o) {
   if (request.jobs == 0) request.jobs = default_num_threads();
   if (!o.spec.model.empty())
     for (const Named<LayerSpec>& named : specs_of(o.spec)) request.specs.push_back(named.spec);
-  const std::vector<PrecompiledKernel> kernels = precompile(request);
+  std::optional<KernelLedger> ledger;
+  if (!o.ledger.empty()) {
+    ledger.emplace(o.ledger);
+    request.left_out = [&](const std::string& content) {
+      return ledger->find(content) != nullptr && (o.recheck < 0 || KernelLedger::share(content) != o.recheck % 10);
+    };
+  }
+  std::vector<PrecompiledKernel> kernels = precompile(request);
 
   std::string complaints;
   ordered_json j = ordered_json::array();
-  int failed = 0, refused = 0;
-  for (const PrecompiledKernel& kernel : kernels) {
+  int failed = 0, refused = 0, recorded = 0, again = 0, differ = 0;
+  for (PrecompiledKernel& kernel : kernels) {
+    if (const auto* const record = ledger ? ledger->find(kernel.content) : nullptr) {
+      ++recorded;
+      if (kernel.left_out) {
+        kernel.entries = *record;
+      } else {
+        ++again;
+        if (ledger_text(kernel.entries) != ledger_text(*record)) {
+          ++differ;
+          complaints += fmt::format("{} for {} ({}): expected, as {} has it, {}, got {}\n", kernel.file, kernel.arch, kernel.constants,
+                                    o.ledger, ledger_text(*record), ledger_text(kernel.entries));
+        }
+      }
+    }
     j.push_back(to_json(kernel));
     failed += !kernel.error.empty();
     refused += !kernel.problems.empty();
@@ -84,10 +109,18 @@ int run_compile(CompileArguments& o) {
     if (o.format == "table") {
       fmt::print("\n{} kernel files in {}, {} failed, {} with spills, stack or warnings\n", kernels.size(),
                  o.folder.empty() ? kernel_compiler().cache_folder : o.folder, failed, refused);
+      if (ledger) {
+        fmt::print("{}: {} of them recorded, {} of these compiled again, {} not as recorded; {} without a record\n", o.ledger, recorded,
+                   again, differ, int(kernels.size()) - recorded);
+      }
     }
   }
   fmt::print(stderr, "{}", complaints);
-  return failed > 0 || (o.strict && refused > 0) ? kCheckFailed : kOk;
+  if (o.renew) {
+    ledger->renew(request.archs, kernels);
+    write_file(o.ledger, ledger->str());
+  }
+  return failed > 0 || (o.strict && refused + differ > 0) ? kCheckFailed : kOk;
 }
 
 }  // namespace
@@ -102,6 +135,11 @@ void add_compile(CLI::App& app, Action& action) {
   sub->add_option("--block-size", o->spec.spec.block_size, "With --model: tokens in a cache block")->capture_default_str();
   sub->add_option("--out", o->folder, "Folder to fill, for IMBREX_CUDA_CACHE of another machine (default: the cache of this one)");
   sub->add_flag("--strict", o->strict, "Fail on spills, local memory and warnings of the compiler");
+  CLI::Option* const ledger = sub->add_option("--ledger", o->ledger, "A file of clean kernels: those that it has are not compiled");
+  sub->add_option("--recheck", o->recheck, "With --ledger: compile also a tenth of what it has, the tenth of this number, and compare")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(ledger);
+  sub->add_flag("--renew", o->renew, "With --ledger: write to the file, for the architectures, what is clean now")->needs(ledger);
   sub->add_option("--jobs", o->jobs, "Kernels to compile at the same time (0: one for each core)")->check(CLI::Range(0, 4096));
   sub->add_option("--format", o->format, "table, markdown, csv, json")
       ->check(CLI::IsMember({"table", "markdown", "csv", "json"}))
@@ -111,8 +149,10 @@ void add_compile(CLI::App& app, Action& action) {
       "Examples:\n"
       "  imbrex compile --arch sm_90a --model llama-3.1-8b --kv-dtype fp8_e4m3\n"
       "  imbrex compile --arch sm_80,sm_90a --out kernels && IMBREX_CUDA_CACHE=kernels imbrex info\n"
-      "  imbrex compile --strict\n\n"
-      "Exit code 1 when a kernel does not compile, or with --strict has spills, local memory or warnings; 3 without NVRTC.");
+      "  imbrex compile --strict\n"
+      "  imbrex compile --strict --ledger tests/cuda/clean_kernels.txt --renew\n\n"
+      "Exit code 1 when a kernel does not compile, or with --strict has spills, local memory or warnings, or is not what the ledger says;\n"
+      "3 without NVRTC.");
   sub->callback([o, &action] { action = [o] { return run_compile(*o); }; });
 }
 

@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/env.h"
 #include "core/run_parallel.h"
+#include "cuda/attention/attention_sm80.h"
 #include "cuda/attention/write_kv.h"
 #include "cuda/driver/cubin.h"
 #include "cuda/driver/driver.h"
@@ -18,7 +19,6 @@
 #include "cuda/ops/merge_results.h"
 #include "cuda/plan/plan.h"
 #include "cuda/short_conv/short_conv.h"
-#include "family/precompile.h"
 #include "gpu/kernel_cache.h"
 
 namespace imbrex::cuda {
@@ -105,9 +105,14 @@ void add_attention_of(const LayerSpec& layer, std::vector<AttentionSpec>& to) {
   for (const AttentionSpec& round : round_specs(*latent)) to.push_back(round);
 }
 
-PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder) {
+PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::path& folder, const PrecompileRequest& request) {
   const KernelKey& key = shipped.key;
   PrecompiledKernel row{.family = shipped.family, .file = key.path, .arch = key.arch, .constants = key.constants()};
+  if (request.left_out) {
+    row.content = content_hash(key);
+    row.left_out = request.left_out(row.content);
+    if (row.left_out) return row;
+  }
   const std::string name = cache_name(key);
   try {
     std::optional<CompiledKernel> kernel;
@@ -120,13 +125,7 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
     row.compile_ms = kernel->compile_ms;
     row.cubin_bytes = int64_t(kernel->binary.size());
     row.problems = strict_problems(*kernel);
-    for (const EntryReport& e : entry_reports(*kernel)) {
-      row.entries.push_back({.name = e.name,
-                             .registers = e.registers,
-                             .spill_bytes = e.spill_store_bytes + e.spill_load_bytes,
-                             .stack_bytes = e.stack_bytes,
-                             .smem_bytes = e.static_smem_bytes + e.dynamic_smem_bytes});
-    }
+    row.entries = precompiled_entries(*kernel);
   } catch (const Error& error) {
     if (error.code() != "cuda.compile") throw;
     row.error = error.what();
@@ -135,6 +134,18 @@ PrecompiledKernel report(const ShippedKernel& shipped, const std::filesystem::pa
 }
 
 }  // namespace
+
+std::vector<PrecompiledEntry> precompiled_entries(const CompiledKernel& kernel) {
+  std::vector<PrecompiledEntry> entries;
+  for (const EntryReport& e : entry_reports(kernel)) {
+    entries.push_back({.name = e.name,
+                       .registers = e.registers,
+                       .spill_bytes = e.spill_store_bytes + e.spill_load_bytes,
+                       .stack_bytes = e.stack_bytes,
+                       .smem_bytes = e.static_smem_bytes + e.dynamic_smem_bytes});
+  }
+  return entries;
+}
 
 std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const LayerSpec> specs, std::string_view backend) {
   std::vector<ShippedKernel> shipped;
@@ -158,6 +169,10 @@ std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<cons
       if (family.thorough == arch) add(thorough_specs(), Extent::usual);
     }
   }
+  if (specs.empty() && backend.empty()) {
+    for (const TightTile& tile : tight_tiles())
+      if (tile.arch == arch) add_keys("cuda_sm80", {tile.key()});
+  }
   for (const OtherFamily& family : kOtherFamilies) {
     if (!backend.empty() && family.backend != nullptr && backend != family.backend) continue;
     const std::vector<LayerSpec> sample = specs.empty() && backend.empty() ? family.sample() : std::vector<LayerSpec>();
@@ -180,6 +195,68 @@ AttentionSpec spec_of(DType q, DType kv, int dim_qk, int dim_v, int block_size =
 }
 
 }  // namespace
+
+KernelKey TightTile::key() const { return attention_sm80_key(arch, spec, spec.q_dtype, *attention_sm80_tiles(arch, spec, regime, rows)); }
+
+std::vector<TightTile> tight_tiles() {
+  constexpr gpu::Regime kTiled[] = {gpu::kDecode, gpu::kPrefill};
+  std::vector<TightTile> tiles;
+  const auto add = [&](std::string_view archs, const AttentionSpec& spec, std::span<const gpu::Regime> regimes, int rows = 1) {
+    for (const char* arch : {"sm_80", "sm_90a", "sm_100a", "sm_120"})
+      if (archs.find(arch) != std::string_view::npos)
+        for (const gpu::Regime regime : regimes) tiles.push_back({arch, spec, regime, rows});
+  };
+  const std::span<const gpu::Regime> both(kTiled), decode(kTiled, 1), prefill(kTiled + 1, 1);
+  const AttentionSpec plain = spec_of(DType::bf16, DType::bf16, 128, 128);
+  add("sm_80 sm_90a sm_100a sm_120", plain, both);
+  add("sm_90a", plain, decode, 32);
+  add("sm_80", spec_of(DType::bf16, DType::fp8_e4m3, 128, 128), decode);
+  add("sm_90a", spec_of(DType::bf16, DType::fp8_e5m2, 80, 80), prefill);
+  add("sm_90a", spec_of(DType::bf16, DType::bf16, 256, 256), prefill);
+  add("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), prefill);
+  add("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), decode);
+  add("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), prefill);
+
+  const auto latent = [](KvFormat format, DType q, DType kv) {
+    AttentionSpec spec = spec_of(q, kv, 576, 512, 64);
+    spec.kv_format = format, spec.num_kv_heads = 1;
+    return spec;
+  };
+  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
+    add("sm_90a", latent(KvFormat::latent, DType::bf16, kv), both);
+    add("sm_80", latent(KvFormat::latent, DType::bf16, kv), decode);
+    add("sm_90a", latent(KvFormat::latent_rope, DType::bf16, kv), both);
+  }
+  add("sm_80", latent(KvFormat::latent_rope, DType::f16, DType::fp8_e4m3), decode);
+  add("sm_80 sm_90a", latent(KvFormat::fp8_ds_mla, DType::bf16, DType::fp8_e4m3), both);
+  add("sm_90a", latent(KvFormat::fp8_ds_mla, DType::f32, DType::fp8_e4m3), decode);
+
+  AttentionSpec all_terms = plain;
+  all_terms.mask.window_left = 100, all_terms.mask.custom = true;
+  all_terms.score = {
+      .head_scales = true, .soft_cap = 30.f, .alibi = true, .relative_buckets = 32, .relative_max_distance = 128, .sinks = true};
+  add("sm_80 sm_90a", all_terms, both);
+
+  // Positions take registers: beside scores and outputs of many rows, and beside what else a logit needs.
+  const auto add_placed = [&](AttentionSpec spec, std::string_view archs = "sm_90a", bool in_decode = false) {
+    spec.mask.positions = true;
+    add(archs, spec, prefill);
+    if (in_decode) add("sm_90a", spec, decode);
+  };
+  for (const int dim : {64, 96, 128}) {
+    AttentionSpec window = spec_of(DType::bf16, DType::bf16, dim, dim), relative = window;
+    window.mask.window_left = dim == 128 ? -1 : 100;
+    relative.score = {.relative_buckets = 32, .relative_max_distance = 128};
+    add_placed(window, dim == 96 ? "sm_80 sm_90a sm_100a" : "sm_90a", dim == 96);
+    add_placed(relative);
+  }
+  add_placed(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128));
+  add_placed(spec_of(DType::f32, DType::f32, 128, 128));
+  AttentionSpec wide = spec_of(DType::bf16, DType::bf16, 256, 256);
+  wide.mask.custom = true, wide.score.alibi = true;
+  add_placed(wide);
+  return tiles;
+}
 
 std::vector<AttentionSpec> thorough_specs() {
   std::vector<AttentionSpec> specs;
@@ -301,7 +378,7 @@ std::vector<PrecompiledKernel> precompile(const PrecompileRequest& request) {
   ThreadPool pool(std::max(1, request.jobs));
   std::atomic<size_t> next{0};
   run_parallel(pool.parallel_for(), [&](int) {
-    for (size_t i; (i = next.fetch_add(1)) < shipped.size();) rows[i] = cuda::report(shipped[i], folder);
+    for (size_t i; (i = next.fetch_add(1)) < shipped.size();) rows[i] = cuda::report(shipped[i], folder, request);
   });
   return rows;
 }

@@ -6,6 +6,7 @@
 
 #include "cuda/driver/jit.h"
 #include "cuda/plan/plan.h"
+#include "family/precompile.h"
 #include "imbrex/layer_spec.h"
 
 namespace imbrex::cuda {
@@ -25,6 +26,21 @@ struct ShippedKernel {
 // The kernels of all groups, each once: those for the specs, or a sample where there are no specs. With the name of a backend, those that
 // its plans for the specs usually run.
 std::vector<ShippedKernel> shipped_kernels(std::string_view arch, std::span<const LayerSpec> specs, std::string_view backend = {});
+
+// What the entry points of a kernel take.
+std::vector<PrecompiledEntry> precompiled_entries(const CompiledKernel&);
+
+// A tile of attention_sm80.cu for which registers or shared memory are short: of wide heads or latents, beside positions, or with every
+// term.
+struct TightTile {
+  const char* arch;
+  AttentionSpec spec;
+  gpu::Regime regime;
+  int rows = 1;
+  KernelKey key() const;
+};
+// They are in the sample, besides what the specs below need.
+std::vector<TightTile> tight_tiles();
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
 std::vector<AttentionSpec> covering_specs();

@@ -1,6 +1,7 @@
 #pragma once
 // Compiling GPU kernels ahead of time, for `imbrex compile` and `imbrex info`; the folder of the hardware defines it.
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,6 +16,8 @@ struct PrecompileRequest {
   std::string backend;             // only what its plans run, unless a tensor lies in an unusual way; empty: whatever a plan may load
   std::string folder;              // to be filled; empty: the cache of this user
   int jobs = 1;                    // threads
+  // Which kernels to leave out, by their content; empty: none. It is called by several threads at a time.
+  std::function<bool(const std::string& content)> left_out;
 };
 
 struct PrecompiledEntry {  // an entry point of a kernel file
@@ -25,6 +28,8 @@ struct PrecompiledEntry {  // an entry point of a kernel file
 
 struct PrecompiledKernel {
   std::string family, file, arch, constants;
+  std::string content;  // with left_out: a hash of all that the compiler reads, and which compiler it is
+  bool left_out = false;
   std::vector<PrecompiledEntry> entries;
   std::vector<std::string> problems;  // what --strict refuses: spills, stack, warnings
   std::string error;                  // not empty: it did not compile

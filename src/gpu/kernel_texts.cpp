@@ -1,6 +1,7 @@
 // See kernel_texts.h.
 #include "gpu/kernel_texts.h"
 
+#include <algorithm>
 #include <fstream>
 #include <system_error>
 
@@ -10,6 +11,22 @@
 namespace imbrex::gpu {
 
 namespace fs = std::filesystem;
+
+namespace {
+
+// The name in `#include "name"`; empty for any other line.
+std::string_view included_name(std::string_view line) {
+  const auto skip = [&](std::string_view word) {
+    if (!line.starts_with(word)) return false;
+    line.remove_prefix(word.size());
+    line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
+    return true;
+  };
+  if (!skip("#") || !skip("include") || !skip("\"")) return {};
+  return line.substr(0, line.find('"'));
+}
+
+}  // namespace
 
 KernelTexts::KernelTexts(std::span<const EmbeddedText> texts, std::string_view config, std::string_view suffix)
     : texts_(texts), config_(config), suffix_(suffix) {
@@ -31,6 +48,29 @@ std::string KernelTexts::file_name(const KernelKey& key, std::string_view config
   hash.add(key.path).add(config);
   for (const std::string& option : options) hash.add(option);
   return fmt::format("{}-{}-{}", fs::path(key.path).stem().string(), key.arch, hash.hex());
+}
+
+std::string KernelTexts::content_hash(const KernelKey& key, std::string_view config, std::span<const std::string> options,
+                                      std::string_view compiler) const {
+  Hash128 hash;
+  hash.add(key.path).add(config).add(compiler);
+  for (const std::string& option : options) hash.add(option);
+  std::vector<std::string_view> reached{key.path};
+  for (size_t i = 0; i < reached.size(); ++i) {
+    const auto source = std::find_if(texts_.begin(), texts_.end(), [&](const EmbeddedText& text) { return text.path == reached[i]; });
+    check(source != texts_.end(), "cuda.source", "{} includes \"{}\", which is not among the texts", key.path, reached[i]);
+    hash.add(source->path);
+    for (std::string_view rest = source->text; !rest.empty();) {
+      std::string_view line = rest.substr(0, rest.find('\n'));
+      rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+      line.remove_prefix(std::min(line.find_first_not_of(' '), line.size()));
+      if (line.empty() || (line.starts_with("//") && !line.ends_with('\\'))) continue;
+      hash.add(line);
+      const std::string_view name = included_name(line);
+      if (!name.empty() && name != config_ && std::find(reached.begin(), reached.end(), name) == reached.end()) reached.push_back(name);
+    }
+  }
+  return hash.hex();
 }
 
 KernelTexts::Headers KernelTexts::headers(const std::string& config) const {

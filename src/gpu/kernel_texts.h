@@ -22,6 +22,11 @@ class KernelTexts {
   // The name of a file for the compiled kernel, of everything that makes it what it is: "write_kv-sm_90a-<128-bit hash>".
   std::string file_name(const KernelKey&, std::string_view config, std::span<const std::string> options) const;
 
+  // Of what the compiler reads for the key and of nothing else, as 32 hex digits: its text and the headers that these include, without
+  // lines that are comments, and the config, the options, and which compiler it is. A file_name() changes with every text.
+  std::string content_hash(const KernelKey&, std::string_view config, std::span<const std::string> options,
+                           std::string_view compiler) const;
+
   // All texts, with `config` in its place, for compilers that take headers as memory. `config` has to live as long as these are used.
   struct Headers {
     std::vector<const char*> texts, names;

@@ -5,9 +5,7 @@
 
 #include <map>
 
-#include "cuda/attention/write_kv.h"
 #include "cuda/compiled.h"
-#include "cuda/driver/cubin.h"
 #include "cuda/needs.h"
 #include "cuda/params.h"
 #include "cuda/precompile.h"
@@ -100,15 +98,15 @@ TEST(AttentionSm80, OneSpecOneShape) {
 }
 
 // No spill, no local memory, no warning, and as much shared memory as the host reckons with.
-void expect_clean(const char* arch, const AttentionSpec& spec, gpu::Regime regime, int rows = 1) {
-  const AttentionTiles tiles = *attention_sm80_tiles(arch, spec, regime, rows);
-  const KernelKey key = attention_sm80_key(arch, spec, spec.q_dtype, tiles);
-  const CompiledKernel kernel = test::compiled(key);
-  EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << key.str();
-  ASSERT_EQ(entry_reports(kernel).size(), 1u) << kernel.log;
-  const EntryReport entry = entry_reports(kernel)[0];
+void expect_clean(const TightTile& tile) {
+  const AttentionTiles tiles = *attention_sm80_tiles(tile.arch, tile.spec, tile.regime, tile.rows);
+  const KernelKey key = tile.key();
+  const auto [entries, problems] = test::judged(key);
+  EXPECT_EQ(problems, std::vector<std::string>{}) << key.str();
+  ASSERT_EQ(entries.size(), 1u) << key.str();
+  const PrecompiledEntry& entry = entries[0];
   EXPECT_EQ(entry.name, "attention_sm80");
-  EXPECT_EQ(entry.dynamic_smem_bytes, attention_sm80_smem_bytes(spec, tiles)) << key.str();
+  EXPECT_EQ(entry.smem_bytes, attention_sm80_smem_bytes(tile.spec, tiles)) << key.str();
   EXPECT_LE(entry.registers * tiles.threads() * tiles.blocks, 65536) << key.str();
 }
 
@@ -124,86 +122,20 @@ TEST(AttentionSm80, AModelsFolderHasWhatItsPlansLoad) {
   EXPECT_EQ(files, expected);
 }
 
-TEST(AttentionSm80, CompilesCleanly) {
+TEST(AttentionSm80, EveryTightTileCompilesCleanly) {
   NEEDS_NVRTC();
-  for (const char* arch : kArchs) {
-    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kDecode);
-    expect_clean(arch, spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kPrefill);
-  }
-  expect_clean("sm_80", spec_of(DType::bf16, DType::fp8_e4m3, 128, 128), gpu::kDecode);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::fp8_e5m2, 80, 80), gpu::kPrefill);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 128, 128), gpu::kDecode, 32);
-  expect_clean("sm_90a", spec_of(DType::bf16, DType::bf16, 256, 256), gpu::kPrefill);
-  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 128, 128), gpu::kPrefill);
-  expect_clean("sm_90a", spec_of(DType::f32, DType::f32, 576, 512), gpu::kDecode);
-  expect_clean("sm_100a", spec_of(DType::bf16, DType::f32, 512, 512), gpu::kPrefill);
-  for (const DType kv : {DType::bf16, DType::fp8_e4m3}) {
-    AttentionSpec latent = spec_of(DType::bf16, kv, 576, 512);
-    latent.kv_format = KvFormat::latent, latent.num_kv_heads = 1, latent.num_q_heads = 32, latent.block_size = 64;
-    for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent, regime);
-    expect_clean("sm_80", latent, gpu::kDecode);
-  }
-}
-
-TEST(AttentionSm80, LatentsInPartsCompilesCleanly) {
-  NEEDS_NVRTC();
-  const auto latent = [](KvFormat format, DType q, DType kv) {
-    AttentionSpec spec = spec_of(q, kv, 576, 512);
-    spec.kv_format = format, spec.num_kv_heads = 1, spec.num_q_heads = 32, spec.block_size = 64;
-    spec.validate();
-    return spec;
-  };
-  for (const DType kv : {DType::bf16, DType::fp8_e4m3})
-    for (const gpu::Regime regime : kTiled) expect_clean("sm_90a", latent(KvFormat::latent_rope, DType::bf16, kv), regime);
-  expect_clean("sm_80", latent(KvFormat::latent_rope, DType::f16, DType::fp8_e4m3), gpu::kDecode);
-  const AttentionSpec records = latent(KvFormat::fp8_ds_mla, DType::bf16, DType::fp8_e4m3);
-  for (const char* arch : {"sm_80", "sm_90a"})
-    for (const gpu::Regime regime : kTiled) expect_clean(arch, records, regime);
-  expect_clean("sm_90a", latent(KvFormat::fp8_ds_mla, DType::f32, DType::fp8_e4m3), gpu::kDecode);
-  for (const DType from : records.new_kv_dtypes())
-    EXPECT_EQ(strict_problems(test::compiled(write_kv_key("sm_80", records, from))), std::vector<std::string>{});
-}
-
-TEST(AttentionSm80, EveryFeatureCompilesCleanly) {
-  NEEDS_NVRTC();
-  AttentionSpec spec = spec_of(DType::bf16, DType::bf16, 128, 128);
-  spec.mask.window_left = 100, spec.mask.custom = true;
-  spec.score = {.head_scales = true, .soft_cap = 30.f, .alibi = true, .relative_buckets = 32, .relative_max_distance = 128, .sinks = true};
-  for (const char* arch : {"sm_80", "sm_90a"})
-    for (const gpu::Regime regime : kTiled) expect_clean(arch, spec, regime);
-}
-
-// Positions take registers: beside scores and outputs of many rows, and beside what else a logit needs.
-TEST(AttentionSm80, EverySpecWithPositionsCompilesCleanly) {
-  NEEDS_NVRTC();
-  std::vector<AttentionSpec> specs;
-  for (const int dim : {64, 96, 128}) {
-    specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
-    specs.back().mask.window_left = dim == 128 ? -1 : 100;
-    specs.push_back(spec_of(DType::bf16, DType::bf16, dim, dim));
-    specs.back().score = {.relative_buckets = 32, .relative_max_distance = 128};
-  }
-  specs.push_back(spec_of(DType::bf16, DType::fp8_e4m3, 128, 128));
-  specs.push_back(spec_of(DType::f32, DType::f32, 128, 128));
-  specs.push_back(spec_of(DType::bf16, DType::bf16, 256, 256));
-  specs.back().mask.custom = true, specs.back().score.alibi = true;
-  for (AttentionSpec& spec : specs) {
-    spec.mask.positions = true;
-    expect_clean("sm_90a", spec, gpu::kPrefill);
-  }
-  for (const char* arch : {"sm_80", "sm_100a"}) expect_clean(arch, specs[2], gpu::kPrefill);
-  expect_clean("sm_90a", specs[2], gpu::kDecode);
+  for (const TightTile& tile : tight_tiles()) expect_clean(tile);
 }
 
 TEST(AttentionSm80, MergeCompilesCleanly) {
   NEEDS_NVRTC();
   for (const char* arch : kArchs)
     for (int dim : {8, 128, 512}) {
-      const CompiledKernel kernel = test::compiled(merge_key(arch, spec_of(DType::bf16, DType::bf16, dim, dim), DType::bf16));
-      EXPECT_EQ(strict_problems(kernel), std::vector<std::string>{}) << arch << " " << dim;
-      ASSERT_EQ(entry_reports(kernel).size(), 1u);
-      EXPECT_EQ(entry_reports(kernel)[0].name, "merge");
-      EXPECT_LE(entry_reports(kernel)[0].dynamic_smem_bytes, 48 << 10);
+      const auto [entries, problems] = test::judged(merge_key(arch, spec_of(DType::bf16, DType::bf16, dim, dim), DType::bf16));
+      EXPECT_EQ(problems, std::vector<std::string>{}) << arch << " " << dim;
+      ASSERT_EQ(entries.size(), 1u);
+      EXPECT_EQ(entries[0].name, "merge");
+      EXPECT_LE(entries[0].smem_bytes, 48 << 10);
     }
 }
 

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/env.h"
+#include "cuda/driver/cubin.h"
 #include "cuda/driver/driver.h"
 #include "cuda/driver/kept_signals.h"
 #include "cuda/driver/kernel_sources.h"
@@ -100,6 +101,17 @@ std::string config_text(const KernelKey& key) {
   std::vector<Constant> constants{{"kArch", arch_number(key.arch)}, {"kArchFeatures", key.arch.ends_with('a')}};
   constants.insert(constants.end(), key.config.begin(), key.config.end());
   return gpu::config_text(key.path, constants);
+}
+
+std::string content_hash(const KernelKey& key) {
+  // "13.0.88". NVRTC itself tells the first two numbers only.
+  static const std::string build = [] {
+    const CompiledKernel kernel =
+        compile_text({"build.cu", "sm_80", {}}, "extern \"C\" __device__ const unsigned build = __CUDACC_VER_BUILD__;");
+    const int version = need_nvrtc().version;
+    return fmt::format("NVRTC {}.{}.{}", version / 1000, version % 1000 / 10, cubin_constant(kernel.binary, "build").value_or(0));
+  }();
+  return texts().content_hash(key, config_text(key), options_of(key), build);
 }
 
 std::string cache_name(const KernelKey& key) { return texts().file_name(key, config_text(key), options_of(key)); }

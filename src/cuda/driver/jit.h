@@ -26,6 +26,11 @@ std::string config_text(const KernelKey&);
 // out, so that a cache filled elsewhere serves a machine without NVRTC.
 std::string cache_name(const KernelKey&);
 
+// Names what the cubin follows from and nothing else: the build of NVRTC, and of the texts those that the kernel includes, without
+// comments. A record of what the compiler made of the kernel holds as long as this is the same. Error cuda.nvrtc_missing, and those of
+// compile().
+std::string content_hash(const KernelKey&);
+
 // Always compiles. Errors cuda.compile with NVRTC's log, cuda.nvrtc_missing, cuda.source, cuda.arch, cuda.config.*.
 CompiledKernel compile(const KernelKey&);
 // Compiles a text that is not among the embedded ones; key.path names it in messages.
