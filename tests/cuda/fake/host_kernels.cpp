@@ -77,10 +77,14 @@ struct Sums {
   double reference = -1e30, sum = 0;
   std::vector<double> values = std::vector<double>(size_t(spec.head_dim_v), 0.);
   void add(double x, double weight, const double* value) {  // weight of exp(x)
-    const double top = std::max(reference, x), old = std::exp(reference - top), now = std::exp(x - top);
-    sum = sum * old + weight * now;
-    for (size_t d = 0; d < values.size(); ++d) values[d] = values[d] * old + (value ? value[d] * now : 0.);
-    reference = top;
+    if (x > reference) {
+      const double kept = std::exp(std::exchange(reference, x) - x);
+      sum *= kept;
+      for (double& sum_of_values : values) sum_of_values *= kept;
+    }
+    const double now = std::exp(x - reference);
+    sum += weight * now;
+    for (size_t d = 0; value != nullptr && d < values.size(); ++d) values[d] += value[d] * now;
   }
 };
 

@@ -7,6 +7,7 @@
 #include "config.cuh"
 #include "core/small_floats.h"
 #include "cuda/lanes/machine.h"
+#include "cuda/lanes/widen.h"
 
 #define DEVICE inline
 #define __device__
@@ -68,6 +69,8 @@ inline u32 shuffle(u32 x, int lane) { return u32(shuffle(int(x), lane)); }
 inline float shuffle(float x, int lane) {
   return lanes::meet(kShuffle, x, [lane](const float* all) { return all[lane % 32]; });
 }
+// The library's is a call.
+inline float fmaxf(float a, float b) { return a > b || b != b ? a : b; }
 template <int lanes = 32>
 float sum_over(float x) {
   for (int i = lanes / 2; i > 0; i /= 2) x += shuffle_xor(x, i);
@@ -75,7 +78,7 @@ float sum_over(float x) {
 }
 template <int lanes = 32>
 float max_over(float x) {
-  for (int i = lanes / 2; i > 0; i /= 2) x = std::fmax(x, shuffle_xor(x, i));
+  for (int i = lanes / 2; i > 0; i /= 2) x = fmaxf(x, shuffle_xor(x, i));
   return x;
 }
 constexpr u32 kFullWarp = 0xffffffffu;
@@ -260,32 +263,34 @@ void store_matrix_transposed(u32 address, const u32 (&d)[count]) {
 //   a_i (i < 8): row g for i % 4 < 2, else g + 8; column 2t + i % 2, + 8 for i >= 4
 //   b_i (i < 4): row 2t + i % 2, + 8 for i >= 2; column g
 //   d_i (i < 4): row g for i < 2, else g + 8; column 2t + i % 2
-template <float (*to_float)(u16)>
+template <class Format>
 void multiply_lanes(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  struct Operands {
-    float a[8], b[4];
-  } mine;
-  const int g = lane_id() / 4, t = lane_id() % 4;
-  const auto element = [](u32 word, int i) { return to_float(u16(word >> i % 2 * 16)); };
-  for (int i = 0; i < 8; ++i) mine.a[i] = element(a[i / 2], i);
-  for (int i = 0; i < 4; ++i) mine.b[i] = element(i < 2 ? b0 : b1, i);
-  struct Sums {
-    double of[4];
+  struct Words {  // of two elements each
+    u32 a[4], b[2];
   };
-  const Sums sums = lanes::meet(kMultiply, mine, [=](const Operands* all) {
-    double left[2][16], right[2][16];  // rows g and g + 8, columns 2t and 2t + 1
-    for (int other = 0; other < 4; ++other) {
-      for (int i = 0; i < 8; ++i) left[i % 4 < 2 ? 0 : 1][other * 2 + i % 2 + (i < 4 ? 0 : 8)] = all[4 * g + other].a[i];
-      for (int i = 0; i < 8; ++i) right[i / 4][other * 2 + i % 2 + (i % 4 < 2 ? 0 : 8)] = all[4 * (2 * t + i / 4) + other].b[i % 4];
+  struct Sums {
+    float of[4];
+  };
+  const Sums sums = lanes::meet(kMultiply, Words{{a[0], a[1], a[2], a[3]}, {b0, b1}}, [lane = lane_id()](const Words* all) {
+    u32 codes[2][2][8];  // of rows g and g + 8, and of columns 2t and 2t + 1
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < 8; ++k) {
+        codes[0][i][k] = all[lane / 4 * 4 + k % 4].a[i + k / 4 * 2];
+        codes[1][i][k] = all[(lane % 4 * 2 + i) * 4 + k % 4].b[k / 4];
+      }
+    lanes::Floats<16> terms;
+    lanes::Doubles<16> lines[2][2];
+    for (int i = 0; i < 4; ++i) {
+      lanes::widen<Format, 16>(reinterpret_cast<const u16*>(codes[i / 2][i % 2]), terms);
+      lines[i / 2][i % 2] = __builtin_convertvector(terms, lanes::Doubles<16>);
     }
-    Sums s{};
-    for (int i = 0; i < 4; ++i)
-      for (int k = 0; k < 16; ++k) s.of[i] += left[i < 2 ? 0 : 1][k] * right[i % 2][k];
+    Sums s;
+    for (int i = 0; i < 4; ++i) s.of[i] = float(lanes::sum_of<16, double>(lines[0][i / 2] * lines[1][i % 2]));
     return s;
   });
-  for (int i = 0; i < 4; ++i) d[i] += float(sums.of[i]);
+  for (int i = 0; i < 4; ++i) d[i] += sums.of[i];
 }
-inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<bf16_to_float>(d, a, b0, b1); }
-inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<f16_to_float>(d, a, b0, b1); }
+inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<lanes::Bf16>(d, a, b0, b1); }
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_lanes<lanes::F16>(d, a, b0, b1); }
 
 }  // namespace imbrex::cuda

@@ -25,19 +25,21 @@ struct E4m3 {
   static constexpr uint32_t kNotFinite = 0x7f;
 };
 
-template <int n>
+template <int n, class Term>
 struct Vector {
-  using Floats [[gnu::vector_size(n * 4)]] = float;
-  using Words [[gnu::vector_size(n * 4)]] = uint32_t;
+  using Terms [[gnu::vector_size(n * sizeof(Term))]] = Term;
 };
 template <int n>
-using Floats = typename Vector<n>::Floats;
+using Floats = typename Vector<n, float>::Terms;
+template <int n>
+using Doubles = typename Vector<n, double>::Terms;
 
-// It fills a reference: how functions return vectors as long as these depends on the machine.
+// Libraries of kernel texts are compiled at -O1, which would call these for every term. It fills a reference: how functions return vectors
+// as long as these depends on the machine.
 template <class Format, int n>
-void widen(const typename Format::Code* codes, Floats<n>& value) {
-  using Words = typename Vector<n>::Words;
-  using Codes [[gnu::vector_size(n * sizeof(typename Format::Code))]] = typename Format::Code;
+[[gnu::always_inline]] inline void widen(const typename Format::Code* codes, Floats<n>& value) {
+  using Words = typename Vector<n, uint32_t>::Terms;
+  using Codes = typename Vector<n, typename Format::Code>::Terms;
   constexpr uint32_t kSign = 1u << (8 * sizeof(typename Format::Code) - 1);
   constexpr int kSignShift = 32 - 8 * int(sizeof(typename Format::Code));
   Codes loaded;
@@ -54,14 +56,14 @@ void widen(const typename Format::Code* codes, Floats<n>& value) {
   std::memcpy(&value, &result, sizeof value);
 }
 
-template <int n>
-float sum_of(const Floats<n>& terms) {
+template <int n, class Term = float>
+[[gnu::always_inline]] inline Term sum_of(const typename Vector<n, Term>::Terms& terms) {
   if constexpr (n == 1) {
     return terms[0];
   } else {
-    Floats<n / 2> halves[2];
+    typename Vector<n / 2, Term>::Terms halves[2];
     std::memcpy(halves, &terms, sizeof halves);
-    return sum_of<n / 2>(halves[0] + halves[1]);
+    return sum_of<n / 2, Term>(halves[0] + halves[1]);
   }
 }
 

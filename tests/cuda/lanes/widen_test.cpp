@@ -36,6 +36,8 @@ TEST(LanesWiden, SumsAllTerms) {
   lanes::Floats<16> terms;
   for (int i = 0; i < 16; ++i) terms[i] = float(1 << i);
   EXPECT_EQ(lanes::sum_of<16>(terms), 65535.f);
+  const lanes::Doubles<16> doubles = __builtin_convertvector(terms, lanes::Doubles<16>) * 0x1p-30 + 1;
+  EXPECT_EQ((lanes::sum_of<16, double>(doubles)), 16 + 0x1p-14 - 0x1p-30);
 }
 
 }  // namespace
