@@ -6,9 +6,10 @@ namespace imbrex::cuda {
 constexpr int kMlaThreads = 256;
 
 // Rows of some list, from `row` to the next range's, that are neighbouring tokens of the batch from `token` on. Where rows are results of a
-// round: whether they are the first ones of these tokens, and the last.
+// round: whether they are the first ones of these tokens, and the last, and the row of sums that the first of them has.
 struct TokenRows {
   int row, token;
+  int sum;
   int first, last;
 };
 
@@ -64,8 +65,8 @@ struct CopyRowsParams {
 struct AddPartsParams {
   const float* part;      // [num_rows, num_heads, dim], contiguous
   const float* part_lse;  // [num_rows, num_heads], contiguous
-  float* sum;             // [tokens, num_heads, dim]: what earlier parts of a token add up to
-  float* sum_lse;         // [tokens, num_heads]
+  float* sum;             // [tokens of a slice, num_heads, dim]: what earlier parts of a token add up to
+  float* sum_lse;         // [tokens of a slice, num_heads]
   const float* sinks;     // [num_heads] or null
   char* out;
   float* lse;                             // or null

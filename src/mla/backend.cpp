@@ -44,11 +44,16 @@ std::vector<Reason> MlaCompositeBackend::unsupported(const MlaSpec& spec, const 
   return reasons;
 }
 
-MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
+MlaParts MlaCompositeBackend::attention_parts(const MlaSpec& spec, const DeviceInfo& device) const {
   MlaParts parts{
       .name = std::string(name()), .hardware = &hardware_, .latent = &latent_, .expanded = nullptr, .products = nullptr, .rates = rates_};
-  if (spec.absorbed) return parts;
   if (expands(spec, hardware_)) parts.expanded = expanded_of(spec, hardware_, device).backend;
+  return parts;
+}
+
+MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
+  MlaParts parts = attention_parts(spec, device);
+  if (spec.absorbed) return parts;
   parts.products = hardware_.products(spec, device, options);
   if (latent_type(spec, parts.products.get()) == DType::f32) parts.rates.expansion = rates_.products;
   return parts;
@@ -56,9 +61,7 @@ MlaParts MlaCompositeBackend::parts(const MlaSpec& spec, const DeviceInfo& devic
 
 int64_t MlaCompositeBackend::workspace_bytes(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
   check_request(*this, spec.str(), unsupported(spec, device), device, options);
-  if (spec.absorbed) return latent_.workspace_bytes(spec.latent_spec(), device, options);
-  const bool may_expand = ever_expands(spec, {.rates = rates_, .may_expand = expands(spec, hardware_), .expand = {}}, options.limits);
-  return hardware_.workspace_bytes(spec, options, workspace_keys(spec, options.limits, hardware_.expanded_bytes), may_expand);
+  return hardware_.workspace_bytes(spec, device, options, attention_parts(spec, device));
 }
 
 std::unique_ptr<MlaPlan> MlaCompositeBackend::plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
@@ -80,7 +83,7 @@ std::vector<KernelChoice> MlaCompositeBackend::kernel_choices(const MlaSpec& spe
   if (!expands(spec, hardware_)) return choices;
   const Expanded expanded = expanded_of(spec, hardware_, device);
   add(*expanded.backend, hardware_.rounds(spec).front(), fmt::format("with expanded keys ({})", expanded.rule),
-      workspace_keys(spec, {}, hardware_.expanded_bytes));
+      hardware_.chunk_keys(spec, {}));
   return choices;
 }
 

@@ -25,6 +25,7 @@ class MlaCompositeBackend final : public BackendOf<MlaFamily> {
   MlaParts parts(const MlaSpec&, const DeviceInfo&, const PlanOptions&) const;
 
  private:
+  MlaParts attention_parts(const MlaSpec&, const DeviceInfo&) const;  // without products, which only a device that is there can have
   const BackendOf<AttentionFamily>& latent_;
   std::string_view description_;
   const MlaHardware& hardware_;

@@ -42,7 +42,7 @@ class CompositePlan final : public MlaPlan {
         device_(device),
         options_(options),
         parts_(std::move(parts)),
-        chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, options.limits, parts_.hardware->expanded_bytes)),
+        chunk_(parts_.chunk_keys > 0 ? parts_.chunk_keys : parts_.hardware->chunk_keys(spec, options.limits)),
         scratch_(spec, options.limits.max_num_tokens, chunk_, latent_type(spec, parts_.products.get()),
                  output_type(spec, parts_.products.get())) {
     member_ = member_options(device, options);
@@ -68,7 +68,8 @@ class CompositePlan final : public MlaPlan {
     take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
     next.num_rounds = 0;
     for (int r = 0; r < batch.num_reqs(); ++r)
-      if (next.ways.expand[size_t(r)] != 0) add_pieces(batch, r, spec_.mask, chunk_, next.rounds, next.num_rounds);
+      if (next.ways.expand[size_t(r)] != 0)
+        add_pieces(batch, {r, batch.query_start_loc[r], batch.query_start_loc[r + 1]}, spec_.mask, chunk_, next.rounds, 0, next.num_rounds);
 
     committed_.clear();
     if (!next.latent.ranges.empty()) {
@@ -227,13 +228,15 @@ AttentionSpec rounds_spec(const MlaSpec& spec) {
   return rounds;
 }
 
-int workspace_keys(const MlaSpec& spec, const PlanLimits& limits, int64_t expanded_bytes) {
+namespace {
+
+// As many as fit kExpandedBytes.
+int chunk_keys_on_host(const MlaSpec& spec, const PlanLimits& limits) {
+  constexpr int64_t kExpandedBytes = int64_t{128} << 20;
   const int64_t key_bytes = int64_t(spec.num_heads) * (spec.qk_dim() + spec.v_dim) * size_of(spec.dtype);
-  const int64_t most = std::max<int64_t>(expanded_bytes / key_bytes, 1), wanted = std::min<int64_t>(most, limits.max_seq_len);
+  const int64_t most = std::max<int64_t>(kExpandedBytes / key_bytes, 1), wanted = std::min<int64_t>(most, limits.max_seq_len);
   return int((wanted + kKeyUnit - 1) / kKeyUnit * kKeyUnit);
 }
-
-namespace {
 
 std::unique_ptr<MlaPlan> plan_on_host(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
   return std::make_unique<CompositePlan>(spec, device, options, std::move(parts));
@@ -241,14 +244,15 @@ std::unique_ptr<MlaPlan> plan_on_host(const MlaSpec& spec, const DeviceInfo& dev
 
 }  // namespace
 
-const MlaHardware mla_on_cpus{.refusals = [](const MlaSpec&, const DeviceInfo&) { return std::vector<Reason>(); },
-                              .products = [](const MlaSpec&, const DeviceInfo& device,
-                                             const PlanOptions& options) { return cpu_head_products(device.isa, options.threads); },
-                              .can_expand = can_expand,
-                              .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
-                              .expanded_bytes = int64_t{128} << 20,
-                              .plan = plan_on_host,
-                              .workspace_bytes = [](const MlaSpec&, const PlanOptions&, int, bool) { return int64_t{0}; }};
+const MlaHardware mla_on_cpus{
+    .refusals = [](const MlaSpec&, const DeviceInfo&) { return std::vector<Reason>(); },
+    .products = [](const MlaSpec&, const DeviceInfo& device,
+                   const PlanOptions& options) { return cpu_head_products(device.isa, options.threads); },
+    .can_expand = can_expand,
+    .rounds = [](const MlaSpec& spec) { return std::vector<AttentionSpec>{rounds_spec(spec)}; },
+    .chunk_keys = chunk_keys_on_host,
+    .plan = plan_on_host,
+    .workspace_bytes = [](const MlaSpec&, const DeviceInfo&, const PlanOptions&, const MlaParts&) { return int64_t{0}; }};
 
 std::unique_ptr<MlaPlan> make_mla_plan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts) {
   const MlaHardware& hardware = *parts.hardware;

@@ -23,9 +23,9 @@ struct MlaHardware {
   // of.
   bool (*can_expand)(const Mask&);
   std::vector<AttentionSpec> (*rounds)(const MlaSpec&);
-  int64_t expanded_bytes;  // of keys and values that are expanded at a time
+  int (*chunk_keys)(const MlaSpec&, const PlanLimits&);  // of a request that are expanded at a time: by the spec and the limits alone
   std::unique_ptr<MlaPlan> (*plan)(const MlaSpec&, const DeviceInfo&, const PlanOptions&, MlaParts);
-  int64_t (*workspace_bytes)(const MlaSpec&, const PlanOptions&, int chunk_keys, bool may_expand);
+  int64_t (*workspace_bytes)(const MlaSpec&, const DeviceInfo&, const PlanOptions&, const MlaParts&);  // of parts without products
 };
 
 struct MlaParts {
@@ -36,8 +36,10 @@ struct MlaParts {
       expanded;                            // runs the hardware's rounds; null: not used, since the spec is absorbed or its mask forbids it
   std::unique_ptr<HeadProducts> products;  // null where the spec is absorbed
   MlaRates rates;
-  int chunk_keys = 0;          // of a piece; 0: workspace_keys()
-  std::optional<bool> expand;  // which way all requests take, where tests say it
+  // What tests say instead of the plan: keys of a piece; on a GPU, tokens of a slice and heads of a round (cuda/mla/outline.h); 0: the
+  // plan's.
+  int chunk_keys = 0, slice_tokens = 0, group_heads = 0;
+  std::optional<bool> expand;  // which way all requests take
 
   WayRules rules() const { return {.rates = rates, .may_expand = expanded != nullptr, .expand = expand}; }
 };
@@ -47,9 +49,6 @@ DType latent_type(const MlaSpec&, const HeadProducts*);
 
 // The attention that rounds of pieces run: expanded_spec() by positions, without sinks, which belong to all pieces together.
 AttentionSpec rounds_spec(const MlaSpec&);
-
-// How many keys are expanded at a time: as many as fit into so many bytes. It depends on the spec and the limits alone.
-int workspace_keys(const MlaSpec&, const PlanLimits&, int64_t expanded_bytes);
 
 // The plan of CPUs.
 extern const MlaHardware mla_on_cpus;

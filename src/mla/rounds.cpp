@@ -41,12 +41,14 @@ Mask round_mask(Mask mask) {
   return mask;
 }
 
-void add_pieces(const Batch& batch, int r, const Mask& mask, int chunk, std::vector<MlaRound>& rounds, size_t& count) {
-  const int q_begin = batch.query_start_loc[r], q_end = batch.query_start_loc[r + 1], context = batch.context_len(r);
-  const KeySpan span = seen_keys(mask, batch.query_len(r), batch.seq_lens[r]);
+void add_pieces(const Batch& batch, const MlaQueries& queries, const Mask& mask, int chunk, std::vector<MlaRound>& rounds, size_t first,
+                size_t& count) {
+  const auto& [r, q_begin, q_end] = queries;
+  const int context = batch.context_len(r) + q_begin - batch.query_start_loc[r];
+  const KeySpan span = seen_keys(mask, q_end - q_begin, keys_of(batch, mask, queries));
   // Pieces begin at multiples of `chunk`, but for the first, so that they do not depend on the room that a round has left.
   const int64_t first_chunk = span.begin / chunk, end_chunk = std::max(first_chunk + 1, (span.end + chunk - 1) / chunk);
-  size_t round = 0;  // the first that may take the next piece
+  size_t round = first;  // the first that may take the next piece
   for (int64_t c = first_chunk; c < end_chunk; ++c) {
     const int begin = int(std::max(span.begin, c * chunk)), end = int(std::min<int64_t>(span.end, (c + 1) * chunk));
     while (round < count && rounds[round].num_keys() + (end - begin) > chunk) ++round;

@@ -7,6 +7,7 @@
 #include "attention/token_rows.h"
 #include "imbrex/batch.h"
 #include "imbrex/spec.h"
+#include "mla/slices.h"
 
 namespace imbrex {
 
@@ -35,8 +36,8 @@ struct MlaRound {
 // Whether requests under such a mask can be cut into pieces. Others are left to attention in latent space.
 bool can_expand(const Mask&);
 
-// Adds a request's pieces of at most `chunk` keys to the rounds, of which the first `count` are in use.
-void add_pieces(const Batch&, int request, const Mask&, int chunk, std::vector<MlaRound>& rounds, size_t& count);
+// Adds the pieces, of at most `chunk` keys, of queries of a request to the rounds from `first` on, of which the first `count` are in use.
+void add_pieces(const Batch&, const MlaQueries&, const Mask&, int chunk, std::vector<MlaRound>& rounds, size_t first, size_t& count);
 
 // The mask of a round's batch: that of the layer, by positions.
 Mask round_mask(Mask);

@@ -102,7 +102,7 @@ TEST_F(Cli, SelectExplainsLatentAttention) {
   const Ran gpu = run("select --model deepseek-v3 --device h200 -v");
   EXPECT_EQ(gpu.code, 0) << gpu.err;
   for (const char* part : {"cuda_sm90 (first of 2 that run it)", "in latent space by cuda_sm90, decode (1 query): attention_sm90_latent",
-                           "by cuda_sm90, prefill (33 queries or more): attention_sm90 with", "workspace_keys 6656"})
+                           "by cuda_sm90, prefill (33 queries or more): attention_sm90 with", "workspace_keys 8192"})
     EXPECT_TRUE(contains(gpu.out, part)) << part << "\n" << gpu.out;
 }
 

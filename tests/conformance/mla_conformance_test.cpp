@@ -43,6 +43,11 @@ TEST_P(MlaConformance, MatchesTheReference) {
       const Judgement both = judge(expected, run_case(*target->backend, target->device, inputs, options, both_ways(33)));
       EXPECT_TRUE(both.pass()) << c->spec.str() << " both ways\n" << both.failure;
     }
+    for (const bool expand : {false, true}) {
+      if (target->device.device.type != DeviceType::cuda) continue;
+      const Judgement cut = judge(expected, run_case(*target->backend, target->device, inputs, options, in_slices(expand, 9, 3)));
+      EXPECT_TRUE(cut.pass()) << c->spec.str() << (expand ? " expanded" : " in latent space") << " in slices\n" << cut.failure;
+    }
   }
   if (c->attention.seed % 3 != 0) return;
   for (const Poison poison : {Poison::zero, Poison::ones}) {

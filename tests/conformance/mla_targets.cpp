@@ -47,6 +47,13 @@ MlaPlanMaker both_ways(int chunk_keys) {
   });
 }
 
+MlaPlanMaker in_slices(bool expand, int tokens, int heads) {
+  return with_parts([=](MlaParts& parts) {
+    parts.expand = expand, parts.chunk_keys = 48;
+    parts.slice_tokens = tokens, parts.group_heads = heads;
+  });
+}
+
 bool is_composite(const BackendOf<MlaFamily>& backend) { return dynamic_cast<const MlaCompositeBackend*>(&backend) != nullptr; }
 
 const MlaCaseInputs& inputs_of(const MlaCase& c) {

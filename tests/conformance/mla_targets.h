@@ -21,6 +21,8 @@ const std::vector<MlaTarget>& mla_targets();
 MlaPlanMaker forced_way(bool expand, int chunk_keys);
 // A maker of plans that expand keys, in chunks of so many, of requests with more queries than a tenth of their keys.
 MlaPlanMaker both_ways(int chunk_keys);
+// A maker of plans of GPUs that compute so many tokens at a time and, of expanded keys, so many heads.
+MlaPlanMaker in_slices(bool expand, int tokens, int heads);
 bool is_composite(const BackendOf<MlaFamily>&);
 
 const MlaCaseInputs& inputs_of(const MlaCase&);

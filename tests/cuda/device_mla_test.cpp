@@ -178,7 +178,7 @@ TEST_F(DeviceMlaSpeed, DISABLED_Ways) {
         Batch batch;
         batch.query_start_loc = starts, batch.seq_lens = lens;
         batch.block_table = TensorView::contiguous(table.data(), DType::i32, {1, blocks});
-        const PlanOptions options{.limits = {.max_num_reqs = 1, .max_num_tokens = q_len, .max_seq_len = seq_len}, .out_dtype = DType::bf16};
+        const PlanOptions options{.limits = {.max_num_reqs = 256, .max_num_tokens = 8192, .max_seq_len = 131072}, .out_dtype = DType::bf16};
         double ms[2];
         for (const bool expand : {false, true}) {
           MlaParts parts = backend->parts(spec, device, options);

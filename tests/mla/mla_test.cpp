@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "expect_error.h"
 #include "mla/backend.h"
 #include "mla/rounds.h"
+#include "mla/slices.h"
 #include "mla/spec_fields.h"
 #include "spec_table.h"
 
@@ -215,7 +217,7 @@ TEST(Mla, PiecesCoverEachKeyOfARequestOnce) {
     for (const int chunk : {7, 64, 128, 1000}) {
       std::vector<MlaRound> rounds;
       size_t count = 0;
-      for (const int r : {0, 1, 2}) add_pieces(batch, r, mask, chunk, rounds, count);
+      for (const int r : {0, 1, 2}) add_pieces(batch, {r, starts[size_t(r)], starts[size_t(r) + 1]}, mask, chunk, rounds, 0, count);
       std::map<int, std::vector<MlaPiece>> pieces;
       for (size_t i = 0; i < count; ++i) {
         EXPECT_LE(rounds[i].num_keys(), chunk);
@@ -281,26 +283,69 @@ TEST(Mla, IsSelectedWithReasons) {
   EXPECT_TRUE(kernels[1].requests.starts_with("with expanded keys (first of 3 that run it) by cpu_avx512")) << kernels[1].requests;
 }
 
-// Known without a GPU, and no larger for longer requests than for those of a round.
+// Known without a GPU, and bounded: longer requests and steps take no more.
 TEST(Mla, AGpusWorkspaceFollowsFromTheLimits) {
-  const MlaSpec spec{.num_heads = 128};
-  const BackendOf<MlaFamily>& backend = *find_backend<MlaFamily>("cuda_sm90");
-  const auto bytes = [&](const MlaSpec& of, const PlanLimits& limits) {
-    return backend.workspace_bytes(of, describe_device("h200"), {.limits = limits});
+  const DeviceInfo h200 = describe_device("h200");
+  const auto bytes = [&](const MlaSpec& of, const PlanLimits& limits, const char* name = "cuda_sm90") {
+    return find_backend<MlaFamily>(name)->workspace_bytes(of, h200, {.limits = limits});
   };
-  const int64_t small = bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 8192});
-  EXPECT_EQ(small, bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 1 << 20}));
-  EXPECT_GT(small, int64_t{512} << 20);                                              // the keys of a round
-  const int64_t decode = bytes(spec, {.max_num_tokens = 1024, .max_query_len = 1});  // no request is expanded
+  constexpr int64_t kMost = 256'000'000;
+  for (const int heads : {1, 16, 20, 37, 64, 128})
+    for (const DType dtype : {DType::bf16, DType::f32})
+      for (const char* name : {"cuda_sm90", "cuda_sm80"})
+        for (const int tokens : {1, 512, 8192, 1 << 17})
+          for (const int reqs : {64, 1024}) {
+            MlaSpec spec{.num_heads = heads, .dtype = dtype, .kv_dtype = dtype};
+            if (!find_backend<MlaFamily>(name)->unsupported(spec, h200).empty()) continue;
+            EXPECT_LE(bytes(spec, {.max_num_reqs = reqs, .max_num_tokens = tokens}, name), kMost) << name << " " << spec.str();
+            EXPECT_LE(bytes(spec, {.max_num_reqs = reqs, .max_num_tokens = tokens, .max_query_len = 1}, name), kMost);
+            spec.mask.window_left = 1000;
+            EXPECT_LE(bytes(spec, {.max_num_reqs = reqs, .max_num_tokens = tokens}, name), kMost) << name << " " << spec.str();
+          }
+  const MlaSpec spec{.num_heads = 128};
+  const int64_t small = bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 16384});
+  EXPECT_NEAR(double(small), double(bytes(spec, {.max_num_tokens = 1024, .max_seq_len = 1 << 20})), 1 << 20);
+  const int64_t decode = bytes(spec, {.max_num_tokens = 256, .max_query_len = 1});  // no request is expanded, and no step is cut
+  EXPECT_GE(decode, int64_t{256} * 128 * (576 + 512) * 2);
   EXPECT_LT(decode, small);
-  EXPECT_EQ(decode, bytes(spec, {.max_num_tokens = 1024, .max_query_len = 4}));
-  const int64_t large = bytes(spec, {.max_num_tokens = 8192});
-  EXPECT_GE(large, int64_t{8192} * 128 * (576 + 512) * 2);
-  EXPECT_LT(large, int64_t{3} << 30);
   MlaSpec absorbed = spec;
   absorbed.absorbed = true;
-  EXPECT_EQ(bytes(absorbed, {}),
-            find_backend<AttentionFamily>("cuda_sm90")->workspace_bytes(spec.latent_spec(), describe_device("h200"), {}));
+  EXPECT_EQ(bytes(absorbed, {}), find_backend<AttentionFamily>("cuda_sm90")->workspace_bytes(spec.latent_spec(), h200, {}));
+}
+
+TEST(Mla, SlicesHaveEachQueryOnceAndCutRequestsByThemselves) {
+  const std::vector<int32_t> starts{0, 40, 41, 41, 141, 150}, lens{40, 1000, 9, 300, 50};
+  Batch batch;
+  batch.query_start_loc = starts, batch.seq_lens = lens;
+  MlaSlices slices;
+  for (const int most : {7, 40, 64, 1000}) {
+    slices.clear();
+    for (const int r : {0, 1, 2, 4, 3}) slices.add(batch, r, most);
+    std::map<int, int> next;  // query of each request
+    for (size_t i = 0; i < slices.size(); ++i) {
+      int tokens = 0;
+      std::set<int> requests;
+      for (const auto& [r, begin, end] : slices[i].queries) {
+        EXPECT_TRUE(requests.insert(r).second) << "twice in a slice";
+        EXPECT_EQ(begin - starts[size_t(r)], next[r]);
+        EXPECT_EQ(next[r] % most, 0);
+        EXPECT_EQ(keys_of(batch, Mask{}, {r, begin, end}), lens[size_t(r)] - (starts[size_t(r) + 1] - end));
+        EXPECT_EQ(keys_of(batch, Mask{.causal = false}, {r, begin, end}), lens[size_t(r)]);
+        next[r] += end - begin, tokens += end - begin;
+      }
+      EXPECT_EQ(slices[i].num_tokens, tokens);
+      EXPECT_LE(tokens, most);
+    }
+    for (const int r : {0, 1, 3, 4}) EXPECT_EQ(next[r], batch.query_len(r));
+    EXPECT_LE(slices.size(), most_slices(150, most, 100));
+    int before = 0;
+    for (size_t i = 0; i < slices.size(); before += slices[i++].num_tokens) EXPECT_GE(before, least_tokens_before(i, most, 100));
+  }
+  EXPECT_EQ(most_slices(512, 448, 1), 2u);
+  EXPECT_EQ(most_slices(448, 448, 448), 1u);
+  EXPECT_TRUE(can_cut_queries(Mask{.window_left = 5}));
+  EXPECT_FALSE(can_cut_queries(Mask{.causal = false, .window_left = 5}));
+  EXPECT_FALSE(can_cut_queries(Mask{.custom = true}));
 }
 
 // A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.

@@ -31,7 +31,8 @@ DEVICE Joined join(float before, float now) {
 
 DEVICE void add_row(const AddPartsParams& p, int row, int head) {
   const TokenRows range = p.ranges[range_of(p.ranges, p.num_ranges, row)];
-  const long token = range.token + row - range.row, of_part = long(row) * p.num_heads + head, of_sum = token * p.num_heads + head;
+  const long token = range.token + row - range.row, of_part = long(row) * p.num_heads + head;
+  const long of_sum = long(range.sum + row - range.row) * p.num_heads + head;
   const int lane = lane_id();
   const float* const part = p.part + of_part * p.dim;
   float* const sum = p.sum + of_sum * p.dim;

@@ -56,7 +56,7 @@ using Layout = std::unique_ptr<cublasLtMatrixLayout_t, Destroy<cublasLtMatrixLay
 using Preference =
     std::unique_ptr<cublasLtMatmulPreference_t, Destroy<cublasLtMatmulPreference_t, &CublasLtApi::cublasLtMatmulPreferenceDestroy>>;
 
-// A matrix of each head, whose place and number of columns change from call to call.
+// A matrix of each head, whose place, number of columns and heads change from call to call.
 class Matrices {
  public:
   Matrices(DType dtype, int64_t rows, int64_t columns, int32_t heads) {
@@ -67,6 +67,7 @@ class Matrices {
     set(kLtLayoutBatchCount, heads);
   }
   void set_columns(uint64_t columns) { set(kLtLayoutCols, columns); }
+  void set_heads(int32_t heads) { set(kLtLayoutBatchCount, heads); }
   void set_strides(int64_t column, int64_t head) { set(kLtLayoutLd, column), set(kLtLayoutBatchOffset, head); }
   cublasLtMatrixLayout_t get() const { return layout_.get(); }
 
@@ -126,6 +127,7 @@ class Product {
     weight_.set_strides(column(weight, 1), head(weight, 0));
     from_.set_strides(column(from, 0), head(from, 1));
     to_.set_strides(column(to, 0), head(to, 1));
+    for (Matrices* each : {&weight_, &from_, &to_}) each->set_heads(int32_t(to.size(1)));
     set_rows(uint64_t(to.size(0)));
     const float one = 1.f, zero = 0.f;
     return need_cublaslt().cublasLtMatmul(handle_->get(), desc_.get(), &one, weight.data, weight_.get(), from.data, from_.get(), &zero,

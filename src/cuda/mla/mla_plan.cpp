@@ -19,10 +19,13 @@
 namespace imbrex::cuda {
 namespace {
 
-// The most pieces that a step within the limits has.
-int64_t most_pieces(const PlanLimits& limits, int chunk) {
-  const int64_t requests = std::min(limits.max_num_reqs, limits.max_num_tokens);
-  return checked_mul("mla.scratch", requests, (int64_t(limits.max_seq_len) + chunk - 1) / chunk + 1);
+// The most pieces that a step within the limits has. Only the last shape has requests that are cut into slices.
+int64_t most_pieces(const PlanLimits& limits, const std::vector<RoundShape>& shapes) {
+  int64_t each = 1;
+  for (const RoundShape& shape : shapes)
+    if (!shape.whole) each = std::max(each, (int64_t(limits.max_seq_len) + shape.keys - 1) / shape.keys + 1);
+  return checked_mul("mla.scratch", std::min(limits.max_num_reqs, limits.max_num_tokens) + limits.max_num_tokens / shapes.back().tokens,
+                     each);
 }
 
 }  // namespace
@@ -30,56 +33,117 @@ int64_t most_pieces(const PlanLimits& limits, int chunk) {
 DeviceMlaPlan::DeviceMlaPlan(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, MlaParts parts)
     : spec_(spec),
       latent_spec_(spec.latent_spec()),
-      round_specs_(round_specs(spec)),
       device_(device),
       options_(options),
-      member_(options),
       parts_(std::move(parts)),
+      outline_(outline(spec, device, options, parts_)),
       rules_(parts_.rules()),
-      context_(Context::of_device(device.device.index)) {
+      context_(Context::of_device(device.device.index)),
+      rounds_(outline_.shapes.size()) {
   const CurrentContext current(*context_);
   const std::string arch = arch_of(device);
   const auto open = std::make_shared<ContextDevice>(context_);
   const PlanLimits& limits = options.limits;
-  chunk_ = parts_.chunk_keys > 0 ? parts_.chunk_keys : workspace_keys(spec, limits, parts_.hardware->expanded_bytes);
-  const bool expands = rules_.may_expand = ever_expands(spec, parts_.rules(), limits);
-  places_ = mla_scratch(spec, limits.max_num_tokens, chunk_, expands);
+  const bool expands = rules_.may_expand = outline_.may_expand;
+  // Members compute one after the other, and their scratch is in front of this plan's own in one workspace.
   workspace_ = gpu::workspace_for(open, context_->id(), options.workspace);
-  member_.validate = false;  // the whole batch is checked before it is taken apart
-  member_.on_device = false;
-  PlanOptions latent_options = member_;
-  latent_options.on_device = options.on_device && !expands;
-  if (!spec.absorbed) {
-    // This plan's scratch is in use while a member computes. Members compute one after the other.
-    member_.workspace = latent_options.workspace = make_workspace(device);
-    latent_options.out_dtype = spec.dtype;
-  }
-  latent_ = step_plan(parts_.latent->plan(latent_spec_, device, latent_options));
-  const Plan::Lengths lengths = dynamic_cast<const Plan&>(*latent_).lengths();
-  lengths_.num_tokens = lengths.num_tokens;
-  if (latent_options.on_device) lengths_ = {lengths.num_tokens, lengths.num_reqs, lengths.query_start, lengths.seq_lens};
-  member_.out_dtype.reset();
-  member_.limits.max_seq_len = std::min(limits.max_seq_len, chunk_);
-  member_.limits.min_query_len = 0;
+  workspace_->reserve(outline_.bytes);
+  options_.workspace = workspace_;
   if (!spec.absorbed) launches_ = std::make_unique<MlaSteps>(context_, arch, spec, expands);
   write_kv_ = std::make_unique<WriteKv>(context_, arch, latent_spec_, true);
-  workspace_->reserve(places_.bytes);
 
-  const int64_t pieces = expands ? most_pieces(limits, chunk_) : 0,
+  const int64_t pieces = expands ? most_pieces(limits, outline_.shapes) : 0, slices = int64_t(outline_.latent_slices),
                 all_blocks = (int64_t(limits.max_seq_len) + spec.block_size - 1) / spec.block_size;
   ArrayLayout layout;
-  latent_rows_ = layout.add<TokenRows>(expands ? limits.max_num_reqs : 0);
+  num_tokens_ = layout.add<int>(1);
+  latent_rows_ = layout.add<TokenRows>(slices + (expands ? limits.max_num_reqs : 0));
   key_rows_ = layout.add<KeyRows>(pieces);
   token_rows_ = layout.add<TokenRows>(2 * pieces);
   slots_ = layout.add<long>(limits.max_num_tokens);
   block_ids_ = layout.add<int>(expands ? std::min(checked_mul("mla.scratch", limits.max_num_reqs, all_blocks), kMaxHostBlocks) : 0);
   memory_ = std::make_unique<PlanArrays>(open, layout);
-  // Those of the first round, so that their kernels are there; plans of other rounds share them.
-  for (const RoundKind kind : {kCausalPart, kWholePart})
-    if (expands && !options.load_on_demand && (kind == kWholePart || spec.mask.causal)) round_plan(0, kind);
+  // Those of the first slice and rounds, so that their kernels are there; plans of others share them. Graphs hold all slices.
+  touched_latents_ = expands ? 1 : outline_.latent_slices;
+  for (size_t i = 0; i < touched_latents_; ++i) latent_plan(i);
+  for (size_t shape = 0; shape < outline_.shapes.size() && !options.load_on_demand; ++shape)
+    for (const RoundKind kind : {kCausalPart, kWholePart})
+      if (kind == kWholePart || spec.mask.causal) round_plan(shape, 0, kind);
 }
 
-bool DeviceMlaPlan::capturable() const { return latent_->capturable() && !rules_.may_expand; }
+bool DeviceMlaPlan::capturable() const { return latents_[0]->capturable() && !rules_.may_expand; }
+
+// Makes the plan of a slice in latent space where no step has needed it yet.
+StepPlan& DeviceMlaPlan::latent_plan(size_t i) {
+  if (i == latents_.size()) {
+    const PlanOptions member = latent_member(spec_, options_, outline_);
+    std::unique_ptr<StepPlan> made = step_plan(parts_.latent->plan(latent_spec_, device_, member));
+    const Plan::Lengths lengths = dynamic_cast<const Plan&>(*made).lengths();
+    lengths_.push_back({.num_tokens = lengths.num_tokens});
+    if (member.on_device) lengths_.back() = {lengths.num_tokens, lengths.num_reqs, lengths.query_start, lengths.seq_lens};
+    latents_.push_back(std::move(made));
+  }
+  return *latents_[i];
+}
+
+// Likewise of a round.
+StepPlan& DeviceMlaPlan::round_plan(size_t shape, size_t round, RoundKind kind) {
+  std::vector<RoundPlans>& plans = rounds_[shape];
+  if (plans.size() <= round) plans.resize(round + 1);
+  std::unique_ptr<StepPlan>& plan = plans[round][kind];
+  if (plan == nullptr) {
+    const RoundShape& of = outline_.shapes[shape];
+    const AttentionSpec spec = round_specs(of_heads(spec_, of.heads))[kind];
+    std::unique_ptr<AttentionPlan> made = parts_.expanded->plan(spec, device_, round_member(options_, of));
+    if (auto* const of_cuda = dynamic_cast<Plan*>(made.get())) of_cuda->keys_come_late();
+    plan = step_plan(std::move(made));
+  }
+  return *plan;
+}
+
+void DeviceMlaPlan::cut_latent(const Batch& batch, Step& next) const {
+  next.latent_slices.clear();
+  for (int r = 0; r < batch.num_reqs(); ++r)
+    if (next.ways.expand[size_t(r)] == 0) next.latent_slices.add(batch, r, outline_.latent_tokens);
+  next.latent_tokens = 0;
+  if (next.latent.size() < next.latent_slices.size()) next.latent.resize(next.latent_slices.size());
+  size_t ranges = 0;
+  for (size_t i = 0; i < next.latent_slices.size(); ++i) {
+    const MlaSlice& from = next.latent_slices[i];
+    LatentSlice& to = next.latent[i];
+    BatchPart& part = to.part;
+    part.ranges.clear();
+    part.query_start_loc.assign(1, 0);
+    to.seq_lens.clear();
+    for (const MlaQueries& queries : from.queries) {
+      part.query_start_loc.resize(size_t(queries.request) + 1, part.query_start_loc.back());
+      part.query_start_loc.push_back(part.query_start_loc.back() + queries.q_end - queries.q_begin);
+      if (!part.ranges.empty() && part.ranges.back().end == queries.q_begin)
+        part.ranges.back().end = queries.q_end;
+      else
+        part.ranges.push_back({queries.q_begin, queries.q_end});
+      const int keys = keys_of(batch, spec_.mask, queries);
+      if (keys == batch.seq_lens[queries.request]) continue;
+      if (to.seq_lens.empty()) to.seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+      to.seq_lens[size_t(queries.request)] = keys;
+    }
+    part.query_start_loc.resize(size_t(batch.num_reqs()) + 1, part.query_start_loc.back());
+    part.num_tokens = from.num_tokens;
+    next.latent_tokens += part.num_tokens;
+    to.first_range = ranges;
+    ranges += part.ranges.size();
+  }
+}
+
+void DeviceMlaPlan::cut_rounds(const Batch& batch, Step& next) const {
+  next.round_slices.resize(outline_.shapes.size());
+  for (MlaSlices& of_shape : next.round_slices) of_shape.clear();
+  for (int r = 0; r < batch.num_reqs(); ++r) {
+    if (next.ways.expand[size_t(r)] == 0) continue;
+    const size_t shape = outline_.shape_of(batch.query_len(r), batch.seq_lens[r]);
+    next.round_slices[shape].add(batch, r, outline_.shapes[shape].tokens, outline_.shapes[shape].whole);
+  }
+  next.rounds.make(spec_, batch, next.round_slices, outline_.shapes);
+}
 
 // Where the device finds the blocks of requests with expanded keys.
 void DeviceMlaPlan::place_blocks(const Batch& batch, Step& next) const {
@@ -117,31 +181,37 @@ TensorView DeviceMlaPlan::place_slots(const TensorView& slots, bool captured) co
   return placed;
 }
 
-// Makes it where no step has needed it yet.
-StepPlan& DeviceMlaPlan::round_plan(size_t round, RoundKind kind) {
-  if (rounds_.size() <= round) rounds_.resize(round + 1);
-  std::unique_ptr<StepPlan>& plan = rounds_[round][kind];
-  if (plan == nullptr) {
-    std::unique_ptr<AttentionPlan> made = parts_.expanded->plan(round_specs_[kind], device_, member_);
-    if (auto* const of_cuda = dynamic_cast<Plan*>(made.get())) of_cuda->keys_come_late();
-    plan = step_plan(std::move(made));
-  }
-  return *plan;
+// Of a host's block table only the rows of the slice's requests are passed on, since each slice's plan sends them.
+Batch DeviceMlaPlan::batch_of_slice(const Batch& batch, LatentSlice& slice) const {
+  Batch of = batch_of(batch, slice.part);
+  if (!slice.seq_lens.empty()) of.seq_lens = slice.seq_lens;
+  if (outline_.latent_slices == 1 || batch.block_table.empty() || !on_host(batch.block_table)) return of;
+  const auto& starts = slice.part.query_start_loc;
+  const size_t first = size_t(std::ranges::upper_bound(starts, 0) - starts.begin()) - 1;
+  const size_t end = size_t(std::ranges::lower_bound(starts, starts.back()) - starts.begin());
+  of.query_start_loc = of.query_start_loc.subspan(first, end - first + 1);
+  of.seq_lens = of.seq_lens.subspan(first, end - first);
+  of.block_table = batch.block_table.slice(0, int64_t(first), int64_t(end));
+  return of;
 }
 
 void DeviceMlaPlan::prepare_members(const Batch& batch, Step& next, Stream stream) {
   committed_.clear();
+  const auto prepare = [&](StepPlan& plan, const Batch& of) {
+    plan.prepare(of, stream);
+    committed_.push_back(&plan);
+  };
   Batch of_latent = batch;
   of_latent.slot_mapping = {};
-  latent_->prepare(batch_of(of_latent, next.latent), stream);
-  committed_.push_back(latent_.get());
-  for (size_t i = 0; i < next.rounds.num_rounds; ++i)
-    for (const RoundKind kind : {kCausalPart, kWholePart}) {
-      if (next.rounds.rounds[i].rows[kind].num_rows() == 0) continue;
-      StepPlan& plan = round_plan(i, kind);
-      plan.prepare(next.rounds.batch_of(i, kind), stream);
-      committed_.push_back(&plan);
-    }
+  // A graph may hold slices that this step does not have.
+  const size_t slices = next.latent_slices.size(), before = touched_latents_;
+  touched_latents_ = std::max(slices, before);
+  for (size_t i = 0; i < touched_latents_; ++i) prepare(latent_plan(i), i < slices ? batch_of_slice(of_latent, next.latent[i]) : Batch{});
+  for (size_t i = 0; i < next.rounds.num_rounds; ++i) {
+    const DeviceRounds::Round& round = next.rounds.rounds[i];
+    for (const RoundKind kind : {kCausalPart, kWholePart})
+      if (round.rows[kind].num_rows() > 0) prepare(round_plan(round.shape, round.of_shape, kind), next.rounds.batch_of(i, kind));
+  }
   std::stable_partition(committed_.begin(), committed_.end(), [](const StepPlan* plan) { return plan->can_revert(); });
 }
 
@@ -152,12 +222,16 @@ void DeviceMlaPlan::put(const Batch& batch, const Step& step) {
   check(rounds.key_rows.size() <= key_rows_.capacity && rounds.token_rows.size() <= token_rows_.capacity, "update.limits",
         "expected a batch within the limits: {} pieces, got {}", key_rows_.capacity, rounds.key_rows.size());
   m.begin();
-  if (step.latent.ranges.size() > 1) {
-    TokenRows* to = m.put(latent_rows_, step.latent.ranges.size());
-    int row = 0;
-    for (const TokenRange& range : step.latent.ranges) {
-      *to++ = {.row = row, .token = range.begin, .first = 1, .last = 1};
-      row += range.end - range.begin;
+  *m.put(num_tokens_, 1) = step.num_tokens;
+  if (const size_t slices = step.latent_slices.size(); slices > 0) {
+    const LatentSlice& last = step.latent[slices - 1];
+    TokenRows* to = m.put(latent_rows_, last.first_range + last.part.ranges.size());
+    for (size_t i = 0; i < slices; ++i) {
+      int row = 0;
+      for (const TokenRange& range : step.latent[i].part.ranges) {
+        *to++ = {.row = row, .token = range.begin, .sum = 0, .first = 1, .last = 1};
+        row += range.end - range.begin;
+      }
     }
   }
   if (!rounds.key_rows.empty()) std::ranges::copy(rounds.key_rows, m.put(key_rows_, rounds.key_rows.size()));
@@ -183,8 +257,8 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
         next.reach.block, next.reach.slot);
   next.slots = place_slots(batch.slot_mapping, false);
   decide_ways(spec_, rules_, batch, next.ways);
-  take_part(batch, next.latent, [&](int r) { return next.ways.expand[size_t(r)] == 0; });
-  next.rounds.make(spec_, batch, next.ways.expand, chunk_);
+  cut_latent(batch, next);
+  cut_rounds(batch, next);
   place_blocks(batch, next);
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
@@ -201,10 +275,11 @@ void DeviceMlaPlan::update(const Batch& batch, Stream stream) {
     commit_together(committed_, stream);
   } catch (...) {
     memory_->take_back(cu);
-    has_step_ = memory_->is_whole() && latent_->has_step();
+    has_step_ = memory_->is_whole() && std::ranges::all_of(latents_, [](const auto& latent) { return latent->has_step(); });
     throw;
   }
   steps_.flip();
+  touched_latents_ = next.latent_slices.size();
   has_step_ = true;
 }
 
@@ -213,14 +288,15 @@ void DeviceMlaPlan::update_on_device(const DeviceBatch& batch, Stream stream) {
   check(!rules_.may_expand, "update.on_device",
         "expected limits that keep every request in latent space, since the host decides which requests have their keys expanded, got {} "
         "query tokens of a request",
-        most_queries());
+        most_query_len(options_.limits));
   const CurrentContext current(*context_);
   const TensorView slots = place_slots(batch.slot_mapping, is_captured(cu_stream(stream)));
   Step& next = steps_.spare();
-  next.num_tokens = next.latent.num_tokens = max_tokens(batch, options_.limits);
-  next.latent.ranges.assign(1, {0, next.num_tokens});
-  next.rounds.num_rounds = 0;
-  latent_->update_on_device(batch, stream);
+  next.num_tokens = next.latent_tokens = max_tokens(batch, options_.limits);
+  next.latent_slices.clear();
+  next.rounds.num_rounds = 0, next.rounds.slices.clear();
+  latents_[0]->update_on_device(batch, stream);
+  touched_latents_ = 1;
   next.on_device = true;
   next.slots = slots;
   next.reach = {};
@@ -229,7 +305,7 @@ void DeviceMlaPlan::update_on_device(const DeviceBatch& batch, Stream stream) {
   has_step_ = true;
 }
 
-std::vector<Reason> DeviceMlaPlan::device_problems(Stream stream) { return latent_->device_problems(stream); }
+std::vector<Reason> DeviceMlaPlan::device_problems(Stream stream) { return latents_[0]->device_problems(stream); }
 
 void DeviceMlaPlan::write_kv(const KvCache& cache, const TensorView& latent, const TensorView& rope, Stream stream) const {
   check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
@@ -246,7 +322,7 @@ void DeviceMlaPlan::write_kv(const KvCache& cache, const TensorView& latent, con
                          .captured_tokens = step.on_device ? step.num_tokens
                                             : captured     ? options_.limits.max_num_tokens
                                                            : 0,
-                         .now = lengths_.num_tokens};
+                         .now = outline_.latent_slices == 1 ? lengths_[0].num_tokens : memory_->device(num_tokens_)};
   write_kv_->run_latents(cache, latent, rope, tokens, cu);
   if (!captured) return;
   captured_write_ = true;
@@ -257,13 +333,19 @@ std::string DeviceMlaPlan::str() const {
   const Step& step = steps_.now();
   std::string text = parts_.name + ":";
   if (step.num_tokens == 0) return text + " nothing";
-  if (step.latent.num_tokens > 0)
-    text += fmt::format(" {} tokens in latent space ({}){}", step.latent.num_tokens, latent_->str(), step.ways.largest[0].str());
+  if (step.latent_tokens > 0) {
+    const size_t slices = step.latent_slices.size();
+    text += fmt::format(" {} tokens in latent space{} ({}){}", step.latent_tokens, slices > 1 ? fmt::format(" in {} slices", slices) : "",
+                        latents_[0]->str(), step.ways.largest[0].str());
+  }
   if (const size_t count = step.rounds.num_rounds; count > 0) {
-    const RoundPlans& first = rounds_[0];
-    text += fmt::format("{} {} tokens with expanded keys in {} round{} of {} keys at most ({}){}", step.latent.num_tokens > 0 ? ";" : "",
-                        step.num_tokens - step.latent.num_tokens, count, count == 1 ? "" : "s", chunk_,
-                        (first[kCausalPart] ? first[kCausalPart] : first[kWholePart])->str(), step.ways.largest[1].str());
+    const DeviceRounds::Round& last = step.rounds.rounds[count - 1];
+    const RoundShape& shape = outline_.shapes[last.shape];
+    text +=
+        fmt::format("{} {} tokens with expanded keys in {} round{} of {} heads and {} keys at most ({}){}",
+                    step.latent_tokens > 0 ? ";" : "", step.num_tokens - step.latent_tokens, count, count == 1 ? "" : "s", shape.heads,
+                    shape.keys, rounds_[last.shape][last.of_shape][last.rows[kCausalPart].num_rows() > 0 ? kCausalPart : kWholePart]->str(),
+                    step.ways.largest[1].str());
   }
   return text;
 }
@@ -288,8 +370,8 @@ std::unique_ptr<MlaPlan> plan(const MlaSpec& spec, const DeviceInfo& device, con
   return std::make_unique<cuda::DeviceMlaPlan>(spec, device, options, std::move(parts));
 }
 
-int64_t workspace_bytes(const MlaSpec& spec, const PlanOptions& options, int chunk_keys, bool may_expand) {
-  return cuda::mla_scratch(spec, options.limits.max_num_tokens, chunk_keys, may_expand).bytes;
+int64_t workspace_bytes(const MlaSpec& spec, const DeviceInfo& device, const PlanOptions& options, const MlaParts& parts) {
+  return cuda::outline(spec, device, options, parts).bytes;
 }
 
 }  // namespace
@@ -299,7 +381,7 @@ const MlaHardware mla_on_cuda{.refusals = refusals,
                               .products = products,
                               .can_expand = cuda::can_expand_on_device,
                               .rounds = cuda::round_specs,
-                              .expanded_bytes = int64_t{512} << 20,
+                              .chunk_keys = cuda::device_chunk_keys,
                               .plan = plan,
                               .workspace_bytes = workspace_bytes};
 

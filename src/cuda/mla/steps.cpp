@@ -98,7 +98,7 @@ void MlaSteps::gather(const KvCache& cache, const RoundKeys& keys, const TensorV
                                    .block_size = spec_.block_size,
                                    .rank = spec_.kv_lora_rank,
                                    .rope_dim = spec_.qk_rope_dim,
-                                   .num_heads = spec_.num_heads,
+                                   .num_heads = int(k.size(1)),
                                    .to = latents.as<char>(),
                                    .to_rope = k.as<char>() + spec_.qk_nope_dim * size_of(k.dtype),
                                    .to_rope_token = byte_stride(k, 0),
@@ -124,10 +124,10 @@ void MlaSteps::add(const PartialResult& part, const PartialResult& sum, const Ra
                               .ranges = list.ranges,
                               .num_ranges = list.count,
                               .num_rows = num_rows,
-                              .num_heads = spec_.num_heads,
-                              .dim = spec_.v_dim,
+                              .num_heads = int(part.out.size(1)),
+                              .dim = int(part.out.size(2)),
                               .out_type = int(out.dtype)};
-  add_.launch(shape_of(int64_t(num_rows) * spec_.num_heads, kWarps), stream, params);
+  add_.launch(shape_of(int64_t(num_rows) * params.num_heads, kWarps), stream, params);
 }
 
 }  // namespace imbrex::cuda

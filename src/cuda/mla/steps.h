@@ -44,11 +44,12 @@ class MlaSteps {
     int num_keys;
     const int *block_ids, *block_starts;
   };
-  // Reads latents into `latents` [keys, 1, kv_lora_rank] and rope parts into the ends of rows of `k` [keys, heads, qk_dim], both in
-  // scratch.
+  // Reads latents into `latents` [keys, 1, kv_lora_rank] and rope parts into the ends of rows of `k` [keys, heads of a round, qk_dim], both
+  // in scratch.
   void gather(const KvCache&, const RoundKeys&, const TensorView& latents, const TensorView& k, CUstream) const;
 
-  // Adds the parts of a round's rows to `sum`, whose rows are the tokens of the batch, or writes them out where they are the last ones.
+  // Adds the parts of a round's rows to `sum`, whose rows are tokens of its slice, or writes them out where they are the last ones. All
+  // have the heads of the round.
   void add(const PartialResult& part, const PartialResult& sum, const RangeList<TokenRows>&, int num_rows, const TensorView& sinks,
            const TensorView& out, const TensorView& lse, CUstream) const;
 

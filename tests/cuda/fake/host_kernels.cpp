@@ -101,6 +101,9 @@ void finish(const AttentionParams& p, DType out_type, int token, int head, Sums&
 // The keys and values of an item and a kv head; empty before a row sees them.
 using Loaded = std::vector<std::pair<std::vector<double>, std::vector<double>>>;
 
+// A plan may be of fewer heads than the spec.
+int num_q_heads(const AttentionParams& p) { return p.num_kv_heads * spec.group_size(); }
+
 struct CacheTypes {
   DType k = spec.kv_dtype, v = spec.kv_dtype;
 };
@@ -157,7 +160,7 @@ void attend_row(const AttentionParams& p, const CacheTypes& types, DType out_typ
   }
   for (double& x : s.values) x *= v_scale;
   if (item.partial < 0) return finish(p, out_type, token, head, s);
-  const long row = long(item.partial + i - item.q_begin) * spec.num_q_heads + head;
+  const long row = long(item.partial + i - item.q_begin) * num_q_heads(p) + head;
   for (int d = 0; d < spec.head_dim_v; ++d) p.partial_out[row * spec.head_dim_v + d] = float(s.values[size_t(d)]);
   p.partial_state[2 * row] = float(s.reference * M_LOG2E);
   p.partial_state[2 * row + 1] = float(s.sum);
@@ -201,7 +204,7 @@ AttentionParams through_kv_maps(const Launch& launch) {
 AttentionParams through_maps(const Launch& launch) {
   AttentionParams p = through_kv_maps(launch);
   const TensorMap q = parameter<TensorMap>(launch, 1);
-  if (q.sizes[1] != uint64_t(spec.num_q_heads) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
+  if (q.sizes[1] != uint64_t(p.num_kv_heads * spec.group_size()) || q.sizes[2] < uint64_t(p.counts->num_tokens)) std::abort();
   if (int(q.box[1]) != spec.group_size() || int(q.box[2]) != 64 / spec.group_size()) std::abort();  // whole tokens of 64 rows
   p.q = q.data, p.q_head_stride = long(q.strides[0]), p.q_token_stride = long(q.strides[1]);
   return p;
@@ -247,11 +250,11 @@ void merge(const AttentionParams& p, const MergeList& list, DType out_type) {
   for (int i = 0; i < list.counts->num_merges; ++i) {
     const MergeItem& m = list.items[i];
     for (int token = m.q_begin; token < m.q_end; ++token)
-      for (int head = 0; head < spec.num_q_heads; ++head) {
+      for (int head = 0; head < num_q_heads(p); ++head) {
         Sums s;
         for (int split = 0; split < m.num_splits; ++split) {
           const int first = m.first_partial < 0 ? p.merge_parts[~m.first_partial + split] : m.first_partial + split * (m.q_end - m.q_begin);
-          const long row = long(first + token - m.q_begin) * spec.num_q_heads + head;
+          const long row = long(first + token - m.q_begin) * num_q_heads(p) + head;
           for (int d = 0; d < spec.head_dim_v; ++d) value[size_t(d)] = p.partial_out[row * spec.head_dim_v + d];
           if (p.partial_state[2 * row + 1] > 0) s.add(p.partial_state[2 * row] / M_LOG2E, p.partial_state[2 * row + 1], value.data());
         }
