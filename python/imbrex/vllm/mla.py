@@ -81,8 +81,10 @@ class MlaImpl(CPUMLAImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        skip_scale: bool = False,
     ) -> None:
-        """Writes new latents [tokens, kv_lora_rank] and k_pe [tokens, 1, qk_rope_head_dim] to slot_mapping's slots; slot -1 is skipped."""
+        """Writes new latents [tokens, kv_lora_rank] and k_pe [tokens, 1, qk_rope_head_dim] to slot_mapping's slots; slot -1 is skipped. With
+        skip_scale, which vLLM 0.33 passes, k_scale is 1; it is read all the same."""
         if not kv_cache.numel():
             return
         metadata = self._metadata()

@@ -11,6 +11,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 class Layers:
     """Layers of one group with their pages, and a step of vLLM's runner."""
 
+    skip_scale = ()  # what vLLM 0.33 adds to the arguments of do_kv_cache_update()
+
     def __init__(self, count=2, dtype=torch.float32, rope=ROPE, device="cpu", **options):
         import vllm.config
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -68,7 +70,7 @@ class Layers:
             q = torch.randn(len(slots), HEADS, NOPE + self.rope)
             latent, k_pe, q = (x.to(self.device, self.config.model_config.dtype) for x in (latent, k_pe, q))
             with set_forward_context({name: metadata}, self.config, {name: slots}):
-                layer.impl.do_kv_cache_update(latent, k_pe, layer.kv_cache, slots, "auto", self.scale)
+                layer.impl.do_kv_cache_update(latent, k_pe, layer.kv_cache, slots, "auto", self.scale, *self.skip_scale)
             self.q = q
             out = torch.empty(len(slots), HEADS * VALUE, dtype=q.dtype, device=self.device)
             layer.impl.forward_mha(q, latent, k_pe, layer.kv_cache, metadata, self.scale, out)
@@ -154,6 +156,13 @@ def test_a_model_with_latents_has_a_backend_of_its_own(vllm, monkeypatch):
     assert reason.startswith("imbrex: ") and "576" in reason
     with pytest.raises(AttributeError, match="no attribute 'Other'"):
         imbrex.vllm.custom.Other
+
+
+def test_calls_of_vllm_033_say_whether_the_scale_is_one(vllm_on_cpu):
+    layers = Layers(count=1)
+    layers.skip_scale = (True,)
+    for out, expected in layers.step([9, 30], [9, 30]):
+        torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_slots_that_no_step_has_are_written_too(vllm_on_cpu):
