@@ -1,6 +1,8 @@
 // The CUDA backends: what each refuses, and the table of kernels that it hands to the plan.
 #include "imbrex/attention.h"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <iterator>
 #include <limits>
@@ -260,7 +262,14 @@ bool sm90_reads(KvFormat format) { return format == KvFormat::fp8_ds_mla; }
 // Why none of the kernels of cuda_sm90 takes a layer.
 std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) {
   const bool few_rows = attention_sm90_decode_tiles("sm_90a", spec, kDecodeRows) || attention_sm90_verify_tiles("sm_90a", spec);
-  return few_rows || runs_sm90_latents("sm_90a", spec) ? std::vector<Reason>{} : sm90_prefill(spec).refusals(spec);
+  if (few_rows || runs_sm90_latents("sm_90a", spec)) return {};
+  std::vector<Reason> reasons = sm90_prefill(spec).refusals(spec);
+  // Kernels for latents take their dims and every number of heads: where there is another reason, it is that one.
+  const auto is_met = [](const Reason& reason) { return reason.code == "spec.head_dim_qk" || reason.code == "spec.num_q_heads"; };
+  if (has_latent_dims(spec) && codec_of(spec).values_in_keys &&
+      (spec.kv_format == KvFormat::latent_rope || !std::ranges::all_of(reasons, is_met)))
+    std::erase_if(reasons, is_met);
+  return reasons;
 }
 
 }  // namespace
@@ -277,6 +286,19 @@ bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
 }  // namespace cuda
 
 namespace {
+
+// Those that kernels read: "strided, latent or fp8_ds_mla".
+std::string formats_of(const cuda::AttentionKernels& kernels) {
+  std::vector<std::string_view> names;
+  AttentionSpec spec;
+  for (const KvFormat format : kv_formats()) {
+    spec.kv_format = format;
+    if (reads(kernels, spec)) names.push_back(codec_of(format).name);
+  }
+  const std::string_view last = names.back();
+  names.pop_back();
+  return fmt::format("{} or {}", fmt::join(names, ", "), last);
+}
 
 class CudaBackend final : public BackendOf<AttentionFamily> {
  public:
@@ -298,7 +320,7 @@ class CudaBackend final : public BackendOf<AttentionFamily> {
     } else if (device.sm < sm_.least || device.sm > sm_.most) {
       reasons.push_back({"device.sm", sm_.str(), fmt::format("{}", device.sm)});
     }
-    if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", "strided", to_string(spec.kv_format)});
+    if (!reads(kernels_, spec)) reasons.push_back({"spec.kv_format", formats_of(kernels_), to_string(spec.kv_format)});
     std::ranges::move(refusals_(spec, device), std::back_inserter(reasons));
     return reasons;
   }

@@ -106,6 +106,18 @@ TEST_F(Cli, SelectExplainsLatentAttention) {
     EXPECT_TRUE(contains(gpu.out, part)) << part << "\n" << gpu.out;
 }
 
+// Layers that a kernel for latents would take but for one thing are told that one thing.
+TEST_F(Cli, SelectSaysWhatKeepsLatentsFromTheirKernel) {
+  const std::string layer = "select --heads 128/1 --head-dim 576/512 --block-size 64 --device h200";
+  const Ran apart = run(layer + " --kv-format latent_rope"), e5m2 = run(layer + " --kv-format latent --kv-dtype fp8_e5m2");
+  EXPECT_TRUE(contains(apart.out, "spec.kv_format: wanted strided, latent or fp8_ds_mla, got latent_rope")) << apart.out;
+  EXPECT_TRUE(contains(e5m2.out, "spec.kv_dtype: wanted bf16, as the queries, or fp8_e4m3, got fp8_e5m2")) << e5m2.out;
+  for (const Ran* ran : {&apart, &e5m2}) {
+    EXPECT_TRUE(contains(ran->out, "cuda_sm80 (the only one that runs it)")) << ran->out;
+    EXPECT_FALSE(contains(ran->out, "spec.head_dim_qk")) << ran->out;
+  }
+}
+
 TEST_F(Cli, EnvironmentForcesABackend) {
   const Ran ran = run("select", "IMBREX_BACKEND=reference");
   EXPECT_EQ(ran.code, 0);
