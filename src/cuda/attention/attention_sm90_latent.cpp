@@ -51,7 +51,7 @@ int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
 }
 
 KernelKey latent_kernel_key(const char* path, std::string_view arch, const AttentionSpec& spec, DType out, int rows, int keys, int stages,
-                            bool maps) {
+                            bool maps, int width) {
   return {path, std::string(arch),
           attention_constants(spec, out,
                               {{"kTileRows", rows},
@@ -60,7 +60,7 @@ KernelKey latent_kernel_key(const char* path, std::string_view arch, const Atten
                                {"kKeyWarps", 0},
                                {"kStages", stages},
                                {"kBlocks", 1},
-                               {"kKWidth", kTensorMapLine},
+                               {"kKWidth", width},
                                {"kVWidth", kTensorMapLine},
                                {"kMaps", maps}})};
 }

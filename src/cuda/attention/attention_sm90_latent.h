@@ -28,9 +28,10 @@ int64_t attention_sm90_latent_run_sums(const AttentionSpec&);  // floats of a th
 // Entry `attention_sm90_latent`. Parameters: AttentionParams, then the maps of q, k and v (not used). `maps`: whether it reads through
 // them; otherwise it reads tensors of any strides, slower, and computes the same bits.
 KernelKey attention_sm90_latent_key(std::string_view arch, const AttentionSpec&, DType out, const Sm90LatentTiles&, bool maps);
-// The key of a kernel for latents: text `path`, of a layer, for tiles of so many rows and keys, and so many stages in shared memory.
+// The key of a kernel for latents: text `path`, of a layer, for tiles of so many rows and keys, and so many stages in shared memory, of
+// keys in boxes of `width` bytes each.
 KernelKey latent_kernel_key(const char* path, std::string_view arch, const AttentionSpec&, DType out, int rows, int keys, int stages,
-                            bool maps);
+                            bool maps, int width = kTensorMapLine);
 // Makes the tensor maps, as attention_sm90_maps() does.
 bool attention_sm90_latent_maps(const AttentionSpec&, const TensorView& q, const KvCache&, AttentionMaps&);
 

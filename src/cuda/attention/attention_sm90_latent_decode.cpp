@@ -12,8 +12,8 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int kTileKeys = 64, kFewRows = 16, kMoreRows = 32;
-constexpr int kSplitCost = 10;                     // as that of attention_sm90_latent.cpp
-constexpr int kGroupChunks = 3, kStagedTiles = 2;  // as in attention_sm90_latent_decode_load.cuh
+constexpr int kSplitCost = 10;   // as that of attention_sm90_latent.cpp
+constexpr int kGroupChunks = 3;  // as in attention_sm90_latent_decode_load.cuh
 
 bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
   const bool latent = spec.kv_format == KvFormat::latent && (spec.kv_dtype == spec.q_dtype || spec.kv_dtype == DType::fp8_e4m3);
@@ -21,47 +21,60 @@ bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
   return arch == "sm_90a" && (latent || records) && has_latent_dims(spec);
 }
 
-int64_t record_bytes(const AttentionSpec& spec) { return spec.kv_format == KvFormat::fp8_ds_mla ? kDsMlaBytes : spec.head_dim_qk; }
-
-// Groups of chunks that shared memory holds beside queries, weights, scores that teams exchange, sums, and records that are not widened
-// yet.
+// Tiles of bytes, or groups of chunks, that shared memory holds beside queries, weights, scores that teams exchange (of bytes they have
+// weights of two tiles instead), and sums.
 int num_stages(const AttentionSpec& spec, int rows) {
-  constexpr int kMostStages = 8, kRowBytes = kTensorMapLine + 256 + 32, kRest = 512;  // of weights, scores, sums; of all else
-  const int chunks = sm90_chunks(spec.head_dim_qk);
-  const int staged = kStagedTiles * (widens(spec) ? kTileKeys * int(record_bytes(spec)) : kTensorMapLine);
-  const int room = kSm90SharedMemory - rows * (chunks * kTensorMapLine + kRowBytes) - staged - kRest;
-  return std::min(room / (kGroupChunks * kTileKeys * kTensorMapLine), kMostStages);
+  constexpr int kMostStages = 8, kScoreBytes = 256, kStateBytes = 36;  // of a row
+  const int weights = widens(spec) ? 4 * kTensorMapLine : kTensorMapLine, scores = widens(spec) ? 0 : kScoreBytes;
+  const int rest = widens(spec) ? 3584 : 512;
+  const int room = kSm90SharedMemory - rows * (sm90_chunks(spec.head_dim_qk) * kTensorMapLine + weights + scores + kStateBytes) - rest;
+  const int chunks = widens(spec) ? 1 : kGroupChunks;
+  return std::min(room / (kTileKeys * chunks * attention_sm90_latent_decode_width(spec)), kMostStages);
+}
+
+// Keys with a dimension of heads, which records do not have.
+TensorView with_heads(TensorView keys, const AttentionSpec& spec) {
+  if (spec.kv_format != KvFormat::fp8_ds_mla) return keys;
+  const int dims = keys.rank++;
+  keys.sizes[size_t(dims)] = keys.sizes[size_t(dims - 1)], keys.strides[size_t(dims)] = keys.strides[size_t(dims - 1)];
+  keys.sizes[size_t(dims - 1)] = 1, keys.strides[size_t(dims - 1)] = keys.strides[size_t(dims)] * keys.sizes[size_t(dims)];
+  return keys;
 }
 
 template <int rows>
 bool make_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   if (!encode_query_map(maps.q, spec, q, rows)) return false;
-  if (widens(spec) || has_small_pages(spec)) return has_aligned_rows(kv.k);
-  return encode_kv_map(maps.k, kv.k, kTileKeys);
+  if (has_small_pages(spec)) return has_aligned_rows(kv.k);
+  return encode_kv_map(maps.k, with_heads(kv.k, spec), kTileKeys, attention_sm90_latent_decode_width(spec));
 }
 
 }  // namespace
+
+int attention_sm90_latent_decode_width(const AttentionSpec& spec) {
+  if (!widens(spec)) return kTensorMapLine;
+  constexpr int kUnit = 16;
+  const int record = spec.kv_format == KvFormat::fp8_ds_mla ? kDsMlaBytes : spec.head_dim_qk;
+  return record / kUnit % 2 != 0 ? record : record + kUnit;
+}
 
 std::optional<Sm90LatentDecodeTiles> attention_sm90_latent_decode_tiles(std::string_view arch, const AttentionSpec& spec, Regime regime) {
   if (!runs_few_rows(arch, spec)) return std::nullopt;
   const int group = spec.group_size(), rows = regime == kDecode && group <= kFewRows ? kFewRows : kMoreRows;
   if (attention_sm90_latent_tiles(arch, spec) && (regime == kPrefill || group > rows)) return std::nullopt;
   const int piece = rows == kFewRows ? 256 : 512;
-  return Sm90LatentDecodeTiles{.rows = rows,
-                               .keys = kTileKeys,
-                               .stages = num_stages(spec, rows),
-                               .least_piece = piece,
-                               .split_cost = kSplitCost,
-                               .threads = widens(spec) ? 512u : 384u};
+  return Sm90LatentDecodeTiles{
+      .rows = rows, .keys = kTileKeys, .stages = num_stages(spec, rows), .least_piece = piece, .split_cost = kSplitCost, .threads = 384};
 }
 
 int64_t attention_sm90_latent_decode_run_sums(const AttentionSpec& spec, const Sm90LatentDecodeTiles& tiles) {
-  return kLatentDecodeLevels * latent_decode_node_floats(spec.head_dim_v, tiles.rows);
+  const int more = spec.kv_format == KvFormat::fp8_ds_mla && tiles.rows > kFewRows ? 1 : 0;  // no level is in registers
+  return (kLatentDecodeLevels + more) * latent_decode_node_floats(spec.head_dim_v, tiles.rows);
 }
 
 KernelKey attention_sm90_latent_decode_key(std::string_view arch, const AttentionSpec& spec, DType out, const Sm90LatentDecodeTiles& tiles,
                                            bool maps) {
-  return latent_kernel_key("attention_sm90_latent_decode.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps);
+  return latent_kernel_key("attention_sm90_latent_decode.cu", arch, spec, out, tiles.rows, tiles.keys, tiles.stages, maps,
+                           attention_sm90_latent_decode_width(spec));
 }
 
 MakeMaps* attention_sm90_latent_decode_maps(const Sm90LatentDecodeTiles& tiles) {

@@ -4,38 +4,40 @@
 // All products are transposed: keys are the 64 rows of a product for scores, dims those of a product for values, and the rows of an item,
 // 16 or 32 of them, its columns. So no product is spent on rows that are not there, and what registers hold of the output is small: sums
 // of pieces are folded there. Two warpgroups compute. Each has half of the dims that scores are summed over, then half of a tile's keys
-// while scores become weights, and half of the dims of the output.
+// while scores become weights, and half of the dims of the output. Where the cache has bytes, each has a tile of its own until values are
+// multiplied.
 // docs/kernels/cuda_sm90_latent.md has the measurements.
-#include "attention_sm90_latent_decode_sums.cuh"
+#include "attention_sm90_latent_decode_bytes.cuh"
 
 namespace imbrex::cuda {
 
-// Registers of a thread of the warpgroups that compute, of the one that loads, and of the one that widens: all that a thread block has at
-// launch. A warpgroup that asked for more would wait for ever.
-constexpr int kComputeRegisters = kWidens ? 216 : 232, kLoadRegisters = 40, kWidenRegisters = kWidens ? 40 : 0;
-constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-static_assert(128 * (kTeams * kComputeRegisters + kLoadRegisters + kWidenRegisters) <= kThreads * kLaunchRegisters);
+// Registers of a thread of the warpgroups that compute, and of the one that loads: all that a thread block has at launch. A warpgroup that
+// asked for more would wait for ever.
+constexpr int kComputeRegisters = 232, kLoadRegisters = 40, kLaunchRegisters = 65536 / kThreads / 8 * 8;
+static_assert(128 * (kTeams * kComputeRegisters + kLoadRegisters) <= kThreads * kLaunchRegisters);
 
-// Log2 units that a row's maximum may outgrow its reference by.
-constexpr float kSlack = 8.f;
-
-DEVICE u64 descriptor(u32 address) { return wgmma_descriptor(address, 16, 1024, 1); }
+// Log2 units that a row's maximum may outgrow what it was when it became the reference, and that it weighs then. Weights of f16 make use of
+// that type's range, where scales of keys do not need it.
+constexpr float kSlack = 8.f, kFresh = kBytes && !kDsMla ? 6.f : 0.f;
+constexpr int kWeightType = kBytes ? int(kF16) : kQType;
 
 class Consumer {
  public:
   DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared), team_(warp_id() / 4), warp_(warp_id() % 4) {}
 
   DEVICE void run() {
-    u32 parity = 0;
-    each_item(shared_, [&](const Item& item) {
-      mbarrier_wait(shared_address(&shared_.q_full), parity);
-      parity ^= 1;
+    each_item(shared_, [this](const Item& item) {
+      mbarrier_wait(shared_address(&shared_.q_full), q_parity_);
+      q_parity_ ^= 1;
+      if constexpr (kBytes) take_queries(item);
       run_item(item);
     });
   }
 
  private:
-  using Scores = float[kColumns];  // of one key
+  // Of the thread's keys. Of a tile of 16 bits teams share out the keys, and a thread has one; of bytes each team has a tile of its own.
+  static constexpr int kKeys = kBytes ? 2 : 1, kTilesTogether = kBytes ? kTeams : 1;
+  using Scores = float[kKeys][kColumns];
 
   DEVICE void run_item(const Item& item) {
     const Tiles tiles = tiles_of(item);
@@ -43,6 +45,7 @@ class Consumer {
     const bool any_whole = !kCustomMask && !kPositions;
     const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(item.num_rows - 1)).lo) + kTileKeys - 1) / kTileKeys;
     const int whole_end = any_whole ? max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys : 0;
+    const int item_lo = item.lo, item_hi = item.hi;  // in registers, not read again for each tile
     const int piece_tiles = item.piece > 0 ? item.piece / kTileKeys : kFar;
     scale_ = kPlainLogits ? logit_scale(p_, item.kv_head) * kLog2e : 1.f;
     Tree tree;
@@ -51,32 +54,57 @@ class Consumer {
     int left = piece_tiles;
     bool begins = true;  // a piece
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
-      const bool last = tile == tiles.end - 1, whole = tile < whole_end && (!kWindow || tile >= whole_first);
-      if (begins) tree.go_on(p_);
+    for (int begin = tiles.first, together; begin < tiles.end; begin += together) {
+      together = kTilesTogether > 1 && left > 1 && tiles.end - begin > 1 ? kTilesTogether : 1;
+      const int tile = kBytes ? begin + team_ : begin;
+      const bool last = begin + together == tiles.end, whole = tile < whole_end && (!kWindow || tile >= whole_first);
+      if (begins) tree.go_on(p_, piece);
       const Ring<kStages> first = stage_;
+      const int lo = item_lo - tile * kTileKeys, hi = item_hi - tile * kTileKeys;  // the item's keys in the tile
+      const bool exists = tile < begin + together;
       Scores s;
-      compute_scores(s, last);
+      if constexpr (kBytes) {
+        compute_scores_of_bytes(s, begins, exists, last, lo, hi);
+      } else {
+        compute_scores(s[0], last);
+      }
       if (!kPlainLogits || !whole) modify(item, tile, !whole, s);
-      if (!whole) clear_values(first, item.lo - tile * kTileKeys, item.hi - tile * kTileKeys);
-      weigh(begins, s, piece);
-      add_values(first, begins, piece);
-      begins = --left == 0 || last;
+      if constexpr (kBytes) {
+        if (!exists) {
+#pragma unroll
+          for (auto& of_key : s) fill(of_key, -infinity());
+        }
+        float scales[kKeys] = {};  // that the thread's keys have for a group of dims, that of its place among four lanes
+        if (kDsMla && exists) {
+          const int group = lane() % kDsMlaGroups;
+#pragma unroll
+          for (int h = 0; h < kKeys; ++h) scales[h] = byte_tile(team_).scale_of(key(h), group) * shared_.up[group];
+        }
+        const bool wide = weigh(begins, s, scales, piece);
+        add_bytes(together, wide, piece);
+      } else {
+        if (!whole) clear_values(first, lo, hi);
+        weigh(begins, s, {}, piece);
+        add_values(first, begins, piece);
+      }
+      left -= together;
+      begins = left == 0 || last;
       if (!begins) continue;
+      if constexpr (kDsMla) leave_scales(piece);
       total_sums(piece);
       tree.add(p_, piece);
       left = piece_tiles;
     }
-    store(item, tree.end(p_));
+    store_sums(p_, item, tree.end(p_, piece), team_, warp_);
   }
 
   DEVICE void meet() const { named_barrier_sync(1, 128 * kTeams); }
   DEVICE int lane() const { return computed_here(lane_id()); }
-  // The thread's key in a tile, once teams have shared them out.
-  DEVICE int key() const { return warp_ * 16 + team_ * 8 + lane() / 4; }
+  // A key of the thread's in a tile.
+  DEVICE int key(int h) const { return warp_ * 16 + (kBytes ? h : team_) * 8 + lane() / 4; }
 
   // Multiplies keys and queries: every second 16 dims of them, of all keys; what the other team has of the thread's key is added.
-  DEVICE void compute_scores(Scores& s, bool last) {
+  DEVICE void compute_scores(float (&s)[kColumns], bool last) {
     constexpr int kSteps = (kHeadDimQk + 15) / 16;
     Column sums;
     Ring<kStages> stage = stage_;
@@ -87,7 +115,7 @@ class Consumer {
       const int chunk = step / 4, in_group = chunk % kGroupChunks;
       if (in_group == 0 && step % 4 == 0) {
         mbarrier_wait(shared_address(&shared_.full[stage.at]), stage.parity);
-        if constexpr (!kWidens && kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
+        if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
         keys = shared_address(shared_.stage[stage.at]) + team_ * 32;
         stage.next();
         wgmma_fence();
@@ -121,14 +149,15 @@ class Consumer {
 
   // Scores become logits, in log2 units if they are not plain; -infinity where a row does not see the key.
   DEVICE void modify(const Item& item, int tile, bool hides, Scores& s) const {
-    const int key = tile * kTileKeys + this->key();
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
+    for (int i = 0; i < kKeys * kColumns; ++i) {
+      const int h = i / kColumns, k = i % kColumns, key = tile * kTileKeys + this->key(h);
+      float& x = s[h][k];
       const int row = min(row_of_column(k), item.num_rows - 1), position = item.position_of(row);
       if constexpr (!kPlainLogits) {
         const RowTerms terms = row_terms(p_, item.head_of(row), logit_scale(p_, item.kv_head));
-        s[k] = modified(p_, terms, s[k], key - position);
-        if constexpr (kFactorLeft) s[k] *= factor_of(p_, terms);
+        x = modified(p_, terms, x, key - position);
+        if constexpr (kFactorLeft) x *= factor_of(p_, terms);
       }
       if (!hides) continue;
       const KeyRange seen = visible_keys(p_, position);
@@ -137,7 +166,7 @@ class Consumer {
         const long query = item.query_index + (item.row_begin + row) / kGroup;
         if (sees) sees = p_.custom_mask[p_.custom_start[item.request] + query * item.seq_len + key] != 0;
       }
-      if (!sees) s[k] = -infinity();
+      if (!sees) x = -infinity();
     }
   }
 
@@ -157,47 +186,71 @@ class Consumer {
   }
 
   // Scores become weights, in shared memory. Most tiles do not move a reference: so weights relative to the one that is there are computed
-  // at once, and anew where a row's maximum has outgrown it.
-  DEVICE void weigh(bool begins, const Scores& s, Sums& piece) {
+  // at once, and anew where a row's maximum has outgrown it. Those of bytes are f16, or bf16 where the scales of keys want that: then it
+  // returns true.
+  DEVICE bool weigh(bool begins, const Scores& s, const float (&scales)[kKeys], Sums& piece) {
     const float scale = scale_;
-    Scores weights;
+    bool fit = true;
+    if constexpr (kDsMla) fit = fits_f16(scales[0]) && fits_f16(scales[kKeys - 1]);
     if (!begins) {
-      bool outgrown = false;
+      bool again = !fit;
+      float sum[kColumns];
 #pragma unroll
-      for (int k = 0; k < kColumns; ++k) {
-        outgrown |= s[k] * scale > piece.reference[k] + kSlack;
-        weights[k] = exp2_approx(fmaf(s[k], scale, -piece.reference[k]));
+      for (int h = 0; h < kKeys; ++h) {
+        float weights[kColumns];
+#pragma unroll
+        for (int k = 0; k < kColumns; ++k) {
+          again |= s[h][k] * scale > piece.reference[k] + (kSlack + kFresh);
+          weights[k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
+          sum[k] = h == 0 ? weights[k] : sum[k] + weights[k];
+        }
+        put_weights<kWeightType>(h, weights, scales[h]);
       }
-      put_weights(weights);
-      if (!named_barrier_any(1, 128 * kTeams, outgrown)) {
+      if constexpr (!kBytes) async_proxy_fence();
+      if (!named_barrier_any(1, 128 * kTeams, again)) {
 #pragma unroll
-        for (int k = 0; k < kColumns; ++k) piece.sum[k] += weights[k];
-        return;
+        for (int k = 0; k < kColumns; ++k) piece.sum[k] += sum[k];
+        return false;
       }
     }
     const int lane = this->lane();
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      const float top = max_of_keys(s[k]);
+      const float top = max_of_keys(kKeys == 1 ? s[0][k] : fmaxf(s[0][k], s[kKeys - 1][k]));
       if (lane < 4) shared_.of_warps[row_of_column(k)][team_ * 4 + warp_] = top;
     }
-    meet();
+    bool wide = false;
+    if constexpr (kDsMla) {
+      wide = named_barrier_any(1, 128 * kTeams, !fit);
+    } else {
+      meet();
+    }
     float factor[kColumns];
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       float4 low, high;
       take_of_warps(row_of_column(k), low, high);
       const float top = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
-      move_reference(piece.reference[k], top * scale, kSlack, 0.f, factor[k]);
+      move_reference(piece.reference[k], top * scale, kSlack + kFresh, kFresh, factor[k]);
     }
     if (!begins) piece.rescale(factor);
 #pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      weights[k] = exp2_approx(fmaf(s[k], scale, -piece.reference[k]));
-      piece.sum[k] += weights[k];
+    for (int h = 0; h < kKeys; ++h) {
+      float weights[kColumns];
+#pragma unroll
+      for (int k = 0; k < kColumns; ++k) {
+        weights[k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
+        piece.sum[k] += weights[k];
+      }
+      if (wide) {
+        put_weights<kBf16>(h, weights, scales[h]);
+      } else {
+        put_weights<kWeightType>(h, weights, scales[h]);
+      }
     }
-    put_weights(weights);
+    if constexpr (!kBytes) async_proxy_fence();
     meet();
+    return wide;
   }
   // Over the eight keys of a warp and team.
   DEVICE static float max_of_keys(float x) {
@@ -205,14 +258,15 @@ class Consumer {
     for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, shuffle_xor(x, lanes));
     return x;
   }
-  DEVICE void put_weights(const Scores& weights) const {
+  template <int type>
+  DEVICE void put_weights(int h, const float (&weights)[kColumns], float scale) const {
+    const int row = lane() % kTileRows;
     u32 pairs[kColumns / 2];
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i)
-      pairs[i] = kQType == kBf16 ? pack_bf16(weights[2 * i], weights[2 * i + 1]) : pack_f16(weights[2 * i], weights[2 * i + 1]);
-    const int row = lane() % kTileRows;
-    store_matrix_transposed(shared_address(shared_.weights) + row * 128 + (2 * warp_ + team_ ^ row % 8) * 16, pairs);
-    async_proxy_fence();
+    for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack_16<type>(weights[2 * i], weights[2 * i + 1]);
+    store_matrix_transposed(
+        shared_address(shared_.weights[kBytes ? turn_ + team_ : 0]) + row * 128 + (2 * warp_ + (kBytes ? h : team_) ^ row % 8) * 16, pairs);
+    if constexpr (kDsMla) shared_.scales[turn_ + team_][lane() % kDsMlaGroups][key(h)] = u16(pack_16<type>(scale, scale));
   }
 
   // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages.
@@ -249,6 +303,79 @@ class Consumer {
     }
   }
 
+  // --- bytes
+
+  DEVICE void take_queries(const Item& item) {
+    prepare_queries(shared_, item.num_rows);
+    meet();
+  }
+  // Of the tiles that teams have together.
+  DEVICE Ring<kStages> stage_of(int tile) const {
+    Ring<kStages> stage = stage_;
+    if (tile > 0) stage.next();
+    return stage;
+  }
+  DEVICE ByteTile byte_tile(int tile) const { return {shared_address(shared_.stage[stage_of(tile).at]), team_, warp_}; }
+
+  // The scores of the team's tile; if it has none, they are anything. Of keys outside of [lo, hi) its rows may have anything, and zero
+  // times NaN is NaN: they are cleared.
+  DEVICE void compute_scores_of_bytes(Scores& s, bool begins, bool exists, bool last, int lo, int hi) {
+    const Ring<kStages> stage = stage_of(team_);
+    if (exists) mbarrier_wait(shared_address(&shared_.full[stage.at]), stage.parity);
+    if (begins) {  // the sums of the piece before have been read
+      if (kDsMla && threadIdx.x == 0) byte_tile(0).set_up(max(lo, 0), shared_.up);
+      meet();
+    }
+    if (exists && (lo > 0 || hi < kTileKeys)) {
+      constexpr int kUnits = kRowBytes / 16;
+      const u32 rows = shared_address(shared_.stage[stage.at]);
+#pragma unroll 1
+      for (int i = computed_here(int(threadIdx.x)) % 128; i < kTileKeys * kUnits; i += 128)
+        if (i / kUnits < lo || i / kUnits >= hi) store_shared(rows + i * 16, uint4{0, 0, 0, 0});
+      async_proxy_fence();
+      team_ == 0 ? named_barrier_sync(2, 128) : named_barrier_sync(3, 128);
+    }
+    Column sums;
+    byte_tile(team_).multiply_keys(shared_, sums);
+    if (last) report(shared_.q_empty);
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) {
+#pragma unroll
+      for (int h = 0; h < kKeys; ++h) s[h][k] = of_column(sums, k, h);
+    }
+  }
+  // Multiplies the values of both tiles, or of one, by their weights, and leaves their stages. `wide`: weights are of bf16.
+  DEVICE void add_bytes(int together, bool wide, Sums& piece) {
+#pragma unroll
+    for (int tile = 0; tile < kTilesTogether; ++tile) {
+      if (tile >= together) break;
+      if (tile != team_) mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+      const ByteTile bytes = byte_tile(0);
+      const u32 weights = shared_address(shared_.weights[turn_ + tile]), scales = shared_address(shared_.scales[turn_ + tile]);
+      const auto leave = [&] {
+        report(shared_.empty[stage_.at]);
+        stage_.next();
+      };
+      if (kDsMla && wide) {
+        bytes.multiply_values<kBf16>(weights, scales, piece.out, leave);
+      } else {
+        bytes.multiply_values<kF16>(weights, scales, piece.out, leave);
+      }
+    }
+    turn_ ^= kTeams;
+  }
+  // The sums of a piece until here are those of scales times powers of two.
+  DEVICE void leave_scales(Sums& piece) const {
+#pragma unroll
+    for (int b = 0; b < kBlocksEach; ++b) {
+      const float down = float_of((254u << 23) - bits_of(shared_.up[b * kTeams * 64 / kDsMlaGroup]));
+#pragma unroll
+      for (float& x : piece.out[b]) x *= down;
+    }
+  }
+
+  // --- the end of a piece, and of an item
+
   // The sums of weights of all of a piece's keys: until here each thread has those of its own.
   DEVICE void total_sums(Sums& piece) {
 #pragma unroll
@@ -271,44 +398,12 @@ class Consumer {
     low = from[0], high = from[1];
   }
 
-  // Two lanes exchange what they have of a row, so that each stores two neighbouring dims.
-  DEVICE void store(const Item& item, const Sums& sums) const {
-    const int lane = this->lane(), odd = lane / 4 % 2, dim = (team_ * 4 + warp_) * 16 + (odd != 0 ? lane / 4 + 7 : lane / 4);
-    const bool first = team_ == 0 && warp_ == 0 && lane < 4, wide = out_is_wide(p_);
-#pragma unroll
-    for (int k = 0; k < kColumns; ++k) {
-      const int row = row_of_column(k);
-      const bool exists = row < item.num_rows;
-      float2 pairs[kBlocksEach];
-#pragma unroll
-      for (int b = 0; b < kBlocksEach; ++b) {
-        const float low = of_column(sums.out[b], k, 0), high = of_column(sums.out[b], k, 1), got = shuffle_xor(odd != 0 ? low : high, 4);
-        pairs[b] = odd != 0 ? float2{got, high} : float2{low, got};
-      }
-      if (!exists) continue;
-      if (item.partial >= 0) {
-        const long at = partial_row(p_, item, row);
-        if (first) reinterpret_cast<float2*>(p_.partial_state)[at] = {sums.reference[k], sums.sum[k]};
-        float* const to = p_.partial_out + at * kHeadDimV + dim;
-#pragma unroll
-        for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * (64 * kTeams)) = pairs[b];
-      } else {
-        const int token = item.token_of(row), head = item.head_of(row);
-        const RowEnd end = row_end(p_, head, sums.reference[k], sums.sum[k]);
-        const float factor = end.factor * kv_scale(p_.v, item.kv_head);
-        if (first) store_lse(p_, token, head, end.lse);
-        char* const to = out_row(p_, token, head) + dim * element_bytes(kOutType);
-#pragma unroll
-        for (int b = 0; b < kBlocksEach; ++b)
-          store_pair(to + b * (64 * kTeams) * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
-      }
-    }
-  }
-
   const AttentionParams& p_;
   SharedStorage& shared_;
   const int team_, warp_;  // the warpgroup's number, and the warp's within it
   Ring<kStages> stage_;
+  u32 q_parity_ = 0;
+  int turn_ = 0;       // bytes: where weights are now; the other team may still read those before
   float scale_ = 1.f;  // of what modify() leaves, to log2 units
 };
 
@@ -323,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     begin_barriers(shared);
     if constexpr (kMaps) {
       tma_prefetch_map(q_map);
-      if constexpr (!kSmallPages && !kWidens) tma_prefetch_map(k_map);
+      if constexpr (!kSmallPages) tma_prefetch_map(k_map);
     }
   }
   clear_queries(shared);
@@ -333,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warp < kConsumerWarps) {
     registers_grow<kComputeRegisters>();
     Consumer(p, shared).run();
-  } else if (warp < kConsumerWarps + 4) {
+  } else {
     registers_shrink<kLoadRegisters>();
     if (in_group == 0) {
       u32 parity = 1;
@@ -345,9 +440,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
       bring_keys(p, k_map, shared, in_group - 1);
     }
-  } else if constexpr (kWidens) {
-    registers_shrink<kWidenRegisters>();
-    widen_keys(shared, in_group);
   }
   end_launch(p);
 }

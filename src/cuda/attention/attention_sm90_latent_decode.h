@@ -10,7 +10,7 @@ namespace imbrex::cuda {
 
 struct Sm90LatentDecodeTiles {
   int rows, keys;   // (query token, q head) of an item at most, 16 or 32; of a tile
-  int stages;       // groups of chunks of keys in shared memory
+  int stages;       // tiles of keys in shared memory, or of 16 bits groups of their chunks
   int least_piece;  // keys of a piece of a run at least
   int split_cost;   // as in SchedulePolicy
   unsigned threads;
@@ -21,8 +21,10 @@ struct Sm90LatentDecodeTiles {
 // for bf16 queries; any number of q heads, and all masks and modifications of logits. Of what attention_sm90_latent.cu takes too, it takes
 // requests of up to 32 rows.
 std::optional<Sm90LatentDecodeTiles> attention_sm90_latent_decode_tiles(std::string_view arch, const AttentionSpec&, Regime);
+// Bytes of a key in a box, or of a chunk of its dims: a cache of bytes is loaded key by key, with an odd number of units of 16 bytes each.
+int attention_sm90_latent_decode_width(const AttentionSpec&);
 int64_t attention_sm90_latent_decode_run_sums(const AttentionSpec&, const Sm90LatentDecodeTiles&);  // floats of a thread block
-// Entry `attention_sm90_latent_decode`. Parameters: AttentionParams, then the maps of q, k and v (not used; of bytes, k neither). `maps`:
+// Entry `attention_sm90_latent_decode`. Parameters: AttentionParams, then the maps of q, k and v (not used). `maps`:
 // whether TMA can read queries and keys; otherwise it reads tensors of any strides, slower, and computes the same bits.
 KernelKey attention_sm90_latent_decode_key(std::string_view arch, const AttentionSpec&, DType out, const Sm90LatentDecodeTiles&, bool maps);
 // Makes the tensor maps, as attention_sm90_maps() does.

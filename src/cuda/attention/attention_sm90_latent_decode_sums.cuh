@@ -13,6 +13,8 @@ namespace imbrex::cuda {
 constexpr int kColumns = kTileRows / 4, kBlocksEach = kHeadDimV / 64 / kTeams;
 using Column = float[kTileRows / 2];  // Fragment of wgmma: of a block, all that a thread has
 DEVICE int row_of_column(int column) { return column / 2 * 8 + first_column() + column % 2; }
+// Lines of 128 bytes.
+DEVICE u64 descriptor(u32 address) { return wgmma_descriptor(address, 16, 1024, 1); }
 // What a thread has of a column, of dim g (h = 0) and g + 8 (h = 1) of its warp's 16, with g = lane_id() / 4.
 template <class T, int n>
 DEVICE T& of_column(T (&x)[n], int column, int h) {
@@ -53,12 +55,18 @@ struct Sums {
   }
 };
 
+// The tree of a run's pieces has three levels. In registers are the nodes of the first, of the second too where a thread has few sums, and
+// none where scores of records need the registers; the others are in memory.
+constexpr int kLevels = 3, kInRegisters = kTileRows == 16 ? 2 : kDsMla ? 0 : 1;
+constexpr int kStoredLevels = kInRegisters > 0 ? kLatentDecodeLevels : kLevels;
+static_assert(kPiecesTogether == 4 && kMostInRun == 1 << 2 * kLevels && kLevels - kInRegisters <= kStoredLevels);
+
 // A node of the tree of pieces in memory, where L2 keeps it: of higher levels, for which there are no registers, and which are needed
 // once in many keys. Each thread reads only what it has written itself.
 class StoredSums {
  public:
   DEVICE StoredSums(const AttentionParams& p, int level)
-      : at_(reinterpret_cast<float4*>(p.run_sums) + (long(blockIdx.x) * kLatentDecodeLevels + level) * (kFours * kTeamThreads) +
+      : at_(reinterpret_cast<float4*>(p.run_sums) + (long(blockIdx.x) * kStoredLevels + level) * (kFours * kTeamThreads) +
             computed_here(int(threadIdx.x))) {}
 
   DEVICE void put(const Sums& sums) const {
@@ -94,9 +102,8 @@ class StoredSums {
   float4* at_;
 };
 
-// The tree of a run's pieces: of its three levels the nodes that are not complete. Those of the first are in registers, and of the second
-// too where a thread has few sums; the others are in memory. A level has two bits of the number of pieces, which say how many complete
-// nodes of the level below are in it.
+// The tree of a run's pieces: of its levels the nodes that are not complete. A level has two bits of the number of pieces, which say how
+// many complete nodes of the level below are in it.
 class Tree {
  public:
   DEVICE Tree() {
@@ -104,25 +111,34 @@ class Tree {
     for (Sums& node : nodes_) node.clear(kNoSum);
   }
 
-  // A piece joins, and its sums are left empty.
+  // A piece joins, and its sums are left empty, unless there is no register for them elsewhere.
   DEVICE void add(const AttentionParams& p, Sums& piece) {
-    nodes_[0].fold(piece);
-    piece.clear(0.f);
     ++pieces_;
-    if constexpr (!kWaits) move_up(p);
+    if constexpr (kInRegisters > 0) {
+      nodes_[0].fold(piece);
+      piece.clear(0.f);
+      if constexpr (!kWaits) move_up(p);
+    }
   }
-  // Another piece will come.
-  DEVICE void go_on(const AttentionParams& p) {
-    if (kWaits && pieces_ > 0) move_up(p);
+  // Another piece will come, behind the last one in `piece`, whose sums are left empty.
+  DEVICE void go_on(const AttentionParams& p, Sums& piece) {
+    if (!kWaits || pieces_ == 0) return;
+    if constexpr (kInRegisters > 0) {
+      move_up(p);
+    } else {
+      store(p, piece);
+      piece.clear(0.f);
+    }
   }
-  // What all pieces are together.
-  DEVICE const Sums& end(const AttentionParams& p) {
+  // What all pieces are together, of which `piece` is the last one.
+  DEVICE const Sums& end(const AttentionParams& p, Sums& piece) {
 #pragma unroll
     for (int level = 0; level + 1 < kInRegisters; ++level) nodes_[level + 1].fold(nodes_[level]);
+    Sums& all = top(piece);
 #pragma unroll 1
     for (int level = kInRegisters; level < kLevels; ++level)
-      if (nodes_in(level, pieces_ - kWaits) > 0) StoredSums(p, level - kInRegisters).fold_into(nodes_[kInRegisters - 1]);
-    return nodes_[kInRegisters - 1];
+      if (nodes_in(level, pieces_ - kWaits) > 0) StoredSums(p, level - kInRegisters).fold_into(all);
+    return all;
   }
 
  private:
@@ -136,6 +152,11 @@ class Tree {
     }
     Sums& node = nodes_[kInRegisters - 1];
     if (nodes_in(kInRegisters - 1, pieces_) != 0) return;
+    store(p, node);
+    node.clear(kNoSum);
+  }
+  // A complete node becomes a part of those in memory.
+  DEVICE void store(const AttentionParams& p, Sums& node) {
 #pragma unroll 1
     for (int level = kInRegisters; level < kLevels; ++level) {
       const StoredSums stored(p, level - kInRegisters);
@@ -144,18 +165,59 @@ class Tree {
       stored.put(node);
       break;
     }
-    node.clear(kNoSum);
+  }
+  DEVICE Sums& top(Sums& piece) {
+    if constexpr (kInRegisters == 0) return piece;
+    return nodes_[kInRegisters > 0 ? kInRegisters - 1 : 0];
   }
 
-  static constexpr int kLevels = 3, kInRegisters = kTileRows > 16 ? 1 : 2;
-  static_assert(kPiecesTogether == 4 && kMostInRun == 1 << 2 * kLevels && kLevels - kInRegisters <= kLatentDecodeLevels);
   // Whether nodes stay where they are until another piece comes, since most runs end with one. That needs more registers.
-  static constexpr bool kWaits = kInRegisters > 1;
+  static constexpr bool kWaits = kInRegisters != 1;
   // Level 0 has pieces, and the last one is not full before the run ends.
   DEVICE static int nodes_in(int level, int pieces) { return pieces >> 2 * level & (level + 1 < kLevels ? 3 : ~0); }
 
-  Sums nodes_[kInRegisters];
+  Sums nodes_[kInRegisters > 0 ? kInRegisters : 1];
   int pieces_ = 0;
 };
+
+// The end of an item, by warp `warp` of a team. Each thread stores two neighbouring dims. Those of bytes it has; others two lanes exchange.
+DEVICE void store_sums(const AttentionParams& p, const Item& item, const Sums& sums, int team, int warp) {
+  const int lane = lane_id(), g = lane / 4, odd = g % 2;
+  const int dim = (team * 4 + warp) * 16 + (kBytes ? 2 * g : odd != 0 ? g + 7 : g);
+  const bool first = team == 0 && warp == 0 && lane < 4, wide = out_is_wide(p);
+#pragma unroll
+  for (int k = 0; k < kColumns; ++k) {
+    const int row = row_of_column(k);
+    const bool exists = row < item.num_rows;
+    float2 pairs[kBlocksEach];
+#pragma unroll
+    for (int b = 0; b < kBlocksEach; ++b) {
+      const float low = of_column(sums.out[b], k, 0), high = of_column(sums.out[b], k, 1);
+      if constexpr (kBytes) {
+        pairs[b] = {low, high};
+      } else {
+        const float got = shuffle_xor(odd != 0 ? low : high, 4);
+        pairs[b] = odd != 0 ? float2{got, high} : float2{low, got};
+      }
+    }
+    if (!exists) continue;
+    if (item.partial >= 0) {
+      const long at = partial_row(p, item, row);
+      if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {sums.reference[k], sums.sum[k]};
+      float* const to = p.partial_out + at * kHeadDimV + dim;
+#pragma unroll
+      for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * (64 * kTeams)) = pairs[b];
+    } else {
+      const int token = item.token_of(row), head = item.head_of(row);
+      const RowEnd end = row_end(p, head, sums.reference[k], sums.sum[k]);
+      const float factor = end.factor * kv_scale(p.v, item.kv_head);
+      if (first) store_lse(p, token, head, end.lse);
+      char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
+#pragma unroll
+      for (int b = 0; b < kBlocksEach; ++b)
+        store_pair(to + b * (64 * kTeams) * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
+    }
+  }
+}
 
 }  // namespace imbrex::cuda

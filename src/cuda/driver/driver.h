@@ -91,6 +91,7 @@ struct alignas(128) CUtensorMap {  // opaque; passed to kernels as a __grid_cons
   X(kLaunchCluster, 4, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)                                   \
   X(kLaunchProgrammaticSerialization, 6, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) \
   X(kTensorMapU8, 0, CU_TENSOR_MAP_DATA_TYPE_UINT8)                                             \
+  X(kTensorMapU32, 2, CU_TENSOR_MAP_DATA_TYPE_UINT32)                                           \
   X(kTensorMapF16, 6, CU_TENSOR_MAP_DATA_TYPE_FLOAT16)                                          \
   X(kTensorMapBf16, 9, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16)                                        \
   X(kTensorMapInterleaveNone, 0, CU_TENSOR_MAP_INTERLEAVE_NONE)                                 \

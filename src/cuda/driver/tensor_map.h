@@ -16,7 +16,8 @@ constexpr int kTensorMapLine = 128;  // bytes of the widest swizzle, and of a ro
 bool encode_tensor_map(CUtensorMap&, DType, const void* data, uint32_t rank, const uint64_t* sizes, const uint64_t* strides,
                        const uint32_t* box);
 // Makes the map of keys or values, with the dimensions dims, keys of a page, kv heads, pages. A box has consecutive keys of a head, as many
-// as divide a page and a tile of `tile` keys, and `width` bytes of each. A tile is loaded by `blocks` thread blocks together, or in as many
+// as divide a page and a tile of `tile` keys, and `width` bytes of each; dims are words of four bytes where these are more elements than a
+// box may have. A tile is loaded by `blocks` thread blocks together, or in as many
 // parts, and no box is larger than the share of one of them.
 bool encode_kv_map(CUtensorMap&, const TensorView&, int tile, int width = kTensorMapLine, int blocks = 1);
 

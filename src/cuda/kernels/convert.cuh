@@ -26,9 +26,9 @@ DEVICE u32 multiply_bf16(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
-DEVICE u32 multiply_add_bf16(u32 a, u32 b, u32 added) {
+DEVICE u32 multiply_f16(u32 a, u32 b) {
   u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(added));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
 DEVICE float2 unpack_f16(u32 pair) {

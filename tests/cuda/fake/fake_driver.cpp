@@ -261,7 +261,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, int type, uint32_t rank, void*
                                 const uint32_t* box, const uint32_t*, int, int swizzle, int, int) {
   fake::TensorMap made{.data = static_cast<char*>(address), .sizes = {}, .strides = {}, .rank = rank, .box = {}};
   if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || rank < 3 || rank > 5) return kCudaInvalidValue;
-  const uint32_t width = box[0] * (type == kTensorMapU8 ? 1 : 2);
+  const uint32_t width = box[0] * (type == kTensorMapU8 ? 1 : type == kTensorMapU32 ? 4 : 2);
   if (width % 16 != 0 || (swizzle == kTensorMapSwizzle128 && width > 128) || (swizzle == kTensorMapSwizzle64 && width > 64))
     return kCudaInvalidValue;
   for (uint32_t i = 0; i < rank; ++i) {

@@ -12,10 +12,6 @@ inline u32 pack_f16(float low, float high) { return u32(float_to_f16(low)) | u32
 inline u32 pack_e4m3(float low, float high) { return u32(float_to_fp8_e4m3(low)) | u32(float_to_fp8_e4m3(high)) << 8; }
 inline u32 pack_e5m2(float low, float high) { return u32(float_to_fp8_e5m2(low)) | u32(float_to_fp8_e5m2(high)) << 8; }
 inline float2 unpack_bf16(u32 pair) { return {bf16_to_float(u16(pair)), bf16_to_float(u16(pair >> 16))}; }
-inline u32 multiply_add_bf16(u32 a, u32 b, u32 added) {
-  const float2 x = unpack_bf16(a), y = unpack_bf16(b), z = unpack_bf16(added);
-  return pack_bf16(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
-}
 inline u32 multiply_bf16(u32 a, u32 b) {
   const float2 x = unpack_bf16(a), y = unpack_bf16(b);
   return pack_bf16(x.x * y.x, x.y * y.y);
@@ -26,6 +22,10 @@ inline float2 unpack_e4m3(u32 four, int half) {
 }
 inline float2 unpack_e5m2(u32 four, int half) {
   return {fp8_e5m2_to_float(u8(four >> half * 16)), fp8_e5m2_to_float(u8(four >> (half * 16 + 8)))};
+}
+inline u32 multiply_f16(u32 a, u32 b) {
+  const float2 x = unpack_f16(a), y = unpack_f16(b);
+  return pack_f16(x.x * y.x, x.y * y.y);
 }
 inline u32 e4m3_to_f16(u32 four, int half) { return pack_f16(unpack_e4m3(four, half).x, unpack_e4m3(four, half).y); }
 inline u32 e5m2_to_f16(u32 four, int half) { return pack_f16(unpack_e5m2(four, half).x, unpack_e5m2(four, half).y); }

@@ -299,7 +299,7 @@ inline std::vector<Variant> variants() {
       .order = "lbhdt";
 
   // attention_sm90_latent_decode.cu: rows of one token and of several, a mask of their own; no maps, and dims of which a product is short;
-  // bytes, and records in pages of their own.
+  // bytes, and records, in pages of their own and with maps.
   const auto add_few = [&](const char* name, gpu::Regime regime, AttentionSpec s, std::vector<CaseRequest> requests) -> Case& {
     s.num_q_heads /= s.num_kv_heads, s.num_kv_heads = 1;
     if (s.kv_format == KvFormat::strided) s.kv_format = KvFormat::latent;
@@ -318,6 +318,12 @@ inline std::vector<Variant> variants() {
   all.back().text = Text::latent_decode_without_maps;
   Case& few_bytes = add_few("few_bytes", gpu::kVerify, spec(DType::bf16, DType::fp8_e4m3, 448, 384, 40, 16), {{2, 200, 0}, {1, 70, 1}});
   few_bytes.spec.mask.window_left = 100;
+  add_few("few_byte_rows", gpu::kDecode, spec(DType::f16, DType::fp8_e4m3, 272, 256, 10, 1), {{1, 200, 0}, {1, 70, 1}}).values =
+      ValuePattern::rising;
+  Case& few_byte_elements =
+      add_few("few_byte_elements", gpu::kVerify, spec(DType::bf16, DType::fp8_e4m3, 304, 256, 5, 0), {{8, 90, 0}, {1, 200, 1}});
+  few_byte_elements.order = "lbhdt", few_byte_elements.spec.score = {.soft_cap = 20.f, .alibi = true};
+  all.back().text = Text::latent_decode_without_maps;
 
   // Positions that fall within a request, that several tokens share, that a tree of tokens has.
   Case& positions = add("positions", "sm_90a", gpu::kDecode, 32, spec(DType::bf16, DType::bf16, 64, 64, 4, 16));
@@ -348,6 +354,7 @@ inline std::vector<Variant> variants() {
     return s;
   };
   add_few("few_records", gpu::kDecode, records(DType::bf16, 16, 1), {{1, 300, 0}, {1, 70, 1}}).out_dtype = DType::f32;
+  add_few("few_record_pages", gpu::kDecode, records(DType::bf16, 32, 16), {{1, 300, 0}, {1, 700, 1}}).values = ValuePattern::rising;
   add("records", "sm_90a", gpu::kDecode, 1, records(DType::bf16, 16, 64)).spec.mask.window_left = 100;
   add("records_exact", "sm_90a", gpu::kPrefill, 1, records(DType::f32, 2, 3)).requests = {{3, 40, 0}, {20, 20, 1}};
   return all;
