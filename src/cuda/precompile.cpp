@@ -294,6 +294,8 @@ std::vector<AttentionSpec> thorough_specs() {
     return spec;
   };
   add_latent(DType::bf16, 512, 128, 64);
+  add_latent(DType::bf16, 512, 64, 64);
+  add_latent(DType::f16, 384, 20, 16).score.sinks = true;
   add_latent(DType::f16, 256, 16, 1);
   add_latent(DType::bf16, 384, 20, 16).score = {.soft_cap = 50.f, .sinks = true};
   AttentionSpec& all_terms = add_latent(DType::bf16, 512, 16, 1);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/attention/attention_constants.h"
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/params.h"
@@ -27,8 +28,9 @@ int num_half_stages(const AttentionSpec& spec) {
 
 std::optional<Sm90LatentTiles> attention_sm90_latent_pair_tiles(std::string_view arch, const AttentionSpec& spec) {
   constexpr int kPiece = 512, kSplitCost = 10;  // keys; as that of attention_sm90_latent.cpp
-  std::optional<Sm90LatentTiles> tiles = attention_sm90_latent_tiles(arch, spec);
-  if (!tiles || spec.group_size() > kTeamRows) return std::nullopt;
+  const int rope = spec.head_dim_qk - spec.head_dim_v;
+  const bool plain = has_plain_logits(spec) && !has_window(spec.mask) && !has_small_pages(spec) && (rope == 0 || rope > kRopeDims);
+  if (!attention_sm90_latent_tiles(arch, spec) || spec.group_size() > kTeamRows || !plain) return std::nullopt;
   return Sm90LatentTiles{
       .rows = kTeamRows, .keys = kPairKeys, .stages = num_half_stages(spec), .least_piece = kPiece, .split_cost = kSplitCost};
 }
@@ -47,7 +49,6 @@ KernelKey attention_sm90_latent_pair_key(std::string_view arch, const AttentionS
 bool attention_sm90_latent_pair_maps(const AttentionSpec& spec, const TensorView& q, const KvCache& kv, AttentionMaps& maps) {
   constexpr int kNarrow = kTensorMapLine / 2;
   if (!encode_query_map(maps.q, spec, q, kTeamRows, kNarrow)) return false;
-  if (has_small_pages(spec)) return has_aligned_rows(kv.k);
   return encode_kv_map(maps.k, kv.k, kPairKeys) && encode_kv_map(maps.v, kv.k, kPairKeys, kNarrow);
 }
 

@@ -12,7 +12,9 @@
 namespace imbrex::cuda {
 
 // Registers of a thread of the warpgroups that multiply values, of the one that multiplies scores, and of the one that loads.
-constexpr int kOutputRegisters = 192, kScoreRegisters = 104, kLoadRegisters = 24;
+// With fewer dims of the output others get what these leave.
+constexpr int kOutputRegisters = kTeamDims > 64 ? 192 : 152, kScoreRegisters = kTeamDims > 64 ? 104 : 128,
+              kLoadRegisters = kTeamDims > 64 ? 24 : 64;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 
 // Log2 units that a row's maximum may outgrow its reference by.
@@ -50,17 +52,11 @@ class Consumer {
 
   DEVICE void run_item(const Item& item) {
     const Tiles tiles = tiles_of(item);
-    // Tiles of which every row sees every key.
-    const int last_row = max(item.num_rows, 1) - 1;
-    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(last_row)).lo) + kTileKeys - 1) / kTileKeys;
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
-    Rows rows;
-    set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
+    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;  // of tiles that every row sees
     // Rows that the item does not have may have anything for queries: their scores shall not move references.
-    if constexpr (kPlainLogits) {
+    float scale[2];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) rows.terms[h].scale = row() + 8 * h < item.num_rows ? rows.terms[h].scale : 0.f;
-    }
+    for (int h = 0; h < 2; ++h) scale[h] = row() + 8 * h < item.num_rows ? logit_scale(p_, item.kv_head) * kLog2e : 0.f;
     Sums piece;
     Tree tree;
     piece.clear(0.f);
@@ -69,8 +65,8 @@ class Consumer {
     float total[2];
     const auto take_tile = [&](int tile, const Ring<kStages>& stage) {
       take_scores(s);
-      if constexpr (!kPlainLogits) modify(rows, s);
-      if (tile < whole_end && (!kWindow || tile >= whole_first)) return;
+      if (tile < whole_end) return;
+      Rows rows;
       set_seen(rows, p_, item, row());
       hide(first_key(tile), rows, s);
       clear(stage, item.lo - tile * kTileKeys, item.hi - tile * kTileKeys);
@@ -81,7 +77,7 @@ class Consumer {
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
       if (begins) tree.go_on(p_);
-      if (begins || named_barrier_any(kMeeting, kTogether, outgrown)) move_references(begins, first_key(tile), rows, s, total, piece);
+      if (begins || named_barrier_any(kMeeting, kTogether, outgrown)) move_references(begins, scale, s, total, piece);
 #pragma unroll
       for (int h = 0; h < 2; ++h) piece.sum[h] += total[h];
       start_values(begins, piece.out);
@@ -93,7 +89,7 @@ class Consumer {
       Ring<kStages> next = stage_;
       next.next();
       if (!last) take_tile(tile + 1, next);
-      if (!begins) outgrown = put_weights(first_key(tile + 1), rows, s, piece.reference, total);
+      if (!begins) outgrown = put_weights(scale, s, piece.reference, total);
       finish<0>(piece.out);
       leave_scores();
       report(shared_.empty[stage_.at]);
@@ -137,32 +133,18 @@ class Consumer {
     clear_values<kTeamChunks, kChunkBytes>(shared_address(shared_.stage[stage.at]) + first_chunk() * kChunkBytes, lo, hi);
   }
 
-  struct Logits {  // log2 units: a score times `scale`, and `first`, what ALiBi adds to all that a thread has of a row
-    float scale[2], first[2];
-    DEVICE Logits(const AttentionParams& p, int first_key, const Rows& rows) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        scale[h] = factor_of(p, rows.terms[h]), first[h] = 0.f;
-        if constexpr (kAlibi) first[h] = scale[h] * rows.terms[h].slope * float(first_key + first_column() - rows.position[h]);
-      }
-    }
-    DEVICE float greatest_of(const Part& s, int h) const { return fmaf(greatest(s, h), scale[h], first[h]); }
-  };
-
   // Scores become weights, in shared memory, whose sums are `total`. True if one has outgrown its row's reference.
-  DEVICE bool put_weights(int first_key, const Rows& rows, const Part& s, const float (&reference)[2], float (&total)[2]) const {
-    const Logits logits(p_, first_key, rows);
+  DEVICE bool put_weights(const float (&scale)[2], const Part& s, const float (&reference)[2], float (&total)[2]) const {
     bool outgrown = false;
     Part weights;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      outgrown |= logits.greatest_of(s, h) > reference[h] + kSlack;
-      const float added = logits.first[h] - reference[h];
+      outgrown |= greatest(s, h) * scale[h] > reference[h] + kSlack;
       float part[2] = {0.f, 0.f};
 #pragma unroll
       for (int i = 0; i < 2 * kTilesOf<Part>; ++i) {
         float& weight = at(weights, i / 2, h, i % 2);
-        weight = exp2_approx(fmaf(at(s, i / 2, h, i % 2), logits.scale[h], added));
+        weight = exp2_approx(fmaf(at(s, i / 2, h, i % 2), scale[h], -reference[h]));
         part[i % 2] += weight;
       }
       total[h] = part[0] + part[1];
@@ -171,11 +153,10 @@ class Consumer {
     return outgrown;
   }
   // References follow the scores of a tile, sums so far follow them, and weights are computed anew. Both teams meet.
-  DEVICE void move_references(bool begins, int first_key, const Rows& rows, const Part& s, float (&total)[2], Sums& piece) {
-    const Logits logits(p_, first_key, rows);
+  DEVICE void move_references(bool begins, const float (&scale)[2], const Part& s, float (&total)[2], Sums& piece) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float top = max_over<4>(logits.greatest_of(s, h));
+      const float top = max_over<4>(greatest(s, h)) * scale[h];
       if (lane() % 4 == 0) shared_.of_teams[team_][row() + 8 * h] = top;
     }
     meet();
@@ -186,7 +167,7 @@ class Consumer {
       move_reference(piece.reference[h], top, kSlack, 0.f, factor[h]);
     }
     if (!begins) piece.rescale(factor);
-    put_weights(first_key, rows, s, piece.reference, total);
+    put_weights(scale, s, piece.reference, total);
     meet();
   }
   DEVICE void put(const Part& weights) const {
@@ -281,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   const Half half;
   if (threadIdx.x == 0) {
-    begin_barriers(half, shared);
-    if constexpr (kMaps && !kSmallPages) tma_prefetch_map(k_map);
+    begin_barriers(shared);
+    if constexpr (kMaps) tma_prefetch_map(k_map);
   }
   cluster_sync();
   if (!begin_launch(p)) return;

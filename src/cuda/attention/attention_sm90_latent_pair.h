@@ -9,8 +9,8 @@ namespace imbrex::cuda {
 
 constexpr unsigned kSm90LatentPairCluster = 2;  // thread blocks that take every item together, of kSm90LatentThreads each
 
-// nullopt: the kernel does not run such layers. It takes those of attention_sm90_latent.cu with up to 64 q heads. `stages`: of halves of
-// tiles of keys.
+// nullopt: the kernel does not run such layers. It takes those of attention_sm90_latent.cu with up to 64 q heads that have
+// plain logits, no window, pages of 8 keys or a multiple, and no dims or more than 32 behind the values. `stages`: of halves of tiles.
 std::optional<Sm90LatentTiles> attention_sm90_latent_pair_tiles(std::string_view arch, const AttentionSpec&);
 int64_t attention_sm90_latent_pair_run_sums(const AttentionSpec&);  // floats of a thread block: AttentionParams::run_sums
 // Entry `attention_sm90_latent_pair`. Parameters: AttentionParams, then the maps of q, of k, and of what k has behind the values. `maps`:

@@ -6,14 +6,15 @@
 
 namespace imbrex::cuda {
 
-static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kRowBlocks == 1 && kTileKeys == 64 && kKeyWarps == 0 &&
-              kCrews == 1);
+static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kRowBlocks == 1 && kTileKeys == 64 && kKeyWarps == 0);
+static_assert(kCrews == 1 && kPlainLogits && !kWindow && !kCustomMask && !kPositions && !(kMaps && kSmallPages));
 
 // The two thread blocks of a cluster take rows together: each has a half of the dims that scores are summed over, and of the output. Of the
-// dims that keys have behind their values, each has so many, or what there is of them.
+// dims that keys have behind their values, the first one has so many, and the other one what is left.
 constexpr int kHalves = 2;
 constexpr int kHalfDims = kHeadDimV / kHalves, kHalfChunks = kHalfDims / 64, kRopeDims = 32, kRope = kHeadDimQk - kHeadDimV;
-static_assert(kHalfDims % 64 == 0 && kRope >= 0 && kRope <= kHalves * kRopeDims);
+constexpr bool kHasRope = kRope > 0;
+static_assert(kHalfDims % 64 == 0 && (!kHasRope || (kRope > kRopeDims && kRope <= kHalves * kRopeDims)));
 
 struct Half {  // which a thread block has
   int rank;    // in its cluster
@@ -21,7 +22,6 @@ struct Half {  // which a thread block has
   DEVICE u32 other() const { return u32(1 - rank); }
   DEVICE int first_dim() const { return rank * kHalfDims; }
   DEVICE int first_rope_dim() const { return kHeadDimV + rank * kRopeDims; }
-  DEVICE bool has_rope() const { return kRope > kRopeDims || (kRope > 0 && rank == 0); }
 };
 
 // Warpgroups: kConsumers make weights, each of its keys, and multiply values, each for its chunks of 64 dims; one multiplies scores; one
@@ -32,8 +32,8 @@ constexpr int kTeamChunks = (kHalfChunks + kConsumers - 1) / kConsumers, kTeamDi
 
 // A stage has a half of a tile's keys: chunks of 64 dims in lines of 128 bytes, then dims behind the values in lines of 64 bytes. Or it has
 // a half of an item's queries, in chunks of 32 dims, lines of 64 bytes.
-constexpr int kRopeBytes = kTileKeys * 64, kStageBytes = kHalfChunks * kChunkBytes + (kRope > 0 ? kRopeBytes : 0);
-constexpr int kQChunkBytes = kTileRows * 64, kHalfQChunks = kHalfDims / 32, kQChunks = kHalfQChunks + (kRope > 0);
+constexpr int kRopeBytes = kTileKeys * 64, kStageBytes = kHalfChunks * kChunkBytes + (kHasRope ? kRopeBytes : 0);
+constexpr int kQChunkBytes = kTileRows * 64, kHalfQChunks = kHalfDims / 32, kQChunks = kHalfQChunks + kHasRope;
 static_assert(kQChunks * kQChunkBytes <= kStageBytes);
 // Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
 constexpr int kQLeft = kLatentPairLeftChunks, kQKept = kHalfQChunks - kQLeft + 1;
@@ -58,11 +58,11 @@ static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 
 // How often each lane that loads reports a stage: once for each of its two kinds of chunks, unless TMA brings both.
-DEVICE int reports_of_stage(const Half& half) { return kLoaders > 1 && half.has_rope() ? 2 : 1; }
+constexpr int kReports = kLoaders > 1 && kHasRope ? 2 : 1;
 
-DEVICE void begin_barriers(const Half& half, SharedStorage& shared) {
+DEVICE void begin_barriers(SharedStorage& shared) {
   const auto begin = [](u64& barrier, int arrivals) { mbarrier_init(shared_address(&barrier), u32(arrivals)); };
-  for (u64& full : shared.full) begin(full, kLoaders * reports_of_stage(half));
+  for (u64& full : shared.full) begin(full, kLoaders * kReports);
   for (u64& empty : shared.empty) begin(empty, kScoreWarps + kOutputWarps);
   begin(shared.sums_empty, kOutputWarps);
   for (u64& empty : shared.sent_empty) begin(empty, kOutputWarps);
@@ -124,63 +124,53 @@ DEVICE void find_items_together(const AttentionParams& p, const Half& half, Shar
 
 // Loads the block's half of an item's queries to a stage.
 DEVICE void load_queries(const AttentionParams& p, const Half& half, const TensorMap& q_map, const Item& item, u32 to, u32 full) {
-  const int lane = lane_id(), chunks = kHalfQChunks + half.has_rope();
+  const int lane = lane_id();
   const auto first_dim_of_chunk = [&](int chunk) { return chunk < kHalfQChunks ? half.first_dim() + chunk * 32 : half.first_rope_dim(); };
-  int reports = reports_of_stage(half);
   if constexpr (kMaps) {
     constexpr int kHeads = kGroup < kTileRows ? kGroup : kTileRows, kTokens = kTileRows / kHeads;  // of a box
-    if (lane == 0) {
-      mbarrier_arrive_expect(full, u32(chunks) * (kTokens * kHeads * 64));
-      for (int c = 0; c < chunks; ++c)
-        tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), first_dim_of_chunk(c), item.head_of(0), item.token_of(0));
-      --reports;
-    }
+    if (lane != 0) return;
+    mbarrier_arrive_expect(full, u32(kQChunks) * (kTokens * kHeads * 64));
+    for (int c = 0; c < kQChunks; ++c)
+      tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), first_dim_of_chunk(c), item.head_of(0), item.token_of(0));
   } else {
 #pragma unroll 1
-    for (int i = lane; i < item.num_rows * chunks * 4; i += 32) {
-      const int row = i / 4 / chunks, chunk = i / 4 % chunks, piece = i % 4, dim = first_dim_of_chunk(chunk) + piece * 8;
+    for (int i = lane; i < item.num_rows * kQChunks * 4; i += 32) {
+      const int row = i / 4 / kQChunks, chunk = i / 4 % kQChunks, piece = i % 4, dim = first_dim_of_chunk(chunk) + piece * 8;
       Eight<kQType> e = {};
       if (dim < kHeadDimQk)
         e = load_eight<kQType, false>(p.q + item.token_of(row) * p.q_token_stride + item.head_of(row) * p.q_head_stride + dim * 2, 2);
       store_shared(to + chunk * kQChunkBytes + place_of_piece<64>(row, piece), uint4{e.words[0], e.words[1], e.words[2], e.words[3]});
     }
-  }
-  if (kLoaders > 1) {
-    for (; reports > 0; --reports) mbarrier_arrive(full);
+    for (int i = 0; i < kReports; ++i) mbarrier_arrive(full);
   }
 }
 
 // Loads the block's half of a tile's keys to a stage.
 DEVICE void load_keys(const AttentionParams& p, const Half& half, const TensorMap& k_map, const TensorMap& rope_map, const Item& item,
                       const Box& box, u32 to, u32 full) {
-  const u64 l2 = l2_first_out();
   const int lane = lane_id(), begin = box.key - lane * kPageRows;
   const u32 rope_to = to + kHalfChunks * kChunkBytes;
-  if constexpr (kMaps && !kSmallPages) {
+  if constexpr (kMaps) {
     const int boxes = __popc(__ballot_sync(kFullWarp, box.loads));
-    if (lane == 0) mbarrier_arrive_expect(full, u32(boxes * kPageRows) * u32(kHalfChunks * 128 + (half.has_rope() ? 64 : 0)));
+    if (lane == 0) mbarrier_arrive_expect(full, u32(boxes * kPageRows) * u32(kHalfChunks * 128 + (kHasRope ? 64 : 0)));
     __syncwarp();
     if (!box.loads) return;
     const auto load = [&](u32 to, const TensorMap& map, int dim) {
-      tma_load(to, map, full, l2, dim, first_row(item, box), item.kv_head, box.block);
+      tma_load(to, map, full, l2_first_out(), dim, first_row(item, box), item.kv_head, box.block);
     };
 #pragma unroll
     for (int c = 0; c < kHalfChunks; ++c) load(to + c * kChunkBytes + lane * (kPageRows * 128), k_map, half.first_dim() + c * 64);
-    if (half.has_rope()) load(rope_to + lane * (kPageRows * 64), rope_map, half.first_rope_dim());
+    if constexpr (kHasRope) load(rope_to + lane * (kPageRows * 64), rope_map, half.first_rope_dim());
   } else {
     KvSide values = p.k, rope = p.k;
     values.data += half.first_dim() * p.k.dim_stride, rope.data += half.first_rope_dim() * p.k.dim_stride;
-    constexpr int kFirstRope = kRope < kRopeDims ? kRope : kRopeDims, kSecondRope = kRope - kFirstRope;
-    if constexpr (kMaps) {
-      copy_rows<kHalfDims * 2, kChunkBytes, kUnrolled>(values, item.kv_head, box.rows, begin, to, full);
-      if (kFirstRope > 0 && half.rank == 0)
-        copy_rows<kFirstRope * 2, kRopeBytes, kUnrolled, 64>(rope, item.kv_head, box.rows, begin, rope_to, full);
-      if (kSecondRope > 0 && half.rank == 1)
-        copy_rows<kSecondRope * 2, kRopeBytes, kUnrolled, 64>(rope, item.kv_head, box.rows, begin, rope_to, full);
-    } else {
-      load_elements<kHalfDims, kHalfChunks, 128>(p, values, item, begin, to, full);
-      if (kFirstRope > 0 && half.rank == 0) load_elements<kFirstRope, 1, 64>(p, rope, item, begin, rope_to, full);
-      if (kSecondRope > 0 && half.rank == 1) load_elements<kSecondRope, 1, 64>(p, rope, item, begin, rope_to, full);
+    load_elements<kHalfDims, kHalfChunks, 128>(p, values, item, begin, to, full);
+    if constexpr (kHasRope) {
+      if (half.rank == 0) {
+        load_elements<kRopeDims, 1, 64>(p, rope, item, begin, rope_to, full);
+      } else {
+        load_elements<kRope - kRopeDims, 1, 64>(p, rope, item, begin, rope_to, full);
+      }
     }
   }
 }

@@ -83,7 +83,7 @@ class Scorer {
         Wgmma<kTileKeys>::shared(s, left(step), right, step != 0);
       }
     }
-    if (half_.has_rope()) {
+    if constexpr (kHasRope) {
 #pragma unroll
       for (int step = 0; step < 2; ++step)
         Wgmma<kTileKeys>::shared(s, left(kHalfDims / 16 + step), narrow_descriptor(keys, kHalfChunks * kChunkBytes + step * 32), true);

@@ -68,8 +68,7 @@ DEVICE void hide(int begin, const Rows& rows, S& s) {
 
 // Scores become logits, but for what weigh() does to all that a thread has of a row: it multiplies by the row's factor, and adds what
 // ALiBi adds to the first of them. What it adds to the others on top takes a multiply-add each, whose numbers of keys are constants.
-template <class S>
-DEVICE void modify(const Rows& rows, S& s) {
+DEVICE void modify(const Rows& rows, Scores& s) {
   each(s, [&](float& x, int h, int key) {
     x = bent(rows.terms[h], x);
     if constexpr (kAlibi) x = fmaf(rows.terms[h].slope, float(key), x);

@@ -28,7 +28,7 @@ constexpr int kBlocks = 2;  // thread blocks, or crews of one, on a multiprocess
 constexpr bool kFromBytes = false;  // the cache has bytes, whoever has widened them: values and weights are f16 then
 constexpr int kCluster = 1;         // thread blocks that share the keys of an item, and its rows among them: kTileRows each
 
-// attention_sm90_decode.cu, attention_sm90_verify.cu and attention_sm90_latent.cu, besides
+// attention_sm90_decode.cu, attention_sm90_verify.cu and attention_sm90_latent*.cu, besides
 constexpr bool kMaps = true;                 // TMA can read the keys and values
 constexpr int kKWidth = 128, kVWidth = 128;  // bytes of a row of keys, of values, in a box; see attention_sm90_stream.cuh
 constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers of keys and of values in shared memory, and kKeyWarps 0

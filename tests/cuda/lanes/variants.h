@@ -287,14 +287,14 @@ inline std::vector<Variant> variants() {
   add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
       "lbhdt";
 
-  // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks.
+  // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks, no dims behind
+  // the values.
   add_tiles("pair_tiles", spec(DType::bf16, DType::bf16, 576, 512, 64, 64), {{1, 300, 0}, {0, 0, 2}, {2, 70, 1}}, Text::latent_pair)
       .values = ValuePattern::rising;
   Case& pair_halves =
-      add_tiles("pair_halves", spec(DType::f16, DType::f16, 272, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}}, Text::latent_pair);
-  pair_halves.spec.mask.window_left = 140, pair_halves.spec.score.sinks = true;
-  add_tiles("pair_pages", spec(DType::bf16, DType::bf16, 432, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}, Text::latent_pair)
-      .spec.score.soft_cap = 20.f;
+      add_tiles("pair_halves", spec(DType::f16, DType::f16, 304, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}}, Text::latent_pair);
+  pair_halves.spec.score.sinks = true;
+  add_tiles("pair_pages", spec(DType::bf16, DType::bf16, 384, 384, 20, 8), {{3, 90, 0}, {5, 200, 1}}, Text::latent_pair);
   add_tiles("pair_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_pair_without_maps)
       .order = "lbhdt";
 
