@@ -28,14 +28,7 @@ class Multiplier {
       : p_(p), shared_(shared), team_(warp_id() / 4), row_warp_(warp_id() % 4) {}
 
   DEVICE void run() {
-    Ring<SharedStorage::kItemSlots> slot;
-    for (;; slot.next()) {
-      mbarrier_wait(shared_address(&shared_.item_full[slot.at]), slot.parity);
-      const Item& item = shared_.item[slot.at];
-      if (item.num_rows == kNoItem) break;
-      run_item(item);
-      report(shared_.item_empty[slot.at]);
-    }
+    each_item(shared_, [&](const Item& item) { run_item(item); });
   }
 
  private:

@@ -4,6 +4,7 @@
 // through one warp.
 #include "attention/ds_mla.h"
 #include "attention_sm90_stream.cuh"
+#include "each_item.cuh"
 
 namespace imbrex::cuda {
 
@@ -89,19 +90,6 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
     copy_queries(p, item, 0, kChunks * 8, kQChunkBytes, to);
     async_proxy_fence();
     mbarrier_arrive(full);
-  }
-}
-
-// Does `verb` to each of the shared items, in their order.
-template <class Verb>
-DEVICE void each_item(SharedStorage& shared, const Verb& verb) {
-  Ring<SharedStorage::kItemSlots> slot;
-  for (;; slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
-    const Item& item = shared.item[slot.at];
-    if (item.num_rows == kNoItem) break;
-    verb(item);
-    report(shared.item_empty[slot.at]);
   }
 }
 

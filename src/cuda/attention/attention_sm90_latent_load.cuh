@@ -3,6 +3,7 @@
 // keys, and between pieces of a run the sums so far, all through one ring of stages.
 #include "attention_sm90_parts.cuh"
 #include "attention_sm90_stream.cuh"
+#include "each_item.cuh"
 
 namespace imbrex::cuda {
 
@@ -114,16 +115,12 @@ DEVICE void load_node(const AttentionParams& p, int level, int row_warp, u32 to,
 DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, SharedStorage& shared) {
   // Where a token has rows for several tasks, each of them reads the keys.
   const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
-  Ring<SharedStorage::kItemSlots> slot;
   Ring<kStages> stage;
   u32 nodes_written = 0;
   const auto begin_stage = [&] { mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1); };
   const auto address = [&] { return shared_address(shared.stage[stage.at]); };
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
-  for (;; slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
-    const Item& item = shared.item[slot.at];
-    if (item.num_rows == kNoItem) break;
+  each_item(shared, [&](const Item& item) {
     const Tiles tiles = tiles_of(item);
     Box box = box_of(p, item, tiles.first);
     int number = 1, left = tiles_of_piece(item);  // of the piece at work, from 1 on; its tiles
@@ -151,8 +148,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       }
       ++number, left = tiles_of_piece(item);
     }
-    report(shared.item_empty[slot.at]);
-  }
+  });
 }
 
 }  // namespace imbrex::cuda

@@ -3,6 +3,7 @@
 // their keys, through one ring of stages.
 #include "attention_sm90_parts.cuh"
 #include "attention_sm90_stream.cuh"
+#include "each_item.cuh"
 
 namespace imbrex::cuda {
 
@@ -177,15 +178,11 @@ DEVICE void load_keys(const AttentionParams& p, const Half& half, const TensorMa
 
 DEVICE void produce_stages(const AttentionParams& p, const Half& half, const TensorMap& q_map, const TensorMap& k_map,
                            const TensorMap& rope_map, SharedStorage& shared) {
-  Ring<SharedStorage::kItemSlots> slot;
   Ring<kStages> stage;
   const auto begin_stage = [&] { mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1); };
   const auto address = [&] { return shared_address(shared.stage[stage.at]); };
   const auto full = [&] { return shared_address(&shared.full[stage.at]); };
-  for (;; slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_full[slot.at]), slot.parity);
-    const Item& item = shared.item[slot.at];
-    if (item.num_rows == kNoItem) break;
+  each_item(shared, [&](const Item& item) {
     const Tiles tiles = tiles_of(item);
     Box box = box_of(p, item, tiles.first);
     begin_stage();
@@ -198,8 +195,7 @@ DEVICE void produce_stages(const AttentionParams& p, const Half& half, const Ten
       load_keys(p, half, k_map, rope_map, item, box, address(), full());
       box = next;
     }
-    report(shared.item_empty[slot.at]);
-  }
+  });
 }
 
 }  // namespace imbrex::cuda

@@ -22,11 +22,7 @@ class Scorer {
   }
 
   DEVICE void run() {
-    Ring<SharedStorage::kItemSlots> slot;
-    for (;; slot.next()) {
-      mbarrier_wait(shared_address(&shared_.item_full[slot.at]), slot.parity);
-      const Item& item = shared_.item[slot.at];
-      if (item.num_rows == kNoItem) break;
+    each_item(shared_, [&](const Item& item) {
       take_queries();
       const Tiles tiles = tiles_of(item);
 #pragma unroll 1
@@ -38,8 +34,7 @@ class Scorer {
         stage_.next();
         hand_over_scores(s);
       }
-      report(shared_.item_empty[slot.at]);
-    }
+    });
   }
 
  private:

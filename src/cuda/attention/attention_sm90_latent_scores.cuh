@@ -27,15 +27,10 @@ class Scorer {
   }
 
   DEVICE void run() {
-    Ring<SharedStorage::kItemSlots> slot;
-    for (;; slot.next()) {
-      mbarrier_wait(shared_address(&shared_.item_full[slot.at]), slot.parity);
-      const Item& item = shared_.item[slot.at];
-      if (item.num_rows == kNoItem) break;
+    each_item(shared_, [&](const Item& item) {
       take_queries();
       run_item(item);
-      report(shared_.item_empty[slot.at]);
-    }
+    });
   }
 
  private:
