@@ -99,7 +99,12 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
     for (const Regime regime : kRegimes) {
       const int expected = rows.begin()[regime];
       const RegimeKernel kernel = kernels_sm90.kernel(kArch, spec, regime);
-      EXPECT_STREQ(kernel.entry, expected > 32 ? "attention_sm90_latent" : "attention_sm90_latent_decode") << spec.str();
+      const bool pair = spec.num_q_heads <= 64;
+      EXPECT_STREQ(kernel.entry, expected <= 32 ? "attention_sm90_latent_decode"
+                                 : pair         ? "attention_sm90_latent_pair"
+                                                : "attention_sm90_latent")
+          << spec.str();
+      EXPECT_EQ(kernel.cluster, expected > 32 && pair ? 2u : 1u) << spec.str();
       EXPECT_EQ(kernel.tile.rows, expected) << spec.str();
     }
   };
@@ -110,7 +115,10 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;
   expect_tiles({32, 32, 64});
-  spec.mask.custom = true;  // which the kernel for many rows does not take
+  spec.mask.window_left = 127;  // which pairs of thread blocks do not take
+  EXPECT_STREQ(kernels_sm90.kernel(kArch, spec, kPrefill).entry, "attention_sm90_latent");
+  spec.mask.window_left = -1;
+  spec.mask.custom = true;  // which no kernel for many rows takes
   expect_tiles({32, 32, 32});
   spec.mask.custom = false, spec.num_q_heads = 128, spec.kv_dtype = DType::fp8_e4m3;
   expect_tiles({32, 32, 32});
