@@ -11,8 +11,8 @@
 
 namespace imbrex::cuda {
 
-// Registers of a thread of the warpgroups that multiply values, of the one that multiplies scores, and of the one that loads.
-// With fewer dims of the output others get what these leave.
+// Registers of a thread of the warpgroups that multiply values, of the one that multiplies scores, and of the one that loads. Where the
+// first ones have fewer dims of the output, the others get what is left.
 constexpr int kOutputRegisters = kTeamDims > 64 ? 192 : 152, kScoreRegisters = kTeamDims > 64 ? 104 : 128,
               kLoadRegisters = kTeamDims > 64 ? 24 : 64;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warp == 0) find_items_together(p, half, shared);
     if (warp == 1) produce_stages(p, half, q_map, k_map, rope_map, shared);
   }
-  // Other blocks write to this one's memory, and report to its barriers, until they are done.
+  // The other block writes to this one's memory, and reports to its barriers, until it is done.
   __syncwarp();
   cluster_sync();
   end_launch(p);
