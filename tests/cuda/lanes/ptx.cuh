@@ -50,7 +50,6 @@ constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f
 constexpr u32 kInfinityBits = 0x7f800000u;
 
 inline int lane_id() { return int(threadIdx.x) % 32; }
-inline int warp_id() { return int(threadIdx.x) / 32; }
 inline int computed_here(int x) { return x; }
 inline void trap() { lanes::fail("a trap"); }
 
@@ -110,6 +109,11 @@ inline bool any_lane(bool x) {
 
 inline void __syncwarp() {
   lanes::meet(kSyncWarp, 0, [](const int*) { return 0; });
+}
+// Kernels shuffle for it: so a lane that asks alone waits for the others.
+inline int warp_id() {
+  __syncwarp();
+  return int(threadIdx.x) / 32;
 }
 inline void named_barrier_sync(int id, int threads) {
   lanes::meet(kSyncBlock + id, 0, [](const int*) { return 0; });
