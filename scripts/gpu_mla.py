@@ -224,6 +224,48 @@ def measure(native: Native, cell: Cell, args: argparse.Namespace) -> str:
     return row + "".join(f"  {name} {us:.1f}" for name, us in times.items() if name != "imbrex") + "".join(f"  {e}" for e in errors)
 
 
+def moved(native: Native, cells: list[Cell], args: argparse.Namespace) -> str:
+    """Whether any cell's result moves a bit where all of them run at a time: each on a stream of its own, and replays of its graph on another
+    stream between its calls, into an output of their own."""
+    problems, keep = [Problem(cell) for cell in cells], []
+    calls = [imbrex_call(native, problem, False, args.longest, keep) for problem in problems]
+    lone = []
+    for problem, call in zip(problems, calls):
+        call()
+        torch.cuda.synchronize()
+        lone.append(problem.out.clone())
+    replayed = [torch.empty_like(out) for out in lone]
+    replays = []
+    for problem, out in zip(problems, replayed):
+        eager, problem.out = problem.out, out
+        graph = torch.cuda.CUDAGraph()
+        call = imbrex_call(native, problem, False, args.longest, keep)
+        call()
+        with torch.cuda.graph(graph):
+            call()
+        replays.append(graph)
+        problem.out = eager
+    streams = [(torch.cuda.Stream(), torch.cuda.Stream()) for _ in cells]
+    wrong = [0] * len(cells)
+    for _ in range(args.beside):
+        for problem, out in zip(problems, replayed):
+            problem.out.fill_(float("nan"))
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        for _ in range(3):
+            for i, (first, second) in enumerate(streams):
+                with torch.cuda.stream(first):
+                    calls[i]()
+                with torch.cuda.stream(second):
+                    replays[i].replay()
+        torch.cuda.synchronize()
+        for i, problem in enumerate(problems):
+            wrong[i] += sum(not torch.equal(lone[i], out) for out in (problem.out, replayed[i]))
+    for plan in keep:
+        plan.close()
+    return ", ".join(f"{cell}: {n} of {2 * args.beside} differ" for cell, n in zip(cells, wrong))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cells", nargs="*", default=CELLS)
@@ -236,6 +278,7 @@ def main() -> None:
     parser.add_argument("--hot-pages", type=int, default=0, help="all requests share so many pages, which L2 holds: the pace of products")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--longest", type=int, default=131072, help="tokens of a request that plans are made for")
+    parser.add_argument("--beside", type=int, metavar="ROUNDS", help="times nothing: runs all cells at a time, on streams and in graphs, and compares with lone calls")
     parser.add_argument("--tolerance", type=float, default=0.02)
     args = parser.parse_args()
     for library in (args.flashmla, args.fa3):
@@ -243,6 +286,9 @@ def main() -> None:
             torch.ops.load_library(str(library))
     native = Native(args.library)
     print(f"{torch.cuda.get_device_name()}: best peer / imbrex", flush=True)
+    if args.beside:
+        print(moved(native, [Cell.parse(text) for text in args.cells], args))
+        return
     for text in args.cells:
         print(measure(native, Cell.parse(text), args), flush=True)
 
