@@ -178,9 +178,8 @@ constexpr int latent_stage_bytes(int tile_bytes, int head_dim_v) {
   return (bytes + kUnit - 1) / kUnit * kUnit;
 }
 
-// attention_sm90_latent_pair.cu: levels of the tree of pieces whose nodes are in memory, tiles whose weights are in shared memory, and
-// chunks of an item's queries that are.
-constexpr int kLatentPairLevels = 2, kLatentPairWeightSlots = 2, kLatentPairLeftChunks = 4;
+// attention_sm90_latent_pair.cu: levels of the tree of pieces whose nodes are in memory.
+constexpr int kLatentPairLevels = 2;
 
 // attention_sm90_latent_decode.cu: levels of the tree of pieces whose nodes are in memory, and floats of a node, for so many rows.
 constexpr int kLatentDecodeLevels = 2;

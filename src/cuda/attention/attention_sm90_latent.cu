@@ -18,7 +18,6 @@ constexpr int kOutputRegisters = kTeamDims > 192 ? 160 : 144, kScoreRegisters = 
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 // Dims of a product: ptxas takes no instruction with more registers than a thread has at launch.
 constexpr int kProductDims = kTeamDims > 192 ? kTeamDims / 2 : kTeamDims;
-constexpr int kScoreWarps = 4, kOutputWarps = 4 * kConsumers;
 
 // --- the warpgroups that multiply values, each for some of the output's dims
 
@@ -72,7 +71,7 @@ class Multiplier {
         }
       }
       if (note.is_edge()) {
-        const int begin = note.tile() * kTileKeys;
+        const int begin = note.number() * kTileKeys;
         clear_values<kTeamDims / 64, kChunkBytes>(keys, item.lo - begin, item.hi - begin);
         named_barrier_sync(2 + team_, 128);
       }

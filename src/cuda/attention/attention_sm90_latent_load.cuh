@@ -1,7 +1,7 @@
 #pragma once
 // The shared memory of attention_sm90_latent.cu, and the warps that fill it: one finds items, another one brings their queries, then their
 // keys, and between pieces of a run the sums so far, all through one ring of stages.
-#include "attention_sm90_parts.cuh"
+#include "attention_sm90_latent_parts.cuh"
 #include "attention_sm90_stream.cuh"
 #include "each_item.cuh"
 
@@ -14,16 +14,14 @@ constexpr int kThreads = 128 * (kConsumers + 2);
 constexpr int kTeamDims = kHeadDimV / kConsumers;
 static_assert(kTeamDims == 64 || kTeamDims == 128 || kTeamDims == 192 || kTeamDims == 256);
 
-constexpr int kQSteps = (kHeadDimQk + 15) / 16, kQChunks = kKChunks, kQChunkBytes = kTileRows * 128;
+constexpr int kQChunks = kKChunks;
 constexpr int kStageBytes = latent_stage_bytes(kKChunks * kChunkBytes, kHeadDimV);
 // Queries take the way of keys: so many chunks in a stage, in so many stages.
 constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + kQChunksEach - 1) / kQChunksEach;
 // Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
 constexpr int kQKept = latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
 
-// A tile's weights are parts of 16 keys, what a product sums over: each has 32 bytes of a row, with a swizzle of that width.
-constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow;
-constexpr int kWeightSlots = kLatentWeightSlots, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
+constexpr int kWeightSlots = kLatentWeightSlots;
 
 // The tree of a run's pieces: registers hold the sums of one piece, so its nodes that are not complete are in memory, where L2 keeps them.
 // They come back through the ring, behind the last tile of the piece that they are folded with: they are on their way while that is
@@ -52,21 +50,6 @@ DEVICE int joined_nodes(int number, bool last) {
   return nodes;
 }
 DEVICE int tiles_of_piece(const Item& item) { return item.piece > 0 ? item.piece / kTileKeys : kFar; }
-
-// What belongs to a tile's weights.
-struct Note {
-  enum : u32 { kEnds = 1, kLast = 2, kEdge = 4, kHasFactors = 8, kTile = 16 };
-  u32 bits;
-  DEVICE Note(u32 bits) : bits(bits) {}
-  DEVICE Note(int tile, bool ends, bool last, bool edge)
-      : bits(u32(tile) * kTile | (ends ? kEnds : 0) | (last ? kLast : 0) | (edge ? kEdge : 0)) {}
-  DEVICE u32 with_factors() const { return bits | kHasFactors; }
-  DEVICE bool ends() const { return (bits & kEnds) != 0; }               // a piece
-  DEVICE bool is_last() const { return (bits & kLast) != 0; }            // of the item
-  DEVICE bool is_edge() const { return (bits & kEdge) != 0; }            // whether there may be keys in the tile that are not the item's
-  DEVICE bool has_factors() const { return (bits & kHasFactors) != 0; }  // that sums so far are to be multiplied by
-  DEVICE int tile() const { return int(bits / kTile); }
-};
 
 struct SharedStorage {
   static constexpr int kItemSlots = 3;  // of the item that is multiplied, of the one that is scored, and of the one that is loaded

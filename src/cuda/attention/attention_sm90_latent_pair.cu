@@ -1,29 +1,24 @@
 // Attention over latents with wgmma and TMA, for sm_90a: keys of many dims, of which values are the first (KvFormat::latent), as in the
 // absorbed form of MLA. Host side: cuda/attention/attention_sm90_latent_pair.cpp.
 //
-// Two thread blocks of a cluster take 64 rows together, each a half of the dims, for scores and for the output: so each loads half of every
-// key, once, for both, and registers hold the output of a piece and the sums of pieces before it. Each sends what it has of the scores to
-// the other one, and both make the same weights of them. In a block one warpgroup multiplies scores; two make weights, each of half of the
-// keys, and multiply values, each for half of the block's dims; one warp loads, another one finds items.
-// docs/kernels/cuda_sm90_latent.md has the measurements.
+// Two thread blocks of a cluster take 64 rows together. Keys come in steps of two tiles. Each block computes the scores of one of them,
+// over all dims, and its weights, which both get; and each has a half of the output's dims, for which it needs the values of both tiles. So
+// the half of a tile's dims that is the other block's is loaded once, to both; and registers hold the output of a piece and the sums of
+// pieces before it. In a block one warpgroup computes scores and weights, and keeps most of the queries in registers; two multiply values,
+// each for half of the block's dims; of the fourth, each warp has an errand of its own. docs/kernels/cuda_sm90_latent.md has the measurements.
 #include "attention_sm90_latent_pair_scores.cuh"
 #include "attention_sm90_latent_pair_sums.cuh"
 
 namespace imbrex::cuda {
 
-// Registers of a thread of the warpgroups that multiply values, of the one that multiplies scores, and of the one that loads. Where the
-// first ones have fewer dims of the output, the others get what is left.
-constexpr int kOutputRegisters = kTeamDims > 64 ? 192 : 152, kScoreRegisters = kTeamDims > 64 ? 104 : 128,
-              kLoadRegisters = kTeamDims > 64 ? 24 : 64;
+// Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
+constexpr int kOutputRegisters = 168, kScoreRegisters = 152, kLoadRegisters = 24;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 
-// Log2 units that a row's maximum may outgrow its reference by.
-constexpr float kSlack = 8.f;
-
-// A warpgroup that makes weights and multiplies values.
-class Consumer {
+// A warpgroup that multiplies values, for some of the block's dims.
+class Multiplier {
  public:
-  DEVICE Consumer(const AttentionParams& p, const Half& half, SharedStorage& shared)
+  DEVICE Multiplier(const AttentionParams& p, const Half& half, SharedStorage& shared)
       : p_(p), half_(half), shared_(shared), team_(warp_id() / 4), row_warp_(warp_id() % 4) {}
 
   DEVICE void run() {
@@ -31,176 +26,86 @@ class Consumer {
   }
 
  private:
-  using Part = Fragment<kTeamKeys>;  // of a tile's scores: those of the team's keys
-
   // These are computed where they are needed, because registers are few.
   DEVICE int lane() const { return computed_here(int(threadIdx.x)) % 32; }
   DEVICE int row() const { return row_warp_ * 16 + lane() / 4; }
   // Of the block's chunks, the team's first one. Both teams compute the middle one of an odd number, and one stores it.
   DEVICE int first_chunk() const { return team_ * (kHalfChunks - kTeamChunks); }
   DEVICE bool stores(int chunk) const { return kHalfChunks % kConsumers == 0 || team_ == 0 || chunk > 0; }
-  DEVICE int first_key(int tile) const { return tile * kTileKeys + team_ * kTeamKeys; }
-  DEVICE static int tiles_of_piece(const Item& item) { return item.piece > 0 ? item.piece / kTileKeys : kFar; }
-  DEVICE void meet() const { named_barrier_sync(kMeeting, kTogether); }
 
   DEVICE void run_item(const Item& item) {
-    const Tiles tiles = tiles_of(item);
-    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;  // of tiles that every row sees
-    // Rows that the item does not have may have anything for queries: their scores shall not move references.
-    float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) scale[h] = row() + 8 * h < item.num_rows ? logit_scale(p_, item.kv_head) * kLog2e : 0.f;
     Sums piece;
     Tree tree;
     piece.clear(0.f);
-    stage_.next();  // of queries
-    Part s;
-    float total[2];
-    const auto take_tile = [&](int tile, const Ring<kStages>& stage) {
-      take_scores(s);
-      if (tile < whole_end) return;
-      Rows rows;
-      set_seen(rows, p_, item, row());
-      hide(first_key(tile), rows, s);
-      clear(stage, item.lo - tile * kTileKeys, item.hi - tile * kTileKeys);
-    };
-    take_tile(tiles.first, stage_);
-    int left = tiles_of_piece(item);  // of the piece at work
-    bool begins = true, outgrown = false;
+    stages_ += kQStages;  // of queries
+    bool begins = true;   // a piece
 #pragma unroll 1
-    for (int tile = tiles.first; tile < tiles.end; ++tile) {
+    for (bool last = false; !last;) {
       if (begins) tree.go_on(p_);
-      if (begins || named_barrier_any(kMeeting, kTogether, outgrown)) move_references(begins, scale, s, total, piece);
+      // All that can be is computed in front of the wait: what follows it, the matrix unit waits for.
+      const auto place = ring_at<kStages>(stages_);
+      const auto slot = ring_at<kStages>(steps_);
+      const Stage& stage = shared_.stage[place.at];
+      const u32 own_at = shared_address(stage.own) + first_chunk() * kChunkBytes,
+                crossed_at = shared_address(stage.crossed[half_.other()]) + first_chunk() * kChunkBytes;
+      const u32 own_values = tile_at(own_at, kChunkBytes), crossed_values = tile_at(crossed_at, kChunkBytes),
+                weights = tile_at(shared_address(shared_.weights[slot.at][half_.rank]), 16),
+                others = tile_at(shared_address(shared_.weights[slot.at][half_.other()]), 16);
+      mbarrier_wait(shared_address(&shared_.full[place.at]), place.parity);
+      mbarrier_wait(shared_address(&shared_.weights_full[slot.at]), slot.parity);
+      if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
+      const Note note = load_shared_element<4>(shared_address(&shared_.note[slot.at][row_warp_]));
+      if (note.has_factors()) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) piece.sum[h] += total[h];
-      start_values(begins, piece.out);
-      ++step_;
-      const bool last = tile == tiles.end - 1;
-      begins = --left == 0 || last;
-      // While these values are multiplied, the scores of the next tile become weights. Most tiles do not move a reference: so they are
-      // relative to the one that is there, and are computed anew where a row's maximum has outgrown it.
-      Ring<kStages> next = stage_;
-      next.next();
-      if (!last) take_tile(tile + 1, next);
-      if (!begins) outgrown = put_weights(scale, s, piece.reference, total);
+        for (int h = 0; h < 2; ++h) {
+          const float factor = shared_.factor[slot.at][row() + 8 * h];
+          each_of_row(piece.out, h, [=](float& x, int) { x *= factor; });
+        }
+      }
+      if (note.is_edge()) {
+        const int begin = note.number() * kStepKeys, mine = begin + half_.rank * kTileKeys, theirs = begin + half_.other() * kTileKeys;
+        clear_values<kTeamChunks, kChunkBytes>(own_at, item.lo - mine, item.hi - mine);
+        clear_values<kTeamChunks, kChunkBytes>(crossed_at, item.lo - theirs, item.hi - theirs);
+        named_barrier_sync(2 + team_, 128);
+      }
+      wgmma_fence();
+      add_values(piece.out, others, crossed_values, begins);
+      wgmma_commit();
+      add_values(piece.out, weights, own_values, false);
+      wgmma_commit();
+      wgmma_wait<1>();
+      leave_crossed(place.at);
       finish<0>(piece.out);
-      leave_scores();
-      report(shared_.empty[stage_.at]);
-      stage_ = next;
-      if (!begins) continue;
-      total_sums(piece);
+      last = note.is_last(), begins = note.ends();
+      if (!begins) {
+        leave(place.at);
+        continue;
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 end = shared_.end[slot.at][row() + 8 * h], theirs = shared_.sums[slot.at][row_warp_][lane() / 4];
+        piece.reference[h] = end.x, piece.sum[h] = end.y + (h == 0 ? theirs.x : theirs.y);
+      }
+      leave(place.at);
       tree.add(piece);
-      piece.clear(0.f);
-      left = tiles_of_piece(item);
     }
     store(item, tree.end(p_));
   }
 
-  // Adds the sums over both halves of the dims, for the team's keys.
-  DEVICE void take_scores(Part& s) {
-    const int first = team_ * kTilesOf<Part>, lane = this->lane();
-    const auto exchange = ring_at<SharedStorage::kScoreSlots>(step_);
-    mbarrier_wait(shared_address(&shared_.scores_full[exchange.at][row_warp_]), exchange.parity);
-    const u32 sums = shared_address(&shared_.sums[row_warp_][first][lane]),
-              others = shared_address(&shared_.others[exchange.at][row_warp_][first][lane]);
-#pragma unroll
-    for (int i = 0; i < kTilesOf<Part>; ++i) {
-      constexpr u32 kBytes = sizeof shared_.sums[0][0];
-      const uint4 x = load_shared(sums + u32(i) * kBytes), y = load_shared(others + u32(i) * kBytes);
-      if (i % 2 == 1) asm volatile("" ::: "memory");  // registers are few
-      set_four(
-          s, i,
-          {float_of(x.x) + float_of(y.x), float_of(x.y) + float_of(y.y), float_of(x.z) + float_of(y.z), float_of(x.w) + float_of(y.w)});
-    }
-    report(shared_.sums_empty);
-  }
-  // Reports to the other block that its sums of the tile before have been taken. Not at once: a fence would wait until the report is there.
-  DEVICE void leave_scores() const {
-    __syncwarp();
-    const u32 slot = (step_ - 1) % SharedStorage::kScoreSlots;
-    if (lane() == 0) mbarrier_arrive_at<false>(shared_address(&shared_.sent_empty[slot]), half_.other());
-  }
-
-  // Values of keys outside of [lo, hi) of a tile may be anything, and zero times NaN is NaN.
-  DEVICE void clear(const Ring<kStages>& stage, int lo, int hi) const {
-    clear_values<kTeamChunks, kChunkBytes>(shared_address(shared_.stage[stage.at]) + first_chunk() * kChunkBytes, lo, hi);
-  }
-
-  // Scores become weights, in shared memory, whose sums are `total`. True if one has outgrown its row's reference.
-  DEVICE bool put_weights(const float (&scale)[2], const Part& s, const float (&reference)[2], float (&total)[2]) const {
-    bool outgrown = false;
-    Part weights;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      outgrown |= greatest(s, h) * scale[h] > reference[h] + kSlack;
-      float part[2] = {0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < 2 * kTilesOf<Part>; ++i) {
-        float& weight = at(weights, i / 2, h, i % 2);
-        weight = exp2_approx(fmaf(at(s, i / 2, h, i % 2), scale[h], -reference[h]));
-        part[i % 2] += weight;
-      }
-      total[h] = part[0] + part[1];
-    }
-    put(weights);
-    return outgrown;
-  }
-  // References follow the scores of a tile, sums so far follow them, and weights are computed anew. Both teams meet.
-  DEVICE void move_references(bool begins, const float (&scale)[2], const Part& s, float (&total)[2], Sums& piece) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float top = max_over<4>(greatest(s, h)) * scale[h];
-      if (lane() % 4 == 0) shared_.of_teams[team_][row() + 8 * h] = top;
-    }
-    meet();
-    float factor[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float top = fmaxf(shared_.of_teams[0][row() + 8 * h], shared_.of_teams[1][row() + 8 * h]);
-      move_reference(piece.reference[h], top, kSlack, 0.f, factor[h]);
-    }
-    if (!begins) piece.rescale(factor);
-    put_weights(scale, s, piece.reference, total);
-    meet();
-  }
-  DEVICE void put(const Part& weights) const {
-    const int lane = this->lane(), row = row_warp_ * 16 + lane % 16;
-    const u32 to = shared_address(shared_.weights[step_ % kWeightSlots]) + row * 128;
-#pragma unroll
-    for (int i = 0; i < kTeamKeys / 16; ++i) {
-      u32 pairs[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const float2 x = pair(weights, 2 * i + k / 2, k % 2);
-        pairs[k] = kQType == kBf16 ? pack_bf16(x.x, x.y) : pack_f16(x.x, x.y);
-      }
-      store_matrix(to + ((team_ * (kTeamKeys / 8) + 2 * i + lane / 16) ^ row % 8) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-    async_proxy_fence();
-  }
-
-  DEVICE void start_values(bool begins, Out& out) const {
-    const u32 values = tile_at(shared_address(shared_.stage[stage_.at]) + first_chunk() * kChunkBytes, kChunkBytes),
-              weights = tile_at(shared_address(shared_.weights[step_ % kWeightSlots]), 16);
-    if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
-    wgmma_fence();
+  DEVICE static void add_values(Out& out, u32 weights, u32 values, bool begins) {
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step)
-      Wgmma<kTeamDims>::template shared<true>(out, descriptor(weights, step * 32), descriptor(values, step * 2048), !begins || step > 0);
-    wgmma_commit();
+      Wgmma<kTeamDims>::template shared<true>(out, weight_descriptor(weights, step * kWeightPartBytes), descriptor(values, step * 2048),
+                                              !begins || step > 0);
   }
-
-  // The sums of weights of all of a piece's keys: until here each thread has those of its own.
-  DEVICE void total_sums(Sums& piece) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float sum = sum_over<4>(piece.sum[h]);
-      if (lane() % 4 == 0) shared_.of_teams[team_][row() + 8 * h] = sum;
-    }
-    meet();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) piece.sum[h] = shared_.of_teams[0][row() + 8 * h] + shared_.of_teams[1][row() + 8 * h];
-    meet();
+  // The values that the other block has brought to both have been multiplied: its next ones may come.
+  DEVICE void leave_crossed(int stage) const {
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive_at<false>(shared_address(&shared_.empty[stage]), u32(half_.other()));
+  }
+  DEVICE void leave(int stage) {
+    report(shared_.empty[stage]);
+    ++stages_, ++steps_;
   }
 
   // As store_rows() does, with fewer registers: there are none to turn pairs of dims into longer pieces.
@@ -237,19 +142,16 @@ class Consumer {
       if (stores(tile / 8)) verb(pair(out, tile, h), tile);
   }
 
-  static constexpr int kMeeting = 2, kTogether = 128 * kConsumers;  // the teams' barrier, and its threads
-
   const AttentionParams& p_;
   const Half& half_;
   SharedStorage& shared_;
-  int team_, row_warp_;  // the warpgroup's number, and the warp's within it
-  Ring<kStages> stage_;
-  u32 step_ = 0;  // tiles whose values have been begun
+  int team_, row_warp_;         // the warpgroup's number, and the warp's within it
+  u32 stages_ = 0, steps_ = 0;  // that are behind
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_latent_pair(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
-                               const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap rope_map) {
+                               const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap) {
   if (is_idle(p)) return;
   extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
@@ -263,15 +165,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {
     registers_grow<kOutputRegisters>();
-    Consumer(p, half, shared).run();
+    Multiplier(p, half, shared).run();
   } else if (wg == kConsumers) {
-    registers_shrink<kScoreRegisters>();
+    registers_grow<kScoreRegisters>();
     Scorer(p, half, shared).run();
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
     if (warp == 0) find_items_together(p, half, shared);
-    if (warp == 1) produce_stages(p, half, q_map, k_map, rope_map, shared);
+    if (warp == 1) produce_stages(p, half, q_map, k_map, shared);
+    if (warp == 2) hand_over_weights(half, shared);
+    if (warp == 3) fetch_steps(p, half, shared);
   }
   // The other block writes to this one's memory, and reports to its barriers, until it is done.
   __syncwarp();

@@ -1,125 +1,220 @@
 #pragma once
-// The warpgroup of attention_sm90_latent_pair.cu that multiplies scores: it sums them over its half of the dims, for the warpgroups that
-// make weights of them, here and in the block that has the other half.
+// The warpgroup of attention_sm90_latent_pair.cu that computes scores and weights of its block's tiles, for the values of both blocks.
+//
+// Weights are relative to references that both blocks move together: each tells the other one its maxima, and computes weights meanwhile.
 #include "attention_sm90_latent_pair_load.cuh"
-#include "wgmma.cuh"
 
 namespace imbrex::cuda {
 
-// The low half of the descriptors of tiles in shared memory: the address in units of 16 bytes. The high half is the same in all of a kind.
-DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
-// Of lines of 128 bytes, and of 64.
-DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
-DEVICE u64 narrow_descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 512, 2) | u32(tile + bytes / 16); }
-
 class Scorer {
  public:
-  DEVICE Scorer(const AttentionParams& p, const Half& half, SharedStorage& shared) : p_(p), half_(half), shared_(shared) {
-    const u32 warp = warp_id() % 4;
-    here_ = shared_address(&shared.sums[warp][0][lane_id()]), full_ = shared_address(&shared.scores_full[0][warp]);
-    there_ = block_address(shared_address(&shared.others[0][warp][0][lane_id()]), half.other());
-    there_full_ = block_address(full_, half.other());
+  DEVICE Scorer(const AttentionParams& p, const Half& half, SharedStorage& shared)
+      : p_(p), half_(half), shared_(shared), lane_(lane_id()), warp_(warp_id() % 4) {
+    const int row = warp_ * 16 + lane_ % 16;  // of which it addresses 16 bytes of weights, number lane / 16
+    weights_ = shared_address(shared.weights[0][half.rank]) + row * kWeightRow + (lane_ / 16 ^ row / 4 % 2) * 16;
+    const u32 queries = shared_address(shared.q);
+    left_ = tile_at(queries, 16), there_ = block_address(queries, u32(half.other())) - queries;
   }
 
   DEVICE void run() {
     each_item(shared_, [&](const Item& item) {
       take_queries();
-      const Tiles tiles = tiles_of(item);
-#pragma unroll 1
-      for (int tile = tiles.first; tile < tiles.end; ++tile) {
-        Scores s;
-        wait_for_stage();
-        multiply(s);
-        report(shared_.empty[stage_.at]);
-        stage_.next();
-        hand_over_scores(s);
-      }
+      run_item(item);
     });
   }
 
  private:
-  DEVICE void wait_for_stage() const {
-    mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+  DEVICE int row() const { return warp_ * 16 + lane_ / 4; }
+  // The same place in the other block.
+  DEVICE u32 there(u32 address) const { return address + there_; }
+  DEVICE bool stage_is_there() const { return mbarrier_is_over(shared_address(&shared_.full[stage_.at]), stage_.parity); }
+  DEVICE void wait_for_stage(bool is_there = false) const {
+    if (!is_there) mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
     if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
   }
 
   // Moves an item's queries out of the ring: to registers, and what these do not hold to a place of its own. Other warpgroups pass over
-  // this stage, so that this one reports for them too.
+  // these units, so that this one reports for them too.
   DEVICE void take_queries() {
-    const u32 lane = lane_id(), row = matrix_row() - lane / 4 + lane % 16;
+    const u32 row = warp_ * 16 + lane_ % 16;
     named_barrier_sync(1, 128);  // the last scores of the item before are there, in all warps
-    wait_for_stage();
-    const u32 from = shared_address(shared_.stage[stage_.at]);
 #pragma unroll
-    for (int step = 0; step < 2 * kQKept; ++step)
-      load_matrix(q_[step], from + step / 2 * kQChunkBytes + place_of_piece<64>(int(row), int(2 * (step % 2) + lane / 16)));
+    for (int part = 0; part < kQStages; ++part) {
+      wait_for_stage();
+      const u32 from = shared_address(&shared_.stage[stage_.at]), empty = shared_address(&shared_.empty[stage_.at]);
 #pragma unroll
-    for (int i = int(threadIdx.x) % 128 * 16; i < (kQChunks - kQKept) * kQChunkBytes; i += 128 * 16)
-      store_shared(shared_address(shared_.q) + i, load_shared(from + kQKept * kQChunkBytes + i));
-    __syncwarp();
-    if (lane == 0) {
+      for (int chunk = part * kQEach; chunk < min((part + 1) * kQEach, kQChunks); ++chunk) {
+        const u32 in_chunk = from + (chunk - part * kQEach) * kQChunkBytes;
+        if (chunk < kQKept) {
 #pragma unroll
-      for (int warpgroup = 0; warpgroup <= kConsumers; ++warpgroup) mbarrier_arrive(shared_address(&shared_.empty[stage_.at]));
+          for (int step = 0; step < 4; ++step)
+            load_matrix(q_[4 * chunk + step], in_chunk + row * 128 + ((2 * step + lane_ / 16) ^ row % 8) * 16);
+        } else {
+          const u32 to = shared_address(shared_.q[chunk - kQKept]);
+#pragma unroll
+          for (int i = int(threadIdx.x) % 128 * 16; i < kQChunkBytes; i += 128 * 16) store_shared(to + i, load_shared(in_chunk + i));
+        }
+      }
+      __syncwarp();
+      if (lane_ <= kBlocksTogether * kConsumers) mbarrier_arrive_at<false>(empty, u32(lane_ < kConsumers ? half_.other() : half_.rank));
+      stage_.next();
     }
-    stage_.next();
     async_proxy_fence();
     named_barrier_sync(1, 128);
   }
 
-  DEVICE void multiply(Scores& s) const {
-    const u32 keys = tile_at(shared_address(shared_.stage[stage_.at]), 16);
+  DEVICE void start_scores(Scores& s) const {
+    const Stage& stage = shared_.stage[stage_.at];
     wgmma_fence();
+    multiply<0, kHalfChunks>(s, shared_address(stage.crossed[half_.rank]));
+    multiply<kHalfChunks, kHalfChunks>(s, shared_address(stage.own));
+    if constexpr (kHasRope) multiply<2 * kHalfChunks, 1>(s, shared_address(stage.rope));
+    wgmma_commit();
+  }
+  template <int first, int chunks>
+  DEVICE void multiply(Scores& s, u32 keys) const {
+    const u32 k = tile_at(keys, 16);
 #pragma unroll
-    for (int step = 0; step < kHalfDims / 16; ++step) {
-      const u64 right = descriptor(keys, step / 4 * kChunkBytes + step % 4 * 32);
-      if (step < 2 * kQKept) {
+    for (int step = 4 * first; step < min(4 * (first + chunks), kQSteps); ++step) {
+      const u64 right = descriptor(k, (step / 4 - first) * kChunkBytes + step % 4 * 32);
+      if (step < 4 * kQKept) {
         Wgmma<kTileKeys>::template registers<false>(s, q_[step], right, step != 0);
       } else {
-        Wgmma<kTileKeys>::shared(s, left(step), right, step != 0);
+        Wgmma<kTileKeys>::shared(s, descriptor(left_, (step / 4 - kQKept) * kQChunkBytes + step % 4 * 32), right, true);
       }
     }
-    if constexpr (kHasRope) {
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-        Wgmma<kTileKeys>::shared(s, left(kHalfDims / 16 + step), narrow_descriptor(keys, kHalfChunks * kChunkBytes + step * 32), true);
-    }
-    wgmma_commit();
-    finish<0>(s);
   }
-  // Queries that are in shared memory, 16 dims of them.
-  DEVICE u64 left(int step) const {
-    return narrow_descriptor(tile_at(shared_address(shared_.q), 16), (step / 2 - kQKept) * kQChunkBytes + step % 2 * 32);
+  DEVICE void run_item(const Item& item) {
+    const Steps steps = steps_of(item);
+    int left = steps_of_piece(item);  // of the piece at work
+    bool begins = true;               // a piece
+    Rows rows;
+    set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
+    // Tiles of which every row sees every key.
+    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(item.num_rows - 1)).lo) + kTileKeys - 1) / kTileKeys;
+    const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
+    float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
+    wait_for_stage();
+#pragma unroll 1
+    for (int step = steps.first; step < steps.end; ++step) {
+      const int tile = kBlocksTogether * step + half_.rank;
+      Scores s;
+      start_scores(s);
+      if (!begins) release_weights(false);
+      const bool last = step == steps.end - 1, ends = --left == 0 || last;
+      const bool whole = tile < whole_end && (!kWindow || tile >= whole_first);
+      const Note note(step, ends, last, step * kStepKeys < item.lo || (step + 1) * kStepKeys > item.hi);
+      const u32 empty = shared_address(&shared_.empty[stage_.at]), tops_full = shared_address(&shared_.tops_full[slot_.at][warp_]);
+      if (lane_ == 0) mbarrier_arrive_expect(tops_full, sizeof shared_.tops[0][0]);
+      stage_.next();
+      finish<0>(s);
+      const bool is_there = stage_is_there();
+      if constexpr (!kPlainLogits) modify(rows, s);
+      if (!whole) hide(tile * kTileKeys, rows, s);
+      WeightsOf<kQType> weights;
+      const bool moved = weigh_tile(tile, rows, tops_full, empty, s, weights, reference, sum);
+      put_weights(weights, moved && !begins ? note.with_factors() : note.bits);
+      begins = ends;
+      if (ends) {
+        put_end(reference, sum);
+        release_weights(true);
+        left = steps_of_piece(item);
+      }
+      if (!last) wait_for_stage(is_there);
+    }
   }
 
-  // To the warpgroups that make weights, in both blocks, when these have taken what was there.
-  DEVICE void hand_over_scores(const Scores& s) {
-    const u32 slot = u32(slot_.at), to = there_ + slot * kSlotBytes, full = there_full_ + slot * kBarrierBytes;
-    mbarrier_wait(shared_address(&shared_.sent_empty[slot]), slot_.parity ^ 1);
+  // Scores become weights: true where sums so far are to be multiplied by factors, which are left beside the weights. Most tiles do not
+  // move a reference: so weights relative to the one that is there are computed while maxima are under way, and anew where one of them has
+  // outgrown it.
+  DEVICE bool weigh_tile(int tile, const Rows& rows, u32 tops_full, u32 empty, const Scores& s, WeightsOf<kQType>& weights,
+                         float (&reference)[2], float (&sum)[2]) {
+    float top[2], total[2], first[2] = {0.f, 0.f};  // what ALiBi adds to all
 #pragma unroll
-    for (int i = 0; i < kTilesOf<Scores>; ++i) hand_over(to + u32(i) * kTileBytes, four(s, i), full);
-    mbarrier_wait(shared_address(&shared_.sums_empty), here_slot_.parity ^ 1);
-#pragma unroll
-    for (int i = 0; i < kTilesOf<Scores>; ++i) {
-      const float4 x = four(s, i);
-      store_shared(here_ + u32(i) * kTileBytes, uint4{bits_of(x.x), bits_of(x.y), bits_of(x.z), bits_of(x.w)});
+    for (int h = 0; h < 2; ++h) {
+      const float scale = factor_of(p_, rows.terms[h]);
+      if constexpr (kAlibi) first[h] = scale * rows.terms[h].slope * float(tile * kTileKeys + first_column() - rows.position[h]);
+      top[h] = kAlibi ? max_over<4>(fmaf(greatest(s, h), scale, first[h])) : max_over<4>(greatest(s, h)) * scale;
     }
+    const u32 others = shared_address(&shared_.tops[slot_.at][warp_][lane_ / 4]);
+    if (lane_ % 4 == 0) hand_over(there(others), float2{top[0], top[1]}, there(tops_full));
+    if (lane_ == 0) mbarrier_arrive(empty);  // all lanes have met since the last product
+    weigh_by(reference, first, rows, s, weights, total);
+    pin(weights);  // else the compiler computes them only where it knows that they are wanted
+    mbarrier_wait(tops_full, slot_.parity);
+    const float2 theirs = shared_.tops[slot_.at][warp_][lane_ / 4];
+    top[0] = fmaxf(top[0], theirs.x), top[1] = fmaxf(top[1], theirs.y);
+    const bool moved = any_lane(top[0] > reference[0] + kSlack || top[1] > reference[1] + kSlack);
+    if (moved) {
+      float factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        move_reference(reference[h], top[h], kSlack, 0.f, factor[h]);
+        sum[h] *= factor[h];
+        if (lane_ % 4 == 0) shared_.factor[slot_.at][row() + 8 * h] = factor[h];
+      }
+      weigh_by(reference, first, rows, s, weights, total);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] += total[h];
+    return moved;
+  }
+  // Weights, as operands of a product, and the sums of what a thread has of them.
+  DEVICE void weigh_by(const float (&reference)[2], const float (&first)[2], const Rows& rows, const Scores& s, WeightsOf<kQType>& weights,
+                       float (&total)[2]) const {
+    float scale[2], added[2], part[2][2] = {};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale[h] = factor_of(p_, rows.terms[h]), added[h] = kAlibi ? first[h] - reference[h] : -reference[h];
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 4; ++i) {
+      const int h = i % 2;
+      const float2 x = pair(s, i / 2, h), weight = {exp2_approx(fmaf(x.x, scale[h], added[h])), exp2_approx(fmaf(x.y, scale[h], added[h]))};
+      part[h][0] += weight.x, part[h][1] += weight.y;
+      weights[i / 4][i % 4] = kQType == kBf16 ? pack_bf16(weight.x, weight.y) : pack_f16(weight.x, weight.y);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] = part[h][0] + part[h][1];
+  }
+  // Weights go to this block's memory, and from there a warp that loads copies them to the other one's.
+  DEVICE void put_weights(const WeightsOf<kQType>& weights, u32 note) const {
+    const u32 to = weights_ + slot_.at * (kBlocksTogether * kWeightBytes);
+#pragma unroll
+    for (int i = 0; i < kTileKeys / 16; ++i)
+      store_matrix(to + i * kWeightPartBytes, weights[i][0], weights[i][1], weights[i][2], weights[i][3]);
+    if (lane_ == 0) store_shared(shared_address(&shared_.note[slot_.at][warp_]), note);
+    async_proxy_fence();
+    report(shared_.weights_made[slot_.at]);
+  }
+  // At the end of a piece, behind which sums begin anew.
+  DEVICE void put_end(float (&reference)[2], float (&sum)[2]) const {
+    float total[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      total[h] = sum_over<4>(sum[h]);
+      if (lane_ % 4 == 0) shared_.end[slot_.at][row() + 8 * h] = {reference[h], total[h]};
+      reference[h] = kEmptyReference, sum[h] = 0.f;
+    }
+    if (lane_ % 4 == 0)
+      hand_over(there(shared_address(&shared_.sums[slot_.at][warp_][lane_ / 4])), float2{total[0], total[1]},
+                there(shared_address(&shared_.weights_full[slot_.at])));
+  }
+  // Values are multiplied while no scores are: so the weights of a tile are only handed over when the scores of the next one are under way,
+  // but for those that end a piece.
+  DEVICE void release_weights(bool ends) {
     __syncwarp();
-    if (lane_id() == 0) mbarrier_arrive_expect(full_ + slot * kBarrierBytes, kTilesOf<Scores> * kTileBytes);
-    slot_.next(), here_slot_.next();
+    if (lane_ == 0)
+      mbarrier_arrive_expect(shared_address(&shared_.weights_full[slot_.at]),
+                             u32(kWeightBytes / kScoreWarps) + (ends ? u32(sizeof shared_.sums[0][0]) : 0));
+    slot_.next();
   }
-
-  // Of an exchange of scores, of a warp's tile of 8 keys, and of the barriers of all warps; bytes.
-  static constexpr u32 kSlotBytes = sizeof SharedStorage::others[0], kTileBytes = sizeof SharedStorage::sums[0][0],
-                       kBarrierBytes = sizeof SharedStorage::scores_full[0];
 
   const AttentionParams& p_;
   const Half& half_;
   SharedStorage& shared_;
-  u32 here_, full_, there_, there_full_;  // where scores go, and their barriers
-  Ring<kStages> stage_;
-  Ring<SharedStorage::kScoreSlots> slot_;
-  Ring<1> here_slot_;
-  u32 q_[2 * kQKept][4];
+  int lane_, warp_;
+  u32 weights_, left_, there_;  // where a lane writes weights; where queries are that registers do not hold; how far the other block is
+  Ring<kStages> stage_, slot_;  // of keys, and of weights
+  u32 q_[4 * kQKept][4];
 };
 
 }  // namespace imbrex::cuda

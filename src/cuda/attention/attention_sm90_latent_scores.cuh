@@ -4,18 +4,8 @@
 // For it, what lies between two products counts, because the matrix unit has no scores to multiply then: so little is computed there, and
 // nothing is waited for that a barrier can tell earlier. The values of the tile before are multiplied meanwhile.
 #include "attention_sm90_latent_load.cuh"
-#include "attention_sm90_parts.cuh"
-#include "wgmma.cuh"
 
 namespace imbrex::cuda {
-
-// Log2 units that a row's maximum may outgrow its reference by.
-constexpr float kSlack = 8.f;
-
-// The low half of the descriptors of tiles in shared memory: the address in units of 16 bytes. The high half is the same in all of a kind.
-DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
-DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
-DEVICE u64 weight_descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 8 * kWeightRow, 3) | u32(tile + bytes / 16); }
 
 class Scorer {
  public:

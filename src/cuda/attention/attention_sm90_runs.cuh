@@ -28,7 +28,7 @@ template <int kDims, int kAtOnce, int kLevels = kRunLevels>
 class RunNode {
  public:
   DEVICE RunNode(const AttentionParams& p, int level) {
-    const int thread = computed_here(int(threadIdx.x)), warpgroup = int(blockIdx.x) * kConsumers + thread / 128;
+    const u32 thread = u32(computed_here(int(threadIdx.x))), warpgroup = blockIdx.x * kConsumers + thread / 128;
     at_ = reinterpret_cast<float4*>(p.run_sums + (long(warpgroup) * kLevels + level) * kFloats) + thread % 128;
   }
 

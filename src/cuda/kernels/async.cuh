@@ -107,6 +107,18 @@ DEVICE void hand_over(u32 to, const float4& value, u32 barrier) {
                "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
                : "memory");
 }
+DEVICE void hand_over(u32 to, const float2& value, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(value.x), "f"(value.y),
+               "r"(barrier)
+               : "memory");
+}
+// Copies this block's shared memory, as TMA sees it, to another block, and reports the bytes there. `to` and `barrier` are the other
+// block's; addresses and bytes are multiples of 16.
+DEVICE void bulk_hand_over(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // At the same barrier in another block.
 template <bool releases>
 DEVICE void mbarrier_arrive_at(u32 barrier, u32 block) {
@@ -178,6 +190,11 @@ DEVICE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
                "r"(barrier)
                : "memory");
+}
+
+// Contiguous bytes into L2 alone. The address and the number are multiples of 16.
+DEVICE void bulk_prefetch(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
 // Makes what this thread wrote to global memory visible to TMA.

@@ -104,17 +104,27 @@ inline void hand_over(u32 to, int value, u32 barrier, u32 block) {
 }
 
 inline u32 block_address(u32 address, u32 block) { return block << 24 | address; }
-inline void hand_over(u32 to, const float4& value, u32 barrier) {
-  const auto place = [](u32 address) { return address & 0xffffff; };
-  if (to % 16 != 0 || to >> 24 != barrier >> 24) lanes::fail("16 bytes and their barrier are not in one block");
-  write_later(mbarrier_at(place(barrier), int(to >> 24)), sizeof value,
-              [at = lanes::shared_at(place(to), sizeof value, int(to >> 24)), value] { std::memcpy(at, &value, sizeof value); });
+inline u32 place_in_block(u32 address) { return address & 0xffffff; }
+template <class T>
+void hand_over(u32 to, const T& value, u32 barrier) {
+  if (to % sizeof value != 0 || to >> 24 != barrier >> 24) lanes::fail("what is sent and its barrier are not in one block");
+  write_later(mbarrier_at(place_in_block(barrier), int(to >> 24)), sizeof value,
+              [at = lanes::shared_at(place_in_block(to), sizeof value, int(to >> 24)), value] { std::memcpy(at, &value, sizeof value); });
+}
+inline void bulk_hand_over(u32 to, u32 from, u32 bytes, u32 barrier) {
+  if ((to | from | bytes) % 16 != 0 || to >> 24 != barrier >> 24) lanes::fail("what is sent and its barrier are not in one block");
+  write_later(mbarrier_at(place_in_block(barrier), int(to >> 24)), bytes,
+              [at = lanes::shared_at(place_in_block(to), bytes, int(to >> 24)), source = lanes::shared_at(from, bytes, lanes::block.rank()),
+               bytes] { std::memcpy(at, source, bytes); });
 }
 
 // --- TMA
 
 inline void tma_prefetch_map(const TensorMap&) {}
 inline void tma_prefetch(const TensorMap&, u64, int, int, int, int) {}
+inline void bulk_prefetch(const void* from, u32 bytes) {
+  if ((reinterpret_cast<unsigned long>(from) | bytes) % 16 != 0) lanes::fail("a misaligned prefetch");
+}
 inline u64 l2_first_out() { return 0; }
 inline u64 l2_normal() { return 0; }
 inline void async_proxy_fence_global() {}

@@ -147,8 +147,7 @@ class LanesPlan final : public AttentionPlan {
     }
     const bool maps_queries =
         variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_pair() || variant_.is_latent_decode();
-    const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k),
-                               variant_.is_latent_pair() ? map_of(kv.k, kNarrow) : map_of(kv.v)};
+    const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k), map_of(kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
     EXPECT_EQ(std::count(arrivals.begin(), arrivals.end(), 0), std::ssize(arrivals));
@@ -186,16 +185,16 @@ class LanesPlan final : public AttentionPlan {
             .element_bytes = size,
             .sizes = {q.size(2), q.size(1), q.size(0), 1},
             .strides = {size, long(q.stride(1)) * size, long(q.stride(0)) * size, 0},
-            .box = {(variant_.is_latent_pair() ? kNarrow : box_bytes()) / size, heads, rows / heads, 1}};
+            .box = {box_bytes() / size, heads, rows / heads, 1}};
   }
-
-  static constexpr int kNarrow = cuda::kTensorMapLine / 2;
 
   // Boxes of so many bytes of a row, or of as many as the kernel takes.
   TensorMap map_of(const TensorView& kv, int bytes = 0) const {
     const int rank = kv.rank, size = int(size_of(kv.dtype));  // 3 without pages
     const auto stride = [&](int dim) { return long(kv.stride(dim)) * size; };
-    const int common = rank == 4 ? std::gcd(int(kv.size(1)), tiles_.keys) : tiles_.keys;
+    const int keys =
+        variant_.is_latent_pair() ? tiles_.keys / int(cuda::kSm90LatentPairCluster) : tiles_.keys;  // that a thread block loads
+    const int common = rank == 4 ? std::gcd(int(kv.size(1)), keys) : keys;
     const int page = variant_.has_wgmma() ? std::min(common, tiles_.keys / (widens() ? 4 : variant_.wgmma_tiles().cluster)) : common;
     const int dims = int(kv.size(rank - 1));
     int width = widens() && dims <= 64 ? 64 : box_bytes();

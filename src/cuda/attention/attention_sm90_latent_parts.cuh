@@ -1,0 +1,40 @@
+#pragma once
+// What attention_sm90_latent.cu and attention_sm90_latent_pair.cu share: weights in shared memory, made by one warpgroup and multiplied by
+// values by others, with a note for each tile; and how the matrix unit finds tiles.
+#include "attention_sm90_parts.cuh"
+#include "wgmma.cuh"
+
+namespace imbrex::cuda {
+
+// Log2 units that a row's maximum may outgrow its reference by.
+constexpr float kSlack = 8.f;
+
+constexpr int kScoreWarps = 4, kOutputWarps = 4 * kConsumers;
+
+// Queries, in chunks of 64 dims, and the steps of a product over them.
+constexpr int kQSteps = (kHeadDimQk + 15) / 16, kQChunkBytes = kTileRows * 128;
+
+// A tile's weights are parts of 16 keys, what a product sums over: each has 32 bytes of a row, with a swizzle of that width.
+constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
+
+// What belongs to the weights of a tile, or of a step of several tiles.
+struct Note {
+  enum : u32 { kEnds = 1, kLast = 2, kEdge = 4, kHasFactors = 8, kNumber = 16 };
+  u32 bits;
+  DEVICE Note(u32 bits) : bits(bits) {}
+  DEVICE Note(int number, bool ends, bool last, bool edge)
+      : bits(u32(number) * kNumber | (ends ? kEnds : 0) | (last ? kLast : 0) | (edge ? kEdge : 0)) {}
+  DEVICE u32 with_factors() const { return bits | kHasFactors; }
+  DEVICE bool ends() const { return (bits & kEnds) != 0; }               // a piece
+  DEVICE bool is_last() const { return (bits & kLast) != 0; }            // of the item
+  DEVICE bool is_edge() const { return (bits & kEdge) != 0; }            // whether there may be keys in it that are not the item's
+  DEVICE bool has_factors() const { return (bits & kHasFactors) != 0; }  // that sums so far are to be multiplied by
+  DEVICE int number() const { return int(bits / kNumber); }              // of the tile, or step
+};
+
+// The low half of the descriptors of tiles in shared memory: the address in units of 16 bytes. The high half is the same in all of a kind.
+DEVICE u32 tile_at(u32 address, u32 leading) { return u32(wgmma_descriptor(address, leading, 0, 0)); }
+DEVICE u64 descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 1024, 1) | u32(tile + bytes / 16); }
+DEVICE u64 weight_descriptor(u32 tile, int bytes) { return wgmma_descriptor(0, 0, 8 * kWeightRow, 3) | u32(tile + bytes / 16); }
+
+}  // namespace imbrex::cuda
