@@ -79,9 +79,12 @@ class Consumer {
 #pragma unroll
           for (auto& of_key : s) fill(of_key, -infinity());
         }
+        ValueBytes values;
+        if (team_ != 0) mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+        byte_tile(0).begin_values(values);
         const bool wide = weigh(begins, s, scales, piece);
         if (ends) leave_sums(piece);
-        add_bytes(together, wide, piece);
+        add_bytes(together, wide, values, piece);
       } else {
         if (!whole) clear_values(first, lo, hi);
         weigh(begins, s, scales, piece);
@@ -100,7 +103,7 @@ class Consumer {
   }
 
   DEVICE void meet() const { named_barrier_sync(1, 128 * kTeams); }
-  DEVICE int lane() const { return computed_here(lane_id()); }
+  DEVICE int lane() const { return computed_here(lane_id()) % 32u; }
   // A key of the thread's in a tile.
   DEVICE int key(int h) const { return warp_ * 16 + (kBytes ? h : team_) * 8 + lane() / 4; }
 
@@ -348,10 +351,10 @@ class Consumer {
     }
   }
   // Multiplies the values of both tiles, or of one, by their weights, and leaves their stages. `wide`: weights are of bf16.
-  DEVICE void add_bytes(int together, bool wide, Sums& piece) {
+  DEVICE void add_bytes(int together, bool wide, ValueBytes& values, Sums& piece) {
     const bool both = together == kTilesTogether;
-    const Ring<kStages> second = stage_of(both ? 1 : 0), others = team_ == 0 ? second : stage_;
-    mbarrier_wait(shared_address(&shared_.full[others.at]), others.parity);
+    const Ring<kStages> second = stage_of(both ? 1 : 0);
+    if (team_ == 0) mbarrier_wait(shared_address(&shared_.full[second.at]), second.parity);
     const ByteTile first = byte_tile(0);
     const u32 of_second = shared_address(shared_.stage[second.at]);
     const u32 weights = shared_address(shared_.weights[turn_]), scales = shared_address(shared_.scales[turn_]);
@@ -360,9 +363,9 @@ class Consumer {
       stage_.next();
     };
     if (kDsMla && wide) {
-      first.multiply_values<kBf16>(both, of_second, weights, scales, piece.out, leave);
+      first.multiply_values<kBf16>(both, of_second, weights, scales, values, piece.out, leave);
     } else {
-      first.multiply_values<kF16>(both, of_second, weights, scales, piece.out, leave);
+      first.multiply_values<kF16>(both, of_second, weights, scales, values, piece.out, leave);
     }
     turn_ ^= kTeams;
   }

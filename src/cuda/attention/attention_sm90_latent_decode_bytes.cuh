@@ -17,14 +17,14 @@ constexpr int kPieces = (kBytesDims + kPieceDims - 1) / kPieceDims;
 // Groups of dims with sums of their own, and how many of these there are at a time: while those of one group are added, the next one's are
 // computed.
 constexpr int kDimGroups = kDsMla ? kDsMlaGroups : 1, kGroupPieces = kPieces / kDimGroups;
-constexpr int kGroupsInFlight = kDsMla && kTileRows == 16 ? 2 : 1;
+constexpr int kGroupsInFlight = kDsMla ? 2 : 1;
 static_assert(kPieces % kDimGroups == 0);
 // The neighbouring dims of the output that a warp has: of one group.
 constexpr int kWarpDims = 16 * kBlocksEach;
 static_assert(!kDsMla || kDsMlaGroup % kWarpDims == 0);
 
 // Pieces and steps that a thread has read ahead of their products. More delay what else goes to shared memory.
-constexpr int kPiecesAhead = kTileRows > 16 && !(kDsMla && kPlainLogits) ? 1 : 2, kStepsAhead = kPiecesAhead;
+constexpr int kPiecesAhead = kTileRows > 16 && !kPlainLogits ? 1 : 2, kStepsAhead = kPiecesAhead;
 // The left sides of products stay in registers until these are done, and a warp that multiplies does nothing else: so numbers for the next
 // products are widened while those of the other team are multiplied.
 DEVICE void commit_products() {
@@ -143,6 +143,9 @@ DEVICE void put_scales(ScalesOfTile& to, int warp, const float (&scales)[n]) {
     to[lane % kDsMlaGroups][place_of_scale(warp * 16 + h * 8 + lane / 4)] = u16(pack_16<type>(scales[h], scales[h]));
 }
 
+// A thread's words of 16 keys and each 16 of the warp's dims, of steps that are read ahead.
+using ValueBytes = u32[kStepsAhead][kBlocksEach][2];
+
 // Products of pairs.
 template <int type>
 DEVICE u32 multiplied(u32 a, u32 b) {
@@ -224,16 +227,15 @@ class ByteTile {
   // Adds values of the warp's dims times the weights at `weights`: of this tile and, if there is a `second` one, of that, whose weights are
   // behind this one's. `scales`, likewise: what weights of a key are multiplied by, for each group of dims. `left` is called when all bytes
   // of a tile have been read.
+  // `bytes`: as begin_values() leaves it.
   template <int type, class Left>
-  DEVICE void multiply_values(bool both, u32 second, u32 weights, u32 scales, Column (&out)[kBlocksEach], const Left& left) const {
+  DEVICE void multiply_values(bool both, u32 second, u32 weights, u32 scales, ValueBytes& bytes, Column (&out)[kBlocksEach],
+                              const Left& left) const {
     constexpr int kRowTiles = kTileRows / 8, kSteps = kTeams * kKeySteps;
     const int lane = lane_id(), row = lane / 16 * 8 + lane % 8;
     const u32 of_group = scales + (group() * kTileKeys + place_of_scale(lane % 4 * 2)) * 2;
     const auto load = [&](int step, u32(&x)[kBlocksEach][2]) { load_step(step < kKeySteps ? records_ : second, step % kKeySteps, x); };
-    u32 bytes[kStepsAhead][kBlocksEach][2];  // a thread's words of 16 keys and each 16 of the warp's dims
-    u32 of_keys[4];                          // the scales of the thread's keys, in pairs, for two steps
-#pragma unroll
-    for (int step = 0; step < kStepsAhead; ++step) load(step, bytes[step]);
+    u32 of_keys[4];  // the scales of the thread's keys, in pairs, for two steps
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int tile = step / kKeySteps, in_tile = step % kKeySteps;
@@ -265,6 +267,11 @@ class ByteTile {
       if (step + kStepsAhead < kSteps) load(step + kStepsAhead, x);
       if (in_tile + 1 == kKeySteps) left();
     }
+  }
+
+  DEVICE void begin_values(ValueBytes& bytes) const {
+#pragma unroll
+    for (int step = 0; step < kStepsAhead; ++step) load_step(records_, step, bytes[step]);
   }
 
   // The group of the warp's dims.
