@@ -14,10 +14,8 @@ constexpr int kDepth = 16, kPieceDims = 2 * kDepth;             // dims of a pro
 constexpr int kKeySteps = kTileKeys / kDepth;                   // steps of a tile's values
 
 constexpr int kPieces = (kBytesDims + kPieceDims - 1) / kPieceDims;
-// Groups of dims with sums of their own, and how many of these there are at a time: while those of one group are added, the next one's are
-// computed.
+// Groups of dims with sums of their own.
 constexpr int kDimGroups = kDsMla ? kDsMlaGroups : 1, kGroupPieces = kPieces / kDimGroups;
-constexpr int kGroupsInFlight = kDsMla ? 2 : 1;
 static_assert(kPieces % kDimGroups == 0);
 // The neighbouring dims of the output that a warp has: of one group.
 constexpr int kWarpDims = 16 * kBlocksEach;
@@ -176,16 +174,16 @@ class ByteTile {
     u32 bytes[kPiecesAhead][4];
 #pragma unroll
     for (int i = 0; i < kPiecesAhead; ++i) load_matrix(bytes[i], from + i * kPieceDims);
-    Column products[kGroupsInFlight];
+    Column products[2];  // records: while the sums of one group are added, the next one's are computed
     const auto add = [&](int group) {
-      const Column& of_group = products[group % kGroupsInFlight];
+      const Column& of_group = products[group % 2];
 #pragma unroll
       for (int i = 0; i < kTileRows / 2; ++i) sums[i] = fmaf(of_group[i], float_of(scales[i / 2 % 2][group]), sums[i]);
     };
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int group = i / kGroupPieces, in_group = i % kGroupPieces;
-      Column& of_group = kDsMla ? products[group % kGroupsInFlight] : sums;
+      Column& of_group = kDsMla ? products[group % 2] : sums;
       u32 operands[2][4];
       u32(&x)[4] = bytes[i % kPiecesAhead];
       operand_of_keys(x[0], x[1], operands[0]), operand_of_keys(x[2], x[3], operands[1]);
@@ -200,7 +198,7 @@ class ByteTile {
       }
       commit_products();
       if constexpr (kDsMla) {
-        if (i == 0) {  // the other dims' sums are done, and become sums of products with what queries are here
+        if (i == 0) {  // the sums over dims of bf16 are done, and become relative to the rows' factors, as those over bytes are
           pin(sums);
 #pragma unroll
           for (int k = 0; k < kColumns; ++k) {
@@ -208,14 +206,13 @@ class ByteTile {
             of_column(sums, k, 0) *= up, of_column(sums, k, 1) *= up;
           }
         }
-        if (kGroupsInFlight > 1 && in_group == 0 && group > 0) pin(products[(group - 1) % kGroupsInFlight]), add(group - 1);
-        if (kGroupsInFlight == 1 && in_group + 1 == kGroupPieces) finish<0>(of_group), add(group);
+        if (in_group == 0 && group > 0) pin(products[(group - 1) % 2]), add(group - 1);
       }
     }
-    if constexpr (!kDsMla) {
+    if constexpr (kDsMla) {
+      finish<0>(products[(kDimGroups - 1) % 2]), add(kDimGroups - 1);
+    } else {
       finish<0>(sums);
-    } else if constexpr (kGroupsInFlight > 1) {
-      finish<0>(products[(kDimGroups - 1) % kGroupsInFlight]), add(kDimGroups - 1);
     }
 #pragma unroll
     for (int k = 0; kScalesQueries && k < kColumns; ++k) {
