@@ -24,7 +24,7 @@ bool runs_few_rows(std::string_view arch, const AttentionSpec& spec) {
 // Tiles of bytes, or groups of chunks, that shared memory holds beside queries, weights, scores that teams exchange (of bytes they have
 // weights of two tiles instead), and sums.
 int num_stages(const AttentionSpec& spec, int rows) {
-  constexpr int kMostStages = 8, kScoreBytes = 256, kStateBytes = 36;  // of a row
+  constexpr int kMostStages = 8, kScoreBytes = 256, kStateBytes = 68;  // of a row
   const int weights = widens(spec) ? 4 * kTensorMapLine : kTensorMapLine, scores = widens(spec) ? 0 : kScoreBytes;
   const int rest = widens(spec) ? 3584 : 512;
   const int room = kSm90SharedMemory - rows * (sm90_chunks(spec.head_dim_qk) * kTensorMapLine + weights + scores + kStateBytes) - rest;

@@ -23,12 +23,14 @@ constexpr int kWeightType = kBytes ? int(kF16) : kQType;
 
 class Consumer {
  public:
-  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared), team_(warp_id() / 4), warp_(warp_id() % 4) {}
+  DEVICE Consumer(const AttentionParams& p, SharedStorage& shared) : p_(p), shared_(shared), team_(warp_id() / 4), warp_(warp_id() % 4) {
+    if constexpr (kBytes) q_ = query_descriptor(shared);
+  }
 
   DEVICE void run() {
     each_item(shared_, [this](const Item& item) {
-      mbarrier_wait(shared_address(&shared_.q_full), q_parity_);
-      q_parity_ ^= 1;
+      mbarrier_wait(shared_address(&shared_.q_full), parities_ & 1);
+      parities_ ^= 1;
       if constexpr (kBytes) take_queries(item);
       run_item(item);
     });
@@ -38,6 +40,7 @@ class Consumer {
   // Of the thread's keys. Of a tile of 16 bits teams share out the keys, and a thread has one; of bytes each team has a tile of its own.
   static constexpr int kKeys = kBytes ? 2 : 1, kTilesTogether = kBytes ? kTeams : 1;
   using Scores = float[kKeys][kColumns];
+  using Scales = float[kKeys];  // fp8_ds_mla: what weights of these keys are multiplied by, as ByteTile::take_scales() has it
 
   DEVICE void run_item(const Item& item) {
     const Tiles tiles = tiles_of(item);
@@ -59,12 +62,14 @@ class Consumer {
       const int tile = kBytes ? begin + team_ : begin;
       const bool last = begin + together == tiles.end, whole = tile < whole_end && (!kWindow || tile >= whole_first);
       if (begins) tree.go_on(p_, piece);
+      const bool ends = left == together || last;  // a piece
       const Ring<kStages> first = stage_;
       const int lo = item_lo - tile * kTileKeys, hi = item_hi - tile * kTileKeys;  // the item's keys in the tile
       const bool exists = tile < begin + together;
       Scores s;
+      Scales scales = {};
       if constexpr (kBytes) {
-        compute_scores_of_bytes(s, begins, exists, last, lo, hi);
+        compute_scores_of_bytes(s, scales, begins, exists, last, lo, hi);
       } else {
         compute_scores(s[0], last);
       }
@@ -74,24 +79,23 @@ class Consumer {
 #pragma unroll
           for (auto& of_key : s) fill(of_key, -infinity());
         }
-        float scales[kKeys] = {};  // that the thread's keys have for a group of dims, that of its place among four lanes
-        if (kDsMla && exists) {
-          const int group = lane() % kDsMlaGroups;
-#pragma unroll
-          for (int h = 0; h < kKeys; ++h) scales[h] = byte_tile(team_).scale_of(key(h), group) * shared_.up[group];
-        }
+        ValueBytes values;
+        if (team_ != 0) mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+        byte_tile(0).begin_values(values);
         const bool wide = weigh(begins, s, scales, piece);
-        add_bytes(together, wide, piece);
+        if (ends) leave_sums(piece);
+        add_bytes(together, wide, values, piece);
       } else {
         if (!whole) clear_values(first, lo, hi);
-        weigh(begins, s, {}, piece);
+        weigh(begins, s, scales, piece);
+        if (ends) leave_sums(piece);
         add_values(first, begins, piece);
       }
       left -= together;
-      begins = left == 0 || last;
-      if (!begins) continue;
-      if constexpr (kDsMla) leave_scales(piece);
-      total_sums(piece);
+      begins = ends;
+      if (!ends) continue;
+      if constexpr (kDsMla) multiply(piece.out, reciprocal_of_power(shuffle(up_, byte_tile(0).group())));
+      take_sums(piece);
       tree.add(p_, piece);
       left = piece_tiles;
     }
@@ -99,7 +103,7 @@ class Consumer {
   }
 
   DEVICE void meet() const { named_barrier_sync(1, 128 * kTeams); }
-  DEVICE int lane() const { return computed_here(lane_id()); }
+  DEVICE int lane() const { return computed_here(lane_id()) % 32u; }
   // A key of the thread's in a tile.
   DEVICE int key(int h) const { return warp_ * 16 + (kBytes ? h : team_) * 8 + lane() / 4; }
 
@@ -188,24 +192,23 @@ class Consumer {
   // Scores become weights, in shared memory. Most tiles do not move a reference: so weights relative to the one that is there are computed
   // at once, and anew where a row's maximum has outgrown it. Those of bytes are f16, or bf16 where the scales of keys want that: then it
   // returns true.
-  DEVICE bool weigh(bool begins, const Scores& s, const float (&scales)[kKeys], Sums& piece) {
+  DEVICE bool weigh(bool begins, const Scores& s, const Scales& scales, Sums& piece) {
     const float scale = scale_;
-    bool fit = true;
-    if constexpr (kDsMla) fit = fits_f16(scales[0]) && fits_f16(scales[kKeys - 1]);
+    const bool fit = !kDsMla || (fits_f16(scales[0]) && fits_f16(scales[kKeys - 1]));
     if (!begins) {
       bool again = !fit;
       float sum[kColumns];
+      Scores weights;
 #pragma unroll
       for (int h = 0; h < kKeys; ++h) {
-        float weights[kColumns];
 #pragma unroll
         for (int k = 0; k < kColumns; ++k) {
           again |= s[h][k] * scale > piece.reference[k] + (kSlack + kFresh);
-          weights[k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
-          sum[k] = h == 0 ? weights[k] : sum[k] + weights[k];
+          weights[h][k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
+          sum[k] = h == 0 ? weights[h][k] : sum[k] + weights[h][k];
         }
-        put_weights<kWeightType>(h, weights, scales[h]);
       }
+      put_weights<kWeightType>(weights, scales);
       if constexpr (!kBytes) async_proxy_fence();
       if (!named_barrier_any(1, 128 * kTeams, again)) {
 #pragma unroll
@@ -217,7 +220,7 @@ class Consumer {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       const float top = max_of_keys(kKeys == 1 ? s[0][k] : fmaxf(s[0][k], s[kKeys - 1][k]));
-      if (lane < 4) shared_.of_warps[row_of_column(k)][team_ * 4 + warp_] = top;
+      if (lane < 4) shared_.tops_of_warps[row_of_column(k)][team_ * 4 + warp_] = top;
     }
     bool wide = false;
     if constexpr (kDsMla) {
@@ -229,44 +232,46 @@ class Consumer {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       float4 low, high;
-      take_of_warps(row_of_column(k), low, high);
+      take_of_warps(shared_.tops_of_warps[row_of_column(k)], low, high);
       const float top = fmaxf(fmaxf(fmaxf(low.x, low.y), fmaxf(low.z, low.w)), fmaxf(fmaxf(high.x, high.y), fmaxf(high.z, high.w)));
       move_reference(piece.reference[k], top * scale, kSlack + kFresh, kFresh, factor[k]);
     }
     if (!begins) piece.rescale(factor);
+    Scores weights;
 #pragma unroll
     for (int h = 0; h < kKeys; ++h) {
-      float weights[kColumns];
 #pragma unroll
       for (int k = 0; k < kColumns; ++k) {
-        weights[k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
-        piece.sum[k] += weights[k];
+        weights[h][k] = exp2_approx(fmaf(s[h][k], scale, -piece.reference[k]));
+        piece.sum[k] += weights[h][k];
       }
-      if (wide) {
-        put_weights<kBf16>(h, weights, scales[h]);
-      } else {
-        put_weights<kWeightType>(h, weights, scales[h]);
-      }
+    }
+    if (wide) {
+      put_weights<kBf16>(weights, scales);
+    } else {
+      put_weights<kWeightType>(weights, scales);
     }
     if constexpr (!kBytes) async_proxy_fence();
     meet();
     return wide;
   }
-  // Over the eight keys of a warp and team.
-  DEVICE static float max_of_keys(float x) {
-#pragma unroll
-    for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, shuffle_xor(x, lanes));
-    return x;
-  }
   template <int type>
-  DEVICE void put_weights(int h, const float (&weights)[kColumns], float scale) const {
+  DEVICE void put_weights(const Scores& weights, const Scales& scales) const {
+    constexpr int kPairs = kColumns / 2, kTogether = kKeys * kPairs <= 4 ? kKeys : 1;  // keys that one instruction stores
     const int row = lane() % kTileRows;
-    u32 pairs[kColumns / 2];
+    const u32 to = shared_address(shared_.weights[kBytes ? turn_ + team_ : 0]) + row * 128;
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack_16<type>(weights[2 * i], weights[2 * i + 1]);
-    store_matrix_transposed(
-        shared_address(shared_.weights[kBytes ? turn_ + team_ : 0]) + row * 128 + (2 * warp_ + (kBytes ? h : team_) ^ row % 8) * 16, pairs);
-    if constexpr (kDsMla) shared_.scales[turn_ + team_][lane() % kDsMlaGroups][key(h)] = u16(pack_16<type>(scale, scale));
+    for (int first = 0; first < kKeys; first += kTogether) {
+      u32 pairs[kTogether * kPairs];
+#pragma unroll
+      for (int i = 0; i < kTogether * kPairs; ++i) {
+        const float(&of_key)[kColumns] = weights[first + i / kPairs];
+        pairs[i] = pack_16<type>(of_key[i % kPairs * 2], of_key[i % kPairs * 2 + 1]);
+      }
+      const int h = !kBytes ? team_ : kTogether > 1 ? lane() / kTileRows : first;
+      store_matrix_transposed(to + (2 * warp_ + h ^ row % 8) * 16, pairs);
+    }
+    if constexpr (kDsMla) put_scales<type>(shared_.scales[turn_ + team_], warp_, scales);
   }
 
   // Multiplies the values of a tile, whose first group of chunks is in stage `first`, by its weights, and leaves the tile's stages.
@@ -319,13 +324,13 @@ class Consumer {
 
   // The scores of the team's tile; if it has none, they are anything. Of keys outside of [lo, hi) its rows may have anything, and zero
   // times NaN is NaN: they are cleared.
-  DEVICE void compute_scores_of_bytes(Scores& s, bool begins, bool exists, bool last, int lo, int hi) {
+  DEVICE void compute_scores_of_bytes(Scores& s, Scales& scales, bool begins, bool exists, bool last, int lo, int hi) {
     const Ring<kStages> stage = stage_of(team_);
-    if (exists) mbarrier_wait(shared_address(&shared_.full[stage.at]), stage.parity);
-    if (begins) {  // the sums of the piece before have been read
-      if (kDsMla && threadIdx.x == 0) byte_tile(0).set_up(max(lo, 0), shared_.up);
-      meet();
+    if (kDsMla && begins) {
+      mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
+      up_ = byte_tile(0).up_of(max(lo + team_ * kTileKeys, 0), lane() % kDsMlaGroups);
     }
+    if (exists) mbarrier_wait(shared_address(&shared_.full[stage.at]), stage.parity);
     if (exists && (lo > 0 || hi < kTileKeys)) {
       constexpr int kUnits = kRowBytes / 16;
       const u32 rows = shared_address(shared_.stage[stage.at]);
@@ -336,7 +341,8 @@ class Consumer {
       team_ == 0 ? named_barrier_sync(2, 128) : named_barrier_sync(3, 128);
     }
     Column sums;
-    byte_tile(team_).multiply_keys(shared_, sums);
+    if constexpr (kDsMla) byte_tile(team_).take_scales(exists ? up_ : 0.f, scales);
+    byte_tile(team_).multiply_keys(shared_, q_, sums);
     if (last) report(shared_.q_empty);
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
@@ -345,64 +351,55 @@ class Consumer {
     }
   }
   // Multiplies the values of both tiles, or of one, by their weights, and leaves their stages. `wide`: weights are of bf16.
-  DEVICE void add_bytes(int together, bool wide, Sums& piece) {
-#pragma unroll
-    for (int tile = 0; tile < kTilesTogether; ++tile) {
-      if (tile >= together) break;
-      if (tile != team_) mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
-      const ByteTile bytes = byte_tile(0);
-      const u32 weights = shared_address(shared_.weights[turn_ + tile]), scales = shared_address(shared_.scales[turn_ + tile]);
-      const auto leave = [&] {
-        report(shared_.empty[stage_.at]);
-        stage_.next();
-      };
-      if (kDsMla && wide) {
-        bytes.multiply_values<kBf16>(weights, scales, piece.out, leave);
-      } else {
-        bytes.multiply_values<kF16>(weights, scales, piece.out, leave);
-      }
+  DEVICE void add_bytes(int together, bool wide, ValueBytes& values, Sums& piece) {
+    const bool both = together == kTilesTogether;
+    const Ring<kStages> second = stage_of(both ? 1 : 0);
+    if (team_ == 0) mbarrier_wait(shared_address(&shared_.full[second.at]), second.parity);
+    const ByteTile first = byte_tile(0);
+    const u32 of_second = shared_address(shared_.stage[second.at]);
+    const u32 weights = shared_address(shared_.weights[turn_]), scales = shared_address(shared_.scales[turn_]);
+    const auto leave = [&] {
+      report(shared_.empty[stage_.at]);
+      stage_.next();
+    };
+    if (kDsMla && wide) {
+      first.multiply_values<kBf16>(both, of_second, weights, scales, values, piece.out, leave);
+    } else {
+      first.multiply_values<kF16>(both, of_second, weights, scales, values, piece.out, leave);
     }
     turn_ ^= kTeams;
-  }
-  // The sums of a piece until here are those of scales times powers of two.
-  DEVICE void leave_scales(Sums& piece) const {
-#pragma unroll
-    for (int b = 0; b < kBlocksEach; ++b) {
-      const float down = float_of((254u << 23) - bits_of(shared_.up[b * kTeams * 64 / kDsMlaGroup]));
-#pragma unroll
-      for (float& x : piece.out[b]) x *= down;
-    }
   }
 
   // --- the end of a piece, and of an item
 
-  // The sums of weights of all of a piece's keys: until here each thread has those of its own.
-  DEVICE void total_sums(Sums& piece) {
+  // The sums of weights of all of a piece's keys: until here each thread has those of its own. They are left when the last weights are
+  // there, and taken when their values have been multiplied.
+  DEVICE void leave_sums(const Sums& piece) {
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
-      float sum = piece.sum[k];
-#pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) sum += shuffle_xor(sum, lanes);
-      if (lane() < 4) shared_.of_warps[row_of_column(k)][team_ * 4 + warp_] = sum;
+      const float sum = sum_of_keys(piece.sum[k]);
+      if (lane() < 4) shared_.sums_of_warps[row_of_column(k)][team_ * 4 + warp_] = sum;
     }
-    meet();
+    report(shared_.sums_full);
+  }
+  DEVICE void take_sums(Sums& piece) {
+    mbarrier_wait(shared_address(&shared_.sums_full), parities_ >> 1);
+    parities_ ^= 2;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) {
       float4 low, high;
-      take_of_warps(row_of_column(k), low, high);
+      take_of_warps(shared_.sums_of_warps[row_of_column(k)], low, high);
       piece.sum[k] = low.x + low.y + (low.z + low.w) + (high.x + high.y + (high.z + high.w));
     }
-  }
-  DEVICE void take_of_warps(int row, float4& low, float4& high) const {
-    const float4* const from = reinterpret_cast<const float4*>(shared_.of_warps[row]);
-    low = from[0], high = from[1];
   }
 
   const AttentionParams& p_;
   SharedStorage& shared_;
   const int team_, warp_;  // the warpgroup's number, and the warp's within it
   Ring<kStages> stage_;
-  u32 q_parity_ = 0;
+  u32 parities_ = 0;   // of q_full (1) and of sums_full (2)
+  u32 q_ = 0;          // bytes: query_descriptor()
+  float up_ = 1.f;     // fp8_ds_mla: what scales for the group of take_scales() are multiplied by in the piece, a power of two
   int turn_ = 0;       // bytes: where weights are now; the other team may still read those before
   float scale_ = 1.f;  // of what modify() leaves, to log2 units
 };

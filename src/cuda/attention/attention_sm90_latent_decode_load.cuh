@@ -1,7 +1,6 @@
 #pragma once
 // The shared memory of attention_sm90_latent_decode.cu, and the warps that fill it: one finds items and brings their queries. Keys come
-// into a ring of stages: of 16 bits a third of a tile to a stage, through a warp for each; of bytes a whole tile, as it lies in memory,
-// through one warp.
+// into a ring of stages: of 16 bits a third of a tile to a stage, through a warp for each; of bytes a whole tile, as it lies in memory.
 #include "attention/ds_mla.h"
 #include "attention_sm90_stream.cuh"
 #include "each_item.cuh"
@@ -30,9 +29,10 @@ static_assert(!kBytes || (kRowBytes / 16 % 2 != 0 && kRowBytes >= kRecordBytes))
 constexpr int kStageBytes = kBytes ? kTileKeys * kRowBytes : kGroupChunks * kChunkBytes;
 constexpr int kTileStages = kBytes ? 1 : kGroups;
 static_assert(kStages >= kTileStages, "a tile is multiplied when all of its stages are there");
-constexpr int kLoadWarps = kTileStages;
+// Warps that load: of bytes one, but for small pages, where they share out the keys.
+constexpr int kLoadWarps = kBytes && kMaps && kSmallPages ? 3 : kTileStages;
 constexpr int kThreads = 128 * (kTeams + 1);
-constexpr int kStageArrivals = !kBytes ? kLoaders : kMaps ? 1 : 32;
+constexpr int kStageArrivals = kBytes ? kLoaders * kLoadWarps : kLoaders;  // of lanes
 
 struct SharedStorage {
   static constexpr int kItemSlots = 3;
@@ -40,13 +40,12 @@ struct SharedStorage {
   alignas(1024) char q[kChunks][kQChunkBytes];
   alignas(1024) char weights[kBytes ? 2 * kTeams : 1][kTileRows * 128];  // 64 of each row; bytes: of the tile of each team, in turns
   float4 scores[kTeams][kTileRows / 16][kBytes ? 1 : 128];               // 16 bits: that a team leaves to the other one
-  // fp8_ds_mla: of the keys of each team's tile, for groups of dims, as numbers of the weights' type; in turns.
-  u16 scales[2 * kTeams][kDsMlaGroups][kDsMla ? kTileKeys : 1];
-  float of_warps[kTileRows][kConsumerWarps];  // what each warp has of a row
-  float q_factor[kTileRows];                  // bytes: what a row's queries have to be multiplied by
-  float up[kDsMlaGroups];                     // fp8_ds_mla: powers of two that scales of keys are multiplied by
-  Item item[kItemSlots];                      // none: kNoItem rows, and none will come
-  u64 full[kStages], empty[kStages], q_full, q_empty, item_full[kItemSlots], item_empty[kItemSlots];
+  // fp8_ds_mla: of the keys of each team's tile, for groups of dims; in turns.
+  alignas(16) u16 scales[2 * kTeams][kDsMlaGroups][kDsMla ? kTileKeys : 1];
+  alignas(16) float tops_of_warps[kTileRows][kConsumerWarps], sums_of_warps[kTileRows][kConsumerWarps];  // what each warp has of a row
+  float q_factor[kTileRows];  // bytes: what a row's queries have to be multiplied by
+  Item item[kItemSlots];      // none: kNoItem rows, and none will come
+  u64 full[kStages], empty[kStages], q_full, q_empty, sums_full, item_full[kItemSlots], item_empty[kItemSlots];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -58,6 +57,7 @@ DEVICE void begin_barriers(SharedStorage& shared) {
   }
   mbarrier_init(shared_address(&shared.q_full), kMaps ? 1 : 32);
   mbarrier_init(shared_address(&shared.q_empty), kConsumerWarps);
+  mbarrier_init(shared_address(&shared.sums_full), kConsumerWarps);
   for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_empty[i]), kConsumerWarps + kLoadWarps);
@@ -144,9 +144,9 @@ DEVICE void load_keys(const AttentionParams& p, const TensorMap& k_map, SharedSt
 
 // --- bytes
 
-// Loads the records of a tile's keys, each to the row of its key.
-DEVICE void load_records(const AttentionParams& p, const TensorMap& k_map, const Item& item, int tile, const Box& box, u64 l2, u32 to,
-                         u32 full) {
+// Loads the records of a tile's keys, each to the row of its key; warp number `warp` of kLoadWarps.
+DEVICE void load_records(const AttentionParams& p, const TensorMap& k_map, const Item& item, int tile, const Box& box, int warp, u64 l2,
+                         u32 to, u32 full) {
   const int lane = lane_id(), begin = tile * kTileKeys, lo = max(item.lo, begin), hi = min(item.hi, begin + kTileKeys);
   const char* const head = p.k.data + item.kv_head * p.k.head_stride;
   if constexpr (!kMaps) {
@@ -159,20 +159,29 @@ DEVICE void load_records(const AttentionParams& p, const TensorMap& k_map, const
     }
     mbarrier_arrive(full);
   } else if constexpr (kSmallPages) {
-    if (lane == 0) mbarrier_arrive_expect(full, max(hi - lo, 0) * kRecordBytes);
-    __syncwarp();
+    constexpr int kUnits = kRecordBytes / 16;  // no more: with kMaps
 #pragma unroll
     for (int part = 0; part < kRowParts; ++part) {
-      const int row = 32 * part + lane, block = box.rows.of[part];
-      if (block >= 0) bulk_load(to + row * kRowBytes, head + offset_in_block(p.k, block, begin + row), kRecordBytes, full);
+      const int block = box.rows.of[part];
+      const i64 at = block < 0 ? -1 : offset_in_block(p.k, block, begin + 32 * part + lane);
+#pragma unroll 2
+      for (int i = warp; i < 32; i += kLoadWarps) {
+        const u32 low = shuffle(u32(at), i), high = shuffle(u32(u64(at) >> 32), i);
+        const i64 from = i64(u64(high) << 32 | low);
+        const u32 row = to + (32 * part + i) * kRowBytes;
+#pragma unroll
+        for (int first = 0; first < kUnits; first += 32)
+          if (from >= 0 && first + lane < kUnits) copy_async<16>(row + (first + lane) * 16, head + from + (first + lane) * 16);
+      }
     }
+    mbarrier_arrive_after_copies(full);
   } else {
     load_boxes<1, kRowBytes>(k_map, item, box, to, full, l2);
   }
 }
 
-// The warp that loads records.
-DEVICE void load_bytes(const AttentionParams& p, const TensorMap& k_map, SharedStorage& shared) {
+// A warp that loads records.
+DEVICE void load_bytes(const AttentionParams& p, const TensorMap& k_map, int warp, SharedStorage& shared) {
   const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
   Ring<kStages> stage;
   each_item(shared, [&](const Item& item) {
@@ -182,7 +191,7 @@ DEVICE void load_bytes(const AttentionParams& p, const TensorMap& k_map, SharedS
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
       const Box next = box_of(p, item, tile + 1);
       mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1);
-      load_records(p, k_map, item, tile, box, l2, shared_address(shared.stage[stage.at]), shared_address(&shared.full[stage.at]));
+      load_records(p, k_map, item, tile, box, warp, l2, shared_address(shared.stage[stage.at]), shared_address(&shared.full[stage.at]));
       box = next;
     }
   });
@@ -191,7 +200,7 @@ DEVICE void load_bytes(const AttentionParams& p, const TensorMap& k_map, SharedS
 // What the other warps of the warpgroup do whose first one finds items, number `warp` of them.
 DEVICE void bring_keys(const AttentionParams& p, const TensorMap& k_map, SharedStorage& shared, int warp) {
   if constexpr (kBytes) {
-    if (warp == 0) load_bytes(p, k_map, shared);
+    if (warp < kLoadWarps) load_bytes(p, k_map, warp, shared);
   } else {
     static_assert(kGroups == 2 || kGroups == 3);
     if (warp == 0) load_keys<0>(p, k_map, shared);

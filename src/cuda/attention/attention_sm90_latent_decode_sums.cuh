@@ -8,8 +8,9 @@
 
 namespace imbrex::cuda {
 
-// A thread has, of each block of 64 dims that its team computes, two dims of kColumns rows: columns 2 t and 2 t + 1 of each eight, with
-// t = lane_id() % 4. A team's blocks are every second one.
+// A thread has, of each block of dims that its team computes, two dims of kColumns rows: columns 2 t and 2 t + 1 of each eight, with
+// t = lane_id() % 4. A team's blocks of 16 bits are every second 64 dims; a warp has 16 of each. Where the cache has bytes, its dims are
+// neighbours.
 constexpr int kColumns = kTileRows / 4, kBlocksEach = kHeadDimV / 64 / kTeams;
 using Column = float[kTileRows / 2];  // Fragment of wgmma: of a block, all that a thread has
 DEVICE int row_of_column(int column) { return column / 2 * 8 + first_column() + column % 2; }
@@ -19,6 +20,22 @@ DEVICE u64 descriptor(u32 address) { return wgmma_descriptor(address, 16, 1024, 
 template <class T, int n>
 DEVICE T& of_column(T (&x)[n], int column, int h) {
   return at(x, column / 2, h, column % 2);
+}
+
+// Over the eight keys of a warp and team: what lanes of the same columns have.
+DEVICE float max_of_keys(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, shuffle_xor(x, lanes));
+  return x;
+}
+DEVICE float sum_of_keys(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < 32; lanes *= 2) x += shuffle_xor(x, lanes);
+  return x;
+}
+DEVICE void take_of_warps(const float (&of_row)[kConsumerWarps], float4& low, float4& high) {
+  const float4* const from = reinterpret_cast<const float4*>(of_row);
+  low = from[0], high = from[1];
 }
 
 // Sums over keys, relative to a reference for each row.
@@ -183,7 +200,8 @@ class Tree {
 // The end of an item, by warp `warp` of a team. Each thread stores two neighbouring dims. Those of bytes it has; others two lanes exchange.
 DEVICE void store_sums(const AttentionParams& p, const Item& item, const Sums& sums, int team, int warp) {
   const int lane = lane_id(), g = lane / 4, odd = g % 2;
-  const int dim = (team * 4 + warp) * 16 + (kBytes ? 2 * g : odd != 0 ? g + 7 : g);
+  constexpr int kBetween = kBytes ? 16 : 64 * kTeams;  // dims from one block to the next
+  const int dim = (team * 4 + warp) * (kBytes ? 16 * kBlocksEach : 16) + (kBytes ? 2 * g : odd != 0 ? g + 7 : g);
   const bool first = team == 0 && warp == 0 && lane < 4, wide = out_is_wide(p);
 #pragma unroll
   for (int k = 0; k < kColumns; ++k) {
@@ -206,7 +224,7 @@ DEVICE void store_sums(const AttentionParams& p, const Item& item, const Sums& s
       if (first) reinterpret_cast<float2*>(p.partial_state)[at] = {sums.reference[k], sums.sum[k]};
       float* const to = p.partial_out + at * kHeadDimV + dim;
 #pragma unroll
-      for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * (64 * kTeams)) = pairs[b];
+      for (int b = 0; b < kBlocksEach; ++b) *reinterpret_cast<float2*>(to + b * kBetween) = pairs[b];
     } else {
       const int token = item.token_of(row), head = item.head_of(row);
       const RowEnd end = row_end(p, head, sums.reference[k], sums.sum[k]);
@@ -215,7 +233,7 @@ DEVICE void store_sums(const AttentionParams& p, const Item& item, const Sums& s
       char* const to = out_row(p, token, head) + dim * element_bytes(kOutType);
 #pragma unroll
       for (int b = 0; b < kBlocksEach; ++b)
-        store_pair(to + b * (64 * kTeams) * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
+        store_pair(to + b * kBetween * element_bytes(kOutType), wide, {ended(pairs[b].x, factor), ended(pairs[b].y, factor)});
     }
   }
 }
