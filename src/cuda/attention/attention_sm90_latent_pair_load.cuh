@@ -145,10 +145,10 @@ DEVICE void load_queries(const AttentionParams& p, const Half& half, const Tenso
   const int end = min(first + kQEach, kQChunks);
   if constexpr (kMaps) {
     constexpr int kHeads = kGroup < kTileRows ? kGroup : kTileRows, kTokens = kTileRows / kHeads;  // of a box
-    if (lane_id() != 0) return;
+    const int head = shuffle(item.head_of(0), 0), token = shuffle(item.token_of(0), 0);
+    if (!elect_one()) return;
     mbarrier_arrive_expect(full, u32(end - first) * (kTokens * kHeads * 128));
-    for (int i = first; i < end; ++i)
-      tma_load(to + (i - first) * kQChunkBytes, q_map, full, l2_first_out(), chunk_of(i) * 64, item.head_of(0), item.token_of(0));
+    for (int i = first; i < end; ++i) tma_load(to + (i - first) * kQChunkBytes, q_map, full, l2_first_out(), chunk_of(i) * 64, head, token);
   } else {
     for (int i = first; i < end; ++i) {
       const int chunk = chunk_of(i);
@@ -175,16 +175,21 @@ DEVICE void load_step(const AttentionParams& p, const Half& half, const TensorMa
       mbarrier_arrive_expect(
           full, u32(boxes * kPageRows * 128) * u32(2 * kHalfChunks + kHasRope) + u32(others * kPageRows * 128) * u32(kHalfChunks));
     __syncwarp();
-    if (!box.loads) return;
-    const u32 place = lane_id() * (kPageRows * 128);
-    const int row = first_row(item, box);
-#pragma unroll 1
-    for (int c = 0; c < kHalfChunks; ++c) {
-      tma_load_to_all(mine + place + c * kChunkBytes, k_map, full, l2, kBlocksTogether, others_first + c * 64, row, item.kv_head,
-                      box.block);
-      tma_load(own + place + c * kChunkBytes, k_map, full, l2, first + c * 64, row, item.kv_head, box.block);
+    const int head = shuffle(item.kv_head, 0);
+    const auto load = [=, &k_map](u32 place, int row, int block) {
+#pragma unroll
+      for (int c = 0; c < kHalfChunks; ++c)
+        tma_load_to_all(mine + place + c * kChunkBytes, k_map, full, l2, kBlocksTogether, others_first + c * 64, row, head, block);
+#pragma unroll
+      for (int c = 0; c < kHalfChunks; ++c) tma_load(own + place + c * kChunkBytes, k_map, full, l2, first + c * 64, row, head, block);
+      if constexpr (kHasRope) tma_load(rope + place, k_map, full, l2, kHeadDimV, row, head, block);
+    };
+    if constexpr (kPages == 1) {  // what is the same in all lanes needs no loop over them
+      const int row = shuffle(first_row(item, box), 0), block = shuffle(box.block, 0);
+      if (boxes > 0 && elect_one()) load(0, row, block);
+    } else {
+      if (box.loads) load(lane_id() * (kPageRows * 128), first_row(item, box), box.block);
     }
-    if constexpr (kHasRope) tma_load(rope + place, k_map, full, l2, kHeadDimV, row, item.kv_head, box.block);
   } else {
     const auto from = [&](int dim) {
       KvSide side = p.k;
@@ -263,7 +268,7 @@ DEVICE void hand_over_weights(const Half& half, SharedStorage& shared) {
 #pragma unroll 1
     for (int step = steps.first; step < steps.end; ++step, slot.next()) {
       mbarrier_wait(shared_address(&shared.weights_made[slot.at]), slot.parity);
-      if (lane_id() == 0) {
+      if (elect_one()) {
         const u32 weights = shared_address(shared.weights[slot.at][half.rank]), full = shared_address(&shared.weights_full[slot.at]);
         bulk_hand_over(block_address(weights, u32(half.other())), weights, kWeightBytes, block_address(full, u32(half.other())));
       }

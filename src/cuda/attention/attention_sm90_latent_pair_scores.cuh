@@ -138,9 +138,9 @@ class Scorer {
     }
     const u32 others = shared_address(&shared_.tops[slot_.at][warp_][lane_ / 4]);
     if (lane_ % 4 == 0) hand_over(there(others), float2{top[0], top[1]}, there(tops_full));
-    if (lane_ == 0) mbarrier_arrive(empty);  // all lanes have met since the last product
     weigh_by(reference, first, rows, s, weights, total);
-    pin(weights);  // else the compiler computes them only where it knows that they are wanted
+    pin(weights);                            // else the compiler computes them only where it knows that they are wanted
+    if (lane_ == 0) mbarrier_arrive(empty);  // all lanes have met since the last product
     mbarrier_wait(tops_full, slot_.parity);
     const float2 theirs = shared_.tops[slot_.at][warp_][lane_ / 4];
     top[0] = fmaxf(top[0], theirs.x), top[1] = fmaxf(top[1], theirs.y);

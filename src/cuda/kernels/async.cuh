@@ -134,6 +134,14 @@ DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release.aligne
 
 // --- TMA
 
+// True in one lane of a warp, all of whose lanes are here. The compiler knows that it is one: of instructions whose operands are the same
+// in all lanes, such as those of TMA, it makes no loop over lanes.
+DEVICE bool elect_one() {
+  u32 elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 // The descriptor that the driver encodes (CUtensorMap); a __grid_constant__ parameter.
 struct alignas(128) TensorMap {
   u64 opaque[16];

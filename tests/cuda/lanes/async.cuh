@@ -120,6 +120,10 @@ inline void bulk_hand_over(u32 to, u32 from, u32 bytes, u32 barrier) {
 
 // --- TMA
 
+inline bool elect_one() {
+  __syncwarp();
+  return lane_id() == 0;
+}
 inline void tma_prefetch_map(const TensorMap&) {}
 inline void tma_prefetch(const TensorMap&, u64, int, int, int, int) {}
 inline void bulk_prefetch(const void* from, u32 bytes) {
