@@ -50,7 +50,7 @@ TEST_P(PlanGraph, SharedBlocks) {
 // Some steps have prefill over flat keys, others over the cache.
 TEST_P(PlanGraph, FlatKeys) {
   spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
-  run({.spec = spec, .limits = limits, .batches = kBatches, .seed = 10});
+  run({.spec = spec, .limits = limits, .batches = 2 * kBatches, .seed = 10});
 }
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {
