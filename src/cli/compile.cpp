@@ -73,7 +73,7 @@ int run_compile(CompileArguments& o) {
   if (!o.ledger.empty()) {
     ledger.emplace(o.ledger);
     request.left_out = [&](const std::string& content) {
-      return ledger->find(content) != nullptr && (o.recheck < 0 || KernelLedger::share(content) != o.recheck % 10);
+      return ledger->find(content) != nullptr && (o.recheck < 0 || KernelLedger::share(content) != o.recheck % KernelLedger::kShares);
     };
   }
   std::vector<PrecompiledKernel> kernels = precompile(request);
@@ -136,7 +136,7 @@ void add_compile(CLI::App& app, Action& action) {
   sub->add_option("--out", o->folder, "Folder to fill, for IMBREX_CUDA_CACHE of another machine (default: the cache of this one)");
   sub->add_flag("--strict", o->strict, "Fail on spills, local memory and warnings of the compiler");
   CLI::Option* const ledger = sub->add_option("--ledger", o->ledger, "A file of clean kernels: those that it has are not compiled");
-  sub->add_option("--recheck", o->recheck, "With --ledger: compile also a tenth of what it has, the tenth of this number, and compare")
+  sub->add_option("--recheck", o->recheck, "With --ledger: compile also a twentieth of what it has, that of this number, and compare")
       ->check(CLI::NonNegativeNumber)
       ->needs(ledger);
   sub->add_flag("--renew", o->renew, "With --ledger: write to the file, for the architectures, what is clean now")->needs(ledger);

@@ -59,7 +59,7 @@ const std::vector<PrecompiledEntry>* KernelLedger::find(const std::string& conte
 int KernelLedger::share(const std::string& content) {
   uint64_t value = 0;
   std::from_chars(content.data(), content.data() + std::min<size_t>(content.size(), 15), value, 16);
-  return int(value % 10);
+  return int(value % kShares);
 }
 
 void KernelLedger::renew(std::span<const std::string> archs, std::span<const PrecompiledKernel> kernels) {

@@ -17,7 +17,8 @@ class KernelLedger {
 
   // What the kernel of that content takes, as names, registers and shared memory; null where it has no record.
   const std::vector<PrecompiledEntry>* find(const std::string& content) const;
-  // Of ten shares of the records, the one that this is in.
+  // The share of the records that this is in: a number below kShares.
+  static constexpr int kShares = 20;
   static int share(const std::string& content);
 
   // Records of the architectures become those of the kernels that have no problem, and only those.

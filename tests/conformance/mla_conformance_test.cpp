@@ -6,6 +6,7 @@
 #include <set>
 
 #include "mla_targets.h"
+#include "shards.h"
 
 namespace imbrex::test {
 namespace {
@@ -59,7 +60,7 @@ TEST_P(MlaConformance, MatchesTheReference) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, MlaConformance, testing::ValuesIn(mla_combinations()),
+INSTANTIATE_TEST_SUITE_P(All, MlaConformance, testing::ValuesIn(by_shard(mla_combinations())),
                          [](const auto& info) { return info.param.c->attention.name + "__" + info.param.target->name(); });
 
 TEST(MlaTable, HasCasesOfEveryKindWithNamesOfTheirOwn) {

@@ -51,6 +51,19 @@ std::vector<Layer> layers() {
   return all;
 }
 
+// The same numbers in whatever order they lie, each made of 32 random bits.
+template <class Element, class Make>
+void fill(const TensorView& t, std::mt19937& random, Make make) {
+  uint32_t bits = random();
+  const int64_t width = t.size(3), step = t.stride(3);
+  for (int64_t i = 0; i < t.size(0); ++i)
+    for (int64_t j = 0; j < t.size(1); ++j)
+      for (int64_t k = 0; k < t.size(2); ++k) {
+        Element* at = t.as<Element>() + i * t.stride(0) + j * t.stride(1) + k * t.stride(2);
+        for (int64_t d = 0; d < width; ++d, at += step) *at = make(bits = bits * 1664525u + 1013904223u);
+      }
+}
+
 struct Result {
   std::vector<float> out, lse;
 };
@@ -68,15 +81,10 @@ Result run(const Layer& layer, const Backend& backend, const DeviceInfo& device,
   const KvAllocation allocation(spec, 1, int64_t(indices.size()), order);
   const KvCache cache = allocation.layer(0);
   for (const TensorView* t : {&cache.k, &cache.v}) {
-    for (int64_t i = 0; i < t->num_elements(); ++i) {  // the same numbers in whatever order they lie
-      int64_t at = 0, rest = i;
-      for (int d = 3; d >= 0; --d) at += rest % t->size(d) * t->stride(d), rest /= t->size(d);
-      const uint32_t bits = random();
-      if (spec.kv_dtype == DType::bf16) {
-        t->as<uint16_t>()[at] = uint16_t((bits & 0x8000) | 0x3f00 | (bits >> 16 & 0xff));
-      } else {
-        t->as<uint8_t>()[at] = uint8_t((bits & 0x80) | 0x30 | (bits >> 8 & 0xf));
-      }
+    if (spec.kv_dtype == DType::bf16) {
+      fill<uint16_t>(*t, random, [](uint32_t bits) { return uint16_t((bits >> 16 & 0x8000) | 0x3f00 | (bits >> 20 & 0xff)); });
+    } else {
+      fill<uint8_t>(*t, random, [](uint32_t bits) { return uint8_t((bits >> 24 & 0x80) | 0x30 | (bits >> 20 & 0xf)); });
     }
   }
   const int64_t tokens = starts.back();

@@ -178,31 +178,42 @@ void run_jobs(JobList& list) {
       pv_job(*before, dims, other, s.out + before->block * out_floats);
       TILE_FENCE();
     }
-    if (list.whole_blocks && before && !same_rows && more) {
+    if (kSteps > 0 && list.whole_blocks && before && !same_rows && more) {
       const BlockTiles values = *before->tiles, keys = *after->tiles;
       const bool fresh = before->fresh;
-      // Part u of 64 of the products of a job: as many as there are for the 4 parts of 16 rows.
-      auto multiply_values = [&](int u) __attribute__((always_inline)) {
+      // 16 rows go with the products of values and 16 with those of keys, in kTurns of kUnrolled rows. A turn goes through whole pairs of
+      // dim tiles and whole chunks, so that all but the number of a pair or chunk is a constant in it.
+      constexpr int kUnrolled = kDims == 2 ? 8 : 4, kTurns = 16 / kUnrolled;
+      // Part u of the products of a turn: as many as there are for the 4 parts of its rows.
+      auto multiply_values = [&](int turn, int u) __attribute__((always_inline)) {
         IMBREX_UNROLL(4)
         for (int i = u * kDims / 4; i < (u + 1) * kDims / 4; ++i) {
-          pv_part(i % 4, i / 16, i / 4 % 4, 0, kChunks, kDims, fresh, (const char*)other, values, out_before);
+          const int n = turn * (kUnrolled * kDims / 16) + i / 16;
+          pv_part(i % 4, n, i / 4 % 4, 0, kChunks, kDims, fresh, (const char*)other, values, out_before);
         }
       };
-      auto multiply_keys = [&](int u) __attribute__((always_inline)) {
+      auto multiply_keys = [&](int turn, int u) __attribute__((always_inline)) {
         IMBREX_UNROLL(4)
         for (int i = u * kSteps / 4; i < (u + 1) * kSteps / 4; ++i) {
-          qk_part(i % 4, i / 4 / kSlices, i / 4 % kSlices, kSteps, 0, kChunks, q, keys, (char*)other);
+          const int c = turn * (kUnrolled / 4) + i / 4 / kSlices;
+          qk_part(i % 4, c, i / 4 % kSlices, kSteps, 0, kChunks, q, keys, (char*)other);
         }
       };
-      auto all_rows = [&]<bool edges>(Edges<edges>) __attribute__((always_inline)) {
-        IMBREX_UNROLL(32)
-        for (int r = 0; r < 32; ++r) {
-          softmax_row<kLogits, edges>(
-              a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, curves + r, out + row_offset(r, 2 * kDims),
-              2 * kDims, [&](int part) __attribute__((always_inline)) {
-                r < 16 ? multiply_values(r * 4 + part) : multiply_keys((r - 16) * 4 + part);
-              });
+      auto half_of_rows = [&]<bool edges>(int first, Edges<edges>, auto multiply) __attribute__((always_inline)) {
+        IMBREX_UNROLL(1)
+        for (int turn = 0; turn < kTurns; ++turn) {
+          IMBREX_UNROLL(8)
+          for (int i = 0; i < kUnrolled; ++i) {
+            const int r = first + turn * kUnrolled + i;
+            softmax_row<kLogits, edges>(
+                a, rows[r], *now, mine + row_offset(r, kGroups), max + r, sum + 16 * r, scale + r, curves + r,
+                out + row_offset(r, 2 * kDims), 2 * kDims, [&](int part) __attribute__((always_inline)) { multiply(turn, i * 4 + part); });
+          }
         }
+      };
+      auto all_rows = [&](auto edges) __attribute__((always_inline)) {
+        half_of_rows(0, edges, multiply_values);
+        half_of_rows(16, edges, multiply_keys);
       };
       now->full ? all_rows(Edges<false>{}) : all_rows(Edges<true>{});
     } else {

@@ -12,7 +12,7 @@ namespace imbrex::cuda {
 namespace {
 
 constexpr int64_t kMostBlocks = 1 << 13;  // of a launch; blocks take rows in turn
-constexpr int kWarps = kMlaThreads / 32;
+constexpr int kMlaWarps = kMlaThreads / 32;
 
 enum LatentFormat : int { kPlainLatents, kDsMlaRecords, kRopeInTensor };  // as in gather_latents.cu
 LatentFormat format_of(KvFormat format) {
@@ -103,7 +103,7 @@ void MlaSteps::gather(const KvCache& cache, const RoundKeys& keys, const TensorV
                                    .to_rope = k.as<char>() + spec_.qk_nope_dim * size_of(k.dtype),
                                    .to_rope_token = byte_stride(k, 0),
                                    .to_rope_head = byte_stride(k, 1)};
-  (aligned ? gather_aligned_ : gather_unaligned_).launch(shape_of(keys.num_keys, kWarps), stream, params);
+  (aligned ? gather_aligned_ : gather_unaligned_).launch(shape_of(keys.num_keys, kMlaWarps), stream, params);
 }
 
 void MlaSteps::add(const PartialResult& part, const PartialResult& sum, const RangeList<TokenRows>& list, int num_rows,
@@ -127,7 +127,7 @@ void MlaSteps::add(const PartialResult& part, const PartialResult& sum, const Ra
                               .num_heads = int(part.out.size(1)),
                               .dim = int(part.out.size(2)),
                               .out_type = int(out.dtype)};
-  add_.launch(shape_of(int64_t(num_rows) * params.num_heads, kWarps), stream, params);
+  add_.launch(shape_of(int64_t(num_rows) * params.num_heads, kMlaWarps), stream, params);
 }
 
 }  // namespace imbrex::cuda
