@@ -12,7 +12,8 @@
 namespace imbrex::cuda {
 
 // Registers of a thread of the warpgroups that multiply values, of the one that computes scores, and of the one that loads.
-constexpr int kOutputRegisters = 168, kScoreRegisters = 152, kLoadRegisters = 24;
+// Where few queries are in registers, the last ones get what these leave.
+constexpr int kOutputRegisters = 168, kScoreRegisters = kQKept > 5 ? 152 : 144, kLoadRegisters = kQKept > 5 ? 24 : 32;
 static_assert(128 * (kConsumers * kOutputRegisters + kScoreRegisters + kLoadRegisters) <= 65536);
 
 // A warpgroup that multiplies values, for some of the block's dims.
