@@ -5,7 +5,8 @@
 // over all dims, and its weights, which both get; and each has a half of the output's dims, for which it needs the values of both tiles. So
 // the half of a tile's dims that is the other block's is loaded once, to both; and registers hold the output of a piece and the sums of
 // pieces before it. In a block one warpgroup computes scores and weights, and keeps most of the queries in registers; two multiply values,
-// each for half of the block's dims; of the fourth, each warp has an errand of its own. docs/kernels/cuda_sm90_latent.md has the measurements.
+// each for half of the block's dims; of the fourth, each warp has an errand of its own. docs/kernels/cuda_sm90_latent.md has the
+// measurements.
 #include "attention_sm90_latent_pair_scores.cuh"
 #include "attention_sm90_latent_pair_sums.cuh"
 
