@@ -8,7 +8,7 @@
 namespace imbrex::cuda {
 
 static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1 && !(kMaps && kSmallPages));
-static_assert(!kCustomMask && !kPositions);
+static_assert(kPlainLogits && !kWindow && !kCustomMask && !kPositions && kRowBlocks == 1);
 
 // The two thread blocks of a cluster take rows together. Their keys come in steps of two tiles: each block makes the weights of one tile,
 // and has a half of the output's dims.
@@ -161,8 +161,7 @@ DEVICE void load_queries(const AttentionParams& p, const Half& half, const Tenso
 // Loads a step to a stage. Of its own tile a block brings to both what both read; but each all that it reads, where no map describes it.
 DEVICE void load_step(const AttentionParams& p, const Half& half, const TensorMap& k_map, const Item& item, int step, const Box& box,
                       Stage& stage, u32 full) {
-  // Where a token has rows for several tasks, each of them reads the keys.
-  const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
+  const u64 l2 = l2_first_out();
   const u32 own = shared_address(stage.own), mine = shared_address(stage.crossed[half.rank]),
             theirs = shared_address(stage.crossed[half.other()]), rope = shared_address(stage.rope);
   const int first = half.first_dim(), others_first = half.other() * kHalfDims;

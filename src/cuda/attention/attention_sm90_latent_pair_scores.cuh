@@ -34,7 +34,7 @@ class Scorer {
   }
 
   // Moves an item's queries out of the ring: to registers, and what these do not hold to a place of its own. Other warpgroups pass over
-  // these units, so that this one reports for them too.
+  // these stages, so that this one reports for them too, in both blocks.
   DEVICE void take_queries() {
     const u32 row = warp_ * 16 + lane_ % 16;
     named_barrier_sync(1, 128);  // the last scores of the item before are there, in all warps
@@ -50,9 +50,7 @@ class Scorer {
           for (int step = 0; step < 4; ++step)
             load_matrix(q_[4 * chunk + step], in_chunk + row * 128 + ((2 * step + lane_ / 16) ^ row % 8) * 16);
         } else {
-          const u32 to = shared_address(shared_.q[chunk - kQKept]);
-#pragma unroll
-          for (int i = int(threadIdx.x) % 128 * 16; i < kQChunkBytes; i += 128 * 16) store_shared(to + i, load_shared(in_chunk + i));
+          move_queries(in_chunk, shared_address(shared_.q[chunk - kQKept]));
         }
       }
       __syncwarp();
@@ -84,6 +82,7 @@ class Scorer {
       }
     }
   }
+
   DEVICE void run_item(const Item& item) {
     const Steps steps = steps_of(item);
     int left = steps_of_piece(item);  // of the piece at work
@@ -91,7 +90,6 @@ class Scorer {
     Rows rows;
     set_rows(rows, p_, item, row(), logit_scale(p_, item.kv_head));
     // Tiles of which every row sees every key.
-    const int whole_first = (max(item.lo, visible_keys(p_, item.position_of(item.num_rows - 1)).lo) + kTileKeys - 1) / kTileKeys;
     const int whole_end = max(0, min(item.hi, visible_keys(p_, item.position_of(0)).hi)) / kTileKeys;
     float reference[2] = {kEmptyReference, kEmptyReference}, sum[2] = {0.f, 0.f};
     wait_for_stage();
@@ -102,17 +100,16 @@ class Scorer {
       start_scores(s);
       if (!begins) release_weights(false);
       const bool last = step == steps.end - 1, ends = --left == 0 || last;
-      const bool whole = tile < whole_end && (!kWindow || tile >= whole_first);
+      const bool whole = tile < whole_end;
       const Note note(step, ends, last, step * kStepKeys < item.lo || (step + 1) * kStepKeys > item.hi);
       const u32 empty = shared_address(&shared_.empty[stage_.at]), tops_full = shared_address(&shared_.tops_full[slot_.at][warp_]);
       if (lane_ == 0) mbarrier_arrive_expect(tops_full, sizeof shared_.tops[0][0]);
       stage_.next();
       finish<0>(s);
       const bool is_there = stage_is_there();
-      if constexpr (!kPlainLogits) modify(rows, s);
       if (!whole) hide(tile * kTileKeys, rows, s);
       WeightsOf<kQType> weights;
-      const bool moved = weigh_tile(tile, rows, tops_full, empty, s, weights, reference, sum);
+      const bool moved = weigh_tile(rows, tops_full, empty, s, weights, reference, sum);
       put_weights(weights, moved && !begins ? note.with_factors() : note.bits);
       begins = ends;
       if (ends) {
@@ -127,18 +124,14 @@ class Scorer {
   // Scores become weights: true where sums so far are to be multiplied by factors, which are left beside the weights. Most tiles do not
   // move a reference: so weights relative to the one that is there are computed while maxima are under way, and anew where one of them has
   // outgrown it.
-  DEVICE bool weigh_tile(int tile, const Rows& rows, u32 tops_full, u32 empty, const Scores& s, WeightsOf<kQType>& weights,
-                         float (&reference)[2], float (&sum)[2]) {
-    float top[2], total[2], first[2] = {0.f, 0.f};  // what ALiBi adds to all
+  DEVICE bool weigh_tile(const Rows& rows, u32 tops_full, u32 empty, const Scores& s, WeightsOf<kQType>& weights, float (&reference)[2],
+                         float (&sum)[2]) {
+    float top[2], total[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float scale = factor_of(p_, rows.terms[h]);
-      if constexpr (kAlibi) first[h] = scale * rows.terms[h].slope * float(tile * kTileKeys + first_column() - rows.position[h]);
-      top[h] = kAlibi ? max_over<4>(fmaf(greatest(s, h), scale, first[h])) : max_over<4>(greatest(s, h)) * scale;
-    }
+    for (int h = 0; h < 2; ++h) top[h] = max_over<4>(greatest(s, h)) * factor_of(p_, rows.terms[h]);
     const u32 others = shared_address(&shared_.tops[slot_.at][warp_][lane_ / 4]);
     if (lane_ % 4 == 0) hand_over(there(others), float2{top[0], top[1]}, there(tops_full));
-    weigh_by(reference, first, rows, s, weights, total);
+    weigh_by(reference, rows, s, weights, total);
     pin(weights);                            // else the compiler computes them only where it knows that they are wanted
     if (lane_ == 0) mbarrier_arrive(empty);  // all lanes have met since the last product
     mbarrier_wait(tops_full, slot_.parity);
@@ -153,22 +146,23 @@ class Scorer {
         sum[h] *= factor[h];
         if (lane_ % 4 == 0) shared_.factor[slot_.at][row() + 8 * h] = factor[h];
       }
-      weigh_by(reference, first, rows, s, weights, total);
+      weigh_by(reference, rows, s, weights, total);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] += total[h];
     return moved;
   }
   // Weights, as operands of a product, and the sums of what a thread has of them.
-  DEVICE void weigh_by(const float (&reference)[2], const float (&first)[2], const Rows& rows, const Scores& s, WeightsOf<kQType>& weights,
+  DEVICE void weigh_by(const float (&reference)[2], const Rows& rows, const Scores& s, WeightsOf<kQType>& weights,
                        float (&total)[2]) const {
-    float scale[2], added[2], part[2][2] = {};
+    float scale[2], part[2][2] = {};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) scale[h] = factor_of(p_, rows.terms[h]), added[h] = kAlibi ? first[h] - reference[h] : -reference[h];
+    for (int h = 0; h < 2; ++h) scale[h] = factor_of(p_, rows.terms[h]);
 #pragma unroll
     for (int i = 0; i < kTileKeys / 4; ++i) {
       const int h = i % 2;
-      const float2 x = pair(s, i / 2, h), weight = {exp2_approx(fmaf(x.x, scale[h], added[h])), exp2_approx(fmaf(x.y, scale[h], added[h]))};
+      const float2 x = pair(s, i / 2, h),
+                   weight = {exp2_approx(fmaf(x.x, scale[h], -reference[h])), exp2_approx(fmaf(x.y, scale[h], -reference[h]))};
       part[h][0] += weight.x, part[h][1] += weight.y;
       weights[i / 4][i % 4] = kQType == kBf16 ? pack_bf16(weight.x, weight.y) : pack_f16(weight.x, weight.y);
     }
@@ -198,7 +192,7 @@ class Scorer {
       hand_over(there(shared_address(&shared_.sums[slot_.at][warp_][lane_ / 4])), float2{total[0], total[1]},
                 there(shared_address(&shared_.weights_full[slot_.at])));
   }
-  // Values are multiplied while no scores are: so the weights of a tile are only handed over when the scores of the next one are under way,
+  // Values are multiplied while no scores are: so the weights of a step are only handed over when the scores of the next one are under way,
   // but for those that end a piece.
   DEVICE void release_weights(bool ends) {
     __syncwarp();

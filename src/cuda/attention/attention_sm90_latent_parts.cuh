@@ -14,6 +14,12 @@ constexpr int kScoreWarps = 4, kOutputWarps = 4 * kConsumers;
 // Queries, in chunks of 64 dims, and the steps of a product over them.
 constexpr int kQSteps = (kHeadDimQk + 15) / 16, kQChunkBytes = kTileRows * 128;
 
+// A warpgroup copies a chunk of queries to another place in shared memory.
+DEVICE void move_queries(u32 from, u32 to) {
+#pragma unroll
+  for (int i = int(threadIdx.x) % 128 * 16; i < kQChunkBytes; i += 128 * 16) store_shared(to + i, load_shared(from + i));
+}
+
 // A tile's weights are parts of 16 keys, what a product sums over: each has 32 bytes of a row, with a swizzle of that width.
 constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
 

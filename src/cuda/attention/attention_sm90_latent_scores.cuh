@@ -51,9 +51,7 @@ class Scorer {
           for (int step = 0; step < 4; ++step)
             load_matrix(q_[4 * chunk + step], in_chunk + row * 128 + ((2 * step + lane / 16) ^ row % 8) * 16);
         } else {
-          const u32 to = shared_address(shared_.q[chunk - kQKept]);
-#pragma unroll
-          for (int i = int(threadIdx.x) % 128 * 16; i < kQChunkBytes; i += 128 * 16) store_shared(to + i, load_shared(in_chunk + i));
+          move_queries(in_chunk, shared_address(shared_.q[chunk - kQKept]));
         }
       }
       __syncwarp();
