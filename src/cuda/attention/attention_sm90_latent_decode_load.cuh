@@ -2,7 +2,7 @@
 // The shared memory of attention_sm90_latent_decode.cu, and the warps that fill it: one finds items and brings their queries. Keys come
 // into a ring of stages: of 16 bits a third of a tile to a stage, through a warp for each; of bytes a whole tile, as it lies in memory.
 #include "attention/ds_mla.h"
-#include "attention_sm90_stream.cuh"
+#include "attention_sm90_latent_boxes.cuh"
 #include "each_item.cuh"
 
 namespace imbrex::cuda {
@@ -82,7 +82,7 @@ DEVICE void clear_queries(SharedStorage& shared) {
 DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const Item& item, SharedStorage& shared) {
   const u32 to = shared_address(shared.q), full = shared_address(&shared.q_full);
   if constexpr (kMaps) {
-    if (lane_id() != 0) return;
+    if (!elect_one()) return;
     mbarrier_arrive_expect(full, u32(kChunks) * (kWrittenRows * 128));
     for (int c = 0; c < kChunks; ++c)
       tma_load(to + c * kQChunkBytes, q_map, full, l2_first_out(), c * 64, item.head_of(0), item.token_of(0));
@@ -100,15 +100,9 @@ template <int group>
 DEVICE void load_group(const AttentionParams& p, const TensorMap& k_map, const Item& item, const Box& box, u64 l2, u32 to, u32 full) {
   constexpr int kFirst = group * kGroupChunks, kCount = group_chunks(group);
   constexpr int kFirstDim = kFirst * 64, kDims = kHeadDimQk - kFirstDim < kCount * 64 ? kHeadDimQk - kFirstDim : kCount * 64;
-  const int lane = lane_id(), begin = box.key - lane * kPageRows;
+  const int begin = box.key - lane_id() * kPageRows;
   if constexpr (kMaps && !kSmallPages) {
-    const int boxes = __popc(__ballot_sync(kFullWarp, box.loads));
-    if (lane == 0) mbarrier_arrive_expect(full, boxes * kPageRows * 128 * kCount);
-    __syncwarp();
-#pragma unroll
-    for (int c = 0; box.loads && c < kCount; ++c)
-      tma_load(to + lane * kPageRows * 128 + c * kChunkBytes, k_map, full, l2, kFirstDim + c * 64, first_row(item, box), item.kv_head,
-               box.block);
+    load_latents<kCount, 128, 1>(k_map, item, box, to, full, l2, kFirstDim);
   } else {
     KvSide side = p.k;
     side.data += kFirstDim * side.dim_stride;
@@ -176,7 +170,7 @@ DEVICE void load_records(const AttentionParams& p, const TensorMap& k_map, const
     }
     mbarrier_arrive_after_copies(full);
   } else {
-    load_boxes<1, kRowBytes>(k_map, item, box, to, full, l2);
+    load_latents<1, kRowBytes, 1>(k_map, item, box, to, full, l2);
   }
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 // The shared memory of attention_sm90_latent.cu, and the warps that fill it: one finds items, another one brings their queries, then their
 // keys, and between pieces of a run the sums so far, all through one ring of stages.
+#include "attention_sm90_latent_boxes.cuh"
 #include "attention_sm90_latent_parts.cuh"
-#include "attention_sm90_stream.cuh"
 #include "each_item.cuh"
 
 namespace imbrex::cuda {
@@ -71,10 +71,10 @@ DEVICE void load_queries(const AttentionParams& p, const TensorMap& q_map, const
   const int first = part * kQChunksEach, end = min(first + kQChunksEach, kQChunks);
   if constexpr (kMaps) {
     constexpr int kHeads = kGroup < kTileRows ? kGroup : kTileRows, kTokens = kTileRows / kHeads;  // of a box
-    if (lane_id() == 0) {
+    const int head = item.head_of(0), token = item.token_of(0);
+    if (elect_one()) {
       mbarrier_arrive_expect(full, u32(end - first) * (kTokens * kHeads * 128));
-      for (int c = first; c < end; ++c)
-        tma_load(to + (c - first) * kQChunkBytes, q_map, full, l2_first_out(), c * 64, item.head_of(0), item.token_of(0));
+      for (int c = first; c < end; ++c) tma_load(to + (c - first) * kQChunkBytes, q_map, full, l2_first_out(), c * 64, head, token);
     } else if (kLoaders > 1) {
       mbarrier_arrive(full);
     }
@@ -116,7 +116,11 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
       const Box next = box_of(p, item, tile + 1);
       begin_stage();
-      load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
+      if constexpr (kMaps && !kSmallPages) {
+        load_latents<kKChunks, 128, 4>(k_map, item, box, address(), full(), l2);
+      } else {
+        load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
+      }
       box = next;
       const bool last = tile + 1 == tiles.end;
       if (--left > 0 && !last) continue;
