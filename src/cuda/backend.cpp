@@ -134,6 +134,7 @@ RegimeKernel sm90_kernel(std::string_view arch, const AttentionSpec& spec, Regim
     return {.entry = "attention_sm90_latent",
             .tile = latent_tile(*tiles),
             .threads = kSm90LatentThreads,
+            .cluster = attention_sm90_latent_cluster(spec),
             .run_sums = attention_sm90_latent_run_sums(spec),
             .maps = attention_sm90_latent_maps};
   }

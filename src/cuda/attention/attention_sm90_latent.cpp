@@ -45,6 +45,11 @@ std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch
       .rows = kTeamRows, .keys = kLatentTileKeys, .stages = num_stages(spec), .least_piece = piece, .split_cost = kSplitCost};
 }
 
+unsigned attention_sm90_latent_cluster(const AttentionSpec& spec) {
+  const int tasks = (spec.group_size() + kTeamRows - 1) / kTeamRows;
+  return tasks == 2 && !has_small_pages(spec) ? 2 : 1;
+}
+
 int64_t attention_sm90_latent_run_sums(const AttentionSpec& spec) {
   constexpr int kTeams = 2;  // warpgroups that share out the output's dims
   return kTeams * kLatentLevels * run_node_floats(spec.head_dim_v / kTeams);

@@ -91,7 +91,7 @@ class Multiplier {
           reference[h] = end.x, total[h] = end.y;
         }
       }
-      report(shared_.empty[stage_.at]);
+      leave_to_all(shared_.empty[stage_.at]);
       report(shared_.weights_empty[slot_.at]);
       stage_.next(), slot_.next();
       if (!begins) continue;
@@ -108,7 +108,7 @@ class Multiplier {
     for (int i = 0; i < parts; ++i, stage_.next()) {
       mbarrier_wait(shared_address(&shared_.full[stage_.at]), stage_.parity);
       if (i % row_warps == row_warp_) fold_staged(shared_address(shared_.stage[stage_.at]) + team_ * kNodePartBytes, reference, total, out);
-      report(shared_.empty[stage_.at]);
+      leave_to_all(shared_.empty[stage_.at]);
     }
     if (!last && row_warp_ < row_warps)
       put_node(node_rows(p_, level_of_piece(number, false), row_warp_) + team_ * kNodePartFloats, reference, total, out);
@@ -155,7 +155,7 @@ class Multiplier {
 DEVICE void begin_barriers(SharedStorage& shared) {
   for (int i = 0; i < kStages; ++i) {
     mbarrier_init(shared_address(&shared.full[i]), kLoaders);
-    mbarrier_init(shared_address(&shared.empty[i]), kScoreWarps + kOutputWarps);
+    mbarrier_init(shared_address(&shared.empty[i]), kRowCluster * (kScoreWarps + kOutputWarps));
   }
   for (int i = 0; i < kWeightSlots; ++i) {
     mbarrier_init(shared_address(&shared.weights_full[i]), kScoreWarps);
@@ -166,21 +166,25 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + 1);
   }
   mbarrier_init(shared_address(&shared.node_written), kOutputWarps);
+  shared.numbers.begin();
   mbarrier_fence_init();
 }
-
-extern __shared__ __align__(1024) char memory[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     attention_sm90_latent(const __grid_constant__ AttentionParams p, const __grid_constant__ TensorMap q_map,
                           const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap) {
   if (is_idle(p)) return;
+  extern __shared__ __align__(1024) char memory[];
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(memory);
   if (threadIdx.x == 0) {
     begin_barriers(shared);
     if constexpr (kMaps && !kSmallPages) tma_prefetch_map(k_map);
   }
-  __syncthreads();
+  if constexpr (kRowCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   if (!begin_launch(p)) return;
   const int wg = shuffle(int(threadIdx.x / 128), 0);
   if (wg < kConsumers) {
@@ -192,8 +196,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
-    if (warp == 0) find_items(p, 0, shared, [](const Item&) {});  // queries come with the keys
+    if (warp == 0) {
+      if constexpr (kRowCluster > 1) {
+        find_items_together<kRowCluster>(p, rank_in_cluster(), kRowCluster, shared);
+      } else {
+        find_items(p, 0, shared, [](const Item&) {});  // queries come with the keys
+      }
+    }
     if (warp == 1) produce_stages(p, q_map, k_map, shared);
+  }
+  if constexpr (kRowCluster > 1) {  // the other block writes to this one's memory, and reports to its barriers, until it is done
+    __syncwarp();
+    cluster_sync();
   }
   end_launch(p);
 }

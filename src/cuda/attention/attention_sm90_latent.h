@@ -24,6 +24,8 @@ bool has_latent_dims(const AttentionSpec&);
 // (KvFormat::latent), of the queries' type, bf16 or f16, with keys of more than 256 dims, at most 64 more than values; any number of q
 // heads, and all masks and modifications of logits but custom masks, given positions, relative bias and ALiBi's square root.
 std::optional<Sm90LatentTiles> attention_sm90_latent_tiles(std::string_view arch, const AttentionSpec&);
+// Thread blocks of a cluster: those that take the rows of a token, where these are two tasks whose keys TMA brings to both.
+unsigned attention_sm90_latent_cluster(const AttentionSpec&);
 int64_t attention_sm90_latent_run_sums(const AttentionSpec&);  // floats of a thread block: AttentionParams::run_sums
 // Entry `attention_sm90_latent`. Parameters: AttentionParams, then the maps of q, k and v (not used). `maps`: whether it reads through
 // them; otherwise it reads tensors of any strides, slower, and computes the same bits.

@@ -4,10 +4,25 @@
 #include "attention_sm90_latent_boxes.cuh"
 #include "attention_sm90_latent_parts.cuh"
 #include "each_item.cuh"
+#include "find_items_together.cuh"
 
 namespace imbrex::cuda {
 
 static_assert(kValuesInKeys && kKvType == kQType && kTileRows == kTeamRows && kKeyWarps == 0 && kCrews == 1);
+
+// Where a token has rows for two tasks, two thread blocks of a cluster take them: each loads some chunks of a tile, to both. So their rings
+// go the same way, stage by stage.
+constexpr int kRowCluster = kRowBlocks == 2 && !kSmallPages ? 2 : 1;
+DEVICE int rank_in_cluster() { return kRowCluster == 1 ? 0 : shuffle(int(cluster_rank()), 0); }
+// Reports a stage, which either block may load to next, once for a warp.
+DEVICE void leave_to_all(u64& empty) {
+  if constexpr (kRowCluster == 1) {
+    report(empty);
+  } else {
+    __syncwarp();
+    if (lane_id() < kRowCluster) mbarrier_arrive_at<false>(shared_address(&empty), u32(lane_id()));
+  }
+}
 
 // Warpgroups: kConsumers multiply values, each for its dims; one computes scores and weights; one loads.
 constexpr int kThreads = 128 * (kConsumers + 2);
@@ -18,8 +33,8 @@ constexpr int kQChunks = kKChunks;
 constexpr int kStageBytes = latent_stage_bytes(kKChunks * kChunkBytes, kHeadDimV);
 // Queries take the way of keys: so many chunks in a stage, in so many stages.
 constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + kQChunksEach - 1) / kQChunksEach;
-// Chunks of queries that are in registers while an item is computed. The others stay in shared memory.
-constexpr int kQKept = latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
+// Chunks of queries that are in registers while an item is computed: as many as fit. The others stay in shared memory.
+constexpr int kQKept = kPlainLogits && !kWindow && kLoaders == 1 ? kQChunks * 7 / 9 : latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
 
 constexpr int kWeightSlots = kLatentWeightSlots;
 
@@ -33,7 +48,8 @@ static_assert(kConsumers * kNodePartBytes <= kStageBytes);
 DEVICE float* node_rows(const AttentionParams& p, int level, int row_warp) {
   return p.run_sums + ((long(blockIdx.x) * kLevels + level) * kRowWarps + row_warp) * (kConsumers * kNodePartFloats);
 }
-DEVICE int row_warps(const Item& item) { return (item.num_rows + 15) / 16; }  // that have rows of the item
+// That have rows of the item, or of that of the other block.
+DEVICE int row_warps(const Item& item) { return kRowCluster > 1 ? kRowWarps : (item.num_rows + 15) / 16; }
 
 // The sums of piece `number` of a run, counted from 1, become a part of the node of this level; or, if they are the `last`, of the run.
 DEVICE int level_of_piece(int number, bool last) { return last ? kLevels : lowest_bit(u32(number)) / 2; }
@@ -60,6 +76,7 @@ struct SharedStorage {
   float2 end[kWeightSlots][kTileRows];    // of the last tile of a piece: reference and sum
   u32 note[kWeightSlots][4];              // of each warp of rows
   Item item[kItemSlots];                  // none: kNoItem rows, and none will come
+  ClusterNumbers numbers;                 // where there are clusters
   u64 full[kStages], empty[kStages], weights_full[kWeightSlots], weights_empty[kWeightSlots];
   u64 item_full[kItemSlots], item_empty[kItemSlots], node_written;
 };
@@ -95,6 +112,17 @@ DEVICE void load_node(const AttentionParams& p, int level, int row_warp, u32 to,
   }
 }
 
+// Loads a tile; of a cluster each block brings some chunks to both.
+DEVICE void load_latent_tile(const TensorMap& k_map, const Item& item, const Box& box, u32 to, u32 full, u64 l2) {
+  constexpr int kPagesAtOnce = 4, kFirst = (kKChunks + kRowCluster - 1) / kRowCluster;
+  if (rank_in_cluster() == 0) {
+    load_latents<kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to, full, l2, 0, kKChunks);
+  } else {
+    load_latents<kKChunks - kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to + kFirst * kChunkBytes, full, l2, kFirst * 64,
+                                                                     kKChunks);
+  }
+}
+
 DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, const TensorMap& k_map, SharedStorage& shared) {
   // Where a token has rows for several tasks, each of them reads the keys.
   const u64 l2 = kRowBlocks > 1 ? l2_normal() : l2_first_out();
@@ -117,7 +145,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       const Box next = box_of(p, item, tile + 1);
       begin_stage();
       if constexpr (kMaps && !kSmallPages) {
-        load_latents<kKChunks, 128, 4>(k_map, item, box, address(), full(), l2);
+        load_latent_tile(k_map, item, box, address(), full(), l2);
       } else {
         load_tile<kHeadDimQk, kKChunks>(p, p.k, k_map, item, box, address(), full(), l2);
       }

@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_shrink<kLoadRegisters>();
     const int warp = warp_id() % 4;
-    if (warp == 0) find_items_together(p, half, shared);
+    if (warp == 0) find_items_together<1>(p, half.rank, kBlocksTogether, shared);
     if (warp == 1) produce_stages(p, half, q_map, k_map, shared);
     if (warp == 2) hand_over_weights(half, shared);
     if (warp == 3) fetch_steps(p, half, shared);

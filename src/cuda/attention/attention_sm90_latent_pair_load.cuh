@@ -4,6 +4,7 @@
 #include "attention_sm90_latent_parts.cuh"
 #include "attention_sm90_stream.cuh"
 #include "each_item.cuh"
+#include "find_items_together.cuh"
 
 namespace imbrex::cuda {
 
@@ -64,9 +65,9 @@ struct SharedStorage {
   float factor[kStages][kTileRows];  // that sums so far are to be multiplied by, in warps whose note says so
   u32 note[kStages][kScoreWarps];    // of each warp of rows
   Item item[kItemSlots];             // none: kNoItem rows, and none will come
-  int told[kItemSlots];              // numbers of tasks, from the cluster's first block
+  ClusterNumbers numbers;
   u64 full[kStages], empty[kStages], weights_made[kStages], weights_full[kStages], tops_full[kStages][kScoreWarps];
-  u64 item_full[kItemSlots], item_empty[kItemSlots], told_full[kItemSlots], told_empty[kItemSlots];
+  u64 item_full[kItemSlots], item_empty[kItemSlots];
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -84,56 +85,8 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     for (u64& full : stage) begin(full, 1);
   for (u64& full : shared.item_full) begin(full, 1);
   for (u64& empty : shared.item_empty) begin(empty, kScoreWarps + kOutputWarps + 3);
-  for (u64& full : shared.told_full) begin(full, 1);
-  for (u64& empty : shared.told_empty) begin(empty, 1);
+  shared.numbers.begin();
   mbarrier_fence_init();
-}
-
-// Finds the items of both blocks, as find_items() does for a block alone: the first one takes their numbers, and tells the other one.
-DEVICE void find_items_together(const AttentionParams& p, const Half& half, SharedStorage& shared) {
-  const int clusters = int(gridDim.x) / kBlocksTogether, first = int(blockIdx.x) / kBlocksTogether, lane = lane_id(), tasks = num_tasks(p),
-            last = max(tasks - clusters, 0) + clusters - 1;
-  prefetch_item(p, first);
-  Ring<SharedStorage::kItemSlots> slot, told;
-  const auto take_number = [&] {
-    int number = 0;
-    if (half.rank == 0) {
-      mbarrier_wait(shared_address(&shared.told_empty[told.at]), told.parity ^ 1);
-      if (lane == 0) {
-        const int taken = atomicAdd(p.next_task, 1);
-        if (taken == last) *p.next_task = 0;
-        number = clusters + taken;
-        hand_over(shared_address(&shared.told[told.at]), number, shared_address(&shared.told_full[told.at]), 1);
-      }
-      number = shuffle(number, 0);
-    } else {
-      const u32 full = shared_address(&shared.told_full[told.at]);
-      if (lane == 0) mbarrier_arrive_expect(full, sizeof shared.told[0]);
-      __syncwarp();
-      mbarrier_wait(full, told.parity);
-      number = *static_cast<volatile int*>(&shared.told[told.at]);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive_at<true>(shared_address(&shared.told_empty[told.at]), 0);
-    }
-    told.next();
-    return number;
-  };
-  for (int number = first < tasks ? first : take_number();; number = take_number(), slot.next()) {
-    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    const bool exists = number < tasks;
-    Item item;
-    if (exists) item = item_of(p, number);
-    if (lane == 0) {
-      if (exists) {
-        shared.item[slot.at] = item;
-      } else {
-        shared.item[slot.at].num_rows = kNoItem;
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
-    if (!exists) break;
-  }
 }
 
 // Loads a stage of an item's queries: chunks from `first` on, in the order in which scores are summed.

@@ -164,7 +164,7 @@ class Scorer {
       const float2 x = pair(s, i / 2, h),
                    weight = {exp2_approx(fmaf(x.x, scale[h], -reference[h])), exp2_approx(fmaf(x.y, scale[h], -reference[h]))};
       part[h][0] += weight.x, part[h][1] += weight.y;
-      weights[i / 4][i % 4] = kQType == kBf16 ? pack_bf16(weight.x, weight.y) : pack_f16(weight.x, weight.y);
+      weights[i / 4][i % 4] = packed(weight);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = part[h][0] + part[h][1];

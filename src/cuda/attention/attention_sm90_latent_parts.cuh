@@ -23,6 +23,11 @@ DEVICE void move_queries(u32 from, u32 to) {
 // A tile's weights are parts of 16 keys, what a product sums over: each has 32 bytes of a row, with a swizzle of that width.
 constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
 
+// Two weights as an operand of a product.
+DEVICE u32 packed(const float2& weights) {
+  return kQType == kBf16 ? pack_bf16(weights.x, weights.y) : pack_f16(weights.x, weights.y);
+}
+
 // What belongs to the weights of a tile, or of a step of several tiles.
 struct Note {
   enum : u32 { kEnds = 1, kLast = 2, kEdge = 4, kHasFactors = 8, kNumber = 16 };

@@ -30,7 +30,7 @@ class Scorer {
     if constexpr (kLoaders > 1) async_proxy_fence();  // the matrix unit reads what lanes have written
   }
   DEVICE void leave_stage() {
-    report(shared_.empty[stage_.at]);
+    leave_to_all(shared_.empty[stage_.at]);
     stage_.next();
   }
 
@@ -55,10 +55,7 @@ class Scorer {
         }
       }
       __syncwarp();
-      if (lane == 0) {
-#pragma unroll
-        for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) mbarrier_arrive(shared_address(&shared_.empty[stage_.at]));
-      }
+      if (lane < kConsumers * kRowCluster) mbarrier_arrive_at<false>(shared_address(&shared_.empty[stage_.at]), lane % kRowCluster);
       leave_stage();
     }
     async_proxy_fence();
@@ -105,7 +102,9 @@ class Scorer {
       const bool is_there = stage_is_there();
       if constexpr (!kPlainLogits) modify(rows, s);
       if (!whole) hide(tile * kTileKeys, rows, s);
-      put_weights(s, weigh_tile(tile, rows, s, reference, sum) && !begins ? note.with_factors() : note.bits);
+      WeightsOf<kQType> weights;
+      const bool moved = weigh_tile(tile, rows, s, weights, reference, sum);
+      put_weights(weights, moved && !begins ? note.with_factors() : note.bits);
       if (ends) {
         put_end(reference, sum);
         release_weights();  // at once, because what comes next in the ring waits for this piece's sums
@@ -123,44 +122,40 @@ class Scorer {
   // Scores become weights: true where sums so far are to be multiplied by factors, which are left beside the weights. As weigh() does it,
   // bit for bit. But most tiles do not move a reference: so weights relative to the one that is there are computed at once, beside the
   // maximum, and anew where that has outgrown it.
-  DEVICE bool weigh_tile(int tile, const Rows& rows, Scores& s, float (&reference)[2], float (&sum)[2]) {
-    Scores weights;
+  DEVICE bool weigh_tile(int tile, const Rows& rows, Scores& s, WeightsOf<kQType>& weights, float (&reference)[2], float (&sum)[2]) {
+    if constexpr (kAlibi) return weigh_anew(tile, rows, s, weights, reference, sum);  // whose terms are another story
     float total[2];
-    bool outgrown = kAlibi;  // whose terms are another story
-    if constexpr (!kAlibi) {
+    bool outgrown = false;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float scale = factor_of(p_, rows.terms[h]), added = -reference[h];
-        float part[2] = {0.f, 0.f};
+    for (int h = 0; h < 2; ++h) {
+      const float scale = factor_of(p_, rows.terms[h]), added = -reference[h];
+      outgrown |= greatest(s, h) * scale > reference[h] + kSlack;
+      float part[2] = {0.f, 0.f};
 #pragma unroll
-        for (int i = 0; i < 2 * kTilesOf<Scores>; ++i) {
-          float& weight = at(weights, i / 2, h, i % 2);
-          weight = exp2_approx(fmaf(at(s, i / 2, h, i % 2), scale, added));
-          part[i % 2] += weight;
-        }
-        total[h] = part[0] + part[1];
-        outgrown |= greatest(s, h) * scale > reference[h] + kSlack;
+      for (int i = 0; i < kTilesOf<Scores>; ++i) {
+        const float2 x = pair(s, i, h), weight = {exp2_approx(fmaf(x.x, scale, added)), exp2_approx(fmaf(x.y, scale, added))};
+        part[0] += weight.x, part[1] += weight.y;
+        weights[i / 2][i % 2 * 2 + h] = packed(weight);
       }
+      total[h] = part[0] + part[1];
     }
-    if constexpr (!kAlibi) pin(weights);  // else the compiler computes them only where it knows that they are wanted
-    if (any_lane(outgrown)) {
-      float factor[2];
-      const bool moved = weigh(p_, tile * kTileKeys, rows, s, reference, sum, factor, kSlack, 0.f);
-      if (lane_id() % 4 == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) shared_.factor[slot_.at][row() + 8 * h] = factor[h];
-      }
-      return moved;
-    }
+    pin(weights);  // else the compiler computes them only where it knows that they are wanted
+    if (any_lane(outgrown)) return weigh_anew(tile, rows, s, weights, reference, sum);
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] += total[h];
-#pragma unroll
-    for (int i = 0; i < kTileKeys / 2; ++i) s[i] = weights[i];
     return false;
   }
-  DEVICE void put_weights(const Scores& s, u32 note) {
-    WeightsOf<kQType> weights;
+  DEVICE bool weigh_anew(int tile, const Rows& rows, Scores& s, WeightsOf<kQType>& weights, float (&reference)[2], float (&sum)[2]) {
+    float factor[2];
+    const bool moved = weigh(p_, tile * kTileKeys, rows, s, reference, sum, factor, kSlack, 0.f);
     pack_weights<kQType>(s, weights);
+    if (lane_id() % 4 == 0) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) shared_.factor[slot_.at][row() + 8 * h] = factor[h];
+    }
+    return moved;
+  }
+  DEVICE void put_weights(const WeightsOf<kQType>& weights, u32 note) {
     const u32 to = weights_ + slot_.at * kWeightBytes;
 #pragma unroll
     for (int i = 0; i < kTileKeys / 16; ++i)

@@ -1,0 +1,67 @@
+#pragma once
+// Finds the items of two thread blocks of a cluster, which take their turns together.
+#include "attention_sm90_stream.cuh"
+
+namespace imbrex::cuda {
+
+// Numbers that the cluster's first block has taken, as it tells them to the other one.
+struct ClusterNumbers {
+  static constexpr int kSlots = 3;
+  int told[kSlots];
+  u64 full[kSlots], empty[kSlots];
+
+  DEVICE void begin() {
+    for (int i = 0; i < kSlots; ++i) mbarrier_init(shared_address(&full[i]), 1), mbarrier_init(shared_address(&empty[i]), 1);
+  }
+};
+
+// As find_items() does for a block alone: the cluster takes `tasks_each` tasks at a time, one for both blocks or one for each.
+template <int tasks_each, class Shared>
+DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, Shared& shared) {
+  const int first = int(blockIdx.x) / blocks, lane = lane_id(), turns = num_tasks(p) / tasks_each;
+  prefetch_item(p, first * tasks_each);
+  ClusterNumbers& numbers = shared.numbers;
+  Ring<Shared::kItemSlots> slot;
+  Ring<ClusterNumbers::kSlots> told;
+  const auto take_number = [&] {
+    int number = 0;
+    if (rank == 0) {
+      mbarrier_wait(shared_address(&numbers.empty[told.at]), told.parity ^ 1);
+      if (lane == 0) {
+        const int clusters = int(gridDim.x) / blocks, taken = atomicAdd(p.next_task, 1);
+        if (taken == max(turns - clusters, 0) + clusters - 1) *p.next_task = 0;
+        number = clusters + taken;
+        hand_over(shared_address(&numbers.told[told.at]), number, shared_address(&numbers.full[told.at]), 1);
+      }
+      number = shuffle(number, 0);
+    } else {
+      const u32 full = shared_address(&numbers.full[told.at]);
+      if (lane == 0) mbarrier_arrive_expect(full, sizeof numbers.told[0]);
+      __syncwarp();
+      mbarrier_wait(full, told.parity);
+      number = *static_cast<volatile int*>(&numbers.told[told.at]);
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive_at<true>(shared_address(&numbers.empty[told.at]), 0);
+    }
+    told.next();
+    return number;
+  };
+  for (int number = first < turns ? first : take_number();; number = take_number(), slot.next()) {
+    mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
+    const bool exists = number < turns;
+    Item item;
+    if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
+    if (lane == 0) {
+      if (exists) {
+        shared.item[slot.at] = item;
+      } else {
+        shared.item[slot.at].num_rows = kNoItem;
+      }
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
+    if (!exists) break;
+  }
+}
+
+}  // namespace imbrex::cuda
