@@ -189,7 +189,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
 long scratch_bytes(const AttentionParams& a, int max_rows) {
   const auto larger = [](long x, long y) { return x > y ? x : y; };
   const long wide = layout(nullptr, a, max_rows, 1, nullptr), narrow = layout(nullptr, a, kNarrowRows, kMostHeads, nullptr);
-  return larger(larger(wide, narrow), latent_bytes(a, max_rows));
+  return larger(larger(wide, narrow), latent_bytes<LatentProducts>(a, max_rows));
 }
 
 void enter() {}
