@@ -25,6 +25,9 @@
 #include "cpu/kernels/amx_decode.inl"
 #include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
+#include "cpu/kernels/latent_softmax.inl"
+#include "cpu/kernels/amx_latent_weights.inl"
+#include "cpu/kernels/amx_latent_values.inl"
 #include "cpu/kernels/amx_latent.inl"
 // clang-format on
 

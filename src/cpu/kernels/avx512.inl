@@ -16,6 +16,7 @@
 #ifdef __AVX512BF16__
 #include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
+#include "cpu/kernels/latent_softmax.inl"
 #include "cpu/kernels/avx512_latent.inl"
 #endif
 // clang-format on

@@ -11,6 +11,7 @@ struct LatentProducts {
 
   static void enter() {}
   static int fetch_steps(const LatentScratch& s, int, bool) { return s.num_tiles * (kKeyGroups + s.v / 64 * 4); }
+  static int fetch_every(const LatentScratch&) { return 64; }
 
   static IMBREX_INLINE vi bf16_of(int type, const char* row, int d) {
     if (type == kBf16) return _mm512_loadu_si512(row + 2L * d);
