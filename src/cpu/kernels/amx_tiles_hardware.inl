@@ -34,8 +34,8 @@ inline void tiles_release() { _tile_release(); }
 #define TILE_STREAM_ROWS(t, p, pitch) _tile_stream_loadd(t, (const void*)(p), pitch)  // whose rows are `pitch` bytes apart
 #define TILE_STORE(t, p) _tile_stored(t, (void*)(p), 64)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)  // c += a * b, pairs of bf16
-// Behind each tile operation of a loop. A core renames six operations at a time, and while another thread has its other half, two tile
-// operations that are renamed together wait for one another: a product with its load takes 28 ns then, and 18 with this between them.
+// Behind each tile operation of a loop. While the core's other thread works, tile operations with fewer than about six operations between
+// them wait for one another: a product with its load takes 28 ns then, and 18 with this behind both (docs/kernels/cpu_amx.md).
 #define TILE_GAP() asm volatile("nop; nop; nop; nop; nop; nop")
 // The intrinsics do not tell the compiler that they read and write memory.
 #define TILE_FENCE() asm volatile("" ::: "memory")
