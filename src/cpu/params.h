@@ -110,7 +110,7 @@ struct Kernels {
   void (*enter)();  // before the first item a worker runs, and after the last: tile configuration
   void (*leave)();
   bool (*attention)(const AttentionParams&, const WorkItem&, int kv_head, NextTask, char* scratch);
-  void (*merge)(const AttentionParams&, const MergeItem&, int kv_head);
+  void (*merge)(const AttentionParams&, const MergeItem&, int head_begin, int head_end);
   void (*write_kv)(const WriteKvParams&, int token_begin, int token_end);
 };
 

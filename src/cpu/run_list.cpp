@@ -8,13 +8,16 @@
 namespace imbrex::cpu {
 namespace {
 
+constexpr int kMergeHeads = 8;  // that a worker takes at a time
+int merge_shares(const AttentionParams& params) { return (params.num_q_heads + kMergeHeads - 1) / kMergeHeads; }
+
 struct Run {
   const AttentionParams& params;
   const Kernels& kernels;
   const Schedule& schedule;
   ScratchMemory scratch;
   int num_workers;
-  int num_tasks, num_merges;  // items times heads, several of which may be one task; merges times heads
+  int num_tasks, num_merges;  // items times kv heads, several of which may be one task; merges times shares of the q heads
   std::atomic<int> next_task{0}, tasks_done{0}, next_merge{0};
 
   // A value that is not finite makes every row of its item NaN, also those that give it the weight zero. Smaller items separate the rows
@@ -60,7 +63,8 @@ struct Run {
     // Whoever took a task is running, so this wait ends; it is short because the longest items went first.
     while (tasks_done.load(std::memory_order_acquire) < num_tasks) std::this_thread::yield();
     for (int m; (m = next_merge.fetch_add(1, std::memory_order_relaxed)) < num_merges;) {
-      kernels.merge(params, schedule.merges[size_t(m / heads)], m % heads);
+      const int shares = merge_shares(params), begin = m % shares * kMergeHeads;
+      kernels.merge(params, schedule.merges[size_t(m / shares)], begin, std::min(begin + kMergeHeads, params.num_q_heads));
     }
   }
 };
@@ -92,7 +96,7 @@ void run_list(const AttentionParams& params, const Kernels& kernels, const Sched
           .scratch = scratch,
           .num_workers = std::max(threads.num_workers, 1),
           .num_tasks = int(schedule.work.size()) * (params.num_kv_heads / params.heads_together),
-          .num_merges = int(schedule.merges.size()) * params.num_kv_heads};
+          .num_merges = int(schedule.merges.size()) * merge_shares(params)};
   if (run.num_tasks == 0) return;
   invoke(
       threads, [](void* r, int worker) { static_cast<Run*>(r)->work(worker); }, &run);

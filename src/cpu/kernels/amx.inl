@@ -25,6 +25,9 @@
 #include "cpu/kernels/amx_decode.inl"
 #include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
+#include "cpu/kernels/latent_softmax.inl"
+#include "cpu/kernels/amx_latent_weights.inl"
+#include "cpu/kernels/amx_latent_values.inl"
 #include "cpu/kernels/amx_latent.inl"
 // clang-format on
 
@@ -189,7 +192,7 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, Next
 long scratch_bytes(const AttentionParams& a, int max_rows) {
   const auto larger = [](long x, long y) { return x > y ? x : y; };
   const long wide = layout(nullptr, a, max_rows, 1, nullptr), narrow = layout(nullptr, a, kNarrowRows, kMostHeads, nullptr);
-  return larger(larger(wide, narrow), latent_bytes(a, max_rows));
+  return larger(larger(wide, narrow), latent_bytes<LatentProducts>(a, max_rows));
 }
 
 void enter() {}

@@ -55,4 +55,5 @@ inline void tiles_release() {
 #define TILE_STREAM_ROWS(t, p, pitch) tile_load(t, (const char*)(p), pitch)
 #define TILE_STORE(t, p) tile_store(t, p)
 #define TILE_DOT(c, a, b) tile_dot(c, a, b)
+#define TILE_GAP() static_cast<void>(0)
 #define TILE_FENCE() asm volatile("" ::: "memory")

@@ -16,6 +16,7 @@
 #ifdef __AVX512BF16__
 #include "cpu/kernels/interleave.inl"
 #include "cpu/kernels/latent.inl"
+#include "cpu/kernels/latent_softmax.inl"
 #include "cpu/kernels/avx512_latent.inl"
 #endif
 // clang-format on
@@ -90,7 +91,7 @@ long layout(char* base, const AttentionParams& a, long rows, Scratch* out) {
 long scratch_bytes(const AttentionParams& a, int max_rows) {
   const long bytes = layout(nullptr, a, max_rows, nullptr);
 #ifdef __AVX512BF16__
-  if (const long latent = latent_bytes(a, max_rows); latent > bytes) return latent;
+  if (const long latent = latent_bytes<LatentProducts>(a, max_rows); latent > bytes) return latent;
 #endif
   return bytes;
 }

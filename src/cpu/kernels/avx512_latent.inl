@@ -7,9 +7,11 @@ namespace {
 
 struct LatentProducts {
   static constexpr bool kAnyPitch = false;  // keys are at constant distances, which need no registers
+  static constexpr int kBlocks = 1;         // whose values are added at once
 
   static void enter() {}
-  static int fetch_steps(const LatentScratch& s) { return s.num_tiles * (kKeyGroups + s.v / 64 * 4); }
+  static int fetch_steps(const LatentScratch& s, int, bool) { return s.num_tiles * (kKeyGroups + s.v / 64 * 4); }
+  static int fetch_every(const LatentScratch&) { return 64; }
 
   static IMBREX_INLINE vi bf16_of(int type, const char* row, int d) {
     if (type == kBf16) return _mm512_loadu_si512(row + 2L * d);
@@ -24,8 +26,6 @@ struct LatentProducts {
                                               _mm512_set1_epi16(0x80), 0xf8);  // a | (b & c)
     return _mm512_or_si512(low, _mm512_slli_epi16(high, 8));
   }
-
-  static void place_weights(char*) {}
 
   static void rescale(const LatentScratch& s, int t, vf factors) {
     alignas(64) float factor[kLatentRows];
@@ -88,38 +88,52 @@ struct LatentProducts {
     }
   }
 
-  static void attend(const AttentionParams&, const LatentScratch& s, const LatentBlock& b, LatentFetch& fetch) {
-    const int key_begin = 32 * b.chunk_begin, key_end = 32 * b.chunk_end;
+  // Weights of the chunks from `begin` on.
+  static void weigh(const LatentScratch& s, int begin, LatentFetch& fetch) {
+    const LatentChunks& all = *s.chunks;
     for (int t = 0; t < s.num_tiles; ++t) {
-      if (!tiles_see(s, t, 1, b.kb + key_begin, b.kb + key_end)) continue;
-      for (int c = b.chunk_begin; c < b.chunk_end; ++c) {
-        if (!tiles_see(s, t, 1, b.kb + 32 * c, b.kb + 32 * c + 32)) {
+      for (int c = begin; c < all.count; ++c) {
+        const LatentChunk& chunk = all.chunk[c];
+        if (!tiles_see(s, t, 1, chunk.key, chunk.key + 32)) {
           clear_weights(s, t, c);
           continue;
         }
         for (int g = 0; g < 2; ++g) {
-          score_keys(b.group[2 * c + g], s.q + long(t) * s.steps * 1024, s.steps, s.scores + 256 * g);
+          score_keys(chunk.group[g], s.q + long(t) * s.steps * 1024, s.steps, s.scores + 256 * g);
           fetch.step();
         }
         LatentSoftmax softmax;
-        for (softmax.start(s, b, t, c, s.scores); !softmax.done();) softmax.step<LatentProducts>();
+        for (softmax.start(s, t, c, s.scores); !softmax.done();) softmax.step<LatentProducts>();
       }
     }
+  }
+
+  static void add_values(const LatentScratch& s, LatentFetch& fetch) {
+    const LatentChunks& all = *s.chunks;
     for (int d = 0; d < s.v; d += 64) {
       char* to = s.values;
-      for (int j = key_begin; j < key_end; j += 2, to += 256) {
-        IMBREX_UNROLL(2)
-        for (int c = 0; c < 2; ++c) {
-          const Pairs pairs = pair_values(b.rows + j, d + 32 * c);
-          _mm512_store_si512(to + 128 * c, pairs.first);
-          _mm512_store_si512(to + 128 * c + 64, pairs.second);
+      for (int i = 0; i < all.count; ++i) {
+        for (int j = 0; j < 32; j += 2, to += 256) {
+          const char* const* const rows = all.chunk[i].rows + j;
+          IMBREX_UNROLL(2)
+          for (int c = 0; c < 2; ++c) {
+            const long at = 2 * (d + 32 * c);
+            const Pairs pairs = interleave(_mm512_loadu_si512(rows[0] + at), _mm512_loadu_si512(rows[1] + at));
+            _mm512_store_si512(to + 128 * c, pairs.first);
+            _mm512_store_si512(to + 128 * c + 64, pairs.second);
+          }
         }
       }
       for (int t = 0; t < s.num_tiles; ++t) {
-        if (!tiles_see(s, t, 1, b.kb + key_begin, b.kb + key_end)) continue;
-        const char* const weights = s.weights + (long(t) * kKeyChunks + b.chunk_begin) * 1024;
+        if (!tiles_see_any(s, t, 1)) continue;
+        float* const out = s.out + long(t) * kLatentRows * s.v;
+        if (s.tiles[t].fresh) {
+          for (long i = 0; i < long(kLatentRows) * s.v; i += 16) _mm512_store_ps(out + i, _mm512_setzero_ps());
+          s.tiles[t].fresh = false;
+        }
+        const char* const weights = s.weights + long(t) * s.most_chunks * 1024;
         for (int r = 0; r < kLatentRows; r += 4) {
-          add_values(weights + 4 * r, s.values, (key_end - key_begin) / 2, s.v, s.out + (long(t) * kLatentRows + r) * s.v + d);
+          add_values(weights + 4 * r, s.values, 16 * all.count, s.v, out + long(r) * s.v + d);
           fetch.step();
         }
       }

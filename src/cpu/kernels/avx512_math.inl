@@ -79,35 +79,29 @@ IMBREX_INLINE __m256i round_bf16(vf x) {
 
 IMBREX_INLINE __mmask16 first(int n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : __mmask16((1u << n) - 1); }
 
-// 16 x 16 transposition of 32-bit elements, in place.
+// 16 x 16 transposition of 32-bit elements, in two halves: first each four neighbouring rows, then each four rows that are four apart.
+IMBREX_INLINE void transpose_within_lanes(vi r[4]) {
+  const vi t[4] = {_mm512_unpacklo_epi32(r[0], r[1]), _mm512_unpackhi_epi32(r[0], r[1]), _mm512_unpacklo_epi32(r[2], r[3]),
+                   _mm512_unpackhi_epi32(r[2], r[3])};
+  r[0] = _mm512_unpacklo_epi64(t[0], t[2]);
+  r[1] = _mm512_unpackhi_epi64(t[0], t[2]);
+  r[2] = _mm512_unpacklo_epi64(t[1], t[3]);
+  r[3] = _mm512_unpackhi_epi64(t[1], t[3]);
+}
+IMBREX_INLINE void transpose_lanes(vi& a, vi& b, vi& c, vi& d) {
+  const vi ab_even = _mm512_shuffle_i32x4(a, b, 0x88), ab_odd = _mm512_shuffle_i32x4(a, b, 0xdd);
+  const vi cd_even = _mm512_shuffle_i32x4(c, d, 0x88), cd_odd = _mm512_shuffle_i32x4(c, d, 0xdd);
+  a = _mm512_shuffle_i32x4(ab_even, cd_even, 0x88);
+  b = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0x88);
+  c = _mm512_shuffle_i32x4(ab_even, cd_even, 0xdd);
+  d = _mm512_shuffle_i32x4(ab_odd, cd_odd, 0xdd);
+}
+// In place.
 IMBREX_INLINE void transpose(vi r[16]) {
-  vi t[16];
-  IMBREX_UNROLL(8)
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
   IMBREX_UNROLL(4)
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
+  for (int i = 0; i < 4; ++i) transpose_within_lanes(r + 4 * i);
   IMBREX_UNROLL(4)
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  IMBREX_UNROLL(4)
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-    r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-    r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-  }
+  for (int i = 0; i < 4; ++i) transpose_lanes(r[i], r[i + 4], r[i + 8], r[i + 12]);
 }
 
 // f with its template argument taken from a run-time element type.

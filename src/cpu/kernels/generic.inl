@@ -339,11 +339,11 @@ bool attention(const AttentionParams& a, const WorkItem& item, int kv_head, [[ma
   return finite;
 }
 
-void merge(const AttentionParams& a, const MergeItem& item, int kv_head) {
+void merge(const AttentionParams& a, const MergeItem& item, int head_begin, int head_end) {
   const int tokens = item.q_end - item.q_begin, v = a.v.dim;
   float out[kMaxDim];
   for (int t = 0; t < tokens; ++t) {
-    for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; ++head) {
+    for (int head = head_begin; head < head_end; ++head) {
       float max, sum;
       clear(out, v, &max, &sum, 1);
       for (int split = 0; split < item.num_splits; ++split) {

@@ -13,8 +13,8 @@ constexpr int kLatentRows = 16;              // of a tile of rows
 constexpr int kLatentSplit = 1024;           // keys of a split: there is one kv head, so a request would else keep few cores busy
 constexpr long kLatentPitch = 2L * kMaxDim;  // bytes from one copied key to the next
 constexpr int kKeyGroups = kBlockKeys / 16, kKeyChunks = kBlockKeys / 32;
-constexpr long kLatentValueBytes = 32 << 10;
-constexpr float kLatentLazy = 8.f;  // log2 units by which a row may outgrow its reference before its sums are rescaled
+constexpr int kMostChunks = 4 * kKeyChunks;  // whose values are added at once
+constexpr float kLatentLazy = 8.f;           // log2 units by which a row may outgrow its reference before its sums are rescaled
 
 // Whether an item's rows share latents as these kernels read them.
 IMBREX_INLINE bool has_latent_shape(const AttentionParams& a) {
@@ -27,12 +27,25 @@ IMBREX_INLINE bool shares_latents(const AttentionParams& a) {
 }
 inline int latent_split_keys(const AttentionParams& a) { return has_latent_shape(a) ? kLatentSplit : kSplitKeys; }
 
-// A block of keys: where they are, as rows of bf16.
+// A block of keys: where they are.
 struct LatentBlock {
   const char *rows[kBlockKeys], *second[kBlockKeys];    // second: where the second parts are, of rows in two places
-  const char* group[kKeyGroups];                        // the first of 16 keys, which are `pitch` bytes apart
-  long pitch[kKeyGroups];                               //
   int kb = 0, chunk_begin = 0, chunk_end = kKeyChunks;  // chunks of 32 keys that some row sees
+};
+
+// 32 keys as rows of bf16.
+struct LatentChunk {
+  int key;                  // the first
+  const char* const* rows;  // of each
+  const char* group[2];     // the first of 16 keys, which are `pitch` bytes apart
+  long pitch[2];
+};
+
+// The chunks whose weights wait for their values, in the order of the keys: those that some row sees of Products::kBlocks blocks, which
+// begin at a multiple of as many.
+struct LatentChunks {
+  LatentChunk chunk[kMostChunks];
+  int count = 0, blocks = 0;
 };
 
 // 16 rows: what they see, and their running softmax. Rows behind the last one are as the last one.
@@ -41,6 +54,7 @@ struct LatentTile {
   alignas(64) int lo[kLatentRows], hi[kLatentRows];
   int all_lo, all_hi, any_lo, any_hi;  // keys that every row sees, and that some row sees
   bool plain, custom;                  // scales are positive; a custom mask hides keys
+  bool fresh;                          // no values have been added since sums began
 };
 
 // One worker's memory, cut from `scratch`.
@@ -52,14 +66,17 @@ struct LatentScratch {
   float* out;               // of `v` floats a row, as LatentProducts have them
   float *folded, *folded_max, *folded_sum;
   float* scores;  // [2][2 tiles][32 keys][16 rows]
-  char* weights;  // [tiles][kKeyChunks] of 16 pairs of keys and 16 rows, as LatentProducts have them
-  char* values;   // kLatentValueBytes of pairs of keys, as LatentProducts have them
-  LatentBlock *now, *next;
-  char *copies, *compact;  // keys that are no rows of bf16 with one pitch, and what those are made of
+  char* weights;  // [tiles][most_chunks] of 16 pairs of keys and 16 rows, as LatentProducts have them
+  int most_chunks;
+  char* values;         // [2][most_chunks] of 2 KiB, pairs of keys, as LatentProducts have them
+  LatentBlock* blocks;  // those whose values wait, and the next one
+  LatentChunks* chunks;
+  char *copies, *compact;  // for each block: keys that are no rows of bf16 with one pitch, and what those are made of
   char* zero;
 };
 
-inline long latent_layout(char* base, const AttentionParams& a, long rows, LatentScratch* out) {
+template <class Products>
+long latent_layout(char* base, const AttentionParams& a, long rows, LatentScratch* out) {
   const long tiles = (rows + kLatentRows - 1) / kLatentRows, padded = tiles * kLatentRows;
   long at = 0;
   const auto take = [&](long bytes) {
@@ -69,10 +86,10 @@ inline long latent_layout(char* base, const AttentionParams& a, long rows, Laten
   };
   const auto floats = [&](long n) { return reinterpret_cast<float*>(take(n * 4)); };
   LatentScratch s;
-  s.num_tiles = int(tiles), s.steps = a.k.dim / 32, s.v = a.v.dim;
+  s.num_tiles = int(tiles), s.steps = a.k.dim / 32, s.v = a.v.dim, s.most_chunks = Products::kBlocks * kKeyChunks;
   s.scores = floats(4L * 32 * kLatentRows);
-  s.values = take(kLatentValueBytes);
-  s.weights = take(tiles * kKeyChunks * 1024);
+  s.values = take(s.most_chunks * 4096L);
+  s.weights = take(tiles * s.most_chunks * 1024);
   s.q = take(tiles * s.steps * 1024);
   s.out = floats(padded * s.v);
   s.folded = floats(padded * s.v);
@@ -80,38 +97,56 @@ inline long latent_layout(char* base, const AttentionParams& a, long rows, Laten
   s.folded_sum = floats(padded);
   s.tiles = reinterpret_cast<LatentTile*>(take(tiles * long(sizeof(LatentTile))));
   s.rows = reinterpret_cast<Row*>(take(padded * long(sizeof(Row))));
-  s.now = reinterpret_cast<LatentBlock*>(take(sizeof(LatentBlock)));
-  s.next = reinterpret_cast<LatentBlock*>(take(sizeof(LatentBlock)));
-  s.copies = take(kBlockKeys * kLatentPitch);
-  s.compact = take(compact_bytes(a.k));
+  s.blocks = reinterpret_cast<LatentBlock*>(take((Products::kBlocks + 1) * long(sizeof(LatentBlock))));
+  s.chunks = reinterpret_cast<LatentChunks*>(take(sizeof(LatentChunks)));
+  s.copies = take(Products::kBlocks * kBlockKeys * kLatentPitch);
+  s.compact = take(Products::kBlocks * compact_bytes(a.k));
   s.zero = take(4 * (kMaxDim + 64));
   if (out) *out = s;
   return at;
 }
-inline long latent_bytes(const AttentionParams& a, int max_rows) {
-  return has_latent_shape(a) ? latent_layout(nullptr, a, max_rows, nullptr) : 0;
+template <class Products>
+long latent_bytes(const AttentionParams& a, int max_rows) {
+  return has_latent_shape(a) ? latent_layout<Products>(nullptr, a, max_rows, nullptr) : 0;
 }
 
 // Prefetches the next block into L2, in shares that the work on this one asks for: all at once they would fill the line buffers.
 class LatentFetch {
  public:
-  LatentFetch(const AttentionParams& a, const LatentBlock* next, int steps)
-      : next_(next), bytes_{a.k.row_bytes, a.row_parts.first > 0 ? a.v.row_bytes : 0}, steps_(steps > 0 ? steps : 1) {}
+  // Of each `every` bytes of a row a line.
+  LatentFetch(const AttentionParams& a, const LatentBlock* next, int steps, int every)
+      : next_(next), bytes_{a.k.row_bytes, a.row_parts.first > 0 ? a.v.row_bytes : 0}, steps_(steps > 0 ? steps : 1), every_(every) {
+    line_count_ = next ? kBlockKeys * int((bytes_[0] + every - 1) / every + (bytes_[1] + every - 1) / every) : 0;
+    if (next) begin_row();
+  }
   IMBREX_INLINE void step() {
-    if (!next_) return;
-    for (due_ += kBlockKeys; due_ >= steps_ && at_ < kBlockKeys; due_ -= steps_, ++at_) {
-      ask(next_->rows[at_], bytes_[0]);
-      ask(next_->second[at_], bytes_[1]);
+    for (due_ += line_count_; due_ >= steps_; due_ -= steps_) {
+      if (at_ >= end_ && !next_row()) return;
+      __builtin_prefetch(at_, 0, 2);
+      at_ += every_;
     }
   }
 
  private:
-  static IMBREX_INLINE void ask(const char* row, long bytes) {
-    for (long b = 0; b < bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
+  void begin_row() {
+    at_ = (part_ == 0 ? next_->rows : next_->second)[key_];
+    end_ = at_ + bytes_[part_];
+  }
+  bool next_row() {
+    if (part_ == 0 && bytes_[1] > 0) {
+      part_ = 1;
+    } else {
+      part_ = 0;
+      if (++key_ >= kBlockKeys) line_count_ = 0, key_ = kBlockKeys - 1;
+    }
+    if (line_count_ == 0) return false;
+    begin_row();
+    return true;
   }
   const LatentBlock* next_;
+  const char *at_ = nullptr, *end_ = nullptr;  // of the row that is asked for
   long bytes_[2];
-  int steps_, due_ = 0, at_ = 0;
+  int steps_, every_, line_count_, due_ = 0, key_ = 0, part_ = 0;
 };
 
 inline void find_latents(const AttentionParams& a, const WorkItem& item, int kv_head, int kb, Visible keys, const char* zero,
@@ -137,149 +172,34 @@ inline bool find_latents_after(const AttentionParams& a, const WorkItem& item, i
   return true;
 }
 
-// Makes the keys of a block rows of bf16, each 16 of them with one pitch: in place where they are so.
+// Makes the keys of a block rows of bf16, each 16 of them with one pitch, in place where they are so: more chunks.
 template <class Products>
 void settle_latents(const AttentionParams& a, const LatentScratch& s, LatentBlock& b) {
+  LatentChunks& all = *s.chunks;
+  char* const compact = s.compact + all.blocks * compact_bytes(a.k);
+  char* const copies = s.copies + all.blocks * (kBlockKeys * kLatentPitch);
+  ++all.blocks;
   if (a.row_parts.first > 0) {
-    join_parts(a, kBlockKeys, s.zero, b.rows, b.second, s.compact);
+    join_parts(a, kBlockKeys, s.zero, b.rows, b.second, compact);
   } else {
-    compact_rows(a.k, kBlockKeys, s.zero, b.rows, s.compact);
+    compact_rows(a.k, kBlockKeys, s.zero, b.rows, compact);
   }
-  for (int g = 2 * b.chunk_begin; g < 2 * b.chunk_end; ++g) {
-    const char** const rows = b.rows + 16 * g;
-    const long pitch = rows[1] - rows[0];
-    bool direct = a.k.type == kBf16 && (Products::kAnyPitch || pitch == kLatentPitch);
-    for (int i = 2; direct && i < 16; ++i) direct = rows[i] - rows[i - 1] == pitch;
-    for (int i = 0; !direct && i < 16; ++i) {
-      char* const to = s.copies + (16L * g + i) * kLatentPitch;
-      for (int d = 0; d < a.k.dim; d += 32) _mm512_store_si512(to + 2 * d, Products::bf16_of(a.k.type, rows[i], d));
-      rows[i] = to;
-    }
-    b.group[g] = rows[0], b.pitch[g] = direct ? pitch : kLatentPitch;
-  }
-}
-
-// Two keys' 32 values from dim d on.
-IMBREX_INLINE Pairs pair_values(const char* const* rows, int d) {
-  return interleave(_mm512_loadu_si512(rows[0] + 2L * d), _mm512_loadu_si512(rows[1] + 2L * d));
-}
-
-// Probabilities of two keys for 16 rows, rounded: a pair for each row.
-IMBREX_INLINE vi pair_weights(vf first, vf second) {
-  const vi both = (vi)_mm512_cvtne2ps_pbh(second, first);
-  return _mm512_permutexvar_epi16(_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                                   19, 3, 18, 2, 17, 1, 16, 0),
-                                  both);
-}
-
-// The softmax of a tile's rows over a chunk of 32 keys, in nine steps, so that products can be issued in between: the first finds the rows'
-// reference, the others weigh four keys each.
-class LatentSoftmax {
- public:
-  // `chunk` of the block has these scores, [key][16 rows].
-  void start(const LatentScratch& s, const LatentBlock& b, int t, int chunk, const float* scores) {
-    scratch_ = &s, block_ = &b, t_ = t, chunk_ = chunk, scores_ = scores, key_ = -1;
-  }
-  bool done() const { return key_ >= 32; }
-
-  template <class Products>
-  IMBREX_INLINE void step() {
-    if (key_ < 0) {
-      begin<Products>();
-      key_ = 0;
-      return;
-    }
-    vf p[4];
-    if (__builtin_expect(whole_, 1)) {
-      IMBREX_UNROLL(4)
-      for (int i = 0; i < 4; ++i) p[i] = exp2_bf16(_mm512_fmsub_ps(_mm512_load_ps(scores_ + 16 * (key_ + i)), scale_, max_));
-    } else {
-      for (int i = 0; i < 4; ++i) p[i] = weight_of(key_ + i);
-    }
-    sum_ = _mm512_add_ps(sum_, _mm512_add_ps(_mm512_add_ps(p[0], p[1]), _mm512_add_ps(p[2], p[3])));
-    char* const to = weights();
-    _mm512_store_si512(to + 32 * key_, pair_weights(p[0], p[1]));
-    _mm512_store_si512(to + 32 * key_ + 64, pair_weights(p[2], p[3]));
-    key_ += 4;
-    if (key_ < 32) return;
-    Products::place_weights(to);
-    _mm512_store_ps(scratch_->tiles[t_].sum, sum_);
-  }
-
- private:
-  char* weights() const { return scratch_->weights + (long(t_) * kKeyChunks + chunk_) * 1024; }
-
-  template <class Products>
-  void begin() {
-    LatentTile& tile = scratch_->tiles[t_];
-    const int first = block_->kb + 32 * chunk_;
-    whole_ = tile.plain && !tile.custom && tile.all_lo <= first && tile.all_hi >= first + 32;
-    scale_ = _mm512_load_ps(tile.scale), max_ = _mm512_load_ps(tile.max), sum_ = _mm512_load_ps(tile.sum);
-    vf top = _mm512_set1_ps(-__builtin_inff());
-    if (whole_) {
-      vf tops[4] = {top, top, top, top};
-      for (int j = 0; j < 32; j += 4) {
-        IMBREX_UNROLL(4)
-        for (int i = 0; i < 4; ++i) tops[i] = _mm512_max_ps(tops[i], _mm512_load_ps(scores_ + 16 * (j + i)));
+  for (int c = b.chunk_begin; c < b.chunk_end; ++c) {
+    LatentChunk& chunk = all.chunk[all.count++];
+    chunk.key = b.kb + 32 * c, chunk.rows = b.rows + 32 * c;
+    for (int g = 0; g < 2; ++g) {
+      const char** const rows = b.rows + 32 * c + 16 * g;
+      const long pitch = rows[1] - rows[0];
+      bool direct = a.k.type == kBf16 && (Products::kAnyPitch || pitch == kLatentPitch);
+      for (int i = 2; direct && i < 16; ++i) direct = rows[i] - rows[i - 1] == pitch;
+      for (int i = 0; !direct && i < 16; ++i) {
+        char* const to = copies + (32L * c + 16 * g + i) * kLatentPitch;
+        for (int d = 0; d < a.k.dim; d += 32) _mm512_store_si512(to + 2 * d, Products::bf16_of(a.k.type, rows[i], d));
+        rows[i] = to;
       }
-      top = _mm512_mul_ps(_mm512_max_ps(_mm512_max_ps(tops[0], tops[1]), _mm512_max_ps(tops[2], tops[3])), scale_);
-    } else {
-      find_seen();
-      for (int j = 0; j < 32; ++j) top = _mm512_mask_max_ps(top, seen_[j], top, _mm512_mul_ps(_mm512_load_ps(scores_ + 16 * j), scale_));
-    }
-    if (const __mmask16 grown = _mm512_cmp_ps_mask(top, _mm512_add_ps(max_, _mm512_set1_ps(kLatentLazy)), _CMP_GT_OQ)) {
-      const vf larger = _mm512_mask_mov_ps(max_, grown, top), factor = exp2_f32(_mm512_sub_ps(max_, larger));
-      max_ = larger, sum_ = _mm512_mul_ps(sum_, factor);
-      _mm512_store_ps(tile.max, larger);
-      Products::rescale(*scratch_, t_, factor);
-      // Weights of earlier chunks of the block wait for their values. What rounding them again changes is a part of 2^-8 of them.
-      for (int c = block_->chunk_begin; c < chunk_; ++c) Products::rescale_weights(weights() - (chunk_ - c) * 1024L, factor);
-    }
-    large_ = _mm512_cmp_ps_mask(_mm512_abs_ps(max_), _mm512_set1_ps(kLargeLogit), _CMP_GE_OQ) &
-             _mm512_cmp_ps_mask(max_, _mm512_set1_ps(kEmptyMax), _CMP_NEQ_OQ);
-    if (whole_ && large_) {
-      find_seen();
-      whole_ = false;
+      chunk.group[g] = rows[0], chunk.pitch[g] = direct ? pitch : kLatentPitch;
     }
   }
-
-  // seen_[j]: the rows that see key j of the chunk.
-  __attribute__((noinline)) void find_seen() {
-    const LatentTile& tile = scratch_->tiles[t_];
-    const int first = block_->kb + 32 * chunk_;
-    const vi lo = _mm512_load_si512(tile.lo), hi = _mm512_load_si512(tile.hi);
-    for (int j = 0; j < 32; ++j) {
-      const vi key = _mm512_set1_epi32(first + j);
-      seen_[j] = _mm512_cmp_epi32_mask(key, lo, _MM_CMPINT_NLT) & _mm512_cmp_epi32_mask(key, hi, _MM_CMPINT_LT);
-    }
-    for (int r = 0; tile.custom && r < kLatentRows; ++r) {
-      const unsigned char* const bytes = scratch_->rows[t_ * kLatentRows + r].custom;
-      for (int j = 0; bytes && j < 32; ++j)
-        if ((seen_[j] >> r & 1) && bytes[first + j] == 0) seen_[j] &= __mmask16(~(1u << r));
-    }
-  }
-  __attribute__((noinline)) vf weight_of(int j) const {
-    const vf x = _mm512_load_ps(scores_ + 16 * j);
-    vf exponent = _mm512_fmsub_ps(x, scale_, max_);
-    exponent = _mm512_mask_sub_ps(exponent, large_, rounded_product(x, scale_), max_);
-    return _mm512_maskz_mov_ps(seen_[j], exp2_bf16(exponent));
-  }
-
-  const LatentScratch* scratch_ = nullptr;
-  const LatentBlock* block_ = nullptr;
-  const float* scores_ = nullptr;
-  int t_ = 0, chunk_ = 0, key_ = 32;  // key_: the next one; -1: the reference comes first
-  bool whole_ = false;                // every row sees all keys, in the plain way
-  __mmask16 large_ = 0;
-  vf scale_, max_, sum_;
-  __mmask16 seen_[32];
-};
-
-// Rounds products of pairs of weights with factors.
-IMBREX_INLINE vi rescaled_pairs(vi pairs, vf factors) {
-  const vf first = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
-  const vf second = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000))));
-  return pair_weights(_mm512_mul_ps(first, factors), _mm512_mul_ps(second, factors));
 }
 
 // Whether some row of tiles [t, t + count) sees some of keys [begin, end).
@@ -288,8 +208,13 @@ inline bool tiles_see(const LatentScratch& s, int t, int count, int begin, int e
   for (const LatentTile* tile = s.tiles + t; tile < s.tiles + t + count; ++tile) any |= tile->any_lo < end && tile->any_hi > begin;
   return any;
 }
+// Whether some row of tiles [t, t + count) sees some of the chunks that wait.
+inline bool tiles_see_any(const LatentScratch& s, int t, int count) {
+  const LatentChunks& all = *s.chunks;
+  return all.count > 0 && tiles_see(s, t, count, all.chunk[0].key, all.chunk[all.count - 1].key + 32);
+}
 inline void clear_weights(const LatentScratch& s, int t, int chunk) {
-  char* const to = s.weights + (long(t) * kKeyChunks + chunk) * 1024;
+  char* const to = s.weights + (long(t) * s.most_chunks + chunk) * 1024;
   for (int i = 0; i < 1024; i += 64) _mm512_store_si512(to + i, _mm512_setzero_si512());
 }
 
@@ -309,8 +234,8 @@ inline void pack_latent_queries(const AttentionParams& a, const LatentScratch& s
 }
 
 inline void clear_latents(const LatentScratch& s) {
-  for (long i = 0; i < long(s.num_tiles) * kLatentRows * s.v; i += 16) _mm512_store_ps(s.out + i, _mm512_setzero_ps());
   for (int t = 0; t < s.num_tiles; ++t) {
+    s.tiles[t].fresh = true;
     _mm512_store_ps(s.tiles[t].max, _mm512_set1_ps(kEmptyMax));
     _mm512_store_ps(s.tiles[t].sum, _mm512_setzero_ps());
   }
@@ -329,12 +254,22 @@ inline void describe_tile(const LatentScratch& s, int t) {
   }
 }
 
+// Row i's output, which may be in `row`.
+template <class Products>
+const float* latent_row(const LatentScratch& s, int i, float* row) {
+  if (!s.tiles[i / kLatentRows].fresh) return Products::row_of(s, i, row);
+  for (int d = 0; d < s.v; d += 16) _mm512_store_ps(row + d, _mm512_setzero_ps());
+  return row;
+}
+
 // Runs an item for one kv head.
 template <class Products>
 bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head, NextTask next, char* memory) {
+  constexpr int together = kBlockKeys * Products::kBlocks;
+  static_assert(kLatentSplit % together == 0 && Products::kBlocks * kKeyChunks <= kMostChunks);
   const int num_rows = (item.q_end - item.q_begin) * a.group;
   LatentScratch s;
-  latent_layout(memory, a, num_rows, &s);
+  latent_layout<Products>(memory, a, num_rows, &s);
   fill_rows(a, item, kv_head, s.rows);
   for (int i = num_rows; i < s.num_tiles * kLatentRows; ++i) s.rows[i] = s.rows[num_rows - 1];
   const Visible keys = item_keys(a, item, s.rows, num_rows);
@@ -347,7 +282,9 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
   clear_latents(s);
   Products::enter();
   KeyBlocks block(a, item), before = block;
-  if (!block.done()) find_latents(a, item, kv_head, block.key(), keys, s.zero, *s.now);
+  LatentBlock *now = s.blocks, *ahead = s.blocks + 1;
+  s.chunks->count = s.chunks->blocks = 0;
+  if (!block.done()) find_latents(a, item, kv_head, block.key(), keys, s.zero, *now);
   bool folded = false;
   alignas(64) float row_out[kMaxDim];
   for (; !block.done(); before = block, block.next()) {
@@ -363,23 +300,30 @@ bool attend_latents(const AttentionParams& a, const WorkItem& item, int kv_head,
           for (int d = 0; d < s.v; d += 16) _mm512_store_ps(into + d, _mm512_setzero_ps());
         }
         const LatentTile& tile = s.tiles[i / kLatentRows];
-        const float* const out = Products::row_of(s, i, row_out);
+        const float* const out = latent_row<Products>(s, i, row_out);
         fold(into, s.folded_max + i, s.folded_sum + i, out, tile.max[i % kLatentRows], tile.sum[i % kLatentRows], s.v);
       }
       clear_latents(s);
       folded = true;
     }
-    const bool more = find_latents_after(a, item, kv_head, block, keys, next, s.zero, *s.next);
-    LatentFetch fetch(a, more ? s.next : nullptr, Products::fetch_steps(s));
-    settle_latents<Products>(a, s, *s.now);
-    Products::attend(a, s, *s.now, fetch);
-    LatentBlock* const done = s.now;
-    s.now = s.next, s.next = done;
+    const bool more = find_latents_after(a, item, kv_head, block, keys, next, s.zero, *ahead);
+    KeyBlocks after = block;
+    after.next();
+    const bool last = after.done() || after.key() / together != block.key() / together;
+    const int waiting = s.chunks->count;
+    settle_latents<Products>(a, s, *now);
+    LatentFetch fetch(a, more ? ahead : nullptr, Products::fetch_steps(s, waiting, last), Products::fetch_every(s));
+    Products::weigh(s, waiting, fetch);
+    if (last) {
+      Products::add_values(s, fetch);
+      s.chunks->count = s.chunks->blocks = 0;
+    }
+    now = ahead, ahead = ahead == s.blocks + Products::kBlocks ? s.blocks : ahead + 1;
   }
   bool finite = true;
   for (int i = 0; i < num_rows; ++i) {
     const LatentTile& tile = s.tiles[i / kLatentRows];
-    const float* out = Products::row_of(s, i, row_out);
+    const float* out = latent_row<Products>(s, i, row_out);
     float max = tile.max[i % kLatentRows], sum = tile.sum[i % kLatentRows];
     if (folded) {
       float* const into = s.folded + long(i) * s.v;
