@@ -34,7 +34,8 @@ constexpr int kStageBytes = latent_stage_bytes(kKChunks * kChunkBytes, kHeadDimV
 // Queries take the way of keys: so many chunks in a stage, in so many stages.
 constexpr int kQChunksEach = kStageBytes / kQChunkBytes, kQStages = (kQChunks + kQChunksEach - 1) / kQChunksEach;
 // Chunks of queries that are in registers while an item is computed: as many as fit. The others stay in shared memory.
-constexpr int kQKept = kPlainLogits && !kWindow && kLoaders == 1 ? kQChunks * 7 / 9 : latent_kept_chunks(kQChunks), kQLeft = kQChunks - kQKept;
+constexpr int kQKept = kPlainLogits && !kWindow && kLoaders == 1 ? kQChunks * 7 / 9 : latent_kept_chunks(kQChunks),
+              kQLeft = kQChunks - kQKept;
 
 constexpr int kWeightSlots = kLatentWeightSlots;
 
@@ -119,7 +120,7 @@ DEVICE void load_latent_tile(const TensorMap& k_map, const Item& item, const Box
     load_latents<kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to, full, l2, 0, kKChunks);
   } else {
     load_latents<kKChunks - kFirst, 128, kPagesAtOnce, kRowCluster>(k_map, item, box, to + kFirst * kChunkBytes, full, l2, kFirst * 64,
-                                                                     kKChunks);
+                                                                    kKChunks);
   }
 }
 

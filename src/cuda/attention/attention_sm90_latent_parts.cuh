@@ -24,9 +24,7 @@ DEVICE void move_queries(u32 from, u32 to) {
 constexpr int kWeightRow = 32, kWeightPartBytes = kTileRows * kWeightRow, kWeightBytes = kTileKeys / 16 * kWeightPartBytes;
 
 // Two weights as an operand of a product.
-DEVICE u32 packed(const float2& weights) {
-  return kQType == kBf16 ? pack_bf16(weights.x, weights.y) : pack_f16(weights.x, weights.y);
-}
+DEVICE u32 packed(const float2& weights) { return kQType == kBf16 ? pack_bf16(weights.x, weights.y) : pack_f16(weights.x, weights.y); }
 
 // What belongs to the weights of a tile, or of a step of several tiles.
 struct Note {
