@@ -48,6 +48,20 @@ DEVICE u32 place_of_piece(int row, int piece) {
   return row * width + piece * 16;
 }
 
+// A warp that finds items puts one, or none, into a slot of the ring shared.item.
+template <class Shared>
+DEVICE void publish_item(Shared& shared, int slot, bool exists, const Item& item) {
+  if (lane_id() == 0) {
+    if (exists) {
+      shared.item[slot] = item;
+    } else {
+      shared.item[slot].num_rows = kNoItem;
+    }
+  }
+  __syncwarp();
+  if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_full[slot]));
+}
+
 // Finds a crew's items, with a warp of its own: that takes several loads, one after the other, so that the next items are found while one
 // is computed. They go to the ring shared.item, behind the last one an item of kNoItem rows; `load` brings the queries of each.
 template <class Shared, class Load>
@@ -71,15 +85,7 @@ DEVICE void find_items(const AttentionParams& p, int crew, Shared& shared, const
     const bool exists = number < tasks;
     Item item;
     if (exists) item = item_of(p, number);
-    if (lane == 0) {
-      if (exists) {
-        shared.item[slot.at] = item;
-      } else {
-        shared.item[slot.at].num_rows = kNoItem;
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
+    publish_item(shared, slot.at, exists, item);
     if (!exists) break;
     load(item);
     number = -1;  // the next one is to be taken

@@ -51,15 +51,7 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
     const bool exists = number < turns;
     Item item;
     if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
-    if (lane == 0) {
-      if (exists) {
-        shared.item[slot.at] = item;
-      } else {
-        shared.item[slot.at].num_rows = kNoItem;
-      }
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.item_full[slot.at]));
+    publish_item(shared, slot.at, exists, item);
     if (!exists) break;
   }
 }

@@ -101,12 +101,7 @@ DEVICE u32 block_address(u32 address, u32 block) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
   return remote;
 }
-// Writes to another block, and reports 16 bytes to a barrier there.
-DEVICE void hand_over(u32 to, const float4& value, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
-               : "memory");
-}
+// Writes to another block, and reports 8 bytes to a barrier there.
 DEVICE void hand_over(u32 to, const float2& value, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(value.x), "f"(value.y),
                "r"(barrier)
