@@ -104,14 +104,21 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
                                  : pair         ? "attention_sm90_latent_pair"
                                                 : "attention_sm90_latent")
           << spec.str();
-      EXPECT_EQ(kernel.cluster, expected > 32 && pair ? 2u : 1u) << spec.str();
+      EXPECT_EQ(kernel.cluster, expected > 32 ? 2u : 1u) << spec.str();
       EXPECT_EQ(kernel.tile.rows, expected) << spec.str();
     }
   };
   EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
   EXPECT_EQ(count("attention_sm80.cu"), 0);
   expect_tiles({64, 64, 64});
-  spec.num_q_heads = 16;
+  const auto cluster = [&] { return kernels_sm90.kernel(kArch, spec, kDecode).cluster; };
+  spec.num_q_heads = 192;  // rows of a token for three tasks: a cluster has two
+  EXPECT_EQ(cluster(), 1u);
+  spec.num_q_heads = 96, spec.block_size = 1;  // whose keys lanes copy
+  EXPECT_EQ(cluster(), 1u);
+  spec.block_size = 16;
+  EXPECT_EQ(cluster(), 2u);
+  spec.num_q_heads = 16, spec.block_size = 64;
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;
   expect_tiles({32, 32, 64});
