@@ -154,7 +154,7 @@ inline long longest_run(const RunLengths& lengths, int item) { return item < len
 // Bounds of a list with few_splits, for each worker. soonest_run() cuts items of the greatest length into most_tasks_each() tasks at most,
 // and allows a run allowed_percent() of the keys of such a task. make_runs() makes runs of at least a quarter of the keys that are allowed.
 // So the number of splits is bounded by most_splits_each(): one more than these for each item, and there are no more items than workers.
-// Where the length of runs is a share of the load instead, there are at most five splits for each worker. With verify's percentage two
+// Where the length of runs is a part of the load instead, there are at most nine splits for each worker. With verify's percentage two
 // pieces are not a run where one piece ends soonest.
 inline int most_tasks_each(bool verify) { return verify ? 3 : 4; }
 inline int allowed_percent(bool verify) { return verify ? 125 : 150; }
@@ -195,18 +195,23 @@ inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
 //   Items of about one length: items of full rounds stay whole, since they keep all workers busy and end at the same time. In the last,
 //   incomplete round a run has a worker's share of the round's keys and a quarter more, or two shares and an eighth while that is short, so
 //   that the last to end do not end much later than the others. A list of less than a round is cut as soonest_run() says.
-//   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv.
+//   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv. In a
+//   list of_merged_verify() with long pieces, as those of latents with many rows, it has half of a share: less is idle when the last ends.
 //   Items of about one length that are few and very long get longest_kv too: the heads of a request, which read neighbouring keys, would
 //   not stay at the same keys.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;  // keys that two shares of a worker are limited to
+  constexpr int kLongPiece = 1024;
   constexpr long kVeryLong = 4;  // in pieces of longest_kv
   constexpr int kFewRounds = 6;  // very long items are few in so many rounds
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
   const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
   const bool about_one_length = load.longest * load.items <= load.keys * 5 / 4;  // the longest has a quarter more than the mean at most
-  if (!about_one_length) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
+  if (!about_one_length) {
+    const long share = load.keys / workers, most = of_merged_verify(rules) && rules.split_kv >= kLongPiece ? share / 2 : share;
+    return {0, smaller(most, rules.longest_kv), 0};
+  }
   if (load.items < workers) return {0, soonest_run(rules, load, workers), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
