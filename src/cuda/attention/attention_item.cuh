@@ -98,7 +98,16 @@ DEVICE int outer_position(const Item& item, int first, int last) {
   for (int distance = 16; distance > 0; distance /= 2) position = further(position, shuffle(position, lane_id() ^ distance));
   return position;
 }
+
 DEVICE int num_tasks(const AttentionParams& p) { return p.counts->num_work * p.kv_heads_now * kRowBlocks; }
+
+// A number behind those of the first tasks, of which each of `crews` has its own; by one thread. Each crew takes numbers until one is not
+// below `tasks`. So the counter is incremented as often as there are tasks, or crews if these are more; then it is zero again.
+DEVICE int take_number(const AttentionParams& p, int crews, int tasks) {
+  const int taken = atomicAdd(p.next_task, 1);
+  if (taken + 1 == max(tasks, crews)) *p.next_task = 0;
+  return crews + taken;
+}
 
 // Decode only: brings what item_of reads first.
 DEVICE void prefetch_item(const AttentionParams& p, int task) { prefetch_l1(p.work + task / kRowBlocks / p.num_kv_heads); }

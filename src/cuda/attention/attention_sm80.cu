@@ -25,7 +25,11 @@ extern __shared__ char memory[];
 
 // --- an item, and all of them
 
-DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared) {
+// Returns what take_next() does. That is called near the end of the item, and not much earlier: another block might begin the next item
+// sooner.
+template <class Take>
+DEVICE int run_item(const AttentionParams& p, const Item& item, int warp, bool wide, SharedStorage& shared, const Take& take_next) {
+  constexpr int kTilesAhead = 3;
   const int team = warp / kTeamWarps;
   const float scale = logit_scale(p, item.kv_head);
   if (threadIdx.x == 0) shared.slot.item = item;
@@ -53,9 +57,10 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
   Warp rows(p, item, shared.slot, shared_address(shared.q), scale * kLog2e, warp);
   rows.begin();
 
-  int stage = 0, free_stage = kStages - 1;
+  int stage = 0, free_stage = kStages - 1, next = first < end ? 0 : take_next();
 #pragma unroll 1
   for (int tile = first; tile < end; ++tile) {
+    if (tile == max(first, end - kTilesAhead)) next = take_next();
     if constexpr (kStages > 1) {
       copy_async_wait<(kStages > 1 ? kStages - 2 : 0)>();
       team_sync(team);  // the tile is there for all of the team, and all are done with the one before
@@ -92,6 +97,7 @@ DEVICE void run_item(const AttentionParams& p, const Item& item, int warp, bool 
       join_ended<kThreads>(p, shared.slot.item, shared.ended);
     }
   }
+  return next;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(const __grid_constant__ AttentionParams p) {
@@ -101,19 +107,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) attention_sm80(c
   const int tasks = num_tasks(p), warp = warp_id();
   if (tasks == 0) return;
   const bool wide = is_wide(p);
-  // Blocks begin with the task of their own number and ask for the next one an item ahead. Each asks until it gets one that is not
-  // there, so the last to ask is known by its number, and sets the counter back.
-  const int blocks = int(gridDim.x), last = max(tasks - blocks, 0) + blocks - 1;
+  // Blocks begin with the task of their own number.
+  const auto take_next = [&] { return threadIdx.x == 0 ? take_number(p, int(gridDim.x), tasks) : 0; };
   for (int task = int(blockIdx.x);;) {
-    const int fetched = threadIdx.x == 0 ? atomicAdd(p.next_task, 1) : 0;
+    bool runs = false;
+    int next;
     if (task < tasks) {
       const Item item = item_of(p, task);
-      if (item.num_rows > 0) run_item(p, item, warp, wide, shared);
+      runs = item.num_rows > 0;
+      if (runs) next = run_item(p, item, warp, wide, shared, take_next);
     }
-    if (threadIdx.x == 0) {
-      if (fetched == last) *p.next_task = 0;
-      shared.next_task = blocks + fetched;
-    }
+    if (!runs) next = take_next();
+    if (threadIdx.x == 0) shared.next_task = next;
     __syncthreads();  // it is read before the next item's own barrier, and written after that
     task = shared.next_task;
     if (task >= tasks) break;

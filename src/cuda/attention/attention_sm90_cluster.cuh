@@ -128,7 +128,7 @@ class Tasks {
     if (more) return;
     const auto at = ring_at<kHandedTasks>(num_handed_++);
     if (rank_in_cluster() == 0) {
-      if (lane_id() == 0) task_ = clusters() + fetch();
+      if (lane_id() == 0) task_ = fetch();
       task_ = shuffle(task_, 0);
       if constexpr (kCluster > 1) mbarrier_wait(shared_address(&handed_.empty[at.at]), at.parity ^ 1);
       if (lane_id() == 0) hand_over(at);
@@ -152,11 +152,7 @@ class Tasks {
   DEVICE static int first() { return int(blockIdx.x) / kCluster; }
   DEVICE static int clusters() { return int(gridDim.x) / kCluster; }
 
-  DEVICE int fetch() const {
-    const int fetched = atomicAdd(p_.next_task, 1);
-    if (fetched + 1 >= max(num_tasks(p_), clusters())) *p_.next_task = 0;  // this was the last request for a task
-    return fetched;
-  }
+  DEVICE int fetch() const { return take_number(p_, clusters(), num_tasks(p_)); }
 
   DEVICE void hand_over(const Ring<kHandedTasks>& at) const {
 #pragma unroll

@@ -79,20 +79,16 @@ constexpr int kSlotArrivals = 64;
 DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const TensorMap& v_map, int crew, SharedStorage& shared) {
   const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
-  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
+  const int lane = lane_id(), tasks = num_tasks(p);
   const u64 l2 = l2_first_out();  // nobody else reads these keys
   Ring<SharedStorage::kQSlots> q;
   Ring<SharedStorage::kItemSlots> slot;
   Ring<kStages> k, v;
   for (Task task = task_of(p, first, tasks);; slot.next(), q.next()) {
-    int fetched = 0;
-    if (lane == 0 && (task.number < tasks || task.number == first)) {  // as often as attention_sm80 does
-      fetched = atomicAdd(p.next_task, 1);
-      if (fetched == last) *p.next_task = 0;
-    }
     const u32 slot_full = shared_address(&shared.slot_full[slot.at]);
     mbarrier_wait(shared_address(&shared.slot_empty[slot.at]), slot.parity ^ 1);
     if (task.number >= tasks) {
+      if (lane == 0 && task.number == first) take_number(p, crews, tasks);
       if (lane == 0) shared.more[slot.at] = false;
       mbarrier_arrive(slot_full);
       mbarrier_arrive(slot_full);
@@ -100,7 +96,10 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
     }
     const Item item = task.item;
     const Tiles tiles = tiles_of(item);
-    const int full_ring = min(tiles.first + kStages, tiles.end) - 1;  // the tile after which there is time
+    // The number of the next task is taken not much earlier than needed, since another crew might begin it sooner. It is looked up behind a
+    // tile after which there is time: the ring is full.
+    const int takes = max(tiles.first, tiles.end - kStages - 2), looks_up = min(takes + kStages, tiles.end) - 1;
+    int number = 0;
     Box box = task.first, before{};
     mbarrier_wait(shared_address(&shared.q_empty[q.at]), q.parity ^ 1);
     bring_queries(p, item, shared, q.at, slot.at);
@@ -125,7 +124,8 @@ DEVICE void produce(const AttentionParams& p, const TensorMap& k_map, const Tens
       load_tile<kHeadDimQk, kKChunks, kKWidth>(p, p.k, k_map, item, box, to, full, l2);
       if (tile > tiles.first) load_values();
       before = box, box = next;
-      if (tile == full_ring) task = task_of(p, crews + shuffle(fetched, 0), tasks);
+      if (tile == takes && lane == 0) number = take_number(p, crews, tasks);
+      if (tile == looks_up) task = task_of(p, shuffle(number, 0), tasks);
     }
     load_values();
   }

@@ -165,6 +165,7 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_empty[i]), kScoreWarps + kOutputWarps + 1);
   }
+  mbarrier_init(shared_address(&shared.item_wanted), 1);
   mbarrier_init(shared_address(&shared.node_written), kOutputWarps);
   shared.numbers.begin();
   mbarrier_fence_init();

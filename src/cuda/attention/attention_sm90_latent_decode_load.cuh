@@ -45,7 +45,7 @@ struct SharedStorage {
   alignas(16) float tops_of_warps[kTileRows][kConsumerWarps], sums_of_warps[kTileRows][kConsumerWarps];  // what each warp has of a row
   float q_factor[kTileRows];  // bytes: what a row's queries have to be multiplied by
   Item item[kItemSlots];      // none: kNoItem rows, and none will come
-  u64 full[kStages], empty[kStages], q_full, q_empty, sums_full, item_full[kItemSlots], item_empty[kItemSlots];
+  u64 full[kStages], empty[kStages], q_full, q_empty, sums_full, item_full[kItemSlots], item_empty[kItemSlots], item_wanted;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -58,6 +58,7 @@ DEVICE void begin_barriers(SharedStorage& shared) {
   mbarrier_init(shared_address(&shared.q_full), kMaps ? 1 : 32);
   mbarrier_init(shared_address(&shared.q_empty), kConsumerWarps);
   mbarrier_init(shared_address(&shared.sums_full), kConsumerWarps);
+  mbarrier_init(shared_address(&shared.item_wanted), 1);
   for (int i = 0; i < SharedStorage::kItemSlots; ++i) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_empty[i]), kConsumerWarps + kLoadWarps);
@@ -127,6 +128,7 @@ DEVICE void load_keys(const AttentionParams& p, const TensorMap& k_map, SharedSt
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile) {
       const Box next = box_of(p, item, tile + 1);
+      if (group == 0 && wants_next(tiles, tile)) report(shared.item_wanted);
       mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1);
       load_group<group>(p, k_map, item, box, l2, shared_address(shared.stage[stage.at]), shared_address(&shared.full[stage.at]));
 #pragma unroll
@@ -184,6 +186,7 @@ DEVICE void load_bytes(const AttentionParams& p, const TensorMap& k_map, int war
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
       const Box next = box_of(p, item, tile + 1);
+      if (warp == 0 && wants_next(tiles, tile)) report(shared.item_wanted);
       mbarrier_wait(shared_address(&shared.empty[stage.at]), stage.parity ^ 1);
       load_records(p, k_map, item, tile, box, warp, l2, shared_address(shared.stage[stage.at]), shared_address(&shared.full[stage.at]));
       box = next;

@@ -79,7 +79,7 @@ struct SharedStorage {
   Item item[kItemSlots];                  // none: kNoItem rows, and none will come
   ClusterNumbers numbers;                 // where there are clusters
   u64 full[kStages], empty[kStages], weights_full[kWeightSlots], weights_empty[kWeightSlots];
-  u64 item_full[kItemSlots], item_empty[kItemSlots], node_written;
+  u64 item_full[kItemSlots], item_empty[kItemSlots], item_wanted, node_written;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -144,6 +144,7 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
       const Box next = box_of(p, item, tile + 1);
+      if (wants_next(tiles, tile)) report(shared.item_wanted);
       begin_stage();
       if constexpr (kMaps && !kSmallPages) {
         load_latent_tile(k_map, item, box, address(), full(), l2);

@@ -67,7 +67,7 @@ struct SharedStorage {
   Item item[kItemSlots];             // none: kNoItem rows, and none will come
   ClusterNumbers numbers;
   u64 full[kStages], empty[kStages], weights_made[kStages], weights_full[kStages], tops_full[kStages][kScoreWarps];
-  u64 item_full[kItemSlots], item_empty[kItemSlots];
+  u64 item_full[kItemSlots], item_empty[kItemSlots], item_wanted;
 };
 static_assert(sizeof(SharedStorage) <= 227 * 1024);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
@@ -85,6 +85,7 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     for (u64& full : stage) begin(full, 1);
   for (u64& full : shared.item_full) begin(full, 1);
   for (u64& empty : shared.item_empty) begin(empty, kScoreWarps + kOutputWarps + 3);
+  begin(shared.item_wanted, 1);
   shared.numbers.begin();
   mbarrier_fence_init();
 }
@@ -174,6 +175,7 @@ DEVICE void produce_stages(const AttentionParams& p, const Half& half, const Ten
 #pragma unroll 1
     for (int step = steps.first; step < steps.end; ++step, stage.next()) {
       const Box next = box_of(p, item, kBlocksTogether * (step + 1) + half.rank);
+      if (wants_next({steps.first, steps.end}, step)) report(shared.item_wanted);
       begin_stage();
       load_step(p, half, k_map, item, step, box, shared.stage[stage.at], full());
       box = next;

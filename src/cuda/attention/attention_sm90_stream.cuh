@@ -62,33 +62,34 @@ DEVICE void publish_item(Shared& shared, int slot, bool exists, const Item& item
   if (lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_full[slot]));
 }
 
-// Finds a crew's items, with a warp of its own: that takes several loads, one after the other, so that the next items are found while one
-// is computed. They go to the ring shared.item, behind the last one an item of kNoItem rows; `load` brings the queries of each.
+// Whether the warp that loads keys says at a tile that it wants the next item: once in each item, near its end. Finding it takes several
+// loads, one after the other, so it is found before it is needed. But its number is not taken much earlier: another crew might begin it
+// sooner, and which crew ends first is not known until all are near the end.
+DEVICE bool wants_next(const Tiles& tiles, int tile) {
+  constexpr int kTilesAhead = 4;
+  return tile == max(tiles.first, tiles.end - kTilesAhead);
+}
+
+// Finds a crew's items, with a warp of its own, each when it is wanted. They go to the ring shared.item, behind the last one an item of
+// kNoItem rows; `load` brings the queries of each.
 template <class Shared, class Load>
 DEVICE void find_items(const AttentionParams& p, int crew, Shared& shared, const Load& load) {
   const int crews = kCrews * int(gridDim.x), first = first_task(crew);
   prefetch_item(p, first);  // while the number of tasks is on its way
-  const int lane = lane_id(), tasks = num_tasks(p), last = max(tasks - crews, 0) + crews - 1;
-  // The counter is incremented as often as there are tasks, or crews if these are more.
-  const auto take_number = [&] {
-    int taken = 0;
-    if (lane == 0) {
-      taken = atomicAdd(p.next_task, 1);
-      if (taken == last) *p.next_task = 0;
-    }
-    return crews + shuffle(taken, 0);
-  };
+  const int tasks = num_tasks(p);
+  const auto next_number = [&] { return shuffle(lane_id() == 0 ? take_number(p, crews, tasks) : 0, 0); };
   Ring<Shared::kItemSlots> slot;
-  for (int number = first;; slot.next()) {
+  Ring<1> wanted;
+  for (int number = first < tasks ? first : next_number();; slot.next(), wanted.next()) {
     mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
-    if (number != first || number >= tasks) number = take_number();
     const bool exists = number < tasks;
     Item item;
     if (exists) item = item_of(p, number);
     publish_item(shared, slot.at, exists, item);
     if (!exists) break;
     load(item);
-    number = -1;  // the next one is to be taken
+    mbarrier_wait(shared_address(&shared.item_wanted), wanted.parity);
+    number = next_number();
   }
 }
 

@@ -263,6 +263,7 @@ DEVICE void begin_barriers(SharedStorage& shared) {
     mbarrier_init(shared_address(&shared.item_full[i]), 1);
     mbarrier_init(shared_address(&shared.item_empty[i]), kWarps + kLoadingWarps);
   }
+  mbarrier_init(shared_address(&shared.item_wanted), 1);
   for (int i = 0; i < SharedStorage::kQSlots; ++i) {
     mbarrier_init(shared_address(&shared.q_full[i]), kMaps ? 1 : 32);
     mbarrier_init(shared_address(&shared.q_empty[i]), kWarps);

@@ -45,7 +45,7 @@ struct SharedStorage {                                             // of a crew
   BytesTiles<kWidens> bytes;
   Item item[kItemSlots];  // none: kNoItem rows, and none will come
   u64 k_full[kStages], k_empty[kStages], v_full[kValueStages], v_empty[kValueStages];
-  u64 item_full[kItemSlots], item_empty[kItemSlots], q_full[kQSlots], q_empty[kQSlots];
+  u64 item_full[kItemSlots], item_empty[kItemSlots], item_wanted, q_full[kQSlots], q_empty[kQSlots];
   BytesBarriers<kWidens> bytes_barriers;
 };
 static_assert(kCrews * sizeof(SharedStorage) <= 227 * 1024);
@@ -129,6 +129,7 @@ DEVICE void produce_tiles(const AttentionParams& p, const TensorMap& k_map, cons
       if constexpr (sides == Sides::values) {
         load_values(box);
       } else {
+        if (wants_next(tiles, tile)) report(shared.item_wanted);
         load_keys(box);
         if (sides == Sides::both && tile > tiles.first) load_values(before);
       }

@@ -15,7 +15,8 @@ struct ClusterNumbers {
   }
 };
 
-// As find_items() does for a block alone: the cluster takes `tasks_each` tasks at a time, one for both blocks or one for each.
+// As find_items() does for a block alone, when the first block wants an item: the cluster takes `tasks_each` tasks at a time, one for both
+// blocks or one for each.
 template <int tasks_each, class Shared>
 DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, Shared& shared) {
   const int first = int(blockIdx.x) / blocks, lane = lane_id(), turns = num_tasks(p) / tasks_each;
@@ -23,14 +24,12 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
   ClusterNumbers& numbers = shared.numbers;
   Ring<Shared::kItemSlots> slot;
   Ring<ClusterNumbers::kSlots> told;
-  const auto take_number = [&] {
+  const auto next_number = [&] {
     int number = 0;
     if (rank == 0) {
       mbarrier_wait(shared_address(&numbers.empty[told.at]), told.parity ^ 1);
       if (lane == 0) {
-        const int clusters = int(gridDim.x) / blocks, taken = atomicAdd(p.next_task, 1);
-        if (taken == max(turns - clusters, 0) + clusters - 1) *p.next_task = 0;
-        number = clusters + taken;
+        number = take_number(p, int(gridDim.x) / blocks, turns);
         hand_over(shared_address(&numbers.told[told.at]), number, shared_address(&numbers.full[told.at]), 1);
       }
       number = shuffle(number, 0);
@@ -46,13 +45,15 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
     told.next();
     return number;
   };
-  for (int number = first < turns ? first : take_number();; number = take_number(), slot.next()) {
+  Ring<1> wanted;
+  for (int number = first < turns ? first : next_number();; number = next_number(), slot.next(), wanted.next()) {
     mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
     const bool exists = number < turns;
     Item item;
     if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
     publish_item(shared, slot.at, exists, item);
     if (!exists) break;
+    if (rank == 0) mbarrier_wait(shared_address(&shared.item_wanted), wanted.parity);
   }
 }
 
