@@ -15,7 +15,7 @@ struct SchedulePolicy {
   int tile_kv = 128;      // key ranges begin at multiples of this (counted from the request's first key)
   int split_kv = 4096;    // a split boundary is a multiple of this; a multiple of tile_kv
   int split_max_q = 16;   // requests with more query tokens than this are not split
-  bool balanced = false;  // split the visible keys evenly over num_workers instead: faster for few long requests, not batch-invariant
+  bool balanced = false;  // deal the visible keys out to num_workers evenly instead: faster for few long requests, not batch-invariant
   int num_workers = 1;    // items that run at a time; looked at when balanced, and with runs
   // Keys that a split costs besides its own. Looked at when balanced: a long item is cut into as many pieces as end soonest.
   int split_cost = 0;
@@ -63,12 +63,16 @@ struct ListDetails {
 };
 
 struct Schedule {
-  std::vector<WorkItem> work;     // longest first
+  std::vector<WorkItem> work;     // longest first, but for `places`
   std::vector<MergeItem> merges;  // empty when nothing was split
   int num_partial_rows = 0;       // rows (token, split) of the partial buffers in use
   int num_work = 0;               // splits of all items
   bool cost_by_keys = false;      // SchedulePolicy::cost_by_keys, for write_work()
   std::vector<CutItem> items;
+  // Where balanced shares may begin within items, each item's place in the share that it begins in, and the length of a share: `work` is
+  // in the order of places then, since workers that take it in that order get the shares. Empty otherwise.
+  std::vector<int64_t> places;
+  int64_t share = 0;
   ListDetails details;  // of `work` and `merges`; schedule() leaves it empty
 };
 

@@ -10,7 +10,6 @@ struct CutRules {
   int tile_q, tile_kv, split_kv, split_max_q;
   int max_splits, share_splits, longest_kv, max_split_rows, split_kv_each, min_q, max_q;
   int num_workers, items_each, workers_each, most_in_run, most_partial_rows;
-  int balanced_piece;  // keys of a piece when the load is balanced; 0: it is not
   bool causal, runs, few_splits, cost_by_keys;
   int window_left, window_right, chunk, chunk_before;  // chunk_before: lookback_tokens() of the mask
 };
@@ -102,7 +101,6 @@ inline long even_pieces(const CutRules& rules, int q_len, long keys, int pieces)
 // Keys of a piece: split_kv or more, by the number of query tokens, or as many as make the pieces even. 0: the item is one piece.
 inline long piece_keys(const CutRules& rules, int q_len, KeyRange keys, int pieces) {
   if (pieces == 1) return 0;
-  if (rules.balanced_piece > 0) return rules.balanced_piece;
   if (pieces == kAnyNumber) return least_keys(rules, q_len);
   const long all = long(keys.end) - keys.begin, number = even_pieces(rules, q_len, all, pieces);
   if (number <= 1) return 0;
@@ -118,7 +116,7 @@ inline void cut_item(const CutRules& rules, int request, int q_start, int q_len,
   const KeyRange keys = item_keys(rules, queries, seq_len);
   const int begin = keys.begin, end = keys.end;
   // Even pieces begin with the item. Pieces of a fixed length begin at multiples of it, so that a growing context does not move them.
-  const int origin = rules.balanced_piece > 0 || rules.max_splits > 0 ? begin : 0;
+  const int origin = rules.max_splits > 0 ? begin : 0;
   const long piece = piece_keys(rules, q_len, keys, most_pieces(rules, q_len));
   const long first = piece == 0 || begin == origin ? 0 : (begin - origin) / piece;
   const long last = piece > 0 && end > begin ? (end - origin - 1) / piece : first;
@@ -195,23 +193,18 @@ inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
 //   Items of about one length: items of full rounds stay whole, since they keep all workers busy and end at the same time. In the last,
 //   incomplete round a run has a worker's share of the round's keys and a quarter more, or two shares and an eighth while that is short, so
 //   that the last to end do not end much later than the others. A list of less than a round is cut as soonest_run() says.
-//   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv. In a
-//   list of_merged_verify() with long pieces, as those of latents with many rows, it has half of a share: less is idle when the last ends.
+//   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv.
 //   Items of about one length that are few and very long get longest_kv too: the heads of a request, which read neighbouring keys, would
 //   not stay at the same keys.
 inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   constexpr long kShort = 1024;  // keys that two shares of a worker are limited to
-  constexpr int kLongPiece = 1024;
   constexpr long kVeryLong = 4;  // in pieces of longest_kv
   constexpr int kFewRounds = 6;  // very long items are few in so many rounds
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
   const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
   const bool about_one_length = load.longest * load.items <= load.keys * 5 / 4;  // the longest has a quarter more than the mean at most
-  if (!about_one_length) {
-    const long share = load.keys / workers, most = of_merged_verify(rules) && rules.split_kv >= kLongPiece ? share / 2 : share;
-    return {0, smaller(most, rules.longest_kv), 0};
-  }
+  if (!about_one_length) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
   if (load.items < workers) return {0, soonest_run(rules, load, workers), 0};
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);

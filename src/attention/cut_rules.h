@@ -5,6 +5,6 @@
 
 namespace imbrex {
 
-CutRules cut_rules(const Mask&, const SchedulePolicy&);  // balanced_piece 0: it depends on the batch
+CutRules cut_rules(const Mask&, const SchedulePolicy&);
 
 }  // namespace imbrex

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdint>
 
+#include "attention/balance.h"
 #include "attention/cut_rules.h"
 #include "attention/item_order.h"
 #include "attention/mask.h"
@@ -14,38 +14,12 @@
 namespace imbrex {
 namespace {
 
-constexpr int kMaxTile = 1 << 20;                                   // far beyond any kernel; keeps sums of tiles within an int
-constexpr int64_t kLeastPieceTiles = 2, kMostPieceTiles = 1 << 20;  // tiles of keys of a piece when the load is balanced
+constexpr int kMaxTile = 1 << 20;  // far beyond any kernel; keeps sums of tiles within an int
 
 // Positions of query tokens [t0, t1) of request r.
 PositionRange positions_of(const Batch& batch, const Mask& mask, int r, int t0, int t1) {
   if (!mask.positions) return usual_positions(batch.query_len(r), batch.seq_lens[r], t0, t1);
   return given_positions(batch.positions.data() + batch.query_start_loc[r] + t0, t1 - t0);
-}
-
-// Keys a piece may have when the load is balanced: the keys of all items that may be split, spread over the workers in whole tiles. Where
-// little of the longest item would be left over, its pieces are made so much longer: a small piece costs more than it relieves others of.
-int balanced_piece(const Batch& batch, const Mask& mask, const CutRules& rules, const SchedulePolicy& policy) {
-  constexpr int64_t kLeftOver = 8;     // an eighth of a share, which is spread over all pieces of the item
-  constexpr int64_t kMostSplits = 64;  // where splits cost something
-  int64_t keys = 0, longest = 0;
-  for (int r = 0; r < batch.num_reqs(); ++r) {
-    const int q_len = batch.query_len(r);
-    if (q_len > policy.split_max_q || !is_cut(rules, q_len)) continue;
-    for (int t0 = 0; t0 < q_len; t0 += policy.tile_q) {
-      const KeyRange range = item_keys(rules, positions_of(batch, mask, r, t0, tile_end(rules, q_len, t0)), batch.seq_lens[r]);
-      keys += range.end - range.begin;
-      longest = std::max<int64_t>(longest, range.end - range.begin);
-    }
-  }
-  int64_t share = keys / std::max(policy.num_workers, 1) + 1;
-  // Pieces of x keys, and a split_cost for each of them, end soonest with x = sqrt(split_cost * keys).
-  if (policy.split_cost > 0)
-    share = std::max({share, int64_t(std::sqrt(double(policy.split_cost) * double(longest))), longest / kMostSplits});
-  const int64_t pieces = longest / share;
-  if (pieces > 0 && longest % share <= share / kLeftOver) share = (longest + pieces - 1) / pieces;
-  const int64_t tiles = std::clamp<int64_t>((share + policy.tile_kv - 1) / policy.tile_kv, kLeastPieceTiles, kMostPieceTiles);
-  return int(std::min<int64_t>(tiles * policy.tile_kv, INT32_MAX / 2 / policy.tile_kv * policy.tile_kv));
 }
 
 // Counts the partial rows of a list whose pieces become runs of such lengths. They are only counted where there is a limit.
@@ -59,11 +33,16 @@ int64_t rows_of_runs(const CutRules& rules, std::span<const CutItem> items, cons
   return rows;
 }
 
-// Calls visit(bucket, count, first) for the splits of an item that cost the same.
+// Calls visit(bucket, count, first) for the splits of an item that go to the same bucket. Where items have places, buckets are equal parts
+// of a share, and all splits but the first begin one.
 template <class Visit>
-void for_splits(const CutItem& item, bool cost_by_keys, const Visit& visit) {
+void for_splits(const Schedule& list, const CutItem& item, const Visit& visit) {
   for (int kind = 0; kind < (item.num_splits > 1 ? kSplitKinds : 1); ++kind) {
-    const EqualSplits equal = equal_splits(item, kind, cost_by_keys);
+    EqualSplits equal = equal_splits(item, kind, list.cost_by_keys);
+    if (!list.places.empty()) {
+      const int64_t place = kind == 0 ? list.places[size_t(&item - list.items.data())] : 0;
+      equal.bucket = int(place * (kCostBuckets - 1) / list.share);
+    }
     visit(equal.bucket, equal.count, equal.first);
   }
 }
@@ -87,7 +66,6 @@ CutRules cut_rules(const Mask& mask, const SchedulePolicy& policy) {
           .workers_each = policy.workers_each,
           .most_in_run = policy.most_in_run,
           .most_partial_rows = policy.most_partial_rows,
-          .balanced_piece = 0,
           .causal = mask.causal,
           .runs = policy.runs && policy.max_splits > 0 && !policy.balanced,
           .few_splits = policy.few_splits,
@@ -109,7 +87,7 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
   out.num_work = 0;
   out.cost_by_keys = policy.cost_by_keys;
   CutRules rules = cut_rules(mask, policy);
-  if (policy.balanced) rules.balanced_piece = balanced_piece(batch, mask, rules, policy);
+  if (policy.balanced) rules.split_max_q = 0;  // items stay whole at first
 
   Load load;
   for (int r = 0; r < batch.num_reqs(); ++r) {
@@ -122,6 +100,8 @@ void cut(const Batch& batch, const Mask& mask, const SchedulePolicy& policy, Sch
       add_item(load, item, q_len);
     }
   }
+  out.places.clear();
+  if (policy.balanced) balance(batch, policy, out);
   RunLengths lengths = run_lengths(rules, load);
   while (lengthen(rules, load, policy.first_partial + rows_of_runs(rules, out.items, lengths), lengths)) {
   }
@@ -142,11 +122,11 @@ void write_work(const Schedule& schedule, WorkItem* to) {
   if (schedule.items.empty()) return;
   std::array<int, kCostBuckets + 1> start{};
   for (const CutItem& item : schedule.items) {
-    for_splits(item, schedule.cost_by_keys, [&](int bucket, int count, int) { start[bucket + 1] += count; });
+    for_splits(schedule, item, [&](int bucket, int count, int) { start[bucket + 1] += count; });
   }
   for (size_t i = 1; i < start.size(); ++i) start[i] += start[i - 1];
   for (const CutItem& item : schedule.items) {
-    for_splits(item, schedule.cost_by_keys, [&](int bucket, int count, int first) {
+    for_splits(schedule, item, [&](int bucket, int count, int first) {
       WorkItem* at = to + start[bucket];
       start[bucket] += count;
       if (count == 0) return;

@@ -167,31 +167,6 @@ TEST(ScheduleRuns, OtherListsHaveNone) {
   }
 }
 
-// Of lists of verify: requests of different lengths whose pieces are long are in runs of half of a worker's share at most, those of other
-// pieces in runs of a share.
-TEST(ScheduleRuns, LongPiecesOfUnevenListsAreInShorterRuns) {
-  const Lengths lengths = [] {
-    Lengths batch;
-    for (int r = 0; r < 64; ++r) batch.add(1, 1024 * (1 + r % 16));
-    return batch;
-  }();
-  const auto longest_run = [&](int piece, int workers) {
-    SchedulePolicy p;
-    p.tile_kv = 32, p.split_kv = piece, p.split_kv_each = 1, p.max_splits = p.max_split_rows = 64, p.longest_kv = INT32_MAX;
-    p.num_workers = workers, p.most_in_run = 64, p.runs = p.few_splits = true;
-    Schedule s;
-    schedule(lengths.view(), {}, p, s);
-    int longest = 0;
-    for (const WorkItem& w : s.work) longest = std::max(longest, w.kv_end - w.kv_begin);
-    return longest;
-  };
-  const int keys = 64 / 16 * 1024 * (16 * 17 / 2);
-  EXPECT_EQ(longest_run(1024, keys / 9000), 4096);  // four pieces, or a whole request, where half of a share is 4566 keys
-  EXPECT_EQ(longest_run(512, keys / 9000), 8192);
-  EXPECT_EQ(longest_run(1024, keys / 5000), 2048);  // a request of 2048 keys is less than half of a share; all others are in pieces
-  EXPECT_EQ(longest_run(1024, keys / 1500), 1408);  // a piece of 11 * 1024 keys, which has eight
-}
-
 TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
   const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .runs = true};
   for (const int num_workers : {1, 3, 132}) {

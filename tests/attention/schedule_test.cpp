@@ -8,13 +8,12 @@
 #include <chrono>
 #include <climits>
 #include <cstdio>
-#include <map>
 #include <random>
 #include <tuple>
 #include <vector>
 
 #include "attention/mask.h"
-#include "attention/random_lengths.h"
+#include "attention/schedule_tiles.h"
 #include "count_allocations.h"
 #include "expect_error.h"
 
@@ -22,16 +21,10 @@ namespace imbrex {
 namespace {
 
 using test::error_code;
-
-struct Request {
-  int q_len, seq_len;
-};
-
-struct HostBatch : test::Lengths {
-  explicit HostBatch(const std::vector<Request>& requests) {
-    for (const Request& r : requests) add(r.q_len, r.seq_len);
-  }
-};
+using test::HostBatch;
+using test::Request;
+using test::Tile;
+using test::tiles_of;
 
 class Random {
  public:
@@ -105,19 +98,6 @@ const std::vector<Mask>& masks() {
   return all;
 }
 
-// A tile of queries with its pieces of the keys, in order; most have one.
-using Tile = std::vector<WorkItem>;
-std::vector<Tile> tiles_of(const Schedule& s) {
-  std::map<int, Tile> by_token;
-  for (const WorkItem& w : s.work) by_token[w.q_begin].push_back(w);
-  std::vector<Tile> tiles;
-  for (auto& [token, tile] : by_token) {
-    std::sort(tile.begin(), tile.end(), [](const WorkItem& a, const WorkItem& b) { return a.kv_begin < b.kv_begin; });
-    tiles.push_back(tile);
-  }
-  return tiles;
-}
-
 // Items tile the query tokens of their requests: nothing is left out, nothing is done twice.
 void expect_tokens_covered_once(const Batch& batch, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
   int token = 0;
@@ -180,30 +160,6 @@ void expect_cuts_follow_the_policy(const Batch& batch, const SchedulePolicy& pol
   }
 }
 
-// Balanced: a piece has a worker's share of the keys that the mask shows, or an eighth more where little of the longest item would be left
-// over otherwise, and no item is cut for less.
-void expect_equal_shares(const Batch& batch, const SchedulePolicy& policy, const std::vector<Tile>& tiles) {
-  int64_t keys = 0, longest = 0;
-  const auto may_split = [&](const Tile& tile) { return batch.query_len(tile[0].table) <= policy.split_max_q; };
-  const auto keys_of = [](const Tile& tile) { return int64_t(tile.back().kv_end - tile[0].kv_begin); };
-  for (const Tile& tile : tiles)
-    if (may_split(tile)) keys += keys_of(tile), longest = std::max(longest, keys_of(tile));
-  int64_t share = keys / policy.num_workers + 1;
-  if (policy.split_cost > 0) {  // the square root of so many keys, and 64 pieces at most
-    int64_t root = 0;
-    while ((root + 1) * (root + 1) <= policy.split_cost * longest) ++root;
-    share = std::max({share, root, longest / 64});
-  }
-  for (int64_t pieces = 1; pieces * share <= longest; ++pieces)
-    if ((longest - pieces * share) * 8 <= share) share = (longest + pieces - 1) / pieces;
-  share = std::max<int64_t>(2, (share + policy.tile_kv - 1) / policy.tile_kv) * policy.tile_kv;
-  for (const Tile& tile : tiles) {
-    if (!may_split(tile)) continue;
-    ASSERT_EQ(int64_t(tile.size()), std::max<int64_t>(1, (keys_of(tile) + share - 1) / share)) << keys_of(tile) << " keys, share " << share;
-    for (size_t i = 0; i < tile.size(); ++i) ASSERT_TRUE(i + 1 == tile.size() || tile[i].kv_end - tile[i].kv_begin == share);
-  }
-}
-
 void expect_merges_describe_the_pieces(const Schedule& s, const std::vector<Tile>& tiles) {
   std::vector<int> used(size_t(s.num_partial_rows), 0);
   size_t split_tiles = 0;
@@ -242,11 +198,10 @@ void expect_good(const Batch& batch, const Mask& mask, const SchedulePolicy& pol
   ASSERT_NO_FATAL_FAILURE(expect_tokens_covered_once(batch, policy, tiles));
   ASSERT_NO_FATAL_FAILURE(expect_keys_covered_once(batch, mask, policy, tiles));
   ASSERT_NO_FATAL_FAILURE(expect_cuts_follow_the_policy(batch, policy, tiles));
-  if (policy.balanced) {
-    ASSERT_NO_FATAL_FAILURE(expect_equal_shares(batch, policy, tiles));
-  }
   ASSERT_NO_FATAL_FAILURE(expect_merges_describe_the_pieces(s, tiles));
-  ASSERT_NO_FATAL_FAILURE(expect_longest_first(s, policy.cost_by_keys));
+  if (s.places.empty()) {
+    ASSERT_NO_FATAL_FAILURE(expect_longest_first(s, policy.cost_by_keys));
+  }
 }
 
 TEST(Schedule, RandomBatchesAreCutAsPromised) {
@@ -335,44 +290,6 @@ TEST(Schedule, ACutDependsOnItsRequestAlone) {
       schedule(HostBatch({requests[r]}).view(), mask, policy, alone);
       ASSERT_EQ(cut_of(s, int(r), host.starts[r]), cut_of(alone, 0, 0)) << "seed " << seed << ", request " << r;
     }
-  }
-}
-
-TEST(Schedule, BalancedSplitsByLoad) {
-  const auto pieces = [](const std::vector<Request>& requests, int num_workers) {
-    Schedule s;
-    schedule(HostBatch(requests).view(), {}, {.balanced = true, .num_workers = num_workers}, s);
-    return tiles_of(s);
-  };
-  // One long request is shared by all the workers of a large device, evenly.
-  const Tile tile = pieces({{1, 131072}}, 132).at(0);
-  EXPECT_GT(tile.size(), 100u);
-  EXPECT_LE(tile.size(), 132u);
-  for (const WorkItem& w : tile) EXPECT_LE(w.kv_end - w.kv_begin, 1024);
-  EXPECT_EQ(pieces({{1, 131072}}, 1).at(0).size(), 1u);
-  // Where there are enough requests for all workers, none is split: a split would have to be merged.
-  for (const Tile& t : pieces(std::vector<Request>(500, Request{1, 2000}), 132)) EXPECT_EQ(t.size(), 1u);
-  // Short requests are left whole however many workers idle.
-  EXPECT_EQ(pieces({{1, 200}}, 132).at(0).size(), 1u);
-}
-
-// A long context counts for what a windowed or chunked layer reads of it.
-TEST(Schedule, BalancedCountsVisibleKeysOnly) {
-  for (const Mask& mask : {Mask{.window_left = 4095}, Mask{.chunk = 8192}}) {
-    const auto pieces = [&](size_t count, int seq_len) {
-      Schedule s;
-      const std::vector<Request> requests(count, Request{1, seq_len});
-      schedule(HostBatch(requests).view(), mask, {.balanced = true, .num_workers = 132}, s);
-      return tiles_of(s);
-    };
-    // Keys 126976 to 131071 are visible, or 122880 to 126975: alone, two tiles of 128 for each of 16 workers.
-    const int seq_len = mask.chunk > 0 ? 126976 : 131072;
-    const Tile alone = pieces(1, seq_len).at(0);
-    EXPECT_EQ(alone.size(), 16u);
-    for (const WorkItem& w : alone) EXPECT_EQ(w.kv_end - w.kv_begin, 256);
-    // Where there are as many requests as workers each is one item, and where there are half as many each is two.
-    for (const Tile& tile : pieces(132, seq_len)) EXPECT_EQ(tile.size(), 1u);
-    for (const Tile& tile : pieces(66, seq_len)) EXPECT_EQ(tile.size(), 2u);
   }
 }
 
