@@ -20,6 +20,7 @@ namespace {
 constexpr int64_t kSplitKeys = 128;  // what a split costs besides its own keys: its beginning, its end, its merge
 constexpr int64_t kLeastTiles = 2;   // of a split
 constexpr int64_t kMostSplits = 64;  // of an item, where splits cost something
+constexpr int64_t kManyItems = 3;    // for each worker
 // By so many per cent a row has to end sooner than splits apart, or than whole items: it has more splits than the one, and more to merge
 // than the other. Requests with the same keys can share them where they are apart.
 constexpr int64_t kGainOfRow = 5;
@@ -42,12 +43,14 @@ class Shares {
   }
 
   void deal_out() {
-    if (longest_ == 0) return;
+    const int64_t whole = std::max<int64_t>(longest_, 1) + split_cost_;
+    // Whole items that are many, and none of them long, end at the same time by the order of the queue alone, longest first.
+    const bool one_length = longest_ * count_ <= all_ * 5 / 4;  // about: the longest has a quarter more than the mean at most
+    if (longest_ == 0 || (!one_length && count_ > kManyItems * workers_ && longest_ <= all_ / workers_ / 2)) return cut_apart(whole);
     const int64_t share = least_share();
     // A worker of a row leaves less than a split, and has one more than its part of the items.
     const int64_t row =
         least_that(share, share + 2 * split_cost_ + kLeastTiles + 1, [&](int64_t s) { return workers_in_row(s) <= workers_; });
-    const int64_t whole = longest_ + split_cost_;
     int64_t apart = divide_up(count_, workers_) * whole;
     if (count_ <= workers_) apart = least_that(share, whole, [&](int64_t s) { return workers_apart(s) <= workers_; });
     if (row * (100 + kGainOfRow) < apart * 100) {

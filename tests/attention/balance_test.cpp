@@ -48,6 +48,7 @@ void expect_even_ends(const Batch& batch, const Schedule& s, const SchedulePolic
   int64_t share = keys / policy.num_workers;
   if (policy.split_cost > 0) share = std::max({share, int64_t(std::sqrt(double(policy.split_cost) * double(longest))), longest / 64});
   share += share / 8;
+  if (int64_t(tiles.size()) > 3 * policy.num_workers) share += longest / 8;  // such items stay whole, and end when they do
   EXPECT_LE(end_of(s, policy), share + 3 * kSplitKeys + 6 * policy.tile_kv)
       << policy.num_workers << " workers, " << tiles.size() << " items";
 }
