@@ -1,21 +1,21 @@
 #pragma once
-// Finds the items of two thread blocks of a cluster, which take their turns together.
+// Finds the items of the thread blocks of a cluster, which take their turns together.
 #include "attention_sm90_stream.cuh"
 
 namespace imbrex::cuda {
 
-// Numbers that the cluster's first block has taken, as it tells them to the other one.
+// Numbers that the cluster's first block has taken, as it tells them to the `others`.
 struct ClusterNumbers {
   static constexpr int kSlots = 3;
   int told[kSlots];
   u64 full[kSlots], empty[kSlots];
 
-  DEVICE void begin() {
-    for (int i = 0; i < kSlots; ++i) mbarrier_init(shared_address(&full[i]), 1), mbarrier_init(shared_address(&empty[i]), 1);
+  DEVICE void begin(u32 others = 1) {
+    for (int i = 0; i < kSlots; ++i) mbarrier_init(shared_address(&full[i]), 1), mbarrier_init(shared_address(&empty[i]), others);
   }
 };
 
-// As find_items() does for a block alone, when the first block wants an item: the cluster takes `tasks_each` tasks at a time, one for both
+// As find_items() does for a block alone, when the first block wants an item: the cluster takes `tasks_each` tasks at a time, one for all
 // blocks or one for each.
 template <int tasks_each, class Shared>
 DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, Shared& shared) {
@@ -30,7 +30,8 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
       mbarrier_wait(shared_address(&numbers.empty[told.at]), told.parity ^ 1);
       if (lane == 0) {
         number = take_number(p, int(gridDim.x) / blocks, turns);
-        hand_over(shared_address(&numbers.told[told.at]), number, shared_address(&numbers.full[told.at]), 1);
+        for (int block = 1; block < blocks; ++block)
+          hand_over(shared_address(&numbers.told[told.at]), number, shared_address(&numbers.full[told.at]), u32(block));
       }
       number = shuffle(number, 0);
     } else {

@@ -1,0 +1,51 @@
+#pragma once
+// The tree of a run's pieces where registers hold the output of a piece and the sums of those before it: attention_sm90_latent_pair.cu and
+// attention_sm90_latent_spread.cu.
+#include "attention_sm90_runs.cuh"
+
+namespace imbrex::cuda {
+
+// Of the tree's three levels the nodes that are not complete: that of the first level is in registers, the others are in memory, where L2
+// keeps them. A level has two bits of the number of pieces, which say how many complete nodes of the level below are in it.
+template <class Sums, int kDims>
+class StoredTree {
+ public:
+  DEVICE StoredTree() { node_.clear(kNoSum); }
+
+  DEVICE void add(const Sums& piece) {
+    node_.fold(piece);
+    ++pieces_;
+  }
+  // Another piece will come: until then a complete node stays where it is, since most runs end with one.
+  DEVICE void go_on(const AttentionParams& p) {
+    if (pieces_ == 0 || nodes_in(0, pieces_) != 0) return;
+#pragma unroll 1
+    for (int level = 1; level < kLevels; ++level) {
+      const Node stored(p, level - 1);
+      if (nodes_in(level, pieces_ - 1) > 0) stored.add_to(node_.reference, node_.sum, node_.out);
+      if (nodes_in(level, pieces_) == 0 && level + 1 < kLevels) continue;
+      stored.put(node_.reference, node_.sum, node_.out);
+      break;
+    }
+    node_.clear(kNoSum);
+  }
+  // What all pieces are together.
+  DEVICE Sums& end(const AttentionParams& p) {
+#pragma unroll 1
+    for (int level = 1; level < kLevels; ++level)
+      if (nodes_in(level, pieces_ - 1) > 0) Node(p, level - 1).add_to(node_.reference, node_.sum, node_.out);
+    return node_;
+  }
+
+ private:
+  static constexpr int kLevels = kLatentPairLevels + 1;
+  static_assert(kPiecesTogether == 4 && kMostInRun == 1 << 2 * kLevels);
+  using Node = RunNode<kDims, 4, kLatentPairLevels>;
+  // Level 0 has pieces, and the last one is not full before the run ends.
+  DEVICE static int nodes_in(int level, int pieces) { return pieces >> 2 * level & (level + 1 < kLevels ? 3 : ~0); }
+
+  Sums node_;
+  int pieces_ = 0;
+};
+
+}  // namespace imbrex::cuda
