@@ -18,6 +18,7 @@
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
 #include "cuda/attention/attention_sm90_latent_pair.h"
+#include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/attention/flat_kv.h"
 #include "cuda/attention/kernel_choices.h"
@@ -240,6 +241,21 @@ KernelKey flat_attention(std::string_view arch, const AttentionSpec& spec, Regim
   return sm90_prefill(spec).flat_key(arch, spec, out);
 }
 
+// Where there are few tasks: latents of many rows alone.
+RegimeKernel few_tasks_kernel(std::string_view arch, const AttentionSpec& spec, Regime) {
+  const unsigned cluster = attention_sm90_latent_spread_cluster(arch, spec);
+  if (cluster == 0) return {};
+  return {.entry = "attention_sm90_latent_spread",
+          .threads = kSm90LatentSpreadThreads,
+          .cluster = cluster,
+          .most_tasks = kSm90LatentSpreadTasks,
+          .maps = attention_sm90_latent_maps};
+}
+
+KernelKey few_tasks_attention(std::string_view arch, const AttentionSpec& spec, Regime, DType out) {
+  return attention_sm90_latent_spread_key(arch, spec, out);
+}
+
 constexpr int kLeastSm80 = 80;
 
 // Dimensions whose tiles the shared memory of the device does not hold.
@@ -275,10 +291,12 @@ std::vector<Reason> sm90_refusals(const AttentionSpec& spec, const DeviceInfo&) 
 
 }  // namespace
 
-const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, sm80_reads};
-const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr};
-const AttentionKernels kernels_sm90{"cuda_sm90", sm90_kernel, sm90_attention, merge_key, &kernels_mapless, &kernels_flat, sm90_reads};
+const AttentionKernels kernels_sm80{"cuda_sm80", sm80_kernel, sm80_attention, merge_key, nullptr, nullptr, nullptr, sm80_reads};
+const AttentionKernels kernels_mapless{"cuda_sm90", mapless_kernel, mapless_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_flat{"cuda_sm90", flat_kernel, flat_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_few_tasks{"cuda_sm90", few_tasks_kernel, few_tasks_attention, merge_key, nullptr, nullptr, nullptr, nullptr};
+const AttentionKernels kernels_sm90{"cuda_sm90",      sm90_kernel,   sm90_attention,     merge_key,
+                                    &kernels_mapless, &kernels_flat, &kernels_few_tasks, sm90_reads};
 
 bool reads(const AttentionKernels& kernels, const AttentionSpec& spec) {
   return codec_of(spec).strided || (kernels.reads_format != nullptr && kernels.reads_format(spec.kv_format));

@@ -89,6 +89,34 @@ TEST_P(LatentLaws, TheRestOfAKeyIsNoValue) {
   EXPECT_GE(compared, 6);
 }
 
+// A kernel may be chosen by the load: that for few tasks has the bits of that for many.
+TEST_P(LatentLaws, AFewRequestsHaveTheBitsThatTheyHaveAmongMany) {
+  constexpr int kMany = 40;
+  Case c;
+  c.name = "load";
+  c.spec = {.num_q_heads = 128, .num_kv_heads = 1, .head_dim_qk = 576, .head_dim_v = 512};
+  c.spec.kv_format = KvFormat::latent, c.spec.block_size = 16;
+  c.seed = 7;
+  if (!GetParam().on_gpu()) GTEST_SKIP() << "CPUs have one kernel, whatever the load is";
+  ASSERT_TRUE(runs(c, GetParam())) << c.spec.str();
+  for (int i = 0; i < kMany; ++i) c.requests.push_back({1, 5 + 9 * i, i});
+  c.requests.push_back({1, 2500, kMany});
+  for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
+    c.values = values;
+    const RunResult many = run(make_inputs(c), c, KvFormat::latent);
+    for (const size_t r : {size_t(0), size_t(kMany / 2), size_t(kMany)}) {
+      Case alone = c;
+      alone.requests = {c.requests[r]};
+      const RunResult few = run(make_inputs(alone), alone, KvFormat::latent);
+      const auto rows = [&](const std::vector<float>& all, const std::vector<float>& one) {
+        return std::vector<float>(all.begin() + long(r * one.size()), all.begin() + long((r + 1) * one.size()));
+      };
+      EXPECT_TRUE(bit_identical(few.out, rows(many.out, few.out))) << r;
+      EXPECT_TRUE(bit_identical(few.lse, rows(many.lse, few.lse))) << r;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, LatentLaws, testing::ValuesIn(latent_targets()), [](const auto& info) { return info.param.name(); });
 
 // Of latents in records, and in parts.

@@ -109,6 +109,9 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
     }
   };
   EXPECT_EQ(count("attention_sm90_latent.cu"), 4);  // with and without maps, for two types of output
+  EXPECT_EQ(count("attention_sm90_latent_spread.cu"), 2);
+  const auto cluster_of_few = [&] { return kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).cluster; };
+  EXPECT_EQ(cluster_of_few(), 4u);
   EXPECT_EQ(count("attention_sm80.cu"), 0);
   expect_tiles({64, 64, 64});
   const auto cluster = [&] { return kernels_sm90.kernel(kArch, spec, kDecode).cluster; };
@@ -116,9 +119,11 @@ TEST(AttentionSm90, LatentsOfManyDimsHaveKernelsOfTheirOwn) {
   EXPECT_EQ(cluster(), 1u);
   spec.num_q_heads = 96, spec.block_size = 1;  // whose keys lanes copy
   EXPECT_EQ(cluster(), 1u);
+  EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).entry, nullptr);
   spec.block_size = 16;
   EXPECT_EQ(cluster(), 2u);
   spec.num_q_heads = 16, spec.block_size = 64;
+  EXPECT_STREQ(kernels_sm90.few_tasks->kernel(kArch, spec, kDecode).entry, nullptr);
   expect_tiles({16, 32, 64});
   spec.num_q_heads = 20;
   expect_tiles({32, 32, 64});

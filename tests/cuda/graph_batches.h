@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "attention/kv_codec.h"
 #include "cuda/driver/memory.h"
 #include "cuda/graph.h"
 #include "imbrex/backend.h"
@@ -22,6 +23,7 @@ struct GraphProblem {
   bool shared_blocks = false;   // in half of the steps requests begin with blocks of others; with host arrays plans share items then
   bool apart = false;           // a third plan has its arrays in device memory, so that it shares none: the bits are the same
   bool shared_scratch = false;  // of both plans; in the middle a third, larger one joins them
+  int keys = 12800;             // that the cache has room for
   int batches = 100;
   unsigned seed = 1;
 };
@@ -91,8 +93,8 @@ class GraphAgainstEager {
     if (p_.shared_scratch) workspace_ = make_workspace(device);
     for (Side* side : sides()) {
       side->plan = backend.plan(p_.spec, device, options());
-      side->k = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
-      side->v = fill(rows(kKeys, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
+      side->k = fill(rows(p_.keys, p_.spec.num_kv_heads, p_.spec.head_dim_qk, p_.spec.kv_dtype), 5);
+      side->v = fill(rows(p_.keys, p_.spec.num_kv_heads, p_.spec.head_dim_v, p_.spec.kv_dtype), 6);
       side->out = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, p_.spec.head_dim_v, p_.spec.q_dtype);
       side->lse = rows(p_.limits.max_num_tokens, p_.spec.num_q_heads, 1, DType::f32);
       const int64_t width = (p_.limits.max_seq_len + p_.spec.block_size - 1) / p_.spec.block_size;
@@ -168,7 +170,6 @@ class GraphAgainstEager {
   }
 
  private:
-  static constexpr int kKeys = 12800;  // that the cache has room for
   struct Side {
     std::unique_ptr<imbrex::Plan> plan;
     DeviceBuffer k, v, out, lse, table, slots, mask, starts, lens;
@@ -178,7 +179,7 @@ class GraphAgainstEager {
     if (p_.apart) return {&graph_, &eager_, &apart_};
     return {&graph_, &eager_};
   }
-  int num_blocks() const { return kKeys / p_.spec.block_size; }
+  int num_blocks() const { return p_.keys / p_.spec.block_size; }
   PlanOptions options() const {
     PlanLimits limits = p_.limits;
     limits.shared_prompts = p_.shared_blocks;
@@ -258,12 +259,14 @@ class GraphAgainstEager {
   void layer(const Side& side) const {
     const AttentionSpec& s = p_.spec;
     const int64_t tokens = p_.limits.max_num_tokens;
-    const KvCache cache{.k = view(side.k, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_qk}),
-                        .v = view(side.v, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_v}),
-                        .k_scale = {},
-                        .v_scale = {}};
+    const bool has_values = !codec_of(s).values_in_keys;
+    const KvCache cache{
+        .k = view(side.k, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_qk}),
+        .v = has_values ? view(side.v, s.kv_dtype, {num_blocks(), s.block_size, s.num_kv_heads, s.head_dim_v}) : TensorView{},
+        .k_scale = {},
+        .v_scale = {}};
     side.plan->write_kv(cache, view(new_k_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_qk}),
-                        view(new_v_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_v}), stream_.get());
+                        has_values ? view(new_v_, s.q_dtype, {tokens, s.num_kv_heads, s.head_dim_v}) : TensorView{}, stream_.get());
     Inputs in{.q = view(q_, s.q_dtype, {tokens, s.num_q_heads, s.head_dim_qk}), .kv = cache};
     if (s.score.sinks) in.sinks = view(sinks_, DType::f32, {s.num_q_heads});
     side.plan->run(in,

@@ -28,6 +28,7 @@ struct RegimeKernel {
   unsigned threads = 0;      // of a thread block
   unsigned cluster = 1;      // thread blocks that take a task together
   int row_blocks = 1;        // tasks, of a kv head, that an item of `tile` may be
+  int64_t most_tasks = 0;    // of a launch; 0: any number
   int64_t run_sums = 0;      // floats of a thread block, of which a multiprocessor gets one then: AttentionParams::run_sums
   int mask_teams = 0;        // warpgroups for each of which a custom mask is packed (attention_sm90_mask.cuh); 0: it reads bytes
   MakeMaps* maps = nullptr;  // of the maps that the entry takes behind AttentionParams; null: it takes none
@@ -42,9 +43,9 @@ struct AttentionKernels {
   RegimeKernel (*kernel)(std::string_view arch, const AttentionSpec&, Regime);
   KernelKey (*attention)(std::string_view arch, const AttentionSpec&, Regime, DType out);
   KernelKey (*merge)(std::string_view arch, const AttentionSpec&, DType out);  // entry `merge`, launched with kMergeThreads
-  // Other tables that run items which were cut for the tiles of this one: for tensors without maps, and over flat keys (flat_kv.h). Null:
-  // no regime takes maps; keys are never made flat.
-  const AttentionKernels *without_maps, *flat;
+  // Other tables that run items which were cut for the tiles of this one: for tensors without maps, over flat keys (flat_kv.h), and in
+  // launches of few tasks, with the same bits. Null: no regime takes maps; keys are never made flat; all launches are of one kernel.
+  const AttentionKernels *without_maps, *flat, *few_tasks;
   bool (*reads_format)(KvFormat);  // whether the kernels read a format that is not strided; null: none
 };
 

@@ -17,6 +17,10 @@ bool has_flat(const AttentionKernels& table, std::string_view arch, const Attent
   return table.flat != nullptr && table.flat->kernel(arch, spec, regime).entry != nullptr;
 }
 
+bool has_few_tasks(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec, Regime regime) {
+  return table.few_tasks != nullptr && table.few_tasks->kernel(arch, spec, regime).entry != nullptr;
+}
+
 bool packs_mask(const AttentionKernels& table, std::string_view arch, const AttentionSpec& spec) {
   return spec.mask.custom && table.kernel(arch, spec, kPrefill).mask_teams > 0;
 }
@@ -48,6 +52,7 @@ std::vector<KernelKey> plan_kernels(const AttentionKernels& table, std::string_v
         if (kernel.maps != nullptr && extent == Extent::all) add(sharing(table.without_maps->attention(arch, spec, regime, out)));
       }
       if (has_flat(table, arch, spec, regime)) add(table.flat->attention(arch, spec, regime, out));
+      if (has_few_tasks(table, arch, spec, regime)) add(table.few_tasks->attention(arch, spec, regime, out));
     }
     add(table.merge(arch, spec, out));
   }
@@ -83,7 +88,9 @@ Plan::Plan(const AttentionKernels& table, const AttentionSpec& spec, const Devic
   name_kernels();
   if (const RegimePlan& prefill = regimes_[kPrefill]; planned.flat.most_blocks > 0)
     flat_ = std::make_unique<FlatKv>(context_, arch_, spec, prefill.policy, int(prefill.flat_kernel.cluster), planned.flat);
-  several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1;
+  for (RegimePlan& s : regimes_) s.chooses_in_graph = chooses_in_graph(s);
+  several_kernels_ = flat_ != nullptr || std::ranges::count_if(regimes_, [](const RegimePlan& s) { return s.bounds.num_work > 0; }) > 1 ||
+                     std::ranges::any_of(regimes_, &RegimePlan::chooses_in_graph);
   lay_out();
   workspace_->reserve(int64_t(planned.scratch_bytes));
   // A step has at most max_num_tokens items, since every item has a query token.
@@ -115,6 +122,7 @@ void Plan::name_kernels() {
     if (s.bounds.num_work == 0) continue;
     name_attention(s.kernels, table_, regime, options_.load_on_demand);
     if (s.flat_kernel.entry != nullptr) name_attention(s.over_flat, *table_.flat, regime, options_.load_on_demand);
+    if (s.few_tasks_kernel.entry != nullptr) name_attention(s.few_tasks, *table_.few_tasks, regime, options_.load_on_demand);
     if (s.kernel.maps == nullptr) continue;
     s.mapless_joins = table_.without_maps->kernel(arch_, spec_, regime).joins_pieces;
     name_attention(s.without_maps, *table_.without_maps, regime, true);
@@ -135,6 +143,15 @@ void Plan::name_kernels() {
   if (spec_.block_size > 0) write_kv_ = std::make_unique<WriteKv>(context_, arch_, spec_);
 }
 
+// Whether a graph has launches of both kernels. An idle one costs time (docs/kernels/cuda_sm90.md): so they are only in graphs for so few
+// requests that a usual step has few tasks, though the longest requests within the limits have many.
+bool Plan::chooses_in_graph(const RegimePlan& s) const {
+  constexpr int kUsualPieces = 4;
+  const int64_t each = int64_t(spec_.num_kv_heads) * s.row_blocks;
+  return !options_.on_device && s.bounds.num_work > 0 && has_few_tasks(s, options_.limits.max_num_tokens * each * kUsualPieces) &&
+         !has_few_tasks(s, s.bounds.num_work * each);
+}
+
 void Plan::load(Specialised& s) const {
   s.module = Module::load(context_, s.key);
   s.kernel = s.module->kernel(s.entry);
@@ -149,7 +166,10 @@ void Plan::lay_out() {
   const int64_t mask = spec_.mask.custom ? checked_mul("plan.scratch", tokens, limits.max_seq_len) : 0;
   // Arrays that every step sends come first, long ones last.
   ArrayLayout layout;
-  for (RegimePlan& s : regimes_) s.counts = layout.add<PlanCounts>(1);
+  for (RegimePlan& s : regimes_) {
+    s.counts = layout.add<PlanCounts>(1);
+    s.of_many = layout.add<PlanCounts>(s.chooses_in_graph ? 1 : 0), s.of_few = layout.add<PlanCounts>(s.chooses_in_graph ? 1 : 0);
+  }
   arrays_.flat_counts = layout.add<FlatCounts>(flat_ ? 1 : 0);
   arrays_.query_start = layout.add<int>(reqs + 1);
   arrays_.seq_lens = layout.add<int>(reqs);

@@ -67,10 +67,14 @@ class Plan final : public StepPlan {
     ArrayOf<SharedToken> shared_tokens;  // with the next one: room for none, unless items may be shared
     ArrayOf<int> merge_parts;
     ArrayOf<PlanCounts> counts;
+    // Where a graph has a launch for steps of many tasks and one for those of few: what each has to do. Otherwise room for none.
+    ArrayOf<PlanCounts> of_many, of_few;
     mutable ByOutput kernels;
     mutable ByOutput without_maps;  // where kernel.maps fails; always loaded on demand
     mutable ByOutput over_flat;     // what flat_kernel names
+    mutable ByOutput few_tasks;     // what few_tasks_kernel names
     bool mapless_joins = false;     // joins_pieces of without_maps
+    bool chooses_in_graph = false;  // between `kernels` and few_tasks, when a graph is replayed
     size_t arrivals = 0;            // where the regime's counters of pieces begin, in counters_
   };
   // The addresses of the batch's arrays for kernels: the plan's copies, or the caller's arrays on the device. An array that a batch does
@@ -101,6 +105,10 @@ class Plan final : public StepPlan {
   };
 
   void name_kernels();
+  bool chooses_in_graph(const RegimePlan&) const;
+  static bool has_few_tasks(const RegimePlan& s, int64_t tasks) {
+    return s.few_tasks_kernel.entry != nullptr && tasks <= s.few_tasks_kernel.most_tasks;
+  }
   void load(Specialised&) const;
   const Specialised& loaded(Specialised&, bool captured) const;
   const Specialised& loaded(ByOutput&, DType out, bool captured) const;

@@ -19,7 +19,7 @@ struct Scratch {
 
 struct PlanOutline {
   struct OfRegime {
-    RegimeKernel kernel, flat_kernel;  // flat_kernel.entry null: none
+    RegimeKernel kernel, flat_kernel, few_tasks_kernel;  // of the last two, entry null: none
     SchedulePolicy policy;
     ScheduleBounds bounds;  // num_work 0: no request within the limits goes to this regime
     int row_blocks = 1;     // tiles of rows of one token

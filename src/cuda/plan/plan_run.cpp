@@ -141,8 +141,16 @@ void Plan::run(const AttentionInputs& in, const AttentionOutputs& out, Stream st
       over_cache.counts = counts;
       AttentionMaps maps{};
       mapped = s.kernel.maps == nullptr || s.kernel.maps(spec_, in.q, kv, maps);
-      ByOutput& kernels = mapped ? s.kernels : s.without_maps;
-      launch(loaded(kernels, out_dtype, captured), tasks, cu, over_cache, maps.q, maps.k, maps.v);  // without maps it does not see them
+      const auto run_kernel = [&](ByOutput& kernels, int64_t most_tasks) {
+        launch(loaded(kernels, out_dtype, captured), most_tasks, cu, over_cache, maps.q, maps.k,
+               maps.v);  // without maps it does not see them
+      };
+      if (!mapped) return run_kernel(s.without_maps, tasks);
+      if (!captured || !s.chooses_in_graph) return run_kernel(has_few_tasks(s, tasks) ? s.few_tasks : s.kernels, tasks);
+      over_cache.counts = memory_->device(s.of_many);
+      run_kernel(s.kernels, tasks);
+      over_cache.counts = memory_->device(s.of_few);
+      run_kernel(s.few_tasks, s.few_tasks_kernel.most_tasks);
     };
     const auto in_front = [&] {
       if (captured) run_over_cache(&memory_->device(arrays_.flat_counts)->over_cache);

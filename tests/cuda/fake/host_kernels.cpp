@@ -339,7 +339,8 @@ void run_launch(const Launch& launch) {
     return attention(through_maps(launch), out, is_over_flat_keys(launch) ? flat_types() : CacheTypes{});
   if (launch.entry == "flatten_kv") return flatten_kv(launch);
   if (launch.entry == "pack_mask") return fill_packed_mask(parameter<AttentionParams>(launch, 0));
-  if (launch.entry == "attention_sm90_verify" || launch.entry == "attention_sm90_latent" || launch.entry == "attention_sm90_latent_pair")
+  if (launch.entry == "attention_sm90_verify" || launch.entry == "attention_sm90_latent" || launch.entry == "attention_sm90_latent_pair" ||
+      launch.entry == "attention_sm90_latent_spread")
     return attention(through_kv_maps(launch), out);
   if (launch.entry == "attention_sm90_latent_decode")  // it reads bytes without a map
     return attention(spec.kv_dtype == spec.q_dtype ? through_kv_maps(launch) : parameter<AttentionParams>(launch, 0), out);
@@ -398,6 +399,7 @@ void run_on_host(std::span<const AttentionSpec> all) {
       {"attention_sm90_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_verify", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_latent", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
+      {"attention_sm90_latent_spread", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_latent_pair", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90_latent_decode", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},
       {"attention_sm90", {sizeof(AttentionParams), sizeof(CUtensorMap), sizeof(CUtensorMap), sizeof(CUtensorMap)}},

@@ -1,8 +1,11 @@
 // A captured graph and eager calls give the same bits, with kernels that are host code; and what a launch is given never depends on a
 // batch. On the fake driver.
+#include <cstring>
+
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/graph_batches.h"
+#include "cuda/params.h"
 #include "imbrex/select.h"
 #include "sanitizers.h"
 
@@ -51,6 +54,30 @@ TEST_P(PlanGraph, SharedBlocks) {
 TEST_P(PlanGraph, FlatKeys) {
   spec.num_q_heads = 16, spec.kv_dtype = DType::fp8_e4m3, spec.block_size = 1;
   run({.spec = spec, .limits = limits, .batches = 2 * kBatches, .seed = 10});
+}
+
+// Steps of few tasks have another kernel, and what a step has is known when the graph is replayed.
+TEST_P(PlanGraph, FewTasks) {
+  if (std::string_view(GetParam()) != "cuda_sm90") GTEST_SKIP() << "it has one kernel";
+  spec = {.num_q_heads = 65, .num_kv_heads = 1, .head_dim_qk = 272, .head_dim_v = 256};
+  spec.kv_format = KvFormat::latent;
+  limits = {.max_num_reqs = 2, .max_num_tokens = 2, .max_seq_len = 48000, .max_query_len = 1};
+  fake::run_on_host(spec);
+  int few = 0, many = 0;  // replays in which either kernel has work
+  const auto compute = fake::state().on_launch;
+  fake::state().on_launch = [&](const fake::Launch& launch) {
+    if (launch.entry.starts_with("attention")) {
+      AttentionParams p;
+      std::memcpy(&p, launch.all_params.at(0).data(), sizeof p);
+      if (p.may_be_idle && p.counts->num_work > 0) ++(launch.entry == "attention_sm90_latent_spread" ? few : many);
+    }
+    compute(launch);
+  };
+  test::GraphAgainstEager(*find_backend(GetParam()), probe_cuda().at(0), Context::of_device(0),
+                          {.spec = spec, .limits = limits, .keys = 96000, .batches = 5, .seed = 15})
+      .run();
+  EXPECT_GE(few, 1);
+  EXPECT_GE(many, 1);
 }
 
 TEST_P(PlanGraph, LengthsOnTheDevice) {

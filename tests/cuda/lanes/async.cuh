@@ -113,9 +113,11 @@ void hand_over(u32 to, const T& value, u32 barrier) {
 }
 inline void bulk_hand_over(u32 to, u32 from, u32 bytes, u32 barrier) {
   if ((to | from | bytes) % 16 != 0 || to >> 24 != barrier >> 24) lanes::fail("what is sent and its barrier are not in one block");
-  write_later(mbarrier_at(place_in_block(barrier), int(to >> 24)), bytes,
-              [at = lanes::shared_at(place_in_block(to), bytes, int(to >> 24)), source = lanes::shared_at(from, bytes, lanes::block.rank()),
-               bytes] { std::memcpy(at, source, bytes); });
+  const u32 place = place_in_block(to);
+  const int rank = int(to >> 24);
+  lanes::shared_at(place + bytes - 16, 16), lanes::shared_at(from + bytes - 16, 16);  // their last units are in shared memory too
+  write_later(mbarrier_at(place_in_block(barrier), rank), bytes,
+              [at = lanes::shared_at(place, 16, rank), source = lanes::shared_at(from, 16), bytes] { std::memcpy(at, source, bytes); });
 }
 
 // --- TMA

@@ -122,8 +122,10 @@ class LanesPlan final : public AttentionPlan {
     p.partial_out = partial_out.data(), p.partial_state = partial_state.data();
     const int teams = variant_.has_wgmma() ? variant_.wgmma_tiles().teams * variant_.wgmma_tiles().cluster : 0;
     const int64_t run_sums_each =
-        variant_.is_verify()          ? cuda::attention_sm90_verify_run_sums(spec_)
-        : variant_.is_latent()        ? cuda::attention_sm90_latent_cluster(spec_) * cuda::attention_sm90_latent_run_sums(spec_)
+        variant_.is_verify()   ? cuda::attention_sm90_verify_run_sums(spec_)
+        : variant_.is_latent() ? cuda::attention_sm90_latent_cluster(spec_) * cuda::attention_sm90_latent_run_sums(spec_)
+        : variant_.is_latent_spread()
+            ? cuda::attention_sm90_latent_spread_cluster("sm_90a", spec_) * cuda::attention_sm90_latent_run_sums(spec_)
         : variant_.is_latent_pair()   ? cuda::kSm90LatentPairCluster * cuda::attention_sm90_latent_pair_run_sums(spec_)
         : variant_.is_latent_decode() ? cuda::attention_sm90_latent_decode_run_sums(spec_, variant_.latent_decode_tiles())
                                       : teams * cuda::kRunLevels * cuda::run_node_floats(spec_.head_dim_v);
@@ -145,8 +147,8 @@ class LanesPlan final : public AttentionPlan {
     } else {
       EXPECT_LE(int(attention.smem_bytes()), kSharedMemory);
     }
-    const bool maps_queries =
-        variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_pair() || variant_.is_latent_decode();
+    const bool maps_queries = variant_.has_wgmma() || variant_.is_verify() || variant_.is_latent() || variant_.is_latent_spread() ||
+                              variant_.is_latent_pair() || variant_.is_latent_decode();
     const TensorMap maps[3] = {maps_queries ? map_of_queries(in.q) : TensorMap{}, map_of(kv.k), map_of(kv.v)};
     attention.run(&p, maps, how_.launch);
     EXPECT_EQ(next_task, 0);
@@ -348,6 +350,26 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
                     b = run_case(LanesBackend(stored, how), probe_cpu(), in, default_options(stored.c));
     EXPECT_TRUE(bit_identical(a.out, b.out));
     EXPECT_TRUE(bit_identical(a.lse, b.lse));
+  }
+}
+
+// Thread blocks that take 64 rows together compute what one does alone.
+TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
+  const std::vector<Variant> all = variants();
+  const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
+  const Variant &alone = named("latent_tiles"), &spread = named("spread_tiles");
+  EXPECT_EQ(alone.c.spec, spread.c.spec);
+  Case c = spread.c;
+  c.out_dtype = alone.c.out_dtype;
+  for (const ValuePattern values : {ValuePattern::plain, ValuePattern::rising}) {
+    c.values = values;
+    const CaseInputs in = make_inputs(c);
+    for (const How& how : {How{}, How{.split = 3, .workers = 1}, How{.split = 20, .workers = 1 << 10}}) {
+      const RunResult a = run_case(LanesBackend(alone, how), probe_cpu(), in, default_options(c)),
+                      b = run_case(LanesBackend(spread, how), probe_cpu(), in, default_options(c));
+      EXPECT_TRUE(bit_identical(a.out, b.out));
+      EXPECT_TRUE(bit_identical(a.lse, b.lse));
+    }
   }
 }
 

@@ -17,7 +17,7 @@
 #include <vector>
 
 namespace imbrex::cuda {
-constexpr unsigned kMostShared = 227 << 10, kMostBlocks = 2;  // bytes of a block, blocks of a cluster
+constexpr unsigned kMostShared = 227 << 10, kMostBlocks = 8;  // bytes of a block, blocks of a cluster
 alignas(1024) extern char memory[kMostBlocks * kMostShared];  // kernels declare it: `extern __shared__ char memory[]`
 }  // namespace imbrex::cuda
 

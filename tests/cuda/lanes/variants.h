@@ -11,13 +11,14 @@
 #include "cuda/attention/attention_sm90_latent.h"
 #include "cuda/attention/attention_sm90_latent_decode.h"
 #include "cuda/attention/attention_sm90_latent_pair.h"
+#include "cuda/attention/attention_sm90_latent_spread.h"
 #include "cuda/attention/attention_sm90_verify.h"
 #include "cuda/params.h"
 
 namespace imbrex::test {
 
-// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_pair.cu,
-// attention_sm90_latent_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
+// attention_sm80.cu, attention_sm90_decode.cu, attention_sm90_verify.cu, attention_sm90_latent.cu, attention_sm90_latent_spread.cu,
+// attention_sm90_latent_pair.cu, attention_sm90_latent_decode.cu, attention_sm90.cu, attention_sm90_fp8.cu
 enum class Text {
   sm80,
   decode,
@@ -26,6 +27,7 @@ enum class Text {
   verify_without_maps,
   latent,
   latent_without_maps,
+  latent_spread,
   latent_pair,
   latent_pair_without_maps,
   latent_decode,
@@ -44,6 +46,7 @@ struct Variant {
 
   bool is_verify() const { return text == Text::verify || text == Text::verify_without_maps; }
   bool is_latent() const { return text == Text::latent || text == Text::latent_without_maps; }
+  bool is_latent_spread() const { return text == Text::latent_spread; }
   bool is_latent_pair() const { return text == Text::latent_pair || text == Text::latent_pair_without_maps; }
   bool is_latent_decode() const { return text == Text::latent_decode || text == Text::latent_decode_without_maps; }
   bool packs_mask() const { return text == Text::wgmma && c.spec.mask.custom; }
@@ -59,7 +62,7 @@ struct Variant {
   cuda::AttentionTiles tiles() const {
     if (is_latent_decode()) return {.rows = latent_decode_tiles().rows, .keys = latent_decode_tiles().keys, .key_warps = 1};
     if (is_latent_pair()) return {.rows = latent_pair_tiles().rows, .keys = latent_pair_tiles().keys, .key_warps = 1};
-    if (is_latent()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
+    if (is_latent() || is_latent_spread()) return {.rows = latent_tiles().rows, .keys = latent_tiles().keys, .key_warps = 1};
     if (is_verify()) return {.rows = verify_tiles().rows, .keys = verify_tiles().keys, .key_warps = 1};
     if (has_wgmma()) return {.rows = wgmma_tiles().item_rows(), .keys = wgmma_tiles().keys, .key_warps = 1};
     return text == Text::sm80 ? cuda::attention_sm80_tiles(arch, c.spec, regime, rows).value()
@@ -69,6 +72,7 @@ struct Variant {
     if (text == Text::wgmma) return cuda::attention_sm90_key(arch, c.spec, c.out_dtype);
     if (text == Text::wgmma_e4m3) return cuda::attention_sm90_fp8_key(arch, c.spec, c.out_dtype);
     if (is_latent()) return cuda::attention_sm90_latent_key(arch, c.spec, c.out_dtype, latent_tiles(), text == Text::latent);
+    if (is_latent_spread()) return cuda::attention_sm90_latent_spread_key(arch, c.spec, c.out_dtype);
     if (is_latent_pair())
       return cuda::attention_sm90_latent_pair_key(arch, c.spec, c.out_dtype, latent_pair_tiles(), text == Text::latent_pair);
     if (is_latent_decode())
@@ -281,11 +285,22 @@ inline std::vector<Variant> variants() {
   };
   add_tiles("latent_tiles", spec(DType::bf16, DType::bf16, 576, 512, 80, 64), {{1, 300, 0}, {0, 0, 2}, {2, 70, 1}}).values =
       ValuePattern::rising;
+  const DType out_of_tiles = all.back().c.out_dtype;
   Case& halves = add_tiles("latent_halves", spec(DType::f16, DType::f16, 272, 256, 16, 16), {{4, 300, 0}, {1, 700, 1}, {9, 9, 3}});
   halves.spec.mask.window_left = 140, halves.spec.score.sinks = true;
   add_tiles("latent_pages", spec(DType::bf16, DType::bf16, 384, 384, 20, 1), {{3, 90, 0}, {5, 200, 1}}).spec.score.soft_cap = 20.f;
   add_tiles("latent_elements", spec(DType::bf16, DType::bf16, 320, 256, 8, 0), {{8, 90, 0}, {1, 200, 1}}, Text::latent_without_maps).order =
       "lbhdt";
+
+  // attention_sm90_latent_spread.cu: the same items, for more blocks of a cluster; steps with a tile and with all, of one block's keys and
+  // of all blocks', in one piece and in many.
+  Case& spread_tiles = add_tiles("spread_tiles", spec(DType::bf16, DType::bf16, 576, 512, 80, 64), {{1, 700, 0}, {0, 0, 2}, {2, 70, 1}},
+                                 Text::latent_spread);
+  spread_tiles.values = ValuePattern::rising, spread_tiles.out_dtype = out_of_tiles;
+  Case& spread_pages =
+      add_tiles("spread_pages", spec(DType::f16, DType::f16, 272, 256, 72, 8), {{2, 300, 0}, {1, 600, 1}, {3, 3, 3}}, Text::latent_spread);
+  spread_pages.spec.score.sinks = true;
+  add_tiles("spread_ragged", spec(DType::bf16, DType::bf16, 384, 384, 130, 0), {{1, 90, 0}, {1, 500, 1}}, Text::latent_spread);
 
   // attention_sm90_latent_pair.cu: the same with one tile for a token; halves that are not as long, an odd number of chunks, no dims behind
   // the values.
