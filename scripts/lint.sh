@@ -16,9 +16,9 @@ if [ "$step" = all ] || [ "$step" = structure ]; then
   python3 tests/structure/structure_test.py
 fi
 if [ "$step" = all ] || [ "$step" = tidy ]; then
-  # Several files at a time, since most of each is the headers of others. Kernel files are left out: thousands of intrinsics, and nothing in
+  # All files of a library at once, since most of each is the headers of others. Kernel files are left out: thousands of intrinsics, and nothing in
   # them that clang-tidy knows better than the tests.
-  cmake --preset clang -B build/tidy -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=30 -Wno-dev --log-level=WARNING >/dev/null
+  cmake --preset clang -B build/tidy -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=0 -Wno-dev --log-level=WARNING >/dev/null
   run-clang-tidy -quiet -p build/tidy -j "$(nproc)" '/imbrex(_conformance|_serve|_cli)?\.dir/Unity/|/src/(core|attention|model|serve|cli|api|cpu|gpu|cuda(/[a-z_]+)?)/[^/]*\.cpp$' 2>&1 |
     sed -e '/^clang-tidy/d' -e '/warnings generated\.$/d' -e '/^Suppressed/d' -e '/^Use -header-filter/d' -e '/^$/d'
 fi

@@ -69,7 +69,7 @@ class Reference final : public ShortConvPlan {
   ShortConvStep step_;
 };
 
-class ReferenceBackend final : public BackendOf<ShortConvFamily> {
+class ShortConvReferenceBackend final : public BackendOf<ShortConvFamily> {
  public:
   std::string_view name() const override { return "reference"; }
   std::string_view description() const override { return "double precision, plain loops, every feature: the law the others are tested by"; }
@@ -86,7 +86,7 @@ class ReferenceBackend final : public BackendOf<ShortConvFamily> {
 }  // namespace
 
 const BackendOf<ShortConvFamily>& short_conv_reference() {
-  static const ReferenceBackend backend;
+  static const ShortConvReferenceBackend backend;
   return backend;
 }
 
