@@ -103,7 +103,7 @@ class ShortConvProblem {
 
   std::vector<int> sampled_channels() const {
     std::vector<int> channels{0, spec_.dim / 3, spec_.dim / 2, spec_.dim - 1};
-    channels.erase(std::unique(channels.begin(), channels.end()), channels.end());
+    channels.resize(size_t(std::unique(channels.begin(), channels.end()) - channels.begin()));
     return channels;
   }
   HostTensor channels_of(const HostTensor& rows, const std::vector<int>& channels) const;  // [rows, dim] to [rows, channels]
