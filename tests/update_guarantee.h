@@ -11,8 +11,8 @@
 
 namespace imbrex::test {
 
-// Sanitizers are slow: there every sixth place, or one in 24, beginning with another one for each pair of steps.
-constexpr long kEachPlace = kAddressSanitizer ? 6 : kThreadSanitizer ? 24 : 1;
+// Sanitizers are slow: there every twelfth place, or one in 24, beginning with another one for each pair of steps.
+constexpr long kEachPlace = kAddressSanitizer ? 12 : kThreadSanitizer ? 24 : 1;
 
 // Lets the update from `first` to `second` fail at its first place, at its second, and so on until there are no more; how many there are,
 // or some fewer than kEachPlace more.

@@ -57,7 +57,7 @@ TEST_P(Conformance, MatchesReference) {
   EXPECT_TRUE(judgement.pass()) << run_spec(inputs_of(*c), options).str() << "\n" << judgement.failure;
   if (!runs_with_every_poison(*c, *target)) return;
   options.check_cache = false;
-  for (const Poison poison : {Poison::zero, Poison::ones}) {
+  for (const Poison poison : other_poisons(c->seed, target->on_gpu())) {
     options.poison = poison;
     const RunResult other = run_case(*target->backend, target->device, inputs_of(*c), options);
     EXPECT_TRUE(other.violations.empty()) << to_string(poison) << ": " << other.violations.front();

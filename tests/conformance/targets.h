@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "conformance/attention/device_mirror.h"
+#include "conformance/poison.h"
 #include "conformance/short_conv/device_mirror.h"
 #include "imbrex/family.h"
 
@@ -30,6 +31,12 @@ std::vector<const BackendOf<Family>*> test_backends(const DeviceInfo& device) {
     backend = mirror.get();
   }
   return result;
+}
+
+// What is put around requests instead of NaN, for the same bits: on a GPU, where nothing else waits, both kinds; elsewhere one of them.
+inline std::vector<Poison> other_poisons(uint64_t seed, bool on_gpu) {
+  if (on_gpu) return {Poison::zero, Poison::ones};
+  return {seed % 2 == 0 ? Poison::zero : Poison::ones};
 }
 
 std::string target_name(const BasicBackend&, const DeviceInfo&);  // "cpu_avx512__avx2", "cuda_sm80__sm_90"

@@ -21,6 +21,7 @@
 #include "mla/rounds.h"
 #include "mla/slices.h"
 #include "mla/spec_fields.h"
+#include "sanitizers.h"
 #include "spec_table.h"
 
 namespace imbrex {
@@ -295,6 +296,7 @@ TEST(Mla, AGpusWorkspaceFollowsFromTheLimits) {
       for (const char* name : {"cuda_sm90", "cuda_sm80"})
         for (const int tokens : {1, 512, 8192, 1 << 17})
           for (const int reqs : {64, 1024}) {
+            if (test::kAddressSanitizer && reqs != 64) continue;  // which is slow
             MlaSpec spec{.num_heads = heads, .dtype = dtype, .kv_dtype = dtype};
             if (!find_backend<MlaFamily>(name)->unsupported(spec, h200).empty()) continue;
             EXPECT_LE(bytes(spec, {.max_num_reqs = reqs, .max_num_tokens = tokens}, name), kMost) << name << " " << spec.str();

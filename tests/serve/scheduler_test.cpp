@@ -9,6 +9,7 @@
 
 #include "expect_error.h"
 #include "imbrex/error.h"
+#include "sanitizers.h"
 #include "serve/tiny_model.h"
 
 namespace imbrex::serve {
@@ -204,7 +205,7 @@ TEST(Scheduler, StormsOfPreemptionEnd) {
   for (size_t s = 0; s < shapes.size(); ++s) {
     const Shape& shape = shapes[s];
     int64_t preemptions = 0, hits = 0;
-    for (uint64_t seed = 1; seed <= 8; ++seed) {
+    for (uint64_t seed = 1; seed <= (test::kAddressSanitizer ? 3 : 8); ++seed) {
       SCOPED_TRACE(testing::Message() << "shape " << s << " seed " << seed);
       const Trace trace = tree_trace(60, 8, 70, 50, seed, seed % 2 ? 0 : 1.5);
       const Simulation run = simulate(tiny_model(shape.masks, shape.block_size), trace,

@@ -12,7 +12,7 @@
 namespace imbrex::cuda {
 namespace {
 
-constexpr int kBatches = imbrex::test::kAddressSanitizer ? 7 : 20;  // which is slow
+constexpr int kBatches = imbrex::test::kAddressSanitizer ? 4 : 12;  // which is slow
 
 class PlanGraph : public testing::TestWithParam<const char*> {
  protected:

@@ -222,7 +222,7 @@ inline std::vector<Variant> variants() {
   // Custom masks: tiles that nobody sees, or only a part of the rows; rows without a key; bytes.
   Case& masked = add_wgmma("masked", spec(DType::bf16, DType::bf16, 128, 128, 2, 16), {{700, 700, 0}, {3, 40, 1}, {70, 500, 2}});
   masked.spec.mask.custom = true, masked.custom = CustomPattern::documents;
-  Case& masked_256 = add_wgmma("masked_256", spec(DType::f16, DType::f16, 256, 256, 4, 1), {{40, 200, 0}, {90, 900, 1}});
+  Case& masked_256 = add_wgmma("masked_256", spec(DType::f16, DType::f16, 256, 256, 4, 1), {{40, 200, 0}, {90, 500, 1}});
   masked_256.spec.mask = {.causal = false, .custom = true}, masked_256.custom = CustomPattern::blind;
   Case& masked_bytes = add_wgmma("masked_bytes", spec(DType::bf16, DType::fp8_e4m3, 64, 64, 1, 16), {{350, 900, 0}, {3, 40, 1}});
   masked_bytes.spec.mask = {.causal = false, .custom = true}, masked_bytes.custom = CustomPattern::documents;

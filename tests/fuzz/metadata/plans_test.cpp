@@ -9,7 +9,7 @@
 namespace imbrex::test {
 namespace {
 
-constexpr int kPlanCases = 1500;
+constexpr int kPlanCases = 1000;
 
 // Every backend that may be there and pairs of them by phase, in a fixed order. One that this machine does not run leaves its cases to
 // another.
