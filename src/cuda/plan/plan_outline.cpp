@@ -49,7 +49,8 @@ PlanOutline outline(const AttentionKernels& table, const AttentionSpec& spec, co
     tiles[regime] = s.kernel.tile;
     s.row_blocks = (spec.group_size() + s.kernel.tile.rows - 1) / s.kernel.tile.rows * s.kernel.row_blocks;
     if (table.flat != nullptr) s.flat_kernel = table.flat->kernel(arch, spec, regime);
-    if (table.few_tasks != nullptr) s.few_tasks_kernel = table.few_tasks->kernel(arch, spec, regime);
+    // Balanced lists are cut for the workers of `kernel`.
+    if (table.few_tasks != nullptr && !options.balanced) s.few_tasks_kernel = table.few_tasks->kernel(arch, spec, regime);
   }
   CutPolicy policies = gpu::cut_policy(spec, device, tiles, options.balanced);
   int64_t run_sums = 0;
