@@ -144,7 +144,6 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
 #pragma unroll 1
     for (int tile = tiles.first; tile < tiles.end; ++tile, stage.next()) {
       const Box next = box_of(p, item, tile + 1);
-      if (wants_next(tiles, tile)) report(shared.item_wanted);
       begin_stage();
       if constexpr (kMaps && !kSmallPages) {
         load_latent_tile(k_map, item, box, address(), full(), l2);
@@ -153,6 +152,8 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       }
       box = next;
       const bool last = tile + 1 == tiles.end;
+      // Stages of several tiles are still to be computed then. A lane alone: registers are few.
+      if (last && lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_wanted));
       if (--left > 0 && !last) continue;
       if (number > 1) mbarrier_wait(shared_address(&shared.node_written), nodes_written++ % 2);
 #pragma unroll 1

@@ -46,15 +46,15 @@ DEVICE void find_items_together(const AttentionParams& p, int rank, int blocks, 
     told.next();
     return number;
   };
-  Ring<1> wanted;
-  for (int number = first < turns ? first : next_number();; number = next_number(), slot.next(), wanted.next()) {
+  static_assert(Shared::kItemSlots % 2 != 0, "an item's slot tells whether the number of items before it is odd: registers are few");
+  for (int number = first < turns ? first : next_number();; number = next_number(), slot.next()) {
     mbarrier_wait(shared_address(&shared.item_empty[slot.at]), slot.parity ^ 1);
     const bool exists = number < turns;
     Item item;
     if (exists) item = item_of(p, number * tasks_each + rank % tasks_each);
     publish_item(shared, slot.at, exists, item);
     if (!exists) break;
-    if (rank == 0) mbarrier_wait(shared_address(&shared.item_wanted), wanted.parity);
+    if (rank == 0) mbarrier_wait(shared_address(&shared.item_wanted), (u32(slot.at) ^ slot.parity) & 1);
   }
 }
 
