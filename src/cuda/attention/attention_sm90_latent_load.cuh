@@ -152,7 +152,8 @@ DEVICE void produce_stages(const AttentionParams& p, const TensorMap& q_map, con
       }
       box = next;
       const bool last = tile + 1 == tiles.end;
-      // Stages of several tiles are still to be computed then. A lane alone: registers are few.
+      // The next item is wanted when the last tile is under way: the ring has tiles before it that are still to be computed. One lane says
+      // so without report(), for which some kernels have no registers.
       if (last && lane_id() == 0) mbarrier_arrive(shared_address(&shared.item_wanted));
       if (--left > 0 && !last) continue;
       if (number > 1) mbarrier_wait(shared_address(&shared.node_written), nodes_written++ % 2);
