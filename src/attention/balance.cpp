@@ -14,6 +14,8 @@
 #include <cmath>
 #include <span>
 
+#include "attention/cut_item.h"
+
 namespace imbrex {
 namespace {
 
@@ -45,8 +47,8 @@ class Shares {
   void deal_out() {
     const int64_t whole = std::max<int64_t>(longest_, 1) + split_cost_;
     // Whole items that are many, and none of them long, end at the same time by the order of the queue alone, longest first.
-    const bool one_length = longest_ * count_ <= all_ * 5 / 4;  // about: the longest has a quarter more than the mean at most
-    if (longest_ == 0 || (!one_length && count_ > kManyItems * workers_ && longest_ <= all_ / workers_ / 2)) return cut_apart(whole);
+    const bool in_time = !about_one_length(longest_, all_, count_) && count_ > kManyItems * workers_ && longest_ <= all_ / workers_ / 2;
+    if (longest_ == 0 || in_time) return cut_apart(whole);
     const int64_t share = least_share();
     // A worker of a row leaves less than a split, and has one more than its part of the items.
     const int64_t row =

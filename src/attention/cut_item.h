@@ -142,6 +142,9 @@ inline void add_item(Load& load, const CutItem& item, int q_len) {
   load.q_len = int(larger(load.q_len, q_len));
 }
 
+// Whether so many items have about one length: the longest has a quarter more keys, or tiles, than the mean at most.
+inline bool about_one_length(long longest, long all, long items) { return longest * items <= all * 5 / 4; }
+
 // How many keys a run may have: of_full in items before number first_of_rest, of_rest in the others. 0: no runs.
 struct RunLengths {
   long of_full, of_rest;
@@ -149,20 +152,21 @@ struct RunLengths {
 };
 inline long longest_run(const RunLengths& lengths, int item) { return item < lengths.first_of_rest ? lengths.of_full : lengths.of_rest; }
 
-// Bounds of a list with few_splits, for each worker. soonest_run() cuts items of the greatest length into most_tasks_each() tasks at most,
-// and allows a run allowed_percent() of the keys of such a task. make_runs() makes runs of at least a quarter of the keys that are allowed.
-// So the number of splits is bounded by most_splits_each(): one more than these for each item, and there are no more items than workers.
-// Where the length of runs is a part of the load instead, there are at most nine splits for each worker. With verify's percentage two
-// pieces are not a run where one piece ends soonest.
+// Bounds of a list with few_splits, for each worker. soonest_runs() cuts items of the greatest length into most_tasks_each() tasks at most,
+// and allows a run allowed_percent() of the keys of such a task; some items may have runs of a quarter of that. make_runs() makes runs of
+// at least a quarter of the keys that are allowed. So the number of splits is bounded by most_splits_each(): one more than these for each
+// item, and there are no more items than workers. Where the length of runs is a part of the load instead, there are at most nine splits for
+// each worker. With verify's percentage two pieces are not a run where one piece ends soonest.
 inline int most_tasks_each(bool verify) { return verify ? 3 : 4; }
 inline int allowed_percent(bool verify) { return verify ? 125 : 150; }
 inline int most_splits_each(bool verify) {
-  return (400 * most_tasks_each(verify) + allowed_percent(verify) - 1) / allowed_percent(verify) + 1;
+  return (400 * kPiecesTogether * most_tasks_each(verify) + allowed_percent(verify) - 1) / allowed_percent(verify) + 1;
 }
 
-// Keys of a run in a list whose items have about the same length: the number with which the last task ends soonest. Workers that share a
-// multiprocessor share its speed, so that one of them alone is as fast as all.
-inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
+// Run lengths of a list whose items have about the same length and are fewer than workers: those with which the last task ends soonest.
+// Workers that share a multiprocessor share its speed, so that one of them alone is as fast as all. With few_splits some items may have
+// shorter runs than the others: those that would be in the last, incomplete round.
+inline RunLengths soonest_runs(const CutRules& rules, const Load& load, long workers) {
   // Times are in units of the time that a worker takes for a key. A task costs kTaskKeys besides its keys, and a launch that merges
   // kMergeKeys (fitted to an H200). Merging a split costs a fifth of the keys that split_kv_each asks of a piece: the worker merges with
   // all of its threads when it has no other task. Before that it merges with one warp, which takes three fifths. With few_splits a launch
@@ -171,28 +175,45 @@ inline long soonest_run(const CutRules& rules, const Load& load, long workers) {
   constexpr long kMergeByAll = 1, kMergeByWarp = 3, kMergeUnit = 5;  // one fifth and three
   constexpr long kLongestRun = 4;                                    // in pieces of longest_kv
   constexpr long kAllowedPercent = 125;  // a run is allowed a little more keys than were found best: items have about one length
+  constexpr long kWorthwhile = 90;       // per cent of the time with runs of one length
   const long least = larger(load.queries * long(rules.split_kv_each), 1);
   const long joined_last = (least * kMergeByAll + kMergeUnit - 1) / kMergeUnit, joined_before = least * kMergeByWarp / kMergeUnit;
   const long keys = load.longest, piece = piece_keys(rules, load.q_len, {0, int(keys)}, most_pieces(rules, load.q_len));
-  if (piece == 0) return keys;
+  if (piece == 0) return {0, keys, 0};
   const bool verify = of_merged_verify(rules);
-  long best = 0, soonest = 0;
-  for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
-    const long run = smaller(piece * pieces, keys), splits = (keys + run - 1) / run, tasks = splits * load.items;
-    if (rules.few_splits && tasks > most_tasks_each(verify) * workers && pieces < rules.most_in_run) continue;
-    const long rounds = (tasks * rules.workers_each + workers - 1) / workers;
+  // `computed`: keys that the last worker to end computes.
+  const auto time_of = [&](int tasks, long computed, int splits) {
     const long by_launch = splits > 1 ? kMergeKeys + tasks * least / workers : 0;
     const long joined = verify ? by_launch : splits * (tasks > workers ? joined_before : joined_last);
-    const long time = rounds * run + (tasks + workers - 1) / workers * kTaskKeys + joined;
-    if (best == 0 || (time < soonest && run <= kLongestRun * rules.longest_kv)) best = run, soonest = time;
+    return computed + (tasks + workers - 1) / workers * kTaskKeys + joined;
+  };
+  const auto rounds_of = [&](int tasks) { return (long(tasks) * rules.workers_each + workers - 1) / workers; };
+  const auto splits_of = [&](long run) { return int((keys + run - 1) / run); };
+  int best = 0, best_of_two = 0, first_of_rest = 0;  // of two: with runs of two lengths, the longer one
+  long soonest = 0, soonest_of_two = 0;
+  for (int pieces = 1; pieces <= rules.most_in_run; pieces *= kPiecesTogether) {
+    const long run = smaller(piece * pieces, keys), shorter = piece * pieces / kPiecesTogether;
+    const int splits = splits_of(run), tasks = splits * load.items;
+    if (rules.few_splits && tasks > most_tasks_each(verify) * workers && pieces < rules.most_in_run) continue;
+    const long time = time_of(tasks, rounds_of(tasks) * run, splits);
+    if (best == 0 || (time < soonest && run <= kLongestRun * rules.longest_kv)) best = int(run), soonest = time;
+    const long full_rounds = long(tasks) * rules.workers_each / workers;
+    const int first = int(full_rounds * workers / (long(splits) * rules.workers_each));  // items that full rounds take
+    if (!rules.few_splits || pieces == 1 || shorter >= keys || first == 0) continue;
+    const int tasks_of_rest = (load.items - first) * splits_of(shorter);
+    const long time_of_two =
+        time_of(first * splits + tasks_of_rest, full_rounds * run + rounds_of(tasks_of_rest) * shorter, kPiecesTogether);
+    if (best_of_two == 0 || time_of_two < soonest_of_two) best_of_two = int(run), soonest_of_two = time_of_two, first_of_rest = first;
   }
-  return best * (rules.few_splits ? allowed_percent(verify) : kAllowedPercent) / 100;
+  const long percent = rules.few_splits ? allowed_percent(of_merged_verify(rules)) : kAllowedPercent;
+  if (best_of_two == 0 || soonest_of_two * 100 >= soonest * kWorthwhile) return {0, best * percent / 100, 0};
+  return {best_of_two * percent / 100, best_of_two * percent / (100 * kPiecesTogether), first_of_rest};
 }
 
 // How long runs may be in a list. A round is as many items as there are workers.
 //   Items of about one length: items of full rounds stay whole, since they keep all workers busy and end at the same time. In the last,
 //   incomplete round a run has a worker's share of the round's keys and a quarter more, or two shares and an eighth while that is short, so
-//   that the last to end do not end much later than the others. A list of less than a round is cut as soonest_run() says.
+//   that the last to end do not end much later than the others. A list of less than a round is cut as soonest_runs() says.
 //   Items of different lengths do not end at the same time: a run has at most a worker's share of all keys, and at most longest_kv.
 //   Items of about one length that are few and very long get longest_kv too: the heads of a request, which read neighbouring keys, would
 //   not stay at the same keys.
@@ -203,9 +224,8 @@ inline RunLengths run_lengths(const CutRules& rules, const Load& load) {
   if (!rules.runs || load.items == 0) return {0, 0, 0};
   const bool small = long(load.queries) * rules.items_each <= rules.tile_q;
   const long workers = larger(rules.num_workers, 1) * (small ? rules.items_each : 1);
-  const bool about_one_length = load.longest * load.items <= load.keys * 5 / 4;  // the longest has a quarter more than the mean at most
-  if (!about_one_length) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
-  if (load.items < workers) return {0, soonest_run(rules, load, workers), 0};
+  if (!about_one_length(load.longest, load.keys, load.items)) return {0, smaller(load.keys / workers, rules.longest_kv), 0};
+  if (load.items < workers) return soonest_runs(rules, load, workers);
   const int rest = int(load.items % workers);
   const long share = load.keys * rest / (load.items * workers);
   const bool drift = load.longest > kVeryLong * rules.longest_kv && load.items < kFewRounds * workers;

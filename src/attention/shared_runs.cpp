@@ -99,7 +99,7 @@ class Shortening {
 
   // What an item costs a worker, in keys. Runs within the first `common` keys are shared by as many requests as `sharers`.
   int64_t cost_of(const CutItem& item, int run, int common, int sharers) const {
-    constexpr int kTaskKeys = 300, kMergePercent = 60;  // as in soonest_run() of cut_item.h
+    constexpr int kTaskKeys = 300, kMergePercent = 60;  // as in soonest_runs() of cut_item.h
     const int64_t split = int64_t(piece_of(item)) * run, splits = splits_of(item, run), shared = split == 0 ? 0 : common / split;
     const int64_t merge = splits > 1 ? splits * num_queries(item.whole) * policy_.split_kv_each * kMergePercent / 100 : 0;
     return shared * (split + kTaskKeys) / sharers + keys_of(item) - shared * split + (splits - shared) * kTaskKeys + merge;

@@ -167,6 +167,26 @@ TEST(ScheduleRuns, OtherListsHaveNone) {
   }
 }
 
+// Of lists of verify: runs of four pieces would fill two rounds of workers and a half, and runs of one piece be too many. So eight of ten
+// requests have runs of four pieces, which fill two rounds, and the others have single pieces.
+TEST(ScheduleRuns, ItemsOfTheLastRoundHaveShorterRuns) {
+  SchedulePolicy p{.tile_q = 1, .tile_kv = 32, .split_kv = 1024, .num_workers = 66, .max_splits = 64, .max_split_rows = 64};
+  p.longest_kv = INT32_MAX, p.split_kv_each = 241, p.runs = p.few_splits = true;  // as for latents of 128 heads
+  const auto runs_of = [&](int requests, int keys) {
+    Lengths lengths;
+    for (int r = 0; r < requests; ++r) lengths.add(1, keys);
+    Schedule s;
+    schedule(lengths.view(), {}, p, s);
+    std::map<int, int> counts;
+    for (const WorkItem& w : s.work) ++counts[w.kv_end - w.kv_begin];
+    return counts;
+  };
+  EXPECT_EQ(runs_of(10, 65536), (std::map<int, int>{{1024, 2 * 64}, {4096, 8 * 16}}));
+  EXPECT_EQ(runs_of(8, 65536), (std::map<int, int>{{4096, 8 * 16}}));  // two rounds, nearly
+  EXPECT_EQ(runs_of(1, 65536), (std::map<int, int>{{1024, 64}}));
+  EXPECT_EQ(runs_of(20, 16384), (std::map<int, int>{{1024, 4 * 16}, {4096, 16 * 4}}));
+}
+
 TEST(ScheduleRuns, LengthsNearTheEndOfIntDoNotOverflow) {
   const SchedulePolicy policy{.split_kv = 1 << 20, .max_splits = 7, .max_split_rows = 7, .runs = true};
   for (const int num_workers : {1, 3, 132}) {
