@@ -11,7 +11,7 @@ class OutsideShortConvPlan final : public OutsidePlan<ShortConvFamily> {
   using OutsidePlan::OutsidePlan;
 
   void update(const Batch& batch, Stream stream) override {
-    read_batch(spec_, limits_, batch, validate_, spare_);
+    read_batch(spec_.num_drafts, limits_, batch, validate_, spare_);
     const auto list = [](std::span<const int32_t> of) { return of.empty() ? nullptr : of.data(); };
     const imbrex_batch b{.struct_size = sizeof b,
                          .num_reqs = batch.num_reqs(),
@@ -35,7 +35,7 @@ class OutsideShortConvPlan final : public OutsidePlan<ShortConvFamily> {
   }
 
  private:
-  ShortConvStep now_, spare_;
+  StateStep now_, spare_;
 };
 
 }  // namespace

@@ -31,7 +31,7 @@ class ShortConvCpuPlan final : public ShortConvPlan {
       : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {}
 
   void update(const Batch& batch, Stream) override {
-    read_batch(spec_, options_.limits, batch, options_.validate, spare_.step);
+    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_.step);
     cut(spare_);
     std::swap(now_, spare_);
   }
@@ -71,7 +71,7 @@ class ShortConvCpuPlan final : public ShortConvPlan {
 
  private:
   struct Cut {
-    ShortConvStep step;
+    StateStep step;
     std::vector<ShortConvItem> items;
     std::vector<int> first_item{0};  // of each task, and the end
   };
@@ -80,7 +80,7 @@ class ShortConvCpuPlan final : public ShortConvPlan {
     c.items.clear();
     c.first_item.assign(1, 0);
     int tokens = 0;
-    for (const ShortConvRequest& r : c.step.requests) {
+    for (const StateRequest& r : c.step.requests) {
       for (int begin = r.begin; begin < r.end; begin += kShortConvTokens) {
         const int end = std::min(begin + kShortConvTokens, r.end);
         c.items.push_back({begin, end, r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh});

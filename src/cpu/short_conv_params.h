@@ -20,7 +20,7 @@ struct ShortConvParams {
 struct ShortConvItem {
   int begin, end;                  // tokens of the batch, out of
   int request_begin, request_end;  // those of the request
-  int slot, first_row, drafts;     // as in ShortConvRequest
+  int slot, first_row, drafts;     // as in StateRequest
   bool fresh;
 };
 

@@ -15,15 +15,15 @@ class Reference final : public ShortConvPlan {
   Reference(const ShortConvSpec& spec, const PlanOptions& options) : spec_(spec), options_(options) {}
 
   void update(const Batch& batch, Stream) override {
-    ShortConvStep next;
-    read_batch(spec_, options_.limits, batch, options_.validate, next);
+    StateStep next;
+    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, next);
     step_ = std::move(next);
   }
 
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
     if (step_.requests.empty()) return;
     check_run(spec_, {}, in, out, step_.num_tokens, step_.num_slots);
-    for (const ShortConvRequest& r : step_.requests)
+    for (const StateRequest& r : step_.requests)
       for (int d = 0; d < spec_.dim; ++d) run_channel(r, d, in, out);
   }
 
@@ -40,7 +40,7 @@ class Reference final : public ShortConvPlan {
     return load_as_double(element, spec_.dtype, 0);
   }
 
-  void run_channel(const ShortConvRequest& r, int d, const ShortConvInputs& in, const ShortConvOutputs& out) const {
+  void run_channel(const StateRequest& r, int d, const ShortConvInputs& in, const ShortConvOutputs& out) const {
     const size_t before = size_t(spec_.width) - 1, tokens = size_t(r.end - r.begin), drafts = size_t(r.drafts);
     const int64_t state = r.slot * in.state.stride(0) + d, dim = spec_.dim;
     std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
@@ -66,7 +66,7 @@ class Reference final : public ShortConvPlan {
 
   ShortConvSpec spec_;
   PlanOptions options_;
-  ShortConvStep step_;
+  StateStep step_;
 };
 
 class ShortConvReferenceBackend final : public BackendOf<ShortConvFamily> {

@@ -45,9 +45,9 @@ class FaultyConvPlan final : public ShortConvPlan {
       : spec_(spec), options_(options), mistake_(mistake) {}
 
   void update(const Batch& batch, Stream) override {
-    read_batch(spec_, options_.limits, batch, true, step_);
+    read_batch(spec_.num_drafts, options_.limits, batch, true, step_);
     items_.clear();
-    for (const ShortConvRequest& r : step_.requests)
+    for (const StateRequest& r : step_.requests)
       for (int begin = r.begin; begin < r.end; begin += kItemTokens) items_.push_back({&r, begin, std::min(begin + kItemTokens, r.end)});
   }
 
@@ -69,7 +69,7 @@ class FaultyConvPlan final : public ShortConvPlan {
     if (mistake_ == ConvMistake::a_row_too_many) store(out.out, step_.num_tokens * out.out.stride(0), 0);
     if (mistake_ == ConvMistake::before_the_outputs) out.out.as<char>()[-1] = 0;
     const int64_t slot = in.state.stride(0), row = in.state.stride(1);
-    for (const ShortConvRequest& r : step_.requests) {
+    for (const StateRequest& r : step_.requests) {
       const bool is_last = r.slot + 1 == in.state.size(0);
       if (mistake_ == ConvMistake::an_unread_slot) store(in.state, (is_last ? r.slot - 1 : r.slot + 1) * slot, 1);
       if (mistake_ == ConvMistake::one_row_too_many && r.drafts < spec_.num_drafts)
@@ -78,14 +78,14 @@ class FaultyConvPlan final : public ShortConvPlan {
     // This mistake takes slots to be in the order of requests.
     if (mistake_ == ConvMistake::a_request_without_tokens)
       for (int64_t s = 0; s < in.state.size(0); ++s)
-        if (std::ranges::none_of(step_.requests, [&](const ShortConvRequest& r) { return r.slot == s; })) store(in.state, s * slot, 0);
+        if (std::ranges::none_of(step_.requests, [&](const StateRequest& r) { return r.slot == s; })) store(in.state, s * slot, 0);
   }
 
   std::string str() const override { return "faulty"; }
 
  private:
   struct Item {
-    const ShortConvRequest* request;
+    const StateRequest* request;
     int begin, end;
   };
 
@@ -93,7 +93,7 @@ class FaultyConvPlan final : public ShortConvPlan {
   void store(const TensorView& t, int64_t at, float x) const { store_from_float(t.data, spec_.dtype, at, x); }
 
   // h of a token of the request, or of one gone by.
-  float h_of(const ShortConvRequest& r, int token, int d, const ShortConvInputs& in) const {
+  float h_of(const StateRequest& r, int token, int d, const ShortConvInputs& in) const {
     if (token < r.begin) {
       if ((r.fresh && mistake_ != ConvMistake::past_of_a_new_request) || mistake_ == ConvMistake::past_not_read) return 0;
       const int first = mistake_ == ConvMistake::accepted_not_looked_at ? 0 : r.first_row;
@@ -107,7 +107,7 @@ class FaultyConvPlan final : public ShortConvPlan {
   }
 
   void run_item(const Item& item, int d, const ShortConvInputs& in, const TensorView& out) const {
-    const ShortConvRequest& r = *item.request;
+    const StateRequest& r = *item.request;
     const int before = spec_.width - 1;
     std::vector<float> h;
     for (int t = item.begin - before; t < item.end; ++t)
@@ -141,7 +141,7 @@ class FaultyConvPlan final : public ShortConvPlan {
   ShortConvSpec spec_;
   PlanOptions options_;
   ConvMistake mistake_;
-  ShortConvStep step_;
+  StateStep step_;
   std::vector<Item> items_;
 };
 

@@ -299,7 +299,7 @@ TEST_P(ShortConvLaws, AGraphReplaysOtherBatches) {
     for (const bool on_device : {false, true}) {
       int captures = 0;
       const auto mirror = device_mirror(backend, {.in_graph = true, .captures = &captures});
-      const auto plan = mirror->plan(spec, GetParam().device, {.limits = limits_of(in), .on_device = on_device});
+      const auto plan = mirror->plan(spec, GetParam().device, {.limits = limits_of(in.requests), .on_device = on_device});
       ASSERT_TRUE(plan->capturable()) << spec.str();
       ShortConvRunOptions options;
       options.on_device = on_device;

@@ -135,11 +135,7 @@ void add_many(ConvTable& table) {
 
 }  // namespace
 
-int ShortConvCase::num_tokens() const {
-  int count = 0;
-  for (const ShortConvCaseRequest& r : requests) count += r.q_len;
-  return count;
-}
+int ShortConvCase::num_tokens() const { return imbrex::num_tokens(requests); }
 
 std::span<const ShortConvCase> short_conv_cases() {
   static const std::vector<ShortConvCase> all = [] {

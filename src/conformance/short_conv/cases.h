@@ -6,7 +6,7 @@
 #include <string_view>
 #include <vector>
 
-#include "conformance/poison.h"
+#include "conformance/state_case.h"
 #include "imbrex/short_conv.h"
 
 namespace imbrex {
@@ -19,13 +19,7 @@ enum class ShortConvValues : uint8_t {
   large   // now and then beyond what an f16 holds: infinite there
 };
 
-struct ShortConvCaseRequest {
-  int q_len = 0;        // tokens of the step
-  int context_len = 0;  // tokens gone by; 0: the state holds nothing
-  int drafts = 0;       // of q_len, the last so many may be taken back
-  int accepted = 0;     // of the drafts of the step before: the row of the state that is read first
-  int id = 0;           // seeds the contents: the same id and position give the same numbers in any batch
-};
+using ShortConvCaseRequest = StateCaseRequest;
 
 struct ShortConvCase {
   std::string name;  // letters, digits, underscores; "width_4_verify"

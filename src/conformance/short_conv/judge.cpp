@@ -9,26 +9,13 @@
 #include <limits>
 #include <span>
 
+#include "conformance/precision.h"
 #include "core/check.h"
 #include "core/float_types.h"
 #include "short_conv/reference.h"
 
 namespace imbrex {
 namespace {
-
-constexpr double kFloatRounding = 0x1p-24, kSmallestFloat = 0x1p-149;
-
-// Half of a unit in the last place, as a share of a number; and the smallest number above zero.
-struct Precision {
-  double rounding, smallest;
-};
-Precision precision_of(DType dtype) {
-  switch (dtype) {
-    case DType::f16: return {0x1p-11, 0x1p-24};
-    case DType::bf16: return {0x1p-8, 0x1p-133};
-    default: return {kFloatRounding, kSmallestFloat};
-  }
-}
 
 double rounded_to(DType dtype, double x) {
   char element[sizeof(int64_t)];  // of the widest type

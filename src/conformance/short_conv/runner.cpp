@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
-#include <random>
 
 #include "core/check.h"
 #include "core/float_types.h"
@@ -44,7 +42,7 @@ class ConvRunner {
     hand_out_slots();
     result_.out.assign(size_t(in_.num_tokens()) * size_t(spec_.dim), 0.f);
     result_.state = in_.state;
-    for (const ShortConvParts& parts : options_.steps.empty() ? steps_of(in_, options_.chunk) : options_.steps) run_step(parts);
+    for (const ShortConvParts& parts : options_.steps.empty() ? steps_of(in_.requests, options_.chunk) : options_.steps) run_step(parts);
     return std::move(result_);
   }
 
@@ -56,33 +54,13 @@ class ConvRunner {
   }
 
   void hand_out_slots() {
-    std::vector<int32_t> ids(static_cast<size_t>(num_slots_));
-    std::iota(ids.begin(), ids.end(), 0);
-    std::mt19937_64 random(options_.slot_seed);
-    for (size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[random() % i]);
-    slots_.assign(ids.begin(), ids.begin() + long(in_.requests.size()));
+    slots_ = shuffled_slots(num_slots_, in_.requests.size(), options_.slot_seed);
     for (size_t r = 0; r < slots_.size(); ++r)
       for (int row = 0; in_.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
         std::memcpy(state_.at(slots_[r], row), state_row(in_.state, r, row), row_bytes());
   }
 
-  struct Lists {
-    std::vector<int32_t> query_start_loc{0}, seq_lens, slots, drafts, accepted;
-  };
-  Lists lists_of(const ShortConvParts& parts) const {
-    Lists lists;
-    for (size_t r = 0; r < parts.size(); ++r) {
-      const ShortConvPart& p = parts[r];
-      lists.query_start_loc.push_back(lists.query_start_loc.back() + p.end - p.begin);
-      lists.seq_lens.push_back(in_.requests[r].context_len + p.end);
-      lists.slots.push_back(p.end > p.begin ? slots_[r] : poison_index(options_.poison));
-      lists.drafts.push_back(p.drafts);
-      lists.accepted.push_back(p.accepted);
-    }
-    return lists;
-  }
-
-  void update(Lists& lists) {
+  void update(StateLists& lists) {
     if (options_.on_device) {
       DeviceBatch batch;
       batch.query_start_loc = list_view(lists.query_start_loc);
@@ -94,12 +72,7 @@ class ConvRunner {
       for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
       return;
     }
-    Batch batch;
-    batch.query_start_loc = lists.query_start_loc;
-    batch.seq_lens = lists.seq_lens;
-    batch.state_slots = lists.slots;
-    if (spec_.num_drafts > 0) batch.num_drafts = lists.drafts, batch.accepted_drafts = lists.accepted;
-    plan_.update(batch);
+    plan_.update(lists.batch(spec_.num_drafts > 0));
   }
 
   // Rows of the state that the step does not read belong to no request before it, and are poisoned.
@@ -114,7 +87,7 @@ class ConvRunner {
   }
 
   void run_step(const ShortConvParts& parts) {
-    Lists lists = lists_of(parts);
+    StateLists lists(in_.requests, parts, slots_, options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     SpreadTensor bcx(spec_.dtype, rows, 1, 3 * int64_t(spec_.dim), options_.poison, options_.gaps),
         out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);
@@ -182,32 +155,10 @@ ShortConvRunOptions default_options(const ShortConvCase& c) {
   return options;
 }
 
-std::vector<ShortConvParts> steps_of(const ShortConvCaseInputs& in, int chunk) {
-  std::vector<ShortConvParts> steps;
-  for (bool more = true; more;) {
-    more = false;
-    ShortConvParts parts;
-    for (size_t r = 0; r < in.requests.size(); ++r) {
-      const ShortConvCaseRequest& request = in.requests[r];
-      const int begin = steps.empty() ? 0 : steps.back()[r].end, end = chunk > 0 ? std::min(request.q_len, begin + chunk) : request.q_len;
-      parts.push_back(chunk > 0 ? ShortConvPart{begin, end} : ShortConvPart{begin, end, request.drafts, request.accepted});
-      more = more || end < request.q_len;
-    }
-    steps.push_back(std::move(parts));
-  }
-  return steps;
-}
-
-PlanLimits limits_of(const ShortConvCaseInputs& in) {
-  PlanLimits limits{.max_num_reqs = std::max(1, int(in.requests.size())), .max_num_tokens = std::max(1, in.num_tokens()), .max_seq_len = 1};
-  for (const ShortConvCaseRequest& r : in.requests) limits.max_seq_len = std::max(limits.max_seq_len, r.context_len + r.q_len);
-  return limits;
-}
-
 ShortConvRunResult run_case(const BackendOf<ShortConvFamily>& backend, const DeviceInfo& device, const ShortConvCaseInputs& in,
                             const ShortConvRunOptions& options) {
   PlanOptions plan_options;
-  plan_options.limits = limits_of(in);
+  plan_options.limits = limits_of(in.requests);
   plan_options.threads = options.threads;
   plan_options.on_device = options.on_device;
   plan_options.load_on_demand = true;

@@ -9,12 +9,8 @@
 
 namespace imbrex {
 
-// Tokens [begin, end) of a request, counted from its first one in the case, as a step has them.
-struct ShortConvPart {
-  int begin = 0, end = 0;
-  int drafts = 0, accepted = 0;  // as in ShortConvCaseRequest
-};
-using ShortConvParts = std::vector<ShortConvPart>;  // of each request
+using ShortConvPart = StatePart;
+using ShortConvParts = StateParts;
 
 // How a case is run; none of it may change the result.
 struct ShortConvRunOptions {
@@ -32,8 +28,6 @@ struct ShortConvRunOptions {
   std::function<void(const ShortConvPlan&, const ShortConvInputs&, const ShortConvOutputs&)> run;
 };
 ShortConvRunOptions default_options(const ShortConvCase&);
-// Steps that compute `chunk` tokens of one request each.
-std::vector<ShortConvParts> steps_of(const ShortConvCaseInputs&, int chunk);
 
 struct ShortConvRunResult {
   std::vector<float> out;               // [T, dim], of the last step that had the token
@@ -44,6 +38,5 @@ struct ShortConvRunResult {
 ShortConvRunResult run_case(const BackendOf<ShortConvFamily>&, const DeviceInfo&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
 // Runs a case with an existing plan, whose limits must be large enough.
 ShortConvRunResult run_case(ShortConvPlan&, const ShortConvCaseInputs&, const ShortConvRunOptions&);
-PlanLimits limits_of(const ShortConvCaseInputs&);
 
 }  // namespace imbrex

@@ -72,7 +72,7 @@ class ShortConvCudaPlan final : public ShortConvPlan {
     ShortConvGrid grid;
   };
   struct Step {
-    ShortConvStep step;
+    StateStep step;
     bool on_device = false;  // the host knows no more than how many tokens there may be
   };
 
@@ -87,8 +87,8 @@ class ShortConvCudaPlan final : public ShortConvPlan {
     }
     module_ = module, entries_ = std::move(entries);
   }
-  void check_captured(const ShortConvStep&) const;
-  void put(const ShortConvStep&);
+  void check_captured(const StateStep&) const;
+  void put(const StateStep&);
 
   ShortConvSpec spec_;
   DeviceInfo device_;
@@ -112,28 +112,28 @@ class ShortConvCudaPlan final : public ShortConvPlan {
 
 // Checks the slots of a step against the state of a captured graph, as run() does outside of graphs. The numbers of rows are not checked,
 // since the graph may not be replayed for this step.
-void ShortConvCudaPlan::check_captured(const ShortConvStep& step) const {
+void ShortConvCudaPlan::check_captured(const StateStep& step) const {
   check(step.num_slots <= captured_slots_, "update.captured_cache", "a captured graph has a state of {} slots, the batch has slot {}",
         captured_slots_, step.num_slots - 1);
 }
 
-StateCounts counts_of(const ShortConvStep& step) {
+StateCounts counts_of(const StateStep& step) {
   return {.num_tokens = step.num_tokens, .num_reqs = int(step.requests.size()), .padding = {}};
 }
 
 // Into pinned memory, from where they are sent.
-void ShortConvCudaPlan::put(const ShortConvStep& step) {
+void ShortConvCudaPlan::put(const StateStep& step) {
   const size_t count = step.requests.size();
   memory_->begin();
   *memory_->put(counts_, 1) = counts_of(step);
   StateRequest* to = memory_->put(requests_, count + 1);
-  for (const ShortConvRequest& r : step.requests)
+  for (const imbrex::StateRequest& r : step.requests)
     *to++ = {.begin = r.begin, .slot = r.slot, .first_row = r.fresh ? -1 : r.first_row, .drafts = r.drafts};
   *to = {.begin = step.num_tokens, .slot = -1, .first_row = -1, .drafts = 0};
 }
 
 void ShortConvCudaPlan::update(const Batch& batch, Stream stream) {
-  read_batch(spec_, options_.limits, batch, options_.validate, spare_.step);
+  read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_.step);
   spare_.on_device = false;
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
@@ -200,7 +200,7 @@ std::vector<Reason> ShortConvCudaPlan::device_problems(Stream stream) {
 void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const {
   check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
         str());
-  const ShortConvStep& step = now_.step;
+  const StateStep& step = now_.step;
   const CurrentContext current(*context_);
   const CUstream cu = cu_stream(stream);
   const bool captured = is_captured(cu);

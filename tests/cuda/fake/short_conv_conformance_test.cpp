@@ -63,7 +63,7 @@ TEST_F(ShortConvOnFakeDriver, OneGraphForAllSteps) {
     for (const bool on_device : {false, true}) {
       int captures = 0;
       const auto mirror = device_mirror(backend, {.in_graph = true, .captures = &captures});
-      const auto plan = mirror->plan(in.spec, device, {.limits = limits_of(in), .on_device = on_device});
+      const auto plan = mirror->plan(in.spec, device, {.limits = limits_of(in.requests), .on_device = on_device});
       EXPECT_TRUE(plan->capturable());
       ShortConvRunOptions options;
       options.on_device = on_device;
