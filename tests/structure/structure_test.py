@@ -22,12 +22,13 @@ ARROWS = {
     "family": {"family", "core"},
     "attention": {"attention", "family", "core"},
     "short_conv": {"short_conv", "family", "core"},
+    "recurrent": {"recurrent", "family", "core"},
     "mla": {"mla", "attention", "family", "core"},
     "model": {"model", "attention", "short_conv", "mla", "family", "core"},
-    "cpu": {"cpu", "attention", "short_conv", "mla", "family", "core"},
+    "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
     "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
-    "conformance": {"conformance", "attention", "short_conv", "mla", "family", "core"},
+    "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "mla", "family", "core"},
@@ -48,6 +49,7 @@ REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
 PUBLIC_SHORT_CONV = {"short_conv.h"}
+PUBLIC_RECURRENT = {"recurrent.h"}
 PUBLIC_MLA = {"mla.h"}
 PUBLIC_MODEL = {"model.h"}
 PUBLIC_API = {"imbrex.h", "imbrex.hpp", "plugin.h"}
@@ -74,7 +76,7 @@ def includes(path):
 
 
 def folder_of_public(name):
-    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
+    for folder, names in (("core", PUBLIC_CORE), ("family", PUBLIC_FAMILY), ("short_conv", PUBLIC_SHORT_CONV), ("recurrent", PUBLIC_RECURRENT), ("mla", PUBLIC_MLA), ("model", PUBLIC_MODEL), ("api", PUBLIC_API)):
         if name in names:
             return folder
     return "attention"
@@ -98,7 +100,7 @@ def resolve(root, path, name, texts):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cpu, conformance -> recurrent -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src"):
@@ -168,7 +170,7 @@ def check_kernels(root):
     """
     problems = []
     kernels = root / "src/cpu/kernels"
-    allowed_files = {(root / name).resolve() for name in ("src/cpu/params.h", "src/cpu/short_conv_params.h", "src/cpu/head_products_params.h",
+    allowed_files = {(root / name).resolve() for name in ("src/cpu/params.h", "src/cpu/short_conv_params.h", "src/cpu/recurrent_params.h", "src/cpu/head_products_params.h",
                                                           "src/attention/ds_mla.h", "include/imbrex/work.h")}
     todo = list(sources(root, "src/cpu/kernels"))
     seen = {path.resolve() for path in todo}

@@ -1,0 +1,188 @@
+// See cases.h.
+#include "conformance/recurrent/cases.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "core/check.h"
+
+namespace imbrex {
+namespace {
+
+constexpr DType kRecurrentTypes[] = {DType::bf16, DType::f32, DType::f16};
+constexpr const char* kRecurrentLayers[] = {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"};
+
+// A kind of step, or of steps that compute the same requests in chunks.
+struct RecurrentSteps {
+  const char* name;
+  StateCaseRequests requests;
+  int chunk = 0, num_drafts = 0;
+};
+
+// Lengths around 16 and 64, which chunked kernels cut at.
+const std::vector<RecurrentSteps>& recurrent_steps() {
+  static const std::vector<RecurrentSteps> all{
+      {"prefill", {{70}, {3}, {128}, {1}}},
+      {"history", {{65, 40}, {2, 1}, {130, 7}, {1, 300}}},
+      {"chunked", {{150}, {33, 20}, {5}, {64, 64}}, 37},
+      {"decode", {{1, 19}, {1, 131}, {1, 1}, {1, 2}}},
+      {"mixed", {{1, 99}, {0, 0}, {79, 0}, {0, 25}, {6, 65}, {1, 0}, {17, 2}}},
+      {"verify",
+       {{5, 140, 4, 2}, {2, 7, 1, 0}, {4, 33, 4, 4}, {1, 9, 0, 3}, {9, 0, 3, 0}, {0, 12, 0, 1}, {4, 0, 4, 0}, {20, 3, 2, 1}},
+       0,
+       4},
+  };
+  return all;
+}
+
+// Collects cases; what an axis leaves open changes from one case to the next.
+struct RecurrentTable {
+  std::vector<RecurrentCase> cases;
+
+  RecurrentSpec next_spec() const {
+    const size_t n = cases.size();
+    RecurrentSpec spec = recurrent_layer(kRecurrentLayers[n % std::size(kRecurrentLayers)]);
+    spec.dtype = kRecurrentTypes[n % std::size(kRecurrentTypes)];
+    spec.layout = StateLayout(n / 2 % 2);
+    return spec;
+  }
+  RecurrentCase& add(std::string name, const RecurrentSpec& spec, StateCaseRequests requests) {
+    const size_t n = cases.size();
+    RecurrentCase c{.name = std::move(name), .spec = spec, .requests = std::move(requests), .gaps = Gaps(n / 3 % 3)};
+    for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+    c.padding_tokens = int(n / 2 % 4);
+    c.float_gates = n % 4 != 1;
+    c.seed = n + 1;
+    cases.push_back(std::move(c));
+    return cases.back();
+  }
+  RecurrentCase& add(const std::string& name, RecurrentSpec spec, const RecurrentSteps& steps) {
+    spec.num_drafts = steps.num_drafts;
+    RecurrentCase& c = add(name + "_" + steps.name, spec, steps.requests);
+    c.chunk = steps.chunk;
+    return c;
+  }
+};
+
+void add_recurrent_axes(RecurrentTable& table) {
+  for (const RecurrentSteps& steps : recurrent_steps()) {
+    for (const char* layer : kRecurrentLayers)
+      for (const StateLayout layout : {StateLayout::k_first, StateLayout::v_first}) {
+        RecurrentSpec spec = recurrent_layer(layer);
+        spec.layout = layout;
+        table.add(fmt::format("{}_{}", layer, to_string(layout)), spec, steps);
+      }
+    for (const DType dtype : kRecurrentTypes)
+      for (const DType state : kRecurrentTypes) {
+        RecurrentSpec spec = table.next_spec();
+        spec.dtype = dtype, spec.state_dtype = state;
+        table.add(fmt::format("types_{}_{}", to_string(dtype), to_string(state)), spec, steps);
+      }
+    for (const auto& [name, values] : {std::pair{"none", RecurrentValues::none},
+                                       {"forgetful", RecurrentValues::forgetful},
+                                       {"same_keys", RecurrentValues::same_keys},
+                                       {"extreme", RecurrentValues::extreme}})
+      for (const char* layer : {"gdn", "kda", "mamba2"})
+        table.add(fmt::format("values_{}_{}", name, layer), recurrent_layer(layer), steps).values = values;
+    for (const Gaps gaps : {Gaps::none, Gaps::aligned, Gaps::odd})
+      table.add(fmt::format("gaps_{}", to_string(gaps)), table.next_spec(), steps).gaps = gaps;
+  }
+}
+
+void add_recurrent_shapes(RecurrentTable& table) {
+  const StateCaseRequests requests{{19, 5}, {1, 30}, {34}};
+  for (const auto& [k, v] : {std::pair{128, 128}, {64, 64}, {256, 256}, {16, 1}, {128, 64}, {96, 80}, {7, 5}, {33, 31}, {1, 1}, {200, 130}})
+    for (const char* layer : {"gdn", "kda", "lightning"}) {
+      RecurrentSpec spec = recurrent_layer(layer);
+      spec.head_dim_k = k, spec.head_dim_v = v;
+      spec.layout = StateLayout(table.cases.size() % 2);
+      table.add(fmt::format("dims_{}_{}_{}", k, v, layer), spec, requests);
+    }
+  for (const auto& [k_heads, v_heads] : {std::pair{1, 1}, {1, 2}, {2, 6}, {1, 4}, {3, 3}, {5, 20}}) {
+    RecurrentSpec spec = recurrent_layer("gdn");
+    spec.num_k_heads = k_heads, spec.num_v_heads = v_heads, spec.head_dim_k = 32, spec.head_dim_v = 48;
+    table.add(fmt::format("heads_{}_{}", k_heads, v_heads), spec, requests);
+  }
+  // Settings that no layer above has, one at a time.
+  const auto changed = [&](const char* name, const char* layer, const auto& change) {
+    RecurrentSpec spec = recurrent_layer(layer);
+    change(spec);
+    table.add(fmt::format("setting_{}_{}", name, layer), spec, requests);
+  };
+  changed("log", "gdn", [](RecurrentSpec& s) { s.gate = RecurrentGate::log; });
+  changed("log", "kda", [](RecurrentSpec& s) { s.gate = RecurrentGate::log; });
+  changed("beta_as_given", "gdn", [](RecurrentSpec& s) { s.sigmoid_beta = false; });
+  changed("negative_eigenvalues", "gdn", [](RecurrentSpec& s) { s.beta_scale = 2; });
+  changed("skip", "gdn", [](RecurrentSpec& s) { s.skip = true; });
+  changed("no_norm", "kda", [](RecurrentSpec& s) { s.qk_norm = false; });
+  changed("no_skip", "mamba2", [](RecurrentSpec& s) { s.skip = false; });
+  changed("limits", "mamba2", [](RecurrentSpec& s) { s.gate_min = 0.2f, s.gate_max = 0.6f; });
+  changed("channel_rates", "lightning", [](RecurrentSpec& s) { s.channel_rates = true; });
+  changed("channel_rates", "kda", [](RecurrentSpec& s) { s.channel_rates = true; });
+  changed("scale", "gdn", [](RecurrentSpec& s) { s.scale = 0.3f; });
+}
+
+void add_recurrent_lengths(RecurrentTable& table) {
+  for (const int q_len : {1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 129, 257})
+    for (const int context : {0, 1, 9}) table.add(fmt::format("length_{}_after_{}", q_len, context), table.next_spec(), {{q_len, context}});
+  for (const int most : {1, 3, 7}) {
+    RecurrentSpec spec = table.next_spec();
+    spec.num_drafts = most;
+    table.add(fmt::format("drafts_{}", most), spec,
+              {{most, 40, most, most},
+               {most + 1, 3, most, 0},
+               {1, 77, 0, most},
+               {1, 1, 1, 0},
+               {most, 0, most, 0},
+               {30, 5, most / 2, (most + 1) / 2}});
+  }
+  for (const int count : {17, 60}) {
+    StateCaseRequests requests;
+    for (int r = 0; r < count; ++r) requests.push_back({r % 5, r % 3 == 0 ? 0 : r % 11});
+    table.add(fmt::format("requests_{}", count), table.next_spec(), requests);
+  }
+  table.add("requests_none", table.next_spec(), StateCaseRequests{});
+  table.add("requests_without_tokens", table.next_spec(), {{0, 0}, {0, 5}});
+}
+
+}  // namespace
+
+RecurrentSpec recurrent_layer(std::string_view name) {
+  RecurrentSpec spec{.num_k_heads = 2, .num_v_heads = 2, .head_dim_k = 64, .head_dim_v = 64};
+  if (name == "gdn") {
+    spec.num_v_heads = 4, spec.delta = spec.sigmoid_beta = spec.qk_norm = true;
+  } else if (name == "kda" || name == "kda_bounded") {
+    spec.delta = spec.sigmoid_beta = spec.qk_norm = spec.channel_gate = true;
+    if (name == "kda_bounded") spec.gate = RecurrentGate::sigmoid, spec.gate_min = -5;
+  } else if (name == "lightning") {
+    spec.gate = RecurrentGate::fixed, spec.scale = 1;
+  } else if (name == "mamba2") {
+    spec.num_k_heads = 1, spec.scaled_values = spec.skip = true, spec.scale = 1;
+  } else if (name == "mamba1") {
+    spec = {.num_k_heads = 1,
+            .num_v_heads = 24,
+            .head_dim_k = 16,
+            .head_dim_v = 1,
+            .channel_rates = true,
+            .scaled_values = true,
+            .skip = true,
+            .scale = 1};
+  } else {
+    fail("conformance.layer", "expected gdn, kda, kda_bounded, lightning, mamba2 or mamba1, got {}", name);
+  }
+  return spec;
+}
+
+std::span<const RecurrentCase> recurrent_cases() {
+  static const std::vector<RecurrentCase> all = [] {
+    RecurrentTable table;
+    add_recurrent_axes(table);
+    add_recurrent_shapes(table);
+    add_recurrent_lengths(table);
+    return table.cases;
+  }();
+  return all;
+}
+
+}  // namespace imbrex

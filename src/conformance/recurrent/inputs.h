@@ -1,0 +1,26 @@
+#pragma once
+// The tensors of one case of recurrent layers, in host memory, made from the table's seeds.
+#include "conformance/host_tensor.h"
+#include "conformance/recurrent/cases.h"
+
+namespace imbrex {
+
+struct RecurrentCaseInputs {
+  RecurrentSpec spec;
+  StateCaseRequests requests;
+  HostTensor q, k;              // [T, num_k_heads, head_dim_k]
+  HostTensor v;                 // [T, num_v_heads, head_dim_v]
+  HostTensor gate;              // [T, 1, num_v_heads], or [T, num_v_heads, head_dim_k], where there are gates
+  HostTensor beta;              // [T, 1, num_v_heads], with the delta rule
+  HostTensor rates, gate_bias;  // f32, as in RecurrentInputs
+  HostTensor skip;
+  HostTensor state;  // [R, state_rows, num_v_heads, ..] of each request before the step; only the row that it reads is not zero
+
+  int64_t head_numbers() const { return int64_t(spec.head_dim_k) * spec.head_dim_v; }  // of a state
+  int64_t row_numbers() const { return spec.num_v_heads * head_numbers(); }
+};
+
+// Makes the inputs of a case: the same bits on every machine, and of a request's position in any batch.
+RecurrentCaseInputs make_inputs(const RecurrentCase&);
+
+}  // namespace imbrex

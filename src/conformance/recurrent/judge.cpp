@@ -1,0 +1,214 @@
+// See judge.h.
+#include "conformance/recurrent/judge.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "conformance/precision.h"
+#include "core/check.h"
+
+namespace imbrex {
+namespace {
+
+// Roundings of a number that an operation, or a short chain of them, may have.
+constexpr double kRoundings = 8;
+
+// A value head of a request, from the state before the step on.
+class ExactHead {
+ public:
+  ExactHead(const RecurrentCaseInputs& in, size_t request, int head, int64_t first_token, RecurrentExpected& expected)
+      : in_(in),
+        spec_(in.spec),
+        request_(request),
+        head_(head),
+        token_(first_token),
+        expected_(expected),
+        s_(size_t(in.head_numbers())),
+        error_(s_.size()) {}
+
+  void run(int chunk) {
+    const StateCaseRequest& r = in_.requests[request_];
+    if (r.context_len > 0)
+      for (size_t i = 0; i < s_.size(); ++i) s_[i] = in_.state.get(at_of(r.accepted) + index_of(i));
+    for (int row = 0; row < spec_.state_rows(); ++row)
+      for (size_t i = 0; i < s_.size(); ++i) expected_.state[size_t(at_of(row)) + i] = expected_.allowed_state[size_t(at_of(row)) + i] = 0;
+    if (r.q_len == r.drafts) take_state(0);
+    for (int t = 0; t < r.q_len; ++t, ++token_) {
+      if (chunk > 0 && t > 0 && t % chunk == 0) hand_on();
+      step();
+      if (t + 1 >= r.q_len - r.drafts) take_state(t + 1 - (r.q_len - r.drafts));
+    }
+  }
+
+ private:
+  // Numbers here are in the order [head_dim_k, head_dim_v], in memory in that of the layout.
+  int64_t index_of(size_t i) const {
+    const auto k = int64_t(i) / spec_.head_dim_v, v = int64_t(i) % spec_.head_dim_v;
+    return spec_.layout == StateLayout::k_first ? int64_t(i) : v * spec_.head_dim_k + k;
+  }
+  int64_t at_of(int row) const { return ((int64_t(request_) * spec_.state_rows() + row) * spec_.num_v_heads + head_) * in_.head_numbers(); }
+  void take_state(int row) {
+    const Precision precision = precision_of(spec_.state_dtype);
+    for (size_t i = 0; i < s_.size(); ++i) {
+      const auto at = size_t(at_of(row) + index_of(i));
+      expected_.state[at] = s_[i];
+      expected_.allowed_state[at] = error_[i] + precision.rounding * std::abs(s_[i]) + precision.smallest;
+    }
+  }
+
+  // A step ends: the state is rounded. The delta rule spreads the errors that the channels of a value have among them.
+  void hand_on() {
+    const auto dim_v = size_t(spec_.head_dim_v);
+    const double rounding = precision_of(spec_.state_dtype).rounding;
+    for (size_t v = 0; v < dim_v; ++v) {
+      double squares = 0;
+      for (size_t i = v; i < s_.size(); i += dim_v) squares += s_[i] * s_[i];
+      const double mean = std::sqrt(squares * double(dim_v) / double(s_.size()));
+      for (size_t i = v; i < s_.size(); i += dim_v) error_[i] += rounding * (std::abs(s_[i]) + (spec_.delta ? mean : 0));
+    }
+  }
+
+  double number(const HostTensor& t, int64_t head, int64_t i) const { return t.get((token_ * t.sizes[1] + head) * t.sizes[2] + i); }
+  static double of_channel(const HostTensor& t, int head, int k) {
+    return t.empty() ? 0 : t.sizes.size() == 2 ? t.get(head * t.sizes[1] + k) : t.get(head);
+  }
+  double gate_of(int k) const {
+    if (in_.gate.empty()) return 0;
+    const double x = spec_.channel_gate ? number(in_.gate, head_, k) : number(in_.gate, 0, head_);
+    return spec_.gate == RecurrentGate::log ? x : x + of_channel(in_.gate_bias, head_, k);
+  }
+  double step_size(int k) const {
+    const double x = gate_of(k), s = x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x));
+    return std::max(double(spec_.gate_min), spec_.gate_max > 0 ? std::min(s, double(spec_.gate_max)) : s);
+  }
+  double log_decay(int k) const {
+    const double rate = of_channel(in_.rates, head_, k);
+    switch (spec_.gate) {
+      case RecurrentGate::fixed: return -rate;
+      case RecurrentGate::log: return gate_of(k);
+      case RecurrentGate::softplus: return -std::exp(rate) * step_size(k);
+      case RecurrentGate::sigmoid: return spec_.gate_min / (1 + std::exp(-std::exp(rate) * gate_of(k)));
+    }
+    return 0;
+  }
+  std::vector<double> key(const HostTensor& t, double factor) const {
+    const int head = head_ / (spec_.num_v_heads / spec_.num_k_heads);
+    std::vector<double> row(size_t(spec_.head_dim_k), 0.);
+    double squares = spec_.qk_norm ? 1e-6 : 1;
+    for (size_t i = 0; i < row.size(); ++i) {
+      row[i] = number(t, head, int64_t(i));
+      if (spec_.qk_norm) squares += row[i] * row[i];
+    }
+    for (double& x : row) x *= factor / std::sqrt(squares);
+    return row;
+  }
+
+  void step() {
+    const std::vector<double> q = key(in_.q, spec_.scale != 0 ? double(spec_.scale) : 1 / std::sqrt(double(spec_.head_dim_k))),
+                              k = key(in_.k, 1);
+    const auto dim_v = size_t(spec_.head_dim_v);
+    const double unit = kRoundings * kFloatRounding;
+    for (size_t c = 0; c < k.size(); ++c) {
+      const double g = log_decay(int(c)), factor = std::exp(g);
+      for (size_t v = 0; v < dim_v; ++v) {
+        double& x = s_[c * dim_v + v];
+        x *= factor;
+        error_[c * dim_v + v] = factor * error_[c * dim_v + v] + unit * (1 + std::abs(g)) * std::abs(x) + kSmallestFloat;
+      }
+    }
+    double beta = 1;
+    if (spec_.delta) {
+      const double given = in_.beta.get(token_ * spec_.num_v_heads + head_);
+      beta = double(spec_.beta_scale) * (spec_.sigmoid_beta ? 1 / (1 + std::exp(-given)) : given);
+    }
+    const double scaled = spec_.scaled_values ? step_size(0) : 1;
+    for (size_t v = 0; v < dim_v; ++v) {
+      const double given = number(in_.v, head_, int64_t(v));
+      double u = given * scaled, size = std::abs(u);
+      for (size_t c = 0; spec_.delta && c < k.size(); ++c) {
+        u -= k[c] * s_[c * dim_v + v];
+        size += std::abs(k[c] * s_[c * dim_v + v]);
+      }
+      u *= beta, size *= std::abs(beta);
+      const double skipped = spec_.skip ? in_.skip.get(head_) * given : 0;
+      double y = skipped, terms = std::abs(skipped), error = 0;
+      for (size_t c = 0; c < k.size(); ++c) {
+        double& x = s_[c * dim_v + v];
+        x += k[c] * u;
+        double& off = error_[c * dim_v + v];
+        off += unit * (std::abs(k[c]) * size + std::abs(x));
+        y += q[c] * x;
+        terms += std::abs(q[c] * x);
+        error += std::abs(q[c]) * off;
+      }
+      const size_t at = (size_t(token_) * size_t(spec_.num_v_heads) + size_t(head_)) * dim_v + v;
+      const Precision precision = precision_of(spec_.dtype);
+      expected_.out[at] = y;
+      expected_.allowed[at] = error + unit * terms + precision.rounding * std::abs(y) + precision.smallest;
+    }
+  }
+
+  const RecurrentCaseInputs& in_;
+  const RecurrentSpec& spec_;
+  size_t request_;
+  int head_;
+  int64_t token_;
+  RecurrentExpected& expected_;
+  std::vector<double> s_, error_;
+};
+
+// The share of what is allowed that an error is.
+double share_of(double actual, double wanted, double allowed) {
+  const double error = std::abs(actual - wanted);
+  return std::isfinite(error) ? error / allowed : std::numeric_limits<double>::infinity();
+}
+
+}  // namespace
+
+RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk) {
+  RecurrentExpected expected;
+  expected.out.resize(size_t(num_tokens(in.requests)) * size_t(in.spec.num_v_heads) * size_t(in.spec.head_dim_v));
+  expected.allowed.resize(expected.out.size());
+  expected.state.resize(size_t(in.state.num_elements()));
+  expected.allowed_state.resize(expected.state.size());
+  for (size_t i = 0; i < expected.state.size(); ++i) expected.state[i] = in.state.get(int64_t(i));
+  int64_t token = 0;
+  for (size_t r = 0; r < in.requests.size(); ++r) {
+    for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head) ExactHead(in, r, head, token, expected).run(chunk);
+    token += in.requests[r].q_len;
+  }
+  return expected;
+}
+
+RecurrentJudgement judge(const RecurrentExpected& expected, const RecurrentCaseInputs& in, const RecurrentRunResult& result) {
+  check(result.out.size() == expected.out.size(), "conformance.size", "expected {} values, got {}", expected.out.size(), result.out.size());
+  RecurrentJudgement j;
+  if (!result.violations.empty()) j.failure = result.violations.front();
+  const size_t dim = size_t(in.spec.head_dim_v), heads = size_t(in.spec.num_v_heads);
+  for (size_t i = 0; i < result.out.size(); ++i) {
+    const double actual = double(result.out[i]), share = share_of(actual, expected.out[i], expected.allowed[i]);
+    j.error.max = std::max(j.error.max, std::abs(actual - expected.out[i]));
+    j.error.mean += std::abs(actual - expected.out[i]) / double(result.out.size());
+    j.bound.mean += expected.allowed[i] / double(result.out.size());
+    if (share <= j.worst) continue;
+    j.worst = share, j.bound.max = expected.allowed[i];
+    if (share > 1 && j.failure.empty())
+      j.failure = fmt::format("out: value {} of head {} of token {} is {:.9g}, not {:.9g}, and may be {:.3g} off", i % dim, i / dim % heads,
+                              i / dim / heads, actual, expected.out[i], expected.allowed[i]);
+  }
+  for (size_t i = 0; i < expected.state.size(); ++i) {
+    const double actual = result.state.get(int64_t(i)), wanted = expected.state[i], allowed = expected.allowed_state[i];
+    const double share = actual == wanted ? 0 : allowed == 0 ? std::numeric_limits<double>::infinity() : share_of(actual, wanted, allowed);
+    j.worst = std::max(j.worst, share);
+    if (share > 1 && j.failure.empty())
+      j.failure =
+          fmt::format("state: number {} of head {} of row {} is {:.9g}, not {:.9g}, and may be {:.3g} off", i % size_t(in.head_numbers()),
+                      i / size_t(in.head_numbers()) % heads, i / size_t(in.row_numbers()), actual, wanted, allowed);
+  }
+  return j;
+}
+
+}  // namespace imbrex

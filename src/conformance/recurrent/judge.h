@@ -1,0 +1,32 @@
+#pragma once
+// The expected results of recurrent layers, and how far a backend's may be from them.
+#include <string>
+#include <vector>
+
+#include "conformance/error_stats.h"
+#include "conformance/recurrent/runner.h"
+
+namespace imbrex {
+
+// Results come from a recurrence in double precision of this file's own. Beside them it keeps, for each number of a state, how far float
+// arithmetic may have taken it: what was there decays as the state does; each token adds the rounding of the decay, of what is written and
+// of the sum, of the terms' sizes. That the delta rule takes off what S already has for a key also takes off a part of its error; the bound
+// does not count on it, and adds no error of earlier tokens a second time. Outputs may be off by the errors of the state that the query
+// sums up, and the rounding of that sum and to dtype. A state that steps hand on is
+// rounded to its type.
+struct RecurrentExpected {
+  std::vector<double> out, allowed;          // [T, num_v_heads, head_dim_v]
+  std::vector<double> state, allowed_state;  // as RecurrentCaseInputs::state
+};
+// chunk: as in RecurrentRunOptions, for states of fewer bits than a float.
+RecurrentExpected expect(const RecurrentCaseInputs&, int chunk);
+
+struct RecurrentJudgement {
+  ErrorStats error, bound;  // of outputs; bound.max: what is allowed where the error is the largest share of it; bound.mean: on average
+  double worst = 0;         // the largest share of what is allowed, of outputs and states
+  std::string failure;      // empty: it passed
+  bool pass() const { return failure.empty(); }
+};
+RecurrentJudgement judge(const RecurrentExpected&, const RecurrentCaseInputs&, const RecurrentRunResult&);
+
+}  // namespace imbrex

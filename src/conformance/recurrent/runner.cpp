@@ -1,0 +1,198 @@
+// See runner.h.
+#include "conformance/recurrent/runner.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "conformance/error_stats.h"
+#include "core/float_types.h"
+
+namespace imbrex {
+namespace {
+
+// A tensor of the case among poison, and the bytes that it had before a step. Where the case has none, it has no rows.
+struct GivenTensor {
+  const char* name;
+  const HostTensor& source;
+  SpreadTensor spread;
+  std::vector<char> before;
+
+  GivenTensor(const char* name, const HostTensor& source, int64_t rows, const RecurrentRunOptions& options)
+      : name(name),
+        source(source),
+        spread(source.dtype, source.empty() ? 0 : rows, source.empty() ? 1 : source.sizes[1], source.empty() ? 1 : source.sizes[2],
+               options.poison, options.gaps) {}
+  void copy_row(int64_t row, int64_t token) {
+    if (!source.empty()) spread.copy_row(row, source, token);
+  }
+  TensorView view() const { return source.empty() ? TensorView{} : spread.view; }
+  TensorView without_heads() const {  // of one head
+    TensorView t = view();
+    if (source.empty()) return t;
+    return t.rank = 2, t.sizes[1] = t.sizes[2], t.strides[1] = t.strides[2], t;
+  }
+};
+
+class RecurrentRunner {
+ public:
+  RecurrentRunner(RecurrentPlan& plan, const RecurrentCaseInputs& in, const RecurrentRunOptions& options)
+      : plan_(plan),
+        in_(in),
+        options_(options),
+        spec_(in.spec),
+        num_slots_(3 * int64_t(in.requests.size()) + 5),
+        state_(spec_.state_dtype, num_slots_, spec_.state_rows() * int64_t(spec_.num_v_heads), in.head_numbers(), options.poison,
+               options.gaps),
+        slots_(shuffled_slots(num_slots_, in.requests.size(), options.slot_seed)) {
+    int64_t token = 0;
+    for (size_t r = 0; r < in.requests.size(); ++r) {
+      first_token_.push_back(token);
+      token += in.requests[r].q_len;
+      for (int row = 0; in.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
+        for_heads(state_, in.state, r, row, [&](const char* mine, char* slot) { std::memcpy(slot, mine, head_bytes()); });
+    }
+  }
+
+  RecurrentRunResult run() {
+    result_.out.assign(size_t(num_tokens(in_.requests)) * row_values(), 0.f);
+    result_.state = in_.state;
+    for (const StateParts& parts : options_.steps.empty() ? steps_of(in_.requests, options_.chunk) : options_.steps) run_step(parts);
+    return std::move(result_);
+  }
+
+ private:
+  size_t head_bytes() const { return size_t(in_.head_numbers() * size_of(spec_.state_dtype)); }
+  size_t row_values() const { return size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v); }
+
+  // Calls visit(bytes of `mine`, bytes of the request's slot) for each head of a row of the state.
+  template <class Tensor>
+  void for_heads(SpreadTensor& slots, Tensor& mine, size_t request, int row, const auto& visit) const {
+    for (int head = 0; head < spec_.num_v_heads; ++head) {
+      const size_t at = (request * size_t(spec_.state_rows()) + size_t(row)) * size_t(spec_.num_v_heads) + size_t(head);
+      visit(mine.bytes.data() + at * head_bytes(), slots.at(slots_[request], row * int64_t(spec_.num_v_heads) + head));
+    }
+  }
+  // [slots, state_rows, num_v_heads, two dimensions].
+  TensorView state_view() const {
+    const bool k_first = spec_.layout == StateLayout::k_first;
+    const int64_t outer = k_first ? spec_.head_dim_k : spec_.head_dim_v, inner = k_first ? spec_.head_dim_v : spec_.head_dim_k;
+    TensorView t = state_.view;
+    const int64_t head = t.stride(1);
+    t.rank = 5;
+    t.sizes = {num_slots_, spec_.state_rows(), spec_.num_v_heads, outer, inner};
+    t.strides = {t.stride(0), head * spec_.num_v_heads, head, inner, 1};
+    return t;
+  }
+
+  // Rows of the state that the step does not read belong to no request before it, and are poisoned.
+  void poison_unread(const StateParts& parts) {
+    for (size_t r = 0; r < parts.size(); ++r) {
+      const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
+      for (int row = 0; parts[r].end > parts[r].begin && row < spec_.state_rows(); ++row)
+        for (int head = 0; (fresh || row != parts[r].accepted) && head < spec_.num_v_heads; ++head)
+          state_.poison_row(slots_[r], row * int64_t(spec_.num_v_heads) + head, options_.poison);
+    }
+  }
+
+  void run_step(const StateParts& parts) {
+    StateLists lists(in_.requests, parts, slots_, options_.poison);
+    const int64_t tokens = lists.query_start_loc.back(), rows = tokens + options_.padding_tokens;
+    GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
+        gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_);
+    SpreadTensor out(spec_.dtype, rows, spec_.num_v_heads, spec_.head_dim_v, options_.poison, options_.gaps);
+    int64_t row = 0;
+    for (size_t r = 0; r < parts.size(); ++r)
+      for (int t = parts[r].begin; t < parts[r].end; ++t, ++row)
+        for (GivenTensor* given : {&q, &k, &v, &gate, &beta}) given->copy_row(row, first_token_[r] + t);
+    poison_unread(parts);
+    for (GivenTensor* given : {&q, &k, &v, &gate, &beta}) given->before = given->spread.bytes;
+    std::vector<char> state_before = state_.bytes;
+    plan_.update(lists.batch(spec_.num_drafts > 0));
+    plan_.run({.q = q.view(),
+               .k = k.view(),
+               .v = v.view(),
+               .gate = spec_.channel_gate ? gate.view() : gate.without_heads(),
+               .beta = beta.without_heads(),
+               .rates = in_.rates.view(),
+               .gate_bias = in_.gate_bias.view(),
+               .skip = in_.skip.view(),
+               .state = state_view()},
+              {.out = out.view});
+    for (const GivenTensor* given : {&q, &k, &v, &gate, &beta})
+      if (given->spread.bytes != given->before) result_.violations.push_back(fmt::format("{} was written", given->name));
+    take_outputs(parts, out, tokens);
+    take_states(parts, state_before);
+  }
+
+  void take_outputs(const StateParts& parts, SpreadTensor& out, int64_t tokens) {
+    std::vector<double> stored(size_t(spec_.head_dim_v), 0.);
+    int64_t row = 0;
+    for (size_t r = 0; r < parts.size(); ++r)
+      for (int t = parts[r].begin; t < parts[r].end; ++t, ++row)
+        for (int head = 0; head < spec_.num_v_heads; ++head) {
+          load_as_doubles(out.at(row, head), spec_.dtype, 0, 1, stored);
+          const size_t at = size_t(first_token_[r] + t) * row_values() + size_t(head) * stored.size();
+          std::copy(stored.begin(), stored.end(), result_.out.begin() + long(at));
+          out.poison_row(row, head, options_.poison);
+        }
+    if (std::string written = foreign_write("out", out, options_.poison, tokens); !written.empty())
+      result_.violations.push_back(std::move(written));
+  }
+
+  // The rows that the step was to write go to the result; every other byte must be what it was.
+  void take_states(const StateParts& parts, std::vector<char>& before) {
+    for (size_t r = 0; r < parts.size(); ++r) {
+      if (parts[r].begin == parts[r].end) continue;
+      const size_t row_bytes = head_bytes() * size_t(spec_.num_v_heads), slot_bytes = row_bytes * size_t(spec_.state_rows());
+      std::memset(result_.state.bytes.data() + r * slot_bytes, 0, slot_bytes);
+      for (int row = 0; row <= parts[r].drafts; ++row)
+        for_heads(state_, result_.state, r, row, [&](char* mine, const char* slot) {
+          std::memcpy(mine, slot, head_bytes());
+          std::memcpy(before.data() + (slot - state_.bytes.data()), slot, head_bytes());
+        });
+    }
+    if (state_.bytes == before) return;
+    const int64_t byte = std::mismatch(before.begin(), before.end(), state_.bytes.begin()).first - before.begin();
+    const int64_t element = byte / size_of(spec_.state_dtype), slot = state_.view.stride(0),
+                  row = state_.view.stride(1) * spec_.num_v_heads;
+    result_.violations.push_back(
+        fmt::format("state: row {} of slot {} was written, of which no request writes that row", element % slot / row, element / slot));
+  }
+
+  RecurrentPlan& plan_;
+  const RecurrentCaseInputs& in_;
+  const RecurrentRunOptions& options_;
+  const RecurrentSpec& spec_;
+  int64_t num_slots_;
+  SpreadTensor state_;
+  std::vector<int32_t> slots_;
+  std::vector<int64_t> first_token_;
+  RecurrentRunResult result_;
+};
+
+}  // namespace
+
+RecurrentRunOptions default_options(const RecurrentCase& c) {
+  return {.gaps = c.gaps, .padding_tokens = c.padding_tokens, .slot_seed = c.seed, .chunk = c.chunk, .threads = {}, .steps = {}};
+}
+
+bool same_bits(const RecurrentRunResult& a, const RecurrentRunResult& b) {
+  return bit_identical(a.out, b.out) && a.state.bytes == b.state.bytes;
+}
+
+RecurrentRunResult run_case(const BackendOf<RecurrentFamily>& backend, const DeviceInfo& device, const RecurrentCaseInputs& in,
+                            const RecurrentRunOptions& options) {
+  PlanOptions plan_options;
+  plan_options.limits = limits_of(in.requests);
+  plan_options.threads = options.threads;
+  const auto plan = backend.plan(in.spec, device, plan_options);
+  return run_case(*plan, in, options);
+}
+
+RecurrentRunResult run_case(RecurrentPlan& plan, const RecurrentCaseInputs& in, const RecurrentRunOptions& options) {
+  return RecurrentRunner(plan, in, options).run();
+}
+
+}  // namespace imbrex

@@ -1,0 +1,238 @@
+// The kernel of recurrent layers, in vectors as wide as the instruction set that it is compiled for has: token by token, with the part of a
+// state that a call works on in the first-level cache. Vectors are along the dimension of the state that lies contiguous in memory.
+// Roofline: decode reads and writes a state once for some eight operations a number, so memory is the limit.
+#include "cpu/recurrent_params.h"
+// clang-format off
+#include "cpu/kernels/convert.inl"
+#include "cpu/kernels/vectors.inl"
+// clang-format on
+
+namespace imbrex::cpu {
+namespace {
+
+constexpr int kKeyVectors = kRecurrentDim / kLanes, kValueVectors = kRecurrentValues / kLanes;
+constexpr float kInfinite = __builtin_inff();
+
+inline Floats chosen(Words mask, Floats a, Floats b) { return (Floats)((mask & (Words)a) | (~mask & (Words)b)); }
+inline Floats least(Floats a, Floats b) { return chosen((Words)(a < b), a, b); }
+inline Floats greatest(Floats a, Floats b) { return chosen((Words)(a > b), a, b); }
+
+// e^x to 2 units in the last place: 2^n times a polynomial of Taylor in ln 2 (x / ln 2 - n). 0 from -87.3 down, so that nothing is made of
+// numbers below the normal ones; infinite from 88.7 up; NaN of NaN.
+inline Floats exp_vector(Floats x) {
+  const Floats bounded = greatest(least(x, Floats{} + 88.8f), Floats{} - 87.4f);
+  const Floats magic = Floats{} + 0x1.8p23f;
+  const Floats n = bounded * kLog2e + magic, whole = n - magic;
+  const Floats r = (bounded - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
+  constexpr float kInverseFactorials[] = {
+      0x1.a01a02p-13f, 0x1.6c16c2p-10f, 0x1.111112p-7f, 0x1.555556p-5f, 0x1.555556p-3f, 0x1p-1f, 1.f, 1.f};
+  Floats sum = {};
+  for (const float c : kInverseFactorials) sum = sum * r + c;
+  const Words exponent = ((Words)n - (Words)magic) << 23;
+  Floats result = (Floats)((Words)sum + exponent);
+  result = chosen((Words)(x < -87.3f), Floats{}, result);
+  result = chosen((Words)(x > 88.7f), Floats{} + kInfinite, result);
+  return chosen((Words)(x != x), x, result);
+}
+
+// log(1 + e^x), accurate however small: of z = e^-|x| <= 1 the series of 2 atanh(z / (2 + z)).
+inline Floats softplus_vector(Floats x) {
+  const Floats magnitude = (Floats)((Words)x & 0x7fffffffu), z = exp_vector(-magnitude), w = z / (z + 2.f), squared = w * w;
+  constexpr int kLast = 17;  // power of the series
+  Floats sum = {};
+  for (int power = kLast; power > 0; power -= 2) sum = sum * squared + 1.f / float(power);
+  const Floats result = greatest(x, Floats{}) + sum * w * 2.f;
+  return chosen((Words)(x != x), x, result);
+}
+inline Floats sigmoid_vector(Floats x) {
+  const Floats z = exp_vector(-(Floats)((Words)x & 0x7fffffffu)), small = z / (z + 1.f);
+  return chosen((Words)(x < 0.f), small, 1.f - small);
+}
+
+inline float sum_of(Floats x) {
+  float all = 0;
+  for (int i = 0; i < kLanes; ++i) all += x[i];
+  return all;
+}
+
+// n floats from p on, zeros behind them.
+inline Floats load_floats(const float* p, int n) { return load_vector<kF32>(reinterpret_cast<const char*>(p), n); }
+
+// Rows of vectors, whose tails are zero.
+inline void load_vectors(const char* p, int type, int n, Floats* to) {
+  const int vectors = (n + kLanes - 1) / kLanes;
+  to[vectors - 1] = Floats{};
+  load_row(p, element_size(type), type, n, reinterpret_cast<float*>(to));
+}
+
+// What of a token does not depend on the values.
+struct RecurrentToken {
+  Floats q[kKeyVectors], k[kKeyVectors];
+  Floats factor[kKeyVectors];  // of the state, by key channel: e^g
+  float step, beta;            // that values, and what is written, are multiplied by
+};
+
+inline void load_key(const RecurrentParams& p, const char* from, float factor, Floats* to) {
+  const int vectors = (p.dim_k + kLanes - 1) / kLanes;
+  load_vectors(from, p.type, p.dim_k, to);
+  if (p.qk_norm) {
+    Floats squares = {};
+    for (int i = 0; i < vectors; ++i) squares += to[i] * to[i];
+    factor /= __builtin_sqrtf(sum_of(squares) + 1e-6f);
+  }
+  for (int i = 0; i < vectors; ++i) to[i] *= factor;
+}
+
+// e^g of channels, and the softplus that it is made of. All arguments are of one vector; those that a head has one of are in all lanes.
+inline Floats decay_factor(const RecurrentParams& p, Floats gate, Floats bias, Floats rate, Floats& step) {
+  switch (p.gate_kind) {
+    case kFixedGate: return exp_vector(-rate);
+    case kLogGate: return exp_vector(gate);
+    case kSoftplusGate:
+      step = least(greatest(softplus_vector(gate + bias), Floats{} + p.gate_min), Floats{} + p.gate_max);
+      return exp_vector(-exp_vector(rate) * step);
+    default: return exp_vector(p.gate_min * sigmoid_vector(exp_vector(rate) * (gate + bias)));
+  }
+}
+
+void load_token(const RecurrentParams& p, int token, int head, RecurrentToken& t) {
+  const int key_head = head / p.group, vectors = (p.dim_k + kLanes - 1) / kLanes;
+  load_key(p, p.q + token * p.q_token_stride + key_head * p.q_head_stride, p.scale, t.q);
+  load_key(p, p.k + token * p.k_token_stride + key_head * p.k_head_stride, 1.f, t.k);
+  const char* const gate = p.gate == nullptr ? nullptr : p.gate + token * p.gate_token_stride + head * p.gate_head_stride;
+  const float *const rates = p.rates + head * p.rates_stride, *const bias = p.gate_bias + head * p.bias_stride;
+  Floats step = {};
+  if (!p.channel_gate && !p.channel_rates) {
+    const Floats factor =
+        decay_factor(p, Floats{} + (gate == nullptr ? 0.f : load_element(gate, p.gate_type)),
+                     Floats{} + (p.gate_bias == nullptr ? 0.f : *bias), Floats{} + (p.rates == nullptr ? 0.f : *rates), step);
+    for (int i = 0; i < vectors; ++i) t.factor[i] = factor;
+  } else {
+    Floats gates[kKeyVectors];
+    if (p.channel_gate) load_vectors(gate, p.gate_type, p.dim_k, gates);
+    for (int i = 0; i < vectors; ++i) {
+      const int n = p.dim_k - i * kLanes < kLanes ? p.dim_k - i * kLanes : kLanes;
+      const Floats x = p.channel_gate ? gates[i] : Floats{} + (gate == nullptr ? 0.f : load_element(gate, p.gate_type));
+      const Floats b = p.gate_bias == nullptr ? Floats{} : p.channel_gate ? load_floats(bias + i * kLanes, n) : Floats{} + *bias;
+      const Floats rate = p.rates == nullptr ? Floats{} : p.channel_rates ? load_floats(rates + i * kLanes, n) : Floats{} + *rates;
+      t.factor[i] = decay_factor(p, x, b, rate, step);
+    }
+  }
+  t.step = p.scaled_values ? step[0] : 1.f;
+  t.beta = 1.f;
+  if (p.delta) {
+    const float beta = load_element(p.beta + token * p.beta_token_stride + head * element_size(p.beta_type), p.beta_type);
+    t.beta = (p.sigmoid_beta ? sigmoid_vector(Floats{} + beta)[0] : beta) * p.beta_scale;
+  }
+}
+
+// The part of a state that a call works on: rows of the dimension that does not lie contiguous.
+struct RecurrentTile {
+  Floats by_value[kRecurrentValues][kKeyVectors];  // v_first
+  Floats by_key[kRecurrentDim][kValueVectors];     // k_first
+};
+
+// A tile between memory and floats.
+struct RecurrentPlace {
+  char* at;
+  long row_bytes;
+  int rows, n;  // rows, and numbers of a row
+};
+inline RecurrentPlace place_of(const RecurrentParams& p, const RecurrentItem& item, int row, int head, int v_begin, int v_end) {
+  const long size = element_size(p.state_type);
+  char* const at = p.state + item.slot * p.state_slot_stride + row * p.state_row_stride + head * p.state_head_stride;
+  if (p.k_first) return {at + v_begin * size, p.dim_v * size, p.dim_k, v_end - v_begin};
+  return {at + v_begin * p.dim_k * size, p.dim_k * size, v_end - v_begin, p.dim_k};
+}
+template <int vectors>
+void load_tile(const RecurrentParams& p, const RecurrentPlace& place, bool fresh, Floats (*tile)[vectors]) {
+  for (int r = 0; r < place.rows; ++r) {
+    if (fresh) {
+      for (int i = 0; i < vectors; ++i) tile[r][i] = Floats{};
+    } else {
+      load_vectors(place.at + r * place.row_bytes, p.state_type, place.n, tile[r]);
+    }
+  }
+}
+template <int vectors>
+void store_tile(const RecurrentParams& p, const RecurrentPlace& place, const Floats (*tile)[vectors]) {
+  for (int r = 0; r < place.rows; ++r)
+    store_row(place.at + r * place.row_bytes, element_size(p.state_type), p.state_type, place.n, reinterpret_cast<const float*>(tile[r]));
+}
+
+// A token's step of states with vectors along the key. values: in, and what is returned for q.
+void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kKeyVectors]) {
+  const int vectors = (p.dim_k + kLanes - 1) / kLanes;
+  for (int v = 0; v < count; ++v) {
+    Floats known = {};
+    for (int i = 0; i < vectors; ++i) {
+      s[v][i] *= t.factor[i];
+      known += s[v][i] * t.k[i];
+    }
+    const float written = t.beta * (values[v] * t.step - (p.delta ? sum_of(known) : 0.f));
+    Floats y = {};
+    for (int i = 0; i < vectors; ++i) {
+      s[v][i] += t.k[i] * written;
+      y += s[v][i] * t.q[i];
+    }
+    values[v] = sum_of(y);
+  }
+}
+
+// And with vectors along the values.
+void step_by_key(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kValueVectors]) {
+  const int vectors = (count + kLanes - 1) / kLanes;
+  const float *const k = reinterpret_cast<const float*>(t.k), *const q = reinterpret_cast<const float*>(t.q),
+                     *const factor = reinterpret_cast<const float*>(t.factor);
+  constexpr int kSums = 4;  // that are added up side by side
+  Floats known[kSums][kValueVectors] = {}, y[kSums][kValueVectors] = {};
+  for (int c = 0; c < p.dim_k; ++c)
+    for (int i = 0; i < vectors; ++i) {
+      s[c][i] *= factor[c];
+      known[c % kSums][i] += s[c][i] * k[c];
+    }
+  Floats written[kValueVectors];
+  for (int i = 0; i < vectors; ++i) {
+    const int n = count - i * kLanes < kLanes ? count - i * kLanes : kLanes;
+    const Floats all = (known[0][i] + known[1][i]) + (known[2][i] + known[3][i]);
+    written[i] = (load_floats(values + i * kLanes, n) * t.step - (p.delta ? all : Floats{})) * t.beta;
+  }
+  for (int c = 0; c < p.dim_k; ++c)
+    for (int i = 0; i < vectors; ++i) {
+      s[c][i] += written[i] * k[c];
+      y[c % kSums][i] += s[c][i] * q[c];
+    }
+  for (int i = 0; i < vectors; ++i) {
+    const int n = count - i * kLanes < kLanes ? count - i * kLanes : kLanes;
+    store_vector<kF32>((y[0][i] + y[1][i]) + (y[2][i] + y[3][i]), n, reinterpret_cast<char*>(values + i * kLanes));
+  }
+}
+
+void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head, int v_begin, int v_end) {
+  RecurrentTile tile;
+  RecurrentToken t;
+  const int count = v_end - v_begin;
+  const long size = element_size(p.type);
+  const auto store = [&](int row) {
+    const RecurrentPlace place = place_of(p, item, row, head, v_begin, v_end);
+    p.k_first ? store_tile(p, place, tile.by_key) : store_tile(p, place, tile.by_value);
+  };
+  const RecurrentPlace first = place_of(p, item, item.first_row, head, v_begin, v_end);
+  p.k_first ? load_tile(p, first, item.fresh, tile.by_key) : load_tile(p, first, item.fresh, tile.by_value);
+  if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
+  for (int token = item.begin; token < item.end; ++token) {
+    load_token(p, token, head, t);
+    float values[kRecurrentValues], given[kRecurrentValues];
+    load_row(p.v + token * p.v_token_stride + head * p.v_head_stride + v_begin * size, size, p.type, count, given);
+    for (int v = 0; v < count; ++v) values[v] = given[v];
+    p.k_first ? step_by_key(p, t, count, values, tile.by_key) : step_by_value(p, t, count, values, tile.by_value);
+    if (p.skip != nullptr)
+      for (int v = 0; v < count; ++v) values[v] += p.skip[head] * given[v];
+    store_row(p.out + token * p.out_token_stride + head * p.out_head_stride + v_begin * size, size, p.type, count, values);
+    const int row = token + 1 - (item.end - item.drafts);
+    if (row >= 0) store(row);
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cpu

@@ -1,0 +1,167 @@
+// Recurrent layers on CPUs: one plan, and a table of kernels for each instruction set.
+#include "imbrex/recurrent.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/cpu_features.h"
+#include "core/run_parallel.h"
+#include "core/tensor_layout.h"
+#include "cpu/recurrent_params.h"
+#include "family/begin_plan.h"
+#include "recurrent/step.h"
+
+namespace imbrex {
+namespace cpu {
+
+extern const RecurrentKernels recurrent_generic, recurrent_avx2, recurrent_avx512;
+
+namespace {
+
+RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  const auto inner = [](const TensorView& t, int dim) { return t.rank > dim ? byte_stride(t, dim) : 0; };
+  const float no_limit = std::numeric_limits<float>::infinity();
+  return {.q = in.q.as<const char>(),
+          .k = in.k.as<const char>(),
+          .v = in.v.as<const char>(),
+          .gate = in.gate.as<const char>(),
+          .beta = in.beta.as<const char>(),
+          .rates = in.rates.as<const float>(),
+          .gate_bias = in.gate_bias.as<const float>(),
+          .skip = in.skip.as<const float>(),
+          .state = in.state.as<char>(),
+          .out = out.out.as<char>(),
+          .q_token_stride = byte_stride(in.q, 0),
+          .q_head_stride = byte_stride(in.q, 1),
+          .k_token_stride = byte_stride(in.k, 0),
+          .k_head_stride = byte_stride(in.k, 1),
+          .v_token_stride = byte_stride(in.v, 0),
+          .v_head_stride = byte_stride(in.v, 1),
+          .out_token_stride = byte_stride(out.out, 0),
+          .out_head_stride = byte_stride(out.out, 1),
+          .gate_token_stride = inner(in.gate, 0),
+          .gate_head_stride = inner(in.gate, 1),
+          .beta_token_stride = inner(in.beta, 0),
+          .rates_stride = in.rates.rank > 0 ? in.rates.stride(0) : 0,
+          .bias_stride = in.gate_bias.rank > 0 ? in.gate_bias.stride(0) : 0,
+          .state_slot_stride = byte_stride(in.state, 0),
+          .state_row_stride = byte_stride(in.state, 1),
+          .state_head_stride = byte_stride(in.state, 2),
+          .type = int(spec.dtype),
+          .gate_type = int(in.gate.empty() ? DType::f32 : in.gate.dtype),
+          .beta_type = int(in.beta.empty() ? DType::f32 : in.beta.dtype),
+          .state_type = int(spec.state_dtype),
+          .dim_k = spec.head_dim_k,
+          .dim_v = spec.head_dim_v,
+          .group = spec.num_v_heads / spec.num_k_heads,
+          .gate_kind = int(spec.gate),
+          .gate_min = spec.gate_min,
+          .gate_max = spec.gate == RecurrentGate::softplus && spec.gate_max == 0 ? no_limit : spec.gate_max,
+          .scale = spec.query_scale(),
+          .beta_scale = spec.beta_scale,
+          .channel_gate = spec.channel_gate,
+          .channel_rates = spec.channel_rates,
+          .k_first = spec.layout == StateLayout::k_first,
+          .delta = spec.delta,
+          .sigmoid_beta = spec.sigmoid_beta,
+          .scaled_values = spec.scaled_values,
+          .qk_norm = spec.qk_norm};
+}
+
+class RecurrentCpuPlan final : public RecurrentPlan {
+ public:
+  RecurrentCpuPlan(std::string_view backend, const RecurrentKernels& kernels, const RecurrentSpec& spec, const PlanOptions& options)
+      : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {}
+
+  void update(const Batch& batch, Stream) override {
+    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_);
+    // The longest requests first, so that threads end at about the same time.
+    std::stable_sort(spare_.requests.begin(), spare_.requests.end(),
+                     [](const StateRequest& a, const StateRequest& b) { return a.end - a.begin > b.end - b.begin; });
+    std::swap(now_, spare_);
+  }
+
+  void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
+    if (now_.requests.empty()) return;
+    check_run(spec_, {}, in, out, now_.num_tokens, now_.num_slots);
+    const RecurrentParams params = params_of(spec_, in, out);
+    const int64_t tiles = (spec_.head_dim_v + kRecurrentValues - 1) / kRecurrentValues, each = tiles * spec_.num_v_heads,
+                  tasks = int64_t(now_.requests.size()) * each;
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int) {
+      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+        const StateRequest& r = now_.requests[size_t(task / each)];
+        const int head = int(task % each / tiles), v = int(task % tiles) * kRecurrentValues;
+        kernels_.run(params, {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh}, head, v,
+                     std::min(v + kRecurrentValues, spec_.head_dim_v));
+      }
+    };
+    run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
+  }
+
+  std::string str() const override { return fmt::format("{} ({}): {} requests", backend_, kernels_.isa, now_.requests.size()); }
+
+ private:
+  std::string_view backend_;
+  const RecurrentKernels& kernels_;
+  RecurrentSpec spec_;
+  PlanOptions options_;
+  StateStep now_, spare_;
+};
+
+class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
+ public:
+  RecurrentCpuBackend(std::string_view name, std::string_view description, CpuIsa needs)
+      : name_(name), description_(description), needs_(needs) {}
+  std::string_view name() const override { return name_; }
+  std::string_view description() const override { return description_; }
+  std::vector<Reason> unsupported(const RecurrentSpec&, const DeviceInfo& device) const override {
+    if (device.device.type != DeviceType::cpu) return {{"device.type", "cpu", to_string(device.device.type)}};
+    if (device.isa < needs_) return {{"device.isa", to_string(needs_), to_string(device.isa)}};
+    return {};
+  }
+  std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
+    begin_plan(*this, spec, device, options, kernels(device.isa).isa);
+    check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
+          device.str());
+    return std::make_unique<RecurrentCpuPlan>(name_, kernels(device.isa), spec, options);
+  }
+
+  std::vector<KernelChoice> kernel_choices(const RecurrentSpec& spec, const DeviceInfo& device) const override {
+    check_request(*this, spec.str(), unsupported(spec, device), device, {});
+    return {
+        {.requests = "all", .kernel = kernels(device.isa).isa, .sizes = {{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}}};
+  }
+
+ private:
+  const RecurrentKernels& kernels(CpuIsa isa) const {
+    if constexpr (kX86) {
+      if (needs_ == CpuIsa::avx512) return recurrent_avx512;
+      if (isa >= CpuIsa::avx2) return recurrent_avx2;
+    }
+    return recurrent_generic;
+  }
+
+  std::string_view name_, description_;
+  CpuIsa needs_;
+};
+
+}  // namespace
+}  // namespace cpu
+
+const BackendOf<RecurrentFamily>& cpu_avx512_recurrent() {
+  static const cpu::RecurrentCpuBackend backend("cpu_avx512", "token by token, vectors of 16 (AVX-512)", CpuIsa::avx512);
+  return backend;
+}
+const BackendOf<RecurrentFamily>& cpu_generic_recurrent() {
+  static const cpu::RecurrentCpuBackend backend("cpu_generic", "token by token, portable C++, also compiled for AVX2", CpuIsa::generic);
+  return backend;
+}
+
+}  // namespace imbrex

@@ -1,0 +1,41 @@
+#pragma once
+// The parameters of a CPU kernel of recurrent layers: plain structs, strides in bytes. Filled by cpu/recurrent.cpp.
+#include "cpu/params.h"
+
+namespace imbrex::cpu {
+
+constexpr int kRecurrentDim = 256;    // RecurrentSpec::head_dim_k at most
+constexpr int kRecurrentValues = 32;  // dimensions of values that a call works on at most
+
+enum RecurrentGateKind : int { kFixedGate, kLogGate, kSoftplusGate, kSigmoidGate };  // RecurrentGate, in its order
+
+struct RecurrentParams {
+  const char *q, *k, *v, *gate, *beta;    // gate and beta null: there is none
+  const float *rates, *gate_bias, *skip;  // null: none
+  char *state, *out;
+  long q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, out_token_stride, out_head_stride;
+  long gate_token_stride, gate_head_stride, beta_token_stride;
+  long rates_stride, bias_stride;  // floats, of a head
+  long state_slot_stride, state_row_stride, state_head_stride;
+  int type, gate_type, beta_type, state_type;  // ElementType
+  int dim_k, dim_v, group;                     // group: value heads of a key head
+  int gate_kind;                               // RecurrentGateKind
+  float gate_min, gate_max;                    // gate_max of a softplus: infinite where there is no limit
+  float scale, beta_scale;
+  bool channel_gate, channel_rates, k_first, delta, sigmoid_beta, scaled_values, qk_norm;
+};
+
+// The tokens of a request, as in StateRequest.
+struct RecurrentItem {
+  int begin, end;
+  int slot, first_row, drafts;
+  bool fresh;
+};
+
+struct RecurrentKernels {
+  const char* isa;
+  // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them.
+  void (*run)(const RecurrentParams&, const RecurrentItem&, int head, int v_begin, int v_end);
+};
+
+}  // namespace imbrex::cpu

@@ -1,0 +1,119 @@
+// Every backend of recurrent layers, on every instruction set of this machine, over the whole table of cases, among every kind of poison.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "recurrent_targets.h"
+#include "shards.h"
+
+namespace imbrex::test {
+namespace {
+
+struct RecurrentCombination {
+  const RecurrentCase* c;
+  const RecurrentTarget* target;
+};
+
+std::vector<RecurrentCombination> recurrent_combinations() {
+  std::vector<RecurrentCombination> all;
+  for (const RecurrentCase& c : recurrent_cases())
+    for (const RecurrentTarget& target : recurrent_targets())
+      if (target.backend->unsupported(c.spec, target.device).empty()) all.push_back({&c, &target});
+  return all;
+}
+
+struct PreparedCase {
+  RecurrentCaseInputs inputs;
+  RecurrentExpected expected;
+};
+const PreparedCase& prepared(const RecurrentCase& c) {
+  return kept<PreparedCase, 2>(c, [](const RecurrentCase& of) {
+    RecurrentCaseInputs in = make_inputs(of);
+    RecurrentExpected expected = expect(in, of.chunk);
+    return PreparedCase{std::move(in), std::move(expected)};
+  });
+}
+
+class RecurrentConformance : public testing::TestWithParam<RecurrentCombination> {};
+
+TEST_P(RecurrentConformance, IsAsExactAsFloats) {
+  const auto& [c, target] = GetParam();
+  const PreparedCase& given = prepared(*c);
+  RecurrentRunOptions options = default_options(*c);
+  const RecurrentRunResult result = run_case(*target->backend, target->device, given.inputs, options);
+  const RecurrentJudgement judgement = judge(given.expected, given.inputs, result);
+  EXPECT_TRUE(judgement.pass()) << c->spec.str() << "\n" << judgement.failure;
+  RecordProperty("worst", std::to_string(judgement.worst));
+  for (const Poison poison : other_poisons(c->seed, target->device.device.type == DeviceType::cuda)) {
+    options.poison = poison;
+    const RecurrentRunResult other = run_case(*target->backend, target->device, given.inputs, options);
+    EXPECT_TRUE(other.violations.empty()) << to_string(poison) << ": " << other.violations.front();
+    EXPECT_TRUE(same_bits(other, result)) << to_string(poison) << " instead of NaN changes a result";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RecurrentConformance, testing::ValuesIn(by_shard(recurrent_combinations())),
+                         [](const auto& info) { return info.param.c->name + "__" + info.param.target->name(); });
+
+TEST(RecurrentCases, HaveNamesOfTheirOwnAndEveryLayerInBothLayouts) {
+  std::set<std::string> names;
+  std::set<std::pair<DType, DType>> types;
+  for (const RecurrentCase& c : recurrent_cases()) {
+    EXPECT_TRUE(names.insert(c.name).second) << c.name;
+    EXPECT_NO_THROW(c.spec.validate()) << c.name;
+    types.insert({c.spec.dtype, c.spec.state_dtype});
+  }
+  EXPECT_EQ(types.size(), 9u);
+  for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"})
+    for (const char* layout : {"k_first", "v_first"})
+      for (const char* steps : {"prefill", "decode", "verify", "mixed", "chunked", "history"})
+        EXPECT_TRUE(names.contains(std::string(layer) + "_" + layout + "_" + steps)) << layer << " " << layout << " " << steps;
+}
+
+TEST(RecurrentCases, EveryBackendOfThisCpuRunsEveryCase) {
+  for (const BackendOf<RecurrentFamily>* backend : backends<RecurrentFamily>()) {
+    if (!backend->unsupported(recurrent_layer("gdn"), probe_cpu()).empty()) continue;
+    for (const RecurrentCase& c : recurrent_cases()) EXPECT_TRUE(backend->unsupported(c.spec, probe_cpu()).empty()) << c.name;
+    EXPECT_TRUE(std::ranges::any_of(recurrent_targets(), [&](const RecurrentTarget& t) { return t.backend == backend; }))
+        << backend->name();
+  }
+}
+
+// A layer that is computed as another one, with the same tensors, must be found by the cases of its name.
+struct RecurrentMistake {
+  const char* name;
+  const char* layer;
+  void (*change)(RecurrentSpec&);
+};
+class RecurrentMistakes : public testing::TestWithParam<RecurrentMistake> {};
+
+TEST_P(RecurrentMistakes, AreFound) {
+  const RecurrentMistake& mistake = GetParam();
+  int cases = 0, found = 0;
+  for (const RecurrentCase& c : recurrent_cases()) {
+    if (!c.name.starts_with(std::string(mistake.layer) + "_v_first_") || c.chunk > 0) continue;
+    const RecurrentCaseInputs in = make_inputs(c);
+    RecurrentCaseInputs other = in;
+    mistake.change(other.spec);
+    other.spec.validate();
+    const RecurrentRunResult wrong = run_case(*find_backend<RecurrentFamily>("reference"), probe_cpu(), other, default_options(c));
+    ++cases, found += !judge(expect(in, 0), in, wrong).pass();
+  }
+  EXPECT_GE(cases, 5);
+  EXPECT_EQ(found, cases) << "cases that found it, of all";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, RecurrentMistakes,
+                         testing::Values(RecurrentMistake{"layout", "gdn", [](RecurrentSpec& s) { s.layout = StateLayout::k_first; }},
+                                         RecurrentMistake{"no_norm", "gdn", [](RecurrentSpec& s) { s.qk_norm = false; }},
+                                         RecurrentMistake{"beta_as_given", "gdn", [](RecurrentSpec& s) { s.sigmoid_beta = false; }},
+                                         RecurrentMistake{"double_beta", "kda", [](RecurrentSpec& s) { s.beta_scale = 2; }},
+                                         RecurrentMistake{"gate_limit", "mamba2", [](RecurrentSpec& s) { s.gate_max = 0.1f; }},
+                                         RecurrentMistake{"unscaled_values", "mamba2", [](RecurrentSpec& s) { s.scaled_values = false; }},
+                                         RecurrentMistake{"bound", "kda_bounded", [](RecurrentSpec& s) { s.gate_min = -4; }},
+                                         RecurrentMistake{"scale", "lightning", [](RecurrentSpec& s) { s.scale = 0; }}),
+                         [](const auto& info) { return std::string(info.param.name) + "_" + info.param.layer; });
+
+}  // namespace
+}  // namespace imbrex::test

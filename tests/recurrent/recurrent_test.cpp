@@ -1,0 +1,143 @@
+// Recurrent layers: a part of their cases, what is refused, and selection. What holds for every backend is in tests/conformance.
+#include "imbrex/recurrent.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "conformance/recurrent/judge.h"
+#include "expect_error.h"
+#include "recurrent/spec_fields.h"
+#include "spec_table.h"
+
+namespace imbrex {
+namespace {
+
+// A part of the table of cases, which tests/conformance runs whole: here for the sanitizers that run all of this program.
+TEST(Recurrent, CasesAreAsExactAsFloats) {
+  int run = 0;
+  for (size_t i = 0; i < recurrent_cases().size(); i += 17) {
+    const RecurrentCase& c = recurrent_cases()[i];
+    const RecurrentCaseInputs inputs = make_inputs(c);
+    const RecurrentExpected expected = expect(inputs, c.chunk);
+    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512})
+      for (const BackendOf<RecurrentFamily>* backend : backends<RecurrentFamily>()) {
+        DeviceInfo device = probe_cpu();
+        if (isa > device.isa) continue;
+        device.isa = isa;
+        if (!backend->unsupported(c.spec, device).empty()) continue;
+        const RecurrentJudgement judgement = judge(expected, inputs, run_case(*backend, device, inputs, default_options(c)));
+        EXPECT_TRUE(judgement.pass()) << c.name << " " << backend->name() << " on " << to_string(isa) << ": " << judgement.failure;
+        ++run;
+      }
+  }
+  EXPECT_GE(run, 30);
+}
+
+TEST(Recurrent, WrongTensorsAreRefused) {
+  RecurrentSpec spec = recurrent_layer("gdn");
+  spec.num_drafts = 1;
+  StateCaseRequests requests{{2, 3}, {3, 0}};
+  RecurrentCaseInputs given = make_inputs({.name = "refused", .spec = spec, .requests = requests});
+  HostTensor out = HostTensor::make(spec.dtype, {5, 4, 64}), state = HostTensor::make(spec.state_dtype, {2, 2, 4, 64, 64});
+  const auto flat = [](const HostTensor& t) {
+    TensorView view = t.view();
+    return view.rank = 2, view.sizes[1] = view.sizes[2], view.strides[1] = 1, view;
+  };
+  for (const std::string name : {"cpu_generic", "reference"}) {
+    const auto plan = find_backend<RecurrentFamily>(name)->plan(spec, probe_cpu(), {});
+    std::vector<int32_t> starts{0, 2, 5}, lens{5, 3}, slots{1, 0};
+    Batch batch;
+    batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots;
+    plan->update(batch, nullptr);
+    const auto run = [&](auto change) {
+      RecurrentInputs in{.q = given.q.view(),
+                         .k = given.k.view(),
+                         .v = given.v.view(),
+                         .gate = flat(given.gate),
+                         .beta = flat(given.beta),
+                         .rates = given.rates.view(),
+                         .gate_bias = given.gate_bias.view(),
+                         .skip = {},
+                         .state = state.view()};
+      RecurrentOutputs to{.out = out.view()};
+      change(in, to);
+      return test::error_code([&] { plan->run(in, to, nullptr); });
+    };
+    EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown") << name;
+    EXPECT_EQ(run([](auto& in, auto&) { in.q.sizes[0] = 4; }), "recurrent.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.v.sizes[1] = 2; }), "recurrent.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.gate.dtype = DType::f16; }), "recurrent.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.rates.dtype = DType::bf16; }), "recurrent.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.beta = {}; }), "recurrent.run.missing");
+    EXPECT_EQ(run([](auto& in, auto&) { in.skip = in.rates; }), "recurrent.run.missing");
+    EXPECT_EQ(run([](auto& in, auto&) { in.state.sizes[1] = 1; }), "recurrent.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.state.strides[3] = 128; }), "recurrent.run.state");
+    EXPECT_EQ(run([](auto& in, auto&) { in.state.strides[0] = 64; }), "tensor.overlap");
+    EXPECT_EQ(run([](auto&, auto& to) { to.out.dtype = DType::f32; }), "recurrent.run.tensor");
+    std::vector<int32_t> twice{1, 1};
+    Batch wrong = batch;
+    wrong.state_slots = twice;
+    EXPECT_EQ(test::error_code([&] { plan->update(wrong, nullptr); }), "batch.state.shared");
+    EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown") << "the step before stays";
+    slots = {1, std::numeric_limits<int32_t>::max()};  // no number of slots fits an int then
+    plan->update(batch, nullptr);
+    EXPECT_EQ(run([](auto&, auto&) {}), "recurrent.run.tensor");
+  }
+  const BackendOf<RecurrentFamily>& generic = *find_backend<RecurrentFamily>("cpu_generic");
+  EXPECT_EQ(test::error_code([&] { generic.plan(spec, probe_cpu(), {.out_dtype = DType::f32}); }), "backend.out_dtype");
+  EXPECT_EQ(test::error_code([&] { generic.plan(spec, describe_device("h200"), {}); }), "backend.unsupported");
+}
+
+TEST(Recurrent, WrongSpecsAreRefused) {
+  const auto invalid = [](std::string_view layer, const auto& change) {
+    RecurrentSpec spec = recurrent_layer(layer);
+    change(spec);
+    return test::error_code([&] { spec.validate(); });
+  };
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.num_k_heads = 0; }), "recurrent.num_k_heads");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.num_v_heads = 3; }), "recurrent.num_v_heads");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.head_dim_k = 257; }), "recurrent.head_dim_k");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.head_dim_v = 0; }), "recurrent.head_dim_v");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.gate = RecurrentGate(9); }), "recurrent.gate");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.layout = StateLayout(2); }), "recurrent.layout");
+  EXPECT_EQ(invalid("lightning", [](RecurrentSpec& s) { s.channel_gate = true; }), "recurrent.channel_gate");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.gate = RecurrentGate::log, s.channel_rates = true; }), "recurrent.channel_rates");
+  EXPECT_EQ(invalid("mamba2", [](RecurrentSpec& s) { s.gate_min = 1, s.gate_max = 0.5f; }), "recurrent.gate_limits");
+  EXPECT_EQ(invalid("kda_bounded", [](RecurrentSpec& s) { s.gate_min = 0; }), "recurrent.gate_limits");
+  EXPECT_EQ(invalid("lightning", [](RecurrentSpec& s) { s.gate_min = -1; }), "recurrent.gate_limits");
+  EXPECT_EQ(invalid("mamba2", [](RecurrentSpec& s) { s.beta_scale = 2; }), "recurrent.beta");
+  EXPECT_EQ(invalid("kda_bounded", [](RecurrentSpec& s) { s.scaled_values = true; }), "recurrent.scaled_values");
+  EXPECT_EQ(invalid("kda", [](RecurrentSpec& s) { s.scaled_values = true; }), "recurrent.scaled_values");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.scale = std::numeric_limits<float>::infinity(); }), "recurrent.scale");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.dtype = DType::fp8_e4m3; }), "recurrent.dtype");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.state_dtype = DType::i32; }), "recurrent.state_dtype");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.num_drafts = 65; }), "recurrent.num_drafts");
+  for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"})
+    EXPECT_NO_THROW(recurrent_layer(layer).validate());
+}
+
+TEST(Recurrent, SelectionSaysWhatRunsAndWhy) {
+  const RecurrentSpec spec = recurrent_layer("kda");
+  EXPECT_EQ(spec.str(), "recurrent q2 v2 k64 v64 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first");
+  EXPECT_EQ(spec.state_bytes(), 2 * 64 * 64 * 4);
+  DeviceInfo device = probe_cpu();
+  device.isa = CpuIsa::generic;
+  const SelectionOf<RecurrentFamily> selection = select<RecurrentFamily>(spec, device);
+  EXPECT_EQ(selection.backend->name(), "cpu_generic");
+  EXPECT_NE(selection.str().find("device.isa"), std::string::npos) << selection.str();
+  EXPECT_EQ(select<RecurrentFamily>(spec, device, {.forced = "reference"}).backend->name(), "reference");
+}
+
+// A field that the table of fields does not have would be lost on the way through the C ABI, Python and case files.
+TEST(Recurrent, TheTableHasEveryFieldOnce) {
+  EXPECT_EQ(test::rows_of_parts<RecurrentSpec>(), (std::map<std::string_view, int>{{"spec", test::num_fields<RecurrentSpec>()}}));
+}
+
+}  // namespace
+}  // namespace imbrex
