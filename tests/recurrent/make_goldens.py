@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Makes goldens/*.safetensors: what modules of the transformers library (5.24.0, with PyTorch on a CPU) hand to their recurrences in one
+forward pass at random weights, and what these return. golden_test.cpp compares the backends with it.
+
+    make_goldens.py FOLDER
+"""
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+TOKENS, HIDDEN = 37, 64
+torch.manual_seed(18)
+
+
+def random_module(module):
+    """Parameters of which no layer is close to doing nothing."""
+    for name, parameter in module.named_parameters():
+        with torch.no_grad():
+            parameter.normal_(0, 0.5 if parameter.dim() > 1 else 0.7)
+    return module.eval()
+
+
+def captured(namespace, name, call, returns_state):
+    """Runs `call` with the function of a modeling file replaced by one that keeps its arguments, and what it returns with a state."""
+    original, kept = getattr(namespace, name), {}
+
+    def wrapper(*args, **kwargs):
+        kept["args"], kept["kwargs"] = args, kwargs
+        kept["out"], kept["state"] = original(*args, **(kwargs | returns_state))
+        return original(*args, **kwargs)
+
+    setattr(namespace, name, wrapper)
+    try:
+        with torch.no_grad():
+            call()
+    finally:
+        setattr(namespace, name, original)
+    return kept
+
+
+def output_of(module):
+    """The last output of a module, once it has run."""
+    kept = []
+    module.register_forward_hook(lambda _, __, out: kept.append(out))
+    return kept
+
+
+def save(folder, name, **tensors):
+    save_file({k: v.detach().float().contiguous() for k, v in tensors.items()}, Path(folder) / f"{name}.safetensors")
+
+
+def hidden():
+    return torch.randn(1, TOKENS, HIDDEN)
+
+
+def qwen3_next(folder):
+    import transformers.models.qwen3_next.modeling_qwen3_next as m
+
+    config = m.Qwen3NextConfig(hidden_size=HIDDEN, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24, num_hidden_layers=4)
+    layer = random_module(m.Qwen3NextGatedDeltaNet(config, 0))
+    raw, split = {}, layer.fix_query_key_value_ordering
+
+    def keep(*args):
+        parts = split(*args)
+        raw["beta"], raw["gate"] = parts[4][0], parts[5][0]
+        return parts
+
+    layer.fix_query_key_value_ordering = keep
+    kept = captured(m, "torch_chunk_gated_delta_rule", lambda: layer(hidden()), {"output_final_state": True})
+    q, k, v = (x[0] for x in kept["args"])
+    save(folder, "qwen3_next", q=q, k=k, v=v, gate=raw["gate"], beta=raw["beta"], rates=layer.A_log, gate_bias=layer.dt_bias, out=kept["out"][0], state=kept["state"][0])
+
+
+def kimi_linear(folder):
+    import transformers.models.kimi_linear.modeling_kimi_linear as m
+
+    config = m.KimiLinearConfig(hidden_size=HIDDEN, num_hidden_layers=4)
+    config.linear_num_heads, config.linear_head_dim = 3, 16
+    layer = random_module(m.KimiLinearDeltaAttention(config, 0))
+    gate, beta = output_of(layer.forget_gate.f_b_proj), output_of(layer.b_proj)
+    kept = captured(m, "chunk_kimi_delta_attention", lambda: layer(hidden()), {"output_final_state": True})
+    q, k, v = (x[0] for x in kept["args"])
+    save(folder, "kimi_linear", q=q, k=k, v=v, gate=gate[0][0].view(TOKENS, 3, 16), beta=beta[0][0], rates=layer.forget_gate.A_log.view(3), gate_bias=layer.forget_gate.dt_bias.view(3, 16),
+         out=kept["out"][0], state=kept["state"][0])
+
+
+def mamba2(folder, name, module, function, config, mixer, limits):
+    layer = random_module(getattr(module, mixer)(config, 0))
+    kept = captured(module, function, lambda: layer(hidden()), {"return_final_states": True})
+    x, dt, _, b, c = (a[0] for a in kept["args"][:5])
+    assert tuple(kept["kwargs"].get("dt_limit", (0, float("inf")))) == limits, kept["kwargs"].get("dt_limit")
+    save(folder, name, q=c, k=b, v=x, gate=dt, rates=layer.A_log, gate_bias=layer.dt_bias, skip=layer.D, out=kept["out"][0], state=kept["state"][0])
+
+
+def mamba2_models(folder):
+    import transformers.models.mamba2.modeling_mamba2 as m
+    import transformers.models.nemotron_h.modeling_nemotron_h as n
+
+    config = m.Mamba2Config(hidden_size=HIDDEN, num_heads=4, head_dim=32, state_size=16, n_groups=2, chunk_size=8, expand=2, time_step_limit=(0.3, 1.5))
+    mamba2(folder, "mamba2", m, "mamba2_chunk_scan", config, "Mamba2Mixer", (0.3, 1.5))
+    config = n.NemotronHConfig(hidden_size=HIDDEN, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=8)
+    mamba2(folder, "nemotron_h", n, "mamba2_chunk_scan", config, "NemotronHMamba2Mixer", (0.001, float("inf")))
+
+
+def falcon_mamba(folder):
+    import transformers.models.falcon_mamba.modeling_falcon_mamba as m
+
+    config = m.FalconMambaConfig(hidden_size=HIDDEN, state_size=16, intermediate_size=40, time_step_rank=8, num_hidden_layers=1)
+    m.FalconMambaMixer.init_falcon_mamba_weights = lambda _: None  # in 5.24.0 it asks for norms that are made later
+    layer = random_module(m.FalconMambaMixer(config, 0))
+    kept = captured(m, "mamba_selective_scan", lambda: layer(hidden()), {"return_last_state": True, "z": None})
+    u, dt, _, b, c = (a[0] for a in kept["args"][:5])
+    save(folder, "falcon_mamba", q=c.T[:, None], k=b.T[:, None], v=u.T[:, :, None], gate=dt.T, rates=layer.A_log, gate_bias=layer.dt_proj.bias, skip=layer.D, out=kept["out"][0].T[:, :, None],
+         state=kept["state"][0][:, None])
+
+
+def minimax(folder):
+    import transformers.models.minimax.modeling_minimax as m
+
+    config = m.MiniMaxConfig(hidden_size=HIDDEN, num_attention_heads=4, head_dim=16, num_hidden_layers=3, block_size=8, layer_types=["linear_attention"] * 3)
+    layer = random_module(m.MiniMaxLightningAttention(config, 1))
+    qkv, before_norm = output_of(layer.qkv_proj), []
+    layer.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    with torch.no_grad():
+        _, state = layer(hidden(), (None, None), None)
+    q, k, v = layer.act_fn(qkv[0][0]).reshape(TOKENS, 4, 48).split(16, dim=2)
+    save(folder, "minimax", q=q, k=k, v=v, rates=layer.slope_rate.view(4), out=before_norm[0][0].view(TOKENS, 4, 16), state=state[0])
+
+
+if __name__ == "__main__":
+    for make in (qwen3_next, kimi_linear, mamba2_models, falcon_mamba, minimax):
+        make(sys.argv[1])
+        print("made", make.__name__)
