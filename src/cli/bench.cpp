@@ -15,6 +15,7 @@
 #include "core/check.h"
 #include "imbrex/select.h"
 #include "serve/ceilings.h"
+#include "serve/recurrent_bench.h"
 
 namespace imbrex::cli {
 namespace {
@@ -92,6 +93,7 @@ int run_bench(BenchArguments& o) {
   ThreadPool pool(o.threads);
   set_options(o, pool);
   if (o.family == "short_conv") return run_short_conv_bench(o, device, pool.parallel_for());
+  if (o.family == "recurrent") return run_recurrent_bench(o, device, pool.parallel_for());
   if (o.family == "mla") return run_mla_bench(o, device, pool.parallel_for());
   if (o.zoo) return run_zoo(o, device);
   const std::vector<Job> jobs = jobs_of(o);
@@ -180,12 +182,18 @@ void add_bench(CLI::App& app, Action& action) {
   CLI::App* sub = app.add_subcommand("bench", "Time layers on batches, with a check against the reference first");
   sub->add_option("BATCH", o->batches,
                   "vLLM's notation: items [count]q<queries>[k][s<keys>[k]] joined by ',' or '_', k is 1024 (default: five typical ones)");
-  sub->add_option("--family", o->family, "Of layers: attention, mla or short_conv")
-      ->check(CLI::IsMember({"attention", "mla", "short_conv"}))
+  sub->add_option("--family", o->family, "Of layers: attention, mla, short_conv or recurrent")
+      ->check(CLI::IsMember({"attention", "mla", "short_conv", "recurrent"}))
       ->capture_default_str();
   const auto of_short_conv = added_options(*sub, [&] {
     sub->add_option("--dim", o->short_conv.dim, "short_conv: channels")->capture_default_str();
     add_field_options(*sub, o->short_conv, "short_conv: ");
+  });
+  const auto of_recurrent = added_options(*sub, [&] {
+    sub->add_option("--layer", o->recurrent_layer, "recurrent: the layer of a published model")
+        ->check(CLI::IsMember(serve::recurrent_layer_names()))
+        ->capture_default_str();
+    add_dtype_option(*sub, "--state-dtype", o->state_dtype, "recurrent: f32, bf16, f16");
   });
   const auto of_mla = added_options(*sub, [&] {
     MlaSpec& mla = o->mla;
@@ -210,9 +218,8 @@ void add_bench(CLI::App& app, Action& action) {
   add_of_attention(sub->add_flag("--list", o->list, "With --zoo: print the names of the cells and leave"));
   add_of_attention(sub->add_option("--seconds", o->seconds, "With --zoo: begin no cell after so many (0: run all)"))
       ->check(CLI::NonNegativeNumber);
-  sub->add_option(
-      "--backend", o->backends,
-      "Backends or aliases, separated by commas (default: the one that select takes; of mla and short_conv all but the reference)");
+  sub->add_option("--backend", o->backends,
+                  "Backends or aliases, separated by commas (default: the one that select takes; of other families all but the reference)");
   sub->add_option("--device", o->device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--threads", o->threads, "Threads (0: one for each core)")->check(CLI::NonNegativeNumber);
   sub->add_option("--kv-copies", o->bench.kv_copies,
@@ -252,20 +259,23 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family mla --heads 16 64q1s4k q4k 16q2s8k\n"
       "  imbrex bench --family short_conv --dim 2048 q8k 8q1s16 32q5s1k\n"
+      "  imbrex bench --family recurrent --layer kimi-linear q2k 64q1s4k\n"
       "  imbrex bench --zoo --device cuda:0 --model gemma-2-9b\n\n"
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"
       "useful FLOP/s; share of the nearer ceiling (flop, L3 or DRAM: measured, or of the GPU's data sheet); best time of planning on the\n"
       "host. On a GPU calls of up to 16 queries a request are timed inside of a graph, others back to back. Exit code 1: a check failed.\n"
       "--family mla: options of attention that latent attention has too, and its own; FLOP/s are of the cheaper way of each request.\n"
       "--family short_conv: GB/s read and written; of the ceiling is their sum as a share of what can be read.\n"
+      "--family recurrent: GB/s of states read and written; of the ceiling is all that is moved as a share of what can be read.\n"
       "--zoo: cells that would take long run with fewer or shorter requests; beside is the share of the ceiling by the median share of "
       "the\n"
       "same kind of step and cache; cells below half of it are measured up to twice more. Exit code 1: an output is wrong, or such a cell "
       "is left.");
-  sub->callback([o, sub, of_attention, of_mla, of_short_conv, &action] {
+  sub->callback([o, sub, of_attention, of_mla, of_short_conv, of_recurrent, &action] {
     std::vector<CLI::Option*> not_for_mla = of_attention;
     std::erase_if(not_for_mla, is_for_mla);
     if (o->family != "short_conv") check_family(o->family, of_short_conv);
+    if (o->family != "recurrent") check_family(o->family, of_recurrent);
     if (o->family != "mla") check_family(o->family, of_mla);
     if (o->family != "attention") check_family(o->family, o->family == "mla" ? not_for_mla : of_attention);
     o->heads_given = sub->count("--heads") > 0;

@@ -21,6 +21,8 @@ struct BenchArguments {
   SpecOptions spec;
   ShortConvSpec short_conv{.dim = 2048};
   MlaSpec mla{.num_heads = 128};  // the dimensions; the rest is in `spec`
+  std::string recurrent_layer = "qwen3-next";
+  DType state_dtype = DType::f32;
   bool heads_given = false;
   serve::BenchOptions bench;
   std::vector<std::string> batches;
@@ -41,9 +43,10 @@ int print_bench(const BenchArguments&, const DeviceInfo&, int num_threads, const
 
 // Layers of models in the steps that engines run, and the slowest of them.
 int run_zoo(const BenchArguments&, const DeviceInfo&);
-// --family short_conv, and mla
+// --family short_conv, mla, and recurrent
 int run_mla_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
 int run_short_conv_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
+int run_recurrent_bench(const BenchArguments&, const DeviceInfo&, const ParallelFor& threads);
 
 // Of families that are timed on every backend: those that --backend names, each of which must run the spec, or all but the reference that
 // run it. Error select.forced.
@@ -103,7 +106,7 @@ nlohmann::ordered_json bench_entry(const BenchOf& of, const Result& r, const ser
   return j;
 }
 
-// Their options: ShortConvBenchOptions, MlaBenchOptions.
+// Their options: ShortConvBenchOptions, MlaBenchOptions, RecurrentBenchOptions.
 template <class Options>
 Options bench_options(const BenchArguments& o, const ParallelFor& threads) {
   Options options;

@@ -93,6 +93,10 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench q1 --family short_conv --width 9", 2, "[short_conv.width]"},
       {"bench q1 --family short_conv --dtype f64", 2, "[dtype.unknown]"},
       {"bench q1 --family short_conv --backend cpu_amx", 3, "[select.forced]"},
+      {"bench q1 --layer kimi-linear", 2, "[cli.family]"},
+      {"bench q1 --family recurrent --dim 64", 2, "[cli.family]"},
+      {"bench q1 --family recurrent --layer llama", 2, "[usage]"},
+      {"bench q1 --family recurrent --state-dtype fp8_e4m3", 2, "[recurrent.state_dtype]"},
       {"bench q1 --zoo", 2, "[cli.zoo]"},
       {"bench --zoo --no-ceilings", 2, "[cli.zoo]"},
       {"bench --zoo --only no_such_cell", 2, "[cli.only]"},
@@ -301,6 +305,30 @@ TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {
   EXPECT_EQ(table.code, 0) << table.err;
   EXPECT_TRUE(contains(table.out, "written GB/s")) << table.out;
   EXPECT_TRUE(contains(table.out, "% L3") || contains(table.out, "% DRAM")) << table.out;
+}
+
+TEST_F(Cli, BenchOfRecurrentLayersChecksAndTimesEveryBackend) {
+  const Ran ran =
+      run("bench 2q1s40,q3 --family recurrent --layer qwen3-next --state-dtype bf16 --kv-copies 2 --no-ceilings --min-time 0 --max-time "
+          "0.01 --json");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto j = nlohmann::json::parse(ran.out);
+  ASSERT_GE(j.size(), 1u);
+  for (const auto& row : j) {
+    EXPECT_NE(row["backend"], "reference");
+    EXPECT_EQ(row["spec"], "recurrent q16 v32 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state bf16 v_first");
+    EXPECT_GT(row["check_allowed"].get<double>(), 0);
+    EXPECT_EQ(row["copies"], 2);
+    // States of 32 heads: two read and three written. Rows of 16 and 32 heads of 128 bf16, and two floats for each value head.
+    EXPECT_EQ(row["state_bytes"].get<double>(), 5 * 32 * 128 * 128 * 2.0);
+    EXPECT_EQ(row["token_bytes"].get<double>(), 5 * (2 * 16 * 128 * 2 + 2 * 32 * 128 * 2 + 2 * 32 * 4.0));
+    EXPECT_EQ(row["flops"].get<double>(), 5 * 32 * 128 * 128 * 7.0);
+  }
+  for (const char* layer : {"kimi-linear", "minimax-01", "nemotron-3-nano", "falcon-mamba-7b"}) {
+    const Ran table = run(std::string("bench q2 q1s9 --family recurrent --no-ceilings --min-time 0 --max-time 0.01 --layer ") + layer);
+    EXPECT_EQ(table.code, 0) << table.err;
+    EXPECT_TRUE(contains(table.out, "state GB/s")) << table.out;
+  }
 }
 
 TEST_F(Cli, VerifyTakesCasesOfEveryFamily) {

@@ -29,9 +29,9 @@ ARROWS = {
     "gpu": {"gpu", "attention", "family", "core"},
     "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "serve": {"serve", "conformance", "model", "attention", "short_conv", "mla", "family", "core"},
+    "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
-    "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "mla", "family", "core"},
+    "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
 # Which folders of src/cuda/ a folder there may include. What lies in src/cuda/ itself stands above them, but for what crosses into kernels.
@@ -100,7 +100,7 @@ def resolve(root, path, name, texts):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cpu, conformance -> recurrent -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cpu, conformance, serve, cli -> recurrent -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src"):

@@ -49,11 +49,22 @@ inline Floats sigmoid_vector(Floats x) {
   return chosen((Words)(x < 0.f), small, 1.f - small);
 }
 
-inline float sum_of(Floats x) {
-  float all = 0;
-  for (int i = 0; i < kLanes; ++i) all += x[i];
-  return all;
+typedef float Floats4 __attribute__((vector_size(16)));
+
+// Halves of a vector are added until one number is left.
+inline float sum_of(Floats4 x) {
+  const Floats4 y = x + __builtin_shufflevector(x, x, 2, 3, 0, 1);
+  return y[0] + y[1];
 }
+#if defined(__AVX2__)
+typedef float Floats8 __attribute__((vector_size(32)));
+inline float sum_of(Floats8 x) { return sum_of(__builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7)); }
+#endif
+#if defined(__AVX512F__)
+inline float sum_of(Floats x) {
+  return sum_of(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+#endif
 
 // n floats from p on, zeros behind them.
 inline Floats load_floats(const float* p, int n) { return load_vector<kF32>(reinterpret_cast<const char*>(p), n); }
@@ -160,52 +171,73 @@ void store_tile(const RecurrentParams& p, const RecurrentPlace& place, const Flo
     store_row(place.at + r * place.row_bytes, element_size(p.state_type), p.state_type, place.n, reinterpret_cast<const float*>(tile[r]));
 }
 
-// A token's step of states with vectors along the key. values: in, and what is returned for q.
+// A token's step of states with vectors along the key. values: in, and what is returned for q. kVectors: of a key, 0 where that is known
+// only here; a value's row of a state is in registers then, as far as there are so many.
+template <int kVectors>
 void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kKeyVectors]) {
-  const int vectors = (p.dim_k + kLanes - 1) / kLanes;
+  const int vectors = kVectors > 0 ? kVectors : (p.dim_k + kLanes - 1) / kLanes;
   for (int v = 0; v < count; ++v) {
-    Floats known = {};
+    Floats row[kVectors > 0 ? kVectors : kKeyVectors], known = {}, y = {};
     for (int i = 0; i < vectors; ++i) {
-      s[v][i] *= t.factor[i];
-      known += s[v][i] * t.k[i];
+      row[i] = s[v][i] * t.factor[i];
+      known += row[i] * t.k[i];
     }
     const float written = t.beta * (values[v] * t.step - (p.delta ? sum_of(known) : 0.f));
-    Floats y = {};
     for (int i = 0; i < vectors; ++i) {
-      s[v][i] += t.k[i] * written;
-      y += s[v][i] * t.q[i];
+      s[v][i] = row[i] += t.k[i] * written;
+      y += row[i] * t.q[i];
     }
     values[v] = sum_of(y);
   }
 }
+void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kKeyVectors]) {
+  switch ((p.dim_k + kLanes - 1) / kLanes) {
+    case 1: return step_by_value<1>(p, t, count, values, s);
+    case 4: return step_by_value<4>(p, t, count, values, s);
+    case 8: return step_by_value<8>(p, t, count, values, s);
+    default: return step_by_value<0>(p, t, count, values, s);
+  }
+}
 
 // And with vectors along the values.
+template <int kVectors>
 void step_by_key(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kValueVectors]) {
-  const int vectors = (count + kLanes - 1) / kLanes;
   const float *const k = reinterpret_cast<const float*>(t.k), *const q = reinterpret_cast<const float*>(t.q),
                      *const factor = reinterpret_cast<const float*>(t.factor);
   constexpr int kSums = 4;  // that are added up side by side
-  Floats known[kSums][kValueVectors] = {}, y[kSums][kValueVectors] = {};
-  for (int c = 0; c < p.dim_k; ++c)
-    for (int i = 0; i < vectors; ++i) {
-      s[c][i] *= factor[c];
-      known[c % kSums][i] += s[c][i] * k[c];
-    }
-  Floats written[kValueVectors];
-  for (int i = 0; i < vectors; ++i) {
-    const int n = count - i * kLanes < kLanes ? count - i * kLanes : kLanes;
-    const Floats all = (known[0][i] + known[1][i]) + (known[2][i] + known[3][i]);
-    written[i] = (load_floats(values + i * kLanes, n) * t.step - (p.delta ? all : Floats{})) * t.beta;
+  Floats known[kSums][kVectors] = {}, y[kSums][kVectors] = {}, written[kVectors];
+  int c = 0;
+  const auto know = [&](int sum) {
+    for (int i = 0; i < kVectors; ++i) known[sum][i] += s[c][i] * (factor[c] * k[c]);
+    ++c;
+  };
+  if (p.delta) {
+    while (c + kSums <= p.dim_k) know(0), know(1), know(2), know(3);
+    while (c < p.dim_k) know(0);
   }
-  for (int c = 0; c < p.dim_k; ++c)
-    for (int i = 0; i < vectors; ++i) {
-      s[c][i] += written[i] * k[c];
-      y[c % kSums][i] += s[c][i] * q[c];
+  for (int i = 0; i < kVectors; ++i) {
+    const int n = count - i * kLanes < kLanes ? count - i * kLanes : kLanes;
+    written[i] = (load_floats(values + i * kLanes, n) * t.step - ((known[0][i] + known[1][i]) + (known[2][i] + known[3][i]))) * t.beta;
+  }
+  c = 0;
+  const auto write = [&](int sum) {
+    for (int i = 0; i < kVectors; ++i) {
+      s[c][i] = s[c][i] * factor[c] + written[i] * k[c];
+      y[sum][i] += s[c][i] * q[c];
     }
-  for (int i = 0; i < vectors; ++i) {
+    ++c;
+  };
+  while (c + kSums <= p.dim_k) write(0), write(1), write(2), write(3);
+  while (c < p.dim_k) write(0);
+  for (int i = 0; i < kVectors; ++i) {
     const int n = count - i * kLanes < kLanes ? count - i * kLanes : kLanes;
     store_vector<kF32>((y[0][i] + y[1][i]) + (y[2][i] + y[3][i]), n, reinterpret_cast<char*>(values + i * kLanes));
   }
+}
+template <int kMost>
+void step_by_key_of(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kValueVectors]) {
+  if (kMost == 1 || count > (kMost - 1) * kLanes) return step_by_key<kMost>(p, t, count, values, s);
+  if constexpr (kMost > 1) step_by_key_of<kMost - 1>(p, t, count, values, s);
 }
 
 void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head, int v_begin, int v_end) {
@@ -225,7 +257,7 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
     float values[kRecurrentValues], given[kRecurrentValues];
     load_row(p.v + token * p.v_token_stride + head * p.v_head_stride + v_begin * size, size, p.type, count, given);
     for (int v = 0; v < count; ++v) values[v] = given[v];
-    p.k_first ? step_by_key(p, t, count, values, tile.by_key) : step_by_value(p, t, count, values, tile.by_value);
+    p.k_first ? step_by_key_of<kValueVectors>(p, t, count, values, tile.by_key) : step_by_value(p, t, count, values, tile.by_value);
     if (p.skip != nullptr)
       for (int v = 0; v < count; ++v) values[v] += p.skip[head] * given[v];
     store_row(p.out + token * p.out_token_stride + head * p.out_head_stride + v_begin * size, size, p.type, count, values);
