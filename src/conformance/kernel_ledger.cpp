@@ -16,7 +16,8 @@ namespace {
 
 constexpr const char* kHead =
     "# Kernels that compiled without spills, local memory and warnings: architecture, file, hash of text and compiler, and of each entry\n"
-    "# its registers and shared memory. Made by `.ci/run record`; docs/cuda.md has the rest.\n";
+    "# its registers and shared memory. Of the architecture host, variants of kernels whose texts passed their tests there.\n"
+    "# Made by `.ci/run record`; docs/cuda.md has the rest.\n";
 
 bool is_content(std::string_view text) { return text.size() == 32 && text.find_first_not_of("0123456789abcdef") == std::string_view::npos; }
 
@@ -74,7 +75,8 @@ void KernelLedger::renew(std::span<const std::string> archs, std::span<const Pre
 std::string KernelLedger::str() const {
   std::vector<std::string> lines;
   for (const auto& [content, record] : records_)
-    lines.push_back(fmt::format("{} {} {} {}\n", record.arch, record.file, content, ledger_text(record.entries)));
+    lines.push_back(
+        fmt::format("{} {} {}{}{}\n", record.arch, record.file, content, record.entries.empty() ? "" : " ", ledger_text(record.entries)));
   std::sort(lines.begin(), lines.end());
   return fmt::format("{}{}", kHead, fmt::join(lines, ""));
 }

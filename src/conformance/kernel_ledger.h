@@ -10,6 +10,9 @@
 
 namespace imbrex {
 
+// The architecture of records of what runs on the host (tests/cuda/lanes), which have no entries.
+constexpr const char* kHostArch = "host";
+
 class KernelLedger {
  public:
   // A file that is not there is an empty ledger. Error kernel_ledger for one that cannot be read, or a line that is no record.

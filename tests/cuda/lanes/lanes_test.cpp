@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <map>
 #include <numeric>
+#include <set>
 
 #include "attention/kv_codec.h"
 #include "attention/mask.h"
@@ -14,6 +16,7 @@
 #include "attention/shared_keys.h"
 #include "conformance/attention/case_runner.h"
 #include "conformance/attention/judge.h"
+#include "core/env.h"
 #include "cuda/attention/kv_side.h"
 #include "cuda/driver/tensor_map.h"
 #include "cuda/lanes/library.h"
@@ -255,8 +258,25 @@ class LanesBackend final : public BackendOf<AttentionFamily> {
   const How how_;
 };
 
+// Whether .ci/run, which says so in a file, has left the variant out: the ledger of clean kernels says that its tests passed.
+bool is_left_out(const Variant& v) {
+  static const std::set<std::string> names = [] {
+    std::set<std::string> read;
+    if (const auto path = env::get("IMBREX_LANES_RECORDED")) {
+      std::ifstream file(*path);
+      EXPECT_TRUE(file.good()) << *path;
+      for (std::string name; file >> name;) read.insert(name);
+    }
+    return read;
+  }();
+  return names.contains(v.name);
+}
+
 class Lanes : public testing::TestWithParam<Variant> {
  protected:
+  void SetUp() override {
+    if (is_left_out(GetParam())) GTEST_SKIP() << "recorded";
+  }
   RunResult run(const How& how, const RunOptions& options) const {
     return run_case(LanesBackend(GetParam(), how), probe_cpu(), make_inputs(GetParam().c), options);
   }
@@ -340,6 +360,7 @@ TEST(LanesOfLatents, HaveTheBitsOfStoredValues) {
   const std::vector<Variant> all = variants();
   const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
   const Variant &latent = named("latent"), &stored = named("latent_stored");
+  if (is_left_out(latent)) GTEST_SKIP() << "recorded";
   EXPECT_LT(cuda::attention_sm80_smem_bytes(latent.c.spec, stored.tiles()), cuda::attention_sm80_smem_bytes(stored.c.spec, stored.tiles()));
   const CaseInputs in = make_inputs(latent.c);
   for (const How& how : {How{}, How{.split = 1, .workers = 1 << 10}}) {
@@ -355,6 +376,7 @@ TEST(LanesOfLatents, HaveTheSameBitsWhereTheyAreSpread) {
   const std::vector<Variant> all = variants();
   const auto named = [&](std::string_view name) -> const Variant& { return *std::ranges::find(all, name, &Variant::name); };
   const Variant &alone = named("latent_tiles"), &spread = named("spread_tiles");
+  if (is_left_out(alone)) GTEST_SKIP() << "recorded";
   EXPECT_EQ(alone.c.spec, spread.c.spec);
   Case c = spread.c;
   c.out_dtype = alone.c.out_dtype;
@@ -387,7 +409,7 @@ TEST_P(LanesOfClusters, AnyWarpMayBeLate) {
 // Weights times scales that f16 cannot hold beside each other are bf16.
 TEST(LanesOfRecords, AgreeWithTheReferenceForScalesOfAnySize) {
   for (const Variant& v : variants()) {
-    if (!v.is_latent_decode() || v.c.spec.kv_format != KvFormat::fp8_ds_mla) continue;
+    if (!v.is_latent_decode() || v.c.spec.kv_format != KvFormat::fp8_ds_mla || is_left_out(v)) continue;
     CaseInputs in = make_inputs(v.c);
     constexpr int kGroup = 128;
     const int dims = v.c.spec.head_dim_qk;
