@@ -74,6 +74,9 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
           .qk_norm = spec.qk_norm};
 }
 
+// Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
+bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
+
 class RecurrentCpuPlan final : public RecurrentPlan {
  public:
   RecurrentCpuPlan(std::string_view backend, const RecurrentKernels& kernels, const RecurrentSpec& spec, const PlanOptions& options)
@@ -91,15 +94,22 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     if (now_.requests.empty()) return;
     check_run(spec_, {}, in, out, now_.num_tokens, now_.num_slots);
     const RecurrentParams params = params_of(spec_, in, out);
-    const int64_t tiles = (spec_.head_dim_v + kRecurrentValues - 1) / kRecurrentValues, each = tiles * spec_.num_v_heads,
+    const bool narrow = is_narrow(spec_);
+    const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + kRecurrentValues - 1) / kRecurrentValues,
+                  each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads,
                   tasks = int64_t(now_.requests.size()) * each;
     std::atomic<int64_t> next{0};
     const auto work = [&](int) {
       for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
         const StateRequest& r = now_.requests[size_t(task / each)];
-        const int head = int(task % each / tiles), v = int(task % tiles) * kRecurrentValues;
-        kernels_.run(params, {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh}, head, v,
-                     std::min(v + kRecurrentValues, spec_.head_dim_v));
+        const RecurrentItem item{r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh};
+        const int part = int(task % each);
+        if (narrow) {
+          kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
+          continue;
+        }
+        const int v = int(part % tiles) * kRecurrentValues;
+        kernels_.run(params, item, int(part / tiles), v, std::min(v + kRecurrentValues, spec_.head_dim_v));
       }
     };
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
@@ -135,8 +145,10 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
 
   std::vector<KernelChoice> kernel_choices(const RecurrentSpec& spec, const DeviceInfo& device) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, {});
-    return {
-        {.requests = "all", .kernel = kernels(device.isa).isa, .sizes = {{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}}};
+    return {{.requests = "all",
+             .kernel = kernels(device.isa).isa,
+             .sizes = is_narrow(spec) ? std::vector<KernelChoice::Size>{{"tile_heads", std::min(kNarrowHeads, spec.num_v_heads)}}
+                                      : std::vector<KernelChoice::Size>{{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}}};
   }
 
  private:

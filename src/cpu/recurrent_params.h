@@ -6,6 +6,7 @@ namespace imbrex::cpu {
 
 constexpr int kRecurrentDim = 256;    // RecurrentSpec::head_dim_k at most
 constexpr int kRecurrentValues = 32;  // dimensions of values that a call works on at most
+constexpr int kNarrowHeads = 32;      // and heads, of values of one dimension
 
 enum RecurrentGateKind : int { kFixedGate, kLogGate, kSoftplusGate, kSigmoidGate };  // RecurrentGate, in its order
 
@@ -36,6 +37,9 @@ struct RecurrentKernels {
   const char* isa;
   // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them.
   void (*run)(const RecurrentParams&, const RecurrentItem&, int head, int v_begin, int v_end);
+  // An item, for value heads [head_begin, head_end) with values of one dimension, at most kNarrowHeads of them; without the delta rule and
+  // gates of channels.
+  void (*run_narrow)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end);
 };
 
 }  // namespace imbrex::cpu

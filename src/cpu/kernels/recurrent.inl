@@ -266,5 +266,88 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
   }
 }
 
+// Heads of Mamba1: what a token has in common is loaded once for all of them, and their steps are computed side by side.
+struct NarrowHeads {
+  Floats s[kNarrowHeads][kKeyVectors], rate[kNarrowHeads][kKeyVectors];  // rate: e^rates, or of the gate fixed the decay itself
+  float bias[kNarrowHeads];
+};
+
+// The vectors of a parameter of a head: a number for each channel, or one for all.
+inline void load_parameter(const float* from, bool of_channels, int dim, Floats* to) {
+  for (int i = 0; i * kLanes < dim; ++i) {
+    const int n = dim - i * kLanes < kLanes ? dim - i * kLanes : kLanes;
+    to[i] = from == nullptr ? Floats{} : of_channels ? load_floats(from + i * kLanes, n) : Floats{} + *from;
+  }
+}
+
+// Numbers of the heads of a token, as vectors whose tails are zero.
+struct HeadNumbers {
+  Floats of[(kNarrowHeads + kLanes - 1) / kLanes];
+  float operator[](int head) const { return reinterpret_cast<const float*>(of)[head]; }
+};
+
+void run_narrow_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head_begin, int head_end) {
+  NarrowHeads heads;
+  const int count = head_end - head_begin, vectors = (p.dim_k + kLanes - 1) / kLanes, head_vectors = (count + kLanes - 1) / kLanes;
+  const bool fixed = p.gate_kind == kFixedGate;
+  for (int h = 0; h < count; ++h) {
+    const int head = head_begin + h;
+    if (item.fresh) {
+      for (int i = 0; i < vectors; ++i) heads.s[h][i] = Floats{};
+    } else {
+      load_vectors(place_of(p, item, item.first_row, head, 0, 1).at, p.state_type, p.dim_k, heads.s[h]);
+    }
+    load_parameter(p.rates == nullptr ? nullptr : p.rates + head * p.rates_stride, p.channel_rates, p.dim_k, heads.rate[h]);
+    for (int i = 0; i < vectors; ++i) heads.rate[h][i] = exp_vector(fixed ? -heads.rate[h][i] : heads.rate[h][i]);
+    heads.bias[h] = p.gate_bias == nullptr ? 0.f : p.gate_bias[head * p.bias_stride];
+  }
+  const auto store = [&](int row) {
+    for (int h = 0; h < count; ++h)
+      store_row(place_of(p, item, row, head_begin + h, 0, 1).at, element_size(p.state_type), p.state_type, p.dim_k,
+                reinterpret_cast<const float*>(heads.s[h]));
+  };
+  if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
+  Floats q[kKeyVectors], k[kKeyVectors];
+  for (int token = item.begin; token < item.end; ++token) {
+    HeadNumbers gate = {}, given = {}, out = {};
+    load_row(p.v + token * p.v_token_stride + head_begin * p.v_head_stride, p.v_head_stride, p.type, count,
+             reinterpret_cast<float*>(given.of));
+    if (p.gate != nullptr)
+      load_row(p.gate + token * p.gate_token_stride + head_begin * p.gate_head_stride, p.gate_head_stride, p.gate_type, count,
+               reinterpret_cast<float*>(gate.of));
+    HeadNumbers written = given, x = gate;  // x: what decays are made of
+    for (int i = 0; i < head_vectors; ++i) {
+      if (p.gate_kind == kSoftplusGate || p.gate_kind == kSigmoidGate)
+        x.of[i] += load_floats(heads.bias + i * kLanes, count - i * kLanes < kLanes ? count - i * kLanes : kLanes);
+      if (p.gate_kind == kSoftplusGate) x.of[i] = least(greatest(softplus_vector(x.of[i]), Floats{} + p.gate_min), Floats{} + p.gate_max);
+      if (p.gate_kind == kLogGate) x.of[i] = exp_vector(x.of[i]);
+      if (p.scaled_values) written.of[i] *= x.of[i];
+    }
+    int key_head = -1;
+    for (int h = 0; h < count; ++h) {
+      if (const int its = (head_begin + h) / p.group; its != key_head) {
+        key_head = its;
+        load_key(p, p.q + token * p.q_token_stride + key_head * p.q_head_stride, p.scale, q);
+        load_key(p, p.k + token * p.k_token_stride + key_head * p.k_head_stride, 1.f, k);
+      }
+      Floats y = {};
+      for (int i = 0; i < vectors; ++i) {
+        const Floats rate = heads.rate[h][i];
+        const Floats factor = fixed                          ? rate
+                              : p.gate_kind == kLogGate      ? Floats{} + x[h]
+                              : p.gate_kind == kSoftplusGate ? exp_vector(rate * -x[h])
+                                                             : exp_vector(p.gate_min * sigmoid_vector(rate * x[h]));
+        heads.s[h][i] = heads.s[h][i] * factor + k[i] * written[h];
+        y += heads.s[h][i] * q[i];
+      }
+      reinterpret_cast<float*>(out.of)[h] = sum_of(y) + (p.skip != nullptr ? p.skip[head_begin + h] * given[h] : 0.f);
+    }
+    store_row(p.out + token * p.out_token_stride + head_begin * p.out_head_stride, p.out_head_stride, p.type, count,
+              reinterpret_cast<const float*>(out.of));
+    const int row = token + 1 - (item.end - item.drafts);
+    if (row >= 0) store(row);
+  }
+}
+
 }  // namespace
 }  // namespace imbrex::cpu

@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx512;
-const RecurrentKernels recurrent_avx512 = {"avx512", run_recurrent};
+const RecurrentKernels recurrent_avx512 = {"avx512", run_recurrent, run_narrow_recurrent};
 
 }  // namespace imbrex::cpu

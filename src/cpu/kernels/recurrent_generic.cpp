@@ -4,6 +4,6 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_generic;
-const RecurrentKernels recurrent_generic = {"generic", run_recurrent};
+const RecurrentKernels recurrent_generic = {"generic", run_recurrent, run_narrow_recurrent};
 
 }  // namespace imbrex::cpu
