@@ -95,7 +95,12 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     check_run(spec_, {}, in, out, now_.num_tokens, now_.num_slots);
     const RecurrentParams params = params_of(spec_, in, out);
     const bool narrow = is_narrow(spec_);
-    const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + kRecurrentValues - 1) / kRecurrentValues,
+    // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.
+    const bool whole = std::ranges::all_of(now_.requests, [&](const StateRequest& r) {
+      return is_in_place(params, {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh});
+    });
+    const int most = whole ? spec_.head_dim_v : kRecurrentValues;
+    const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + most - 1) / most,
                   each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads,
                   tasks = int64_t(now_.requests.size()) * each;
     std::atomic<int64_t> next{0};
@@ -108,8 +113,8 @@ class RecurrentCpuPlan final : public RecurrentPlan {
           kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
           continue;
         }
-        const int v = int(part % tiles) * kRecurrentValues;
-        kernels_.run(params, item, int(part / tiles), v, std::min(v + kRecurrentValues, spec_.head_dim_v));
+        const int v = int(part % tiles) * most;
+        kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
       }
     };
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);

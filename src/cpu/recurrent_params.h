@@ -33,9 +33,18 @@ struct RecurrentItem {
   bool fresh;
 };
 
+// Whether an item's state is computed where it lies, since each number is needed once: of one token, of floats with keys innermost, in
+// whole vectors, without rows for drafts.
+static inline bool is_in_place(const RecurrentParams& p, const RecurrentItem& item) {
+  constexpr int kWidest = 16;  // numbers of a vector
+  return item.end - item.begin == 1 && !p.k_first && p.state_type == kF32 && p.dim_k % kWidest == 0 && item.drafts == 0 &&
+         item.first_row == 0;
+}
+
 struct RecurrentKernels {
   const char* isa;
-  // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them.
+  // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them where the state is not
+  // computed where it lies.
   void (*run)(const RecurrentParams&, const RecurrentItem&, int head, int v_begin, int v_end);
   // An item, for value heads [head_begin, head_end) with values of one dimension, at most kNarrowHeads of them; without the delta rule and
   // gates of channels.

@@ -171,31 +171,39 @@ void store_tile(const RecurrentParams& p, const RecurrentPlace& place, const Flo
     store_row(place.at + r * place.row_bytes, element_size(p.state_type), p.state_type, place.n, reinterpret_cast<const float*>(tile[r]));
 }
 
+// Rows of a state with keys innermost: in a tile, or where the state lies.
+struct RecurrentRows {
+  char* at;
+  long bytes;  // from one to the next
+};
+
 // A token's step of states with vectors along the key. values: in, and what is returned for q. kVectors: of a key, 0 where that is known
 // only here; a value's row of a state is in registers then, as far as there are so many.
 template <int kVectors>
-void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kKeyVectors]) {
+void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, const RecurrentRows& rows) {
   const int vectors = kVectors > 0 ? kVectors : (p.dim_k + kLanes - 1) / kLanes;
   for (int v = 0; v < count; ++v) {
+    char* const at = rows.at + v * rows.bytes;
     Floats row[kVectors > 0 ? kVectors : kKeyVectors], known = {}, y = {};
     for (int i = 0; i < vectors; ++i) {
-      row[i] = s[v][i] * t.factor[i];
+      row[i] = load_vector<kF32>(at + i * long(sizeof(Floats)), kLanes) * t.factor[i];
       known += row[i] * t.k[i];
     }
     const float written = t.beta * (values[v] * t.step - (p.delta ? sum_of(known) : 0.f));
     for (int i = 0; i < vectors; ++i) {
-      s[v][i] = row[i] += t.k[i] * written;
+      row[i] += t.k[i] * written;
+      store_vector<kF32>(row[i], kLanes, at + i * long(sizeof(Floats)));
       y += row[i] * t.q[i];
     }
     values[v] = sum_of(y);
   }
 }
-void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, Floats (*s)[kKeyVectors]) {
+void step_by_value(const RecurrentParams& p, const RecurrentToken& t, int count, float* values, const RecurrentRows& rows) {
   switch ((p.dim_k + kLanes - 1) / kLanes) {
-    case 1: return step_by_value<1>(p, t, count, values, s);
-    case 4: return step_by_value<4>(p, t, count, values, s);
-    case 8: return step_by_value<8>(p, t, count, values, s);
-    default: return step_by_value<0>(p, t, count, values, s);
+    case 1: return step_by_value<1>(p, t, count, values, rows);
+    case 4: return step_by_value<4>(p, t, count, values, rows);
+    case 8: return step_by_value<8>(p, t, count, values, rows);
+    default: return step_by_value<0>(p, t, count, values, rows);
   }
 }
 
@@ -245,19 +253,28 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
   RecurrentToken t;
   const int count = v_end - v_begin;
   const long size = element_size(p.type);
+  const RecurrentPlace first = place_of(p, item, item.first_row, head, v_begin, v_end);
+  // What is computed where it lies is neither loaded first nor stored last.
+  const bool in_place = is_in_place(p, item);
+  const RecurrentRows rows =
+      in_place ? RecurrentRows{first.at, first.row_bytes} : RecurrentRows{reinterpret_cast<char*>(tile.by_value), sizeof tile.by_value[0]};
   const auto store = [&](int row) {
+    if (in_place) return;
     const RecurrentPlace place = place_of(p, item, row, head, v_begin, v_end);
     p.k_first ? store_tile(p, place, tile.by_key) : store_tile(p, place, tile.by_value);
   };
-  const RecurrentPlace first = place_of(p, item, item.first_row, head, v_begin, v_end);
-  p.k_first ? load_tile(p, first, item.fresh, tile.by_key) : load_tile(p, first, item.fresh, tile.by_value);
+  if (!in_place) {
+    p.k_first ? load_tile(p, first, item.fresh, tile.by_key) : load_tile(p, first, item.fresh, tile.by_value);
+  } else if (item.fresh) {
+    __builtin_memset(first.at, 0, (unsigned long)(first.rows * first.row_bytes));
+  }
   if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
   for (int token = item.begin; token < item.end; ++token) {
     load_token(p, token, head, t);
-    float values[kRecurrentValues], given[kRecurrentValues];
+    float values[kRecurrentDim], given[kRecurrentDim];
     load_row(p.v + token * p.v_token_stride + head * p.v_head_stride + v_begin * size, size, p.type, count, given);
     for (int v = 0; v < count; ++v) values[v] = given[v];
-    p.k_first ? step_by_key_of<kValueVectors>(p, t, count, values, tile.by_key) : step_by_value(p, t, count, values, tile.by_value);
+    p.k_first ? step_by_key_of<kValueVectors>(p, t, count, values, tile.by_key) : step_by_value(p, t, count, values, rows);
     if (p.skip != nullptr)
       for (int v = 0; v < count; ++v) values[v] += p.skip[head] * given[v];
     store_row(p.out + token * p.out_token_stride + head * p.out_head_stride + v_begin * size, size, p.type, count, values);
