@@ -77,6 +77,8 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
 // Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
 
+RecurrentItem item_of(const StateRequest& r) { return {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh}; }
+
 class RecurrentCpuPlan final : public RecurrentPlan {
  public:
   RecurrentCpuPlan(std::string_view backend, const RecurrentKernels& kernels, const RecurrentSpec& spec, const PlanOptions& options)
@@ -88,6 +90,9 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     std::stable_sort(spare_.requests.begin(), spare_.requests.end(),
                      [](const StateRequest& a, const StateRequest& b) { return a.end - a.begin > b.end - b.begin; });
     std::swap(now_, spare_);
+    in_place_ = std::ranges::all_of(now_.requests, [&](const StateRequest& r) {
+      return is_in_place(spec_.layout == StateLayout::k_first, int(spec_.state_dtype), spec_.head_dim_k, item_of(r));
+    });
   }
 
   void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
@@ -96,10 +101,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     const RecurrentParams params = params_of(spec_, in, out);
     const bool narrow = is_narrow(spec_);
     // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.
-    const bool whole = std::ranges::all_of(now_.requests, [&](const StateRequest& r) {
-      return is_in_place(params, {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh});
-    });
-    const int most = whole ? spec_.head_dim_v : kRecurrentValues;
+    const int most = in_place_ ? spec_.head_dim_v : kRecurrentValues;
     const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + most - 1) / most,
                   each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads,
                   tasks = int64_t(now_.requests.size()) * each;
@@ -107,7 +109,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     const auto work = [&](int) {
       for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
         const StateRequest& r = now_.requests[size_t(task / each)];
-        const RecurrentItem item{r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh};
+        const RecurrentItem item = item_of(r);
         const int part = int(task % each);
         if (narrow) {
           kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
@@ -128,6 +130,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
   RecurrentSpec spec_;
   PlanOptions options_;
   StateStep now_, spare_;
+  bool in_place_ = false;  // all states of the step
 };
 
 class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {

@@ -35,10 +35,9 @@ struct RecurrentItem {
 
 // Whether an item's state is computed where it lies, since each number is needed once: of one token, of floats with keys innermost, in
 // whole vectors, without rows for drafts.
-static inline bool is_in_place(const RecurrentParams& p, const RecurrentItem& item) {
+static inline bool is_in_place(bool k_first, int state_type, int dim_k, const RecurrentItem& item) {
   constexpr int kWidest = 16;  // numbers of a vector
-  return item.end - item.begin == 1 && !p.k_first && p.state_type == kF32 && p.dim_k % kWidest == 0 && item.drafts == 0 &&
-         item.first_row == 0;
+  return item.end - item.begin == 1 && !k_first && state_type == kF32 && dim_k % kWidest == 0 && item.drafts == 0 && item.first_row == 0;
 }
 
 struct RecurrentKernels {

@@ -1,6 +1,6 @@
-// The kernel of recurrent layers, in vectors as wide as the instruction set that it is compiled for has: token by token, with the part of a
-// state that a call works on in the first-level cache. Vectors are along the dimension of the state that lies contiguous in memory.
-// Roofline: decode reads and writes a state once for some eight operations a number, so memory is the limit.
+// The kernels of recurrent layers, in vectors as wide as the instruction set that they are compiled for has, token by token. Vectors are
+// along the dimension of the state that lies contiguous in memory. In prompts the part of a state that a call works on stays in the
+// first-level cache; in decode it is computed where it lies, if it can be. docs/kernels/recurrent.md has the roofline and the times.
 #include "cpu/recurrent_params.h"
 // clang-format off
 #include "cpu/kernels/convert.inl"
@@ -255,7 +255,7 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
   const long size = element_size(p.type);
   const RecurrentPlace first = place_of(p, item, item.first_row, head, v_begin, v_end);
   // What is computed where it lies is neither loaded first nor stored last.
-  const bool in_place = is_in_place(p, item);
+  const bool in_place = is_in_place(p.k_first, p.state_type, p.dim_k, item);
   const RecurrentRows rows =
       in_place ? RecurrentRows{first.at, first.row_bytes} : RecurrentRows{reinterpret_cast<char*>(tile.by_value), sizeof tile.by_value[0]};
   const auto store = [&](int row) {
