@@ -1,36 +1,11 @@
 #pragma once
-// The parameters of the CUDA kernels of the short convolution: plain structs, strides in bytes. Filled by cuda/short_conv/short_conv.cpp.
+// The parameters of the CUDA kernel of the short convolution: plain structs, strides in bytes. Filled by cuda/short_conv/short_conv.cpp.
+#include "cuda/state_params.h"
 
 namespace imbrex::cuda {
 
 constexpr int kShortConvThreads = 128;
 constexpr int kShortConvLaneBytes = 16;  // of a row, that a thread has
-
-// A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
-struct StateRequest {
-  int begin;
-  int slot;       // negative: the request is left out
-  int first_row;  // of the state: where h of the token width - 1 in front of the first is; negative: nothing has gone by
-  int drafts;     // the state gets h of so many more tokens than the width - 1 that a later step needs if it takes none back
-};
-struct StateCounts {
-  int num_tokens, num_reqs, padding[2];
-};
-
-// Requests that a device has found to break a rule: PlanStateBatchParams::broken.
-enum StateRule : int {
-  kStateStartsRise,
-  kStateTokensFit,
-  kStateQueryFits,
-  kStateLengthFits,
-  kStateQueriesAreKeys,
-  kStateSlotIsOne,
-  kStateDraftsFit,
-  kStateAcceptedFit,
-  kStateSlotIsOwn,
-  kStateSlotIsThere,
-  kNumStateRules
-};
 
 struct ShortConvParams {
   const char *bcx, *weight, *bias;
@@ -54,16 +29,5 @@ constexpr int short_conv_chunk(const StateCounts& step, int chunks_at_once, int 
   const int few = each < kFew ? each : kFew, chunk = even > few ? even : few;
   return chunk > least ? chunk : least;
 }
-
-constexpr int kPlanStateBatchThreads = 256;
-
-struct PlanStateBatchParams {
-  const int *starts, *lengths;           // the caller's query_start_loc [num_reqs + 1] and seq_lens [num_reqs]
-  const int *slots, *drafts, *accepted;  // [num_reqs]; the last two null: none
-  int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len, max_drafts;
-  StateRequest* requests;
-  StateCounts* counts;
-  int* broken;  // [kNumStateRules]: the last request that broke the rule, plus 1; grows until the host clears it
-};
 
 }  // namespace imbrex::cuda

@@ -41,10 +41,11 @@ CUDA_ARROWS = {
     "attention": {"attention", "driver", "kernels"},
     "ops": {"ops", "driver", "kernels"},
     "plan": {"plan", "attention", "driver", "kernels"},
-    "short_conv": {"short_conv", "plan", "attention", "driver", "kernels"},
+    "state": {"state", "plan", "driver", "kernels"},
+    "short_conv": {"short_conv", "state", "attention", "driver", "kernels"},
     "mla": {"mla", "plan", "attention", "driver", "kernels"},
 }
-CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/short_conv_params.h", "src/cuda/mla_params.h")
+CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/mla_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
@@ -128,7 +129,7 @@ def check_arrows(root):
 
 
 def check_cuda_arrows(root):
-    """Folders of src/cuda include one way: short_conv, mla -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
+    """Folders of src/cuda include one way: short_conv -> state -> plan; mla -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src/cuda"):

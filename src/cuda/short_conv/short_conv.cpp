@@ -5,6 +5,7 @@
 
 #include "core/tensor_layout.h"
 #include "cuda/attention/kv_side.h"
+#include "cuda/state/state_lists.h"
 
 namespace imbrex::cuda {
 namespace {
@@ -25,8 +26,6 @@ KernelKey short_conv_key(std::string_view arch, const ShortConvSpec& spec, const
            {"kStages", tuning.stages},
            {"kBlocks", tuning.blocks}}};
 }
-
-KernelKey plan_state_batch_key(std::string_view arch) { return {"plan_state_batch.cu", std::string(arch), {}}; }
 
 std::vector<KernelKey> short_conv_kernels(std::string_view arch, const ShortConvSpec& spec) {
   return {short_conv_key(arch, spec, short_conv_tuning(spec)), plan_state_batch_key(arch)};

@@ -1,6 +1,5 @@
 #pragma once
-// The short convolution on NVIDIA GPUs: its kernels, and how a launch of them is shared out. Host side of short_conv.cu and
-// plan_state_batch.cu.
+// The short convolution on NVIDIA GPUs: its kernels, and how a launch of them is shared out. Host side of short_conv.cu.
 #include <string_view>
 #include <vector>
 
@@ -18,7 +17,6 @@ ShortConvTuning short_conv_tuning(const ShortConvSpec&);
 
 // Entries short_conv_aligned and short_conv_unaligned, launched with kShortConvThreads.
 KernelKey short_conv_key(std::string_view arch, const ShortConvSpec&, const ShortConvTuning&);
-KernelKey plan_state_batch_key(std::string_view arch);
 std::vector<KernelKey> short_conv_kernels(std::string_view arch, const ShortConvSpec&);  // those of a plan
 
 // Units of work: a warp takes a chunk of tokens and a tile of channels.

@@ -6,6 +6,7 @@
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/host_kernels.h"
 #include "cuda/lanes/short_conv_variants.h"
+#include "cuda/state/state_lists.h"
 #ifdef IMBREX_LANES
 #include "cuda/lanes/library.h"
 #endif

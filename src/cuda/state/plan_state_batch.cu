@@ -1,11 +1,11 @@
-// The list of requests of layers with a state, from lengths that lie on the device; launched by cuda/short_conv/short_conv.cpp in front of
+// The list of requests of layers with a state, from lengths that lie on the device; launched by cuda/state/state_lists.cpp in front of
 // the layers of a step.
 //
 // A few hundred requests: bound by latency, so one thread block reads them all and writes 16 bytes for each. Each request claims the bit of
 // its slot in shared memory. Where it was set, a warp looks through all requests for those that have the same slot: slots share a bit only
 // where there are more of them than bits, so that this is rare.
 #include "async.cuh"
-#include "cuda/short_conv_params.h"
+#include "cuda/state_params.h"
 
 namespace imbrex::cuda {
 

@@ -1,0 +1,140 @@
+// See state_lists.h.
+#include "cuda/state/state_lists.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "core/check.h"
+#include "core/tensor_format.h"
+#include "cuda/driver/open_device.h"
+#include "family/batch_checks.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// In the order of StateRule.
+std::vector<gpu::Rule> rules_of(int max_drafts, const PlanLimits& limits) {
+  const std::array own{
+      gpu::Rule{"batch.state.slot", "a slot of 0 or more"},
+      gpu::Rule{"batch.state.num_drafts", fmt::format("0 to {} drafts, and no more than tokens", max_drafts)},
+      gpu::Rule{"batch.state.accepted_drafts", fmt::format("0 to {} accepted drafts, none where nothing has gone by", max_drafts)},
+      gpu::Rule{"batch.state.shared", "a slot of its own for each request"},
+      gpu::Rule{"batch.state.slot", "a slot of the state that run() was given"}};
+  static_assert(gpu::kNumLengthRules + std::tuple_size_v<decltype(own)> == kNumStateRules);
+  return gpu::rules_of_lengths(limits, own);
+}
+
+}  // namespace
+
+KernelKey plan_state_batch_key(std::string_view arch) { return {"plan_state_batch.cu", std::string(arch), {}}; }
+
+StateLists::StateLists(const ContextPtr& context, const DeviceInfo& device, const PlanOptions& options, std::string_view arch,
+                       int max_drafts)
+    : device_(device), options_(options), max_drafts_(max_drafts) {
+  check(!options.on_device || !options.balanced, "backend.on_device",
+        "expected on_device or balanced, got both: shares of the load are computed on the host");
+  ArrayLayout layout;  // in this order, so that a step is one copy
+  counts_ = layout.add<StateCounts>(1);
+  requests_ = layout.add<StateRequest>(int64_t(options.limits.max_num_reqs) + 1);
+  const auto open = std::make_shared<ContextDevice>(context);
+  memory_ = std::make_unique<PlanArrays>(open, layout);
+  if (!options.on_device) return;
+  plan_module_ = Module::load(context, plan_state_batch_key(arch));
+  plan_kernel_ = plan_module_->kernel("plan_state_batch");
+  broken_ = std::make_unique<gpu::BrokenRules>(open, rules_of(max_drafts, options.limits));
+}
+
+// Checks the slots of a step against the state of a captured graph, as run() does outside of graphs. The numbers of rows are not checked,
+// since the graph may not be replayed for this step.
+void StateLists::check_captured(const StateStep& step) const {
+  check(step.num_slots <= captured_slots_, "update.captured_cache", "a captured graph has a state of {} slots, the batch has slot {}",
+        captured_slots_, step.num_slots - 1);
+}
+
+// Into pinned memory, from where they are sent.
+void StateLists::put(const StateStep& step) {
+  const size_t count = step.requests.size();
+  memory_->begin();
+  *memory_->put(counts_, 1) = counts_of(step);
+  StateRequest* to = memory_->put(requests_, count + 1);
+  for (const imbrex::StateRequest& r : step.requests)
+    *to++ = {.begin = r.begin, .slot = r.slot, .first_row = r.fresh ? -1 : r.first_row, .drafts = r.drafts};
+  *to = {.begin = step.num_tokens, .slot = -1, .first_row = -1, .drafts = 0};
+}
+
+void StateLists::update(const Batch& batch, Stream stream) {
+  read_batch(max_drafts_, options_.limits, batch, options_.validate, spare_.step);
+  spare_.on_device = false;
+  const CUstream cu = cu_stream(stream);
+  check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
+  const size_t count = spare_.step.requests.size();
+  check(count < requests_.capacity, "update.limits", "expected at most {} requests with tokens, got {}", requests_.capacity - 1, count);
+  check(spare_.step.num_tokens <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
+        options_.limits.max_num_tokens, spare_.step.num_tokens);
+  check_captured(spare_.step);
+  put(spare_.step);
+  try {
+    memory_->send(cu);
+  } catch (...) {
+    has_step_ = memory_->is_whole();
+    throw;
+  }
+  std::swap(now_, spare_);
+  has_step_ = true;
+}
+
+void StateLists::update_on_device(const DeviceBatch& batch, Stream stream) {
+  check(plan_module_ != nullptr, "update.on_device", "expected a plan made with PlanOptions::on_device, got one without");
+  check_lengths(batch, options_.limits);
+  const int64_t reqs = batch.num_reqs();
+  const auto list = [&](const TensorView& t, const char* name, bool optional) -> const int* {
+    if (reqs == 0 || (optional && t.empty())) return nullptr;
+    check_list(t, name, reqs, "batch.state.size");
+    check(t.device == device_.device, "update.device", "{}: expected memory of {}, got {}", name, device_.device, t);
+    return t.as<const int>();
+  };
+  for (const TensorView* t : {&batch.seq_lens, &batch.query_start_loc})
+    check(reqs == 0 || t->device == device_.device, "update.device", "{}: expected memory of {}, got {}",
+          t == &batch.seq_lens ? "seq_lens" : "query_start_loc", device_.device, *t);
+  const PlanLimits& limits = options_.limits;
+  const PlanStateBatchParams params{.starts = batch.query_start_loc.as<const int>(),
+                                    .lengths = batch.seq_lens.as<const int>(),
+                                    .slots = list(batch.state_slots, "state_slots", false),
+                                    .drafts = list(batch.num_drafts, "num_drafts", true),
+                                    .accepted = list(batch.accepted_drafts, "accepted_drafts", true),
+                                    .num_reqs = int(reqs),
+                                    .max_tokens = max_tokens(batch, limits),
+                                    .min_query_len = limits.min_query_len,
+                                    .max_query_len = limits.max_query_len,
+                                    .max_seq_len = limits.max_seq_len,
+                                    .max_drafts = max_drafts_,
+                                    .requests = memory_->device(requests_),
+                                    .counts = memory_->device(counts_),
+                                    .broken = broken_->last_requests()};
+  plan_kernel_.launch({.threads = kPlanStateBatchThreads}, cu_stream(stream), params);
+  memory_->made_on_device();
+  now_.step.requests.clear();
+  now_.step.num_tokens = params.max_tokens;
+  now_.step.num_slots = 0;
+  now_.on_device = true;
+  has_step_ = true;
+}
+
+std::vector<Reason> StateLists::device_problems(Stream stream) {
+  return broken_ == nullptr ? std::vector<Reason>() : broken_->take(stream);
+}
+
+void StateLists::check_has_step(std::string_view plan) const {
+  check(has_step_, "plan.no_step", "expected a step to compute: the last update of {} failed, and the step before could not be kept",
+        str(plan));
+}
+
+std::string StateLists::str(std::string_view plan) const {
+  if (now_.on_device) return fmt::format("{}: planned on the device, for at most {} tokens", plan, now_.step.num_tokens);
+  return fmt::format("{}: {} tokens of {} requests", plan, now_.step.num_tokens, now_.step.requests.size());
+}
+
+}  // namespace imbrex::cuda

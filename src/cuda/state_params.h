@@ -1,0 +1,44 @@
+#pragma once
+// The list of a step's requests for CUDA kernels of layers that keep a state of each request in a slot, and the parameters of the kernel
+// that makes it on the device: plain structs. Filled by cuda/state/state_lists.cpp.
+
+namespace imbrex::cuda {
+
+// A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
+struct StateRequest {
+  int begin;
+  int slot;       // negative: the request is left out
+  int first_row;  // of the slot, that the state before the step begins at; negative: nothing has gone by
+  int drafts;     // how many of the last tokens may be taken back: what the state's rows are then, a family says
+};
+struct StateCounts {
+  int num_tokens, num_reqs, padding[2];
+};
+
+// Requests that a device has found to break a rule: PlanStateBatchParams::broken.
+enum StateRule : int {
+  kStateStartsRise,
+  kStateTokensFit,
+  kStateQueryFits,
+  kStateLengthFits,
+  kStateQueriesAreKeys,
+  kStateSlotIsOne,
+  kStateDraftsFit,
+  kStateAcceptedFit,
+  kStateSlotIsOwn,
+  kStateSlotIsThere,
+  kNumStateRules
+};
+
+constexpr int kPlanStateBatchThreads = 256;
+
+struct PlanStateBatchParams {
+  const int *starts, *lengths;           // the caller's query_start_loc [num_reqs + 1] and seq_lens [num_reqs]
+  const int *slots, *drafts, *accepted;  // [num_reqs]; the last two null: none
+  int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len, max_drafts;
+  StateRequest* requests;
+  StateCounts* counts;
+  int* broken;  // [kNumStateRules]: the last request that broke the rule, plus 1; grows until the host clears it
+};
+
+}  // namespace imbrex::cuda
