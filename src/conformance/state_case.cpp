@@ -50,6 +50,17 @@ Batch StateLists::batch(bool with_drafts) const {
   return batch;
 }
 
+DeviceBatch StateLists::device_batch(bool with_drafts) {
+  const auto view = [](std::vector<int32_t>& list) {
+    return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())});
+  };
+  DeviceBatch batch;
+  batch.query_start_loc = view(query_start_loc), batch.seq_lens = view(seq_lens), batch.state_slots = view(slots);
+  if (with_drafts) batch.num_drafts = view(drafts), batch.accepted_drafts = view(accepted);
+  batch.max_num_tokens = std::max(query_start_loc.back(), 1);  // 0 would be: as many as the limits allow
+  return batch;
+}
+
 std::vector<int32_t> shuffled_slots(int64_t num_slots, size_t count, uint64_t seed) {
   std::vector<int32_t> ids(static_cast<size_t>(num_slots));
   std::iota(ids.begin(), ids.end(), 0);

@@ -38,6 +38,7 @@ struct StateLists {
   StateLists(const StateCaseRequests&, const StateParts&, std::span<const int32_t> slots, Poison);
   // with_drafts: whether the layer may have some.
   Batch batch(bool with_drafts) const;
+  DeviceBatch device_batch(bool with_drafts);  // the lists, in host memory
 };
 
 // So many different slots of num_slots, in shuffled order.

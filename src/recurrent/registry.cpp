@@ -7,12 +7,13 @@
 
 namespace imbrex {
 
+const BackendOf<RecurrentFamily>& cuda_sm80_recurrent();   // cuda/recurrent/recurrent_plan.cpp
 const BackendOf<RecurrentFamily>& cpu_avx512_recurrent();  // cpu/recurrent.cpp
 const BackendOf<RecurrentFamily>& cpu_generic_recurrent();
 
 template <>
 Registry<RecurrentFamily>::List Registry<RecurrentFamily>::built_in() {
-  return {&cpu_avx512_recurrent(), &cpu_generic_recurrent(), &recurrent_reference()};
+  return {&cuda_sm80_recurrent(), &cpu_avx512_recurrent(), &cpu_generic_recurrent(), &recurrent_reference()};
 }
 
 template <>

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <random>
 
+#include "expect_error.h"
 #include "recurrent_targets.h"
+#include "state_steps.h"
 
 namespace imbrex::test {
 namespace {
@@ -98,6 +100,55 @@ TEST_P(RecurrentLaws, VerifyIsDecodeTokenByToken) {
       RecurrentRunOptions options;
       options.steps = {{{0, 4, 3, 1}, {0, 4, 3, 0}}, {{kept + 1, 9, 0, kept}, {kept + 1, 8, 0, kept}}};
       EXPECT_TRUE(same_bits(run(in, options), whole)) << spec.str() << ", " << kept << " drafts kept";
+    }
+  }
+}
+
+// Lengths, slots and drafts that are on a GPU make the step that those on the host make. A CPU's plan reads the host's.
+TEST_P(RecurrentLaws, AStepFromTheDeviceIsTheSame) {
+  std::mt19937_64 random(4);
+  for (RecurrentSpec spec : recurrent_law_specs()) {
+    spec.num_drafts = 3;
+    const RecurrentCaseInputs in = law_inputs(spec, {{1, 99}, {0, 0}, {70, 0, 3}, {0, 25}, {6, 271, 2, 3}, {1, 0}, {30, 5, 0, 1}});
+    RecurrentRunOptions options;
+    options.on_device = true;
+    if (!GetParam().on_gpu()) {
+      EXPECT_EQ(error_code([&] { run(in, options); }), "update.on_device");
+      continue;
+    }
+    EXPECT_TRUE(same_bits(run(in, options), run(in))) << spec.str();
+    options.steps = random_steps(in.requests, 9, random);
+    RecurrentRunOptions on_host = options;
+    on_host.on_device = false;
+    EXPECT_TRUE(same_bits(run(in, options), run(in, on_host))) << spec.str() << ", in steps";
+  }
+}
+
+// What one step launched is replayed for all others.
+TEST_P(RecurrentLaws, AGraphReplaysOtherBatches) {
+  if (!GetParam().on_gpu()) {
+    for (const RecurrentSpec& spec : recurrent_law_specs()) EXPECT_FALSE(GetParam().backend->plan(spec, GetParam().device, {})->capturable());
+    return;
+  }
+  const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>(GetParam().backend->name());
+  std::mt19937_64 random(8);
+  for (const RecurrentSpec& spec : recurrent_law_specs()) {
+    const RecurrentCaseInputs in = law_inputs(spec, kRecurrentLawRequests);
+    RecurrentRunOptions options;
+    options.steps = random_steps(in.requests, 60, random);
+    ASSERT_GT(options.steps.size(), 3u);
+    const RecurrentRunResult expected = run(in, options);
+    options.rows = num_tokens(in.requests) + 3;
+    for (const bool on_device : {false, true}) {
+      int captures = 0;
+      const auto mirror = device_mirror(backend, {.in_graph = true, .captures = &captures});
+      const auto plan = mirror->plan(spec, GetParam().device, {.limits = limits_of(in.requests), .on_device = on_device});
+      ASSERT_TRUE(plan->capturable()) << spec.str();
+      options.on_device = on_device;
+      const RecurrentRunResult result = run_case(*plan, in, options);
+      EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+      EXPECT_TRUE(same_bits(result, expected)) << spec.str() << (on_device ? ", lengths on the device" : "");
+      EXPECT_EQ(captures, 1) << spec.str();
     }
   }
 }

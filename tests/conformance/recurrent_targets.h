@@ -11,6 +11,7 @@ namespace imbrex::test {
 struct RecurrentTarget {
   const BackendOf<RecurrentFamily>* backend = nullptr;
   DeviceInfo device;
+  bool on_gpu() const { return device.device.type == DeviceType::cuda; }
   std::string name() const { return target_name(*backend, device); }
 };
 

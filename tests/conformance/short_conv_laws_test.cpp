@@ -10,6 +10,7 @@
 #include "expect_error.h"
 #include "short_conv_targets.h"
 #include "slow_state.h"
+#include "state_steps.h"
 
 namespace imbrex::test {
 namespace {
@@ -35,22 +36,6 @@ class ShortConvLaws : public testing::TestWithParam<ShortConvTarget> {
   }
 };
 
-// Where steps end at random, some with no token of a request.
-std::vector<ShortConvParts> random_steps(const ShortConvCaseInputs& in, int longest, std::mt19937_64& random) {
-  std::vector<ShortConvParts> steps;
-  for (bool more = true; more;) {
-    more = false;
-    ShortConvParts parts;
-    for (size_t r = 0; r < in.requests.size(); ++r) {
-      const int begin = steps.empty() ? 0 : steps.back()[r].end, left = in.requests[r].q_len - begin;
-      parts.push_back({begin, begin + std::min(left, int(random() % uint64_t(longest + 1)))});
-      more = more || parts.back().end < in.requests[r].q_len;
-    }
-    steps.push_back(std::move(parts));
-  }
-  return steps;
-}
-
 TEST_P(ShortConvLaws, StepsOfAPromptDoNotMatter) {
   std::mt19937_64 random(3);
   for (const ShortConvSpec& spec : law_specs()) {
@@ -63,7 +48,7 @@ TEST_P(ShortConvLaws, StepsOfAPromptDoNotMatter) {
     }
     for (const int longest : {1, 5, 100}) {
       ShortConvRunOptions options;
-      options.steps = random_steps(in, longest, random);
+      options.steps = random_steps(in.requests, longest, random);
       EXPECT_TRUE(same_bits(run(in, options), whole)) << spec.str() << " in steps of up to " << longest;
     }
   }
@@ -278,7 +263,7 @@ TEST_P(ShortConvLaws, AStepFromTheDeviceIsTheSame) {
       continue;
     }
     EXPECT_TRUE(same_bits(run(in, options), run(in))) << spec.str();
-    options.steps = random_steps(in, 9, random);
+    options.steps = random_steps(in.requests, 9, random);
     ShortConvRunOptions on_host = options;
     on_host.on_device = false;
     EXPECT_TRUE(same_bits(run(in, options), run(in, on_host))) << spec.str() << ", in steps";
@@ -304,7 +289,7 @@ TEST_P(ShortConvLaws, AGraphReplaysOtherBatches) {
       ShortConvRunOptions options;
       options.on_device = on_device;
       options.rows = in.num_tokens() + 3;
-      options.steps = random_steps(in, 60, random);
+      options.steps = random_steps(in.requests, 60, random);
       ASSERT_GT(options.steps.size(), 3u);
       EXPECT_TRUE(same_bits(checked(run_case(*plan, in, options)), expected)) << spec.str() << (on_device ? ", lengths on the device" : "");
       EXPECT_EQ(captures, 1) << spec.str();

@@ -10,6 +10,7 @@
 
 #include "conformance/attention/device_mirror.h"
 #include "conformance/poison.h"
+#include "conformance/recurrent/device_mirror.h"
 #include "conformance/short_conv/device_mirror.h"
 #include "imbrex/family.h"
 

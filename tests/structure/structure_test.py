@@ -27,7 +27,7 @@ ARROWS = {
     "model": {"model", "attention", "short_conv", "mla", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
-    "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
+    "cuda": {"cuda", "gpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
@@ -42,10 +42,11 @@ CUDA_ARROWS = {
     "ops": {"ops", "driver", "kernels"},
     "plan": {"plan", "attention", "driver", "kernels"},
     "state": {"state", "plan", "driver", "kernels"},
+    "recurrent": {"recurrent", "state", "attention", "driver", "kernels"},
     "short_conv": {"short_conv", "state", "attention", "driver", "kernels"},
     "mla": {"mla", "plan", "attention", "driver", "kernels"},
 }
-CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/mla_params.h")
+CUDA_PARAMS = ("src/cuda/params.h", "src/cuda/state_params.h", "src/cuda/short_conv_params.h", "src/cuda/recurrent_params.h", "src/cuda/mla_params.h")
 REGISTRY = "src/attention/registry.cpp"
 PUBLIC_CORE = {"tensor.h", "error.h", "capture.h", "device.h", "device_platform.h", "device_stream.h", "parallel.h", "workspace.h"}
 PUBLIC_FAMILY = {"batch.h", "family.h", "layer_spec.h", "plan.h"}
@@ -101,7 +102,7 @@ def resolve(root, path, name, texts):
 
 
 def check_arrows(root):
-    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cpu, conformance, serve, cli -> recurrent -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
+    """Includes go one way: cli, api, serve -> model -> attention -> family -> core; cpu, cuda, conformance -> attention; cpu, cuda, conformance, model, serve -> short_conv -> family; cpu, cuda, conformance, serve, cli -> recurrent -> family; cuda -> gpu -> attention; cli, serve -> conformance."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src"):
@@ -129,7 +130,7 @@ def check_arrows(root):
 
 
 def check_cuda_arrows(root):
-    """Folders of src/cuda include one way: short_conv -> state -> plan; mla -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
+    """Folders of src/cuda include one way: short_conv, recurrent -> state -> plan; mla -> plan -> attention -> driver, kernels; ops -> driver, kernels."""
     problems = []
     texts = cuda_texts(root)
     for path in sources(root, "src/cuda"):

@@ -96,9 +96,15 @@ class RecurrentRunner {
     }
   }
 
+  void update(StateLists& lists) {
+    if (!options_.on_device) return plan_.update(lists.batch(spec_.num_drafts > 0));
+    plan_.update_on_device(lists.device_batch(spec_.num_drafts > 0));
+    for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
+  }
+
   void run_step(const StateParts& parts) {
     StateLists lists(in_.requests, parts, slots_, options_.poison);
-    const int64_t tokens = lists.query_start_loc.back(), rows = tokens + options_.padding_tokens;
+    const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
         gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_);
     SpreadTensor out(spec_.dtype, rows, spec_.num_v_heads, spec_.head_dim_v, options_.poison, options_.gaps);
@@ -109,7 +115,7 @@ class RecurrentRunner {
     poison_unread(parts);
     for (GivenTensor* given : {&q, &k, &v, &gate, &beta}) given->before = given->spread.bytes;
     std::vector<char> state_before = state_.bytes;
-    plan_.update(lists.batch(spec_.num_drafts > 0));
+    update(lists);
     plan_.run({.q = q.view(),
                .k = k.view(),
                .v = v.view(),
@@ -187,6 +193,7 @@ RecurrentRunResult run_case(const BackendOf<RecurrentFamily>& backend, const Dev
   PlanOptions plan_options;
   plan_options.limits = limits_of(in.requests);
   plan_options.threads = options.threads;
+  plan_options.on_device = options.on_device;
   const auto plan = backend.plan(in.spec, device, plan_options);
   return run_case(*plan, in, options);
 }

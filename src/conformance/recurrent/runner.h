@@ -15,6 +15,8 @@ struct RecurrentRunOptions {
   int padding_tokens = 2;  // rows after the batch's tokens
   uint64_t slot_seed = 1;  // which slots the requests have
   int chunk = 0;           // > 0: requests' tokens come in steps of so many, without drafts
+  int rows = 0;            // of q and all other tensors with tokens, at least as many as those and their padding; 0: just so many
+  bool on_device = false;  // update_on_device()
   ParallelFor threads;
   // The steps to run, each with the parts of requests that it computes. Empty: the case, in one step or in chunks.
   std::vector<StateParts> steps;

@@ -37,5 +37,10 @@ constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers o
 constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;
 
+// recurrent.cu and recurrent_narrow.cu (cuda/recurrent/recurrent.cpp), besides kType, kDimK and kDimV
+constexpr int kStateType = 0;                                   // ElementType
+constexpr bool kKeysFirst = false;                              // StateLayout::k_first
+constexpr bool kChannelGate = false, kChannelRates = false;
+
 // gather_latents.cu (cuda/mla/steps.cpp), besides kFrom and kTo
 constexpr int kLatentFormat = 0;  // LatentFormat

@@ -1,0 +1,99 @@
+// See recurrent.h.
+#include "cuda/recurrent/recurrent.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/tensor_layout.h"
+#include "cuda/attention/kv_side.h"
+#include "cuda/state/state_lists.h"
+
+namespace imbrex::cuda {
+namespace {
+
+// Heads with values of one dimension, of which a thread block takes many (Mamba1).
+bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
+
+int parts_of(int whole, int each) { return (whole + each - 1) / each; }
+
+}  // namespace
+
+RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spec) {
+  const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v;
+  if (is_narrow(spec)) {
+    const int heads = recurrent_narrow_heads(dim_k);
+    return {.key = {"recurrent_narrow.cu",
+                    std::string(arch),
+                    {{"kType", int(spec.dtype)}, {"kStateType", int(spec.state_dtype)}, {"kDimK", dim_k}}},
+            .aligned = "recurrent_narrow_aligned",
+            .unaligned = "recurrent_narrow_unaligned",
+            .threads = kRecurrentNarrowThreads,
+            .tile = std::min(heads, spec.num_v_heads),
+            .units = parts_of(spec.num_v_heads, heads)};
+  }
+  const int warps = recurrent_warps(dim_k, dim_v), values = warps * recurrent_warp_values(dim_k);
+  return {.key = {"recurrent.cu",
+                  std::string(arch),
+                  {{"kType", int(spec.dtype)},
+                   {"kStateType", int(spec.state_dtype)},
+                   {"kDimK", dim_k},
+                   {"kDimV", dim_v},
+                   {"kKeysFirst", spec.layout == StateLayout::k_first},
+                   {"kChannelGate", spec.channel_gate},
+                   {"kChannelRates", spec.channel_rates}}},
+          .aligned = "recurrent_aligned",
+          .unaligned = "recurrent_unaligned",
+          .threads = 32 * warps,
+          .tile = std::min(values, dim_v),
+          .units = spec.num_v_heads * parts_of(dim_v, values)};
+}
+
+std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec) {
+  return {recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
+}
+
+bool are_aligned(const RecurrentSpec&, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  constexpr int64_t kBytes = 16;
+  return is_aligned(in.state, kBytes) && is_aligned(out.out, kBytes);
+}
+
+RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  const auto stride = [](const TensorView& t, int dim) { return t.rank > dim ? byte_stride(t, dim) : 0; };
+  const auto float_stride = [&](const TensorView& t) { return stride(t, 0) / int64_t(sizeof(float)); };
+  RecurrentParams p{};
+  p.q = in.q.as<const char>();
+  p.k = in.k.as<const char>();
+  p.v = in.v.as<const char>();
+  p.gate = in.gate.as<const char>();
+  p.beta = in.beta.as<const char>();
+  p.rates = in.rates.as<const float>();
+  p.gate_bias = in.gate_bias.as<const float>();
+  p.skip = in.skip.as<const float>();
+  p.state = in.state.as<char>();
+  p.out = out.out.as<char>();
+  p.q_token_stride = stride(in.q, 0), p.q_head_stride = stride(in.q, 1);
+  p.k_token_stride = stride(in.k, 0), p.k_head_stride = stride(in.k, 1);
+  p.v_token_stride = stride(in.v, 0), p.v_head_stride = stride(in.v, 1);
+  p.out_token_stride = stride(out.out, 0), p.out_head_stride = stride(out.out, 1);
+  p.gate_token_stride = stride(in.gate, 0), p.gate_head_stride = stride(in.gate, 1);
+  p.beta_token_stride = stride(in.beta, 0), p.beta_head_stride = stride(in.beta, 1);
+  p.rates_stride = float_stride(in.rates), p.bias_stride = float_stride(in.gate_bias);
+  p.state_slot_stride = stride(in.state, 0), p.state_row_stride = stride(in.state, 1), p.state_head_stride = stride(in.state, 2);
+  int64_t rows = std::min({in.q.size(0), in.k.size(0), in.v.size(0), out.out.size(0), int64_t(INT32_MAX)});
+  for (const TensorView* t : {&in.gate, &in.beta})
+    if (!t->empty()) rows = std::min(rows, t->size(0));
+  p.num_tokens = int(rows);
+  p.num_slots = int(std::min<int64_t>(in.state.size(0), INT32_MAX));
+  p.num_v_heads = spec.num_v_heads, p.group = spec.num_v_heads / spec.num_k_heads;
+  p.gate_kind = int(spec.gate);
+  p.gate_min = spec.gate_min;
+  p.gate_max =
+      spec.gate == RecurrentGate::softplus && spec.gate_max == 0 ? std::numeric_limits<float>::infinity() : spec.gate_max;
+  p.scale = spec.query_scale(), p.beta_scale = spec.beta_scale;
+  p.gate_is_f32 = in.gate.dtype == DType::f32, p.beta_is_f32 = in.beta.dtype == DType::f32;
+  p.delta = spec.delta, p.sigmoid_beta = spec.sigmoid_beta, p.scaled_values = spec.scaled_values, p.qk_norm = spec.qk_norm;
+  p.channel_rates = spec.channel_rates;
+  return p;
+}
+
+}  // namespace imbrex::cuda

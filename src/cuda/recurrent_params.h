@@ -1,0 +1,46 @@
+#pragma once
+// The parameters of the CUDA kernels of recurrent layers: plain structs, strides in bytes unless said otherwise. Filled by
+// cuda/recurrent/recurrent.cpp.
+#include "cuda/state_params.h"
+
+namespace imbrex::cuda {
+
+enum RecurrentGateKind : int { kFixedGate, kLogGate, kSoftplusGate, kSigmoidGate };  // RecurrentGate, in its order
+
+struct RecurrentParams {
+  const char *q, *k, *v, *gate, *beta;    // gate and beta null: there is none
+  const float *rates, *gate_bias, *skip;  // null: none
+  char *state, *out;
+  long q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride, out_token_stride, out_head_stride;
+  long gate_token_stride, gate_head_stride, beta_token_stride, beta_head_stride;
+  long rates_stride, bias_stride;  // floats, of a head
+  long state_slot_stride, state_row_stride, state_head_stride;
+  const StateRequest* requests;  // [num_reqs + 1]
+  const StateCounts* counts;
+  int* broken;                          // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  int num_slots, num_tokens;            // num_tokens: that all tensors have rows for; a request with others is left out
+  int num_v_heads, group;               // group: value heads of a key head
+  int gate_kind;                        // RecurrentGateKind
+  float gate_min, gate_max;             // gate_max of a softplus: infinite where there is no limit
+  float scale, beta_scale;
+  bool gate_is_f32, beta_is_f32;        // else of kType
+  bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
+  bool lists_are_there;                 // requests and counts were there before the kernel in front began
+};
+
+// How recurrent.cu shares a state out: lanes that share a value, quads of key channels of a lane, and values of a lane.
+constexpr int recurrent_key_lanes(int dim_k) { return dim_k > 16 ? 8 : dim_k > 8 ? 4 : dim_k > 4 ? 2 : 1; }
+constexpr int recurrent_quads(int dim_k) { return (dim_k + 4 * recurrent_key_lanes(dim_k) - 1) / (4 * recurrent_key_lanes(dim_k)); }
+constexpr int recurrent_values(int dim_k) { return recurrent_quads(dim_k) > 4 ? 2 : 4; }
+constexpr int recurrent_warp_values(int dim_k) { return 32 / recurrent_key_lanes(dim_k) * recurrent_values(dim_k); }
+constexpr int recurrent_warps(int dim_k, int dim_v) {
+  const int all = (dim_v + recurrent_warp_values(dim_k) - 1) / recurrent_warp_values(dim_k);
+  return all < 8 ? all : 8;
+}
+
+// recurrent_narrow.cu: heads of a lane, and of a thread block.
+constexpr int kRecurrentNarrowThreads = 128;
+constexpr int narrow_heads_of_lane(int dim_k) { return recurrent_quads(dim_k) < 2 ? 4 : recurrent_quads(dim_k) < 4 ? 2 : 1; }
+constexpr int recurrent_narrow_heads(int dim_k) { return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k); }
+
+}  // namespace imbrex::cuda
