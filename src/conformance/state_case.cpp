@@ -51,9 +51,7 @@ Batch StateLists::batch(bool with_drafts) const {
 }
 
 DeviceBatch StateLists::device_batch(bool with_drafts) {
-  const auto view = [](std::vector<int32_t>& list) {
-    return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())});
-  };
+  const auto view = [](std::vector<int32_t>& list) { return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())}); };
   DeviceBatch batch;
   batch.query_start_loc = view(query_start_loc), batch.seq_lens = view(seq_lens), batch.state_slots = view(slots);
   if (with_drafts) batch.num_drafts = view(drafts), batch.accepted_drafts = view(accepted);

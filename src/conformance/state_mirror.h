@@ -1,5 +1,6 @@
 #pragma once
-// The plan of a mirror (mirror.h) for families that keep a state of each request in a slot: a step's lists, and calls that run from a graph.
+// The plan of a mirror (mirror.h) for families that keep a state of each request in a slot: a step's lists, and calls that run from a
+// graph.
 #include <algorithm>
 #include <array>
 #include <functional>

@@ -17,15 +17,15 @@ struct RecurrentParams {
   long state_slot_stride, state_row_stride, state_head_stride;
   const StateRequest* requests;  // [num_reqs + 1]
   const StateCounts* counts;
-  int* broken;                          // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
-  int num_slots, num_tokens;            // num_tokens: that all tensors have rows for; a request with others is left out
-  int num_v_heads, group;               // group: value heads of a key head
-  int gate_kind;                        // RecurrentGateKind
-  float gate_min, gate_max;             // gate_max of a softplus: infinite where there is no limit
+  int* broken;                // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  int num_slots, num_tokens;  // num_tokens: that all tensors have rows for; a request with others is left out
+  int num_v_heads, group;     // group: value heads of a key head
+  int gate_kind;              // RecurrentGateKind
+  float gate_min, gate_max;   // gate_max of a softplus: infinite where there is no limit
   float scale, beta_scale;
-  bool gate_is_f32, beta_is_f32;        // else of kType
+  bool gate_is_f32, beta_is_f32;  // else of kType
   bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
-  bool lists_are_there;                 // requests and counts were there before the kernel in front began
+  bool lists_are_there;  // requests and counts were there before the kernel in front began
 };
 
 // How recurrent.cu shares a state out: lanes that share a value, quads of key channels of a lane, and values of a lane.
@@ -41,6 +41,8 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
 // recurrent_narrow.cu: heads of a lane, and of a thread block.
 constexpr int kRecurrentNarrowThreads = 128;
 constexpr int narrow_heads_of_lane(int dim_k) { return recurrent_quads(dim_k) < 2 ? 4 : recurrent_quads(dim_k) < 4 ? 2 : 1; }
-constexpr int recurrent_narrow_heads(int dim_k) { return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k); }
+constexpr int recurrent_narrow_heads(int dim_k) {
+  return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
+}
 
 }  // namespace imbrex::cuda

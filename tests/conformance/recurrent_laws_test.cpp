@@ -127,7 +127,8 @@ TEST_P(RecurrentLaws, AStepFromTheDeviceIsTheSame) {
 // What one step launched is replayed for all others.
 TEST_P(RecurrentLaws, AGraphReplaysOtherBatches) {
   if (!GetParam().on_gpu()) {
-    for (const RecurrentSpec& spec : recurrent_law_specs()) EXPECT_FALSE(GetParam().backend->plan(spec, GetParam().device, {})->capturable());
+    for (const RecurrentSpec& spec : recurrent_law_specs())
+      EXPECT_FALSE(GetParam().backend->plan(spec, GetParam().device, {})->capturable());
     return;
   }
   const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>(GetParam().backend->name());

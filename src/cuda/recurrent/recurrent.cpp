@@ -87,8 +87,7 @@ RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInput
   p.num_v_heads = spec.num_v_heads, p.group = spec.num_v_heads / spec.num_k_heads;
   p.gate_kind = int(spec.gate);
   p.gate_min = spec.gate_min;
-  p.gate_max =
-      spec.gate == RecurrentGate::softplus && spec.gate_max == 0 ? std::numeric_limits<float>::infinity() : spec.gate_max;
+  p.gate_max = spec.gate == RecurrentGate::softplus && spec.gate_max == 0 ? std::numeric_limits<float>::infinity() : spec.gate_max;
   p.scale = spec.query_scale(), p.beta_scale = spec.beta_scale;
   p.gate_is_f32 = in.gate.dtype == DType::f32, p.beta_is_f32 = in.beta.dtype == DType::f32;
   p.delta = spec.delta, p.sigmoid_beta = spec.sigmoid_beta, p.scaled_values = spec.scaled_values, p.qk_norm = spec.qk_norm;

@@ -9,17 +9,17 @@
 namespace imbrex::cuda {
 
 constexpr int kKeyLanes = recurrent_key_lanes(kDimK), kQuads = recurrent_quads(kDimK), kValues = recurrent_values(kDimK);
-constexpr int kPadded = 4 * kKeyLanes * kQuads;       // key channels, with those that are not there
+constexpr int kPadded = 4 * kKeyLanes * kQuads;  // key channels, with those that are not there
 constexpr int kWarpValues = recurrent_warp_values(kDimK);
 constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
 constexpr int kTiles = (kDimV + kRows - 1) / kRows;
-constexpr int kTokens = 8;                            // whose numbers are in shared memory at a time
+constexpr int kTokens = 8;  // whose numbers are in shared memory at a time
 constexpr int kSize = element_bytes(kType), kStateSize = element_bytes(kStateType);
 
 struct Token {
   float4 q[kPadded / 4], k[kPadded / 4];
   float4 factors[kChannelGate || kChannelRates ? kPadded / 4 : 1];  // of the state, by key channel; or of all channels
-  float values[kRows];                                               // as they are given
+  float values[kRows];                                              // as they are given
   float factor, step, beta, padding;
 };
 
@@ -46,7 +46,8 @@ DEVICE void load_token(const RecurrentParams& p, int token, int head, int first_
     const int channel = lane_id() + 32 * i;
     x.q[i] = channel < kDimK ? load_number<kType>(q + channel * kSize) : 0.f;
     x.k[i] = channel < kDimK ? load_number<kType>(k + channel * kSize) : 0.f;
-    if (kOfChannels || i == 0) x.gates[kOfChannels ? i : 0] = gate_numbers<kChannelGate>(p, token, head, kOfChannels && channel < kDimK ? channel : 0);
+    if (kOfChannels || i == 0)
+      x.gates[kOfChannels ? i : 0] = gate_numbers<kChannelGate>(p, token, head, kOfChannels && channel < kDimK ? channel : 0);
   }
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i) {
@@ -72,7 +73,8 @@ DEVICE void put_token(const RecurrentParams& p, const LoadedToken& x, Token& t) 
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int channel = lane_id() + 32 * i;
     float factor = 0.f;
-    if (kOfChannels || i == 0) step = gate_step(p, x.gates[kOfChannels ? i : 0]), factor = exp_of(log_decay(p, x.gates[kOfChannels ? i : 0], step));
+    if (kOfChannels || i == 0)
+      step = gate_step(p, x.gates[kOfChannels ? i : 0]), factor = exp_of(log_decay(p, x.gates[kOfChannels ? i : 0], step));
     if (channel >= kPadded) continue;
     reinterpret_cast<float*>(t.q)[channel] = x.q[i] * q_factor;
     reinterpret_cast<float*>(t.k)[channel] = x.k[i] * k_factor;
@@ -267,6 +269,8 @@ DEVICE void recurrent(const RecurrentParams& p) {
 
 // States and outputs that are aligned to 16 bytes, and others.
 extern "C" __global__ void __launch_bounds__(kThreads) recurrent_aligned(const __grid_constant__ RecurrentParams p) { recurrent<true>(p); }
-extern "C" __global__ void __launch_bounds__(kThreads) recurrent_unaligned(const __grid_constant__ RecurrentParams p) { recurrent<false>(p); }
+extern "C" __global__ void __launch_bounds__(kThreads) recurrent_unaligned(const __grid_constant__ RecurrentParams p) {
+  recurrent<false>(p);
+}
 
 }  // namespace imbrex::cuda

@@ -1,6 +1,6 @@
 #pragma once
-// Recurrent layers on NVIDIA GPUs: which kernel runs a spec, with which constants, and how a launch is shared out. Host side of recurrent.cu
-// and recurrent_narrow.cu.
+// Recurrent layers on NVIDIA GPUs: which kernel runs a spec, with which constants, and how a launch is shared out. Host side of
+// recurrent.cu and recurrent_narrow.cu.
 #include <string_view>
 #include <vector>
 

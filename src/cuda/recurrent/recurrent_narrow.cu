@@ -1,9 +1,9 @@
 // Recurrent layers whose heads have values of one dimension and no delta rule (Mamba1), token by token; launched by
 // cuda/recurrent/recurrent_plan.cpp.
 //
-// A state is a few numbers for each head, so a thread block takes kHeads heads: kKeyLanes lanes share a head, a lane has four key channels of
-// kOfLane heads in registers. What tokens bring of each head comes to shared memory kTokens at a time, and their q and k where all
-// heads of the block share them.
+// A state is a few numbers for each head, so a thread block takes kHeads heads: kKeyLanes lanes share a head, a lane has four key channels
+// of kOfLane heads in registers. What tokens bring of each head comes to shared memory kTokens at a time, and their q and k where all heads
+// of the block share them.
 #include "recurrent_token.cuh"
 
 namespace imbrex::cuda {
@@ -203,7 +203,8 @@ DEVICE void recurrent_narrow(const RecurrentParams& p) {
 extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads) recurrent_narrow_aligned(const __grid_constant__ RecurrentParams p) {
   recurrent_narrow<true>(p);
 }
-extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads) recurrent_narrow_unaligned(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads)
+    recurrent_narrow_unaligned(const __grid_constant__ RecurrentParams p) {
   recurrent_narrow<false>(p);
 }
 

@@ -104,8 +104,7 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
   std::string_view description() const override { return "token by token, states in registers, on every NVIDIA GPU since Ampere"; }
   std::vector<Reason> unsupported(const RecurrentSpec&, const DeviceInfo& device) const override {
     if (device.device.type != DeviceType::cuda) return {{"device.type", "cuda", to_string(device.device.type)}};
-    if (device.sm < kRecurrentLeastSm)
-      return {{"device.sm", fmt::format("{} or more", kRecurrentLeastSm), fmt::format("{}", device.sm)}};
+    if (device.sm < kRecurrentLeastSm) return {{"device.sm", fmt::format("{} or more", kRecurrentLeastSm), fmt::format("{}", device.sm)}};
     return {};
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {

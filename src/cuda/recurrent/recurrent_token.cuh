@@ -137,7 +137,9 @@ DEVICE float load_beta(const RecurrentParams& p, int token, int head) {
   return p.delta ? load_number(p.beta + token * p.beta_token_stride + head * p.beta_head_stride, p.beta_is_f32) : 1.f;
 }
 // The factor of what is written, of what load_beta() loads.
-DEVICE float beta_of(const RecurrentParams& p, float beta) { return p.delta ? (p.sigmoid_beta ? sigmoid_of(beta) : beta) * p.beta_scale : 1.f; }
+DEVICE float beta_of(const RecurrentParams& p, float beta) {
+  return p.delta ? (p.sigmoid_beta ? sigmoid_of(beta) : beta) * p.beta_scale : 1.f;
+}
 
 // A request of the step, where it is to be computed; else it has no tokens.
 struct RecurrentItem {
