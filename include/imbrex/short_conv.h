@@ -24,7 +24,7 @@ struct ShortConvSpec {
 };
 
 struct ShortConvInputs {
-  TensorView bcx;     // dtype [>= num_tokens, 3 * dim]: B, C and x of a token after one another, as in_proj gives them; innermost stride 1
+  TensorView input;   // dtype [>= num_tokens, 3 * dim]: B, C and x of a token one after another, as in_proj gives them; innermost stride 1
   TensorView weight;  // dtype [dim, width]; weight[:, width - 1] is of the current token
   TensorView bias;    // dtype [dim], contiguous; only with ShortConvSpec::bias
   // dtype [slots, state_rows, dim], innermost stride 1: h of earlier tokens, oldest first. Read and written by run(). A request reads rows

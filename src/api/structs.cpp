@@ -300,7 +300,7 @@ AttentionOutputs outputs_of(const imbrex_outputs* pointer) {
 
 ShortConvInputs inputs_of(const imbrex_short_conv_inputs* pointer) {
   const imbrex_short_conv_inputs in = read(pointer, "inputs");
-  return {.bcx = view_of(&deref(in.bcx, "bcx"), "bcx"),
+  return {.input = view_of(&deref(in.bcx, "bcx"), "bcx"),
           .weight = view_of(&deref(in.weight, "weight"), "weight"),
           .bias = view_of(in.bias, "bias"),
           .state = view_of(&deref(in.state, "state"), "state")};

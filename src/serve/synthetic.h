@@ -10,7 +10,7 @@
 
 namespace imbrex::serve {
 
-enum class Side : uint8_t { q, k, v, bcx };  // bcx: of the short convolution
+enum class Side : uint8_t { q, k, v, conv };  // conv: input of the short convolution
 
 // The number that the inputs of a token in all heads and layers are derived from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }

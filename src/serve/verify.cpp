@@ -54,7 +54,7 @@ struct Verifier::Worker {
 
   std::optional<ShortConvSpec> conv_spec;
   std::unique_ptr<ShortConvPlan> conv_plan;
-  std::vector<uint16_t> bcx, state, conv_out;
+  std::vector<uint16_t> input, state, conv_out;
 };
 
 // Attention of one query to the ragged keys in Worker::k and v, of some q heads that share a kv head.
@@ -229,14 +229,14 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortCon
     w.conv_plan = find_backend<ShortConvFamily>("reference")->plan(spec, describe_device("cpu"), options);
   }
   const size_t row = 3 * size_t(dim);
-  w.bcx.resize(size_t(spec.width) * row);
+  w.input.resize(size_t(spec.width) * row);
   w.state.resize(size_t(spec.state_rows()) * size_t(dim));
   w.conv_out.resize(size_t(spec.width) * size_t(dim));
   for (int i = 0; i < tokens; ++i) {
     const uint64_t key = key_of(sample, sample.position + 1 - tokens + i);
     for (int h = 0; h < 3 * dim / piece; ++h)
-      std::memcpy(w.bcx.data() + size_t(i) * row + size_t(h) * size_t(piece),
-                  synthetic_.pool().data() + synthetic_.offset(Side::bcx, sample.layer, h, key), size_t(piece) * sizeof(uint16_t));
+      std::memcpy(w.input.data() + size_t(i) * row + size_t(h) * size_t(piece),
+                  synthetic_.pool().data() + synthetic_.offset(Side::conv, sample.layer, h, key), size_t(piece) * sizeof(uint16_t));
   }
 
   const int32_t query_start_loc[] = {0, tokens}, seq_lens[] = {tokens}, state_slots[] = {0};
@@ -247,13 +247,13 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortCon
   w.conv_plan->update(batch);
   ShortConvInputs inputs;
   target.parameters->view(inputs);
-  inputs.bcx = TensorView::contiguous(w.bcx.data(), DType::bf16, {tokens, 3 * int64_t(dim)});
+  inputs.input = TensorView::contiguous(w.input.data(), DType::bf16, {tokens, 3 * int64_t(dim)});
   inputs.state = TensorView::contiguous(w.state.data(), DType::bf16, {1, spec.state_rows(), dim});
   w.conv_plan->run(inputs, {.out = TensorView::contiguous(w.conv_out.data(), DType::bf16, {tokens, dim})});
 
   Outcome worst;
   const auto value = [&](int token, int part, int d) {
-    return double(bf16_to_float(w.bcx[size_t(token) * row + size_t(part) * size_t(dim) + size_t(d)]));
+    return double(bf16_to_float(w.input[size_t(token) * row + size_t(part) * size_t(dim) + size_t(d)]));
   };
   for (int d = 0; d < dim; ++d) {
     double magnitude = spec.bias ? std::abs(double(bf16_to_float(target.parameters->bias[size_t(d)]))) : 0;

@@ -45,9 +45,9 @@ class Reference final : public ShortConvPlan {
     const int64_t state = r.slot * in.state.stride(0) + d, dim = spec_.dim;
     std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
     const std::span<double> b = std::span(h).subspan(before);
-    load_column(in.bcx, r.begin, d, b);
-    load_column(in.bcx, r.begin, dim + d, c);
-    load_column(in.bcx, r.begin, 2 * dim + d, x);
+    load_column(in.input, r.begin, d, b);
+    load_column(in.input, r.begin, dim + d, c);
+    load_column(in.input, r.begin, 2 * dim + d, x);
     load_as_doubles(in.weight.data, spec_.dtype, d * in.weight.stride(0), in.weight.stride(1), weight);
     const double bias = spec_.bias ? load_as_double(in.bias.data, spec_.dtype, d * in.bias.stride(0)) : 0.;
     if (!r.fresh) {

@@ -74,7 +74,8 @@ TEST_F(CApiShortConv, GivesTheBitsOfTheCppInterface) {
       v.sizes[size_t(d)] = t.shape[size_t(d)], v.strides[size_t(d)] = stride, stride *= t.shape[size_t(d)];
     return v;
   };
-  other->run({.bcx = view(cpp.bcx), .weight = view(cpp.weight), .bias = view(cpp.bias), .state = view(cpp.state)}, {.out = view(cpp.out)});
+  other->run({.input = view(cpp.bcx), .weight = view(cpp.weight), .bias = view(cpp.bias), .state = view(cpp.state)},
+             {.out = view(cpp.out)});
   EXPECT_EQ(c.out.data, cpp.out.data);
   EXPECT_EQ(c.state.data, cpp.state.data);
   EXPECT_TRUE(std::ranges::any_of(c.out.data, [](float x) { return x != 0; }));

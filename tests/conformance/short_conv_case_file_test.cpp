@@ -34,7 +34,7 @@ TEST(ShortConvCaseFile, RoundTrips) {
   for (const ShortConvCase& c : {full_conv_case(), plain}) {
     const ShortConvCaseFile file = make_case_file(c), again = reread(file);
     EXPECT_EQ(again.inputs.spec, c.spec) << again.inputs.spec.str();
-    EXPECT_EQ(again.inputs.bcx.bytes, file.inputs.bcx.bytes);
+    EXPECT_EQ(again.inputs.input.bytes, file.inputs.input.bytes);
     EXPECT_EQ(again.inputs.weight.bytes, file.inputs.weight.bytes);
     EXPECT_EQ(again.inputs.bias.bytes, file.inputs.bias.bytes);
     EXPECT_EQ(again.inputs.state.bytes, file.inputs.state.bytes);

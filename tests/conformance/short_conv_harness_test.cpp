@@ -99,8 +99,8 @@ class FaultyConvPlan final : public ShortConvPlan {
       const int first = mistake_ == ConvMistake::accepted_not_looked_at ? 0 : r.first_row;
       return load(in.state, r.slot * in.state.stride(0) + (first + spec_.width - 1 + token - r.begin) * in.state.stride(1) + d);
     }
-    const int64_t row = token * in.bcx.stride(0);
-    const float product = load(in.bcx, row + d) * load(in.bcx, row + 2 * int64_t(spec_.dim) + d);
+    const int64_t row = token * in.input.stride(0);
+    const float product = load(in.input, row + d) * load(in.input, row + 2 * int64_t(spec_.dim) + d);
     char element[4];
     store_from_float(element, mistake_ == ConvMistake::h_not_rounded ? DType::f32 : spec_.dtype, 0, product);
     return load_as_float(element, mistake_ == ConvMistake::h_not_rounded ? DType::f32 : spec_.dtype, 0);
@@ -119,7 +119,7 @@ class FaultyConvPlan final : public ShortConvPlan {
         sum += load(in.weight, d * in.weight.stride(0) + tap) * h[size_t(t - item.begin + i)];
       }
       const int64_t at = t * out.stride(0) + d;
-      store(out, at, sum * load(in.bcx, t * in.bcx.stride(0) + spec_.dim + d));
+      store(out, at, sum * load(in.input, t * in.input.stride(0) + spec_.dim + d));
       if (mistake_ == ConvMistake::two_units_off && t == r.begin && d == spec_.dim - 1)
         for (int step = 0; step < 2; ++step) add_unit(out, at);
     }
@@ -259,7 +259,7 @@ TEST(ShortConvHarness, ContentsDoNotDependOnTheBatch) {
   c.requests = {c.requests[2]};
   const ShortConvCaseInputs one = make_inputs(c);
   const long row = 3 * 20 * 2;  // request 2 begins at token 8
-  EXPECT_TRUE(std::equal(one.bcx.bytes.begin(), one.bcx.bytes.end(), all.bcx.bytes.begin() + 8 * row));
+  EXPECT_TRUE(std::equal(one.input.bytes.begin(), one.input.bytes.end(), all.input.bytes.begin() + 8 * row));
   EXPECT_TRUE(std::equal(one.state.bytes.begin(), one.state.bytes.end(), all.state.bytes.begin() + 2 * spec.state_bytes()));
 }
 

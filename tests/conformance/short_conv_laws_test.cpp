@@ -245,7 +245,7 @@ TEST_P(ShortConvLaws, ANonFiniteNumberReachesItsSumsAndNothingElse) {
         if (where == kPast)
           in.state.set((before - 1) * int64_t(dim) + channel, value);  // the token before the step
         else
-          in.bcx.set((kToken * 3 + where) * int64_t(dim) + channel, value);
+          in.input.set((kToken * 3 + where) * int64_t(dim) + channel, value);
         const ShortConvRunResult result = run(in);
         const int from = where == kPast ? 0 : kToken, to = where == kC ? kToken : where == kPast ? before - 1 : kToken + before;
         for (int t = 0; t < in.num_tokens(); ++t)

@@ -207,7 +207,7 @@ class Rotation {
   }
   ShortConvInputs inputs(size_t i) const {
     const Set& set = sets_[i % sets_.size()];
-    return {.bcx = set.bcx.view, .weight = weight_.view, .bias = spec_.bias ? bias_.view : TensorView{}, .state = set.state.view};
+    return {.input = set.input.view, .weight = weight_.view, .bias = spec_.bias ? bias_.view : TensorView{}, .state = set.state.view};
   }
   ShortConvOutputs outputs(size_t i) const { return {.out = sets_[i % sets_.size()].out.view}; }
   size_t size() const { return sets_.size(); }
@@ -219,7 +219,7 @@ class Rotation {
 
  private:
   struct Set {
-    DeviceTensor bcx, state, out;
+    DeviceTensor input, state, out;
   };
   Work work_;
   ShortConvSpec spec_;

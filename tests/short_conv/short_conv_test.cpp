@@ -72,14 +72,14 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 3}, b.accepted_drafts = l; }), "batch.state.accepted_drafts");
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 2, 1}, b.query_start_loc = l; }), "batch.query_start_loc.monotone");
 
-    Tensor bcx(spec.dtype, {5, 96}), weight(spec.dtype, {32, 3}), state(spec.dtype, {2, 4, 32}), out(spec.dtype, {5, 32});
+    Tensor input(spec.dtype, {5, 96}), weight(spec.dtype, {32, 3}), state(spec.dtype, {2, 4, 32}), out(spec.dtype, {5, 32});
     const auto run = [&](auto change) {
-      ShortConvInputs in{.bcx = bcx.view, .weight = weight.view, .bias = {}, .state = state.view};
+      ShortConvInputs in{.input = input.view, .weight = weight.view, .bias = {}, .state = state.view};
       ShortConvOutputs to{.out = out.view};
       change(in, to);
       return test::error_code([&] { plan->run(in, to, nullptr); });
     };
-    EXPECT_EQ(run([](auto& in, auto&) { in.bcx.sizes[0] = 4; }), "short_conv.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.input.sizes[0] = 4; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.weight.sizes[1] = 4; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.state.sizes[0] = 1; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.state.strides[0] = 32; }), "tensor.overlap");

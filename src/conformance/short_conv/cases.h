@@ -27,7 +27,7 @@ struct ShortConvCase {
   std::vector<ShortConvCaseRequest> requests;
   int chunk = 0;           // > 0: the requests' tokens come in steps of so many, without drafts
   Gaps gaps = Gaps::none;  // of all tensors
-  int padding_tokens = 0;  // rows of bcx and out after the batch's tokens
+  int padding_tokens = 0;  // rows of input and out after the batch's tokens
   ShortConvValues values = ShortConvValues::plain;
   uint64_t seed = 1;
 

@@ -57,7 +57,7 @@ ShortConvCaseInputs make_inputs(const ShortConvCase& c) {
   const int64_t dim = spec.dim, before = spec.width - 1;
   ShortConvCaseInputs in{.spec = spec,
                          .requests = c.requests,
-                         .bcx = HostTensor::make(spec.dtype, {c.num_tokens(), 3 * dim}),
+                         .input = HostTensor::make(spec.dtype, {c.num_tokens(), 3 * dim}),
                          .weight = parameters(c, kWeight, {dim, spec.width}),
                          .bias = {},
                          .state = HostTensor::make(spec.dtype, {int64_t(c.requests.size()), spec.state_rows(), dim})};
@@ -67,7 +67,7 @@ ShortConvCaseInputs make_inputs(const ShortConvCase& c) {
   for (size_t r = 0; r < c.requests.size(); ++r) {
     const ShortConvCaseRequest& request = c.requests[r];
     const uint64_t seed = splitmix(c.seed * 0x10001 + uint64_t(request.id)) << 3;  // room for the number of a sequence
-    for (int t = 0; t < request.q_len; ++t, ++token) fill_token(c, seed, request.context_len + t, in.bcx, token * 3 * dim);
+    for (int t = 0; t < request.q_len; ++t, ++token) fill_token(c, seed, request.context_len + t, in.input, token * 3 * dim);
     const ShortConvCaseInputs::Rows rows = in.past_rows(r);
     for (int row = rows.begin; row < rows.end; ++row) {
       const int64_t position = request.context_len - before + row - rows.begin;

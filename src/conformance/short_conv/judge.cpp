@@ -34,9 +34,9 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
   };
   std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
   const std::span<double> b = std::span(h).subspan(before);
-  load(in.bcx, token * 3 * dim + d, 3 * dim, b);
-  load(in.bcx, (token * 3 + 1) * dim + d, 3 * dim, c);
-  load(in.bcx, (token * 3 + 2) * dim + d, 3 * dim, x);
+  load(in.input, token * 3 * dim + d, 3 * dim, b);
+  load(in.input, (token * 3 + 1) * dim + d, 3 * dim, c);
+  load(in.input, (token * 3 + 2) * dim + d, 3 * dim, x);
   load(in.weight, int64_t(d) * spec.width, 1, weight);
   load(in.state, (int64_t(request) * spec.state_rows() + gone.begin) * dim + d, dim, std::span(h).first(size_t(gone.end - gone.begin)));
   const double bias = spec.bias ? in.bias.get(d) : 0;

@@ -44,7 +44,7 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
   constexpr long size = type == kF32 ? 4 : 2;
   const int before = p.width - 1;
   char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
-  const auto row_of = [&](int token) { return p.bcx + token * p.bcx_stride + dim * size; };
+  const auto row_of = [&](int token) { return p.input + token * p.input_stride + dim * size; };
   // The row of h of a token of the step, or of an earlier token.
   const auto load_row_h = [&](int token, Floats* h) {
     const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
@@ -95,7 +95,7 @@ void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, 
   });
   for (int i = 0; i < count; ++i) {
     const int after = i + 1 < count ? items[i + 1].begin : items[i].begin;  // the token that is asked for at the end
-    run_item<type>(p, items[i], p.bcx + after * p.bcx_stride + dim_begin * size, dim_begin, dims, tile);
+    run_item<type>(p, items[i], p.input + after * p.input_stride + dim_begin * size, dim_begin, dims, tile);
   }
 }
 

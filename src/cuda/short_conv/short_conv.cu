@@ -173,8 +173,8 @@ template <bool aligned>
 class Rows {
  public:
   DEVICE Rows(const ShortConvParams& p, int begin, int end, const Channels& channels)
-      : first_(p.bcx + long(aligned ? channels.first : channels.first - lane_id()) * kSize),
-        stride_(p.bcx_stride),
+      : first_(p.input + long(aligned ? channels.first : channels.first - lane_id()) * kSize),
+        stride_(p.input_stride),
         part_(long(p.dim) * kSize),
         count_(channels.count),
         bytes_(min((p.dim - (channels.first - lane_id())) * kSize, 32 * kShortConvLaneBytes)),
