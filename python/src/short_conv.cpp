@@ -24,8 +24,10 @@ void set_short_conv_shape(ShortConvSpec& spec, int dim) { spec.dim = dim; }
 void bind_short_conv_spec(nb::module_& m) {
   auto spec = nb::class_<ShortConvSpec>(
       m, "ShortConvSpec",
-      "The short convolution of LFM2's layers: h = B * x, y = C * (bias + weighted sum of h over `width` tokens). A request's\n"
-      "state are width - 1 + num_drafts rows of h.");
+      "A causal convolution of a few tokens. form \"gated\" (LFM2): h = B * x, y = C * (bias + weighted sum of h over `width` tokens);\n"
+      "\"plain\" (in front of Mamba, GDN and KDA): h = x, y = activation(bias + weighted sum), \"none\" or \"silu\". A request's state "
+      "are\n"
+      "width - 1 + num_drafts rows of h.");
   bind_constructor(spec, set_short_conv_shape, nb::arg("dim"), nb::kw_only());
   spec.def_prop_ro("state_rows", &ShortConvSpec::state_rows)
       .def_prop_ro("state_bytes", &ShortConvSpec::state_bytes, "Of a slot of one layer.");

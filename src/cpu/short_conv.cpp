@@ -52,7 +52,9 @@ class ShortConvCpuPlan final : public ShortConvPlan {
                                  .out_stride = byte_stride(out.out, 0),
                                  .type = int(spec_.dtype),
                                  .dim = spec_.dim,
-                                 .width = spec_.width};
+                                 .width = spec_.width,
+                                 .gated = spec_.form == ShortConvForm::gated,
+                                 .silu = spec_.activation == ShortConvActivation::silu};
     const int64_t tiles = (spec_.dim + kShortConvDims - 1) / kShortConvDims, tasks = int64_t(now_.first_item.size() - 1) * tiles;
     std::atomic<int64_t> next{0};
     const auto work = [&](int) {

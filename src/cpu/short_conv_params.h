@@ -14,6 +14,8 @@ struct ShortConvParams {
   long input_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
   int type;  // ElementType
   int dim, width;
+  bool gated;  // rows of the input are B, C and x of a token, otherwise x
+  bool silu;   // of the sums
 };
 
 // Some tokens of a request. The item that begins it reads the state, and writes it when all is read.

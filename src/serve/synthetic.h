@@ -57,7 +57,7 @@ struct ShortConvParameters {
 
   ShortConvParameters(const ShortConvSpec&, uint64_t seed, int layer);
   void view(ShortConvInputs&) const;  // on the host
-  // A token's B, C and x are made in rows of so many channels: the most that a row may have and dim is a multiple of.
+  // A token's input, such as B, C and x, is made in rows of so many channels: the most that a row may have and dim is a multiple of.
   static int piece(const ShortConvSpec&);
 };
 

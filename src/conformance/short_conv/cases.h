@@ -34,7 +34,8 @@ struct ShortConvCase {
   int num_tokens() const;
 };
 
-// Made by composing axes: dtype, width, dim, bias, length, context, drafts, gaps, values, requests (first part of the name).
+// Made by composing axes: dtype, width, dim, bias, length, context, drafts, gaps, values, requests (first part of the name);
+// plain and silu for the plain form without and with SiLU.
 std::span<const ShortConvCase> short_conv_cases();
 const ShortConvCase* find_short_conv_case(std::string_view name);  // nullptr when there is none
 

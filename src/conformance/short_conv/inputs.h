@@ -10,7 +10,7 @@ namespace imbrex {
 struct ShortConvCaseInputs {
   ShortConvSpec spec;
   std::vector<ShortConvCaseRequest> requests;
-  HostTensor input;   // [T, 3 * dim]
+  HostTensor input;   // [T, input_channels]
   HostTensor weight;  // [dim, width]
   HostTensor bias;    // [dim], with a bias
   HostTensor state;   // [R, state_rows, dim], of each request before the step; what is not its past is zero

@@ -89,7 +89,7 @@ class ConvRunner {
   void run_step(const ShortConvParts& parts) {
     StateLists lists(in_.requests, parts, slots_, options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
-    SpreadTensor input(spec_.dtype, rows, 1, 3 * int64_t(spec_.dim), options_.poison, options_.gaps),
+    SpreadTensor input(spec_.dtype, rows, 1, spec_.input_channels(), options_.poison, options_.gaps),
         out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);
     int64_t row = 0;
     for (size_t r = 0; r < parts.size(); ++r)

@@ -36,6 +36,7 @@ constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers o
 // short_conv.cu (cuda/short_conv/short_conv.cpp), besides kBlocks and kStages: of tokens
 constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;
+constexpr bool kGated = true, kSilu = false;  // forms of a layer
 
 // gather_latents.cu (cuda/mla/steps.cpp), besides kFrom and kTo
 constexpr int kLatentFormat = 0;  // LatentFormat
