@@ -5,9 +5,10 @@ namespace {
 
 constexpr float kInfinite = __builtin_inff();
 
-inline Floats chosen(Words mask, Floats a, Floats b) { return (Floats)((mask & (Words)a) | (~mask & (Words)b)); }
-inline Floats least(Floats a, Floats b) { return chosen((Words)(a < b), a, b); }
-inline Floats greatest(Floats a, Floats b) { return chosen((Words)(a > b), a, b); }
+// a where the comparison holds, b elsewhere.
+inline Floats chosen(auto comparison, Floats a, Floats b) { return comparison ? a : b; }
+inline Floats least(Floats a, Floats b) { return chosen(a < b, a, b); }
+inline Floats greatest(Floats a, Floats b) { return chosen(a > b, a, b); }
 
 // e^x to 2 units in the last place: 2^n times a polynomial of Taylor in ln 2 (x / ln 2 - n). 0 from -87.3 down, so that nothing is made of
 // numbers below the normal ones; infinite from 88.7 up; NaN of NaN.
@@ -22,9 +23,9 @@ inline Floats exp_vector(Floats x) {
   for (const float c : kInverseFactorials) sum = sum * r + c;
   const Words exponent = ((Words)n - (Words)magic) << 23;
   Floats result = (Floats)((Words)sum + exponent);
-  result = chosen((Words)(x < -87.3f), Floats{}, result);
-  result = chosen((Words)(x > 88.7f), Floats{} + kInfinite, result);
-  return chosen((Words)(x != x), x, result);
+  result = chosen(x < -87.3f, Floats{}, result);
+  result = chosen(x > 88.7f, Floats{} + kInfinite, result);
+  return chosen(x != x, x, result);
 }
 
 }  // namespace

@@ -20,11 +20,11 @@ inline Floats softplus_vector(Floats x) {
   Floats sum = {};
   for (int power = kLast; power > 0; power -= 2) sum = sum * squared + 1.f / float(power);
   const Floats result = greatest(x, Floats{}) + sum * w * 2.f;
-  return chosen((Words)(x != x), x, result);
+  return chosen(x != x, x, result);
 }
 inline Floats sigmoid_vector(Floats x) {
   const Floats z = exp_vector(-(Floats)((Words)x & 0x7fffffffu)), small = z / (z + 1.f);
-  return chosen((Words)(x < 0.f), small, 1.f - small);
+  return chosen(x < 0.f, small, 1.f - small);
 }
 
 typedef float Floats4 __attribute__((vector_size(16)));

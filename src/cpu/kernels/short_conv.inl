@@ -54,6 +54,40 @@ inline Floats output_of(Floats sum, const char* c, int n) {
   return sum;
 }
 
+constexpr int kTogether = 4;  // tokens of the plain form whose sums are computed side by side: they share weights, and most of their h
+
+// So many tokens from `input` on, as run_item() computes one. `next`: the rows that are read soon; `newest`: where the ring takes the next
+// row. Rows at distances of whole memory pages use the same few lines of L1, so they are fetched no further than L2. In the gated form
+// there would be too many of them at a time.
+template <int type, int code, int width>
+void run_together(const ShortConvParams& p, const char* input, const char* const (&next)[kTogether], char* out, int newest, int dims,
+                  ShortConvTile& tile) {
+  static_assert(code != kGated && kTogether >= width - 1);
+  constexpr int before = width - 1;
+  const Floats* old[before];  // oldest first
+  Floats* kept[before];
+  for (int i = 0; i < before; ++i) {
+    old[i] = tile.h[(newest + 1 + i) % width];
+    kept[i] = tile.h[(newest + kTogether - before + i) % width];
+  }
+  for_vectors<type>(
+      dims, [&](int i, long at, int n) __attribute__((always_inline)) {
+        Floats taps[width], h[before + kTogether];
+        for (int tap = 0; tap < width; ++tap) taps[tap] = tile.taps[tap][i];
+        for (int k = 0; k < before; ++k) h[k] = old[k][i];
+        for (int t = 0; t < kTogether; ++t) {
+          __builtin_prefetch(next[t] + at, 0, 2);
+          h[before + t] = load_vector<type>(input + t * p.input_stride + at, n);
+        }
+        for (int t = 0; t < kTogether; ++t) {
+          Floats y = tile.bias[i];
+          for (int tap = 0; tap < width; ++tap) y += taps[tap] * h[t + tap];
+          store_vector<type>(output_of<type, code>(y, nullptr, n), n, out + t * p.out_stride + at);
+        }
+        for (int k = 0; k < before; ++k) kept[k][i] = h[kTogether + k];
+      });
+}
+
 template <int type, int code>
 void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims, ShortConvTile& tile) {
   constexpr long size = type == kF32 ? 4 : 2;
@@ -69,8 +103,17 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
     });
   };
   for (int i = 0; i < before; ++i) load_row_h(item.begin - before + i, tile.h[i]);
-  int newest = before;  // where the ring takes the next row
-  for (int t = item.begin; t < item.end; ++t) {
+  int newest = before, t = item.begin;  // where the ring takes the next row
+  if constexpr (code != kGated) {       // of the usual widths
+    const auto run = p.width == 3 ? run_together<type, code, 3> : p.width == 4 ? run_together<type, code, 4> : nullptr;
+    for (; run != nullptr && t + kTogether <= item.end; t += kTogether) {
+      const char* next[kTogether];
+      for (int i = 0; i < kTogether; ++i) next[i] = t + kTogether + i < item.end ? row_of(t + kTogether + i) : after;
+      run(p, row_of(t), next, p.out + t * p.out_stride + dim * size, newest, dims, tile);
+      newest = (newest + kTogether) % p.width;
+    }
+  }
+  for (; t < item.end; ++t) {
     const char *const b = row_of(t), *const next = t + 1 < item.end ? row_of(t + 1) : after;
     char* const out = p.out + t * p.out_stride + dim * size;
     const Floats* rows[kShortConvWidth];  // oldest first
