@@ -1,5 +1,6 @@
 // The plug-in's backend of the short convolution: plain loops for f32 on a CPU.
 #include <algorithm>
+#include <cmath>
 #include <new>
 #include <string>
 #include <vector>
@@ -55,6 +56,7 @@ float& element(const imbrex_tensor& t, int64_t a, int64_t b) { return static_cas
 imbrex_status run(void* plan, const imbrex_short_conv_inputs* in, const imbrex_short_conv_outputs* out, void*) {
   const ConvPlan& p = plan_of(plan);
   const int dim = p.spec.dim, before = p.spec.width - 1;
+  const bool gated = p.spec.form == IMBREX_CONV_GATED, silu = p.spec.activation == IMBREX_CONV_SILU;
   std::vector<float> h;  // of the tokens in front of the step, and of its own
   for (const Request& r : p.requests) {
     float* const state = static_cast<float*>(in->state->data) + r.slot * in->state->strides[0];
@@ -63,11 +65,13 @@ imbrex_status run(void* plan, const imbrex_short_conv_inputs* in, const imbrex_s
     for (int d = 0; d < dim; ++d) {
       h.clear();
       for (int i = 0; i < before; ++i) h.push_back(r.fresh ? 0.f : state[(r.first_row + i) * row + d]);
-      for (int t = r.begin; t < r.end; ++t) h.push_back(element(*in->bcx, t, d) * element(*in->bcx, t, 2 * int64_t(dim) + d));
+      for (int t = r.begin; t < r.end; ++t)
+        h.push_back(element(*in->bcx, t, d) * (gated ? element(*in->bcx, t, 2 * int64_t(dim) + d) : 1.f));
       for (int t = 0; t < q_len; ++t) {
         double sum = in->bias != nullptr ? static_cast<const float*>(in->bias->data)[d] : 0.;
         for (int i = 0; i <= before; ++i) sum += double(element(*in->weight, d, i)) * h[size_t(t + i)];
-        element(*out->out, r.begin + t, d) = float(sum * element(*in->bcx, r.begin + t, int64_t(dim) + d));
+        const double c = gated ? element(*in->bcx, r.begin + t, int64_t(dim) + d) : silu ? 1 / (1 + std::exp(-sum)) : 1.;
+        element(*out->out, r.begin + t, d) = float(sum * c);
       }
       for (int i = 0; i < before + r.drafts; ++i) state[i * row + d] = h[size_t(q_len - r.drafts + i)];
     }

@@ -145,16 +145,19 @@ IMBREX_API void imbrex_spec_free(imbrex_spec*);
 IMBREX_API const char* imbrex_spec_str(const imbrex_spec*); /* "decoder q32/kv8 d128 bf16 block16 causal" */
 IMBREX_API imbrex_status imbrex_spec_get_fields(const imbrex_spec*, imbrex_spec_fields* out); /* struct_size set */
 
+typedef enum { IMBREX_CONV_GATED, IMBREX_CONV_PLAIN } imbrex_conv_form;
+typedef enum { IMBREX_CONV_NO_ACTIVATION, IMBREX_CONV_SILU } imbrex_conv_activation;
 /* A layer of another family, a short convolution (short_conv.h). Selections and plans of it are made and asked as those of attention are;
- * what a layer calls is imbrex_plan_run_short_conv(). Functions that are for one family alone are IMBREX_INVALID (api.family) with another.
- */
+ * what a layer calls is imbrex_plan_run_short_conv(). Functions for one family alone are IMBREX_INVALID (api.family) with another. */
 typedef struct {
   size_t struct_size;
-  int32_t dim;        /* channels */
-  int32_t width;      /* 3; tokens that a sum is over, its own included */
-  int32_t bias;       /* 0; 1: imbrex_short_conv_inputs has one */
-  int32_t dtype;      /* imbrex_dtype; IMBREX_BF16 */
-  int32_t num_drafts; /* 0; drafts of a step that a later one may take back */
+  int32_t dim;              /* channels */
+  int32_t width;            /* 3; tokens that a sum is over, its own included */
+  int32_t bias;             /* 0; 1: imbrex_short_conv_inputs has one */
+  int32_t dtype;            /* imbrex_dtype; IMBREX_BF16 */
+  int32_t num_drafts;       /* 0; drafts of a step that a later one may take back */
+  int32_t reserved;         /* not read: where the struct of the first version ended with four bytes of padding */
+  int32_t form, activation; /* imbrex_conv_form, imbrex_conv_activation; IMBREX_CONV_GATED, IMBREX_CONV_NO_ACTIVATION */
 } imbrex_short_conv_fields;
 IMBREX_API void imbrex_short_conv_fields_init(imbrex_short_conv_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields*, imbrex_spec** out);
@@ -359,7 +362,7 @@ IMBREX_API imbrex_status imbrex_plan_run(imbrex_plan*, const imbrex_inputs*, con
 /* What a short convolution reads and writes; imbrex_plan_run_short_conv() is called once a layer. */
 typedef struct {
   size_t struct_size;
-  const imbrex_tensor* bcx;    /* [>= num_tokens, 3 * dim]: B, C and x of a token after one another */
+  const imbrex_tensor* bcx;    /* [>= num_tokens, 3 * dim]: B, C and x of a token after one another; plain form: [>= num_tokens, dim], x */
   const imbrex_tensor* weight; /* [dim, width] */
   const imbrex_tensor* bias;   /* NULL, or [dim] */
   const imbrex_tensor* state;  /* [slots, width - 1 + num_drafts, dim]: read and written */
@@ -367,7 +370,7 @@ typedef struct {
 IMBREX_API void imbrex_short_conv_inputs_init(imbrex_short_conv_inputs*, size_t struct_size);
 typedef struct {
   size_t struct_size;
-  const imbrex_tensor* out; /* [>= num_tokens, dim] */
+  const imbrex_tensor* out; /* [>= num_tokens, dim]; not in the place of the input */
 } imbrex_short_conv_outputs;
 IMBREX_API void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_plan_run_short_conv(imbrex_plan*, const imbrex_short_conv_inputs*, const imbrex_short_conv_outputs*,

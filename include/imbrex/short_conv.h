@@ -1,7 +1,9 @@
 #pragma once
-// The short convolution of LFM2's layers, a family whose cache is a few rows of state for each request instead of keys of every token:
-//   h[t] = B[t] * x[t],  y[t] = C[t] * (bias + sum of weight[:, i] * h[t - width + 1 + i] over i in [0, width)),
-// channel by channel. h is rounded to dtype, as it is kept; sums are floats. Before a request's first token h is zero.
+// Causal convolutions of a few tokens, channel by channel: a family whose cache is a few rows of state for each request instead of keys of
+// every token. What is convolved is called h, and there are two forms of a layer:
+//   gated  h[t] = B[t] * x[t],  y[t] = C[t] * (bias + sum of weight[:, i] * h[t - width + 1 + i] over i in [0, width)): LFM2's layers
+//   plain  h[t] = x[t],  y[t] = activation(bias + the same sum): causal_conv1d, in front of the recurrence of Mamba, GDN and KDA
+// h is rounded to dtype, as it is kept; sums are floats. Before a request's first token h is zero.
 #include <cstdint>
 #include <string>
 
@@ -9,22 +11,36 @@
 
 namespace imbrex {
 
+enum class ShortConvForm : uint8_t { gated, plain };
+enum class ShortConvActivation : uint8_t {
+  none,
+  silu  // s / (1 + exp(-s)) of a sum s
+};
+
+const char* to_string(ShortConvForm);
+const char* to_string(ShortConvActivation);
+
 struct ShortConvSpec {
   int dim = 0;                // channels; under tensor parallelism those of the rank
-  int width = 3;              // tokens that a sum is over, its own included (conv_L_cache): 2 to 8
+  int width = 3;              // tokens that a sum is over, its own included (conv_L_cache, d_conv): 2 to 8
   bool bias = false;          // ShortConvInputs::bias is added to the sum
   DType dtype = DType::bf16;  // of inputs, outputs, weights and state: f32, bf16 or f16
   int num_drafts = 0;         // how many drafts of a step a later one may take back (Batch::num_drafts), at most 64
+  ShortConvForm form = ShortConvForm::gated;
+  ShortConvActivation activation = ShortConvActivation::none;  // of the plain form alone
 
+  int input_channels() const { return form == ShortConvForm::gated ? 3 * dim : dim; }
   int state_rows() const { return width - 1 + num_drafts; }
   int64_t state_bytes() const { return int64_t(state_rows()) * dim * size_of(dtype); }  // of a slot of one layer
   void validate() const;                                                                // Error short_conv.*
-  std::string str() const;                                                              // "short_conv d2048 w3 bf16 bias drafts4"
+  std::string str() const;  // "short_conv d2048 w3 bf16 bias drafts4", "short_conv d8192 w4 bf16 plain silu"
   friend bool operator==(const ShortConvSpec&, const ShortConvSpec&) = default;
 };
 
 struct ShortConvInputs {
-  TensorView bcx;     // dtype [>= num_tokens, 3 * dim]: B, C and x of a token after one another, as in_proj gives them; innermost stride 1
+  // dtype [>= num_tokens, input_channels()], innermost stride 1. Gated: B, C and x of a token after one another, as in_proj gives them;
+  // plain: x. Tokens may be any distance apart, as they are where this is a part of a wider projection.
+  TensorView input;
   TensorView weight;  // dtype [dim, width]; weight[:, width - 1] is of the current token
   TensorView bias;    // dtype [dim], contiguous; only with ShortConvSpec::bias
   // dtype [slots, state_rows, dim], innermost stride 1: h of earlier tokens, oldest first. Read and written by run(). A request reads rows
@@ -34,7 +50,9 @@ struct ShortConvInputs {
 };
 
 struct ShortConvOutputs {
-  TensorView out;  // dtype [>= num_tokens, dim], innermost stride 1
+  // dtype [>= num_tokens, dim], innermost stride 1. Not in the place of the input: a request's tokens are computed side by side, and each
+  // reads those in front of it.
+  TensorView out;
 };
 
 // update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
@@ -44,7 +62,7 @@ struct ShortConvOutputs {
 // are on the host anyway, refuses it.
 class ShortConvPlan : public BasicPlan {
  public:
-  // Allocates nothing. Errors short_conv.run.*
+  // Allocates nothing. Errors short_conv.run.*, tensor.*
   virtual void run(const ShortConvInputs&, const ShortConvOutputs&, Stream = nullptr) const = 0;
 };
 

@@ -1,4 +1,4 @@
-"""The short convolution of LFM2's layers."""
+"""Causal convolutions of a few tokens: those of LFM2's layers, and those in front of the recurrence of Mamba, GDN and KDA."""
 from typing import Any, List, Optional
 
 from . import _core
@@ -91,15 +91,18 @@ class ShortConvPlan:
         """Whether run() may be captured into a CUDA graph that replays later steps too."""
         return self._plan.capturable
 
-    def run(self, bcx: Array, weight: Array, state: Array, *, bias: Optional[Array] = None, out: Optional[Array] = None, stream: Any = None) -> Array:
-        """y of bcx [>= num_tokens, 3 * dim], which is B, C and x of each token; weight [dim, width], bias [dim].
+    def run(
+        self, input: Array, weight: Array, state: Array, *, bias: Optional[Array] = None, out: Optional[Array] = None, stream: Any = None
+    ) -> Array:
+        """y of input [>= num_tokens, 3 * dim], which is B, C and x of each token, or of the form "plain" [>= num_tokens, dim], x; weight [dim, width], bias [dim].
 
-        state [slots, state_rows, dim] is read and written. Returns out [.., dim], which is made when it is not given. There is no backward pass.
+
+        state [slots, state_rows, dim] is read and written. Returns out [.., dim], which is made when it is not given, and has no memory of the input. There is no backward pass.
         """
-        no_gradient(bcx, weight, state, bias, out)
+        no_gradient(input, weight, state, bias, out)
         if out is None:
-            out = empty(bcx, (bcx.shape[0], self.spec.dim), self.spec.dtype)
-        self._plan.run(*map(exported, (bcx, weight, bias, state, out)), stream=stream_address(stream, bcx))
+            out = empty(input, (input.shape[0], self.spec.dim), self.spec.dtype)
+        self._plan.run(*map(exported, (input, weight, bias, state, out)), stream=stream_address(stream, input))
         return out
 
     def __str__(self) -> str:

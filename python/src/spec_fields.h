@@ -12,6 +12,7 @@
 #include "family/spec_fields.h"
 #include "imbrex/imbrex.hpp"
 #include "one_of.h"
+#include "short_conv/spec_fields.h"
 
 namespace imbrex::python {
 
@@ -31,6 +32,8 @@ inline void take(AttentionKind& value, const std::string& text, const char* name
   value = one_of(text, {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder}, name);
 }
 inline void take(KvFormat& value, const std::string& text, const char* name) { value = one_of(text, kv_formats(), name); }
+inline void take(ShortConvForm& value, const std::string& text, const char*) { parse_value(text, value); }
+inline void take(ShortConvActivation& value, const std::string& text, const char*) { parse_value(text, value); }
 void take(auto& value, const auto& given_value, const char*) { value = given_value; }
 
 // The rows whose fields have a default.

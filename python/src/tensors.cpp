@@ -3,12 +3,10 @@
 
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <string_view>
-#include <vector>
 
+#include "core/tensor_layout.h"
 #include "imbrex/error.h"
 
 namespace imbrex::python {
@@ -29,43 +27,6 @@ std::optional<DType> dtype_of(const nb::dlpack::dtype& t, DType wanted) {
   for (const DlType& known : kTypes)
     if (known.code == t.code && known.bits == t.bits) return known.type;
   return std::nullopt;
-}
-
-struct Dim {
-  int64_t size, stride;  // bytes
-};
-// The bytes of a tensor: where the lowest lies, and the dimensions that spread them, the largest stride first.
-struct Spread {
-  intptr_t begin = 0;
-  int64_t element = 0;
-  std::vector<Dim> dims;
-
-  explicit Spread(const TensorView& t) : begin(reinterpret_cast<intptr_t>(t.data)), element(size_of(t.dtype)) {
-    for (int d = 0; d < t.rank; ++d) {
-      const Dim dim{t.size(d), t.stride(d) * element};
-      if (dim.stride < 0) begin += (dim.size - 1) * dim.stride;
-      if (dim.size > 1) dims.push_back({dim.size, std::abs(dim.stride)});
-    }
-    std::ranges::sort(dims, std::greater<>(), &Dim::stride);
-  }
-  int64_t extent(size_t from) const {  // of the dimensions from that one on
-    int64_t bytes = element;
-    for (size_t d = from; d < dims.size(); ++d) bytes += (dims[d].size - 1) * dims[d].stride;
-    return bytes;
-  }
-};
-
-// Whether bytes of a and b, from dimension d on, can be the same, where b begins `ahead` bytes after a. The answer is exact if both have
-// the same strides, as parts of one larger array do; otherwise overlapping extents count as meeting.
-bool meet(const Spread& a, const Spread& b, int64_t ahead, size_t d) {
-  if (ahead >= a.extent(d) || -ahead >= b.extent(d)) return false;
-  if (d == a.dims.size() || d == b.dims.size() || a.dims[d].stride != b.dims[d].stride) return true;
-  const int64_t stride = a.dims[d].stride;
-  if (a.extent(d + 1) > stride || b.extent(d + 1) > stride) return true;
-  const int64_t rows = ahead / stride;
-  for (int64_t n = rows - 1; n <= rows + 1; ++n)  // rows of a in front of the row of b
-    if (n < a.dims[d].size && -n < b.dims[d].size && meet(a, b, ahead - n * stride, d + 1)) return true;
-  return false;
 }
 
 bool is_of_jax(nb::handle array) {
@@ -119,9 +80,7 @@ TensorView written_view(const Array& a, const char* name, DType wanted) {
 }
 
 void check_apart(const TensorView& out, const char* name, const TensorView& other, const char* other_name) {
-  if (out.num_elements() == 0 || other.num_elements() == 0 || out.device != other.device) return;
-  const Spread a(out), b(other);
-  if (meet(a, b, b.begin - a.begin, 0))
+  if (may_meet(out, other))
     throw Error("python.overlap", std::string(name) + ": expected memory of its own, got some that " + other_name + " has too");
 }
 

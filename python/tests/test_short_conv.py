@@ -42,6 +42,35 @@ def test_prompts_and_decode(width, with_bias):
     assert "2 requests" in str(plan)
 
 
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_the_plain_form(activation):
+    """As causal_conv1d: x is a part of a wider projection, and comes in two steps."""
+    rng = np.random.default_rng(7)
+    spec = imbrex.ShortConvSpec(24, width=4, bias=True, dtype="f32", form="plain", activation=activation)
+    assert (spec.form, spec.activation) == ("plain", activation)
+    plan = imbrex.ShortConvPlan(spec, max_num_tokens=64)
+    weight, bias = rng.standard_normal((24, 4), np.float32), rng.standard_normal(24, np.float32)
+    projection = rng.standard_normal((11, 80), np.float32)
+    x = projection[:, 16:40]
+    h = np.concatenate([np.zeros((3, 24)), x.astype(np.float64)])
+    expected = bias + sum(weight[:, i].astype(np.float64) * h[i : i + 11] for i in range(4))
+    if activation == "silu":
+        expected = expected / (1 + np.exp(-expected))
+    state = np.full((2, spec.state_rows, 24), np.nan, np.float32)
+    parts = []
+    for begin, end in ((0, 2), (2, 11)):
+        plan.update(int32(0, end - begin), int32(end), int32(1))
+        parts.append(plan.run(x[begin:end], weight, state, bias=bias))
+    np.testing.assert_allclose(np.concatenate(parts), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(state[1], x[-3:])
+    assert np.isnan(state[0]).all()
+    out = plan.run(x[2:], weight, state.copy(), bias=bias, out=projection[2:, 40:64])  # beside x, in the same rows
+    assert out.shape == (9, 24)
+    with pytest.raises(imbrex.Error) as error:
+        plan.run(x[2:], weight, state, bias=bias, out=x[2:])
+    assert error.value.code == "python.overlap"
+
+
 def test_tensors_of_pytorch():
     torch = pytest.importorskip("torch")
     torch.manual_seed(1)
@@ -80,6 +109,10 @@ def test_what_is_refused():
     with pytest.raises(imbrex.Error) as error:
         imbrex.ShortConvSpec(8, width=1)
     assert error.value.code == "short_conv.width"
+    for arguments, code in (({"form": "round"}, "short_conv.form"), ({"activation": "silu"}, "short_conv.activation")):
+        with pytest.raises(imbrex.Error) as error:
+            imbrex.ShortConvSpec(8, **arguments)
+        assert error.value.code == code
     spec = imbrex.ShortConvSpec(8, dtype="f32")
     plan = imbrex.ShortConvPlan(spec)
     with pytest.raises(imbrex.Error) as error:

@@ -27,9 +27,9 @@ class OutsideShortConvPlan final : public OutsidePlan<ShortConvFamily> {
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const override {
     if (now_.num_tokens == 0 && device_.type == DeviceType::cpu) return;  // elsewhere a graph may want the call for later steps
     check_run(spec_, device_, in, out, now_.num_tokens, now_.num_slots);
-    const CTensor bcx(in.bcx), weight(in.weight), bias(in.bias), state(in.state), to(out.out);
+    const CTensor input(in.input), weight(in.weight), bias(in.bias), state(in.state), to(out.out);
     const imbrex_short_conv_inputs inputs{
-        .struct_size = sizeof inputs, .bcx = bcx.get(), .weight = weight.get(), .bias = bias.get(), .state = state.get()};
+        .struct_size = sizeof inputs, .bcx = input.get(), .weight = weight.get(), .bias = bias.get(), .state = state.get()};
     const imbrex_short_conv_outputs outputs{.struct_size = sizeof outputs, .out = to.get()};
     functions_->must(functions_->run(plan_, &inputs, &outputs, stream), "run");
   }

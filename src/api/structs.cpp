@@ -92,6 +92,8 @@ bool flag_of(int32_t value, const char* name) { return enum_of<int>(value, 2, na
 // How many values there are of what a field of a spec names.
 constexpr int32_t count_of(AttentionKind) { return 4; }
 int32_t count_of(KvFormat) { return int32_t(kv_formats().size()); }
+constexpr int32_t count_of(ShortConvForm) { return 2; }
+constexpr int32_t count_of(ShortConvActivation) { return 2; }
 constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
 
 // A field of a spec as C has it.
@@ -300,7 +302,7 @@ AttentionOutputs outputs_of(const imbrex_outputs* pointer) {
 
 ShortConvInputs inputs_of(const imbrex_short_conv_inputs* pointer) {
   const imbrex_short_conv_inputs in = read(pointer, "inputs");
-  return {.bcx = view_of(&deref(in.bcx, "bcx"), "bcx"),
+  return {.input = view_of(&deref(in.bcx, "bcx"), "bcx"),
           .weight = view_of(&deref(in.weight, "weight"), "weight"),
           .bias = view_of(in.bias, "bias"),
           .state = view_of(&deref(in.state, "state"), "state")};

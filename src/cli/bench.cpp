@@ -259,6 +259,7 @@ void add_bench(CLI::App& app, Action& action) {
       "  imbrex bench --cases '^shape_.*decode' --backend cpu_generic\n"
       "  imbrex bench --family mla --heads 16 64q1s4k q4k 16q2s8k\n"
       "  imbrex bench --family short_conv --dim 2048 q8k 8q1s16 32q5s1k\n"
+      "  imbrex bench --family short_conv --form plain --activation silu --dim 8192 --width 4 q8k 64q1s4k   (Qwen3-Next)\n"
       "  imbrex bench --family recurrent --layer kimi-linear q2k 64q1s4k\n"
       "  imbrex bench --zoo --device cuda:0 --model gemma-2-9b\n\n"
       "Columns: median and best time of one run; noise is the half-width of the median's 95 % interval; GB/s of keys and values read;\n"

@@ -38,6 +38,10 @@ std::vector<std::string> known_values(const std::string& option) {
     values = {"f32", "bf16", "f16", "fp8_e4m3", "fp8_e5m2"};
   } else if (option == "--kv-format") {
     for (const KvFormat format : kv_formats()) values.emplace_back(to_string(format));
+  } else if (option == "--form") {
+    values = {"gated", "plain"};
+  } else if (option == "--activation") {
+    values = {"none", "silu"};
   } else if (option == "--arch") {
     values = {"sm_80", "sm_90a", "sm_100a", "sm_120"};
   } else if (option == "--phase") {

@@ -60,6 +60,16 @@ void add_field(CLI::App& app, const char* flag, float& value, Help help) { app.a
 void add_field(CLI::App& app, const char* flag, int& value, Help help) { app.add_option(flag, value, help)->capture_default_str(); }
 void add_field(CLI::App& app, const char* flag, AttentionKind& value, Help help) { add_named(app, flag, value, help, parse_kind); }
 void add_field(CLI::App& app, const char* flag, KvFormat& value, Help) { add_named(app, flag, value, kv_format_names(), parse_kv_format); }
+// Of a family whose names parse_value() knows.
+template <class Enum>
+requires std::is_enum_v<Enum>
+void add_field(CLI::App& app, const char* flag, Enum& value, Help help) {
+  add_named(app, flag, value, help, [](const std::string& text) {
+    Enum parsed{};
+    parse_value(text, parsed);
+    return parsed;
+  });
+}
 void add_field(CLI::App& app, const char* flag, DType& value, Help help) { add_dtype_option(app, flag, value, help); }
 
 }  // namespace

@@ -55,12 +55,15 @@ CaseFields top_fields(const nlohmann::json& root, std::string_view family);
 template <class Value>
 void read_field(CaseFields& from, const SpecField& field, bool needed, Value& value) {
   const char* const key = field.key.data();
-  if constexpr (std::is_same_v<Value, DType>)
+  if constexpr (std::is_same_v<Value, DType>) {
     value = parse_dtype(from.text(key));
-  else if (needed)
+  } else if constexpr (std::is_enum_v<Value>) {
+    if (from.has(key)) parse_value(from.text(key), value);  // of the family that has it
+  } else if (needed) {
     from.require(key, value);
-  else
+  } else {
     from.read(key, value);
+  }
 }
 // A field of a spec as files have it: enums by their names.
 template <class Value>

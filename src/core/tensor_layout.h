@@ -10,6 +10,10 @@ void check_layout(const TensorView&, const char* name);
 // tensor.overlap.
 void check_written_layout(const TensorView&, const char* name);
 
+// Whether two tensors may have memory in common. The answer is exact for parts of one larger array, which have its strides or one row; of
+// others it is yes if the bytes from first to last element have some in common.
+bool may_meet(const TensorView&, const TensorView&);
+
 // The stride of a dimension in bytes; 0 for a dimension of one element, whose stride may be any number.
 inline int64_t byte_stride(const TensorView& t, int dim) { return t.size(dim) > 1 ? t.stride(dim) * size_of(t.dtype) : 0; }
 

@@ -39,12 +39,12 @@ class ShortConvCpuPlan final : public ShortConvPlan {
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
     if (now_.items.empty()) return;
     check_run(spec_, {}, in, out, now_.step.num_tokens, now_.step.num_slots);
-    const ShortConvParams params{.bcx = in.bcx.as<const char>(),
+    const ShortConvParams params{.input = in.input.as<const char>(),
                                  .weight = in.weight.as<const char>(),
                                  .bias = in.bias.as<const char>(),
                                  .state = in.state.as<char>(),
                                  .out = out.out.as<char>(),
-                                 .bcx_stride = byte_stride(in.bcx, 0),
+                                 .input_stride = byte_stride(in.input, 0),
                                  .weight_dim_stride = in.weight.stride(0) * size_of(spec_.dtype),
                                  .weight_tap_stride = byte_stride(in.weight, 1),
                                  .state_slot_stride = byte_stride(in.state, 0),
@@ -52,7 +52,9 @@ class ShortConvCpuPlan final : public ShortConvPlan {
                                  .out_stride = byte_stride(out.out, 0),
                                  .type = int(spec_.dtype),
                                  .dim = spec_.dim,
-                                 .width = spec_.width};
+                                 .width = spec_.width,
+                                 .gated = spec_.form == ShortConvForm::gated,
+                                 .silu = spec_.activation == ShortConvActivation::silu};
     const int64_t tiles = (spec_.dim + kShortConvDims - 1) / kShortConvDims, tasks = int64_t(now_.first_item.size() - 1) * tiles;
     std::atomic<int64_t> next{0};
     const auto work = [&](int) {

@@ -9,11 +9,13 @@ constexpr int kShortConvWidth = 8;    // ShortConvSpec::width at most
 constexpr int kShortConvTokens = 64;  // of an item at most
 
 struct ShortConvParams {
-  const char *bcx, *weight, *bias;  // bias null: none
+  const char *input, *weight, *bias;  // bias null: none
   char *state, *out;
-  long bcx_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
+  long input_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
   int type;  // ElementType
   int dim, width;
+  bool gated;  // rows of the input are B, C and x of a token, otherwise x
+  bool silu;   // of the sums
 };
 
 // Some tokens of a request. The item that begins it reads the state, and writes it when all is read.

@@ -311,6 +311,8 @@ std::vector<AttentionSpec> thorough_specs() {
 }
 
 std::vector<ShortConvSpec> covering_short_conv_specs() {
+  constexpr ShortConvForm plain = ShortConvForm::plain;
+  constexpr ShortConvActivation silu = ShortConvActivation::silu;
   return {{.width = 3, .dtype = DType::bf16},
           {.width = 3, .bias = true, .dtype = DType::bf16},
           {.width = 5, .bias = true, .dtype = DType::bf16},
@@ -320,7 +322,14 @@ std::vector<ShortConvSpec> covering_short_conv_specs() {
           {.width = 8, .bias = true, .dtype = DType::f16},
           {.width = 2, .dtype = DType::f32},
           {.width = 5, .bias = true, .dtype = DType::f32},
-          {.width = 8, .bias = true, .dtype = DType::f32}};
+          {.width = 8, .bias = true, .dtype = DType::f32},
+          {.width = 4, .dtype = DType::bf16, .form = plain, .activation = silu},
+          {.width = 4, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
+          {.width = 8, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
+          {.width = 4, .bias = true, .dtype = DType::f16, .form = plain},
+          {.width = 4, .dtype = DType::f32, .form = plain, .activation = silu},
+          {.width = 5, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu},
+          {.width = 8, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu}};
 }
 
 std::vector<AttentionSpec> covering_specs() {

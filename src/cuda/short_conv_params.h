@@ -8,13 +8,13 @@ constexpr int kShortConvThreads = 128;
 constexpr int kShortConvLaneBytes = 16;  // of a row, that a thread has
 
 struct ShortConvParams {
-  const char *bcx, *weight, *bias;
+  const char *input, *weight, *bias;
   char *state, *out;
-  long bcx_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
+  long input_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
   const StateRequest* requests;  // [num_reqs + 1]
   const StateCounts* counts;
   int* broken;                      // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
-  int dim, num_slots, num_tokens;   // num_tokens: that bcx and out have rows for; a request with others is left out
+  int dim, num_slots, num_tokens;   // num_tokens: that input and out have rows for; a request with others is left out
   int chunks_at_once, most_chunks;  // that the GPU holds, and whose number times tiles fits 31 bits
   bool lists_are_there;             // requests and counts were there before the kernel in front began
 };

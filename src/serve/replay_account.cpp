@@ -41,9 +41,10 @@ LayerWork layer_work(const ShortConvSpec& spec, const StepPlan& plan) {
   int64_t states = 0;  // read and written
   for (const int first : plan.first_positions) states += first > 0 ? 2 : 1;
   const double channels = double(plan.num_tokens()) * spec.dim, size = double(size_of(spec.dtype));
-  // B times x; width products and their sum, to which the bias comes; times C. B, C and x are read, y is written.
-  return {.flops = channels * (2 * spec.width + 1 + (spec.bias ? 1 : 0)),
-          .bytes = channels * 4 * size + double(states) * double(spec.width - 1) * spec.dim * size,
+  const bool gated = spec.form == ShortConvForm::gated;
+  // B times x; width products and their sum, to which the bias comes; times C. B, C and x are read, in the plain form x; y is written.
+  return {.flops = channels * (2 * spec.width - 1 + (gated ? 2 : 0) + (spec.bias ? 1 : 0)),
+          .bytes = channels * (gated ? 4 : 2) * size + double(states) * double(spec.width - 1) * spec.dim * size,
           .kv_written_bytes = 0};
 }
 

@@ -25,9 +25,9 @@ class ShortConvProblem {
     weight_ = stream.copy_of(host_.weight.view());
     if (spec.bias) bias_ = stream.copy_of(host_.bias.view());
     const int64_t tokens = num_tokens(), dim = spec.dim;
-    copy_bytes_ = 4 * tokens * dim * size_of(spec.dtype) + int64_t(requests.size()) * spec.state_bytes();
+    copy_bytes_ = tokens * (spec.input_channels() + dim) * size_of(spec.dtype) + int64_t(requests.size()) * spec.state_bytes();
     for (int copies = copies_wanted(options.copies); int(copies_.size()) < copies;)
-      copies_.push_back({stream.copy_of(host_.bcx.view()), stream.copy_of(host_.state.view()), stream.tensor(spec.dtype, {tokens, dim})});
+      copies_.push_back({stream.copy_of(host_.input.view()), stream.copy_of(host_.state.view()), stream.tensor(spec.dtype, {tokens, dim})});
   }
 
   const Batch& batch() const { return batch_; }
@@ -41,7 +41,7 @@ class ShortConvProblem {
   }
   ShortConvInputs inputs(int copy) const {
     const Copy& c = copies_[size_t(copy)];
-    return {.bcx = c.bcx.view, .weight = weight_.view, .bias = bias_.view, .state = c.state.view};
+    return {.input = c.input.view, .weight = weight_.view, .bias = bias_.view, .state = c.state.view};
   }
   ShortConvOutputs outputs(int copy) const { return {.out = copies_[size_t(copy)].out.view}; }
 
@@ -51,7 +51,7 @@ class ShortConvProblem {
 
  private:
   struct Copy {
-    DeviceTensor bcx, state, out;
+    DeviceTensor input, state, out;
   };
 
   void make_batch(const std::vector<BenchRequest>& requests, uint64_t seed) {
@@ -86,7 +86,7 @@ class ShortConvProblem {
       return t;
     };
     host_.spec = spec_;
-    host_.bcx = make({num_tokens(), 3 * dim});
+    host_.input = make({num_tokens(), spec_.input_channels()});
     host_.weight = make({dim, spec_.width});
     if (spec_.bias) host_.bias = make({dim});
     host_.state = make({int64_t(slots_.size()), spec_.state_rows(), dim});
@@ -142,8 +142,8 @@ ShortConvCaseInputs ShortConvProblem::sample() const {
   ShortConvCaseInputs in;
   in.spec = spec_;
   in.spec.dim = int(count);
-  in.bcx = channels_of(host_.bcx, channels);  // three rows a token, one after the other
-  in.bcx.sizes = {num_tokens(), 3 * count};
+  in.input = channels_of(host_.input, channels);  // the rows of a token one after the other
+  in.input.sizes = {num_tokens(), in.spec.input_channels()};
   in.weight = HostTensor::make(spec_.dtype, {count, spec_.width});
   for (int64_t i = 0; i < count * spec_.width; ++i)
     in.weight.set(i, host_.weight.get(channels[size_t(i / spec_.width)] * int64_t(spec_.width) + i % spec_.width));
@@ -179,9 +179,9 @@ ShortConvWork work_of(const ShortConvSpec& spec, const std::vector<BenchRequest>
   ShortConvWork work{.read_bytes = row * (spec.width + (spec.bias ? 1 : 0))};
   for (const BenchRequest& r : requests) {
     const bool has_past = r.seq_len > r.q_len;
-    work.read_bytes += row * (3.0 * r.q_len + (has_past ? spec.width - 1 : 0));
+    work.read_bytes += row * (double(spec.input_channels() / spec.dim) * r.q_len + (has_past ? spec.width - 1 : 0));
     work.written_bytes += row * (r.q_len + spec.width - 1 + (has_past ? std::min(spec.num_drafts, r.q_len - 1) : 0));
-    work.flops += double(r.q_len) * spec.dim * (2.0 * spec.width + 2);
+    work.flops += double(r.q_len) * spec.dim * (2.0 * spec.width + (spec.form == ShortConvForm::gated ? 2 : 0));
   }
   return work;
 }

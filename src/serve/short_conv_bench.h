@@ -11,9 +11,9 @@ namespace imbrex::serve {
 
 // The useful work of a batch, which does not depend on the backend.
 struct ShortConvWork {
-  double read_bytes = 0;     // B, C and x of each token, the past of each request that has one, weights and bias
+  double read_bytes = 0;     // the input of each token, the past of each request that has one, weights and bias
   double written_bytes = 0;  // outputs and states
-  double flops = 0;          // 2 * width + 2 per token and channel
+  double flops = 0;          // 2 * width per token and channel, with gates 2 more
 };
 ShortConvWork work_of(const ShortConvSpec&, const std::vector<BenchRequest>&);
 

@@ -10,7 +10,7 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
  public:
   ShortConvLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
     const int piece = ShortConvParameters::piece(spec());
-    parts_ = {{Side::bcx, 3 * spec().dim / piece, piece}};
+    parts_ = {{Side::conv, spec().input_channels() / piece, piece}};
     out_rows_ = 1;
     out_length_ = spec().dim;
     for (const int layer : kind.layers) {
@@ -33,8 +33,8 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
 
   void run(size_t layer, const StepTensors& tensors) const override {
     ShortConvInputs inputs = layers_[layer].inputs;
-    const TensorView& bcx = tensors.in[0];
-    inputs.bcx = TensorView::contiguous(bcx.data, bcx.dtype, {bcx.size(0), 3 * int64_t(spec().dim)}, bcx.device);
+    const TensorView& input = tensors.in[0];
+    inputs.input = TensorView::contiguous(input.data, input.dtype, {input.size(0), spec().input_channels()}, input.device);
     plan().run(inputs, {.out = tensors.out}, stream());
   }
 

@@ -10,7 +10,7 @@
 
 namespace imbrex::serve {
 
-enum class Side : uint8_t { q, k, v, bcx };  // bcx: of the short convolution
+enum class Side : uint8_t { q, k, v, conv };  // conv: input of the short convolution
 
 // The number that the inputs of a token in all heads and layers are derived from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
@@ -57,7 +57,7 @@ struct ShortConvParameters {
 
   ShortConvParameters(const ShortConvSpec&, uint64_t seed, int layer);
   void view(ShortConvInputs&) const;  // on the host
-  // A token's B, C and x are made in rows of so many channels: the most that a row may have and dim is a multiple of.
+  // A token's input, such as B, C and x, is made in rows of so many channels: the most that a row may have and dim is a multiple of.
   static int piece(const ShortConvSpec&);
 };
 

@@ -54,7 +54,7 @@ struct Verifier::Worker {
 
   std::optional<ShortConvSpec> conv_spec;
   std::unique_ptr<ShortConvPlan> conv_plan;
-  std::vector<uint16_t> bcx, state, conv_out;
+  std::vector<uint16_t> input, state, conv_out;
 };
 
 // Attention of one query to the ragged keys in Worker::k and v, of some q heads that share a kv head.
@@ -228,15 +228,15 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortCon
     options.limits = {.max_num_reqs = 1, .max_num_tokens = spec.width, .max_seq_len = spec.width};
     w.conv_plan = find_backend<ShortConvFamily>("reference")->plan(spec, describe_device("cpu"), options);
   }
-  const size_t row = 3 * size_t(dim);
-  w.bcx.resize(size_t(spec.width) * row);
+  const auto row = size_t(spec.input_channels());
+  w.input.resize(size_t(spec.width) * row);
   w.state.resize(size_t(spec.state_rows()) * size_t(dim));
   w.conv_out.resize(size_t(spec.width) * size_t(dim));
   for (int i = 0; i < tokens; ++i) {
     const uint64_t key = key_of(sample, sample.position + 1 - tokens + i);
-    for (int h = 0; h < 3 * dim / piece; ++h)
-      std::memcpy(w.bcx.data() + size_t(i) * row + size_t(h) * size_t(piece),
-                  synthetic_.pool().data() + synthetic_.offset(Side::bcx, sample.layer, h, key), size_t(piece) * sizeof(uint16_t));
+    for (int h = 0; h < spec.input_channels() / piece; ++h)
+      std::memcpy(w.input.data() + size_t(i) * row + size_t(h) * size_t(piece),
+                  synthetic_.pool().data() + synthetic_.offset(Side::conv, sample.layer, h, key), size_t(piece) * sizeof(uint16_t));
   }
 
   const int32_t query_start_loc[] = {0, tokens}, seq_lens[] = {tokens}, state_slots[] = {0};
@@ -247,22 +247,23 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortCon
   w.conv_plan->update(batch);
   ShortConvInputs inputs;
   target.parameters->view(inputs);
-  inputs.bcx = TensorView::contiguous(w.bcx.data(), DType::bf16, {tokens, 3 * int64_t(dim)});
+  inputs.input = TensorView::contiguous(w.input.data(), DType::bf16, {tokens, spec.input_channels()});
   inputs.state = TensorView::contiguous(w.state.data(), DType::bf16, {1, spec.state_rows(), dim});
   w.conv_plan->run(inputs, {.out = TensorView::contiguous(w.conv_out.data(), DType::bf16, {tokens, dim})});
 
   Outcome worst;
-  const auto value = [&](int token, int part, int d) {
-    return double(bf16_to_float(w.bcx[size_t(token) * row + size_t(part) * size_t(dim) + size_t(d)]));
+  const bool gated = spec.form == ShortConvForm::gated;
+  const auto value = [&](int token, int part, int d) {  // of the gated form
+    return double(bf16_to_float(w.input[size_t(token) * row + size_t(part) * size_t(dim) + size_t(d)]));
   };
   for (int d = 0; d < dim; ++d) {
     double magnitude = spec.bias ? std::abs(double(bf16_to_float(target.parameters->bias[size_t(d)]))) : 0;
     for (int i = 0; i < tokens; ++i) {
       const uint16_t weight = target.parameters->weight[size_t(d) * size_t(spec.width) + size_t(spec.width - tokens + i)];
-      magnitude += std::abs(double(bf16_to_float(weight)) * value(i, 0, d) * value(i, 2, d));
+      magnitude += std::abs(double(bf16_to_float(weight)) * value(i, 0, d) * (gated ? value(i, 2, d) : 1));
     }
     const double expected = bf16_to_float(w.conv_out[size_t(tokens - 1) * size_t(dim) + size_t(d)]);
-    const double bound = 0x1p-7 * std::abs(expected) + 0x1p-20 * std::abs(value(tokens - 1, 1, d)) * magnitude + 1e-6;
+    const double bound = 0x1p-7 * std::abs(expected) + 0x1p-20 * (gated ? std::abs(value(tokens - 1, 1, d)) : 1.1) * magnitude + 1e-6;
     worst.add(expected, bf16_to_float(sample.actual[d]), bound, -1, d);
   }
   return worst;

@@ -1,6 +1,7 @@
 // See reference.h.
 #include "short_conv/reference.h"
 
+#include <cmath>
 #include <span>
 #include <vector>
 
@@ -43,22 +44,25 @@ class Reference final : public ShortConvPlan {
   void run_channel(const StateRequest& r, int d, const ShortConvInputs& in, const ShortConvOutputs& out) const {
     const size_t before = size_t(spec_.width) - 1, tokens = size_t(r.end - r.begin), drafts = size_t(r.drafts);
     const int64_t state = r.slot * in.state.stride(0) + d, dim = spec_.dim;
-    std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
-    const std::span<double> b = std::span(h).subspan(before);
-    load_column(in.bcx, r.begin, d, b);
-    load_column(in.bcx, r.begin, dim + d, c);
-    load_column(in.bcx, r.begin, 2 * dim + d, x);
+    std::vector<double> h(before + tokens), weight(before + 1), c(tokens, 1.);
+    const std::span<double> mine = std::span(h).subspan(before);  // of the step's tokens
+    load_column(in.input, r.begin, d, mine);
+    if (spec_.form == ShortConvForm::gated) {
+      std::vector<double> x(tokens);
+      load_column(in.input, r.begin, dim + d, c);
+      load_column(in.input, r.begin, 2 * dim + d, x);
+      for (size_t t = 0; t < tokens; ++t) mine[t] = rounded(mine[t] * x[t]);
+    }
     load_as_doubles(in.weight.data, spec_.dtype, d * in.weight.stride(0), in.weight.stride(1), weight);
     const double bias = spec_.bias ? load_as_double(in.bias.data, spec_.dtype, d * in.bias.stride(0)) : 0.;
     if (!r.fresh) {
       const int64_t row = in.state.stride(1);
       load_as_doubles(in.state.data, spec_.dtype, state + r.first_row * row, row, std::span(h).first(before));
     }
-    for (size_t t = 0; t < tokens; ++t) b[t] = rounded(b[t] * x[t]);
     for (size_t t = 0; t < tokens; ++t) {
       double sum = bias;
       for (size_t i = 0; i < weight.size(); ++i) sum += weight[i] * h[t + i];
-      c[t] *= sum;
+      c[t] *= spec_.activation == ShortConvActivation::silu ? sum / (1 + std::exp(-sum)) : sum;
     }
     store_from_doubles(out.out.data, spec_.dtype, r.begin * out.out.stride(0) + d * out.out.stride(1), out.out.stride(0), c);
     store_from_doubles(in.state.data, spec_.dtype, state, in.state.stride(1), std::span(h).subspan(tokens - drafts, before + drafts));

@@ -1,9 +1,15 @@
 #pragma once
 // The table of the fields of ShortConvSpec, for the visitors of family/spec_fields.h.
+#include <string>
+
 #include "family/spec_fields.h"
 #include "imbrex/short_conv.h"
 
 namespace imbrex {
+
+// Sets a field to the value of a name. Error short_conv.form, short_conv.activation.
+void parse_value(const std::string& name, ShortConvForm&);
+void parse_value(const std::string& name, ShortConvActivation&);
 
 template <>
 struct SpecTable<ShortConvSpec> {

@@ -36,18 +36,21 @@ void begin_plan(const BackendOf<ShortConvFamily>& backend, const ShortConvSpec& 
 
 void check_run(const ShortConvSpec& spec, Device device, const ShortConvInputs& in, const ShortConvOutputs& out, int num_tokens,
                int64_t num_slots) {
-  check_tensor(in.bcx, "bcx", device, spec.dtype, {num_tokens, 3 * int64_t(spec.dim)}, true);
+  check_tensor(in.input, "input", device, spec.dtype, {num_tokens, spec.input_channels()}, true);
   check_tensor(in.weight, "weight", device, spec.dtype, {spec.dim, spec.width}, false);
   check(spec.bias != in.bias.empty(), "short_conv.run.bias", "bias: {} by the spec, but {}", spec.bias ? "needed" : "not used",
         in.bias.empty() ? "not given" : "given");
   if (spec.bias) check_tensor(in.bias, "bias", device, spec.dtype, {spec.dim}, false);
   check_tensor(in.state, "state", device, spec.dtype, {num_slots, spec.state_rows(), spec.dim}, true);
   check_tensor(out.out, "out", device, spec.dtype, {num_tokens, spec.dim}, true);
-  check_layout(in.bcx, "bcx");
+  check_layout(in.input, "input");
   check_layout(in.weight, "weight");
   check_layout(in.bias, "bias");
   check_written_layout(in.state, "state");
   check_written_layout(out.out, "out");
+  if (may_meet(out.out, in.input))
+    fail("short_conv.run.overlap", "out: expected memory of its own, got {} that begins {} bytes behind the input, {}", out.out,
+         out.out.as<const char>() - in.input.as<const char>(), in.input);
 }
 
 }  // namespace imbrex

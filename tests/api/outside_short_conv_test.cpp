@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "api/handles.h"
+#include "api/structs.h"
 #include "conformance/short_conv/device_mirror.h"
 #include "conformance/short_conv/judge.h"
 
@@ -205,6 +206,14 @@ TEST_F(CApiFailingShortConv, WhatABackendCannotKnowIsRefusedInItsName) {
     EXPECT_NE(conv_selection(conv_fields(), "failing"), nullptr) << imbrex_last_error();
     EXPECT_EQ(conv_selection(drafts, "failing") != nullptr, size == 0);
     EXPECT_EQ(size == 0 || std::string(imbrex_last_error()).find("num_drafts") != std::string::npos, true) << imbrex_last_error();
+  }
+  imbrex_short_conv_fields plain = conv_fields();
+  plain.form = IMBREX_CONV_PLAIN;
+  for (const size_t size : {api::kFirstSize<imbrex_short_conv_fields>, sizeof(imbrex_short_conv_fields)}) {
+    backend.spec_size = size;
+    ASSERT_EQ(imbrex_register_short_conv_backend(&backend), IMBREX_OK) << imbrex_last_error();
+    const Registered until{"failing", unregister_conv};
+    EXPECT_EQ(conv_selection(plain, "failing") != nullptr, size == sizeof(imbrex_short_conv_fields)) << size;
   }
   const auto code = [&](auto&& change) {
     imbrex_short_conv_backend b = failing_conv(state);

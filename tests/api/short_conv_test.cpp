@@ -1,8 +1,10 @@
 // The short convolution through the C ABI: the same bits as through C++, and functions that are for another family.
 #include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "api/handles.h"
+#include "api/structs.h"
 #include "imbrex/imbrex.hpp"
 
 namespace imbrex::test {
@@ -74,10 +76,47 @@ TEST_F(CApiShortConv, GivesTheBitsOfTheCppInterface) {
       v.sizes[size_t(d)] = t.shape[size_t(d)], v.strides[size_t(d)] = stride, stride *= t.shape[size_t(d)];
     return v;
   };
-  other->run({.bcx = view(cpp.bcx), .weight = view(cpp.weight), .bias = view(cpp.bias), .state = view(cpp.state)}, {.out = view(cpp.out)});
+  other->run({.input = view(cpp.bcx), .weight = view(cpp.weight), .bias = view(cpp.bias), .state = view(cpp.state)},
+             {.out = view(cpp.out)});
   EXPECT_EQ(c.out.data, cpp.out.data);
   EXPECT_EQ(c.state.data, cpp.state.data);
   EXPECT_TRUE(std::ranges::any_of(c.out.data, [](float x) { return x != 0; }));
+}
+
+// The form in front of a recurrence: x alone, in the tensor that has B, C and x elsewhere.
+TEST_F(CApiShortConv, ThePlainFormHasRowsOfItsOwn) {
+  imbrex_short_conv_fields fields = small_short_conv();
+  fields.form = IMBREX_CONV_PLAIN, fields.activation = IMBREX_CONV_SILU;
+  const SpecHandle plain = short_conv_of(fields);
+  ASSERT_NE(plain, nullptr) << imbrex_last_error();
+  EXPECT_STREQ(imbrex_spec_str(plain.get()), "short_conv d24 w3 f32 bias drafts2 plain silu");
+  const PlanHandle plan = plan_for(plain.get());
+  ConvStep c;
+  ASSERT_EQ(imbrex_plan_update(plan.get(), &c.batch, nullptr), IMBREX_OK) << imbrex_last_error();
+  EXPECT_EQ(imbrex_plan_run_short_conv(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_INVALID) << "three rows of a token";
+  EXPECT_EQ(last_code(), "short_conv.run.tensor");
+  HostTensor<float> x({kTokens, kDim}, kFloat);
+  std::copy_n(c.bcx.data.begin(), x.data.size(), x.data.begin());
+  c.inputs.bcx = &x.view;
+  c.outputs.out = &x.view;
+  EXPECT_EQ(imbrex_plan_run_short_conv(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "short_conv.run.overlap");
+  c.outputs.out = &c.out.view;
+  ASSERT_EQ(imbrex_plan_run_short_conv(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  for (size_t d = 0; d < kDim; ++d) {  // the first token of a request without a past
+    const double sum = double(c.bias.data[d]) + double(c.weight.data[3 * d + 2]) * double(x.data[d]);
+    EXPECT_NEAR(c.out.data[d], sum / (1 + std::exp(-sum)), 1e-5) << d;
+  }
+}
+
+// A caller that was built with the first version's header has a struct without the form, whose last four bytes may be anything.
+TEST_F(CApiShortConv, FieldsOfTheFirstVersionAreOfTheGatedForm) {
+  imbrex_short_conv_fields fields = small_short_conv();
+  fields.struct_size = api::kFirstSize<imbrex_short_conv_fields>;
+  fields.reserved = -1, fields.form = 77, fields.activation = 77;
+  const SpecHandle first = short_conv_of(fields);
+  ASSERT_NE(first, nullptr) << imbrex_last_error();
+  EXPECT_STREQ(imbrex_spec_str(first.get()), imbrex_spec_str(spec.get()));
 }
 
 TEST_F(CApiShortConv, SelectionsTellOfTheFamily) {
@@ -118,6 +157,12 @@ TEST_F(CApiShortConv, WrongFieldsAndTensorsHaveTheirCodes) {
   fields.dtype = 99;
   EXPECT_EQ(short_conv_of(fields), nullptr);
   EXPECT_EQ(last_code(), "api.enum");
+  fields = small_short_conv(), fields.form = 2;
+  EXPECT_EQ(short_conv_of(fields), nullptr);
+  EXPECT_EQ(last_code(), "api.enum");
+  fields = small_short_conv(), fields.activation = IMBREX_CONV_SILU;
+  EXPECT_EQ(short_conv_of(fields), nullptr);
+  EXPECT_EQ(last_code(), "short_conv.activation");
   fields = small_short_conv(), fields.width = 1;
   EXPECT_EQ(short_conv_of(fields), nullptr);
   EXPECT_EQ(last_code(), "short_conv.width");

@@ -92,6 +92,8 @@ TEST_F(Cli, BadInputHasACodeAndGoesToStderr) {
       {"bench q1 --absorbed", 2, "[cli.family]"},
       {"bench q1 --family short_conv --width 9", 2, "[short_conv.width]"},
       {"bench q1 --family short_conv --dtype f64", 2, "[dtype.unknown]"},
+      {"bench q1 --family short_conv --form round", 2, "[short_conv.form]"},
+      {"bench q1 --family short_conv --activation silu", 2, "[short_conv.activation]"},
       {"bench q1 --family short_conv --backend cpu_amx", 3, "[select.forced]"},
       {"bench q1 --layer kimi-linear", 2, "[cli.family]"},
       {"bench q1 --family recurrent --dim 64", 2, "[cli.family]"},
@@ -301,7 +303,8 @@ TEST_F(Cli, BenchOfTheShortConvolutionChecksAndTimesEveryBackend) {
     EXPECT_EQ(row["written_bytes"].get<double>(), (14.0 + 3 * 3 + 2 * 2) * 96);
     EXPECT_EQ(row["flops"].get<double>(), 14.0 * 48 * 10);
   }
-  const Ran table = run("bench q4 --family short_conv --dtype f32 --dim 7 --backend reference --min-time 0 --max-time 0.01 --threads 1");
+  const Ran table =
+      run("bench q4 --family short_conv --form plain --dtype f32 --dim 7 --backend reference --min-time 0 --max-time 0.01 --threads 1");
   EXPECT_EQ(table.code, 0) << table.err;
   EXPECT_TRUE(contains(table.out, "written GB/s")) << table.out;
   EXPECT_TRUE(contains(table.out, "% L3") || contains(table.out, "% DRAM")) << table.out;

@@ -31,10 +31,13 @@ ShortConvCaseFile reread(const ShortConvCaseFile& file) {
 
 TEST(ShortConvCaseFile, RoundTrips) {
   ShortConvCase plain{.name = "plain", .spec = {.dim = 9, .width = 2, .dtype = DType::f16}, .requests = {{3, 0}, {2, 5}}};
-  for (const ShortConvCase& c : {full_conv_case(), plain}) {
+  ShortConvCase silu{.name = "silu",
+                     .spec = {.dim = 5, .width = 4, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu},
+                     .requests = {{3, 0}, {2, 5}}};
+  for (const ShortConvCase& c : {full_conv_case(), plain, silu}) {
     const ShortConvCaseFile file = make_case_file(c), again = reread(file);
     EXPECT_EQ(again.inputs.spec, c.spec) << again.inputs.spec.str();
-    EXPECT_EQ(again.inputs.bcx.bytes, file.inputs.bcx.bytes);
+    EXPECT_EQ(again.inputs.input.bytes, file.inputs.input.bytes);
     EXPECT_EQ(again.inputs.weight.bytes, file.inputs.weight.bytes);
     EXPECT_EQ(again.inputs.bias.bytes, file.inputs.bias.bytes);
     EXPECT_EQ(again.inputs.state.bytes, file.inputs.state.bytes);
@@ -106,7 +109,12 @@ TEST(ShortConvCaseFile, RefusesWhatDoesNotFit) {
       {"case_file.json.type", edit([](json& j) { j["spec"]["bias"] = 1; })},
       {"case_file.json.range", edit([](json& j) { j["spec"]["dim"] = int64_t(1) << 40; })},
       {"case_file.json.unknown", edit([](json& j) { j["mask"] = json::object(); })},
-      {"case_file.json.unknown", edit([](json& j) { j["spec"]["activation"] = "silu"; })},
+      {"case_file.json.unknown", edit([](json& j) { j["spec"]["gate"] = "silu"; })},
+      {"case_file.json.type", edit([](json& j) { j["spec"]["form"] = 1; })},
+      {"short_conv.form", edit([](json& j) { j["spec"]["form"] = "round"; })},
+      {"short_conv.activation", edit([](json& j) { j["spec"]["activation"] = "relu"; })},
+      {"short_conv.activation", edit([](json& j) { j["spec"]["activation"] = "silu"; })},  // of the gated form
+      {"case_file.tensor.missing", edit([](json& j) { j["spec"]["form"] = "plain"; })},    // whose input is named x
       {"case_file.version", edit([](json& j) { j["version"] = 2; })},
       {"dtype.unknown", edit([](json& j) { j["spec"].erase("dtype"); })},
       {"short_conv.dtype", edit([](json& j) { j["spec"]["dtype"] = "fp8_e4m3"; })},

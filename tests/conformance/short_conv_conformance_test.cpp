@@ -48,18 +48,21 @@ INSTANTIATE_TEST_SUITE_P(All, ShortConvConformance, testing::ValuesIn(by_shard(s
 TEST(ShortConvTable, HasCasesOfEveryKindWithNamesOfTheirOwn) {
   std::set<std::string> names;
   std::set<std::tuple<DType, int, bool, Gaps>> kinds;
+  std::set<std::tuple<ShortConvForm, ShortConvActivation, DType, bool, bool>> forms;
   std::set<int> dims;
   for (const ShortConvCase& c : short_conv_cases()) {
     EXPECT_TRUE(names.insert(c.name).second) << c.name;
     EXPECT_NO_THROW(c.spec.validate()) << c.name;
     kinds.insert({c.spec.dtype, c.spec.width, c.spec.num_drafts > 0, c.gaps});
     dims.insert(c.spec.dim);
+    forms.insert({c.spec.form, c.spec.activation, c.spec.dtype, c.spec.bias, c.spec.num_drafts > 0});
   }
   EXPECT_GE(names.size(), 250u);
   for (const DType dtype : {DType::f32, DType::bf16, DType::f16})
     for (const int width : {2, 3, 4, 8})
       for (const Gaps gaps : {Gaps::none, Gaps::aligned, Gaps::odd})
         EXPECT_TRUE(kinds.contains({dtype, width, false, gaps})) << to_string(dtype) << " width " << width << " gaps " << to_string(gaps);
+  EXPECT_EQ(forms.size(), 3u * 3 * 2 * 2) << "gated, plain and SiLU, of three types, with bias and drafts and without";
   for (const int dim : {1, 7, 64, 100, 2048}) EXPECT_TRUE(dims.contains(dim)) << dim;
 }
 

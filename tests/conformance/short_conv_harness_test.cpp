@@ -29,6 +29,9 @@ enum class ConvMistake {
   drafts_not_looked_at,
   zeros_before_an_item,  // instead of what the item before it has computed
   two_units_off,
+  no_activation,
+  bias_behind_the_activation,
+  activated_past,            // the state has outputs instead of inputs
   before_the_outputs,        // a byte is written
   a_row_too_many,            // of the outputs
   an_unread_slot,            // is written
@@ -99,8 +102,9 @@ class FaultyConvPlan final : public ShortConvPlan {
       const int first = mistake_ == ConvMistake::accepted_not_looked_at ? 0 : r.first_row;
       return load(in.state, r.slot * in.state.stride(0) + (first + spec_.width - 1 + token - r.begin) * in.state.stride(1) + d);
     }
-    const int64_t row = token * in.bcx.stride(0);
-    const float product = load(in.bcx, row + d) * load(in.bcx, row + 2 * int64_t(spec_.dim) + d);
+    const int64_t row = token * in.input.stride(0);
+    if (spec_.form == ShortConvForm::plain) return load(in.input, row + d);
+    const float product = load(in.input, row + d) * load(in.input, row + 2 * int64_t(spec_.dim) + d);
     char element[4];
     store_from_float(element, mistake_ == ConvMistake::h_not_rounded ? DType::f32 : spec_.dtype, 0, product);
     return load_as_float(element, mistake_ == ConvMistake::h_not_rounded ? DType::f32 : spec_.dtype, 0);
@@ -113,21 +117,32 @@ class FaultyConvPlan final : public ShortConvPlan {
     for (int t = item.begin - before; t < item.end; ++t)
       h.push_back(mistake_ == ConvMistake::zeros_before_an_item && t < item.begin && t >= r.begin ? 0 : h_of(r, t, d, in));
     for (int t = item.begin; t < item.end; ++t) {
-      float sum = spec_.bias && mistake_ != ConvMistake::no_bias ? load(in.bias, d) : 0.f;
+      const float bias = spec_.bias && mistake_ != ConvMistake::no_bias ? load(in.bias, d) : 0.f;
+      const bool bias_first = mistake_ != ConvMistake::bias_behind_the_activation;
+      float sum = bias_first ? bias : 0.f;
       for (int i = 0; i < spec_.width; ++i) {
         const int tap = mistake_ == ConvMistake::weights_reversed ? before - i : i;
         sum += load(in.weight, d * in.weight.stride(0) + tap) * h[size_t(t - item.begin + i)];
       }
       const int64_t at = t * out.stride(0) + d;
-      store(out, at, sum * load(in.bcx, t * in.bcx.stride(0) + spec_.dim + d));
+      store(out, at, output_of(sum, t * in.input.stride(0) + d, in) + (bias_first ? 0.f : bias));
       if (mistake_ == ConvMistake::two_units_off && t == r.begin && d == spec_.dim - 1)
         for (int step = 0; step < 2; ++step) add_unit(out, at);
     }
     const bool writes = mistake_ == ConvMistake::state_by_the_last_item ? item.end == r.end : item.begin == r.begin;
     const int drafts = mistake_ == ConvMistake::drafts_not_looked_at ? 0 : r.drafts;
-    for (int i = 0; writes && i < before + r.drafts; ++i)
+    for (int i = 0; writes && i < before + r.drafts; ++i) {
+      const float h = h_of(r, std::min(r.end - drafts - before + i, r.end - 1), d, in);
       store(in.state, r.slot * in.state.stride(0) + i * in.state.stride(1) + d,
-            h_of(r, std::min(r.end - drafts - before + i, r.end - 1), d, in));
+            mistake_ == ConvMistake::activated_past ? h / (1 + std::exp(-h)) : h);
+    }
+  }
+
+  // `at`: the channel in the input's row of the token.
+  float output_of(float sum, int64_t at, const ShortConvInputs& in) const {
+    if (spec_.form == ShortConvForm::gated) return sum * load(in.input, at + spec_.dim);
+    const bool activated = spec_.activation == ShortConvActivation::silu && mistake_ != ConvMistake::no_activation;
+    return activated ? sum / (1 + std::exp(-sum)) : sum;
   }
 
   // Changes an element to the next number of its type.
@@ -179,6 +194,13 @@ TEST(ShortConvHarness, PassesWithoutAMistakeAndFindsEachOne) {
       {ConvMistake::zeros_before_an_item, "length_17_after_9", "out"},
       {ConvMistake::two_units_off, "dtype_bf16_decode", "out"},
       {ConvMistake::two_units_off, "dtype_f16_decode", "out"},
+      {ConvMistake::no_activation, "silu_bf16_prefill", "out"},
+      {ConvMistake::bias_behind_the_activation, "silu_f16_bias_decode", "out"},
+      {ConvMistake::activated_past, "silu_f32_chunked", "out"},
+      {ConvMistake::activated_past, "plain_bf16_decode", "state"},
+      {ConvMistake::two_units_off, "silu_f16_history", "out"},
+      {ConvMistake::weights_reversed, "silu_length_63_after_9", "out"},
+      {ConvMistake::accepted_not_looked_at, "plain_f32_verify", "out"},
       {ConvMistake::a_row_too_many, "length_17_after_9", "out: byte"},
       {ConvMistake::an_unread_slot, "dtype_f32_decode", "state: row 0 of slot"},
       {ConvMistake::a_request_without_tokens, "dtype_f32_mixed", "state: row 0 of slot"},
@@ -231,7 +253,7 @@ TEST(ShortConvHarness, TheMirrorHandsOnWhatItIsGiven) {
 
 // What the bound leaves room for, and what it does not.
 TEST(ShortConvHarness, TheBoundIsOneRounding) {
-  for (const char* name : {"dtype_f32_prefill", "dtype_bf16_prefill", "dtype_f16_prefill"}) {
+  for (const char* name : {"dtype_f32_prefill", "dtype_bf16_prefill", "dtype_f16_prefill", "silu_f32_prefill", "silu_bf16_bias_prefill"}) {
     const ShortConvCase& c = *find_short_conv_case(name);
     const ShortConvCaseInputs& in = inputs_of(c);
     const ShortConvExpected& expected = expected_of(c);
@@ -259,7 +281,7 @@ TEST(ShortConvHarness, ContentsDoNotDependOnTheBatch) {
   c.requests = {c.requests[2]};
   const ShortConvCaseInputs one = make_inputs(c);
   const long row = 3 * 20 * 2;  // request 2 begins at token 8
-  EXPECT_TRUE(std::equal(one.bcx.bytes.begin(), one.bcx.bytes.end(), all.bcx.bytes.begin() + 8 * row));
+  EXPECT_TRUE(std::equal(one.input.bytes.begin(), one.input.bytes.end(), all.input.bytes.begin() + 8 * row));
   EXPECT_TRUE(std::equal(one.state.bytes.begin(), one.state.bytes.end(), all.state.bytes.begin() + 2 * spec.state_bytes()));
 }
 

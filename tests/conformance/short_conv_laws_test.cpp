@@ -22,7 +22,10 @@ std::vector<ShortConvSpec> law_specs() {
           {.dim = 1100, .width = 3, .bias = true},
           {.dim = 100, .width = 4, .dtype = DType::f32},
           {.dim = 7, .width = 2, .bias = true, .dtype = DType::f16},
-          {.dim = 257, .width = 8}};
+          {.dim = 257, .width = 8},
+          {.dim = 1100, .width = 4, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu},
+          {.dim = 33, .width = 4, .bias = true, .dtype = DType::f16, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu},
+          {.dim = 100, .width = 2, .dtype = DType::f32, .form = ShortConvForm::plain}};
 }
 
 class ShortConvLaws : public testing::TestWithParam<ShortConvTarget> {
@@ -224,13 +227,15 @@ TEST_P(ShortConvLaws, ANonFiniteNumberReachesItsSumsAndNothingElse) {
   for (const ShortConvSpec& spec : law_specs())
     for (const double value : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()})
       for (const Where where : {kB, kC, kX, kPast}) {
+        const bool gated = spec.form == ShortConvForm::gated;
+        if (!gated && (where == kB || where == kC)) continue;
         ShortConvCaseInputs in = make_inputs(steep_case(spec, {{kTokens, 20}, {3, 50}}));
         const ShortConvRunResult clean = run(in);
         const int dim = spec.dim, channel = dim / 2, before = spec.width - 1;
         if (where == kPast)
           in.state.set((before - 1) * int64_t(dim) + channel, value);  // the token before the step
         else
-          in.bcx.set((kToken * 3 + where) * int64_t(dim) + channel, value);
+          in.input.set(kToken * int64_t(spec.input_channels()) + (gated ? where * int64_t(dim) : 0) + channel, value);
         const ShortConvRunResult result = run(in);
         const int from = where == kPast ? 0 : kToken, to = where == kC ? kToken : where == kPast ? before - 1 : kToken + before;
         for (int t = 0; t < in.num_tokens(); ++t)
@@ -247,6 +252,24 @@ TEST_P(ShortConvLaws, ANonFiniteNumberReachesItsSumsAndNothingElse) {
                 << spec.str() << " row " << row;
           }
       }
+}
+
+// The sum is the same whatever stands in front of it and behind it.
+TEST_P(ShortConvLaws, ThePlainFormIsTheGatedOneWithFactorsOfOne) {
+  for (const ShortConvSpec& spec : law_specs()) {
+    if (spec.form != ShortConvForm::plain || spec.activation != ShortConvActivation::none) continue;
+    const ShortConvCaseInputs in = make_inputs(steep_case(spec, kLawRequests));
+    ShortConvCaseInputs gated = in;
+    gated.spec.form = ShortConvForm::gated;
+    gated.input = HostTensor::make(spec.dtype, {in.num_tokens(), 3 * int64_t(spec.dim)});
+    for (int64_t t = 0; t < in.num_tokens(); ++t)
+      for (int64_t d = 0; d < spec.dim; ++d) {
+        const int64_t row = 3 * t * spec.dim + d;
+        gated.input.set(row, 1), gated.input.set(row + spec.dim, 1),
+            gated.input.set(row + 2 * int64_t(spec.dim), in.input.get(t * spec.dim + d));
+      }
+    EXPECT_TRUE(same_bits(run(gated), run(in))) << spec.str();
+  }
 }
 
 // Lengths, slots and drafts that are on a GPU make the step that those on the host make. A CPU's plan reads the host's.

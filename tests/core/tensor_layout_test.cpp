@@ -66,5 +66,27 @@ TEST(TensorLayout, OfWhatIsWrittenDoesNotOverlap) {
   EXPECT_EQ(read_code(view({3, 4, 8}, {0, 0, 1})), kNoError);  // fine to read
 }
 
+// Parts of one array have its strides. Where strides differ, what lies between counts.
+TEST(TensorLayout, MeetWhereTheyHaveMemoryInCommon) {
+  const auto at = [](int64_t first, Sizes sizes, Sizes strides) {
+    static float all[160];
+    return view(sizes, strides, DType::f32, all + first);
+  };
+  const TensorView left = at(0, {5, 8}, {24, 1}), middle = at(8, {5, 8}, {24, 1}), right = at(16, {5, 8}, {24, 1});
+  EXPECT_TRUE(may_meet(left, left));
+  EXPECT_FALSE(may_meet(left, middle) || may_meet(middle, left) || may_meet(left, right) || may_meet(right, middle));
+  EXPECT_TRUE(may_meet(left, at(7, {5, 8}, {24, 1})));
+  EXPECT_TRUE(may_meet(at(7 + 48, {2, 8}, {24, 1}), left));  // a later row's last element
+  EXPECT_FALSE(may_meet(left, at(104, {5, 8}, {24, 1})));    // behind all
+  EXPECT_FALSE(may_meet(left, at(8 + 24, {1, 8}, {8, 1})));  // one row, whose stride may be any number
+  EXPECT_TRUE(may_meet(left, at(1 + 24, {1, 8}, {8, 1})));
+  EXPECT_TRUE(may_meet(left, at(8, {2, 8}, {25, 1})));                      // may be: the strides differ
+  EXPECT_FALSE(may_meet(left, at(8, {0, 8}, {24, 1})));                     // nothing there
+  EXPECT_TRUE(may_meet(at(96, {5, 8}, {-24, 1}), at(7, {5, 8}, {24, 1})));  // rows in reverse
+  TensorView elsewhere = left;
+  elsewhere.device = {DeviceType::cuda, 0};
+  EXPECT_FALSE(may_meet(left, elsewhere));
+}
+
 }  // namespace
 }  // namespace imbrex

@@ -36,6 +36,11 @@ TEST_F(DeviceShortConv, OutputsAndStatesAreThoseOfTheReference) {
         run(p);
         p.gap = 8, p.shift = 16;  // all are, and do not lie one after the other
         run(p);
+        p.spec.form = ShortConvForm::plain;
+        p.spec.activation = width % 4 == 0 ? ShortConvActivation::silu : ShortConvActivation::none;
+        run(p);
+        p.gap = 3, p.shift = 1;
+        run(p);
       }
 }
 
@@ -196,7 +201,7 @@ class Rotation {
     weight_ = filled({dim, spec.width}), bias_ = filled({dim});
     const int64_t sets = std::clamp<int64_t>((int64_t(500) << 20) / bytes, 2, 64);
     for (int64_t i = 0; i < sets; ++i)
-      sets_.push_back({shifted(tokens, 1, 3 * dim), shifted(work.requests, spec.state_rows(), dim), shifted(tokens, 1, dim)});
+      sets_.push_back({shifted(tokens, 1, spec.input_channels()), shifted(work.requests, spec.state_rows(), dim), shifted(tokens, 1, dim)});
     stream.synchronize();
     for (int r = 0; r < work.requests; ++r) {
       step.starts.push_back((r + 1) * work.tokens);
@@ -207,19 +212,20 @@ class Rotation {
   }
   ShortConvInputs inputs(size_t i) const {
     const Set& set = sets_[i % sets_.size()];
-    return {.bcx = set.bcx.view, .weight = weight_.view, .bias = spec_.bias ? bias_.view : TensorView{}, .state = set.state.view};
+    return {.input = set.input.view, .weight = weight_.view, .bias = spec_.bias ? bias_.view : TensorView{}, .state = set.state.view};
   }
   ShortConvOutputs outputs(size_t i) const { return {.out = sets_[i % sets_.size()].out.view}; }
   size_t size() const { return sets_.size(); }
   double bytes() const {  // read and written by a call
-    const double rows = 4. * work_.tokens + (work_.fresh ? 0 : spec_.width - 1) + spec_.width - 1 + work_.drafts;
+    const double rows =
+        (spec_.input_channels() / spec_.dim + 1.) * work_.tokens + (work_.fresh ? 0 : spec_.width - 1) + spec_.width - 1 + work_.drafts;
     return (rows * work_.requests + spec_.width) * spec_.dim * double(size_of(spec_.dtype));
   }
   ConvStep step;
 
  private:
   struct Set {
-    DeviceTensor bcx, state, out;
+    DeviceTensor input, state, out;
   };
   Work work_;
   ShortConvSpec spec_;
@@ -261,11 +267,22 @@ TEST_F(DeviceShortConvSpeed, DISABLED_Plans) {
     ShortConvSpec spec;
     int64_t shift = 0;
   };
-  const Layer layers[] = {{{.dim = 2048, .width = 3}},    {{.dim = 2048, .width = 4, .bias = true}},
-                          {{.dim = 1024, .width = 3}},    {{.dim = 2048, .width = 3, .dtype = DType::f32}},
-                          {{.dim = 2047, .width = 3}},    {{.dim = 2044, .width = 3}},
-                          {{.dim = 2048, .width = 3}, 1}, {{.dim = 2047, .width = 4, .bias = true}},
-                          {{.dim = 1023, .width = 3}},    {{.dim = 2047, .width = 3, .dtype = DType::f32}}};
+  constexpr ShortConvForm kPlain = ShortConvForm::plain;
+  constexpr ShortConvActivation kSilu = ShortConvActivation::silu;
+  const Layer layers[] = {{{.dim = 2048, .width = 3}},
+                          {{.dim = 2048, .width = 4, .bias = true}},
+                          {{.dim = 1024, .width = 3}},
+                          {{.dim = 2048, .width = 3, .dtype = DType::f32}},
+                          {{.dim = 2047, .width = 3}},
+                          {{.dim = 2044, .width = 3}},
+                          {{.dim = 2048, .width = 3}, 1},
+                          {{.dim = 2047, .width = 4, .bias = true}},
+                          {{.dim = 1023, .width = 3}},
+                          {{.dim = 2047, .width = 3, .dtype = DType::f32}},
+                          {{.dim = 8192, .width = 4, .form = kPlain}},
+                          {{.dim = 8192, .width = 4, .form = kPlain, .activation = kSilu}},
+                          {{.dim = 2048, .width = 4, .bias = true, .form = kPlain, .activation = kSilu}},
+                          {{.dim = 2047, .width = 4, .form = kPlain, .activation = kSilu}}};
   for (auto [spec, shift] : layers) {
     spec.num_drafts = 3;
     std::printf("%s, rows shifted by %d, GB/s and us of a call: launched one by one; in a graph\n", spec.str().c_str(), int(shift));

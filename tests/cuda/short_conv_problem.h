@@ -135,8 +135,8 @@ class ConvBesideReference {
         requests_(problem, kSlots),
         reference_(find_backend<ShortConvFamily>("reference")->plan(problem.spec, probe_cpu(), {.limits = problem.limits})),
         plan_(backend.plan(problem.spec, device, {.limits = problem.limits, .on_device = problem.on_device})),
-        bcx_(rows(3)),
-        out_(rows(1)),
+        input_(rows(problem.spec.input_channels())),
+        out_(rows(problem.spec.dim)),
         weight_(*stream_, problem.spec.dtype, {problem.spec.dim, problem.spec.width}, problem.weight_gap, problem.weight_gap),
         bias_(*stream_, problem.spec.dtype, {problem.spec.dim}, 0, problem.weight_gap),
         state_(*stream_, problem.spec.dtype, {kSlots, problem.spec.state_rows(), problem.spec.dim}, problem.gap, problem.shift) {
@@ -180,13 +180,13 @@ class ConvBesideReference {
   ShortConvPlan& plan() { return *plan_; }
   DeviceStream& stream() { return *stream_; }
   void begin(const ConvStep& step) {
-    bcx_.fill_random(random_), bcx_.poison_from(step.tokens()), bcx_.upload();
+    input_.fill_random(random_), input_.poison_from(step.tokens()), input_.upload();
     std::fill(out_.bytes.begin(), out_.bytes.end(), char(0x5a));
     out_.upload();
     stream_->synchronize();
   }
   void layer() const {
-    plan_->run({.bcx = bcx_.on_device(),
+    plan_->run({.input = input_.on_device(),
                 .weight = weight_.on_device(),
                 .bias = p_.spec.bias ? bias_.on_device() : TensorView{},
                 .state = state_.on_device()},
@@ -195,7 +195,7 @@ class ConvBesideReference {
   // `step`: what should have been computed. Everything of the state and what is nobody's of the output are the reference's bytes.
   void expect(const ConvStep& step) {
     reference_->update(step.batch(p_.spec));
-    reference_->run({.bcx = bcx_.on_host(),
+    reference_->run({.input = input_.on_host(),
                      .weight = weight_.on_host(),
                      .bias = p_.spec.bias ? bias_.on_host() : TensorView{},
                      .state = state_.on_host()},
@@ -228,9 +228,7 @@ class ConvBesideReference {
   static constexpr int kSlots = 17;
 
  private:
-  Twin rows(int64_t parts) const {
-    return {*stream_, p_.spec.dtype, {p_.limits.max_num_tokens + 2, parts * p_.spec.dim}, p_.gap, p_.shift};
-  }
+  Twin rows(int64_t channels) const { return {*stream_, p_.spec.dtype, {p_.limits.max_num_tokens + 2, channels}, p_.gap, p_.shift}; }
   // Sums of the kernel are floats, which may turn a tie: then the output is the next number of its type. Takes the reference's where it is
   // near.
   void expect_near(const ConvStep& step, std::vector<char>& actual) {
@@ -251,7 +249,7 @@ class ConvBesideReference {
   std::mt19937 random_;
   ConvRequests requests_;
   std::unique_ptr<ShortConvPlan> reference_, plan_;
-  Twin bcx_, out_, weight_, bias_, state_;
+  Twin input_, out_, weight_, bias_, state_;
   std::vector<Twin> lists_;  // starts, lens, slots, drafts, accepted
 };
 
@@ -261,22 +259,22 @@ inline std::vector<char> in_steps(const BackendOf<ShortConvFamily>& backend, con
   const auto stream = open_stream(device);
   const auto plan = backend.plan(spec, device, {.limits = {.max_num_reqs = 2, .max_num_tokens = 2 * tokens}});
   std::mt19937 random(seed), same(5);
-  const int64_t dim = spec.dim, size = size_of(spec.dtype);
-  Twin weight(*stream, spec.dtype, {dim, spec.width}), bias(*stream, spec.dtype, {dim}), all(*stream, spec.dtype, {tokens, 3 * dim}),
-      bcx(*stream, spec.dtype, {2 * tokens, 3 * dim}), out(*stream, spec.dtype, {2 * tokens, dim}),
+  const int64_t dim = spec.dim, size = size_of(spec.dtype), channels = spec.input_channels();
+  Twin weight(*stream, spec.dtype, {dim, spec.width}), bias(*stream, spec.dtype, {dim}), all(*stream, spec.dtype, {tokens, channels}),
+      input(*stream, spec.dtype, {2 * tokens, channels}), out(*stream, spec.dtype, {2 * tokens, dim}),
       state(*stream, spec.dtype, {2, spec.state_rows(), dim});
   for (Twin* t : {&weight, &bias, &all}) t->fill_random(same);
-  bcx.fill_random(random);  // the other request's tokens, and padding
+  input.fill_random(random);  // the other request's tokens, and padding
   for (const Twin* t : {&weight, &bias, &state}) t->upload();
   std::vector<char> results;
   for (int done = 0; done < tokens;) {
     const int mine = std::min(1 + int(random() % unsigned(longest)), tokens - done), others = int(random() % 5u);
     ConvStep step{
         .starts = {0, others, others + mine}, .lens = {others, done + mine}, .slots = {0, 1}, .drafts = {0, 0}, .accepted = {0, 0}};
-    std::copy_n(all.bytes.begin() + done * 3 * dim * size, mine * 3 * dim * size, bcx.bytes.begin() + others * 3 * dim * size);
-    bcx.upload();
+    std::copy_n(all.bytes.begin() + done * channels * size, mine * channels * size, input.bytes.begin() + others * channels * size);
+    input.upload();
     plan->update(step.batch(spec), stream->get());
-    plan->run({.bcx = bcx.on_device(),
+    plan->run({.input = input.on_device(),
                .weight = weight.on_device(),
                .bias = spec.bias ? bias.on_device() : TensorView{},
                .state = state.on_device()},

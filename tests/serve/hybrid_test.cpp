@@ -80,6 +80,18 @@ TEST(Hybrid, SameBitsHoweverItIsBatched) {
   EXPECT_NE(replay(model, trace, options).digest, first.digest);
 }
 
+TEST(Hybrid, LayersOfThePlainFormRunAndAreVerified) {
+  const Trace trace = tree_trace(12, 16, 60, 12, 1);
+  const ReplayResult r = replay(tiny_hybrid_model("pca", 16), trace, small_options());
+  EXPECT_TRUE(r.complete);
+  EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (2 + 2));
+  EXPECT_LE(r.verify_max_ratio, 1);
+  ASSERT_EQ(r.kinds.size(), 3u);
+  EXPECT_EQ(r.kinds[0].spec, "short_conv d48 w3 bf16 plain silu");
+  EXPECT_EQ(r.groups[0].num_layers, 2) << "of both forms, whose states have the same shape";
+  EXPECT_NE(r.digest, replay(tiny_hybrid_model("cca", 16), trace, small_options()).digest);
+}
+
 // The digest is of the layers of both families: it changes with the weights of either.
 TEST(Hybrid, OutputsOfBothFamiliesAreInTheDigest) {
   const Trace trace = tree_trace(4, 16, 90, 6, 1);

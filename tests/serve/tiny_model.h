@@ -37,7 +37,8 @@ inline ModelSpec tiny_model(const std::vector<Mask>& masks, int block_size, int 
   return model;
 }
 
-// Layers of attention ('a': every key, 'w': a window of 24) and of short convolutions ('c'; 'b': with a bias, which shares their states).
+// Layers of attention ('a': every key, 'w': a window of 24) and of short convolutions ('c'; 'b': with a bias, which shares their states;
+// 'p': of the plain form, with SiLU).
 inline ModelSpec tiny_hybrid_model(std::string_view layers, int block_size, int dim = 48, int width = 3) {
   ModelSpec model;
   model.name = model.family = "tiny hybrid";
@@ -50,7 +51,9 @@ inline ModelSpec tiny_hybrid_model(std::string_view layers, int block_size, int 
       if (kind == 'w') spec.mask = {.causal = true, .window_left = 23};
       layer.spec = spec;
     } else {
-      layer.spec = ShortConvSpec{.dim = dim, .width = width, .bias = kind == 'b'};
+      ShortConvSpec spec{.dim = dim, .width = width, .bias = kind == 'b'};
+      if (kind == 'p') spec.form = ShortConvForm::plain, spec.activation = ShortConvActivation::silu;
+      layer.spec = spec;
     }
   }
   return model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, block_size);

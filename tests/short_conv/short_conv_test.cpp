@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <map>
 #include <memory>
@@ -72,18 +74,20 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 3}, b.accepted_drafts = l; }), "batch.state.accepted_drafts");
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 2, 1}, b.query_start_loc = l; }), "batch.query_start_loc.monotone");
 
-    Tensor bcx(spec.dtype, {5, 96}), weight(spec.dtype, {32, 3}), state(spec.dtype, {2, 4, 32}), out(spec.dtype, {5, 32});
+    Tensor input(spec.dtype, {5, 96}), weight(spec.dtype, {32, 3}), state(spec.dtype, {2, 4, 32}), out(spec.dtype, {5, 32});
     const auto run = [&](auto change) {
-      ShortConvInputs in{.bcx = bcx.view, .weight = weight.view, .bias = {}, .state = state.view};
+      ShortConvInputs in{.input = input.view, .weight = weight.view, .bias = {}, .state = state.view};
       ShortConvOutputs to{.out = out.view};
       change(in, to);
       return test::error_code([&] { plan->run(in, to, nullptr); });
     };
-    EXPECT_EQ(run([](auto& in, auto&) { in.bcx.sizes[0] = 4; }), "short_conv.run.tensor");
+    EXPECT_EQ(run([](auto& in, auto&) { in.input.sizes[0] = 4; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.weight.sizes[1] = 4; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.state.sizes[0] = 1; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto& in, auto&) { in.state.strides[0] = 32; }), "tensor.overlap");
     EXPECT_EQ(run([](auto& in, auto&) { in.bias = in.weight; }), "short_conv.run.bias");
+    EXPECT_EQ(run([](auto& in, auto& to) { to.out.data = in.input.data, to.out.strides[0] = in.input.strides[0]; }),
+              "short_conv.run.overlap");
     EXPECT_EQ(run([](auto&, auto& to) { to.out.dtype = DType::f16; }), "short_conv.run.tensor");
     EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown");
     slots = {1, std::numeric_limits<int32_t>::max()};  // no number of slots fits an int then
@@ -99,6 +103,39 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
   EXPECT_EQ(invalid({.dim = 8, .width = 9}), "short_conv.width");
   EXPECT_EQ(invalid({.dim = 8, .dtype = DType::fp8_e4m3}), "short_conv.dtype");
   EXPECT_EQ(invalid({.dim = 8, .num_drafts = -1}), "short_conv.num_drafts");
+  EXPECT_EQ(invalid({.dim = 8, .form = ShortConvForm(2)}), "short_conv.form");
+  EXPECT_EQ(invalid({.dim = 8, .form = ShortConvForm::plain, .activation = ShortConvActivation(2)}), "short_conv.activation");
+  EXPECT_EQ(invalid({.dim = 8, .activation = ShortConvActivation::silu}), "short_conv.activation");
+}
+
+// x is the second of three parts of a wider projection, and the outputs go to the third: they share rows, and no memory. Where they are the
+// second part themselves, tokens that are read by others would be overwritten.
+TEST(ShortConv, ThePlainFormReadsAPartOfAProjection) {
+  const ShortConvSpec spec{
+      .dim = 24, .width = 4, .dtype = DType::f32, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu};
+  for (const std::string name : {"cpu_generic", "reference"}) {
+    const auto plan = find_backend<ShortConvFamily>(name)->plan(spec, probe_cpu(), {});
+    const std::vector<int32_t> starts{0, 5}, lens{5}, slots{0};
+    Batch batch;
+    batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots;
+    plan->update(batch, nullptr);
+    Tensor projection(spec.dtype, {5, 72}), weight(spec.dtype, {24, 4}), state(spec.dtype, {1, 3, 24});
+    const TensorView x = projection.view.slice(1, 24, 48), out = projection.view.slice(1, 48, 72);
+    const auto run = [&](const TensorView& to) {
+      return test::error_code(
+          [&] { plan->run({.input = x, .weight = weight.view, .bias = {}, .state = state.view}, {.out = to}, nullptr); });
+    };
+    EXPECT_EQ(run(x), "short_conv.run.overlap");
+    EXPECT_EQ(run(projection.view.slice(1, 47, 71)), "short_conv.run.overlap");
+    EXPECT_EQ(run(out), "nothing thrown");
+    for (int t = 0; t < 5; ++t) {
+      const double sum = std::min(t + 1, 4);  // so many ones
+      for (int d = 0; d < 24; ++d) {
+        EXPECT_NEAR(projection.host.get(t * 72 + 48 + d), sum / (1 + std::exp(-sum)), 1e-6) << "token " << t;
+        EXPECT_EQ(projection.host.get(t * 72 + 24 + d), 1);
+      }
+    }
+  }
 }
 
 // Scratch is asked for before caches are sized, also of devices that are only described, and one workspace goes to the plans of all layers.
@@ -130,6 +167,10 @@ TEST(ShortConv, IsSelectedWithReasons) {
   const ShortConvSpec spec{.dim = 2048, .width = 3, .bias = true, .num_drafts = 4};
   EXPECT_EQ(spec.str(), "short_conv d2048 w3 bf16 bias drafts4");
   EXPECT_EQ(spec.state_bytes(), 6 * 2048 * 2);
+  const ShortConvSpec gdn{.dim = 8192, .width = 4, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu};
+  EXPECT_EQ(gdn.str(), "short_conv d8192 w4 bf16 plain silu");
+  EXPECT_EQ(gdn.input_channels(), 8192);
+  EXPECT_EQ(select<ShortConvFamily>(gdn, describe_device("h200")).backend->name(), "cuda_sm80");
   const auto selection = select<ShortConvFamily>(spec, describe_device("avx2,4 threads"));
   EXPECT_EQ(selection.backend->name(), "cpu_generic");
   EXPECT_EQ(select<ShortConvFamily>(spec, describe_device("avx512,4 threads")).backend->name(), "cpu_avx512");

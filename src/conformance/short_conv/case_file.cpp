@@ -17,6 +17,9 @@ using nlohmann::json;
 
 constexpr const char* kFamily = "short_conv";
 
+// The tensor that holds the rows of a token, by what they are.
+const char* input_name(const ShortConvSpec& spec) { return spec.form == ShortConvForm::gated ? "bcx" : "x"; }
+
 // A file without a field that every layer has is refused.
 bool every_layer_has(const SpecField& field) { return field.feature.empty(); }
 
@@ -101,7 +104,7 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
   const int64_t count = int64_t(in.requests.size());
   int64_t num_tokens = 0;
   for (const ShortConvCaseRequest& r : in.requests) num_tokens += r.q_len;
-  in.bcx = tensors.take("bcx", {spec.dtype}, {num_tokens, 3 * dim});
+  in.input = tensors.take(input_name(spec), {spec.dtype}, {num_tokens, spec.input_channels()});
   in.weight = tensors.take("weight", {spec.dtype}, {dim, spec.width});
   in.bias = tensors.take_if(spec.bias, "bias", spec.dtype, {dim});
   in.state = tensors.take("state", {spec.dtype}, {count, spec.state_rows(), dim});
@@ -142,7 +145,7 @@ Safetensors to_safetensors(const ShortConvCaseFile& c) {
   file.tensors["query_start_loc"] = tensor_of(starts);
   file.tensors["seq_lens"] = tensor_of(lens);
   if (spec.num_drafts > 0) file.tensors["num_drafts"] = tensor_of(drafts), file.tensors["accepted_drafts"] = tensor_of(accepted);
-  file.tensors["bcx"] = in.bcx;
+  file.tensors[input_name(spec)] = in.input;
   file.tensors["weight"] = in.weight;
   if (spec.bias) file.tensors["bias"] = in.bias;
   file.tensors["state"] = in.state;

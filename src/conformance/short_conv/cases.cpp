@@ -96,6 +96,51 @@ void add_axes(ConvTable& table) {
   }
 }
 
+// The layers in front of a recurrence: the axes once more for the plain form, without SiLU and with it.
+void add_plain(ConvTable& table) {
+  using enum ShortConvActivation;
+  const auto next = [&](ShortConvActivation activation) {
+    ShortConvSpec spec = table.next_spec();
+    spec.form = ShortConvForm::plain, spec.activation = activation;
+    return spec;
+  };
+  const auto name_of = [](ShortConvActivation activation) { return activation == silu ? "silu" : "plain"; };
+  for (const ConvSteps& steps : conv_steps()) {
+    for (const ShortConvActivation activation : {none, silu}) {
+      for (const DType dtype : kConvTypes)
+        for (const bool bias : {false, true}) {
+          ShortConvSpec spec = next(activation);
+          spec.dtype = dtype, spec.bias = bias, spec.width = 4;
+          table.add(fmt::format("{}_{}{}", name_of(activation), to_string(dtype), bias ? "_bias" : ""), spec, steps);
+        }
+      for (int width = 2; width <= 8; ++width) {
+        ShortConvSpec spec = next(activation);
+        spec.width = width;
+        table.add(fmt::format("{}_width_{}", name_of(activation), width), spec, steps);
+      }
+      for (const Gaps gaps : {Gaps::none, Gaps::aligned, Gaps::odd})
+        table.add(fmt::format("{}_gaps_{}", name_of(activation), to_string(gaps)), next(activation), steps).gaps = gaps;
+      for (const auto& [name, values] : {std::pair{"steep", ShortConvValues::steep}, {"tiny", ShortConvValues::tiny}})
+        for (const DType dtype : kConvTypes) {
+          ShortConvSpec spec = next(activation);
+          spec.dtype = dtype;
+          table.add(fmt::format("{}_{}_{}", name_of(activation), name, to_string(dtype)), spec, steps).values = values;
+        }
+      ShortConvSpec half = next(activation);
+      half.dtype = DType::f16;
+      table.add(fmt::format("{}_large_f16", name_of(activation)), half, steps).values = ShortConvValues::large;
+    }
+    for (const int dim : {1, 7, 16, 33, 100, 513, 1030, 2600}) {
+      ShortConvSpec spec = next(silu);
+      spec.dim = dim;
+      table.add(fmt::format("silu_dim_{}", dim), spec, steps);
+    }
+  }
+  for (const int q_len : {1, 3, 16, 63, 64, 65, 129, 257})
+    for (const int context : {0, 1, 9})
+      table.add(fmt::format("silu_length_{}_after_{}", q_len, context), next(silu), ConvRequests{{q_len, context}});
+}
+
 void add_lengths(ConvTable& table) {
   for (const int q_len : {1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 200, 257, 513})
     for (const int context : {0, 1, 9}) table.add(fmt::format("length_{}_after_{}", q_len, context), table.next_spec(), {{q_len, context}});
@@ -144,6 +189,7 @@ std::span<const ShortConvCase> short_conv_cases() {
     add_lengths(table);
     add_drafts(table);
     add_many(table);
+    add_plain(table);  // behind the others, whose contents depend on their places
     return table.cases;
   }();
   return all;

@@ -27,14 +27,15 @@ struct ShortConvCase {
   std::vector<ShortConvCaseRequest> requests;
   int chunk = 0;           // > 0: the requests' tokens come in steps of so many, without drafts
   Gaps gaps = Gaps::none;  // of all tensors
-  int padding_tokens = 0;  // rows of bcx and out after the batch's tokens
+  int padding_tokens = 0;  // rows of input and out after the batch's tokens
   ShortConvValues values = ShortConvValues::plain;
   uint64_t seed = 1;
 
   int num_tokens() const;
 };
 
-// Made by composing axes: dtype, width, dim, bias, length, context, drafts, gaps, values, requests (first part of the name).
+// Made by composing axes: dtype, width, dim, bias, length, context, drafts, gaps, values, requests (first part of the name);
+// plain and silu for the plain form without and with SiLU.
 std::span<const ShortConvCase> short_conv_cases();
 const ShortConvCase* find_short_conv_case(std::string_view name);  // nullptr when there is none
 

@@ -12,7 +12,7 @@ namespace {
 
 struct ConvMirrorMemory {
   std::unique_ptr<DeviceStream> stream;
-  Mirrored bcx, weight, bias, state, out;
+  Mirrored input, weight, bias, state, out;
 
   explicit ConvMirrorMemory(const DeviceInfo& device) : stream(open_stream(device)) {}
 };
@@ -49,7 +49,7 @@ class ConvMirrorPlan final : public ShortConvPlan {
   void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream) const override {
     Memory& m = *memory_;
     const DeviceStream& stream = *m.stream;
-    const ShortConvInputs inputs{.bcx = m.bcx.take(in.bcx, stream),
+    const ShortConvInputs inputs{.input = m.input.take(in.input, stream),
                                  .weight = m.weight.take(in.weight, stream),
                                  .bias = m.bias.take(in.bias, stream),
                                  .state = m.state.take(in.state, stream)};
@@ -63,7 +63,7 @@ class ConvMirrorPlan final : public ShortConvPlan {
 
  private:
   void replay(const ShortConvInputs& in, const ShortConvOutputs& out) const {
-    const std::array<TensorView, 5> tensors{in.bcx, in.weight, in.bias, in.state, out.out};
+    const std::array<TensorView, 5> tensors{in.input, in.weight, in.bias, in.state, out.out};
     if (!graph_ || !std::equal(tensors.begin(), tensors.end(), captured_.begin(), same_place)) {
       graph_ = memory_->stream->capture([&] { plan_->run(in, out, memory_->stream->get()); });
       captured_ = tensors;

@@ -11,7 +11,7 @@ namespace {
 
 enum ConvSequence : uint64_t { kRowB, kRowC, kRowX, kWeight, kConvBias };
 
-// The factor of B, and that of x, of a token.
+// The factor of B, and that of x, of a token; in the plain form x has both.
 double gain_of(const ShortConvCase& c, int64_t position) {
   switch (c.values) {
     case ShortConvValues::plain: return 1;
@@ -22,14 +22,16 @@ double gain_of(const ShortConvCase& c, int64_t position) {
   return 1;
 }
 
-// B, C and x of a request's token: [3 * dim] from `at` on.
+// The rows of a request's token: B, C and x, or x alone, from `at` on.
 void fill_token(const ShortConvCase& c, uint64_t request_seed, int64_t position, HostTensor& t, int64_t at) {
-  const double gain = gain_of(c, position);
+  const bool gated = c.spec.form == ShortConvForm::gated;
+  const double gain = gated ? gain_of(c, position) : gain_of(c, position) * gain_of(c, position);
   std::vector<double> values(size_t(c.spec.dim), 0.);
   for (const ConvSequence part : {kRowB, kRowC, kRowX}) {
+    if (!gated && part != kRowX) continue;
     const uint64_t key = splitmix(splitmix(request_seed ^ part) + uint64_t(position));
     for (size_t d = 0; d < values.size(); ++d) values[d] = (part == kRowC ? 1 : gain) * normal(splitmix(key + d));
-    t.set_row(at + int64_t(part) * c.spec.dim, values);
+    t.set_row(gated ? at + int64_t(part) * c.spec.dim : at, values);
   }
 }
 
@@ -57,23 +59,26 @@ ShortConvCaseInputs make_inputs(const ShortConvCase& c) {
   const int64_t dim = spec.dim, before = spec.width - 1;
   ShortConvCaseInputs in{.spec = spec,
                          .requests = c.requests,
-                         .bcx = HostTensor::make(spec.dtype, {c.num_tokens(), 3 * dim}),
+                         .input = HostTensor::make(spec.dtype, {c.num_tokens(), spec.input_channels()}),
                          .weight = parameters(c, kWeight, {dim, spec.width}),
                          .bias = {},
                          .state = HostTensor::make(spec.dtype, {int64_t(c.requests.size()), spec.state_rows(), dim})};
   if (spec.bias) in.bias = parameters(c, kConvBias, {dim});
-  HostTensor gone = HostTensor::make(spec.dtype, {3 * dim});
+  HostTensor gone = HostTensor::make(spec.dtype, {spec.input_channels()});
   int64_t token = 0;
   for (size_t r = 0; r < c.requests.size(); ++r) {
     const ShortConvCaseRequest& request = c.requests[r];
     const uint64_t seed = splitmix(c.seed * 0x10001 + uint64_t(request.id)) << 3;  // room for the number of a sequence
-    for (int t = 0; t < request.q_len; ++t, ++token) fill_token(c, seed, request.context_len + t, in.bcx, token * 3 * dim);
+    for (int t = 0; t < request.q_len; ++t, ++token) fill_token(c, seed, request.context_len + t, in.input, token * spec.input_channels());
     const ShortConvCaseInputs::Rows rows = in.past_rows(r);
     for (int row = rows.begin; row < rows.end; ++row) {
       const int64_t position = request.context_len - before + row - rows.begin;
       if (position < 0) continue;
       fill_token(c, seed, position, gone, 0);
-      for (int64_t d = 0; d < dim; ++d) in.state.set((int64_t(r) * spec.state_rows() + row) * dim + d, gone.get(d) * gone.get(2 * dim + d));
+      for (int64_t d = 0; d < dim; ++d) {
+        const double h = spec.form == ShortConvForm::gated ? gone.get(d) * gone.get(2 * dim + d) : gone.get(d);
+        in.state.set((int64_t(r) * spec.state_rows() + row) * dim + d, h);
+      }
     }
   }
   return in;

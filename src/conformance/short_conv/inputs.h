@@ -10,12 +10,12 @@ namespace imbrex {
 struct ShortConvCaseInputs {
   ShortConvSpec spec;
   std::vector<ShortConvCaseRequest> requests;
-  HostTensor bcx;     // [T, 3 * dim]
+  HostTensor input;   // [T, input_channels]
   HostTensor weight;  // [dim, width]
   HostTensor bias;    // [dim], with a bias
   HostTensor state;   // [R, state_rows, dim], of each request before the step; what is not its past is zero
 
-  int num_tokens() const { return int(bcx.sizes[0]); }
+  int num_tokens() const { return int(input.sizes[0]); }
   // The first and one past the last row of the state.
   struct Rows {
     int begin, end;

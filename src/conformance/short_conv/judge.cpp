@@ -23,6 +23,16 @@ double rounded_to(DType dtype, double x) {
   return load_as_double(element, dtype, 0);
 }
 
+double silu(double s) { return s / (1 + std::exp(-s)); }
+
+// How far the activation of a sum may be off where the sum is off by `error`: the slope of SiLU there, and its own arithmetic. Its
+// exponential is off by a unit for each unit of s, and has no float from some s near -87 on, where the result is 0.
+double allowed_of_silu(double s, double error) {
+  constexpr double kUnits = 12, kSmallest = 0x1p-119;
+  const double slope = std::max(std::abs(silu(s + error) - silu(s)), std::abs(silu(s - error) - silu(s)));
+  return slope + (kUnits + 2 * std::abs(s)) * kFloatRounding * std::abs(silu(s)) + kSmallest;
+}
+
 // The convolution of one channel of a request, its tokens gone by from the state that it has.
 void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t token, int d, ShortConvExpected& expected) {
   const ShortConvSpec& spec = in.spec;
@@ -32,17 +42,17 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
   const auto load = [](const HostTensor& t, int64_t first, int64_t stride, std::span<double> to) {
     load_as_doubles(t.bytes.data(), t.dtype, first, stride, to);
   };
-  std::vector<double> h(before + tokens), weight(before + 1), c(tokens), x(tokens);
-  const std::span<double> b = std::span(h).subspan(before);
-  load(in.bcx, token * 3 * dim + d, 3 * dim, b);
-  load(in.bcx, (token * 3 + 1) * dim + d, 3 * dim, c);
-  load(in.bcx, (token * 3 + 2) * dim + d, 3 * dim, x);
+  std::vector<double> h(before + tokens), weight(before + 1), c(tokens, 1.), x(tokens, 1.);
+  const std::span<double> mine = std::span(h).subspan(before);  // of the step's tokens
+  const int64_t row = spec.input_channels();
+  load(in.input, token * row + d, row, mine);
+  if (spec.form == ShortConvForm::gated) load(in.input, token * row + dim + d, row, c), load(in.input, token * row + 2 * dim + d, row, x);
   load(in.weight, int64_t(d) * spec.width, 1, weight);
   load(in.state, (int64_t(request) * spec.state_rows() + gone.begin) * dim + d, dim, std::span(h).first(size_t(gone.end - gone.begin)));
   const double bias = spec.bias ? in.bias.get(d) : 0;
   const Precision precision = precision_of(spec.dtype);
   for (size_t t = 0; t < tokens; ++t) {
-    b[t] = rounded_to(spec.dtype, b[t] * x[t]);
+    mine[t] = rounded_to(spec.dtype, mine[t] * x[t]);
     double sum = bias, size = std::abs(bias);
     for (size_t i = 0; i < weight.size(); ++i) {
       const double term = weight[i] * h[t + i];
@@ -50,9 +60,11 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
       size += std::abs(term);
     }
     const size_t at = (size_t(token) + t) * size_t(dim) + size_t(d);
-    expected.out[at] = sum * c[t];
-    expected.allowed[at] = (spec.width + 3) * (kFloatRounding * size + kSmallestFloat) * std::abs(c[t]) +
-                           precision.rounding * std::abs(sum * c[t]) + precision.smallest / 2 + kSmallestFloat;
+    const bool activated = spec.activation == ShortConvActivation::silu;
+    const double y = activated ? silu(sum) : sum * c[t], error = (spec.width + 3) * (kFloatRounding * size + kSmallestFloat);
+    expected.out[at] = y;
+    expected.allowed[at] = (activated ? allowed_of_silu(sum, error) : error * std::abs(c[t])) + precision.rounding * std::abs(y) +
+                           precision.smallest / 2 + kSmallestFloat;
   }
 }
 

@@ -89,19 +89,20 @@ class ConvRunner {
   void run_step(const ShortConvParts& parts) {
     StateLists lists(in_.requests, parts, slots_, options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
-    SpreadTensor bcx(spec_.dtype, rows, 1, 3 * int64_t(spec_.dim), options_.poison, options_.gaps),
+    SpreadTensor input(spec_.dtype, rows, 1, spec_.input_channels(), options_.poison, options_.gaps),
         out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);
     int64_t row = 0;
     for (size_t r = 0; r < parts.size(); ++r)
-      for (int t = parts[r].begin; t < parts[r].end; ++t) bcx.copy_row(row++, in_.bcx, first_token_[r] + t);
+      for (int t = parts[r].begin; t < parts[r].end; ++t) input.copy_row(row++, in_.input, first_token_[r] + t);
     poison_unread(parts);
-    const std::vector<char> bcx_before = bcx.bytes;
+    const std::vector<char> input_before = input.bytes;
     std::vector<char> state_before = state_.bytes;
     update(lists);
-    const ShortConvInputs inputs{.bcx = as_rows(bcx.view), .weight = as_rows(weight_.view), .bias = in_.bias.view(), .state = state_.view};
+    const ShortConvInputs inputs{
+        .input = as_rows(input.view), .weight = as_rows(weight_.view), .bias = in_.bias.view(), .state = state_.view};
     const ShortConvOutputs outputs{.out = as_rows(out.view)};
     options_.run ? options_.run(plan_, inputs, outputs) : plan_.run(inputs, outputs);
-    if (bcx.bytes != bcx_before) result_.violations.emplace_back("bcx was written");
+    if (input.bytes != input_before) result_.violations.emplace_back("input was written");
     row = 0;
     std::vector<double> stored(static_cast<size_t>(spec_.dim));
     for (size_t r = 0; r < parts.size(); ++r)

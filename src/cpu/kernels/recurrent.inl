@@ -5,35 +5,13 @@
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/vectors.inl"
+#include "cpu/kernels/exp_vectors.inl"
 // clang-format on
 
 namespace imbrex::cpu {
 namespace {
 
 constexpr int kKeyVectors = kRecurrentDim / kLanes, kValueVectors = kRecurrentValues / kLanes;
-constexpr float kInfinite = __builtin_inff();
-
-inline Floats chosen(Words mask, Floats a, Floats b) { return (Floats)((mask & (Words)a) | (~mask & (Words)b)); }
-inline Floats least(Floats a, Floats b) { return chosen((Words)(a < b), a, b); }
-inline Floats greatest(Floats a, Floats b) { return chosen((Words)(a > b), a, b); }
-
-// e^x to 2 units in the last place: 2^n times a polynomial of Taylor in ln 2 (x / ln 2 - n). 0 from -87.3 down, so that nothing is made of
-// numbers below the normal ones; infinite from 88.7 up; NaN of NaN.
-inline Floats exp_vector(Floats x) {
-  const Floats bounded = greatest(least(x, Floats{} + 88.8f), Floats{} - 87.4f);
-  const Floats magic = Floats{} + 0x1.8p23f;
-  const Floats n = bounded * kLog2e + magic, whole = n - magic;
-  const Floats r = (bounded - whole * 0x1.62e4p-1f) - whole * 0x1.7f7d1cp-20f;  // ln 2 in two parts
-  constexpr float kInverseFactorials[] = {
-      0x1.a01a02p-13f, 0x1.6c16c2p-10f, 0x1.111112p-7f, 0x1.555556p-5f, 0x1.555556p-3f, 0x1p-1f, 1.f, 1.f};
-  Floats sum = {};
-  for (const float c : kInverseFactorials) sum = sum * r + c;
-  const Words exponent = ((Words)n - (Words)magic) << 23;
-  Floats result = (Floats)((Words)sum + exponent);
-  result = chosen((Words)(x < -87.3f), Floats{}, result);
-  result = chosen((Words)(x > 88.7f), Floats{} + kInfinite, result);
-  return chosen((Words)(x != x), x, result);
-}
 
 // log(1 + e^x), accurate however small: of z = e^-|x| <= 1 the series of 2 atanh(z / (2 + z)).
 inline Floats softplus_vector(Floats x) {
@@ -42,11 +20,11 @@ inline Floats softplus_vector(Floats x) {
   Floats sum = {};
   for (int power = kLast; power > 0; power -= 2) sum = sum * squared + 1.f / float(power);
   const Floats result = greatest(x, Floats{}) + sum * w * 2.f;
-  return chosen((Words)(x != x), x, result);
+  return chosen(x != x, x, result);
 }
 inline Floats sigmoid_vector(Floats x) {
   const Floats z = exp_vector(-(Floats)((Words)x & 0x7fffffffu)), small = z / (z + 1.f);
-  return chosen((Words)(x < 0.f), small, 1.f - small);
+  return chosen(x < 0.f, small, 1.f - small);
 }
 
 typedef float Floats4 __attribute__((vector_size(16)));

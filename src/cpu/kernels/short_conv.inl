@@ -1,9 +1,11 @@
 // The kernel of the short convolution, in vectors as wide as the instruction set that it is compiled for has.
-// Roofline: three rows are read for one that is written, with 2 * width + 2 operations an element, so memory is the limit.
+// Roofline: three rows are read for one that is written, in the plain form one, with 2 * width + 2 operations an element, so memory is the
+// limit. SiLU takes 30 operations more.
 #include "cpu/short_conv_params.h"
 // clang-format off
 #include "cpu/kernels/convert.inl"
 #include "cpu/kernels/vectors.inl"
+#include "cpu/kernels/exp_vectors.inl"
 // clang-format on
 
 namespace imbrex::cpu {
@@ -19,10 +21,15 @@ struct ShortConvTile {
   Floats h[kShortConvWidth][kRowVectors];
 };
 
-// Computes h of n channels of a token, from its B on; rounded as the state is.
-template <int type>
+// What is computed, besides the type: a kernel is compiled for each.
+enum ShortConvCode { kGated, kPlain, kPlainSilu };
+constexpr int parts_of(int code) { return code == kGated ? 3 : 1; }  // rows of `dim` channels that the input has of a token
+
+// Computes h of n channels of a token, from its B on; rounded as the state is. In the plain form it is there.
+template <int type, int code>
 inline Floats load_h(const ShortConvParams& p, const char* b, int n) {
   constexpr long size = type == kF32 ? 4 : 2;
+  if constexpr (code != kGated) return load_vector<type>(b, n);
   const Floats product = load_vector<type>(b, n) * load_vector<type>(b + 2L * p.dim * size, n);
   if constexpr (type == kF32) return product;
   if constexpr (type == kBf16) return (Floats)(to_codes<type>(product) << 16);
@@ -39,23 +46,74 @@ inline void for_vectors(int dims, const Visit& visit) {
   if (i * kLanes < dims) visit(i, i * kLanes * size, dims - i * kLanes);
 }
 
-template <int type>
+// What becomes of the sums of n channels of a token, which has its C at `c`.
+template <int type, int code>
+inline Floats output_of(Floats sum, const char* c, int n) {
+  if constexpr (code == kGated) return sum * load_vector<type>(c, n);
+  if constexpr (code == kPlainSilu) return sum / (exp_vector(-sum) + 1.f);
+  return sum;
+}
+
+constexpr int kTogether = 4;  // tokens of the plain form whose sums are computed side by side: they share weights, and most of their h
+
+// So many tokens from `input` on, as run_item() computes one. `next`: the rows that are read soon; `newest`: where the ring takes the next
+// row. Rows at distances of whole memory pages use the same few lines of L1, so they are fetched no further than L2. In the gated form
+// there would be too many of them at a time.
+template <int type, int code, int width>
+void run_together(const ShortConvParams& p, const char* input, const char* const (&next)[kTogether], char* out, int newest, int dims,
+                  ShortConvTile& tile) {
+  static_assert(code != kGated && kTogether >= width - 1);
+  constexpr int before = width - 1;
+  const Floats* old[before];  // oldest first
+  Floats* kept[before];
+  for (int i = 0; i < before; ++i) {
+    old[i] = tile.h[(newest + 1 + i) % width];
+    kept[i] = tile.h[(newest + kTogether - before + i) % width];
+  }
+  for_vectors<type>(
+      dims, [&](int i, long at, int n) __attribute__((always_inline)) {
+        Floats taps[width], h[before + kTogether];
+        for (int tap = 0; tap < width; ++tap) taps[tap] = tile.taps[tap][i];
+        for (int k = 0; k < before; ++k) h[k] = old[k][i];
+        for (int t = 0; t < kTogether; ++t) {
+          __builtin_prefetch(next[t] + at, 0, 2);
+          h[before + t] = load_vector<type>(input + t * p.input_stride + at, n);
+        }
+        for (int t = 0; t < kTogether; ++t) {
+          Floats y = tile.bias[i];
+          for (int tap = 0; tap < width; ++tap) y += taps[tap] * h[t + tap];
+          store_vector<type>(output_of<type, code>(y, nullptr, n), n, out + t * p.out_stride + at);
+        }
+        for (int k = 0; k < before; ++k) kept[k][i] = h[kTogether + k];
+      });
+}
+
+template <int type, int code>
 void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims, ShortConvTile& tile) {
   constexpr long size = type == kF32 ? 4 : 2;
   const int before = p.width - 1;
   char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
-  const auto row_of = [&](int token) { return p.bcx + token * p.bcx_stride + dim * size; };
+  const auto row_of = [&](int token) { return p.input + token * p.input_stride + dim * size; };
   // The row of h of a token of the step, or of an earlier token.
   const auto load_row_h = [&](int token, Floats* h) {
     const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
     const char* const gone = state + (item.first_row + before - (item.request_begin - token)) * p.state_row_stride;
     for_vectors<type>(dims, [&](int i, long at, int n) {
-      h[i] = token >= item.request_begin ? load_h<type>(p, b + at, n) : item.fresh ? Floats{} : load_vector<type>(gone + at, n);
+      h[i] = token >= item.request_begin ? load_h<type, code>(p, b + at, n) : item.fresh ? Floats{} : load_vector<type>(gone + at, n);
     });
   };
   for (int i = 0; i < before; ++i) load_row_h(item.begin - before + i, tile.h[i]);
-  int newest = before;  // where the ring takes the next row
-  for (int t = item.begin; t < item.end; ++t) {
+  int newest = before, t = item.begin;  // where the ring takes the next row
+  if constexpr (code != kGated) {       // of the usual widths
+    const auto run = p.width == 3 ? run_together<type, code, 3> : p.width == 4 ? run_together<type, code, 4> : nullptr;
+    for (; run != nullptr && t + kTogether <= item.end; t += kTogether) {
+      const char* next[kTogether];
+      for (int i = 0; i < kTogether; ++i) next[i] = t + kTogether + i < item.end ? row_of(t + kTogether + i) : after;
+      run(p, row_of(t), next, p.out + t * p.out_stride + dim * size, newest, dims, tile);
+      newest = (newest + kTogether) % p.width;
+    }
+  }
+  for (; t < item.end; ++t) {
     const char *const b = row_of(t), *const next = t + 1 < item.end ? row_of(t + 1) : after;
     char* const out = p.out + t * p.out_stride + dim * size;
     const Floats* rows[kShortConvWidth];  // oldest first
@@ -63,11 +121,11 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
     Floats* const mine = tile.h[newest];
     for_vectors<type>(dims, [&](int i, long at, int n) {
       // Rows of different tokens are memory pages apart, so the processor does not prefetch them.
-      for (int part = 0; part < 3; ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
-      mine[i] = load_h<type>(p, b + at, n);
+      for (int part = 0; part < parts_of(code); ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
+      mine[i] = load_h<type, code>(p, b + at, n);
       Floats y = tile.bias[i];
       for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
-      store_vector<type>(y * load_vector<type>(b + at + p.dim * size, n), n, out + at);
+      store_vector<type>(output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
     });
     newest = newest + 1 == p.width ? 0 : newest + 1;
   }
@@ -80,7 +138,7 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
   }
 }
 
-template <int type>
+template <int type, int code>
 void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
   constexpr long size = type == kF32 ? 4 : 2;
   const int dims = dim_end - dim_begin;
@@ -95,16 +153,22 @@ void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, 
   });
   for (int i = 0; i < count; ++i) {
     const int after = i + 1 < count ? items[i + 1].begin : items[i].begin;  // the token that is asked for at the end
-    run_item<type>(p, items[i], p.bcx + after * p.bcx_stride + dim_begin * size, dim_begin, dims, tile);
+    run_item<type, code>(p, items[i], p.input + after * p.input_stride + dim_begin * size, dim_begin, dims, tile);
+  }
+}
+
+template <int code>
+void run_code(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
+  switch (p.type) {
+    case kF32: run_items<kF32, code>(p, items, count, dim_begin, dim_end); break;
+    case kF16: run_items<kF16, code>(p, items, count, dim_begin, dim_end); break;
+    default: run_items<kBf16, code>(p, items, count, dim_begin, dim_end); break;
   }
 }
 
 void run_short_conv(const ShortConvParams& p, const ShortConvItem* items, int count, int dim_begin, int dim_end) {
-  switch (p.type) {
-    case kF32: run_items<kF32>(p, items, count, dim_begin, dim_end); break;
-    case kF16: run_items<kF16>(p, items, count, dim_begin, dim_end); break;
-    default: run_items<kBf16>(p, items, count, dim_begin, dim_end); break;
-  }
+  const auto run = p.gated ? run_code<kGated> : p.silu ? run_code<kPlainSilu> : run_code<kPlain>;
+  run(p, items, count, dim_begin, dim_end);
 }
 
 }  // namespace

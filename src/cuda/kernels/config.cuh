@@ -36,6 +36,7 @@ constexpr int kValueStages = 3;  // attention_sm90_verify.cu has other numbers o
 // short_conv.cu (cuda/short_conv/short_conv.cpp), besides kBlocks and kStages: of tokens
 constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;
+constexpr bool kGated = true, kSilu = false;  // forms of a layer
 
 // recurrent.cu and recurrent_narrow.cu (cuda/recurrent/recurrent.cpp), besides kType, kDimK and kDimV
 constexpr int kStateType = 0;                                   // ElementType

@@ -14,8 +14,11 @@ constexpr int kWarps = kShortConvThreads / 32;
 
 }  // namespace
 
-// Wider sums keep more h and weights in registers.
-ShortConvTuning short_conv_tuning(const ShortConvSpec& spec) { return {.stages = 4, .blocks = spec.width > 3 ? 3 : spec.bias ? 4 : 5}; }
+// Wider sums keep more h and weights in registers. A token of the plain form has one row instead of three: more of them are on their way.
+ShortConvTuning short_conv_tuning(const ShortConvSpec& spec) {
+  if (spec.form == ShortConvForm::plain) return {.stages = 8, .blocks = spec.width > 4 ? 3 : 4};
+  return {.stages = 4, .blocks = spec.width > 3 ? 3 : spec.bias ? 4 : 5};
+}
 
 KernelKey short_conv_key(std::string_view arch, const ShortConvSpec& spec, const ShortConvTuning& tuning) {
   return {"short_conv.cu",
@@ -23,6 +26,8 @@ KernelKey short_conv_key(std::string_view arch, const ShortConvSpec& spec, const
           {{"kType", int(spec.dtype)},
            {"kWidth", spec.width},
            {"kHasBias", spec.bias},
+           {"kGated", spec.form == ShortConvForm::gated},
+           {"kSilu", spec.activation == ShortConvActivation::silu},
            {"kStages", tuning.stages},
            {"kBlocks", tuning.blocks}}};
 }
@@ -46,25 +51,25 @@ int64_t ShortConvGrid::blocks_for(const StateCounts& step) const {
 bool are_aligned(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
   constexpr int64_t kBytes = kShortConvLaneBytes;
   const auto begins = [](const TensorView& t) { return reinterpret_cast<uintptr_t>(t.data) % uintptr_t(kBytes) == 0; };
-  return spec.dim * size_of(spec.dtype) % kBytes == 0 && is_aligned(in.bcx, kBytes) && is_aligned(in.state, kBytes) &&
+  return spec.dim * size_of(spec.dtype) % kBytes == 0 && is_aligned(in.input, kBytes) && is_aligned(in.state, kBytes) &&
          is_aligned(out.out, kBytes) && in.weight.stride(0) == spec.width && begins(in.weight) && begins(in.bias);
 }
 
 ShortConvParams short_conv_params(const ShortConvSpec& spec, const ShortConvInputs& in, const ShortConvOutputs& out) {
   ShortConvParams p{};
-  p.bcx = in.bcx.as<const char>();
+  p.input = in.input.as<const char>();
   p.weight = in.weight.as<const char>();
   p.bias = in.bias.as<const char>();
   p.state = in.state.as<char>();
   p.out = out.out.as<char>();
-  p.bcx_stride = byte_stride(in.bcx, 0);
+  p.input_stride = byte_stride(in.input, 0);
   p.weight_dim_stride = byte_stride(in.weight, 0);
   p.weight_tap_stride = byte_stride(in.weight, 1);
   p.state_slot_stride = byte_stride(in.state, 0);
   p.state_row_stride = byte_stride(in.state, 1);
   p.out_stride = byte_stride(out.out, 0);
   p.dim = spec.dim;
-  p.num_tokens = int(std::min<int64_t>({in.bcx.size(0), out.out.size(0), INT32_MAX}));
+  p.num_tokens = int(std::min<int64_t>({in.input.size(0), out.out.size(0), INT32_MAX}));
   p.num_slots = int(std::min<int64_t>(in.state.size(0), INT32_MAX));
   return p;
 }

@@ -1,10 +1,10 @@
-// The short convolution of LFM2, docs/kernels/short_conv.md; launched by cuda/short_conv/short_conv.cpp.
+// Short convolutions, docs/kernels/short_conv.md; launched by cuda/short_conv/short_conv.cpp.
 //
-// Memory: three rows of a token are read and one is written, 8 bytes a channel in 16 bits, for 2 * kWidth + 2 operations. A warp takes
-// some tokens one after the other (a chunk), a lane some channels of them: the h that later tokens need stay in registers. Rows come to
-// shared memory by copies of 16 bytes, kStages tokens ahead. Where rows are aligned to as many, a lane's channels are those that it
-// copies. Where they are not, the copies are of the aligned words that cover the row, and a lane has channels 32 apart, so that the
-// accesses of a warp to a channel of each lane are contiguous wherever the row begins.
+// Memory: three rows of a token are read, in the plain form one, and one is written: 8 or 4 bytes a channel in 16 bits, for 2 * kWidth + 2
+// operations. A warp takes some tokens one after the other (a chunk), a lane some channels of them: the h that later tokens need stay in
+// registers. Rows come to shared memory by copies of 16 bytes, kStages tokens ahead. Where rows are aligned to as many, a lane's channels
+// are those that it copies. Where they are not, the copies are of the aligned words that cover the row, and a lane has channels 32 apart,
+// so that the accesses of a warp to a channel of each lane are contiguous wherever the row begins.
 //
 // Chunks are cut out of the batch without regard to where requests begin. The chunk that has the first token of a request owns its state:
 // it reads it, computes the tokens that depend on it (the first kWidth - 1, even if they are in the next chunk), and writes it. So no other
@@ -19,16 +19,17 @@ constexpr int kBefore = kWidth - 1, kSize = element_bytes(kType), kWarps = kShor
 constexpr int kChannels = kShortConvLaneBytes / kSize;  // of a lane
 constexpr int kTile = 32 * kChannels;                   // channels of a warp
 constexpr int kWordElements = 4 / kSize;
-constexpr int kNever = 0x7fffffff;  // no token
+constexpr int kParts = kGated ? 3 : 1;  // rows of a token: B, C and x, or x
+constexpr int kNever = 0x7fffffff;      // no token
 
-// Bytes of shared memory for a tile of a token's B, C or x: in aligned words, one more where the first one begins in front of it.
+// Bytes of shared memory for a tile of one of a token's rows: in aligned words, one more where the first one begins in front of it.
 template <bool aligned>
 constexpr int kTileBytes = (aligned ? 32 : 33) * kShortConvLaneBytes;
 template <bool aligned>
 constexpr int kRowBytes = kWarps* kTileBytes<aligned>;
 
-extern "C" __device__ const unsigned short_conv_aligned_smem_bytes = kStages * 3 * kRowBytes<true>;
-extern "C" __device__ const unsigned short_conv_unaligned_smem_bytes = kStages * 3 * kRowBytes<false>;
+extern "C" __device__ const unsigned short_conv_aligned_smem_bytes = kStages * kParts * kRowBytes<true>;
+extern "C" __device__ const unsigned short_conv_unaligned_smem_bytes = kStages * kParts * kRowBytes<false>;
 extern __shared__ __align__(128) char memory[];
 
 // Elements of a lane, as they are in memory.
@@ -144,9 +145,33 @@ DEVICE Weights load_weights(const ShortConvParams& p, const Channels& channels) 
   return w;
 }
 
-// C * (bias + sum over taps), in the order of the taps whatever path the tokens came by. Between tokens weights stay packed: as floats
-// those of 16 bits would take twice the registers.
-DEVICE Lane output(Weights& w, const Lane (&h)[kWidth], const Lane& c) {
+// A lane's part of the rows of a token, by the form of the layer.
+template <bool gated>
+struct TokenOf {
+  Lane b, c, x;
+  template <class Load>
+  DEVICE static TokenOf from(const Load& load) {
+    return {load(0), load(1), load(2)};
+  }
+  DEVICE Lane h() const { return product(b, x); }
+  DEVICE float output(int i, float s) const { return s * c[i]; }  // of a channel whose sum is s
+};
+template <>
+struct TokenOf<false> {
+  Lane x;
+  template <class Load>
+  DEVICE static TokenOf from(const Load& load) {
+    return {load(0)};
+  }
+  DEVICE Lane h() const { return x; }
+  // SiLU of numbers so small that exp(-s) is no float is -0.
+  DEVICE float output(int, float s) const { return kSilu ? s * reciprocal_approx(1.f + exp2_approx(-s * kLog2e)) : s; }
+};
+using Token = TokenOf<kGated>;
+
+// bias + sum over taps, in the order of the taps whatever path the tokens came by, and what becomes of it. Between tokens weights stay
+// packed: as floats those of 16 bits would take twice the registers.
+DEVICE Lane output(Weights& w, const Lane (&h)[kWidth], const Token& t) {
   if constexpr (kSize < 4) {
 #pragma unroll
     for (u32& word : w.taps.words) word = u32(computed_here(int(word)));
@@ -157,15 +182,10 @@ DEVICE Lane output(Weights& w, const Lane (&h)[kWidth], const Lane& c) {
     y[i] = kHasBias ? w.bias[i] : 0.f;
 #pragma unroll
     for (int tap = 0; tap < kWidth; ++tap) y[i] = __fmaf_rn(w.taps[i * kWidth + tap], h[tap][i], y[i]);
-    y[i] *= c[i];
+    y[i] = t.output(i, y[i]);
   }
   return rounded(y);
 }
-
-// A lane's part of the row of a token.
-struct Token {
-  Lane b, c, x;
-};
 
 // A lane's channels of the tokens of a chunk, which are copied to shared memory kStages tokens ahead. A lane reads only what it has copied
 // itself, so that lanes do not wait for each other; where rows are not aligned, those of a warp do.
@@ -173,8 +193,8 @@ template <bool aligned>
 class Rows {
  public:
   DEVICE Rows(const ShortConvParams& p, int begin, int end, const Channels& channels)
-      : first_(p.bcx + long(aligned ? channels.first : channels.first - lane_id()) * kSize),
-        stride_(p.bcx_stride),
+      : first_(p.input + long(aligned ? channels.first : channels.first - lane_id()) * kSize),
+        stride_(p.input_stride),
         part_(long(p.dim) * kSize),
         count_(channels.count),
         bytes_(min((p.dim - (channels.first - lane_id())) * kSize, 32 * kShortConvLaneBytes)),
@@ -186,17 +206,22 @@ class Rows {
   }
   // Tokens of the chunk have to be taken in order, all of them; others, which lie behind it, may come in between.
   DEVICE Token take(int token) {
-    if (token >= end_) return {read(token, 0), read(token, 1), read(token, 2)};
+    if (token >= end_) return Token::from([&](int part) { return read(token, part); });
     copy_async_wait<kStages - 1>();
     if constexpr (!aligned) __syncwarp();  // what other lanes have copied is there
-    Token t;
-    t.b = from_shared(token, 0), t.c = from_shared(token, 1), t.x = from_shared(token, 2);
+    const Token t = Token::from([&](int part) { return from_shared(token, part); });
     if constexpr (!aligned) __syncwarp();  // all have read, and the next copies may come
     ask();
     return t;
   }
-  DEVICE Lane h(int token) const { return product(read(token, 0), read(token, 2)); }
-  DEVICE void prefetch_h(int token) const { prefetch(token, 0), prefetch(token, 2); }
+  DEVICE Lane h(int token) const {
+    if constexpr (kGated) return product(read(token, 0), read(token, 2));
+    return read(token, 0);
+  }
+  DEVICE void prefetch_h(int token) const {
+    prefetch(token, 0);
+    if constexpr (kGated) prefetch(token, 2);
+  }
 
  private:
   // Where the lane's channels begin, or those of the warp.
@@ -208,7 +233,7 @@ class Rows {
   // How far behind an aligned word the tile begins.
   DEVICE u32 offset(int token, int part) const { return u32(reinterpret_cast<u64>(at(token, part))) % kShortConvLaneBytes; }
   DEVICE Lane from_shared(int token, int part) const {
-    const u32 tile = place_ + u32(stage_ * 3 + part) * kRowBytes<aligned>;
+    const u32 tile = place_ + u32(stage_ * kParts + part) * kRowBytes<aligned>;
     if constexpr (aligned) {
       const uint4 v = load_shared(tile);
       return {v.x, v.y, v.z, v.w};
@@ -234,8 +259,8 @@ class Rows {
   DEVICE void ask() {
     if (asked_ < end_) {
 #pragma unroll
-      for (int part = 0; part < 3; ++part) {
-        const u32 tile = place_ + u32(stage_ * 3 + part) * kRowBytes<aligned>;
+      for (int part = 0; part < kParts; ++part) {
+        const u32 tile = place_ + u32(stage_ * kParts + part) * kRowBytes<aligned>;
         if constexpr (aligned) {
           copy_async<kShortConvLaneBytes>(tile, at(asked_, part));
         } else {
@@ -277,9 +302,9 @@ DEVICE void run_tokens(const ShortConvParams& p, Weights& w, const StateRequest&
 #pragma unroll 1
   for (int token = from; token < to; ++token) {
     const Token t = rows.take(token);
-    h[kBefore] = product(t.b, t.x);
+    h[kBefore] = t.h();
     keep(token, h[kBefore]);
-    store<aligned>(p.out + token * p.out_stride + long(channels.first) * kSize, channels.count, output(w, h, t.c));
+    store<aligned>(p.out + token * p.out_stride + long(channels.first) * kSize, channels.count, output(w, h, t));
 #pragma unroll
     for (int i = 0; i < kBefore; ++i) h[i] = h[i + 1];
   }

@@ -41,7 +41,8 @@ class WaitingConv final : public BackendOf<ShortConvFamily> {
         t.device = {};
         return t;
       };
-      inner->run({.bcx = host(in.bcx), .weight = host(in.weight), .bias = host(in.bias), .state = host(in.state)}, {.out = host(out.out)});
+      inner->run({.input = host(in.input), .weight = host(in.weight), .bias = host(in.bias), .state = host(in.state)},
+                 {.out = host(out.out)});
     }
     std::string str() const override { return "waiting"; }
   };

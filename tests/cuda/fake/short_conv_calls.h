@@ -58,7 +58,7 @@ class ShortConvCalls : public ShortConvPlans {
                         .accepted_drafts = list(step.accepted),
                         .max_num_tokens = 6};
   ShortConvInputs in{
-      .bcx = tensor(DType::bf16, {6, 192}), .weight = tensor(DType::bf16, {64, 3}), .bias = {}, .state = tensor(DType::bf16, {2, 4, 64})};
+      .input = tensor(DType::bf16, {6, 192}), .weight = tensor(DType::bf16, {64, 3}), .bias = {}, .state = tensor(DType::bf16, {2, 4, 64})};
   ShortConvOutputs out{.out = tensor(DType::bf16, {6, 64})};
 };
 

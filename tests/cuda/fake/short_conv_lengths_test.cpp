@@ -33,7 +33,7 @@ TEST_F(ShortConvCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
     EXPECT_EQ(fake::state().launches.size(), std::string(code) == kFine ? 1u : 0u) << code;
   }
   EXPECT_EQ(p->str(), "cuda_sm80 (sm_90a): planned on the device, for at most 6 tokens");
-  in.bcx.sizes[0] = 5;
+  in.input.sizes[0] = 5;
   EXPECT_EQ(error_code([&] { p->run(in, out); }), "short_conv.run.tensor");
 }
 
@@ -95,7 +95,7 @@ TEST_F(ShortConvCalls, LeaveOutWhatBreaksRules) {
     const char *const s = in.state.as<char>(), *const o = out.out.as<char>();
     return std::pair(std::string(s, s + 2 * 4 * 64 * 2), std::string(o, o + 6 * 64 * 2));
   };
-  for (int i = 0; i < 6 * 192; ++i) in.bcx.as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);
+  for (int i = 0; i < 6 * 192; ++i) in.input.as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);
   for (int i = 0; i < 64 * 3; ++i) in.weight.as<uint16_t>()[i] = uint16_t(0x3f00 + i % 101);
   const auto [state, output] = results(on_device);
   DeviceBatch bad = on_device;

@@ -111,12 +111,12 @@ TEST_F(ShortConvPlans, ManyRequests) {
   for (int r = 0; r < kReqs; ++r) starts.push_back(r + 1), slots[size_t(r)] = kReqs - 1 - r;
   Batch batch;
   batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots;
-  std::vector<uint16_t> bcx(kReqs * 24), weight(24, 0x3f80), state(kReqs * 16, 0x7fff), out(kReqs * 8);
+  std::vector<uint16_t> input(kReqs * 24), weight(24, 0x3f80), state(kReqs * 16, 0x7fff), out(kReqs * 8);
   for (int r = 0; r < kReqs; ++r)
-    for (int i = 0; i < 24; ++i) bcx[size_t(r * 24 + i)] = i < 16 ? 0x3f80 : uint16_t(0x4000 + r % 128);  // B and C are 1
+    for (int i = 0; i < 24; ++i) input[size_t(r * 24 + i)] = i < 16 ? 0x3f80 : uint16_t(0x4000 + r % 128);  // B and C are 1
   const auto p = plan(spec, {.limits = {.max_num_reqs = kReqs, .max_num_tokens = kReqs}});
   p->update(batch);
-  p->run({.bcx = TensorView::contiguous(bcx.data(), DType::bf16, {kReqs, 24}, kGpu),
+  p->run({.input = TensorView::contiguous(input.data(), DType::bf16, {kReqs, 24}, kGpu),
           .weight = TensorView::contiguous(weight.data(), DType::bf16, {8, 3}, kGpu),
           .bias = {},
           .state = TensorView::contiguous(state.data(), DType::bf16, {kReqs, 2, 8}, kGpu)},
@@ -163,8 +163,8 @@ TEST_F(ShortConvCalls, RefuseWhatIsWrong) {
     return error_code([&] { p->run(inputs, outputs); });
   };
   EXPECT_EQ(run_code([](auto&, auto&) {}), kFine);
-  EXPECT_EQ(run_code([](auto& i, auto&) { i.bcx.device = {}; }), "short_conv.run.tensor");
-  EXPECT_EQ(run_code([](auto& i, auto&) { i.bcx.sizes[0] = 4; }), "short_conv.run.tensor");
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.input.device = {}; }), "short_conv.run.tensor");
+  EXPECT_EQ(run_code([](auto& i, auto&) { i.input.sizes[0] = 4; }), "short_conv.run.tensor");
   EXPECT_EQ(run_code([](auto& i, auto&) { i.state.sizes[0] = 1; }), "short_conv.run.tensor");
   EXPECT_EQ(run_code([](auto& i, auto&) { i.state.device.index = 1; }), "short_conv.run.tensor");
   EXPECT_EQ(run_code([](auto&, auto& o) { o.out.strides[0] = 32; }), "tensor.overlap");
@@ -191,9 +191,9 @@ TEST_F(ShortConvCalls, LaunchWhatTheyNeed) {
   EXPECT_EQ(launched([](auto&) {}), "0 launches");  // there is no step yet
   p->update(batch);
   EXPECT_EQ(launched([](auto&) {}), "short_conv_aligned 1");  // 5 tokens, two in a chunk, 4 warps of a block
-  EXPECT_EQ(launched([](auto& i) { i.bcx.data = i.bcx.template as<char>() + 2; }), "short_conv_unaligned 1");
+  EXPECT_EQ(launched([](auto& i) { i.input.data = i.input.template as<char>() + 2; }), "short_conv_unaligned 1");
   EXPECT_EQ(launched([](auto& i) { i.weight.data = i.weight.template as<char>() + 2; }), "short_conv_unaligned 1");
-  EXPECT_EQ(launched([](auto& i) { i.bcx.strides[0] = 196, i.bcx.sizes[0] = 5; }), "short_conv_unaligned 1");
+  EXPECT_EQ(launched([](auto& i) { i.input.strides[0] = 196, i.input.sizes[0] = 5; }), "short_conv_unaligned 1");
   EXPECT_EQ(launched([](auto& i) { i.weight.strides[0] = 4; }), "short_conv_unaligned 1");
   p->update({});
   EXPECT_EQ(launched([](auto&) {}), "0 launches");
@@ -249,7 +249,7 @@ TYPED_TEST(ShortConvUpdateGuarantee, Holds) {
   if (!fake::has_short_conv_texts()) GTEST_SKIP();
   auto& in = this->in;
   auto& out = this->out;
-  for (int i = 0; i < 6 * 192; ++i) in.bcx.template as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);
+  for (int i = 0; i < 6 * 192; ++i) in.input.template as<uint16_t>()[i] = uint16_t(0x3f00 + i % 251);
   for (int i = 0; i < 64 * 3; ++i) in.weight.template as<uint16_t>()[i] = uint16_t(0x3f00 + i % 101);
   const auto stream = open_stream(this->device);
   const auto results = [&](const ShortConvPlan& p) {

@@ -1,5 +1,6 @@
 #pragma once
-// The specialisations of short_conv.cu whose text runs on the host: each type, sums of two tokens to eight, with a bias and without.
+// The specialisations of short_conv.cu whose text runs on the host: each type, sums of two tokens to eight, with a bias and without; the
+// plain form without SiLU and with it.
 #include <string>
 #include <vector>
 
@@ -12,10 +13,13 @@ struct ShortConvVariant {
   DType dtype;
   int width;
   bool bias;
+  ShortConvForm form = ShortConvForm::gated;
+  ShortConvActivation activation = ShortConvActivation::none;
   // The kernel is the same for all numbers of channels and drafts.
   ShortConvSpec spec(int dim, int num_drafts = 0) const {
-    return {.dim = dim, .width = width, .bias = bias, .dtype = dtype, .num_drafts = num_drafts};
+    return {.dim = dim, .width = width, .bias = bias, .dtype = dtype, .num_drafts = num_drafts, .form = form, .activation = activation};
   }
+  bool is_of(const ShortConvSpec& s) const { return s == spec(s.dim, s.num_drafts); }
   cuda::KernelKey key() const { return cuda::short_conv_key("sm_90a", spec(1), cuda::short_conv_tuning(spec(1))); }
 };
 
@@ -23,7 +27,10 @@ inline std::vector<ShortConvVariant> short_conv_variants() {
   return {{"conv_lfm2", DType::bf16, 3, false},
           {"conv_bias", DType::f16, 4, true},
           {"conv_short", DType::f32, 2, false},
-          {"conv_long", DType::bf16, 8, true}};
+          {"conv_long", DType::bf16, 8, true},
+          {"conv_plain", DType::f16, 4, true, ShortConvForm::plain},
+          {"conv_silu", DType::bf16, 4, false, ShortConvForm::plain, ShortConvActivation::silu},
+          {"conv_silu_f32", DType::f32, 4, true, ShortConvForm::plain, ShortConvActivation::silu}};
 }
 
 }  // namespace imbrex::test

@@ -80,6 +80,8 @@ ConvProblem right_problem(const ConvTarget& target, Random& random) {
   imbrex_short_conv_fields& f = p.spec.value;
   f.dim = int32_t(random.between(1, 70)), f.width = target.cuda ? 3 : int32_t(random.between(2, 8));
   f.bias = !target.cuda && random.one_in(2), f.dtype = target.cuda ? IMBREX_BF16 : IMBREX_F32, f.num_drafts = int32_t(random.between(0, 3));
+  if (!target.cuda && random.one_in(2))
+    f.form = IMBREX_CONV_PLAIN, f.activation = random.one_in(2) ? IMBREX_CONV_SILU : IMBREX_CONV_NO_ACTIVATION;
   p.options.value.max_num_reqs = 6, p.options.value.max_num_tokens = 64, p.options.value.max_seq_len = 1000;
   const int reqs = int(random.between(1, 5));
   std::vector<int32_t> order(8);
@@ -105,7 +107,8 @@ ConvProblem right_problem(const ConvTarget& target, Random& random) {
     if (target.cuda) a.device = {2, 0};
   };
   const int64_t tokens = p.starts.values.back() + random.between(0, 2), dim = f.dim;
-  set(p.bcx, {std::max<int64_t>(tokens, 1), 3 * dim}), set(p.weight, {dim, f.width}), set(p.state, {8, f.width - 1 + f.num_drafts, dim});
+  set(p.bcx, {std::max<int64_t>(tokens, 1), (f.form == IMBREX_CONV_GATED ? 3 : 1) * dim}), set(p.weight, {dim, f.width}),
+      set(p.state, {8, f.width - 1 + f.num_drafts, dim});
   if (f.bias) set(p.bias, {dim});
   set(p.out, {std::max<int64_t>(tokens, 1), dim});
   return p;
@@ -124,7 +127,7 @@ std::string break_once(ConvBroken& b, const ConvTarget& target, Random& random) 
       if (target.cuda) return "";  // other kernels than those that are there
       b.new_plan = true;
       imbrex_short_conv_fields& f = p.spec.value;
-      int32_t* const fields[] = {&f.dim, &f.width, &f.bias, &f.dtype, &f.num_drafts};
+      int32_t* const fields[] = {&f.dim, &f.width, &f.bias, &f.dtype, &f.num_drafts, &f.form, &f.activation};
       int32_t& field = *random.pick(fields);
       field = wrong_int(random, field);
       return fmt::format("a field of the spec = {}", field);
