@@ -90,6 +90,9 @@ class RecurrentPlan : public BasicPlan {
   // Allocates nothing. Errors recurrent.run.*
   virtual void run(const RecurrentInputs&, const RecurrentOutputs&, Stream = nullptr) const = 0;
   virtual int step_tokens() const { return 1; }  // 0: any cut of a prompt may change bits
+  // Whether prompts come in chunks of tokens by products whose factors are rounded to dtype: then results are as exact as such products
+  // are, and not as float arithmetic is.
+  virtual bool rounded_products() const { return false; }
 };
 
 struct RecurrentFamily {

@@ -17,11 +17,15 @@ struct RecurrentParams {
   long state_slot_stride, state_row_stride, state_head_stride;
   const StateRequest* requests;  // [num_reqs + 1]
   const StateCounts* counts;
-  int* broken;                // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
-  int num_slots, num_tokens;  // num_tokens: that all tensors have rows for; a request with others is left out
-  int num_v_heads, group;     // group: value heads of a key head
-  int gate_kind;              // RecurrentGateKind
-  float gate_min, gate_max;   // gate_max of a softplus: infinite where there is no limit
+  int* broken;                      // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  int num_slots, num_tokens;        // num_tokens: that all tensors have rows for; a request with others is left out
+  char* weights;                    // of chunks from first_chunk to end_chunk: recurrent_weights_bytes() of each chunk and value head
+  float *carried_in, *carried_out;  // states of the request that goes on from the round before, and in the next one
+  int first_chunk, end_chunk;
+  int least_chunked;         // as chunked_tokens() says; 0: all is computed token by token
+  int num_v_heads, group;    // group: value heads of a key head
+  int gate_kind;             // RecurrentGateKind
+  float gate_min, gate_max;  // gate_max of a softplus: infinite where there is no limit
   float scale, beta_scale;
   bool gate_is_f32, beta_is_f32;  // else of kType
   bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
@@ -44,5 +48,17 @@ constexpr int narrow_heads_of_lane(int dim_k) { return recurrent_quads(dim_k) < 
 constexpr int recurrent_narrow_heads(int dim_k) {
   return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
 }
+
+// recurrent_weights.cu and recurrent_chunks.cu.
+constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128;
+// The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
+// into steps of whole chunks changes none of it.
+constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
+  const int rest = tokens % kRecurrentChunk;
+  return p.least_chunked == 0 || drafts > 0 ? 0 : rest < p.least_chunked ? tokens - rest : tokens;
+}
+
+// What is made of a chunk and value head: triangles of tokens in blocks of 16, in 16 bits, and numbers of tokens.
+constexpr int recurrent_weights_bytes(bool delta) { return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16; }
 
 }  // namespace imbrex::cuda

@@ -247,7 +247,7 @@ RecurrentBenchResult bench(const BackendOf<RecurrentFamily>& backend, const Recu
   plan->run(problem.inputs(0), problem.outputs(0), stream->get());
   if (options.check) {
     const RecurrentCaseInputs in = problem.sample();
-    const RecurrentJudgement judgement = judge(expect(in, 0), in, problem.actual());
+    const RecurrentJudgement judgement = judge(expect(in, 0, plan->rounded_products()), in, problem.actual());
     check(judgement.pass(), "bench.check", "{} on {}: a head differs from the recurrence: {}", backend.name(), spec.str(),
           judgement.failure);
     result.check_error = judgement.error.max;

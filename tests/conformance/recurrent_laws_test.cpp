@@ -93,7 +93,7 @@ TEST_P(RecurrentLaws, VerifyIsDecodeTokenByToken) {
   for (RecurrentSpec spec : recurrent_law_specs()) {
     spec.num_drafts = 3;
     const RecurrentCaseInputs in = law_inputs(spec, {{9, 20, 0, 1}, {8, 0}});
-    if (GetParam().backend->plan(spec, GetParam().device, {.limits = limits_of(in.requests)})->step_tokens() != 1) continue;
+    if (GetParam().backend->plan(spec, GetParam().device, {.limits = limits_of(in.requests)})->step_tokens() == 0) continue;
     const RecurrentRunResult whole = run(in);
     for (int kept = 0; kept <= 3; ++kept) {
       // Four tokens of which three are drafts, then the others from behind those that were kept.

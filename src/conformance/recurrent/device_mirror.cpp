@@ -36,6 +36,7 @@ class RecurrentMirrorPlan final : public StateMirrorPlan<RecurrentFamily, Recurr
     m.state.give_back(in.state, "state", stream);
   }
   int step_tokens() const override { return plan_->step_tokens(); }
+  bool rounded_products() const override { return plan_->rounded_products(); }
 };
 
 }  // namespace

@@ -15,16 +15,19 @@ namespace {
 
 // Roundings of a number that an operation, or a short chain of them, may have.
 constexpr double kRoundings = 8;
+// And of a factor of a product of matrices, of which some are products themselves.
+constexpr double kFactorRoundings = 4;
 
 // A value head of a request, from the state before the step on.
 class ExactHead {
  public:
-  ExactHead(const RecurrentCaseInputs& in, size_t request, int head, int64_t first_token, RecurrentExpected& expected)
+  ExactHead(const RecurrentCaseInputs& in, size_t request, int head, int64_t first_token, bool products, RecurrentExpected& expected)
       : in_(in),
         spec_(in.spec),
         request_(request),
         head_(head),
         token_(first_token),
+        of_factors_(products ? kFactorRoundings * precision_of(in.spec.dtype).rounding : 0),
         expected_(expected),
         s_(size_t(in.head_numbers())),
         error_(s_.size()) {}
@@ -139,7 +142,7 @@ class ExactHead {
         double& x = s_[c * dim_v + v];
         x += k[c] * u;
         double& off = error_[c * dim_v + v];
-        off += unit * (std::abs(k[c]) * size + std::abs(x));
+        off += unit * (std::abs(k[c]) * size + std::abs(x)) + of_factors_ * std::abs(k[c]) * size;
         y += q[c] * x;
         terms += std::abs(q[c] * x);
         error += std::abs(q[c]) * off;
@@ -147,7 +150,7 @@ class ExactHead {
       const size_t at = (size_t(token_) * size_t(spec_.num_v_heads) + size_t(head_)) * dim_v + v;
       const Precision precision = precision_of(spec_.dtype);
       expected_.out[at] = y;
-      expected_.allowed[at] = error + unit * terms + precision.rounding * std::abs(y) + precision.smallest;
+      expected_.allowed[at] = error + (unit + of_factors_) * terms + precision.rounding * std::abs(y) + precision.smallest;
     }
   }
 
@@ -156,6 +159,7 @@ class ExactHead {
   size_t request_;
   int head_;
   int64_t token_;
+  double of_factors_;  // the rounding of factors of products; 0: there are none
   RecurrentExpected& expected_;
   std::vector<double> s_, error_;
 };
@@ -168,7 +172,7 @@ double share_of(double actual, double wanted, double allowed) {
 
 }  // namespace
 
-RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk) {
+RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products) {
   RecurrentExpected expected;
   expected.out.resize(size_t(num_tokens(in.requests)) * size_t(in.spec.num_v_heads) * size_t(in.spec.head_dim_v));
   expected.allowed.resize(expected.out.size());
@@ -177,7 +181,8 @@ RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk) {
   for (size_t i = 0; i < expected.state.size(); ++i) expected.state[i] = in.state.get(int64_t(i));
   int64_t token = 0;
   for (size_t r = 0; r < in.requests.size(); ++r) {
-    for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head) ExactHead(in, r, head, token, expected).run(chunk);
+    for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head)
+      ExactHead(in, r, head, token, products, expected).run(chunk);
     token += in.requests[r].q_len;
   }
   return expected;

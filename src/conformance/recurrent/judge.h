@@ -14,12 +14,14 @@ namespace imbrex {
 // does not count on it, and adds no error of earlier tokens a second time. Outputs may be off by the errors of the state that the query
 // sums up, and the rounding of that sum and to dtype. A state that steps hand on is
 // rounded to its type.
+// With products of rounded factors, what is written and what a query sums up is off by the rounding of their terms too.
 struct RecurrentExpected {
   std::vector<double> out, allowed;          // [T, num_v_heads, head_dim_v]
   std::vector<double> state, allowed_state;  // as RecurrentCaseInputs::state
 };
 // chunk: as in RecurrentRunOptions, for states of fewer bits than a float.
-RecurrentExpected expect(const RecurrentCaseInputs&, int chunk);
+// `products`: of a plan with rounded_products().
+RecurrentExpected expect(const RecurrentCaseInputs&, int chunk, bool products = false);
 
 struct RecurrentJudgement {
   ErrorStats error, bound;  // of outputs; bound.max: what is allowed where the error is the largest share of it; bound.mean: on average

@@ -38,10 +38,13 @@ constexpr int kType = 2, kWidth = 3;  // ElementType; tokens of a sum
 constexpr bool kHasBias = false;
 constexpr bool kGated = true, kSilu = false;  // forms of a layer
 
-// recurrent.cu and recurrent_narrow.cu (cuda/recurrent/recurrent.cpp), besides kType, kDimK and kDimV
-constexpr int kStateType = 0;                                   // ElementType
-constexpr bool kKeysFirst = false;                              // StateLayout::k_first
+// Those of cuda/recurrent (cuda/recurrent/recurrent.cpp), besides kType, kDimK and kDimV
+constexpr int kStateType = 0;       // ElementType
+constexpr bool kKeysFirst = false;  // StateLayout::k_first
 constexpr bool kChannelGate = false, kChannelRates = false;
+constexpr bool kDelta = true, kNorms = true;          // RecurrentSpec::delta, qk_norm
+constexpr int kShared = 4;                            // value heads that a thread block of recurrent_weights.cu makes weights of
+constexpr int kTileValues = 64, kBlocksTogether = 2;  // of recurrent_chunks.cu: values of a thread block, and blocks of a multiprocessor
 
 // gather_latents.cu (cuda/mla/steps.cpp), besides kFrom and kTo
 constexpr int kLatentFormat = 0;  // LatentFormat

@@ -14,6 +14,8 @@ namespace {
 // Heads with values of one dimension, of which a thread block takes many (Mamba1).
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
 
+constexpr int64_t kAlignedBytes = 16;
+
 int parts_of(int whole, int each) { return (whole + each - 1) / each; }
 
 }  // namespace
@@ -48,13 +50,56 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
           .units = spec.num_v_heads * parts_of(dim_v, values)};
 }
 
-std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec) {
-  return {recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
+std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
+  constexpr int kTile = 64, kMostShared = 4, kWarpValues = 16, kBlocksTogether = 2, kStages = 2;
+  const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, group = spec.num_v_heads / spec.num_k_heads;
+  if (spec.channel_gate || spec.channel_rates || spec.dtype == DType::f32) return {};
+  if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
+  const int64_t rows = kRecurrentChunk * int64_t(2 * dim_k + kTile) * size_of(spec.dtype), weights = recurrent_weights_bytes(spec.delta);
+  if (device.max_smem_bytes > 0 && kStages * (rows + weights) > device.max_smem_bytes) return {};
+  const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
+      delta{"kDelta", spec.delta};
+  ChunkKernels k{.shared_heads = std::min(group, kMostShared), .tile = kTile, .blocks_together = kBlocksTogether};
+  k.weights_units = spec.num_k_heads * parts_of(group, k.shared_heads);
+  k.threads = kTile / kWarpValues * 32;
+  k.units = spec.num_v_heads * (dim_v / kTile);
+  k.weights_bytes = spec.num_v_heads * weights;
+  k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
+  k.weights = {
+      "recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, {"kNorms", spec.qk_norm}, {"kShared", k.shared_heads}}};
+  k.chunks = {"recurrent_chunks.cu",
+              std::string(arch),
+              {type,
+               state_type,
+               keys,
+               delta,
+               {"kDimV", dim_v},
+               {"kKeysFirst", spec.layout == StateLayout::k_first},
+               {"kTileValues", kTile},
+               {"kBlocksTogether", kBlocksTogether}}};
+  return k;
 }
 
-bool are_aligned(const RecurrentSpec&, const RecurrentInputs& in, const RecurrentOutputs& out) {
-  constexpr int64_t kBytes = 16;
-  return is_aligned(in.state, kBytes) && is_aligned(out.out, kBytes);
+ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) {
+  constexpr int64_t kRoom = 192 << 20, kAlignment = 256;  // bytes of what is made of chunks: with little room a round has few requests
+  const int64_t most = std::max<int64_t>(numbers(limits.max_num_tokens, limits.max_num_reqs), 1);
+  each = std::clamp<int64_t>(kRoom / kernels.weights_bytes, 1, most);
+  carried = (each * kernels.weights_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  bytes = carried + (each < most ? 2 * kernels.carried_bytes : 0);
+}
+
+std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
+  std::vector<KernelKey> keys{recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
+  if (const auto chunks = chunk_kernels(arch, spec, device)) keys.push_back(chunks->weights), keys.push_back(chunks->chunks);
+  return keys;
+}
+
+bool has_aligned_rows(const RecurrentInputs& in, const RecurrentOutputs& out) {
+  return are_aligned(in, out) && is_aligned(in.q, kAlignedBytes) && is_aligned(in.k, kAlignedBytes) && is_aligned(in.v, kAlignedBytes);
+}
+
+bool are_aligned(const RecurrentInputs& in, const RecurrentOutputs& out) {
+  return is_aligned(in.state, kAlignedBytes) && is_aligned(out.out, kAlignedBytes);
 }
 
 RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {

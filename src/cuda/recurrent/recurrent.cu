@@ -196,7 +196,7 @@ struct Unit {
 };
 DEVICE Unit unit_at(const RecurrentParams& p, u32 index) {
   const u32 each = u32(p.num_v_heads * kTiles), part = index % each;
-  return {item_of(p, int(index / each), part == 0 && threadIdx.x == 0), int(part) / kTiles, int(part) % kTiles * kRows};
+  return {tokens_of(p, int(index / each), part == 0 && threadIdx.x == 0), int(part) / kTiles, int(part) % kTiles * kRows};
 }
 
 // The lane's place in a block: the values that it has, counted from the block's first one, and its key channels.

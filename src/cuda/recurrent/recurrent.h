@@ -1,6 +1,8 @@
 #pragma once
-// Recurrent layers on NVIDIA GPUs: which kernel runs a spec, with which constants, and how a launch is shared out. Host side of
-// recurrent.cu and recurrent_narrow.cu.
+// Recurrent layers on NVIDIA GPUs: which kernels run a spec, with which constants, and how a launch is shared out. Host side of the kernels
+// in this folder.
+#include <cstdint>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -19,10 +21,39 @@ struct RecurrentKernel {
   int units = 0;                    // thread blocks that a request needs
 };
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
-std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec&);  // those of a plan
 
+// The kernels that compute prompts in chunks.
+struct ChunkKernels {
+  KernelKey weights, chunks;
+  int shared_heads = 0;                          // value heads of a key head that a thread block of `weights` takes
+  int weights_units = 0;                         // thread blocks that a chunk needs there
+  int tile = 0;                                  // values that a thread block of `chunks` has
+  int threads = 0;                               // of it
+  int units = 0;                                 // thread blocks that a request needs there
+  int blocks_together = 0;                       // that a multiprocessor is to hold
+  int64_t weights_bytes = 0, carried_bytes = 0;  // of a chunk; of a state that goes on from one round to the next
+};
+// None for a spec or a device that they are not for: heads with gates or rates of channels, types of more than 16 bits, other dimensions of
+// keys than 64 and 128 and of values than multiples of 64, or little shared memory.
+std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
+constexpr int kLeastChunked = 16;  // RecurrentParams::least_chunked
+
+// What is made of chunks lies in scratch, of as many chunks at a time as there is room for: the others are other rounds.
+struct ChunkRounds {
+  ChunkRounds(const ChunkKernels&, const PlanLimits&);
+  // How many numbers chunks of a step may have, as recurrent_chunks_parts.cuh numbers them.
+  static int64_t numbers(int64_t num_tokens, int64_t num_reqs) { return num_reqs == 0 ? 0 : num_tokens / kRecurrentChunk + num_reqs; }
+  int64_t each = 0;     // numbers of a round
+  int64_t carried = 0;  // where in scratch two places for states that go on begin
+  int64_t bytes = 0;    // of scratch
+};
+
+std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);  // those of a plan
+
+// Whether chunks can be computed: every row of q, k, v, outputs and states begins at a multiple of 16 bytes.
+bool has_aligned_rows(const RecurrentInputs&, const RecurrentOutputs&);
 // Whether the entry for aligned tensors can run it: every state and row of outputs begins at a multiple of 16 bytes.
-bool are_aligned(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);
-RecurrentParams recurrent_params(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);  // all but lists
+bool are_aligned(const RecurrentInputs&, const RecurrentOutputs&);
+RecurrentParams recurrent_params(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);  // all but lists and scratch
 
 }  // namespace imbrex::cuda

@@ -156,5 +156,17 @@ DEVICE RecurrentItem item_of(const RecurrentParams& p, int index, bool tells) {
   }
   return {r.begin, end, r.first_row, r.drafts, p.state + r.slot * p.state_slot_stride};
 }
+// The tokens of a request that come in chunks, and those behind them, which are computed one by one.
+DEVICE RecurrentItem chunks_of(const RecurrentParams& p, int index) {
+  RecurrentItem item = item_of(p, index, false);
+  item.end = item.begin + chunked_tokens(p, item.end - item.begin, item.drafts);
+  return item;
+}
+DEVICE RecurrentItem tokens_of(const RecurrentParams& p, int index, bool tells) {
+  RecurrentItem item = item_of(p, index, tells);
+  const int before = chunked_tokens(p, item.end - item.begin, item.drafts);
+  if (before > 0) item.begin += before, item.first_row = 0;
+  return item;
+}
 
 }  // namespace imbrex::cuda
