@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -54,9 +55,9 @@ class RecurrentCudaPlan final : public RecurrentPlan {
  private:
   // All of it or, where the driver fails in the middle, nothing.
   void load() const {
-    const auto module = Module::load(context_, kernel_.key);
-    const std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
-    module_ = module, entries_ = entries;
+    auto module = Module::load(context_, kernel_.key);
+    std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
+    module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
 
   RecurrentSpec spec_;
