@@ -127,10 +127,11 @@ class ExactHead {
       const double given = in_.beta.get(token_ * spec_.num_v_heads + head_);
       beta = double(spec_.beta_scale) * (spec_.sigmoid_beta ? 1 / (1 + std::exp(-given)) : given);
     }
-    const double scaled = spec_.scaled_values ? step_size(0) : 1;
+    // A softplus far below zero is an exponential: what rounding takes off the sum of gate and bias is a share of the result.
+    const double scaled = spec_.scaled_values ? step_size(0) : 1, bias_share = spec_.scaled_values ? 1 + std::max(-gate_of(0), 0.) : 1;
     for (size_t v = 0; v < dim_v; ++v) {
       const double given = number(in_.v, head_, int64_t(v));
-      double u = given * scaled, size = std::abs(u);
+      double u = given * scaled, size = std::abs(u) * bias_share;
       for (size_t c = 0; spec_.delta && c < k.size(); ++c) {
         u -= k[c] * s_[c * dim_v + v];
         size += std::abs(k[c] * s_[c * dim_v + v]);

@@ -18,8 +18,6 @@ TensorView as_rows(TensorView t) {
   return t;
 }
 
-TensorView list_view(std::vector<int32_t>& list) { return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())}); }
-
 class ConvRunner {
  public:
   ConvRunner(ShortConvPlan& plan, const ShortConvCaseInputs& in, const ShortConvRunOptions& options)
@@ -61,18 +59,9 @@ class ConvRunner {
   }
 
   void update(StateLists& lists) {
-    if (options_.on_device) {
-      DeviceBatch batch;
-      batch.query_start_loc = list_view(lists.query_start_loc);
-      batch.seq_lens = list_view(lists.seq_lens);
-      batch.state_slots = list_view(lists.slots);
-      if (spec_.num_drafts > 0) batch.num_drafts = list_view(lists.drafts), batch.accepted_drafts = list_view(lists.accepted);
-      batch.max_num_tokens = std::max(lists.query_start_loc.back(), 1);  // 0 would be: as many as the limits allow
-      plan_.update_on_device(batch);
-      for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
-      return;
-    }
-    plan_.update(lists.batch(spec_.num_drafts > 0));
+    if (!options_.on_device) return plan_.update(lists.batch(spec_.num_drafts > 0));
+    plan_.update_on_device(lists.device_batch(spec_.num_drafts > 0));
+    for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
   }
 
   // Rows of the state that the step does not read belong to no request before it, and are poisoned.

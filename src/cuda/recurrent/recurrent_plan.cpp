@@ -7,6 +7,7 @@
 #include <array>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -69,14 +70,14 @@ class RecurrentCudaPlan final : public RecurrentPlan {
  private:
   // All of it or, where the driver fails in the middle, nothing.
   void load() const {
-    const auto module = Module::load(context_, kernel_.key);
-    const std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
+    auto module = Module::load(context_, kernel_.key);
+    std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
     if (rounds_) {
-      const auto weights = Module::load(context_, chunks_->weights), chunks = Module::load(context_, chunks_->chunks);
-      const std::array kernels{weights->kernel("recurrent_weights"), chunks->kernel("recurrent_chunks")};
-      chunk_modules_ = {weights, chunks}, chunk_entries_ = kernels;
+      std::array modules{Module::load(context_, chunks_->weights), Module::load(context_, chunks_->chunks)};
+      std::array kernels{modules[0]->kernel("recurrent_weights"), modules[1]->kernel("recurrent_chunks")};
+      chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
-    module_ = module, entries_ = entries;
+    module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
   void launch_chunks(const RecurrentParams&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
 

@@ -76,10 +76,11 @@ DEVICE void store_run(char* p, int count, const float (&x)[n]) {
   }
 }
 
-// e^x to a few units in the last place: 2^x of a product whose rounding is made up for. 0 below the normal numbers.
+// e^x to a few units in the last place: 2^x of a product whose rounding is made up for. 0 below the normal numbers, and at
+// most e^88.7: an infinite 2^x and what makes up for its rounding may have a sum that is no number.
 DEVICE float exp_of(float x) {
   constexpr float kLog2eRest = 1.92596299e-8f;  // of log2(e), which is no float
-  x = x < -104.f ? -104.f : x > 89.f ? 89.f : x;
+  x = x < -104.f ? -104.f : x > 88.7f ? 88.7f : x;
   const float power = x * kLog2e, rest = __fmaf_rn(x, kLog2eRest, __fmaf_rn(x, kLog2e, -power));
   const float approximate = exp2_approx(power);
   return __fmaf_rn(approximate, rest * kLn2, approximate);

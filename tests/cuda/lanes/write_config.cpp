@@ -4,6 +4,7 @@
 
 #include "cuda/attention/write_kv.h"
 #include "cuda/lanes/mla_variants.h"
+#include "cuda/lanes/recurrent_variants.h"
 #include "cuda/lanes/short_conv_variants.h"
 #include "cuda/lanes/variants.h"
 
@@ -17,6 +18,11 @@ int main(int argc, char** argv) {
   };
   for (const imbrex::test::Variant& v : imbrex::test::variants()) write(v.name, v.key());
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
+  for (const imbrex::test::RecurrentVariant& v : imbrex::test::recurrent_variants()) {
+    write(v.name, v.key());
+    if (const auto chunks = v.chunks())
+      write(std::string("weights_") + v.name, chunks->weights), write(std::string("chunks_") + v.name, chunks->chunks);
+  }
   for (const imbrex::test::MlaVariant& v : imbrex::test::mla_variants()) write(v.name, v.key());
   imbrex::AttentionSpec records;
   records.q_dtype = imbrex::DType::f32, records.kv_format = imbrex::KvFormat::fp8_ds_mla;

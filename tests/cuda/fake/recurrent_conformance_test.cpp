@@ -1,0 +1,147 @@
+// The table of cases and the laws of recurrent layers on the fake driver, through the mirror: the plan for GPUs launches the kernels'
+// texts, which are compiled for the host. Cases whose specialisation has no such text are left out.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "conformance/recurrent/device_mirror.h"
+#include "conformance/recurrent/judge.h"
+#include "conformance/state_steps.h"
+#include "cuda/fake/recurrent_texts.h"
+
+namespace imbrex::cuda {
+namespace {
+
+using imbrex::test::random_steps, imbrex::test::recurrent_variants, imbrex::test::RecurrentVariant;
+
+class RecurrentOnFakeDriver : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!fake::has_texts()) GTEST_SKIP() << "there are no texts to run";
+  }
+  ~RecurrentOnFakeDriver() override { fake::forget_texts(); }
+
+  // Requests of every kind, of which some have hard numbers.
+  static std::vector<RecurrentCase> own_cases(const RecurrentVariant& variant) {
+    std::vector<RecurrentCase> cases;
+    for (const RecurrentValues values : {RecurrentValues::plain, RecurrentValues::forgetful, RecurrentValues::extreme}) {
+      RecurrentCase c{.name = std::string(variant.name) + " " + std::to_string(int(values)),
+                      .spec = variant.with_drafts(values == RecurrentValues::forgetful ? 0 : 4),
+                      .requests = {{1, 9}, {0, 0}, {12, 0}, {0, 25}, {9, 1}, {1, 0}}};
+      if (c.spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{5, 14, 4, 2}, {3, 0, 3, 0}, {2, 7, 1, 4}});
+      for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+      c.gaps = Gaps(cases.size()), c.padding_tokens = 1, c.values = values;
+      cases.push_back(std::move(c));
+    }
+    return cases;
+  }
+  static RecurrentCaseInputs law_inputs(const RecurrentVariant& variant, StateCaseRequests requests) {
+    for (size_t r = 0; r < requests.size(); ++r)
+      if (requests[r].id == 0) requests[r].id = int(r) + 1;
+    return make_inputs({.name = "law", .spec = variant.with_drafts(2), .requests = std::move(requests), .seed = 7});
+  }
+  RecurrentRunResult run(const RecurrentCaseInputs& in, const RecurrentRunOptions& options = {}) const {
+    RecurrentRunResult result = run_case(*mirror, device, in, options);
+    EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+    return result;
+  }
+  // From the host's lengths among zeros and ones, from the device's, and from a graph.
+  void expect_right(const RecurrentCase& c) const {
+    const RecurrentCaseInputs in = make_inputs(c);
+    const bool products = backend.plan(c.spec, device, {.limits = limits_of(c.requests)})->rounded_products();
+    const RecurrentExpected expected = expect(in, c.chunk, products);
+    RecurrentRunOptions options = default_options(c);
+    const auto passes = [&](const BackendOf<RecurrentFamily>& by, const char* how) {
+      const RecurrentJudgement judgement = judge(expected, in, run_case(by, device, in, options));
+      EXPECT_TRUE(judgement.pass()) << c.name << ", " << how << ": " << judgement.failure;
+    };
+    passes(*mirror, "nan");
+    options.poison = Poison::ones;
+    options.on_device = true;
+    passes(*mirror, "ones, from the device");
+    int captures = 0;
+    const auto in_graph = device_mirror(backend, {.in_graph = true, .captures = &captures});
+    options.on_device = false, options.rows = num_tokens(in.requests) + c.padding_tokens + 1;
+    passes(*in_graph, "in a graph");
+    EXPECT_EQ(captures, 1) << c.name;
+  }
+
+  const DeviceInfo device = probe_cuda().at(0);
+  const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>("cuda_sm80");
+  const std::unique_ptr<BackendOf<RecurrentFamily>> mirror = device_mirror(backend);
+};
+
+TEST_F(RecurrentOnFakeDriver, CasesMatchTheReference) {
+  int run = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    fake::use_recurrent_text(variant);
+    for (const RecurrentCase& c : recurrent_cases()) {
+      constexpr int kTokens = 60;  // lanes are slow
+      if (!variant.runs(c.spec) || num_tokens(c.requests) > kTokens) continue;
+      expect_right(c);
+      ++run;
+    }
+    for (const RecurrentCase& c : own_cases(variant)) expect_right(c);
+  }
+  EXPECT_GE(run, 30);
+}
+
+// Exponents at whose bounds floats end: of the sigmoid of beta, whose tokens write nothing or all, and of a softplus.
+TEST_F(RecurrentOnFakeDriver, HugeExponents) {
+  const RecurrentVariant variant = recurrent_variants().front();
+  fake::use_recurrent_text(variant);
+  RecurrentCaseInputs in = make_inputs({.name = "huge", .spec = variant.layer, .requests = {{120}}});
+  const int heads = in.spec.num_v_heads;
+  for (int token = 0; token < 120; ++token)
+    for (int head = 0; head < heads; ++head) {
+      const double near_the_end = 88.5 + 0.001 * (token * heads + head);
+      in.beta.set(token * heads + head, token % 2 == 0 ? near_the_end : -near_the_end);
+      in.gate.set(token * heads + head, token % 6 == 4 ? 1e4 : token % 6 == 1 ? -near_the_end : -4);
+    }
+  const RecurrentJudgement judgement = judge(expect(in, 0, variant.chunks().has_value()), in, run(in));
+  EXPECT_TRUE(judgement.pass()) << judgement.failure;
+}
+
+// Where states are f32, drafts that are taken back leave what the tokens before them left, and those that are kept what they left.
+TEST_F(RecurrentOnFakeDriver, VerifyIsDecodeTokenByToken) {
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (variant.layer.state_dtype != DType::f32) continue;
+    fake::use_recurrent_text(variant);
+    const RecurrentCaseInputs in = law_inputs(variant, {{9, 20, 0, 1}, {8, 0}});
+    const RecurrentRunResult at_once = run(in);
+    for (int kept = 0; kept <= 2; ++kept) {
+      RecurrentRunOptions options;
+      options.steps = {{{0, 3, 2, 1}, {0, 3, 2, 0}}, {{kept + 1, 9, 0, kept}, {kept + 1, 8, 0, kept}}};
+      EXPECT_TRUE(same_bits(run(in, options), at_once)) << variant.name << ", " << kept << " drafts kept";
+    }
+  }
+}
+
+// Steps that end at random, of which one graph is captured, in front of all of them.
+TEST_F(RecurrentOnFakeDriver, OneGraphForAllSteps) {
+  std::mt19937_64 random(8);
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    fake::use_recurrent_text(variant);
+    const RecurrentCaseInputs in = law_inputs(variant, {{1, 99}, {0, 0}, {30, 0}, {6, 271}, {1, 0}, {13, 5}});
+    RecurrentRunOptions options;
+    options.steps = random_steps(in.requests, 11, random);
+    ASSERT_GT(options.steps.size(), 3u);
+    const RecurrentRunResult expected = run(in, options);
+    options.rows = num_tokens(in.requests) + 3;
+    for (const bool on_device : {false, true}) {
+      int captures = 0;
+      const auto in_graph = device_mirror(backend, {.in_graph = true, .captures = &captures});
+      const auto plan = in_graph->plan(in.spec, device, {.limits = limits_of(in.requests), .on_device = on_device});
+      EXPECT_TRUE(plan->capturable());
+      options.on_device = on_device;
+      const RecurrentRunResult result = run_case(*plan, in, options);
+      EXPECT_TRUE(result.violations.empty()) << result.violations.front();
+      EXPECT_TRUE(same_bits(result, expected)) << in.spec.str() << (on_device ? ", from the device" : "");
+      EXPECT_EQ(captures, 1);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace imbrex::cuda

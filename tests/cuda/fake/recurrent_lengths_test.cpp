@@ -1,0 +1,136 @@
+// Steps of recurrent layers whose lengths are on the device, on the fake driver: what the host can refuse, and which requests the kernels
+// leave out and report.
+#include <functional>
+
+#include "cuda/fake/recurrent_calls.h"
+#include "expect_error.h"
+
+namespace imbrex::cuda {
+namespace {
+
+using imbrex::test::error_code;
+
+TEST_F(RecurrentCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
+  const auto p = plan(spec, {.limits = limits, .on_device = true});
+  const std::pair<const char*, std::function<void(DeviceBatch&)>> refusals[] = {
+      {kFine, [](DeviceBatch&) {}},
+      {kFine, [](DeviceBatch& b) { b.num_drafts = b.accepted_drafts = {}; }},
+      {"batch.lengths", [](DeviceBatch& b) { b.query_start_loc.sizes[0] = 3; }},
+      {"update.device", [](DeviceBatch& b) { b.seq_lens.device = {}; }},
+      {"batch.state.size", [](DeviceBatch& b) { b.state_slots = {}; }},
+      {"batch.state.size", [](DeviceBatch& b) { b.num_drafts.sizes[0] = 2; }},
+      {"batch.state.size", [](DeviceBatch& b) { b.accepted_drafts.dtype = DType::i64; }},
+      {"batch.num_tokens.limit", [](DeviceBatch& b) { b.max_num_tokens = 51; }},
+  };
+  for (const auto& [code, spoil] : refusals) {
+    DeviceBatch spoiled = on_device;
+    spoil(spoiled);
+    fake::state().launches.clear();
+    EXPECT_EQ(error_code([&] { p->update_on_device(spoiled); }), code);
+    EXPECT_EQ(fake::state().launches.size(), std::string(code) == kFine ? 1u : 0u) << code;
+  }
+  EXPECT_EQ(p->str(), "cuda_sm80 (sm_90a): planned on the device, for at most 6 tokens");
+  in.q.sizes[0] = 5;
+  EXPECT_EQ(error_code([&] { p->run(in, out); }), "recurrent.run.tensor");
+}
+
+TEST_F(RecurrentCalls, TellWhichRulesWereBroken) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  const auto p = plan(spec, {.limits = limits, .on_device = true});
+  const auto problems = [&](auto change) {
+    DeviceBatch b = on_device;
+    change(b);
+    p->update_on_device(b);
+    p->run(in, out);
+    std::string codes;
+    for (const Reason& r : p->device_problems()) codes += r.code + ": " + r.actual;
+    return codes;
+  };
+  EXPECT_EQ(problems([](DeviceBatch&) {}), "");
+  EXPECT_EQ(problems([&](DeviceBatch& b) {
+              b.query_start_loc = list({0, 2, 1, 5});
+            }),
+            "batch.query_start_loc.monotone: something else in request 1");
+  EXPECT_EQ(problems([&](DeviceBatch& b) {
+              b.query_start_loc = list({0, 2, 2, 7});
+            }),
+            "batch.num_tokens.limit: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) {
+              b.seq_lens = list({2, 7, 2});
+            }),
+            "batch.seq_len.shorter_than_query: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({-1, -1, 0}); }), "batch.state.slot: something else in request 0");
+  // The state has two slots. Whichever thread block computes a request, it is told once, by its number.
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({1, -1, 2}); }), "batch.state.slot: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({7, -1, 0}); }), "batch.state.slot: something else in request 0");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.num_drafts = list({0, 0, 3}); }), "batch.state.num_drafts: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) {
+              b.accepted_drafts = list({1, 0, 0});
+            }),
+            "batch.state.accepted_drafts: something else in request 0");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({1, -1, 1}); }), "batch.state.shared: something else in request 2");
+  EXPECT_EQ(problems([](DeviceBatch&) {}), "");
+}
+
+// A request that is left out is as if it were not there: nothing of it is written, and the others have the same bits.
+TEST_F(RecurrentCalls, LeaveOutWhatBreaksRules) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  const auto p = plan(spec, {.limits = limits, .on_device = true});
+  const auto step_of = [&](const DeviceBatch& b) {
+    begin();
+    p->update_on_device(b);
+    p->run(in, out);
+    return std::pair(states(), outputs());
+  };
+  const auto [state, output] = step_of(on_device);
+  DeviceBatch bad = on_device;
+  bad.state_slots = list({2, -1, 0});  // of the first one, whose tokens come first
+  const auto [bad_state, bad_output] = step_of(bad);
+  EXPECT_EQ(bad_state.substr(0, kSlotBytes), state.substr(0, kSlotBytes));
+  EXPECT_EQ(bad_state.substr(kSlotBytes), first_state.substr(kSlotBytes));
+  EXPECT_EQ(bad_output.substr(0, 2 * kRowBytes), std::string(2 * kRowBytes, 0x22));
+  EXPECT_EQ(bad_output.substr(2 * kRowBytes), output.substr(2 * kRowBytes));
+  EXPECT_NE(state.substr(kSlotBytes), bad_state.substr(kSlotBytes));
+  EXPECT_NE(state.substr(0, kSlotBytes), first_state.substr(0, kSlotBytes));
+
+  // Of requests with one slot none is computed: nobody knows whose it is.
+  bad.state_slots = list({0, -1, 0});
+  const auto [shared_state, shared_output] = step_of(bad);
+  EXPECT_EQ(shared_state, first_state);
+  EXPECT_EQ(shared_output, std::string(6 * kRowBytes, 0x22));
+
+  // A request beyond the rows of the tensors, which the host takes for shorter than they are.
+  RecurrentInputs shorter = in;
+  shorter.q.sizes[0] = 5;
+  DeviceBatch longer = on_device;
+  longer.query_start_loc = list({0, 2, 2, 6}), longer.seq_lens = list({2, 7, 10}), longer.max_num_tokens = 5;
+  begin();
+  p->update_on_device(longer);
+  p->run(shorter, out);
+  EXPECT_EQ(states().substr(0, kSlotBytes), first_state.substr(0, kSlotBytes));
+  EXPECT_EQ(outputs().substr(2 * kRowBytes), std::string(4 * kRowBytes, 0x22));
+  ASSERT_EQ(p->device_problems().size(), 3u);
+}
+
+// Heads that share a thread block, of which the first block tells what is wrong.
+TEST_F(RecurrentPlans, NarrowHeadsLeaveOutWhatBreaksRules) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  use(recurrent_variants().back());
+  test::RecurrentProblem problem{.spec = recurrent_variants().back().layer, .on_device = true};
+  problem.spec.num_v_heads = 200;
+  RecurrentBesideReference beside(backend, device, problem);
+  const SlotStep step{.starts = {0, 2, 5, 6}, .lens = {2, 3, 1}, .slots = {4, 17, 5}, .drafts = {0, 0, 0}, .accepted = {0, 0, 0}};
+  beside.begin(step);
+  beside.send(step), beside.update_on_device(), beside.layer();
+  const std::vector<char> out = beside.output(), untouched(size_t(3 * 200 * 2), 0x5a);
+  const long row = 200 * 2;
+  EXPECT_TRUE(std::equal(untouched.begin(), untouched.end(), out.begin() + 2 * row));
+  EXPECT_FALSE(std::equal(untouched.begin(), untouched.begin() + 2 * row, out.begin()));
+  EXPECT_FALSE(std::equal(untouched.begin(), untouched.begin() + row, out.begin() + 5 * row));
+  const std::vector<Reason> problems = beside.plan().device_problems(beside.stream().get());
+  ASSERT_EQ(problems.size(), 1u);
+  EXPECT_EQ(problems[0].code + ": " + problems[0].actual, "batch.state.slot: something else in request 1");
+}
+
+}  // namespace
+}  // namespace imbrex::cuda

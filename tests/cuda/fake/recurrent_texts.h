@@ -1,0 +1,30 @@
+#pragma once
+// The kernels of recurrent layers as host code, behind the fake driver.
+#include <string>
+
+#include "cuda/fake/host_kernels.h"
+#include "cuda/fake/texts.h"
+#include "cuda/lanes/recurrent_variants.h"
+#include "cuda/state/state_lists.h"
+
+namespace imbrex::cuda::fake {
+
+// Launches of recurrent layers run this specialisation's text, until state().on_launch is another one.
+inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
+  for (const KernelKey& key : {variant.key(), plan_state_batch_key("sm_90a")}) put_into_cache(key);
+  const RecurrentKernel kernel = recurrent_kernel("sm_90a", variant.layer);
+  state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
+                         {kernel.unaligned, {sizeof(RecurrentParams)}},
+                         {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+  if (const auto chunks = variant.chunks()) {
+    put_into_cache(chunks->weights), put_into_cache(chunks->chunks);
+    state().param_sizes["recurrent_weights"] = state().param_sizes["recurrent_chunks"] = {sizeof(RecurrentParams)};
+  }
+  run_texts([name = std::string(variant.name)](const Launch& launch) {
+    if (launch.entry == "recurrent_weights" || launch.entry == "recurrent_chunks")
+      return launch.entry + "_" + launch.entry.substr(launch.entry.find('_') + 1) + "_" + name;
+    return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
+  });
+}
+
+}  // namespace imbrex::cuda::fake

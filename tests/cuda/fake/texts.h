@@ -1,0 +1,45 @@
+#pragma once
+// Launches on the fake driver that run kernels' texts, compiled for the host (tests/cuda/lanes).
+#include <functional>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "cuda/fake/fake_driver.h"
+#ifdef IMBREX_LANES
+#include "cuda/lanes/library.h"
+#endif
+
+namespace imbrex::cuda::fake {
+
+// Whether kernels compute: builds with sanitizers have no libraries of kernels for the host.
+inline bool has_texts() {
+#ifdef IMBREX_LANES
+  return true;
+#else
+  return false;
+#endif
+}
+
+#ifdef IMBREX_LANES
+// Asynchronous work happens late in every other launch, and warps take turns in another order in each.
+inline void run_text(const std::string& library, const Launch& launch, unsigned blocks) {
+  static std::map<std::string, imbrex::test::Library> libraries;
+  static unsigned chance = 0;
+  if (!libraries.contains(library)) libraries[library] = imbrex::test::open_library(library);
+  libraries[library].run(launch.all_params.at(0).data(), nullptr,
+                         {.blocks = int(blocks), .late_copies = chance % 2 == 0, .chance = chance});
+  ++chance;
+}
+#endif
+
+// Launches run the text of the library that `library_of` names, until state().on_launch is another one.
+inline void run_texts([[maybe_unused]] std::function<std::string(const Launch&)> library_of) {
+#ifdef IMBREX_LANES
+  state().on_launch = [library_of = std::move(library_of)](const Launch& launch) { run_text(library_of(launch), launch, launch.grid_x); };
+#endif
+}
+
+inline void forget_texts() { state().on_launch = nullptr, state().param_sizes.clear(), state().launches.clear(); }
+
+}  // namespace imbrex::cuda::fake

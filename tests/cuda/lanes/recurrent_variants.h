@@ -1,0 +1,46 @@
+#pragma once
+// The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
+// that it serves: both layouts, decays of heads and of channels, types of tensors and of states, four values of a lane and two, dimensions
+// that fill no vector, and heads that share a thread block.
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/recurrent/recurrent.h"
+
+namespace imbrex::test {
+
+struct RecurrentVariant {
+  const char* name;
+  RecurrentSpec layer;
+  bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel("sm_90a", spec).key == key(); }
+  bool runs(const RecurrentSpec& spec) const {
+    return cuda::recurrent_kernels("sm_90a", spec, {}) == cuda::recurrent_kernels("sm_90a", layer, {});
+  }
+  cuda::KernelKey key() const { return cuda::recurrent_kernel("sm_90a", layer).key; }
+  std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels("sm_90a", layer, {}); }  // of its prompts
+  // The layer with so many drafts: the kernel is the same.
+  RecurrentSpec with_drafts(int num_drafts) const {
+    RecurrentSpec spec = layer;
+    return spec.num_drafts = num_drafts, spec;
+  }
+};
+
+inline std::vector<RecurrentVariant> recurrent_variants() {
+  RecurrentSpec gdn{.num_k_heads = 2, .num_v_heads = 4, .head_dim_k = 64, .head_dim_v = 64, .delta = true, .sigmoid_beta = true};
+  gdn.qk_norm = true;
+  RecurrentSpec kda = gdn;
+  kda.num_v_heads = 2, kda.channel_gate = true, kda.layout = StateLayout::k_first;
+  RecurrentSpec mamba2{.num_k_heads = 1, .num_v_heads = 3, .head_dim_k = 64, .head_dim_v = 64, .scaled_values = true, .skip = true};
+  mamba2.dtype = DType::f16, mamba2.state_dtype = DType::bf16, mamba2.scale = 1;
+  RecurrentSpec odd{.num_k_heads = 3, .num_v_heads = 3, .head_dim_k = 33, .head_dim_v = 31, .channel_rates = true, .delta = true};
+  odd.gate = RecurrentGate::fixed, odd.dtype = DType::f32;
+  RecurrentSpec tall{.num_k_heads = 1, .num_v_heads = 2, .head_dim_k = 136, .head_dim_v = 10, .channel_gate = true};
+  tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
+  RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
+  mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
+  return {{"states_gdn", gdn}, {"states_kda", kda},   {"states_mamba2", mamba2},
+          {"states_odd", odd}, {"states_tall", tall}, {"states_mamba1", mamba1}};
+}
+
+}  // namespace imbrex::test
