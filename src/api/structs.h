@@ -172,9 +172,11 @@ imbrex_device_properties properties_of(const DeviceInfo&);
 inline std::string_view family_of(const AttentionSpec&) { return AttentionFamily::name; }
 inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily::name; }
 inline std::string_view family_of(const MlaSpec&) { return MlaFamily::name; }
+inline std::string_view family_of(const RecurrentSpec&) { return RecurrentFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return ShortConvFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<MlaPlan>&) { return MlaFamily::name; }
+inline std::string_view family_of(const std::unique_ptr<RecurrentPlan>&) { return RecurrentFamily::name; }
 template <class Wanted, class... Families>
 const Wanted& of_family(const std::variant<Families...>& held, const char* name) {
   const auto* wanted = std::get_if<Wanted>(&held);
@@ -208,7 +210,7 @@ struct imbrex_selection {
   imbrex_spec spec;
   imbrex::DeviceInfo device;
   std::variant<const imbrex::BackendOf<imbrex::AttentionFamily>*, const imbrex::BackendOf<imbrex::ShortConvFamily>*,
-               const imbrex::BackendOf<imbrex::MlaFamily>*>
+               const imbrex::BackendOf<imbrex::MlaFamily>*, const imbrex::BackendOf<imbrex::RecurrentFamily>*>
       backend;                                   // of the spec's family; null: none
   const imbrex::BasicBackend* chosen = nullptr;  // the same
   struct Candidate {
@@ -220,7 +222,9 @@ struct imbrex_selection {
   std::string rule, text, name;  // name: of the backend
 };
 struct imbrex_plan {
-  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>, std::unique_ptr<imbrex::MlaPlan>> plan;
+  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>, std::unique_ptr<imbrex::MlaPlan>,
+               std::unique_ptr<imbrex::RecurrentPlan>>
+      plan;
   std::string text;
   std::vector<imbrex::Reason> problems;
 

@@ -1,6 +1,7 @@
 #pragma once
 // Layers of one spec in a replay: their plans, parameters and caches, and how their inputs are made, their calls run and their outputs
-// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp, mla_kind.cpp); StepRunner knows no
+// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp, mla_kind.cpp, recurrent_kind.cpp);
+// StepRunner knows no
 // family.
 #include <array>
 #include <cstdint>
@@ -23,7 +24,7 @@ struct InputPart {
   Side side = Side::q;
   int heads = 0, dim = 0;
 };
-constexpr size_t kMostParts = 3;
+constexpr size_t kMostParts = 5;
 
 // The tensors of one layer in one step.
 struct StepTensors {
@@ -120,5 +121,6 @@ void KindOf<Family>::make_plans(const KindSetup& setup) {
 std::unique_ptr<LayerKind> make_kind(const AttentionSpec&, const ModelSpec::Kind&, const KindSetup&);
 std::unique_ptr<LayerKind> make_kind(const ShortConvSpec&, const ModelSpec::Kind&, const KindSetup&);
 std::unique_ptr<LayerKind> make_kind(const MlaSpec&, const ModelSpec::Kind&, const KindSetup&);
+std::unique_ptr<LayerKind> make_kind(const RecurrentSpec&, const ModelSpec::Kind&, const KindSetup&);
 
 }  // namespace imbrex::serve

@@ -214,11 +214,11 @@ RecurrentSpec recurrent_layer_of(std::string_view name) {
   fail("bench.layer", "expected a recurrent layer of a model that is known here, got {}", name);
 }
 
-RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>& requests) {
+RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>& requests, DType gates_dtype) {
   const double state = double(spec.num_v_heads) * spec.head_dim_k * spec.head_dim_v, element = double(size_of(spec.dtype));
   const double gates = spec.gate == RecurrentGate::fixed ? 0 : double(spec.num_v_heads) * (spec.channel_gate ? spec.head_dim_k : 1);
   const double token = element * (2. * spec.num_k_heads * spec.head_dim_k + 2. * spec.num_v_heads * spec.head_dim_v) +
-                       4. * (gates + (spec.delta ? spec.num_v_heads : 0));
+                       double(size_of(gates_dtype)) * (gates + (spec.delta ? spec.num_v_heads : 0));
   RecurrentWork work;
   for (const BenchRequest& r : requests) {
     if (r.q_len == 0) continue;

@@ -21,7 +21,7 @@ struct RecurrentWork {
   double token_bytes = 0;  // all other tensors
   double flops = 0;        // of the recurrence token by token: 5 for each number of a state, 7 with the delta rule
 };
-RecurrentWork work_of(const RecurrentSpec&, const std::vector<BenchRequest>&);
+RecurrentWork work_of(const RecurrentSpec&, const std::vector<BenchRequest>&, DType gates = DType::f32);  // gates: of gate and beta
 
 struct RecurrentBenchOptions : TimingOptions {
   uint64_t seed = 1;

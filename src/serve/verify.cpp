@@ -41,6 +41,10 @@ std::pair<int64_t, int64_t> size_of_output(const AttentionSpec& spec) {
 }
 std::pair<int64_t, int64_t> size_of_output(const ShortConvSpec& spec) { return {1, spec.dim}; }
 std::pair<int64_t, int64_t> size_of_output(const MlaSpec& spec) { return {1, spec.v_dim}; }
+std::pair<int64_t, int64_t> size_of_output(const RecurrentSpec& spec) {
+  const int heads = RecurrentTarget::heads_of(spec);
+  return {heads, int64_t(heads) * spec.head_dim_v};
+}
 
 }  // namespace
 
@@ -89,7 +93,7 @@ Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, 
 Verifier::~Verifier() = default;
 
 void Verifier::check_spec(const LayerSpec& layer) {
-  if (std::holds_alternative<ShortConvSpec>(layer)) return;
+  if (std::holds_alternative<ShortConvSpec>(layer) || std::holds_alternative<RecurrentSpec>(layer)) return;
   const auto* mla = std::get_if<MlaSpec>(&layer);
   const AttentionSpec spec = mla != nullptr ? mla->expanded_spec() : std::get<AttentionSpec>(layer);
   const int limit = Synthetic::kMaxDim - noise_columns(spec);
@@ -221,7 +225,7 @@ Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& c
 // The tokens that the sum is over, as the whole of a request: there are none before them, or these have no part in the last one's sum.
 Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortConvTarget& target, Worker& w) const {
   const ShortConvSpec& spec = *target.spec;
-  const int dim = spec.dim, piece = ShortConvParameters::piece(spec), tokens = std::min(spec.width, sample.position + 1);
+  const int dim = spec.dim, piece = Synthetic::piece(spec.dim), tokens = std::min(spec.width, sample.position + 1);
   if (!w.conv_spec || !(*w.conv_spec == spec)) {
     w.conv_spec = spec;
     PlanOptions options;
@@ -290,8 +294,8 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
     const VerifySample& s = samples[i];
     check(o.max_ratio <= 1, "replay.verify",
           "request {}, token {} of {} + {}, layer {}{}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
-          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", q head {}", o.head), o.element,
-          o.expected, o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
+          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", head {}", o.head), o.element, o.expected,
+          o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
     const auto [outputs, values] = std::visit([](const auto& target) { return size_of_output(*target.spec); }, s.target);
     summary_.outputs += outputs;
     summary_.values += values;
