@@ -57,6 +57,7 @@ LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan) {
 
 LayerWork layer_work(const RecurrentSpec& spec, const StepPlan& plan) {
   std::vector<BenchRequest> requests;
+  requests.reserve(size_t(plan.num_reqs()));
   for (int r = 0; r < plan.num_reqs(); ++r)
     requests.push_back({.q_len = plan.seq_lens[size_t(r)] - plan.first_positions[size_t(r)], .seq_len = plan.seq_lens[size_t(r)]});
   const RecurrentWork work = work_of(spec, requests, spec.dtype);

@@ -24,7 +24,7 @@ ARROWS = {
     "short_conv": {"short_conv", "family", "core"},
     "recurrent": {"recurrent", "family", "core"},
     "mla": {"mla", "attention", "family", "core"},
-    "model": {"model", "attention", "short_conv", "mla", "family", "core"},
+    "model": {"model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
     "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
