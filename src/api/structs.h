@@ -56,6 +56,12 @@ template <>
 inline constexpr size_t kFirstSize<imbrex_mla_inputs> = 40;
 template <>
 inline constexpr size_t kFirstSize<imbrex_mla_outputs> = 24;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_fields> = 88;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_inputs> = 80;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_outputs> = 16;
 
 // The defaults of a struct's fields.
 template <class T>
@@ -70,6 +76,8 @@ template <>
 imbrex_short_conv_fields defaults();
 template <>
 imbrex_mla_fields defaults();
+template <>
+imbrex_recurrent_fields defaults();
 
 template <class T>
 void init(T* given, size_t struct_size) {
@@ -120,6 +128,7 @@ TensorView view_of(const imbrex_tensor*, const char* name);
 AttentionSpec spec_of(const imbrex_spec_fields*);
 ShortConvSpec spec_of(const imbrex_short_conv_fields*);
 MlaSpec spec_of(const imbrex_mla_fields*);
+RecurrentSpec spec_of(const imbrex_recurrent_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
@@ -131,6 +140,8 @@ ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
 ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
 MlaInputs inputs_of(const imbrex_mla_inputs*);
 MlaOutputs outputs_of(const imbrex_mla_outputs*);
+RecurrentInputs inputs_of(const imbrex_recurrent_inputs*);
+RecurrentOutputs outputs_of(const imbrex_recurrent_outputs*);
 
 // A view as a C tensor, with the room that its sizes need.
 class CTensor {

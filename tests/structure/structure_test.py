@@ -30,7 +30,7 @@ ARROWS = {
     "cuda": {"cuda", "gpu", "attention", "short_conv", "mla", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
+    "api": {"api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
@@ -53,7 +53,7 @@ PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
 PUBLIC_MLA = {"mla.h"}
 PUBLIC_MODEL = {"model.h"}
-PUBLIC_API = {"imbrex.h", "imbrex.hpp", "plugin.h"}
+PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_recurrent.h", "plugin.h"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 # A third-party header, and the folders of src/ that may use it.
