@@ -31,6 +31,12 @@ inline void take(AttentionKind& value, const std::string& text, const char* name
   value = one_of(text, {AttentionKind::decoder, AttentionKind::encoder, AttentionKind::encoder_only, AttentionKind::encoder_decoder}, name);
 }
 inline void take(KvFormat& value, const std::string& text, const char* name) { value = one_of(text, kv_formats(), name); }
+inline void take(RecurrentGate& value, const std::string& text, const char* name) {
+  value = one_of(text, {RecurrentGate::fixed, RecurrentGate::log, RecurrentGate::softplus, RecurrentGate::sigmoid}, name);
+}
+inline void take(StateLayout& value, const std::string& text, const char* name) {
+  value = one_of(text, {StateLayout::k_first, StateLayout::v_first}, name);
+}
 void take(auto& value, const auto& given_value, const char*) { value = given_value; }
 
 // The rows whose fields have a default.
