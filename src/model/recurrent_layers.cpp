@@ -216,7 +216,10 @@ void add_mixers(const FamilyInput& in, const std::vector<Mixer>& mixers, const L
     }
   }
   if (const auto none = std::count(mixers.begin(), mixers.end(), Mixer::none); none > 0)
-    in.config.note(fmt::format("{} of {} layers have neither a cache nor a state, and are left out", none, mixers.size()));
+    in.config.note(fmt::format("{} of {} layers have neither a cache nor a state: they are left out, and layers are counted without them",
+                               none, mixers.size()));
+  if (const auto both = std::count(mixers.begin(), mixers.end(), Mixer::both); both > 0)
+    in.config.note(fmt::format("{} of {} layers have attention and a recurrence: each is counted as two", both, mixers.size()));
 }
 
 }  // namespace imbrex

@@ -62,6 +62,8 @@ class LayerKind {
   virtual void run(size_t layer, const StepTensors&) const = 0;
 
   virtual VerifyTarget target(size_t layer, int out_row) const = 0;
+  // What that target computes again of the state in a slot, contiguous; empty where it checks none.
+  virtual TensorView state_of(size_t /*layer*/, int /*out_row*/, int /*slot*/) const { return {}; }
   ReplayKind report() const;  // what runs and why, with the plan of the last step
 
  protected:

@@ -70,6 +70,14 @@ class RecurrentLayers final : public KindOf<RecurrentFamily> {
         .spec = &spec(), .parameters = &layers_[layer].parameters, .first_head = out_row * RecurrentTarget::heads_of(spec())};
   }
 
+  TensorView state_of(size_t layer, int out_row, int slot) const override {
+    const TensorView& state = layers_[layer].inputs.state;
+    const int heads = RecurrentTarget::heads_of(spec());
+    const int64_t first = slot * state.stride(0) + int64_t(out_row) * heads * state.stride(2);
+    return TensorView::contiguous(state.as<char>() + first * size_of(state.dtype), state.dtype, {heads, state.size(3), state.size(4)},
+                                  state.device);
+  }
+
  private:
   struct Layer {
     RecurrentParameters parameters;

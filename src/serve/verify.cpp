@@ -69,12 +69,19 @@ struct Verifier::HeadCall {
   AttentionInputs parameters;
 };
 
-void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at) {
+void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at, bool is_of_state) {
   const double error = std::abs(got - wanted);
   const double ratio = std::isfinite(error) ? error / allowed : HUGE_VAL;
   max_error = std::max(max_error, std::isfinite(error) ? error : HUGE_VAL);
   if (ratio <= max_ratio) return;
-  *this = {.max_error = max_error, .max_ratio = ratio, .expected = wanted, .actual = got, .bound = allowed, .head = of_head, .element = at};
+  *this = {.max_error = max_error,
+           .max_ratio = ratio,
+           .expected = wanted,
+           .actual = got,
+           .bound = allowed,
+           .head = of_head,
+           .element = at,
+           .of_state = is_of_state};
 }
 
 Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor& threads)
@@ -293,12 +300,14 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
     const Outcome& o = outcomes[i];
     const VerifySample& s = samples[i];
     check(o.max_ratio <= 1, "replay.verify",
-          "request {}, token {} of {} + {}, layer {}{}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
-          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", head {}", o.head), o.element, o.expected,
-          o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
+          "request {}, token {} of {} + {}, layer {}{}, {} {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
+          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", head {}", o.head),
+          o.of_state ? "number of the state" : "element", o.element, o.expected, o.bound, o.actual,
+          std::visit([](const auto& target) { return target.spec->str(); }, s.target));
     const auto [outputs, values] = std::visit([](const auto& target) { return size_of_output(*target.spec); }, s.target);
     summary_.outputs += outputs;
     summary_.values += values;
+    summary_.states += s.state.empty() ? 0 : outputs;
     summary_.max_error = std::max(summary_.max_error, o.max_error);
     summary_.max_ratio = std::max(summary_.max_ratio, o.max_ratio);
   }

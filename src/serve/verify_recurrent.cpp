@@ -70,6 +70,10 @@ Verifier::Outcome Verifier::recompute(const VerifySample& sample, const Recurren
     worst.add(expected.out[last + i], bf16_to_float(sample.actual[i]), expected.allowed[last + i], target.first_head + int(i) / int(dim_v),
               int(i) % int(dim_v));
   }
+  const size_t head_numbers = size_t(in.head_numbers()), numbers = sample.state.empty() ? 0 : size_t(heads) * head_numbers;
+  for (size_t i = 0; i < numbers; ++i)
+    worst.add(expected.state[i], load_as_double(sample.state.data(), spec.state_dtype, int64_t(i)), expected.allowed_state[i],
+              target.first_head + int(i / head_numbers), int(i % head_numbers), true);
   return worst;
 }
 

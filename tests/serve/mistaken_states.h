@@ -1,6 +1,7 @@
 #pragma once
 // A backend of a family with states that runs like the reference, but now and then in a step that continues a request makes the mistake
 // that it is told to make: verification must notice.
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -10,7 +11,7 @@
 
 namespace imbrex::serve {
 
-enum class StateMistake : uint8_t { none, forgets, shares, stale };
+enum class StateMistake : uint8_t { none, forgets, shares, stale, spoils };
 
 template <class Family, class Inputs, class Outputs>
 struct MistakenStates final : BackendOf<Family> {
@@ -38,7 +39,12 @@ struct MistakenStates final : BackendOf<Family> {
       changed.state_slots = slots;
       inner->update(changed, stream);
     }
-    void run(const Inputs& in, const Outputs& out, Stream stream) const override { inner->run(in, out, stream); }
+    void run(const Inputs& in, const Outputs& out, Stream stream) const override {
+      inner->run(in, out, stream);
+      if (mistake != StateMistake::spoils) return;
+      auto* const first = in.state.template as<char>() + slots[0] * in.state.stride(0) * size_of(in.state.dtype);
+      std::memset(first, 0, size_t(in.state.stride(0) * size_of(in.state.dtype)));  // behind the outputs, which are right
+    }
     std::string str() const override { return "mistaken"; }
   };
 

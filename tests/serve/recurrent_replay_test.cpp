@@ -8,6 +8,7 @@
 #include "serve/replay.h"
 #include "serve/report.h"
 #include "serve/tiny_model.h"
+#include "serve/verify.h"
 
 namespace imbrex::serve {
 namespace {
@@ -24,6 +25,7 @@ ModelSpec tiny_recurrent_model(const std::vector<std::string>& names, const std:
       continue;
     }
     RecurrentSpec spec = recurrent_layer(name);
+    if (spec.head_dim_v > 1) spec.head_dim_k = 32, spec.head_dim_v = 24;  // small enough for every output to be checked
     if (change) change(spec);
     layer.spec = spec;
   }
@@ -112,6 +114,32 @@ TEST(RecurrentReplay, VerificationNoticesWrongStates) {
     EXPECT_EQ(code(layer, StateMistake::forgets), "replay.verify") << layer;
     EXPECT_EQ(code(layer, StateMistake::shares), "replay.verify") << layer;
     EXPECT_EQ(code(layer, StateMistake::stale), "replay.verify") << layer;
+  }
+  unregister_backend<RecurrentFamily>("mistaken");
+}
+
+// Prompts that make one token each: nobody reads their states again.
+TEST(RecurrentReplay, VerificationNoticesWrongFinalStates) {
+  const auto backend = std::make_shared<MistakenStates<RecurrentFamily, RecurrentInputs, RecurrentOutputs>>();
+  register_backend<RecurrentFamily>(backend);
+  const Trace trace = tree_trace(6, 16, 60, 1, 1);
+  ReplayOptions options = small_options();
+  options.max_num_batched_tokens = 512;  // a prompt is not cut
+  options.select.forced = "mistaken";
+  for (const char* layer : {"gdn", "mamba2", "mamba1"}) {
+    const ModelSpec model = tiny_recurrent_model({layer});
+    backend->mistake = StateMistake::none;
+    const ReplayResult r = replay(model, trace, options);
+    EXPECT_EQ(r.verified_states, 6 * RecurrentTarget::heads_of(recurrent(model, 0))) << layer;
+    EXPECT_NE(report_text(r, {}).find(" states recomputed"), std::string::npos);
+    backend->mistake = StateMistake::spoils;
+    try {
+      replay(model, trace, options);
+      ADD_FAILURE() << layer << ": nothing thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), "replay.verify");
+      EXPECT_NE(std::string(error.what()).find("number of the state"), std::string::npos) << error.what();
+    }
   }
   unregister_backend<RecurrentFamily>("mistaken");
 }
