@@ -215,6 +215,7 @@ void add_mixers(const FamilyInput& in, const std::vector<Mixer>& mixers, const L
       case Mixer::none: break;
     }
   }
+  check(!in.model.layers.empty(), "model.field.attn_layers", "none of the {} layers attends or is recurrent", mixers.size());
   if (const auto none = std::count(mixers.begin(), mixers.end(), Mixer::none); none > 0)
     in.config.note(fmt::format("{} of {} layers have neither a cache nor a state: they are left out, and layers are counted without them",
                                none, mixers.size()));

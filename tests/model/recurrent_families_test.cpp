@@ -94,6 +94,7 @@ TEST(RecurrentFamilies, NemotronHHasLayersWithoutACache) {
       "ra");
   EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "ME*")")), "model.field.layer_types.length");
   EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "MEx*")")), "model.field.layer_types.unknown");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "--E-")")), "model.field.attn_layers");
   EXPECT_EQ(recurrent_refusal("nemotron_h", kNemotron), "model.field.missing");
   EXPECT_EQ(recurrent_refusal("nemotron_h", R"("hybrid_override_pattern": "MMMM")"), "model.field.missing")
       << "class defaults are for nested configs";
