@@ -28,7 +28,7 @@ constexpr ModelPreset kRecurrentPresets[] = {
          "v_head_dim": 128, "head_dim": 72, "linear_attn_config": {"num_heads": 32, "head_dim": 128, "short_conv_kernel_size":
          4, "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19,
          21, 22, 23, 25, 26]}, "torch_dtype": "bfloat16"})"},
-    {"minimax-01", "MiniMaxAI/MiniMax-Text-01",  // V
+    {"minimax-01", "MiniMaxAI/MiniMax-Text-01",  // as M1
      R"({"model_type": "minimax_text_01", "hidden_size": 6144, "num_hidden_layers": 80, "num_attention_heads": 64,
          "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16", "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1, 0, 0,
          0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0,

@@ -10,8 +10,8 @@
 
 namespace imbrex::serve {
 
-// Layers of published models, whole: "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01", "nemotron-3-nano", "granite-4-h-small",
-// "falcon-mamba-7b". Error bench.layer for other names.
+// Layers of published models, whole, as their presets have them: "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01",
+// "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer for other names.
 const std::vector<std::string>& recurrent_layer_names();
 RecurrentSpec recurrent_layer_of(std::string_view name);
 
