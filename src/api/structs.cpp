@@ -351,6 +351,7 @@ RecurrentOutputs outputs_of(const imbrex_recurrent_outputs* pointer) {
 
 imbrex_spec_fields fields_of(const AttentionSpec& spec) { return fields_from<imbrex_spec_fields>(spec); }
 imbrex_short_conv_fields fields_of(const ShortConvSpec& spec) { return fields_from<imbrex_short_conv_fields>(spec); }
+imbrex_recurrent_fields fields_of(const RecurrentSpec& spec) { return fields_from<imbrex_recurrent_fields>(spec); }
 
 CPlanOptions::CPlanOptions(const PlanOptions& options) : options_(defaults<imbrex_plan_options>()) {
   imbrex_plan_options& o = options_;

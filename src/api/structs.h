@@ -41,6 +41,8 @@ inline constexpr size_t kFirstSize<imbrex_backend> = 96;
 template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_backend> = 112;
 template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_backend> = 112;
+template <>
 inline constexpr size_t kFirstSize<imbrex_device_description> = 56;
 template <>
 inline constexpr size_t kFirstSize<imbrex_device_table> = 264;
@@ -177,6 +179,7 @@ class CPlanOptions {
 };
 imbrex_spec_fields fields_of(const AttentionSpec&);
 imbrex_short_conv_fields fields_of(const ShortConvSpec&);
+imbrex_recurrent_fields fields_of(const RecurrentSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
 // The family of the contents of a handle. of_family() checks that it is the one that a function is for.
