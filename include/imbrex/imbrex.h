@@ -1,7 +1,7 @@
 /* The C ABI of imbrex: all that a program in C, Rust, Go or Python needs to select a backend, plan steps, own a paged KV cache and run
  * attention. Link libimbrex.so, or open it at run time. The C++ headers beside this one say more about shapes, units and errors; names
- * are the same. docs/c.md has a walk through it; plugin.h, which comes with this file, has what backends and devices from outside
- * are.
+ * are the same. docs/c.md has a walk through it; imbrex_recurrent.h and plugin.h, which come with this file, have recurrent layers, and
+ * what backends and devices from outside are.
  *
  *   Errors    A function that can fail returns a status. Text and code of the calling thread's last failure are imbrex_last_error() and
  *             imbrex_last_error_code(); codes are listed in docs/errors.md. What failed has changed nothing, and no `out` was written.
@@ -445,6 +445,7 @@ IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint6
 }
 #endif
 
+#include "imbrex/imbrex_recurrent.h"
 #include "imbrex/plugin.h"
 
 #endif /* IMBREX_H */

@@ -16,6 +16,7 @@
 #include "imbrex/model.h"
 #include "imbrex/parallel.h"
 #include "imbrex/plan.h"
+#include "imbrex/recurrent.h"
 #include "imbrex/schedule.h"
 #include "imbrex/select.h"
 #include "imbrex/short_conv.h"

@@ -7,13 +7,14 @@
 
 #include "imbrex/attention.h"
 #include "imbrex/mla.h"
+#include "imbrex/recurrent.h"
 #include "imbrex/short_conv.h"
 
 namespace imbrex {
 
 // The spec of a layer of any family, for std::visit(). This is the list of families: select() uses it to find that a backend's name belongs
 // to another family.
-using LayerSpec = std::variant<AttentionSpec, ShortConvSpec, MlaSpec>;
+using LayerSpec = std::variant<AttentionSpec, ShortConvSpec, MlaSpec, RecurrentSpec>;
 
 // The family that a spec is of: select<FamilyOf<decltype(spec)>>(spec, device) in a visitor.
 template <class Spec>
@@ -29,6 +30,10 @@ struct FamilyOfSpec<ShortConvSpec> {
 template <>
 struct FamilyOfSpec<MlaSpec> {
   using type = MlaFamily;
+};
+template <>
+struct FamilyOfSpec<RecurrentSpec> {
+  using type = RecurrentFamily;
 };
 template <class Spec>
 using FamilyOf = typename FamilyOfSpec<std::remove_cvref_t<Spec>>::type;

@@ -65,6 +65,25 @@ typedef struct {
 IMBREX_API imbrex_status imbrex_register_short_conv_backend(const imbrex_short_conv_backend*);
 IMBREX_API imbrex_status imbrex_unregister_short_conv_backend(const char* name);
 
+/* The same for recurrent layers. */
+typedef struct {
+  size_t struct_size;
+  const char *name, *description;
+  void* context;
+  void (*unsupported)(void* context, const imbrex_recurrent_fields*, const imbrex_device_properties*, const imbrex_reasons*);
+  imbrex_status (*plan)(void* context, const imbrex_recurrent_fields*, const imbrex_device_properties*, const imbrex_plan_options*,
+                        void** plan);
+  void (*plan_free)(void* plan);
+  imbrex_status (*update)(void* plan, const imbrex_batch*, void* stream);
+  imbrex_status (*run)(void* plan, const imbrex_recurrent_inputs*, const imbrex_recurrent_outputs*, void* stream);
+  const char* (*str)(void* plan);
+  const char* (*error)(void* context);
+  size_t spec_size, device_size; /* sizeof(imbrex_recurrent_fields), sizeof(imbrex_device_properties); 0: 88, 56 */
+  int32_t capturable;
+} imbrex_recurrent_backend;
+IMBREX_API imbrex_status imbrex_register_recurrent_backend(const imbrex_recurrent_backend*);
+IMBREX_API imbrex_status imbrex_unregister_recurrent_backend(const char* name);
+
 /* ---- devices from outside ---- */
 
 /* What a device is. struct_size is set by who asks; the plug-in writes fields that lie within it. */
@@ -153,6 +172,7 @@ typedef struct {
   const char* (*last_error)(void);
   imbrex_status (*register_device)(const imbrex_device_table*); /* where struct_size says that it is there, as all below */
   imbrex_status (*register_short_conv_backend)(const imbrex_short_conv_backend*);
+  imbrex_status (*register_recurrent_backend)(const imbrex_recurrent_backend*);
 } imbrex_host;
 typedef imbrex_status (*imbrex_plugin_function)(const imbrex_host*); /* imbrex_plugin */
 IMBREX_API imbrex_status imbrex_load_plugin(const char* path);

@@ -20,6 +20,8 @@ from ._core import (
     MlaSelection,
     MlaSpec,
     Reason,
+    RecurrentSelection,
+    RecurrentSpec,
     Selection,
     ShortConvSelection,
     ShortConvSpec,
@@ -30,6 +32,7 @@ from ._core import (
 from .attention import attention_paged, attention_varlen, merge_state, merge_states
 from .mla import MlaPlan
 from .plan import KvCache, KvLayer, Plan, Workspace, explain, select
+from .recurrent import RecurrentPlan
 from .short_conv import ShortConvPlan
 
 __all__ = [
@@ -44,6 +47,9 @@ __all__ = [
     "MlaSpec",
     "Plan",
     "Reason",
+    "RecurrentPlan",
+    "RecurrentSelection",
+    "RecurrentSpec",
     "Selection",
     "ShortConvPlan",
     "ShortConvSelection",

@@ -14,7 +14,7 @@ def _device(device: DeviceLike) -> _core.Device:
     return device if isinstance(device, _core.Device) else _core.Device(str(device))
 
 
-Spec = Union[_core.AttentionSpec, _core.ShortConvSpec, _core.MlaSpec]
+Spec = Union[_core.AttentionSpec, _core.ShortConvSpec, _core.MlaSpec, _core.RecurrentSpec]
 
 
 def select(
@@ -25,7 +25,7 @@ def select(
     forced_prefill: str = "",
     forced_decode: str = "",
     phase: str = "any",
-) -> Union[_core.Selection, _core.ShortConvSelection, _core.MlaSelection]:
+) -> Union[_core.Selection, _core.ShortConvSelection, _core.MlaSelection, _core.RecurrentSelection]:
     """Which backend runs a spec on a device, with every reason against the others.
 
     `forced` is a backend or a name that users of vLLM ("FLASH_ATTN") or SGLang ("fa3") know; `phase` is "any", "prefill" or "decode". That

@@ -11,6 +11,7 @@
 #include "mla.h"
 #include "one_of.h"
 #include "plan.h"
+#include "recurrent.h"
 #include "selection.h"
 #include "short_conv.h"
 #include "spec.h"
@@ -128,6 +129,7 @@ NB_MODULE(_core, m) {
   bind_plan(m);
   bind_short_conv(m);
   bind_mla(m);
+  bind_recurrent(m);
 }
 
 }  // namespace imbrex::python

@@ -34,6 +34,12 @@ inline void take(AttentionKind& value, const std::string& text, const char* name
 inline void take(KvFormat& value, const std::string& text, const char* name) { value = one_of(text, kv_formats(), name); }
 inline void take(ShortConvForm& value, const std::string& text, const char*) { parse_value(text, value); }
 inline void take(ShortConvActivation& value, const std::string& text, const char*) { parse_value(text, value); }
+inline void take(RecurrentGate& value, const std::string& text, const char* name) {
+  value = one_of(text, {RecurrentGate::fixed, RecurrentGate::log, RecurrentGate::softplus, RecurrentGate::sigmoid}, name);
+}
+inline void take(StateLayout& value, const std::string& text, const char* name) {
+  value = one_of(text, {StateLayout::k_first, StateLayout::v_first}, name);
+}
 void take(auto& value, const auto& given_value, const char*) { value = given_value; }
 
 // The rows whose fields have a default.

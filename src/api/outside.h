@@ -27,6 +27,10 @@ template <>
 struct TableOfFamily<ShortConvFamily> {
   using type = imbrex_short_conv_backend;
 };
+template <>
+struct TableOfFamily<RecurrentFamily> {
+  using type = imbrex_recurrent_backend;
+};
 template <class Family>
 using TableOf = typename TableOfFamily<Family>::type;
 

@@ -107,6 +107,12 @@ imbrex_status imbrex_spec_create_mla(const imbrex_mla_fields* fields, imbrex_spe
     return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
   });
 }
+imbrex_status imbrex_spec_create_recurrent(const imbrex_recurrent_fields* fields, imbrex_spec** out) {
+  return create(out, [&] {
+    const RecurrentSpec spec = spec_of(fields);
+    return std::make_unique<imbrex_spec>(imbrex_spec{spec, spec.str()});
+  });
+}
 void imbrex_spec_free(imbrex_spec* spec) { delete spec; }
 const char* imbrex_spec_str(const imbrex_spec* spec) { return spec == nullptr ? "" : spec->text.c_str(); }
 imbrex_status imbrex_spec_get_fields(const imbrex_spec* spec, imbrex_spec_fields* out) {
@@ -247,4 +253,11 @@ imbrex_status imbrex_plan_write_latents(imbrex_plan* plan, const imbrex_kv_cache
 
 imbrex_status imbrex_plan_run_mla(imbrex_plan* plan, const imbrex_mla_inputs* inputs, const imbrex_mla_outputs* outputs, void* stream) {
   return guarded([&] { mla_plan(plan).run(inputs_of(inputs), outputs_of(outputs), stream); });
+}
+
+imbrex_status imbrex_plan_run_recurrent(imbrex_plan* plan, const imbrex_recurrent_inputs* inputs, const imbrex_recurrent_outputs* outputs,
+                                        void* stream) {
+  return guarded([&] {
+    of_family<std::unique_ptr<RecurrentPlan>>(deref(plan, "plan").plan, "plan")->run(inputs_of(inputs), outputs_of(outputs), stream);
+  });
 }

@@ -20,7 +20,8 @@ void load_plugin(const std::string& path) {
                          .register_backend = imbrex_register_backend,
                          .last_error = imbrex_last_error,
                          .register_device = imbrex_register_device,
-                         .register_short_conv_backend = imbrex_register_short_conv_backend};
+                         .register_short_conv_backend = imbrex_register_short_conv_backend,
+                         .register_recurrent_backend = imbrex_register_recurrent_backend};
   const imbrex_status status = entry(&host);
   check(status == IMBREX_OK, "plugin.refused", "imbrex_plugin of {} returned status {}: {}", path, status, imbrex_last_error());
 }

@@ -11,6 +11,7 @@
 #include "core/tensor_format.h"
 #include "imbrex/device_platform.h"
 #include "mla/spec_fields.h"
+#include "recurrent/spec_fields.h"
 #include "short_conv/spec_fields.h"
 
 namespace imbrex::api {
@@ -42,6 +43,10 @@ imbrex_short_conv_fields defaults() {
 template <>
 imbrex_mla_fields defaults() {
   return fields_from<imbrex_mla_fields>(MlaSpec());
+}
+template <>
+imbrex_recurrent_fields defaults() {
+  return fields_from<imbrex_recurrent_fields>(RecurrentSpec());
 }
 template <>
 imbrex_plan_options defaults() {
@@ -94,6 +99,8 @@ constexpr int32_t count_of(AttentionKind) { return 4; }
 int32_t count_of(KvFormat) { return int32_t(kv_formats().size()); }
 constexpr int32_t count_of(ShortConvForm) { return 2; }
 constexpr int32_t count_of(ShortConvActivation) { return 2; }
+constexpr int32_t count_of(RecurrentGate) { return 4; }
+constexpr int32_t count_of(StateLayout) { return 2; }
 constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
 
 // A field of a spec as C has it.
@@ -191,6 +198,7 @@ Spec spec_from(const Fields& fields) {
 AttentionSpec spec_of(const imbrex_spec_fields* pointer) { return spec_from<AttentionSpec>(read(pointer, "spec")); }
 ShortConvSpec spec_of(const imbrex_short_conv_fields* pointer) { return spec_from<ShortConvSpec>(read(pointer, "fields")); }
 MlaSpec spec_of(const imbrex_mla_fields* pointer) { return spec_from<MlaSpec>(read(pointer, "fields")); }
+RecurrentSpec spec_of(const imbrex_recurrent_fields* pointer) { return spec_from<RecurrentSpec>(read(pointer, "fields")); }
 
 SelectOptions select_options_of(const imbrex_select_options* pointer) {
   if (pointer == nullptr) return {};
@@ -323,10 +331,29 @@ MlaOutputs outputs_of(const imbrex_mla_outputs* pointer) {
   return {.out = view_of(&deref(o.out, "out"), "out"), .lse = view_of(o.lse, "lse")};
 }
 
+RecurrentInputs inputs_of(const imbrex_recurrent_inputs* pointer) {
+  const imbrex_recurrent_inputs in = read(pointer, "inputs");
+  return {.q = view_of(&deref(in.q, "q"), "q"),
+          .k = view_of(&deref(in.k, "k"), "k"),
+          .v = view_of(&deref(in.v, "v"), "v"),
+          .gate = view_of(in.gate, "gate"),
+          .beta = view_of(in.beta, "beta"),
+          .rates = view_of(in.rates, "rates"),
+          .gate_bias = view_of(in.gate_bias, "gate_bias"),
+          .skip = view_of(in.skip, "skip"),
+          .state = view_of(&deref(in.state, "state"), "state")};
+}
+
+RecurrentOutputs outputs_of(const imbrex_recurrent_outputs* pointer) {
+  const imbrex_recurrent_outputs o = read(pointer, "outputs");
+  return {.out = view_of(&deref(o.out, "out"), "out")};
+}
+
 // --- to C
 
 imbrex_spec_fields fields_of(const AttentionSpec& spec) { return fields_from<imbrex_spec_fields>(spec); }
 imbrex_short_conv_fields fields_of(const ShortConvSpec& spec) { return fields_from<imbrex_short_conv_fields>(spec); }
+imbrex_recurrent_fields fields_of(const RecurrentSpec& spec) { return fields_from<imbrex_recurrent_fields>(spec); }
 
 CPlanOptions::CPlanOptions(const PlanOptions& options) : options_(defaults<imbrex_plan_options>()) {
   imbrex_plan_options& o = options_;
@@ -387,3 +414,6 @@ void imbrex_short_conv_outputs_init(imbrex_short_conv_outputs* s, size_t struct_
 void imbrex_mla_fields_init(imbrex_mla_fields* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_mla_inputs_init(imbrex_mla_inputs* s, size_t struct_size) { init(s, struct_size); }
 void imbrex_mla_outputs_init(imbrex_mla_outputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_recurrent_fields_init(imbrex_recurrent_fields* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_recurrent_inputs_init(imbrex_recurrent_inputs* s, size_t struct_size) { init(s, struct_size); }
+void imbrex_recurrent_outputs_init(imbrex_recurrent_outputs* s, size_t struct_size) { init(s, struct_size); }

@@ -41,6 +41,8 @@ inline constexpr size_t kFirstSize<imbrex_backend> = 96;
 template <>
 inline constexpr size_t kFirstSize<imbrex_short_conv_backend> = 112;
 template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_backend> = 112;
+template <>
 inline constexpr size_t kFirstSize<imbrex_device_description> = 56;
 template <>
 inline constexpr size_t kFirstSize<imbrex_device_table> = 264;
@@ -56,6 +58,12 @@ template <>
 inline constexpr size_t kFirstSize<imbrex_mla_inputs> = 40;
 template <>
 inline constexpr size_t kFirstSize<imbrex_mla_outputs> = 24;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_fields> = 88;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_inputs> = 80;
+template <>
+inline constexpr size_t kFirstSize<imbrex_recurrent_outputs> = 16;
 
 // The defaults of a struct's fields.
 template <class T>
@@ -70,6 +78,8 @@ template <>
 imbrex_short_conv_fields defaults();
 template <>
 imbrex_mla_fields defaults();
+template <>
+imbrex_recurrent_fields defaults();
 
 template <class T>
 void init(T* given, size_t struct_size) {
@@ -120,6 +130,7 @@ TensorView view_of(const imbrex_tensor*, const char* name);
 AttentionSpec spec_of(const imbrex_spec_fields*);
 ShortConvSpec spec_of(const imbrex_short_conv_fields*);
 MlaSpec spec_of(const imbrex_mla_fields*);
+RecurrentSpec spec_of(const imbrex_recurrent_fields*);
 SelectOptions select_options_of(const imbrex_select_options*);
 KvCache kv_of(const imbrex_kv_cache*);
 PlanOptions plan_options_of(const imbrex_plan_options*);
@@ -131,6 +142,8 @@ ShortConvInputs inputs_of(const imbrex_short_conv_inputs*);
 ShortConvOutputs outputs_of(const imbrex_short_conv_outputs*);
 MlaInputs inputs_of(const imbrex_mla_inputs*);
 MlaOutputs outputs_of(const imbrex_mla_outputs*);
+RecurrentInputs inputs_of(const imbrex_recurrent_inputs*);
+RecurrentOutputs outputs_of(const imbrex_recurrent_outputs*);
 
 // A view as a C tensor, with the room that its sizes need.
 class CTensor {
@@ -166,15 +179,18 @@ class CPlanOptions {
 };
 imbrex_spec_fields fields_of(const AttentionSpec&);
 imbrex_short_conv_fields fields_of(const ShortConvSpec&);
+imbrex_recurrent_fields fields_of(const RecurrentSpec&);
 imbrex_device_properties properties_of(const DeviceInfo&);
 
 // The family of the contents of a handle. of_family() checks that it is the one that a function is for.
 inline std::string_view family_of(const AttentionSpec&) { return AttentionFamily::name; }
 inline std::string_view family_of(const ShortConvSpec&) { return ShortConvFamily::name; }
 inline std::string_view family_of(const MlaSpec&) { return MlaFamily::name; }
+inline std::string_view family_of(const RecurrentSpec&) { return RecurrentFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<AttentionPlan>&) { return AttentionFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<ShortConvPlan>&) { return ShortConvFamily::name; }
 inline std::string_view family_of(const std::unique_ptr<MlaPlan>&) { return MlaFamily::name; }
+inline std::string_view family_of(const std::unique_ptr<RecurrentPlan>&) { return RecurrentFamily::name; }
 template <class Wanted, class... Families>
 const Wanted& of_family(const std::variant<Families...>& held, const char* name) {
   const auto* wanted = std::get_if<Wanted>(&held);
@@ -208,7 +224,7 @@ struct imbrex_selection {
   imbrex_spec spec;
   imbrex::DeviceInfo device;
   std::variant<const imbrex::BackendOf<imbrex::AttentionFamily>*, const imbrex::BackendOf<imbrex::ShortConvFamily>*,
-               const imbrex::BackendOf<imbrex::MlaFamily>*>
+               const imbrex::BackendOf<imbrex::MlaFamily>*, const imbrex::BackendOf<imbrex::RecurrentFamily>*>
       backend;                                   // of the spec's family; null: none
   const imbrex::BasicBackend* chosen = nullptr;  // the same
   struct Candidate {
@@ -220,7 +236,9 @@ struct imbrex_selection {
   std::string rule, text, name;  // name: of the backend
 };
 struct imbrex_plan {
-  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>, std::unique_ptr<imbrex::MlaPlan>> plan;
+  std::variant<std::unique_ptr<imbrex::AttentionPlan>, std::unique_ptr<imbrex::ShortConvPlan>, std::unique_ptr<imbrex::MlaPlan>,
+               std::unique_ptr<imbrex::RecurrentPlan>>
+      plan;
   std::string text;
   std::vector<imbrex::Reason> problems;
 

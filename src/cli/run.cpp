@@ -112,7 +112,8 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model gpt-oss-20b --trace azure.csv --num-requests 1000 --kv-dtype fp8_e4m3 --kv-memory 2GiB\n"
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
-      "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n\n"
+      "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
+      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }

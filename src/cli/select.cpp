@@ -95,6 +95,10 @@ int run_select(SelectArguments& o) {
         },
         named.spec);
   }
+  const std::vector<std::string> notes = notes_of(o.spec);
+  j["notes"] = notes;
+  if (!notes.empty()) text += "\n";
+  for (const std::string& note : notes) text += fmt::format("note: {}\n", note);
   fmt::print("{}", o.json ? j.dump(2) + "\n" : text);
   return all_run ? kOk : kUnsupported;
 }
@@ -118,9 +122,11 @@ void add_select(CLI::App& app, Action& action) {
       "  imbrex select --model gpt-oss-20b\n"
       "  imbrex select --model llama-3.1-8b --device h200 -v\n"
       "  imbrex select --model lfm2-1.2b\n"
+      "  imbrex select --model kimi-linear-48b-a3b\n"
       "  imbrex select --heads 64/8 --head-dim 80 --kv-dtype fp8_e4m3 --window 4096 --device \"avx512,32 threads\"\n"
       "  imbrex select --model llama-3.1-8b --backend intel_amx\n\n"
-      "A model may have layers of several families (LFM2: attention and short convolutions). A forced name that one of them has is for "
+      "A model may have layers of several families (LFM2: attention and short convolutions; Kimi-Linear: latent attention and KDA). A "
+      "forced name that one of them has is for "
       "that\n"
       "family alone; the others go by their order, and say so. Exit code 3 when nothing runs a layer.");
   sub->callback([o, &action] { action = [o] { return run_select(*o); }; });

@@ -114,6 +114,8 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   return specs;
 }
 
+std::vector<std::string> notes_of(const SpecOptions& o) { return o.model.empty() ? std::vector<std::string>() : load_model(o.model).notes; }
+
 namespace {
 
 // The specs of one family among those of the options; a line on stderr tells of the others.

@@ -6,6 +6,7 @@
 #include "cli/cli.h"
 #include "conformance/attention/device_mirror.h"
 #include "conformance/case_file.h"
+#include "conformance/recurrent/device_mirror.h"
 #include "conformance/short_conv/device_mirror.h"
 #include "core/check.h"
 #include "imbrex/select.h"
@@ -48,20 +49,23 @@ struct WantedBackends {
 class Verifier {
  public:
   Verifier(const std::vector<std::string>& names, const DeviceInfo& device)
-      : device_(device), attention_(names, device), short_conv_(names, device), mla_(names, device) {
+      : device_(device), attention_(names, device), short_conv_(names, device), mla_(names, device), recurrent_(names, device) {
     for (const std::string& name : names)
-      check(find_backend(name) != nullptr || find_backend<ShortConvFamily>(name) != nullptr || find_backend<MlaFamily>(name) != nullptr,
+      check(find_backend(name) != nullptr || find_backend<ShortConvFamily>(name) != nullptr || find_backend<MlaFamily>(name) != nullptr ||
+                find_backend<RecurrentFamily>(name) != nullptr,
             "cli.backend", "the name of a backend, got \"{}\" (imbrex info lists them)", name);
   }
   std::vector<VerifyRow> operator()(const CaseFile& file) const { return attention_.verify(file, device_); }
   std::vector<VerifyRow> operator()(const ShortConvCaseFile& file) const { return short_conv_.verify(file, device_); }
   std::vector<VerifyRow> operator()(const MlaCaseFile& file) const { return mla_.verify(file, device_); }
+  std::vector<VerifyRow> operator()(const RecurrentCaseFile& file) const { return recurrent_.verify(file, device_); }
 
  private:
   DeviceInfo device_;
   WantedBackends<AttentionFamily> attention_;
   WantedBackends<ShortConvFamily> short_conv_;
   WantedBackends<MlaFamily> mla_;
+  WantedBackends<RecurrentFamily> recurrent_;
 };
 
 int run_verify(const VerifyArguments& o) {

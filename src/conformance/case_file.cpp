@@ -11,7 +11,8 @@ AnyCaseFile parse_any_case(const Safetensors& file) {
   if (family == "attention") return parse_case(file);
   if (family == "short_conv") return parse_short_conv_case(file);
   if (family == "mla") return parse_mla_case(file);
-  fail("case_file.family", "expected attention, short_conv or mla, got {}", family.substr(0, 64));
+  if (family == "recurrent") return parse_recurrent_case(file);
+  fail("case_file.family", "expected attention, short_conv, mla or recurrent, got {}", family.substr(0, 64));
 }
 
 AnyCaseFile load_any_case(const std::string& path) { return parse_any_case(load_safetensors(path)); }

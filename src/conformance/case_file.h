@@ -5,11 +5,12 @@
 
 #include "conformance/attention/case_file.h"
 #include "conformance/mla/case_file.h"
+#include "conformance/recurrent/case_file.h"
 #include "conformance/short_conv/case_file.h"
 
 namespace imbrex {
 
-using AnyCaseFile = std::variant<CaseFile, ShortConvCaseFile, MlaCaseFile>;
+using AnyCaseFile = std::variant<CaseFile, ShortConvCaseFile, MlaCaseFile, RecurrentCaseFile>;
 
 // Error case_file.family for one that there is not, otherwise what the family's own reader throws.
 AnyCaseFile parse_any_case(const Safetensors&);

@@ -18,6 +18,7 @@
 #include "cuda/ops/gather.h"
 #include "cuda/ops/merge_results.h"
 #include "cuda/plan/plan.h"
+#include "cuda/recurrent/recurrent.h"
 #include "cuda/short_conv/short_conv.h"
 #include "gpu/kernel_cache.h"
 
@@ -71,6 +72,16 @@ std::vector<LayerSpec> short_conv_sample() {
   return {specs.begin(), specs.end()};
 }
 
+std::vector<KernelKey> recurrent_keys(std::string_view arch, const LayerSpec& layer) {
+  const auto* const spec = std::get_if<RecurrentSpec>(&layer);
+  return spec == nullptr ? std::vector<KernelKey>() : recurrent_kernels(arch, *spec, {});
+}
+
+std::vector<LayerSpec> recurrent_sample() {
+  const std::vector<RecurrentSpec> specs = covering_recurrent_specs();
+  return {specs.begin(), specs.end()};
+}
+
 std::vector<KernelKey> mla_keys(std::string_view arch, const LayerSpec& layer) {
   const auto* const spec = std::get_if<MlaSpec>(&layer);
   if (spec == nullptr) return {};
@@ -93,6 +104,7 @@ std::vector<LayerSpec> mla_sample() {
 }
 
 constexpr OtherFamily kOtherFamilies[] = {{"short_conv", "cuda_sm80", short_conv_keys, short_conv_sample},
+                                          {"recurrent", "cuda_sm80", recurrent_keys, recurrent_sample},
                                           {"mla", nullptr, mla_keys, mla_sample}};
 
 // The attention that a layer runs: itself, or what a layer of latent attention is composed of.
@@ -330,6 +342,35 @@ std::vector<ShortConvSpec> covering_short_conv_specs() {
           {.width = 4, .dtype = DType::f32, .form = plain, .activation = silu},
           {.width = 5, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu},
           {.width = 8, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu}};
+}
+
+std::vector<RecurrentSpec> covering_recurrent_specs() {
+  std::vector<RecurrentSpec> specs;
+  const auto add = [&](int dim_k, int dim_v, DType dtype, DType state, StateLayout layout) -> RecurrentSpec& {
+    RecurrentSpec& spec = specs.emplace_back();
+    spec.num_k_heads = 4, spec.num_v_heads = 16, spec.head_dim_k = dim_k, spec.head_dim_v = dim_v;
+    spec.dtype = dtype, spec.state_dtype = state, spec.layout = layout;
+    return spec;
+  };
+  const auto delta = [](RecurrentSpec& spec) { spec.delta = spec.sigmoid_beta = spec.qk_norm = true; };
+  // Chunks, with the delta rule and without, of norms and not, and layers that have none.
+  delta(add(128, 128, DType::bf16, DType::f32, StateLayout::v_first));
+  delta(add(128, 128, DType::f16, DType::bf16, StateLayout::k_first));
+  delta(add(64, 64, DType::bf16, DType::f16, StateLayout::v_first));
+  add(128, 64, DType::bf16, DType::f32, StateLayout::v_first);
+  add(128, 64, DType::bf16, DType::f16, StateLayout::k_first).qk_norm = true;
+  add(64, 128, DType::f16, DType::f32, StateLayout::k_first);
+  RecurrentSpec& kda = add(128, 128, DType::bf16, DType::f32, StateLayout::v_first);
+  delta(kda), kda.channel_gate = true;
+  add(256, 256, DType::f32, DType::f32, StateLayout::k_first).channel_gate = true;
+  add(200, 130, DType::bf16, DType::f16, StateLayout::v_first).channel_rates = true;
+  add(33, 31, DType::f32, DType::bf16, StateLayout::k_first).channel_rates = true;
+  add(7, 5, DType::f16, DType::f32, StateLayout::v_first);
+  // Heads of one value.
+  add(16, 1, DType::bf16, DType::f32, StateLayout::v_first).channel_rates = true;
+  add(256, 1, DType::f32, DType::f16, StateLayout::v_first);
+  add(100, 1, DType::f16, DType::bf16, StateLayout::v_first);
+  return specs;
 }
 
 std::vector<AttentionSpec> covering_specs() {

@@ -11,7 +11,7 @@ constexpr std::string_view kCuda = "the CUDA backends";
 constexpr std::string_view kCudaMla = "latent attention (MLA) on NVIDIA GPUs";
 constexpr std::string_view kCpuMla = "latent attention (MLA) on a CPU";
 constexpr std::string_view kSparse = "sparse attention (indexer and selected keys); waits for the sparse family";
-constexpr std::string_view kRecurrent = "a linear or state-space layer; waits for the recurrent family";
+constexpr std::string_view kRecurrent = "a linear or state-space layer";
 constexpr std::string_view kQuantised = "a quantised KV cache of its own record format; waits for the quantised KV formats";
 constexpr std::string_view kOther = "hardware that imbrex has no backend for";
 constexpr std::string_view kCpu = "the CPU backends";
@@ -59,7 +59,8 @@ std::vector<BackendAlias> make_aliases() {
   vllm(kOther, {},
        {"ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_TRITON_MLA", "ROCM_AITER_MLA_SPARSE",
         "ROCM_FLASHMLA_SPARSE_DSV4", "XPU_MLA_SPARSE"});
-  vllm(kRecurrent, {}, {"MAMBA1", "MAMBA2", "LINEAR", "GDN_ATTN"});
+  for (const char* name : {"MAMBA1", "MAMBA2", "LINEAR", "GDN_ATTN"})
+    list.push_back({"vllm", name, {"cuda_sm80", "cpu_avx512", "cpu_generic"}, kRecurrent, RecurrentFamily::name});
   list.push_back(
       {"vllm", "SHORT_CONV", {"cuda_sm80", "cpu_avx512", "cpu_generic"}, "the short convolution of LFM2", ShortConvFamily::name});
   vllm("a layer without attention; nothing to run", {}, {"NO_ATTENTION"});
@@ -74,7 +75,8 @@ std::vector<BackendAlias> make_aliases() {
   list.push_back({"sglang", "intel_amx", cpu_backends(), kCpuMla, MlaFamily::name});
   sglang(kSparse, {}, {"dsa", "nsa", "dsv4", "compressed"});
   sglang(kOther, {}, {"aiter", "wave", "ascend", "intel_xpu"});
-  sglang(kRecurrent, {}, {"gdn", "kda", "lightning", "mamba2"});
+  for (const char* name : {"gdn", "kda", "lightning", "mamba2"})
+    list.push_back({"sglang", name, {"cuda_sm80", "cpu_avx512", "cpu_generic"}, kRecurrent, RecurrentFamily::name});
   return list;
 }
 

@@ -20,6 +20,25 @@ std::string show(const json& value) {
   return text;
 }
 
+// Infinity outside of strings becomes null and spaces, so that bytes keep their places.
+std::string without_infinity(std::string_view text) {
+  constexpr std::string_view kWords[] = {"-Infinity", "Infinity"};
+  std::string plain(text);
+  bool in_string = false;
+  for (size_t at = 0; at < plain.size(); ++at) {
+    if (in_string && plain[at] == '\\') {
+      ++at;
+    } else if (plain[at] == '"') {
+      in_string = !in_string;
+    } else if (!in_string) {
+      for (const std::string_view word : kWords)
+        if (std::string_view(plain).substr(at, word.size()) == word)
+          plain.replace(at, word.size(), "null" + std::string(word.size() - 4, ' '));
+    }
+  }
+  return plain;
+}
+
 }  // namespace
 
 json parse_config_text(std::string_view text) {
@@ -28,7 +47,7 @@ json parse_config_text(std::string_view text) {
   check(text.find_first_not_of(" \t\r\n") != std::string_view::npos, "model.json.empty", "config.json is empty ({} bytes)", text.size());
   json root;
   try {
-    root = parse_json(text, kMaxConfigDepth);
+    root = parse_json(without_infinity(text), kMaxConfigDepth);
   } catch (const JsonProblem& p) {
     check(p.kind != JsonProblem::depth, "model.json.depth", "config.json is nested deeper than {} levels", kMaxConfigDepth);
     check(p.kind != JsonProblem::duplicate, "model.json.duplicate", "config.json has the key {} twice in one object", show(p.name));
@@ -125,6 +144,30 @@ std::optional<double> ConfigReader::maybe_number(const char* key, double max, bo
   check(x > 0 || zero, "model.field.zero", "{} is 0, must be above 0", path(key));
   check(x <= max, "model.field.large", "{} is {}, at most {} is allowed", path(key), x, max);
   return x;
+}
+
+std::optional<double> ConfigReader::maybe_negative(const char* key) const {
+  const json* value = find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_number()) wrong_type(path(key), "a number", *value);
+  const double x = value->get<double>();
+  check(x < 0 && x >= -1e6, "model.field.range", "{} is {}, must be from -1e6 to below 0", path(key), x);
+  return x;
+}
+
+std::optional<std::pair<double, double>> ConfigReader::maybe_range(const char* key, double max) const {
+  const json* value = find(key);
+  if (value == nullptr) return std::nullopt;
+  if (!value->is_array() || value->size() != 2) wrong_type(path(key), "an array of two numbers", *value);
+  const json &low = (*value)[0], &high = (*value)[1];
+  const auto python = [](const json& x) { return x.is_object() && x.size() == 1 && x.value("__float__", json()) == "Infinity"; };
+  if (!low.is_number()) wrong_type(path(key) + "[0]", "a number", low);
+  const bool endless = high.is_null() || python(high);
+  if (!endless && !high.is_number()) wrong_type(path(key) + "[1]", "a number, or null for no limit", high);
+  const double from = low.get<double>(), to = endless ? max : high.get<double>();
+  check(from >= 0 && from <= to && to <= max && to > 0, "model.field.range",
+        "{} is {} to {}, expected 0 <= low <= high <= {}, and high above 0", path(key), from, to, max);
+  return std::pair(from, endless ? 0 : to);
 }
 
 std::optional<bool> ConfigReader::maybe_bool(const char* key) const {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace imbrex {
@@ -12,7 +13,8 @@ namespace imbrex {
 constexpr int64_t kMaxConfigBytes = int64_t{4} << 20;  // the largest published ones (lists of quantised modules) have 1 MiB
 constexpr int kMaxConfigDepth = 64;
 
-// Error model.json.* unless `text` is one JSON object without duplicate keys, within the limits above.
+// Infinity, which Python writes and JSON does not have, is read as null. Error model.json.* unless `text` is one JSON object
+// without duplicate keys, within the limits above.
 nlohmann::json parse_config_text(std::string_view text);
 
 class ConfigReader {
@@ -36,6 +38,9 @@ class ConfigReader {
   int integer_or(Keys, int max, std::optional<int> class_default) const;  // notes the default; model.field.missing without one
   std::optional<int64_t> any_integer(const char* key) const;              // of either sign
   std::optional<double> maybe_number(const char* key, double max, bool zero = false) const;  // above 0, or 0 where that is allowed
+  std::optional<double> maybe_negative(const char* key) const;                               // below 0 and finite
+  // [low, high] of numbers from 0 to `max`; a high of 0 stands for one without a limit: null, or what Python writes for infinity.
+  std::optional<std::pair<double, double>> maybe_range(const char* key, double max) const;
   std::optional<bool> maybe_bool(const char* key) const;
   bool flag(const char* key, bool absent) const { return maybe_bool(key).value_or(absent); }
   std::optional<std::string> maybe_string(const char* key) const;

@@ -22,7 +22,8 @@ struct Geometry {
 };
 
 // Reads the usual fields under any of their names. `mha`: an absent num_key_value_heads means one for every query head (null always does).
-Geometry read_geometry(const ConfigReader&, const GeometryDefaults&, bool mha);
+// `layers`: their number, where another field says it; else 0.
+Geometry read_geometry(const ConfigReader&, const GeometryDefaults&, bool mha, int layers = 0);
 int even_head_dim(const ConfigReader&, int hidden, int heads);     // hidden / heads; Error model.field.head_dim.indivisible
 void check_heads(const ConfigReader&, int q_heads, int kv_heads);  // Error model.field.heads.indivisible
 void check_head_dim(const ConfigReader&, int head_dim);            // Error model.field.head_dim.multiple
@@ -80,10 +81,26 @@ void read_whisper(const FamilyInput&);
 void read_bert(const FamilyInput&);
 void read_lfm2(const FamilyInput&);  // layers of several families
 void read_lfm2_moe(const FamilyInput&);
+void read_qwen3_next(const FamilyInput&);  // recurrent layers, here and below
+void read_qwen3_5(const FamilyInput&);
+void read_qwen3_5_moe(const FamilyInput&);
+void read_nemotron_h(const FamilyInput&);
+void read_granite_hybrid(const FamilyInput&);
+void read_falcon_h1(const FamilyInput&);
+void read_bamba(const FamilyInput&);
+void read_zamba2(const FamilyInput&);
+void read_jamba(const FamilyInput&);
+void read_mamba(const FamilyInput&);
+void read_falcon_mamba(const FamilyInput&);
+void read_mamba2_model(const FamilyInput&);
+void read_minimax(const FamilyInput&);     // as transformers saves it
+void read_minimax_01(const FamilyInput&);  // Text-01 and M1
+void read_bailing_linear(const FamilyInput&);
 void read_deepseek_v2(const FamilyInput&);  // latent attention, here and below
 void read_deepseek_v3(const FamilyInput&);  // and Kimi K2
 void read_deepseek_v32(const FamilyInput&);
-void read_kimi_linear(const FamilyInput&);
+void read_kimi_linear(const FamilyInput&);     // with recurrent layers
+void read_bailing_hybrid(const FamilyInput&);  // too
 void read_glm_moe_dsa(const FamilyInput&);
 void read_glm4_moe_lite(const FamilyInput&);
 void read_longcat_flash(const FamilyInput&);
@@ -96,7 +113,8 @@ struct LaterFamily {
 };
 const LaterFamily* find_later_family(std::string_view model_type);
 inline constexpr std::string_view kWaitsForMla = "a reader of its MLA layers (multi-head latent attention)";
-inline constexpr std::string_view kWaitsForLinear = "linear and state-space layers (a recurrent state instead of a KV cache)";
+inline constexpr std::string_view kWaitsForLinear =
+    "a reader of its linear or state-space layers (a recurrent state instead of a KV cache)";
 
 // The kind of mask that a layer has, before the window or chunk is known.
 enum class Span : uint8_t { full, sliding, chunked };

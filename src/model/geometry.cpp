@@ -30,11 +30,12 @@ int even_head_dim(const ConfigReader& config, int hidden, int heads) {
   return hidden / heads;
 }
 
-Geometry read_geometry(const ConfigReader& config, const GeometryDefaults& defaults, bool mha) {
+Geometry read_geometry(const ConfigReader& config, const GeometryDefaults& defaults, bool mha, int layers) {
   // A top-level config.json has all fields of its class, a nested one only those that differ from the class's defaults.
   const GeometryDefaults nested = config.nested() ? defaults : GeometryDefaults{};
   Geometry geometry;
-  geometry.layers = config.integer_or({"num_hidden_layers", "n_layer", "n_layers"}, kMaxLayers, or_none(nested.layers));
+  geometry.layers =
+      layers > 0 ? layers : config.integer_or({"num_hidden_layers", "n_layer", "n_layers"}, kMaxLayers, or_none(nested.layers));
   geometry.hidden = config.integer_or({"hidden_size", "n_embd", "n_embed", "d_model"}, kMaxHidden, or_none(nested.hidden));
   geometry.q_heads = config.integer_or({"num_attention_heads", "n_head", "n_heads"}, kMaxHeads, or_none(nested.q_heads));
   const auto kv_heads = config.maybe_integer({"num_key_value_heads", "num_kv_heads", "n_head_kv"}, kMaxHeads);
@@ -46,7 +47,7 @@ Geometry read_geometry(const ConfigReader& config, const GeometryDefaults& defau
     geometry.kv_heads = config.integer_or({"num_key_value_heads"}, kMaxHeads, or_none(nested.kv_heads));
   }
   check_heads(config, geometry.q_heads, geometry.kv_heads);
-  if (const auto head_dim = config.maybe_integer({"head_dim"}, kMaxHidden)) {
+  if (const auto head_dim = config.maybe_integer({"head_dim", "attention_head_dim"}, kMaxHidden)) {
     geometry.head_dim = *head_dim;
   } else if (defaults.head_dim > 0) {
     geometry.head_dim = config.integer_or({"head_dim"}, kMaxHeadDim, defaults.head_dim);

@@ -55,6 +55,26 @@ void deploy(ShortConvSpec& spec, DType q_dtype, DType, KvFormat, int) {
   if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
 }
 
+bool has_cache(const RecurrentSpec&) { return true; }
+
+bool same_group(const RecurrentSpec& a, const RecurrentSpec& b) {
+  return a.num_v_heads == b.num_v_heads && a.head_dim_k == b.head_dim_k && a.head_dim_v == b.head_dim_v &&
+         a.state_rows() == b.state_rows() && a.state_dtype == b.state_dtype && a.layout == b.layout;
+}
+
+std::string group_name(const RecurrentSpec&) { return std::string(RecurrentFamily::name); }
+std::string group_detail(const RecurrentSpec& spec) {
+  return fmt::format("v{} k{} v{} rows{} {} {}", spec.num_v_heads, spec.head_dim_k, spec.head_dim_v, spec.state_rows(),
+                     to_string(spec.state_dtype), to_string(spec.layout));
+}
+
+void add_bytes(const RecurrentSpec& spec, CacheGroup& group) { group.bytes_per_slot += spec.state_bytes(); }
+
+// The state keeps its type: it is that of the model's sums, not of its activations.
+void deploy(RecurrentSpec& spec, DType q_dtype, DType, KvFormat, int) {
+  if (!is_fp8(q_dtype)) spec.dtype = q_dtype;
+}
+
 // Pages of latents are those of attention in latent space.
 bool has_cache(const MlaSpec&) { return true; }
 bool same_group(const MlaSpec& a, const MlaSpec& b) { return same_group(a.latent_spec(), b.latent_spec()); }

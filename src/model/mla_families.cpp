@@ -1,13 +1,12 @@
-// Decoders with latent attention (MLA): DeepSeek V2, V3 and V3.2, Kimi K2 and Kimi-Linear, GLM-4.7-Flash and GLM-5, LongCat-Flash and
-// MiniCPM3; used by the family table.
+// Decoders with latent attention (MLA): DeepSeek V2, V3 and V3.2, Kimi K2 and Kimi-Linear, GLM-4.7-Flash and GLM-5, LongCat-Flash,
+// MiniCPM3, and Bailing's hybrids (Ling, Ring); used by the family table.
 // Class defaults and rules: transformers 5.19, configuration and modelling files of deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite,
 // glm_moe_dsa, kimi_linear, longcat_flash and minicpm3; kimi_k2 is read as deepseek_v3 there.
 #include <algorithm>
 #include <cmath>
 
 #include "core/check.h"
-#include "core/text.h"
-#include "model/families.h"
+#include "model/recurrent_layers.h"
 
 namespace imbrex {
 
@@ -135,6 +134,7 @@ constexpr MlaDefaults kDeepseekV2{{32, 4096, 32, 32}, 512, 128, 64, 128};
 constexpr MlaDefaults kDeepseekV3{{61, 7168, 128, 128}, 512, 128, 64, 128};
 constexpr MlaDefaults kGlmDsa{{78, 6144, 64, 64}, 512, 192, 64, 256};
 constexpr MlaDefaults kKimiLinear{{27, 2304, 32, 32}, 512, 128, 64, 128};
+constexpr MlaDefaults kBailingHybrid{{42, 2560, 32, 32}, 512, 128, 64, 128};
 
 void read_indexed(const FamilyInput& in, const MlaDefaults& defaults) {
   read_mla_decoder(in, defaults);
@@ -159,16 +159,29 @@ void read_minicpm3(const FamilyInput& in) { read_mla_decoder(in, {{62, 2560, 40,
 void read_kimi_linear(const FamilyInput& in) {
   const ConfigReader& config = in.config;
   const MlaGeometry geometry = read_geometry(in, kKimiLinear);
-  const std::vector<bool> attends = read_kimi_attention(config, geometry.layers);
-  std::vector<int> mla, kda;
-  for (int i = 0; i < geometry.layers; ++i) (attends[size_t(i)] ? mla : kda).push_back(i);
-  check(kda.empty(), "model.family.later",
-        "{:.100}: layers {} of {} are KDA (Kimi delta attention) and wait for {}; layers {} would run: {}", in.model.name,
-        format_ranges(kda), geometry.layers, kWaitsForLinear, mla.empty() ? "none" : format_ranges(mla), geometry.spec.str());
+  std::vector<Mixer> mixers;
+  for (const bool attends : read_kimi_attention(config, geometry.layers)) mixers.push_back(attends ? Mixer::attention : Mixer::recurrent);
   config.note(fmt::format("{}: the engine rotates no part of queries and keys", config.path("qk_rope_head_dim")));
   if (config.flag("mla_use_output_gate", false))
     config.note(fmt::format("{} true: the engine multiplies outputs by the gate", config.path("mla_use_output_gate")));
-  for (const int i : mla) add_layer(in.model, geometry.spec, fmt::format("decoder.{}", i));
+  const bool has_kda = std::find(mixers.begin(), mixers.end(), Mixer::recurrent) != mixers.end();
+  add_mixers(in, mixers, geometry.spec, has_kda ? read_kda(in) : RecurrentSpec{});
+}
+
+// The last layer of each group has latent attention. The others are KDA in the models that have a short convolution or a gate of KDA
+// (Ling 3), and lightning attention in those that do not (Ring 2.5).
+void read_bailing_hybrid(const FamilyInput& in) {
+  const ConfigReader& config = in.config;
+  const MlaGeometry geometry = read_geometry(in, kBailingHybrid);
+  auto mixers = read_mixers(config, geometry.layers);
+  if (!mixers) mixers = interval_mixers(geometry.layers, config.integer_or({"layer_group_size"}, kMaxLayers, 6));
+  const int heads = geometry.spec.num_heads, head_dim = config.integer_or({"head_dim"}, kMaxHeadDim, 128);
+  const bool is_kda = config.has("kda_safe_gate") || config.has("kda_lower_bound") || config.has("short_conv_kernel_size");
+  std::optional<double> bound;
+  if (is_kda && config.flag("kda_safe_gate", true)) bound = config.maybe_negative("kda_lower_bound").value_or(-5);
+  if (is_kda) note_convolution(config, "short_conv_kernel_size", 3 * int64_t(heads) * head_dim);
+  add_mixers(in, *mixers, geometry.spec,
+             is_kda ? kda_spec(config, heads, head_dim, bound, in.dtype) : lightning_spec(config, heads, head_dim, 0, in.dtype));
 }
 
 // Each of num_layers has two layers of attention, one after the other.

@@ -26,6 +26,8 @@ constexpr Wrapper kWrappers[] = {
     {"lfm2_vl", "lfm2", kVisionLeftOut},
     {"llama4", "llama4_text", kVisionLeftOut},
     {"mistral3", "mistral", kVisionLeftOut},
+    {"qwen3_5", "qwen3_5_text", kVisionLeftOut},
+    {"qwen3_5_moe", "qwen3_5_moe_text", kVisionLeftOut},
 };
 
 const Wrapper* find_wrapper(std::string_view model_type) {

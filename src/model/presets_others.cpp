@@ -1,5 +1,5 @@
-// Encoders and decoders with latent attention, which imbrex runs, and models of families that it only knows by name, as trimmed config.json
-// files.
+// Encoders and decoders with latent attention, which imbrex runs, and a model of a family that it only knows by name, as trimmed
+// config.json files.
 // Marks: V read in a copy of the published file or in the vendor's code, T read in a trimmed copy, D class default of transformers,
 // M from memory of the published file.
 #include "model/presets.h"
@@ -48,38 +48,15 @@ constexpr ModelPreset kOthers[] = {
      R"({"model_type": "glm_moe_dsa", "hidden_size": 6144, "num_hidden_layers": 78, "num_attention_heads": 64,
          "num_key_value_heads": 64, "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
          "v_head_dim": 256, "head_dim": 64, "index_topk": 2048, "torch_dtype": "bfloat16"})"},
-    {"jamba-v0.1", "ai21labs/Jamba-v0.1",  // V
-     R"({"model_type": "jamba", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "torch_dtype": "bfloat16"})"},
     {"kimi-k2", "moonshotai/Kimi-K2-Instruct",  // T
      R"({"model_type": "kimi_k2", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 64,
          "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
          "rope_scaling": {"type": "yarn", "factor": 32, "mscale": 1.0, "mscale_all_dim": 1.0},
          "v_head_dim": 128, "torch_dtype": "bfloat16"})"},
-    {"kimi-linear-48b-a3b", "moonshotai/Kimi-Linear-48B-A3B-Instruct",  // V; that list counts from 1; head_dim means nothing
-     R"({"model_type": "kimi_linear", "hidden_size": 2304, "num_hidden_layers": 27, "num_attention_heads": 32,
-         "num_key_value_heads": 32, "q_lora_rank": null, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-         "v_head_dim": 128, "head_dim": 72, "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
-         "torch_dtype": "bfloat16"})"},
     {"longcat-flash", "meituan-longcat/LongCat-Flash-Chat",  // D, whose dimensions are the checkpoint's
      R"({"model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28, "num_attention_heads": 64, "q_lora_rank": 1536,
          "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "attention_method": "MLA",
          "torch_dtype": "bfloat16"})"},
-    {"minimax-m1", "MiniMaxAI/MiniMax-M1-80k",  // V
-     R"({"model_type": "minimax_m1", "hidden_size": 6144, "num_hidden_layers": 80, "num_attention_heads": 64,
-         "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"})"},
-    {"nemotron-3-nano-30b-a3b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",  // V
-     R"({"model_type": "nemotron_h", "hidden_size": 2688, "num_hidden_layers": 52, "num_attention_heads": 32,
-         "num_key_value_heads": 2, "head_dim": 128, "torch_dtype": "bfloat16"})"},
-    {"nemotron-h-8b", "nvidia/Nemotron-H-8B-Base-8K",  // V
-     R"({"model_type": "nemotron_h", "hidden_size": 4096, "num_hidden_layers": 52, "num_attention_heads": 32,
-         "num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"})"},
-    {"qwen3-next-80b-a3b", "Qwen/Qwen3-Next-80B-A3B-Instruct",  // V
-     R"({"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
-         "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4, "torch_dtype": "bfloat16"})"},
-    {"qwen3.5-397b-a17b", "Qwen/Qwen3.5-397B-A17B",  // V
-     R"({"model_type": "qwen3_5_moe", "torch_dtype": "bfloat16", "text_config": {"model_type": "qwen3_5_moe_text",
-         "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 256}})"},
     {"t5-small", "google-t5/t5-small",  // M
      R"({"model_type": "t5", "d_model": 512, "d_kv": 64, "num_heads": 8, "num_layers": 6, "num_decoder_layers": 6,
          "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "torch_dtype": "float32"})"},
@@ -89,9 +66,6 @@ constexpr ModelPreset kOthers[] = {
     {"whisper-tiny", "openai/whisper-tiny",  // M
      R"({"model_type": "whisper", "d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 6,
          "decoder_attention_heads": 6, "max_source_positions": 1500, "max_target_positions": 448, "torch_dtype": "float32"})"},
-    {"zamba2-7b", "Zyphra/Zamba2-7B",  // V
-     R"({"model_type": "zamba2", "hidden_size": 3584, "num_hidden_layers": 81, "num_attention_heads": 32,
-         "num_key_value_heads": 32, "attention_head_dim": 224, "torch_dtype": "bfloat16"})"},
 };
 
 }  // namespace

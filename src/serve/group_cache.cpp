@@ -16,10 +16,17 @@ void touch_pages(void* data, int64_t bytes, const ParallelFor& threads) {
   });
 }
 
+StateAllocation make_states(DType dtype, int num_layers, int num_slots, int64_t slot_bytes, const DeviceStream& stream,
+                            const ParallelFor& threads) {
+  StateAllocation cache(dtype, num_layers, num_slots, slot_bytes / size_of(dtype), stream);
+  if (!stream.asynchronous()) touch_pages(cache.all().data, cache.bytes(), threads);
+  return cache;
+}
+
 }  // namespace
 
-StateAllocation::StateAllocation(DType dtype, int num_layers, int num_slots, int rows, int dim, const DeviceStream& stream)
-    : memory_(stream.tensor(dtype, {num_layers, num_slots, rows, dim})) {}
+StateAllocation::StateAllocation(DType dtype, int num_layers, int num_slots, int64_t slot_elements, const DeviceStream& stream)
+    : memory_(stream.tensor(dtype, {num_layers, num_slots, slot_elements})) {}
 
 int64_t bytes_of(const GroupCache& cache) {
   return std::visit([](const auto& allocation) { return allocation.bytes(); }, cache);
@@ -36,13 +43,15 @@ GroupCache make_cache(const AttentionSpec& spec, int num_layers, int num_blocks,
 }
 
 GroupCache make_cache(const ShortConvSpec& spec, int num_layers, int num_slots, const DeviceStream& stream, const ParallelFor& threads) {
-  StateAllocation cache(spec.dtype, num_layers, num_slots, spec.state_rows(), spec.dim, stream);
-  if (!stream.asynchronous()) touch_pages(cache.all().data, cache.bytes(), threads);
-  return cache;
+  return make_states(spec.dtype, num_layers, num_slots, spec.state_bytes(), stream, threads);
 }
 
 GroupCache make_cache(const MlaSpec& spec, int num_layers, int num_blocks, const DeviceStream& stream, const ParallelFor& threads) {
   return make_cache(spec.latent_spec(), num_layers, num_blocks, stream, threads);
+}
+
+GroupCache make_cache(const RecurrentSpec& spec, int num_layers, int num_slots, const DeviceStream& stream, const ParallelFor& threads) {
+  return make_states(spec.state_dtype, num_layers, num_slots, spec.state_bytes(), stream, threads);
 }
 
 }  // namespace imbrex::serve

@@ -12,9 +12,9 @@ namespace imbrex::serve {
 // States of the layers of a group, on the stream's device; not initialised.
 class StateAllocation {
  public:
-  StateAllocation(DType, int num_layers, int num_slots, int rows, int dim, const DeviceStream&);
-  TensorView layer(int i) const { return memory_.view.select(0, i); }  // [num_slots, rows of a state, dim]
-  const TensorView& all() const { return memory_.view; }               // [num_layers, num_slots, rows of a state, dim]
+  StateAllocation(DType, int num_layers, int num_slots, int64_t slot_elements, const DeviceStream&);
+  TensorView layer(int i) const { return memory_.view.select(0, i); }  // [num_slots, slot_elements]
+  const TensorView& all() const { return memory_.view; }               // [num_layers, num_slots, slot_elements]
   int64_t bytes() const { return memory_.view.num_elements() * size_of(memory_.view.dtype); }
 
  private:
@@ -29,5 +29,6 @@ int64_t bytes_of(const GroupCache&);
 GroupCache make_cache(const AttentionSpec&, int num_layers, int num_blocks, const DeviceStream&, const ParallelFor&);
 GroupCache make_cache(const ShortConvSpec&, int num_layers, int num_slots, const DeviceStream&, const ParallelFor&);
 GroupCache make_cache(const MlaSpec&, int num_layers, int num_blocks, const DeviceStream&, const ParallelFor&);
+GroupCache make_cache(const RecurrentSpec&, int num_layers, int num_slots, const DeviceStream&, const ParallelFor&);
 
 }  // namespace imbrex::serve

@@ -1,6 +1,7 @@
 #pragma once
 // Layers of one spec in a replay: their plans, parameters and caches, and how their inputs are made, their calls run and their outputs
-// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp, mla_kind.cpp); StepRunner knows no
+// fetched in a step. Each family derives a class from it (attention_kind.cpp, short_conv_kind.cpp, mla_kind.cpp, recurrent_kind.cpp);
+// StepRunner knows no
 // family.
 #include <array>
 #include <cstdint>
@@ -23,7 +24,7 @@ struct InputPart {
   Side side = Side::q;
   int heads = 0, dim = 0;
 };
-constexpr size_t kMostParts = 3;
+constexpr size_t kMostParts = 5;
 
 // The tensors of one layer in one step.
 struct StepTensors {
@@ -61,6 +62,8 @@ class LayerKind {
   virtual void run(size_t layer, const StepTensors&) const = 0;
 
   virtual VerifyTarget target(size_t layer, int out_row) const = 0;
+  // What that target computes again of the state in a slot, contiguous; empty where it checks none.
+  virtual TensorView state_of(size_t /*layer*/, int /*out_row*/, int /*slot*/) const { return {}; }
   ReplayKind report() const;  // what runs and why, with the plan of the last step
 
  protected:
@@ -90,6 +93,7 @@ class KindOf : public LayerKind {
   KindOf(const ModelSpec::Kind& kind, const KindSetup& setup) : LayerKind(kind, setup) {}
   const typename Family::Spec& spec() const { return std::get<typename Family::Spec>(LayerKind::spec()); }
   const typename Family::Plan& plan() const { return *(decode() ? decode_plan_ : plan_); }
+  const typename Family::Plan& prompt_plan() const { return *plan_; }
 
   // One backend for both phases, for families whose plans take any step. Where two are forced, the one of prefill runs both, and says so.
   void make_plans(const KindSetup&);
@@ -120,5 +124,6 @@ void KindOf<Family>::make_plans(const KindSetup& setup) {
 std::unique_ptr<LayerKind> make_kind(const AttentionSpec&, const ModelSpec::Kind&, const KindSetup&);
 std::unique_ptr<LayerKind> make_kind(const ShortConvSpec&, const ModelSpec::Kind&, const KindSetup&);
 std::unique_ptr<LayerKind> make_kind(const MlaSpec&, const ModelSpec::Kind&, const KindSetup&);
+std::unique_ptr<LayerKind> make_kind(const RecurrentSpec&, const ModelSpec::Kind&, const KindSetup&);
 
 }  // namespace imbrex::serve

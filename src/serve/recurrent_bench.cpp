@@ -7,20 +7,19 @@
 
 #include "conformance/recurrent/judge.h"
 #include "core/check.h"
+#include "imbrex/model.h"
 #include "serve/hash.h"
 
 namespace imbrex::serve {
 namespace {
 
 struct RecurrentLayerName {
-  const char *name, *kind;  // kind: as in recurrent_layer()
-  int k_heads, v_heads, dim_k, dim_v;
+  const char *name, *preset;
 };
 constexpr RecurrentLayerName kRecurrentLayerNames[] = {
-    {"qwen3-next", "gdn", 16, 32, 128, 128},       {"qwen3.5-397b", "gdn", 16, 64, 128, 128},
-    {"kimi-linear", "kda", 32, 32, 128, 128},      {"minimax-01", "lightning", 64, 64, 128, 128},
-    {"nemotron-3-nano", "mamba2", 8, 64, 128, 64}, {"granite-4-h-small", "mamba2", 1, 128, 128, 64},
-    {"falcon-mamba-7b", "mamba1", 1, 8192, 16, 1},
+    {"qwen3-next", "qwen3-next-80b-a3b"},   {"qwen3.5-397b", "qwen3.5-397b-a17b"},          {"kimi-linear", "kimi-linear-48b-a3b"},
+    {"minimax-01", "minimax-01"},           {"nemotron-3-nano", "nemotron-3-nano-30b-a3b"}, {"granite-4-h-small", "granite-4-h-small"},
+    {"falcon-mamba-7b", "falcon-mamba-7b"},
 };
 
 // The tensors of one benchmark, on the host and where the device has them.
@@ -205,20 +204,19 @@ const std::vector<std::string>& recurrent_layer_names() {
 }
 
 RecurrentSpec recurrent_layer_of(std::string_view name) {
-  for (const RecurrentLayerName& layer : kRecurrentLayerNames) {
-    if (layer.name != name) continue;
-    RecurrentSpec spec = recurrent_layer(layer.kind);
-    spec.num_k_heads = layer.k_heads, spec.num_v_heads = layer.v_heads, spec.head_dim_k = layer.dim_k, spec.head_dim_v = layer.dim_v;
-    return spec;
+  for (const RecurrentLayerName& known : kRecurrentLayerNames) {
+    if (known.name != name) continue;
+    for (const ModelLayer& layer : load_model(known.preset).layers)
+      if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) return *spec;
   }
   fail("bench.layer", "expected a recurrent layer of a model that is known here, got {}", name);
 }
 
-RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>& requests) {
+RecurrentWork work_of(const RecurrentSpec& spec, const std::vector<BenchRequest>& requests, DType gates_dtype) {
   const double state = double(spec.num_v_heads) * spec.head_dim_k * spec.head_dim_v, element = double(size_of(spec.dtype));
   const double gates = spec.gate == RecurrentGate::fixed ? 0 : double(spec.num_v_heads) * (spec.channel_gate ? spec.head_dim_k : 1);
   const double token = element * (2. * spec.num_k_heads * spec.head_dim_k + 2. * spec.num_v_heads * spec.head_dim_v) +
-                       4. * (gates + (spec.delta ? spec.num_v_heads : 0));
+                       double(size_of(gates_dtype)) * (gates + (spec.delta ? spec.num_v_heads : 0));
   RecurrentWork work;
   for (const BenchRequest& r : requests) {
     if (r.q_len == 0) continue;

@@ -10,8 +10,8 @@
 
 namespace imbrex::serve {
 
-// Layers of published models, whole: "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01", "nemotron-3-nano", "granite-4-h-small",
-// "falcon-mamba-7b". Error bench.layer for other names.
+// Layers of published models, whole, as their presets have them: "qwen3-next", "qwen3.5-397b", "kimi-linear", "minimax-01",
+// "nemotron-3-nano", "granite-4-h-small", "falcon-mamba-7b". Error bench.layer for other names.
 const std::vector<std::string>& recurrent_layer_names();
 RecurrentSpec recurrent_layer_of(std::string_view name);
 
@@ -21,7 +21,7 @@ struct RecurrentWork {
   double token_bytes = 0;  // all other tensors
   double flops = 0;        // of the recurrence token by token: 5 for each number of a state, 7 with the delta rule
 };
-RecurrentWork work_of(const RecurrentSpec&, const std::vector<BenchRequest>&);
+RecurrentWork work_of(const RecurrentSpec&, const std::vector<BenchRequest>&, DType gates = DType::f32);  // gates: of gate and beta
 
 struct RecurrentBenchOptions : TimingOptions {
   uint64_t seed = 1;

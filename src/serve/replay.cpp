@@ -81,6 +81,7 @@ class Replay {
   std::vector<uint64_t> keys_;  // token_key of every token of the step
   struct Row {
     int request, position, token;
+    int slot;  // of the request's state, which is the one behind this token; -1: the step has later ones, or there is no state
   };
   std::vector<Row> tokens_;   // of the step
   std::vector<Row> outputs_;  // those that an output token is made from
@@ -147,7 +148,8 @@ void Replay::prepare_rows() {
     const int id = plan_.request_ids[size_t(r)];
     for (int p = plan_.first_positions[size_t(r)]; p < plan_.seq_lens[size_t(r)]; ++p) {
       keys_.push_back(token_key(token_id(options_.seed, trace_.requests[size_t(id)], trace_.prefix_block, id, p), p));
-      tokens_.push_back({id, p, int(tokens_.size())});
+      const bool is_last = p + 1 == plan_.seq_lens[size_t(r)];
+      tokens_.push_back({id, p, int(tokens_.size()), is_last && sizes_.num_slots > 0 ? plan_.state_slots[size_t(r)] : -1});
     }
     if (plan_.makes_token[size_t(r)]) outputs_.push_back(tokens_.back());
   }
@@ -204,7 +206,8 @@ void Replay::check_layers(int first, int end) {
                           .trace = &trace_.requests[size_t(row.request)],
                           .position = row.position,
                           .layer = layer,
-                          .target = runner_->target(layer, out_row)});
+                          .target = runner_->target(layer, out_row),
+                          .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot)});
     }
   }
   if (wanted_.empty()) return;
@@ -348,6 +351,7 @@ void Replay::finish() {
   if (verifier_) {
     r.verified_outputs = verifier_->summary().outputs;
     r.verified_values = verifier_->summary().values;
+    r.verified_states = verifier_->summary().states;
     r.verify_max_error = verifier_->summary().max_error;
     r.verify_max_ratio = verifier_->summary().max_ratio;
   }

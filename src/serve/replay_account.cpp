@@ -6,6 +6,7 @@
 
 #include "attention/mask.h"
 #include "serve/hash.h"
+#include "serve/recurrent_bench.h"
 
 namespace imbrex::serve {
 
@@ -53,6 +54,15 @@ LayerWork layer_work(const MlaSpec& spec, const StepPlan& plan) {
   LayerWork work = layer_work(spec.latent_spec(), plan);
   work.flops += 2.0 * double(plan.num_tokens()) * spec.num_heads * spec.kv_lora_rank * double(spec.qk_nope_dim + spec.v_dim);
   return work;
+}
+
+LayerWork layer_work(const RecurrentSpec& spec, const StepPlan& plan) {
+  std::vector<BenchRequest> requests;
+  requests.reserve(size_t(plan.num_reqs()));
+  for (int r = 0; r < plan.num_reqs(); ++r)
+    requests.push_back({.q_len = plan.seq_lens[size_t(r)] - plan.first_positions[size_t(r)], .seq_len = plan.seq_lens[size_t(r)]});
+  const RecurrentWork work = work_of(spec, requests, spec.dtype);
+  return {.flops = work.flops, .bytes = work.state_bytes + work.token_bytes, .kv_written_bytes = 0};
 }
 
 void Series::add(ReplayPoint step) {

@@ -20,6 +20,7 @@ struct LayerWork {
 LayerWork layer_work(const AttentionSpec&, const StepPlan&);
 LayerWork layer_work(const ShortConvSpec&, const StepPlan&);
 LayerWork layer_work(const MlaSpec&, const StepPlan&);
+LayerWork layer_work(const RecurrentSpec&, const StepPlan&);
 
 // Steps, merged two by two whenever there are more points than the limit.
 class Series {

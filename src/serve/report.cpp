@@ -148,11 +148,8 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
                            {"peak_occupancy", g.peak_occupancy},
                            {"evictions", g.evictions}});
   }
-  j["verify"] = {{"fraction", r.verify_fraction},
-                 {"outputs", r.verified_outputs},
-                 {"values", r.verified_values},
-                 {"max_error", r.verify_max_error},
-                 {"max_ratio", r.verify_max_ratio}};
+  j["verify"] = {{"fraction", r.verify_fraction}, {"outputs", r.verified_outputs},   {"values", r.verified_values},
+                 {"states", r.verified_states},   {"max_error", r.verify_max_error}, {"max_ratio", r.verify_max_ratio}};
   j["digest"] = {{"outputs", fmt::format("{:016x}", r.digest)}, {"decode", fmt::format("{:016x}", r.decode_digest)}};
   j["series"] = series_json(r);
   return j;
@@ -172,8 +169,9 @@ std::string memory_line(const ReplayResult& r) {
 
 std::string verification_line(const ReplayResult& r) {
   if (r.verified_outputs == 0) return "nothing was verified (--verify 1% recomputes a sample with the reference backend)";
-  return fmt::format("{} outputs recomputed by the reference, all within the bound: largest error {:.2g}, {:.0f} % of what is allowed",
-                     r.verified_outputs, r.verify_max_error, 100 * r.verify_max_ratio);
+  return fmt::format("{} outputs{} recomputed by the reference, all within the bound: largest error {:.2g}, {:.0f} % of what is allowed",
+                     r.verified_outputs, r.verified_states > 0 ? fmt::format(" and {} states", r.verified_states) : "", r.verify_max_error,
+                     100 * r.verify_max_ratio);
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 class ShortConvLayers final : public KindOf<ShortConvFamily> {
  public:
   ShortConvLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
-    const int piece = ShortConvParameters::piece(spec());
+    const int piece = Synthetic::piece(spec().dim);
     parts_ = {{Side::conv, spec().input_channels() / piece, piece}};
     out_rows_ = 1;
     out_length_ = spec().dim;
@@ -26,7 +26,9 @@ class ShortConvLayers final : public KindOf<ShortConvFamily> {
   }
 
   void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
-    layers_[layer].inputs.state = std::get<StateAllocation>(group).layer(layer_of_group);
+    const TensorView slots = std::get<StateAllocation>(group).layer(layer_of_group);
+    layers_[layer].inputs.state =
+        TensorView::contiguous(slots.data, slots.dtype, {slots.size(0), spec().state_rows(), spec().dim}, slots.device);
   }
 
   bool write_cache(size_t, const StepTensors&) const override { return false; }  // run() reads and writes the states

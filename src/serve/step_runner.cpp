@@ -245,6 +245,16 @@ std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wa
   return fetched_;
 }
 
+std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot) const {
+  const TensorView state = kind_of(layer).state_of(layers_[size_t(layer)].of_kind, out_row, slot);
+  std::vector<char> copy;
+  if (state.empty()) return copy;
+  copy.resize(size_t(state.num_elements() * size_of(state.dtype)));
+  stream_->download(copy.data(), state.data, int64_t(copy.size()));
+  stream_->synchronize();
+  return copy;
+}
+
 std::vector<ReplayKind> StepRunner::reports() const {
   std::vector<ReplayKind> all;
   for (const auto& kind : kinds_) all.push_back(kind->report());

@@ -53,6 +53,8 @@ class StepRunner {
   void run(int first, int end);  // writes keys and values, and runs the layers
   // Outputs of those layers, [out_length] a row; `wanted` is sorted by layer. They stay until the next call.
   std::span<const uint16_t* const> fetch(std::span<const WantedRow> wanted);
+  // A copy of what a target checks of the state in a slot; empty where it checks none.
+  std::vector<char> fetch_state(int layer, int out_row, int slot) const;
   std::vector<KindTimes> take_times();  // by kind, since the last call
 
   const std::vector<GroupCache>& caches() const { return caches_; }  // by cache group

@@ -1,6 +1,7 @@
 // Synthetic inputs for the replay (see synthetic.h).
 #include "serve/synthetic.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/float_types.h"
@@ -24,6 +25,21 @@ Synthetic::Synthetic(uint64_t seed) : seed_(hash_numbers(seed, 0x716b76u)), pool
 void Synthetic::offsets(Side side, int layer, std::span<const uint64_t> keys, int num_heads, int32_t* to) const {
   for (const uint64_t key : keys) {
     for (int h = 0; h < num_heads; ++h) *to++ = int32_t(offset(side, layer, h, key));
+  }
+}
+
+int Synthetic::piece(int numbers) {
+  int pieces = (numbers + kMaxDim - 1) / kMaxDim;
+  while (numbers % pieces != 0) ++pieces;
+  return numbers / pieces;
+}
+
+void Synthetic::copy(Side side, int layer, int numbers, int first, uint64_t key, std::span<uint16_t> to) const {
+  const int each = piece(numbers);
+  for (size_t done = 0, count = 0; done < to.size(); done += count) {
+    const int at = first + int(done), row = at / each, within = at % each;
+    count = std::min(to.size() - done, size_t(each - within));
+    std::copy_n(pool_.begin() + offset(side, layer, row, key) + within, count, to.begin() + int64_t(done));
   }
 }
 
@@ -85,10 +101,40 @@ void MlaParameters::view(MlaInputs& inputs) const {
   if (!sinks.empty()) inputs.sinks = TensorView::contiguous(const_cast<float*>(sinks.data()), DType::f32, {heads});
 }
 
-int ShortConvParameters::piece(const ShortConvSpec& spec) {
-  int pieces = (spec.dim + Synthetic::kMaxDim - 1) / Synthetic::kMaxDim;
-  while (spec.dim % pieces != 0) ++pieces;
-  return spec.dim / pieces;
+std::vector<RecurrentRow> recurrent_rows(const RecurrentSpec& spec) {
+  const int keys = spec.num_k_heads * spec.head_dim_k, values = spec.num_v_heads * spec.head_dim_v;
+  std::vector<RecurrentRow> rows{{Side::q, keys}, {Side::k, keys}, {Side::v, values}};
+  if (spec.gate != RecurrentGate::fixed) rows.push_back({Side::gate, spec.num_v_heads * (spec.channel_gate ? spec.head_dim_k : 1)});
+  if (spec.delta) rows.push_back({Side::beta, spec.num_v_heads});
+  return rows;
+}
+
+RecurrentParameters::RecurrentParameters(const RecurrentSpec& spec, uint64_t seed, int layer)
+    : heads(spec.num_v_heads), dim_k(spec.head_dim_k), channel_gate(spec.channel_gate), channel_rates(spec.channel_rates) {
+  const auto fill = [&](std::vector<float>& values, bool of_channels, uint64_t what, const auto& make) {
+    values.resize(size_t(heads) * size_t(of_channels ? dim_k : 1));
+    for (size_t i = 0; i < values.size(); ++i) values[i] = make(hash_numbers(seed, what, uint64_t(layer), i));
+  };
+  constexpr float kSlowest = -6.f;  // logarithm of the smallest rate; the largest is 1
+  if (spec.gate == RecurrentGate::fixed)
+    fill(rates, channel_rates, 7, [](uint64_t bits) { return std::exp(kSlowest * float(bits >> 40) * 0x1p-24f); });
+  if (spec.gate == RecurrentGate::softplus || spec.gate == RecurrentGate::sigmoid) {
+    fill(rates, channel_rates, 7, [](uint64_t bits) { return kSlowest * float(bits >> 40) * 0x1p-24f; });
+    const float mean = spec.gate == RecurrentGate::softplus ? -1.f : -3.f;
+    fill(gate_bias, channel_gate, 8, [mean](uint64_t bits) { return mean + 0.5f * normal(bits); });
+  }
+  if (spec.skip) fill(skip, false, 9, [](uint64_t bits) { return 1 + 0.1f * normal(bits); });
+}
+
+void RecurrentParameters::view(RecurrentInputs& inputs, int first, int count) const {
+  const auto part = [&](const std::vector<float>& values, bool of_channels) {
+    auto* const data = const_cast<float*>(values.data()) + size_t(first) * size_t(of_channels ? dim_k : 1);
+    if (values.empty()) return TensorView{};
+    return of_channels ? TensorView::contiguous(data, DType::f32, {count, dim_k}) : TensorView::contiguous(data, DType::f32, {count});
+  };
+  inputs.rates = part(rates, channel_rates);
+  inputs.gate_bias = part(gate_bias, channel_gate);
+  inputs.skip = part(skip, false);
 }
 
 }  // namespace imbrex::serve

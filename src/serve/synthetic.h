@@ -10,7 +10,7 @@
 
 namespace imbrex::serve {
 
-enum class Side : uint8_t { q, k, v, conv };  // conv: input of the short convolution
+enum class Side : uint8_t { q, k, v, conv, gate, beta };  // conv: input of the short convolution; gate, beta: of recurrent layers
 
 // The number that the inputs of a token in all heads and layers are derived from.
 constexpr uint64_t token_key(uint64_t token_id, int position) { return hash_numbers(token_id, uint64_t(position)); }
@@ -31,6 +31,10 @@ class Synthetic {
     return int64_t(mix_bits(key ^ mix_bits(base)) & (kOffsets - 1));
   }
   std::span<const uint16_t> pool() const { return pool_; }  // [kOffsets + kMaxDim]
+  // A row of more numbers than kMaxDim, such as all heads of a token, is made of rows of so many: the most that `numbers` is a multiple of.
+  static int piece(int numbers);
+  // Numbers [first, first + to.size()) of such a row of so many numbers.
+  void copy(Side, int layer, int numbers, int first, uint64_t key, std::span<uint16_t> to) const;
   // Writes the offsets of the rows of every head of these tokens: to [keys.size(), num_heads].
   void offsets(Side, int layer, std::span<const uint64_t> keys, int num_heads, int32_t* to) const;
 
@@ -57,8 +61,24 @@ struct ShortConvParameters {
 
   ShortConvParameters(const ShortConvSpec&, uint64_t seed, int layer);
   void view(ShortConvInputs&) const;  // on the host
-  // A token's input, such as B, C and x, is made in rows of so many channels: the most that a row may have and dim is a multiple of.
-  static int piece(const ShortConvSpec&);
+};
+
+// What a token has in a recurrent layer: its inputs in the order of RecurrentInputs, each a row of so many numbers (Synthetic::piece()).
+struct RecurrentRow {
+  Side side = Side::q;
+  int numbers = 0;
+};
+std::vector<RecurrentRow> recurrent_rows(const RecurrentSpec&);
+
+// Parameters of a recurrent layer. Rates are such that heads, or channels, remember between a few and some hundred tokens.
+struct RecurrentParameters {
+  int heads = 0, dim_k = 0;
+  bool channel_gate = false, channel_rates = false;
+  std::vector<float> rates, gate_bias, skip;  // as in RecurrentInputs, where the spec has them
+
+  RecurrentParameters(const RecurrentSpec&, uint64_t seed, int layer);
+  // Sets the parameters of RecurrentInputs for value heads [first, first + count), on the host.
+  void view(RecurrentInputs&, int first, int count) const;
 };
 
 // Parameters of latent attention: the weight of kv_b_proj, bf16, and sinks where there are any.

@@ -41,6 +41,10 @@ std::pair<int64_t, int64_t> size_of_output(const AttentionSpec& spec) {
 }
 std::pair<int64_t, int64_t> size_of_output(const ShortConvSpec& spec) { return {1, spec.dim}; }
 std::pair<int64_t, int64_t> size_of_output(const MlaSpec& spec) { return {1, spec.v_dim}; }
+std::pair<int64_t, int64_t> size_of_output(const RecurrentSpec& spec) {
+  const int heads = RecurrentTarget::heads_of(spec);
+  return {heads, int64_t(heads) * spec.head_dim_v};
+}
 
 }  // namespace
 
@@ -65,12 +69,19 @@ struct Verifier::HeadCall {
   AttentionInputs parameters;
 };
 
-void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at) {
+void Verifier::Outcome::add(double wanted, double got, double allowed, int of_head, int at, bool is_of_state) {
   const double error = std::abs(got - wanted);
   const double ratio = std::isfinite(error) ? error / allowed : HUGE_VAL;
   max_error = std::max(max_error, std::isfinite(error) ? error : HUGE_VAL);
   if (ratio <= max_ratio) return;
-  *this = {.max_error = max_error, .max_ratio = ratio, .expected = wanted, .actual = got, .bound = allowed, .head = of_head, .element = at};
+  *this = {.max_error = max_error,
+           .max_ratio = ratio,
+           .expected = wanted,
+           .actual = got,
+           .bound = allowed,
+           .head = of_head,
+           .element = at,
+           .of_state = is_of_state};
 }
 
 Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, DType kv_dtype, const ParallelFor& threads)
@@ -89,7 +100,7 @@ Verifier::Verifier(const Synthetic& synthetic, uint64_t seed, int prefix_block, 
 Verifier::~Verifier() = default;
 
 void Verifier::check_spec(const LayerSpec& layer) {
-  if (std::holds_alternative<ShortConvSpec>(layer)) return;
+  if (std::holds_alternative<ShortConvSpec>(layer) || std::holds_alternative<RecurrentSpec>(layer)) return;
   const auto* mla = std::get_if<MlaSpec>(&layer);
   const AttentionSpec spec = mla != nullptr ? mla->expanded_spec() : std::get<AttentionSpec>(layer);
   const int limit = Synthetic::kMaxDim - noise_columns(spec);
@@ -221,7 +232,7 @@ Verifier::Outcome Verifier::attend(const VerifySample& sample, const HeadCall& c
 // The tokens that the sum is over, as the whole of a request: there are none before them, or these have no part in the last one's sum.
 Verifier::Outcome Verifier::recompute(const VerifySample& sample, const ShortConvTarget& target, Worker& w) const {
   const ShortConvSpec& spec = *target.spec;
-  const int dim = spec.dim, piece = ShortConvParameters::piece(spec), tokens = std::min(spec.width, sample.position + 1);
+  const int dim = spec.dim, piece = Synthetic::piece(spec.dim), tokens = std::min(spec.width, sample.position + 1);
   if (!w.conv_spec || !(*w.conv_spec == spec)) {
     w.conv_spec = spec;
     PlanOptions options;
@@ -290,12 +301,14 @@ void Verifier::run(const std::vector<VerifySample>& samples) {
     const Outcome& o = outcomes[i];
     const VerifySample& s = samples[i];
     check(o.max_ratio <= 1, "replay.verify",
-          "request {}, token {} of {} + {}, layer {}{}, element {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
-          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", q head {}", o.head), o.element,
-          o.expected, o.bound, o.actual, std::visit([](const auto& target) { return target.spec->str(); }, s.target));
+          "request {}, token {} of {} + {}, layer {}{}, {} {}: expected {:.6g} within {:.3g}, got {:.6g} ({})", s.request, s.position,
+          s.trace->input_length, s.trace->output_length, s.layer, o.head < 0 ? "" : fmt::format(", head {}", o.head),
+          o.of_state ? "number of the state" : "element", o.element, o.expected, o.bound, o.actual,
+          std::visit([](const auto& target) { return target.spec->str(); }, s.target));
     const auto [outputs, values] = std::visit([](const auto& target) { return size_of_output(*target.spec); }, s.target);
     summary_.outputs += outputs;
     summary_.values += values;
+    summary_.states += s.state.empty() ? 0 : outputs;
     summary_.max_error = std::max(summary_.max_error, o.max_error);
     summary_.max_ratio = std::max(summary_.max_ratio, o.max_ratio);
   }

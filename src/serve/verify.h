@@ -1,6 +1,7 @@
 #pragma once
-// Recomputes sampled outputs of a replay with the reference backend of their family, from the synthetic definition of the request's own
-// tokens: nothing is read from caches, so a wrong block, slot, shared prefix, stale page or stale state shows.
+// Recomputes sampled outputs of a replay with the reference backend of their family, or with a recurrence in double precision, from the
+// synthetic definition of the request's own tokens: nothing is read from caches, so a wrong block, slot, shared prefix, stale page or stale
+// state shows.
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -28,7 +29,14 @@ struct MlaTarget {  // one head
   const MlaParameters* parameters = nullptr;
   int head = 0;
 };
-using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget>;
+struct RecurrentTarget {  // some value heads that share a key head
+  const RecurrentSpec* spec = nullptr;
+  const RecurrentParameters* parameters = nullptr;
+  int first_head = 0;
+  bool rounded_products = false;  // as the plan says
+  static int heads_of(const RecurrentSpec&);  // how many: one, or more of few values
+};
+using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, RecurrentTarget>;
 
 // A token in a layer, and what the backend made of it.
 struct VerifySample {
@@ -37,11 +45,14 @@ struct VerifySample {
   int position = 0;  // of the token
   int layer = 0;     // of the model: what synthesis depends on
   VerifyTarget target;
-  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution
+  std::vector<char> state;  // behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype
+  const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution,
+                                     // [heads, head_dim_v] of a recurrent layer
 };
 
 struct VerifySummary {
   int64_t outputs = 0, values = 0;  // outputs: of a q head, or of a token where a layer has no heads
+  int64_t states = 0;               // of a value head
   double max_error = 0, max_ratio = 0;
 };
 
@@ -64,6 +75,9 @@ class Verifier {
   // Of a short convolution:
   //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
   // The first term is a step of bf16, since both are rounded to it; the second bounds what sums in floats lose when their parts cancel.
+  // Of a recurrent layer the recurrence is computed again from the request's first token on, in double precision; the bound is that of its
+  // conformance tests (conformance/recurrent/judge.h): how far float arithmetic may have taken the state, and the rounding of the output.
+  // The state behind the token is compared too, where the sample has it.
   void run(const std::vector<VerifySample>&);
   const VerifySummary& summary() const { return summary_; }
 
@@ -74,11 +88,13 @@ class Verifier {
     double max_error = 0, max_ratio = 0;
     double expected = 0, actual = 0, bound = 0;  // of the worst value
     int head = -1, element = 0;                  // where it is; -1: no heads
-    void add(double expected, double actual, double bound, int head, int element);
+    bool of_state = false;                       // else of the output
+    void add(double expected, double actual, double bound, int head, int element, bool of_state = false);
   };
   Outcome recompute(const VerifySample&, const AttentionTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const ShortConvTarget&, Worker&) const;
   Outcome recompute(const VerifySample&, const MlaTarget&, Worker&) const;
+  Outcome recompute(const VerifySample&, const RecurrentTarget&, Worker&) const;
   Outcome attend(const VerifySample&, const HeadCall&, Worker&) const;
   uint64_t key_of(const VerifySample&, int position) const;
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The C ABI stays as it is: what libimbrex.so shows, what imbrex.h and plugin.h declare, and what version 1 promised.
+"""The C ABI stays as it is: what libimbrex.so shows, what imbrex.h and its parts declare, and what version 1 promised.
 
 abi_test.py LIBRARY. Promised declarations are in abi_1_functions.txt, those of structs in abi_1.txt (structs_test.cpp compares the
 numbers). A new function or field needs a line there; a line that no longer holds breaks programs: IMBREX_ABI_VERSION then has to grow.
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-HEADERS = [HERE.parents[1] / "include/imbrex" / name for name in ("imbrex.h", "plugin.h")]
+HEADERS = [HERE.parents[1] / "include/imbrex" / name for name in ("imbrex.h", "imbrex_recurrent.h", "plugin.h")]
 
 
 def without_comments(text):

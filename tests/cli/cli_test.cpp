@@ -147,7 +147,7 @@ TEST_F(Cli, InfoListsWhatIsHere) {
   EXPECT_EQ(j["version"], "0.1.0");
   EXPECT_EQ(j["devices"][0]["device"], "cpu");
   EXPECT_EQ(j["backends"][0]["family"], "attention");
-  EXPECT_EQ(j["backends"].back()["family"], "mla");
+  EXPECT_EQ(j["backends"].back()["family"], "recurrent");
   EXPECT_EQ(j["backends"].back()["name"], "reference");
   EXPECT_TRUE(contains(run("info").out, "IMBREX_CPU_ISA"));
 }

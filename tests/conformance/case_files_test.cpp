@@ -140,6 +140,33 @@ TEST(CaseFiles, MlaOnesAreWhatTheGeneratorMakes) {
   }
 }
 
+// Gated delta nets with grouped heads, and drafts of a layer whose gates are of each channel.
+std::vector<RecurrentCase> shipped_recurrent() {
+  RecurrentCase gdn{.name = "recurrent_gdn_bf16",
+                    .spec = recurrent_layer("gdn"),
+                    .requests = {{1, 20, 0, 0, 0}, {9, 0, 0, 0, 1}, {0, 5, 0, 0, 2}, {4, 1, 0, 0, 3}, {1, 0, 0, 0, 4}},
+                    .seed = 2029};
+  gdn.spec.head_dim_k = 8, gdn.spec.head_dim_v = 12;
+  RecurrentCase kda{.name = "recurrent_kda_verify_f32",
+                    .spec = recurrent_layer("kda"),
+                    .requests = {{5, 17, 4, 2, 0}, {3, 9, 1, 4, 1}, {4, 0, 3, 0, 2}, {1, 2, 0, 1, 3}},
+                    .seed = 2031};
+  kda.spec.head_dim_k = 6, kda.spec.head_dim_v = 5, kda.spec.num_drafts = 4;
+  kda.spec.dtype = DType::f32, kda.spec.layout = StateLayout::k_first;
+  return {gdn, kda};
+}
+
+TEST(CaseFiles, RecurrentOnesAreWhatTheGeneratorMakes) {
+  for (const RecurrentCase& c : shipped_recurrent()) {
+    const RecurrentCaseFile made = make_case_file(c);
+    expect_shipped(c.name, made, {"out", "state_out"});
+    const auto file = std::get<RecurrentCaseFile>(load_any_case(std::string(IMBREX_DATA) + "/cases/" + c.name + ".safetensors"));
+    EXPECT_EQ(file.inputs.spec, made.inputs.spec) << file.inputs.spec.str();
+    expect_near(file.out, made.out, c.name + " out");
+    expect_near(file.state_out, made.state_out, c.name + " state_out");
+  }
+}
+
 TEST(CaseFiles, EveryBackendPassesThem) {
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(std::string(IMBREX_DATA) + "/cases")) {
@@ -152,6 +179,8 @@ TEST(CaseFiles, EveryBackendPassesThem) {
           return verify_case(f, device, test_backends<AttentionFamily>(device));
         else if constexpr (std::is_same_v<File, ShortConvCaseFile>)
           return verify_case(f, device, test_backends<ShortConvFamily>(device));
+        else if constexpr (std::is_same_v<File, RecurrentCaseFile>)
+          return verify_case(f, device, test_backends<RecurrentFamily>(device));
         else
           return verify_case(f, device, backends<MlaFamily>());
       };
@@ -161,7 +190,7 @@ TEST(CaseFiles, EveryBackendPassesThem) {
       }
     }
   }
-  EXPECT_GE(files, 11);
+  EXPECT_GE(files, 13);
 }
 
 }  // namespace

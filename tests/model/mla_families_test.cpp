@@ -57,35 +57,38 @@ std::string kimi(std::string_view more) {
   return mla_config(R"("v_head_dim": 64, "mla_use_nope": true, )" + std::string(more), "kimi_linear");
 }
 
-std::string message(const std::string& config) {
-  try {
-    parse_model_config(config);
-  } catch (const Error& error) {
-    return error.code() + " " + error.what();
-  }
-  return "nothing thrown";
+// "m" for latent attention, "r" for a recurrent layer.
+std::string mla_pattern(const ModelSpec& model) {
+  std::string text;
+  for (const ModelLayer& layer : model.layers) text += std::holds_alternative<MlaSpec>(layer.spec) ? 'm' : 'r';
+  return text;
 }
 
-TEST(MlaFamilies, KimiLinearSaysWhichLayersWouldRun) {
+TEST(MlaFamilies, KimiLinearHasKdaAmongLatentAttention) {
   const char* attends_all[] = {R"("linear_attn_config": {"full_attn_layers": [1, 2, 3]})",
                                R"("linear_attn_config": {"full_attn_layers": [3, 1, 2], "kda_layers": []})",
                                R"("linear_attn_config": {"kda_layers": []})",
                                R"("layer_types": ["full_attention", "full_attention", "full_attention"])"};
   for (const char* more : attends_all) {
     const ModelSpec model = parse_model_config(kimi(more));
-    ASSERT_EQ(model.layers.size(), 3u) << more;
+    EXPECT_EQ(mla_pattern(model), "mmm") << more;
     EXPECT_EQ(std::get<MlaSpec>(model.layers[0].spec), first_of(R"("v_head_dim": 64)")) << "elements without a rotation stay in the keys";
+    EXPECT_EQ(model.str().find("convolution"), std::string::npos);
   }
   for (const char* more : {R"("linear_attn_config": {"full_attn_layers": [2]})", R"("linear_attn_config": {"kda_layers": [1, 3]})",
                            R"("linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]})",
                            R"("layer_types": ["linear_attention", "full_attention", "linear_attention"])"}) {
-    const std::string text = message(kimi(more));
-    EXPECT_EQ(text.find("model.family.later "), 0u) << text;
-    EXPECT_NE(text.find("layers 0, 2 of 3 are KDA"), std::string::npos) << text;
-    EXPECT_NE(text.find("layers 1 would run: mla q8 latent256 nope64 rope32 v64"), std::string::npos) << text;
+    const ModelSpec model = parse_model_config(kimi(more));
+    EXPECT_EQ(mla_pattern(model), "rmr") << more;
+    EXPECT_EQ(to_string(model.layers[0].spec),
+              "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first")
+        << "the class defaults";
   }
-  const std::string preset = test::error_code([] { load_model("kimi-linear-48b-a3b"); });
-  EXPECT_EQ(preset, "model.family.later");
+  const ModelSpec named = parse_model_config(
+      kimi(R"("linear_attn_config": {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4})"));
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[2].spec).num_v_heads, 4);
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[2].spec).head_dim_k, 16) << "not the head_dim outside";
+  EXPECT_NE(named.str().find("short_conv_kernel_size 4: a causal convolution over 192 channels"), std::string::npos) << named.str();
   const auto code = [](std::string_view more) { return test::error_code([&] { parse_model_config(kimi(more)); }); };
   EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [0]})"), "model.field.linear_attn_config") << "layers count from 1";
   EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [1, 1]})"), "model.field.linear_attn_config");
@@ -109,10 +112,31 @@ TEST(MlaFamilies, NestedConfigs) {
   const MlaSpec kimi_k25 = first(R"({"model_type": "kimi_k25", "text_config": {"model_type": "kimi_k2", "num_attention_heads": 64}})");
   EXPECT_EQ(kimi_k25, (MlaSpec{.num_heads = 64}));
   EXPECT_EQ(first(R"({"model_type": "kimi_vl", "text_config": {"num_attention_heads": 16}})"), (MlaSpec{.num_heads = 16}));
-  const std::string kimi_k3 = message(R"({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear", "num_hidden_layers": 4,
-      "num_attention_heads": 96, "mla_use_output_gate": true, "linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3]}}})");
-  EXPECT_NE(kimi_k3.find("layers 0-1, 3 of 4 are KDA"), std::string::npos) << kimi_k3;
-  EXPECT_NE(kimi_k3.find("layers 2 would run: mla q96 latent512"), std::string::npos) << kimi_k3;
+  const ModelSpec kimi_k3 = parse_model_config(R"({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear",
+      "num_hidden_layers": 4, "num_attention_heads": 96, "mla_use_output_gate": true, "linear_attn_config": {"kda_layers": [1, 2, 4],
+      "full_attn_layers": [3], "num_heads": 96, "head_dim": 128, "gate_lower_bound": -5}}})");
+  EXPECT_EQ(mla_pattern(kimi_k3), "rrmr");
+  EXPECT_EQ(std::get<MlaSpec>(kimi_k3.layers[2].spec).num_heads, 96);
+  EXPECT_EQ(to_string(kimi_k3.layers[0].spec),
+            "recurrent q96 v96 k128 v128 sigmoid channel_gate gate_min=-5 delta sigmoid_beta qk_norm bf16 state f32 v_first");
+}
+
+TEST(MlaFamilies, BailingHybridsHaveKdaOrLightningAttention) {
+  const auto config = [](const std::string& more) {
+    return parse_model_config(mla_config(R"("v_head_dim": 64, "layer_group_size": 3)" + more, "bailing_hybrid"));
+  };
+  const ModelSpec kda = config(R"(, "short_conv_kernel_size": 4, "kda_lower_bound": -4)");
+  EXPECT_EQ(mla_pattern(kda), "rrm");
+  const auto& bounded = std::get<RecurrentSpec>(kda.layers[0].spec);
+  EXPECT_EQ(bounded.gate, RecurrentGate::sigmoid);
+  EXPECT_EQ(bounded.gate_min, -4.f);
+  EXPECT_EQ(bounded.num_v_heads, 8);
+  EXPECT_EQ(bounded.head_dim_v, 64);
+  EXPECT_EQ(std::get<RecurrentSpec>(config(R"(, "kda_safe_gate": false)").layers[0].spec).gate, RecurrentGate::softplus);
+  const ModelSpec lightning = config("");
+  EXPECT_EQ(mla_pattern(lightning), "rrm");
+  EXPECT_EQ(to_string(lightning.layers[0].spec), "recurrent q8 v8 k64 v64 fixed bf16 state f32 v_first");
+  EXPECT_EQ(test::error_code([&] { config(R"(, "kda_lower_bound": 1)"); }), "model.field.range");
 }
 
 // YaRN multiplies the logits by the square of 1 + 0.1 mscale_all_dim ln(factor).

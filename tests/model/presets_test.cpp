@@ -89,6 +89,84 @@ const HybridFacts kHybrids[] = {
     {"lfm2-8b-a1b", 2048, 24, 32, {2, 6, 10, 14, 18, 21}, 12288, 147456},
 };
 
+// Recurrent layers, alone or among others.
+struct RecurrentFacts {
+  const char* name;
+  int hidden, layers;             // layers: with a cache or a state; where one has both, it is two
+  std::vector<int> attention;     // which of them attend
+  const char* recurrent;          // str() of the others, in bf16
+  int64_t kv_bytes, state_bytes;  // of a token and of a request
+};
+std::vector<int> every(int interval, int count) {
+  std::vector<int> layers;
+  for (int i = 1; i <= count; ++i) layers.push_back(interval * i - 1);
+  return layers;
+}
+const RecurrentFacts kRecurrentFacts[] = {
+    {"qwen3-next-80b-a3b", 2048, 48, every(4, 12), "recurrent q16 v32 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
+     24576, int64_t(36) * 32 * 128 * 128 * 4},
+    {"qwen3.5-397b-a17b", 4096, 60, every(4, 15), "recurrent q16 v64 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
+     30720, int64_t(45) * 64 * 128 * 128 * 4},
+    {"kimi-linear-48b-a3b",
+     2304,
+     27,
+     {3, 7, 11, 15, 19, 23, 26},
+     "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first",
+     8064,
+     int64_t(20) * 32 * 128 * 128 * 4},
+    {"minimax-01", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 40960,
+     int64_t(70) * 64 * 128 * 128 * 4},
+    {"minimax-m1", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 40960,
+     int64_t(70) * 64 * 128 * 128 * 4},
+    // Of 52 layers 23 are experts alone: attention is at 5, 12, 19, 26, 33 and 42 of all.
+    {"nemotron-3-nano-30b-a3b",
+     2688,
+     29,
+     {3, 7, 11, 15, 19, 24},
+     "recurrent q8 v64 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     6144,
+     int64_t(23) * 64 * 64 * 128 * 4},
+    // Of 52 layers 24 are MLPs alone: attention is at 7, 18, 29 and 40 of all.
+    {"nemotron-h-8b",
+     4096,
+     28,
+     {4, 10, 16, 22},
+     "recurrent q8 v128 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     16384,
+     int64_t(24) * 128 * 64 * 128 * 4},
+    {"granite-4-h-small",
+     4096,
+     40,
+     {5, 15, 25, 35},
+     "recurrent q1 v128 k128 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first",
+     16384,
+     int64_t(36) * 128 * 64 * 128 * 4},
+    {"falcon-mamba-7b",
+     4096,
+     64,
+     {},
+     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     0,
+     int64_t(64) * 8192 * 16 * 4},
+    {"jamba-v0.1",
+     4096,
+     32,
+     {4, 12, 20, 28},
+     "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     16384,
+     int64_t(28) * 8192 * 16 * 4},
+    // 13 of 81 layers have both: attention is at 6, 11, 17 and so on of all.
+    {"zamba2-7b",
+     3584,
+     94,
+     {6, 12, 19, 26, 33, 40, 47, 54, 61, 68, 75, 82, 89},
+     "recurrent q2 v112 k64 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     13 * 28672,
+     int64_t(81) * 112 * 64 * 64 * 4},
+    {"ring-mini-linear-2.0", 2048, 20, every(5, 4), "recurrent q16 v16 k128 v128 fixed bf16 state f32 v_first", 4 * 4 * 256 * 2,
+     int64_t(16) * 16 * 128 * 128 * 4},
+};
+
 // Layers of latent attention, all alike.
 struct LatentFacts {
   const char* name;
@@ -184,6 +262,33 @@ TEST(Presets, HybridsMatchTheFacts) {
   }
 }
 
+TEST(Presets, RecurrentOnesMatchTheFacts) {
+  for (const RecurrentFacts& facts : kRecurrentFacts) {
+    SCOPED_TRACE(facts.name);
+    const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
+    ASSERT_EQ(int(model.layers.size()), facts.layers);
+    EXPECT_EQ(model.hidden_size, facts.hidden);
+    std::vector<int> attention;
+    for (int i = 0; i < facts.layers; ++i) {
+      const LayerSpec& spec = model.layers[size_t(i)].spec;
+      if (std::holds_alternative<RecurrentSpec>(spec)) {
+        EXPECT_EQ(to_string(spec), facts.recurrent);
+      } else {
+        attention.push_back(i);
+      }
+    }
+    EXPECT_EQ(attention, facts.attention);
+    int64_t kv_bytes = 0, state_bytes = 0;
+    for (const CacheGroup& group : model.cache_groups) kv_bytes += group.bytes_per_token, state_bytes += group.bytes_per_slot;
+    EXPECT_EQ(kv_bytes, facts.kv_bytes);
+    EXPECT_EQ(state_bytes, facts.state_bytes);
+  }
+  EXPECT_NEAR(load_model("zamba2-7b").layers[6].attention().scale(), 1 / std::sqrt(112.), 1e-7) << "half of a head's dimension";
+  EXPECT_EQ(load_model("zamba2-7b").layers[6].name, "decoder.6.attention");
+  EXPECT_EQ(load_model("granite-4-h-small").layers[5].attention().scale(), 0.0078125f);
+  EXPECT_EQ(load_model("nemotron-3-nano-30b-a3b").layers[3].name, "decoder.5") << "layers without a cache are counted, but not there";
+}
+
 TEST(Presets, LatentOnesMatchTheFacts) {
   for (const LatentFacts& facts : kLatent) {
     SCOPED_TRACE(facts.name);
@@ -212,6 +317,7 @@ TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
   // Below: their layers differ in shape, or in family.
   std::set<std::string_view> checked{"gemma-4-class-default"};
   for (const HybridFacts& facts : kHybrids) checked.insert(facts.name);
+  for (const RecurrentFacts& facts : kRecurrentFacts) checked.insert(facts.name);
   for (const LatentFacts& facts : kLatent) checked.insert(facts.name);
   for (const Facts& facts : kFacts) checked.insert(facts.name);
   size_t later = 0;
@@ -226,8 +332,8 @@ TEST(Presets, EveryOneIsCheckedOrRefusedByName) {
     }
   }
   EXPECT_EQ(checked.size() + later, model_presets().size());
-  EXPECT_EQ(model_presets().size(), 73u);
-  EXPECT_EQ(later, 9u);
+  EXPECT_EQ(model_presets().size(), 77u);
+  EXPECT_EQ(later, 1u);
 }
 
 TEST(Presets, AreSortedAndNamedOnce) {

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "expect_error.h"
+#include "serve/mistaken_states.h"
 #include "serve/replay.h"
 #include "serve/report.h"
 #include "serve/tiny_model.h"
@@ -149,62 +150,21 @@ TEST(Hybrid, UsefulWorkIsCounted) {
   EXPECT_DOUBLE_EQ(r.decode_steps.flops, 2.0 * 4 * 32 * (11 + 12)) << "of attention alone";
 }
 
-// Runs like the reference, but now and then in a step that continues a request makes the mistake that it is told to make.
-struct Mistaken final : BackendOf<ShortConvFamily> {
-  enum Mistake { none, forgets, shares, stale } mistake = none;
-
-  struct MistakenPlan final : ShortConvPlan {
-    std::unique_ptr<ShortConvPlan> inner;
-    Mistake mistake = none;
-    int steps = 0;
-    std::vector<int32_t> seq_lens, slots;
-    void update(const Batch& batch, Stream stream) override {
-      Batch changed = batch;
-      seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
-      slots.assign(batch.state_slots.begin(), batch.state_slots.end());
-      if (++steps % 5 == 0 && mistake == forgets) {
-        for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.query_len(r);  // as if nothing had gone by
-      } else if (steps % 5 == 0 && mistake == shares && slots.size() > 1) {
-        std::swap(slots[0], slots[1]);
-      } else if (mistake == stale) {
-        for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.seq_lens[size_t(r)] + 1;  // a new one reads what was left
-      }
-      changed.seq_lens = seq_lens;
-      changed.state_slots = slots;
-      inner->update(changed, stream);
-    }
-    void run(const ShortConvInputs& in, const ShortConvOutputs& out, Stream stream) const override { inner->run(in, out, stream); }
-    std::string str() const override { return "mistaken"; }
-  };
-
-  std::string_view name() const override { return "mistaken"; }
-  std::string_view description() const override { return "makes mistakes with states"; }
-  std::vector<Reason> unsupported(const ShortConvSpec&, const DeviceInfo&) const override { return {}; }
-  std::unique_ptr<ShortConvPlan> plan(const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    auto made = std::make_unique<MistakenPlan>();
-    PlanOptions wider = options;
-    ++wider.limits.max_seq_len;
-    made->inner = find_backend<ShortConvFamily>("reference")->plan(spec, device, wider);
-    made->mistake = mistake;
-    return made;
-  }
-};
-
 TEST(Hybrid, VerificationNoticesWrongStates) {
-  const auto backend = std::make_shared<Mistaken>();
+  const auto backend = std::make_shared<MistakenStates<ShortConvFamily, ShortConvInputs, ShortConvOutputs>>();
   register_backend<ShortConvFamily>(backend);
   const Trace trace = tree_trace(12, 16, 60, 12, 1);
   ReplayOptions options = small_options();
   options.select.forced = "mistaken";
-  const auto code = [&](Mistaken::Mistake mistake) {
+  const auto code = [&](StateMistake mistake) {
     backend->mistake = mistake;
     return test::error_code([&] { replay(tiny_hybrid_model("cac", 16), trace, options); });
   };
-  EXPECT_EQ(code(Mistaken::none), "nothing thrown");
-  EXPECT_EQ(code(Mistaken::forgets), "replay.verify");
-  EXPECT_EQ(code(Mistaken::shares), "replay.verify");
-  EXPECT_EQ(code(Mistaken::stale), "replay.verify");
-  backend->mistake = Mistaken::none;
+  EXPECT_EQ(code(StateMistake::none), "nothing thrown");
+  EXPECT_EQ(code(StateMistake::forgets), "replay.verify");
+  EXPECT_EQ(code(StateMistake::shares), "replay.verify");
+  EXPECT_EQ(code(StateMistake::stale), "replay.verify");
+  backend->mistake = StateMistake::none;
   const ReplayResult r = replay(tiny_hybrid_model("cac", 16), trace, options);
   unregister_backend<ShortConvFamily>("mistaken");
   EXPECT_EQ(r.kinds[0].rule, "forced");

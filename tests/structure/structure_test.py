@@ -24,13 +24,13 @@ ARROWS = {
     "short_conv": {"short_conv", "family", "core"},
     "recurrent": {"recurrent", "family", "core"},
     "mla": {"mla", "attention", "family", "core"},
-    "model": {"model", "attention", "short_conv", "mla", "family", "core"},
+    "model": {"model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "gpu": {"gpu", "attention", "family", "core"},
     "cuda": {"cuda", "gpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "conformance": {"conformance", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "serve": {"serve", "conformance", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
-    "api": {"api", "model", "attention", "short_conv", "mla", "family", "core"},
+    "api": {"api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "cli": {"cli", "serve", "conformance", "api", "model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
 }
 HARDWARE = {"cpu", "cuda"}
@@ -54,7 +54,7 @@ PUBLIC_SHORT_CONV = {"short_conv.h"}
 PUBLIC_RECURRENT = {"recurrent.h"}
 PUBLIC_MLA = {"mla.h"}
 PUBLIC_MODEL = {"model.h"}
-PUBLIC_API = {"imbrex.h", "imbrex.hpp", "plugin.h"}
+PUBLIC_API = {"imbrex.h", "imbrex.hpp", "imbrex_recurrent.h", "plugin.h"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 # A third-party header, and the folders of src/ that may use it.

@@ -3,10 +3,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstring>
 
 #include "conformance/case_fields.h"
+#include "conformance/state_case_file.h"
 #include "core/check.h"
 #include "short_conv/spec_fields.h"
 
@@ -36,40 +36,6 @@ ShortConvSpec parse_conv_spec(const json& root) {
   return spec;
 }
 
-// Checks a request of a step against the rules of Batch.
-void check_request(const ShortConvSpec& spec, const ShortConvCaseRequest& r) {
-  const auto in_range = [&](const char* name, int value, int most) {
-    check(value >= 0 && value <= most, "case_file.drafts", "{}: expected 0 to {} of request {} with {} tokens after {}, got {}", name, most,
-          r.id, r.q_len, r.context_len, value);
-  };
-  in_range("num_drafts", r.drafts, std::min(spec.num_drafts, r.q_len));
-  in_range("accepted_drafts", r.accepted, r.context_len == 0 ? 0 : spec.num_drafts);
-}
-
-std::vector<ShortConvCaseRequest> parse_conv_requests(CaseTensors& tensors, const ShortConvSpec& spec) {
-  const HostTensor lens = tensors.take("seq_lens", {DType::i32}, {-1});
-  const int64_t count = lens.sizes[0];
-  const HostTensor starts = tensors.take("query_start_loc", {DType::i32}, {count + 1});
-  const auto take_drafts = [&](const char* name) {
-    return tensors.take_if(spec.num_drafts > 0 && tensors.has(name), name, DType::i32, {count});
-  };
-  const HostTensor drafts = take_drafts("num_drafts"), accepted = take_drafts("accepted_drafts");
-  std::vector<ShortConvCaseRequest> requests;
-  for (const int q_len : query_lens(starts)) {
-    const int r = int(requests.size()), seq_len = int(lens.get(r));
-    check(seq_len >= 0, "case_file.seq_lens.negative", "seq_lens[{}] is {}", r, seq_len);
-    check(seq_len >= q_len, "case_file.seq_lens.shorter_than_query", "request {} has {} tokens of the step and only {} in all", r, q_len,
-          seq_len);
-    requests.push_back({.q_len = q_len,
-                        .context_len = seq_len - q_len,
-                        .drafts = drafts.empty() ? 0 : int(drafts.get(r)),
-                        .accepted = accepted.empty() ? 0 : int(accepted.get(r)),
-                        .id = r});
-    check_request(spec, requests.back());
-  }
-  return requests;
-}
-
 struct ConvVariant {
   std::string name;
   ShortConvRunOptions options;
@@ -84,8 +50,7 @@ std::vector<ConvVariant> conv_variants(const ShortConvCaseInputs& in) {
     v.options.padding_tokens = int(all.size());
     all.push_back(std::move(v));
   }
-  const auto is_plain = [](const ShortConvCaseRequest& r) { return r.drafts == 0 && r.accepted == 0; };
-  if (!std::ranges::all_of(in.requests, is_plain)) return all;
+  if (!have_no_drafts(in.requests)) return all;
   all.push_back({"token by token", {}});
   all.back().options.chunk = 1;
   return all;
@@ -100,7 +65,7 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
   const ShortConvSpec& spec = in.spec;
   const int64_t dim = spec.dim;
   CaseTensors tensors(file);
-  in.requests = parse_conv_requests(tensors, spec);
+  in.requests = take_state_requests(tensors, spec.num_drafts);
   const int64_t count = int64_t(in.requests.size());
   int64_t num_tokens = 0;
   for (const ShortConvCaseRequest& r : in.requests) num_tokens += r.q_len;
@@ -128,13 +93,6 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
 Safetensors to_safetensors(const ShortConvCaseFile& c) {
   const ShortConvCaseInputs& in = c.inputs;
   const ShortConvSpec& spec = in.spec;
-  std::vector<int32_t> starts{0}, lens, drafts, accepted;
-  for (const ShortConvCaseRequest& r : in.requests) {
-    starts.push_back(starts.back() + r.q_len);
-    lens.push_back(r.context_len + r.q_len);
-    drafts.push_back(r.drafts);
-    accepted.push_back(r.accepted);
-  }
   const ShortConvSpec usual;
   json s;
   for_each_field(spec, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
@@ -142,9 +100,7 @@ Safetensors to_safetensors(const ShortConvCaseFile& c) {
   });
   Safetensors file;
   file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kFamily}, {"spec", s}}.dump();
-  file.tensors["query_start_loc"] = tensor_of(starts);
-  file.tensors["seq_lens"] = tensor_of(lens);
-  if (spec.num_drafts > 0) file.tensors["num_drafts"] = tensor_of(drafts), file.tensors["accepted_drafts"] = tensor_of(accepted);
+  add_state_requests(file, in.requests, spec.num_drafts);
   file.tensors[input_name(spec)] = in.input;
   file.tensors["weight"] = in.weight;
   if (spec.bias) file.tensors["bias"] = in.bias;

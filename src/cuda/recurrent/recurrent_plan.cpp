@@ -63,8 +63,8 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   }
   void run(const RecurrentInputs&, const RecurrentOutputs&, Stream) const override;
   bool capturable() const override { return !options_.load_on_demand; }
-  int step_tokens() const override { return chunks_ ? kRecurrentChunk : 1; }
-  bool rounded_products() const override { return chunks_.has_value(); }
+  int step_tokens() const override { return rounds_ ? kRecurrentChunk : 1; }
+  bool rounded_products() const override { return rounds_.has_value(); }
   std::string str() const override { return lists_->str(fmt::format("{} ({})", kRecurrentBackend, arch_)); }
 
  private:

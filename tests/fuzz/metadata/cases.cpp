@@ -18,8 +18,11 @@
 #endif
 
 // Limits near 2^31 ask for memory that no machine has. It is refused here, so that no test makes a machine swap.
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {  // std::stable_sort() calls it
+  return bytes > size_t(512) << 20 ? nullptr : std::malloc(std::max<size_t>(bytes, 1));
+}
 void* operator new(size_t bytes) {
-  void* const memory = bytes > size_t(512) << 20 ? nullptr : std::malloc(std::max<size_t>(bytes, 1));
+  void* const memory = operator new(bytes, std::nothrow);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

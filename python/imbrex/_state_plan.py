@@ -1,0 +1,92 @@
+"""What plans of layers with a state in slots have, whatever their family."""
+from typing import Any, ClassVar, List, Optional
+
+from . import _core
+from ._frameworks import exported, stream_address
+from .plan import Array, DeviceLike, Workspace, _device
+
+
+class StatePlan:
+    """The base of ShortConvPlan and RecurrentPlan, which have run()."""
+
+    _of_core: ClassVar[Any]  # the class of imbrex._core
+
+    def __init__(
+        self,
+        spec: Any,
+        device: DeviceLike = "cpu",
+        *,
+        backend: str = "",
+        max_num_reqs: int = 256,
+        max_num_tokens: int = 8192,
+        max_seq_len: int = 131072,
+        num_threads: int = 0,
+        validate: bool = True,
+        on_device: bool = False,
+        workspace: Optional[Workspace] = None,
+    ) -> None:
+        self.spec = spec
+        self._device = _device(device)
+        self._gpu = self._device.index if self._device.type == "cuda" else None
+        self._stream = 0  # of the last update_on_device()
+        self._plan = self._of_core(
+            spec,
+            self._device,
+            backend=backend,
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max_seq_len,
+            num_threads=num_threads,
+            validate=validate,
+            on_device=on_device,
+            workspace=None if workspace is None else workspace._shared,
+        )
+
+    def update(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        state_slots: Array,
+        *,
+        num_drafts: Optional[Array] = None,
+        accepted_drafts: Optional[Array] = None,
+        stream: Any = None,
+    ) -> None:
+        """One scheduler step: int32 on the host, query_start_loc [num_reqs + 1], the others [num_reqs].
+
+        seq_lens counts this step's tokens too: a request that has no others begins with an empty state, whatever its slot holds. The last
+        num_drafts of a request's tokens may be taken back by its next step, which then says how many were kept: accepted_drafts.
+        """
+        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts))
+        self._plan.update(*arrays, stream=stream_address(stream, query_start_loc, self._gpu))
+
+    def update_on_device(
+        self,
+        query_start_loc: Array,
+        seq_lens: Array,
+        state_slots: Array,
+        *,
+        num_drafts: Optional[Array] = None,
+        accepted_drafts: Optional[Array] = None,
+        max_num_tokens: int = 0,
+        stream: Any = None,
+    ) -> None:
+        """update() from int32 arrays on the GPU, which are read when its kernel runs; it may be captured into a graph with the layers.
+
+        A request that breaks a rule is left out: device_problems() tells. max_num_tokens: what the host knows of query_start_loc's last entry.
+        """
+        self._stream = stream_address(stream, query_start_loc)
+        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts))
+        self._plan.update_on_device(*arrays, max_num_tokens=max_num_tokens, stream=self._stream)
+
+    def device_problems(self) -> List[_core.Reason]:
+        """Why requests were left out by update_on_device() since the last call. Waits for that call's stream."""
+        return self._plan.device_problems(self._stream)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether run() may be captured into a CUDA graph that replays later steps too."""
+        return self._plan.capturable
+
+    def __str__(self) -> str:
+        return str(self._plan)

@@ -1,0 +1,99 @@
+// Recurrent layers in a replay (see layer_kind.h).
+#include "core/check.h"
+#include "imbrex/recurrent.h"
+#include "serve/layer_kind.h"
+
+namespace imbrex::serve {
+
+namespace {
+
+class RecurrentLayers final : public KindOf<RecurrentFamily> {
+ public:
+  RecurrentLayers(const ModelSpec::Kind& kind, const KindSetup& setup) : KindOf(kind, setup) {
+    const RecurrentSpec& s = spec();
+    check(
+        s.gate != RecurrentGate::log && (!s.delta || (s.qk_norm && s.sigmoid_beta)), "replay.recurrent.growth",
+        "expected a layer whose states stay bounded with random inputs: decays made by the layer, and keys of length 1 and a sigmoid beta "
+        "with the delta rule, got {}",
+        s.str());
+    for (const RecurrentRow& row : recurrent_rows(s)) {
+      const int piece = Synthetic::piece(row.numbers);
+      parts_.push_back({row.side, row.numbers / piece, piece});
+    }
+    const int heads = RecurrentTarget::heads_of(s);
+    out_rows_ = s.num_v_heads / heads;
+    out_length_ = int64_t(heads) * s.head_dim_v;
+    for (const int layer : kind.layers) {
+      Layer& made = layers_.emplace_back(Layer{.parameters = RecurrentParameters(s, setup.options.seed, layer), .inputs = {}, .owned = {}});
+      made.parameters.view(made.inputs, 0, s.num_v_heads);
+      for (TensorView* t : {&made.inputs.rates, &made.inputs.gate_bias, &made.inputs.skip}) {
+        if (t->empty()) continue;
+        made.owned.push_back(setup.stream.copy_of(*t));
+        *t = made.owned.back().view;
+      }
+    }
+    make_plans(setup);
+  }
+
+  void place_cache(size_t layer, const GroupCache& group, int layer_of_group) override {
+    const TensorView slots = std::get<StateAllocation>(group).layer(layer_of_group);
+    const bool k_first = spec().layout == StateLayout::k_first;
+    const int64_t dim_k = spec().head_dim_k, dim_v = spec().head_dim_v;
+    layers_[layer].inputs.state = TensorView::contiguous(
+        slots.data, slots.dtype, {slots.size(0), spec().state_rows(), spec().num_v_heads, k_first ? dim_k : dim_v, k_first ? dim_v : dim_k},
+        slots.device);
+  }
+
+  bool write_cache(size_t, const StepTensors&) const override { return false; }  // run() reads and writes the states
+
+  void run(size_t layer, const StepTensors& tensors) const override {
+    const RecurrentSpec& s = spec();
+    RecurrentInputs inputs = layers_[layer].inputs;
+    const int64_t tokens = tensors.in[0].size(0);
+    const auto shaped = [&](const TensorView& t, std::initializer_list<int64_t> sizes) {
+      return TensorView::contiguous(t.data, t.dtype, sizes, t.device);
+    };
+    inputs.q = shaped(tensors.in[0], {tokens, s.num_k_heads, s.head_dim_k});
+    inputs.k = shaped(tensors.in[1], {tokens, s.num_k_heads, s.head_dim_k});
+    inputs.v = shaped(tensors.in[2], {tokens, s.num_v_heads, s.head_dim_v});
+    size_t next = 3;
+    if (s.gate != RecurrentGate::fixed) {
+      const TensorView& gate = tensors.in[next++];
+      inputs.gate = s.channel_gate ? shaped(gate, {tokens, s.num_v_heads, s.head_dim_k}) : shaped(gate, {tokens, s.num_v_heads});
+    }
+    if (s.delta) inputs.beta = shaped(tensors.in[next], {tokens, s.num_v_heads});
+    plan().run(inputs, {.out = shaped(tensors.out, {tokens, s.num_v_heads, s.head_dim_v})}, stream());
+  }
+
+  VerifyTarget target(size_t layer, int out_row) const override {
+    return RecurrentTarget{.spec = &spec(),
+                           .parameters = &layers_[layer].parameters,
+                           .first_head = out_row * RecurrentTarget::heads_of(spec()),
+                           .rounded_products = prompt_plan().rounded_products()};
+  }
+
+  TensorView state_of(size_t layer, int out_row, int slot) const override {
+    const TensorView& state = layers_[layer].inputs.state;
+    const int heads = RecurrentTarget::heads_of(spec());
+    const int64_t first = slot * state.stride(0) + int64_t(out_row) * heads * state.stride(2);
+    return TensorView::contiguous(state.as<char>() + first * size_of(state.dtype), state.dtype, {heads, state.size(3), state.size(4)},
+                                  state.device);
+  }
+
+ private:
+  struct Layer {
+    RecurrentParameters parameters;
+    RecurrentInputs inputs;           // state and parameters, where the device reads them
+    std::vector<DeviceTensor> owned;  // parameters on the device
+  };
+
+  std::vector<Layer> layers_;
+};
+
+}  // namespace
+
+std::unique_ptr<LayerKind> make_kind(const RecurrentSpec&, const ModelSpec::Kind& kind, const KindSetup& setup) {
+  return std::make_unique<RecurrentLayers>(kind, setup);
+}
+
+}  // namespace imbrex::serve

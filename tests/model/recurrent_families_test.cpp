@@ -1,0 +1,250 @@
+// Models with recurrent layers: how their config.json is read, by which names, with which defaults, and what is refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "expect_error.h"
+#include "imbrex/model.h"
+
+namespace imbrex {
+namespace {
+
+// A top-level config with the fields that nearly all have.
+std::string recurrent_config(std::string_view type, std::string_view more, int layers = 4) {
+  return R"({"torch_dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": )" +
+         std::to_string(layers) + R"(, "model_type": ")" + std::string(type) + "\"" + (more.empty() ? "" : ", ") + std::string(more) + "}";
+}
+ModelSpec parse(std::string_view type, std::string_view more, int layers = 4) {
+  return parse_model_config(recurrent_config(type, more, layers));
+}
+std::string recurrent_refusal(std::string_view type, std::string_view more, int layers = 4) {
+  return test::error_code([&] { parse(type, more, layers); });
+}
+
+// "r" for a recurrent layer, "a" for attention.
+std::string recurrent_pattern(const ModelSpec& model) {
+  std::string text;
+  for (const ModelLayer& layer : model.layers) text += std::holds_alternative<RecurrentSpec>(layer.spec) ? 'r' : 'a';
+  return text;
+}
+const RecurrentSpec& recurrent(const ModelSpec& model, size_t layer = 0) { return std::get<RecurrentSpec>(model.layers[layer].spec); }
+bool has_note(const ModelSpec& model, std::string_view text) {
+  for (const std::string& note : model.notes)
+    if (note.find(text) != std::string::npos) return true;
+  return false;
+}
+
+TEST(RecurrentFamilies, Qwen3NextAndQwen35) {
+  const ModelSpec model = parse("qwen3_next", R"("head_dim": 64, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+      "linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 3)",
+                                9);
+  EXPECT_EQ(recurrent_pattern(model), "rrrarrrar") << "every fourth attends, the class default";
+  EXPECT_TRUE(has_note(model, "full_attention_interval absent: the class default 4"));
+  EXPECT_EQ(recurrent(model).str(), "recurrent q2 v4 k32 v64 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first");
+  EXPECT_EQ(model.layers[3].attention().head_dim_qk, 64);
+  EXPECT_TRUE(has_note(model, "linear_conv_kernel_dim 3: a causal convolution over 384 channels stands in front of each recurrence"));
+  EXPECT_TRUE(has_note(model, "2 x 384 numbers a request and layer, is not counted"));
+  EXPECT_EQ(recurrent_pattern(parse("qwen3_next", R"("full_attention_interval": 2)")), "rara");
+  EXPECT_EQ(recurrent_pattern(
+                parse("qwen3_next", R"("layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"])")),
+            "arra");
+  const ModelSpec silent = parse("qwen3_next", "");
+  EXPECT_EQ(recurrent(silent).num_v_heads, 32);
+  EXPECT_EQ(silent.layers[3].attention().head_dim_qk, 256);
+  EXPECT_TRUE(has_note(silent, "linear_num_value_heads absent: the class default 32"));
+
+  const ModelSpec nested = parse_model_config(R"({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}})");
+  EXPECT_EQ(nested.layers.size(), 40u);
+  EXPECT_EQ(nested.layers[3].attention().num_kv_heads, 2);
+  EXPECT_TRUE(has_note(nested, "vision encoder are left out"));
+  const ModelSpec dense = parse_model_config(R"({"model_type": "qwen3_5", "text_config": {"mamba_ssm_dtype": "bfloat16"}})");
+  EXPECT_EQ(dense.layers.size(), 32u);
+  EXPECT_EQ(dense.layers[3].attention().num_kv_heads, 4);
+  EXPECT_EQ(recurrent(dense).state_dtype, DType::bf16);
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("linear_num_key_heads": 3)"), "model.field.heads.indivisible");
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("linear_key_head_dim": 320)"), "recurrent.head_dim_k");
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("layer_types": ["full_attention"])"), "model.field.layer_types.length");
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("layer_types": ["full_attention", "conv", "conv", "conv"])"),
+            "model.field.layer_types.unknown");
+  EXPECT_EQ(recurrent_refusal("qwen3_next", R"("mamba_ssm_dtype": "float8")"), "model.field.dtype.unknown");
+}
+
+constexpr std::string_view kNemotron = R"("head_dim": 64, "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2,
+    "conv_kernel": 4, "expand": 2)";
+std::string nemotron(std::string_view more) { return std::string(kNemotron) + ", " + std::string(more); }
+
+TEST(RecurrentFamilies, NemotronHHasLayersWithoutACache) {
+  const ModelSpec model = parse("nemotron_h", nemotron(R"("hybrid_override_pattern": "ME*-ME", "time_step_min": 0.01)"), 6);
+  EXPECT_EQ(recurrent_pattern(model), "rar");
+  EXPECT_EQ(model.layers[1].name, "decoder.2");
+  EXPECT_EQ(model.layers[2].name, "decoder.4");
+  EXPECT_TRUE(has_note(model, "3 of 6 layers have neither a cache nor a state"));
+  EXPECT_EQ(recurrent(model).num_v_heads, 8);
+  EXPECT_EQ(recurrent(model).head_dim_v, 32) << "not the hidden size times expand over heads";
+  EXPECT_EQ(recurrent(model).num_k_heads, 2);
+  EXPECT_EQ(recurrent(model).head_dim_k, 16);
+  EXPECT_EQ(recurrent(model).gate_min, 0.01f);
+  EXPECT_TRUE(has_note(model, "convolution over 320 channels"));
+  EXPECT_EQ(recurrent(parse("nemotron_h", nemotron(R"("hybrid_override_pattern": "MM", "mamba_ssm_cache_dtype": "float32")"), 2)).gate_min,
+            0.001f)
+      << "the class default";
+  EXPECT_EQ(recurrent_pattern(parse("nemotron_h", nemotron(R"("layers_block_type": ["mamba", "moe", "attention", "mlp"])"))), "ra");
+  EXPECT_EQ(
+      recurrent_pattern(parse("nemotron_h", nemotron(R"("layers_block_type": ["linear_attention", "full_attention", "moe", "moe"])"))),
+      "ra");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "ME*")")), "model.field.layer_types.length");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "MEx*")")), "model.field.layer_types.unknown");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", nemotron(R"("hybrid_override_pattern": "--E-")")), "model.field.attn_layers");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", kNemotron), "model.field.missing");
+  EXPECT_EQ(recurrent_refusal("nemotron_h", R"("hybrid_override_pattern": "MMMM")"), "model.field.missing")
+      << "class defaults are for nested configs";
+}
+
+constexpr std::string_view kMamba2 =
+    R"("mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_expand": 2)";
+std::string mamba2(std::string_view more) { return std::string(kMamba2) + ", " + std::string(more); }
+
+TEST(RecurrentFamilies, GraniteHasAScaleOfItsOwn) {
+  const ModelSpec model = parse("granitemoehybrid", mamba2(R"("attention_multiplier": 0.015625, "layer_types": ["mamba", "attention",
+      "mamba", "mamba"])"));
+  EXPECT_EQ(recurrent_pattern(model), "rarr");
+  EXPECT_EQ(model.layers[1].attention().scale(), 0.015625f);
+  EXPECT_EQ(recurrent(model).str(), "recurrent q2 v16 k32 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(parse("granitemoehybrid", mamba2(R"("layer_types": ["mamba", "attention", "mamba", "mamba"])")).layers[1].attention().scale(),
+            1.f)
+      << "the class default";
+  EXPECT_TRUE(has_note(parse("granitemoehybrid", kMamba2), "layer_types absent: no layer attends, the class default"));
+  EXPECT_EQ(recurrent_pattern(parse("granitemoehybrid", R"("layer_types": ["attention", "attention", "attention", "attention"])")), "aaaa");
+  EXPECT_EQ(recurrent_refusal("granitemoehybrid", mamba2(R"("mamba_d_head": 32)")), "model.json.duplicate");
+  EXPECT_EQ(recurrent_refusal("granitemoehybrid", R"("mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 2,
+      "mamba_d_conv": 4, "mamba_expand": 2)"),
+            "model.field.conflict");
+  EXPECT_EQ(recurrent_refusal("granitemoehybrid", R"("mamba_n_heads": 16, "mamba_d_state": 32, "mamba_n_groups": 3, "mamba_expand": 2)"),
+            "model.field.heads.indivisible");
+  EXPECT_EQ(recurrent_refusal("granitemoehybrid", R"("mamba_n_heads": 24, "mamba_d_head": "auto", "mamba_d_state": 32, "mamba_n_groups": 2,
+      "mamba_expand": 2)"),
+            "model.field.heads.indivisible");
+}
+
+TEST(RecurrentFamilies, LimitsOfSteps) {
+  const auto limits = [](const char* range) {
+    const ModelSpec model = parse("granitemoehybrid", mamba2(std::string(R"("time_step_limit": )") + range));
+    return std::pair(recurrent(model).gate_min, recurrent(model).gate_max);
+  };
+  EXPECT_EQ(limits("[0.05, 1.5]"), std::pair(0.05f, 1.5f));
+  EXPECT_EQ(limits("[0.0, Infinity]"), std::pair(0.f, 0.f)) << "as Python writes it";
+  EXPECT_EQ(limits(R"([0.001, {"__float__": "Infinity"}])"), std::pair(0.001f, 0.f)) << "as transformers 5 writes it";
+  EXPECT_EQ(limits("[0, null]"), std::pair(0.f, 0.f));
+  EXPECT_EQ(limits("null"), std::pair(0.f, 0.f));
+  const auto code = [](const char* range) {
+    return recurrent_refusal("granitemoehybrid", mamba2(std::string(R"("time_step_limit": )") + range));
+  };
+  EXPECT_EQ(code("[0.5, 0.1]"), "model.field.range");
+  EXPECT_EQ(code("[-1, 1]"), "model.field.range");
+  EXPECT_EQ(code("[0, 0]"), "model.field.range");
+  EXPECT_EQ(code("[0, 1, 2]"), "model.field.type");
+  EXPECT_EQ(code("[-Infinity, 1]"), "model.field.type");
+  EXPECT_EQ(code(R"([0, "inf"])"), "model.field.type");
+  EXPECT_EQ(code(R"([0, {"__float__": 1}])"), "model.field.type");
+  EXPECT_EQ(code("[0, xInfinity]"), "model.json.syntax");
+  EXPECT_EQ(
+      parse_model_config(recurrent_config("granitemoehybrid", mamba2(R"("a": "\" Infinity", "time_step_limit": [0, 2])"))).layers.size(),
+      4u);
+}
+
+TEST(RecurrentFamilies, FalconH1HasBothInEachLayer) {
+  const ModelSpec model = parse("falcon_h1", R"("mamba_n_heads": 4, "mamba_d_head": 64, "mamba_d_ssm": 256, "mamba_d_state": 256,
+      "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2, "key_multiplier": 0.5)",
+                                2);
+  EXPECT_EQ(recurrent_pattern(model), "arar");
+  EXPECT_EQ(model.layers[2].name, "decoder.1.attention");
+  EXPECT_EQ(model.layers[3].name, "decoder.1.recurrent");
+  EXPECT_EQ(recurrent(model, 1).head_dim_v, 64) << "mamba_d_ssm, not the expanded hidden size, is the width";
+  EXPECT_TRUE(has_note(model, "key_multiplier 0.5: the engine multiplies keys"));
+  EXPECT_EQ(recurrent(parse("falcon_h1", R"("mamba_n_heads": 16, "mamba_d_ssm": null, "mamba_d_state": 64, "mamba_n_groups": 1,
+      "mamba_expand": 2)"),
+                      1)
+                .head_dim_v,
+            64);
+}
+
+TEST(RecurrentFamilies, BambaListsItsAttention) {
+  EXPECT_EQ(recurrent_pattern(parse("bamba", mamba2(R"("attn_layer_indices": [1, 3])"))), "rara");
+  EXPECT_EQ(recurrent_pattern(parse("bamba", kMamba2)), "rrrr");
+  EXPECT_EQ(recurrent_refusal("bamba", mamba2(R"("attn_layer_indices": [4])")), "model.field.attn_layers");
+  EXPECT_EQ(recurrent_refusal("bamba", mamba2(R"("attn_layer_indices": [1, 1])")), "model.field.attn_layers");
+}
+
+TEST(RecurrentFamilies, Zamba2AttendsOverTwiceTheHiddenSize) {
+  const std::string mamba = R"("n_mamba_heads": 16, "mamba_d_state": 64, "mamba_ngroups": 2, "mamba_d_conv": 4, "mamba_expand": 2, )";
+  const ModelSpec model = parse("zamba2", mamba + R"("layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"])");
+  EXPECT_EQ(recurrent_pattern(model), "rarrar");
+  EXPECT_EQ(model.layers[1].attention().head_dim_qk, 128);
+  EXPECT_NEAR(model.layers[1].attention().scale(), 0.125, 1e-7);
+  EXPECT_EQ(recurrent(model).gate_min, 0.001f);
+  EXPECT_EQ(recurrent_pattern(parse("zamba2", mamba + R"("hybrid_layer_ids": [2])")), "rrarr");
+  EXPECT_EQ(parse("zamba2", mamba + R"("attention_head_dim": 128)", 54).layers.size(), 63u) << "the class default has 9 hybrid layers";
+  EXPECT_EQ(recurrent_refusal("zamba2", mamba + R"("attention_head_dim": 64, "hybrid_layer_ids": [2])"), "model.field.conflict");
+  EXPECT_EQ(recurrent_refusal("zamba2", mamba + R"("use_mem_rope": false)"), "model.field.missing");
+}
+
+TEST(RecurrentFamilies, Mamba1) {
+  const ModelSpec jamba = parse("jamba", R"("attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_expand": 2,
+      "mamba_d_conv": 4)",
+                                5);
+  EXPECT_EQ(recurrent_pattern(jamba), "rarra");
+  EXPECT_EQ(recurrent(jamba).str(), "recurrent q1 v1024 k8 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(recurrent_refusal("jamba", R"("attn_layer_period": 3, "attn_layer_offset": 3, "mamba_d_state": 8, "mamba_expand": 2)"),
+            "model.field.attn_layers");
+  const ModelSpec falcon = parse("falcon_mamba", R"("state_size": 16, "expand": 16, "intermediate_size": 1024, "conv_kernel": 4)");
+  EXPECT_EQ(recurrent_pattern(falcon), "rrrr");
+  EXPECT_EQ(recurrent(falcon).num_v_heads, 1024);
+  EXPECT_TRUE(has_note(falcon, "expand 16: intermediate_size 1024 is the width"));
+  EXPECT_EQ(recurrent(parse("mamba", R"("state_size": 16, "expand": 2)")).num_v_heads, 1024);
+  EXPECT_EQ(recurrent_refusal("mamba", R"("state_size": 16, "expand": 64, "hidden_size": 65536)"), "model.json.duplicate");
+  const ModelSpec second = parse("mamba2", R"("num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2,
+      "time_step_limit": [0.0, Infinity])");
+  EXPECT_EQ(recurrent(second).str(), "recurrent q8 v16 k128 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first");
+  EXPECT_EQ(recurrent_refusal("mamba2", R"("num_heads": 16, "head_dim": 32, "state_size": 128, "n_groups": 8, "expand": 2)"),
+            "model.field.conflict");
+}
+
+TEST(RecurrentFamilies, LightningAttention) {
+  const ModelSpec model = parse("minimax_text_01", R"("head_dim": 32, "attn_type_list": [0, 0, 1, 0])");
+  EXPECT_EQ(recurrent_pattern(model), "rrar");
+  EXPECT_EQ(recurrent(model).str(), "recurrent q8 v8 k32 v32 fixed scale=1 bf16 state f32 v_first");
+  EXPECT_TRUE(has_note(model, "the slopes depend on the head and on the layer's index"));
+  EXPECT_EQ(
+      recurrent_pattern(parse("minimax", R"("layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"])")),
+      "rara");
+  const ModelSpec toy = parse("minimax", "");
+  EXPECT_EQ(recurrent_pattern(toy), "arar");
+  EXPECT_TRUE(has_note(toy, "the class default, which is no published model"));
+  EXPECT_EQ(recurrent_refusal("minimax_m1", ""), "model.field.missing");
+  EXPECT_EQ(recurrent_refusal("minimax_m1", R"("attn_type_list": [0, 1])"), "model.field.attn_type_list.length");
+  EXPECT_EQ(recurrent_refusal("minimax_m1", R"("attn_type_list": [0, 1, 2, 0])"), "model.field.attn_type.unknown");
+
+  const ModelSpec ring = parse("bailing_moe_linear", R"("head_dim": 32, "layer_group_size": 2)", 5);
+  EXPECT_EQ(recurrent_pattern(ring), "raraa") << "what is left over attends";
+  EXPECT_EQ(recurrent(ring).query_scale(), 1 / std::sqrt(32.f));
+  EXPECT_EQ(ring.layers[1].attention().num_kv_heads, 2);
+  EXPECT_EQ(recurrent_refusal("bailing_moe_linear", R"("layer_group_size": 2, "num_kv_heads_for_linear_attn": 2)"), "model.family.later");
+  EXPECT_EQ(recurrent_refusal("bailing_moe_linear", ""), "model.field.missing");
+}
+
+TEST(RecurrentFamilies, StatesAreGroupsBesidePages) {
+  const ModelSpec model = load_model("nemotron-3-nano-30b-a3b");
+  ASSERT_EQ(model.cache_groups.size(), 2u);
+  EXPECT_EQ(model.cache_groups[0].name, "recurrent");
+  EXPECT_EQ(model.cache_groups[0].layers.size(), 23u);
+  EXPECT_EQ(model.cache_groups[1].name, "full");
+  EXPECT_EQ(model.cache_groups[1].layers.size(), 6u);
+  EXPECT_EQ(model.str().find("nemotron-3-nano-30b-a3b (nemotron_h): 23 recurrent and 6 attention layers, hidden 2688, KV 6144 B/token, "
+                             "states 48234496 B/request"),
+            0u)
+      << model.str();
+}
+
+}  // namespace
+}  // namespace imbrex
