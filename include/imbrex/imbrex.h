@@ -444,7 +444,6 @@ IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint6
 #ifdef __cplusplus
 }
 #endif
-
 #include "imbrex/imbrex_recurrent.h"
 #include "imbrex/plugin.h"
 

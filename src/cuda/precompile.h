@@ -44,7 +44,7 @@ std::vector<TightTile> tight_tiles();
 
 // Specs that together need every kind of code: copies and conversions of keys, heads of 64 to 512 dims, all masks and scores.
 std::vector<AttentionSpec> covering_specs();
-std::vector<RecurrentSpec> covering_recurrent_specs();    // chunks and tokens, layouts, dimensions that do not fill lanes
+std::vector<RecurrentSpec> covering_recurrent_specs();   // chunks and tokens, layouts, dimensions that do not fill lanes
 std::vector<ShortConvSpec> covering_short_conv_specs();  // types, sums of few tokens and of many, with a bias and without
 // All pairs of types, all usual head dimensions, pages of one token.
 std::vector<AttentionSpec> thorough_specs();

@@ -33,10 +33,10 @@ struct RecurrentParams {
 };
 
 // How recurrent.cu shares a state out: lanes that share a value, quads of key channels of a lane, and values of a lane.
-constexpr int recurrent_key_lanes(int dim_k) { return dim_k > 16 ? 8 : dim_k > 8 ? 4 : dim_k > 4 ? 2 : 1; }
+constexpr int kRecurrentLaneValues = 4;
+constexpr int recurrent_key_lanes(int dim_k) { return dim_k > 128 ? 16 : dim_k > 16 ? 8 : dim_k > 8 ? 4 : dim_k > 4 ? 2 : 1; }
 constexpr int recurrent_quads(int dim_k) { return (dim_k + 4 * recurrent_key_lanes(dim_k) - 1) / (4 * recurrent_key_lanes(dim_k)); }
-constexpr int recurrent_values(int dim_k) { return recurrent_quads(dim_k) > 4 ? 2 : 4; }
-constexpr int recurrent_warp_values(int dim_k) { return 32 / recurrent_key_lanes(dim_k) * recurrent_values(dim_k); }
+constexpr int recurrent_warp_values(int dim_k) { return 32 / recurrent_key_lanes(dim_k) * kRecurrentLaneValues; }
 constexpr int recurrent_warps(int dim_k, int dim_v) {
   const int all = (dim_v + recurrent_warp_values(dim_k) - 1) / recurrent_warp_values(dim_k);
   return all < 8 ? all : 8;

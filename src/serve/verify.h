@@ -33,7 +33,7 @@ struct RecurrentTarget {  // some value heads that share a key head
   const RecurrentSpec* spec = nullptr;
   const RecurrentParameters* parameters = nullptr;
   int first_head = 0;
-  bool rounded_products = false;  // as the plan says
+  bool rounded_products = false;              // as the plan says
   static int heads_of(const RecurrentSpec&);  // how many: one, or more of few values
 };
 using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, RecurrentTarget>;

@@ -8,7 +8,7 @@
 
 namespace imbrex::cuda {
 
-constexpr int kKeyLanes = recurrent_key_lanes(kDimK), kQuads = recurrent_quads(kDimK), kValues = recurrent_values(kDimK);
+constexpr int kKeyLanes = recurrent_key_lanes(kDimK), kQuads = recurrent_quads(kDimK), kValues = kRecurrentLaneValues;
 constexpr int kPadded = 4 * kKeyLanes * kQuads;  // key channels, with those that are not there
 constexpr int kWarpValues = recurrent_warp_values(kDimK);
 constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
@@ -268,8 +268,10 @@ DEVICE void recurrent(const RecurrentParams& p) {
 }
 
 // States and outputs that are aligned to 16 bytes, and others.
-extern "C" __global__ void __launch_bounds__(kThreads) recurrent_aligned(const __grid_constant__ RecurrentParams p) { recurrent<true>(p); }
-extern "C" __global__ void __launch_bounds__(kThreads) recurrent_unaligned(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrent_aligned(const __grid_constant__ RecurrentParams p) {
+  recurrent<true>(p);
+}
+extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrent_unaligned(const __grid_constant__ RecurrentParams p) {
   recurrent<false>(p);
 }
 

@@ -200,7 +200,8 @@ DEVICE void recurrent_narrow(const RecurrentParams& p) {
 }
 
 // States that are aligned to 16 bytes, and others.
-extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads) recurrent_narrow_aligned(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads, 1)
+    recurrent_narrow_aligned(const __grid_constant__ RecurrentParams p) {
   recurrent_narrow<true>(p);
 }
 extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads)

@@ -1,7 +1,7 @@
 #pragma once
 // The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
-// that it serves: both layouts, decays of heads and of channels, types of tensors and of states, four values of a lane and two, dimensions
-// that fill no vector, and heads that share a thread block.
+// that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
+// dimensions that fill no vector, and heads that share a thread block.
 #include <optional>
 #include <string>
 #include <vector>
