@@ -37,6 +37,7 @@ constexpr int kRecurrentLaneValues = 4;
 constexpr int recurrent_key_lanes(int dim_k) { return dim_k > 128 ? 16 : dim_k > 16 ? 8 : dim_k > 8 ? 4 : dim_k > 4 ? 2 : 1; }
 constexpr int recurrent_quads(int dim_k) { return (dim_k + 4 * recurrent_key_lanes(dim_k) - 1) / (4 * recurrent_key_lanes(dim_k)); }
 constexpr int recurrent_warp_values(int dim_k) { return 32 / recurrent_key_lanes(dim_k) * kRecurrentLaneValues; }
+// Of a thread block: those of a whole head where it is no larger, so that a token is made once.
 constexpr int recurrent_warps(int dim_k, int dim_v) {
   const int all = (dim_v + recurrent_warp_values(dim_k) - 1) / recurrent_warp_values(dim_k);
   return all < 8 ? all : 8;

@@ -118,7 +118,7 @@ TEST_F(Cli, SelectExplainsRecurrentLayers) {
   const auto j = nlohmann::json::parse(run(select + " --json --backend GDN_ATTN").out);
   EXPECT_EQ(j["kinds"][0]["family"], "recurrent");
   EXPECT_TRUE(contains(j["kinds"][0]["rule"], "GDN_ATTN")) << j["kinds"][0]["rule"];
-  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 3u);
+  EXPECT_EQ(j["kinds"][0]["candidates"].size(), 4u);
   EXPECT_GE(j["notes"].size(), 2u);
 }
 

@@ -12,9 +12,7 @@ namespace imbrex::cuda {
 namespace {
 
 // Heads with values of one dimension, of which a thread block takes many (Mamba1).
-bool is_narrow(const RecurrentSpec& spec) {
-  return spec.head_dim_v == 1 && spec.head_dim_k <= 128 && !spec.delta && !spec.channel_gate;
-}
+bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && spec.head_dim_k <= 128 && !spec.delta && !spec.channel_gate; }
 
 constexpr int64_t kAlignedBytes = 16;
 

@@ -13,6 +13,8 @@ constexpr int kPadded = 4 * kKeyLanes * kQuads;  // key channels, with those tha
 constexpr int kWarpValues = recurrent_warp_values(kDimK);
 constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
 constexpr int kTiles = (kDimV + kRows - 1) / kRows;
+// That a multiprocessor is to hold: gates of channels take registers, for which only some compilations have enough.
+constexpr int kLeastBlocks = (kChannelGate || kChannelRates) && (kArch != 900 || kDimK > 128) ? 1 : 2;
 constexpr int kTokens = 8;  // whose numbers are in shared memory at a time
 constexpr int kSize = element_bytes(kType), kStateSize = element_bytes(kStateType);
 
@@ -32,59 +34,75 @@ constexpr int kKeysOfLane = (kPadded + 31) / 32, kRowsOfLane = (kRows + 31) / 32
 // What a lane loads of a token, all of it before any is used: loads behind a store would wait for each other.
 struct LoadedToken {
   float q[kKeysOfLane], k[kKeysOfLane], values[kRowsOfLane];
-  GateNumbers gates[kOfChannels ? kKeysOfLane : 1];
-  float beta;
+  float gates[kOfChannels ? kKeysOfLane : 1], beta;
 };
 
-DEVICE void load_token(const RecurrentParams& p, int token, int head, int first_value, LoadedToken& x) {
+// Parts of a token. One token is made by several warps, each a part; of several tokens a warp makes whole ones.
+constexpr int kOfQ = 1, kOfK = 2, kOfGates = 4, kOfValues = 8, kWhole = kOfQ | kOfK | kOfGates | kOfValues;
+constexpr int kParts = kWarps < 4 ? 1 : 4;
+DEVICE int part_of(int warp) { return kParts == 1 ? kWhole : warp == 0 ? kOfGates : warp == 1 ? kOfQ : warp == 2 ? kOfK : kOfValues; }
+
+DEVICE void load_token(const RecurrentParams& p, int token, int head, int first_value, int parts, LoadedToken& x) {
   const int key_head = head / p.group;
   const char* const q = p.q + token * p.q_token_stride + key_head * p.q_head_stride;
   const char* const k = p.k + token * p.k_token_stride + key_head * p.k_head_stride;
   const char* const values = p.v + token * p.v_token_stride + head * p.v_head_stride;
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
-    const int channel = lane_id() + 32 * i;
-    x.q[i] = channel < kDimK ? load_number<kType>(q + channel * kSize) : 0.f;
-    x.k[i] = channel < kDimK ? load_number<kType>(k + channel * kSize) : 0.f;
-    if (kOfChannels || i == 0)
-      x.gates[kOfChannels ? i : 0] = gate_numbers<kChannelGate>(p, token, head, kOfChannels && channel < kDimK ? channel : 0);
+    const int channel = lane_id() + 32 * i, mine = channel < kDimK ? channel : 0;
+    x.q[i] = (parts & kOfQ) != 0 && channel < kDimK ? load_number<kType>(q + channel * kSize) : 0.f;
+    x.k[i] = (parts & kOfK) != 0 && channel < kDimK ? load_number<kType>(k + channel * kSize) : 0.f;
+    if ((kOfChannels || i == 0) && (parts & kOfGates) != 0)
+      x.gates[kOfChannels ? i : 0] = load_gate<kChannelGate>(p, token, head, kOfChannels ? mine : 0);
   }
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i) {
     const int value = first_value + lane_id() + 32 * i;
-    x.values[i] = value < kDimV ? load_number<kType>(values + value * kSize) : 0.f;
+    x.values[i] = (parts & kOfValues) != 0 && value < kDimV ? load_number<kType>(values + value * kSize) : 0.f;
   }
-  x.beta = load_beta(p, token, head);
+  if ((parts & kOfGates) != 0) x.beta = load_beta(p, token, head);
 }
 
-// The factor of q or k.
-DEVICE float key_factor(const RecurrentParams& p, const float (&x)[kKeysOfLane]) {
-  if (!p.qk_norm) return 1.f;
-  float squares = 0.f;
+// q or k, times `factor`.
+DEVICE void put_key(const RecurrentParams& p, const float (&x)[kKeysOfLane], float factor, float4* to) {
+  if (p.qk_norm) {
+    float squares = 0.f;
 #pragma unroll
-  for (const float number : x) squares = __fmaf_rn(number, number, squares);
-  return inverse_root(sum_over(squares) + kNormEpsilon);
+    for (const float number : x) squares = __fmaf_rn(number, number, squares);
+    factor *= inverse_root(sum_over(squares) + kNormEpsilon);
+  }
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i)
+    if (lane_id() + 32 * i < kPadded) reinterpret_cast<float*>(to)[lane_id() + 32 * i] = x[i] * factor;
 }
 
-DEVICE void put_token(const RecurrentParams& p, const LoadedToken& x, Token& t) {
-  const float q_factor = key_factor(p, x.q) * p.scale, k_factor = key_factor(p, x.k);
+DEVICE void put_gates(const RecurrentParams& p, const LoadedToken& x, int head, Token& t) {
+  constexpr int kGates = kOfChannels ? kKeysOfLane : 1;
+  GateNumbers gates[kGates];
+#pragma unroll
+  for (int i = 0; i < kGates; ++i) {
+    const int channel = lane_id() + 32 * i;
+    gates[i] = with_parameters<kChannelGate>(p, x.gates[i], head, kOfChannels && channel < kDimK ? channel : 0);
+  }
   float step = 1.f;
 #pragma unroll
-  for (int i = 0; i < kKeysOfLane; ++i) {
-    const int channel = lane_id() + 32 * i;
-    float factor = 0.f;
-    if (kOfChannels || i == 0)
-      step = gate_step(p, x.gates[kOfChannels ? i : 0]), factor = exp_of(log_decay(p, x.gates[kOfChannels ? i : 0], step));
-    if (channel >= kPadded) continue;
-    reinterpret_cast<float*>(t.q)[channel] = x.q[i] * q_factor;
-    reinterpret_cast<float*>(t.k)[channel] = x.k[i] * k_factor;
-    if (kOfChannels) reinterpret_cast<float*>(t.factors)[channel] = factor;
-    if (!kOfChannels && channel == 0) t.factor = factor;
+  for (int i = 0; i < kGates; ++i) {
+    step = gate_step(p, gates[i]);
+    const float factor = exp_of(log_decay(p, gates[i], step));
+    if (!kOfChannels) t.factor = factor;
+    if (kOfChannels && lane_id() + 32 * i < kPadded) reinterpret_cast<float*>(t.factors)[lane_id() + 32 * i] = factor;
   }
+  if (lane_id() == 0) t.step = p.scaled_values ? step : 1.f, t.beta = beta_of(p, x.beta);
+}
+
+// Gates come last, for which most registers are needed.
+DEVICE void put_token(const RecurrentParams& p, const LoadedToken& x, int head, int parts, Token& t) {
+  if ((parts & kOfQ) != 0) put_key(p, x.q, p.scale, t.q);
+  if ((parts & kOfK) != 0) put_key(p, x.k, 1.f, t.k);
 #pragma unroll
   for (int i = 0; i < kRowsOfLane; ++i)
-    if (lane_id() + 32 * i < kRows) t.values[lane_id() + 32 * i] = x.values[i];
-  if (lane_id() == 0) t.step = p.scaled_values ? step : 1.f, t.beta = beta_of(p, x.beta);
+    if ((parts & kOfValues) != 0 && lane_id() + 32 * i < kRows) t.values[lane_id() + 32 * i] = x.values[i];
+  if ((parts & kOfGates) != 0) put_gates(p, x, head, t);
 }
 
 // A lane's part of a state: values [first, first + kValues), and of each kQuads times four key channels, 4 kKeyLanes apart.
@@ -226,10 +244,12 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
   for (int begin = item.begin; begin < item.end; begin += kTokens) {
     const int count = min(item.end - begin, kTokens);
     __syncthreads();  // those that were here have been read
-    for (int t = warp_id(); t < count; t += kWarps) {
+    const bool alone = count == 1 && kParts > 1;
+    for (int t = warp_id(); t < (alone ? kParts : count); t += kWarps) {
       LoadedToken loaded;
-      load_token(p, begin + t, unit.head, unit.first_value, loaded);
-      put_token(p, loaded, tokens[t]);
+      const int of = alone ? 0 : t, parts = alone ? part_of(t) : kWhole;
+      load_token(p, begin + of, unit.head, unit.first_value, parts, loaded);
+      put_token(p, loaded, unit.head, parts, tokens[of]);
     }
     __syncthreads();
 #pragma unroll 1
@@ -268,10 +288,10 @@ DEVICE void recurrent(const RecurrentParams& p) {
 }
 
 // States and outputs that are aligned to 16 bytes, and others.
-extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrent_aligned(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kLeastBlocks) recurrent_aligned(const __grid_constant__ RecurrentParams p) {
   recurrent<true>(p);
 }
-extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrent_unaligned(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kLeastBlocks) recurrent_unaligned(const __grid_constant__ RecurrentParams p) {
   recurrent<false>(p);
 }
 

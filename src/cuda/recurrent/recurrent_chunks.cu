@@ -78,10 +78,13 @@ struct Unit {
 
 // --- copies
 
+// Addresses of many copies at a time take registers, which are short where there are no matrices to store.
+constexpr int kCopiesTogether = kArch >= 900 ? 64 : 1;
+
 // Rows of up to kChunk tokens; zeros for those that are not there.
 template <int columns>
 DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
-#pragma unroll 1
+#pragma unroll kCopiesTogether
   for (int i = 0; i < kChunk * columns / kThreads; ++i) {
     const int at = i * kThreads + int(threadIdx.x), row = at / columns, column = at % columns;
     copy_async<16>(place_in<columns>(tile, row, column), from + (row < count ? row : 0) * stride + column * 16, row < count);

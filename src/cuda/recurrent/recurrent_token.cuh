@@ -121,17 +121,21 @@ DEVICE float log_decay(const RecurrentParams& p, const GateNumbers& g, float ste
   return p.gate_min * sigmoid_of(exp_of(g.rate) * (g.x + g.bias));
 }
 
-// `channel`: of the head; read where the layer has numbers of channels.
+// What a token brings of them, and what a layer has. `channel`: of the head; read where the layer has numbers of channels.
+template <bool channel_gate>
+DEVICE float load_gate(const RecurrentParams& p, int token, int head, int channel) {
+  if (p.gate == nullptr) return 0.f;
+  const long own = channel_gate ? channel * (p.gate_is_f32 ? 4 : element_bytes(kType)) : 0;
+  return load_number(p.gate + token * p.gate_token_stride + head * p.gate_head_stride + own, p.gate_is_f32);
+}
+template <bool channel_gate>
+DEVICE GateNumbers with_parameters(const RecurrentParams& p, float x, int head, int channel) {
+  return {x, p.gate_bias != nullptr ? p.gate_bias[head * p.bias_stride + (channel_gate ? channel : 0)] : 0.f,
+          p.rates != nullptr ? p.rates[head * p.rates_stride + (p.channel_rates ? channel : 0)] : 0.f};
+}
 template <bool channel_gate>
 DEVICE GateNumbers gate_numbers(const RecurrentParams& p, int token, int head, int channel) {
-  const long own = channel_gate ? channel : 0;
-  GateNumbers g{};
-  if (p.gate != nullptr)
-    g.x = load_number(p.gate + token * p.gate_token_stride + head * p.gate_head_stride + own * (p.gate_is_f32 ? 4 : element_bytes(kType)),
-                      p.gate_is_f32);
-  if (p.gate_bias != nullptr) g.bias = p.gate_bias[head * p.bias_stride + own];
-  if (p.rates != nullptr) g.rate = p.rates[head * p.rates_stride + (p.channel_rates ? channel : 0)];
-  return g;
+  return with_parameters<channel_gate>(p, load_gate<channel_gate>(p, token, head, channel), head, channel);
 }
 
 DEVICE float load_beta(const RecurrentParams& p, int token, int head) {
