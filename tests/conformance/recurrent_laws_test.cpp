@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <random>
 
 #include "expect_error.h"
@@ -100,6 +102,34 @@ TEST_P(RecurrentLaws, VerifyIsDecodeTokenByToken) {
       RecurrentRunOptions options;
       options.steps = {{{0, 4, 3, 1}, {0, 4, 3, 0}}, {{kept + 1, 9, 0, kept}, {kept + 1, 8, 0, kept}}};
       EXPECT_TRUE(same_bits(run(in, options), whole)) << spec.str() << ", " << kept << " drafts kept";
+    }
+  }
+}
+
+// A gate that is no number is not cut to the gate's limits: its head's outputs are none from that token on, and all others are what they
+// were. Products of chunks may spread it over earlier tokens of the chunk.
+TEST_P(RecurrentLaws, AGateThatIsNoNumberIsSeen) {
+  constexpr int kToken = 70, kTokens = 90;
+  for (RecurrentSpec spec : recurrent_law_specs()) {
+    if (spec.gate == RecurrentGate::fixed) continue;
+    spec.gate_min = 0.001f, spec.gate_max = 50;
+    RecurrentCaseInputs in = law_inputs(spec, {{kTokens, 5}, {40}});
+    const RecurrentRunResult clean = run(in);
+    const bool products = GetParam().backend->plan(spec, GetParam().device, {.limits = limits_of(in.requests)})->rounded_products();
+    const int head = spec.num_v_heads - 1;
+    const int64_t of_head = spec.channel_gate ? spec.head_dim_k : 1;
+    for (int64_t i = 0; i < of_head; ++i)
+      in.gate.set((int64_t(kToken) * spec.num_v_heads + head) * of_head + i, std::numeric_limits<double>::quiet_NaN());
+    const RecurrentRunResult result = run(in);
+    const size_t dim = size_t(spec.head_dim_v), heads = size_t(spec.num_v_heads);
+    for (size_t i = 0; i < result.out.size(); ++i) {
+      const int token = int(i / dim / heads);
+      const bool its_head = token < kTokens && int(i / dim % heads) == head;
+      if (its_head && token >= kToken) {
+        ASSERT_TRUE(std::isnan(result.out[i])) << spec.str() << ", token " << token;
+      } else if (!its_head || !products || token < kToken / 64 * 64) {
+        ASSERT_EQ(result.out[i], clean.out[i]) << spec.str() << ", token " << token;
+      }
     }
   }
 }

@@ -78,7 +78,8 @@ inline Floats decay_factor(const RecurrentParams& p, Floats gate, Floats bias, F
     case kFixedGate: return exp_vector(-rate);
     case kLogGate: return exp_vector(gate);
     case kSoftplusGate:
-      step = least(greatest(softplus_vector(gate + bias), Floats{} + p.gate_min), Floats{} + p.gate_max);
+      // A NaN stays one: it is the second of two that are compared.
+      step = least(Floats{} + p.gate_max, greatest(Floats{} + p.gate_min, softplus_vector(gate + bias)));
       return exp_vector(-exp_vector(rate) * step);
     default: return exp_vector(p.gate_min * sigmoid_vector(exp_vector(rate) * (gate + bias)));
   }
@@ -314,7 +315,7 @@ void run_narrow_recurrent(const RecurrentParams& p, const RecurrentItem& item, i
     for (int i = 0; i < head_vectors; ++i) {
       if (p.gate_kind == kSoftplusGate || p.gate_kind == kSigmoidGate)
         x.of[i] += load_floats(heads.bias + i * kLanes, count - i * kLanes < kLanes ? count - i * kLanes : kLanes);
-      if (p.gate_kind == kSoftplusGate) x.of[i] = least(greatest(softplus_vector(x.of[i]), Floats{} + p.gate_min), Floats{} + p.gate_max);
+      if (p.gate_kind == kSoftplusGate) x.of[i] = least(Floats{} + p.gate_max, greatest(Floats{} + p.gate_min, softplus_vector(x.of[i])));
       if (p.gate_kind == kLogGate) x.of[i] = exp_vector(x.of[i]);
       if (p.scaled_values) written.of[i] *= x.of[i];
     }

@@ -109,8 +109,8 @@ struct GateNumbers {
 
 // The softplus of the gate, which is the step of Mamba's layers.
 DEVICE float gate_step(const RecurrentParams& p, const GateNumbers& g) {
-  const float s = softplus_of(g.x + g.bias), more = s > p.gate_min ? s : p.gate_min;
-  return more < p.gate_max ? more : p.gate_max;
+  const float s = softplus_of(g.x + g.bias), more = s < p.gate_min ? p.gate_min : s;  // a NaN stays one
+  return more > p.gate_max ? p.gate_max : more;
 }
 
 // g of the recurrence: a state is multiplied by e^g. `step`: gate_step(), of a softplus.
