@@ -50,8 +50,9 @@ constexpr int recurrent_narrow_heads(int dim_k) {
   return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
 }
 
-// recurrent_weights.cu and recurrent_chunks.cu.
-constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128;
+// recurrent_weights.cu and recurrent_chunks.cu: tokens of a chunk, threads of a block, and of recurrent_chunks.cu values of a warp and
+// chunks in shared memory.
+constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkValues = 16, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
 constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {

@@ -51,22 +51,23 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
 }
 
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
-  constexpr int kTile = 64, kMostShared = 4, kWarpValues = 16, kBlocksTogether = 2, kStages = 2;
+  constexpr int kTile = 64, kMostShared = 4, kBlocksTogether = 2;
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, group = spec.num_v_heads / spec.num_k_heads;
   if (spec.channel_gate || spec.channel_rates || spec.dtype == DType::f32) return {};
   if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
   const int64_t rows = kRecurrentChunk * int64_t(2 * dim_k + kTile) * size_of(spec.dtype), weights = recurrent_weights_bytes(spec.delta);
-  if (device.max_smem_bytes > 0 && kStages * (rows + weights) > device.max_smem_bytes) return {};
+  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * (rows + weights) > device.max_smem_bytes) return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
       delta{"kDelta", spec.delta};
-  ChunkKernels k{.shared_heads = std::min(group, kMostShared), .tile = kTile, .blocks_together = kBlocksTogether};
-  k.weights_units = spec.num_k_heads * parts_of(group, k.shared_heads);
-  k.threads = kTile / kWarpValues * 32;
+  const int shared_heads = std::min(group, kMostShared);  // value heads of a key head that a thread block of recurrent_weights.cu takes
+  ChunkKernels k{.tile = kTile, .blocks_together = kBlocksTogether};
+  k.weights_units = spec.num_k_heads * parts_of(group, shared_heads);
+  k.threads = kTile / kRecurrentChunkValues * 32;
   k.units = spec.num_v_heads * (dim_v / kTile);
   k.weights_bytes = spec.num_v_heads * weights;
   k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
   k.weights = {
-      "recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, {"kNorms", spec.qk_norm}, {"kShared", k.shared_heads}}};
+      "recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, {"kNorms", spec.qk_norm}, {"kShared", shared_heads}}};
   k.chunks = {"recurrent_chunks.cu",
               std::string(arch),
               {type,

@@ -272,7 +272,7 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
 template <bool aligned>
 DEVICE void recurrent(const RecurrentParams& p) {
   if (!p.lists_are_there) griddep_wait();
-  const u32 units = u32(p.counts->num_reqs * p.num_v_heads * kTiles);
+  const u32 units = u32(num_requests(p) * p.num_v_heads * kTiles);
   const Lane lane = lane_place();
 #pragma unroll 1
   for (u32 index = blockIdx.x; index < units; index += gridDim.x) {

@@ -25,7 +25,6 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 // The kernels that compute prompts in chunks.
 struct ChunkKernels {
   KernelKey weights, chunks;
-  int shared_heads = 0;                          // value heads of a key head that a thread block of `weights` takes
   int weights_units = 0;                         // thread blocks that a chunk needs there
   int tile = 0;                                  // values that a thread block of `chunks` has
   int threads = 0;                               // of it

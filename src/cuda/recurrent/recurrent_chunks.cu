@@ -14,8 +14,8 @@
 
 namespace imbrex::cuda {
 
-constexpr int kWarpValues = 16, kWarps = kTileValues / kWarpValues;
-constexpr int kThreads = 32 * kWarps, kStages = 2;
+constexpr int kWarpValues = kRecurrentChunkValues, kWarps = kTileValues / kWarpValues;
+constexpr int kThreads = 32 * kWarps, kStages = kRecurrentChunkStages;
 constexpr int kTiles = kDimV / kTileValues;
 static_assert(kTileValues % 64 == 0 && kDimV % kTileValues == 0);
 
@@ -54,7 +54,7 @@ struct Unit {
  private:
   // A warp looks at 32 units at a time: of a batch with many requests few may have chunks.
   DEVICE void find(const RecurrentParams& p) {
-    const u32 each = u32(p.num_v_heads * kTiles), units = u32(p.counts->num_reqs) * each;
+    const u32 each = u32(p.num_v_heads * kTiles), units = u32(num_requests(p)) * each;
     begin = end = 0;
     for (; index < units; index += 32 * gridDim.x) {
       const u32 mine = index + u32(lane_id()) * gridDim.x;
@@ -81,16 +81,6 @@ struct Unit {
 // Addresses of many copies at a time take registers, which are short where there are no matrices to store.
 constexpr int kCopiesTogether = kArch >= 900 ? 64 : 1;
 
-// Rows of up to kChunk tokens; zeros for those that are not there.
-template <int columns>
-DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
-#pragma unroll kCopiesTogether
-  for (int i = 0; i < kChunk * columns / kThreads; ++i) {
-    const int at = i * kThreads + int(threadIdx.x), row = at / columns, column = at % columns;
-    copy_async<16>(place_in<columns>(tile, row, column), from + (row < count ? row : 0) * stride + column * 16, row < count);
-  }
-}
-
 // The next chunk to be copied.
 struct CopyCursor {
   Unit unit;
@@ -101,10 +91,12 @@ struct CopyCursor {
     if (unit.is_there()) {
       const int key_head = unit.head / p.group, count = min(unit.item.end - begin, kChunk);
       const Stage stage = stage_of(number);
-      copy_rows<kDimK / 8>(stage.k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
-      copy_rows<kDimK / 8>(stage.q(), p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
-      copy_rows<kTileValues / 8>(stage.v(), p.v + begin * p.v_token_stride + unit.head * p.v_head_stride + unit.first_value * kSize,
-                                 p.v_token_stride, count);
+      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride,
+                                                      p.k_token_stride, count);
+      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.q(), p.q + begin * p.q_token_stride + key_head * p.q_head_stride,
+                                                      p.q_token_stride, count);
+      copy_rows<kTileValues / 8, kThreads, kCopiesTogether>(
+          stage.v(), p.v + begin * p.v_token_stride + unit.head * p.v_head_stride + unit.first_value * kSize, p.v_token_stride, count);
       const char* const weights = weights_at(p, unit.chunk_at(begin), unit.head);
 #pragma unroll 1
       for (int i = int(threadIdx.x) * 16; i < WeightsLayout::bytes; i += kThreads * 16)

@@ -20,6 +20,16 @@ DEVICE u32 place_in(u32 tile, int row, int column) {
   return tile + u32((row * chunks + (column ^ row % 8)) * 16);
 }
 
+// Copies rows of up to kChunk tokens to a tile, by all `threads` of a block; zeros for those that are not there.
+template <int columns, int threads, int together = 64>
+DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
+#pragma unroll together
+  for (int i = 0; i < kChunk * columns / threads; ++i) {
+    const int at = i * threads + int(threadIdx.x), row = at / columns, column = at % columns;
+    copy_async<16>(place_in<columns>(tile, row, column), from + (row < count ? row : 0) * stride + column * 16, row < count);
+  }
+}
+
 // The place of a lane in the four matrices of 16 rows and 16 columns: rows 0-7 left, rows 0-7 right, rows 8-15 left, rows 8-15 right.
 DEVICE int row_of_lane() { return lane_id() % 8 + lane_id() / 16 * 8; }
 DEVICE int half_of_lane() { return lane_id() / 8 % 2; }

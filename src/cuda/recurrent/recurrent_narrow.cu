@@ -187,7 +187,7 @@ template <bool aligned>
 DEVICE void recurrent_narrow(const RecurrentParams& p) {
   if (!p.lists_are_there) griddep_wait();
   const int each = (p.num_v_heads + kHeads - 1) / kHeads;
-  const u32 units = u32(p.counts->num_reqs * each);
+  const u32 units = u32(num_requests(p) * each);
 #pragma unroll 1
   for (u32 unit = blockIdx.x; unit < units; unit += gridDim.x) {
     const int part = int(unit % u32(each));

@@ -161,6 +161,9 @@ DEVICE RecurrentItem item_of(const RecurrentParams& p, int index, bool tells) {
   }
   return {r.begin, end, r.first_row, r.drafts, p.state + r.slot * p.state_slot_stride};
 }
+// Where starts of requests fall, nobody knows which tokens are meant, and no request is computed.
+DEVICE int num_requests(const RecurrentParams& p) { return p.counts->num_tokens > 0 ? p.counts->num_reqs : 0; }
+
 // The tokens of a request that come in chunks, and those behind them, which are computed one by one.
 DEVICE RecurrentItem chunks_of(const RecurrentParams& p, int index) {
   RecurrentItem item = item_of(p, index, false);

@@ -6,6 +6,7 @@
 //   T[i][j] = -(sum over k from j + 1 to i of T[i][k] A[k][j]) D[j]
 // where T[i][k] is what a product gave and the first factor of the next one. Products for T are of f16, whatever the type of the keys: A is
 // at most beta |k|^2, which is below 2 where a delta rule does not diverge.
+#include "find_request.cuh"
 #include "recurrent_chunks_parts.cuh"
 
 namespace imbrex::cuda {
@@ -30,16 +31,6 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(128) char memory[];
 
 DEVICE SharedStorage& shared_storage() { return *reinterpret_cast<SharedStorage*>(memory); }
-
-// Rows of up to kChunk tokens; zeros for those that are not there.
-DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
-  constexpr int kColumns = kDimK / 8;
-#pragma unroll
-  for (int i = 0; i < kChunk * kColumns / kThreads; ++i) {
-    const int at = i * kThreads + int(threadIdx.x), row = at / kColumns, column = at % kColumns;
-    copy_async<16>(place_in<kColumns>(tile, row, column), from + (row < count ? row : 0) * stride + column * 16, row < count);
-  }
-}
 
 // Products of a warp's 16 tokens with those up to them, and of their queries with each other.
 struct Scores {
@@ -212,30 +203,18 @@ DEVICE void make_row(int warp, u32 blocks, char* t) {
   }
 }
 
-// The last request whose first chunk is that one or one in front of it. All lanes of a warp together.
-DEVICE int find_request(const RecurrentParams& p, int chunk) {
-  int first = 0;
-  for (int count = p.counts->num_reqs; count > 1;) {
-    const int step = (count + 31) / 32, at = lane_id() * step;
-    const u32 begun = __ballot_sync(kFullWarp, at < count && first_chunk_of(p, first + min(at, count - 1)) <= chunk);
-    const int last = max(__popc(begun) - 1, 0) * step;
-    first += last, count = min(step, count - last);
-  }
-  return first;
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
   SharedStorage& s = shared_storage();
   const int warp = warp_id(), shares = (p.group + kShared - 1) / kShared, parts = p.num_v_heads / p.group * shares;
   const int chunk = p.first_chunk + int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, key_head = part / shares;
-  const int request = find_request(p, chunk);
-  const RecurrentItem item = p.counts->num_reqs > 0 ? chunks_of(p, request) : RecurrentItem{};
+  const int num_reqs = num_requests(p), request = find_request(num_reqs, chunk, [&](int r) { return first_chunk_of(p, r); });
+  const RecurrentItem item = num_reqs > 0 ? chunks_of(p, request) : RecurrentItem{};
   const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk, count = min(item.end - begin, kChunk);
   if (count > 0) {
     const u32 k = shared_address(memory), q = k + sizeof s.k, first_blocks = q + sizeof s.q;
-    copy_rows(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
-    copy_rows(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
+    copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
+    copy_rows<kDimK / 8, kThreads>(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
     copy_async_commit();
     const int first = key_head * p.group + part % shares * kShared, heads = min((key_head + 1) * p.group - first, kShared);
     if (warp < heads) make_head_numbers(p, first + warp, begin, count, s.of_head[warp]);

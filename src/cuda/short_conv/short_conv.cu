@@ -12,6 +12,7 @@
 #include "async.cuh"
 #include "convert.cuh"
 #include "cuda/short_conv_params.h"
+#include "find_request.cuh"
 
 namespace imbrex::cuda {
 
@@ -341,19 +342,6 @@ DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, c
   if constexpr (!aligned) __syncwarp();  // before a lane that is ahead writes to the places of the next chunk
 }
 
-// The last request that begins at the token or in front of it. All lanes of a warp together, each looks at another one.
-DEVICE int find_request(const StateRequest* requests, int count, int token) {
-  int first = 0;
-  while (count > 1) {
-    const int step = (count + 31) / 32, at = lane_id() * step;
-    const u32 begun = __ballot_sync(kFullWarp, at < count && requests[first + min(at, count - 1)].begin <= token);
-    const int last = max(__popc(begun) - 1, 0) * step;
-    first += last;
-    count = min(step, count - last);
-  }
-  return first;
-}
-
 template <bool aligned>
 DEVICE void short_conv(const ShortConvParams& p) {
   if (!p.lists_are_there) griddep_wait();
@@ -367,7 +355,7 @@ DEVICE void short_conv(const ShortConvParams& p) {
     const unsigned number = chunk == 1 ? unit % chunks : unit / tiles, tile = chunk == 1 ? unit / chunks : unit % tiles;
     const int begin = int(number) * chunk, end = min(begin + chunk, counts.num_tokens);
     const Channels channels = channels_of<aligned>(int(tile), p.dim);
-    const int request = find_request(p.requests, counts.num_reqs, begin);
+    const int request = find_request(counts.num_reqs, begin, [&](int r) { return p.requests[r].begin; });
     griddep_wait();
     if (!aligned || channels.first < p.dim) run_chunk<aligned>(p, request, begin, end, channels);
   }

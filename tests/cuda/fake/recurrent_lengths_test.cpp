@@ -112,6 +112,26 @@ TEST_F(RecurrentCalls, LeaveOutWhatBreaksRules) {
   ASSERT_EQ(p->device_problems().size(), 3u);
 }
 
+// Where starts of requests fall, or do not begin at 0, no request is computed, by chunks or token by token: nobody knows which tokens are
+// meant.
+TEST_F(RecurrentPlans, ComputeNothingWhereStartsFall) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    use(variant);
+    RecurrentBesideReference beside(
+        backend, device,
+        {.spec = variant.layer, .limits = {.max_num_reqs = 12, .max_num_tokens = 220, .max_seq_len = 1 << 20}, .on_device = true});
+    for (const std::vector<int32_t>& starts : {std::vector<int32_t>{128, 160, 164, 200}, {0, 130, 40, 80}}) {
+      const SlotStep step{.starts = starts, .lens = {300, 301, 302}, .slots = {4, 2, 5}, .drafts = {0, 0, 0}, .accepted = {0, 0, 0}};
+      beside.begin(step);
+      const std::vector<char> state = beside.state(), out = beside.output();
+      beside.send(step), beside.update_on_device(), beside.layer();
+      EXPECT_TRUE(beside.state() == state && beside.output() == out) << variant.name << ", from " << starts[0];
+      EXPECT_EQ(beside.plan().device_problems(beside.stream().get()).size(), 1u) << variant.name;
+    }
+  }
+}
+
 // Heads that share a thread block, of which the first block tells what is wrong.
 TEST_F(RecurrentPlans, NarrowHeadsLeaveOutWhatBreaksRules) {
   if (!fake::has_texts()) GTEST_SKIP();
