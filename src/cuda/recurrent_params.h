@@ -21,11 +21,11 @@ struct RecurrentParams {
   int num_slots, num_tokens;        // num_tokens: that all tensors have rows for; a request with others is left out
   char* weights;                    // of chunks from first_chunk to end_chunk: recurrent_weights_bytes() of each chunk and value head
   float *carried_in, *carried_out;  // states of the request that goes on from the round before, and in the next one
-  int first_chunk, end_chunk;
-  int least_chunked;         // as chunked_tokens() says; 0: all is computed token by token
-  int num_v_heads, group;    // group: value heads of a key head
-  int gate_kind;             // RecurrentGateKind
-  float gate_min, gate_max;  // gate_max of a softplus: infinite where there is no limit
+  int first_chunk, end_chunk;       // of a round
+  int least_chunked;                // as chunked_tokens() says; 0: all is computed token by token
+  int num_v_heads, group;           // group: value heads of a key head
+  int gate_kind;                    // RecurrentGateKind
+  float gate_min, gate_max;         // gate_max of a softplus: infinite where there is no limit
   float scale, beta_scale;
   bool gate_is_f32, beta_is_f32;  // else of kType
   bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
@@ -50,9 +50,10 @@ constexpr int recurrent_narrow_heads(int dim_k) {
   return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
 }
 
-// recurrent_weights.cu and recurrent_chunks.cu: tokens of a chunk, threads of a block, and of recurrent_chunks.cu values of a warp and
-// chunks in shared memory.
-constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkValues = 16, kRecurrentChunkStages = 2;
+// recurrent_weights.cu, recurrent_chunks.cu and recurrent_chunks_sm90.cu: tokens of a chunk, and threads of a block. Of the last two:
+// values of a block, and chunks in shared memory.
+constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkThreads = 128, kRecurrentChunkSm90Threads = 256;
+constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
 constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
@@ -62,5 +63,12 @@ constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
 
 // What is made of a chunk and value head: triangles of tokens in blocks of 16, in 16 bits, and numbers of tokens.
 constexpr int recurrent_weights_bytes(bool delta) { return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16; }
+// What a chunk takes of shared memory: keys, queries and values of 16 bits, the above, and for sm_90a blocks of zeros between triangles,
+// and mbarriers; there matrices begin at multiples of 1024 bytes.
+constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool sm90) {
+  const int zeros = sm90 ? (delta ? 8 : 6) * 512 + 16 : 0, unit = sm90 ? 1024 : 128;
+  const int all = kRecurrentChunk * (2 * dim_k + kRecurrentTileValues) * 2 + recurrent_weights_bytes(delta) + zeros;
+  return (all + unit - 1) / unit * unit;
+}
 
 }  // namespace imbrex::cuda

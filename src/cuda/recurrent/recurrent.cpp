@@ -6,6 +6,7 @@
 
 #include "core/tensor_layout.h"
 #include "cuda/attention/kv_side.h"
+#include "cuda/driver/tensor_map.h"
 #include "cuda/state/state_lists.h"
 
 namespace imbrex::cuda {
@@ -51,24 +52,26 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
 }
 
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
-  constexpr int kTile = 64, kMostShared = 4, kBlocksTogether = 2;
+  constexpr int kTile = kRecurrentTileValues, kBlocksTogether = 2;
+  const bool sm90 = arch == "sm_90a";
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, group = spec.num_v_heads / spec.num_k_heads;
   if (spec.channel_gate || spec.channel_rates || spec.dtype == DType::f32) return {};
   if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
-  const int64_t rows = kRecurrentChunk * int64_t(2 * dim_k + kTile) * size_of(spec.dtype), weights = recurrent_weights_bytes(spec.delta);
-  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * (rows + weights) > device.max_smem_bytes) return {};
+  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * recurrent_stage_bytes(dim_k, spec.delta, sm90) > device.max_smem_bytes)
+    return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
       delta{"kDelta", spec.delta};
-  const int shared_heads = std::min(group, kMostShared);  // value heads of a key head that a thread block of recurrent_weights.cu takes
-  ChunkKernels k{.tile = kTile, .blocks_together = kBlocksTogether};
+  const int shared_heads =
+      std::min(group, spec.delta ? 4 : 8);  // value heads of a key head that a thread block of recurrent_weights.cu takes
+  ChunkKernels k{.maps = sm90, .tile = kTile, .blocks_together = kBlocksTogether};
   k.weights_units = spec.num_k_heads * parts_of(group, shared_heads);
-  k.threads = kTile / kRecurrentChunkValues * 32;
+  k.threads = sm90 ? kRecurrentChunkSm90Threads : kRecurrentChunkThreads;
   k.units = spec.num_v_heads * (dim_v / kTile);
-  k.weights_bytes = spec.num_v_heads * weights;
+  k.weights_bytes = spec.num_v_heads * int64_t(recurrent_weights_bytes(spec.delta));
   k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
   k.weights = {
       "recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, {"kNorms", spec.qk_norm}, {"kShared", shared_heads}}};
-  k.chunks = {"recurrent_chunks.cu",
+  k.chunks = {sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
               std::string(arch),
               {type,
                state_type,
@@ -76,9 +79,20 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
                delta,
                {"kDimV", dim_v},
                {"kKeysFirst", spec.layout == StateLayout::k_first},
-               {"kTileValues", kTile},
+               {"kSkip", spec.skip},
                {"kBlocksTogether", kBlocksTogether}}};
   return k;
+}
+
+bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in) {
+  const auto encode = [](CUtensorMap& map, const TensorView& t) {
+    const uint64_t size = uint64_t(size_of(t.dtype));
+    const uint64_t sizes[3] = {uint64_t(t.size(2)), uint64_t(t.size(1)), uint64_t(t.size(0))};
+    const uint64_t strides[2] = {uint64_t(t.stride(1)) * size, uint64_t(t.stride(0)) * size};
+    const uint32_t box[3] = {uint32_t(kTensorMapLine / size), 1, kRecurrentChunk};
+    return encode_tensor_map(map, t.dtype, t.data, 3, sizes, strides, box);
+  };
+  return encode(maps.q, in.q) && encode(maps.k, in.k) && encode(maps.v, in.v);
 }
 
 ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) {

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cuda/driver/driver.h"
 #include "cuda/driver/jit.h"
 #include "cuda/recurrent_params.h"
 #include "imbrex/recurrent.h"
@@ -25,6 +26,7 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 // The kernels that compute prompts in chunks.
 struct ChunkKernels {
   KernelKey weights, chunks;
+  bool maps = false;                             // `chunks` takes ChunkMaps too
   int weights_units = 0;                         // thread blocks that a chunk needs there
   int tile = 0;                                  // values that a thread block of `chunks` has
   int threads = 0;                               // of it
@@ -36,6 +38,12 @@ struct ChunkKernels {
 // keys than 64 and 128 and of values than multiples of 64, or little shared memory.
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 constexpr int kLeastChunked = 16;  // RecurrentParams::least_chunked
+
+// Queries, keys and values for TMA.
+struct ChunkMaps {
+  CUtensorMap q, k, v;
+};
+bool encode_chunk_maps(ChunkMaps&, const RecurrentInputs&);  // false where TMA cannot read one
 
 // What is made of chunks lies in scratch, of as many chunks at a time as there is room for: the others are other rounds.
 struct ChunkRounds {

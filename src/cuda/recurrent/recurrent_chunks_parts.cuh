@@ -13,20 +13,25 @@ DEVICE u32 pack(float low, float high) { return kType == kBf16 ? pack_bf16(low, 
 DEVICE float2 unpack(u32 pair) { return kType == kBf16 ? unpack_bf16(pair) : unpack_f16(pair); }
 DEVICE void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { kType == kBf16 ? mma_bf16(d, a, b0, b1) : mma_f16(d, a, b0, b1); }
 
-// Where 8 elements of a row of a tile lie, `chunks` times 8 in a row: so that a matrix of 8 rows touches every bank once.
-template <int chunks>
+// Where 8 elements of a row of a tile lie, `column` counted in eights. A tile of kChunk rows has columns of 64 elements, 128 bytes a row,
+// whose 16 bytes change places by the row: so that a matrix of 8 rows touches every bank once, and as wgmma's swizzle of 128 bytes has it.
+constexpr int kColumnBytes = kChunk * 128;
 DEVICE u32 place_in(u32 tile, int row, int column) {
-  static_assert(chunks % 8 == 0);
-  return tile + u32((row * chunks + (column ^ row % 8)) * 16);
+  return tile + u32(column / 8 * kColumnBytes + row * 128 + (column % 8 ^ row % 8) * 16);
 }
 
-// Copies rows of up to kChunk tokens to a tile, by all `threads` of a block; zeros for those that are not there.
+// Copies rows of up to kChunk tokens, `columns` times 8 elements, to a tile, by all `threads` of a block; zeros for those that are not
+// there.
 template <int columns, int threads, int together = 64>
 DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
+  static_assert(columns % 8 == 0 && threads % columns == 0 && kChunk % (threads / columns) == 0);
+  constexpr int kRows = threads / columns;  // that are copied at a time
+  const int first = int(threadIdx.x) / columns, column = int(threadIdx.x) % columns;
+  const char* at = from + first * stride + column * 16;
 #pragma unroll together
-  for (int i = 0; i < kChunk * columns / threads; ++i) {
-    const int at = i * threads + int(threadIdx.x), row = at / columns, column = at % columns;
-    copy_async<16>(place_in<columns>(tile, row, column), from + (row < count ? row : 0) * stride + column * 16, row < count);
+  for (int i = 0; i < kChunk / kRows; ++i, at += kRows * stride) {
+    const int row = first + i * kRows;
+    copy_async<16>(place_in(tile, row, column), row < count ? at : from, row < count);
   }
 }
 
@@ -34,10 +39,28 @@ DEVICE void copy_rows(u32 tile, const char* from, long stride, int count) {
 DEVICE int row_of_lane() { return lane_id() % 8 + lane_id() / 16 * 8; }
 DEVICE int half_of_lane() { return lane_id() / 8 % 2; }
 
-// A lower triangle of a chunk's tokens, without what is above the diagonal's blocks: block after block, each as its four matrices, each a
-// row after the other. A lane's part of a product, a pair of neighbours in a row, is word `lane` of a matrix.
-constexpr int block_index(int row, int column) { return row * (row + 1) / 2 + column; }
-constexpr int kTriangleBytes = block_index(kBlocks, 0) * kBlockBytes;
+// A lower triangle of a chunk's tokens, in blocks of 16 x 16 without those above the diagonal. A block has a row of 32 bytes after the
+// other, whose halves change places in every other four rows: as wgmma's swizzle of 32 bytes has it, and so that a matrix of 8 rows touches
+// every bank once.
+//
+// For wgmma there are blocks of zeros in shared memory too, so that products go over whole columns: of T over those of rows 0 to 31 and
+// over those of rows 32 to 63, where one block of zeros each is enough; of P over those of all rows.
+static_assert(kBlocks == 4);
+constexpr bool kPadded = kArch == 900 && kArchFeatures;
+constexpr int kTriangleBytes = 10 * kBlockBytes;
+struct TOrder {
+  static constexpr int zeros[] = {2, 10}, num_zeros = kPadded ? 2 : 0, padded_bytes = (10 + num_zeros) * kBlockBytes;
+  static constexpr int index(int row, int column) { return row < 2 ? column + row : 3 + 2 * column - column / 3 + row - 2; }
+  static constexpr int pad(int index) { return kPadded ? index + (index >= 2) + (index >= 9) : index; }
+};
+struct POrder {
+  static constexpr int zeros[] = {4, 8, 9, 12, 13, 14}, num_zeros = kPadded ? 6 : 0, padded_bytes = (10 + num_zeros) * kBlockBytes;
+  static constexpr int index(int row, int column) { return 3 * column - column * (column - 1) / 2 + row; }
+  static constexpr int pad(int index) { return kPadded ? index + (index >= 4) + 2 * (index >= 7) + 3 * (index >= 9) : index; }
+};
+DEVICE int place_in_block(int row, int half) { return row * 32 + (half ^ row / 4 % 2) * 16; }
+// Where the two words of a lane's part of a product lie, rows lane / 4 and 8 further on, in the left or the right half.
+DEVICE int word_in_block(int eight, int half) { return place_in_block(8 * eight + lane_id() / 4, half) + lane_id() % 4 * 4; }
 
 // Numbers of each token that products are multiplied by: the state's for k, the values, the state's for q, what is written.
 struct ChunkNumbers {

@@ -79,7 +79,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
     }
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
-  void launch_chunks(const RecurrentParams&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
+  void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
 
   RecurrentSpec spec_;
   DeviceInfo device_;
@@ -100,7 +100,8 @@ class RecurrentCudaPlan final : public RecurrentPlan {
 };
 
 // For a step of at most so many tokens and requests.
-void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, int64_t num_tokens, int64_t num_reqs, CUstream cu) const {
+void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const ChunkMaps& maps, int64_t num_tokens, int64_t num_reqs,
+                                      CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
   const int64_t blocks = std::min<int64_t>(num_reqs * chunks_->units, int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together);
   RecurrentParams p = params;
@@ -114,7 +115,8 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, int64_t num
     const int64_t weights_blocks = int64_t(p.end_chunk - p.first_chunk) * chunks_->weights_units;
     chunk_entries_[0].launch({.grid_x = unsigned(weights_blocks), .threads = kRecurrentWeightsThreads, .programmatic = device_.sm >= 90},
                              cu, p);
-    chunk_entries_[1].launch({.grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90}, cu, p);
+    const LaunchShape shape{.grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90};
+    chunks_->maps ? chunk_entries_[1].launch(shape, cu, p, maps.q, maps.k, maps.v) : chunk_entries_[1].launch(shape, cu, p);
   }
 }
 
@@ -137,12 +139,13 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   const bool known = !captured && !lists_->on_device();
   const int64_t requests = known ? int64_t(step.requests.size()) : options_.limits.max_num_reqs;
   bool has_tokens = true;  // that do not come in chunks
-  if (rounds_ && has_aligned_rows(in, out)) {
+  ChunkMaps maps;
+  if (rounds_ && has_aligned_rows(in, out) && (!chunks_->maps || encode_chunk_maps(maps, in))) {
     p.least_chunked = kLeastChunked;
     const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p, r.end - r.begin, r.drafts); };
     const bool has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
     has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
-    if (has_chunks) launch_chunks(p, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
+    if (has_chunks) launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
   }
   if (has_tokens) {
     // Blocks take units in turn: where the host does not know how many requests there are, those of the limits would be too many.

@@ -1,11 +1,14 @@
 // What tokens of a chunk are to each other in recurrent layers whose heads have one decay: T, P and the numbers of tokens of
 // recurrent_chunks.cu, for all chunks of a round at a time; launched by cuda/recurrent/recurrent_plan.cpp in front of it.
 //
-// A thread block has a chunk, a key head, and up to kShared of its value heads, for which products of tokens are computed once. Warp w has
-// the 16 tokens of block w, and makes row w of blocks of T by itself: with D the inverses of 1 + A on the diagonal,
+// A thread block has a chunk, a key head, and up to kShared of its value heads, for which products of tokens are computed once, by each
+// warp those of 16 tokens. A row of blocks of T is made by a warp: with D the inverses of 1 + A on the diagonal,
 //   T[i][j] = -(sum over k from j + 1 to i of T[i][k] A[k][j]) D[j]
 // where T[i][k] is what a product gave and the first factor of the next one. Products for T are of f16, whatever the type of the keys: A is
 // at most beta |k|^2, which is below 2 where a delta rule does not diverge.
+//
+// Later tokens, and later rows of T, have more to do: who has which changes from block to block and from head to head, so that each of a
+// multiprocessor's schedulers has as much to do as the others.
 #include "find_request.cuh"
 #include "recurrent_chunks_parts.cuh"
 
@@ -19,14 +22,22 @@ constexpr int kDiagonalPitch = 20;  // floats of a row
 struct HeadNumbers {
   float logs[kChunk], betas[kChunk], steps[kChunk];
 };
-struct SharedStorage {
+struct Tiles {
   char k[kChunk * kDimK * kSize], q[kChunk * kDimK * kSize];
-  char blocks[2][kTriangleBytes];  // of A, and on the diagonal of D, in f16; heads take turns
+};
+// Of A, the blocks on the diagonal.
+struct Diagonals {
+  float of[kDelta ? kShared : 1][kBlocks][16][kDiagonalPitch];
+};
+struct SharedStorage {
+  union {
+    Tiles tiles;
+    Diagonals diagonals;  // once products of tokens are there
+  };
+  char blocks[kDelta ? kShared : 1][kTriangleBytes];  // of A, and on the diagonal of D, in f16, as four matrices each
   float k_norms[kChunk], q_norms[kChunk];
   HeadNumbers of_head[kShared];
-  float diagonal[kWarps][16][kDiagonalPitch];  // of A
 };
-static_assert(kShared <= kWarps);
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(128) char memory[];
 
@@ -44,13 +55,13 @@ DEVICE void multiply_tokens(u32 k_tile, u32 q_tile, int warp, Scores& s, float (
   for (int c = 0; c < kDimK / 16; ++c) {
     u32 k[4], q[4], b[4];
     const int row = 16 * warp + lane_id() % 16, column = 2 * c + lane_id() / 16;
-    load_matrix(k, place_in<kDimK / 8>(k_tile, row, column));
-    load_matrix(q, place_in<kDimK / 8>(q_tile, row, column));
+    load_matrix(k, place_in(k_tile, row, column));
+    load_matrix(q, place_in(q_tile, row, column));
     multiply(queries[0], q, q[0], q[2]), multiply(queries[1], q, q[1], q[3]);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       if (block > warp) continue;
-      load_matrix(b, place_in<kDimK / 8>(k_tile, 16 * block + row_of_lane(), 2 * c + half_of_lane()));
+      load_matrix(b, place_in(k_tile, 16 * block + row_of_lane(), 2 * c + half_of_lane()));
       if constexpr (kDelta || kNorms) multiply(s.k[2 * block], k, b[0], b[1]), multiply(s.k[2 * block + 1], k, b[2], b[3]);
       multiply(s.q[2 * block], q, b[0], b[1]), multiply(s.q[2 * block + 1], q, b[2], b[3]);
     }
@@ -72,6 +83,20 @@ DEVICE void store_norms(const Scores& scores, const float (&queries)[2][4], int 
     if (!has_diagonal()) continue;
     s.k_norms[row] = kNorms ? inverse_root(keys + kNormEpsilon) : 1.f;
     s.q_norms[row] = kNorms ? inverse_root(on_diagonal(queries[half], half) + kNormEpsilon) : 1.f;
+  }
+}
+// Products of what is divided by norms, and those of queries scaled: all that they have to be multiplied by but for decays and beta.
+DEVICE void scale_scores(const RecurrentParams& p, const SharedStorage& s, int warp, Scores& scores) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = 16 * warp + 8 * half + lane_id() / 4;
+    const float of_q = p.scale * s.q_norms[row], of_k = s.k_norms[row];
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const float2 norms = kNorms ? *reinterpret_cast<const float2*>(s.k_norms + 8 * i + lane_id() % 4 * 2) : float2{1.f, 1.f};
+      scores.q[i][2 * half] *= of_q * norms.x, scores.q[i][2 * half + 1] *= of_q * norms.y;
+      if constexpr (kDelta && kNorms) scores.k[i][2 * half] *= of_k * norms.x, scores.k[i][2 * half + 1] *= of_k * norms.y;
+    }
   }
 }
 
@@ -113,39 +138,55 @@ DEVICE void store_numbers(const RecurrentParams& p, const SharedStorage& s, cons
   if (lane_id() == 0) to.decay = exp2_approx(last);
 }
 
-// P to memory, and A to shared memory: blocks below the diagonal in f16, the one on it as floats.
-DEVICE void store_scores(const RecurrentParams& p, const Scores& scores, int warp, SharedStorage& s, const HeadNumbers& w, u32 blocks,
-                         char* weights) {
+// A lane's part of 8 rows of a block goes to memory, pairs of neighbours in the left and in the right half: neighbouring lanes change one
+// for the other, so that each has 8 bytes and four of them a whole row.
+DEVICE void store_pairs(char* block, int eight, u32 left, u32 right) {
+  const int t = lane_id() % 4, half = t % 2;
+  const u32 other = shuffle(half == 0 ? right : left, lane_id() ^ 1);
+  char* const to = block + place_in_block(8 * eight + lane_id() / 4, half) + t / 2 * 8;
+  *reinterpret_cast<uint2*>(to) = half == 0 ? uint2{left, other} : uint2{other, right};
+}
+
+// P to memory, and A to shared memory: blocks below the diagonal in f16, the one on it as floats, of which what
+// is below the diagonal is of A.
+DEVICE void store_scores(const Scores& scores, int warp, SharedStorage& s, int head, char* weights) {
+  const HeadNumbers& w = s.of_head[head];
+  const int first_row = 16 * warp + lane_id() / 4;
+  const float logs[2] = {w.logs[first_row], w.logs[first_row + 8]}, betas[2] = {w.betas[first_row], w.betas[first_row + 8]};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = 16 * warp + 8 * half + lane_id() / 4;
-    const float log = w.logs[row], q_factor = p.scale * s.q_norms[row], k_factor = w.betas[row] * s.k_norms[row];
+  for (int block = 0; block < kBlocks; ++block) {
+    if (block > warp) continue;
+    u32 words[2][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      if (i > 2 * warp + 1) continue;
-      const int column = 8 * i + lane_id() % 4 * 2;
-      const float2 logs = *reinterpret_cast<const float2*>(w.logs + column), norms = *reinterpret_cast<const float2*>(s.k_norms + column);
-      const float factors[2] = {row >= column ? exp2_approx(log - logs.x) * norms.x : 0.f,
-                                row > column ? exp2_approx(log - logs.y) * norms.y : 0.f};
-      const float(&q)[4] = scores.q[i];
-      const float(&k)[4] = scores.k[i];
-      const int word = block_index(warp, i / 2) * kBlockBytes + (2 * half + i % 2) * 128 + lane_id() * 4;
-      *reinterpret_cast<u32*>(weights + WeightsLayout::p + word) =
-          pack(q_factor * factors[0] * q[2 * half], q_factor * factors[1] * q[2 * half + 1]);
-      if constexpr (!kDelta) continue;
-      const float a[2] = {row > column ? k_factor * factors[0] * k[2 * half] : 0.f,
-                          row > column + 1 ? k_factor * factors[1] * k[2 * half + 1] : 0.f};
-      if (i / 2 == warp) {
-        *reinterpret_cast<float2*>(&s.diagonal[warp][row % 16][column % 16]) = {a[0], a[1]};
-      } else {
-        store_shared(blocks + u32(word), pack_f16(a[0], a[1]));
+    for (int i = 0; i < 2; ++i) {
+      const int column = 16 * block + 8 * i + lane_id() % 4 * 2;
+      const float2 others = *reinterpret_cast<const float2*>(w.logs + column);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float factors[2] = {exp2_approx(logs[half] - others.x), exp2_approx(logs[half] - others.y)};
+        const int row = first_row + 8 * half;
+        if (block == warp) factors[0] = row >= column ? factors[0] : 0.f, factors[1] = row > column ? factors[1] : 0.f;
+        const float* const q = scores.q[2 * block + i] + 2 * half;
+        words[half][i] = pack(factors[0] * q[0], factors[1] * q[1]);
+        if constexpr (kDelta) {
+          const float* const k = scores.k[2 * block + i] + 2 * half;
+          const float a[2] = {betas[half] * factors[0] * k[0], betas[half] * factors[1] * k[1]};
+          if (block == warp) {
+            *reinterpret_cast<float2*>(&s.diagonals.of[head][warp][row % 16][column % 16]) = {a[0], a[1]};
+          } else {
+            *reinterpret_cast<u32*>(s.blocks[head] + TOrder::index(warp, block) * kBlockBytes + (2 * half + i) * 128 + lane_id() * 4) =
+                pack_f16(a[0], a[1]);
+          }
+        }
       }
     }
+    char* const to = weights + WeightsLayout::p + POrder::index(warp, block) * kBlockBytes;
+    store_pairs(to, 0, words[0][0], words[0][1]), store_pairs(to, 1, words[1][0], words[1][1]);
   }
 }
 
-// D of a warp's tokens by substitution, a lane a column; two lanes have the same one.
-DEVICE void invert_diagonal(int warp, const float (&diagonal)[16][kDiagonalPitch], char* blocks) {
+// D of 16 tokens by substitution, by half a warp, a lane a column.
+DEVICE void invert_diagonal(const float (&diagonal)[16][kDiagonalPitch], char* block) {
   const int column = lane_id() % 16;
   float x[16];
 #pragma unroll
@@ -155,10 +196,9 @@ DEVICE void invert_diagonal(int warp, const float (&diagonal)[16][kDiagonalPitch
     for (int j = 0; j < i; ++j) sums[j % 2] = __fmaf_rn(-diagonal[i][j], x[j], sums[j % 2]);
     x[i] = sums[0] + sums[1];
   }
-  char* const to = blocks + block_index(warp, warp) * kBlockBytes + column / 8 * 128 + column % 8 * 2;
+  char* const to = block + column / 8 * 128 + column % 8 * 2;
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    if (i / 8 == lane_id() / 16) *reinterpret_cast<u16*>(to + i / 8 * 256 + i % 8 * 16) = u16(pack_f16(x[i], 0.f));
+  for (int i = 0; i < 16; ++i) *reinterpret_cast<u16*>(to + i / 8 * 256 + i % 8 * 16) = u16(pack_f16(x[i], 0.f));
 }
 
 // x += a b for a block of A or D; what a product gave is the first factor.
@@ -175,32 +215,36 @@ DEVICE void multiply_block(Block& x, const Block& a, u32 b) {
 }
 DEVICE void store_block(char* to, const Block& x) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    *reinterpret_cast<u32*>(to + i * 128 + lane_id() * 4) = pack(x.of[i % 2][i / 2 * 2], x.of[i % 2][i / 2 * 2 + 1]);
+  for (int eight = 0; eight < 2; ++eight)
+    store_pairs(to, eight, pack(x.of[0][2 * eight], x.of[0][2 * eight + 1]), pack(x.of[1][2 * eight], x.of[1][2 * eight + 1]));
 }
 
+// The blocks of a row of T from the one so many places left of the diagonal on; `row` has those before it.
+template <int left>
+DEVICE void make_left(int number, Block (&row)[kBlocks], u32 blocks, char* t) {
+  if (left > number) return;
+  const int column = number - left;
+  Block sum = {};
+  row[left] = {};
+#pragma unroll
+  for (int k = 0; k < left; ++k) multiply_block(sum, row[k], blocks + u32(TOrder::index(number - k, column) * kBlockBytes));
+  multiply_block(row[left], sum, blocks + u32(TOrder::index(column, column) * kBlockBytes));
+#pragma unroll
+  for (int i = 0; i < 8; ++i) row[left].of[i / 4][i % 4] = -row[left].of[i / 4][i % 4];
+  store_block(t + TOrder::index(number, column) * kBlockBytes, row[left]);
+  if constexpr (left + 1 < kBlocks) make_left<left + 1>(number, row, blocks, t);
+}
 // A row of blocks of T.
-DEVICE void make_row(int warp, u32 blocks, char* t) {
+DEVICE void make_row(int number, u32 blocks, char* t) {
   Block row[kBlocks];  // from the diagonal to the left
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack_f16(load_shared_element<4>(blocks + u32(block_index(warp, warp) * kBlockBytes + i * 128 + lane_id() * 4)));
-    row[0].of[i % 2][i / 2 * 2] = pair.x, row[0].of[i % 2][i / 2 * 2 + 1] = pair.y;
-  }
-  store_block(t + block_index(warp, warp) * kBlockBytes, row[0]);
-#pragma unroll
-  for (int left = 1; left < kBlocks; ++left) {
-    if (left > warp) continue;
-    const int column = warp - left;
-    Block sum = {};
-    row[left] = {};
-#pragma unroll
-    for (int k = 0; k < left; ++k) multiply_block(sum, row[k], blocks + u32(block_index(warp - k, column) * kBlockBytes));
-    multiply_block(row[left], sum, blocks + u32(block_index(column, column) * kBlockBytes));
-#pragma unroll
-    for (int i = 0; i < 8; ++i) row[left].of[i / 4][i % 4] = -row[left].of[i / 4][i % 4];
-    store_block(t + block_index(warp, column) * kBlockBytes, row[left]);
-  }
+  const u32 diagonal = blocks + u32(TOrder::index(number, number) * kBlockBytes + lane_id() * 4);
+  const auto load = [&](int matrix, float(&tile)[4], int half) {
+    const float2 pair = unpack_f16(load_shared_element<4>(diagonal + u32(matrix * 128)));
+    tile[2 * half] = pair.x, tile[2 * half + 1] = pair.y;
+  };
+  load(0, row[0].of[0], 0), load(1, row[0].of[1], 0), load(2, row[0].of[0], 1), load(3, row[0].of[1], 1);
+  store_block(t + TOrder::index(number, number) * kBlockBytes, row[0]);
+  make_left<1>(number, row, blocks, t);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(const __grid_constant__ RecurrentParams p) {
@@ -212,32 +256,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(cons
   const RecurrentItem item = num_reqs > 0 ? chunks_of(p, request) : RecurrentItem{};
   const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk, count = min(item.end - begin, kChunk);
   if (count > 0) {
-    const u32 k = shared_address(memory), q = k + sizeof s.k, first_blocks = q + sizeof s.q;
+    const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.blocks[0] - memory);
     copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
     copy_rows<kDimK / 8, kThreads>(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
     copy_async_commit();
     const int first = key_head * p.group + part % shares * kShared, heads = min((key_head + 1) * p.group - first, kShared);
-    if (warp < heads) make_head_numbers(p, first + warp, begin, count, s.of_head[warp]);
+    for (int i = warp; i < heads; i += kWarps) make_head_numbers(p, first + i, begin, count, s.of_head[i]);
     copy_async_wait<0>();
     __syncthreads();
+    const int own = (warp + int(blockIdx.x)) % kBlocks;  // block of tokens
     Scores scores;
     float queries[2][4];
-    multiply_tokens(k, q, warp, scores, queries);
-    store_norms(scores, queries, warp, s);
+    multiply_tokens(k, q, own, scores, queries);
+    store_norms(scores, queries, own, s);
     __syncthreads();
-    if (warp < heads)
-      store_numbers(p, s, s.of_head[warp], *reinterpret_cast<ChunkNumbers*>(weights_at(p, chunk, first + warp) + WeightsLayout::numbers));
+    scale_scores(p, s, own, scores);
+    for (int i = warp; i < heads; i += kWarps)
+      store_numbers(p, s, s.of_head[i], *reinterpret_cast<ChunkNumbers*>(weights_at(p, chunk, first + i) + WeightsLayout::numbers));
 #pragma unroll 1
-    for (int i = 0; i < heads; ++i) {
-      char* const weights = weights_at(p, chunk, first + i);
-      const u32 blocks = first_blocks + u32(i % 2 * kTriangleBytes);
-      store_scores(p, scores, warp, s, s.of_head[i], blocks, weights);
-      if constexpr (kDelta) {
-        __syncwarp();
-        invert_diagonal(warp, s.diagonal[warp], s.blocks[i % 2]);
-        __syncthreads();
-        make_row(warp, blocks, weights);
+    for (int i = 0; i < heads; ++i) store_scores(scores, own, s, i, weights_at(p, chunk, first + i));
+    if constexpr (kDelta) {
+      __syncthreads();
+#pragma unroll 1
+      for (int pair = warp; pair < heads * kBlocks / 2; pair += kWarps) {
+        const int i = pair / (kBlocks / 2), block = pair % (kBlocks / 2) * 2 + lane_id() / 16;
+        invert_diagonal(s.diagonals.of[i][block], s.blocks[i] + TOrder::index(block, block) * kBlockBytes);
       }
+      __syncthreads();
+#pragma unroll 1
+      for (int i = 0; i < heads; ++i) make_row((own + i) % kBlocks, blocks + u32(i * kTriangleBytes), weights_at(p, chunk, first + i));
     }
   }
   griddep_launch();

@@ -21,6 +21,7 @@ class RecurrentOnFakeDriver : public testing::Test {
     if (!fake::has_texts()) GTEST_SKIP() << "there are no texts to run";
   }
   ~RecurrentOnFakeDriver() override { fake::forget_texts(); }
+  void use(const RecurrentVariant& variant) { fake::use_recurrent_text(variant), device.sm = variant.sm; }
 
   // Requests of every kind, of which some have hard numbers.
   static std::vector<RecurrentCase> own_cases(const RecurrentVariant& variant) {
@@ -67,7 +68,7 @@ class RecurrentOnFakeDriver : public testing::Test {
     EXPECT_EQ(captures, 1) << c.name;
   }
 
-  const DeviceInfo device = probe_cuda().at(0);
+  DeviceInfo device = probe_cuda().at(0);
   const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>("cuda_sm80");
   const std::unique_ptr<BackendOf<RecurrentFamily>> mirror = device_mirror(backend);
 };
@@ -75,7 +76,7 @@ class RecurrentOnFakeDriver : public testing::Test {
 TEST_F(RecurrentOnFakeDriver, CasesMatchTheReference) {
   int run = 0;
   for (const RecurrentVariant& variant : recurrent_variants()) {
-    fake::use_recurrent_text(variant);
+    use(variant);
     for (const RecurrentCase& c : recurrent_cases()) {
       constexpr int kTokens = 60;  // lanes are slow
       if (!variant.runs(c.spec) || num_tokens(c.requests) > kTokens) continue;
@@ -90,7 +91,7 @@ TEST_F(RecurrentOnFakeDriver, CasesMatchTheReference) {
 // Exponents at whose bounds floats end: of the sigmoid of beta, whose tokens write nothing or all, and of a softplus.
 TEST_F(RecurrentOnFakeDriver, HugeExponents) {
   const RecurrentVariant variant = recurrent_variants().front();
-  fake::use_recurrent_text(variant);
+  use(variant);
   RecurrentCaseInputs in = make_inputs({.name = "huge", .spec = variant.layer, .requests = {{120}}});
   const int heads = in.spec.num_v_heads;
   for (int token = 0; token < 120; ++token)
@@ -107,7 +108,7 @@ TEST_F(RecurrentOnFakeDriver, HugeExponents) {
 TEST_F(RecurrentOnFakeDriver, VerifyIsDecodeTokenByToken) {
   for (const RecurrentVariant& variant : recurrent_variants()) {
     if (variant.layer.state_dtype != DType::f32) continue;
-    fake::use_recurrent_text(variant);
+    use(variant);
     const RecurrentCaseInputs in = law_inputs(variant, {{9, 20, 0, 1}, {8, 0}});
     const RecurrentRunResult at_once = run(in);
     for (int kept = 0; kept <= 2; ++kept) {
@@ -122,7 +123,7 @@ TEST_F(RecurrentOnFakeDriver, VerifyIsDecodeTokenByToken) {
 TEST_F(RecurrentOnFakeDriver, OneGraphForAllSteps) {
   std::mt19937_64 random(8);
   for (const RecurrentVariant& variant : recurrent_variants()) {
-    fake::use_recurrent_text(variant);
+    use(variant);
     const RecurrentCaseInputs in = law_inputs(variant, {{1, 99}, {0, 0}, {30, 0}, {6, 271}, {1, 0}, {13, 5}});
     RecurrentRunOptions options;
     options.steps = random_steps(in.requests, 11, random);

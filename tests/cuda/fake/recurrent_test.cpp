@@ -206,7 +206,7 @@ TEST_F(RecurrentCalls, LaunchWhatTheyNeed) {
     const auto& all = fake::state().launches;
     std::string text = all.empty() ? "nothing" : "";
     for (const fake::Launch& launch : all) {
-      EXPECT_EQ(launch.threads, 128u);
+      EXPECT_EQ(launch.threads, launch.entry == "recurrent_chunks" ? 256u : 128u);
       EXPECT_TRUE(launch.programmatic);
       text += (text.empty() ? "" : ", ") + launch.entry + " " + std::to_string(launch.grid_x);
     }

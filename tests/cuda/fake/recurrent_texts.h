@@ -11,14 +11,16 @@ namespace imbrex::cuda::fake {
 
 // Launches of recurrent layers run this specialisation's text, until state().on_launch is another one.
 inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
-  for (const KernelKey& key : {variant.key(), plan_state_batch_key("sm_90a")}) put_into_cache(key);
-  const RecurrentKernel kernel = recurrent_kernel("sm_90a", variant.layer);
+  for (const KernelKey& key : {variant.key(), plan_state_batch_key(variant.arch())}) put_into_cache(key);
+  const RecurrentKernel kernel = recurrent_kernel(variant.arch(), variant.layer);
   state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
   if (const auto chunks = variant.chunks()) {
     put_into_cache(chunks->weights), put_into_cache(chunks->chunks);
-    state().param_sizes["recurrent_weights"] = state().param_sizes["recurrent_chunks"] = {sizeof(RecurrentParams)};
+    std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
+    state().param_sizes["recurrent_weights"] = sizes = {sizeof(RecurrentParams)};
+    if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
   }
   run_texts([name = std::string(variant.name)](const Launch& launch) {
     if (launch.entry == "recurrent_weights" || launch.entry == "recurrent_chunks")

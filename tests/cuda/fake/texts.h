@@ -1,9 +1,11 @@
 #pragma once
 // Launches on the fake driver that run kernels' texts, compiled for the host (tests/cuda/lanes).
+#include <cstring>
 #include <functional>
 #include <map>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "cuda/fake/fake_driver.h"
 #ifdef IMBREX_LANES
@@ -22,12 +24,25 @@ inline bool has_texts() {
 }
 
 #ifdef IMBREX_LANES
+// A parameter that is a map of a tensor of 16-bit elements.
+inline imbrex::test::TensorMap map_of(const std::vector<unsigned char>& parameter) {
+  TensorMap from;
+  std::memcpy(&from, parameter.data(), sizeof from);
+  imbrex::test::TensorMap map{.data = from.data, .element_bytes = 2};
+  for (size_t i = 0; i < 4; ++i) map.sizes[i] = i < from.rank ? long(from.sizes[i]) : 1, map.box[i] = i < from.rank ? int(from.box[i]) : 1;
+  for (size_t i = 0; i + 1 < from.rank && i < 3; ++i) map.strides[i + 1] = long(from.strides[i]);
+  map.strides[0] = map.element_bytes;
+  return map;
+}
+
 // Asynchronous work happens late in every other launch, and warps take turns in another order in each.
 inline void run_text(const std::string& library, const Launch& launch, unsigned blocks) {
   static std::map<std::string, imbrex::test::Library> libraries;
   static unsigned chance = 0;
   if (!libraries.contains(library)) libraries[library] = imbrex::test::open_library(library);
-  libraries[library].run(launch.all_params.at(0).data(), nullptr,
+  imbrex::test::TensorMap maps[3];
+  for (size_t i = 1; i < launch.all_params.size() && i < 4; ++i) maps[i - 1] = map_of(launch.all_params[i]);
+  libraries[library].run(launch.all_params.at(0).data(), maps,
                          {.blocks = int(blocks), .late_copies = chance % 2 == 0, .chance = chance});
   ++chance;
 }

@@ -1,7 +1,8 @@
 #pragma once
 // The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
 // that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
-// dimensions that fill no vector, and heads that share a thread block.
+// dimensions that fill no vector, heads that share a thread block, and
+// products of a warpgroup and of a warp.
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,12 +14,12 @@ namespace imbrex::test {
 struct RecurrentVariant {
   const char* name;
   RecurrentSpec layer;
-  bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel("sm_90a", spec).key == key(); }
-  bool runs(const RecurrentSpec& spec) const {
-    return cuda::recurrent_kernels("sm_90a", spec, {}) == cuda::recurrent_kernels("sm_90a", layer, {});
-  }
-  cuda::KernelKey key() const { return cuda::recurrent_kernel("sm_90a", layer).key; }
-  std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels("sm_90a", layer, {}); }  // of its prompts
+  int sm = 90;
+  const char* arch() const { return sm == 90 ? "sm_90a" : "sm_80"; }
+  bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel(arch(), spec).key == key(); }
+  bool runs(const RecurrentSpec& spec) const { return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {}); }
+  cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
+  std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {}); }  // of its prompts
   // The layer with so many drafts: the kernel is the same.
   RecurrentSpec with_drafts(int num_drafts) const {
     RecurrentSpec spec = layer;
@@ -39,8 +40,8 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
   RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
   mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
-  return {{"states_gdn", gdn}, {"states_kda", kda},   {"states_mamba2", mamba2},
-          {"states_odd", odd}, {"states_tall", tall}, {"states_mamba1", mamba1}};
+  return {{"states_gdn", gdn}, {"states_gdn_sm80", gdn, 80}, {"states_kda", kda},      {"states_mamba2", mamba2},
+          {"states_odd", odd}, {"states_tall", tall},        {"states_mamba1", mamba1}};
 }
 
 }  // namespace imbrex::test

@@ -1,0 +1,103 @@
+#pragma once
+// Which chunks a thread block of recurrent_chunks.cu and of recurrent_chunks_sm90.cu takes one after the other, and what it copies of them
+// to shared memory.
+#include "recurrent_chunks_parts.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kTileValues = kRecurrentTileValues, kTiles = kDimV / kTileValues;  // values of a thread block; blocks of a head
+constexpr int kStages = kRecurrentChunkStages;
+static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
+
+// Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does.
+struct Stage {
+  static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, t_at = 2 * keys + values,
+                       p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + POrder::padded_bytes,
+                       barriers_at = numbers_at + int(sizeof(ChunkNumbers)), bytes = recurrent_stage_bytes(kDimK, kDelta, kPadded);
+  static_assert(barriers_at + (kPadded ? 16 : 0) <= bytes);
+  u32 at;
+  DEVICE u32 k() const { return at; }
+  DEVICE u32 q() const { return at + keys; }
+  DEVICE u32 v() const { return at + 2 * keys; }
+  DEVICE u32 t() const { return at + t_at; }
+  DEVICE u32 p() const { return at + p_at; }
+  DEVICE u32 full() const { return at + barriers_at; }  // mbarriers of recurrent_chunks_sm90.cu
+  DEVICE u32 empty() const { return at + barriers_at + 8; }
+};
+extern __shared__ __align__(1024) char memory[];
+
+DEVICE Stage stage_at(int place) { return {shared_address(memory) + u32(place * Stage::bytes)}; }
+DEVICE const ChunkNumbers& numbers_at(int place) {
+  return *reinterpret_cast<const ChunkNumbers*>(memory + place * Stage::bytes + Stage::numbers_at);
+}
+
+// A head of a request and kTileValues of its values, with those of its chunks that are in the round; in the order in which a thread block
+// takes them.
+struct Unit {
+  u32 index;
+  RecurrentItem item;
+  int head, first_value, first_chunk;  // the number of the request's first chunk
+  int begin, end;                      // tokens in the round
+
+  DEVICE explicit Unit(const RecurrentParams& p) : index(blockIdx.x) { find(p); }
+  DEVICE bool is_there() const { return begin < end; }
+  DEVICE void next(const RecurrentParams& p) { index += gridDim.x, find(p); }
+  DEVICE bool is_last() const { return end == item.end; }
+  DEVICE int chunk_at(int token) const { return first_chunk + (token - item.begin) / kChunk; }
+
+ private:
+  // A warp looks at 32 units at a time: of a batch with many requests few may have chunks.
+  DEVICE void find(const RecurrentParams& p) {
+    const u32 each = u32(p.num_v_heads * kTiles), units = u32(num_requests(p)) * each;
+    begin = end = 0;
+    for (; index < units; index += 32 * gridDim.x) {
+      const u32 mine = index + u32(lane_id()) * gridDim.x;
+      const u32 found = __ballot_sync(kFullWarp, mine < units && take(p, int(mine / each)));
+      if (found == 0) continue;
+      index += u32(lowest_bit(found)) * gridDim.x;
+      take(p, int(index / each));
+      head = int(index % each) / kTiles, first_value = int(index % each) % kTiles * kTileValues;
+      return;
+    }
+    begin = end = 0;
+  }
+  DEVICE bool take(const RecurrentParams& p, int request) {
+    item = chunks_of(p, request);
+    first_chunk = first_chunk_of(p, request);
+    begin = item.begin + max(p.first_chunk - first_chunk, 0) * kChunk;
+    end = min(item.end, item.begin + max(p.end_chunk - first_chunk, 0) * kChunk);
+    return begin < end;
+  }
+};
+
+// Blocks of zeros of all stages, once, by all threads of a block.
+template <int threads, class Order>
+DEVICE void clear_zeros(int triangle) {
+  constexpr int kWords = kBlockBytes / 16;
+#pragma unroll
+  for (int block = 0; block < Order::num_zeros; ++block)
+    for (int i = int(threadIdx.x); i < kStages * kWords; i += threads)
+      *reinterpret_cast<uint4*>(memory + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes + i % kWords * 16) = {};
+}
+template <int threads>
+DEVICE void clear_zeros() {
+  if constexpr (kDelta) clear_zeros<threads, TOrder>(Stage::t_at);
+  clear_zeros<threads, POrder>(Stage::p_at);
+}
+
+// The next chunk to be copied to shared memory.
+struct ChunkCursor {
+  Unit unit;
+  int begin;
+
+  DEVICE explicit ChunkCursor(const RecurrentParams& p) : unit(p), begin(unit.begin) {}
+  DEVICE bool is_there() const { return unit.is_there(); }
+  DEVICE int key_head(const RecurrentParams& p) const { return unit.head / p.group; }
+  DEVICE const char* weights(const RecurrentParams& p) const { return weights_at(p, unit.chunk_at(begin), unit.head); }
+  DEVICE void next(const RecurrentParams& p) {
+    begin += kChunk;
+    if (begin >= unit.end) unit.next(p), begin = unit.begin;
+  }
+};
+
+}  // namespace imbrex::cuda

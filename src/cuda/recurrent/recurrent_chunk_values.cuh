@@ -1,0 +1,192 @@
+#pragma once
+// What a warp of recurrent_chunks.cu and of recurrent_chunks_sm90.cu has in registers: S^T of 16 values, and numbers of these for each
+// token. What products give has the layout that products take.
+#include "recurrent_chunk_units.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kWarpValues = 16;
+
+// S^T of a warp's 16 values: with g = lane / 4 and t = lane % 4, values g and g + 8 at key channels 8i + 2t and the next.
+struct Sums {
+  float of[kDimK / 8][4];
+};
+// And numbers of the values for each token of a chunk.
+struct Columns {
+  float of[kChunk / 8][4];
+};
+// The first factor of a product over a chunk's tokens.
+struct Factor {
+  u32 of[kBlocks][4];
+};
+
+// The first factor of a product over 16 channels or tokens, of two neighbours of what a product gave.
+DEVICE void pack_factor(const float (&low)[4], const float (&high)[4], u32 (&a)[4]) {
+  a[0] = pack(low[0], low[1]), a[1] = pack(low[2], low[3]), a[2] = pack(high[0], high[1]), a[3] = pack(high[2], high[3]);
+}
+DEVICE Factor factor_of(const Columns& x) {
+  Factor a;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) pack_factor(x.of[2 * block], x.of[2 * block + 1], a.of[block]);
+  return a;
+}
+
+// --- states
+
+// Calls visit(two numbers of the warp's state, of neighbouring key channels; where the first lies).
+template <class State, class Visit>
+DEVICE void each_pair(State& s, char* state, int value, const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int v = value + lane_id() / 4 + 8 * j, k = 8 * i + lane_id() % 4 * 2;
+      visit(&s.of[i][2 * j], state + (kKeysFirst ? k * kDimV + v : v * kDimK + k) * kStateSize);
+    }
+}
+DEVICE void load_sums(char* state, int value, Sums& s) {
+  each_pair(s, state, value, [](float* x, const char* at) {
+    if constexpr (kKeysFirst) {
+      x[0] = load_number<kStateType>(at), x[1] = load_number<kStateType>(at + kDimV * kStateSize);
+    } else {
+      float pair[2];
+      load_run<kStateType, true>(at, 2, pair);
+      x[0] = pair[0], x[1] = pair[1];
+    }
+  });
+}
+DEVICE void store_sums(char* state, int value, const Sums& s) {
+  each_pair(s, state, value, [](const float* x, char* at) {
+    if constexpr (kKeysFirst) {
+      store_number<kStateType>(at, x[0]), store_number<kStateType>(at + kDimV * kStateSize, x[1]);
+    } else {
+      const float pair[2] = {x[0], x[1]};
+      store_run<kStateType, true>(at, 2, pair);
+    }
+  });
+}
+
+// A request that has chunks in several rounds hands its state on as floats.
+DEVICE i64 carried_at(const Unit& unit, int value, int number) {
+  return (i64(unit.head) * kDimV + unit.first_value + value) * kDimK + number * 32 + lane_id();
+}
+DEVICE char* state_of(const RecurrentParams& p, const Unit& unit, int row) {
+  return unit.item.state + row * p.state_row_stride + unit.head * p.state_head_stride;
+}
+// The state in front of a unit's chunks in the round.
+DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Sums& s) {
+  s = {};
+  if (unit.begin > unit.item.begin) {
+#pragma unroll
+    for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) s.of[i][j] = p.carried_in[carried_at(unit, value, i * 4 + j)];
+  } else if (unit.item.first_row >= 0) {
+    load_sums(state_of(p, unit, unit.item.first_row), unit.first_value + value, s);
+  }
+}
+DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
+  if (unit.is_last()) {
+    store_sums(state_of(p, unit, 0), unit.first_value + value, s);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) p.carried_out[carried_at(unit, value, i * 4 + j)] = s.of[i][j];
+  }
+}
+
+// --- values and outputs
+
+// Two numbers of neighbouring tokens that a lane has in tile i of Columns.
+DEVICE float2 of_tokens(const float* numbers, int i) { return *reinterpret_cast<const float2*>(numbers + 8 * i + lane_id() % 4 * 2); }
+
+DEVICE void scale_columns(Columns& x, const float* numbers) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+    const float2 factor = of_tokens(numbers, i);
+    x.of[i][0] *= factor.x, x.of[i][1] *= factor.y, x.of[i][2] *= factor.x, x.of[i][3] *= factor.y;
+  }
+}
+DEVICE void decay_sums(Sums& s, float decay) {
+#pragma unroll
+  for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+    for (float& x : s.of[i]) x *= decay;
+}
+
+// A warp's values of each token, in pairs of tokens.
+DEVICE Factor load_values(const Stage& stage, int value) {
+  Factor v;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    load_matrix_transposed(v.of[block], place_in(stage.v(), 16 * block + row_of_lane(), value / 8 + half_of_lane()));
+  return v;
+}
+// Those in tile i of Columns.
+DEVICE void values_of_tile(const Factor& v, int i, float (&values)[4]) {
+  const float2 first = unpack(v.of[i / 2][i % 2 * 2]), second = unpack(v.of[i / 2][i % 2 * 2 + 1]);
+  values[0] = first.x, values[1] = first.y, values[2] = second.x, values[3] = second.y;
+}
+
+// X in the place of what the state gives for k: the values, less what the state knows.
+DEVICE void take_values(const Factor& v, const ChunkNumbers& n, Columns& x) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) {
+    float values[4];
+    values_of_tile(v, i, values);
+    const float2 factor = of_tokens(n.values, i), known = kDelta ? of_tokens(n.known, i) : float2{0.f, 0.f};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      x.of[i][j] = values[j] * (j % 2 == 0 ? factor.x : factor.y) - (kDelta ? x.of[i][j] * (j % 2 == 0 ? known.x : known.y) : 0.f);
+  }
+}
+// Outputs as far as the state and the values make them, in the place of what the state gives for q.
+DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns& y) {
+  scale_columns(y, n.outputs);
+  if constexpr (kSkip) {
+    const Factor v = load_values(stage, value);
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; ++i) {
+      float values[4];
+      values_of_tile(v, i, values);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) y.of[i][j] = __fmaf_rn(skip, values[j], y.of[i][j]);
+    }
+  }
+}
+
+// Four pairs of neighbouring tokens as rows of tokens; place(row, half) is where 8 values go.
+template <class Place>
+DEVICE void store_transposed(const u32 (&words)[4], const Place& place) {
+  if constexpr (kArch >= 900) {
+    store_matrix_transposed(place(row_of_lane(), half_of_lane()), words);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u32 at = place(i / 4 * 8 + lane_id() % 4 * 2 + i % 2, i / 2 % 2) - shared_address(memory) + u32(lane_id() / 4 * 2);
+      *reinterpret_cast<u16*>(memory + at) = u16(words[i / 2] >> i % 2 * 16);
+    }
+  }
+}
+
+// Outputs of the tokens from `begin` on go out by the place that the warp's values had.
+DEVICE void store_outputs(const RecurrentParams& p, const Unit& unit, int begin, const Stage& stage, int value, const Columns& y) {
+  constexpr int kHalves = kWarpValues / 8;
+  char* const to = p.out + begin * p.out_token_stride + unit.head * p.out_head_stride + (unit.first_value + value) * kSize;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    u32 words[4];
+    pack_factor(y.of[2 * block], y.of[2 * block + 1], words);
+    store_transposed(words, [&](int row, int half) { return place_in(stage.v(), 16 * block + row, value / 8 + half); });
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kChunk * kHalves / 32; ++i) {
+    const int row = i * (32 / kHalves) + lane_id() / kHalves, half = lane_id() % kHalves;
+    const uint4 words = load_shared(place_in(stage.v(), row, value / 8 + half));
+    if (row < unit.item.end - begin) *reinterpret_cast<uint4*>(to + row * p.out_token_stride + 16 * half) = words;
+  }
+}
+
+}  // namespace imbrex::cuda

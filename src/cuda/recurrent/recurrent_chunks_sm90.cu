@@ -1,0 +1,206 @@
+// recurrent_chunks.cu for sm_90a: the same formulas, with products by wgmma. Four warps compute 64 values together. First factors are in
+// their registers, second ones in shared memory as they are; while products are made, the warps do other things. Four other warps copy
+// chunks.
+#include "recurrent_chunk_values.cuh"
+
+namespace imbrex::cuda {
+constexpr int kQType = kType;  // that wgmma.cuh asks for
+}
+#include "wgmma.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads;
+constexpr int kComputeRegisters = 232, kLoadRegisters = 24;
+extern "C" __device__ const unsigned smem_bytes = kStages * Stage::bytes;
+
+DEVICE float (&all_of(Sums& s))[kDimK / 2] { return *reinterpret_cast<float(*)[kDimK / 2]>(s.of); }
+DEVICE float (&all_of(Columns& x))[kChunk / 2] { return *reinterpret_cast<float(*)[kChunk / 2]>(x.of); }
+DEVICE float (&half_of(Columns& x, int half))[kChunk / 4] { return *reinterpret_cast<float(*)[kChunk / 4]>(x.of[4 * half]); }
+
+// Part of a triangle's column, from a block on.
+DEVICE u64 column_at(u32 triangle, int block) { return wgmma_descriptor(triangle + u32(block * kBlockBytes), 16, 256, 3); }
+DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns& x) {
+#pragma unroll
+  for (int c = 0; c < kDimK / 16; ++c)
+    Wgmma<kChunk, kType>::template registers<false>(all_of(x), a[c],
+                                                    wgmma_descriptor(rows + u32(c / 4 * kColumnBytes + c % 4 * 32), 16, 1024, 1), c != 0);
+  wgmma_commit();
+}
+
+// The state decays meanwhile.
+DEVICE void begin_with_state(Sums& s, float decay, const Stage& stage, Columns& of_k, Columns& of_q) {
+  u32 a[kDimK / 16][4];
+#pragma unroll
+  for (int c = 0; c < kDimK / 16; ++c) pack_factor(s.of[2 * c], s.of[2 * c + 1], a[c]);
+  decay_sums(s, decay);
+  wgmma_fence();
+  if constexpr (kDelta) multiply_rows(a, stage.k(), of_k);
+  multiply_rows(a, stage.q(), of_q);
+}
+DEVICE void begin_t(const Factor& y, const Stage& stage, Columns& x) {
+  wgmma_fence();
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int from = 0; from < 2 + 2 * half; ++from)
+      Wgmma<kChunk / 2, kType>::template registers<false>(half_of(x, half), y.of[from], column_at(stage.t(), 4 * half + 2 * from),
+                                                          from != 0);
+  wgmma_commit();
+}
+DEVICE void begin_p(const Factor& y, const Stage& stage, Columns& x) {
+  wgmma_fence();
+#pragma unroll
+  for (int from = 0; from < kBlocks; ++from)
+    Wgmma<kChunk, kType>::template registers<false>(all_of(x), y.of[from], column_at(stage.p(), 4 * from), true);
+  wgmma_commit();
+}
+DEVICE void begin_written(const Factor& u, const Stage& stage, Sums& s) {
+  wgmma_fence();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+    Wgmma<kDimK, kType>::template registers<true>(all_of(s), u.of[block],
+                                                  wgmma_descriptor(stage.k() + u32(block * 2048), kColumnBytes, 1024, 1), true);
+  wgmma_commit();
+}
+template <int pending, class Result>
+DEVICE void wait_for(Result& x) {
+  wgmma_wait<pending>();
+#pragma unroll
+  for (float(&tile)[4] : x.of)
+#pragma unroll
+    for (float& number : tile) wgmma_pin(number);
+}
+
+// The tensors of a step, [tokens][heads][channels], whose boxes are a chunk's tokens and 64 channels of a head.
+struct Maps {
+  const TensorMap &q, &k, &v;
+};
+
+// Blocks of a triangle from `first` on, in the order without zeros.
+template <class Order, int first, int count>
+DEVICE void load_blocks(u32 to, const char* from, u32 barrier) {
+  static_assert(Order::pad(first + count - 1) == Order::pad(first) + count - 1);
+  bulk_load(to + u32(Order::pad(first) * kBlockBytes), from + first * kBlockBytes, count * kBlockBytes, barrier);
+}
+DEVICE void load_weights(const Stage& stage, const char* weights) {
+  const u32 full = stage.full();
+  if constexpr (kDelta) {
+    load_blocks<TOrder, 0, 2>(stage.t(), weights, full);
+    load_blocks<TOrder, 2, 7>(stage.t(), weights, full);
+    load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
+  }
+  load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
+  load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
+  load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
+  load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
+  bulk_load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
+}
+
+// By a warp.
+DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
+  const u64 l2 = l2_normal();
+  Ring<kStages> place;
+  for (ChunkCursor ahead(p); ahead.is_there(); ahead.next(p), place.next()) {
+    const Stage stage = stage_at(place.at);
+    mbarrier_wait(stage.empty(), place.parity ^ 1);
+    if (elect_one()) {
+      const int key_head = ahead.key_head(p), begin = ahead.begin;
+      mbarrier_arrive_expect(stage.full(), 2 * Stage::keys + Stage::values + WeightsLayout::bytes);
+#pragma unroll
+      for (int column = 0; column < kDimK / 64; ++column) {
+        tma_load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
+        tma_load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
+      }
+      tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
+      load_weights(stage, ahead.weights(p));
+    }
+    __syncwarp();
+  }
+}
+
+// What is behind a request's tokens is another one's, and could be anything: keys and values of a chunk from `count` on become 0.
+DEVICE void clear_others(const Stage& stage, int count) {
+  if (count >= kChunk) return;
+#pragma unroll 1
+  for (int i = int(threadIdx.x); i < (kChunk - count) * 8; i += kComputing) {
+    const int row = count + i / 8;
+    store_shared(place_in(stage.v(), row, i % 8), uint4{0, 0, 0, 0});
+#pragma unroll
+    for (int column = 0; column < kDimK / 64; ++column) store_shared(place_in(stage.k(), row, 8 * column + i % 8), uint4{0, 0, 0, 0});
+  }
+  async_proxy_fence();
+  named_barrier_sync(1, kComputing);
+}
+
+DEVICE void compute_chunks(const RecurrentParams& p) {
+  const int value = warp_id() * kWarpValues;
+  Ring<kStages> place;
+  for (Unit unit(p); unit.is_there(); unit.next(p)) {
+    Sums s;
+    begin_sums(p, unit, value, s);
+    const float skip = kSkip ? p.skip[unit.head] : 0.f;
+#pragma unroll 1
+    for (int begin = unit.begin; begin < unit.end; begin += kChunk, place.next()) {
+      const Stage stage = stage_at(place.at);
+      const ChunkNumbers& n = numbers_at(place.at);
+      mbarrier_wait(stage.full(), place.parity);
+      clear_others(stage, unit.end - begin);
+      Columns u, y;  // u: what the state gives for k, then X, then U
+      begin_with_state(s, n.decay, stage, u, y);
+      const Factor v = load_values(stage, value);
+      if constexpr (kDelta) {
+        wait_for<1>(u);
+        take_values(v, n, u);
+        const Factor x = factor_of(u);
+        begin_t(x, stage, u);
+        wait_for<1>(y);
+        begin_outputs(stage, value, n, skip, y);
+        wait_for<0>(u);
+      } else {
+        take_values(v, n, u);
+        wait_for<0>(y);
+        begin_outputs(stage, value, n, skip, y);
+      }
+      const Factor written = factor_of(u);
+      begin_p(written, stage, y);
+      scale_columns(u, n.written);
+      begin_written(factor_of(u), stage, s);
+      wait_for<1>(y);
+      store_outputs(p, unit, begin, stage, value, y);
+      wait_for<0>(s);
+      async_proxy_fence();  // TMA writes where outputs were
+      __syncwarp();
+      if (lane_id() == 0) mbarrier_arrive(stage.empty());
+    }
+    end_sums(p, unit, value, s);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
+    recurrent_chunks(const __grid_constant__ RecurrentParams p, const __grid_constant__ TensorMap q_map,
+                     const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int place = 0; place < kStages; ++place) {
+      mbarrier_init(stage_at(place).full(), 1);
+      mbarrier_init(stage_at(place).empty(), kComputing / 32);
+    }
+    mbarrier_fence_init();
+  }
+  clear_zeros<kThreads>();
+  async_proxy_fence();
+  __syncthreads();
+  griddep_wait();
+  registers_shrink<65536 / (kThreads * kBlocksTogether) / 8 * 8>();  // what each has beside the other blocks
+  if (threadIdx.x < kComputing) {
+    registers_grow<kComputeRegisters>();
+    compute_chunks(p);
+  } else {
+    registers_shrink<kLoadRegisters>();
+    if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
+  }
+  griddep_launch();
+}
+
+}  // namespace imbrex::cuda
