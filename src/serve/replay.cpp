@@ -206,6 +206,7 @@ void Replay::check_layers(int first, int end) {
                           .trace = &trace_.requests[size_t(row.request)],
                           .position = row.position,
                           .layer = layer,
+                          .name = model_.layers[size_t(layer)].name,
                           .target = runner_->target(layer, out_row),
                           .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot)});
     }

@@ -171,7 +171,7 @@ struct ReplayResult {
   double verify_fraction = 0;
   int64_t verified_outputs = 0;  // (token, layer, q head) outputs recomputed; (token, layer) where a layer has no heads
   int64_t verified_values = 0;
-  int64_t verified_states = 0;  // of a value head behind a request's last token in a step, of layers whose states are recomputed
+  int64_t verified_states = 0;  // behind a request's last token in a step: of a value head, or all channels of a convolution
   double verify_max_error = 0;  // largest |actual - expected|
   double verify_max_ratio = 0;  // largest |actual - expected| / bound; a ratio above 1 ends the replay with Error replay.verify
 

@@ -171,6 +171,31 @@ TEST(Hybrid, VerificationNoticesWrongStates) {
   EXPECT_NE(r.kinds[1].rule.find("mistaken, forced, is of the family short_conv"), std::string::npos) << r.kinds[1].rule;
 }
 
+// Prompts that make one token each: nobody reads their states again. Some are shorter than the convolution.
+TEST(Hybrid, VerificationNoticesWrongFinalStates) {
+  const auto backend = std::make_shared<MistakenStates<ShortConvFamily, ShortConvInputs, ShortConvOutputs>>();
+  register_backend<ShortConvFamily>(backend);
+  Trace trace = tree_trace(6, 16, 60, 1, 1);
+  trace.requests[0].input_length = 1, trace.requests[0].prefix_ids.resize(1);
+  trace.requests[1].input_length = 2, trace.requests[1].prefix_ids.resize(1);
+  ReplayOptions options = small_options();
+  options.max_num_batched_tokens = 512;  // a prompt is not cut
+  options.select.forced = "mistaken";
+  for (const char* layers : {"c", "p"}) {
+    backend->mistake = StateMistake::none;
+    EXPECT_EQ(replay(tiny_hybrid_model(layers, 16, 48, 4), trace, options).verified_states, 6) << layers;
+    backend->mistake = StateMistake::spoils;
+    try {
+      replay(tiny_hybrid_model(layers, 16, 48, 4), trace, options);
+      ADD_FAILURE() << layers << ": nothing thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), "replay.verify");
+      EXPECT_NE(std::string(error.what()).find("layer decoder.0, number of the state"), std::string::npos) << error.what();
+    }
+  }
+  unregister_backend<ShortConvFamily>("mistaken");
+}
+
 TEST(Hybrid, PhasesOfStatesHaveOneBackend) {
   ReplayOptions options = small_options();
   options.select.forced_prefill = "cpu_generic";
