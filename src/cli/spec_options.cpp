@@ -108,8 +108,8 @@ std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
   const ModelSpec model = load_model(o.model).with_kv(q_dtype, kv_dtype, o.spec.kv_format, o.spec.block_size);
   std::vector<Named<LayerSpec>> specs;
   for (const auto& kind : model.kinds()) {
-    specs.push_back(
-        {fmt::format("{} {}", kind.layers.size() == 1 ? "layer" : "layers", format_ranges(kind.layers)), kind.layers, kind.spec});
+    const std::vector<int> numbers = model.numbers_of(kind.layers);
+    specs.push_back({fmt::format("{} {}", numbers.size() == 1 ? "layer" : "layers", format_ranges(numbers)), numbers, kind.spec});
   }
   return specs;
 }

@@ -19,8 +19,8 @@ struct SpecOptions {
 // A kind of layer to look at.
 template <class Spec>
 struct Named {
-  std::string name;  // "layers 0-31"; empty for flags
-  std::vector<int> layers;
+  std::string name;         // "layers 0-31"; empty for flags
+  std::vector<int> layers;  // as the model counts them
   Spec spec;
 };
 

@@ -110,10 +110,10 @@ bool is_cross(const LayerSpec& layer) {
   return spec != nullptr && spec->kind == AttentionKind::encoder_decoder;
 }
 
-// "32 attention layers", "6 attention and 10 short_conv layers"
-std::string count_layers(const std::vector<ModelLayer>& layers) {
+// "32 attention layers", "16 layers (6 attention, 10 short_conv)"
+std::string count_layers(const ModelSpec& model) {
   std::vector<std::pair<std::string_view, size_t>> counts;
-  for (const ModelLayer& layer : layers) {
+  for (const ModelLayer& layer : model.layers) {
     const std::string_view family = family_name(layer.spec);
     const auto it = std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == family; });
     if (it == counts.end()) {
@@ -123,8 +123,8 @@ std::string count_layers(const std::vector<ModelLayer>& layers) {
     }
   }
   std::string text;
-  for (const auto& [family, count] : counts) text += fmt::format("{}{} {}", text.empty() ? "" : " and ", count, family);
-  return text + " layers";
+  for (const auto& [family, count] : counts) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", count, family);
+  return counts.size() == 1 ? text + " layers" : fmt::format("{} layers ({})", model.num_layers, text);
 }
 
 }  // namespace
@@ -174,6 +174,13 @@ std::vector<ModelSpec::Kind> ModelSpec::kinds() const {
   return kinds;
 }
 
+std::vector<int> ModelSpec::numbers_of(const std::vector<int>& indices) const {
+  std::vector<int> numbers;
+  for (const int i : indices)
+    if (const int number = layers[size_t(i)].number; numbers.empty() || numbers.back() != number) numbers.push_back(number);
+  return numbers;
+}
+
 ModelSpec ModelSpec::with_kv(DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) const {
   ModelSpec model = *this;
   for (ModelLayer& layer : model.layers)
@@ -189,7 +196,7 @@ std::string ModelSpec::str() const {
     token_bytes += is_cross(layers[group.layers[0]].spec) ? 0 : group.bytes_per_token;
     slot_bytes += group.bytes_per_slot;
   }
-  std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(layers), hidden_size, token_bytes);
+  std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(*this), hidden_size, token_bytes);
   text += slot_bytes > 0 ? fmt::format(", states {} B/request\n", slot_bytes) : "\n";
   for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), to_string(kind.spec));
   size_t width = 0;

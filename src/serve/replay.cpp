@@ -39,7 +39,7 @@ class Replay {
     result_.notes = model_.notes;
     if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
-    result_.model_layers = int(model.layers.size());
+    result_.model_layers = model.num_layers;
     if (options.verify_fraction > 0) {
       for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);
       verifier_ = std::make_unique<Verifier>(synthetic_, options.seed, trace.prefix_block, options.kv_dtype, parallel_);
@@ -327,7 +327,7 @@ void Replay::finish() {
   r.trace = trace_.source;
   r.trace_format = trace_.format;
   r.device = device_.str();
-  r.num_layers = int(model_.layers.size());
+  r.num_layers = model_.num_layers;
   r.num_threads = threads_.num_threads();
   for (const ModelLayer& layer : model_.layers)
     if (const auto spec = paged_attention(layer.spec)) r.kv_format = to_string(spec->kv_format);

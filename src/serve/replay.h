@@ -30,7 +30,7 @@ struct ReplayProgress {
 };
 
 struct ReplayOptions {
-  int num_layers = 0;  // the model's first layers; 0: all
+  int num_layers = 0;  // the model's first layers, as it counts them; 0: all
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
@@ -64,7 +64,7 @@ struct ReplayKind {
   std::string spec;                              // str() of it
   std::string family;                            // "attention", "short_conv", "mla"
   std::string group;                             // CacheGroup::name
-  std::vector<int> layers;                       // indices into the model's layers
+  std::vector<int> layers;                       // ModelLayer::number of each
   std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
   std::string rule;                              // why: Selection::rule
   std::string selection;                         // Selection::str(): every candidate with its reasons
@@ -121,8 +121,8 @@ struct ReplayWork {
 struct ReplayResult {
   // The configuration
   std::string model, family, trace, trace_format, device;
-  std::vector<std::string> notes;  // of the model, and what the replay assumed ("kv_format strided: ...")
-  int num_layers = 0, model_layers = 0;
+  std::vector<std::string> notes;        // of the model, and what the replay assumed ("kv_format strided: ...")
+  int num_layers = 0, model_layers = 0;  // as the model counts them
   uint64_t seed = 0;
   int num_threads = 0, max_num_batched_tokens = 0, max_num_seqs = 0, block_size = 0;
   std::string q_dtype, kv_dtype, kv_format, pacing;

@@ -97,10 +97,15 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
     check(spec->mask.causal && !spec->mask.custom, "replay.model.mask", "layer {} must be causal without a custom mask, is {}", layer.name,
           spec->mask.str());
   }
-  check(options.num_layers <= int(model.layers.size()), "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
-        model.layers.size(), options.num_layers);
+  check(options.num_layers <= model.num_layers, "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
+        model.num_layers, options.num_layers);
   ModelSpec part = model;
-  if (options.num_layers > 0) part.layers.resize(size_t(options.num_layers));
+  if (options.num_layers > 0) {
+    std::erase_if(part.layers, [&](const ModelLayer& layer) { return layer.number >= options.num_layers; });
+    part.num_layers = options.num_layers;
+    check(!part.layers.empty(), "replay.num_layers.model", "the first {} layers of {} have neither a cache nor a state", part.num_layers,
+          model.name);
+  }
 
   const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };
   const auto deployed = [&](KvFormat format) { return part.with_kv(options.q_dtype, options.kv_dtype, format, options.block_size); };

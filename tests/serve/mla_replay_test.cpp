@@ -15,6 +15,7 @@ ModelSpec tiny_mla_model(const MlaSpec& spec, int layers) {
   for (int i = 0; i < layers; ++i) {
     ModelLayer& layer = model.layers.emplace_back();
     layer.name = "decoder." + std::to_string(i);
+    layer.number = model.num_layers++;
     layer.spec = spec;
   }
   return model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
