@@ -139,6 +139,18 @@ std::optional<AttentionSpec> paged_attention(const LayerSpec& layer) {
   return std::nullopt;
 }
 
+std::string group_lines(const ModelSpec& model) {
+  size_t width = 0;
+  for (const CacheGroup& group : model.cache_groups) width = std::max(width, group.name.size());
+  std::string text;
+  for (const CacheGroup& group : model.cache_groups) {
+    const char* unit = group.holds_states() ? "request" : is_cross(model.layers[group.layers[0]].spec) ? "encoder token" : "token";
+    text += fmt::format("  {} group {:<{}}  {:>4} layers  {:>8} B/{}\n", group.holds_states() ? "state" : "KV", group.name, width,
+                        group.layers.size(), group.holds_states() ? group.bytes_per_slot : group.bytes_per_token, unit);
+  }
+  return text;
+}
+
 void group_layers(ModelSpec& model) {
   model.cache_groups.clear();
   std::vector<const LayerSpec*> first;  // of each group
@@ -199,13 +211,7 @@ std::string ModelSpec::str() const {
   std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(*this), hidden_size, token_bytes);
   text += slot_bytes > 0 ? fmt::format(", states {} B/request\n", slot_bytes) : "\n";
   for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), to_string(kind.spec));
-  size_t width = 0;
-  for (const CacheGroup& group : cache_groups) width = std::max(width, group.name.size());
-  for (const CacheGroup& group : cache_groups) {
-    const char* unit = group.holds_states() ? "request" : is_cross(layers[group.layers[0]].spec) ? "encoder token" : "token";
-    text += fmt::format("  {} group {:<{}}  {:>4} layers  {:>8} B/{}\n", group.holds_states() ? "state" : "KV", group.name, width,
-                        group.layers.size(), group.holds_states() ? group.bytes_per_slot : group.bytes_per_token, unit);
-  }
+  text += group_lines(*this);
   for (const std::string& note : notes) text += fmt::format("  note: {}\n", note);
   text.pop_back();
   return text;

@@ -90,6 +90,7 @@ class Replay {
   std::vector<uint64_t> digests_, decode_digests_;  // per worker
   std::vector<double> step_seconds_, step_requests_;
   std::vector<double> occupancy_time_;  // per group
+  HeldBytes held_time_;                 // bytes times seconds
   Timer wall_;
   double clock_ = 0, next_progress_ = 0;
   int64_t total_tokens_ = 0;
@@ -106,7 +107,9 @@ void Replay::list_groups() {
     report.num_slots = group.holds_states() ? sizes_.num_slots : 0;
     report.bytes = bytes_of(runner_->caches()[g]);
     result_.kv_bytes += report.bytes;
+    result_.padding_bytes += report.bytes - sizes_.needed_bytes(group, g, options_.block_size);
   }
+  result_.rest_bytes = sizes_.rest;
   occupancy_time_.assign(result_.groups.size(), 0);
   digests_.assign(size_t(parallel_.num_workers), 0);
   decode_digests_.assign(size_t(parallel_.num_workers), 0);
@@ -272,6 +275,7 @@ void Replay::run_step(double schedule_s) {
   point.running = scheduler_->num_running();
   point.waiting = scheduler_->num_waiting();
   for (int g = 0; g < int(result_.groups.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
+  const HeldBytes held = held_bytes(model_, *scheduler_, plan_, options_.block_size);
   const SchedulerStats tokens_before = scheduler_->stats();
   timer.lap();
   // The tokens are there when the step's measured part is over; the scheduler's own books come after that.
@@ -290,6 +294,7 @@ void Replay::run_step(double schedule_s) {
     occupancy_time_[g] += point.occupancy[g] * step_s;
     result_.groups[g].peak_occupancy = std::max(result_.groups[g].peak_occupancy, point.occupancy[g]);
   }
+  held_time_.all += held.all * step_s, held_time_.unfilled += held.unfilled * step_s;
   step_seconds_.push_back(step_s);
   step_requests_.push_back(plan_.num_reqs());
   series_.add(std::move(point));
@@ -343,6 +348,7 @@ void Replay::finish() {
     r.groups[g].mean_occupancy = r.busy_s() > 0 ? occupancy_time_[g] / r.busy_s() : 0;
     r.groups[g].evictions = scheduler_->pool(int(g)).stats().evictions;
   }
+  if (held_time_.all > 0) r.unfilled_share = held_time_.unfilled / held_time_.all;
   const std::vector<ReplayKind> reports = runner_->reports();
   for (size_t i = 0; i < r.kinds.size(); ++i) r.kinds[i].plan = reports[i].plan;
   for (size_t w = 0; w < digests_.size(); ++w) {

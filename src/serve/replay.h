@@ -130,7 +130,10 @@ struct ReplayResult {
   bool prefix_sharing = true;
   std::vector<ReplayKind> kinds;
   std::vector<ReplayGroup> groups;
-  int64_t kv_bytes = 0;
+  int64_t kv_bytes = 0;       // of the caches: pages and states
+  int64_t padding_bytes = 0;  // of these: where no state, key or value can lie
+  int64_t rest_bytes = 0;     // of the memory that caches may have, beyond kv_bytes: too few for one more block of each group
+  double wasted_share() const { return kv_bytes > 0 ? double(padding_bytes + rest_bytes) / double(kv_bytes + rest_bytes) : 0; }
 
   // The outcome
   bool complete = false;  // every request finished
@@ -159,9 +162,10 @@ struct ReplayResult {
   Percentiles batch;  // requests a step
 
   // Work
-  ReplayWork decode_steps;   // attention in steps with one query token a request
-  ReplayWork prefill_steps;  // in all others: chunks of prompts, with or without decodes
-  ReplayWork state_layers;   // layers with states, in all steps
+  ReplayWork decode_steps;    // attention in steps with one query token a request
+  ReplayWork prefill_steps;   // in all others: chunks of prompts, with or without decodes
+  ReplayWork state_layers;    // layers with states, in all steps
+  double unfilled_share = 0;  // of the bytes that running requests hold, a mean by time: behind the last tokens of their last blocks
   double kv_written_bytes = 0;
 
   // Proof

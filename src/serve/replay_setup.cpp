@@ -187,6 +187,7 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
   check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens{} in every layer takes {} bytes, the cache may have {}", block_size,
         slot_bytes > 0 ? " and one state slot" : "", int64_t(bytes_for(1)), budget);
   sizes.num_blocks = blocks_for(low);
+  if (low < most) sizes.rest = budget - int64_t(bytes_for(low));
   return sizes;
 }
 

@@ -148,6 +148,8 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
                            {"peak_occupancy", g.peak_occupancy},
                            {"evictions", g.evictions}});
   }
+  j["waste"] = {
+      {"padding_bytes", r.padding_bytes}, {"rest_bytes", r.rest_bytes}, {"share", r.wasted_share()}, {"unfilled_share", r.unfilled_share}};
   j["verify"] = {{"fraction", r.verify_fraction}, {"outputs", r.verified_outputs},   {"values", r.verified_values},
                  {"states", r.verified_states},   {"max_error", r.verify_max_error}, {"max_ratio", r.verify_max_ratio}};
   j["digest"] = {{"outputs", fmt::format("{:016x}", r.digest)}, {"decode", fmt::format("{:016x}", r.decode_digest)}};
@@ -165,6 +167,13 @@ std::string memory_line(const ReplayResult& r) {
   }
   return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages\n", format_bytes(double(r.kv_bytes)),
                      format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)));
+}
+
+std::string waste_line(const ReplayResult& r) {
+  const auto fine = [](double fraction) { return fmt::format("{:.2f} %", 100 * fraction); };
+  return fmt::format(
+      "lost: {} to padding, {} to a rest that no block fits ({} of all); {} of what requests held was behind their last tokens\n",
+      format_bytes(double(r.padding_bytes)), format_bytes(double(r.rest_bytes)), fine(r.wasted_share()), fine(r.unfilled_share));
 }
 
 std::string verification_line(const ReplayResult& r) {
@@ -257,6 +266,7 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
   }
   out += "\n" + table.text();
   if (states) out += memory_line(r);
+  out += waste_line(r);
 
   table = {{">layers", "kind", "backend", "why", states ? ">of layers" : ">of attention"}, {}};
   for (const ReplayKind& k : r.kinds) {

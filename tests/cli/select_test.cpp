@@ -116,7 +116,15 @@ TEST_F(Cli, SelectExplainsRecurrentLayers) {
         "layers 0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25: recurrent q32 v32 k128 v128 softplus channel_gate delta",
         "layers 3, 7, 11, 15, 19, 23, 26: mla q32", "cpu_avx512 (first of 3 that run it)"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
+  for (const char* part :
+       {"\ncache\n", "state group short_conv    20 layers   1474560 B/request\n",
+        "state group recurrent     20 layers  41943040 B/request\n", "KV group full           7 layers      8064 B/token\n"})
+    EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   const auto j = nlohmann::json::parse(run(select + " --json --backend GDN_ATTN").out);
+  ASSERT_EQ(j["cache_groups"].size(), 3u);
+  EXPECT_EQ(j["cache_groups"][0]["bytes_per_request"], 20 * 3 * 12288 * 2);
+  EXPECT_EQ(j["cache_groups"][2]["bytes_per_token"], 8064);
+  EXPECT_EQ(j["cache_groups"][2]["layers"], (std::vector<int>{3, 7, 11, 15, 19, 23, 26}));
   ASSERT_EQ(j["kinds"].size(), 3u);
   EXPECT_EQ(j["kinds"][0]["family"], "short_conv");
   EXPECT_EQ(j["kinds"][1]["family"], "recurrent");
