@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/run_parallel.h"
@@ -123,9 +124,10 @@ void Replay::make_scheduler() {
   o.num_blocks = sizes_.num_blocks;
   o.num_slots = sizes_.num_slots;
   o.prefix_block = trace_.prefix_block;
-  o.prefix_sharing = result_.prefix_sharing = options_.prefix_sharing && sizes_.num_slots == 0;
+  o.prefix_sharing = result_.prefix_sharing = options_.prefix_sharing && (sizes_.num_slots == 0 || keeps_states(trace_, options_));
   if (options_.prefix_sharing && !o.prefix_sharing)
-    result_.notes.push_back("no prefix is shared: a state exists at a request's last token only, so each request computes its prompt");
+    result_.notes.push_back("no state is kept behind a prefix: the trace does not say which prompts begin alike");
+  if (sizes_.num_slots > 0) o.state_unit = std::lcm(options_.block_size, runner_->step_tokens());
   o.seed = options_.seed;
   scheduler_ = std::make_unique<Scheduler>(model_, std::move(o));
   const double begin = trace_.requests.empty() ? 0 : trace_.requests.front().arrival_s;

@@ -34,7 +34,7 @@ struct ReplayOptions {
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
-  bool prefix_sharing = true;  // not of models that keep states, which exist at a request's last token only
+  bool prefix_sharing = true;  // of models that keep states where the trace has prefixes
   Pacing pacing = Pacing::arrival;
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
@@ -146,6 +146,7 @@ struct ReplayResult {
   int64_t decode_tokens = 0;      // computed one a step
   int64_t recomputed_tokens = 0;  // computed again after a preemption
   int64_t output_tokens = 0;      // made
+  int64_t kept_states = 0;        // copies that were made of states behind prefixes
   double wall_s = 0;              // of the whole replay
   double clock_s = 0;             // the replay's clock at the end; idle time included
   double idle_s = 0;              // clock time without anything to do

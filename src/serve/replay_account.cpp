@@ -150,6 +150,7 @@ void add_counts(const SchedulerStats& s, ReplayResult& r) {
   r.decode_tokens = s.decode_tokens;
   r.recomputed_tokens = s.recomputed_tokens;
   r.output_tokens = s.output_tokens;
+  r.kept_states = s.kept_states;
 }
 
 void add_latencies(std::span<const RequestRecord> finished, ReplayResult& r) {

@@ -132,6 +132,8 @@ int64_t longest_request(const Trace& trace) {
   return longest;
 }
 
+bool keeps_states(const Trace& trace, const ReplayOptions& options) { return options.prefix_sharing && trace.prefix_block > 0; }
+
 CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
   const size_t num_groups = model.cache_groups.size();
   const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory;
@@ -140,7 +142,8 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
   int64_t slot_bytes = 0;
   for (const CacheGroup& group : model.cache_groups) slot_bytes += group.bytes_per_slot;
   if (slot_bytes > 0) {
-    const int64_t useful = std::min<int64_t>(options.max_num_seqs, int64_t(trace.requests.size()));
+    const int64_t running = std::min<int64_t>(options.max_num_seqs, int64_t(trace.requests.size()));
+    const int64_t useful = keeps_states(trace, options) ? 2 * running : running;
     sizes.num_slots = int(options.num_blocks > 0 ? useful : std::clamp<int64_t>(budget / 2 / slot_bytes, 1, useful));
   }
   if (options.num_blocks > 0) {

@@ -95,6 +95,7 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
       {"total", r.requests}, {"finished", r.finished_requests}, {"skipped", r.skipped_requests}, {"preemptions", r.preemptions}};
   j["tokens"] = {{"prompt", r.prompt_tokens}, {"prefix_hit", r.prefix_hit_tokens}, {"prefill", r.prefill_tokens},
                  {"decode", r.decode_tokens}, {"recomputed", r.recomputed_tokens}, {"output", r.output_tokens}};
+  j["kept_states"] = r.kept_states;
   j["steps"] = r.steps;
   j["prefix_hit_rate"] = r.prefix_hit_rate();
   j["wall_s"] = r.wall_s;
@@ -165,8 +166,9 @@ std::string memory_line(const ReplayResult& r) {
     of_states += g.bytes;
     slots = g.num_slots;
   }
-  return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages\n", format_bytes(double(r.kv_bytes)),
-                     format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)));
+  const std::string kept = r.kept_states > 0 ? fmt::format("; {} states were kept behind prefixes", r.kept_states) : "";
+  return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages{}\n", format_bytes(double(r.kv_bytes)),
+                     format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)), kept);
 }
 
 std::string waste_line(const ReplayResult& r) {

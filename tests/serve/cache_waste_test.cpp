@@ -43,7 +43,9 @@ class Waste {
   }
 
   double unfilled_share() const {
-    Scheduler scheduler(model_, {.max_num_seqs = 64, .max_seq_len = 8192, .num_blocks = sizes_.num_blocks, .num_slots = sizes_.num_slots});
+    SchedulerOptions options{.max_num_seqs = 64, .max_seq_len = 8192, .num_blocks = sizes_.num_blocks, .num_slots = sizes_.num_slots};
+    options.state_unit = kBlockSize;
+    Scheduler scheduler(model_, options);
     for (size_t i = 0; i < trace_.requests.size(); ++i) scheduler.add(trace_.requests[i], int(i), 0);
     StepPlan plan;
     HeldBytes sum;

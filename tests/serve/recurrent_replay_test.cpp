@@ -58,7 +58,7 @@ TEST(RecurrentReplay, RunsATraceToItsEndAndChecksEveryOutput) {
   const int64_t tokens = r.prefill_tokens + r.decode_tokens;
   EXPECT_GT(r.verified_outputs, tokens * 9);  // of value heads that have few numbers, several are one output
   EXPECT_EQ(r.state_layers.tokens, tokens);
-  EXPECT_NE(report_text(r, {}).find("8 state slots"), std::string::npos);
+  EXPECT_NE(report_text(r, {}).find("16 state slots"), std::string::npos);
 }
 
 // Layers whose states have the same shape and type share a group, whatever else they do.
@@ -127,7 +127,8 @@ TEST(RecurrentReplay, VerificationNoticesWrongFinalStates) {
   register_backend<RecurrentFamily>(backend);
   const Trace trace = tree_trace(6, 16, 60, 1, 1);
   ReplayOptions options = small_options();
-  options.max_num_batched_tokens = 512;  // a prompt is not cut
+  options.max_num_batched_tokens = 512;  // a prompt is not cut, nor for a state of its prefix
+  options.prefix_sharing = false;
   options.select.forced = "mistaken";
   for (const char* layer : {"gdn", "mamba2", "mamba1"}) {
     const ModelSpec model = tiny_recurrent_model({layer});
@@ -154,7 +155,7 @@ TEST(RecurrentReplay, StatesOfFewerBits) {
   const ReplayResult r = replay(model, tree_trace(6, 16, 60, 12, 1), small_options());
   EXPECT_TRUE(r.complete);
   EXPECT_LE(r.verify_max_ratio, 1);
-  EXPECT_EQ(r.kv_bytes, 6 * (recurrent(model, 0).state_bytes() + recurrent(model, 1).state_bytes()));
+  EXPECT_EQ(r.kv_bytes, 2 * 6 * (recurrent(model, 0).state_bytes() + recurrent(model, 1).state_bytes()));
 }
 
 TEST(RecurrentReplay, UsefulWorkIsCounted) {
@@ -246,7 +247,7 @@ TEST(RecurrentReplay, ModelsHaveConvolutionsInFrontOfTheirRecurrences) {
       }
       if (group.name == "short_conv" || group.name == "recurrent") {
         EXPECT_EQ(group.num_layers, config.recurrences);
-        EXPECT_EQ(group.num_slots, 8);
+        EXPECT_EQ(group.num_slots, 16);
       }
     }
     EXPECT_NE(report_text(r, {}).find(" plain silu"), std::string::npos);
