@@ -19,6 +19,7 @@ void LayerKind::update(const Batch& batch, bool decode) {
 ReplayKind LayerKind::report() const {
   ReplayKind report = report_;
   report.plan = plan_now().str();
+  report.bits_follow_steps = step_tokens() != 1;
   return report;
 }
 

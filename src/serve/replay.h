@@ -64,6 +64,7 @@ struct ReplayKind {
   std::string spec;                              // str() of it
   std::string family;                            // "attention", "short_conv", "mla"
   std::string group;                             // CacheGroup::name
+  bool bits_follow_steps = false;                // how a prompt is cut into steps may change bits
   std::vector<int> layers;                       // ModelLayer::number of each
   std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
   std::string rule;                              // why: Selection::rule

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "imbrex/mla.h"
 #include "serve/table.h"
 
 namespace imbrex {
@@ -276,8 +275,7 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
         {fmt::format("{}", k.layers.size()), k.spec, k.backend, k.rule, percent(share(k.run_s, t.attention_s + t.state_s))});
   }
   out += "\n" + table.text();
-  // Layers of MLA compute a request by one of two ways, which depends on how many of its tokens a step has.
-  const bool by_steps = std::ranges::find(r.kinds, MlaFamily::name, &ReplayKind::family) != r.kinds.end();
+  const bool by_steps = std::ranges::any_of(r.kinds, &ReplayKind::bits_follow_steps);
   out += fmt::format("\nverification: {}\ndigest {:016x} (same seed{}, same bits: whatever the {}number of threads)\n",
                      verification_line(r), r.digest, by_steps ? " and steps" : "", by_steps ? "" : "batch size and the ");
   return out;

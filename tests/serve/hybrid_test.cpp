@@ -38,7 +38,9 @@ TEST(Hybrid, RunsATraceToItsEndAndChecksEveryOutput) {
   EXPECT_GT(r.times.state_s, 0);
   EXPECT_EQ(r.state_layers.steps, r.steps);
   EXPECT_EQ(r.state_layers.tokens, r.prefill_tokens + r.decode_tokens);
-  EXPECT_NE(report_text(r, {}).find("16 state slots, one a running request"), std::string::npos);
+  const std::string text = report_text(r, {});
+  EXPECT_NE(text.find("16 state slots, one a running request"), std::string::npos) << text;
+  EXPECT_NE(text.find("(same seed, same bits: whatever the batch size and the number of threads)"), std::string::npos) << text;
 }
 
 TEST(Hybrid, SameBitsHoweverItIsBatched) {

@@ -3,6 +3,7 @@
 
 #include "expect_error.h"
 #include "serve/replay.h"
+#include "serve/report.h"
 #include "serve/tiny_model.h"
 
 namespace imbrex::serve {
@@ -42,6 +43,7 @@ TEST(MlaReplay, RunsATraceToItsEndAndChecksEveryOutput) {
     EXPECT_EQ(r.kinds[0].family, "mla");
     EXPECT_EQ(r.kv_format, "latent");
     EXPECT_GT(r.kinds[0].kv_write_s, 0);
+    EXPECT_NE(report_text(r, {}).find("(same seed and steps, same bits: whatever the number of threads)"), std::string::npos);
   }
 }
 
