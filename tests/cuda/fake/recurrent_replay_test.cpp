@@ -23,7 +23,7 @@ Variant variant_named(const std::vector<Variant>& variants, std::string_view nam
 void use_texts(const test::RecurrentVariant& gdn, const test::ShortConvVariant& conv, const AttentionSpec& attention) {
   fake::use_recurrent_text(gdn);
   const auto sizes = fake::state().param_sizes;
-  const auto of_recurrence = fake::state().on_launch;
+  [[maybe_unused]] const auto of_recurrence = fake::state().on_launch;
   fake::put_into_cache(conv.key());
   fake::run_on_host(attention);
   fake::state().param_sizes.insert(sizes.begin(), sizes.end());
