@@ -2,6 +2,8 @@
 // decode steps, and states that are copied for prompts that begin alike. On the fake driver, with the texts of all kernels with states.
 #include <gtest/gtest.h>
 
+#include <stdexcept>
+
 #include "cuda/fake/recurrent_texts.h"
 #include "cuda/lanes/short_conv_variants.h"
 #include "serve/replay.h"
