@@ -12,7 +12,8 @@ namespace imbrex {
 
 struct ModelLayer {
   LayerSpec spec;       // kv_dtype, kv_format and block_size of attention are defaults; with_kv() sets them for a deployment
-  std::string name;     // "decoder.3", "decoder.3.cross", "encoder.0"
+  std::string name;     // "decoder.3", "decoder.3.cross", "encoder.0"; "decoder.3.conv", the convolution in front of a recurrence
+  int number = 0;       // which of the model's layers it is, or is a part of: counted from 0, an encoder's first
   int cache_group = 0;  // index into ModelSpec::cache_groups; -1: no cache
 
   // The spec of an attention layer, which all layers of most models are; std::bad_variant_access for a layer of another family.
@@ -37,6 +38,7 @@ struct ModelSpec {
   std::string name;    // "llama-3.1-8b" or the config's own
   std::string family;  // "llama": the config's model_type
   int hidden_size = 0;
+  int num_layers = 0;              // as the model counts them: one may be several of `layers`, and one without cache and state is none
   std::vector<ModelLayer> layers;  // of the families that layer_spec.h has, in the order they run
   std::vector<CacheGroup> cache_groups;
   std::vector<std::string> notes;  // what was assumed or left out ("sliding_window 32768 present but use_sliding_window is false")
@@ -47,6 +49,7 @@ struct ModelSpec {
     std::vector<int> layers;
   };
   std::vector<Kind> kinds() const;
+  std::vector<int> numbers_of(const std::vector<int>& indices) const;  // ModelLayer::number of these layers, each once
   // The model as deployed: activations and KV cache in these formats. States get the activations' type; where queries are fp8 they keep the
   // type that they have.
   ModelSpec with_kv(DType q_dtype, DType kv_dtype, KvFormat, int block_size) const;

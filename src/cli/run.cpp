@@ -95,11 +95,13 @@ void add_run(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"arrival", "saturate"}))
       ->capture_default_str();
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
-  sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes (models that keep states never do)");
+  sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
   sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
   sub->add_option("--verify", o->verify, "Share of outputs that the reference backend recomputes, such as 1%");
-  sub->add_option("--seed", r.seed, "Same seed, same bits: whatever the batch size (but for layers of MLA) and the number of threads")
+  sub->add_option(
+         "--seed", r.seed,
+         "Same seed, same bits: whatever the batch size (but for layers of MLA, and a GPU's recurrent ones) and the number of threads")
       ->capture_default_str();
   sub->add_option("--report", o->report, "Write the report as one HTML page");
   sub->add_option("--json", o->json, "Write the report as JSON");

@@ -9,6 +9,7 @@
 #include "cli/spec_options.h"
 #include "imbrex/error.h"
 #include "imbrex/select.h"
+#include "model/groups.h"
 
 namespace imbrex::cli {
 namespace {
@@ -95,7 +96,16 @@ int run_select(SelectArguments& o) {
         },
         named.spec);
   }
-  const std::vector<std::string> notes = notes_of(o.spec);
+  const std::optional<ModelSpec> model = model_of(o.spec);
+  const std::vector<std::string> notes = model ? model->notes : std::vector<std::string>();
+  j["cache_groups"] = ordered_json::array();
+  for (const CacheGroup& group : model ? model->cache_groups : std::vector<CacheGroup>()) {
+    j["cache_groups"].push_back({{"name", group.name},
+                                 {"layers", model->numbers_of(group.layers)},
+                                 {"bytes_per_token", group.bytes_per_token},
+                                 {"bytes_per_request", group.bytes_per_slot}});
+  }
+  if (model && !model->cache_groups.empty()) text += "\ncache\n" + group_lines(*model);
   j["notes"] = notes;
   if (!notes.empty()) text += "\n";
   for (const std::string& note : notes) text += fmt::format("note: {}\n", note);

@@ -102,19 +102,22 @@ void add_spec_options(CLI::App& app, SpecOptions& o) {
   add_field_options(app, o.spec, "");
 }
 
-std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
-  if (o.model.empty()) return {{"", {}, spec_of(o)}};
+std::optional<ModelSpec> model_of(const SpecOptions& o) {
+  if (o.model.empty()) return std::nullopt;
   const DType q_dtype = o.spec.q_dtype, kv_dtype = o.kv_dtype.empty() ? q_dtype : parse_dtype(o.kv_dtype);
-  const ModelSpec model = load_model(o.model).with_kv(q_dtype, kv_dtype, o.spec.kv_format, o.spec.block_size);
+  return load_model(o.model).with_kv(q_dtype, kv_dtype, o.spec.kv_format, o.spec.block_size);
+}
+
+std::vector<Named<LayerSpec>> specs_of(const SpecOptions& o) {
+  const std::optional<ModelSpec> model = model_of(o);
+  if (!model) return {{"", {}, spec_of(o)}};
   std::vector<Named<LayerSpec>> specs;
-  for (const auto& kind : model.kinds()) {
-    specs.push_back(
-        {fmt::format("{} {}", kind.layers.size() == 1 ? "layer" : "layers", format_ranges(kind.layers)), kind.layers, kind.spec});
+  for (const auto& kind : model->kinds()) {
+    const std::vector<int> numbers = model->numbers_of(kind.layers);
+    specs.push_back({fmt::format("{} {}", numbers.size() == 1 ? "layer" : "layers", format_ranges(numbers)), numbers, kind.spec});
   }
   return specs;
 }
-
-std::vector<std::string> notes_of(const SpecOptions& o) { return o.model.empty() ? std::vector<std::string>() : load_model(o.model).notes; }
 
 namespace {
 

@@ -1,5 +1,6 @@
 #pragma once
 // The options by which select and bench are told what to compute: a model, or one layer described by flags.
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,15 +20,15 @@ struct SpecOptions {
 // A kind of layer to look at.
 template <class Spec>
 struct Named {
-  std::string name;  // "layers 0-31"; empty for flags
-  std::vector<int> layers;
+  std::string name;         // "layers 0-31"; empty for flags
+  std::vector<int> layers;  // as the model counts them
   Spec spec;
 };
 
 void add_spec_options(CLI::App&, SpecOptions&);
 // Model kinds (with dtypes and cache format of the options), or the one spec of the flags. Error cli.*, spec.*, model.*.
 std::vector<Named<LayerSpec>> specs_of(const SpecOptions&);
-std::vector<std::string> notes_of(const SpecOptions&);  // what reading the model's config has left out or assumed
+std::optional<ModelSpec> model_of(const SpecOptions&);  // with these dtypes and this format; nullopt: the flags describe one layer
 // Those of attention, for commands that know no other family; a line on stderr tells of layers that are left out. Error cli.family when
 // nothing is left.
 std::vector<Named<AttentionSpec>> attention_specs_of(const SpecOptions&);

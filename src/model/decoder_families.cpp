@@ -11,7 +11,7 @@ namespace {
 
 void add_uniform_decoders(const FamilyInput& in, const Geometry& geometry, const AttentionSpec& spec) {
   in.model.hidden_size = geometry.hidden;
-  for (int i = 0; i < geometry.layers; ++i) add_layer(in.model, spec, fmt::format("decoder.{}", i));
+  for (int i = 0; i < geometry.layers; ++i) add_decoder_layer(in.model, i, spec);
 }
 
 // Llama 4: 1 for a layer with rotary positions, which is chunked; 0 for one without (NoPE), which sees everything.
@@ -51,8 +51,7 @@ void read_llama4(const FamilyInput& in) {
   const AttentionSpec spec = decoder_spec(geometry, in.dtype);
   const std::optional<int> window = read_window(config, 0);
   in.model.hidden_size = geometry.hidden;
-  for (int i = 0; i < geometry.layers; ++i)
-    add_layer(in.model, with_span(config, spec, spans[i], window, chunk), fmt::format("decoder.{}", i));
+  for (int i = 0; i < geometry.layers; ++i) add_decoder_layer(in.model, i, with_span(config, spec, spans[i], window, chunk));
 }
 
 void read_gemma4(const FamilyInput& in) {
@@ -86,7 +85,7 @@ void read_gemma4(const FamilyInput& in) {
   in.model.hidden_size = geometry.hidden;
   for (int i = 0; i < geometry.layers; ++i) {
     const AttentionSpec& spec = spans[i] == Span::full ? global : local;
-    add_layer(in.model, with_span(config, spec, spans[i], window, std::nullopt), fmt::format("decoder.{}", i));
+    add_decoder_layer(in.model, i, with_span(config, spec, spans[i], window, std::nullopt));
   }
 }
 

@@ -19,10 +19,10 @@ AttentionSpec bidirectional(AttentionSpec spec, AttentionKind kind) {
 }
 
 void add_encoder_decoder(ModelSpec& model, const Specs& specs, int encoder_layers, int decoder_layers) {
-  for (int i = 0; i < encoder_layers; ++i) add_layer(model, specs.encoder, fmt::format("encoder.{}", i));
+  for (int i = 0; i < encoder_layers; ++i) add_layer(model, i, specs.encoder, fmt::format("encoder.{}", i));
   for (int i = 0; i < decoder_layers; ++i) {
-    add_layer(model, specs.decoder, fmt::format("decoder.{}", i));
-    add_layer(model, specs.cross, fmt::format("decoder.{}.cross", i));
+    add_layer(model, encoder_layers + i, specs.decoder, fmt::format("decoder.{}", i));
+    add_layer(model, encoder_layers + i, specs.cross, fmt::format("decoder.{}.cross", i));
   }
 }
 
@@ -104,7 +104,7 @@ void read_bert(const FamilyInput& in) {
   const int layers = config.integer({"num_hidden_layers"}, kMaxLayers);
   in.model.hidden_size = hidden;
   const AttentionSpec spec = bidirectional(decoder_spec(geometry, in.dtype), AttentionKind::encoder_only);
-  for (int i = 0; i < layers; ++i) add_layer(in.model, spec, fmt::format("encoder.{}", i));
+  for (int i = 0; i < layers; ++i) add_layer(in.model, i, spec, fmt::format("encoder.{}", i));
 }
 
 }  // namespace imbrex

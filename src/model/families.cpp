@@ -150,8 +150,7 @@ void read_decoder(const FamilyInput& in, const DecoderRules& rules) {
   std::optional<int> chunk = config.maybe_integer({"attention_chunk_size"}, kMaxTokens);
   const std::vector<Span> spans = read_spans(config, rules.window, geometry.layers, window);
   in.model.hidden_size = geometry.hidden;
-  for (int i = 0; i < geometry.layers; ++i)
-    add_layer(in.model, with_span(config, spec, spans[i], window, chunk), fmt::format("decoder.{}", i));
+  for (int i = 0; i < geometry.layers; ++i) add_decoder_layer(in.model, i, with_span(config, spec, spans[i], window, chunk));
 }
 
 }  // namespace

@@ -29,7 +29,11 @@ void check_heads(const ConfigReader&, int q_heads, int kv_heads);  // Error mode
 void check_head_dim(const ConfigReader&, int head_dim);            // Error model.field.head_dim.multiple
 
 AttentionSpec decoder_spec(const Geometry&, DType);  // causal, scale 1 / sqrt(head_dim)
-void add_layer(ModelSpec&, const LayerSpec&, std::string name);
+void add_layer(ModelSpec&, int number, const LayerSpec&, std::string name);
+// A layer of a stack of decoders alone, or the part of it that has this name: "decoder.3", "decoder.3.conv".
+void add_decoder_layer(ModelSpec&, int number, const LayerSpec&, std::string_view part = {});
+// The tokens that a causal convolution is over. Error model.field.conv_width for others than ShortConvSpec has.
+int read_conv_width(const ConfigReader&, const char* key, int class_default);
 
 struct FamilyInput {
   const ConfigReader& config;  // of the language model: text_config where there is one

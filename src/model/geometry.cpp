@@ -67,8 +67,20 @@ AttentionSpec decoder_spec(const Geometry& geometry, DType dtype) {
   return spec;
 }
 
-void add_layer(ModelSpec& model, const LayerSpec& spec, std::string name) {
-  model.layers.push_back({.spec = spec, .name = std::move(name), .cache_group = -1});
+void add_layer(ModelSpec& model, int number, const LayerSpec& spec, std::string name) {
+  model.layers.push_back({.spec = spec, .name = std::move(name), .number = number, .cache_group = -1});
+  model.num_layers = std::max(model.num_layers, number + 1);
+}
+
+void add_decoder_layer(ModelSpec& model, int number, const LayerSpec& spec, std::string_view part) {
+  add_layer(model, number, spec, fmt::format("decoder.{}{}{}", number, part.empty() ? "" : ".", part));
+}
+
+int read_conv_width(const ConfigReader& config, const char* key, int class_default) {
+  const int64_t width = config.any_integer(key).value_or(class_default);
+  if (!config.has(key)) config.note(fmt::format("{} absent: the class default {}", config.path(key), width));
+  check(width >= 2 && width <= 8, "model.field.conv_width", "{} is {}, from 2 to 8 tokens are run", config.path(key), width);
+  return int(width);
 }
 
 std::optional<std::vector<Span>> read_layer_types(const ConfigReader& config, int layers) {

@@ -110,10 +110,10 @@ bool is_cross(const LayerSpec& layer) {
   return spec != nullptr && spec->kind == AttentionKind::encoder_decoder;
 }
 
-// "32 attention layers", "6 attention and 10 short_conv layers"
-std::string count_layers(const std::vector<ModelLayer>& layers) {
+// "32 attention layers", "16 layers (6 attention, 10 short_conv)"
+std::string count_layers(const ModelSpec& model) {
   std::vector<std::pair<std::string_view, size_t>> counts;
-  for (const ModelLayer& layer : layers) {
+  for (const ModelLayer& layer : model.layers) {
     const std::string_view family = family_name(layer.spec);
     const auto it = std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == family; });
     if (it == counts.end()) {
@@ -123,8 +123,8 @@ std::string count_layers(const std::vector<ModelLayer>& layers) {
     }
   }
   std::string text;
-  for (const auto& [family, count] : counts) text += fmt::format("{}{} {}", text.empty() ? "" : " and ", count, family);
-  return text + " layers";
+  for (const auto& [family, count] : counts) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", count, family);
+  return counts.size() == 1 ? text + " layers" : fmt::format("{} layers ({})", model.num_layers, text);
 }
 
 }  // namespace
@@ -137,6 +137,18 @@ std::optional<AttentionSpec> paged_attention(const LayerSpec& layer) {
   if (const auto* attention = std::get_if<AttentionSpec>(&layer)) return *attention;
   if (const auto* mla = std::get_if<MlaSpec>(&layer)) return mla->latent_spec();
   return std::nullopt;
+}
+
+std::string group_lines(const ModelSpec& model) {
+  size_t width = 0;
+  for (const CacheGroup& group : model.cache_groups) width = std::max(width, group.name.size());
+  std::string text;
+  for (const CacheGroup& group : model.cache_groups) {
+    const char* unit = group.holds_states() ? "request" : is_cross(model.layers[group.layers[0]].spec) ? "encoder token" : "token";
+    text += fmt::format("  {} group {:<{}}  {:>4} layers  {:>8} B/{}\n", group.holds_states() ? "state" : "KV", group.name, width,
+                        group.layers.size(), group.holds_states() ? group.bytes_per_slot : group.bytes_per_token, unit);
+  }
+  return text;
 }
 
 void group_layers(ModelSpec& model) {
@@ -174,6 +186,13 @@ std::vector<ModelSpec::Kind> ModelSpec::kinds() const {
   return kinds;
 }
 
+std::vector<int> ModelSpec::numbers_of(const std::vector<int>& indices) const {
+  std::vector<int> numbers;
+  for (const int i : indices)
+    if (const int number = layers[size_t(i)].number; numbers.empty() || numbers.back() != number) numbers.push_back(number);
+  return numbers;
+}
+
 ModelSpec ModelSpec::with_kv(DType q_dtype, DType kv_dtype, KvFormat kv_format, int block_size) const {
   ModelSpec model = *this;
   for (ModelLayer& layer : model.layers)
@@ -189,16 +208,10 @@ std::string ModelSpec::str() const {
     token_bytes += is_cross(layers[group.layers[0]].spec) ? 0 : group.bytes_per_token;
     slot_bytes += group.bytes_per_slot;
   }
-  std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(layers), hidden_size, token_bytes);
+  std::string text = fmt::format("{} ({}): {}, hidden {}, KV {} B/token", name, family, count_layers(*this), hidden_size, token_bytes);
   text += slot_bytes > 0 ? fmt::format(", states {} B/request\n", slot_bytes) : "\n";
   for (const Kind& kind : kinds()) text += fmt::format("  {:>4} x {}\n", kind.layers.size(), to_string(kind.spec));
-  size_t width = 0;
-  for (const CacheGroup& group : cache_groups) width = std::max(width, group.name.size());
-  for (const CacheGroup& group : cache_groups) {
-    const char* unit = group.holds_states() ? "request" : is_cross(layers[group.layers[0]].spec) ? "encoder token" : "token";
-    text += fmt::format("  {} group {:<{}}  {:>4} layers  {:>8} B/{}\n", group.holds_states() ? "state" : "KV", group.name, width,
-                        group.layers.size(), group.holds_states() ? group.bytes_per_slot : group.bytes_per_token, unit);
-  }
+  text += group_lines(*this);
   for (const std::string& note : notes) text += fmt::format("  note: {}\n", note);
   text.pop_back();
   return text;

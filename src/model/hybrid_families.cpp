@@ -47,10 +47,7 @@ ShortConvSpec read_short_conv(const ConfigReader& config, int hidden, DType dtyp
   spec.dim = hidden;
   spec.dtype = dtype;
   spec.bias = config.flag("conv_bias", false);
-  const int64_t width = config.any_integer("conv_L_cache").value_or(spec.width);
-  if (!config.has("conv_L_cache")) config.note(fmt::format("{} absent: the class default {}", config.path("conv_L_cache"), width));
-  check(width >= 2 && width <= 8, "model.field.conv_width", "{} is {}, from 2 to 8 tokens are run", config.path("conv_L_cache"), width);
-  spec.width = int(width);
+  spec.width = read_conv_width(config, "conv_L_cache", spec.width);
   if (const auto dim = config.maybe_integer({"conv_dim"}, kMaxHidden))
     check(*dim == hidden, "model.field.conflict", "{} is {} but {}, which the convolutions are as wide as, is {}", config.path("conv_dim"),
           *dim, config.path("hidden_size"), hidden);
@@ -64,8 +61,7 @@ void read_conv_decoder(const FamilyInput& in, const GeometryDefaults& defaults) 
   const AttentionSpec attention = decoder_spec(geometry, in.dtype);
   const ShortConvSpec conv = read_short_conv(config, geometry.hidden, in.dtype);
   in.model.hidden_size = geometry.hidden;
-  for (int i = 0; i < geometry.layers; ++i)
-    add_layer(in.model, attends[size_t(i)] ? LayerSpec(attention) : LayerSpec(conv), fmt::format("decoder.{}", i));
+  for (int i = 0; i < geometry.layers; ++i) add_decoder_layer(in.model, i, attends[size_t(i)] ? LayerSpec(attention) : LayerSpec(conv));
 }
 
 }  // namespace

@@ -81,7 +81,7 @@ MlaGeometry read_geometry(const FamilyInput& in, const MlaDefaults& defaults) {
 
 void read_mla_decoder(const FamilyInput& in, const MlaDefaults& defaults) {
   const MlaGeometry geometry = read_geometry(in, defaults);
-  for (int i = 0; i < geometry.layers; ++i) add_layer(in.model, geometry.spec, fmt::format("decoder.{}", i));
+  for (int i = 0; i < geometry.layers; ++i) add_decoder_layer(in.model, i, geometry.spec);
 }
 
 // An indexer picks the index_topk keys that a query attends to, or all that the mask shows it where there are no more: its scores say which
@@ -165,7 +165,7 @@ void read_kimi_linear(const FamilyInput& in) {
   if (config.flag("mla_use_output_gate", false))
     config.note(fmt::format("{} true: the engine multiplies outputs by the gate", config.path("mla_use_output_gate")));
   const bool has_kda = std::find(mixers.begin(), mixers.end(), Mixer::recurrent) != mixers.end();
-  add_mixers(in, mixers, geometry.spec, has_kda ? read_kda(in) : RecurrentSpec{});
+  add_mixers(in, mixers, geometry.spec, has_kda ? read_kda(in) : RecurrentLayer{});
 }
 
 // The last layer of each group has latent attention. The others are KDA in the models that have a short convolution or a gate of KDA
@@ -179,9 +179,9 @@ void read_bailing_hybrid(const FamilyInput& in) {
   const bool is_kda = config.has("kda_safe_gate") || config.has("kda_lower_bound") || config.has("short_conv_kernel_size");
   std::optional<double> bound;
   if (is_kda && config.flag("kda_safe_gate", true)) bound = config.maybe_negative("kda_lower_bound").value_or(-5);
-  if (is_kda) note_convolution(config, "short_conv_kernel_size", 3 * int64_t(heads) * head_dim);
   add_mixers(in, *mixers, geometry.spec,
-             is_kda ? kda_spec(config, heads, head_dim, bound, in.dtype) : lightning_spec(config, heads, head_dim, 0, in.dtype));
+             is_kda ? kda_layer(in, heads, head_dim, bound, config, "short_conv_kernel_size")
+                    : lightning_layer(config, heads, head_dim, 0, in.dtype));
 }
 
 // Each of num_layers has two layers of attention, one after the other.
@@ -196,7 +196,7 @@ void read_longcat_flash(const FamilyInput& in) {
   const MlaSpec spec = read_mla(config, {{}, 512, 128, 64, 128}, in.model.hidden_size, heads, in.dtype);
   config.note(fmt::format("{} {}: each has two layers of attention; the engine scales q and the latent before them",
                           config.path("num_layers"), layers));
-  for (int i = 0; i < 2 * layers; ++i) add_layer(in.model, spec, fmt::format("decoder.{}.{}", i / 2, i % 2));
+  for (int i = 0; i < 2 * layers; ++i) add_decoder_layer(in.model, i / 2, spec, i % 2 == 0 ? "0" : "1");
 }
 
 }  // namespace imbrex

@@ -14,7 +14,7 @@ namespace imbrex {
 namespace {
 
 void add_hybrid(const FamilyInput& in, const Geometry& geometry, const std::vector<Mixer>& mixers, const AttentionSpec& attention,
-                const RecurrentSpec& recurrent) {
+                const RecurrentLayer& recurrent) {
   in.model.hidden_size = geometry.hidden;
   add_mixers(in, mixers, attention, recurrent);
 }
@@ -27,12 +27,15 @@ void read_gdn_decoder(const FamilyInput& in, const GeometryDefaults& defaults) {
   add_hybrid(in, geometry, *mixers, decoder_spec(geometry, in.dtype), read_gdn(in));
 }
 
+constexpr ConvFields kMambaConv{.width = "mamba_d_conv", .bias = "mamba_conv_bias", .activation = "hidden_act"};
+constexpr ConvFields kPureConv{.width = "conv_kernel", .bias = "use_conv_bias", .activation = "hidden_act"};
+
 // The fields of Granite-4-H, Falcon-H1 and Bamba.
 constexpr Mamba2Fields kMambaFields{.heads = "mamba_n_heads",
                                     .head_dim = "mamba_d_head",
                                     .state = "mamba_d_state",
                                     .groups = "mamba_n_groups",
-                                    .conv = "mamba_d_conv",
+                                    .conv = kMambaConv,
                                     .heads_default = 128,
                                     .state_default = 256,
                                     .groups_default = 1,
@@ -67,15 +70,15 @@ std::vector<Mixer> zamba2_mixers(const ConfigReader& config, int layers) {
 }
 
 // Models without attention.
-void read_pure(const FamilyInput& in, const RecurrentSpec& spec, int layers, int hidden) {
+void read_pure(const FamilyInput& in, const RecurrentLayer& layer, int layers, int hidden) {
   in.model.hidden_size = hidden;
-  for (int i = 0; i < layers; ++i) add_layer(in.model, spec, fmt::format("decoder.{}", i));
+  for (int i = 0; i < layers; ++i) add_recurrent(in.model, i, layer);
 }
 
 void read_mamba1_model(const FamilyInput& in) {
   const int layers = in.config.integer({"num_hidden_layers", "n_layer"}, kMaxLayers),
             hidden = in.config.integer({"hidden_size", "d_model"}, kMaxHidden);
-  read_pure(in, read_mamba1(in, {.state = "state_size", .expand = "expand", .conv = "conv_kernel", .width = "intermediate_size"}, hidden),
+  read_pure(in, read_mamba1(in, {.state = "state_size", .expand = "expand", .conv = kPureConv, .width = "intermediate_size"}, hidden),
             layers, hidden);
 }
 
@@ -110,7 +113,7 @@ void read_minimax_decoder(const FamilyInput& in, const GeometryDefaults& default
         geometry.layers);
   AttentionSpec attention = decoder_spec(geometry, in.dtype);
   if (const auto window = read_window(config, 0)) attention.mask.window_left = *window - 1;
-  add_hybrid(in, geometry, *mixers, attention, lightning_spec(config, geometry.q_heads, geometry.head_dim, 1, in.dtype));
+  add_hybrid(in, geometry, *mixers, attention, lightning_layer(config, geometry.q_heads, geometry.head_dim, 1, in.dtype));
 }
 
 }  // namespace
@@ -142,7 +145,7 @@ void read_nemotron_h(const FamilyInput& in) {
                           .head_dim = "mamba_head_dim",
                           .state = "ssm_state_size",
                           .groups = "n_groups",
-                          .conv = "conv_kernel",
+                          .conv = {.width = "conv_kernel", .bias = "use_conv_bias", .activation = "mamba_hidden_act"},
                           .heads_default = 128,
                           .state_default = 128,
                           .groups_default = 8,
@@ -163,7 +166,7 @@ void read_granite_hybrid(const FamilyInput& in) {
   attention.score.scale = float(config.maybe_number("attention_multiplier", 1e3).value_or(1));
   if (!config.has("attention_multiplier")) config.note(fmt::format("{} absent: the class default 1", config.path("attention_multiplier")));
   const bool mamba = std::any_of(mixers->begin(), mixers->end(), [](Mixer m) { return m != Mixer::attention; });
-  add_hybrid(in, geometry, *mixers, attention, mamba ? read_mamba2(in, kMambaFields, geometry.hidden) : RecurrentSpec{});
+  add_hybrid(in, geometry, *mixers, attention, mamba ? read_mamba2(in, kMambaFields, geometry.hidden) : RecurrentLayer{});
 }
 
 // Each layer has both.
@@ -214,7 +217,7 @@ void read_zamba2(const FamilyInput& in) {
                           .head_dim = nullptr,
                           .state = "mamba_d_state",
                           .groups = "mamba_ngroups",
-                          .conv = "mamba_d_conv",
+                          .conv = {.width = "mamba_d_conv", .biased = true},
                           .heads_default = 8,
                           .state_default = 64,
                           .groups_default = 1,
@@ -233,7 +236,7 @@ void read_jamba(const FamilyInput& in) {
         config.path("attn_layer_offset"), offset, period - 1, config.path("attn_layer_period"));
   const std::vector<Mixer> mixers = mixers_where(geometry.layers, [&](int i) { return i % period == offset; });
   add_hybrid(in, geometry, mixers, decoder_spec(geometry, in.dtype),
-             read_mamba1(in, {.state = "mamba_d_state", .expand = "mamba_expand", .conv = "mamba_d_conv"}, geometry.hidden));
+             read_mamba1(in, {.state = "mamba_d_state", .expand = "mamba_expand", .conv = kMambaConv}, geometry.hidden));
 }
 
 void read_falcon_mamba(const FamilyInput& in) { read_mamba1_model(in); }
@@ -247,7 +250,7 @@ void read_mamba2_model(const FamilyInput& in) {
                          .head_dim = "head_dim",
                          .state = "state_size",
                          .groups = "n_groups",
-                         .conv = "conv_kernel",
+                         .conv = kPureConv,
                          .heads_default = 128,
                          .state_default = 128,
                          .groups_default = 8,
@@ -274,7 +277,7 @@ void read_bailing_linear(const FamilyInput& in) {
         "{:.100}: {} is {}, expected 0 or {}: lightning attention whose heads share keys and values is not read", in.model.name,
         config.path("num_kv_heads_for_linear_attn"), kv_heads, geometry.q_heads);
   add_hybrid(in, geometry, mixers, decoder_spec(geometry, in.dtype),
-             lightning_spec(config, geometry.q_heads, geometry.head_dim, 0, in.dtype));
+             lightning_layer(config, geometry.q_heads, geometry.head_dim, 0, in.dtype));
 }
 
 }  // namespace imbrex

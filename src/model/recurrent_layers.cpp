@@ -72,18 +72,25 @@ RecurrentSpec delta_spec(const ConfigReader& config, int k_heads, int v_heads, i
   return spec;
 }
 
-}  // namespace
-
-void note_convolution(const ConfigReader& config, const char* key, int64_t channels) {
-  const int width = config.maybe_integer({key}, kMaxHeadDim).value_or(4);  // 4: every class's default
-  if (!config.has(key)) config.note(fmt::format("{} absent: the class default {}", config.path(key), width));
-  config.note(fmt::format(
-      "{} {}: a causal convolution over {} channels stands in front of each recurrence; the engine computes it, and its state, {} "
-      "x {} numbers a request and layer, is not counted",
-      config.path(key), width, channels, width - 1, channels));
+// The plain form, over channels that stand after one another in the rows of the fused projection.
+ShortConvSpec read_conv(const ConfigReader& config, const ConvFields& fields, int64_t channels, DType dtype) {
+  ShortConvSpec spec;
+  spec.dim = int(channels);
+  spec.width = read_conv_width(config, fields.width, 4);  // 4: every class's default
+  spec.bias = fields.bias != nullptr ? config.flag(fields.bias, true) : fields.biased;
+  spec.dtype = dtype;
+  spec.form = ShortConvForm::plain;
+  spec.activation = ShortConvActivation::silu;
+  if (fields.activation == nullptr) return spec;
+  const std::string name = config.maybe_string(fields.activation).value_or("silu");
+  check(name == "silu" || name == "swish", "model.field.activation",
+        "{} must be silu, which convolutions in front of a recurrence have here, got \"{:.60}\"", config.path(fields.activation), name);
+  return spec;
 }
 
-RecurrentSpec read_gdn(const FamilyInput& in) {
+}  // namespace
+
+RecurrentLayer read_gdn(const FamilyInput& in) {
   const ConfigReader& config = in.config;
   const int k_heads = config.integer_or({"linear_num_key_heads"}, kMaxHeads, 16),
             v_heads = config.integer_or({"linear_num_value_heads"}, kMaxHeads, 32);
@@ -91,20 +98,21 @@ RecurrentSpec read_gdn(const FamilyInput& in) {
         config.path("linear_num_value_heads"), v_heads, k_heads);
   const int dim_k = config.integer_or({"linear_key_head_dim"}, kMaxHeadDim, 128),
             dim_v = config.integer_or({"linear_value_head_dim"}, kMaxHeadDim, 128);
-  note_convolution(config, "linear_conv_kernel_dim", 2 * int64_t(k_heads) * dim_k + int64_t(v_heads) * dim_v);
-  return delta_spec(config, k_heads, v_heads, dim_k, dim_v, in.dtype);
+  return {.recurrence = delta_spec(config, k_heads, v_heads, dim_k, dim_v, in.dtype),
+          .conv = read_conv(config, {.width = "linear_conv_kernel_dim", .activation = "hidden_act"},
+                            2 * int64_t(k_heads) * dim_k + int64_t(v_heads) * dim_v, in.dtype)};
 }
 
-RecurrentSpec kda_spec(const ConfigReader& config, int heads, int head_dim, std::optional<double> lower_bound, DType dtype) {
-  RecurrentSpec spec = delta_spec(config, heads, heads, head_dim, head_dim, dtype);
+// Its q, k and v have weights of their own in checkpoints; as one convolution over all their channels they are the same.
+RecurrentLayer kda_layer(const FamilyInput& in, int heads, int head_dim, std::optional<double> lower_bound, const ConfigReader& place,
+                         const char* width_key) {
+  RecurrentSpec spec = delta_spec(in.config, heads, heads, head_dim, head_dim, in.dtype);
   spec.channel_gate = true;
-  if (!lower_bound) return spec;
-  spec.gate = RecurrentGate::sigmoid;
-  spec.gate_min = float(*lower_bound);
-  return spec;
+  if (lower_bound) spec.gate = RecurrentGate::sigmoid, spec.gate_min = float(*lower_bound);
+  return {.recurrence = spec, .conv = read_conv(place, {.width = width_key}, 3 * int64_t(heads) * head_dim, in.dtype)};
 }
 
-RecurrentSpec read_kda(const FamilyInput& in) {
+RecurrentLayer read_kda(const FamilyInput& in) {
   const ConfigReader& config = in.config;
   const auto lists = config.child("linear_attn_config");
   const bool listed = lists && (lists->has("head_dim") || lists->has("num_heads"));
@@ -113,20 +121,21 @@ RecurrentSpec read_kda(const FamilyInput& in) {
             head_dim = place.integer_or({listed ? "head_dim" : "linear_head_dim"}, kMaxHeadDim, 128);
   auto bound = config.maybe_negative("linear_lower_bound");
   if (!bound && lists) bound = lists->maybe_negative("gate_lower_bound");
-  note_convolution(place, listed ? "short_conv_kernel_size" : "linear_conv_kernel_dim", 3 * int64_t(heads) * head_dim);
-  return kda_spec(config, heads, head_dim, bound, in.dtype);
+  const bool width_listed = lists && lists->has("short_conv_kernel_size");
+  return kda_layer(in, heads, head_dim, bound, width_listed ? *lists : config,
+                   width_listed ? "short_conv_kernel_size" : "linear_conv_kernel_dim");
 }
 
-RecurrentSpec lightning_spec(const ConfigReader& config, int heads, int head_dim, float scale, DType dtype) {
+RecurrentLayer lightning_layer(const ConfigReader& config, int heads, int head_dim, float scale, DType dtype) {
   RecurrentSpec spec{.num_k_heads = heads, .num_v_heads = heads, .head_dim_k = head_dim, .head_dim_v = head_dim};
   spec.gate = RecurrentGate::fixed;
   spec.scale = scale;
   spec.dtype = dtype, spec.state_dtype = read_state_dtype(config);
   config.note("lightning attention: the slopes depend on the head and on the layer's index among all; the engine gives them as rates");
-  return spec;
+  return {.recurrence = spec, .conv = std::nullopt};
 }
 
-RecurrentSpec read_mamba2(const FamilyInput& in, const Mamba2Fields& fields, int hidden) {
+RecurrentLayer read_mamba2(const FamilyInput& in, const Mamba2Fields& fields, int hidden) {
   const ConfigReader& config = in.config;
   RecurrentSpec spec;
   spec.num_v_heads = read_size(config, fields.heads, kMaxHeads, fields.heads_default);
@@ -139,11 +148,11 @@ RecurrentSpec read_mamba2(const FamilyInput& in, const Mamba2Fields& fields, int
   spec.scale = 1;
   read_step_limits(config, fields, spec);
   spec.dtype = in.dtype, spec.state_dtype = read_state_dtype(config);
-  note_convolution(config, fields.conv, int64_t(spec.num_v_heads) * spec.head_dim_v + 2 * int64_t(spec.num_k_heads) * spec.head_dim_k);
-  return spec;
+  const int64_t channels = int64_t(spec.num_v_heads) * spec.head_dim_v + 2 * int64_t(spec.num_k_heads) * spec.head_dim_k;  // x, B and C
+  return {.recurrence = spec, .conv = read_conv(config, fields.conv, channels, in.dtype)};
 }
 
-RecurrentSpec read_mamba1(const FamilyInput& in, const Mamba1Fields& fields, int hidden) {
+RecurrentLayer read_mamba1(const FamilyInput& in, const Mamba1Fields& fields, int hidden) {
   const ConfigReader& config = in.config;
   std::optional<int> width;
   if (fields.width != nullptr) width = config.maybe_integer({fields.width}, kMaxHidden);
@@ -159,8 +168,7 @@ RecurrentSpec read_mamba1(const FamilyInput& in, const Mamba1Fields& fields, int
   spec.channel_rates = spec.scaled_values = spec.skip = true;
   spec.scale = 1;
   spec.dtype = in.dtype, spec.state_dtype = read_state_dtype(config);
-  note_convolution(config, fields.conv, spec.num_v_heads);
-  return spec;
+  return {.recurrence = spec, .conv = read_conv(config, fields.conv, spec.num_v_heads, in.dtype)};
 }
 
 std::optional<std::vector<Mixer>> read_mixers(const ConfigReader& config, int layers) {
@@ -202,25 +210,29 @@ std::vector<Mixer> listed_mixers(const ConfigReader& config, const char* key, co
   return mixers;
 }
 
-void add_mixers(const FamilyInput& in, const std::vector<Mixer>& mixers, const LayerSpec& attention, const RecurrentSpec& recurrent) {
+void add_recurrent(ModelSpec& model, int number, const RecurrentLayer& layer, std::string_view part) {
+  if (layer.conv) add_decoder_layer(model, number, *layer.conv, "conv");
+  add_decoder_layer(model, number, layer.recurrence, part);
+}
+
+void add_mixers(const FamilyInput& in, const std::vector<Mixer>& mixers, const LayerSpec& attention, const RecurrentLayer& recurrent) {
   for (size_t i = 0; i < mixers.size(); ++i) {
-    const std::string name = fmt::format("decoder.{}", i);
     switch (mixers[i]) {
-      case Mixer::attention: add_layer(in.model, attention, name); break;
-      case Mixer::recurrent: add_layer(in.model, recurrent, name); break;
+      case Mixer::attention: add_decoder_layer(in.model, int(i), attention); break;
+      case Mixer::recurrent: add_recurrent(in.model, int(i), recurrent); break;
       case Mixer::both:
-        add_layer(in.model, attention, name + ".attention");
-        add_layer(in.model, recurrent, name + ".recurrent");
+        add_decoder_layer(in.model, int(i), attention, "attention");
+        add_recurrent(in.model, int(i), recurrent, "recurrent");
         break;
       case Mixer::none: break;
     }
   }
+  in.model.num_layers = int(mixers.size());
   check(!in.model.layers.empty(), "model.field.attn_layers", "none of the {} layers attends or is recurrent", mixers.size());
   if (const auto none = std::count(mixers.begin(), mixers.end(), Mixer::none); none > 0)
-    in.config.note(fmt::format("{} of {} layers have neither a cache nor a state: they are left out, and layers are counted without them",
-                               none, mixers.size()));
+    in.config.note(fmt::format("{} of {} layers have neither a cache nor a state: they are left out", none, mixers.size()));
   if (const auto both = std::count(mixers.begin(), mixers.end(), Mixer::both); both > 0)
-    in.config.note(fmt::format("{} of {} layers have attention and a recurrence: each is counted as two", both, mixers.size()));
+    in.config.note(fmt::format("{} of {} layers have attention and a recurrence, each with a cache of its own", both, mixers.size()));
 }
 
 }  // namespace imbrex

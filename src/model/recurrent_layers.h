@@ -7,36 +7,50 @@
 
 namespace imbrex {
 
+// A recurrent layer of a model: the recurrence, and the causal convolution in front of it where it has one.
+struct RecurrentLayer {
+  RecurrentSpec recurrence;
+  std::optional<ShortConvSpec> conv;
+};
+
 // Gated delta nets, by the names of Qwen3-Next. All fields may be absent: the class's defaults are those of published models.
-RecurrentSpec read_gdn(const FamilyInput&);
+RecurrentLayer read_gdn(const FamilyInput&);
 
 // Kimi delta attention, by the names in linear_attn_config and those of transformers. With a lower bound of the decay (Kimi K3, Ling) the
 // gate is a sigmoid.
-RecurrentSpec read_kda(const FamilyInput&);
-RecurrentSpec kda_spec(const ConfigReader&, int heads, int head_dim, std::optional<double> lower_bound, DType);
+RecurrentLayer read_kda(const FamilyInput&);
+// `width_key`: the field with the width of its convolution, in `place`.
+RecurrentLayer kda_layer(const FamilyInput&, int heads, int head_dim, std::optional<double> lower_bound, const ConfigReader& place,
+                         const char* width_key);
 
 // Lightning attention: as many key heads as value heads. scale 0: the usual one.
-RecurrentSpec lightning_spec(const ConfigReader&, int heads, int head_dim, float scale, DType);
+RecurrentLayer lightning_layer(const ConfigReader&, int heads, int head_dim, float scale, DType);
+
+// The names of the fields of a convolution in front of a recurrence.
+struct ConvFields {
+  const char* width;
+  const char* bias = nullptr;        // true where it is absent; null: `biased` says
+  const char* activation = nullptr;  // silu where it is absent; null: silu, whatever the config says
+  bool biased = false;
+};
 
 // The names of Mamba2's fields in a family, and the class's defaults, for configs that are nested.
 struct Mamba2Fields {
-  const char *heads, *head_dim, *state, *groups, *conv;  // head_dim: null where it follows from the width
+  const char *heads, *head_dim, *state, *groups;  // head_dim: null where it follows from the width
+  ConvFields conv;
   int heads_default, state_default, groups_default;
   const char* expand = nullptr;  // of the hidden size: the width of all heads; null: it follows from heads and head_dim
   const char* width = nullptr;   // the width itself, where it is not null
   bool least_step = false;       // the step is at least time_step_min, else within time_step_limit
 };
-RecurrentSpec read_mamba2(const FamilyInput&, const Mamba2Fields&, int hidden);
+RecurrentLayer read_mamba2(const FamilyInput&, const Mamba2Fields&, int hidden);
 
 struct Mamba1Fields {
-  const char *state, *expand, *conv;
+  const char *state, *expand;
+  ConvFields conv;
   const char* width = nullptr;  // the width itself, which stands for `expand` where it is there
 };
-RecurrentSpec read_mamba1(const FamilyInput&, const Mamba1Fields&, int hidden);
-
-// The causal convolution in front of a recurrence is a layer of its own, which no family computes and no cache group counts: a note says
-// so. `key`: of its width.
-void note_convolution(const ConfigReader&, const char* key, int64_t channels);
+RecurrentLayer read_mamba1(const FamilyInput&, const Mamba1Fields&, int hidden);
 
 // What a layer of a hybrid model has.
 enum class Mixer : uint8_t {
@@ -52,6 +66,8 @@ std::vector<Mixer> mixers_where(int layers, const std::function<bool(int)>& atte
 std::vector<Mixer> interval_mixers(int layers, int interval);  // every interval-th attends
 // Layers whose indices are in the list attend, the others are recurrent. Error model.field.attn_layers for one that is no layer, or twice.
 std::vector<Mixer> listed_mixers(const ConfigReader&, const char* key, const std::vector<int64_t>& list, int layers);
-void add_mixers(const FamilyInput&, const std::vector<Mixer>&, const LayerSpec& attention, const RecurrentSpec&);
+// A recurrent layer has its convolution in front, as a layer of its own that has the same number.
+void add_recurrent(ModelSpec&, int number, const RecurrentLayer&, std::string_view part = {});
+void add_mixers(const FamilyInput&, const std::vector<Mixer>&, const LayerSpec& attention, const RecurrentLayer&);
 
 }  // namespace imbrex

@@ -8,7 +8,7 @@ LayerKind::LayerKind(const ModelSpec::Kind& kind, const KindSetup& setup)
   report_.spec = to_string(kind.spec);
   report_.family = family_name(kind.spec);
   report_.group = setup.model.cache_groups[size_t(group_)].name;
-  report_.layers = kind.layers;
+  for (const int layer : kind.layers) report_.layers.push_back(setup.model.layers[size_t(layer)].number);
 }
 
 void LayerKind::update(const Batch& batch, bool decode) {
@@ -19,6 +19,7 @@ void LayerKind::update(const Batch& batch, bool decode) {
 ReplayKind LayerKind::report() const {
   ReplayKind report = report_;
   report.plan = plan_now().str();
+  report.bits_follow_steps = step_tokens() != 1;
   return report;
 }
 

@@ -56,6 +56,8 @@ class LayerKind {
   // Layers are counted within the kind. Their group's memory must be there before the first run().
   virtual void place_cache(size_t layer, const GroupCache&, int layer_of_group) = 0;
   void update(const Batch&, bool decode);
+  // Prompts may be cut into steps at multiples of so many of a request's tokens without changing a bit; 0: nowhere.
+  virtual int step_tokens() const { return 1; }
   bool capturable() const { return plan_now().capturable(); }  // into a graph of this step's plan
   // Writes keys and values before run(), which is timed by itself. Returns false where the family has no such call.
   virtual bool write_cache(size_t layer, const StepTensors&) const = 0;

@@ -33,6 +33,9 @@ class MlaLayers final : public KindOf<MlaFamily> {
     if (is_fp8(spec().kv_dtype)) cache.k_scale = TensorView::contiguous(&fp8_scale_, DType::f32, {1});
   }
 
+  // A request is computed by one of two ways, which depends on how many of its tokens a step has.
+  int step_tokens() const override { return 0; }
+
   bool write_cache(size_t layer, const StepTensors& tensors) const override {
     const TensorView row = tensors.in[1].select(1, 0);
     const int rank = spec().kv_lora_rank;

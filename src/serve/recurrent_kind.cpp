@@ -44,6 +44,8 @@ class RecurrentLayers final : public KindOf<RecurrentFamily> {
         slots.device);
   }
 
+  int step_tokens() const override { return prompt_plan().step_tokens(); }
+
   bool write_cache(size_t, const StepTensors&) const override { return false; }  // run() reads and writes the states
 
   void run(size_t layer, const StepTensors& tensors) const override {

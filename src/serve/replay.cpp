@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numeric>
 
 #include "core/check.h"
 #include "core/run_parallel.h"
@@ -39,7 +40,7 @@ class Replay {
     result_.notes = model_.notes;
     if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
-    result_.model_layers = int(model.layers.size());
+    result_.model_layers = model.num_layers;
     if (options.verify_fraction > 0) {
       for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);
       verifier_ = std::make_unique<Verifier>(synthetic_, options.seed, trace.prefix_block, options.kv_dtype, parallel_);
@@ -90,6 +91,7 @@ class Replay {
   std::vector<uint64_t> digests_, decode_digests_;  // per worker
   std::vector<double> step_seconds_, step_requests_;
   std::vector<double> occupancy_time_;  // per group
+  HeldBytes held_time_;                 // bytes times seconds
   Timer wall_;
   double clock_ = 0, next_progress_ = 0;
   int64_t total_tokens_ = 0;
@@ -106,7 +108,9 @@ void Replay::list_groups() {
     report.num_slots = group.holds_states() ? sizes_.num_slots : 0;
     report.bytes = bytes_of(runner_->caches()[g]);
     result_.kv_bytes += report.bytes;
+    result_.padding_bytes += report.bytes - sizes_.needed_bytes(group, g, options_.block_size);
   }
+  result_.rest_bytes = sizes_.rest;
   occupancy_time_.assign(result_.groups.size(), 0);
   digests_.assign(size_t(parallel_.num_workers), 0);
   decode_digests_.assign(size_t(parallel_.num_workers), 0);
@@ -120,9 +124,10 @@ void Replay::make_scheduler() {
   o.num_blocks = sizes_.num_blocks;
   o.num_slots = sizes_.num_slots;
   o.prefix_block = trace_.prefix_block;
-  o.prefix_sharing = result_.prefix_sharing = options_.prefix_sharing && sizes_.num_slots == 0;
+  o.prefix_sharing = result_.prefix_sharing = options_.prefix_sharing && (sizes_.num_slots == 0 || keeps_states(trace_, options_));
   if (options_.prefix_sharing && !o.prefix_sharing)
-    result_.notes.push_back("no prefix is shared: a state exists at a request's last token only, so each request computes its prompt");
+    result_.notes.push_back("no state is kept behind a prefix: the trace does not say which prompts begin alike");
+  if (sizes_.num_slots > 0) o.state_unit = std::lcm(options_.block_size, runner_->step_tokens());
   o.seed = options_.seed;
   scheduler_ = std::make_unique<Scheduler>(model_, std::move(o));
   const double begin = trace_.requests.empty() ? 0 : trace_.requests.front().arrival_s;
@@ -206,6 +211,7 @@ void Replay::check_layers(int first, int end) {
                           .trace = &trace_.requests[size_t(row.request)],
                           .position = row.position,
                           .layer = layer,
+                          .name = model_.layers[size_t(layer)].name,
                           .target = runner_->target(layer, out_row),
                           .state = row.slot < 0 ? std::vector<char>() : runner_->fetch_state(layer, out_row, row.slot)});
     }
@@ -271,6 +277,7 @@ void Replay::run_step(double schedule_s) {
   point.running = scheduler_->num_running();
   point.waiting = scheduler_->num_waiting();
   for (int g = 0; g < int(result_.groups.size()); ++g) point.occupancy.push_back(scheduler_->occupancy(g));
+  const HeldBytes held = held_bytes(model_, *scheduler_, plan_, options_.block_size);
   const SchedulerStats tokens_before = scheduler_->stats();
   timer.lap();
   // The tokens are there when the step's measured part is over; the scheduler's own books come after that.
@@ -289,6 +296,7 @@ void Replay::run_step(double schedule_s) {
     occupancy_time_[g] += point.occupancy[g] * step_s;
     result_.groups[g].peak_occupancy = std::max(result_.groups[g].peak_occupancy, point.occupancy[g]);
   }
+  held_time_.all += held.all * step_s, held_time_.unfilled += held.unfilled * step_s;
   step_seconds_.push_back(step_s);
   step_requests_.push_back(plan_.num_reqs());
   series_.add(std::move(point));
@@ -326,7 +334,7 @@ void Replay::finish() {
   r.trace = trace_.source;
   r.trace_format = trace_.format;
   r.device = device_.str();
-  r.num_layers = int(model_.layers.size());
+  r.num_layers = model_.num_layers;
   r.num_threads = threads_.num_threads();
   for (const ModelLayer& layer : model_.layers)
     if (const auto spec = paged_attention(layer.spec)) r.kv_format = to_string(spec->kv_format);
@@ -342,6 +350,7 @@ void Replay::finish() {
     r.groups[g].mean_occupancy = r.busy_s() > 0 ? occupancy_time_[g] / r.busy_s() : 0;
     r.groups[g].evictions = scheduler_->pool(int(g)).stats().evictions;
   }
+  if (held_time_.all > 0) r.unfilled_share = held_time_.unfilled / held_time_.all;
   const std::vector<ReplayKind> reports = runner_->reports();
   for (size_t i = 0; i < r.kinds.size(); ++i) r.kinds[i].plan = reports[i].plan;
   for (size_t w = 0; w < digests_.size(); ++w) {

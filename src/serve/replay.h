@@ -30,11 +30,11 @@ struct ReplayProgress {
 };
 
 struct ReplayOptions {
-  int num_layers = 0;  // the model's first layers; 0: all
+  int num_layers = 0;  // the model's first layers, as it counts them; 0: all
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;
-  bool prefix_sharing = true;  // not of models that keep states, which exist at a request's last token only
+  bool prefix_sharing = true;  // of models that keep states where the trace has prefixes
   Pacing pacing = Pacing::arrival;
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
@@ -64,7 +64,8 @@ struct ReplayKind {
   std::string spec;                              // str() of it
   std::string family;                            // "attention", "short_conv", "mla"
   std::string group;                             // CacheGroup::name
-  std::vector<int> layers;                       // indices into the model's layers
+  bool bits_follow_steps = false;                // how a prompt is cut into steps may change bits
+  std::vector<int> layers;                       // ModelLayer::number of each
   std::string backend;                           // "cpu_amx", or "cpu_amx + cpu_avx512" when phases differ
   std::string rule;                              // why: Selection::rule
   std::string selection;                         // Selection::str(): every candidate with its reasons
@@ -121,8 +122,8 @@ struct ReplayWork {
 struct ReplayResult {
   // The configuration
   std::string model, family, trace, trace_format, device;
-  std::vector<std::string> notes;  // of the model, and what the replay assumed ("kv_format strided: ...")
-  int num_layers = 0, model_layers = 0;
+  std::vector<std::string> notes;        // of the model, and what the replay assumed ("kv_format strided: ...")
+  int num_layers = 0, model_layers = 0;  // as the model counts them
   uint64_t seed = 0;
   int num_threads = 0, max_num_batched_tokens = 0, max_num_seqs = 0, block_size = 0;
   std::string q_dtype, kv_dtype, kv_format, pacing;
@@ -130,7 +131,10 @@ struct ReplayResult {
   bool prefix_sharing = true;
   std::vector<ReplayKind> kinds;
   std::vector<ReplayGroup> groups;
-  int64_t kv_bytes = 0;
+  int64_t kv_bytes = 0;       // of the caches: pages and states
+  int64_t padding_bytes = 0;  // of these: where no state, key or value can lie
+  int64_t rest_bytes = 0;     // of the memory that caches may have, beyond kv_bytes: too few for one more block of each group
+  double wasted_share() const { return kv_bytes > 0 ? double(padding_bytes + rest_bytes) / double(kv_bytes + rest_bytes) : 0; }
 
   // The outcome
   bool complete = false;  // every request finished
@@ -143,6 +147,7 @@ struct ReplayResult {
   int64_t decode_tokens = 0;      // computed one a step
   int64_t recomputed_tokens = 0;  // computed again after a preemption
   int64_t output_tokens = 0;      // made
+  int64_t kept_states = 0;        // copies that were made of states behind prefixes
   double wall_s = 0;              // of the whole replay
   double clock_s = 0;             // the replay's clock at the end; idle time included
   double idle_s = 0;              // clock time without anything to do
@@ -159,9 +164,10 @@ struct ReplayResult {
   Percentiles batch;  // requests a step
 
   // Work
-  ReplayWork decode_steps;   // attention in steps with one query token a request
-  ReplayWork prefill_steps;  // in all others: chunks of prompts, with or without decodes
-  ReplayWork state_layers;   // layers with states, in all steps
+  ReplayWork decode_steps;    // attention in steps with one query token a request
+  ReplayWork prefill_steps;   // in all others: chunks of prompts, with or without decodes
+  ReplayWork state_layers;    // layers with states, in all steps
+  double unfilled_share = 0;  // of the bytes that running requests hold, a mean by time: behind the last tokens of their last blocks
   double kv_written_bytes = 0;
 
   // Proof
@@ -171,7 +177,7 @@ struct ReplayResult {
   double verify_fraction = 0;
   int64_t verified_outputs = 0;  // (token, layer, q head) outputs recomputed; (token, layer) where a layer has no heads
   int64_t verified_values = 0;
-  int64_t verified_states = 0;  // of a value head behind a request's last token in a step, of layers whose states are recomputed
+  int64_t verified_states = 0;  // behind a request's last token in a step: of a value head, or all channels of a convolution
   double verify_max_error = 0;  // largest |actual - expected|
   double verify_max_ratio = 0;  // largest |actual - expected| / bound; a ratio above 1 ends the replay with Error replay.verify
 

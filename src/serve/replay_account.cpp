@@ -65,6 +65,20 @@ LayerWork layer_work(const RecurrentSpec& spec, const StepPlan& plan) {
   return {.flops = work.flops, .bytes = work.state_bytes + work.token_bytes, .kv_written_bytes = 0};
 }
 
+HeldBytes held_bytes(const ModelSpec& model, const Scheduler& scheduler, const StepPlan& plan, int block_size) {
+  double empty = 0;  // tokens that fit behind those that are there
+  for (const int tokens : plan.seq_lens) empty += double((block_size - tokens % block_size) % block_size);
+  HeldBytes held;
+  for (size_t g = 0; g < model.cache_groups.size(); ++g) {
+    const CacheGroup& group = model.cache_groups[g];
+    const BlockPool& pool = scheduler.pool(int(g));
+    const double places = double(pool.num_blocks() - pool.num_free());
+    held.all += places * double(group.holds_states() ? group.bytes_per_slot : group.bytes_per_token * block_size);
+    held.unfilled += empty * double(group.bytes_per_token);
+  }
+  return held;
+}
+
 void Series::add(ReplayPoint step) {
   if (!points_.empty() && points_.back().steps < steps_per_point_) {
     add_to(points_.back(), step);
@@ -136,6 +150,7 @@ void add_counts(const SchedulerStats& s, ReplayResult& r) {
   r.decode_tokens = s.decode_tokens;
   r.recomputed_tokens = s.recomputed_tokens;
   r.output_tokens = s.output_tokens;
+  r.kept_states = s.kept_states;
 }
 
 void add_latencies(std::span<const RequestRecord> finished, ReplayResult& r) {

@@ -22,6 +22,13 @@ LayerWork layer_work(const ShortConvSpec&, const StepPlan&);
 LayerWork layer_work(const MlaSpec&, const StepPlan&);
 LayerWork layer_work(const RecurrentSpec&, const StepPlan&);
 
+// The bytes of caches that requests hold in a step: states, and whole blocks; shared blocks once. Of these, the bytes in last blocks that
+// no token fills yet.
+struct HeldBytes {
+  double all = 0, unfilled = 0;
+};
+HeldBytes held_bytes(const ModelSpec& deployed, const Scheduler&, const StepPlan&, int block_size);
+
 // Steps, merged two by two whenever there are more points than the limit.
 class Series {
  public:

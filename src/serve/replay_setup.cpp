@@ -97,10 +97,15 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
     check(spec->mask.causal && !spec->mask.custom, "replay.model.mask", "layer {} must be causal without a custom mask, is {}", layer.name,
           spec->mask.str());
   }
-  check(options.num_layers <= int(model.layers.size()), "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
-        model.layers.size(), options.num_layers);
+  check(options.num_layers <= model.num_layers, "replay.num_layers.model", "{} has {} layers, {} were asked for", model.name,
+        model.num_layers, options.num_layers);
   ModelSpec part = model;
-  if (options.num_layers > 0) part.layers.resize(size_t(options.num_layers));
+  if (options.num_layers > 0) {
+    std::erase_if(part.layers, [&](const ModelLayer& layer) { return layer.number >= options.num_layers; });
+    part.num_layers = options.num_layers;
+    check(!part.layers.empty(), "replay.num_layers.model", "the first {} layers of {} have neither a cache nor a state", part.num_layers,
+          model.name);
+  }
 
   const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };
   const auto deployed = [&](KvFormat format) { return part.with_kv(options.q_dtype, options.kv_dtype, format, options.block_size); };
@@ -127,6 +132,8 @@ int64_t longest_request(const Trace& trace) {
   return longest;
 }
 
+bool keeps_states(const Trace& trace, const ReplayOptions& options) { return options.prefix_sharing && trace.prefix_block > 0; }
+
 CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayOptions& options, int64_t memory) {
   const size_t num_groups = model.cache_groups.size();
   const int64_t budget = options.kv_bytes > 0 ? options.kv_bytes : memory;
@@ -135,7 +142,8 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
   int64_t slot_bytes = 0;
   for (const CacheGroup& group : model.cache_groups) slot_bytes += group.bytes_per_slot;
   if (slot_bytes > 0) {
-    const int64_t useful = std::min<int64_t>(options.max_num_seqs, int64_t(trace.requests.size()));
+    const int64_t running = std::min<int64_t>(options.max_num_seqs, int64_t(trace.requests.size()));
+    const int64_t useful = keeps_states(trace, options) ? 2 * running : running;
     sizes.num_slots = int(options.num_blocks > 0 ? useful : std::clamp<int64_t>(budget / 2 / slot_bytes, 1, useful));
   }
   if (options.num_blocks > 0) {
@@ -182,6 +190,7 @@ CacheSizes cache_sizes(const ModelSpec& model, const Trace& trace, const ReplayO
   check(low >= 1, "replay.kv_bytes.small", "one block of {} tokens{} in every layer takes {} bytes, the cache may have {}", block_size,
         slot_bytes > 0 ? " and one state slot" : "", int64_t(bytes_for(1)), budget);
   sizes.num_blocks = blocks_for(low);
+  if (low < most) sizes.rest = budget - int64_t(bytes_for(low));
   return sizes;
 }
 

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
-#include "imbrex/mla.h"
 #include "serve/table.h"
 
 namespace imbrex {
@@ -95,6 +94,7 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
       {"total", r.requests}, {"finished", r.finished_requests}, {"skipped", r.skipped_requests}, {"preemptions", r.preemptions}};
   j["tokens"] = {{"prompt", r.prompt_tokens}, {"prefix_hit", r.prefix_hit_tokens}, {"prefill", r.prefill_tokens},
                  {"decode", r.decode_tokens}, {"recomputed", r.recomputed_tokens}, {"output", r.output_tokens}};
+  j["kept_states"] = r.kept_states;
   j["steps"] = r.steps;
   j["prefix_hit_rate"] = r.prefix_hit_rate();
   j["wall_s"] = r.wall_s;
@@ -148,6 +148,8 @@ ordered_json to_json(const ReplayResult& r, const ReportContext& context) {
                            {"peak_occupancy", g.peak_occupancy},
                            {"evictions", g.evictions}});
   }
+  j["waste"] = {
+      {"padding_bytes", r.padding_bytes}, {"rest_bytes", r.rest_bytes}, {"share", r.wasted_share()}, {"unfilled_share", r.unfilled_share}};
   j["verify"] = {{"fraction", r.verify_fraction}, {"outputs", r.verified_outputs},   {"values", r.verified_values},
                  {"states", r.verified_states},   {"max_error", r.verify_max_error}, {"max_ratio", r.verify_max_ratio}};
   j["digest"] = {{"outputs", fmt::format("{:016x}", r.digest)}, {"decode", fmt::format("{:016x}", r.decode_digest)}};
@@ -163,8 +165,16 @@ std::string memory_line(const ReplayResult& r) {
     of_states += g.bytes;
     slots = g.num_slots;
   }
-  return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages\n", format_bytes(double(r.kv_bytes)),
-                     format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)));
+  const std::string kept = r.kept_states > 0 ? fmt::format("; {} states were kept behind prefixes", r.kept_states) : "";
+  return fmt::format("{} of cache: {} in {} state slots, one a running request; {} in pages{}\n", format_bytes(double(r.kv_bytes)),
+                     format_bytes(double(of_states)), slots, format_bytes(double(r.kv_bytes - of_states)), kept);
+}
+
+std::string waste_line(const ReplayResult& r) {
+  const auto fine = [](double fraction) { return fmt::format("{:.2f} %", 100 * fraction); };
+  return fmt::format(
+      "lost: {} to padding, {} to a rest that no block fits ({} of all); {} of what requests held was behind their last tokens\n",
+      format_bytes(double(r.padding_bytes)), format_bytes(double(r.rest_bytes)), fine(r.wasted_share()), fine(r.unfilled_share));
 }
 
 std::string verification_line(const ReplayResult& r) {
@@ -257,6 +267,7 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
   }
   out += "\n" + table.text();
   if (states) out += memory_line(r);
+  out += waste_line(r);
 
   table = {{">layers", "kind", "backend", "why", states ? ">of layers" : ">of attention"}, {}};
   for (const ReplayKind& k : r.kinds) {
@@ -264,8 +275,7 @@ std::string report_text(const ReplayResult& r, const ReportContext& context) {
         {fmt::format("{}", k.layers.size()), k.spec, k.backend, k.rule, percent(share(k.run_s, t.attention_s + t.state_s))});
   }
   out += "\n" + table.text();
-  // Layers of MLA compute a request by one of two ways, which depends on how many of its tokens a step has.
-  const bool by_steps = std::ranges::find(r.kinds, MlaFamily::name, &ReplayKind::family) != r.kinds.end();
+  const bool by_steps = std::ranges::any_of(r.kinds, &ReplayKind::bits_follow_steps);
   out += fmt::format("\nverification: {}\ndigest {:016x} (same seed{}, same bits: whatever the {}number of threads)\n",
                      verification_line(r), r.digest, by_steps ? " and steps" : "", by_steps ? "" : "batch size and the ");
   return out;

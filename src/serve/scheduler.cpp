@@ -5,58 +5,17 @@
 #include <atomic>
 #include <limits>
 
-#include "attention/mask.h"
 #include "core/check.h"
 #include "model/groups.h"
+#include "serve/scheduler_request.h"
 
 namespace imbrex::serve {
 
 namespace {
 
-int blocks_of(int64_t tokens, int block_size) { return int((tokens + block_size - 1) / block_size); }
-
 std::atomic<uint64_t> next_identity{1};
 
 }  // namespace
-
-struct Scheduler::Group {
-  Group(int index, int num_blocks, const Mask& mask) : index(index), pool(num_blocks), mask(mask) {}
-  int index;  // of the model's cache groups
-  BlockPool pool;
-  Mask mask;
-
-  bool limited() const { return forgets(mask); }
-  // Blocks that a request can hold at once while its `tokens` are computed in pieces of at most `piece`.
-  int peak_blocks(int tokens, int piece, int block_size) const {
-    const int all = blocks_of(tokens, block_size);
-    if (!limited()) return all;
-    return int(std::min<int64_t>(all, (most_earlier_keys(mask) + std::min(tokens, piece) - 1) / block_size + 2));
-  }
-};
-
-struct Scheduler::Request {
-  struct Table {
-    std::vector<int32_t> blocks;  // entry per block of tokens
-    int first_held = 0;           // entries before it were given back, or never held
-    int published = 0;
-    int held() const { return int(blocks.size()) - first_held; }
-  };
-
-  const TraceRequest* trace = nullptr;
-  RequestRecord record;
-  int64_t stamp = -1;             // of this admission
-  int computed = 0;               // tokens whose k and v are in the caches, and that its states are of
-  int ever_computed = 0;          // the same, before preemptions
-  int generated = 0;              // output tokens
-  int scheduled = 0;              // tokens of the step under way
-  bool admitted = false;          // ever
-  std::vector<BlockHash> hashes;  // of full blocks, as far as they were needed
-  std::vector<Table> tables;      // per group of pages
-  std::vector<int32_t> slot;      // of its states: one while it runs, where the model keeps some
-
-  int num_tokens() const { return trace->input_length + generated; }
-  int remaining() const { return num_tokens() - computed; }
-};
 
 Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options_(std::move(options)), identity_(next_identity++) {
   imbrex::check(options_.max_num_batched_tokens >= 1, "scheduler.max_num_batched_tokens", "max_num_batched_tokens must be >= 1, is {}",
@@ -82,7 +41,9 @@ Scheduler::Scheduler(const ModelSpec& model, SchedulerOptions options) : options
     imbrex::check(options_.num_slots >= 1, "scheduler.num_slots", "num_slots must be >= 1 for the states of {}, is {}", model.name,
                   options_.num_slots);
     slots_ = std::make_unique<BlockPool>(options_.num_slots);
-    options_.prefix_sharing = false;
+    if (groups_.empty()) block_size_ = std::max(options_.state_unit, 1);
+    imbrex::check(!options_.prefix_sharing || (options_.state_unit >= block_size_ && options_.state_unit % block_size_ == 0),
+                  "scheduler.state_unit", "state_unit must be a multiple of block_size {}, is {}", block_size_, options_.state_unit);
   }
   pools_.assign(model.cache_groups.size(), slots_.get());
   for (const Group& group : groups_) pools_[size_t(group.index)] = &group.pool;
@@ -137,43 +98,6 @@ void Scheduler::add(const TraceRequest& request, int id, double arrival_s) {
 std::optional<double> Scheduler::next_arrival() const {
   if (future_.empty()) return std::nullopt;
   return future_.front()->record.arrival_s;
-}
-
-void Scheduler::extend_hashes(Request& r, int tokens) const {
-  const size_t wanted = size_t(tokens / block_size_);
-  ids_.resize(size_t(block_size_));
-  while (r.hashes.size() < wanted) {
-    const int begin = int(r.hashes.size()) * block_size_;
-    for (int i = 0; i < block_size_; ++i) {
-      ids_[size_t(i)] = token_id(options_.seed, *r.trace, options_.prefix_block, r.record.id, begin + i);
-    }
-    r.hashes.push_back(hash_block(r.hashes.empty() ? 0 : r.hashes.back(), ids_));
-  }
-}
-
-// Blocks, counted from the first, that every group has cached as far as a query after them needs them. Groups without a window
-// need all of them; the others only those that the next query sees.
-int Scheduler::find_hit(const Request& r, int tokens) const {
-  const std::span<const BlockHash> hashes = std::span(r.hashes).first(size_t((tokens - 1) / block_size_));  // one token must be computed
-  int hit = int(hashes.size());
-  for (const Group& group : groups_) {
-    if (!group.limited()) hit = std::min(hit, group.pool.peek(hashes.first(size_t(hit))));
-  }
-  // Every missing block moves the hit in front of it, so that the walk is linear.
-  for (bool moved = true; moved && hit > 0;) {
-    moved = false;
-    for (const Group& group : groups_) {
-      if (!group.limited()) continue;
-      int first = first_needed_block(hit * block_size_, group.mask, block_size_);
-      for (int j = hit - 1; j >= first; --j) {
-        if (group.pool.peek(hashes.subspan(size_t(j), 1)) == 1) continue;
-        hit = j;
-        first = first_needed_block(hit * block_size_, group.mask, block_size_);
-        moved = true;
-      }
-    }
-  }
-  return hit;
 }
 
 // Blocks for the next `tokens`, in every group or in none. Gives back blocks that no later query of the request sees.
@@ -235,10 +159,10 @@ bool Scheduler::admit(Request& r, int budget) {
     return false;
   }
   blocked_free_.reset();
-  if (slots_) slots_->allocate(1, r.slot);
+  if (slots_) take_slot(r, hit);
   r.computed = hit * block_size_;
   r.stamp = next_stamp_++;
-  r.scheduled = std::min(r.remaining(), budget);
+  r.scheduled = next_tokens(r, budget);
   imbrex::check(reserve(r, r.scheduled), "scheduler.invariant", "request {} must find room for {} tokens, does not", r.record.id,
                 r.scheduled);
   if (!r.admitted) {
@@ -289,7 +213,7 @@ bool Scheduler::step(double now, StepPlan& out) {
     for (size_t i = 0; i < running_.size() && budget > 0; ++i) {
       Request& r = *running_[i];
       if (r.scheduled > 0 || (r.remaining() == 1) != decode) continue;
-      const int tokens = std::min(r.remaining(), budget);
+      const int tokens = next_tokens(r, budget);
       bool room = reserve(r, tokens);
       while (!room) {
         budget += newest()->scheduled;
@@ -320,7 +244,7 @@ bool Scheduler::step(double now, StepPlan& out) {
   return true;
 }
 
-void Scheduler::write_plan(StepPlan& out) const {
+void Scheduler::write_plan(StepPlan& out) {
   const size_t max_seqs = size_t(options_.max_num_seqs);
   if (out.owner != identity_) {
     out.owner = identity_;
@@ -332,6 +256,8 @@ void Scheduler::write_plan(StepPlan& out) const {
       group.block_table.assign(max_seqs * size_t(out.stride), 0);
     }
   }
+  out.state_copies = std::move(copies_);
+  copies_.clear();
   out.query_start_loc.assign(1, 0);
   for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots}) array->clear();
   out.makes_token.clear();
@@ -364,22 +290,11 @@ void Scheduler::write_plan(StepPlan& out) const {
   }
 }
 
-void Scheduler::publish_blocks(Request& r) {
-  if (!options_.prefix_sharing) return;
-  extend_hashes(r, r.computed);
-  const int full = r.computed / block_size_;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    Request::Table& table = r.tables[g];
-    for (int j = std::max(table.published, table.first_held); j < full; ++j) {
-      groups_[g].pool.publish(table.blocks[size_t(j)], r.hashes[size_t(j)]);
-    }
-    table.published = std::max(table.published, full);
-  }
-}
-
 void Scheduler::finish_step(double now) {
   imbrex::check(in_step_, "scheduler.step.order", "finish_step needs a step under way");
   in_step_ = false;
+  if (!sources_.empty()) slots_->release(sources_);
+  sources_.clear();
   for (auto& request : running_) {
     Request& r = *request;
     if (r.scheduled == 0) continue;
@@ -389,6 +304,7 @@ void Scheduler::finish_step(double now) {
     r.scheduled = 0;
     r.ever_computed = std::max(r.ever_computed, r.computed);
     publish_blocks(r);
+    keep_state(r);
     if (r.remaining() > 0) continue;
     if (++r.generated == 1) r.record.first_token_s = now;
     ++stats_.output_tokens;
@@ -424,9 +340,12 @@ void Scheduler::check() const {
       for (size_t j = size_t(table.first_held); j < table.blocks.size(); ++j) ++refs[g][size_t(table.blocks[j])];
     }
   }
-  for (size_t s = 0; s < owners.size(); ++s)
-    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] && owners[s] <= 1, "scheduler.invariant",
-                  "state slot {} must have {} references, one at most, has {}", s, owners[s], slots_->ref_count(int32_t(s)));
+  for (size_t s = 0; s < owners.size(); ++s) {
+    const auto copied = std::count(sources_.begin(), sources_.end(), int32_t(s));  // from it, in the step under way
+    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] + copied && owners[s] + (copied > 0) <= 1, "scheduler.invariant",
+                  "state slot {} must have {} references, of one owner at most, has {}", s, owners[s] + copied,
+                  slots_->ref_count(int32_t(s)));
+  }
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t b = 0; b < refs[g].size(); ++b) {
       imbrex::check(groups_[g].pool.ref_count(int32_t(b)) == refs[g][b], "scheduler.invariant",

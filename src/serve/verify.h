@@ -42,17 +42,20 @@ using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, R
 struct VerifySample {
   int request = 0;  // for messages and token identities
   const TraceRequest* trace = nullptr;
-  int position = 0;  // of the token
-  int layer = 0;     // of the model: what synthesis depends on
+  int position = 0;       // of the token
+  int layer = 0;          // index into ModelSpec::layers: what synthesis depends on
+  std::string_view name;  // of that layer
   VerifyTarget target;
-  std::vector<char> state;  // behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype
+  // Behind the token, where the target checks it: of a recurrent layer [heads, two dimensions] of state_dtype, of a short convolution
+  // [width - 1, dim] of bf16.
+  std::vector<char> state;
   const uint16_t* actual = nullptr;  // bf16 [group_size, head_dim_v]; [v_dim] of latent attention, [dim] of a short convolution,
                                      // [heads, head_dim_v] of a recurrent layer
 };
 
 struct VerifySummary {
   int64_t outputs = 0, values = 0;  // outputs: of a q head, or of a token where a layer has no heads
-  int64_t states = 0;               // of a value head
+  int64_t states = 0;               // of a value head, or of a short convolution
   double max_error = 0, max_ratio = 0;
 };
 
@@ -75,6 +78,7 @@ class Verifier {
   // Of a short convolution:
   //   |actual - expected| <= 2^-7 |expected| + 2^-20 |C| (|bias| + sum |weight h|) + 1e-6
   // The first term is a step of bf16, since both are rounded to it; the second bounds what sums in floats lose when their parts cancel.
+  // Its state is what was convolved, rounded once: every bit has to be the same.
   // Of a recurrent layer the recurrence is computed again from the request's first token on, in double precision; the bound is that of its
   // conformance tests (conformance/recurrent/judge.h): how far float arithmetic may have taken the state, and the rounding of the output.
   // The state behind the token is compared too, where the sample has it.

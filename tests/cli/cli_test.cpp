@@ -395,11 +395,11 @@ TEST_F(Cli, RunReplaysStatesBesidePages) {
       "run --model lfm2-350m --layers 3 --num-requests 3 --trace '" IMBREX_DATA "/sample_trace.jsonl' --no-ceilings --verify 2% ";
   const Ran ran = run(common + "--report " + path("r.html") + " --json " + path("r.json"));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  for (const char* part : {"3 of 3 requests", "3 state slots", "no prefix is shared", "short_conv d1024 w3 bf16", "layers with states"})
+  for (const char* part : {"3 of 3 requests", "6 state slots", "short_conv d1024 w3 bf16", "layers with states"})
     EXPECT_TRUE(contains(ran.out, part)) << part << "\n" << ran.out;
   const auto a = nlohmann::json::parse(read(path("r.json")));
   EXPECT_EQ(a["kinds"][0]["family"], "short_conv");
-  EXPECT_EQ(a["groups"][0]["slots"], 3);
+  EXPECT_EQ(a["groups"][0]["slots"], 6);
   EXPECT_GT(a["state_layers"]["bytes"].get<double>(), 0);
   EXPECT_GT(a["verify"]["outputs"].get<int>(), 0);
   ASSERT_EQ(run(common + "--quiet --threads 1 --max-num-batched-tokens 333 --json " + path("s.json")).code, 0);

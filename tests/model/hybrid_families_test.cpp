@@ -106,7 +106,7 @@ TEST(Hybrid, StatesAreAGroupOfTheirOwn) {
   EXPECT_EQ(model.layers[0].cache_group, 0);
   EXPECT_EQ(model.layers[2].cache_group, 1);
   EXPECT_EQ(model.str(),
-            "lfm2-1.2b (lfm2): 10 short_conv and 6 attention layers, hidden 2048, KV 12288 B/token, states 81920 B/request\n"
+            "lfm2-1.2b (lfm2): 16 layers (10 short_conv, 6 attention), hidden 2048, KV 12288 B/token, states 81920 B/request\n"
             "    10 x short_conv d2048 w3 bf16\n"
             "     6 x decoder q32/kv8 d64 bf16 block16 causal\n"
             "  state group short_conv    10 layers     81920 B/request\n"

@@ -57,10 +57,11 @@ std::string kimi(std::string_view more) {
   return mla_config(R"("v_head_dim": 64, "mla_use_nope": true, )" + std::string(more), "kimi_linear");
 }
 
-// "m" for latent attention, "r" for a recurrent layer.
+// "m" for latent attention, "r" for a recurrent layer, "c" for the convolution in front of one.
 std::string mla_pattern(const ModelSpec& model) {
   std::string text;
-  for (const ModelLayer& layer : model.layers) text += std::holds_alternative<MlaSpec>(layer.spec) ? 'm' : 'r';
+  for (const ModelLayer& layer : model.layers)
+    text += std::holds_alternative<MlaSpec>(layer.spec) ? 'm' : std::holds_alternative<RecurrentSpec>(layer.spec) ? 'r' : 'c';
   return text;
 }
 
@@ -73,22 +74,24 @@ TEST(MlaFamilies, KimiLinearHasKdaAmongLatentAttention) {
     const ModelSpec model = parse_model_config(kimi(more));
     EXPECT_EQ(mla_pattern(model), "mmm") << more;
     EXPECT_EQ(std::get<MlaSpec>(model.layers[0].spec), first_of(R"("v_head_dim": 64)")) << "elements without a rotation stay in the keys";
-    EXPECT_EQ(model.str().find("convolution"), std::string::npos);
   }
   for (const char* more : {R"("linear_attn_config": {"full_attn_layers": [2]})", R"("linear_attn_config": {"kda_layers": [1, 3]})",
                            R"("linear_attn_config": {"kda_layers": [1, 3], "full_attn_layers": [2]})",
                            R"("layer_types": ["linear_attention", "full_attention", "linear_attention"])"}) {
     const ModelSpec model = parse_model_config(kimi(more));
-    EXPECT_EQ(mla_pattern(model), "rmr") << more;
-    EXPECT_EQ(to_string(model.layers[0].spec),
+    EXPECT_EQ(mla_pattern(model), "crmcr") << more;
+    EXPECT_EQ(to_string(model.layers[0].spec), "short_conv d12288 w4 bf16 plain silu") << "q, k and v together";
+    EXPECT_EQ(to_string(model.layers[1].spec),
               "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first")
         << "the class defaults";
   }
   const ModelSpec named = parse_model_config(
-      kimi(R"("linear_attn_config": {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 4})"));
-  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[2].spec).num_v_heads, 4);
-  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[2].spec).head_dim_k, 16) << "not the head_dim outside";
-  EXPECT_NE(named.str().find("short_conv_kernel_size 4: a causal convolution over 192 channels"), std::string::npos) << named.str();
+      kimi(R"("linear_attn_config": {"kda_layers": [1, 3], "num_heads": 4, "head_dim": 16, "short_conv_kernel_size": 3})"));
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[1].spec).num_v_heads, 4);
+  EXPECT_EQ(std::get<RecurrentSpec>(named.layers[1].spec).head_dim_k, 16) << "not the head_dim outside";
+  EXPECT_EQ(to_string(named.layers[0].spec), "short_conv d192 w3 bf16 plain silu");
+  EXPECT_EQ(test::error_code([] { parse_model_config(kimi(R"("linear_attn_config": {"kda_layers": [1], "short_conv_kernel_size": 9})")); }),
+            "model.field.conv_width");
   const auto code = [](std::string_view more) { return test::error_code([&] { parse_model_config(kimi(more)); }); };
   EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [0]})"), "model.field.linear_attn_config") << "layers count from 1";
   EXPECT_EQ(code(R"("linear_attn_config": {"full_attn_layers": [1, 1]})"), "model.field.linear_attn_config");
@@ -115,9 +118,9 @@ TEST(MlaFamilies, NestedConfigs) {
   const ModelSpec kimi_k3 = parse_model_config(R"({"model_type": "kimi_k3", "text_config": {"model_type": "kimi_linear",
       "num_hidden_layers": 4, "num_attention_heads": 96, "mla_use_output_gate": true, "linear_attn_config": {"kda_layers": [1, 2, 4],
       "full_attn_layers": [3], "num_heads": 96, "head_dim": 128, "gate_lower_bound": -5}}})");
-  EXPECT_EQ(mla_pattern(kimi_k3), "rrmr");
-  EXPECT_EQ(std::get<MlaSpec>(kimi_k3.layers[2].spec).num_heads, 96);
-  EXPECT_EQ(to_string(kimi_k3.layers[0].spec),
+  EXPECT_EQ(mla_pattern(kimi_k3), "crcrmcr");
+  EXPECT_EQ(std::get<MlaSpec>(kimi_k3.layers[4].spec).num_heads, 96);
+  EXPECT_EQ(to_string(kimi_k3.layers[1].spec),
             "recurrent q96 v96 k128 v128 sigmoid channel_gate gate_min=-5 delta sigmoid_beta qk_norm bf16 state f32 v_first");
 }
 
@@ -126,13 +129,14 @@ TEST(MlaFamilies, BailingHybridsHaveKdaOrLightningAttention) {
     return parse_model_config(mla_config(R"("v_head_dim": 64, "layer_group_size": 3)" + more, "bailing_hybrid"));
   };
   const ModelSpec kda = config(R"(, "short_conv_kernel_size": 4, "kda_lower_bound": -4)");
-  EXPECT_EQ(mla_pattern(kda), "rrm");
-  const auto& bounded = std::get<RecurrentSpec>(kda.layers[0].spec);
+  EXPECT_EQ(mla_pattern(kda), "crcrm");
+  EXPECT_EQ(to_string(kda.layers[0].spec), "short_conv d1536 w4 bf16 plain silu");
+  const auto& bounded = std::get<RecurrentSpec>(kda.layers[1].spec);
   EXPECT_EQ(bounded.gate, RecurrentGate::sigmoid);
   EXPECT_EQ(bounded.gate_min, -4.f);
   EXPECT_EQ(bounded.num_v_heads, 8);
   EXPECT_EQ(bounded.head_dim_v, 64);
-  EXPECT_EQ(std::get<RecurrentSpec>(config(R"(, "kda_safe_gate": false)").layers[0].spec).gate, RecurrentGate::softplus);
+  EXPECT_EQ(std::get<RecurrentSpec>(config(R"(, "kda_safe_gate": false)").layers[1].spec).gate, RecurrentGate::softplus);
   const ModelSpec lightning = config("");
   EXPECT_EQ(mla_pattern(lightning), "rrm");
   EXPECT_EQ(to_string(lightning.layers[0].spec), "recurrent q8 v8 k64 v64 fixed bf16 state f32 v_first");

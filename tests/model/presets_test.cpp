@@ -92,10 +92,13 @@ const HybridFacts kHybrids[] = {
 // Recurrent layers, alone or among others.
 struct RecurrentFacts {
   const char* name;
-  int hidden, layers;             // layers: with a cache or a state; where one has both, it is two
-  std::vector<int> attention;     // which of them attend
-  const char* recurrent;          // str() of the others, in bf16
-  int64_t kv_bytes, state_bytes;  // of a token and of a request
+  int hidden, layers;             // layers: with or without a cache
+  std::vector<int> attention;     // the numbers of those that attend
+  const char* recurrent;          // str() of those that are recurrent, in bf16
+  int channels;                   // of the convolutions in front of these, over 4 tokens; 0: they have none
+  bool bias;                      // of the convolutions
+  int64_t kv_bytes, state_bytes;  // of a token, and of a request's recurrences in f32
+  int convs = 0;                  // how many: as many as recurrences
 };
 std::vector<int> every(int interval, int count) {
   std::vector<int> layers;
@@ -104,66 +107,87 @@ std::vector<int> every(int interval, int count) {
 }
 const RecurrentFacts kRecurrentFacts[] = {
     {"qwen3-next-80b-a3b", 2048, 48, every(4, 12), "recurrent q16 v32 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
-     24576, int64_t(36) * 32 * 128 * 128 * 4},
+     8192, false, 24576, int64_t(36) * 32 * 128 * 128 * 4, 36},
     {"qwen3.5-397b-a17b", 4096, 60, every(4, 15), "recurrent q16 v64 k128 v128 softplus delta sigmoid_beta qk_norm bf16 state f32 v_first",
-     30720, int64_t(45) * 64 * 128 * 128 * 4},
+     12288, false, 30720, int64_t(45) * 64 * 128 * 128 * 4, 45},
     {"kimi-linear-48b-a3b",
      2304,
      27,
      {3, 7, 11, 15, 19, 23, 26},
      "recurrent q32 v32 k128 v128 softplus channel_gate delta sigmoid_beta qk_norm bf16 state f32 v_first",
+     12288,
+     false,
      8064,
-     int64_t(20) * 32 * 128 * 128 * 4},
-    {"minimax-01", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 40960,
+     int64_t(20) * 32 * 128 * 128 * 4,
+     20},
+    {"minimax-01", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 0, false, 40960,
      int64_t(70) * 64 * 128 * 128 * 4},
-    {"minimax-m1", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 40960,
+    {"minimax-m1", 6144, 80, every(8, 10), "recurrent q64 v64 k128 v128 fixed scale=1 bf16 state f32 v_first", 0, false, 40960,
      int64_t(70) * 64 * 128 * 128 * 4},
-    // Of 52 layers 23 are experts alone: attention is at 5, 12, 19, 26, 33 and 42 of all.
+    // Of 52 layers 23 are experts alone.
     {"nemotron-3-nano-30b-a3b",
      2688,
-     29,
-     {3, 7, 11, 15, 19, 24},
+     52,
+     {5, 12, 19, 26, 33, 42},
      "recurrent q8 v64 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
      6144,
-     int64_t(23) * 64 * 64 * 128 * 4},
-    // Of 52 layers 24 are MLPs alone: attention is at 7, 18, 29 and 40 of all.
+     true,
+     6144,
+     int64_t(23) * 64 * 64 * 128 * 4,
+     23},
+    // Of 52 layers 24 are MLPs alone.
     {"nemotron-h-8b",
      4096,
-     28,
-     {4, 10, 16, 22},
+     52,
+     {7, 18, 29, 40},
      "recurrent q8 v128 k128 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     10240,
+     true,
      16384,
-     int64_t(24) * 128 * 64 * 128 * 4},
+     int64_t(24) * 128 * 64 * 128 * 4,
+     24},
     {"granite-4-h-small",
      4096,
      40,
      {5, 15, 25, 35},
      "recurrent q1 v128 k128 v64 softplus scaled_values skip scale=1 bf16 state f32 v_first",
+     8448,
+     true,
      16384,
-     int64_t(36) * 128 * 64 * 128 * 4},
+     int64_t(36) * 128 * 64 * 128 * 4,
+     36},
     {"falcon-mamba-7b",
      4096,
      64,
      {},
      "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     8192,
+     true,
      0,
-     int64_t(64) * 8192 * 16 * 4},
+     int64_t(64) * 8192 * 16 * 4,
+     64},
     {"jamba-v0.1",
      4096,
      32,
      {4, 12, 20, 28},
      "recurrent q1 v8192 k16 v1 softplus channel_rates scaled_values skip scale=1 bf16 state f32 v_first",
+     8192,
+     true,
      16384,
-     int64_t(28) * 8192 * 16 * 4},
-    // 13 of 81 layers have both: attention is at 6, 11, 17 and so on of all.
+     int64_t(28) * 8192 * 16 * 4,
+     28},
+    // 13 of 81 layers have both.
     {"zamba2-7b",
      3584,
-     94,
-     {6, 12, 19, 26, 33, 40, 47, 54, 61, 68, 75, 82, 89},
+     81,
+     {6, 11, 17, 23, 29, 35, 41, 47, 53, 59, 65, 71, 77},
      "recurrent q2 v112 k64 v64 softplus gate_min=0.001 scaled_values skip scale=1 bf16 state f32 v_first",
+     7424,
+     true,
      13 * 28672,
-     int64_t(81) * 112 * 64 * 64 * 4},
-    {"ring-mini-linear-2.0", 2048, 20, every(5, 4), "recurrent q16 v16 k128 v128 fixed bf16 state f32 v_first", 4 * 4 * 256 * 2,
+     int64_t(81) * 112 * 64 * 64 * 4,
+     81},
+    {"ring-mini-linear-2.0", 2048, 20, every(5, 4), "recurrent q16 v16 k128 v128 fixed bf16 state f32 v_first", 0, false, 4 * 4 * 256 * 2,
      int64_t(16) * 16 * 128 * 128 * 4},
 };
 
@@ -266,27 +290,44 @@ TEST(Presets, RecurrentOnesMatchTheFacts) {
   for (const RecurrentFacts& facts : kRecurrentFacts) {
     SCOPED_TRACE(facts.name);
     const ModelSpec model = load_model(facts.name).with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
-    ASSERT_EQ(int(model.layers.size()), facts.layers);
+    EXPECT_EQ(model.num_layers, facts.layers);
     EXPECT_EQ(model.hidden_size, facts.hidden);
-    std::vector<int> attention;
-    for (int i = 0; i < facts.layers; ++i) {
-      const LayerSpec& spec = model.layers[size_t(i)].spec;
-      if (std::holds_alternative<RecurrentSpec>(spec)) {
-        EXPECT_EQ(to_string(spec), facts.recurrent);
+    std::vector<int> attention, recurrent, convs;
+    for (const ModelLayer& layer : model.layers) {
+      if (const auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) {
+        EXPECT_EQ(*conv, (ShortConvSpec{.dim = facts.channels,
+                                        .width = 4,
+                                        .bias = facts.bias,
+                                        .dtype = DType::bf16,
+                                        .form = ShortConvForm::plain,
+                                        .activation = ShortConvActivation::silu}));
+        convs.push_back(layer.number);
+      } else if (std::holds_alternative<RecurrentSpec>(layer.spec)) {
+        EXPECT_EQ(to_string(layer.spec), facts.recurrent);
+        recurrent.push_back(layer.number);
       } else {
-        attention.push_back(i);
+        attention.push_back(layer.number);
       }
     }
     EXPECT_EQ(attention, facts.attention);
+    EXPECT_EQ(int(convs.size()), facts.convs);
+    if (facts.convs > 0) {
+      EXPECT_EQ(convs, recurrent);
+    }
     int64_t kv_bytes = 0, state_bytes = 0;
     for (const CacheGroup& group : model.cache_groups) kv_bytes += group.bytes_per_token, state_bytes += group.bytes_per_slot;
     EXPECT_EQ(kv_bytes, facts.kv_bytes);
-    EXPECT_EQ(state_bytes, facts.state_bytes);
+    EXPECT_EQ(state_bytes, facts.state_bytes + int64_t(facts.convs) * 3 * facts.channels * 2) << "and 3 rows of bf16 in front of each";
   }
-  EXPECT_NEAR(load_model("zamba2-7b").layers[6].attention().scale(), 1 / std::sqrt(112.), 1e-7) << "half of a head's dimension";
-  EXPECT_EQ(load_model("zamba2-7b").layers[6].name, "decoder.6.attention");
-  EXPECT_EQ(load_model("granite-4-h-small").layers[5].attention().scale(), 0.0078125f);
-  EXPECT_EQ(load_model("nemotron-3-nano-30b-a3b").layers[3].name, "decoder.5") << "layers without a cache are counted, but not there";
+  const auto attention_of = [](std::string_view name) {  // the first that a model has
+    for (const ModelLayer& layer : load_model(name).layers)
+      if (std::holds_alternative<AttentionSpec>(layer.spec)) return layer;
+    return ModelLayer{};
+  };
+  EXPECT_NEAR(attention_of("zamba2-7b").attention().scale(), 1 / std::sqrt(112.), 1e-7) << "half of a head's dimension";
+  EXPECT_EQ(attention_of("zamba2-7b").name, "decoder.6.attention");
+  EXPECT_EQ(attention_of("granite-4-h-small").attention().scale(), 0.0078125f);
+  EXPECT_EQ(attention_of("nemotron-3-nano-30b-a3b").name, "decoder.5") << "layers without a cache are counted, but not there";
 }
 
 TEST(Presets, LatentOnesMatchTheFacts) {

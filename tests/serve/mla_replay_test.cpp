@@ -3,6 +3,7 @@
 
 #include "expect_error.h"
 #include "serve/replay.h"
+#include "serve/report.h"
 #include "serve/tiny_model.h"
 
 namespace imbrex::serve {
@@ -15,6 +16,7 @@ ModelSpec tiny_mla_model(const MlaSpec& spec, int layers) {
   for (int i = 0; i < layers; ++i) {
     ModelLayer& layer = model.layers.emplace_back();
     layer.name = "decoder." + std::to_string(i);
+    layer.number = model.num_layers++;
     layer.spec = spec;
   }
   return model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
@@ -41,6 +43,7 @@ TEST(MlaReplay, RunsATraceToItsEndAndChecksEveryOutput) {
     EXPECT_EQ(r.kinds[0].family, "mla");
     EXPECT_EQ(r.kv_format, "latent");
     EXPECT_GT(r.kinds[0].kv_write_s, 0);
+    EXPECT_NE(report_text(r, {}).find("(same seed and steps, same bits: whatever the number of threads)"), std::string::npos);
   }
 }
 

@@ -1,6 +1,8 @@
 // The replay of models with recurrent layers: states of every kind beside pages, same bits however it is batched, and mistakes noticed.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "conformance/recurrent/cases.h"
 #include "expect_error.h"
 #include "model/groups.h"
@@ -20,6 +22,7 @@ ModelSpec tiny_recurrent_model(const std::vector<std::string>& names, const std:
   for (const std::string& name : names) {
     ModelLayer& layer = model.layers.emplace_back();
     layer.name = "decoder." + std::to_string(model.layers.size() - 1);
+    layer.number = model.num_layers++;
     if (name == "attention" || name == "short_conv") {
       layer.spec = tiny_hybrid_model(name == "attention" ? "a" : "c", 16).layers[0].spec;
       continue;
@@ -55,7 +58,7 @@ TEST(RecurrentReplay, RunsATraceToItsEndAndChecksEveryOutput) {
   const int64_t tokens = r.prefill_tokens + r.decode_tokens;
   EXPECT_GT(r.verified_outputs, tokens * 9);  // of value heads that have few numbers, several are one output
   EXPECT_EQ(r.state_layers.tokens, tokens);
-  EXPECT_NE(report_text(r, {}).find("8 state slots"), std::string::npos);
+  EXPECT_NE(report_text(r, {}).find("16 state slots"), std::string::npos);
 }
 
 // Layers whose states have the same shape and type share a group, whatever else they do.
@@ -124,7 +127,8 @@ TEST(RecurrentReplay, VerificationNoticesWrongFinalStates) {
   register_backend<RecurrentFamily>(backend);
   const Trace trace = tree_trace(6, 16, 60, 1, 1);
   ReplayOptions options = small_options();
-  options.max_num_batched_tokens = 512;  // a prompt is not cut
+  options.max_num_batched_tokens = 512;  // a prompt is not cut, nor for a state of its prefix
+  options.prefix_sharing = false;
   options.select.forced = "mistaken";
   for (const char* layer : {"gdn", "mamba2", "mamba1"}) {
     const ModelSpec model = tiny_recurrent_model({layer});
@@ -151,7 +155,7 @@ TEST(RecurrentReplay, StatesOfFewerBits) {
   const ReplayResult r = replay(model, tree_trace(6, 16, 60, 12, 1), small_options());
   EXPECT_TRUE(r.complete);
   EXPECT_LE(r.verify_max_ratio, 1);
-  EXPECT_EQ(r.kv_bytes, 6 * (recurrent(model, 0).state_bytes() + recurrent(model, 1).state_bytes()));
+  EXPECT_EQ(r.kv_bytes, 2 * 6 * (recurrent(model, 0).state_bytes() + recurrent(model, 1).state_bytes()));
 }
 
 TEST(RecurrentReplay, UsefulWorkIsCounted) {
@@ -173,6 +177,102 @@ TEST(RecurrentReplay, RefusesLayersWhoseStatesGrow) {
   EXPECT_EQ(code("gdn", [](RecurrentSpec& s) { s.qk_norm = false; }), "replay.recurrent.growth");
   EXPECT_EQ(code("gdn", [](RecurrentSpec& s) { s.sigmoid_beta = false; }), "replay.recurrent.growth");
   EXPECT_EQ(code("gdn", [](RecurrentSpec& s) { s.gate = RecurrentGate::log; }), "replay.recurrent.growth");
+}
+
+// Small models as their config.json says: a convolution in front of each recurrence, each with a state of its own beside the pages.
+struct SmallConfig {
+  const char* name;
+  const char* text;
+  int layers, recurrences;  // as the model counts them
+};
+constexpr SmallConfig kSmallConfigs[] = {
+    {"qwen3_next", R"({"model_type": "qwen3_next", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "linear_key_head_dim": 16, "linear_value_head_dim": 24})",
+     4, 3},
+    {"kimi_linear", R"({"model_type": "kimi_linear", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 3,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+         "v_head_dim": 16, "linear_attn_config": {"num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4, "kda_layers": [1, 2],
+         "full_attn_layers": [3]}})",
+     3, 2},
+    {"nemotron_h", R"({"model_type": "nemotron_h", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 6,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16,
+         "ssm_state_size": 32, "n_groups": 2, "conv_kernel": 4, "hybrid_override_pattern": "ME*M-E"})",
+     6, 2},
+    {"jamba", R"({"model_type": "jamba", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4,
+         "mamba_expand": 2})",
+     3, 2},
+    {"falcon_h1", R"({"model_type": "falcon_h1", "dtype": "bfloat16", "hidden_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64,
+         "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_expand": 2})",
+     2, 2}};
+
+TEST(RecurrentReplay, ModelsHaveConvolutionsInFrontOfTheirRecurrences) {
+  const Trace trace = tree_trace(10, 16, 60, 12, 1);
+  ReplayOptions options = small_options();
+  options.max_num_batched_tokens = 20;
+  for (const SmallConfig& config : kSmallConfigs) {
+    SCOPED_TRACE(config.name);
+    const ModelSpec model = parse_model_config(config.text);
+    const ReplayResult r = replay(model, trace, options);
+    EXPECT_TRUE(r.complete);
+    EXPECT_EQ(r.num_layers, config.layers);
+    EXPECT_EQ(r.model_layers, config.layers);
+    EXPECT_LE(r.verify_max_ratio, 1);
+    ASSERT_EQ(r.groups.size(), 3u);
+    int64_t states = 0, outputs = 0, conv_bytes = 0, recurrent_bytes = 0;  // of a request, and of a token
+    for (const ModelLayer& layer : model.layers) {
+      if (const auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) {
+        conv_bytes += conv->state_bytes(), ++states, ++outputs;
+      } else if (const auto* const spec = std::get_if<RecurrentSpec>(&layer.spec)) {
+        recurrent_bytes += spec->state_bytes(), states += RecurrentTarget::heads_of(*spec), outputs += RecurrentTarget::heads_of(*spec);
+      } else if (const auto* const spec = std::get_if<AttentionSpec>(&layer.spec)) {
+        outputs += spec->group_size();
+      } else {
+        ++outputs;  // a head of latent attention
+      }
+    }
+    int64_t steps_of_requests = 0;  // each leaves a state
+    for (const ReplayPoint& point : r.series) steps_of_requests += std::llround(point.running * double(point.steps));
+    EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * outputs);
+    EXPECT_GT(r.verified_states, (r.prefill_tokens + r.decode_tokens) / 20 * states);
+    EXPECT_LE(r.verified_states, steps_of_requests * states);
+    for (const ReplayGroup& group : r.groups) {
+      if (group.name == "short_conv") {
+        EXPECT_EQ(group.bytes, group.num_slots * conv_bytes);
+      }
+      if (group.name == "recurrent") {
+        EXPECT_EQ(group.bytes, group.num_slots * recurrent_bytes);
+      }
+      if (group.name == "short_conv" || group.name == "recurrent") {
+        EXPECT_EQ(group.num_layers, config.recurrences);
+        EXPECT_EQ(group.num_slots, 16);
+      }
+    }
+    EXPECT_NE(report_text(r, {}).find(" plain silu"), std::string::npos);
+  }
+}
+
+// The first layers as the model counts them, with all that they have.
+TEST(RecurrentReplay, TheFirstLayersOfAModel) {
+  const Trace trace = tree_trace(3, 16, 30, 4, 1);
+  const ModelSpec model = parse_model_config(kSmallConfigs[2].text);
+  ReplayOptions options = small_options();
+  options.num_layers = 3;
+  const ReplayResult r = replay(model, trace, options);
+  EXPECT_EQ(r.num_layers, 3);
+  EXPECT_EQ(r.model_layers, 6);
+  ASSERT_EQ(r.kinds.size(), 3u);
+  EXPECT_EQ(r.kinds[0].layers, (std::vector<int>{0}));
+  EXPECT_EQ(r.kinds[1].layers, (std::vector<int>{0}));
+  EXPECT_EQ(r.kinds[2].layers, (std::vector<int>{2}));
+  options.num_layers = 7;
+  EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.num_layers.model");
+  ModelSpec late = model;
+  std::erase_if(late.layers, [](const ModelLayer& layer) { return layer.number == 0; });
+  options.num_layers = 2;
+  EXPECT_EQ(test::error_code([&] { replay(late, trace, options); }), "replay.num_layers.model") << "none of the two has a cache";
 }
 
 }  // namespace

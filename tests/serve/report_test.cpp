@@ -49,6 +49,9 @@ ReplayResult sample() {
     r.groups.push_back({k.group, 2, 20000, int64_t(2) << 30, i ? 0.6 : 0.02, i ? 0.95 : 0.04, i ? 1234 : 0, 0});
   }
   r.kv_bytes = int64_t(4) << 30;
+  r.padding_bytes = 4096;
+  r.rest_bytes = int64_t(64) << 20;
+  r.unfilled_share = 0.0123;
   r.complete = true;
   r.requests = r.finished_requests = 200;
   r.steps = 4321;
@@ -101,7 +104,8 @@ ReportContext context() {
 TEST(Report, TextHasTheMainNumbers) {
   const std::string text = report_text(sample(), context());
   for (const char* part : {"gpt-oss-20b", "200 of 200 requests", "33.3 %", "1196.5", "78.6 %", "cpu_avx512", "first of 3 that run it",
-                           "5120 outputs recomputed", "0123456789abcdef", "95.0 %"}) {
+                           "5120 outputs recomputed", "0123456789abcdef", "95.0 %",
+                           "lost: 4.00 KiB to padding, 64.0 MiB to a rest that no block fits (1.54 % of all); 1.23 % of what requests"}) {
     EXPECT_TRUE(contains(text, part)) << part << "\n" << text;
   }
   EXPECT_FALSE(contains(text, "stopped early"));
@@ -138,6 +142,8 @@ TEST(Report, JsonHoldsTheResult) {
   EXPECT_EQ(j["series"]["occupancy"][1].size(), 120u);
   EXPECT_DOUBLE_EQ(j["throughput"]["output_tokens_per_s"].get<double>(), 68200 / 57.0);
   EXPECT_EQ(j["ceilings"]["flop_per_s"], 290e9);
+  EXPECT_EQ(j["waste"]["padding_bytes"], 4096);
+  EXPECT_DOUBLE_EQ(j["waste"]["share"].get<double>(), (4096. + (64 << 20)) / (4096. * 1048576 + (64 << 20)));
 }
 
 TEST(Report, PageStandsAlone) {

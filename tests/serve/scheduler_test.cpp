@@ -228,59 +228,6 @@ TEST(Scheduler, StormsOfPreemptionEnd) {
   }
 }
 
-// The test remembers for each slot which request's state it holds, and after which token. A request that continues must find its own state
-// there; one that begins must say so.
-TEST(Scheduler, EveryStateIsFoundWhereItWasLeft) {
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
-    SCOPED_TRACE(seed);
-    const ModelSpec model = tiny_hybrid_model("cab", 4);
-    const Trace trace = tree_trace(60, 8, 70, 50, seed, seed % 2 ? 0 : 1.5);
-    const int num_slots = seed < 3 ? 5 : 16;
-    Scheduler scheduler(model, {.max_num_batched_tokens = 32,
-                                .max_num_seqs = 16,
-                                .max_seq_len = 128,
-                                .num_blocks = {0, 33},
-                                .num_slots = num_slots,
-                                .prefix_block = 8,
-                                .seed = seed});
-    for (size_t i = 0; i < trace.requests.size(); ++i) scheduler.add(trace.requests[i], int(i), trace.requests[i].arrival_s);
-    std::vector<std::pair<int, int>> memory(size_t(num_slots), {-1, -1});
-    StepPlan plan;
-    double now = 0, peak = 0;
-    while (!scheduler.done()) {
-      if (!scheduler.step(now, plan)) {
-        now = *scheduler.next_arrival();
-        continue;
-      }
-      EXPECT_NO_THROW(scheduler.check());
-      const Batch states = plan.batch(0), pages = plan.batch(1);
-      ASSERT_EQ(int(states.state_slots.size()), plan.num_reqs());
-      EXPECT_TRUE(states.block_table.empty() && states.slot_mapping.empty());
-      EXPECT_TRUE(pages.state_slots.empty());
-      EXPECT_EQ(pages.block_table.size(0), plan.num_reqs());
-      std::set<int32_t> slots;
-      for (int r = 0; r < plan.num_reqs(); ++r) {
-        const int id = plan.request_ids[size_t(r)];
-        ASSERT_TRUE(slots.insert(states.state_slots[size_t(r)]).second) << "a slot has two requests";
-        auto& at = memory[size_t(states.state_slots[size_t(r)])];
-        if (states.context_len(r) > 0) {
-          ASSERT_EQ(at, std::pair(id, states.context_len(r)));
-        }
-        at = {id, states.seq_lens[size_t(r)]};
-      }
-      EXPECT_LE(scheduler.num_running(), num_slots);
-      peak = std::max(peak, scheduler.occupancy(0));
-      scheduler.finish_step(now += 1);
-      EXPECT_NO_THROW(scheduler.check());
-    }
-    EXPECT_EQ(scheduler.occupancy(0), 0) << "slots leaked";
-    EXPECT_EQ(scheduler.finished().size(), trace.requests.size());
-    EXPECT_EQ(scheduler.stats().prefix_hit_tokens, 0);
-    EXPECT_EQ(peak, num_slots == 5 ? 1 : peak);
-    EXPECT_GT(scheduler.stats().preemptions, 0) << "does not test what it should";
-  }
-}
-
 TEST(Scheduler, SharedPrefixesAreComputedOnce) {
   Trace trace;
   trace.prefix_block = 16;

@@ -26,6 +26,7 @@ inline ModelSpec tiny_model(const std::vector<Mask>& masks, int block_size, int 
     layer.attention().block_size = block_size;
     layer.attention().mask = mask;
     layer.name = "decoder." + std::to_string(model.layers.size());
+    layer.number = model.num_layers++;
     size_t group = 0;
     while (group < model.cache_groups.size() && model.cache_groups[group].name != mask.str()) ++group;
     if (group == model.cache_groups.size()) model.cache_groups.push_back({.name = mask.str(), .layers = {}, .bytes_per_token = 0});
@@ -46,6 +47,7 @@ inline ModelSpec tiny_hybrid_model(std::string_view layers, int block_size, int 
   for (const char kind : layers) {
     ModelLayer& layer = model.layers.emplace_back();
     layer.name = "decoder." + std::to_string(model.layers.size() - 1);
+    layer.number = model.num_layers++;
     if (kind == 'a' || kind == 'w') {
       AttentionSpec spec{.num_q_heads = 4, .num_kv_heads = 2, .head_dim_qk = 16, .head_dim_v = 16};
       if (kind == 'w') spec.mask = {.causal = true, .window_left = 23};

@@ -65,6 +65,9 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   options.verify_fraction = 1;
   options.num_blocks = 10;
   const ReplayResult r = replay(model, trace, options);
+  options.num_blocks = 100;
+  const Trace alike = tree_trace(12, 16, 90, 6, 3);
+  const ReplayResult shared = replay(model, alike, options);
   unregister_backend<ShortConvFamily>("waiting_conv");
   fake::state().on_launch = nullptr, fake::state().param_sizes.clear(), fake::state().launches.clear();
   EXPECT_TRUE(r.complete);
@@ -75,6 +78,10 @@ TEST(GpuHybridReplay, EveryOutputIsThatOfTheReference) {
   EXPECT_EQ(r.verified_outputs, (r.prefill_tokens + r.decode_tokens) * (3 + 4 * 2));
   options.device = "cpu";
   options.select.forced = "reference";
+  EXPECT_GT(shared.prefix_hit_tokens, 0);
+  EXPECT_GT(shared.kept_states, 0) << "copied in the device's memory";
+  EXPECT_EQ(shared.digest, replay(model, alike, options).digest);
+  options.num_blocks = 10;
   const ReplayResult cpu = replay(model, trace, options);
   EXPECT_EQ(r.digest, cpu.digest);
   EXPECT_EQ(r.decode_digest, cpu.decode_digest);

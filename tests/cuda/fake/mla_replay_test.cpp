@@ -19,6 +19,7 @@ TEST(GpuMlaReplay, EveryOutputIsWithinItsBound) {
   for (const char* name : {"decoder.0", "decoder.1"}) {
     ModelLayer& layer = model.layers.emplace_back();
     layer.name = name;
+    layer.number = model.num_layers++;
     layer.spec = spec;
   }
   model = model.with_kv(DType::bf16, DType::bf16, KvFormat::strided, 16);
