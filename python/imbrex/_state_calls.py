@@ -131,6 +131,7 @@ def recurrent(
     state: Tensor,
     requests: Requests,
     *,
+    gate_kind: str,
     gate: Optional[Tensor] = None,
     beta: Optional[Tensor] = None,
     rates: Optional[Tensor] = None,
@@ -138,7 +139,10 @@ def recurrent(
     skip: Optional[Tensor] = None,
     **fields: Hashable,
 ) -> Tensor:
-    """The recurrence over q, k and v [num_tokens, heads, head_dim]; state [requests, value heads, ..] is read and written. fields: others of RecurrentSpec."""
+    """The recurrence over q, k and v [num_tokens, heads, head_dim]; state [requests, value heads, ..] is read and written.
+
+    gate_kind: RecurrentSpec.gate; fields: others of it.
+    """
     if not len(q):
         return v.new_empty(v.shape)
     fields = dict(
@@ -148,6 +152,7 @@ def recurrent(
         head_dim_v=v.shape[2],
         dtype=dtype_name(q),
         state_dtype=dtype_name(state),
+        gate=gate_kind,
         skip=skip is not None,
         **fields,
     )
