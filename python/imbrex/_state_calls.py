@@ -52,10 +52,11 @@ class Surface:
 
 
 class Requests(NamedTuple):
-    """Whose tokens are whose: those of request i lie from starts[i] to starts[i + 1], and it has earlier ones if history[i]. Its state is in row i."""
+    """Whose tokens are whose: those of request i lie from starts[i] to starts[i + 1], it has earlier ones if history[i], and its state is in row slots[i], or i."""
 
     starts: Tuple[int, ...]
     history: Tuple[bool, ...]
+    slots: Optional[Tuple[int, ...]] = None
 
     @property
     def any_empty(self) -> bool:
@@ -68,10 +69,14 @@ def equal_requests(count: int, length: int, history: bool) -> Requests:
     return Requests(tuple(i * length for i in range(count + 1)), (history,) * count)
 
 
+def tight(x: Tensor) -> Tensor:
+    """The tensor, copied if the numbers of its last dimension do not lie together."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def rows(x: Tensor) -> Tensor:
     """[batch, length, ..] as [batch * length, ..], whose last dimension is contiguous; a copy where there is no such view."""
-    x = x.flatten(0, 1)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return tight(x.flatten(0, 1))
 
 
 def f32(x: Optional[Tensor]) -> Optional[Tensor]:
@@ -96,15 +101,16 @@ def _find(plan_class: Any, spec_class: Any, fields: Tuple[Tuple[str, Hashable], 
         del arguments["max_query_len"]
         return plan_class(spec_class(**dict(fields)), device, **arguments)
 
-    starts, history = requests
+    starts, history, slots = requests
     longest = max(b - a for a, b in zip(starts, starts[1:])) + 1
     kept = _plans.find((spec_class, device, stream, fields), Limits(len(history), starts[-1], longest), make)
     if kept.batch != requests:
         kept.batch = None
         begin = torch.tensor(starts, dtype=torch.int32, device=_CPU)
         earlier = torch.tensor(history, dtype=torch.int32, device=_CPU)
+        rows_of = torch.tensor(range(len(history)) if slots is None else slots, dtype=torch.int32, device=_CPU)
         # How many tokens there were before does not matter, only whether there were any.
-        kept.plan.update(begin, begin[1:] - begin[:-1] + earlier, torch.arange(len(history), dtype=torch.int32, device=_CPU), stream=stream)
+        kept.plan.update(begin, begin[1:] - begin[:-1] + earlier, rows_of, stream=stream)
         kept.batch = requests
     return kept.plan
 
