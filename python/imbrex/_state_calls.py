@@ -52,11 +52,15 @@ class Surface:
 
 
 class Requests(NamedTuple):
-    """Whose tokens are whose: those of request i lie from starts[i] to starts[i + 1], it has earlier ones if history[i], and its state is in row slots[i], or i."""
+    """Whose tokens are whose: those of request i lie from starts[i] to starts[i + 1], it has earlier ones if history[i], and its state is in row slots[i], or i.
+
+    drafts: so many of each request's last tokens are drafts, and so many of the step before were kept.
+    """
 
     starts: Tuple[int, ...]
     history: Tuple[bool, ...]
     slots: Optional[Tuple[int, ...]] = None
+    drafts: int = 0
 
     @property
     def any_empty(self) -> bool:
@@ -64,9 +68,9 @@ class Requests(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def equal_requests(count: int, length: int, history: bool) -> Requests:
+def equal_requests(count: int, length: int, history: bool, drafts: int = 0) -> Requests:
     """Requests of one length each."""
-    return Requests(tuple(i * length for i in range(count + 1)), (history,) * count)
+    return Requests(tuple(i * length for i in range(count + 1)), (history,) * count, drafts=drafts)
 
 
 def tight(x: Tensor) -> Tensor:
@@ -101,22 +105,23 @@ def _find(plan_class: Any, spec_class: Any, fields: Tuple[Tuple[str, Hashable], 
         del arguments["max_query_len"]
         return plan_class(spec_class(**dict(fields)), device, **arguments)
 
-    starts, history, slots = requests
+    starts, history, slots, drafts = requests
     longest = max(b - a for a, b in zip(starts, starts[1:])) + 1
     kept = _plans.find((spec_class, device, stream, fields), Limits(len(history), starts[-1], longest), make)
     if kept.batch != requests:
         kept.batch = None
-        begin = torch.tensor(starts, dtype=torch.int32, device=_CPU)
-        earlier = torch.tensor(history, dtype=torch.int32, device=_CPU)
-        rows_of = torch.tensor(range(len(history)) if slots is None else slots, dtype=torch.int32, device=_CPU)
+        begin, earlier, rows_of, kept_drafts = (
+            torch.tensor(x, dtype=torch.int32, device=_CPU) for x in (starts, history, slots or range(len(history)), [drafts] * len(history))
+        )
+        options = dict(num_drafts=kept_drafts, accepted_drafts=kept_drafts) if drafts else {}
         # How many tokens there were before does not matter, only whether there were any.
-        kept.plan.update(begin, begin[1:] - begin[:-1] + earlier, rows_of, stream=stream)
+        kept.plan.update(begin, begin[1:] - begin[:-1] + earlier, rows_of, stream=stream, **options)
         kept.batch = requests
     return kept.plan
 
 
 def short_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], state: Tensor, requests: Requests, silu: bool) -> Tensor:
-    """The plain convolution of x [num_tokens, dim], of one type with weight [dim, width]; state [requests, width - 1, dim] is read and written."""
+    """The plain convolution of x [num_tokens, dim], of one type with weight [dim, width]; state [requests, width - 1 + drafts, dim] is read and written."""
     if not len(x):
         return x.new_empty(x.shape)
     fields = (
@@ -124,6 +129,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], state: Tensor,
         ("width", weight.shape[1]),
         ("bias", bias is not None),
         ("dtype", dtype_name(x)),
+        ("num_drafts", requests.drafts),
         ("form", "plain"),
         ("activation", "silu" if silu else "none"),
     )

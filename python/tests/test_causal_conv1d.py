@@ -99,7 +99,7 @@ def test_packed_sequences(device, given):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("held", [3, 4, 9])
+@pytest.mark.parametrize("held", [3, 4, 6, 9])
 @pytest.mark.parametrize("by_token", [False, True])
 def test_update(device, dtype, held, by_token):
     """One token, and some, behind a state that holds as many as are needed, or more."""

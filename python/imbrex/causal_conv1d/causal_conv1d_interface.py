@@ -10,6 +10,8 @@ Tensor = torch.Tensor
 
 _surface = _state_calls.Surface("imbrex.causal_conv1d")
 
+_MOST_DRAFTS = 64  # of ShortConvSpec
+
 
 def _is_silu(activation: Optional[str]) -> bool:
     if activation not in (None, "silu", "swish"):
@@ -102,23 +104,25 @@ def _update(x: Tensor, conv_state: Tensor, weight: Tensor, bias: Optional[Tensor
     batch, dim, length = x.shape
     kept, held = weight.shape[1] - 1, conv_state.shape[2]
     dtype = _state_calls.compute_type(x, weight, bias, conv_state)
-    if cache_seqlens is None:
-        earlier = conv_state[:, :, held - kept :]
-    else:
-        at = (torch.arange(-kept, 0, device=x.device) + cache_seqlens.unsqueeze(1)) % held
-        earlier = conv_state.gather(2, at.unsqueeze(1).expand(-1, dim, -1))
-    state = earlier.transpose(1, 2).to(dtype).clone(memory_format=torch.contiguous_format)
     weight, bias = _to_type(dtype, weight, bias)
-    requests = _state_calls.equal_requests(batch, length, True)
-    out = _state_calls.short_conv(_state_calls.rows(x.to(dtype).transpose(1, 2)), weight, bias, state, requests, silu)
+    tokens = _state_calls.rows(x.to(dtype).transpose(1, 2))
     if cache_seqlens is not None:
         if length > held:
             raise _surface.wrong("x", f"at most {held} tokens, which the circular conv_state has room for", length)
-        at = (torch.arange(length, device=x.device) + cache_seqlens.unsqueeze(1)) % held
-        conv_state.scatter_(2, at.unsqueeze(1).expand(-1, dim, -1), x.to(conv_state.dtype))
-    elif held == kept:
-        conv_state.copy_(state.transpose(1, 2))
+        at = (torch.arange(-kept, length, device=x.device) + cache_seqlens.unsqueeze(1)).remainder(held).unsqueeze(1).expand(-1, dim, -1)
+        state = conv_state.gather(2, at[:, :, :kept]).transpose(1, 2).to(dtype).contiguous()
+        out = _state_calls.short_conv(tokens, weight, bias, state, _state_calls.equal_requests(batch, length, True), silu)
+        conv_state.scatter_(2, at[:, :, kept:], x.to(conv_state.dtype))
+    elif held - kept <= min(length, _MOST_DRAFTS):
+        # A state of more than width - 1 tokens is one behind drafts that were all kept, and is left as one of drafts.
+        by_token = conv_state.transpose(1, 2)
+        state = by_token if by_token.dtype == dtype and by_token.stride(2) == 1 else by_token.to(dtype).contiguous()
+        out = _state_calls.short_conv(tokens, weight, bias, state, _state_calls.equal_requests(batch, length, True, held - kept), silu)
+        if state is not by_token:
+            conv_state.copy_(state.transpose(1, 2))
     else:
+        state = conv_state[:, :, held - kept :].transpose(1, 2).to(dtype).clone(memory_format=torch.contiguous_format)
+        out = _state_calls.short_conv(tokens, weight, bias, state, _state_calls.equal_requests(batch, length, True), silu)
         conv_state.copy_(torch.cat((conv_state, x.to(conv_state.dtype)), 2)[:, :, -held:])
     return out.view(batch, length, dim).transpose(1, 2).to(x.dtype)
 
