@@ -9,7 +9,7 @@ from imbrex import causal_conv1d  # noqa: E402
 from imbrex.causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states  # noqa: E402
 from torch_reference import DEVICES, near  # noqa: E402
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 2e-5 if torch.cuda.is_available() else 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BATCH, DIM = 3, 20
 
 # Parameters of causal_conv1d 1.7 with their defaults.
@@ -93,7 +93,7 @@ def test_packed_sequences(device, given):
     x, weight, bias = numbers(device, torch.float32, BATCH, DIM, 11), numbers(device, torch.float32, DIM, 4), numbers(device, torch.float32, DIM)
     states = numbers(device, torch.float32, BATCH, DIM, 3) if given else None
     out = causal_conv1d.causal_conv1d_fn(x, weight, bias, sequence, states, activation="silu")
-    near(out, reference(x, weight, bias, True, states, sequence)[0], 2e-6)
+    near(out, reference(x, weight, bias, True, states, sequence)[0], TOLERANCE[torch.float32])
     assert (out[0, :, -2:] == 0).all()
 
 
@@ -124,7 +124,7 @@ def test_circular_state(device):
     for length in (2, 1, 5, 3, 1):
         places = torch.full((BATCH,), at, dtype=torch.int32, device=device)
         out = causal_conv1d.causal_conv1d_update(x[..., at : at + length], state, weight, cache_seqlens=places)
-        near(out, expected[..., at : at + length], 2e-6)
+        near(out, expected[..., at : at + length], TOLERANCE[torch.float32])
         at += length
     assert torch.equal(state, torch.stack([x[..., t] for t in (10, 11, 7, 8, 9)], -1))
 
@@ -137,7 +137,7 @@ def test_rows_of_a_larger_state(device):
     x, before = numbers(device, torch.float32, BATCH, DIM), state.clone()
     out = causal_conv1d.causal_conv1d_update(x, state, weight, conv_state_indices=slots)
     for row, slot in ((0, 5), (2, 2)):
-        near(out[row], reference(x[row, :, None][None], weight, None, False, before[slot][None])[0][0, :, 0], 2e-6)
+        near(out[row], reference(x[row, :, None][None], weight, None, False, before[slot][None])[0][0, :, 0], TOLERANCE[torch.float32])
         assert torch.equal(state[slot], torch.cat((before[slot][:, 1:], x[row, :, None]), -1))
         before[slot] = state[slot]
     assert (out[1] == 0).all() and torch.equal(state, before)

@@ -6,10 +6,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from imbrex.fla import ops  # noqa: E402
-from recurrent_reference import near, recurrence  # noqa: E402
+from recurrent_reference import FLOAT, near, recurrence  # noqa: E402
 from torch_reference import DEVICES  # noqa: E402
 
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: FLOAT, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 B, T, H, HV, K, V = 2, 19, 2, 4, 16, 24
 
 # Parameters of fla-core 0.6 with their defaults.
@@ -219,8 +219,8 @@ def test_token_by_token(case, device):
         out, state = function(*inputs, initial_state=state, output_final_state=True, **own)
         outs.append(out)
         at += length
-    near(torch.cat(outs, 1), whole.double(), 2e-6)
-    near(state, final.double(), 2e-6)
+    near(torch.cat(outs, 1), whole.double(), FLOAT)
+    near(state, final.double(), FLOAT)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -238,8 +238,8 @@ def test_sequences_of_different_lengths(device, given):
         own = None if states is None else states[i : i + 1]
         expected, state = recurrence(*(x[:, begin:end] for x in tensors), state=own, norm=True)
         if end > begin:
-            near(out[:, begin:end], expected, 5e-6)
-        near(final[i : i + 1], state, 5e-6)
+            near(out[:, begin:end], expected, FLOAT)
+        near(final[i : i + 1], state, FLOAT)
 
 
 @pytest.mark.parametrize("name", ["state_v_first", "transpose_state_layout"])
@@ -250,8 +250,8 @@ def test_states_with_values_first(name):
     options = dict(initial_state=turned, output_final_state=True, use_qk_l2norm_in_kernel=True)
     for function in (ops.chunk_gated_delta_rule, ops.fused_recurrent_gated_delta_rule):
         out, state = function(*layer.qkv, g=layer.g, beta=layer.beta, **options, **{name: True})
-        near(out, expected, 5e-6)
-        near(state.transpose(2, 3), final, 5e-6)
+        near(out, expected, FLOAT)
+        near(state.transpose(2, 3), final, FLOAT)
 
 
 def test_parts_of_a_wider_projection():
@@ -262,7 +262,7 @@ def test_parts_of_a_wider_projection():
     tensors = q.view(B, T, H, K), k.view(B, T, H, K), v.view(B, T, HV, V)
     beta = layer.beta.to(torch.bfloat16)
     out, _ = ops.chunk_gated_delta_rule(*tensors, layer.g, beta, use_qk_l2norm_in_kernel=True, chunk_size=32)
-    near(out, recurrence(*tensors, layer.g, beta, norm=True)[0], 5e-6)
+    near(out, recurrence(*tensors, layer.g, beta, norm=True)[0], FLOAT)
 
 
 def test_empty():
@@ -337,4 +337,4 @@ def test_threads_have_plans_of_their_own():
 
     with ThreadPoolExecutor(4) as pool:
         for layer, out in zip(layers, pool.map(run, layers)):
-            near(out, recurrence(*layer.qkv, layer.g, layer.beta, norm=True)[0], 5e-6)
+            near(out, recurrence(*layer.qkv, layer.g, layer.beta, norm=True)[0], FLOAT)
