@@ -57,7 +57,7 @@ def numbers(device, dtype, *shape, by_token=False):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(one_thread):
     torch.manual_seed(5)
 
 

@@ -58,7 +58,7 @@ def test_signature(name):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(one_thread):
     torch.manual_seed(9)
 
 

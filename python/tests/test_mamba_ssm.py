@@ -50,7 +50,7 @@ def test_signature(function):
 
 
 @pytest.fixture(autouse=True)
-def seed():
+def seed(one_thread):
     torch.manual_seed(4)
 
 

@@ -85,12 +85,9 @@ MORE = {name: model for name, model in MORE.items() if hasattr(transformers, mod
 
 
 @pytest.fixture(autouse=True)
-def no_grad():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of layers that are this small threads would do nothing but wait for each other
+def no_grad(one_thread):
     with torch.no_grad():
         yield
-    torch.set_num_threads(threads)
 
 
 def model_of(name, device="cpu", dtype=torch.float32):

@@ -82,7 +82,7 @@ def _run(kernel: Callable, taken: FrozenSet[str], module: torch.nn.Module, args:
 def _dispatcher(original: Callable, kernel: Callable) -> Callable:
     taken = frozenset(inspect.signature(kernel).parameters)
 
-    @functools.wraps(original)
+    @functools.wraps(original, updated=())  # it may be a module, with a dictionary of its own
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not _running.modules or not (args[0].is_cpu or args[0].is_cuda):
             return original(*args, **kwargs)
