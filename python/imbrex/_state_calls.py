@@ -8,7 +8,7 @@ from typing import Any, Hashable, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from . import _core
-from ._frameworks import device_name, dtype_name, stream_address
+from ._frameworks import device_name, stream_address
 from ._plan_cache import Limits, PlanCache
 from .recurrent import RecurrentPlan
 from .short_conv import ShortConvPlan
@@ -16,6 +16,8 @@ from .short_conv import ShortConvPlan
 Tensor = torch.Tensor
 
 _CPU = torch.device("cpu")  # named wherever a tensor of the host is made: the default device may be another one
+
+_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 _plans = PlanCache()
 
@@ -87,6 +89,12 @@ def f32(x: Optional[Tensor]) -> Optional[Tensor]:
     return None if x is None else x.to(torch.float32).contiguous()
 
 
+def _type_name(x: Tensor) -> str:
+    if x.dtype not in _TYPES:
+        raise TypeError(f"imbrex: expected tensors of {', '.join(map(str, _TYPES))}, got {x.dtype}")
+    return _TYPES[x.dtype]
+
+
 def compute_type(*tensors: Optional[Tensor]) -> torch.dtype:
     """The type that holds the numbers of all tensors."""
     return functools.reduce(torch.promote_types, (x.dtype for x in tensors if x is not None))
@@ -128,7 +136,7 @@ def short_conv(x: Tensor, weight: Tensor, bias: Optional[Tensor], state: Tensor,
         ("dim", x.shape[1]),
         ("width", weight.shape[1]),
         ("bias", bias is not None),
-        ("dtype", dtype_name(x)),
+        ("dtype", _type_name(x)),
         ("num_drafts", requests.drafts),
         ("form", "plain"),
         ("activation", "silu" if silu else "none"),
@@ -162,8 +170,8 @@ def recurrent(
         num_v_heads=v.shape[1],
         head_dim_k=q.shape[2],
         head_dim_v=v.shape[2],
-        dtype=dtype_name(q),
-        state_dtype=dtype_name(state),
+        dtype=_type_name(q),
+        state_dtype=_type_name(state),
         gate=gate_kind,
         skip=skip is not None,
         **fields,

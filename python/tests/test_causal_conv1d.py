@@ -174,6 +174,7 @@ REFUSED = {
     "slots": (lambda: causal_conv1d.causal_conv1d_update(X, STATE, W, conv_state_indices=torch.tensor([1, 1])), ValueError, r"got \[1, 1\]"),
     "circle": (lambda: causal_conv1d.causal_conv1d_update(X, STATE, W, cache_seqlens=torch.tensor([0, 0])), ValueError, "at most 3 tokens.* got 6"),
     "float64": (lambda: causal_conv1d.causal_conv1d_fn(X.double(), W), TypeError, "float64"),
+    "integers": (lambda: causal_conv1d.causal_conv1d_fn(X.to(torch.uint16), W.to(torch.uint16)), TypeError, "torch.float16, got torch.uint16"),
     "cu_seqlens": (lambda: causal_conv1d_varlen_states(X[0].t(), torch.tensor([0, 7]), 3), ValueError, r"from 0 to 6, got \[0, 7\]"),
     "gradient": (lambda: causal_conv1d.causal_conv1d_fn(X, W.clone().requires_grad_()), NotImplementedError, "no backward pass"),
     "gradient of update": (lambda: causal_conv1d.causal_conv1d_update(X, STATE, W.clone().requires_grad_()), NotImplementedError, "no backward pass"),
