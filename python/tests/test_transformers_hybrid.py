@@ -1,5 +1,6 @@
 """Small random hybrid models of transformers with their recurrent layers on imbrex, against transformers' own code: logits, and greedy tokens in float32."""
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -217,13 +218,40 @@ def test_other_models_stay_what_they_are(calls):
     assert list(calls.values()) == [4, 4]
 
 
+def test_compiled_models_run_as_before(calls):
+    model, (ids, _) = model_of("lfm2"), ids_of("cpu", padded=False)
+    expected = model(ids, use_cache=False).logits
+    set_recurrent_implementation(model)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids, use_cache=False).logits, expected) and not any(calls.values())
+    model(ids)
+    assert calls["short_conv"] == 2
+
+
+def test_threads_share_a_model():
+    model, other = model_of("qwen3_next"), model_of("qwen3_next")
+    set_recurrent_implementation(model)
+    batches = [torch.randint(1, 128, (2, 7 + i)) for i in range(4)]
+
+    def run(ids):
+        with torch.no_grad():
+            return [m(ids).logits for m in (model, other) for _ in range(3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for outs in pool.map(run, batches):
+            assert all((out - outs[-1]).abs().max() < 2e-5 * out.abs().max() for out in outs)
+            assert torch.equal(outs[0], outs[2]) and torch.equal(outs[3], outs[5]) and not torch.equal(outs[0], outs[3])
+
+
 def test_a_call_that_fails_ends(calls):
     model, (ids, _) = model_of("lfm2"), ids_of("cpu", padded=False)
     set_recurrent_implementation(model)
-    with pytest.raises(Exception):
-        model(inputs_embeds=torch.randn(1, 4, 7))
+    model.model.layers[0].conv.out_proj = torch.nn.Linear(7, 7)
+    with pytest.raises(RuntimeError, match="shapes"):
+        model(ids)
+    assert calls["short_conv"] == 1
     model_of("lfm2")(ids)
-    assert not any(calls.values())
+    assert calls["short_conv"] == 1
 
 
 def test_gradients_are_refused():
