@@ -270,9 +270,6 @@ ONE = [y[..., 0] for y in (M1.u, M1.delta)] + [M1.A, M1.B[..., 0], M1.C[..., 0]]
 S1 = torch.randn(BATCH, 24, STATE)
 SCAN = dict(dt_softplus=True)
 REFUSED = {
-    "no softplus": (lambda: mamba_chunk_scan_combined(*M2.inputs, 64), NotImplementedError, "dt_softplus: expected True, got False"),
-    "no softplus of delta": (lambda: mamba_ssm.selective_scan_fn(M1.u, M1.delta, M1.A, M1.B, M1.C), NotImplementedError, "delta_softplus"),
-    "no softplus of a step": (lambda: selective_state_update(S1, *ONE), NotImplementedError, "dt_softplus: expected True, got False"),
     "x": (lambda: mamba_chunk_scan_combined(M2.x[0], *M2.inputs[1:], 64, **SCAN), ValueError, r"\[batch, length, heads, dim\]"),
     "groups": (lambda: mamba_chunk_scan_combined(M2.x[:, :, :3], *M2.inputs[1:], 64, **SCAN), ValueError, "2 groups of B as heads, got 3"),
     "dt": (lambda: mamba_chunk_scan_combined(M2.x, M2.dt[:, :3], *M2.inputs[2:], 64, **SCAN), ValueError, r"dt: expected \[2, 17, 4\], got \[2, 3, 4\]"),
@@ -307,3 +304,33 @@ def test_refused(case):
 
 def test_growing_states_are_no_numbers():
     assert mamba_chunk_scan_combined(M2.x, M2.dt, -M2.A, M2.B, M2.C, 64, dt_softplus=True).isnan().all()
+    assert mamba_chunk_scan_combined(M2.x, -M2.dt.abs(), M2.A, M2.B, M2.C, 64).isnan().all()  # steps below 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_without_softplus(device):
+    """Small and large steps, and none at all."""
+    layer, one = Mamba2(device), Mamba1(device)
+    layer.dt = 10.0 ** torch.empty_like(layer.dt).uniform_(-6, 1.5)
+    layer.dt[:, 3] = 0
+    one.delta = 10.0 ** torch.empty_like(one.delta).uniform_(-6, 1.5)
+    step = layer.dt + 0.01
+    expected, state = recurrence(layer.C, layer.B, layer.x.double() * step[..., None], step * layer.A, scale=1.0)
+    bias = torch.full_like(layer.A, 0.01)
+    out, final = mamba_chunk_scan_combined(*layer.inputs, 64, dt_bias=bias, return_final_states=True)
+    near(out, expected, 2 * FLOAT)
+    near(final.transpose(2, 3), state, 2 * FLOAT)
+
+    by_token = one.delta.transpose(1, 2).double()
+    B, C = (y.transpose(1, 2).unsqueeze(2) for y in (one.B, one.C))
+    values = (one.u.transpose(1, 2).double() * by_token).unsqueeze(-1)
+    expected, state = recurrence(C, B, values, by_token.unsqueeze(-1) * one.A, scale=1.0)
+    out, final = mamba_ssm.selective_scan_fn(one.u, one.delta, one.A, one.B, one.C, return_last_state=True)
+    near(out, expected.squeeze(-1).transpose(1, 2), 2 * FLOAT)
+    near(final, state.squeeze(-1), 2 * FLOAT)
+
+    state = torch.zeros_like(final)
+    for t in range(LENGTH):
+        last = selective_state_update(state, one.u[..., t], one.delta[..., t], one.A, one.B[..., t], one.C[..., t])
+    near(last, out[..., -1].double(), 2 * FLOAT)
+    near(state, final.double(), 2 * FLOAT)

@@ -4,8 +4,7 @@
     out, state = mamba_chunk_scan_combined(x, dt, A, B, C, 256, D=D, dt_bias=dt_bias, dt_softplus=True, return_final_states=True)
 
 selective_scan_fn (Mamba1), mamba_chunk_scan_combined and mamba_split_conv1d_scan_combined (Mamba2) and selective_state_update (a step of both) are there. A is
-negative: where it is above 0 outputs are no numbers. The step is softplus(dt + bias), so dt_softplus is True. Sums and new states are float32. There is no
-backward pass. docs/recurrent.md has an example.
+negative, and steps are not: outputs are no numbers otherwise. Sums and new states are float32. There is no backward pass. docs/recurrent.md has an example.
 """
 from imbrex.mamba_ssm import ops
 from imbrex.mamba_ssm.ops.selective_scan_interface import selective_scan_fn

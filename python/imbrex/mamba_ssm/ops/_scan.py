@@ -10,9 +10,12 @@ Tensor = torch.Tensor
 surface = _state_calls.Surface("imbrex.mamba_ssm")
 
 
-def check_softplus(name: str, given: bool) -> None:
-    if not given:
-        surface.refuse(name, "True", given, "steps are softplus(dt + bias) in kernels")
+def steps_of(dt: Tensor, bias: Optional[Tensor], softplus: bool) -> Tuple[Tensor, Optional[Tensor]]:
+    """What kernels take for a step, and the bias of it. They take its softplus, so that a step which is one already goes through the inverse."""
+    if softplus:
+        return dt, bias
+    step = dt.float() if bias is None else dt.float() + bias.float()
+    return step + (-torch.expm1(-step)).log(), None
 
 
 def rates_of(A: Tensor) -> Tensor:

@@ -34,9 +34,8 @@ def selective_scan_fn(
     return_last_state: bool = False,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Outputs [batch, dim, length], and the last state [batch, dim, d_state] if it is asked for, of u, delta and z [batch, dim, length], A [dim, d_state],
-    B and C [batch, (groups,) d_state, length], D and delta_bias [dim]. delta_softplus has to be True."""
+    B and C [batch, (groups,) d_state, length], D and delta_bias [dim]."""
     no_gradient(u, delta, A, B, C, D, z, delta_bias)
-    _scan.check_softplus("delta_softplus", delta_softplus)
     if u.dim() != 3 or A.dim() != 2:
         raise _scan.surface.wrong("u and A", "[batch, dim, length] and [dim, d_state]", f"{list(u.shape)} and {list(A.shape)}")
     (batch, dim, length), d_state = u.shape, A.shape[1]
@@ -51,6 +50,7 @@ def selective_scan_fn(
     B, C = (_by_token(name, x, batch, d_state, length) for name, x in (("B", B), ("C", C)))
     _scan.surface.check_shape("C", C, B.shape)
     values, steps = (_state_calls.rows(x.transpose(1, 2)) for x in (u, delta))
+    steps, delta_bias = _scan.steps_of(steps, delta_bias, delta_softplus)
     make = u.new_empty if length else u.new_zeros
     state = make((batch, dim, 1, d_state), dtype=torch.float32)
     requests = _state_calls.equal_requests(batch, length, False)

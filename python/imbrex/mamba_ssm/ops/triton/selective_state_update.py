@@ -31,10 +31,9 @@ def selective_state_update(
     """Outputs [batch, (heads,) dim] of a token's x, dt and z [batch, (heads,) dim], A [(heads,) dim, d_state], B and C [batch, (groups,) d_state], D and dt_bias
     [(heads,) dim]; state [slots, (heads,) dim, d_state] is read and written, in the rows that state_batch_indices [batch] names.
 
-    dt, A, dt_bias and D that are expanded over dim and d_state make a step of Mamba2. dt_softplus has to be True.
+    dt, A, dt_bias and D that are expanded over dim and d_state make a step of Mamba2.
     """
     no_gradient(state, x, dt, A, B, C, D, z, dt_bias)
-    _scan.check_softplus("dt_softplus", dt_softplus)
     if state.dim() not in (3, 4) or x.dim() != state.dim() - 1:
         raise _scan.surface.wrong(
             "state and x", "[slots, (heads,) dim, d_state] and [batch, (heads,) dim]", f"{list(state.shape)} and {list(x.shape)}"
@@ -57,13 +56,15 @@ def selective_state_update(
     if with_heads and _is_tied(dt, A, A[..., 0], dt_bias, D):
         if rows.stride(-2) != d_state:
             rows = rows.contiguous()
-        per_head = [None if y is None else y[..., 0] for y in (D, dt_bias)]
-        out = _scan.scan(x, dt[..., 0], A[:, 0, 0], B, C, *per_head, rows, requests)
+        skip, bias = (None if y is None else y[..., 0] for y in (D, dt_bias))
+        steps, bias = _scan.steps_of(dt[..., 0], bias, dt_softplus)
+        out = _scan.scan(x, steps, A[:, 0, 0], B, C, skip, bias, rows, requests)
     else:
         # Each channel is a value head of its own.
         flat = rows.flatten(1, -2) if with_heads else rows
-        vectors = [None if y is None else y.flatten() for y in (D, dt_bias)]
-        out = _scan.scan(x.flatten(1).unsqueeze(-1), dt.flatten(1), A.flatten(0, -2), B, C, *vectors, flat.unsqueeze(2), requests, channel_rates=True)
+        skip, bias = (None if y is None else y.flatten() for y in (D, dt_bias))
+        steps, bias = _scan.steps_of(dt.flatten(1), bias, dt_softplus)
+        out = _scan.scan(x.flatten(1).unsqueeze(-1), steps, A.flatten(0, -2), B, C, skip, bias, flat.unsqueeze(2), requests, channel_rates=True)
         rows = flat.view(state.shape)
     if rows.data_ptr() != state.data_ptr():
         state.copy_(rows)

@@ -52,10 +52,9 @@ def mamba_chunk_scan_combined(
 
     initial_states [batch, heads, dim, d_state] are those of sequence 0 where seq_idx [batch, length] tells sequences apart. Final states are those of each
     row's last sequence; return_varlen_states gives that of every sequence [sequences, heads, dim, d_state], and cu_seqlens has to agree with seq_idx then.
-    chunk_size changes nothing. dt_softplus has to be True.
+    chunk_size changes nothing.
     """
     no_gradient(x, dt, A, B, C, D, z, dt_bias, initial_states)
-    _scan.check_softplus("dt_softplus", dt_softplus)
     if x.dim() != 4 or B.dim() != 4:
         raise _scan.surface.wrong(
             "x and B", "[batch, length, heads, dim] and [batch, length, groups, d_state]", f"{list(x.shape)} and {list(B.shape)}"
@@ -81,6 +80,7 @@ def mamba_chunk_scan_combined(
         state[slice(None) if sequences.first is None else sequences.first] = initial_states.float()
     per_head = D if D is not None and D.dim() == 1 else None
     values, steps, keys, queries = (_state_calls.rows(y) for y in (x, dt, B, C))
+    steps, dt_bias = _scan.steps_of(steps, dt_bias, dt_softplus)
     out = _scan.scan(values, steps, A, keys, queries, per_head, dt_bias, state, sequences.requests, **_scan.limits_of(dt_limit)).view(x.shape)
     if D is not None and per_head is None:
         out = (out.float() + x.float() * D.float()).to(out.dtype)
