@@ -1,14 +1,17 @@
 """Random shapes, strides and types of imbrex.fla, imbrex.causal_conv1d and imbrex.mamba_ssm against the definition."""
 import random
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from imbrex import causal_conv1d, mamba_ssm  # noqa: E402
+from imbrex import _state_calls, causal_conv1d, mamba_ssm  # noqa: E402
+from imbrex._plan_cache import PlanCache  # noqa: E402
 from imbrex.fla import ops  # noqa: E402
 from imbrex.mamba_ssm.ops.triton.selective_state_update import selective_state_update  # noqa: E402
 from imbrex.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined  # noqa: E402
+from fuzz_torch_states import MAKERS  # noqa: E402
 from recurrent_reference import near, recurrence  # noqa: E402
 from test_causal_conv1d import reference as convolution  # noqa: E402
 from test_mamba_ssm import mamba  # noqa: E402
@@ -143,3 +146,18 @@ def test_random(layer, one_thread):
             layer(Draw(seed))
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_default_device(name, one_thread, monkeypatch):
+    """Tensors are made where the arguments are, whatever the default device is."""
+    for seed in range(12):
+        function, arguments, written = MAKERS[name](random.Random(seed))
+        results = []
+        for device in ("cpu", "meta"):
+            monkeypatch.setattr(_state_calls, "_plans", PlanCache())  # so that lengths are planned anew
+            given = {n: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for n, x in arguments.items()}
+            with torch.device(device):
+                result = function(**given)
+            results.append([*(result if isinstance(result, tuple) else (result,)), *(given[n] for n in written)])
+        assert all(torch.equal(*pair) for pair in zip(*results))
