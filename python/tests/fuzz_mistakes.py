@@ -32,7 +32,7 @@ def _of_all_numbers(array, rng):
     """All of them more: starts that are later, lengths that are longer."""
     if array.dtype.kind not in "iu" or array.size == 0:
         return None
-    by = rng.choice((1, 5, 100, 100_000_000))
+    by = min(rng.choice((1, 5, 100, 100_000_000)), int(np.iinfo(array.dtype).max))
     first = rng.randrange(array.shape[0]) if array.ndim == 1 else 0
     array = array.copy()
     array[first:] += array.dtype.type(by)

@@ -1,4 +1,5 @@
-"""Right calls of the surfaces that take PyTorch's tensors, for fuzz_surfaces.py: imbrex.torch, imbrex.flash_attn and imbrex.flashinfer.
+"""Right calls of the surfaces that take PyTorch's tensors, for fuzz_surfaces.py: imbrex.torch, imbrex.flash_attn, imbrex.flashinfer, and those of layers with a
+state, which are in fuzz_torch_states.py.
 
 Arguments are NumPy's arrays, so that mistakes are made and memory ends as there; a tensor shares the array that it is made of.
 """
@@ -14,6 +15,7 @@ import imbrex.flashinfer
 import imbrex.torch
 
 import fuzz_numpy
+import fuzz_torch_states
 from fuzz_numpy import BLOCK, Surface, floats, score_of, shape_of, step_of
 
 warnings.filterwarnings("ignore", message=".*not writable.*")
@@ -310,6 +312,10 @@ def _of_any(make):
     return made
 
 
+def _of_states(make):
+    return lambda rng: _surface(*make(rng))
+
+
 SURFACES = [
     ("imbrex.torch.attention", dense),
     ("imbrex.torch.varlen_attention", varlen),
@@ -328,4 +334,5 @@ SURFACES = [
     ("flashinfer merge_states", merge),
     ("attention_varlen", _of_any(fuzz_numpy.varlen)),
     ("attention_paged", _of_any(fuzz_numpy.paged)),
+    *((name, _of_states(make)) for name, make in fuzz_torch_states.MAKERS.items()),
 ]

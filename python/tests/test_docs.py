@@ -11,8 +11,10 @@ NEEDS = {
     "flash_attn": ["torch"],
     "flashinfer": ["torch"],
     "mla": ["torch"],
+    "recurrent": ["torch"],
     "transformers": ["torch", "transformers"],
 }
+STAND_INS = ("flash_attn", "fla", "causal_conv1d", "mamba_ssm")  # names under which pages put imbrex
 
 
 @pytest.mark.parametrize("page", NEEDS)
@@ -22,7 +24,7 @@ def test_snippets(page):
     names = set(sys.modules)
     run_snippets(f"{page}.md", least=1)
     for name in set(sys.modules) - names:
-        if name.startswith("flash_attn"):  # other tests would find flash-attn installed
+        if name.split(".")[0] in STAND_INS or name.startswith("flash_attn"):  # other tests would find them installed
             del sys.modules[name]
 
 

@@ -11,7 +11,7 @@ def test_wrong_arguments_of_numpy_arrays():
 
 def test_wrong_arguments_of_tensors():
     pytest.importorskip("torch")
-    assert fuzz_surfaces.main(["--of", "torch", "--cases", "48"]) == 0
+    assert fuzz_surfaces.main(["--of", "torch", "--cases", "72"]) == 0
 
 
 CRASHING = """

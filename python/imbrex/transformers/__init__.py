@@ -5,7 +5,11 @@
 
 Registers "imbrex" with transformers' attention and mask interfaces, and "paged|imbrex" for continuous batching. Masks, sliding windows, sinks, soft
 caps and T5's position bias are passed through; what would change the result and cannot be, and models that would not call this function, are refused by
-name. Inference only: there is no backward pass. docs/transformers.md has the versions and the models.
+name. Recurrent layers and short convolutions of hybrid models are switched by
+
+    imbrex.transformers.set_recurrent_implementation(model)
+
+Inference only: there is no backward pass. docs/transformers.md has the versions and the models.
 """
 from . import _versions
 
@@ -18,8 +22,9 @@ from ._latent import LatentCache
 from ._masks import attention_mask
 from ._models import refuse_at_load
 from ._paged import keep_in_continuous_batching, paged_attention_forward
+from ._recurrent import set_recurrent_implementation
 
-__all__ = ["LatentCache", "attention_forward", "attention_mask", "paged_attention_forward", "register"]
+__all__ = ["LatentCache", "attention_forward", "attention_mask", "paged_attention_forward", "register", "set_recurrent_implementation"]
 
 
 def register() -> None:

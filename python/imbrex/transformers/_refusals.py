@@ -29,16 +29,28 @@ def refuse(module: torch.nn.Module, tensors: Tuple[Optional[torch.Tensor], ...],
         )
 
 
+def refuse_training(module: torch.nn.Module) -> None:
+    """Of a recurrent layer that needs a gradient."""
+    if module.training:
+        raise NotImplementedError(
+            f"imbrex: {type(module).__name__} in training mode needs a gradient: there is no backward pass; call model.eval() or torch.no_grad(), "
+            "or train after set_recurrent_implementation(model, None)"
+        )
+
+
 def wants_gradient(tensors: Tuple[Optional[torch.Tensor], ...]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _no_backward(gradient: torch.Tensor) -> None:
-    raise NotImplementedError("imbrex: there is no backward pass; compute gradients with attn_implementation='sdpa' or 'eager'")
+def no_backward(gradient: torch.Tensor) -> None:
+    raise NotImplementedError(
+        "imbrex: there is no backward pass; compute gradients with attn_implementation='sdpa' or 'eager', and after "
+        "set_recurrent_implementation(model, None) where it was called"
+    )
 
 
 def finish(out: torch.Tensor) -> Tuple[torch.Tensor, None]:
     """What an attention function returns. A model in evaluation mode may run with gradients enabled; asking for one is refused then."""
     if out.requires_grad and not torch.compiler.is_compiling():
-        out.register_hook(_no_backward)
+        out.register_hook(no_backward)
     return out, None

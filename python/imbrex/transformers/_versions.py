@@ -3,6 +3,7 @@ import transformers
 
 OLDEST = (5, 4)
 OLDEST_WITH_CONTINUOUS_BATCHING = (5, 16)
+OLDEST_WITH_RECURRENT_LAYERS = (5, 16)
 
 
 def _number(version: str):
@@ -20,3 +21,9 @@ def check_continuous_batching(version: str = transformers.__version__) -> None:
         raise NotImplementedError(
             f"imbrex: continuous batching: expected transformers {major}.{minor} or later, got {version}; use generate(), or attn_implementation='sdpa'"
         )
+
+
+def check_recurrent(version: str = transformers.__version__) -> None:
+    if _number(version) < OLDEST_WITH_RECURRENT_LAYERS:
+        major, minor = OLDEST_WITH_RECURRENT_LAYERS
+        raise NotImplementedError(f"imbrex: recurrent layers: expected transformers {major}.{minor} or later, got {version}")
