@@ -50,9 +50,10 @@ constexpr int recurrent_narrow_heads(int dim_k) {
   return kRecurrentNarrowThreads / recurrent_key_lanes(dim_k) * narrow_heads_of_lane(dim_k);
 }
 
-// recurrent_weights.cu, recurrent_chunks.cu and recurrent_chunks_sm90.cu: tokens of a chunk, and threads of a block. Of the last two:
-// values of a block, and chunks in shared memory.
-constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkThreads = 128, kRecurrentChunkSm90Threads = 256;
+// recurrent_weights.cu, recurrent_channel_weights.cu, recurrent_chunks.cu and recurrent_chunks_sm90.cu: tokens of a chunk, and threads of a
+// block. Of the last two: values of a block, and chunks in shared memory.
+constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChannelThreads = 256, kRecurrentChunkThreads = 128,
+              kRecurrentChunkSm90Threads = 256;
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.
@@ -62,12 +63,16 @@ constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
 }
 
 // What is made of a chunk and value head: triangles of tokens in blocks of 16, in 16 bits, and numbers of tokens.
-constexpr int recurrent_weights_bytes(bool delta) { return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16; }
+// With gates of channels also keys and queries with their decays, and what a chunk leaves of each channel.
+constexpr int recurrent_weights_bytes(int dim_k, bool delta, bool channels) {
+  return (delta ? 2 : 1) * 10 * 512 + 4 * kRecurrentChunk * 4 + 16 + (channels ? 3 * kRecurrentChunk * dim_k * 2 + dim_k * 4 : 0);
+}
 // What a chunk takes of shared memory: keys, queries and values of 16 bits, the above, and for sm_90a blocks of zeros between triangles,
 // and mbarriers; there matrices begin at multiples of 1024 bytes.
-constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool sm90) {
+constexpr int recurrent_stage_bytes(int dim_k, bool delta, bool channels, bool sm90) {
   const int zeros = sm90 ? (delta ? 8 : 6) * 512 + 16 : 0, unit = sm90 ? 1024 : 128;
-  const int all = kRecurrentChunk * (2 * dim_k + kRecurrentTileValues) * 2 + recurrent_weights_bytes(delta) + zeros;
+  const int rows = kRecurrentChunk * ((channels ? 0 : 2 * dim_k) + kRecurrentTileValues) * 2;
+  const int all = rows + recurrent_weights_bytes(dim_k, delta, channels) + zeros;
   return (all + unit - 1) / unit * unit;
 }
 

@@ -52,35 +52,41 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
 }
 
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
-  constexpr int kTile = kRecurrentTileValues, kBlocksTogether = 2;
-  const bool sm90 = arch == "sm_90a";
+  constexpr int kTile = kRecurrentTileValues;
+  const bool sm90 = arch == "sm_90a", channels = spec.channel_gate;
+  const int blocks_together = channels ? 1 : 2;
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, group = spec.num_v_heads / spec.num_k_heads;
-  if (spec.channel_gate || spec.channel_rates || spec.dtype == DType::f32) return {};
+  if ((channels && !sm90) || spec.channel_rates || spec.dtype == DType::f32) return {};
   if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
-  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * recurrent_stage_bytes(dim_k, spec.delta, sm90) > device.max_smem_bytes)
+  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * recurrent_stage_bytes(dim_k, spec.delta, channels, sm90) > device.max_smem_bytes)
     return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
-      delta{"kDelta", spec.delta};
+      delta{"kDelta", spec.delta}, gate{"kChannelGate", channels};
   const int shared_heads =
       std::min(group, spec.delta ? 4 : 8);  // value heads of a key head that a thread block of recurrent_weights.cu takes
-  ChunkKernels k{.maps = sm90, .tile = kTile, .blocks_together = kBlocksTogether};
+  ChunkKernels k{.maps = sm90, .tile = kTile, .blocks_together = blocks_together};
   k.weights_units = spec.num_k_heads * parts_of(group, shared_heads);
   k.threads = sm90 ? kRecurrentChunkSm90Threads : kRecurrentChunkThreads;
   k.units = spec.num_v_heads * (dim_v / kTile);
-  k.weights_bytes = spec.num_v_heads * int64_t(recurrent_weights_bytes(spec.delta));
+  k.weights_bytes = spec.num_v_heads * int64_t(recurrent_weights_bytes(dim_k, spec.delta, channels));
   k.carried_bytes = int64_t(spec.num_v_heads) * dim_k * dim_v * int64_t(sizeof(float));
-  k.weights = {
-      "recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, {"kNorms", spec.qk_norm}, {"kShared", shared_heads}}};
+  const gpu::Constant norms{"kNorms", spec.qk_norm};
+  k.weights = {"recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms, {"kShared", shared_heads}}};
+  if (channels) {
+    k.weights = {"recurrent_channel_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms}};
+    k.weights_entry = "recurrent_channel_weights", k.weights_threads = kRecurrentChannelThreads, k.weights_units = spec.num_v_heads;
+  }
   k.chunks = {sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
               std::string(arch),
               {type,
                state_type,
                keys,
                delta,
+               gate,
                {"kDimV", dim_v},
                {"kKeysFirst", spec.layout == StateLayout::k_first},
                {"kSkip", spec.skip},
-               {"kBlocksTogether", kBlocksTogether}}};
+               {"kBlocksTogether", blocks_together}}};
   return k;
 }
 

@@ -26,16 +26,18 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 // The kernels that compute prompts in chunks.
 struct ChunkKernels {
   KernelKey weights, chunks;
-  bool maps = false;                             // `chunks` takes ChunkMaps too
-  int weights_units = 0;                         // thread blocks that a chunk needs there
-  int tile = 0;                                  // values that a thread block of `chunks` has
-  int threads = 0;                               // of it
-  int units = 0;                                 // thread blocks that a request needs there
-  int blocks_together = 0;                       // that a multiprocessor is to hold
-  int64_t weights_bytes = 0, carried_bytes = 0;  // of a chunk; of a state that goes on from one round to the next
+  const char* weights_entry = "recurrent_weights";
+  int weights_threads = kRecurrentWeightsThreads;  // of a block there
+  bool maps = false;                               // `chunks` takes ChunkMaps too
+  int weights_units = 0;                           // thread blocks that a chunk needs there
+  int tile = 0;                                    // values that a thread block of `chunks` has
+  int threads = 0;                                 // of it
+  int units = 0;                                   // thread blocks that a request needs there
+  int blocks_together = 0;                         // that a multiprocessor is to hold
+  int64_t weights_bytes = 0, carried_bytes = 0;    // of a chunk; of a state that goes on from one round to the next
 };
-// None for a spec or a device that they are not for: heads with gates or rates of channels, types of more than 16 bits, other dimensions of
-// keys than 64 and 128 and of values than multiples of 64, or little shared memory.
+// None for a spec or a device that they are not for: rates of channels, types of more than 16 bits, other dimensions of keys than 64 and
+// 128 and of values than multiples of 64, or little shared memory; and for other architectures than sm_90a heads with gates of channels.
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 constexpr int kLeastChunked = 16;  // RecurrentParams::least_chunked
 

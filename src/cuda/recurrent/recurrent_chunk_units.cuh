@@ -11,14 +11,16 @@ static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
 
 // Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does.
 struct Stage {
-  static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, t_at = 2 * keys + values,
-                       p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + POrder::padded_bytes,
-                       barriers_at = numbers_at + int(sizeof(ChunkNumbers)), bytes = recurrent_stage_bytes(kDimK, kDelta, kPadded);
+  static constexpr int keys = kChunk * kDimK * kSize, values = kChunk * kTileValues * kSize, v_at = (kChannelGate ? 3 : 2) * keys,
+                       t_at = v_at + values, p_at = t_at + (kDelta ? TOrder::padded_bytes : 0), numbers_at = p_at + POrder::padded_bytes,
+                       decays_at = numbers_at + int(sizeof(ChunkNumbers)), barriers_at = decays_at + (kChannelGate ? kDimK * 4 : 0),
+                       bytes = recurrent_stage_bytes(kDimK, kDelta, kChannelGate, kPadded);
   static_assert(barriers_at + (kPadded ? 16 : 0) <= bytes);
   u32 at;
   DEVICE u32 k() const { return at; }
   DEVICE u32 q() const { return at + keys; }
-  DEVICE u32 v() const { return at + 2 * keys; }
+  DEVICE u32 written() const { return kChannelGate ? at + 2 * keys : k(); }  // keys as they are written
+  DEVICE u32 v() const { return at + v_at; }
   DEVICE u32 t() const { return at + t_at; }
   DEVICE u32 p() const { return at + p_at; }
   DEVICE u32 full() const { return at + barriers_at; }  // mbarriers of recurrent_chunks_sm90.cu
@@ -30,6 +32,9 @@ DEVICE Stage stage_at(int place) { return {shared_address(memory) + u32(place * 
 DEVICE const ChunkNumbers& numbers_at(int place) {
   return *reinterpret_cast<const ChunkNumbers*>(memory + place * Stage::bytes + Stage::numbers_at);
 }
+
+// What the state is multiplied by over the chunk, of each channel.
+DEVICE const float* decays_at(int place) { return reinterpret_cast<const float*>(memory + place * Stage::bytes + Stage::decays_at); }
 
 // A head of a request and kTileValues of its values, with those of its chunks that are in the round; in the order in which a thread block
 // takes them.

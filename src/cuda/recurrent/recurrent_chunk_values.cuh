@@ -108,11 +108,14 @@ DEVICE void scale_columns(Columns& x, const float* numbers) {
     x.of[i][0] *= factor.x, x.of[i][1] *= factor.y, x.of[i][2] *= factor.x, x.of[i][3] *= factor.y;
   }
 }
-DEVICE void decay_sums(Sums& s, float decay) {
+// Over the chunk at a place of shared memory.
+DEVICE void decay_sums(Sums& s, int place) {
 #pragma unroll
-  for (int i = 0; i < kDimK / 8; ++i)
-#pragma unroll
-    for (float& x : s.of[i]) x *= decay;
+  for (int i = 0; i < kDimK / 8; ++i) {
+    const float all = kChannelGate ? 0.f : numbers_at(place).decay;
+    const float2 decay = kChannelGate ? *reinterpret_cast<const float2*>(decays_at(place) + 8 * i + lane_id() % 4 * 2) : float2{all, all};
+    s.of[i][0] *= decay.x, s.of[i][1] *= decay.y, s.of[i][2] *= decay.x, s.of[i][3] *= decay.y;
+  }
 }
 
 // A warp's values of each token, in pairs of tokens.
@@ -143,7 +146,7 @@ DEVICE void take_values(const Factor& v, const ChunkNumbers& n, Columns& x) {
 }
 // Outputs as far as the state and the values make them, in the place of what the state gives for q.
 DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns& y) {
-  scale_columns(y, n.outputs);
+  if constexpr (!kChannelGate) scale_columns(y, n.outputs);
   if constexpr (kSkip) {
     const Factor v = load_values(stage, value);
 #pragma unroll

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       if constexpr (kDelta) multiply_t(factor_of(u), stage, u);
       multiply_p(factor_of(u), stage, y);
       scale_columns(u, n.written);
-      decay_sums(s, n.decay);
+      decay_sums(s, number % kStages);
       multiply_written(factor_of(u), stage, s);
       store_outputs(p, unit, begin, stage, value, y);
     }

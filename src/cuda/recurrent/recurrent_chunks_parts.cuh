@@ -67,11 +67,15 @@ struct ChunkNumbers {
   float known[kChunk], values[kChunk], outputs[kChunk], written[kChunk];
   float decay, padding[3];  // of the state, over the whole chunk
 };
-// Of a chunk and value head: T where there is the delta rule, P, and numbers.
+// Of a chunk and value head: T where there is the delta rule, P, and numbers. With gates of channels also, with G the sums of channels,
+// what the state is multiplied by over the chunk, e^G_last, and tiles as shared memory has them of e^G_i k_i, e^G_i q_i and e^(G_last -
+// G_i) k_i.
 struct WeightsLayout {
-  static constexpr int p = kDelta ? kTriangleBytes : 0, numbers = p + kTriangleBytes, bytes = numbers + int(sizeof(ChunkNumbers));
+  static constexpr int p = kDelta ? kTriangleBytes : 0, numbers = p + kTriangleBytes, decays = numbers + int(sizeof(ChunkNumbers)),
+                       tile = kChunk * kDimK * kSize, known = decays + kDimK * 4, asked = known + tile, written = asked + tile,
+                       bytes = kChannelGate ? written + tile : decays;
 };
-static_assert(WeightsLayout::bytes == recurrent_weights_bytes(kDelta));
+static_assert(WeightsLayout::bytes == recurrent_weights_bytes(kDimK, kDelta, kChannelGate));
 
 // A chunk has a number of its own in a step: 64ths of the tokens in front of its request, and requests there, and chunks of its request.
 DEVICE int first_chunk_of(const RecurrentParams& p, int request) { return p.requests[request].begin / kChunk + request; }

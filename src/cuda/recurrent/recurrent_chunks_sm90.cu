@@ -11,7 +11,9 @@ constexpr int kQType = kType;  // that wgmma.cuh asks for
 namespace imbrex::cuda {
 
 constexpr int kComputing = 128, kThreads = kRecurrentChunkSm90Threads;
-constexpr int kComputeRegisters = 232, kLoadRegisters = 24;
+// Of a thread. Where a block has the multiprocessor to itself, all have enough.
+constexpr int kOwnRegisters = 65536 / (kThreads * kBlocksTogether), kComputeRegisters = 232, kLoadRegisters = 24;
+constexpr bool kMoved = kOwnRegisters < kComputeRegisters;
 extern "C" __device__ const unsigned smem_bytes = kStages * Stage::bytes;
 
 DEVICE float (&all_of(Sums& s))[kDimK / 2] { return *reinterpret_cast<float(*)[kDimK / 2]>(s.of); }
@@ -29,11 +31,11 @@ DEVICE void multiply_rows(const u32 (&a)[kDimK / 16][4], u32 rows, Columns& x) {
 }
 
 // The state decays meanwhile.
-DEVICE void begin_with_state(Sums& s, float decay, const Stage& stage, Columns& of_k, Columns& of_q) {
+DEVICE void begin_with_state(Sums& s, int place, const Stage& stage, Columns& of_k, Columns& of_q) {
   u32 a[kDimK / 16][4];
 #pragma unroll
   for (int c = 0; c < kDimK / 16; ++c) pack_factor(s.of[2 * c], s.of[2 * c + 1], a[c]);
-  decay_sums(s, decay);
+  decay_sums(s, place);
   wgmma_fence();
   if constexpr (kDelta) multiply_rows(a, stage.k(), of_k);
   multiply_rows(a, stage.q(), of_q);
@@ -60,7 +62,7 @@ DEVICE void begin_written(const Factor& u, const Stage& stage, Sums& s) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
     Wgmma<kDimK, kType>::template registers<true>(all_of(s), u.of[block],
-                                                  wgmma_descriptor(stage.k() + u32(block * 2048), kColumnBytes, 1024, 1), true);
+                                                  wgmma_descriptor(stage.written() + u32(block * 2048), kColumnBytes, 1024, 1), true);
   wgmma_commit();
 }
 template <int pending, class Result>
@@ -95,6 +97,12 @@ DEVICE void load_weights(const Stage& stage, const char* weights) {
   load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
   load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
   bulk_load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
+  if constexpr (kChannelGate) {
+    bulk_load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, full);
+    bulk_load(stage.k(), weights + WeightsLayout::known, Stage::keys, full);
+    bulk_load(stage.q(), weights + WeightsLayout::asked, Stage::keys, full);
+    bulk_load(stage.written(), weights + WeightsLayout::written, Stage::keys, full);
+  }
 }
 
 // By a warp.
@@ -106,9 +114,9 @@ DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
     mbarrier_wait(stage.empty(), place.parity ^ 1);
     if (elect_one()) {
       const int key_head = ahead.key_head(p), begin = ahead.begin;
-      mbarrier_arrive_expect(stage.full(), 2 * Stage::keys + Stage::values + WeightsLayout::bytes);
+      mbarrier_arrive_expect(stage.full(), (kChannelGate ? 0 : 2 * Stage::keys) + Stage::values + WeightsLayout::bytes);
 #pragma unroll
-      for (int column = 0; column < kDimK / 64; ++column) {
+      for (int column = 0; !kChannelGate && column < kDimK / 64; ++column) {
         tma_load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
         tma_load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
       }
@@ -127,7 +135,8 @@ DEVICE void clear_others(const Stage& stage, int count) {
     const int row = count + i / 8;
     store_shared(place_in(stage.v(), row, i % 8), uint4{0, 0, 0, 0});
 #pragma unroll
-    for (int column = 0; column < kDimK / 64; ++column) store_shared(place_in(stage.k(), row, 8 * column + i % 8), uint4{0, 0, 0, 0});
+    for (int column = 0; !kChannelGate && column < kDimK / 64; ++column)
+      store_shared(place_in(stage.k(), row, 8 * column + i % 8), uint4{0, 0, 0, 0});
   }
   async_proxy_fence();
   named_barrier_sync(1, kComputing);
@@ -147,7 +156,7 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
       mbarrier_wait(stage.full(), place.parity);
       clear_others(stage, unit.end - begin);
       Columns u, y;  // u: what the state gives for k, then X, then U
-      begin_with_state(s, n.decay, stage, u, y);
+      begin_with_state(s, place.at, stage, u, y);
       const Factor v = load_values(stage, value);
       if constexpr (kDelta) {
         wait_for<1>(u);
@@ -192,12 +201,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
   async_proxy_fence();
   __syncthreads();
   griddep_wait();
-  registers_shrink<65536 / (kThreads * kBlocksTogether) / 8 * 8>();  // what each has beside the other blocks
+  if constexpr (kMoved) registers_shrink<kOwnRegisters>();  // what each has beside the other blocks
   if (threadIdx.x < kComputing) {
-    registers_grow<kComputeRegisters>();
+    if constexpr (kMoved) registers_grow<kComputeRegisters>();
     compute_chunks(p);
   } else {
-    registers_shrink<kLoadRegisters>();
+    if constexpr (kMoved) registers_shrink<kLoadRegisters>();
     if (warp_id() == kComputing / 32) load_chunks(p, {q_map, k_map, v_map});
   }
   griddep_launch();

@@ -74,7 +74,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
     std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
     if (rounds_) {
       std::array modules{Module::load(context_, chunks_->weights), Module::load(context_, chunks_->chunks)};
-      std::array kernels{modules[0]->kernel("recurrent_weights"), modules[1]->kernel("recurrent_chunks")};
+      std::array kernels{modules[0]->kernel(chunks_->weights_entry), modules[1]->kernel("recurrent_chunks")};
       chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
@@ -113,8 +113,8 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
     p.first_chunk = int(first), p.end_chunk = int(std::min(first + rounds_->each, numbers));
     p.carried_in = carried(round), p.carried_out = carried(round + 1);
     const int64_t weights_blocks = int64_t(p.end_chunk - p.first_chunk) * chunks_->weights_units;
-    chunk_entries_[0].launch({.grid_x = unsigned(weights_blocks), .threads = kRecurrentWeightsThreads, .programmatic = device_.sm >= 90},
-                             cu, p);
+    chunk_entries_[0].launch(
+        {.grid_x = unsigned(weights_blocks), .threads = unsigned(chunks_->weights_threads), .programmatic = device_.sm >= 90}, cu, p);
     const LaunchShape shape{.grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90};
     chunks_->maps ? chunk_entries_[1].launch(shape, cu, p, maps.q, maps.k, maps.v) : chunk_entries_[1].launch(shape, cu, p);
   }

@@ -19,12 +19,12 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   if (const auto chunks = variant.chunks()) {
     put_into_cache(chunks->weights), put_into_cache(chunks->chunks);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
-    state().param_sizes["recurrent_weights"] = sizes = {sizeof(RecurrentParams)};
+    state().param_sizes[chunks->weights_entry] = sizes = {sizeof(RecurrentParams)};
     if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
   }
   run_texts([name = std::string(variant.name)](const Launch& launch) {
-    if (launch.entry == "recurrent_weights" || launch.entry == "recurrent_chunks")
-      return launch.entry + "_" + launch.entry.substr(launch.entry.find('_') + 1) + "_" + name;
+    if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
+    if (launch.entry == "recurrent_chunks") return launch.entry + "_chunks_" + name;
     return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
   });
 }
