@@ -17,6 +17,8 @@ namespace {
 constexpr double kRoundings = 8;
 // And of a factor of a product of matrices, of which some are products themselves.
 constexpr double kFactorRoundings = 4;
+// And what of a factor that is f16 is no different from 0: what a token with a small beta takes off for those before it may be lost.
+constexpr double kSmallestFactor = 0x1p-24;
 
 // A value head of a request, from the state before the step on.
 class ExactHead {
@@ -136,6 +138,7 @@ class ExactHead {
         u -= k[c] * s_[c * dim_v + v];
         size += std::abs(k[c] * s_[c * dim_v + v]);
       }
+      const double lost = of_factors_ > 0 ? kSmallestFactor * size : 0;
       u *= beta, size *= std::abs(beta);
       const double skipped = spec_.skip ? in_.skip.get(head_) * given : 0;
       double y = skipped, terms = std::abs(skipped), error = 0;
@@ -143,7 +146,7 @@ class ExactHead {
         double& x = s_[c * dim_v + v];
         x += k[c] * u;
         double& off = error_[c * dim_v + v];
-        off += unit * (std::abs(k[c]) * size + std::abs(x)) + of_factors_ * std::abs(k[c]) * size;
+        off += unit * (std::abs(k[c]) * size + std::abs(x)) + std::abs(k[c]) * (of_factors_ * size + lost);
         y += q[c] * x;
         terms += std::abs(q[c] * x);
         error += std::abs(q[c]) * off;

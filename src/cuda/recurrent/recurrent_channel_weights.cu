@@ -3,9 +3,10 @@
 //
 // With G_i the sums of logarithms up to and with token i, a number for each channel, and n the factors of norms,
 //   A[i][j] = beta_i n_i n_j sum over channels of k_i k_j e^(G_i - G_j)   for j < i,   and P[i][j] the like of q_i, for j <= i.
-// Decays may be as small as e^-60 a token: e^-G_j alone has no bound. Rows of 16 tokens and all those in front of them are products of
-// matrices, whose factors are e^(G_i - R) k_i and e^(R - G_j) k_j with R the sums in front of the rows: both powers are at most 1. Within
-// 16 tokens the same is done for the last 8 and the first 8 of them, and what is left, 8 tokens and themselves, is summed pair by pair.
+// Decays may be as small as e^-60 a token: e^-G_j alone has no bound. But with R the sums in front of a block of 8 tokens, e^(G_i - R) for
+// tokens of it is at most 1, and so is e^(R' - G_j) with R' the sums behind the block of j: what is in between is a product of the decays
+// of whole blocks, by which first factors of matrices are multiplied on the way. Within a block e^(R - G_j) is as large as the block's
+// decay is small: where that is too small, or numbers have too small a range, pairs of tokens are summed one by one.
 //
 // A thread block has a chunk and a value head.
 #include "find_request.cuh"
@@ -14,17 +15,22 @@
 namespace imbrex::cuda {
 
 constexpr int kThreads = kRecurrentChannelThreads, kWarps = kThreads / 32;
-static_assert(kWarps == 2 * kBlocks && kThreads % kDimK == 0);
-constexpr int kPitch = kDimK + 8;    // floats of a row of sums: so that pairs of 8 rows touch every bank once
-constexpr float kLeastLog = -200.f;  // 2 to the power of it is 0, and sums of it can be told apart
+static_assert(kWarps == 2 * kBlocks && kWarps == kChunk / 8 && kThreads % kDimK == 0);
+constexpr int kPitch = kDimK + 8;  // floats of a row of sums: so that pairs of 8 rows touch every bank once
+constexpr int kEights = kChunk / 8;
+// To base 2. 2 to the power of the least logarithm is 0, and sums of it can be told apart. A block that decays more is steep.
+constexpr float kLeastLog = -200.f, kSteep = kType == kBf16 ? -100.f : 0.f;
 
 struct SharedStorage {
   char k[kChunk * kDimK * kSize], q[kChunk * kDimK * kSize];
-  float logs[kChunk][kPitch];   // G, to base 2
-  char blocks[kTriangleBytes];  // of A and D
-  char p[kTriangleBytes];       // as memory has it
+  char behind[kChunk * kDimK * kSize];  // e^(R' - G_j) k_j
+  float logs[kChunk][kPitch];           // G, to base 2
+  float decays[kEights][kPitch];        // of blocks of 8 tokens
+  char blocks[kTriangleBytes];          // of A and D
+  char p[kTriangleBytes];               // as memory has it
   float diagonal[kBlocks][16][kDiagonalPitch];
   float k_norms[kChunk], q_norms[kChunk], betas[kChunk];
+  int steep[kEights];
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(128) char memory[];
@@ -40,27 +46,53 @@ DEVICE u32 pack_scaled(const float2& x, const float2& logs, const float2& less) 
   return pack(x.x * exp2_approx(logs.x - less.x), x.y * exp2_approx(logs.y - less.y));
 }
 
+// The logarithm of a channel's decay, to base 2. Only its absolute error counts.
+DEVICE float log2_decay(const RecurrentParams& p, const GateNumbers& g, float rate) {
+  if (p.gate_kind != kSoftplusGate) return log_decay(p, g, 0.f) * kLog2e;
+  constexpr float kLarge = 30.f;  // e^-30 is nothing beside 1
+  const float x = g.x + g.bias, s = x > kLarge ? x * kLog2e : log2_approx(1.f + exp2_approx(x * kLog2e));
+  const float more = s < p.gate_min * kLog2e ? p.gate_min * kLog2e : s;  // a NaN stays one
+  return -rate * (more > p.gate_max * kLog2e ? p.gate_max * kLog2e : more);
+}
+
+template <int type>
+struct Type {
+  static constexpr int value = type;
+};
+
 // G: each thread a channel of consecutive tokens, then what is in front of these. Tokens behind the last one do not decay.
 DEVICE void make_logs(const RecurrentParams& p, int head, int begin, int count, SharedStorage& s) {
-  constexpr int kParts = kThreads / kDimK, kTokens = kChunk / kParts;
+  constexpr int kParts = kThreads / kDimK, kTokens = kChunk / kParts, kTogether = 16;
   const int channel = int(threadIdx.x) % kDimK, first = int(threadIdx.x) / kDimK * kTokens;
   GateNumbers g = with_parameters<true>(p, 0.f, head, channel);
+  const float rate = p.gate_kind == kSoftplusGate ? exp_of(g.rate) : 0.f;
+  const char* const from =
+      p.gate + begin * p.gate_token_stride + head * p.gate_head_stride + channel * (p.gate_is_f32 ? 4 : element_bytes(kType));
   float sum = 0.f;
-#pragma unroll 8
-  for (int row = first; row < first + kTokens; ++row) {
-    if (row < count) {
-      g.x = load_gate<true>(p, begin + row, head, channel);
-      const float log = log_decay(p, g, gate_step(p, g)) * kLog2e;
+#pragma unroll 1
+  for (int row = first; row < first + kTokens; row += kTogether) {
+    float gates[kTogether];
+    const auto load = [&](auto type) {  // one branch for all: behind one each, loads would wait for each other
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) gates[i] = load_number<type.value>(from + min(row + i, count - 1) * p.gate_token_stride);
+    };
+    p.gate_is_f32 ? load(Type<kF32>{}) : load(Type<kType>{});
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      g.x = gates[i];
+      const float log = row + i < count ? log2_decay(p, g, rate) : 0.f;
       sum += log < kLeastLog ? kLeastLog : log;  // a NaN stays one
+      s.logs[row + i][channel] = sum;
     }
-    s.logs[row][channel] = sum;
   }
+  if (int(threadIdx.x) < kEights) s.steep[threadIdx.x] = 0;
   __syncthreads();
   float before = 0.f;
 #pragma unroll
   for (int part = 1; part < kParts; ++part)
     if (part * kTokens <= first) before += s.logs[part * kTokens - 1][channel];
   __syncthreads();
+  if (first == 0) return;
 #pragma unroll 8
   for (int row = first; row < first + kTokens; ++row) s.logs[row][channel] += before;
 }
@@ -88,14 +120,14 @@ DEVICE void make_token_numbers(const RecurrentParams& p, int head, int begin, in
 }
 
 // Keys and queries with their decays, 8 channels of a token at a time, and what the state is multiplied by.
-DEVICE void store_tiles(const SharedStorage& s, u32 k, u32 q, char* weights) {
+DEVICE void store_tiles(SharedStorage& s, u32 k, u32 q, char* weights) {
   constexpr int kColumns = kDimK / 8;
 #pragma unroll 2
   for (int i = int(threadIdx.x); i < kChunk * kColumns; i += kThreads) {
     const int row = i / kColumns, column = i % kColumns;
     const uint4 keys = load_shared(place_in(k, row, column)), queries = load_shared(place_in(q, row, column));
     const u32 of_k[4] = {keys.x, keys.y, keys.z, keys.w}, of_q[4] = {queries.x, queries.y, queries.z, queries.w};
-    u32 known[4], asked[4], written[4];
+    u32 known[4], asked[4], written[4], behind[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float2 logs = logs_of(s, row, 8 * column + 2 * j), last = logs_of(s, kChunk - 1, 8 * column + 2 * j);
@@ -103,11 +135,19 @@ DEVICE void store_tiles(const SharedStorage& s, u32 k, u32 q, char* weights) {
       known[j] = pack_scaled(key, logs, {0.f, 0.f});
       asked[j] = pack_scaled({b.x * s.q_norms[row], b.y * s.q_norms[row]}, logs, {0.f, 0.f});
       written[j] = pack_scaled(key, last, logs);
+      behind[j] = pack_scaled(a, logs_of(s, row | 7, 8 * column + 2 * j), logs);
     }
+    *reinterpret_cast<uint4*>(s.behind + place_in(0, row, column)) = {behind[0], behind[1], behind[2], behind[3]};
     char* const to = weights + place_in(0, row, column);
     *reinterpret_cast<uint4*>(to + WeightsLayout::known) = {known[0], known[1], known[2], known[3]};
     *reinterpret_cast<uint4*>(to + WeightsLayout::asked) = {asked[0], asked[1], asked[2], asked[3]};
     *reinterpret_cast<uint4*>(to + WeightsLayout::written) = {written[0], written[1], written[2], written[3]};
+  }
+  for (int i = int(threadIdx.x); i < kEights * kDimK; i += kThreads) {
+    const int eight = i / kDimK, channel = i % kDimK;
+    const float log = s.logs[8 * eight + 7][channel] - (eight > 0 ? s.logs[8 * eight - 1][channel] : 0.f);
+    s.decays[eight][channel] = exp2_approx(log);
+    if (!(log >= kSteep)) s.steep[eight] = 1;
   }
   if (int(threadIdx.x) < kDimK)
     reinterpret_cast<float*>(weights + WeightsLayout::decays)[threadIdx.x] = exp2_approx(s.logs[kChunk - 1][threadIdx.x]);
@@ -124,57 +164,70 @@ struct Scores {
   float of[4];
 };
 
-// Rows of 16 tokens with those in front of them, and their last 8 with their first 8: of keys for A, or of queries for P.
+// Rows of 16 tokens with those in front of them and, where these are not steep, with those of their own blocks: of keys for A, or of
+// queries for P. Own blocks come last, as tiles 2 * block and the next.
 template <bool queries>
 DEVICE void multiply_rows(int block, u32 k, u32 q, SharedStorage& s) {
-  const int g = lane_id() / 4, t = lane_id() % 4, first = 16 * block;
-  Scores before[2 * (kBlocks - 1)] = {}, within = {}, none = {};
-  const u32 rows = queries ? q : k;
-#pragma unroll 2
+  const int g = lane_id() / 4, t = lane_id() % 4, first = 16 * block, own = 2 * block;
+  Scores before[kEights - 1] = {}, within[2] = {};  // `before` counted from the rows to the front: the first one is of the last 8 rows
+  const u32 rows = queries ? q : k, behind = shared_address(memory) + u32(s.behind - memory);
+#pragma unroll 1
   for (int step = 0; step < kDimK / 16; ++step) {
-    u32 a[4], inner[4] = {0, 0, 0, 0};
-    float2 start[2], middle[2];
+    const int channels[2] = {16 * step + 2 * t, 16 * step + 8 + 2 * t};
+    float2 x[2][2], start[2][2];  // of rows g and 8 + g, and of two pairs of channels: e^(G_i - R) times the row, and R
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int channel = 16 * step + 8 * half + 2 * t;
-      start[half] = block > 0 ? logs_of(s, first - 1, channel) : float2{0.f, 0.f}, middle[half] = logs_of(s, first + 7, channel);
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const int row = first + 8 * eight + g;
-        const float2 x = pair_of(rows, row, channel), logs = logs_of(s, row, channel);
-        a[2 * half + eight] = pack_scaled(x, logs, start[half]);
-        if (eight == 1) inner[2 * half + 1] = pack_scaled(x, logs, middle[half]);
-      }
-    }
-    const auto column = [&](int token, const float2(&from)[2], u32(&b)[2]) {
+    for (int eight = 0; eight < 2; ++eight)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int channel = 16 * step + 8 * half + 2 * t;
-        b[half] = pack_scaled(pair_of(k, token, channel), from[half], logs_of(s, token, channel));
+        const int row = first + 8 * eight + g, channel = channels[half];
+        start[eight][half] = own + eight > 0 ? logs_of(s, first + 8 * eight - 1, channel) : float2{0.f, 0.f};
+        const float2 given = pair_of(rows, row, channel), logs = logs_of(s, row, channel);
+        x[eight][half] = {given.x * exp2_approx(logs.x - start[eight][half].x), given.y * exp2_approx(logs.y - start[eight][half].y)};
+      }
+    const auto factor_of = [&](bool upper, bool lower, u32(&a)[4]) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        a[2 * half] = upper ? pack(x[0][half].x, x[0][half].y) : 0;
+        a[2 * half + 1] = lower ? pack(x[1][half].x, x[1][half].y) : 0;
       }
     };
-    u32 b[2];
+    u32 a[4];
 #pragma unroll
-    for (int tile = 0; tile < 2 * (kBlocks - 1); ++tile) {
-      if (tile >= 2 * block) continue;
-      column(8 * tile + g, start, b);
-      multiply(before[tile].of, a, b[0], b[1]);
+    for (int eight = 0; eight < 2; ++eight) {
+      factor_of(eight == 0, eight == 1, a);
+      u32 b[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        b[half] = pack_scaled(pair_of(k, first + 8 * eight + g, channels[half]), start[eight][half],
+                              logs_of(s, first + 8 * eight + g, channels[half]));
+      multiply(within[eight].of, a, b[0], b[1]);
     }
-    column(first + g, middle, b);
-    multiply(within.of, inner, b[0], b[1]);
+#pragma unroll
+    for (int back = 0; back < kEights - 1; ++back) {
+      const int tile = own - back;
+      if (tile < 0) continue;
+      factor_of(back > 0, true, a);
+      const u32 at = place_in(behind, 8 * tile + g, 2 * step) + u32(4 * t),
+                next = place_in(behind, 8 * tile + g, 2 * step + 1) + u32(4 * t);
+      multiply(before[back].of, a, load_shared_element<4>(at), load_shared_element<4>(next));
+      // On to the tile in front: the block between it and the rows decays too.
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 decay = *reinterpret_cast<const float2*>(&s.decays[tile][channels[half]]);
+        if (back > 0) x[0][half].x *= decay.x, x[0][half].y *= decay.y;
+        x[1][half].x *= decay.x, x[1][half].y *= decay.y;
+      }
+    }
   }
   // Of tokens 8 * eight + g of the rows and 8 * tile + 2t and the next.
-  const auto scaled = [&](const float* x, int eight, int tile, float(&y)[2]) {
+  const auto store = [&](const Scores& sums, int eight, int tile, bool diagonal) {
     const int row = first + 8 * eight + g, token = 8 * tile + 2 * t;
     const float factor = queries ? s.q_norms[row] : s.betas[row] * s.k_norms[row];
-    y[0] = factor * s.k_norms[token] * x[2 * eight], y[1] = factor * s.k_norms[token + 1] * x[2 * eight + 1];
-  };
-  const auto store = [&](const Scores& x, int eight, int tile) {
-    float y[2];
-    scaled(x.of, eight, tile, y);
+    float y[2] = {factor * s.k_norms[token] * sums.of[2 * eight], factor * s.k_norms[token + 1] * sums.of[2 * eight + 1]};
+    if (diagonal) y[0] = row >= token + !queries ? y[0] : 0.f, y[1] = row > token + !queries ? y[1] : 0.f;
     if constexpr (queries) {
       *reinterpret_cast<u32*>(s.p + POrder::index(block, tile / 2) * kBlockBytes + word_in_block(eight, tile % 2)) = pack(y[0], y[1]);
-    } else if (tile / 2 < block) {
+    } else if (tile < own) {
       *reinterpret_cast<u32*>(s.blocks + TOrder::index(block, tile / 2) * kBlockBytes + (2 * eight + tile % 2) * 128 + lane_id() * 4) =
           pack_f16(y[0], y[1]);
     } else {
@@ -182,13 +235,19 @@ DEVICE void multiply_rows(int block, u32 k, u32 q, SharedStorage& s) {
     }
   };
 #pragma unroll
-  for (int tile = 0; tile < 2 * (kBlocks - 1); ++tile)
-    if (tile < 2 * block) store(before[tile], 0, tile), store(before[tile], 1, tile);
-  store(within, 1, 2 * block);
-  if constexpr (queries) store(none, 0, 2 * block + 1);
+  for (int back = 0; back < kEights - 1; ++back) {
+    const int tile = own - back;
+    if (tile < 0) continue;
+    if (back > 0) store(before[back], 0, tile, false);
+    store(before[back], 1, tile, false);
+  }
+#pragma unroll
+  for (int eight = 0; eight < 2; ++eight)
+    if (s.steep[own + eight] == 0) store(within[eight], eight, own + eight, true);
+  if constexpr (queries) store(Scores{}, 0, own + 1, false);
 }
 
-// 8 tokens and themselves, by a warp, a lane a token j and two tokens i: what is on the diagonal and below it.
+// 8 tokens of a steep block and themselves, by a warp, a lane a token j and two tokens i: what is on the diagonal and below it.
 DEVICE void sum_pairs(int eighth, u32 k, u32 q, SharedStorage& s) {
   const int j = 8 * eighth + lane_id() % 8, i = 8 * eighth + lane_id() / 8 * 2;
   float of_k[2] = {0.f, 0.f}, of_q[2] = {0.f, 0.f};
@@ -234,11 +293,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weig
     __syncthreads();
     char* const weights = weights_at(p, chunk, head);
     store_tiles(s, k, q, weights);
-    // What comes first of a warp's rows has least to do, and of another's most: so that schedulers have as much to do as each other.
+    __syncthreads();
+    // Later rows have more to do: who has which is such that each of a multiprocessor's schedulers has as much to do as the others.
     const int warp = warp_id();
     if (warp < kBlocks && kDelta) multiply_rows<false>(warp, k, q, s);
     if (warp >= kBlocks) multiply_rows<true>(2 * kBlocks - 1 - warp, k, q, s);
-    sum_pairs(warp, k, q, s);
+    if (s.steep[warp] != 0) sum_pairs(warp, k, q, s);
     __syncthreads();
     if constexpr (kDelta) {
       const u32 blocks = shared_address(memory) + u32(s.blocks - memory);

@@ -29,7 +29,7 @@ class RecurrentOnFakeDriver : public testing::Test {
     for (const RecurrentValues values : {RecurrentValues::plain, RecurrentValues::forgetful, RecurrentValues::extreme}) {
       RecurrentCase c{.name = std::string(variant.name) + " " + std::to_string(int(values)),
                       .spec = variant.with_drafts(values == RecurrentValues::forgetful ? 0 : 4),
-                      .requests = {{1, 9}, {0, 0}, {12, 0}, {0, 25}, {9, 1}, {1, 0}}};
+                      .requests = {{1, 9}, {0, 0}, {12, 0}, {0, 25}, {9, 1}, {1, 0}, {79, 0}, {17, 2}}};
       if (c.spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{5, 14, 4, 2}, {3, 0, 3, 0}, {2, 7, 1, 4}});
       for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
       c.gaps = Gaps(cases.size()), c.padding_tokens = 1, c.values = values;
