@@ -42,8 +42,7 @@ inline void run_text(const std::string& library, const Launch& launch, unsigned 
   if (!libraries.contains(library)) libraries[library] = imbrex::test::open_library(library);
   imbrex::test::TensorMap maps[3];
   for (size_t i = 1; i < launch.all_params.size() && i < 4; ++i) maps[i - 1] = map_of(launch.all_params[i]);
-  libraries[library].run(launch.all_params.at(0).data(), maps,
-                         {.blocks = int(blocks), .late_copies = chance % 2 == 0, .chance = chance});
+  libraries[library].run(launch.all_params.at(0).data(), maps, {.blocks = int(blocks), .late_copies = chance % 2 == 0, .chance = chance});
   ++chance;
 }
 #endif

@@ -17,7 +17,9 @@ struct RecurrentVariant {
   int sm = 90;
   const char* arch() const { return sm == 90 ? "sm_90a" : "sm_80"; }
   bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel(arch(), spec).key == key(); }
-  bool runs(const RecurrentSpec& spec) const { return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {}); }
+  bool runs(const RecurrentSpec& spec) const {
+    return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {});
+  }
   cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
   std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {}); }  // of its prompts
   // The layer with so many drafts: the kernel is the same.
