@@ -54,6 +54,9 @@ struct PairProducts {
     for (int i = dim; i < end; ++i) numbers[i] = 0;
   }
   static __m512i codes(Floats x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+  static void store_pairs(Word* to, Floats first, Floats second) {
+    _mm512_storeu_si512(to, _mm512_or_si512(codes(first), _mm512_slli_epi32(codes(second), 16)));
+  }
 };
 #endif
 
@@ -100,9 +103,11 @@ struct ChunkScratch {
   static constexpr int kNumbers = Products::kNumbers;
   Word k[kRecurrentChunk][kKeyPitch / kNumbers], q[kRecurrentChunk][kKeyPitch / kNumbers];
   Word channels[kRecurrentDim / kNumbers][kTokenPitch];  // k, columns for rows
-  // Of pairs alone: keys in pairs of tokens, what tokens write, and a panel of the state in pairs of key channels.
-  Word token_pairs[kNumbers == 2 ? kRecurrentChunk / 2 : 1][kKeyPitch];
-  Word written[kNumbers == 2 ? kRecurrentChunk / 2 : 1][kColumns], state[kNumbers == 2 ? kRecurrentDim / 2 : 1][kColumns];
+  // Of pairs alone: a panel of the state in pairs of key channels, and with the delta rule what tokens write and their keys in pairs of
+  // tokens. Without it the state is made of floats, as exactly as token by token.
+  Word state[kNumbers == 2 ? kRecurrentDim / 2 : 1][kColumns];
+  Word written[kNumbers == 2 ? kRecurrentChunk / 2 : 1][kColumns], token_pairs[kNumbers == 2 ? kRecurrentChunk / 2 : 1][kKeyPitch];
+  float float_keys[kNumbers == 2 ? kRecurrentChunk : 1][kKeyPitch];
   float kk[kRecurrentChunk][kTokenPitch], qk[kRecurrentChunk][kTokenPitch];
   float k_norms[kRecurrentChunk], q_norms[kRecurrentChunk];
   float u[kRecurrentChunk][kColumns];
@@ -121,6 +126,13 @@ inline long panel_floats(const RecurrentParams& p) { return long(rounded_up(p.di
 template <class Products>
 long chunk_scratch_bytes(int dim_k, int values, int heads) {
   return ChunkScratch<Products>::bytes() + long(heads) * panels_of(values) * rounded_up(dim_k, kRows) * kColumns * long(sizeof(float));
+}
+
+// Fetches rows of tokens to come: they lie a page or more apart.
+inline void prefetch_rows(const char* p, long stride, int count, long bytes) {
+  constexpr long kLine = 64;
+  for (int t = 0; t < count; ++t)
+    for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i);
 }
 
 // Keys and queries of a key head, and their products with keys up to their own.
@@ -147,10 +159,11 @@ void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, Ch
     for (int w = 0; w < words; ++w) c.channels[w][t] = c.k[t][w];
   }
   if constexpr (Products::kNumbers == 2) {
-    for (int t = 0; t < rows; t += 2) {
+    for (int t = 0; t < rows && p.delta; t += 2) {
       const u16 *const first = reinterpret_cast<const u16*>(c.k[t]), *const second = reinterpret_cast<const u16*>(c.k[t + 1]);
       for (int i = 0; i < dim; ++i) c.token_pairs[t / 2][i] = first[i] | u32(second[i]) << 16;
     }
+    for (int t = 0; t < rows && !p.delta; ++t) load_row(reinterpret_cast<const char*>(c.k[t]), 2, kBf16, dim, c.float_keys[t]);
   }
   constexpr int kPitch = kKeyPitch / Products::kNumbers;
   for (int t = 0; t < rows; t += kRows)
@@ -238,9 +251,7 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
     for (int i = 0; i < words; ++i)
       for (int half = 0; half < kColumns; half += kLanes) {
         const float* const from = panel.state + 2l * i * kColumns + half;
-        _mm512_storeu_si512(c.state[i] + half,
-                            _mm512_or_si512(Products::codes(load_floats(from, kLanes)),
-                                            _mm512_slli_epi32(Products::codes(load_floats(from + kColumns, kLanes)), 16)));
+        Products::store_pairs(c.state[i] + half, load_floats(from, kLanes), load_floats(from + kColumns, kLanes));
       }
     state = c.state[0];
   }
@@ -294,27 +305,31 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
     }
   }
   const auto written = [&](int t, int half) { return load_floats(c.u[t] + half, kLanes) * w.written[t]; };
-  if constexpr (Products::kNumbers == 1) {
-    for (int t = 0; t < rows; ++t)
+  const bool pairs = Products::kNumbers == 2 && p.delta;
+  if constexpr (Products::kNumbers == 2) {
+    for (int t = 0; t < rows && pairs; t += 2)
       for (int half = 0; half < kColumns; half += kLanes)
-        store_vector<kF32>(written(t, half), kLanes, reinterpret_cast<char*>(c.u[t] + half));
-  } else {
-    for (int t = 0; t < rows; t += 2)
-      for (int half = 0; half < kColumns; half += kLanes)
-        _mm512_storeu_si512(c.written[t / 2] + half, _mm512_or_si512(Products::codes(written(t, half)),
-                                                                     _mm512_slli_epi32(Products::codes(written(t + 1, half)), 16)));
+        Products::store_pairs(c.written[t / 2] + half, written(t, half), written(t + 1, half));
   }
-  for (int i = 0; i < dim; i += kRows) {
-    Sums s;
-    load_sums(s, panel.state + long(i) * kColumns);
+  for (int t = 0; t < rows && !pairs; ++t)
+    for (int half = 0; half < kColumns; half += kLanes)
+      store_vector<kF32>(written(t, half), kLanes, reinterpret_cast<char*>(c.u[t] + half));
+  const auto write = [&](auto add) {
+    for (int i = 0; i < dim; i += kRows) {
+      Sums s;
+      load_sums(s, panel.state + long(i) * kColumns);
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) s.of[r][0] *= w.decay, s.of[r][1] *= w.decay;
-    if constexpr (Products::kNumbers == 1) {
-      add_products<Products, 1, kKeyPitch, kColumns>(s, c.k[0] + i, c.u[0], rows);
-    } else {
-      add_products<Products, 1, kKeyPitch, kColumns>(s, c.token_pairs[0] + i, c.written[0], rows / 2);
+      for (int r = 0; r < kRows; ++r) s.of[r][0] *= w.decay, s.of[r][1] *= w.decay;
+      add(s, i);
+      store_sums(s, panel.state + long(i) * kColumns);
     }
-    store_sums(s, panel.state + long(i) * kColumns);
+  };
+  if constexpr (Products::kNumbers == 1) {
+    write([&](Sums& s, int i) { add_products<FloatProducts, 1, kKeyPitch, kColumns>(s, c.k[0] + i, c.u[0], rows); });
+  } else if (pairs) {
+    write([&](Sums& s, int i) { add_products<Products, 1, kKeyPitch, kColumns>(s, c.token_pairs[0] + i, c.written[0], rows / 2); });
+  } else {
+    write([&](Sums& s, int i) { add_products<FloatProducts, 1, kKeyPitch, kColumns>(s, c.float_keys[0] + i, c.u[0], rows); });
   }
 }
 
@@ -327,19 +342,17 @@ void move_states(const RecurrentParams& p, const RecurrentItem& item, int head, 
     for (long i = 0; i < panel * panels_of(v_end - v_begin); ++i) states[i] = 0.f;
   if (load && item.fresh) return;
   float row[kRecurrentDim];
+  const auto move = [](float& in_row, float& in_panel) { load ? in_panel = in_row : in_row = in_panel; };
   for (int r = 0; r < place.rows; ++r) {
-    const auto number = [&](int i) -> float& {
-      const int k = p.k_first ? r : i, v = p.k_first ? i : r;
-      return states[v / kColumns * panel + long(k) * kColumns + v % kColumns];
-    };
     char* const at = place.at + r * place.row_bytes;
-    if constexpr (load) {
-      load_row(at, size, p.state_type, place.n, row);
-      for (int i = 0; i < place.n; ++i) number(i) = row[i];
+    if (load) load_row(at, size, p.state_type, place.n, row);
+    if (p.k_first) {
+      for (int v = 0; v < place.n; ++v) move(row[v], states[v / kColumns * panel + long(r) * kColumns + v % kColumns]);
     } else {
-      for (int i = 0; i < place.n; ++i) row[i] = number(i);
-      store_row(at, size, p.state_type, place.n, row);
+      float* const column = states + r / kColumns * panel + r % kColumns;
+      for (int k = 0; k < place.n; ++k) move(row[k], column[long(k) * kColumns]);
     }
+    if (!load) store_row(at, size, p.state_type, place.n, row);
   }
 }
 
@@ -348,13 +361,18 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
                           char* scratch) {
   ChunkScratch<Products>& c = *reinterpret_cast<ChunkScratch<Products>*>(scratch);
   const int panels = panels_of(v_end - v_begin), end = item.begin + chunked_tokens(p.state_type, item);
-  const long of_panel = panel_floats(p), of_head = panels * of_panel;
+  const long of_panel = panel_floats(p), of_head = panels * of_panel, size = element_size(p.type);
   for (int head = head_begin; head < head_end; ++head)
     move_states<true>(p, item, head, v_begin, v_end, c.states() + (head - head_begin) * of_head);
   for (int begin = item.begin; begin < end; begin += kRecurrentChunk) {
     const int count = end - begin < kRecurrentChunk ? end - begin : kRecurrentChunk;
     load_chunk(p, begin, count, head_begin / p.group, c);
+    const int next = begin + kRecurrentChunk, ahead = end - next < kRecurrentChunk ? end - next : kRecurrentChunk;
+    prefetch_rows(p.k + next * p.k_token_stride + head_begin / p.group * p.k_head_stride, p.k_token_stride, ahead, p.dim_k * size);
+    prefetch_rows(p.q + next * p.q_token_stride + head_begin / p.group * p.q_head_stride, p.q_token_stride, ahead, p.dim_k * size);
     for (int head = head_begin; head < head_end; ++head) {
+      prefetch_rows(p.v + begin * p.v_token_stride + head * p.v_head_stride + v_begin * size, p.v_token_stride, count,
+                    (v_end - v_begin) * size);
       make_weights(p, begin, count, head, c);
       for (int panel = 0; panel < panels; ++panel) {
         const int first = v_begin + panel * kColumns, values = v_end - first < kColumns ? v_end - first : kColumns;
