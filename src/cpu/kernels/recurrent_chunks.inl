@@ -132,7 +132,7 @@ long chunk_scratch_bytes(int dim_k, int values, int heads) {
 inline void prefetch_rows(const char* p, long stride, int count, long bytes) {
   constexpr long kLine = 64;
   for (int t = 0; t < count; ++t)
-    for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i);
+    for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i, 0, 2);
 }
 
 // Keys and queries of a key head, and their products with keys up to their own.
