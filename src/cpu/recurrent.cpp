@@ -80,11 +80,12 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
 // Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
 
-// Prompts of heads with one decay come in chunks, where these are products of matrices that are not small.
+// Prompts come in chunks where these are products of matrices that are not small.
 bool has_chunks(const RecurrentSpec& spec) {
   constexpr int kLeastDim = 16;
-  return !spec.channel_gate && !spec.channel_rates && spec.head_dim_k >= kLeastDim && spec.head_dim_v >= kLeastDim;
+  return spec.head_dim_k >= kLeastDim && spec.head_dim_v >= kLeastDim;
 }
+bool has_channel_decays(const RecurrentSpec& spec) { return spec.channel_gate || spec.channel_rates; }
 bool may_have_chunks(const PlanLimits& limits) {
   return limits.max_num_tokens >= kLeastChunked && (limits.max_query_len == 0 || limits.max_query_len >= kLeastChunked);
 }
@@ -94,7 +95,7 @@ struct ChunkTask {
   int heads, values;
   static ChunkTask largest(const RecurrentSpec& spec) {
     constexpr int kMostHeads = 4;  // whose states stay in the second-level cache
-    return {std::min(spec.num_v_heads / spec.num_k_heads, kMostHeads), spec.head_dim_v};
+    return {has_channel_decays(spec) ? 1 : std::min(spec.num_v_heads / spec.num_k_heads, kMostHeads), spec.head_dim_v};
   }
   int64_t shares(const RecurrentSpec& spec) const { return (spec.num_v_heads / spec.num_k_heads + heads - 1) / heads; }
   int64_t tiles(const RecurrentSpec& spec) const { return (spec.head_dim_v + values - 1) / values; }
@@ -238,7 +239,8 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
  private:
   const RecurrentKernels& kernels(const RecurrentSpec& spec, CpuIsa isa) const {
     if constexpr (kX86) {
-      if (needs_ == CpuIsa::avx512 && isa >= CpuIsa::avx512_bf16 && spec.dtype == DType::bf16 && has_chunks(spec))
+      if (needs_ == CpuIsa::avx512 && isa >= CpuIsa::avx512_bf16 && spec.dtype == DType::bf16 && has_chunks(spec) &&
+          !has_channel_decays(spec))
         return recurrent_avx512_bf16;
       if (needs_ == CpuIsa::avx512) return recurrent_avx512;
       if (isa >= CpuIsa::avx2) return recurrent_avx2;

@@ -58,11 +58,11 @@ struct RecurrentKernels {
   // An item, for value heads [head_begin, head_end) with values of one dimension, at most kNarrowHeads of them; without the delta rule and
   // gates of channels.
   void (*run_narrow)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end);
-  // An item that has chunks, for value heads [head_begin, head_end) of one key head and dimensions [v_begin, v_end) of their values, where
-  // heads have one decay. Scratch begins at 64 bytes.
+  // An item that has chunks, for value heads [head_begin, head_end) of one key head and dimensions [v_begin, v_end) of their values.
+  // Scratch begins at 64 bytes.
   void (*run_chunks)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end, int v_begin, int v_end, char* scratch);
   long (*scratch_bytes)(int dim_k, int values, int heads);
-  bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be
+  bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be; not for decays of channels
 };
 
 }  // namespace imbrex::cpu
