@@ -83,7 +83,10 @@ TEST(RecurrentReplay, GroupsOfStates) {
 
 TEST(RecurrentReplay, SameBitsHoweverItIsBatched) {
   const Trace trace = tree_trace(14, 16, 90, 40, 2, 0.5);
-  const ModelSpec model = tiny_recurrent_model({"kda", "attention", "mamba1"});
+  // Values of so few dimensions do not come in chunks.
+  const ModelSpec model = tiny_recurrent_model({"gdn", "attention", "kda", "mamba2", "mamba1"}, [](RecurrentSpec& spec) {
+    if (spec.head_dim_v > 1) spec.head_dim_v = 8;
+  });
   ReplayOptions options = small_options();
   options.verify_fraction = 0;
   const ReplayResult first = replay(model, trace, options);
@@ -102,7 +105,7 @@ TEST(RecurrentReplay, SameBitsHoweverItIsBatched) {
 // Layers whose prompts come in chunks have the same bits where prompts are cut at the same tokens: here nowhere.
 TEST(RecurrentReplay, SameBitsWherePromptsAreWhole) {
   const Trace trace = tree_trace(14, 16, 90, 40, 2, 0.5);
-  const ModelSpec model = tiny_recurrent_model({"gdn", "attention", "mamba2"});
+  const ModelSpec model = tiny_recurrent_model({"gdn", "attention", "kda", "mamba2"});
   ReplayOptions options = small_options();
   options.verify_fraction = 0, options.max_num_batched_tokens = 4096;
   const ReplayResult first = replay(model, trace, options);
