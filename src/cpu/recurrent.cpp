@@ -150,24 +150,28 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     const ChunkTask chunks = ChunkTask::of(spec_, in_chunks_, options_.threads.num_workers);
     const int64_t each_in_chunks = chunks.tasks(spec_), first = in_chunks_ * each_in_chunks,
                   tasks = first + (int64_t(now_.requests.size()) - in_chunks_) * each;
+    const auto run_task = [&](int64_t task, int worker) {
+      if (task < first) {
+        run_chunks(params, item_of(now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
+        return;
+      }
+      task -= first;
+      const RecurrentItem item = item_of(now_.requests[size_t(in_chunks_ + task / each)]);
+      const int part = int(task % each);
+      if (narrow) {
+        kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
+        return;
+      }
+      const int v = int(part % tiles) * most;
+      kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
+    };
+    // States that only pass through are taken many at a time: a thread's next ones are fetched ahead, which slows down a neighbour that has
+    // them.
+    const int64_t together = in_place_ ? std::max<int64_t>(tasks / (kShares * std::max(options_.threads.num_workers, 1)), 1) : 1;
     std::atomic<int64_t> next{0};
     const auto work = [&](int worker) {
-      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-        if (task < first) {
-          run_chunks(params, item_of(now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
-          continue;
-        }
-        task -= first;
-        const StateRequest& r = now_.requests[size_t(in_chunks_ + task / each)];
-        const RecurrentItem item = item_of(r);
-        const int part = int(task % each);
-        if (narrow) {
-          kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
-          continue;
-        }
-        const int v = int(part % tiles) * most;
-        kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
-      }
+      for (int64_t task; (task = next.fetch_add(together, std::memory_order_relaxed)) < tasks;)
+        for (const int64_t end = std::min(task + together, tasks); task < end; ++task) run_task(task, worker);
     };
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
   }
@@ -178,6 +182,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
 
  private:
   static constexpr int64_t kLine = 64;
+  static constexpr int kShares = 8;  // of a worker, where tasks are taken together
 
   bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(r)) > 0; }
   void run_chunks(const RecurrentParams& params, const RecurrentItem& item, const ChunkTask& task, int64_t number, int worker) const {
