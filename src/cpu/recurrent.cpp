@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
 #include "core/cpu_features.h"
 #include "core/run_parallel.h"
+#include "core/scratch_of_plans.h"
 #include "core/tensor_layout.h"
 #include "cpu/recurrent_params.h"
 #include "family/begin_plan.h"
@@ -20,7 +23,7 @@
 namespace imbrex {
 namespace cpu {
 
-extern const RecurrentKernels recurrent_generic, recurrent_avx2, recurrent_avx512;
+extern const RecurrentKernels recurrent_generic, recurrent_avx2, recurrent_avx512, recurrent_avx512_bf16;
 
 namespace {
 
@@ -77,19 +80,59 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
 // Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
 bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && !spec.delta && !spec.channel_gate; }
 
+// Prompts come in chunks where these are products of matrices that are not small.
+bool has_chunks(const RecurrentSpec& spec) {
+  constexpr int kLeastDim = 16;
+  return spec.head_dim_k >= kLeastDim && spec.head_dim_v >= kLeastDim;
+}
+bool has_channel_decays(const RecurrentSpec& spec) { return spec.channel_gate || spec.channel_rates; }
+bool may_have_chunks(const PlanLimits& limits) {
+  return limits.max_num_tokens >= kLeastChunked && (limits.max_query_len == 0 || limits.max_query_len >= kLeastChunked);
+}
+
+// What a task of chunks has: value heads of a key head, for which products of keys are made once, and of their values.
+struct ChunkTask {
+  int heads, values;
+  static ChunkTask largest(const RecurrentSpec& spec) {
+    constexpr int kMostHeads = 4;  // whose states stay in the second-level cache
+    return {has_channel_decays(spec) ? 1 : std::min(spec.num_v_heads / spec.num_k_heads, kMostHeads), spec.head_dim_v};
+  }
+  int64_t shares(const RecurrentSpec& spec) const { return (spec.num_v_heads / spec.num_k_heads + heads - 1) / heads; }
+  int64_t tiles(const RecurrentSpec& spec) const { return (spec.head_dim_v + values - 1) / values; }
+  int64_t tasks(const RecurrentSpec& spec) const { return spec.num_k_heads * shares(spec) * tiles(spec); }
+
+  // Smaller ones where all threads would not have two.
+  static ChunkTask of(const RecurrentSpec& spec, int64_t requests, int workers) {
+    ChunkTask task = largest(spec);
+    const auto are_few = [&] { return requests * task.tasks(spec) < 2 * int64_t(workers); };
+    while (task.heads > 1 && are_few()) task.heads = (task.heads + 1) / 2;
+    while (task.values > kRecurrentValues && are_few())
+      task.values = std::max(kRecurrentValues, task.values / 2 / kRecurrentValues * kRecurrentValues);
+    return task;
+  }
+};
+
 RecurrentItem item_of(const StateRequest& r) { return {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh}; }
 
 class RecurrentCpuPlan final : public RecurrentPlan {
  public:
   RecurrentCpuPlan(std::string_view backend, const RecurrentKernels& kernels, const RecurrentSpec& spec, const PlanOptions& options)
-      : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {}
+      : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {
+    if (!has_chunks(spec) || !may_have_chunks(options.limits)) return;
+    const ChunkTask task = ChunkTask::largest(spec);
+    scratch_bytes_ = (kernels.scratch_bytes(spec.head_dim_k, task.values, task.heads) + kLine - 1) / kLine * kLine;
+    scratch_ = std::dynamic_pointer_cast<SharedScratch>(options.workspace);
+    if (scratch_ == nullptr) scratch_ = std::make_shared<SharedScratch>();
+    scratch_->reserve(scratch_bytes_ * std::max(options.threads.num_workers, 1) + kLine);
+  }
 
   void update(const Batch& batch, Stream) override {
     read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_);
-    // The longest requests first, so that threads end at about the same time.
-    std::stable_sort(spare_.requests.begin(), spare_.requests.end(),
-                     [](const StateRequest& a, const StateRequest& b) { return a.end - a.begin > b.end - b.begin; });
+    // Chunks first, and the longest requests first, so that threads end at about the same time.
+    std::ranges::stable_sort(spare_.requests, std::greater(),
+                             [&](const StateRequest& r) { return std::pair(is_in_chunks(r), r.end - r.begin); });
     std::swap(now_, spare_);
+    in_chunks_ = std::ranges::count_if(now_.requests, [&](const StateRequest& r) { return is_in_chunks(r); });
     in_place_ = std::ranges::all_of(now_.requests, [&](const StateRequest& r) {
       return is_in_place(spec_.layout == StateLayout::k_first, int(spec_.state_dtype), spec_.head_dim_k, item_of(r));
     });
@@ -103,34 +146,64 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.
     const int most = in_place_ ? spec_.head_dim_v : kRecurrentValues;
     const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + most - 1) / most,
-                  each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads,
-                  tasks = int64_t(now_.requests.size()) * each;
-    std::atomic<int64_t> next{0};
-    const auto work = [&](int) {
-      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-        const StateRequest& r = now_.requests[size_t(task / each)];
-        const RecurrentItem item = item_of(r);
-        const int part = int(task % each);
-        if (narrow) {
-          kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
-          continue;
-        }
-        const int v = int(part % tiles) * most;
-        kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
+                  each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads;
+    const ChunkTask chunks = ChunkTask::of(spec_, in_chunks_, options_.threads.num_workers);
+    const int64_t each_in_chunks = chunks.tasks(spec_), first = in_chunks_ * each_in_chunks,
+                  tasks = first + (int64_t(now_.requests.size()) - in_chunks_) * each;
+    const auto run_task = [&](int64_t task, int worker) {
+      if (task < first) {
+        run_chunks(params, item_of(now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
+        return;
       }
+      task -= first;
+      const RecurrentItem item = item_of(now_.requests[size_t(in_chunks_ + task / each)]);
+      const int part = int(task % each);
+      if (narrow) {
+        kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
+        return;
+      }
+      const int v = int(part % tiles) * most;
+      kernels_.run(params, item, int(part / tiles), v, std::min(v + most, spec_.head_dim_v));
+    };
+    // States that only pass through are taken many at a time: a thread's next ones are fetched ahead, which slows down a neighbour that has
+    // them.
+    const int64_t together = in_place_ ? std::max<int64_t>(tasks / (kShares * std::max(options_.threads.num_workers, 1)), 1) : 1;
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int worker) {
+      for (int64_t task; (task = next.fetch_add(together, std::memory_order_relaxed)) < tasks;)
+        for (const int64_t end = std::min(task + together, tasks); task < end; ++task) run_task(task, worker);
     };
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
   }
 
+  int step_tokens() const override { return scratch_ ? kRecurrentChunk : 1; }
+  bool rounded_products() const override { return scratch_ && kernels_.rounded; }
   std::string str() const override { return fmt::format("{} ({}): {} requests", backend_, kernels_.isa, now_.requests.size()); }
 
  private:
+  static constexpr int64_t kLine = 64;
+  static constexpr int kShares = 8;  // of a worker, where tasks are taken together
+
+  bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(r)) > 0; }
+  void run_chunks(const RecurrentParams& params, const RecurrentItem& item, const ChunkTask& task, int64_t number, int worker) const {
+    const int64_t tiles = task.tiles(spec_), shares = task.shares(spec_);
+    const int group = spec_.num_v_heads / spec_.num_k_heads, v = int(number % tiles) * task.values, key_head = int(number / tiles / shares),
+              head = key_head * group + int(number / tiles % shares) * task.heads;
+    char* const memory = scratch_->data();
+    char* const aligned = memory + (kLine - int64_t(reinterpret_cast<uintptr_t>(memory) % kLine)) % kLine;
+    kernels_.run_chunks(params, item, head, std::min(head + task.heads, (key_head + 1) * group), v,
+                        std::min(v + task.values, spec_.head_dim_v), aligned + worker * scratch_bytes_);
+  }
+
   std::string_view backend_;
   const RecurrentKernels& kernels_;
   RecurrentSpec spec_;
   PlanOptions options_;
   StateStep now_, spare_;
-  bool in_place_ = false;  // all states of the step
+  bool in_place_ = false;                   // all states of the step
+  int64_t in_chunks_ = 0;                   // requests that have chunks
+  int64_t scratch_bytes_ = 0;               // of a worker
+  std::shared_ptr<SharedScratch> scratch_;  // null: no request within the limits has chunks
 };
 
 class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
@@ -145,23 +218,35 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
     return {};
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
-    begin_plan(*this, spec, device, options, kernels(device.isa).isa);
+    begin_plan(*this, spec, device, options, kernels(spec, device.isa).isa);
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
-    return std::make_unique<RecurrentCpuPlan>(name_, kernels(device.isa), spec, options);
+    return std::make_unique<RecurrentCpuPlan>(name_, kernels(spec, device.isa), spec, options);
   }
 
   std::vector<KernelChoice> kernel_choices(const RecurrentSpec& spec, const DeviceInfo& device) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, {});
-    return {{.requests = "all",
-             .kernel = kernels(device.isa).isa,
-             .sizes = is_narrow(spec) ? std::vector<KernelChoice::Size>{{"tile_heads", std::min(kNarrowHeads, spec.num_v_heads)}}
-                                      : std::vector<KernelChoice::Size>{{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}}};
+    const char* const kernel = kernels(spec, device.isa).isa;
+    std::vector<KernelChoice> choices;
+    if (has_chunks(spec)) {
+      const ChunkTask task = ChunkTask::largest(spec);
+      choices.push_back({.requests = "prompts",
+                         .kernel = kernel,
+                         .sizes = {{"chunk", kRecurrentChunk}, {"tile_heads", task.heads}, {"tile_values", task.values}}});
+    }
+    choices.push_back({.requests = has_chunks(spec) ? "others" : "all",
+                       .kernel = kernel,
+                       .sizes = {is_narrow(spec) ? KernelChoice::Size{"tile_heads", std::min(kNarrowHeads, spec.num_v_heads)}
+                                                 : KernelChoice::Size{"tile_values", std::min(kRecurrentValues, spec.head_dim_v)}}});
+    return choices;
   }
 
  private:
-  const RecurrentKernels& kernels(CpuIsa isa) const {
+  const RecurrentKernels& kernels(const RecurrentSpec& spec, CpuIsa isa) const {
     if constexpr (kX86) {
+      if (needs_ == CpuIsa::avx512 && isa >= CpuIsa::avx512_bf16 && spec.dtype == DType::bf16 && has_chunks(spec) &&
+          !has_channel_decays(spec))
+        return recurrent_avx512_bf16;
       if (needs_ == CpuIsa::avx512) return recurrent_avx512;
       if (isa >= CpuIsa::avx2) return recurrent_avx2;
     }
@@ -176,11 +261,13 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
 }  // namespace cpu
 
 const BackendOf<RecurrentFamily>& cpu_avx512_recurrent() {
-  static const cpu::RecurrentCpuBackend backend("cpu_avx512", "token by token, vectors of 16 (AVX-512)", CpuIsa::avx512);
+  static const cpu::RecurrentCpuBackend backend(
+      "cpu_avx512", "decode token by token, prompts in chunks of 64 tokens, vectors of 16 (AVX-512)", CpuIsa::avx512);
   return backend;
 }
 const BackendOf<RecurrentFamily>& cpu_generic_recurrent() {
-  static const cpu::RecurrentCpuBackend backend("cpu_generic", "token by token, portable C++, also compiled for AVX2", CpuIsa::generic);
+  static const cpu::RecurrentCpuBackend backend(
+      "cpu_generic", "decode token by token, prompts in chunks of 64 tokens, portable C++, also compiled for AVX2", CpuIsa::generic);
   return backend;
 }
 

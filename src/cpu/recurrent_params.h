@@ -7,6 +7,8 @@ namespace imbrex::cpu {
 constexpr int kRecurrentDim = 256;    // RecurrentSpec::head_dim_k at most
 constexpr int kRecurrentValues = 32;  // dimensions of values that a call works on at most
 constexpr int kNarrowHeads = 32;      // and heads, of values of one dimension
+constexpr int kRecurrentChunk = 64;   // tokens
+constexpr int kLeastChunked = 16;     // tokens that make a chunk
 
 enum RecurrentGateKind : int { kFixedGate, kLogGate, kSoftplusGate, kSigmoidGate };  // RecurrentGate, in its order
 
@@ -40,6 +42,14 @@ static inline bool is_in_place(bool k_first, int state_type, int dim_k, const Re
   return item.end - item.begin == 1 && !k_first && state_type == kF32 && dim_k % kWidest == 0 && item.drafts == 0 && item.first_row == 0;
 }
 
+// How many of an item's tokens come in chunks, where the layer's do: whole ones, and a rest that is long enough. A rest of any length where
+// the state has fewer bits than a float, which would be rounded in front of it.
+static inline int chunked_tokens(int state_type, const RecurrentItem& item) {
+  const int tokens = item.end - item.begin, rest = tokens % kRecurrentChunk;
+  if (item.drafts > 0 || tokens < kLeastChunked) return 0;
+  return rest < kLeastChunked && state_type == kF32 ? tokens - rest : tokens;
+}
+
 struct RecurrentKernels {
   const char* isa;
   // An item, for a value head and dimensions [v_begin, v_end) of its values, at most kRecurrentValues of them where the state is not
@@ -48,6 +58,11 @@ struct RecurrentKernels {
   // An item, for value heads [head_begin, head_end) with values of one dimension, at most kNarrowHeads of them; without the delta rule and
   // gates of channels.
   void (*run_narrow)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end);
+  // An item that has chunks, for value heads [head_begin, head_end) of one key head and dimensions [v_begin, v_end) of their values.
+  // Scratch begins at 64 bytes.
+  void (*run_chunks)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end, int v_begin, int v_end, char* scratch);
+  long (*scratch_bytes)(int dim_k, int values, int heads);
+  bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be; not for decays of channels
 };
 
 }  // namespace imbrex::cpu

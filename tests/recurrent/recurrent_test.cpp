@@ -24,14 +24,16 @@ TEST(Recurrent, CasesAreAsExactAsFloats) {
   for (size_t i = 0; i < recurrent_cases().size(); i += 17) {
     const RecurrentCase& c = recurrent_cases()[i];
     const RecurrentCaseInputs inputs = make_inputs(c);
-    const RecurrentExpected expected = expect(inputs, c.chunk);
-    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512})
+    const RecurrentExpected expected = expect(inputs, c.chunk), of_products = expect(inputs, c.chunk, true);
+    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16})
       for (const BackendOf<RecurrentFamily>* backend : backends<RecurrentFamily>()) {
         DeviceInfo device = probe_cpu();
         if (isa > device.isa) continue;
         device.isa = isa;
         if (!backend->unsupported(c.spec, device).empty()) continue;
-        const RecurrentJudgement judgement = judge(expected, inputs, run_case(*backend, device, inputs, default_options(c)));
+        const bool products = backend->plan(c.spec, device, {.limits = limits_of(c.requests)})->rounded_products();
+        const RecurrentJudgement judgement =
+            judge(products ? of_products : expected, inputs, run_case(*backend, device, inputs, default_options(c)));
         EXPECT_TRUE(judgement.pass()) << c.name << " " << backend->name() << " on " << to_string(isa) << ": " << judgement.failure;
         ++run;
       }

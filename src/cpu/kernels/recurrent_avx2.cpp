@@ -1,9 +1,14 @@
 // The kernel of recurrent layers compiled for AVX2 and FMA.
+// clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_weights.inl"
+#include "cpu/kernels/recurrent_chunks.inl"
+// clang-format on
 
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx2;
-const RecurrentKernels recurrent_avx2 = {"avx2", run_recurrent, run_narrow_recurrent};
+const RecurrentKernels recurrent_avx2 = {
+    "avx2", run_recurrent, run_narrow_recurrent, run_recurrent_chunks<FloatProducts>, chunk_scratch_bytes<FloatProducts>, false};
 
 }  // namespace imbrex::cpu

@@ -1,0 +1,15 @@
+// The kernel of recurrent layers compiled for AVX-512 with products of bf16.
+#include <immintrin.h>
+// clang-format off
+#include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_weights.inl"
+#include "cpu/kernels/recurrent_chunks.inl"
+// clang-format on
+
+namespace imbrex::cpu {
+
+extern const RecurrentKernels recurrent_avx512_bf16;
+const RecurrentKernels recurrent_avx512_bf16 = {
+    "avx512_bf16", run_recurrent, run_narrow_recurrent, run_recurrent_chunks<PairProducts>, chunk_scratch_bytes<PairProducts>, true};
+
+}  // namespace imbrex::cpu
