@@ -204,8 +204,8 @@ TEST(StatePrefixes, UnitsAreMultiplesOfBlocks) {
   EXPECT_EQ(code(0), "scheduler.state_unit");
 }
 
-// Kernels begin from states that others left: same bits as without, and everything is verified. The last model has gated delta nets, with so
-// few values that they are computed token by token: chunks have the same bits only where they are cut alike.
+// Kernels begin from states that others left: same bits as without, and everything is verified. The last model has gated delta nets, with
+// so few values that they are computed token by token: chunks have the same bits only where they are cut alike.
 TEST(StatePrefixes, ReplaysComputeTheSameFromKeptStates) {
   const Trace trace = tree_trace(24, 16, 200, 12, 3);
   for (const std::string layers : {"ca", "pwac", "cb", "qwen3_next"}) {
