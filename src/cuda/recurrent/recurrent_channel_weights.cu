@@ -9,7 +9,6 @@
 // decay is small: where that is too small, or numbers have too small a range, pairs of tokens are summed one by one.
 //
 // A thread block has a chunk and a value head.
-#include "find_request.cuh"
 #include "recurrent_triangle.cuh"
 
 namespace imbrex::cuda {
@@ -46,15 +45,19 @@ DEVICE u32 pack_scaled(const float2& x, const float2& logs, const float2& less) 
   return pack(x.x * exp2_approx(logs.x - less.x), x.y * exp2_approx(logs.y - less.y));
 }
 
-// The logarithm of a channel's decay, to base 2. Only its absolute error counts.
+// The logarithm of a channel's decay, to base 2, to some millionths of it: of a softplus by approximations of log2
+// and 2^x, but where the logarithm is next to 0 by a series.
 DEVICE float log2_decay(const RecurrentParams& p, const GateNumbers& g, float rate) {
   if (p.gate_kind != kSoftplusGate) return log_decay(p, g, 0.f) * kLog2e;
-  constexpr float kLarge = 30.f;  // e^-30 is nothing beside 1
-  const float x = g.x + g.bias, s = x > kLarge ? x * kLog2e : log2_approx(1.f + exp2_approx(x * kLog2e));
+  constexpr float kLarge = 30.f, kSmall = 1.f / 16;  // e^-30 is nothing beside 1
+  const float x = g.x + g.bias, z = exp2_approx(x * kLog2e);
+  const float series = z * __fmaf_rn(z, __fmaf_rn(z, __fmaf_rn(z, -0.25f, 1.f / 3), -0.5f), 1.f) * kLog2e;
+  const float s = x > kLarge ? x * kLog2e : z < kSmall ? series : log2_approx(1.f + z);
   const float more = s < p.gate_min * kLog2e ? p.gate_min * kLog2e : s;  // a NaN stays one
   return -rate * (more > p.gate_max * kLog2e ? p.gate_max * kLog2e : more);
 }
 
+// A type of elements as an argument.
 template <int type>
 struct Type {
   static constexpr int value = type;
@@ -278,9 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weig
   griddep_wait();
   SharedStorage& s = shared_storage();
   const int chunk = p.first_chunk + int(blockIdx.x) / p.num_v_heads, head = int(blockIdx.x) % p.num_v_heads, key_head = head / p.group;
-  const int num_reqs = num_requests(p), request = find_request(num_reqs, chunk, [&](int r) { return first_chunk_of(p, r); });
-  const RecurrentItem item = num_reqs > 0 ? chunks_of(p, request) : RecurrentItem{};
-  const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk, count = min(item.end - begin, kChunk);
+  const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
     const u32 k = shared_address(memory), q = k + sizeof s.k;
     copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);

@@ -1,6 +1,6 @@
 #pragma once
-// Which chunks a thread block of recurrent_chunks.cu and of recurrent_chunks_sm90.cu takes one after the other, and what it copies of them
-// to shared memory.
+// Which chunks a thread block of recurrent_chunks.cu and of recurrent_chunks_sm90.cu takes one after the other, and where in shared memory
+// what is copied of them lies.
 #include "recurrent_chunks_parts.cuh"
 
 namespace imbrex::cuda {
@@ -74,21 +74,6 @@ struct Unit {
     return begin < end;
   }
 };
-
-// Blocks of zeros of all stages, once, by all threads of a block.
-template <int threads, class Order>
-DEVICE void clear_zeros(int triangle) {
-  constexpr int kWords = kBlockBytes / 16;
-#pragma unroll
-  for (int block = 0; block < Order::num_zeros; ++block)
-    for (int i = int(threadIdx.x); i < kStages * kWords; i += threads)
-      *reinterpret_cast<uint4*>(memory + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes + i % kWords * 16) = {};
-}
-template <int threads>
-DEVICE void clear_zeros() {
-  if constexpr (kDelta) clear_zeros<threads, TOrder>(Stage::t_at);
-  clear_zeros<threads, POrder>(Stage::p_at);
-}
 
 // The next chunk to be copied to shared memory.
 struct ChunkCursor {

@@ -1,5 +1,7 @@
 #pragma once
-// What recurrent_weights.cu hands to recurrent_chunks.cu, and products of 16-bit numbers as both write them.
+// What recurrent_weights.cu and recurrent_channel_weights.cu hand to recurrent_chunks.cu and recurrent_chunks_sm90.cu, and products of
+// 16-bit numbers as these write them.
+#include "find_request.cuh"
 #include "recurrent_token.cuh"
 
 namespace imbrex::cuda {
@@ -79,6 +81,18 @@ static_assert(WeightsLayout::bytes == recurrent_weights_bytes(kDimK, kDelta, kCh
 
 // A chunk has a number of its own in a step: 64ths of the tokens in front of its request, and requests there, and chunks of its request.
 DEVICE int first_chunk_of(const RecurrentParams& p, int request) { return p.requests[request].begin / kChunk + request; }
+// The tokens of a chunk; none where no chunk has the number.
+struct ChunkTokens {
+  int begin, count;
+};
+DEVICE ChunkTokens tokens_of_chunk(const RecurrentParams& p, int chunk) {
+  const int num_reqs = num_requests(p);
+  if (num_reqs == 0) return {};
+  const int request = find_request(num_reqs, chunk, [&](int r) { return first_chunk_of(p, r); });
+  const RecurrentItem item = chunks_of(p, request);
+  const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk;
+  return {begin, min(item.end - begin, kChunk)};
+}
 DEVICE char* weights_at(const RecurrentParams& p, int chunk, int head) {
   return p.weights + (i64(chunk - p.first_chunk) * p.num_v_heads + head) * WeightsLayout::bytes;
 }

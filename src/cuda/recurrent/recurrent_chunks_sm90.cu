@@ -1,6 +1,8 @@
-// recurrent_chunks.cu for sm_90a: the same formulas, with products by wgmma. Four warps compute 64 values together. First factors are in
-// their registers, second ones in shared memory as they are; while products are made, the warps do other things. Four other warps copy
-// chunks.
+// recurrent_chunks.cu for sm_90a: the same formulas, with products by wgmma, and for layers whose channels have decays of their own too:
+// there keys and queries come with their decays from recurrent_channel_weights.cu. Launched by cuda/recurrent/recurrent_plan.cpp.
+//
+// Four warps compute 64 values together. First factors are in their registers, second ones in shared memory as they are; while products are
+// made, the warps do other things. A fifth warp has chunks loaded by TMA and bulk copies.
 #include "recurrent_chunk_values.cuh"
 
 namespace imbrex::cuda {
@@ -186,6 +188,20 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
   }
 }
 
+// Blocks of zeros of all stages, once, by all threads of a block.
+template <class Order>
+DEVICE void clear_zeros(int triangle) {
+  constexpr int kWords = kBlockBytes / 16;
+#pragma unroll
+  for (int block = 0; block < Order::num_zeros; ++block)
+    for (int i = int(threadIdx.x); i < kStages * kWords; i += kThreads)
+      *reinterpret_cast<uint4*>(memory + i / kWords * Stage::bytes + triangle + Order::zeros[block] * kBlockBytes + i % kWords * 16) = {};
+}
+DEVICE void clear_zeros() {
+  if constexpr (kDelta) clear_zeros<TOrder>(Stage::t_at);
+  clear_zeros<POrder>(Stage::p_at);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     recurrent_chunks(const __grid_constant__ RecurrentParams p, const __grid_constant__ TensorMap q_map,
                      const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
@@ -197,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
     }
     mbarrier_fence_init();
   }
-  clear_zeros<kThreads>();
+  clear_zeros();
   async_proxy_fence();
   __syncthreads();
   griddep_wait();

@@ -139,13 +139,17 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   const bool known = !captured && !lists_->on_device();
   const int64_t requests = known ? int64_t(step.requests.size()) : options_.limits.max_num_reqs;
   bool has_tokens = true;  // that do not come in chunks
-  ChunkMaps maps;
-  if (rounds_ && has_aligned_rows(in, out) && (!chunks_->maps || encode_chunk_maps(maps, in))) {
+  if (rounds_ && has_aligned_rows(in, out)) {
     p.least_chunked = kLeastChunked;
     const auto in_chunks = [&](const imbrex::StateRequest& r) { return chunked_tokens(p, r.end - r.begin, r.drafts); };
     const bool has_chunks = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) > 0; });
-    has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
-    if (has_chunks) launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
+    ChunkMaps maps;
+    if (has_chunks && chunks_->maps && !encode_chunk_maps(maps, in)) {
+      p.least_chunked = 0;
+    } else if (has_chunks) {
+      has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
+      launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
+    }
   }
   if (has_tokens) {
     // Blocks take units in turn: where the host does not know how many requests there are, those of the limits would be too many.

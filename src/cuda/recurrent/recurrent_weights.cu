@@ -2,14 +2,10 @@
 // recurrent_chunks.cu, for all chunks of a round at a time; launched by cuda/recurrent/recurrent_plan.cpp in front of it.
 //
 // A thread block has a chunk, a key head, and up to kShared of its value heads, for which products of tokens are computed once, by each
-// warp those of 16 tokens. A row of blocks of T is made by a warp: with D the inverses of 1 + A on the diagonal,
-//   T[i][j] = -(sum over k from j + 1 to i of T[i][k] A[k][j]) D[j]
-// where T[i][k] is what a product gave and the first factor of the next one. Products for T are of f16, whatever the type of the keys: A is
-// at most beta |k|^2, which is below 2 where a delta rule does not diverge.
+// warp those of 16 tokens.
 //
 // Later tokens, and later rows of T, have more to do: who has which changes from block to block and from head to head, so that each of a
 // multiprocessor's schedulers has as much to do as the others.
-#include "find_request.cuh"
 #include "recurrent_triangle.cuh"
 
 namespace imbrex::cuda {
@@ -180,9 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) recurrent_weights(cons
   SharedStorage& s = shared_storage();
   const int warp = warp_id(), shares = (p.group + kShared - 1) / kShared, parts = p.num_v_heads / p.group * shares;
   const int chunk = p.first_chunk + int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, key_head = part / shares;
-  const int num_reqs = num_requests(p), request = find_request(num_reqs, chunk, [&](int r) { return first_chunk_of(p, r); });
-  const RecurrentItem item = num_reqs > 0 ? chunks_of(p, request) : RecurrentItem{};
-  const int begin = item.begin + (chunk - first_chunk_of(p, request)) * kChunk, count = min(item.end - begin, kChunk);
+  const auto [begin, count] = tokens_of_chunk(p, chunk);
   if (count > 0) {
     const u32 k = shared_address(memory), q = k + sizeof s.tiles.k, blocks = shared_address(memory) + u32(s.blocks[0] - memory);
     copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);

@@ -215,7 +215,9 @@ TEST_F(RecurrentCalls, LaunchWhatTheyNeed) {
   const auto unchanged = [](auto&, auto&) {};
   EXPECT_EQ(launched(unchanged), "nothing");  // there is no step yet
   p->update(batch);
+  const int maps = fake::state().maps;
   EXPECT_EQ(launched(unchanged), "recurrent_aligned 8");  // 4 heads of 2 requests
+  EXPECT_EQ(fake::state().maps, maps) << "tokens one by one need none";
   EXPECT_EQ(launched([](auto& i, auto&) { i.q.data = i.q.template as<char>() + 2; }), "recurrent_aligned 8");
   EXPECT_EQ(launched([](auto& i, auto&) { i.state.data = i.state.template as<char>() + 4; }), "recurrent_unaligned 8");
   EXPECT_EQ(launched([](auto&, auto& o) { o.out.data = o.out.template as<char>() + 2; }), "recurrent_unaligned 8");
@@ -236,6 +238,7 @@ TEST_F(RecurrentCalls, LaunchWhatTheyNeed) {
   p->update_on_device(on_device);
   EXPECT_EQ(launched(unchanged), "recurrent_weights 8, recurrent_chunks 16, recurrent_aligned 16");  // 4 numbers of chunks
   EXPECT_EQ(launched([](auto& i, auto&) { i.q.data = i.q.template as<char>() + 2; }), "recurrent_aligned 16");
+  EXPECT_EQ(launched([](auto& i, auto&) { i.q.strides[0] = int64_t(1) << 39; }), "recurrent_aligned 16");  // too far apart for TMA
   p = plan(spec, {.limits = {.max_num_reqs = 1 << 20, .max_query_len = 15}, .on_device = true});
   p->update_on_device(on_device);
   EXPECT_EQ(launched(unchanged), "recurrent_aligned 32768");
