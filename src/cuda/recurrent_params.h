@@ -52,8 +52,8 @@ constexpr int recurrent_narrow_heads(int dim_k) {
 
 // recurrent_weights.cu, recurrent_channel_weights.cu, recurrent_chunks.cu and recurrent_chunks_sm90.cu: tokens of a chunk, and threads of a
 // block. Of the last two: values of a block, and chunks in shared memory.
-constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChannelThreads = 256, kRecurrentChunkThreads = 128,
-              kRecurrentChunkSm90Threads = 256;
+constexpr int kRecurrentChunk = 64, kRecurrentWeightsThreads = 128, kRecurrentChunkThreads = 128, kRecurrentChunkSm90Threads = 256;
+constexpr int recurrent_channel_threads(int dim_k) { return 4 * dim_k; }
 constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 // The first tokens of a request, which come in chunks: whole chunks, and what is left behind them if it is long enough. How a prompt is cut
 // into steps of whole chunks changes none of it.

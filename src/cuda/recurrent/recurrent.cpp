@@ -74,7 +74,7 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   k.weights = {"recurrent_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms, {"kShared", shared_heads}}};
   if (channels) {
     k.weights = {"recurrent_channel_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms}};
-    k.weights_entry = "recurrent_channel_weights", k.weights_threads = kRecurrentChannelThreads, k.weights_units = spec.num_v_heads;
+    k.weights_entry = "recurrent_channel_weights", k.weights_threads = recurrent_channel_threads(dim_k), k.weights_units = spec.num_v_heads;
   }
   k.chunks = {sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
               std::string(arch),

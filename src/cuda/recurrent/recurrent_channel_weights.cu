@@ -3,304 +3,397 @@
 //
 // With G_i the sums of logarithms up to and with token i, a number for each channel, and n the factors of norms,
 //   A[i][j] = beta_i n_i n_j sum over channels of k_i k_j e^(G_i - G_j)   for j < i,   and P[i][j] the like of q_i, for j <= i.
-// Decays may be as small as e^-60 a token: e^-G_j alone has no bound. But with R the sums in front of a block of 8 tokens, e^(G_i - R) for
-// tokens of it is at most 1, and so is e^(R' - G_j) with R' the sums behind the block of j: what is in between is a product of the decays
-// of whole blocks, by which first factors of matrices are multiplied on the way. Within a block e^(R - G_j) is as large as the block's
-// decay is small: where that is too small, or numbers have too small a range, pairs of tokens are summed one by one.
+// Decays may be as small as e^-60 a token: e^-G_j alone has no bound. But with R the sums at a place between j and i, both e^(G_i - R) and
+// e^(R - G_j) are at most 1, so that A is a product of matrices where a place lies between all its rows and columns: of 16 tokens and
+// those in front of them, with the sums in front of these 16 or with those behind other 16. On the diagonal, 16 tokens and themselves, the
+// place is their middle: there one factor of tokens of the same half is as large as the decay of 8 tokens is small. Where that is too
+// small, or numbers have too small a range, pairs of tokens are summed one by one.
 //
-// A thread block has a chunk and a value head.
+// A thread block has a chunk and a value head, a warp 64 channels of 8 of its tokens.
 #include "recurrent_triangle.cuh"
 
 namespace imbrex::cuda {
 
-constexpr int kThreads = kRecurrentChannelThreads, kWarps = kThreads / 32;
-static_assert(kWarps == 2 * kBlocks && kWarps == kChunk / 8 && kThreads % kDimK == 0);
-constexpr int kPitch = kDimK + 8;  // floats of a row of sums: so that pairs of 8 rows touch every bank once
-constexpr int kEights = kChunk / 8;
-// To base 2. 2 to the power of the least logarithm is 0, and sums of it can be told apart. A block that decays more is steep.
+constexpr int kThreads = recurrent_channel_threads(kDimK), kWarps = kThreads / 32;
+constexpr int kRows = 8, kEights = kChunk / kRows, kParts = kDimK / 64;
+static_assert(kWarps == kEights * kParts && kEights == 2 * kBlocks);
+// To base 2. 2 to the power of the least logarithm is 0, and sums of it can be told apart. 8 tokens that decay more are steep.
 constexpr float kLeastLog = -200.f, kSteep = kType == kBf16 ? -100.f : 0.f;
 
+// Factors of products as tiles of kChunk rows, in which the first or the last 16 are those of rows beyond the next 16:
+//   keys and queries with their decays since the sums in front of their 16 rows, from row 16 on; rows 0 to 15 are rows 48 to 63 with their
+//   decays since row 32;
+//   keys with what they have left behind their 16 rows, up to row 47; rows 48 to 63 are rows 0 to 15 behind row 32;
+//   and keys, queries and keys with the sums in the middle of their 16 rows.
+// They begin at so many bytes.
+constexpr u32 kTileBytes = kChunk * kDimK * kSize, kKeys = 0, kQueries = kTileBytes, kLeft = 2 * kTileBytes, kKeysOfMiddle = 3 * kTileBytes,
+              kQueriesOfMiddle = 4 * kTileBytes, kLeftOfMiddle = 5 * kTileBytes, kBeyond = (kChunk - 16) * 128;
 struct SharedStorage {
-  char k[kChunk * kDimK * kSize], q[kChunk * kDimK * kSize];
-  char behind[kChunk * kDimK * kSize];  // e^(R' - G_j) k_j
-  float logs[kChunk][kPitch];           // G, to base 2
-  float decays[kEights][kPitch];        // of blocks of 8 tokens
-  char blocks[kTriangleBytes];          // of A and D
-  char p[kTriangleBytes];               // as memory has it
-  float diagonal[kBlocks][16][kDiagonalPitch];
-  float k_norms[kChunk], q_norms[kChunk], betas[kChunk];
-  int steep[kEights];
+  char tiles[6 * kTileBytes];
+  union {
+    float squares[kParts][kEights][2 * kRows];  // sums of squares of keys, and of queries
+    char blocks[kTriangleBytes];                // of A and D
+  };
+  union {
+    float logs[kEights][kDimK];                   // of 8 tokens together, to base 2
+    float diagonal[kBlocks][16][kDiagonalPitch];  // once tiles are there
+  };
+  // Of the first and of the last 16 tokens, for each half of them: e^ of sums over the tokens between these and the chunk's middle.
+  float between[2][2][kDimK];
+  float betas[kChunk], k_norms[kChunk], q_norms[kChunk];  // q_norms: with the scale
+  int steep[kParts][kEights];
+  // What the thread block has, for whom it would be too much to keep.
+  char* weights;
+  ChunkTokens tokens;
 };
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(128) char memory[];
 
 DEVICE SharedStorage& shared_storage() { return *reinterpret_cast<SharedStorage*>(memory); }
+DEVICE u32 tile_at(u32 tile) { return shared_address(memory) + tile; }
 
-// Two neighbouring channels of a row of a tile.
-DEVICE float2 pair_of(u32 tile, int row, int channel) {
-  return unpack(load_shared_element<4>(place_in(tile, row, channel / 8) + u32(channel % 8 * 2)));
+// Which tokens and channels a warp has. A lane has two channels.
+struct Part {
+  int eight, number;
+  int token, count;  // the first of the 8, and how many of them are there
+  DEVICE int channel() const { return 64 * number + 2 * lane_id(); }
+  // Where 16 bytes of a row lie in a tile.
+  DEVICE u32 place(int row, int sixteen) const {
+    return u32(number * kColumnBytes + (kRows * eight + row) * 128) + (u32(sixteen) ^ u32(row)) * 16;
+  }
+  // And a lane's channels.
+  DEVICE u32 place(int row) const { return place(row, lane_id() / 4) + u32(lane_id() % 4 * 4); }
+  DEVICE float2 load(u32 tile, int row) const { return unpack(load_shared_element<4>(tile_at(tile) + place(row))); }
+};
+DEVICE Part part_of(int warp, const ChunkTokens& tokens) {
+  const int eight = warp % kEights;
+  return {eight, warp / kEights, tokens.begin + kRows * eight, tokens.count - kRows * eight};
 }
-DEVICE float2 logs_of(const SharedStorage& s, int row, int channel) { return *reinterpret_cast<const float2*>(&s.logs[row][channel]); }
-DEVICE u32 pack_scaled(const float2& x, const float2& logs, const float2& less) {
-  return pack(x.x * exp2_approx(logs.x - less.x), x.y * exp2_approx(logs.y - less.y));
-}
-
-// The logarithm of a channel's decay, to base 2, to some millionths of it: of a softplus by approximations of log2
-// and 2^x, but where the logarithm is next to 0 by a series.
-DEVICE float log2_decay(const RecurrentParams& p, const GateNumbers& g, float rate) {
-  if (p.gate_kind != kSoftplusGate) return log_decay(p, g, 0.f) * kLog2e;
-  constexpr float kLarge = 30.f, kSmall = 1.f / 16;  // e^-30 is nothing beside 1
-  const float x = g.x + g.bias, z = exp2_approx(x * kLog2e);
-  const float series = z * __fmaf_rn(z, __fmaf_rn(z, __fmaf_rn(z, -0.25f, 1.f / 3), -0.5f), 1.f) * kLog2e;
-  const float s = x > kLarge ? x * kLog2e : z < kSmall ? series : log2_approx(1.f + z);
-  const float more = s < p.gate_min * kLog2e ? p.gate_min * kLog2e : s;  // a NaN stays one
-  return -rate * (more > p.gate_max * kLog2e ? p.gate_max * kLog2e : more);
-}
-
-// A type of elements as an argument.
-template <int type>
-struct Type {
-  static constexpr int value = type;
+// Sums of logarithms of a lane's channels since the first of 8 tokens.
+struct Logs {
+  float2 of[kRows];
 };
 
-// G: each thread a channel of consecutive tokens, then what is in front of these. Tokens behind the last one do not decay.
-DEVICE void make_logs(const RecurrentParams& p, int head, int begin, int count, SharedStorage& s) {
-  constexpr int kParts = kThreads / kDimK, kTokens = kChunk / kParts, kTogether = 16;
-  const int channel = int(threadIdx.x) % kDimK, first = int(threadIdx.x) / kDimK * kTokens;
-  GateNumbers g = with_parameters<true>(p, 0.f, head, channel);
-  const float rate = p.gate_kind == kSoftplusGate ? exp_of(g.rate) : 0.f;
-  const char* const from =
-      p.gate + begin * p.gate_token_stride + head * p.gate_head_stride + channel * (p.gate_is_f32 ? 4 : element_bytes(kType));
-  float sum = 0.f;
-#pragma unroll 1
-  for (int row = first; row < first + kTokens; row += kTogether) {
-    float gates[kTogether];
-    const auto load = [&](auto type) {  // one branch for all: behind one each, loads would wait for each other
+DEVICE int key_head_of(const RecurrentParams& p, int head) { return int(u32(head) / u32(p.group)); }
+// Copies a warp's part of rows of tokens to a tile; zeros for those that are not there.
+DEVICE void copy_tokens(const Part& part, u32 tile, const char* from, long stride) {
+  const int first = lane_id() / 8;
+  const char* const at = from + (part.token + first) * stride + (64 * part.number + lane_id() % 8 * 8) * kSize;
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) gates[i] = load_number<type.value>(from + min(row + i, count - 1) * p.gate_token_stride);
-    };
-    p.gate_is_f32 ? load(Type<kF32>{}) : load(Type<kType>{});
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      g.x = gates[i];
-      const float log = row + i < count ? log2_decay(p, g, rate) : 0.f;
-      sum += log < kLeastLog ? kLeastLog : log;  // a NaN stays one
-      s.logs[row + i][channel] = sum;
-    }
-  }
-  if (int(threadIdx.x) < kEights) s.steep[threadIdx.x] = 0;
-  __syncthreads();
-  float before = 0.f;
-#pragma unroll
-  for (int part = 1; part < kParts; ++part)
-    if (part * kTokens <= first) before += s.logs[part * kTokens - 1][channel];
-  __syncthreads();
-  if (first == 0) return;
-#pragma unroll 8
-  for (int row = first; row < first + kTokens; ++row) s.logs[row][channel] += before;
-}
-
-// Factors of norms and beta, by a warp for each of its tokens.
-DEVICE void make_token_numbers(const RecurrentParams& p, int head, int begin, int count, u32 k, u32 q, SharedStorage& s) {
-  constexpr int kRows = kChunk / kWarps;
-#pragma unroll 2
-  for (int row = warp_id() * kRows; row < (warp_id() + 1) * kRows; ++row) {
-    float keys = 0.f, queries = 0.f;
-#pragma unroll
-    for (int channel = 2 * lane_id(); kNorms && channel < kDimK; channel += 64) {
-      const float2 a = pair_of(k, row, channel), b = pair_of(q, row, channel);
-      keys = __fmaf_rn(a.x, a.x, __fmaf_rn(a.y, a.y, keys)), queries = __fmaf_rn(b.x, b.x, __fmaf_rn(b.y, b.y, queries));
-    }
-#pragma unroll
-    for (int step = 16; kNorms && step > 0; step /= 2) {
-      keys += shuffle(keys, lane_id() ^ step), queries += shuffle(queries, lane_id() ^ step);
-    }
-    if (lane_id() != 0) continue;
-    s.k_norms[row] = kNorms ? inverse_root(keys + kNormEpsilon) : 1.f;
-    s.q_norms[row] = p.scale * (kNorms ? inverse_root(queries + kNormEpsilon) : 1.f);
-    s.betas[row] = row < count ? beta_of(p, load_beta(p, begin + row, head)) : 0.f;
+  for (int i = 0; i < kRows / 4; ++i) {
+    const bool there = first + 4 * i < part.count;
+    copy_async<16>(tile_at(tile) + part.place(first + 4 * i, lane_id() % 8), there ? at + 4 * i * stride : from, there);
   }
 }
 
-// Keys and queries with their decays, 8 channels of a token at a time, and what the state is multiplied by.
-DEVICE void store_tiles(SharedStorage& s, u32 k, u32 q, char* weights) {
-  constexpr int kColumns = kDimK / 8;
-#pragma unroll 2
-  for (int i = int(threadIdx.x); i < kChunk * kColumns; i += kThreads) {
-    const int row = i / kColumns, column = i % kColumns;
-    const uint4 keys = load_shared(place_in(k, row, column)), queries = load_shared(place_in(q, row, column));
-    const u32 of_k[4] = {keys.x, keys.y, keys.z, keys.w}, of_q[4] = {queries.x, queries.y, queries.z, queries.w};
-    u32 known[4], asked[4], written[4], behind[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float2 logs = logs_of(s, row, 8 * column + 2 * j), last = logs_of(s, kChunk - 1, 8 * column + 2 * j);
-      const float2 a = unpack(of_k[j]), b = unpack(of_q[j]), key = {a.x * s.k_norms[row], a.y * s.k_norms[row]};
-      known[j] = pack_scaled(key, logs, {0.f, 0.f});
-      asked[j] = pack_scaled({b.x * s.q_norms[row], b.y * s.q_norms[row]}, logs, {0.f, 0.f});
-      written[j] = pack_scaled(key, last, logs);
-      behind[j] = pack_scaled(a, logs_of(s, row | 7, 8 * column + 2 * j), logs);
-    }
-    *reinterpret_cast<uint4*>(s.behind + place_in(0, row, column)) = {behind[0], behind[1], behind[2], behind[3]};
-    char* const to = weights + place_in(0, row, column);
-    *reinterpret_cast<uint4*>(to + WeightsLayout::known) = {known[0], known[1], known[2], known[3]};
-    *reinterpret_cast<uint4*>(to + WeightsLayout::asked) = {asked[0], asked[1], asked[2], asked[3]};
-    *reinterpret_cast<uint4*>(to + WeightsLayout::written) = {written[0], written[1], written[2], written[3]};
-  }
-  for (int i = int(threadIdx.x); i < kEights * kDimK; i += kThreads) {
-    const int eight = i / kDimK, channel = i % kDimK;
-    const float log = s.logs[8 * eight + 7][channel] - (eight > 0 ? s.logs[8 * eight - 1][channel] : 0.f);
-    s.decays[eight][channel] = exp2_approx(log);
-    if (!(log >= kSteep)) s.steep[eight] = 1;
-  }
-  if (int(threadIdx.x) < kDimK)
-    reinterpret_cast<float*>(weights + WeightsLayout::decays)[threadIdx.x] = exp2_approx(s.logs[kChunk - 1][threadIdx.x]);
-  ChunkNumbers& n = *reinterpret_cast<ChunkNumbers*>(weights + WeightsLayout::numbers);
-  if (int(threadIdx.x) < kChunk) {
-    n.known[threadIdx.x] = n.values[threadIdx.x] = s.betas[threadIdx.x];
-    n.outputs[threadIdx.x] = n.written[threadIdx.x] = 1.f;
-  }
-  if (threadIdx.x == 0) n.decay = 1.f;
-}
-
-// A lane's part of 8 rows and 8 columns of a block.
-struct Scores {
-  float of[4];
+// A number of the code that a function is made for.
+template <int n>
+struct Constant {
+  static constexpr int value = n;
 };
 
-// Rows of 16 tokens with those in front of them and, where these are not steep, with those of their own blocks: of keys for A, or of
-// queries for P. Own blocks come last, as tiles 2 * block and the next.
-template <bool queries>
-DEVICE void multiply_rows(int block, u32 k, u32 q, SharedStorage& s) {
-  const int g = lane_id() / 4, t = lane_id() % 4, first = 16 * block, own = 2 * block;
-  Scores before[kEights - 1] = {}, within[2] = {};  // `before` counted from the rows to the front: the first one is of the last 8 rows
-  const u32 rows = queries ? q : k, behind = shared_address(memory) + u32(s.behind - memory);
-#pragma unroll 1
-  for (int step = 0; step < kDimK / 16; ++step) {
-    const int channels[2] = {16 * step + 2 * t, 16 * step + 8 + 2 * t};
-    float2 x[2][2], start[2][2];  // of rows g and 8 + g, and of two pairs of channels: e^(G_i - R) times the row, and R
+// log2(1 + 2^x), to some millionths of it, by approximations of log2 and 2^x, but where it is next to 0 by a series.
+DEVICE float softplus_2(float x) {
+  constexpr float kLarge = 43.f, kSmall = 1.f / 16;  // 2^-43 is nothing beside 1
+  const float z = exp2_approx(x);
+  const float series = z * __fmaf_rn(z, __fmaf_rn(z, __fmaf_rn(z, -0.25f * kLog2e, kLog2e / 3), -0.5f * kLog2e), kLog2e);
+  const float log = log2_approx(1.f + z);
+  return x > kLarge ? x : z < kSmall ? series : log;
+}
+
+// Sums of logarithms. Tokens behind the last one do not decay.
+DEVICE void make_logs(const RecurrentParams& p, int head, const Part& part, Logs& logs) {
+  const int count = part.count, channel = part.channel(), bytes = p.gate_is_f32 ? 4 : element_bytes(kType);
+  const char* const from = p.gate + part.token * p.gate_token_stride + head * p.gate_head_stride + channel * bytes;
+  float x[kRows][2];
+  const auto load = [&](auto type, auto whole) {  // one branch for all: behind one each, loads would wait for each other
 #pragma unroll
-    for (int eight = 0; eight < 2; ++eight)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first + 8 * eight + g, channel = channels[half];
-        start[eight][half] = own + eight > 0 ? logs_of(s, first + 8 * eight - 1, channel) : float2{0.f, 0.f};
-        const float2 given = pair_of(rows, row, channel), logs = logs_of(s, row, channel);
-        x[eight][half] = {given.x * exp2_approx(logs.x - start[eight][half].x), given.y * exp2_approx(logs.y - start[eight][half].y)};
-      }
-    const auto factor_of = [&](bool upper, bool lower, u32(&a)[4]) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        a[2 * half] = upper ? pack(x[0][half].x, x[0][half].y) : 0;
-        a[2 * half + 1] = lower ? pack(x[1][half].x, x[1][half].y) : 0;
-      }
-    };
-    u32 a[4];
-#pragma unroll
-    for (int eight = 0; eight < 2; ++eight) {
-      factor_of(eight == 0, eight == 1, a);
-      u32 b[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        b[half] = pack_scaled(pair_of(k, first + 8 * eight + g, channels[half]), start[eight][half],
-                              logs_of(s, first + 8 * eight + g, channels[half]));
-      multiply(within[eight].of, a, b[0], b[1]);
-    }
-#pragma unroll
-    for (int back = 0; back < kEights - 1; ++back) {
-      const int tile = own - back;
-      if (tile < 0) continue;
-      factor_of(back > 0, true, a);
-      const u32 at = place_in(behind, 8 * tile + g, 2 * step) + u32(4 * t),
-                next = place_in(behind, 8 * tile + g, 2 * step + 1) + u32(4 * t);
-      multiply(before[back].of, a, load_shared_element<4>(at), load_shared_element<4>(next));
-      // On to the tile in front: the block between it and the rows decays too.
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float2 decay = *reinterpret_cast<const float2*>(&s.decays[tile][channels[half]]);
-        if (back > 0) x[0][half].x *= decay.x, x[0][half].y *= decay.y;
-        x[1][half].x *= decay.x, x[1][half].y *= decay.y;
-      }
-    }
-  }
-  // Of tokens 8 * eight + g of the rows and 8 * tile + 2t and the next.
-  const auto store = [&](const Scores& sums, int eight, int tile, bool diagonal) {
-    const int row = first + 8 * eight + g, token = 8 * tile + 2 * t;
-    const float factor = queries ? s.q_norms[row] : s.betas[row] * s.k_norms[row];
-    float y[2] = {factor * s.k_norms[token] * sums.of[2 * eight], factor * s.k_norms[token + 1] * sums.of[2 * eight + 1]};
-    if (diagonal) y[0] = row >= token + !queries ? y[0] : 0.f, y[1] = row > token + !queries ? y[1] : 0.f;
-    if constexpr (queries) {
-      *reinterpret_cast<u32*>(s.p + POrder::index(block, tile / 2) * kBlockBytes + word_in_block(eight, tile % 2)) = pack(y[0], y[1]);
-    } else if (tile < own) {
-      *reinterpret_cast<u32*>(s.blocks + TOrder::index(block, tile / 2) * kBlockBytes + (2 * eight + tile % 2) * 128 + lane_id() * 4) =
-          pack_f16(y[0], y[1]);
-    } else {
-      *reinterpret_cast<float2*>(&s.diagonal[block][8 * eight + g][8 * (tile % 2) + 2 * t]) = {y[0], y[1]};
-    }
+    for (int row = 0; row < kRows; ++row)
+      load_run<type.value, whole.value != 0>(from + row * p.gate_token_stride, row < count ? 2 : 0, x[row]);
   };
-#pragma unroll
-  for (int back = 0; back < kEights - 1; ++back) {
-    const int tile = own - back;
-    if (tile < 0) continue;
-    if (back > 0) store(before[back], 0, tile, false);
-    store(before[back], 1, tile, false);
+  const long places = reinterpret_cast<long>(p.gate) | p.gate_token_stride | p.gate_head_stride;
+  if (count < kRows || (places & (2 * bytes - 1)) != 0) {
+    p.gate_is_f32 ? load(Constant<kF32>{}, Constant<0>{}) : load(Constant<kType>{}, Constant<0>{});
+  } else {
+    p.gate_is_f32 ? load(Constant<kF32>{}, Constant<1>{}) : load(Constant<kType>{}, Constant<1>{});
   }
+  float factors[2];  // of what `x` has by then
 #pragma unroll
-  for (int eight = 0; eight < 2; ++eight)
-    if (s.steep[own + eight] == 0) store(within[eight], eight, own + eight, true);
-  if constexpr (queries) store(Scores{}, 0, own + 1, false);
+  for (int i = 0; i < 2; ++i) {
+    const GateNumbers g = with_parameters<true>(p, 0.f, head, channel + i);
+    const float bias = g.bias * kLog2e, rate = exp_of(g.rate);
+    if (p.gate_kind == kSoftplusGate) {
+      factors[i] = -rate;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) x[row][i] = softplus_2(__fmaf_rn(x[row][i], kLog2e, bias));
+    } else if (p.gate_kind == kSigmoidGate) {
+      factors[i] = p.gate_min * kLog2e;
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) x[row][i] = reciprocal_approx(1.f + exp2_approx(-rate * __fmaf_rn(x[row][i], kLog2e, bias)));
+    } else {
+      factors[i] = kLog2e;
+    }
+  }
+  if (p.gate_kind == kSoftplusGate && (p.gate_min > 0.f || p.gate_max < infinity())) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRows; ++i) {
+      float& y = x[i / 2][i % 2];
+      y = y < p.gate_min * kLog2e ? p.gate_min * kLog2e : y;  // a NaN stays one
+      y = y > p.gate_max * kLog2e ? p.gate_max * kLog2e : y;
+    }
+  }
+  if (count < kRows) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRows; ++i) x[i / 2][i % 2] = i / 2 < count ? x[i / 2][i % 2] : 0.f;
+  }
+  float2 sum = {0.f, 0.f};
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const float first = factors[0] * x[row][0], second = factors[1] * x[row][1];
+    sum.x += first < kLeastLog ? kLeastLog : first, sum.y += second < kLeastLog ? kLeastLog : second;
+    logs.of[row] = sum;
+  }
 }
 
-// 8 tokens of a steep block and themselves, by a warp, a lane a token j and two tokens i: what is on the diagonal and below it.
-DEVICE void sum_pairs(int eighth, u32 k, u32 q, SharedStorage& s) {
-  const int j = 8 * eighth + lane_id() % 8, i = 8 * eighth + lane_id() / 8 * 2;
+// Sums of squares of a warp's channels: the diagonal of what keys, and queries below them, are with each other.
+DEVICE void sum_squares(const Part& part, float (&to)[2 * kRows]) {
+  const u32 tile = tile_at(lane_id() % 16 < kRows ? kKeysOfMiddle : kQueriesOfMiddle);
+  float keys[4] = {}, queries[4] = {};
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    u32 a[4];
+    load_matrix(a, tile + part.place(lane_id() % kRows, 2 * step + lane_id() / 16));
+    multiply(keys, a, a[0], a[2]), multiply(queries, a, a[1], a[3]);
+  }
+  const int row = lane_id() / 4;
+  if (lane_id() % 4 != row / 2) return;
+  to[row] = row % 2 == 0 ? keys[0] : keys[1], to[kRows + row] = row % 2 == 0 ? queries[2] : queries[3];
+}
+
+// Factors of norms, and numbers of 8 tokens, a lane a token.
+DEVICE void make_numbers(const RecurrentParams& p, int head, const Part& part, SharedStorage& s, ChunkNumbers& n) {
+  const int row = kRows * part.eight + lane_id();
+  const float beta = lane_id() < part.count ? beta_of(p, load_beta(p, part.token + lane_id(), head)) : 0.f;
+  float norms[2] = {1.f, 1.f};
+#pragma unroll
+  for (int i = 0; kNorms && i < 2; ++i) {
+    float sum = kNormEpsilon;
+#pragma unroll
+    for (int number = 0; number < kParts; ++number) sum += s.squares[number][part.eight][kRows * i + lane_id()];
+    norms[i] = inverse_root(sum);
+  }
+  s.betas[row] = n.values[row] = beta, n.known[row] = beta * norms[0];
+  s.k_norms[row] = n.written[row] = norms[0];
+  s.q_norms[row] = n.outputs[row] = p.scale * norms[1];
+  if (row == 0) n.decay = 1.f;
+}
+
+DEVICE float2 operator+(const float2& a, const float2& b) { return {a.x + b.x, a.y + b.y}; }
+DEVICE float2 operator-(const float2& a, const float2& b) { return {a.x - b.x, a.y - b.y}; }
+DEVICE float2 operator*(const float2& a, const float2& b) { return {a.x * b.x, a.y * b.y}; }
+DEVICE float2 exp2_of(const float2& x) { return {exp2_approx(x.x), exp2_approx(x.y)}; }
+DEVICE u32 pack(const float2& x) { return pack(x.x, x.y); }
+DEVICE float2& pair_at(float* p) { return *reinterpret_cast<float2*>(p); }
+
+// 8 tokens' rows of all tiles, and those of memory's, of their keys and queries, which lie in the middle's. `lower`: they are the lower
+// half of their 16 tokens.
+template <bool lower>
+DEVICE void store_tiles(SharedStorage& s, const Part& part, const Logs& logs, char* weights) {
+  const int eight = part.eight, block = eight / 2, channel = part.channel();
+  // e^ of sums over the tokens in front of the 8 and behind them, and over the other half of their 16 tokens.
+  float2 before = {0.f, 0.f}, after = {0.f, 0.f};
+#pragma unroll 1
+  for (int e = 0; e < eight; ++e) before = before + pair_at(&s.logs[e][channel]);
+#pragma unroll 1
+  for (int e = eight + 1; e < kEights; ++e) after = after + pair_at(&s.logs[e][channel]);
+  const float2 other = exp2_of(pair_at(&s.logs[eight ^ 1][channel])), own = logs.of[kRows - 1];
+  float2& between = pair_at(&s.between[block / 2][lower][channel]);
+  if (block == 0) between = exp2_of(pair_at(&s.logs[2][channel]) + pair_at(&s.logs[3][channel]));
+  if (block == kBlocks - 1) between = exp2_of(pair_at(&s.logs[4][channel]) + pair_at(&s.logs[5][channel]));
+  before = exp2_of(before), after = exp2_of(after);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const u32 place = part.place(row), tiles = shared_address(memory) + place;
+    char* const to = weights + place;
+    const auto store = [&](int tile, const float2& x) { *reinterpret_cast<u32*>(to + tile) = pack(x); };
+    // Keys and queries with decays since the front of the 8, and keys with what is left behind them. The middle of the 16 tokens is one of
+    // these places; at the other one factors are above 1.
+    const float2 log = logs.of[row], rest = own - log, key = part.load(kKeysOfMiddle, row), query = part.load(kQueriesOfMiddle, row);
+    const float2 forward = exp2_of(log), back = exp2_of(lower ? float2{-log.x, -log.y} : float2{-rest.x, -rest.y});
+    float2 k = key * forward, q = query * forward, left = key * exp2_of(rest);
+    if constexpr (kDelta) store_shared(tiles + kKeysOfMiddle, pack(lower ? k : key * back));
+    store_shared(tiles + kQueriesOfMiddle, pack(lower ? q : query * back));
+    store_shared(tiles + kLeftOfMiddle, pack(lower ? key * back : left));
+    store(WeightsLayout::known, k * before), store(WeightsLayout::asked, q * before), store(WeightsLayout::written, left * after);
+    if constexpr (lower) {
+      k = k * other, q = q * other;
+    } else {
+      left = left * other;
+    }
+    if (block > 0) {
+      if constexpr (kDelta) store_shared(tiles + kKeys, pack(k));
+      store_shared(tiles + kQueries, pack(q));
+    }
+    if (block == kBlocks - 1) {
+      if constexpr (kDelta) store_shared(tiles + kKeys - kBeyond, pack(k * between));
+      store_shared(tiles + kQueries - kBeyond, pack(q * between));
+    } else {
+      store_shared(tiles + kLeft, pack(left));
+    }
+    if (block == 0) store_shared(tiles + kLeft + kBeyond, pack(left * between));
+  }
+  if (eight == kEights - 1) pair_at(reinterpret_cast<float*>(weights + WeightsLayout::decays) + channel) = before * exp2_of(own);
+}
+
+DEVICE bool is_steep(const SharedStorage& s, int eight) { return (s.steep[0][eight] | s.steep[kParts - 1][eight]) != 0; }
+
+// Products of 16 rows and 8 rows of two tiles over all channels.
+DEVICE void multiply_rows(float (&x)[4], u32 rows, int row, u32 left, int column) {
+#pragma unroll
+  for (int steps = 0; steps < kDimK / 32; ++steps) {
+    u32 b[4];
+    load_matrix(b, place_in(left, column + lane_id() % 8, 4 * steps + lane_id() / 8));
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      u32 a[4];
+      load_matrix(a, place_in(rows, row + lane_id() % 16, 2 * (2 * steps + step) + lane_id() / 16));
+      multiply(x, a, b[2 * step], b[2 * step + 1]);
+    }
+  }
+}
+
+// Of A or of P, half a block: 16 rows and 8 columns, below the diagonal or on it. `x`: products of keys and queries with their decays.
+template <bool queries>
+DEVICE void store_half(int row, int column, int half, const float (&x)[4], char* weights, SharedStorage& s) {
+  const int g = lane_id() / 4, t = lane_id() % 4, first = 16 * row, token = 16 * column + 8 * half + 2 * t;
+  const float2 norms = pair_at(s.k_norms + token);
+#pragma unroll
+  for (int eight = 0; eight < 2; ++eight) {
+    if (row == column && eight == half && is_steep(s, 2 * row + eight)) continue;
+    const int own = first + 8 * eight + g;
+    const float factor = queries ? s.q_norms[own] : s.betas[own] * s.k_norms[own];
+    const float y = own >= token + !queries ? factor * norms.x * x[2 * eight] : 0.f;
+    const float z = own > token + !queries ? factor * norms.y * x[2 * eight + 1] : 0.f;
+    if constexpr (queries)
+      *reinterpret_cast<u32*>(weights + WeightsLayout::p + POrder::index(row, column) * kBlockBytes + word_in_block(eight, half)) =
+          pack(y, z);
+    else if (row == column)
+      pair_at(&s.diagonal[row][8 * eight + g][8 * half + 2 * t]) = {y, z};
+    else
+      *reinterpret_cast<u32*>(s.blocks + TOrder::index(row, column) * kBlockBytes + (2 * eight + half) * 128 + lane_id() * 4) =
+          pack_f16(y, z);
+  }
+}
+
+// What a warp has of A or of P, as one of `kWarps / 2`.
+template <bool queries>
+DEVICE void make_products(int warp, char* weights, SharedStorage& s) {
+  constexpr int kMakers = kWarps / 2, kDiagonals = 2 * kBlocks / kMakers, kBelow = (kBlocks * (kBlocks - 1) + kMakers - 1) / kMakers;
+  // Of a block below the diagonal, four bits each: its row and column, and where the tiles have these.
+  constexpr u32 kRowOf = 0x332321, kColumnOf = 0x010210, kFirstOf = 0x002321, kSecondOf = 0x313210;
+#pragma unroll
+  for (int i = 0; i < kDiagonals; ++i) {
+    const int number = warp + kMakers * i, block = number / 2;
+    float x[4] = {};
+    multiply_rows(x, tile_at(queries ? kQueriesOfMiddle : kKeysOfMiddle), 16 * block, tile_at(kLeftOfMiddle), 8 * number);
+    store_half<queries>(block, block, number % 2, x, weights, s);
+  }
+#pragma unroll
+  for (int i = 0; i < kBelow; ++i) {
+    const int number = warp + kMakers * i, half = number % 2, shift = 4 * (number / 2);
+    if (number >= kBlocks * (kBlocks - 1)) continue;
+    float x[4] = {};
+    multiply_rows(x, tile_at(queries ? kQueries : kKeys), int(kFirstOf >> shift & 15) * 16, tile_at(kLeft),
+                  int(kSecondOf >> shift & 15) * 16 + 8 * half);
+    store_half<queries>(int(kRowOf >> shift & 15), int(kColumnOf >> shift & 15), half, x, weights, s);
+  }
+}
+
+// Steep tokens and themselves: what is on the diagonal and below it, by a warp, a lane a token j and two tokens i. `logs` are sums since
+// the first of them.
+constexpr int kPitch = kDimK + 8;  // floats of a row of `logs`: so that pairs of 8 rows touch every bank once
+DEVICE void sum_pairs(int eight, const float* logs, char* weights, SharedStorage& s) {
+  const int block = eight / 2, half = eight % 2, first = kRows * eight, j = first + lane_id() % 8, i = first + lane_id() / 8 * 2;
+  const auto pair_of = [&](u32 tile, int row, int channel) {
+    return unpack(load_shared_element<4>(place_in(tile_at(tile), row, channel / 8) + u32(channel % 8 * 2)));
+  };
+  const auto logs_of = [&](int row, int channel) { return *reinterpret_cast<const float2*>(logs + row * kPitch + channel); };
   float of_k[2] = {0.f, 0.f}, of_q[2] = {0.f, 0.f};
 #pragma unroll 4
   for (int channel = 0; channel < kDimK; channel += 2) {
-    const float2 key = pair_of(k, j, channel), logs = logs_of(s, j, channel);
+    const float2 key = pair_of(kKeysOfMiddle, j, channel), since = logs_of(j, channel);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      const float2 own = logs_of(s, i + row, channel), x = pair_of(k, i + row, channel), y = pair_of(q, i + row, channel);
-      const float first = key.x * exp2_approx(own.x - logs.x), second = key.y * exp2_approx(own.y - logs.y);
-      of_k[row] = __fmaf_rn(x.x, first, __fmaf_rn(x.y, second, of_k[row]));
-      of_q[row] = __fmaf_rn(y.x, first, __fmaf_rn(y.y, second, of_q[row]));
+      const float2 decayed = key * exp2_of(logs_of(i + row, channel) - since);
+      const float2 x = pair_of(kKeysOfMiddle, i + row, channel), y = pair_of(kQueriesOfMiddle, i + row, channel);
+      of_k[row] = __fmaf_rn(x.x, decayed.x, __fmaf_rn(x.y, decayed.y, of_k[row]));
+      of_q[row] = __fmaf_rn(y.x, decayed.x, __fmaf_rn(y.y, decayed.y, of_q[row]));
     }
   }
-  const int block = eighth / 2, half = eighth % 2;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    const int at = 8 * half + i % 8 + row;  // in the block
-    const float norm = s.k_norms[j], a = s.betas[i + row] * s.k_norms[i + row] * norm * of_k[row],
-                p = s.q_norms[i + row] * norm * of_q[row];
-    s.diagonal[block][at][8 * half + j % 8] = i + row > j ? a : 0.f;
-    *reinterpret_cast<u16*>(s.p + POrder::index(block, block) * kBlockBytes + place_in_block(at, half) + j % 8 * 2) =
-        u16(pack(i + row >= j ? p : 0.f, 0.f));
+    const int token = i + row, at = token % 16;  // of the chunk, and of the block
+    const float a = s.betas[token] * s.k_norms[token] * s.k_norms[j] * of_k[row], b = s.q_norms[token] * s.k_norms[j] * of_q[row];
+    s.diagonal[block][at][j % 16] = token > j ? a : 0.f;
+    *reinterpret_cast<u16*>(weights + WeightsLayout::p + POrder::index(block, block) * kBlockBytes + place_in_block(at, half) + j % 8 * 2) =
+        u16(pack(token >= j ? b : 0.f, 0.f));
   }
+}
+// Of all steep tokens, once nobody reads tiles: there keys, queries and sums of logarithms come again.
+DEVICE void sum_steep(const RecurrentParams& p, int head, const Part& part, char* weights, SharedStorage& s) {
+  static_assert(kChunk * kPitch * int(sizeof(float)) <= int(kKeysOfMiddle));
+  float* const all = reinterpret_cast<float*>(s.tiles);
+  copy_tokens(part, kKeysOfMiddle, p.k + key_head_of(p, head) * p.k_head_stride, p.k_token_stride);
+  copy_tokens(part, kQueriesOfMiddle, p.q + key_head_of(p, head) * p.q_head_stride, p.q_token_stride);
+  copy_async_commit();
+  Logs logs;
+  make_logs(p, head, part, logs);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) pair_at(all + (kRows * part.eight + row) * kPitch + part.channel()) = logs.of[row];
+  copy_async_wait<0>();
+  __syncthreads();
+  if (part.number == 0 && is_steep(s, part.eight)) sum_pairs(part.eight, all, weights, s);
+  __syncthreads();
+}
+
+// All that is made of a warp's tokens and channels.
+DEVICE void make_tiles(const RecurrentParams& p, int head, const Part& part, SharedStorage& s) {
+  copy_tokens(part, kKeysOfMiddle, p.k + key_head_of(p, head) * p.k_head_stride, p.k_token_stride);
+  copy_tokens(part, kQueriesOfMiddle, p.q + key_head_of(p, head) * p.q_head_stride, p.q_token_stride);
+  copy_async_commit();
+  Logs logs;
+  make_logs(p, head, part, logs);
+  const float2 all = logs.of[kRows - 1];
+  const bool steep = any_lane(!(all.x >= kSteep) || !(all.y >= kSteep));
+  if (lane_id() == 0) s.steep[part.number][part.eight] = steep;
+  pair_at(&s.logs[part.eight][part.channel()]) = all;
+  copy_async_wait<0>();
+  __syncwarp();
+  if constexpr (kNorms) sum_squares(part, s.squares[part.number][part.eight]);
+  __syncthreads();
+  if (part.number == 0 && lane_id() < kRows)
+    make_numbers(p, head, part, s, *reinterpret_cast<ChunkNumbers*>(s.weights + WeightsLayout::numbers));
+  part.eight % 2 != 0 ? store_tiles<true>(s, part, logs, s.weights) : store_tiles<false>(s, part, logs, s.weights);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
   SharedStorage& s = shared_storage();
-  const int chunk = p.first_chunk + int(blockIdx.x) / p.num_v_heads, head = int(blockIdx.x) % p.num_v_heads, key_head = head / p.group;
-  const auto [begin, count] = tokens_of_chunk(p, chunk);
-  if (count > 0) {
-    const u32 k = shared_address(memory), q = k + sizeof s.k;
-    copy_rows<kDimK / 8, kThreads>(k, p.k + begin * p.k_token_stride + key_head * p.k_head_stride, p.k_token_stride, count);
-    copy_rows<kDimK / 8, kThreads>(q, p.q + begin * p.q_token_stride + key_head * p.q_head_stride, p.q_token_stride, count);
-    copy_async_commit();
-    make_logs(p, head, begin, count, s);
-    copy_async_wait<0>();
+  const u32 heads = u32(p.num_v_heads), first = blockIdx.x / heads;
+  const int chunk = p.first_chunk + int(first), head = int(blockIdx.x - first * heads);
+  const ChunkTokens tokens = tokens_of_chunk(p, chunk);
+  if (tokens.count > 0) {
+    if (threadIdx.x == 0) s.weights = weights_at(p, chunk, head), s.tokens = tokens;
+    make_tiles(p, head, part_of(warp_id(), tokens), s);
     __syncthreads();
-    make_token_numbers(p, head, begin, count, k, q, s);
-    __syncthreads();
-    char* const weights = weights_at(p, chunk, head);
-    store_tiles(s, k, q, weights);
-    __syncthreads();
-    // Later rows have more to do: who has which is such that each of a multiprocessor's schedulers has as much to do as the others.
     const int warp = warp_id();
-    if (warp < kBlocks && kDelta) multiply_rows<false>(warp, k, q, s);
-    if (warp >= kBlocks) multiply_rows<true>(2 * kBlocks - 1 - warp, k, q, s);
-    if (s.steep[warp] != 0) sum_pairs(warp, k, q, s);
+    if (kDelta && warp < kWarps / 2) make_products<false>(warp, s.weights, s);
+    if (warp >= kWarps / 2) make_products<true>(warp - kWarps / 2, s.weights, s);
     __syncthreads();
+    bool steep = false;
+#pragma unroll
+    for (int eight = 0; eight < kEights; ++eight) steep |= is_steep(s, eight);
+    if (steep) sum_steep(p, head, part_of(warp, s.tokens), s.weights, s);
     if constexpr (kDelta) {
       const u32 blocks = shared_address(memory) + u32(s.blocks - memory);
       if (warp < kBlocks / 2) {
@@ -308,11 +401,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weig
         invert_diagonal(s.diagonal[block], s.blocks + TOrder::index(block, block) * kBlockBytes);
       }
       __syncthreads();
-      if (warp < kBlocks) make_row(warp, blocks, weights);
+      if (warp < kBlocks) make_row(warp, blocks, s.weights);
     }
-    constexpr int kFirst = kDelta ? 32 * kBlocks : 0;  // thread that copies
-    for (int i = int(threadIdx.x) - kFirst; i >= 0 && i < kTriangleBytes / 16; i += kThreads - kFirst)
-      reinterpret_cast<uint4*>(weights + WeightsLayout::p)[i] = reinterpret_cast<const uint4*>(s.p)[i];
   }
   griddep_launch();
 }

@@ -146,7 +146,7 @@ DEVICE void take_values(const Factor& v, const ChunkNumbers& n, Columns& x) {
 }
 // Outputs as far as the state and the values make them, in the place of what the state gives for q.
 DEVICE void begin_outputs(const Stage& stage, int value, const ChunkNumbers& n, float skip, Columns& y) {
-  if constexpr (!kChannelGate) scale_columns(y, n.outputs);
+  scale_columns(y, n.outputs);
   if constexpr (kSkip) {
     const Factor v = load_values(stage, value);
 #pragma unroll
