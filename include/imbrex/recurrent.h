@@ -89,7 +89,9 @@ class RecurrentPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors recurrent.run.*
   virtual void run(const RecurrentInputs&, const RecurrentOutputs&, Stream = nullptr) const = 0;
-  virtual int step_tokens() const { return 1; }  // 0: any cut of a prompt may change bits
+  // 0: any cut of a prompt may change bits, as where long requests come in segments that are computed beside each other. How many tokens of a
+  // request a step has is what its segments follow from; with PlanOptions::balanced, the step's other requests too.
+  virtual int step_tokens() const { return 1; }
   // Whether prompts come in chunks of tokens by products whose factors are rounded to dtype: then results are as exact as such products
   // are, and not as float arithmetic is.
   virtual bool rounded_products() const { return false; }

@@ -74,7 +74,8 @@ std::vector<LayerSpec> short_conv_sample() {
 
 std::vector<KernelKey> recurrent_keys(std::string_view arch, const LayerSpec& layer) {
   const auto* const spec = std::get_if<RecurrentSpec>(&layer);
-  return spec == nullptr ? std::vector<KernelKey>() : recurrent_kernels(arch, *spec, {});
+  // With multiprocessors as the largest GPUs have them, so that kernels for few heads are there too.
+  return spec == nullptr ? std::vector<KernelKey>() : recurrent_kernels(arch, *spec, {.num_workers = 160});
 }
 
 std::vector<LayerSpec> recurrent_sample() {

@@ -17,15 +17,17 @@ struct RecurrentParams {
   long state_slot_stride, state_row_stride, state_head_stride;
   const StateRequest* requests;  // [num_reqs + 1]
   const StateCounts* counts;
-  int* broken;                      // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
-  int num_slots, num_tokens;        // num_tokens: that all tensors have rows for; a request with others is left out
-  char* weights;                    // of chunks from first_chunk to end_chunk: recurrent_weights_bytes() of each chunk and value head
-  float *carried_in, *carried_out;  // states of the request that goes on from the round before, and in the next one
-  int first_chunk, end_chunk;       // of a round
-  int least_chunked;                // as chunked_tokens() says; 0: all is computed token by token
-  int num_v_heads, group;           // group: value heads of a key head
-  int gate_kind;                    // RecurrentGateKind
-  float gate_min, gate_max;         // gate_max of a softplus: infinite where there is no limit
+  int* broken;                       // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
+  int num_slots, num_tokens;         // num_tokens: that all tensors have rows for; a request with others is left out
+  char* weights;                     // of chunks from first_chunk to end_chunk: recurrent_weights_bytes() of each chunk and value head
+  float *carried_in, *carried_out;   // states of the request that goes on from the round before, and in the next one
+  int first_chunk, end_chunk;        // of a round
+  float* segments;                   // states at ends of segments and what these do to a state: recurrent_segment_rows() rows of each head
+  int most_segments, least_segment;  // as segment_chunks() says; 1: no request has segments, and there may be several rounds
+  int least_chunked;                 // as chunked_tokens() says; 0: all is computed token by token
+  int num_v_heads, group;            // group: value heads of a key head
+  int gate_kind;                     // RecurrentGateKind
+  float gate_min, gate_max;          // gate_max of a softplus: infinite where there is no limit
   float scale, beta_scale;
   bool gate_is_f32, beta_is_f32;  // else of kType
   bool delta, sigmoid_beta, scaled_values, qk_norm, channel_rates;
@@ -60,6 +62,23 @@ constexpr int kRecurrentTileValues = 64, kRecurrentChunkStages = 2;
 constexpr int chunked_tokens(const RecurrentParams& p, int tokens, int drafts) {
   const int rest = tokens % kRecurrentChunk;
   return p.least_chunked == 0 || drafts > 0 ? 0 : rest < p.least_chunked ? tokens - rest : tokens;
+}
+
+// Where heads are few, chunks of a long request come in segments, which are computed beside each other: chunks of each segment but the last
+// one. It is that of the request alone. A segment's place in `segments` is the number of its first chunk, divided by the least length.
+constexpr int kLeastSegments = 3;
+constexpr int segment_chunks(const RecurrentParams& p, int chunks) {
+  const int most = chunks / p.least_segment, count = most < p.most_segments ? most : p.most_segments;
+  return count < kLeastSegments ? chunks : (chunks + count - 1) / count;
+}
+// Of a head in a segment's place, rows of head_dim_k floats: the state, and what the segment does to the one in front of it. With the delta
+// rule that is a matrix, without it a factor of each key channel.
+constexpr int recurrent_transition_rows(int dim_k, bool delta) { return delta ? dim_k : 1; }
+constexpr int recurrent_segment_rows(int dim_k, int dim_v, bool delta) { return dim_v + recurrent_transition_rows(dim_k, delta); }
+// recurrent_segments.cu: values of a thread block, which has the transitions of two segments in shared memory, and the state in two parts.
+constexpr int kRecurrentJoinThreads = 256, kRecurrentJoinValues = 16;
+constexpr int recurrent_join_bytes(int dim_k, bool delta) {
+  return 2 * recurrent_transition_rows(dim_k, delta) * (dim_k + 4) * 4 + 2 * kRecurrentJoinValues * (dim_k + 8) * 2;
 }
 
 // What is made of a chunk and value head: triangles of tokens in blocks of 16, in 16 bits, and numbers of tokens.

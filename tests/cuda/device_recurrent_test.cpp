@@ -1,5 +1,9 @@
 // Recurrent layers on a GPU: beside the reference over random steps, from lengths on the host and on the device, one by one and in a graph.
+#include <algorithm>
+
 #include "conformance/recurrent/cases.h"
+#include "conformance/recurrent/device_mirror.h"
+#include "conformance/recurrent/judge.h"
 #include "cuda/gpu.h"
 #include "cuda/recurrent_problem.h"
 
@@ -71,6 +75,36 @@ TEST_F(DeviceRecurrent, LongRequests) {
          .longest = 700,
          .steps = 4,
          .seed = 300});
+}
+
+// Requests that come in segments, alone and among others, of layers that do not forget and of those that do.
+TEST_F(DeviceRecurrent, Segments) {
+  unsigned seed = 350;
+  for (const char* name : {"gdn", "kda", "mamba2"})
+    for (const int dim : {64, 128}) {
+      RecurrentSpec spec = layer(name, 0);
+      spec.head_dim_k = dim, spec.num_k_heads = 1, spec.num_v_heads = 2, spec.layout = StateLayout(seed % 2);
+      for (const bool forgets : {false, true}) {
+        const RecurrentValues values = forgets ? RecurrentValues::forgetful : RecurrentValues::plain;
+        RecurrentCase c{.name = name, .spec = spec, .requests = {{7000, 5}, {300}, {1, 9}, {6211}}, .values = values, .seed = seed++};
+        for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+        const RecurrentCaseInputs in = make_inputs(c);
+        const auto mirror = device_mirror(backend);
+        const RecurrentRunResult together = run_case(*mirror, device, in, {});
+        EXPECT_TRUE(together.violations.empty()) << together.violations.front();
+        const RecurrentJudgement judgement = judge(expect(in, 0, true), in, together);
+        EXPECT_TRUE(judgement.pass()) << spec.str() << ": " << judgement.failure;
+        RecurrentRunOptions from_device;
+        from_device.on_device = true;
+        EXPECT_TRUE(same_bits(run_case(*mirror, device, in, from_device), together)) << spec.str() << ", lengths from the device";
+        EXPECT_TRUE(same_bits(run_case(*device_mirror(backend, {.in_graph = true}), device, in, {}), together))
+            << spec.str() << ", in a graph";
+        c.requests = {c.requests.back()};
+        const RecurrentRunResult alone = run_case(*mirror, device, make_inputs(c), {});
+        EXPECT_TRUE(std::equal(alone.out.rbegin(), alone.out.rend(), together.out.rbegin())) << spec.str();
+        EXPECT_TRUE(std::equal(alone.state.bytes.rbegin(), alone.state.bytes.rend(), together.state.bytes.rbegin())) << spec.str();
+      }
+    }
 }
 
 TEST_F(DeviceRecurrent, LengthsOnTheDevice) {

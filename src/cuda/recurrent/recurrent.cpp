@@ -19,6 +19,14 @@ constexpr int64_t kAlignedBytes = 16;
 
 int parts_of(int whole, int each) { return (whole + each - 1) / each; }
 
+// With more segments than multiprocessors for them, and with fewer than three, the work that they add is more than what they save.
+int most_segments(const DeviceInfo& device, int units, int join_bytes) {
+  constexpr int kMost = 8;
+  if (device.max_smem_bytes > 0 && join_bytes > device.max_smem_bytes) return 1;
+  const int most = std::min(kMost, device.num_workers / units);
+  return most < kLeastSegments ? 1 : most;
+}
+
 }  // namespace
 
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spec) {
@@ -76,17 +84,30 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
     k.weights = {"recurrent_channel_weights.cu", std::string(arch), {type, state_type, keys, delta, gate, norms}};
     k.weights_entry = "recurrent_channel_weights", k.weights_threads = recurrent_channel_threads(dim_k), k.weights_units = spec.num_v_heads;
   }
-  k.chunks = {sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
-              std::string(arch),
-              {type,
-               state_type,
-               keys,
-               delta,
-               gate,
-               {"kDimV", dim_v},
-               {"kKeysFirst", spec.layout == StateLayout::k_first},
-               {"kSkip", spec.skip},
-               {"kBlocksTogether", blocks_together}}};
+  const auto chunks = [&](bool ends) {
+    return KernelKey{sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
+                     std::string(arch),
+                     {type,
+                      state_type,
+                      keys,
+                      delta,
+                      gate,
+                      {"kDimV", dim_v},
+                      {"kKeysFirst", spec.layout == StateLayout::k_first},
+                      {"kSkip", spec.skip},
+                      {"kBlocksTogether", blocks_together},
+                      {"kEnds", ends}}};
+  };
+  k.chunks = chunks(false);
+  k.most_segments = most_segments(device, k.units, recurrent_join_bytes(dim_k, spec.delta));
+  k.least_segment = least_segment;
+  if (k.most_segments > 1) {
+    k.ends = chunks(true);
+    k.segments = {"recurrent_segments.cu", std::string(arch), {type, state_type, keys, delta, gate, {"kDimV", dim_v}, {"kEnds", true}}};
+    k.ends_units = k.units + spec.num_v_heads * (spec.delta ? dim_k / kTile : 1);
+    k.segments_units = spec.num_v_heads * (dim_v / kRecurrentJoinValues);
+    k.segment_bytes = int64_t(spec.num_v_heads) * recurrent_segment_rows(dim_k, dim_v, spec.delta) * dim_k * int64_t(sizeof(float));
+  }
   return k;
 }
 
@@ -106,12 +127,20 @@ ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) 
   const int64_t most = std::max<int64_t>(numbers(limits.max_num_tokens, limits.max_num_reqs), 1);
   each = std::clamp<int64_t>(kRoom / kernels.weights_bytes, 1, most);
   carried = (each * kernels.weights_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  const int64_t longest = limits.max_query_len > 0 ? limits.max_query_len : limits.max_num_tokens;
+  const bool are_long = longest > (kLeastSegments * kernels.least_segment - 1) * int64_t(kRecurrentChunk);
+  const bool are_few = int64_t(limits.max_num_reqs) * kernels.most_segments * std::max(kernels.ends_units, 1) <= INT32_MAX;
+  if (each == most && are_long && are_few) most_segments = kernels.most_segments;
   bytes = carried + (each < most ? 2 * kernels.carried_bytes : 0);
+  if (most_segments > 1) bytes += (most / kernels.least_segment + 1) * kernels.segment_bytes;
 }
 
 std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
   std::vector<KernelKey> keys{recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
-  if (const auto chunks = chunk_kernels(arch, spec, device)) keys.push_back(chunks->weights), keys.push_back(chunks->chunks);
+  if (const auto chunks = chunk_kernels(arch, spec, device)) {
+    keys.push_back(chunks->weights), keys.push_back(chunks->chunks);
+    if (chunks->most_segments > 1) keys.push_back(chunks->ends), keys.push_back(chunks->segments);
+  }
   return keys;
 }
 
@@ -158,6 +187,7 @@ RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInput
   p.gate_is_f32 = in.gate.dtype == DType::f32, p.beta_is_f32 = in.beta.dtype == DType::f32;
   p.delta = spec.delta, p.sigmoid_beta = spec.sigmoid_beta, p.scaled_values = spec.scaled_values, p.qk_norm = spec.qk_norm;
   p.channel_rates = spec.channel_rates;
+  p.most_segments = p.least_segment = 1;
   return p;
 }
 

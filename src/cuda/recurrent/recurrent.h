@@ -23,9 +23,13 @@ struct RecurrentKernel {
 };
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 
+// Chunks of a segment at least, in plans that are made from then on. Tests take fewer: the host is slow at computing what a GPU computes.
+inline int least_segment = 32;
+
 // The kernels that compute prompts in chunks.
 struct ChunkKernels {
   KernelKey weights, chunks;
+  KernelKey ends, segments;  // of requests in segments
   const char* weights_entry = "recurrent_weights";
   int weights_threads = kRecurrentWeightsThreads;  // of a block there
   bool maps = false;                               // `chunks` takes ChunkMaps too
@@ -35,6 +39,10 @@ struct ChunkKernels {
   int units = 0;                                   // thread blocks that a request needs there
   int blocks_together = 0;                         // that a multiprocessor is to hold
   int64_t weights_bytes = 0, carried_bytes = 0;    // of a chunk; of a state that goes on from one round to the next
+  // Where heads are too few for all multiprocessors: how many segments a long request has at most, else 1. Thread blocks that a segment
+  // needs of `ends`, and a request of `segments`; bytes of a segment's place; and chunks of a segment at least.
+  int most_segments = 1, least_segment = 1, ends_units = 0, segments_units = 0;
+  int64_t segment_bytes = 0;
 };
 // None for a spec or a device that they are not for: rates of channels, types of more than 16 bits, other dimensions of keys than 64 and
 // 128 and of values than multiples of 64, or little shared memory; and for other architectures than sm_90a heads with gates of channels.
@@ -52,9 +60,10 @@ struct ChunkRounds {
   ChunkRounds(const ChunkKernels&, const PlanLimits&);
   // How many numbers chunks of a step may have, as recurrent_chunks_parts.cuh numbers them.
   static int64_t numbers(int64_t num_tokens, int64_t num_reqs) { return num_reqs == 0 ? 0 : num_tokens / kRecurrentChunk + num_reqs; }
-  int64_t each = 0;     // numbers of a round
-  int64_t carried = 0;  // where in scratch two places for states that go on begin
-  int64_t bytes = 0;    // of scratch
+  int64_t each = 0;       // numbers of a round
+  int64_t carried = 0;    // where in scratch two places for states that go on begin, or those of segments
+  int most_segments = 1;  // of a request; more only where there is one round
+  int64_t bytes = 0;      // of scratch
 };
 
 std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);  // those of a plan

@@ -6,6 +6,9 @@
 namespace imbrex::cuda {
 
 constexpr int kTileValues = kRecurrentTileValues, kTiles = kDimV / kTileValues;  // values of a thread block; blocks of a head
+// With kEnds only states at ends of segments are computed, and what segments do to a state, for which a head has so many blocks more: what
+// a unit vector becomes, as a value that no token changes, is a row of that; without the delta rule one of ones is enough.
+constexpr int kMoreTiles = kDelta ? kDimK / kTileValues : 1, kUnits = kTiles + (kEnds ? kMoreTiles : 0);
 constexpr int kStages = kRecurrentChunkStages;
 static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
 
@@ -36,41 +39,63 @@ DEVICE const ChunkNumbers& numbers_at(int place) {
 // What the state is multiplied by over the chunk, of each channel.
 DEVICE const float* decays_at(int place) { return reinterpret_cast<const float*>(memory + place * Stage::bytes + Stage::decays_at); }
 
-// A head of a request and kTileValues of its values, with those of its chunks that are in the round; in the order in which a thread block
-// takes them.
+DEVICE int chunks_in(const RecurrentItem& item) { return (item.end - item.begin + kChunk - 1) / kChunk; }
+DEVICE int segments_in(const RecurrentParams& p, const RecurrentItem& item) {
+  const int chunks = max(chunks_in(item), 1), each = segment_chunks(p, chunks);
+  return (chunks + each - 1) / each;
+}
+// Where the rows of a head in a segment's place begin.
+DEVICE float* segment_place(const RecurrentParams& p, int first_chunk, int head) {
+  return p.segments + (i64(first_chunk / p.least_segment) * p.num_v_heads + head) * recurrent_segment_rows(kDimK, kDimV, kDelta) * kDimK;
+}
+
+// Calls take(index) for the next of a thread block's units that takes it, the last time for all lanes; false: no more of them do. A warp
+// looks at 32 at a time: of a batch with many requests few may have any.
+template <class Take>
+DEVICE bool find_unit(u32& index, u32 units, const Take& take) {
+  for (; index < units; index += 32 * gridDim.x) {
+    const u32 mine = index + u32(lane_id()) * gridDim.x;
+    const u32 found = __ballot_sync(kFullWarp, mine < units && take(mine));
+    if (found == 0) continue;
+    index += u32(lowest_bit(found)) * gridDim.x;
+    take(index);
+    return true;
+  }
+  return false;
+}
+
+// A head of a request and kTileValues of its values, with those of its chunks that are in a segment and in the round; in the order in which
+// a thread block takes them.
 struct Unit {
   u32 index;
   RecurrentItem item;
   int head, first_value, first_chunk;  // the number of the request's first chunk
-  int begin, end;                      // tokens in the round
+  int segment;
+  int begin, end;  // tokens in the round
 
   DEVICE explicit Unit(const RecurrentParams& p) : index(blockIdx.x) { find(p); }
   DEVICE bool is_there() const { return begin < end; }
   DEVICE void next(const RecurrentParams& p) { index += gridDim.x, find(p); }
   DEVICE bool is_last() const { return end == item.end; }
+  DEVICE bool is_transition() const { return kEnds && first_value >= kDimV; }
   DEVICE int chunk_at(int token) const { return first_chunk + (token - item.begin) / kChunk; }
 
  private:
-  // A warp looks at 32 units at a time: of a batch with many requests few may have chunks.
   DEVICE void find(const RecurrentParams& p) {
-    const u32 each = u32(p.num_v_heads * kTiles), units = u32(num_requests(p)) * each;
-    begin = end = 0;
-    for (; index < units; index += 32 * gridDim.x) {
-      const u32 mine = index + u32(lane_id()) * gridDim.x;
-      const u32 found = __ballot_sync(kFullWarp, mine < units && take(p, int(mine / each)));
-      if (found == 0) continue;
-      index += u32(lowest_bit(found)) * gridDim.x;
-      take(p, int(index / each));
-      head = int(index % each) / kTiles, first_value = int(index % each) % kTiles * kTileValues;
-      return;
-    }
-    begin = end = 0;
+    const u32 units = u32(num_requests(p)) * u32(p.num_v_heads * kUnits * p.most_segments);
+    if (!find_unit(index, units, [&](u32 i) { return take(p, i); })) begin = end = 0;
   }
-  DEVICE bool take(const RecurrentParams& p, int request) {
+  DEVICE bool take(const RecurrentParams& p, u32 index) {
+    const u32 of_segment = u32(p.num_v_heads * kUnits), each = of_segment * u32(p.most_segments);
+    const int request = int(index / each), number = int(index % of_segment);
     item = chunks_of(p, request);
     first_chunk = first_chunk_of(p, request);
-    begin = item.begin + max(p.first_chunk - first_chunk, 0) * kChunk;
-    end = min(item.end, item.begin + max(p.end_chunk - first_chunk, 0) * kChunk);
+    segment = int(index % each / of_segment);
+    head = number / kUnits, first_value = number % kUnits * kTileValues;
+    const int tokens = segment_chunks(p, chunks_in(item)) * kChunk, first = item.begin + segment * tokens;
+    begin = max(first, item.begin + max(p.first_chunk - first_chunk, 0) * kChunk);
+    end = min(min(item.end, first + tokens), item.begin + max(p.end_chunk - first_chunk, 0) * kChunk);
+    if (kEnds && (end == item.end || (segment == 0 && is_transition()))) end = begin;
     return begin < end;
   }
 };

@@ -73,22 +73,63 @@ DEVICE i64 carried_at(const Unit& unit, int value, int number) {
 DEVICE char* state_of(const RecurrentParams& p, const Unit& unit, int row) {
   return unit.item.state + row * p.state_row_stride + unit.head * p.state_head_stride;
 }
-// The state in front of a unit's chunks in the round.
+// A row of a segment's place.
+DEVICE float* segment_row(const RecurrentParams& p, const Unit& unit, int segment, int row) {
+  return segment_place(p, unit.first_chunk + segment * segment_chunks(p, chunks_in(unit.item)), unit.head) + row * kDimK;
+}
+// Calls visit(two numbers of a warp's 16 rows, of neighbouring key channels; where they lie).
+template <class State, class Visit>
+DEVICE void each_pair_of_rows(State& s, float* rows, const Visit& visit) {
+#pragma unroll
+  for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      visit(&s.of[i][2 * j], reinterpret_cast<float2*>(rows + (lane_id() / 4 + 8 * j) * kDimK + 8 * i + lane_id() % 4 * 2));
+}
+// What becomes a row of what a segment does to a state: a unit vector, or without the delta rule one of ones.
+DEVICE void begin_transition(int first_row, Sums& s) {
+#pragma unroll
+  for (int i = 0; i < kDimK / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      s.of[i][j] = !kDelta || first_row + lane_id() / 4 + j / 2 * 8 == 8 * i + lane_id() % 4 * 2 + j % 2 ? 1.f : 0.f;
+}
+// The state in front of a unit's chunks in the round. That of a request with segments moves to the place of its last segment before anybody
+// can write the one behind it.
 DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Sums& s) {
+  const int segments = segments_in(p, unit.item), row = unit.first_value + value;
   s = {};
-  if (unit.begin > unit.item.begin) {
+  if (unit.is_transition()) {
+    begin_transition(row - kDimV, s);
+  } else if (!kEnds && segments > 1) {
+    each_pair_of_rows(s, segment_row(p, unit, (unit.segment + segments - 1) % segments, row),
+                      [](float* x, const float2* at) { x[0] = at->x, x[1] = at->y; });
+  } else if (!kEnds && unit.begin > unit.item.begin) {
 #pragma unroll
     for (int i = 0; i < kDimK / 8; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) s.of[i][j] = p.carried_in[carried_at(unit, value, i * 4 + j)];
-  } else if (unit.item.first_row >= 0) {
-    load_sums(state_of(p, unit, unit.item.first_row), unit.first_value + value, s);
+  } else if (unit.segment == 0 && unit.item.first_row >= 0) {
+    load_sums(state_of(p, unit, unit.item.first_row), row, s);
   }
+  if (kEnds && unit.segment == 0)
+    each_pair_of_rows(s, segment_row(p, unit, segments - 1, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });
 }
 DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
+  if constexpr (kEnds) {
+    const int row = unit.first_value + value;
+    if (kDelta || row < kDimV) {
+      each_pair_of_rows(s, segment_row(p, unit, unit.segment, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });
+    } else if (row == kDimV && lane_id() < 4) {
+      float* const to = segment_row(p, unit, unit.segment, row);
+#pragma unroll
+      for (int i = 0; i < kDimK / 8; ++i) *reinterpret_cast<float2*>(to + 8 * i + lane_id() * 2) = {s.of[i][0], s.of[i][1]};
+    }
+    return;
+  }
   if (unit.is_last()) {
     store_sums(state_of(p, unit, 0), unit.first_value + value, s);
-  } else {
+  } else if (p.most_segments == 1) {
 #pragma unroll
     for (int i = 0; i < kDimK / 8; ++i)
 #pragma unroll

@@ -33,10 +33,12 @@ DEVICE void copy_next(const RecurrentParams& p, ChunkCursor& ahead, int number) 
     const Stage stage = stage_at(number % kStages);
     copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.k(), p.k + begin * p.k_token_stride + key_head * p.k_head_stride,
                                                     p.k_token_stride, count);
-    copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.q(), p.q + begin * p.q_token_stride + key_head * p.q_head_stride,
-                                                    p.q_token_stride, count);
-    copy_rows<kTileValues / 8, kThreads, kCopiesTogether>(
-        stage.v(), p.v + begin * p.v_token_stride + unit.head * p.v_head_stride + unit.first_value * kSize, p.v_token_stride, count);
+    if constexpr (!kEnds)
+      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.q(), p.q + begin * p.q_token_stride + key_head * p.q_head_stride,
+                                                      p.q_token_stride, count);
+    if (!unit.is_transition())
+      copy_rows<kTileValues / 8, kThreads, kCopiesTogether>(
+          stage.v(), p.v + begin * p.v_token_stride + unit.head * p.v_head_stride + unit.first_value * kSize, p.v_token_stride, count);
     copy_weights(stage.t(), ahead.weights(p));
     ahead.next(p);
   }
@@ -58,6 +60,7 @@ DEVICE void multiply_state(const Sums& s, const Stage& stage, Columns& of_k, Col
         load_matrix(b, place_in(stage.k(), 16 * block + row_of_lane(), 2 * c + half_of_lane()));
         multiply(of_k.of[2 * block], a, b[0], b[1]), multiply(of_k.of[2 * block + 1], a, b[2], b[3]);
       }
+      if constexpr (kEnds) continue;
       load_matrix(b, place_in(stage.q(), 16 * block + row_of_lane(), 2 * c + half_of_lane()));
       multiply(of_q.of[2 * block], a, b[0], b[1]), multiply(of_q.of[2 * block + 1], a, b[2], b[3]);
     }
@@ -115,15 +118,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       const ChunkNumbers& n = numbers_at(number % kStages);
       Columns u, y;  // u: what the state gives for k, then X, then U
       multiply_state(s, stage, u, y);
-      const Factor v = load_values(stage, value);
+      const Factor v = unit.is_transition() ? Factor{} : load_values(stage, value);
       take_values(v, n, u);
-      begin_outputs(stage, value, n, skip, y);
+      if constexpr (!kEnds) begin_outputs(stage, value, n, skip, y);
       if constexpr (kDelta) multiply_t(factor_of(u), stage, u);
-      multiply_p(factor_of(u), stage, y);
+      if constexpr (!kEnds) multiply_p(factor_of(u), stage, y);
       scale_columns(u, n.written);
       decay_sums(s, number % kStages);
       multiply_written(factor_of(u), stage, s);
-      store_outputs(p, unit, begin, stage, value, y);
+      if constexpr (!kEnds) store_outputs(p, unit, begin, stage, value, y);
     }
     end_sums(p, unit, value, s);
   }

@@ -40,7 +40,7 @@ DEVICE void begin_with_state(Sums& s, int place, const Stage& stage, Columns& of
   decay_sums(s, place);
   wgmma_fence();
   if constexpr (kDelta) multiply_rows(a, stage.k(), of_k);
-  multiply_rows(a, stage.q(), of_q);
+  if constexpr (!kEnds) multiply_rows(a, stage.q(), of_q);
 }
 DEVICE void begin_t(const Factor& y, const Stage& stage, Columns& x) {
   wgmma_fence();
@@ -94,19 +94,23 @@ DEVICE void load_weights(const Stage& stage, const char* weights) {
     load_blocks<TOrder, 2, 7>(stage.t(), weights, full);
     load_blocks<TOrder, 9, 1>(stage.t(), weights, full);
   }
-  load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
-  load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
-  load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
-  load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
+  if constexpr (!kEnds) {
+    load_blocks<POrder, 0, 4>(stage.p(), weights + WeightsLayout::p, full);
+    load_blocks<POrder, 4, 3>(stage.p(), weights + WeightsLayout::p, full);
+    load_blocks<POrder, 7, 2>(stage.p(), weights + WeightsLayout::p, full);
+    load_blocks<POrder, 9, 1>(stage.p(), weights + WeightsLayout::p, full);
+  }
   bulk_load(stage.at + Stage::numbers_at, weights + WeightsLayout::numbers, sizeof(ChunkNumbers), full);
   if constexpr (kChannelGate) {
     bulk_load(stage.at + Stage::decays_at, weights + WeightsLayout::decays, kDimK * 4, full);
     bulk_load(stage.k(), weights + WeightsLayout::known, Stage::keys, full);
-    bulk_load(stage.q(), weights + WeightsLayout::asked, Stage::keys, full);
+    if constexpr (!kEnds) bulk_load(stage.q(), weights + WeightsLayout::asked, Stage::keys, full);
     bulk_load(stage.written(), weights + WeightsLayout::written, Stage::keys, full);
   }
 }
 
+// Bytes of a chunk that are loaded, without values.
+constexpr int kLoaded = WeightsLayout::bytes + (kChannelGate ? 0 : 2 * Stage::keys) - (kEnds ? Stage::keys + kTriangleBytes : 0);
 // By a warp.
 DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
   const u64 l2 = l2_normal();
@@ -116,13 +120,13 @@ DEVICE void load_chunks(const RecurrentParams& p, const Maps& maps) {
     mbarrier_wait(stage.empty(), place.parity ^ 1);
     if (elect_one()) {
       const int key_head = ahead.key_head(p), begin = ahead.begin;
-      mbarrier_arrive_expect(stage.full(), (kChannelGate ? 0 : 2 * Stage::keys) + Stage::values + WeightsLayout::bytes);
+      mbarrier_arrive_expect(stage.full(), kLoaded + (ahead.unit.is_transition() ? 0 : Stage::values));
 #pragma unroll
       for (int column = 0; !kChannelGate && column < kDimK / 64; ++column) {
         tma_load(stage.k() + u32(column * kColumnBytes), maps.k, stage.full(), l2, 64 * column, key_head, begin);
-        tma_load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
+        if constexpr (!kEnds) tma_load(stage.q() + u32(column * kColumnBytes), maps.q, stage.full(), l2, 64 * column, key_head, begin);
       }
-      tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
+      if (!ahead.unit.is_transition()) tma_load(stage.v(), maps.v, stage.full(), l2, ahead.unit.first_value, ahead.unit.head, begin);
       load_weights(stage, ahead.weights(p));
     }
     __syncwarp();
@@ -159,8 +163,16 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
       clear_others(stage, unit.end - begin);
       Columns u, y;  // u: what the state gives for k, then X, then U
       begin_with_state(s, place.at, stage, u, y);
-      const Factor v = load_values(stage, value);
-      if constexpr (kDelta) {
+      const Factor v = unit.is_transition() ? Factor{} : load_values(stage, value);
+      if constexpr (kEnds) {
+        if constexpr (kDelta) wait_for<0>(u);
+        take_values(v, n, u);
+        if constexpr (kDelta) {
+          const Factor x = factor_of(u);
+          begin_t(x, stage, u);
+          wait_for<0>(u);
+        }
+      } else if constexpr (kDelta) {
         wait_for<1>(u);
         take_values(v, n, u);
         const Factor x = factor_of(u);
@@ -174,11 +186,13 @@ DEVICE void compute_chunks(const RecurrentParams& p) {
         begin_outputs(stage, value, n, skip, y);
       }
       const Factor written = factor_of(u);
-      begin_p(written, stage, y);
+      if constexpr (!kEnds) begin_p(written, stage, y);
       scale_columns(u, n.written);
       begin_written(factor_of(u), stage, s);
-      wait_for<1>(y);
-      store_outputs(p, unit, begin, stage, value, y);
+      if constexpr (!kEnds) {
+        wait_for<1>(y);
+        store_outputs(p, unit, begin, stage, value, y);
+      }
       wait_for<0>(s);
       async_proxy_fence();  // TMA writes where outputs were
       __syncwarp();

@@ -63,7 +63,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   }
   void run(const RecurrentInputs&, const RecurrentOutputs&, Stream) const override;
   bool capturable() const override { return !options_.load_on_demand; }
-  int step_tokens() const override { return rounds_ ? kRecurrentChunk : 1; }
+  int step_tokens() const override { return !rounds_ ? 1 : rounds_->most_segments > 1 ? 0 : kRecurrentChunk; }
   bool rounded_products() const override { return rounds_.has_value(); }
   std::string str() const override { return lists_->str(fmt::format("{} ({})", kRecurrentBackend, arch_)); }
 
@@ -73,12 +73,19 @@ class RecurrentCudaPlan final : public RecurrentPlan {
     auto module = Module::load(context_, kernel_.key);
     std::array entries{module->kernel(kernel_.unaligned), module->kernel(kernel_.aligned)};
     if (rounds_) {
-      std::array modules{Module::load(context_, chunks_->weights), Module::load(context_, chunks_->chunks)};
-      std::array kernels{modules[0]->kernel(chunks_->weights_entry), modules[1]->kernel("recurrent_chunks")};
+      std::vector<std::shared_ptr<const Module>> modules;
+      std::vector<Kernel> kernels;
+      const auto add = [&](const KernelKey& key, const char* entry) {
+        modules.push_back(Module::load(context_, key));
+        kernels.push_back(modules.back()->kernel(entry));
+      };
+      add(chunks_->weights, chunks_->weights_entry), add(chunks_->chunks, "recurrent_chunks");
+      if (rounds_->most_segments > 1) add(chunks_->ends, "recurrent_chunks"), add(chunks_->segments, "recurrent_segments");
       chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
+  int segments_of_step(const RecurrentParams&, bool known) const;
   void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
 
   RecurrentSpec spec_;
@@ -95,15 +102,40 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   // Made by the first run(), if they are to be loaded on demand.
   mutable std::shared_ptr<const Module> module_;
   mutable std::array<Kernel, 2> entries_;  // for unaligned and for aligned tensors
-  mutable std::array<std::shared_ptr<const Module>, 2> chunk_modules_;
-  mutable std::array<Kernel, 2> chunk_entries_;  // recurrent_weights, recurrent_chunks
+  mutable std::vector<std::shared_ptr<const Module>> chunk_modules_;
+  mutable std::vector<Kernel> chunk_entries_;  // of ChunkKernels: weights, chunks, ends, segments
 };
+
+// How many segments a request may have: fewer than the plan allows where a balanced step has other requests for the multiprocessors, and
+// none where the host knows that no request is long.
+int RecurrentCudaPlan::segments_of_step(const RecurrentParams& p, bool known) const {
+  if (rounds_->most_segments == 1 || !known) return rounds_->most_segments;
+  RecurrentParams of_plan = p;
+  of_plan.most_segments = rounds_->most_segments, of_plan.least_segment = chunks_->least_segment;
+  int64_t in_chunks = 0;
+  bool is_long = false;
+  for (const imbrex::StateRequest& r : lists_->step().requests) {
+    const int tokens = chunked_tokens(p, r.end - r.begin, r.drafts), chunks = (tokens + kRecurrentChunk - 1) / kRecurrentChunk;
+    in_chunks += tokens > 0, is_long = is_long || segment_chunks(of_plan, chunks) < chunks;
+  }
+  if (!is_long) return 1;
+  if (!options_.balanced) return rounds_->most_segments;
+  const int64_t most = std::max(device_.num_workers, 1) / (in_chunks * chunks_->units);
+  return most < kLeastSegments ? 1 : int(std::min<int64_t>(most, rounds_->most_segments));
+}
 
 // For a step of at most so many tokens and requests.
 void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const ChunkMaps& maps, int64_t num_tokens, int64_t num_reqs,
                                       CUstream cu) const {
   const int64_t numbers = std::max<int64_t>(ChunkRounds::numbers(num_tokens, num_reqs), 1);
-  const int64_t blocks = std::min<int64_t>(num_reqs * chunks_->units, int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together);
+  const int64_t most_blocks = int64_t(std::max(device_.num_workers, 1)) * chunks_->blocks_together;
+  const auto shape = [&](int64_t units) {
+    return LaunchShape{
+        .grid_x = unsigned(std::min(units, most_blocks)), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90};
+  };
+  const auto launch = [&](const Kernel& kernel, int64_t units, const RecurrentParams& p) {
+    chunks_->maps ? kernel.launch(shape(units), cu, p, maps.q, maps.k, maps.v) : kernel.launch(shape(units), cu, p);
+  };
   RecurrentParams p = params;
   p.weights = static_cast<char*>(scratch_->data.get());
   const auto carried = [&](int64_t round) {
@@ -115,8 +147,15 @@ void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const Chunk
     const int64_t weights_blocks = int64_t(p.end_chunk - p.first_chunk) * chunks_->weights_units;
     chunk_entries_[0].launch(
         {.grid_x = unsigned(weights_blocks), .threads = unsigned(chunks_->weights_threads), .programmatic = device_.sm >= 90}, cu, p);
-    const LaunchShape shape{.grid_x = unsigned(blocks), .threads = unsigned(chunks_->threads), .programmatic = device_.sm >= 90};
-    chunks_->maps ? chunk_entries_[1].launch(shape, cu, p, maps.q, maps.k, maps.v) : chunk_entries_[1].launch(shape, cu, p);
+    if (p.most_segments > 1) {
+      p.segments = carried(0);
+      launch(chunk_entries_[2], num_reqs * p.most_segments * chunks_->ends_units, p);
+      chunk_entries_[3].launch({.grid_x = unsigned(std::min(num_reqs * chunks_->segments_units, most_blocks)),
+                                .threads = unsigned(kRecurrentJoinThreads),
+                                .programmatic = device_.sm >= 90},
+                               cu, p);
+    }
+    launch(chunk_entries_[1], num_reqs * p.most_segments * chunks_->units, p);
   }
 }
 
@@ -148,6 +187,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
       p.least_chunked = 0;
     } else if (has_chunks) {
       has_tokens = !known || std::ranges::any_of(step.requests, [&](const auto& r) { return in_chunks(r) < r.end - r.begin; });
+      p.most_segments = segments_of_step(p, known), p.least_segment = chunks_->least_segment;
       launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
     }
   }

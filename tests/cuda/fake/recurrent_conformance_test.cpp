@@ -144,5 +144,73 @@ TEST_F(RecurrentOnFakeDriver, OneGraphForAllSteps) {
   }
 }
 
+// Segments of one chunk, for plans of a test.
+struct ShortSegments {
+  ShortSegments() { least_segment = 1; }
+  ~ShortSegments() { least_segment = before; }
+  ShortSegments(const ShortSegments&) = delete;
+  ShortSegments& operator=(const ShortSegments&) = delete;
+  int before = least_segment;
+};
+
+int64_t launches_of(std::string_view entry) {
+  return std::ranges::count_if(fake::state().launches, [&](const fake::Launch& launch) { return launch.entry == entry; });
+}
+
+// Long requests come in segments, of three chunks and more, with a state in front of them and without one.
+TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
+  const ShortSegments short_segments;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.chunks()) continue;
+    use(variant);
+    for (const RecurrentValues values : {RecurrentValues::plain, RecurrentValues::extreme}) {
+      RecurrentCase c{.name = variant.name, .spec = variant.layer, .requests = {{150}, {70}, {1, 3}, {200, 9}}, .values = values};
+      c.spec.num_v_heads /= c.spec.num_k_heads, c.spec.num_k_heads = 1;
+      for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+      const RecurrentCaseInputs in = make_inputs(c);
+      fake::state().launches.clear();
+      const RecurrentRunResult result = run(in);
+      EXPECT_EQ(launches_of("recurrent_segments"), 1);
+      const RecurrentJudgement judgement = judge(expect(in, 0, true), in, result);
+      EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
+      if (values != RecurrentValues::plain) continue;
+      // The same bits without neighbours.
+      c.requests = {c.requests.back()};
+      const RecurrentRunResult alone = run(make_inputs(c));
+      EXPECT_TRUE(std::equal(alone.out.rbegin(), alone.out.rend(), result.out.rbegin())) << c.name;
+      EXPECT_TRUE(std::equal(alone.state.bytes.rbegin(), alone.state.bytes.rend(), result.state.bytes.rbegin())) << c.name;
+    }
+  }
+}
+
+// Where no request is long there are none, nor where there would be more than one round of chunks, nor where a balanced step has other
+// requests for the multiprocessors.
+TEST_F(RecurrentOnFakeDriver, SegmentsAreForFewHeads) {
+  const ShortSegments short_segments;
+  const RecurrentVariant variant = recurrent_variants().front();
+  use(variant);
+  fake::state().on_launch = nullptr;
+  const auto segments = [&](const RecurrentSpec& spec, StateCaseRequests requests, PlanOptions options) {
+    for (size_t r = 0; r < requests.size(); ++r) requests[r].id = int(r);
+    options.limits = limits_of(requests);
+    const RecurrentCaseInputs in = make_inputs({.name = "segments", .spec = spec, .requests = std::move(requests)});
+    fake::state().launches.clear();
+    run_case(*device_mirror(backend)->plan(spec, device, options), in, {});
+    return launches_of("recurrent_segments");
+  };
+  const StateCaseRequests many(12, {20, 0});
+  StateCaseRequests one_of_many = many;
+  one_of_many.push_back({200});
+  EXPECT_EQ(segments(variant.layer, {{200}}, {}), 1);
+  EXPECT_EQ(segments(variant.layer, {{200}}, {.balanced = true}), 1);
+  EXPECT_EQ(segments(variant.layer, {{128}, {100}}, {}), 0);
+  EXPECT_EQ(segments(variant.layer, many, {}), 0);
+  EXPECT_EQ(segments(variant.layer, one_of_many, {}), 1);
+  EXPECT_EQ(segments(variant.layer, one_of_many, {.balanced = true}), 0);
+  RecurrentSpec wide = variant.layer;
+  wide.num_k_heads = 32, wide.num_v_heads = 64;
+  EXPECT_EQ(segments(wide, {{200}}, {}), 0);
+}
+
 }  // namespace
 }  // namespace imbrex::cuda

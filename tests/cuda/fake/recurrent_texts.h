@@ -17,14 +17,16 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
   if (const auto chunks = variant.chunks()) {
-    put_into_cache(chunks->weights), put_into_cache(chunks->chunks);
+    for (const KernelKey& key : {chunks->weights, chunks->chunks, chunks->ends, chunks->segments}) put_into_cache(key);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
-    state().param_sizes[chunks->weights_entry] = sizes = {sizeof(RecurrentParams)};
+    state().param_sizes[chunks->weights_entry] = state().param_sizes["recurrent_segments"] = sizes = {sizeof(RecurrentParams)};
     if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
   }
-  run_texts([name = std::string(variant.name)](const Launch& launch) {
+  const std::string ends = variant.chunks() ? variant.chunks()->ends.str() : "";
+  run_texts([name = std::string(variant.name), ends](const Launch& launch) {
     if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
-    if (launch.entry == "recurrent_chunks") return launch.entry + "_chunks_" + name;
+    if (launch.entry == "recurrent_chunks") return launch.entry + (launch.module == ends ? "_ends_" : "_chunks_") + name;
+    if (launch.entry == "recurrent_segments") return launch.entry + "_segments_" + name;
     return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
   });
 }

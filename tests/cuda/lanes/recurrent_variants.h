@@ -21,7 +21,8 @@ struct RecurrentVariant {
     return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {});
   }
   cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
-  std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {}); }  // of its prompts
+  // Of its prompts, on a GPU that has multiprocessors for segments.
+  std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {.num_workers = 132}); }
   // The layer with so many drafts: the kernel is the same.
   RecurrentSpec with_drafts(int num_drafts) const {
     RecurrentSpec spec = layer;

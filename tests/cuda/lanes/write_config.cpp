@@ -20,8 +20,10 @@ int main(int argc, char** argv) {
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
   for (const imbrex::test::RecurrentVariant& v : imbrex::test::recurrent_variants()) {
     write(v.name, v.key());
-    if (const auto chunks = v.chunks())
+    if (const auto chunks = v.chunks()) {
       write(std::string("weights_") + v.name, chunks->weights), write(std::string("chunks_") + v.name, chunks->chunks);
+      write(std::string("ends_") + v.name, chunks->ends), write(std::string("segments_") + v.name, chunks->segments);
+    }
   }
   for (const imbrex::test::MlaVariant& v : imbrex::test::mla_variants()) write(v.name, v.key());
   imbrex::AttentionSpec records;
