@@ -50,7 +50,7 @@ void bind_recurrent(nb::module_& m) {
           "run",
           [](StatePlanOf<RecurrentFamily>& p, const Array& q, const Array& k, const Array& v, const OptionalArray& gate,
              const OptionalArray& beta, const OptionalArray& rates, const OptionalArray& gate_bias, const OptionalArray& skip,
-             nb::handle state, nb::handle out, uintptr_t stream) {
+             const OptionalArray& z, const OptionalArray& norm_weight, nb::handle state, nb::handle out, uintptr_t stream) {
             const DType type = p.spec.dtype;
             const Array state_array = written(state, "state"), out_array = written(out, "out");
             const RecurrentInputs in{.q = view_of(q, "q", type),
@@ -61,16 +61,20 @@ void bind_recurrent(nb::module_& m) {
                                      .rates = view_of(rates, "rates", DType::f32),
                                      .gate_bias = view_of(gate_bias, "gate_bias", DType::f32),
                                      .skip = view_of(skip, "skip", DType::f32),
-                                     .state = written_view(state_array, "state", p.spec.state_dtype)};
+                                     .state = written_view(state_array, "state", p.spec.state_dtype),
+                                     .z = view_of(z, "z", type),
+                                     .norm_weight = view_of(norm_weight, "norm_weight", type)};
             const RecurrentOutputs outputs{.out = written_view(out_array, "out", type)};
-            const std::array<std::pair<const TensorView*, const char*>, 8> read = {{{&in.q, "q"},
-                                                                                    {&in.k, "k"},
-                                                                                    {&in.v, "v"},
-                                                                                    {&in.gate, "gate"},
-                                                                                    {&in.beta, "beta"},
-                                                                                    {&in.rates, "rates"},
-                                                                                    {&in.gate_bias, "gate_bias"},
-                                                                                    {&in.skip, "skip"}}};
+            const std::array<std::pair<const TensorView*, const char*>, 10> read = {{{&in.q, "q"},
+                                                                                     {&in.k, "k"},
+                                                                                     {&in.v, "v"},
+                                                                                     {&in.gate, "gate"},
+                                                                                     {&in.beta, "beta"},
+                                                                                     {&in.rates, "rates"},
+                                                                                     {&in.gate_bias, "gate_bias"},
+                                                                                     {&in.skip, "skip"},
+                                                                                     {&in.z, "z"},
+                                                                                     {&in.norm_weight, "norm_weight"}}};
             for (const auto& [other, name] : read)
               check_apart(in.state, "state", *other, name), check_apart(outputs.out, "out", *other, name);
             check_apart(outputs.out, "out", in.state, "state");
@@ -78,7 +82,8 @@ void bind_recurrent(nb::module_& m) {
             p.plan->run(in, outputs, stream_of(stream));
           },
           nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("gate").none(), nb::arg("beta").none(), nb::arg("rates").none(),
-          nb::arg("gate_bias").none(), nb::arg("skip").none(), nb::arg("state"), nb::arg("out"), nb::arg("stream") = 0);
+          nb::arg("gate_bias").none(), nb::arg("skip").none(), nb::arg("z").none(), nb::arg("norm_weight").none(), nb::arg("state"),
+          nb::arg("out"), nb::arg("stream") = 0);
 }
 
 }  // namespace imbrex::python

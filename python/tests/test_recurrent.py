@@ -52,6 +52,25 @@ def gdn(**more):
     return imbrex.RecurrentSpec(2, 4, 16, 24, delta=True, sigmoid_beta=True, qk_norm=True, dtype="f32", **more)
 
 
+@pytest.mark.parametrize("order", ["before_gate", "after_gate"])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_norm_and_gate_of_outputs(order, groups):
+    rng = np.random.default_rng(3)
+    arrays, parameters = tensors(rng, 7), {"rates": np.zeros(4, np.float32), "gate_bias": np.zeros(4, np.float32)}
+    projection = rng.standard_normal((7, 5 + 4 * 24), np.float32)  # z is a part of wider rows
+    z, weight = projection[:, 5:].reshape(7, 4, 24), rng.standard_normal((4, 24), np.float32)
+    plan = imbrex.RecurrentPlan(gdn(out_gate="silu", out_norm=order, norm_groups=groups, norm_eps=1e-3))
+    plan.update(int32(0, 7), int32(7), int32(0))
+    q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
+    out = plan.run(q, k, v, np.zeros((1, *plan.spec.state_shape), np.float32), **arrays, **parameters, z=z, norm_weight=weight)
+    y, _ = gated_delta_net({"q": q, "k": k, "v": v, **arrays, **parameters})
+    gate = z * sigmoid(z.astype(np.float64))
+    x = y * gate if order == "after_gate" else y
+    of_groups = x.reshape(7, groups or 4, -1)
+    x = (of_groups / np.sqrt((of_groups**2).mean(-1, keepdims=True) + 1e-3)).reshape(y.shape) * weight
+    np.testing.assert_allclose(out, x if order == "after_gate" else x * gate, atol=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["k_first", "v_first"])
 def test_prompts_and_decode(layout):
     rng = np.random.default_rng(1)

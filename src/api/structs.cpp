@@ -101,6 +101,8 @@ constexpr int32_t count_of(ShortConvForm) { return 2; }
 constexpr int32_t count_of(ShortConvActivation) { return 2; }
 constexpr int32_t count_of(RecurrentGate) { return 4; }
 constexpr int32_t count_of(StateLayout) { return 2; }
+constexpr int32_t count_of(OutputGate) { return 3; }
+constexpr int32_t count_of(OutputNorm) { return 3; }
 constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
 
 // A field of a spec as C has it.
@@ -341,7 +343,9 @@ RecurrentInputs inputs_of(const imbrex_recurrent_inputs* pointer) {
           .rates = view_of(in.rates, "rates"),
           .gate_bias = view_of(in.gate_bias, "gate_bias"),
           .skip = view_of(in.skip, "skip"),
-          .state = view_of(&deref(in.state, "state"), "state")};
+          .state = view_of(&deref(in.state, "state"), "state"),
+          .z = view_of(in.z, "z"),
+          .norm_weight = view_of(in.norm_weight, "norm_weight")};
 }
 
 RecurrentOutputs outputs_of(const imbrex_recurrent_outputs* pointer) {

@@ -19,6 +19,24 @@ const char* to_string(RecurrentGate gate) {
   return "unknown";
 }
 
+const char* to_string(OutputGate gate) {
+  switch (gate) {
+    case OutputGate::none: return "none";
+    case OutputGate::silu: return "silu";
+    case OutputGate::sigmoid: return "sigmoid";
+  }
+  return "unknown";
+}
+
+const char* to_string(OutputNorm norm) {
+  switch (norm) {
+    case OutputNorm::none: return "none";
+    case OutputNorm::before_gate: return "before_gate";
+    case OutputNorm::after_gate: return "after_gate";
+  }
+  return "unknown";
+}
+
 const char* to_string(StateLayout layout) {
   switch (layout) {
     case StateLayout::k_first: return "k_first";
@@ -67,6 +85,15 @@ void RecurrentSpec::validate() const {
   check(!scaled_values || !channel_gate, "recurrent.scaled_values",
         "expected one gate of a head for scaled values, got one of each channel");
   check(std::isfinite(scale), "recurrent.scale", "expected a finite scale, got {}", scale);
+  check(out_gate <= OutputGate::sigmoid, "recurrent.out_gate", "{} is no gate of outputs", int(out_gate));
+  check(out_norm <= OutputNorm::after_gate, "recurrent.out_norm", "{} is no norm of outputs", int(out_norm));
+  check(out_norm != OutputNorm::after_gate || out_gate != OutputGate::none, "recurrent.out_norm",
+        "expected a gate of outputs for a norm behind it, got {}", to_string(out_gate));
+  check(norm_groups >= 0 && (norm_groups == 0 || num_v_heads % norm_groups == 0), "recurrent.norm_groups",
+        "expected groups that divide {} value heads, or 0 for each head, got {}", num_v_heads, norm_groups);
+  check(out_norm != OutputNorm::none || norm_groups == 0, "recurrent.norm_groups", "expected no groups without a norm of outputs, got {}",
+        norm_groups);
+  check(std::isfinite(norm_eps) && norm_eps > 0, "recurrent.norm_eps", "expected a finite epsilon above 0, got {}", norm_eps);
   check(is_float(dtype), "recurrent.dtype", "expected f32, bf16 or f16, got {}", to_string(dtype));
   check(is_float(state_dtype), "recurrent.state_dtype", "expected a state of f32, bf16 or f16, got {}", to_string(state_dtype));
   check(num_drafts >= 0 && num_drafts <= kMostDrafts, "recurrent.num_drafts", "expected 0 to {} drafts, got {}", kMostDrafts, num_drafts);
@@ -78,6 +105,8 @@ std::string RecurrentSpec::str() const {
   for_each_field(*this, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
     std::string word = field_text(field, value, default_value);
     if (field.member == "num_drafts") word = num_drafts > 0 ? fmt::format("drafts{}", num_drafts) : "";
+    if (field.member == "out_gate" && out_gate != OutputGate::none) word = fmt::format("out_{}", to_string(out_gate));
+    if (field.member == "out_norm" && out_norm != OutputNorm::none) word = fmt::format("norm_{}", to_string(out_norm));
     if (field.member.starts_with("num_") && field.member != "num_drafts") word.clear();
     if (field.member.starts_with("head_dim")) word.clear();
     if (!word.empty()) text += " " + word;

@@ -78,6 +78,11 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
   check_tensor(in.state, state, {num_slots, spec.state_rows(), v_heads, k_first ? k : v, k_first ? v : k});
   check(in.state.stride(3) == in.state.size(4) || in.state.size(3) == 1, "recurrent.run.state",
         "state: expected the numbers of a head to be contiguous, with stride {}, got {}", in.state.size(4), in.state);
+  if (is_there(in.z, "z", spec.out_gate != OutputGate::none)) check_tensor(in.z, rows("z"), {tokens, v_heads, v});
+  if (is_there(in.norm_weight, "norm_weight", spec.out_norm != OutputNorm::none)) {
+    const Wanted weight{"norm_weight", device, spec.dtype, true, false};
+    in.norm_weight.rank == 1 ? check_tensor(in.norm_weight, weight, {v}) : check_tensor(in.norm_weight, weight, {v_heads, v});
+  }
   check_tensor(out.out, rows("out"), {tokens, v_heads, v});
   for (const auto& [t, name] : {std::pair{&in.q, "q"},
                                 {&in.k, "k"},
@@ -86,7 +91,9 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
                                 {&in.beta, "beta"},
                                 {&in.rates, "rates"},
                                 {&in.gate_bias, "gate_bias"},
-                                {&in.skip, "skip"}})
+                                {&in.skip, "skip"},
+                                {&in.z, "z"},
+                                {&in.norm_weight, "norm_weight"}})
     check_layout(*t, name);
   check_written_layout(in.state, "state");
   check_written_layout(out.out, "out");

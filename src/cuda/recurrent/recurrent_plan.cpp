@@ -1,6 +1,7 @@
 // The backend of recurrent layers for NVIDIA GPUs: its plan keeps the step's requests in device memory. A layer is one launch, of a kernel
-// that computes token by token, and where there are prompts two more in front of it for each round of their chunks. Grids and addresses
-// follow from the limits where a launch is captured, so that a graph replays any batch within them.
+// that computes token by token, and where there are prompts two more in front of it for each round of their chunks; a gate and a norm of
+// outputs are one more behind it. Grids and addresses follow from the limits where a launch is captured, so that a graph replays any batch
+// within them.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -34,6 +35,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
         options_(options),
         arch_(arch_of(device)),
         kernel_(recurrent_kernel(arch_, spec)),
+        output_kernel_(output_kernel(arch_, spec)),
         context_(Context::of_device(device.device.index)) {
     check(int64_t(options.limits.max_num_reqs) * kernel_.units <= INT32_MAX, "limits.max_num_reqs",
           "expected at most {} requests of {}, whose parts have numbers of 31 bits, got {}", INT32_MAX / kernel_.units, spec.str(),
@@ -77,8 +79,14 @@ class RecurrentCudaPlan final : public RecurrentPlan {
       std::array kernels{modules[0]->kernel(chunks_->weights_entry), modules[1]->kernel("recurrent_chunks")};
       chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
+    if (output_kernel_) {
+      auto outputs = Module::load(context_, output_kernel_->key);
+      std::array kernels{outputs->kernel("recurrent_outputs_unaligned"), outputs->kernel("recurrent_outputs_aligned")};
+      output_module_ = std::move(outputs), output_entries_ = std::move(kernels);
+    }
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
+  void launch_outputs(const RecurrentOutputParams&, bool aligned, int64_t num_tokens, CUstream) const;
   void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
 
   RecurrentSpec spec_;
@@ -86,6 +94,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   PlanOptions options_;
   std::string arch_;
   RecurrentKernel kernel_;
+  std::optional<OutputKernel> output_kernel_;
   ContextPtr context_;
   std::unique_ptr<StateLists> lists_;
   std::optional<ChunkKernels> chunks_;
@@ -97,7 +106,18 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   mutable std::array<Kernel, 2> entries_;  // for unaligned and for aligned tensors
   mutable std::array<std::shared_ptr<const Module>, 2> chunk_modules_;
   mutable std::array<Kernel, 2> chunk_entries_;  // recurrent_weights, recurrent_chunks
+  mutable std::shared_ptr<const Module> output_module_;
+  mutable std::array<Kernel, 2> output_entries_;  // for unaligned and for aligned tensors
 };
+
+// For a step of at most so many tokens.
+void RecurrentCudaPlan::launch_outputs(const RecurrentOutputParams& p, bool aligned, int64_t num_tokens, CUstream cu) const {
+  constexpr int kBlocksTogether = 8;  // of a multiprocessor, which take groups in turn
+  const int64_t each = output_kernel_->groups_together, blocks = (num_tokens * output_kernel_->groups + each - 1) / each;
+  const int64_t grid = std::clamp<int64_t>(blocks, 1, int64_t(std::max(device_.num_workers, 1)) * kBlocksTogether);
+  output_entries_[aligned ? 1 : 0].launch(
+      {.grid_x = unsigned(grid), .threads = unsigned(kRecurrentOutputThreads), .programmatic = device_.sm >= 90}, cu, p);
+}
 
 // For a step of at most so many tokens and requests.
 void RecurrentCudaPlan::launch_chunks(const RecurrentParams& params, const ChunkMaps& maps, int64_t num_tokens, int64_t num_reqs,
@@ -158,6 +178,9 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     entries_[are_aligned(in, out) ? 1 : 0].launch(
         {.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
   }
+  if (output_kernel_)
+    launch_outputs(output_params(spec_, *output_kernel_, in, out, p), have_aligned_outputs(spec_, in, out),
+                   known ? step.num_tokens : options_.limits.max_num_tokens, cu);
   if (captured) lists_->captured(in.state.size(0));
 }
 

@@ -16,13 +16,19 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+  if (const auto outputs = variant.output_kernel()) {
+    put_into_cache(outputs->key);
+    for (const char* entry : {"recurrent_outputs_aligned", "recurrent_outputs_unaligned"})
+      state().param_sizes[entry] = {sizeof(RecurrentOutputParams)};
+  }
   if (const auto chunks = variant.chunks()) {
     put_into_cache(chunks->weights), put_into_cache(chunks->chunks);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
     state().param_sizes[chunks->weights_entry] = sizes = {sizeof(RecurrentParams)};
     if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
   }
-  run_texts([name = std::string(variant.name)](const Launch& launch) {
+  run_texts([name = std::string(variant.name), outputs = std::string(variant.outputs)](const Launch& launch) {
+    if (launch.entry.starts_with("recurrent_outputs")) return launch.entry + "_" + outputs;
     if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
     if (launch.entry == "recurrent_chunks") return launch.entry + "_chunks_" + name;
     return launch.entry + "_" + (launch.entry == "plan_state_batch" ? "conv_lfm2" : name);
