@@ -12,6 +12,7 @@ extern "C" {
 
 typedef enum { IMBREX_GATE_FIXED, IMBREX_GATE_LOG, IMBREX_GATE_SOFTPLUS, IMBREX_GATE_SIGMOID } imbrex_recurrent_gate;
 typedef enum { IMBREX_STATE_K_FIRST, IMBREX_STATE_V_FIRST } imbrex_state_layout;
+typedef enum { IMBREX_CONV_NONE, IMBREX_CONV_QKV, IMBREX_CONV_VKQ } imbrex_recurrent_conv;
 typedef enum { IMBREX_OUT_GATE_NONE, IMBREX_OUT_GATE_SILU, IMBREX_OUT_GATE_SIGMOID } imbrex_output_gate;
 typedef enum { IMBREX_OUT_NORM_NONE, IMBREX_OUT_NORM_BEFORE_GATE, IMBREX_OUT_NORM_AFTER_GATE } imbrex_output_norm;
 
@@ -32,11 +33,15 @@ typedef struct {
   int32_t out_norm;           /* imbrex_output_norm; IMBREX_OUT_NORM_NONE */
   int32_t norm_groups;        /* 0: the norm is over each value head; else groups of heads that it is over */
   float norm_eps;             /* 1e-6 */
+  int32_t conv;               /* imbrex_recurrent_conv; IMBREX_CONV_NONE */
+  int32_t conv_width;         /* 4; tokens of the convolution */
+  int32_t conv_bias;          /* 0; 1: it has a bias */
+  int32_t conv_silu;          /* 1: SiLU follows it */
 } imbrex_recurrent_fields;
 IMBREX_API void imbrex_recurrent_fields_init(imbrex_recurrent_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_recurrent(const imbrex_recurrent_fields*, imbrex_spec** out);
 
-/* What a recurrent layer reads and writes. NULL where the spec has no such tensor. */
+/* What a recurrent layer reads and writes. NULL where the spec has no such tensor: with conv there are no q, k and v. */
 typedef struct {
   size_t struct_size;
   const imbrex_tensor *q, *k;       /* [>= num_tokens, num_k_heads, head_dim_k] */
@@ -50,6 +55,10 @@ typedef struct {
                                        head_dim_k: read and written */
   const imbrex_tensor* z;           /* [>= num_tokens, num_v_heads, head_dim_v]; with out_gate */
   const imbrex_tensor* norm_weight; /* [num_v_heads, head_dim_v] or [head_dim_v], of dtype or f32; with out_norm */
+  const imbrex_tensor* input;       /* [>= num_tokens, channels], channels being those of q, k and v; with conv, and so are the others */
+  const imbrex_tensor* conv_weight; /* [channels, conv_width] */
+  const imbrex_tensor* conv_bias;   /* [channels] */
+  const imbrex_tensor* conv_state;  /* [slots, conv_width - 1 + num_drafts, channels]: read and written */
 } imbrex_recurrent_inputs;
 IMBREX_API void imbrex_recurrent_inputs_init(imbrex_recurrent_inputs*, size_t struct_size);
 typedef struct {

@@ -45,7 +45,16 @@ enum class OutputNorm : uint8_t {
   after_gate    // out = norm(x gate(z)) weight (Mamba2)
 };
 
+// Whether q, k and v are what a causal convolution makes of RecurrentInputs::input, channel by channel (short_conv.h, its plain form);
+// and in which order their channels are.
+enum class RecurrentConv : uint8_t {
+  none,  // q, k and v are given
+  qkv,   // GDN, KDA
+  vkq    // Mamba2: x, B and C
+};
+
 const char* to_string(RecurrentGate);
+const char* to_string(RecurrentConv);
 const char* to_string(OutputGate);
 const char* to_string(OutputNorm);
 const char* to_string(StateLayout);
@@ -74,7 +83,13 @@ struct RecurrentSpec {
   OutputNorm out_norm = OutputNorm::none;
   int norm_groups = 0;     // that the value heads are divided into; 0: the norm is over each head (Mamba2: n_groups)
   float norm_eps = 1e-6f;  // of the norm
+  RecurrentConv conv = RecurrentConv::none;
+  int conv_width = 4;      // tokens of a sum, its own included: 2 to 8
+  bool conv_bias = false;  // RecurrentInputs::conv_bias is added to the sum
+  bool conv_silu = true;   // and SiLU follows
 
+  int64_t conv_channels() const { return int64_t(2) * num_k_heads * head_dim_k + int64_t(num_v_heads) * head_dim_v; }
+  int conv_state_rows() const { return conv_width - 1 + num_drafts; }
   bool has_output_stage() const { return out_gate != OutputGate::none || out_norm != OutputNorm::none; }
   int norm_heads() const { return norm_groups > 0 ? num_v_heads / norm_groups : 1; }  // value heads of a group
   int state_rows() const { return 1 + num_drafts; }
@@ -101,6 +116,12 @@ struct RecurrentInputs {
   TensorView state;
   TensorView z;            // dtype [>= num_tokens, num_v_heads, head_dim_v]; with RecurrentSpec::out_gate alone
   TensorView norm_weight;  // dtype or f32 [num_v_heads, head_dim_v], or [head_dim_v] for all heads; with RecurrentSpec::out_norm alone
+  // With RecurrentSpec::conv, which has no q, k and v: all of dtype, innermost strides 1. `conv_state` is as ShortConvInputs::state, of the
+  // request's slot (Batch::state_slots).
+  TensorView input;        // [>= num_tokens, conv_channels]; tokens may be any distance apart
+  TensorView conv_weight;  // [conv_channels, conv_width]
+  TensorView conv_bias;    // [conv_channels]; with RecurrentSpec::conv_bias alone
+  TensorView conv_state;   // [slots, conv_state_rows, conv_channels], read and written
 };
 
 struct RecurrentOutputs {

@@ -157,8 +157,6 @@ def recurrent(
     rates: Optional[Tensor] = None,
     gate_bias: Optional[Tensor] = None,
     skip: Optional[Tensor] = None,
-    z: Optional[Tensor] = None,
-    norm_weight: Optional[Tensor] = None,
     **fields: Hashable,
 ) -> Tensor:
     """The recurrence over q, k and v [num_tokens, heads, head_dim]; state [requests, value heads, ..] is read and written.
@@ -179,4 +177,4 @@ def recurrent(
         **fields,
     )
     plan = _find(RecurrentPlan, _core.RecurrentSpec, tuple(fields.items()), q, requests)
-    return plan.run(q, k, v, state.unsqueeze(1), gate=gate, beta=beta, rates=rates, gate_bias=gate_bias, skip=skip, z=z, norm_weight=norm_weight)
+    return plan.run(q, k, v, state.unsqueeze(1), gate=gate, beta=beta, rates=rates, gate_bias=gate_bias, skip=skip)

@@ -40,6 +40,9 @@ inline void take(RecurrentGate& value, const std::string& text, const char* name
 inline void take(StateLayout& value, const std::string& text, const char* name) {
   value = one_of(text, {StateLayout::k_first, StateLayout::v_first}, name);
 }
+inline void take(RecurrentConv& value, const std::string& text, const char* name) {
+  value = one_of(text, {RecurrentConv::none, RecurrentConv::qkv, RecurrentConv::vkq}, name);
+}
 inline void take(OutputGate& value, const std::string& text, const char* name) {
   value = one_of(text, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid}, name);
 }

@@ -71,6 +71,33 @@ def test_norm_and_gate_of_outputs(order, groups):
     np.testing.assert_allclose(out, x if order == "after_gate" else x * gate, atol=1e-5)
 
 
+def test_convolution_in_front():
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    spec = gdn(conv="qkv", conv_width=3, conv_bias=True)
+    channels = 2 * 2 * 16 + 4 * 24
+    assert spec.conv_state_shape == (2, channels)
+    projection, weight, bias = normal(7, channels + 9), normal(channels, 3), normal(channels)
+    gate, beta, zeros = normal(7, 4), normal(7, 4), np.zeros(4, np.float32)
+    conv_state, state = np.full((2, *spec.conv_state_shape), np.nan, np.float32), np.zeros((2, *spec.state_shape), np.float32)
+    plan, out = imbrex.RecurrentPlan(spec), []
+    for begin, end in ((0, 5), (5, 7)):
+        plan.update(int32(0, end - begin), int32(end), int32(1))
+        rows = slice(begin, end)
+        x = projection[rows, :channels]
+        out.append(plan.run_convolved(x, weight, conv_state, state, conv_bias=bias, gate=gate[rows], beta=beta[rows], rates=zeros, gate_bias=zeros))
+    padded = np.concatenate([np.zeros((2, channels)), projection[:, :channels]])
+    sums = bias + sum(padded[i : i + 7] * weight[:, i] for i in range(3))
+    q, k, v = np.split(sums * sigmoid(sums), [32, 64], axis=1)
+    expected, _ = gated_delta_net(
+        {"q": q.reshape(7, 2, 16), "k": k.reshape(7, 2, 16), "v": v.reshape(7, 4, 24), "gate": gate, "beta": beta, "rates": zeros, "gate_bias": zeros}
+    )
+    np.testing.assert_allclose(np.concatenate(out), expected, atol=1e-5)
+    np.testing.assert_array_equal(conv_state[1], projection[5:, :channels])
+    with pytest.raises(imbrex.Error, match="q: not used by the spec"):
+        plan.run(*(np.zeros((2, h, d), np.float32) for h, d in ((2, 16), (2, 16), (4, 24))), state, gate=gate[:2], beta=beta[:2], rates=zeros)
+
+
 @pytest.mark.parametrize("layout", ["k_first", "v_first"])
 def test_prompts_and_decode(layout):
     rng = np.random.default_rng(1)

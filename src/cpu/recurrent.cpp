@@ -18,6 +18,7 @@
 #include "core/tensor_layout.h"
 #include "cpu/recurrent_params.h"
 #include "family/begin_plan.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -255,6 +256,7 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
     begin_plan(*this, spec, device, options, kernels(spec, device.isa).isa);
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
+    if (spec.conv != RecurrentConv::none) return make_conv_plan(*this, spec, device, options, conv_rows_of_host(spec, options.limits));
     return std::make_unique<RecurrentCpuPlan>(name_, kernels(spec, device.isa), spec, options);
   }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/float_types.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -187,6 +188,7 @@ class RecurrentReferenceBackend final : public BackendOf<RecurrentFamily> {
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
+    if (spec.conv != RecurrentConv::none) return make_conv_plan(*this, spec, device, options, conv_rows_of_host(spec, options.limits));
     return std::make_unique<RecurrentReference>(spec, options);
   }
 };

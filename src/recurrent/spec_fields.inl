@@ -25,6 +25,10 @@ FIELD(spec, out_gate, out_gate, "out_gate", "output gate", "--out-gate", "none, 
 FIELD(spec, out_norm, out_norm, "out_norm", "output norm", "--out-norm", "none, before_gate, after_gate: outputs are normalised")
 FIELD(spec, norm_groups, norm_groups, "norm_groups", "output norm", "--norm-groups", "groups of heads of the norm; 0: each head")
 FIELD(spec, norm_eps, norm_eps, "norm_eps", "output norm", "--norm-eps", "epsilon of the norm")
+FIELD(spec, conv, conv, "", "convolution", "--conv", "none, qkv, vkq: what is convolved in front")
+FIELD(spec, conv_width, conv_width, "", "convolution", "--conv-width", "tokens that the convolution is over")
+FIELD(spec, conv_bias, conv_bias, "", "convolution", "--conv-bias", "the convolution adds a bias")
+FIELD(spec, conv_silu, conv_silu, "", "convolution", "--conv-silu", "SiLU follows the convolution")
 FIELD(spec, num_drafts, num_drafts, "num_drafts", "drafts", "--drafts", "drafts of a step at most")
 // clang-format on
 #undef SHAPE

@@ -48,6 +48,8 @@ void read_recurrent_field(CaseFields& from, const SpecField& field, Value& value
     value = recurrent_name(from.text(field.key.data()), field.key, {G::fixed, G::log, G::softplus, G::sigmoid});
   else if constexpr (std::is_same_v<Value, StateLayout>)
     value = recurrent_name(from.text(field.key.data()), field.key, {StateLayout::k_first, StateLayout::v_first});
+  else if constexpr (std::is_same_v<Value, RecurrentConv>)
+    return;  // files have what a convolution has made
   else if constexpr (std::is_same_v<Value, OutputGate>)
     read_output_stage(from, field, value, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid});
   else if constexpr (std::is_same_v<Value, OutputNorm>)

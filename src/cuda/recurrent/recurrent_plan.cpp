@@ -18,6 +18,7 @@
 #include "cuda/state/state_lists.h"
 #include "family/begin_plan.h"
 #include "gpu/device_workspace.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -197,6 +198,18 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
+    if (spec.conv != RecurrentConv::none) {
+      // The recurrence's scratch is in front of what is convolved, in one workspace.
+      const ContextPtr context = Context::of_device(device.device.index);
+      const CurrentContext current(*context);
+      PlanOptions parts = options;
+      const auto workspace = gpu::workspace_for(std::make_shared<ContextDevice>(context), context->id(), options.workspace);
+      workspace->reserve(workspace_bytes(spec, device, options));
+      parts.workspace = workspace;
+      const std::shared_ptr<const gpu::ScratchMemory> memory = workspace->memory();
+      char* const rows = static_cast<char*>(memory->data.get()) + bytes_in_front(spec, device, options);
+      return make_conv_plan(*this, spec, device, parts, std::shared_ptr<void>(memory, rows));
+    }
     return std::make_unique<RecurrentCudaPlan>(spec, device, options);
   }
   std::vector<KernelChoice> kernel_choices(const RecurrentSpec& spec, const DeviceInfo& device) const override {
@@ -212,12 +225,23 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
     choices.push_back({.requests = chunks ? "others" : "all",
                        .kernel = kernel.aligned,
                        .sizes = {{narrow ? "tile_heads" : "tile_values", kernel.tile}, {"threads", kernel.threads}}});
+    if (const auto outputs = output_kernel(arch_of(device), spec))
+      choices.push_back({.requests = "outputs",
+                         .kernel = "recurrent_outputs_aligned",
+                         .sizes = {{"tile_values", outputs->group_numbers}, {"threads", kRecurrentOutputThreads}}});
     return choices;
   }
   int64_t workspace_bytes(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, options);
+    if (spec.conv != RecurrentConv::none) return bytes_in_front(spec, device, options) + conv_row_bytes(spec, options.limits);
     const auto chunks = chunk_kernels(arch_of(device), spec, device);
     return chunks && RecurrentCudaPlan::may_have_chunks(options.limits) ? ChunkRounds(*chunks, options.limits).bytes : 0;
+  }
+
+ private:
+  int64_t bytes_in_front(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
+    constexpr int64_t kAlignment = 256;
+    return (workspace_bytes(without_conv(spec), device, options) + kAlignment - 1) / kAlignment * kAlignment;
   }
 };
 
