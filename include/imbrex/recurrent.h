@@ -6,6 +6,7 @@
 //   u = beta (v - S^T k)            with the delta rule: what S has for k already is taken off v; u = v without it
 //   S = S + k u^T
 //   out = scale S^T q  (+ skip v)   the token's own write included
+// What models have behind it, a norm of the outputs and a gate z, may be part of the layer: OutputNorm and OutputGate.
 // S is [head_dim_k, head_dim_v], zero before a request's first token. All is computed in float or better. Sources: the definitions of
 // FLA's naive recurrences, vLLM's Mamba and GDN layers, and the KDA report.
 #include <cstdint>
@@ -29,7 +30,33 @@ enum class StateLayout : uint8_t {
   v_first   // [head_dim_v, head_dim_k] (vLLM, FlashInfer, Mamba)
 };
 
+// What outputs are multiplied by, of RecurrentInputs::z.
+enum class OutputGate : uint8_t {
+  none,
+  silu,    // z / (1 + exp(-z)) (GDN, Mamba)
+  sigmoid  // 1 / (1 + exp(-z)) (KDA, lightning attention)
+};
+
+// Which root mean square outputs are divided by, over the value heads of a group: x / sqrt(mean of x^2 + norm_eps), and then multiplied by
+// RecurrentInputs::norm_weight. Outputs may be rounded to dtype in front of it, as they are where the norm is a layer of its own.
+enum class OutputNorm : uint8_t {
+  none,
+  before_gate,  // out = norm(x) weight gate(z) (GDN, KDA, lightning attention)
+  after_gate    // out = norm(x gate(z)) weight (Mamba2)
+};
+
+// Whether q, k and v are what a causal convolution makes of RecurrentInputs::input, channel by channel (short_conv.h, its plain form);
+// and in which order their channels are.
+enum class RecurrentConv : uint8_t {
+  none,  // q, k and v are given
+  qkv,   // GDN, KDA
+  vkq    // Mamba2: x, B and C
+};
+
 const char* to_string(RecurrentGate);
+const char* to_string(RecurrentConv);
+const char* to_string(OutputGate);
+const char* to_string(OutputNorm);
 const char* to_string(StateLayout);
 
 struct RecurrentSpec {
@@ -52,7 +79,19 @@ struct RecurrentSpec {
   DType state_dtype = DType::f32;        // f32, bf16 or f16
   StateLayout layout = StateLayout::v_first;
   int num_drafts = 0;  // how many drafts of a step a later one may take back (Batch::num_drafts), at most 64
+  OutputGate out_gate = OutputGate::none;
+  OutputNorm out_norm = OutputNorm::none;
+  int norm_groups = 0;     // that the value heads are divided into; 0: the norm is over each head (Mamba2: n_groups)
+  float norm_eps = 1e-6f;  // of the norm
+  RecurrentConv conv = RecurrentConv::none;
+  int conv_width = 4;      // tokens of a sum, its own included: 2 to 8
+  bool conv_bias = false;  // RecurrentInputs::conv_bias is added to the sum
+  bool conv_silu = true;   // and SiLU follows
 
+  int64_t conv_channels() const { return int64_t(2) * num_k_heads * head_dim_k + int64_t(num_v_heads) * head_dim_v; }
+  int conv_state_rows() const { return conv_width - 1 + num_drafts; }
+  bool has_output_stage() const { return out_gate != OutputGate::none || out_norm != OutputNorm::none; }
+  int norm_heads() const { return norm_groups > 0 ? num_v_heads / norm_groups : 1; }  // value heads of a group
   int state_rows() const { return 1 + num_drafts; }
   int64_t state_bytes() const;  // of a slot of one layer
   float query_scale() const;    // `scale`, or what it stands for
@@ -75,6 +114,14 @@ struct RecurrentInputs {
   // it writes rows [0, num_drafts of the request]: row i is the state before the last num_drafts - i tokens. Other rows and slots do not
   // change.
   TensorView state;
+  TensorView z;            // dtype [>= num_tokens, num_v_heads, head_dim_v]; with RecurrentSpec::out_gate alone
+  TensorView norm_weight;  // dtype or f32 [num_v_heads, head_dim_v], or [head_dim_v] for all heads; with RecurrentSpec::out_norm alone
+  // With RecurrentSpec::conv, which has no q, k and v: all of dtype, innermost strides 1. `conv_state` is as ShortConvInputs::state, of the
+  // request's slot (Batch::state_slots).
+  TensorView input;        // [>= num_tokens, conv_channels]; tokens may be any distance apart
+  TensorView conv_weight;  // [conv_channels, conv_width]
+  TensorView conv_bias;    // [conv_channels]; with RecurrentSpec::conv_bias alone
+  TensorView conv_state;   // [slots, conv_state_rows, conv_channels], read and written
 };
 
 struct RecurrentOutputs {
@@ -89,8 +136,8 @@ class RecurrentPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors recurrent.run.*
   virtual void run(const RecurrentInputs&, const RecurrentOutputs&, Stream = nullptr) const = 0;
-  // 0: any cut of a prompt may change bits, as where long requests come in segments that are computed beside each other. How many tokens of a
-  // request a step has is what its segments follow from; with PlanOptions::balanced, the step's other requests too.
+  // 0: any cut of a prompt may change bits, as where long requests come in segments that are computed beside each other. Segments follow
+  // from how many tokens a request has in a step; with PlanOptions::balanced from the step's other requests too.
   virtual int step_tokens() const { return 1; }
   // Whether prompts come in chunks of tokens by products whose factors are rounded to dtype: then results are as exact as such products
   // are, and not as float arithmetic is.

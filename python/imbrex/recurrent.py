@@ -29,6 +29,8 @@ class RecurrentPlan(StatePlan):
         rates: Optional[Array] = None,
         gate_bias: Optional[Array] = None,
         skip: Optional[Array] = None,
+        z: Optional[Array] = None,
+        norm_weight: Optional[Array] = None,
         out: Optional[Array] = None,
         stream: Any = None,
     ) -> Array:
@@ -36,12 +38,41 @@ class RecurrentPlan(StatePlan):
 
         gate [.., num_v_heads], or [.., num_v_heads, head_dim_k] with channel_gate, and beta [.., num_v_heads] are of the spec's type or float32; rates, gate_bias
         and skip are float32: [num_v_heads], or [num_v_heads, head_dim_k] where the spec has them of each channel. An array that the spec has no use for is
-        refused, and so is one that is missing; gate_bias may be. state [slots, *spec.state_shape] is read and written. Returns out [.., num_v_heads, head_dim_v],
+        refused, and so is one that is missing; gate_bias may be. z [.., num_v_heads, head_dim_v] is what out_gate is of, norm_weight [num_v_heads, head_dim_v] or
+        [head_dim_v] of the spec's type or float32 is for out_norm. state [slots, *spec.state_shape] is read and written. Returns out [.., num_v_heads, head_dim_v],
         which is made when it is not given. There is no backward pass.
         """
-        arrays = (q, k, v, gate, beta, rates, gate_bias, skip, state)
+        return self._call(v, (q, k, v, gate, beta, rates, gate_bias, skip, z, norm_weight, None, None, None, None, state), out, stream)
+
+    def run_convolved(
+        self,
+        input: Array,
+        conv_weight: Array,
+        conv_state: Array,
+        state: Array,
+        *,
+        conv_bias: Optional[Array] = None,
+        gate: Optional[Array] = None,
+        beta: Optional[Array] = None,
+        rates: Optional[Array] = None,
+        gate_bias: Optional[Array] = None,
+        skip: Optional[Array] = None,
+        z: Optional[Array] = None,
+        norm_weight: Optional[Array] = None,
+        out: Optional[Array] = None,
+        stream: Any = None,
+    ) -> Array:
+        """The outputs of a layer with a convolution in front (RecurrentSpec.conv), of input [>= num_tokens, channels]: its q, k and v before it.
+
+        Rows of input may be parts of wider ones. conv_weight is [channels, conv_width], conv_bias [channels], and conv_state [slots, *spec.conv_state_shape] is read
+        and written in the slots of state. The rest is as in run().
+        """
+        arrays = (None, None, None, gate, beta, rates, gate_bias, skip, z, norm_weight, input, conv_weight, conv_bias, conv_state, state)
+        return self._call(input, arrays, out, stream)
+
+    def _call(self, like: Array, arrays: Any, out: Optional[Array], stream: Any) -> Array:
         no_gradient(*arrays, out)
         if out is None:
-            out = empty(v, (v.shape[0], self.spec.num_v_heads, self.spec.head_dim_v), self.spec.dtype)
-        self._plan.run(*map(exported, (*arrays, out)), stream=stream_address(stream, q))
+            out = empty(like, (like.shape[0], self.spec.num_v_heads, self.spec.head_dim_v), self.spec.dtype)
+        self._plan.run(*map(exported, (*arrays, out)), stream=stream_address(stream, like))
         return out

@@ -2,6 +2,7 @@
 #include "recurrent.h"
 
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "imbrex/recurrent.h"
@@ -36,7 +37,10 @@ void bind_recurrent_spec(nb::module_& m) {
             return nb::make_tuple(s.state_rows(), s.num_v_heads, k_first ? s.head_dim_k : s.head_dim_v,
                                   k_first ? s.head_dim_v : s.head_dim_k);
           },
-          "Of a slot of one layer: rows, value heads, and the two dimensions in the order of `layout`.");
+          "Of a slot of one layer: rows, value heads, and the two dimensions in the order of `layout`.")
+      .def_prop_ro(
+          "conv_state_shape", [](const RecurrentSpec& s) { return nb::make_tuple(s.conv_state_rows(), s.conv_channels()); },
+          "Of a slot of the convolution in front: rows, and channels of q, k and v together.");
   bind_fields(spec, "RecurrentSpec");
 }
 
@@ -48,11 +52,14 @@ void bind_recurrent(nb::module_& m) {
   bind_state_plan<RecurrentFamily>(m, "RecurrentPlan")
       .def(
           "run",
-          [](StatePlanOf<RecurrentFamily>& p, const Array& q, const Array& k, const Array& v, const OptionalArray& gate,
-             const OptionalArray& beta, const OptionalArray& rates, const OptionalArray& gate_bias, const OptionalArray& skip,
-             nb::handle state, nb::handle out, uintptr_t stream) {
+          [](StatePlanOf<RecurrentFamily>& p, const OptionalArray& q, const OptionalArray& k, const OptionalArray& v,
+             const OptionalArray& gate, const OptionalArray& beta, const OptionalArray& rates, const OptionalArray& gate_bias,
+             const OptionalArray& skip, const OptionalArray& z, const OptionalArray& norm_weight, const OptionalArray& input,
+             const OptionalArray& conv_weight, const OptionalArray& conv_bias, nb::handle conv_state, nb::handle state, nb::handle out,
+             uintptr_t stream) {
             const DType type = p.spec.dtype;
             const Array state_array = written(state, "state"), out_array = written(out, "out");
+            const std::optional<Array> conv_array = conv_state.is_none() ? std::nullopt : std::optional(written(conv_state, "conv_state"));
             const RecurrentInputs in{.q = view_of(q, "q", type),
                                      .k = view_of(k, "k", type),
                                      .v = view_of(v, "v", type),
@@ -61,24 +68,41 @@ void bind_recurrent(nb::module_& m) {
                                      .rates = view_of(rates, "rates", DType::f32),
                                      .gate_bias = view_of(gate_bias, "gate_bias", DType::f32),
                                      .skip = view_of(skip, "skip", DType::f32),
-                                     .state = written_view(state_array, "state", p.spec.state_dtype)};
+                                     .state = written_view(state_array, "state", p.spec.state_dtype),
+                                     .z = view_of(z, "z", type),
+                                     .norm_weight = view_of(norm_weight, "norm_weight", type),
+                                     .input = view_of(input, "input", type),
+                                     .conv_weight = view_of(conv_weight, "conv_weight", type),
+                                     .conv_bias = view_of(conv_bias, "conv_bias", type),
+                                     .conv_state = conv_array ? written_view(*conv_array, "conv_state", type) : TensorView{}};
             const RecurrentOutputs outputs{.out = written_view(out_array, "out", type)};
-            const std::array<std::pair<const TensorView*, const char*>, 8> read = {{{&in.q, "q"},
-                                                                                    {&in.k, "k"},
-                                                                                    {&in.v, "v"},
-                                                                                    {&in.gate, "gate"},
-                                                                                    {&in.beta, "beta"},
-                                                                                    {&in.rates, "rates"},
-                                                                                    {&in.gate_bias, "gate_bias"},
-                                                                                    {&in.skip, "skip"}}};
+            const std::array<std::pair<const TensorView*, const char*>, 13> read = {{{&in.q, "q"},
+                                                                                     {&in.k, "k"},
+                                                                                     {&in.v, "v"},
+                                                                                     {&in.gate, "gate"},
+                                                                                     {&in.beta, "beta"},
+                                                                                     {&in.rates, "rates"},
+                                                                                     {&in.gate_bias, "gate_bias"},
+                                                                                     {&in.skip, "skip"},
+                                                                                     {&in.z, "z"},
+                                                                                     {&in.norm_weight, "norm_weight"},
+                                                                                     {&in.input, "input"},
+                                                                                     {&in.conv_weight, "conv_weight"},
+                                                                                     {&in.conv_bias, "conv_bias"}}};
             for (const auto& [other, name] : read)
-              check_apart(in.state, "state", *other, name), check_apart(outputs.out, "out", *other, name);
+              for (const auto& [written_to, its_name] :
+                   {std::pair{&in.state, "state"}, {&outputs.out, "out"}, {&in.conv_state, "conv_state"}})
+                check_apart(*written_to, its_name, *other, name);
             check_apart(outputs.out, "out", in.state, "state");
+            check_apart(outputs.out, "out", in.conv_state, "conv_state");
+            check_apart(in.state, "state", in.conv_state, "conv_state");
             const nb::gil_scoped_release release;
             p.plan->run(in, outputs, stream_of(stream));
           },
-          nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("gate").none(), nb::arg("beta").none(), nb::arg("rates").none(),
-          nb::arg("gate_bias").none(), nb::arg("skip").none(), nb::arg("state"), nb::arg("out"), nb::arg("stream") = 0);
+          nb::arg("q").none(), nb::arg("k").none(), nb::arg("v").none(), nb::arg("gate").none(), nb::arg("beta").none(),
+          nb::arg("rates").none(), nb::arg("gate_bias").none(), nb::arg("skip").none(), nb::arg("z").none(), nb::arg("norm_weight").none(),
+          nb::arg("input").none(), nb::arg("conv_weight").none(), nb::arg("conv_bias").none(), nb::arg("conv_state").none(),
+          nb::arg("state"), nb::arg("out"), nb::arg("stream") = 0);
 }
 
 }  // namespace imbrex::python

@@ -40,6 +40,15 @@ inline void take(RecurrentGate& value, const std::string& text, const char* name
 inline void take(StateLayout& value, const std::string& text, const char* name) {
   value = one_of(text, {StateLayout::k_first, StateLayout::v_first}, name);
 }
+inline void take(RecurrentConv& value, const std::string& text, const char* name) {
+  value = one_of(text, {RecurrentConv::none, RecurrentConv::qkv, RecurrentConv::vkq}, name);
+}
+inline void take(OutputGate& value, const std::string& text, const char* name) {
+  value = one_of(text, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid}, name);
+}
+inline void take(OutputNorm& value, const std::string& text, const char* name) {
+  value = one_of(text, {OutputNorm::none, OutputNorm::before_gate, OutputNorm::after_gate}, name);
+}
 void take(auto& value, const auto& given_value, const char*) { value = given_value; }
 
 // The rows whose fields have a default.

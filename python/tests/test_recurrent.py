@@ -52,6 +52,52 @@ def gdn(**more):
     return imbrex.RecurrentSpec(2, 4, 16, 24, delta=True, sigmoid_beta=True, qk_norm=True, dtype="f32", **more)
 
 
+@pytest.mark.parametrize("order", ["before_gate", "after_gate"])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_norm_and_gate_of_outputs(order, groups):
+    rng = np.random.default_rng(3)
+    arrays, parameters = tensors(rng, 7), {"rates": np.zeros(4, np.float32), "gate_bias": np.zeros(4, np.float32)}
+    projection = rng.standard_normal((7, 5 + 4 * 24), np.float32)  # z is a part of wider rows
+    z, weight = projection[:, 5:].reshape(7, 4, 24), rng.standard_normal((4, 24), np.float32)
+    plan = imbrex.RecurrentPlan(gdn(out_gate="silu", out_norm=order, norm_groups=groups, norm_eps=1e-3))
+    plan.update(int32(0, 7), int32(7), int32(0))
+    q, k, v = (arrays.pop(name) for name in ("q", "k", "v"))
+    out = plan.run(q, k, v, np.zeros((1, *plan.spec.state_shape), np.float32), **arrays, **parameters, z=z, norm_weight=weight)
+    y, _ = gated_delta_net({"q": q, "k": k, "v": v, **arrays, **parameters})
+    gate = z * sigmoid(z.astype(np.float64))
+    x = y * gate if order == "after_gate" else y
+    of_groups = x.reshape(7, groups or 4, -1)
+    x = (of_groups / np.sqrt((of_groups**2).mean(-1, keepdims=True) + 1e-3)).reshape(y.shape) * weight
+    np.testing.assert_allclose(out, x if order == "after_gate" else x * gate, atol=1e-5)
+
+
+def test_convolution_in_front():
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
+    spec = gdn(conv="qkv", conv_width=3, conv_bias=True)
+    channels = 2 * 2 * 16 + 4 * 24
+    assert spec.conv_state_shape == (2, channels)
+    projection, weight, bias = normal(7, channels + 9), normal(channels, 3), normal(channels)
+    gate, beta, zeros = normal(7, 4), normal(7, 4), np.zeros(4, np.float32)
+    conv_state, state = np.full((2, *spec.conv_state_shape), np.nan, np.float32), np.zeros((2, *spec.state_shape), np.float32)
+    plan, out = imbrex.RecurrentPlan(spec), []
+    for begin, end in ((0, 5), (5, 7)):
+        plan.update(int32(0, end - begin), int32(end), int32(1))
+        rows = slice(begin, end)
+        x = projection[rows, :channels]
+        out.append(plan.run_convolved(x, weight, conv_state, state, conv_bias=bias, gate=gate[rows], beta=beta[rows], rates=zeros, gate_bias=zeros))
+    padded = np.concatenate([np.zeros((2, channels)), projection[:, :channels]])
+    sums = bias + sum(padded[i : i + 7] * weight[:, i] for i in range(3))
+    q, k, v = np.split(sums * sigmoid(sums), [32, 64], axis=1)
+    expected, _ = gated_delta_net(
+        {"q": q.reshape(7, 2, 16), "k": k.reshape(7, 2, 16), "v": v.reshape(7, 4, 24), "gate": gate, "beta": beta, "rates": zeros, "gate_bias": zeros}
+    )
+    np.testing.assert_allclose(np.concatenate(out), expected, atol=1e-5)
+    np.testing.assert_array_equal(conv_state[1], projection[5:, :channels])
+    with pytest.raises(imbrex.Error, match="q: not used by the spec"):
+        plan.run(*(np.zeros((2, h, d), np.float32) for h, d in ((2, 16), (2, 16), (4, 24))), state, gate=gate[:2], beta=beta[:2], rates=zeros)
+
+
 @pytest.mark.parametrize("layout", ["k_first", "v_first"])
 def test_prompts_and_decode(layout):
     rng = np.random.default_rng(1)

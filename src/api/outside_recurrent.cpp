@@ -16,7 +16,8 @@ class OutsideRecurrentPlan final : public OutsideStatePlan<RecurrentFamily> {
     if (is_idle()) return;
     check_run(spec_, device_, in, out, step().num_tokens, step().num_slots);
     const CTensor q(in.q), k(in.k), v(in.v), gate(in.gate), beta(in.beta), rates(in.rates), gate_bias(in.gate_bias), skip(in.skip),
-        state(in.state), to(out.out);
+        state(in.state), z(in.z), norm_weight(in.norm_weight), input(in.input), conv_weight(in.conv_weight), conv_bias(in.conv_bias),
+        conv_state(in.conv_state), to(out.out);
     const imbrex_recurrent_inputs inputs{.struct_size = sizeof inputs,
                                          .q = q.get(),
                                          .k = k.get(),
@@ -26,7 +27,13 @@ class OutsideRecurrentPlan final : public OutsideStatePlan<RecurrentFamily> {
                                          .rates = rates.get(),
                                          .gate_bias = gate_bias.get(),
                                          .skip = skip.get(),
-                                         .state = state.get()};
+                                         .state = state.get(),
+                                         .z = z.get(),
+                                         .norm_weight = norm_weight.get(),
+                                         .input = input.get(),
+                                         .conv_weight = conv_weight.get(),
+                                         .conv_bias = conv_bias.get(),
+                                         .conv_state = conv_state.get()};
     const imbrex_recurrent_outputs outputs{.struct_size = sizeof outputs, .out = to.get()};
     functions_->must(functions_->run(plan_, &inputs, &outputs, stream), "run");
   }

@@ -101,6 +101,9 @@ constexpr int32_t count_of(ShortConvForm) { return 2; }
 constexpr int32_t count_of(ShortConvActivation) { return 2; }
 constexpr int32_t count_of(RecurrentGate) { return 4; }
 constexpr int32_t count_of(StateLayout) { return 2; }
+constexpr int32_t count_of(RecurrentConv) { return 3; }
+constexpr int32_t count_of(OutputGate) { return 3; }
+constexpr int32_t count_of(OutputNorm) { return 3; }
 constexpr int32_t count_of(DType) { return int32_t(kDlTypes.size()); }
 
 // A field of a spec as C has it.
@@ -333,15 +336,24 @@ MlaOutputs outputs_of(const imbrex_mla_outputs* pointer) {
 
 RecurrentInputs inputs_of(const imbrex_recurrent_inputs* pointer) {
   const imbrex_recurrent_inputs in = read(pointer, "inputs");
-  return {.q = view_of(&deref(in.q, "q"), "q"),
-          .k = view_of(&deref(in.k, "k"), "k"),
-          .v = view_of(&deref(in.v, "v"), "v"),
+  const auto of_conv = [&](const imbrex_tensor* t, const char* name) {  // not with a convolution
+    return in.input == nullptr ? view_of(&deref(t, name), name) : view_of(t, name);
+  };
+  return {.q = of_conv(in.q, "q"),
+          .k = of_conv(in.k, "k"),
+          .v = of_conv(in.v, "v"),
           .gate = view_of(in.gate, "gate"),
           .beta = view_of(in.beta, "beta"),
           .rates = view_of(in.rates, "rates"),
           .gate_bias = view_of(in.gate_bias, "gate_bias"),
           .skip = view_of(in.skip, "skip"),
-          .state = view_of(&deref(in.state, "state"), "state")};
+          .state = view_of(&deref(in.state, "state"), "state"),
+          .z = view_of(in.z, "z"),
+          .norm_weight = view_of(in.norm_weight, "norm_weight"),
+          .input = view_of(in.input, "input"),
+          .conv_weight = view_of(in.conv_weight, "conv_weight"),
+          .conv_bias = view_of(in.conv_bias, "conv_bias"),
+          .conv_state = view_of(in.conv_state, "conv_state")};
 }
 
 RecurrentOutputs outputs_of(const imbrex_recurrent_outputs* pointer) {

@@ -18,6 +18,7 @@
 #include "core/tensor_layout.h"
 #include "cpu/recurrent_params.h"
 #include "family/begin_plan.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -74,7 +75,17 @@ RecurrentParams params_of(const RecurrentSpec& spec, const RecurrentInputs& in, 
           .delta = spec.delta,
           .sigmoid_beta = spec.sigmoid_beta,
           .scaled_values = spec.scaled_values,
-          .qk_norm = spec.qk_norm};
+          .qk_norm = spec.qk_norm,
+          .z = in.z.as<const char>(),
+          .norm_weight = in.norm_weight.as<const char>(),
+          .z_token_stride = inner(in.z, 0),
+          .z_head_stride = inner(in.z, 1),
+          .weight_stride = in.norm_weight.rank > 1 ? byte_stride(in.norm_weight, 0) : 0,
+          .weight_type = int(in.norm_weight.empty() ? DType::f32 : in.norm_weight.dtype),
+          .out_gate = int(spec.out_gate),
+          .out_norm = int(spec.out_norm),
+          .norm_heads = spec.norm_heads(),
+          .norm_eps = spec.norm_eps};
 }
 
 // Heads with values of one dimension, whose states are too small to be tasks of their own (Mamba1).
@@ -141,13 +152,17 @@ class RecurrentCpuPlan final : public RecurrentPlan {
   void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
     if (now_.requests.empty()) return;
     check_run(spec_, {}, in, out, now_.num_tokens, now_.num_slots);
-    const RecurrentParams params = params_of(spec_, in, out);
+    RecurrentParams params = params_of(spec_, in, out);
     const bool narrow = is_narrow(spec_);
     // Of states that are computed where they lie nothing has to stay in a cache: then gates are computed once for a head.
     const int most = in_place_ ? spec_.head_dim_v : kRecurrentValues;
     const int64_t tiles = narrow ? 1 : (spec_.head_dim_v + most - 1) / most,
                   each = narrow ? (spec_.num_v_heads + kNarrowHeads - 1) / kNarrowHeads : tiles * spec_.num_v_heads;
     const ChunkTask chunks = ChunkTask::of(spec_, in_chunks_, options_.threads.num_workers);
+    // Tasks finish the outputs of their heads, unless the heads are parts of a group of the norm, or a task has a part of a head.
+    params.finish = spec_.has_output_stage() && (spec_.out_norm == OutputNorm::none || (spec_.norm_heads() == 1 && !narrow)) &&
+                    (in_chunks_ == 0 || chunks.values == spec_.head_dim_v) &&
+                    (in_chunks_ == int64_t(now_.requests.size()) || narrow || most >= spec_.head_dim_v);
     const int64_t each_in_chunks = chunks.tasks(spec_), first = in_chunks_ * each_in_chunks,
                   tasks = first + (int64_t(now_.requests.size()) - in_chunks_) * each;
     const auto run_task = [&](int64_t task, int worker) {
@@ -174,6 +189,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
         for (const int64_t end = std::min(task + together, tasks); task < end; ++task) run_task(task, worker);
     };
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
+    if (spec_.has_output_stage() && !params.finish) finish_outputs(params);
   }
 
   int step_tokens() const override { return scratch_ ? kRecurrentChunk : 1; }
@@ -183,6 +199,25 @@ class RecurrentCpuPlan final : public RecurrentPlan {
  private:
   static constexpr int64_t kLine = 64;
   static constexpr int kShares = 8;  // of a worker, where tasks are taken together
+
+  // The gate and the norm of all outputs of the step, some tokens of a request at a time.
+  void finish_outputs(const RecurrentParams& params) const {
+    constexpr int kTokens = 16;
+    const auto blocks = [](const StateRequest& r) { return (r.end - r.begin + kTokens - 1) / kTokens; };
+    int64_t tasks = 0;
+    for (const StateRequest& r : now_.requests) tasks += blocks(r);
+    std::atomic<int64_t> next{0};
+    const auto work = [&](int) {
+      auto request = now_.requests.begin();
+      int64_t first = 0;  // task of the request; tasks that a worker takes only grow
+      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+        while (task >= first + blocks(*request)) first += blocks(*request++);
+        const int begin = request->begin + int(task - first) * kTokens;
+        kernels_.finish(params, begin, std::min(begin + kTokens, request->end), 0, spec_.num_v_heads);
+      }
+    };
+    run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
+  }
 
   bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(r)) > 0; }
   void run_chunks(const RecurrentParams& params, const RecurrentItem& item, const ChunkTask& task, int64_t number, int worker) const {
@@ -221,6 +256,7 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
     begin_plan(*this, spec, device, options, kernels(spec, device.isa).isa);
     check(kX86 || needs_ == CpuIsa::generic, "device.cpu_isa.absent", "expected a device of this build, which is not for x86-64, got {}",
           device.str());
+    if (spec.conv != RecurrentConv::none) return make_conv_plan(*this, spec, device, options, conv_rows_of_host(spec, options.limits));
     return std::make_unique<RecurrentCpuPlan>(name_, kernels(spec, device.isa), spec, options);
   }
 

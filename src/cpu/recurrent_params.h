@@ -11,6 +11,8 @@ constexpr int kRecurrentChunk = 64;   // tokens
 constexpr int kLeastChunked = 16;     // tokens that make a chunk
 
 enum RecurrentGateKind : int { kFixedGate, kLogGate, kSoftplusGate, kSigmoidGate };  // RecurrentGate, in its order
+enum OutputGateKind : int { kNoOutputGate, kSiluOutputs, kSigmoidOutputs };          // OutputGate, in its order
+enum OutputNormKind : int { kNoNorm, kNormBeforeGate, kNormAfterGate };              // OutputNorm, in its order
 
 struct RecurrentParams {
   const char *q, *k, *v, *gate, *beta;    // gate and beta null: there is none
@@ -26,6 +28,13 @@ struct RecurrentParams {
   float gate_min, gate_max;                    // gate_max of a softplus: infinite where there is no limit
   float scale, beta_scale;
   bool channel_gate, channel_rates, k_first, delta, sigmoid_beta, scaled_values, qk_norm;
+  const char *z, *norm_weight;  // null: none
+  long z_token_stride, z_head_stride, weight_stride;
+  int weight_type;         // ElementType
+  int out_gate, out_norm;  // OutputGateKind, OutputNormKind
+  int norm_heads;          // value heads of a group of the norm
+  float norm_eps;
+  bool finish;  // tasks have whole heads, whose outputs they gate and norm themselves
 };
 
 // The tokens of a request, as in StateRequest.
@@ -62,6 +71,9 @@ struct RecurrentKernels {
   // Scratch begins at 64 bytes.
   void (*run_chunks)(const RecurrentParams&, const RecurrentItem&, int head_begin, int head_end, int v_begin, int v_end, char* scratch);
   long (*scratch_bytes)(int dim_k, int values, int heads);
+  // The gate and the norm of outputs of tokens [token_begin, token_end), which lie where they belong, for value heads [head_begin,
+  // head_end): whole groups of the norm.
+  void (*finish)(const RecurrentParams&, int token_begin, int token_end, int head_begin, int head_end);
   bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be; not for decays of channels
 };
 

@@ -353,7 +353,7 @@ std::vector<RecurrentSpec> covering_recurrent_specs() {
     spec.dtype = dtype, spec.state_dtype = state, spec.layout = layout;
     return spec;
   };
-  const auto delta = [](RecurrentSpec& spec) { spec.delta = spec.sigmoid_beta = spec.qk_norm = true; };
+  const auto delta = [](RecurrentSpec& spec) -> RecurrentSpec& { return spec.delta = spec.sigmoid_beta = spec.qk_norm = true, spec; };
   // Chunks, with the delta rule and without, of norms and not, and layers that have none.
   delta(add(128, 128, DType::bf16, DType::f32, StateLayout::v_first));
   delta(add(128, 128, DType::f16, DType::bf16, StateLayout::k_first));
@@ -361,16 +361,21 @@ std::vector<RecurrentSpec> covering_recurrent_specs() {
   add(128, 64, DType::bf16, DType::f32, StateLayout::v_first);
   add(128, 64, DType::bf16, DType::f16, StateLayout::k_first).qk_norm = true;
   add(64, 128, DType::f16, DType::f32, StateLayout::k_first);
-  RecurrentSpec& kda = add(128, 128, DType::bf16, DType::f32, StateLayout::v_first);
-  delta(kda), kda.channel_gate = true;
+  delta(add(128, 128, DType::bf16, DType::f32, StateLayout::v_first)).channel_gate = true;  // KDA
   add(256, 256, DType::f32, DType::f32, StateLayout::k_first).channel_gate = true;
   add(200, 130, DType::bf16, DType::f16, StateLayout::v_first).channel_rates = true;
   add(33, 31, DType::f32, DType::bf16, StateLayout::k_first).channel_rates = true;
   add(7, 5, DType::f16, DType::f32, StateLayout::v_first);
-  // Heads of one value.
   add(16, 1, DType::bf16, DType::f32, StateLayout::v_first).channel_rates = true;
   add(256, 1, DType::f32, DType::f16, StateLayout::v_first);
   add(100, 1, DType::f16, DType::bf16, StateLayout::v_first);
+  // Gates and norms of outputs: of a head, of more and more of them, and gates alone.
+  for (const int heads : {1, 128, 1 << 10, 1 << 13, 1 << 14}) {
+    RecurrentSpec& spec = add(16, 1, heads == 128 ? DType::f32 : DType::bf16, DType::f32, StateLayout::v_first);
+    spec.num_k_heads = 1, spec.num_v_heads = heads, spec.norm_groups = 1;
+    spec.out_gate = OutputGate::silu, spec.out_norm = heads == 1 ? OutputNorm::before_gate : OutputNorm::after_gate;
+  }
+  add(16, 1, DType::f16, DType::f32, StateLayout::v_first).out_gate = OutputGate::sigmoid;
   return specs;
 }
 

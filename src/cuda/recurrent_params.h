@@ -34,6 +34,23 @@ struct RecurrentParams {
   bool lists_are_there;  // requests and counts were there before the kernel in front began
 };
 
+enum OutputGateKind : int { kNoOutputGate, kSiluOutputs, kSigmoidOutputs };  // OutputGate, in its order
+enum OutputNormKind : int { kNoNorm, kNormBeforeGate, kNormAfterGate };      // OutputNorm, in its order
+
+// recurrent_outputs.cu: the numbers of a token are groups, and lie in rows: those of a head, or of all heads where these are neighbours.
+struct RecurrentOutputParams {
+  char* out;
+  const char *z, *weight;  // null: none
+  long out_token_stride, out_row_stride, z_token_stride, z_row_stride, weight_row_stride;
+  const StateRequest* requests;  // [num_reqs + 1]
+  const StateCounts* counts;
+  int num_slots, num_tokens;                              // as in RecurrentParams
+  int groups, group_numbers, token_numbers, row_numbers;  // groups of a token
+  float inverse_numbers, eps;                             // 1 / group_numbers
+  bool weight_is_f32;                                     // else of kType
+};
+constexpr int kRecurrentOutputThreads = 256;
+
 // How recurrent.cu shares a state out: lanes that share a value, quads of key channels of a lane, and values of a lane.
 constexpr int kRecurrentLaneValues = 4;
 constexpr int recurrent_key_lanes(int dim_k) { return dim_k > 128 ? 16 : dim_k > 16 ? 8 : dim_k > 8 ? 4 : dim_k > 4 ? 2 : 1; }

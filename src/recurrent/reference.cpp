@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <span>
 #include <vector>
 
 #include "core/float_types.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -40,8 +42,18 @@ class RecurrentReference final : public RecurrentPlan {
   void run(const RecurrentInputs& in, const RecurrentOutputs& out, Stream) const override {
     if (step_.requests.empty()) return;
     check_run(spec_, {}, in, out, step_.num_tokens, step_.num_slots);
-    for (const StateRequest& r : step_.requests)
-      for (int head = 0; head < spec_.num_v_heads; ++head) run_head(r, head, in, out);
+    for (const StateRequest& r : step_.requests) {
+      Row y(size_t(r.end - r.begin) * size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v));
+      for (int head = 0; head < spec_.num_v_heads; ++head) run_head(r, head, in, y);
+      for (int token = r.begin; token < r.end; ++token) {
+        const std::span<double> row = std::span(y).subspan(place_of(r, token, 0), size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v));
+        for (int head = 0; head < spec_.num_v_heads; head += spec_.norm_heads()) finish_group(in, token, head, row);
+        for (int head = 0; head < spec_.num_v_heads; ++head)
+          for (int v = 0; v < spec_.head_dim_v; ++v)
+            store_from_double(out.out.data, spec_.dtype, token * out.out.stride(0) + head * out.out.stride(1) + v * out.out.stride(2),
+                              row[size_t(head) * size_t(spec_.head_dim_v) + size_t(v)]);
+      }
+    }
   }
 
   int step_tokens() const override { return 0; }  // a state is rounded where a step ends
@@ -84,7 +96,35 @@ class RecurrentReference final : public RecurrentPlan {
     return row;
   }
 
-  void run_head(const StateRequest& r, int head, const RecurrentInputs& in, const RecurrentOutputs& out) const {
+  // Where a head's outputs of a token are among those of a request.
+  size_t place_of(const StateRequest& r, int token, int head) const {
+    return (size_t(token - r.begin) * size_t(spec_.num_v_heads) + size_t(head)) * size_t(spec_.head_dim_v);
+  }
+
+  // The gate and the norm of the outputs of a group of heads.
+  void finish_group(const RecurrentInputs& in, int token, int first_head, std::span<double> row) const {
+    const bool normed = spec_.out_norm != OutputNorm::none;
+    const auto for_group = [&](const auto& visit) {
+      for (int head = first_head; head < first_head + spec_.norm_heads(); ++head)
+        for (int v = 0; v < spec_.head_dim_v; ++v) visit(row[size_t(head) * size_t(spec_.head_dim_v) + size_t(v)], head, v);
+    };
+    const auto gate = [&](double& x, int head, int v) {
+      if (spec_.out_gate == OutputGate::none) return;
+      const double z = get(in.z, {token, head, v});
+      x *= (spec_.out_gate == OutputGate::silu ? z : 1) * sigmoid(z);
+    };
+    if (spec_.out_norm != OutputNorm::before_gate) for_group(gate);
+    if (!normed) return;
+    double squares = 0;
+    for_group([&](double x, int, int) { squares += x * x; });
+    const double root = std::sqrt(squares / (spec_.norm_heads() * spec_.head_dim_v) + double(spec_.norm_eps));
+    for_group([&](double& x, int head, int v) {
+      x *= (in.norm_weight.rank == 1 ? get(in.norm_weight, {v}) : get(in.norm_weight, {head, v})) / root;
+    });
+    if (spec_.out_norm == OutputNorm::before_gate) for_group(gate);
+  }
+
+  void run_head(const StateRequest& r, int head, const RecurrentInputs& in, Row& out) const {
     const int dim_k = spec_.head_dim_k, dim_v = spec_.head_dim_v, k_head = head / (spec_.num_v_heads / spec_.num_k_heads);
     std::vector<Row> s(size_t(dim_k), Row(size_t(dim_v), 0.));
     const auto for_state = [&](int row, const auto& visit) {
@@ -125,9 +165,7 @@ class RecurrentReference final : public RecurrentPlan {
           x += k[size_t(i)] * u[size_t(v)];
           y[size_t(v)] += q[size_t(i)] * x;
         }
-      for (int v = 0; v < dim_v; ++v)
-        store_from_double(out.out.data, spec_.dtype, token * out.out.stride(0) + head * out.out.stride(1) + v * out.out.stride(2),
-                          y[size_t(v)]);
+      std::ranges::copy(y, out.begin() + long(place_of(r, token, head)));
       const int row = token + 1 - (r.end - r.drafts);
       if (row >= 0) store_row(row);
     }
@@ -150,6 +188,7 @@ class RecurrentReferenceBackend final : public BackendOf<RecurrentFamily> {
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
+    if (spec.conv != RecurrentConv::none) return make_conv_plan(*this, spec, device, options, conv_rows_of_host(spec, options.limits));
     return std::make_unique<RecurrentReference>(spec, options);
   }
 };

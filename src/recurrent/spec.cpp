@@ -19,6 +19,33 @@ const char* to_string(RecurrentGate gate) {
   return "unknown";
 }
 
+const char* to_string(OutputGate gate) {
+  switch (gate) {
+    case OutputGate::none: return "none";
+    case OutputGate::silu: return "silu";
+    case OutputGate::sigmoid: return "sigmoid";
+  }
+  return "unknown";
+}
+
+const char* to_string(OutputNorm norm) {
+  switch (norm) {
+    case OutputNorm::none: return "none";
+    case OutputNorm::before_gate: return "before_gate";
+    case OutputNorm::after_gate: return "after_gate";
+  }
+  return "unknown";
+}
+
+const char* to_string(RecurrentConv conv) {
+  switch (conv) {
+    case RecurrentConv::none: return "none";
+    case RecurrentConv::qkv: return "qkv";
+    case RecurrentConv::vkq: return "vkq";
+  }
+  return "unknown";
+}
+
 const char* to_string(StateLayout layout) {
   switch (layout) {
     case StateLayout::k_first: return "k_first";
@@ -67,6 +94,22 @@ void RecurrentSpec::validate() const {
   check(!scaled_values || !channel_gate, "recurrent.scaled_values",
         "expected one gate of a head for scaled values, got one of each channel");
   check(std::isfinite(scale), "recurrent.scale", "expected a finite scale, got {}", scale);
+  check(out_gate <= OutputGate::sigmoid, "recurrent.out_gate", "{} is no gate of outputs", int(out_gate));
+  check(out_norm <= OutputNorm::after_gate, "recurrent.out_norm", "{} is no norm of outputs", int(out_norm));
+  check(out_norm != OutputNorm::after_gate || out_gate != OutputGate::none, "recurrent.out_norm",
+        "expected a gate of outputs for a norm behind it, got {}", to_string(out_gate));
+  check(norm_groups >= 0 && (norm_groups == 0 || num_v_heads % norm_groups == 0), "recurrent.norm_groups",
+        "expected groups that divide {} value heads, or 0 for each head, got {}", num_v_heads, norm_groups);
+  check(out_norm != OutputNorm::none || norm_groups == 0, "recurrent.norm_groups", "expected no groups without a norm of outputs, got {}",
+        norm_groups);
+  check(std::isfinite(norm_eps) && norm_eps > 0, "recurrent.norm_eps", "expected a finite epsilon above 0, got {}", norm_eps);
+  constexpr int kLeastWidth = 2, kMostWidth = 8, kMostChannels = 1 << 24;  // of short convolutions
+  check(conv <= RecurrentConv::vkq, "recurrent.conv", "{} is no order of convolved channels", int(conv));
+  check(conv != RecurrentConv::none || (!conv_bias && conv_silu), "recurrent.conv", "expected no settings of a convolution without one");
+  check(conv == RecurrentConv::none || conv_channels() <= kMostChannels, "recurrent.conv", "expected at most {} convolved channels, got {}",
+        kMostChannels, conv_channels());
+  check(conv_width >= kLeastWidth && conv_width <= kMostWidth, "recurrent.conv_width", "expected {} to {} tokens of a sum, got {}",
+        kLeastWidth, kMostWidth, conv_width);
   check(is_float(dtype), "recurrent.dtype", "expected f32, bf16 or f16, got {}", to_string(dtype));
   check(is_float(state_dtype), "recurrent.state_dtype", "expected a state of f32, bf16 or f16, got {}", to_string(state_dtype));
   check(num_drafts >= 0 && num_drafts <= kMostDrafts, "recurrent.num_drafts", "expected 0 to {} drafts, got {}", kMostDrafts, num_drafts);
@@ -78,6 +121,10 @@ std::string RecurrentSpec::str() const {
   for_each_field(*this, usual, [&](const SpecField& field, const auto& value, const auto& default_value) {
     std::string word = field_text(field, value, default_value);
     if (field.member == "num_drafts") word = num_drafts > 0 ? fmt::format("drafts{}", num_drafts) : "";
+    if (field.member == "out_gate" && out_gate != OutputGate::none) word = fmt::format("out_{}", to_string(out_gate));
+    if (field.member == "out_norm" && out_norm != OutputNorm::none) word = fmt::format("norm_{}", to_string(out_norm));
+    if (field.member == "conv" && conv != RecurrentConv::none) word = fmt::format("conv_{}", to_string(conv));
+    if (field.member == "conv_silu") word = conv_silu ? "" : "conv_linear";
     if (field.member.starts_with("num_") && field.member != "num_drafts") word.clear();
     if (field.member.starts_with("head_dim")) word.clear();
     if (!word.empty()) text += " " + word;

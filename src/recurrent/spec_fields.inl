@@ -21,6 +21,14 @@ FIELD(spec, scale, scale, "scale", "", "--scale", "Scale of queries (default: 1/
 FIELD(spec, dtype, dtype, "dtype", "", "--dtype", "f32, bf16, f16")
 FIELD(spec, state_dtype, state_dtype, "state_dtype", "", "--state-dtype", "f32, bf16, f16")
 FIELD(spec, layout, layout, "layout", "", "--layout", "k_first, v_first")
+FIELD(spec, out_gate, out_gate, "out_gate", "output gate", "--out-gate", "none, silu, sigmoid: outputs are multiplied by that of z")
+FIELD(spec, out_norm, out_norm, "out_norm", "output norm", "--out-norm", "none, before_gate, after_gate: outputs are normalised")
+FIELD(spec, norm_groups, norm_groups, "norm_groups", "output norm", "--norm-groups", "groups of heads of the norm; 0: each head")
+FIELD(spec, norm_eps, norm_eps, "norm_eps", "output norm", "--norm-eps", "epsilon of the norm")
+FIELD(spec, conv, conv, "", "convolution", "--conv", "none, qkv, vkq: what is convolved in front")
+FIELD(spec, conv_width, conv_width, "", "convolution", "--conv-width", "tokens that the convolution is over")
+FIELD(spec, conv_bias, conv_bias, "", "convolution", "--conv-bias", "the convolution adds a bias")
+FIELD(spec, conv_silu, conv_silu, "", "convolution", "--conv-silu", "SiLU follows the convolution")
 FIELD(spec, num_drafts, num_drafts, "num_drafts", "drafts", "--drafts", "drafts of a step at most")
 // clang-format on
 #undef SHAPE

@@ -61,9 +61,17 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
     const Wanted wanted{name, device, DType::f32, false, false};
     of_channels ? check_tensor(t, wanted, {v_heads, k}) : check_tensor(t, wanted, {v_heads});
   };
-  check_tensor(in.q, rows("q"), {tokens, k_heads, k});
-  check_tensor(in.k, rows("k"), {tokens, k_heads, k});
-  check_tensor(in.v, rows("v"), {tokens, v_heads, v});
+  const bool convolved = spec.conv != RecurrentConv::none;
+  const int64_t channels = spec.conv_channels();
+  if (is_there(in.q, "q", !convolved)) check_tensor(in.q, rows("q"), {tokens, k_heads, k});
+  if (is_there(in.k, "k", !convolved)) check_tensor(in.k, rows("k"), {tokens, k_heads, k});
+  if (is_there(in.v, "v", !convolved)) check_tensor(in.v, rows("v"), {tokens, v_heads, v});
+  const auto named = [&](const char* name) { return Wanted{name, device, spec.dtype, false, false}; };
+  if (is_there(in.input, "input", convolved)) check_tensor(in.input, rows("input"), {tokens, channels});
+  if (is_there(in.conv_weight, "conv_weight", convolved)) check_tensor(in.conv_weight, named("conv_weight"), {channels, spec.conv_width});
+  if (is_there(in.conv_bias, "conv_bias", spec.conv_bias)) check_tensor(in.conv_bias, named("conv_bias"), {channels});
+  if (is_there(in.conv_state, "conv_state", convolved))
+    check_tensor(in.conv_state, rows("conv_state"), {num_slots, spec.conv_state_rows(), channels});
   if (is_there(in.gate, "gate", spec.gate != RecurrentGate::fixed)) {
     spec.channel_gate ? check_tensor(in.gate, rows("gate", true), {tokens, v_heads, k})
                       : check_tensor(in.gate, rows("gate", true), {tokens, v_heads});
@@ -78,6 +86,11 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
   check_tensor(in.state, state, {num_slots, spec.state_rows(), v_heads, k_first ? k : v, k_first ? v : k});
   check(in.state.stride(3) == in.state.size(4) || in.state.size(3) == 1, "recurrent.run.state",
         "state: expected the numbers of a head to be contiguous, with stride {}, got {}", in.state.size(4), in.state);
+  if (is_there(in.z, "z", spec.out_gate != OutputGate::none)) check_tensor(in.z, rows("z"), {tokens, v_heads, v});
+  if (is_there(in.norm_weight, "norm_weight", spec.out_norm != OutputNorm::none)) {
+    const Wanted weight{"norm_weight", device, spec.dtype, true, false};
+    in.norm_weight.rank == 1 ? check_tensor(in.norm_weight, weight, {v}) : check_tensor(in.norm_weight, weight, {v_heads, v});
+  }
   check_tensor(out.out, rows("out"), {tokens, v_heads, v});
   for (const auto& [t, name] : {std::pair{&in.q, "q"},
                                 {&in.k, "k"},
@@ -86,8 +99,14 @@ void check_run(const RecurrentSpec& spec, Device device, const RecurrentInputs& 
                                 {&in.beta, "beta"},
                                 {&in.rates, "rates"},
                                 {&in.gate_bias, "gate_bias"},
-                                {&in.skip, "skip"}})
+                                {&in.skip, "skip"},
+                                {&in.z, "z"},
+                                {&in.norm_weight, "norm_weight"},
+                                {&in.input, "input"},
+                                {&in.conv_weight, "conv_weight"},
+                                {&in.conv_bias, "conv_bias"}})
     check_layout(*t, name);
+  if (convolved) check_written_layout(in.conv_state, "conv_state");
   check_written_layout(in.state, "state");
   check_written_layout(out.out, "out");
 }

@@ -9,6 +9,7 @@ namespace imbrex::test {
 namespace {
 
 constexpr int kKeyHeads = 2, kValueHeads = 4, kDimK = 16, kDimV = 24, kRecurrentTokens = 9, kRecurrentSlots = 4, kRecurrentDrafts = 2;
+constexpr int kConvChannels = 2 * kKeyHeads * kDimK + kValueHeads * kDimV, kConvWidth = 3;
 
 // A gated delta net with gates of each channel.
 imbrex_recurrent_fields small_recurrent() {
@@ -16,6 +17,7 @@ imbrex_recurrent_fields small_recurrent() {
   f.num_k_heads = kKeyHeads, f.num_v_heads = kValueHeads, f.head_dim_k = kDimK, f.head_dim_v = kDimV;
   f.channel_gate = f.delta = f.sigmoid_beta = f.qk_norm = f.skip = 1;
   f.dtype = IMBREX_F32, f.layout = IMBREX_STATE_K_FIRST, f.num_drafts = kRecurrentDrafts;
+  f.out_gate = IMBREX_OUT_GATE_SIGMOID, f.out_norm = IMBREX_OUT_NORM_BEFORE_GATE, f.norm_groups = 2, f.norm_eps = 1e-3f;
   return f;
 }
 SpecHandle recurrent_of(const imbrex_recurrent_fields& fields) {
@@ -30,7 +32,10 @@ struct RecurrentStep {
       v{{kRecurrentTokens, kValueHeads, kDimV}, kFloat}, gate{{kRecurrentTokens, kValueHeads, kDimK}, kFloat},
       beta{{kRecurrentTokens, kValueHeads}, kFloat}, rates{{kValueHeads}, kFloat}, gate_bias{{kValueHeads, kDimK}, kFloat},
       skip{{kValueHeads}, kFloat}, state{{kRecurrentSlots, 1 + kRecurrentDrafts, kValueHeads, kDimK, kDimV}, kFloat},
-      out{{kRecurrentTokens, kValueHeads, kDimV}, kFloat};
+      z{{kRecurrentTokens, kValueHeads, kDimV}, kFloat}, norm_weight{{kValueHeads, kDimV}, kFloat},
+      out{{kRecurrentTokens, kValueHeads, kDimV}, kFloat}, input{{kRecurrentTokens, kConvChannels}, kFloat},
+      conv_weight{{kConvChannels, kConvWidth}, kFloat}, conv_bias{{kConvChannels}, kFloat},
+      conv_state{{kRecurrentSlots, kConvWidth - 1 + kRecurrentDrafts, kConvChannels}, kFloat};
   imbrex_batch batch = init(imbrex_batch_init);
   imbrex_recurrent_inputs inputs = init(imbrex_recurrent_inputs_init);
   imbrex_recurrent_outputs outputs = init(imbrex_recurrent_outputs_init);
@@ -38,13 +43,21 @@ struct RecurrentStep {
   RecurrentStep() {
     std::mt19937 random(7);
     std::normal_distribution<float> normal;
-    for (auto* t : {&q, &k, &v, &gate, &beta, &rates, &gate_bias, &skip, &state})
+    for (auto* t :
+         {&q, &k, &v, &gate, &beta, &rates, &gate_bias, &skip, &state, &z, &norm_weight, &input, &conv_weight, &conv_bias, &conv_state})
       std::ranges::generate(t->data, [&] { return normal(random); });
     batch.num_reqs = 2, batch.query_start_loc = query_start_loc, batch.seq_lens = seq_lens;
     batch.state_slots = state_slots, batch.num_drafts = num_drafts, batch.accepted_drafts = accepted_drafts;
     inputs.q = &q.view, inputs.k = &k.view, inputs.v = &v.view, inputs.gate = &gate.view, inputs.beta = &beta.view;
     inputs.rates = &rates.view, inputs.gate_bias = &gate_bias.view, inputs.skip = &skip.view, inputs.state = &state.view;
+    inputs.z = &z.view, inputs.norm_weight = &norm_weight.view;
     outputs.out = &out.view;
+  }
+  // With the convolution in front.
+  void convolve() {
+    inputs.q = inputs.k = inputs.v = nullptr;
+    inputs.input = &input.view, inputs.conv_weight = &conv_weight.view, inputs.conv_bias = &conv_bias.view;
+    inputs.conv_state = &conv_state.view;
   }
 };
 
@@ -65,11 +78,40 @@ struct CApiRecurrent : testing::Test {
   }
 };
 
-TEST_F(CApiRecurrent, GivesTheBitsOfTheCppInterface) {
-  ASSERT_NE(spec, nullptr) << imbrex_last_error();
+RecurrentSpec same_in_cpp() {
   RecurrentSpec same{.num_k_heads = kKeyHeads, .num_v_heads = kValueHeads, .head_dim_k = kDimK, .head_dim_v = kDimV};
   same.channel_gate = same.delta = same.sigmoid_beta = same.qk_norm = same.skip = true;
   same.dtype = DType::f32, same.layout = StateLayout::k_first, same.num_drafts = kRecurrentDrafts;
+  same.out_gate = OutputGate::sigmoid, same.out_norm = OutputNorm::before_gate, same.norm_groups = 2, same.norm_eps = 1e-3f;
+  return same;
+}
+RecurrentInputs cpp_inputs(RecurrentStep& cpp) {
+  return {.q = cpp_view(cpp.q),
+          .k = cpp_view(cpp.k),
+          .v = cpp_view(cpp.v),
+          .gate = cpp_view(cpp.gate),
+          .beta = cpp_view(cpp.beta),
+          .rates = cpp_view(cpp.rates),
+          .gate_bias = cpp_view(cpp.gate_bias),
+          .skip = cpp_view(cpp.skip),
+          .state = cpp_view(cpp.state),
+          .z = cpp_view(cpp.z),
+          .norm_weight = cpp_view(cpp.norm_weight)};
+}
+// Runs a step with a plan of the C++ interface.
+void run_in_cpp(RecurrentStep& cpp, const RecurrentSpec& same, const RecurrentInputs& in) {
+  const DeviceInfo info = describe_device("cpu");
+  const auto plan = select<RecurrentFamily>(same, info).backend->plan(same, info, {});
+  Batch batch;
+  batch.query_start_loc = cpp.query_start_loc, batch.seq_lens = cpp.seq_lens;
+  batch.state_slots = cpp.state_slots, batch.num_drafts = cpp.num_drafts, batch.accepted_drafts = cpp.accepted_drafts;
+  plan->update(batch);
+  plan->run(in, {.out = cpp_view(cpp.out)});
+}
+
+TEST_F(CApiRecurrent, GivesTheBitsOfTheCppInterface) {
+  ASSERT_NE(spec, nullptr) << imbrex_last_error();
+  const RecurrentSpec same = same_in_cpp();
   EXPECT_EQ(imbrex_spec_str(spec.get()), same.str());
   RecurrentStep c;
   const PlanHandle plan = plan_for(spec.get());
@@ -78,25 +120,37 @@ TEST_F(CApiRecurrent, GivesTheBitsOfTheCppInterface) {
   ASSERT_EQ(imbrex_plan_run_recurrent(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_OK) << imbrex_last_error();
 
   RecurrentStep cpp;
-  const DeviceInfo info = describe_device("cpu");
-  const auto other = select<RecurrentFamily>(same, info).backend->plan(same, info, {});
-  Batch batch;
-  batch.query_start_loc = cpp.query_start_loc, batch.seq_lens = cpp.seq_lens;
-  batch.state_slots = cpp.state_slots, batch.num_drafts = cpp.num_drafts, batch.accepted_drafts = cpp.accepted_drafts;
-  other->update(batch);
-  other->run({.q = cpp_view(cpp.q),
-              .k = cpp_view(cpp.k),
-              .v = cpp_view(cpp.v),
-              .gate = cpp_view(cpp.gate),
-              .beta = cpp_view(cpp.beta),
-              .rates = cpp_view(cpp.rates),
-              .gate_bias = cpp_view(cpp.gate_bias),
-              .skip = cpp_view(cpp.skip),
-              .state = cpp_view(cpp.state)},
-             {.out = cpp_view(cpp.out)});
+  run_in_cpp(cpp, same, cpp_inputs(cpp));
   EXPECT_EQ(c.out.data, cpp.out.data);
   EXPECT_EQ(c.state.data, cpp.state.data);
   EXPECT_TRUE(std::ranges::any_of(c.out.data, [](float x) { return x != 0; }));
+}
+
+TEST_F(CApiRecurrent, AConvolutionInFrontHasTheBitsOfTheCppInterface) {
+  imbrex_recurrent_fields fields = small_recurrent();
+  fields.conv = IMBREX_CONV_VKQ, fields.conv_width = kConvWidth, fields.conv_bias = 1, fields.conv_silu = 0;
+  const SpecHandle convolved = recurrent_of(fields);
+  ASSERT_NE(convolved, nullptr) << imbrex_last_error();
+  RecurrentSpec same = same_in_cpp();
+  same.conv = RecurrentConv::vkq, same.conv_width = kConvWidth, same.conv_bias = true, same.conv_silu = false;
+  EXPECT_EQ(imbrex_spec_str(convolved.get()), same.str());
+  RecurrentStep c, cpp;
+  c.convolve();
+  const PlanHandle plan = plan_for(convolved.get());
+  ASSERT_EQ(imbrex_plan_update(plan.get(), &c.batch, nullptr), IMBREX_OK) << imbrex_last_error();
+  ASSERT_EQ(imbrex_plan_run_recurrent(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  RecurrentInputs in = cpp_inputs(cpp);
+  in.q = in.k = in.v = {};
+  in.input = cpp_view(cpp.input), in.conv_weight = cpp_view(cpp.conv_weight), in.conv_bias = cpp_view(cpp.conv_bias);
+  in.conv_state = cpp_view(cpp.conv_state);
+  run_in_cpp(cpp, same, in);
+  EXPECT_EQ(c.out.data, cpp.out.data);
+  EXPECT_EQ(c.state.data, cpp.state.data);
+  EXPECT_EQ(c.conv_state.data, cpp.conv_state.data);
+  EXPECT_NE(c.conv_state.data, RecurrentStep().conv_state.data);
+  c.inputs.input = nullptr;
+  EXPECT_EQ(imbrex_plan_run_recurrent(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "api.null");
 }
 
 TEST_F(CApiRecurrent, DefaultsAreThoseOfCpp) {
@@ -106,6 +160,9 @@ TEST_F(CApiRecurrent, DefaultsAreThoseOfCpp) {
   ASSERT_NE(usual, nullptr) << imbrex_last_error();
   EXPECT_EQ(imbrex_spec_str(usual.get()), RecurrentSpec({.num_k_heads = 8, .num_v_heads = 8, .head_dim_k = 8, .head_dim_v = 8}).str());
   EXPECT_EQ(fields.beta_scale, 1.f);
+  EXPECT_EQ(fields.norm_eps, 1e-6f);
+  EXPECT_EQ(fields.conv_width, 4);
+  EXPECT_EQ(fields.conv_silu, 1);
   EXPECT_EQ(fields.gate, IMBREX_GATE_SOFTPLUS);
   EXPECT_EQ(fields.layout, IMBREX_STATE_V_FIRST);
   EXPECT_EQ(fields.state_dtype, IMBREX_F32);

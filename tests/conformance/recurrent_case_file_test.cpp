@@ -22,6 +22,7 @@ RecurrentCase full_recurrent_case() {
       .name = "full", .spec = recurrent_layer("kda"), .requests = {{4, 9, 3, 1, 0}, {0, 7, 0, 0, 1}, {5, 0, 2, 0, 2}, {1, 12, 0, 3, 3}}};
   c.spec.num_k_heads = 1, c.spec.num_v_heads = 2, c.spec.head_dim_k = 6, c.spec.head_dim_v = 4;
   c.spec.skip = true, c.spec.num_drafts = 3, c.spec.beta_scale = 2;
+  c.spec.out_gate = OutputGate::sigmoid, c.spec.out_norm = OutputNorm::before_gate, c.spec.norm_groups = 1, c.spec.norm_eps = 1e-5f;
   return c;
 }
 RecurrentCase small_recurrent_case(const char* layer) {
@@ -53,7 +54,8 @@ TEST(RecurrentCaseFile, RoundTrips) {
     };
     for (const auto member :
          {&RecurrentCaseInputs::q, &RecurrentCaseInputs::k, &RecurrentCaseInputs::v, &RecurrentCaseInputs::gate, &RecurrentCaseInputs::beta,
-          &RecurrentCaseInputs::rates, &RecurrentCaseInputs::gate_bias, &RecurrentCaseInputs::skip, &RecurrentCaseInputs::state})
+          &RecurrentCaseInputs::rates, &RecurrentCaseInputs::gate_bias, &RecurrentCaseInputs::skip, &RecurrentCaseInputs::state,
+          &RecurrentCaseInputs::z, &RecurrentCaseInputs::norm_weight})
       EXPECT_TRUE(same(again.inputs.*member, file.inputs.*member));
     EXPECT_TRUE(bit_identical(again.out, file.out));
     EXPECT_TRUE(bit_identical(again.state_out, file.state_out));

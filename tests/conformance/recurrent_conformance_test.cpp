@@ -85,7 +85,7 @@ TEST(RecurrentCases, EveryBackendOfThisCpuRunsEveryCase) {
 // A layer that is computed as another one, with the same tensors, must be found by the cases of its name.
 struct RecurrentMistake {
   const char* name;
-  const char* layer;
+  const char* cases;  // first part of their names
   void (*change)(RecurrentSpec&);
 };
 class RecurrentMistakes : public testing::TestWithParam<RecurrentMistake> {};
@@ -94,7 +94,7 @@ TEST_P(RecurrentMistakes, AreFound) {
   const RecurrentMistake& mistake = GetParam();
   int cases = 0, found = 0;
   for (const RecurrentCase& c : recurrent_cases()) {
-    if (!c.name.starts_with(std::string(mistake.layer) + "_v_first_") || c.chunk > 0) continue;
+    if (!c.name.starts_with(mistake.cases) || c.name.find("_k_first_") != std::string::npos || c.chunk > 0) continue;
     const RecurrentCaseInputs in = make_inputs(c);
     RecurrentCaseInputs other = in;
     mistake.change(other.spec);
@@ -106,16 +106,23 @@ TEST_P(RecurrentMistakes, AreFound) {
   EXPECT_EQ(found, cases) << "cases that found it, of all";
 }
 
-INSTANTIATE_TEST_SUITE_P(All, RecurrentMistakes,
-                         testing::Values(RecurrentMistake{"layout", "gdn", [](RecurrentSpec& s) { s.layout = StateLayout::k_first; }},
-                                         RecurrentMistake{"no_norm", "gdn", [](RecurrentSpec& s) { s.qk_norm = false; }},
-                                         RecurrentMistake{"beta_as_given", "gdn", [](RecurrentSpec& s) { s.sigmoid_beta = false; }},
-                                         RecurrentMistake{"double_beta", "kda", [](RecurrentSpec& s) { s.beta_scale = 2; }},
-                                         RecurrentMistake{"gate_limit", "mamba2", [](RecurrentSpec& s) { s.gate_max = 0.1f; }},
-                                         RecurrentMistake{"unscaled_values", "mamba2", [](RecurrentSpec& s) { s.scaled_values = false; }},
-                                         RecurrentMistake{"bound", "kda_bounded", [](RecurrentSpec& s) { s.gate_min = -4; }},
-                                         RecurrentMistake{"scale", "lightning", [](RecurrentSpec& s) { s.scale = 0; }}),
-                         [](const auto& info) { return std::string(info.param.name) + "_" + info.param.layer; });
+INSTANTIATE_TEST_SUITE_P(
+    All, RecurrentMistakes,
+    testing::Values(RecurrentMistake{"layout", "gdn_", [](RecurrentSpec& s) { s.layout = StateLayout::k_first; }},
+                    RecurrentMistake{"no_norm", "gdn_", [](RecurrentSpec& s) { s.qk_norm = false; }},
+                    RecurrentMistake{"beta_as_given", "gdn_", [](RecurrentSpec& s) { s.sigmoid_beta = false; }},
+                    RecurrentMistake{"double_beta", "kda_v_", [](RecurrentSpec& s) { s.beta_scale = 2; }},
+                    RecurrentMistake{"gate_limit", "mamba2_", [](RecurrentSpec& s) { s.gate_max = 0.1f; }},
+                    RecurrentMistake{"unscaled_values", "mamba2_", [](RecurrentSpec& s) { s.scaled_values = false; }},
+                    RecurrentMistake{"bound", "kda_bounded_", [](RecurrentSpec& s) { s.gate_min = -4; }},
+                    RecurrentMistake{"scale", "lightning_", [](RecurrentSpec& s) { s.scale = 0; }},
+                    RecurrentMistake{"gate", "outputs_gdn_", [](RecurrentSpec& s) { s.out_gate = OutputGate::sigmoid; }},
+                    RecurrentMistake{"order", "outputs_gdn_", [](RecurrentSpec& s) { s.out_norm = OutputNorm::after_gate; }},
+                    RecurrentMistake{"order", "outputs_mamba2_", [](RecurrentSpec& s) { s.out_norm = OutputNorm::before_gate; }},
+                    RecurrentMistake{"each_head", "outputs_mamba2_", [](RecurrentSpec& s) { s.norm_groups = 0; }},
+                    RecurrentMistake{"epsilon", "outputs_kda_", [](RecurrentSpec& s) { s.norm_eps = 0.1f; }},
+                    RecurrentMistake{"gate", "outputs_mamba1_", [](RecurrentSpec& s) { s.out_gate = OutputGate::sigmoid; }}),
+    [](const auto& info) { return std::string(info.param.name) + "__" + info.param.cases; });
 
 }  // namespace
 }  // namespace imbrex::test

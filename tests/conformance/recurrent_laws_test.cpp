@@ -24,6 +24,15 @@ std::vector<RecurrentSpec> recurrent_law_specs() {
     specs.push_back(spec);
   }
   specs.front().head_dim_k = 128, specs.front().head_dim_v = 96;
+  const auto finish = [&](size_t layer, OutputGate gate, OutputNorm norm, int groups) {
+    specs[layer].out_gate = gate, specs[layer].out_norm = norm, specs[layer].norm_groups = groups;
+  };
+  finish(1, OutputGate::sigmoid, OutputNorm::before_gate, 0);
+  finish(2, OutputGate::sigmoid, OutputNorm::before_gate, 1);
+  finish(3, OutputGate::silu, OutputNorm::after_gate, 0);
+  finish(4, OutputGate::silu, OutputNorm::none, 0);
+  specs.push_back(specs.front());
+  finish(5, OutputGate::silu, OutputNorm::before_gate, 0);
   return specs;
 }
 

@@ -42,6 +42,27 @@ TEST_F(DeviceRecurrent, OutputsAndStatesAreThoseOfTheReference) {
     }
 }
 
+// Gates and norms of outputs: of heads, of groups of them, and of so many numbers that warps share them or read them again.
+TEST_F(DeviceRecurrent, OutputStages) {
+  unsigned seed = 50;
+  const auto run_all = [&](const char* name, OutputGate gate, OutputNorm norm, int groups, int heads) {
+    for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+      for (const auto& [gap, shift] : kGapsAndShifts) {
+        RecurrentSpec spec = layer(name, 2);
+        spec.dtype = dtype, spec.out_gate = gate, spec.out_norm = norm, spec.norm_groups = groups;
+        if (heads > 0) spec.num_v_heads = heads;
+        run({.spec = spec, .gap = gap, .shift = shift, .float_gates = gap != 8, .longest = 80, .steps = 4, .seed = seed++});
+      }
+  };
+  run_all("gdn", OutputGate::silu, OutputNorm::before_gate, 0, 0);
+  run_all("kda", OutputGate::sigmoid, OutputNorm::before_gate, 0, 0);
+  run_all("lightning", OutputGate::sigmoid, OutputNorm::before_gate, 1, 0);
+  run_all("mamba2", OutputGate::silu, OutputNorm::after_gate, 1, 128);
+  run_all("mamba2", OutputGate::silu, OutputNorm::after_gate, 1, 160);
+  run_all("mamba1", OutputGate::silu, OutputNorm::none, 0, 0);
+  run_all("gdn", OutputGate::none, OutputNorm::before_gate, 2, 0);
+}
+
 // Dimensions that fill the vectors of a lane, and those that do not; two values of a lane, and four; several thread blocks for a head.
 TEST_F(DeviceRecurrent, Dimensions) {
   unsigned seed = 100;

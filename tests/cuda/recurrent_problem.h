@@ -51,16 +51,19 @@ class RecurrentBesideReference {
                                                    : std::vector<int64_t>{spec_.num_v_heads})),
         beta_(rows(gate_type(), {spec_.num_v_heads})),
         out_(rows(spec_.dtype, {spec_.num_v_heads, spec_.head_dim_v})),
+        z_(rows(spec_.dtype, {spec_.num_v_heads, spec_.head_dim_v})),
         rates_(parameters(spec_.channel_rates)),
         bias_(parameters(spec_.channel_gate)),
         skip_(parameters(false)),
+        weight_(*stream_, gate_type(), {spec_.num_v_heads, spec_.head_dim_v}, problem.gap),
         state_(*stream_, spec_.state_dtype, {kSlots, spec_.state_rows(), spec_.num_v_heads, int64_t(spec_.head_dim_k) * spec_.head_dim_v},
                problem.gap, problem.shift),
         lists_(*stream_, problem.limits.max_num_reqs) {
     bias_.fill([&] { return 0.5f * number(); });
     skip_.fill([&] { return number(); });
     rates_.fill([&] { return spec_.gate == RecurrentGate::fixed ? std::fabs(0.3f * number()) : 0.3f * number() - 0.5f; });
-    for (Twin* t : {&rates_, &bias_, &skip_, &state_}) t->upload();
+    weight_.fill([&] { return 1 + 0.3f * number(); });
+    for (Twin* t : {&rates_, &bias_, &skip_, &weight_, &state_}) t->upload();
     stream_->synchronize();
   }
 
@@ -97,9 +100,10 @@ class RecurrentBesideReference {
     const float key_size = spec_.qk_norm ? 1.f : 1 / std::sqrt(float(spec_.head_dim_k));
     for (Twin* t : {&q_, &k_}) t->fill([&] { return key_size * number(); });
     v_.fill_random(random_);
+    z_.fill([&] { return 2 * number(); });
     gate_.fill([&] { return spec_.gate == RecurrentGate::log ? -std::fabs(0.4f * number()) : number() - 0.5f; });
     beta_.fill([&] { return spec_.sigmoid_beta ? number() : std::fabs(0.5f * number()); });
-    for (Twin* t : {&q_, &k_, &v_, &gate_, &beta_}) t->poison_from(step.tokens()), t->upload();
+    for (Twin* t : {&q_, &k_, &v_, &gate_, &beta_, &z_}) t->poison_from(step.tokens()), t->upload();
     std::fill(out_.bytes.begin(), out_.bytes.end(), char(0x5a));
     out_.upload();
     stream_->synchronize();
@@ -108,7 +112,7 @@ class RecurrentBesideReference {
   void layer(int64_t first_row = 0) {
     RecurrentInputs in = inputs([](Twin& t) { return t.on_device(); });
     RecurrentOutputs out{.out = out_.on_device()};
-    for (TensorView* t : {&in.q, &in.k, &in.v, &in.gate, &in.beta, &out.out}) {
+    for (TensorView* t : {&in.q, &in.k, &in.v, &in.gate, &in.beta, &in.z, &out.out}) {
       if (t->empty()) continue;
       t->data = t->as<char>() + first_row * t->stride(0) * size_of(t->dtype), t->sizes[0] -= first_row;
     }
@@ -159,7 +163,9 @@ class RecurrentBesideReference {
             .rates = has_rates ? view(rates_) : TensorView{},
             .gate_bias = has_gate && has_rates && p_.gate_bias ? view(bias_) : TensorView{},
             .skip = spec_.skip ? view(skip_) : TensorView{},
-            .state = of_heads(view(state_))};
+            .state = of_heads(view(state_)),
+            .z = spec_.out_gate != OutputGate::none ? view(z_) : TensorView{},
+            .norm_weight = spec_.out_norm != OutputNorm::none ? view(weight_) : TensorView{}};
   }
   // [.., head_dim_k, head_dim_v] or the other way round, of [.., their product].
   TensorView of_heads(TensorView t) const {
@@ -220,7 +226,7 @@ class RecurrentBesideReference {
   std::mt19937 random_;
   SlotRequests requests_;
   std::unique_ptr<RecurrentPlan> reference_, plan_;
-  Twin q_, k_, v_, gate_, beta_, out_, rates_, bias_, skip_, state_;
+  Twin q_, k_, v_, gate_, beta_, out_, z_, rates_, bias_, skip_, weight_, state_;
   SlotLists lists_;
 };
 

@@ -16,6 +16,14 @@ namespace {
 struct Golden {
   const char* name;
   RecurrentSpec spec;
+  OutputGate gate;  // of what the module does with outputs
+  OutputNorm norm = OutputNorm::none;
+  int groups = 0;
+  float eps = 1e-6f;
+  RecurrentSpec with_outputs() const {
+    RecurrentSpec all = spec;
+    return all.out_gate = gate, all.out_norm = norm, all.norm_groups = groups, all.norm_eps = eps, all;
+  }
 };
 
 std::vector<Golden> goldens() {
@@ -43,8 +51,13 @@ std::vector<Golden> goldens() {
                                 .gate = RecurrentGate::fixed,
                                 .scale = 1,
                                 .layout = StateLayout::k_first};
-  std::vector<Golden> all{{"qwen3_next", gdn},    {"kimi_linear", kda},     {"mamba2", limited},
-                          {"nemotron_h", mamba2}, {"falcon_mamba", mamba1}, {"minimax", lightning}};
+  constexpr OutputNorm before = OutputNorm::before_gate, after = OutputNorm::after_gate;
+  std::vector<Golden> all{{"qwen3_next", gdn, OutputGate::silu, before},
+                          {"kimi_linear", kda, OutputGate::sigmoid, before, 0, 1e-5f},
+                          {"mamba2", limited, OutputGate::silu, after, 2, 1e-5f},
+                          {"nemotron_h", mamba2, OutputGate::silu, after, 2, 1e-5f},
+                          {"falcon_mamba", mamba1, OutputGate::silu},
+                          {"minimax", lightning, OutputGate::sigmoid, before, 1}};
   for (Golden& golden : all) golden.spec.dtype = DType::f32;
   return all;
 }
@@ -61,9 +74,9 @@ double difference(const HostTensor& actual, const HostTensor& wanted) {
 
 class RecurrentGoldens : public testing::TestWithParam<Golden> {};
 
-TEST_P(RecurrentGoldens, AreReproducedInOneStepAndInTwo) {
-  const auto& [name, spec] = GetParam();
+void expect_golden(const char* name, const RecurrentSpec& spec) {
   Safetensors file = load_safetensors(std::string(IMBREX_GOLDENS) + "/" + name + ".safetensors");
+  const bool finished = spec.has_output_stage();
   const int tokens = int(file.tensors.at("q").sizes[0]), heads = spec.num_v_heads;
   const auto view = [&](const char* tensor) { return file.tensors.contains(tensor) ? file.tensors.at(tensor).view() : TensorView{}; };
   for (const BackendOf<RecurrentFamily>* backend : backends<RecurrentFamily>()) {
@@ -92,15 +105,22 @@ TEST_P(RecurrentGoldens, AreReproducedInOneStepAndInTwo) {
                    .rates = view("rates"),
                    .gate_bias = view("gate_bias"),
                    .skip = view("skip"),
-                   .state = state.view()},
+                   .state = state.view(),
+                   .z = finished ? rest(view("z")) : TensorView{},
+                   .norm_weight = spec.out_norm != OutputNorm::none ? view("norm_weight") : TensorView{}},
                   {.out = rest(out.view())});
       }
       // The modules compute in chunks, in floats.
-      EXPECT_LE(difference(out, file.tensors.at("out")), 1e-5) << backend->name() << ", first step of " << first;
+      EXPECT_LE(difference(out, file.tensors.at(finished ? "finished" : "out")), 1e-5) << backend->name() << ", first step of " << first;
       EXPECT_LE(difference(state, file.tensors.at("state")), 1e-5) << backend->name() << ", first step of " << first;
     }
   }
 }
+
+TEST_P(RecurrentGoldens, AreReproducedInOneStepAndInTwo) { expect_golden(GetParam().name, GetParam().spec); }
+
+// With the module's norm and gate in the same call.
+TEST_P(RecurrentGoldens, SoAreNormsAndGatesOfOutputs) { expect_golden(GetParam().name, GetParam().with_outputs()); }
 
 INSTANTIATE_TEST_SUITE_P(All, RecurrentGoldens, testing::ValuesIn(goldens()),
                          [](const auto& info) { return std::string(info.param.name); });

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Makes goldens/*.safetensors: what modules of the transformers library (5.24.0, with PyTorch on a CPU) hand to their recurrences in one
-forward pass at random weights, and what these return. golden_test.cpp compares the backends with it.
+forward pass at random weights, what these return, and what the norm and the gate behind them make of that. golden_test.cpp compares the backends with it.
 
     make_goldens.py FOLDER
 """
@@ -47,6 +47,19 @@ def output_of(module):
     return kept
 
 
+def outputs_of(norm, heads):
+    """What a gated norm was given last and returned, by heads, once it has run."""
+    kept = {}
+
+    def keep(module, args, out):
+        shape = (TOKENS, heads, -1)
+        weight = module.weight if module.weight.numel() == out.reshape(shape).shape[2] else module.weight.view(heads, -1)
+        kept.update(z=args[1].reshape(shape), norm_weight=weight, finished=out.reshape(shape))
+
+    norm.register_forward_hook(keep)
+    return kept
+
+
 def save(folder, name, **tensors):
     save_file({k: v.detach().float().contiguous() for k, v in tensors.items()}, Path(folder) / f"{name}.safetensors")
 
@@ -68,9 +81,10 @@ def qwen3_next(folder):
         return parts
 
     layer.fix_query_key_value_ordering = keep
+    outputs = outputs_of(layer.norm, 4)
     kept = captured(m, "torch_chunk_gated_delta_rule", lambda: layer(hidden()), {"output_final_state": True})
     q, k, v = (x[0] for x in kept["args"])
-    save(folder, "qwen3_next", q=q, k=k, v=v, gate=raw["gate"], beta=raw["beta"], rates=layer.A_log, gate_bias=layer.dt_bias, out=kept["out"][0], state=kept["state"][0])
+    save(folder, "qwen3_next", q=q, k=k, v=v, gate=raw["gate"], beta=raw["beta"], rates=layer.A_log, gate_bias=layer.dt_bias, out=kept["out"][0], state=kept["state"][0], **outputs)
 
 
 def kimi_linear(folder):
@@ -80,18 +94,20 @@ def kimi_linear(folder):
     config.linear_num_heads, config.linear_head_dim = 3, 16
     layer = random_module(m.KimiLinearDeltaAttention(config, 0))
     gate, beta = output_of(layer.forget_gate.f_b_proj), output_of(layer.b_proj)
+    outputs = outputs_of(layer.o_norm, 3)
     kept = captured(m, "chunk_kimi_delta_attention", lambda: layer(hidden()), {"output_final_state": True})
     q, k, v = (x[0] for x in kept["args"])
     save(folder, "kimi_linear", q=q, k=k, v=v, gate=gate[0][0].view(TOKENS, 3, 16), beta=beta[0][0], rates=layer.forget_gate.A_log.view(3), gate_bias=layer.forget_gate.dt_bias.view(3, 16),
-         out=kept["out"][0], state=kept["state"][0])
+         out=kept["out"][0], state=kept["state"][0], **outputs)
 
 
 def mamba2(folder, name, module, function, config, mixer, limits):
     layer = random_module(getattr(module, mixer)(config, 0))
+    outputs = outputs_of(layer.norm, 4)
     kept = captured(module, function, lambda: layer(hidden()), {"return_final_states": True})
     x, dt, _, b, c = (a[0] for a in kept["args"][:5])
     assert tuple(kept["kwargs"].get("dt_limit", (0, float("inf")))) == limits, kept["kwargs"].get("dt_limit")
-    save(folder, name, q=c, k=b, v=x, gate=dt, rates=layer.A_log, gate_bias=layer.dt_bias, skip=layer.D, out=kept["out"][0], state=kept["state"][0])
+    save(folder, name, q=c, k=b, v=x, gate=dt, rates=layer.A_log, gate_bias=layer.dt_bias, skip=layer.D, out=kept["out"][0], state=kept["state"][0], **outputs)
 
 
 def mamba2_models(folder):
@@ -110,10 +126,13 @@ def falcon_mamba(folder):
     config = m.FalconMambaConfig(hidden_size=HIDDEN, state_size=16, intermediate_size=40, time_step_rank=8, num_hidden_layers=1)
     m.FalconMambaMixer.init_falcon_mamba_weights = lambda _: None  # in 5.24.0 it asks for norms that are made later
     layer = random_module(m.FalconMambaMixer(config, 0))
+    finished = []
+    layer.out_proj.register_forward_pre_hook(lambda _, args: finished.append(args[0]))
     kept = captured(m, "mamba_selective_scan", lambda: layer(hidden()), {"return_last_state": True, "z": None})
     u, dt, _, b, c = (a[0] for a in kept["args"][:5])
+    z, finished = kept["kwargs"]["z"][0].T[:, :, None], finished[0][0][:, :, None]
     save(folder, "falcon_mamba", q=c.T[:, None], k=b.T[:, None], v=u.T[:, :, None], gate=dt.T, rates=layer.A_log, gate_bias=layer.dt_proj.bias, skip=layer.D, out=kept["out"][0].T[:, :, None],
-         state=kept["state"][0][:, None])
+         state=kept["state"][0][:, None], z=z, finished=finished)
 
 
 def minimax(folder):
@@ -121,12 +140,14 @@ def minimax(folder):
 
     config = m.MiniMaxConfig(hidden_size=HIDDEN, num_attention_heads=4, head_dim=16, num_hidden_layers=3, block_size=8, layer_types=["linear_attention"] * 3)
     layer = random_module(m.MiniMaxLightningAttention(config, 1))
-    qkv, before_norm = output_of(layer.qkv_proj), []
+    qkv, gate, before_norm, finished = output_of(layer.qkv_proj), output_of(layer.output_gate), [], []
+    layer.out_proj.register_forward_pre_hook(lambda _, args: finished.append(args[0]))
     layer.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
     with torch.no_grad():
         _, state = layer(hidden(), (None, None), None)
     q, k, v = layer.act_fn(qkv[0][0]).reshape(TOKENS, 4, 48).split(16, dim=2)
-    save(folder, "minimax", q=q, k=k, v=v, rates=layer.slope_rate.view(4), out=before_norm[0][0].view(TOKENS, 4, 16), state=state[0])
+    save(folder, "minimax", q=q, k=k, v=v, rates=layer.slope_rate.view(4), out=before_norm[0][0].view(TOKENS, 4, 16), state=state[0],
+         z=gate[0][0].view(TOKENS, 4, 16), norm_weight=layer.norm.weight.view(4, 16), finished=finished[0][0].view(TOKENS, 4, 16))
 
 
 if __name__ == "__main__":

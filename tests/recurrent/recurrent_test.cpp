@@ -96,6 +96,26 @@ TEST(Recurrent, WrongTensorsAreRefused) {
   EXPECT_EQ(test::error_code([&] { generic.plan(spec, describe_device("h200"), {}); }), "backend.unsupported");
 }
 
+TEST(Recurrent, WrongTensorsOfTheOutputStageAreRefused) {
+  RecurrentSpec spec = recurrent_layer("gdn");
+  spec.out_gate = OutputGate::silu, spec.out_norm = OutputNorm::before_gate;
+  EXPECT_EQ(spec.str(), "recurrent q2 v4 k64 v64 softplus delta sigmoid_beta qk_norm out_silu norm_before_gate bf16 state f32 v_first");
+  const RecurrentCaseInputs in = make_inputs({.name = "outputs", .spec = spec, .requests = {{3}}});
+  const auto code = [&](const auto& change) {
+    RecurrentCaseInputs given = in;
+    change(given);
+    return test::error_code([&] { run_case(*find_backend<RecurrentFamily>("cpu_generic"), probe_cpu(), given, {}); });
+  };
+  EXPECT_EQ(code([](auto&) {}), "nothing thrown");
+  EXPECT_EQ(code([](auto& c) { c.z = {}; }), "recurrent.run.missing");
+  EXPECT_EQ(code([](auto& c) { c.norm_weight = {}; }), "recurrent.run.missing");
+  EXPECT_EQ(code([](auto& c) { c.spec.out_norm = OutputNorm::none; }), "recurrent.run.missing");
+  EXPECT_EQ(code([](auto& c) { c.z = HostTensor::make(DType::f32, c.z.sizes); }), "recurrent.run.tensor");
+  EXPECT_EQ(code([](auto& c) { c.norm_weight = HostTensor::make(DType::f16, {64}); }), "recurrent.run.tensor");
+  EXPECT_EQ(code([](auto& c) { c.norm_weight = HostTensor::make(DType::f32, {65}); }), "recurrent.run.tensor");
+  EXPECT_EQ(code([](auto& c) { c.norm_weight = HostTensor::make(DType::bf16, {64}); }), "nothing thrown");
+}
+
 TEST(Recurrent, WrongSpecsAreRefused) {
   const auto invalid = [](std::string_view layer, const auto& change) {
     RecurrentSpec spec = recurrent_layer(layer);
@@ -117,6 +137,13 @@ TEST(Recurrent, WrongSpecsAreRefused) {
   EXPECT_EQ(invalid("kda_bounded", [](RecurrentSpec& s) { s.scaled_values = true; }), "recurrent.scaled_values");
   EXPECT_EQ(invalid("kda", [](RecurrentSpec& s) { s.scaled_values = true; }), "recurrent.scaled_values");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.scale = std::numeric_limits<float>::infinity(); }), "recurrent.scale");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.out_gate = OutputGate(3); }), "recurrent.out_gate");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.out_norm = OutputNorm(3); }), "recurrent.out_norm");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.out_norm = OutputNorm::after_gate; }), "recurrent.out_norm");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.out_norm = OutputNorm::before_gate, s.norm_groups = 3; }), "recurrent.norm_groups");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.out_norm = OutputNorm::before_gate, s.norm_groups = -1; }), "recurrent.norm_groups");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.norm_groups = 2; }), "recurrent.norm_groups");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.norm_eps = 0; }), "recurrent.norm_eps");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.dtype = DType::fp8_e4m3; }), "recurrent.dtype");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.state_dtype = DType::i32; }), "recurrent.state_dtype");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.num_drafts = 65; }), "recurrent.num_drafts");

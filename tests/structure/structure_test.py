@@ -22,7 +22,7 @@ ARROWS = {
     "family": {"family", "core"},
     "attention": {"attention", "family", "core"},
     "short_conv": {"short_conv", "family", "core"},
-    "recurrent": {"recurrent", "family", "core"},
+    "recurrent": {"recurrent", "short_conv", "family", "core"},
     "mla": {"mla", "attention", "family", "core"},
     "model": {"model", "attention", "short_conv", "recurrent", "mla", "family", "core"},
     "cpu": {"cpu", "attention", "short_conv", "recurrent", "mla", "family", "core"},

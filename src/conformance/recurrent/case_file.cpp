@@ -35,6 +35,12 @@ Enum recurrent_name(const std::string& text, std::string_view key, std::initiali
   fail("case_file.kind", "{}: expected one of {}, got {}", key, names, text.substr(0, 64));
 }
 
+// Of files that have it: most layers have none.
+template <class Enum>
+void read_output_stage(CaseFields& from, const SpecField& field, Enum& value, std::initializer_list<Enum> values) {
+  if (from.has(field.key.data())) value = recurrent_name(from.text(field.key.data()), field.key, values);
+}
+
 template <class Value>
 void read_recurrent_field(CaseFields& from, const SpecField& field, Value& value) {
   using G = RecurrentGate;
@@ -42,6 +48,12 @@ void read_recurrent_field(CaseFields& from, const SpecField& field, Value& value
     value = recurrent_name(from.text(field.key.data()), field.key, {G::fixed, G::log, G::softplus, G::sigmoid});
   else if constexpr (std::is_same_v<Value, StateLayout>)
     value = recurrent_name(from.text(field.key.data()), field.key, {StateLayout::k_first, StateLayout::v_first});
+  else if constexpr (std::is_same_v<Value, RecurrentConv>)
+    return;  // files have what a convolution has made
+  else if constexpr (std::is_same_v<Value, OutputGate>)
+    read_output_stage(from, field, value, {OutputGate::none, OutputGate::silu, OutputGate::sigmoid});
+  else if constexpr (std::is_same_v<Value, OutputNorm>)
+    read_output_stage(from, field, value, {OutputNorm::none, OutputNorm::before_gate, OutputNorm::after_gate});
   else
     read_field(from, field, every_recurrent_layer_has(field), value);
 }
@@ -72,6 +84,14 @@ HostTensor with_one_head(HostTensor t) {
 }
 HostTensor without_one_head(HostTensor t, bool of_channels) {
   if (!of_channels) t.sizes = {t.sizes[0], t.sizes[2]};
+  return t;
+}
+
+// Files have a weight of the norm for each head.
+HostTensor with_all_heads(const HostTensor& weight, const RecurrentSpec& spec) {
+  if (weight.sizes.size() == 2) return weight;
+  HostTensor t = HostTensor::make(weight.dtype, {spec.num_v_heads, spec.head_dim_v});
+  for (int64_t i = 0; i < t.num_elements(); ++i) t.set(i, weight.get(i % spec.head_dim_v));
   return t;
 }
 
@@ -138,6 +158,8 @@ RecurrentCaseFile parse_recurrent_case(const Safetensors& file) {
   const bool may_have_bias = spec.gate == RecurrentGate::softplus || spec.gate == RecurrentGate::sigmoid;
   in.gate_bias = parameter(may_have_bias && tensors.has("gate_bias"), "gate_bias", spec.channel_gate);
   in.skip = parameter(spec.skip, "skip", false);
+  if (spec.out_gate != OutputGate::none) in.z = tensors.take("z", {spec.dtype}, {tokens, v_heads, v});
+  if (spec.out_norm != OutputNorm::none) in.norm_weight = tensors.take("norm_weight", {spec.dtype, DType::f32}, {v_heads, v});
   const bool k_first = spec.layout == StateLayout::k_first;
   const auto state = [&](const char* name, DType type) {
     return swapped_dims(tensors.take(name, {type}, {count, spec.state_rows(), v_heads, k_first ? k : v, k_first ? v : k}), spec);
@@ -170,11 +192,17 @@ Safetensors to_safetensors(const RecurrentCaseFile& c) {
   Safetensors file;
   file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kRecurrentFamilyName}, {"spec", s}}.dump();
   add_state_requests(file, in.requests, spec.num_drafts);
-  for (const auto& [name, t] :
-       {std::pair{"q", &in.q}, {"k", &in.k}, {"v", &in.v}, {"rates", &in.rates}, {"gate_bias", &in.gate_bias}, {"skip", &in.skip}})
+  for (const auto& [name, t] : {std::pair{"q", &in.q},
+                                {"k", &in.k},
+                                {"v", &in.v},
+                                {"rates", &in.rates},
+                                {"gate_bias", &in.gate_bias},
+                                {"skip", &in.skip},
+                                {"z", &in.z}})
     if (!t->empty()) file.tensors[name] = *t;
   if (!in.gate.empty()) file.tensors["gate"] = without_one_head(in.gate, spec.channel_gate);
   if (!in.beta.empty()) file.tensors["beta"] = without_one_head(in.beta, false);
+  if (!in.norm_weight.empty()) file.tensors["norm_weight"] = with_all_heads(in.norm_weight, spec);
   file.tensors["state"] = swapped_dims(in.state, spec);
   file.tensors["out"] = tensor_of(c.out, in.v.sizes);
   file.tensors["state_out"] = tensor_of(c.state_out, swapped_dims(in.state, spec).sizes);

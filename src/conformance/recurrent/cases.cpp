@@ -123,6 +123,51 @@ void add_recurrent_shapes(RecurrentTable& table) {
   changed("scale", "gdn", [](RecurrentSpec& s) { s.scale = 0.3f; });
 }
 
+// What models have behind the recurrence, in all kinds of steps.
+void add_recurrent_outputs(RecurrentTable& table) {
+  struct Stage {
+    const char *name, *layer;
+    OutputGate gate;
+    OutputNorm norm;
+    int groups = 0;
+  };
+  const auto with = [](const Stage& stage) {
+    RecurrentSpec spec = recurrent_layer(stage.layer);
+    spec.out_gate = stage.gate, spec.out_norm = stage.norm, spec.norm_groups = stage.groups;
+    return spec;
+  };
+  using G = OutputGate;
+  using N = OutputNorm;
+  for (const Stage& stage : {Stage{"gdn", "gdn", G::silu, N::before_gate},
+                             {"kda", "kda", G::sigmoid, N::before_gate},
+                             {"mamba2", "mamba2", G::silu, N::after_gate, 1},
+                             {"gate_alone", "mamba2", G::silu, N::none},
+                             {"mamba1", "mamba1", G::silu, N::none},
+                             {"lightning", "lightning", G::sigmoid, N::before_gate, 1}})
+    for (const RecurrentSteps& steps : recurrent_steps()) {
+      RecurrentSpec spec = with(stage);
+      const size_t n = table.cases.size();
+      spec.layout = StateLayout(n / 6 % 2), spec.dtype = kRecurrentTypes[n % std::size(kRecurrentTypes)];
+      table.add(fmt::format("outputs_{}", stage.name), spec, steps).shared_weight = stage.groups == 0;
+    }
+  const StateCaseRequests requests{{19, 5}, {1, 30}, {34}};
+  for (const Stage& stage : {Stage{"norm_alone", "gdn", G::none, N::before_gate, 2},
+                             {"sigmoid_alone", "gdn", G::sigmoid, N::none},
+                             {"head_norm_after", "gdn", G::silu, N::after_gate},
+                             {"groups_before", "gdn", G::silu, N::before_gate, 2},
+                             {"groups_after", "gdn", G::silu, N::after_gate, 2},
+                             {"groups_narrow", "mamba1", G::silu, N::after_gate, 3}})
+    for (const int dim : {128, 31, 80}) {
+      RecurrentSpec spec = with(stage);
+      if (spec.head_dim_v > 1) spec.head_dim_v = dim;
+      spec.dtype = kRecurrentTypes[table.cases.size() % std::size(kRecurrentTypes)];
+      spec.norm_eps = dim == 80 ? 0.1f : 1e-5f;
+      RecurrentCase& c = table.add(fmt::format("outputs_{}_{}", stage.name, dim), spec, requests);
+      if (dim == 31) c.values = RecurrentValues::extreme;
+      c.shared_weight = dim == 128;
+    }
+}
+
 void add_recurrent_lengths(RecurrentTable& table) {
   for (const int q_len : {1, 2, 3, 8, 15, 16, 17, 31, 63, 64, 65, 127, 129, 257})
     for (const int context : {0, 1, 9}) table.add(fmt::format("length_{}_after_{}", q_len, context), table.next_spec(), {{q_len, context}});
@@ -180,6 +225,7 @@ std::span<const RecurrentCase> recurrent_cases() {
     add_recurrent_axes(table);
     add_recurrent_shapes(table);
     add_recurrent_lengths(table);
+    add_recurrent_outputs(table);
     return table.cases;
   }();
   return all;

@@ -24,10 +24,11 @@ struct RecurrentCase {
   std::string name;  // letters, digits, underscores; "gdn_verify"
   RecurrentSpec spec;
   StateCaseRequests requests;
-  int chunk = 0;            // > 0: the requests' tokens come in steps of so many, without drafts
-  Gaps gaps = Gaps::none;   // of all tensors
-  int padding_tokens = 0;   // rows of tensors after the batch's tokens
-  bool float_gates = true;  // gate and beta are f32, else of dtype
+  int chunk = 0;               // > 0: the requests' tokens come in steps of so many, without drafts
+  Gaps gaps = Gaps::none;      // of all tensors
+  int padding_tokens = 0;      // rows of tensors after the batch's tokens
+  bool float_gates = true;     // gate, beta and norm_weight are f32, else of dtype
+  bool shared_weight = false;  // norm_weight is one for all heads
   RecurrentValues values = RecurrentValues::plain;
   uint64_t seed = 1;
 };

@@ -8,7 +8,7 @@ namespace {
 
 struct RecurrentMirrorMemory {
   std::unique_ptr<DeviceStream> stream;
-  Mirrored q, k, v, gate, beta, rates, gate_bias, skip, state, out;
+  Mirrored q, k, v, gate, beta, rates, gate_bias, skip, state, z, norm_weight, out;
 
   explicit RecurrentMirrorMemory(const DeviceInfo& device) : stream(open_stream(device)) {}
 };
@@ -28,9 +28,12 @@ class RecurrentMirrorPlan final : public StateMirrorPlan<RecurrentFamily, Recurr
                                  .rates = m.rates.take(in.rates, stream),
                                  .gate_bias = m.gate_bias.take(in.gate_bias, stream),
                                  .skip = m.skip.take(in.skip, stream),
-                                 .state = m.state.take(in.state, stream)};
+                                 .state = m.state.take(in.state, stream),
+                                 .z = m.z.take(in.z, stream),
+                                 .norm_weight = m.norm_weight.take(in.norm_weight, stream)};
     const RecurrentOutputs outputs{.out = m.out.take(out.out, stream)};
-    launch({inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta, inputs.rates, inputs.gate_bias, inputs.skip, inputs.state, outputs.out},
+    launch({inputs.q, inputs.k, inputs.v, inputs.gate, inputs.beta, inputs.rates, inputs.gate_bias, inputs.skip, inputs.state, inputs.z,
+            inputs.norm_weight, outputs.out},
            [&](Stream on) { plan_->run(inputs, outputs, on); });
     m.out.give_back(out.out, "out", stream);
     m.state.give_back(in.state, "state", stream);

@@ -8,7 +8,7 @@
 namespace imbrex {
 namespace {
 
-enum class RecurrentSequence : uint64_t { queries, keys, values, gates, betas, rates, biases, skips, states };
+enum class RecurrentSequence : uint64_t { queries, keys, values, gates, betas, rates, biases, skips, states, output_gates, weights };
 
 // A stream of numbers.
 struct RecurrentRandom {
@@ -71,6 +71,12 @@ void fill_parameters(const RecurrentCase& c, RecurrentCaseInputs& in) {
     });
   if (!fixed && spec.gate != RecurrentGate::log && c.seed % 5 != 0)
     in.gate_bias = floats(sizes(spec.channel_gate), [&](int64_t i) { return 0.5 * of(RecurrentSequence::biases).normal(i); });
+  if (spec.out_norm != OutputNorm::none) {
+    in.norm_weight =
+        HostTensor::make(c.float_gates ? DType::f32 : spec.dtype,
+                         c.shared_weight ? std::vector<int64_t>{spec.head_dim_v} : std::vector<int64_t>{spec.num_v_heads, spec.head_dim_v});
+    for (int64_t i = 0; i < in.norm_weight.num_elements(); ++i) in.norm_weight.set(i, 1 + 0.3 * of(RecurrentSequence::weights).normal(i));
+  }
   if (spec.skip) in.skip = floats({spec.num_v_heads}, [&](int64_t i) { return of(RecurrentSequence::skips).normal(i); });
 }
 
@@ -90,7 +96,10 @@ RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
                          .rates = {},
                          .gate_bias = {},
                          .skip = {},
-                         .state = HostTensor::make(spec.state_dtype, {int64_t(c.requests.size()), spec.state_rows(), v_heads, k, v})};
+                         .state = HostTensor::make(spec.state_dtype, {int64_t(c.requests.size()), spec.state_rows(), v_heads, k, v}),
+                         .z = {},
+                         .norm_weight = {}};
+  if (spec.out_gate != OutputGate::none) in.z = HostTensor::make(spec.dtype, {tokens, v_heads, v});
   if (spec.gate != RecurrentGate::fixed)
     in.gate = HostTensor::make(gates, {tokens, spec.channel_gate ? v_heads : 1, spec.channel_gate ? k : v_heads});
   if (spec.delta) in.beta = HostTensor::make(gates, {tokens, 1, v_heads});
@@ -104,6 +113,11 @@ RecurrentCaseInputs make_inputs(const RecurrentCase& c) {
       fill_keys(c, seed, RecurrentSequence::queries, position, in.q, token);
       fill_keys(c, seed, RecurrentSequence::keys, position, in.k, token);
       fill_keys(c, seed, RecurrentSequence::values, position, in.v, token);
+      if (!in.z.empty()) {
+        const RecurrentRandom z(seed, RecurrentSequence::output_gates, uint64_t(position));
+        for (int64_t i = 0; i < v_heads * v; ++i)
+          in.z.set(token * v_heads * v + i, (c.values == RecurrentValues::extreme && z.hash(i) % 3 == 0 ? 40 : 2) * z.normal(i));
+      }
       const RecurrentRandom gate(seed, RecurrentSequence::gates, uint64_t(position)),
           beta(seed, RecurrentSequence::betas, uint64_t(position));
       const int64_t each = in.gate.empty() ? 0 : in.gate.sizes[1] * in.gate.sizes[2];

@@ -16,6 +16,9 @@ struct RecurrentCaseInputs {
   HostTensor skip;
   HostTensor state;  // [R, state_rows, num_v_heads, ..] of each request before the step; only the row that it reads is not zero
 
+  HostTensor z;            // [T, num_v_heads, head_dim_v], with a gate of outputs
+  HostTensor norm_weight;  // as in RecurrentInputs, with a norm of outputs
+
   int64_t head_numbers() const { return int64_t(spec.head_dim_k) * spec.head_dim_v; }  // of a state
   int64_t row_numbers() const { return spec.num_v_heads * head_numbers(); }
 };

@@ -19,6 +19,8 @@ constexpr double kRoundings = 8;
 constexpr double kFactorRoundings = 4;
 // And what of a factor that is f16 is no different from 0: what a token with a small beta takes off for those before it may be lost.
 constexpr double kSmallestFactor = 0x1p-24;
+// What of a gate of outputs is no different from 0: of an exponential below the normal floats, times a large z.
+constexpr double kSmallestGate = 0x1p-118;
 
 // A value head of a request, from the state before the step on.
 class ExactHead {
@@ -168,6 +170,55 @@ class ExactHead {
   std::vector<double> s_, error_;
 };
 
+// The gate and the norm of the outputs of a token, for a group of heads from `head` on, and how far they may take errors: an output that is
+// off is off by as much times what it is multiplied by, and so is a root that is of outputs which are off.
+class ExactOutputs {
+ public:
+  ExactOutputs(const RecurrentCaseInputs& in, RecurrentExpected& expected) : in_(in), spec_(in.spec), expected_(expected) {}
+
+  void finish(int64_t token, int head) const {
+    const size_t dim = size_t(spec_.head_dim_v), count = size_t(spec_.norm_heads()) * dim;
+    const size_t first = (size_t(token) * size_t(spec_.num_v_heads) + size_t(head)) * dim;
+    const bool shared = in_.norm_weight.sizes.size() == 1, gate_last = spec_.out_norm == OutputNorm::before_gate;
+    for (size_t i = first; !gate_last && i < first + count; ++i) multiply(i, gate_of(i));
+    if (spec_.out_norm != OutputNorm::none) {
+      double mean = double(spec_.norm_eps), off = 0;
+      for (size_t i = first; i < first + count; ++i) {
+        const double x = expected_.out[i], e = expected_.allowed[i];
+        mean += x * x / double(count), off += (2 * std::abs(x) + e) * e / double(count);
+      }
+      const double factor = 1 / std::sqrt(mean), most = 1 / std::sqrt(std::max(mean - off, double(spec_.norm_eps)));
+      for (size_t i = first; i < first + count; ++i) {
+        const double weight = in_.norm_weight.get(int64_t(shared ? i % dim : i % (size_t(spec_.num_v_heads) * dim)));
+        expected_.allowed[i] = std::abs(weight) * (most * expected_.allowed[i] + (most - factor) * std::abs(expected_.out[i]));
+        expected_.out[i] *= weight * factor;
+        round(i);
+      }
+    }
+    for (size_t i = first; gate_last && i < first + count; ++i) multiply(i, gate_of(i));
+    const Precision precision = precision_of(spec_.dtype);
+    for (size_t i = first; i < first + count; ++i)
+      expected_.allowed[i] += precision.rounding * std::abs(expected_.out[i]) + precision.smallest;
+  }
+
+ private:
+  double gate_of(size_t i) const {
+    if (spec_.out_gate == OutputGate::none) return 1;
+    const double z = in_.z.get(int64_t(i));
+    return (spec_.out_gate == OutputGate::silu ? z : 1) / (1 + std::exp(-z));
+  }
+  void multiply(size_t i, double factor) const {
+    expected_.allowed[i] = (std::abs(factor) + kSmallestGate) * expected_.allowed[i] + kSmallestGate * std::abs(expected_.out[i]);
+    expected_.out[i] *= factor;
+    round(i);
+  }
+  void round(size_t i) const { expected_.allowed[i] += kRoundings * kFloatRounding * std::abs(expected_.out[i]) + kSmallestFloat; }
+
+  const RecurrentCaseInputs& in_;
+  const RecurrentSpec& spec_;
+  RecurrentExpected& expected_;
+};
+
 // The share of what is allowed that an error is.
 double share_of(double actual, double wanted, double allowed) {
   const double error = std::abs(actual - wanted);
@@ -187,6 +238,8 @@ RecurrentExpected expect(const RecurrentCaseInputs& in, int chunk, bool products
   for (size_t r = 0; r < in.requests.size(); ++r) {
     for (int head = 0; in.requests[r].q_len > 0 && head < in.spec.num_v_heads; ++head)
       ExactHead(in, r, head, token, products, expected).run(chunk);
+    for (int64_t t = token; in.spec.has_output_stage() && t < token + in.requests[r].q_len; ++t)
+      for (int head = 0; head < in.spec.num_v_heads; head += in.spec.norm_heads()) ExactOutputs(in, expected).finish(t, head);
     token += in.requests[r].q_len;
   }
   return expected;

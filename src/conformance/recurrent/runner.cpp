@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "conformance/error_stats.h"
@@ -106,14 +107,15 @@ class RecurrentRunner {
     StateLists lists(in_.requests, parts, slots_, options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
-        gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_);
+        gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_), z("z", in_.z, rows, options_);
+    const std::array<GivenTensor*, 6> of_tokens{&q, &k, &v, &gate, &beta, &z};
     SpreadTensor out(spec_.dtype, rows, spec_.num_v_heads, spec_.head_dim_v, options_.poison, options_.gaps);
     int64_t row = 0;
     for (size_t r = 0; r < parts.size(); ++r)
       for (int t = parts[r].begin; t < parts[r].end; ++t, ++row)
-        for (GivenTensor* given : {&q, &k, &v, &gate, &beta}) given->copy_row(row, first_token_[r] + t);
+        for (GivenTensor* given : of_tokens) given->copy_row(row, first_token_[r] + t);
     poison_unread(parts);
-    for (GivenTensor* given : {&q, &k, &v, &gate, &beta}) given->before = given->spread.bytes;
+    for (GivenTensor* given : of_tokens) given->before = given->spread.bytes;
     std::vector<char> state_before = state_.bytes;
     update(lists);
     plan_.run({.q = q.view(),
@@ -124,9 +126,11 @@ class RecurrentRunner {
                .rates = in_.rates.view(),
                .gate_bias = in_.gate_bias.view(),
                .skip = in_.skip.view(),
-               .state = state_view()},
+               .state = state_view(),
+               .z = z.view(),
+               .norm_weight = in_.norm_weight.view()},
               {.out = out.view});
-    for (const GivenTensor* given : {&q, &k, &v, &gate, &beta})
+    for (const GivenTensor* given : of_tokens)
       if (given->spread.bytes != given->before) result_.violations.push_back(fmt::format("{} was written", given->name));
     take_outputs(parts, out, tokens);
     take_states(parts, state_before);

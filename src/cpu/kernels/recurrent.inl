@@ -54,6 +54,9 @@ inline void load_vectors(const char* p, int type, int n, Floats* to) {
   load_row(p, element_size(type), type, n, reinterpret_cast<float*>(to));
 }
 
+// In recurrent_outputs.inl; as in RecurrentKernels.
+void finish_outputs(const RecurrentParams& p, int token_begin, int token_end, int head_begin, int head_end);
+
 // What of a token does not depend on the values.
 struct RecurrentToken {
   Floats q[kKeyVectors], k[kKeyVectors];
@@ -257,6 +260,7 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
     if (p.skip != nullptr)
       for (int v = 0; v < count; ++v) values[v] += p.skip[head] * given[v];
     store_row(p.out + token * p.out_token_stride + head * p.out_head_stride + v_begin * size, size, p.type, count, values);
+    if (p.finish && count == p.dim_v) finish_outputs(p, token, token + 1, head, head + 1);
     const int row = token + 1 - (item.end - item.drafts);
     if (row >= 0) store(row);
   }
@@ -340,6 +344,7 @@ void run_narrow_recurrent(const RecurrentParams& p, const RecurrentItem& item, i
     }
     store_row(p.out + token * p.out_token_stride + head_begin * p.out_head_stride, p.out_head_stride, p.type, count,
               reinterpret_cast<const float*>(out.of));
+    if (p.finish) finish_outputs(p, token, token + 1, head_begin, head_end);
     const int row = token + 1 - (item.end - item.drafts);
     if (row >= 0) store(row);
   }

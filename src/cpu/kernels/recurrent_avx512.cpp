@@ -1,6 +1,7 @@
 // The kernel of recurrent layers compiled for AVX-512.
 // clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_outputs.inl"
 #include "cpu/kernels/recurrent_weights.inl"
 #include "cpu/kernels/recurrent_chunks.inl"
 // clang-format on
@@ -9,6 +10,7 @@ namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx512;
 const RecurrentKernels recurrent_avx512 = {
-    "avx512", run_recurrent, run_narrow_recurrent, run_recurrent_chunks<FloatProducts>, chunk_scratch_bytes<FloatProducts>, false};
+    "avx512",       run_recurrent, run_narrow_recurrent, run_recurrent_chunks<FloatProducts>, chunk_scratch_bytes<FloatProducts>,
+    finish_outputs, false};
 
 }  // namespace imbrex::cpu

@@ -2,6 +2,7 @@
 #include <immintrin.h>
 // clang-format off
 #include "cpu/kernels/recurrent.inl"
+#include "cpu/kernels/recurrent_outputs.inl"
 #include "cpu/kernels/recurrent_weights.inl"
 #include "cpu/kernels/recurrent_chunks.inl"
 // clang-format on
@@ -10,6 +11,7 @@ namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx512_bf16;
 const RecurrentKernels recurrent_avx512_bf16 = {
-    "avx512_bf16", run_recurrent, run_narrow_recurrent, run_recurrent_chunks<PairProducts>, chunk_scratch_bytes<PairProducts>, true};
+    "avx512_bf16",  run_recurrent, run_narrow_recurrent, run_recurrent_chunks<PairProducts>, chunk_scratch_bytes<PairProducts>,
+    finish_outputs, true};
 
 }  // namespace imbrex::cpu

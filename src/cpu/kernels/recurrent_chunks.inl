@@ -170,6 +170,7 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
         const int first = v_begin + panel * kColumns, values = v_end - first < kColumns ? v_end - first : kColumns;
         run_panel(p, {begin, count, head, first, values, c.states() + (head - head_begin) * of_head + panel * of_panel}, c);
       }
+      if (p.finish) finish_outputs(p, begin, begin + count, head, head + 1);
     }
   }
   const RecurrentItem rest{end, item.end, item.slot, 0, 0, false};
@@ -177,6 +178,8 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
     move_states<false>(p, item, head, v_begin, v_end, c.states() + (head - head_begin) * of_head);
     for (int v = v_begin; v < v_end && end < item.end; v += kRecurrentValues)
       run_recurrent(p, rest, head, v, v_end - v < kRecurrentValues ? v_end : v + kRecurrentValues);
+    // A head whose values are not one call's is whole here.
+    if (p.finish && p.dim_v > kRecurrentValues) finish_outputs(p, end, item.end, head, head + 1);
   }
 }
 

@@ -45,6 +45,8 @@ constexpr bool kChannelGate = false, kChannelRates = false;
 constexpr bool kDelta = true, kNorms = true;          // RecurrentSpec::delta, qk_norm
 constexpr int kShared = 4;                            // value heads that a thread block of recurrent_weights.cu makes weights of
 constexpr int kTileValues = 64, kBlocksTogether = 2;  // of recurrent_chunks.cu: values of a thread block, and blocks of a multiprocessor
+constexpr int kOutGate = 1, kOutNorm = 1;             // OutputGateKind, OutputNormKind
+constexpr int kOutputLanes = 16, kKept = 1;           // of recurrent_outputs.cu: lanes of a group, and its eights that a lane keeps
 
 // gather_latents.cu (cuda/mla/steps.cpp), besides kFrom and kTo
 constexpr int kLatentFormat = 0;  // LatentFormat

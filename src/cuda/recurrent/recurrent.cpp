@@ -17,7 +17,15 @@ bool is_narrow(const RecurrentSpec& spec) { return spec.head_dim_v == 1 && spec.
 
 constexpr int64_t kAlignedBytes = 16;
 
-int parts_of(int whole, int each) { return (whole + each - 1) / each; }
+constexpr auto parts_of(auto whole, int each) { return (whole + each - 1) / each; }
+
+// Whether heads are neighbours, whose numbers are then one row.
+bool are_one_row(const RecurrentSpec& spec, const TensorView& t) { return t.stride(1) == spec.head_dim_v || t.size(1) == 1; }
+bool is_one_row(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  const TensorView& weight = in.norm_weight;
+  const bool weights_too = weight.empty() || spec.num_v_heads == 1 || (weight.rank == 2 && weight.stride(0) == spec.head_dim_v);
+  return weights_too && (in.z.empty() || are_one_row(spec, in.z)) && are_one_row(spec, out.out);
+}
 
 // With more segments than multiprocessors for them, and with fewer than three, the work that they add is more than what they save.
 int most_segments(const DeviceInfo& device, int units, int join_bytes) {
@@ -111,6 +119,30 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
   return k;
 }
 
+std::optional<OutputKernel> output_kernel(std::string_view arch, const RecurrentSpec& spec) {
+  if (!spec.has_output_stage()) return {};
+  constexpr int kEight = 8, kWarp = 32, kMostKept = 4, kGateNumbers = 2048;
+  const bool normed = spec.out_norm != OutputNorm::none;
+  const int64_t numbers = int64_t(spec.num_v_heads) * spec.head_dim_v;
+  OutputKernel kernel;
+  kernel.group_numbers = normed ? spec.norm_heads() * spec.head_dim_v : int(std::min<int64_t>(numbers, kGateNumbers));
+  kernel.groups = parts_of(numbers, kernel.group_numbers);
+  // As few lanes as can keep a group; those of a warp first keep up to kMostKept eights each.
+  int lanes = 1;
+  while (lanes < kWarp && lanes * kEight < kernel.group_numbers) lanes *= 2;
+  while (lanes >= kWarp && lanes < kRecurrentOutputThreads && lanes * kEight * kMostKept < kernel.group_numbers) lanes *= 2;
+  const int64_t kept = parts_of(kernel.group_numbers, lanes * kEight);
+  kernel.groups_together = kRecurrentOutputThreads / lanes;
+  kernel.key = {"recurrent_outputs.cu",
+                std::string(arch),
+                {{"kType", int(spec.dtype)},
+                 {"kOutGate", int(spec.out_gate)},
+                 {"kOutNorm", int(spec.out_norm)},
+                 {"kOutputLanes", lanes},
+                 {"kKept", kept <= kMostKept ? int(kept) : 0}}};
+  return kernel;
+}
+
 bool encode_chunk_maps(ChunkMaps& maps, const RecurrentInputs& in) {
   const auto encode = [](CUtensorMap& map, const TensorView& t) {
     const uint64_t size = uint64_t(size_of(t.dtype));
@@ -137,6 +169,7 @@ ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) 
 
 std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
   std::vector<KernelKey> keys{recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
+  if (const auto outputs = output_kernel(arch, spec)) keys.push_back(outputs->key);
   if (const auto chunks = chunk_kernels(arch, spec, device)) {
     keys.push_back(chunks->weights), keys.push_back(chunks->chunks);
     if (chunks->most_segments > 1) keys.push_back(chunks->ends), keys.push_back(chunks->segments);
@@ -150,6 +183,38 @@ bool has_aligned_rows(const RecurrentInputs& in, const RecurrentOutputs& out) {
 
 bool are_aligned(const RecurrentInputs& in, const RecurrentOutputs& out) {
   return is_aligned(in.state, kAlignedBytes) && is_aligned(out.out, kAlignedBytes);
+}
+
+bool have_aligned_outputs(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
+  constexpr int64_t kEight = 8;
+  const int64_t row = is_one_row(spec, in, out) ? int64_t(spec.num_v_heads) * spec.head_dim_v : spec.head_dim_v;
+  const auto aligned = [](const TensorView& t) { return t.empty() || is_aligned(t, kAlignedBytes); };
+  return row % kEight == 0 && aligned(out.out) && aligned(in.z) && aligned(in.norm_weight);
+}
+
+RecurrentOutputParams output_params(const RecurrentSpec& spec, const OutputKernel& kernel, const RecurrentInputs& in,
+                                    const RecurrentOutputs& out, const RecurrentParams& p) {
+  const auto stride = [](const TensorView& t, int dim) { return t.rank > dim ? byte_stride(t, dim) : 0; };
+  const int numbers = spec.num_v_heads * spec.head_dim_v;
+  return {.out = p.out,
+          .z = in.z.as<const char>(),
+          .weight = in.norm_weight.as<const char>(),
+          .out_token_stride = p.out_token_stride,
+          .out_row_stride = p.out_head_stride,
+          .z_token_stride = stride(in.z, 0),
+          .z_row_stride = stride(in.z, 1),
+          .weight_row_stride = in.norm_weight.rank > 1 ? stride(in.norm_weight, 0) : 0,
+          .requests = p.requests,
+          .counts = p.counts,
+          .num_slots = p.num_slots,
+          .num_tokens = p.num_tokens,
+          .groups = int(kernel.groups),
+          .group_numbers = kernel.group_numbers,
+          .token_numbers = numbers,
+          .row_numbers = is_one_row(spec, in, out) ? numbers : spec.head_dim_v,
+          .inverse_numbers = 1 / float(kernel.group_numbers),
+          .eps = spec.norm_eps,
+          .weight_is_f32 = in.norm_weight.dtype == DType::f32};
 }
 
 RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInputs& in, const RecurrentOutputs& out) {
@@ -175,7 +240,7 @@ RecurrentParams recurrent_params(const RecurrentSpec& spec, const RecurrentInput
   p.rates_stride = float_stride(in.rates), p.bias_stride = float_stride(in.gate_bias);
   p.state_slot_stride = stride(in.state, 0), p.state_row_stride = stride(in.state, 1), p.state_head_stride = stride(in.state, 2);
   int64_t rows = std::min({in.q.size(0), in.k.size(0), in.v.size(0), out.out.size(0), int64_t(INT32_MAX)});
-  for (const TensorView* t : {&in.gate, &in.beta})
+  for (const TensorView* t : {&in.gate, &in.beta, &in.z})
     if (!t->empty()) rows = std::min(rows, t->size(0));
   p.num_tokens = int(rows);
   p.num_slots = int(std::min<int64_t>(in.state.size(0), INT32_MAX));

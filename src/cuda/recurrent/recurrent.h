@@ -47,6 +47,14 @@ struct ChunkKernels {
 // None for a spec or a device that they are not for: rates of channels, types of more than 16 bits, other dimensions of keys than 64 and
 // 128 and of values than multiples of 64, or little shared memory; and for other architectures than sm_90a heads with gates of channels.
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
+// The kernel that gates and norms outputs. None for a spec without such a stage.
+struct OutputKernel {
+  KernelKey key;
+  int groups_together = 0;  // groups of tokens that a thread block takes at a time
+  int group_numbers = 0;
+  int64_t groups = 0;  // of a token
+};
+std::optional<OutputKernel> output_kernel(std::string_view arch, const RecurrentSpec&);
 constexpr int kLeastChunked = 16;  // RecurrentParams::least_chunked
 
 // Queries, keys and values for TMA.
@@ -72,6 +80,10 @@ std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentS
 bool has_aligned_rows(const RecurrentInputs&, const RecurrentOutputs&);
 // Whether the entry for aligned tensors can run it: every state and row of outputs begins at a multiple of 16 bytes.
 bool are_aligned(const RecurrentInputs&, const RecurrentOutputs&);
+// Whether the entry for aligned tensors of OutputKernel can run it.
+bool have_aligned_outputs(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);
+RecurrentOutputParams output_params(const RecurrentSpec&, const OutputKernel&, const RecurrentInputs&, const RecurrentOutputs&,
+                                    const RecurrentParams&);
 RecurrentParams recurrent_params(const RecurrentSpec&, const RecurrentInputs&, const RecurrentOutputs&);  // all but lists and scratch
 
 }  // namespace imbrex::cuda

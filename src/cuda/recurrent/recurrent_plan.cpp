@@ -1,6 +1,7 @@
 // The backend of recurrent layers for NVIDIA GPUs: its plan keeps the step's requests in device memory. A layer is one launch, of a kernel
-// that computes token by token, and where there are prompts two more in front of it for each round of their chunks. Grids and addresses
-// follow from the limits where a launch is captured, so that a graph replays any batch within them.
+// that computes token by token, and where there are prompts two more in front of it for each round of their chunks; a gate and a norm of
+// outputs are one more behind it. Grids and addresses follow from the limits where a launch is captured, so that a graph replays any batch
+// within them.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include "cuda/state/state_lists.h"
 #include "family/begin_plan.h"
 #include "gpu/device_workspace.h"
+#include "recurrent/conv_plan.h"
 #include "recurrent/step.h"
 
 namespace imbrex {
@@ -34,6 +36,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
         options_(options),
         arch_(arch_of(device)),
         kernel_(recurrent_kernel(arch_, spec)),
+        output_kernel_(output_kernel(arch_, spec)),
         context_(Context::of_device(device.device.index)) {
     check(int64_t(options.limits.max_num_reqs) * kernel_.units <= INT32_MAX, "limits.max_num_reqs",
           "expected at most {} requests of {}, whose parts have numbers of 31 bits, got {}", INT32_MAX / kernel_.units, spec.str(),
@@ -83,9 +86,15 @@ class RecurrentCudaPlan final : public RecurrentPlan {
       if (rounds_->most_segments > 1) add(chunks_->ends, "recurrent_chunks"), add(chunks_->segments, "recurrent_segments");
       chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
+    if (output_kernel_) {
+      auto outputs = Module::load(context_, output_kernel_->key);
+      std::array kernels{outputs->kernel("recurrent_outputs_unaligned"), outputs->kernel("recurrent_outputs_aligned")};
+      output_module_ = std::move(outputs), output_entries_ = std::move(kernels);
+    }
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
   int segments_of_step(const RecurrentParams&, bool known) const;
+  void launch_outputs(const RecurrentOutputParams&, bool aligned, int64_t num_tokens, CUstream) const;
   void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
 
   RecurrentSpec spec_;
@@ -93,6 +102,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   PlanOptions options_;
   std::string arch_;
   RecurrentKernel kernel_;
+  std::optional<OutputKernel> output_kernel_;
   ContextPtr context_;
   std::unique_ptr<StateLists> lists_;
   std::optional<ChunkKernels> chunks_;
@@ -104,6 +114,8 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   mutable std::array<Kernel, 2> entries_;  // for unaligned and for aligned tensors
   mutable std::vector<std::shared_ptr<const Module>> chunk_modules_;
   mutable std::vector<Kernel> chunk_entries_;  // of ChunkKernels: weights, chunks, ends, segments
+  mutable std::shared_ptr<const Module> output_module_;
+  mutable std::array<Kernel, 2> output_entries_;  // for unaligned and for aligned tensors
 };
 
 // How many segments a request may have: fewer than the plan allows where a balanced step has other requests for the multiprocessors, and
@@ -122,6 +134,15 @@ int RecurrentCudaPlan::segments_of_step(const RecurrentParams& p, bool known) co
   if (!options_.balanced) return rounds_->most_segments;
   const int64_t most = std::max(device_.num_workers, 1) / (in_chunks * chunks_->units);
   return most < kLeastSegments ? 1 : int(std::min<int64_t>(most, rounds_->most_segments));
+}
+
+// For a step of at most so many tokens.
+void RecurrentCudaPlan::launch_outputs(const RecurrentOutputParams& p, bool aligned, int64_t num_tokens, CUstream cu) const {
+  constexpr int kBlocksTogether = 8;  // of a multiprocessor, which take groups in turn
+  const int64_t each = output_kernel_->groups_together, blocks = (num_tokens * output_kernel_->groups + each - 1) / each;
+  const int64_t grid = std::clamp<int64_t>(blocks, 1, int64_t(std::max(device_.num_workers, 1)) * kBlocksTogether);
+  output_entries_[aligned ? 1 : 0].launch(
+      {.grid_x = unsigned(grid), .threads = unsigned(kRecurrentOutputThreads), .programmatic = device_.sm >= 90}, cu, p);
 }
 
 // For a step of at most so many tokens and requests.
@@ -198,6 +219,9 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
     entries_[are_aligned(in, out) ? 1 : 0].launch(
         {.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
   }
+  if (output_kernel_)
+    launch_outputs(output_params(spec_, *output_kernel_, in, out, p), have_aligned_outputs(spec_, in, out),
+                   known ? step.num_tokens : options_.limits.max_num_tokens, cu);
   if (captured) lists_->captured(in.state.size(0));
 }
 
@@ -214,6 +238,18 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
   }
   std::unique_ptr<RecurrentPlan> plan(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     begin_plan(*this, spec, device, options);
+    if (spec.conv != RecurrentConv::none) {
+      // The recurrence's scratch is in front of what is convolved, in one workspace.
+      const ContextPtr context = Context::of_device(device.device.index);
+      const CurrentContext current(*context);
+      PlanOptions parts = options;
+      const auto workspace = gpu::workspace_for(std::make_shared<ContextDevice>(context), context->id(), options.workspace);
+      workspace->reserve(workspace_bytes(spec, device, options));
+      parts.workspace = workspace;
+      const std::shared_ptr<const gpu::ScratchMemory> memory = workspace->memory();
+      char* const rows = static_cast<char*>(memory->data.get()) + bytes_in_front(spec, device, options);
+      return make_conv_plan(*this, spec, device, parts, std::shared_ptr<void>(memory, rows));
+    }
     return std::make_unique<RecurrentCudaPlan>(spec, device, options);
   }
   std::vector<KernelChoice> kernel_choices(const RecurrentSpec& spec, const DeviceInfo& device) const override {
@@ -229,12 +265,23 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
     choices.push_back({.requests = chunks ? "others" : "all",
                        .kernel = kernel.aligned,
                        .sizes = {{narrow ? "tile_heads" : "tile_values", kernel.tile}, {"threads", kernel.threads}}});
+    if (const auto outputs = output_kernel(arch_of(device), spec))
+      choices.push_back({.requests = "outputs",
+                         .kernel = "recurrent_outputs_aligned",
+                         .sizes = {{"tile_values", outputs->group_numbers}, {"threads", kRecurrentOutputThreads}}});
     return choices;
   }
   int64_t workspace_bytes(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const override {
     check_request(*this, spec.str(), unsupported(spec, device), device, options);
+    if (spec.conv != RecurrentConv::none) return bytes_in_front(spec, device, options) + conv_row_bytes(spec, options.limits);
     const auto chunks = chunk_kernels(arch_of(device), spec, device);
     return chunks && RecurrentCudaPlan::may_have_chunks(options.limits) ? ChunkRounds(*chunks, options.limits).bytes : 0;
+  }
+
+ private:
+  int64_t bytes_in_front(const RecurrentSpec& spec, const DeviceInfo& device, const PlanOptions& options) const {
+    constexpr int64_t kAlignment = 256;
+    return (workspace_bytes(without_conv(spec), device, options) + kAlignment - 1) / kAlignment * kAlignment;
   }
 };
 

@@ -46,6 +46,7 @@ TEST_F(RecurrentPlans, EverySettingIsThatOfTheReference) {
          .seed = seed++});
   };
   for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (variant.layer.has_output_stage()) continue;
     const bool narrow = variant.layer.head_dim_v == 1, channels = variant.layer.channel_gate;
     run_changed(variant, [](RecurrentSpec& s) { s.scale = 0.3f; });
     run_changed(variant, [](RecurrentSpec& s) { s.qk_norm = !s.qk_norm; });
@@ -80,6 +81,20 @@ TEST_F(RecurrentPlans, ManyNarrowHeads) {
            .steps = 3,
            .seed = seed++});
     }
+}
+
+// A norm over more numbers than a warp keeps: of heads that are neighbours, and apart.
+TEST_F(RecurrentPlans, WarpsShareANorm) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  const RecurrentVariant variant = imbrex::test::wide_outputs_variant();
+  use(variant);
+  for (const int64_t gap : {0, 3})
+    run({.spec = variant.layer,
+         .limits = {.max_num_reqs = 3, .max_num_tokens = 6, .max_seq_len = 1 << 20},
+         .gap = gap,
+         .longest = 3,
+         .steps = 2,
+         .seed = 60});
 }
 
 TEST_F(RecurrentPlans, LengthsOnTheDevice) {

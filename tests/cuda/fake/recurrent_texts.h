@@ -16,6 +16,11 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+  if (const auto outputs = variant.output_kernel()) {
+    put_into_cache(outputs->key);
+    for (const char* entry : {"recurrent_outputs_aligned", "recurrent_outputs_unaligned"})
+      state().param_sizes[entry] = {sizeof(RecurrentOutputParams)};
+  }
   if (const auto chunks = variant.chunks()) {
     for (const KernelKey& key : {chunks->weights, chunks->chunks, chunks->ends, chunks->segments}) put_into_cache(key);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
@@ -23,7 +28,8 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
     if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));
   }
   const std::string ends = variant.chunks() ? variant.chunks()->ends.str() : "";
-  run_texts([name = std::string(variant.name), ends](const Launch& launch) {
+  run_texts([name = std::string(variant.name), ends, outputs = std::string(variant.outputs)](const Launch& launch) {
+    if (launch.entry.starts_with("recurrent_outputs")) return launch.entry + "_" + outputs;
     if (launch.entry.ends_with("_weights")) return launch.entry + "_weights_" + name;
     if (launch.entry == "recurrent_chunks") return launch.entry + (launch.module == ends ? "_ends_" : "_chunks_") + name;
     if (launch.entry == "recurrent_segments") return launch.entry + "_segments_" + name;

@@ -1,8 +1,8 @@
 #pragma once
 // The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
 // that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
-// dimensions that fill no vector, heads that share a thread block, and
-// products of a warpgroup and of a warp.
+// dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, and what may be behind outputs:
+// those have the texts of a layer without it, and one more.
 #include <optional>
 #include <string>
 #include <vector>
@@ -15,12 +15,14 @@ struct RecurrentVariant {
   const char* name;
   RecurrentSpec layer;
   int sm = 90;
+  const char* outputs = "";  // the specialisation of recurrent_outputs.cu
   const char* arch() const { return sm == 90 ? "sm_90a" : "sm_80"; }
   bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel(arch(), spec).key == key(); }
   bool runs(const RecurrentSpec& spec) const {
     return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {});
   }
   cuda::KernelKey key() const { return cuda::recurrent_kernel(arch(), layer).key; }
+  std::optional<cuda::OutputKernel> output_kernel() const { return cuda::output_kernel(arch(), layer); }
   // Of its prompts, on a GPU that has multiprocessors for segments.
   std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {.num_workers = 132}); }
   // The layer with so many drafts: the kernel is the same.
@@ -29,6 +31,11 @@ struct RecurrentVariant {
     return spec.num_drafts = num_drafts, spec;
   }
 };
+
+inline RecurrentSpec with_outputs(RecurrentSpec spec, OutputGate gate, OutputNorm norm, int groups = 0) {
+  spec.out_gate = gate, spec.out_norm = norm, spec.norm_groups = groups;
+  return spec;
+}
 
 inline std::vector<RecurrentVariant> recurrent_variants() {
   RecurrentSpec gdn{.num_k_heads = 2, .num_v_heads = 4, .head_dim_k = 64, .head_dim_v = 64, .delta = true, .sigmoid_beta = true};
@@ -43,8 +50,25 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
   RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
   mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
-  return {{"states_gdn", gdn}, {"states_gdn_sm80", gdn, 80}, {"states_kda", kda},      {"states_mamba2", mamba2},
-          {"states_odd", odd}, {"states_tall", tall},        {"states_mamba1", mamba1}};
+  return {{"states_gdn", gdn},
+          {"states_gdn_sm80", gdn, 80},
+          {"states_kda", kda},
+          {"states_mamba2", mamba2},
+          {"states_odd", odd},
+          {"states_tall", tall},
+          {"states_gdn", with_outputs(gdn, OutputGate::silu, OutputNorm::before_gate), 90, "outputs_gdn"},
+          {"states_kda", with_outputs(kda, OutputGate::sigmoid, OutputNorm::before_gate, 1), 90, "outputs_kda"},
+          {"states_mamba2", with_outputs(mamba2, OutputGate::silu, OutputNorm::after_gate, 1), 90, "outputs_mamba2"},
+          {"states_odd", with_outputs(odd, OutputGate::none, OutputNorm::before_gate), 90, "outputs_odd"},
+          {"states_mamba1", with_outputs(mamba1, OutputGate::silu, OutputNorm::none), 90, "outputs_mamba1"},
+          {"states_mamba1", mamba1}};
+}
+
+// A norm of so many numbers that warps share it, behind heads of one value.
+inline RecurrentVariant wide_outputs_variant() {
+  RecurrentSpec layer = with_outputs(recurrent_variants().back().layer, OutputGate::silu, OutputNorm::after_gate, 1);
+  layer.num_v_heads = 1104;
+  return {"states_mamba1", layer, 90, "outputs_wide"};
 }
 
 }  // namespace imbrex::test

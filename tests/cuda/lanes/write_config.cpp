@@ -20,11 +20,14 @@ int main(int argc, char** argv) {
   for (const imbrex::test::ShortConvVariant& v : imbrex::test::short_conv_variants()) write(v.name, v.key());
   for (const imbrex::test::RecurrentVariant& v : imbrex::test::recurrent_variants()) {
     write(v.name, v.key());
+    if (const auto outputs = v.output_kernel()) write(v.outputs, outputs->key);
     if (const auto chunks = v.chunks()) {
       write(std::string("weights_") + v.name, chunks->weights), write(std::string("chunks_") + v.name, chunks->chunks);
       write(std::string("ends_") + v.name, chunks->ends), write(std::string("segments_") + v.name, chunks->segments);
     }
   }
+  const imbrex::test::RecurrentVariant wide = imbrex::test::wide_outputs_variant();
+  write(wide.outputs, wide.output_kernel()->key);
   for (const imbrex::test::MlaVariant& v : imbrex::test::mla_variants()) write(v.name, v.key());
   imbrex::AttentionSpec records;
   records.q_dtype = imbrex::DType::f32, records.kv_format = imbrex::KvFormat::fp8_ds_mla;

@@ -16,13 +16,16 @@ constexpr int kRecurrentCases = 1200;
 struct RecurrentProblem : StateProblem {
   Struct<imbrex_recurrent_fields> spec;
   Struct<imbrex_recurrent_inputs> inputs;
-  Argument q, k, v, gate, beta, rates, gate_bias, skip, state, out;
+  Argument q, k, v, gate, beta, rates, gate_bias, skip, state, z, norm_weight, input, conv_weight, conv_bias, conv_state, out;
   Struct<imbrex_recurrent_outputs> outputs;
 
   static constexpr Argument RecurrentProblem::*kArguments[] = {
-      &RecurrentProblem::q,     &RecurrentProblem::k,         &RecurrentProblem::v,    &RecurrentProblem::gate,  &RecurrentProblem::beta,
-      &RecurrentProblem::rates, &RecurrentProblem::gate_bias, &RecurrentProblem::skip, &RecurrentProblem::state, &RecurrentProblem::out};
-  static constexpr const char* kNames[] = {"q", "k", "v", "gate", "beta", "rates", "gate_bias", "skip", "state", "out"};
+      &RecurrentProblem::q,           &RecurrentProblem::k,         &RecurrentProblem::v,           &RecurrentProblem::gate,
+      &RecurrentProblem::beta,        &RecurrentProblem::rates,     &RecurrentProblem::gate_bias,   &RecurrentProblem::skip,
+      &RecurrentProblem::state,       &RecurrentProblem::z,         &RecurrentProblem::norm_weight, &RecurrentProblem::input,
+      &RecurrentProblem::conv_weight, &RecurrentProblem::conv_bias, &RecurrentProblem::conv_state,  &RecurrentProblem::out};
+  static constexpr const char* kNames[] = {"q",     "k", "v",           "gate",  "beta",        "rates",     "gate_bias",  "skip",
+                                           "state", "z", "norm_weight", "input", "conv_weight", "conv_bias", "conv_state", "out"};
 
   void make_memory() {
     for (const auto argument : kArguments)
@@ -32,12 +35,16 @@ struct RecurrentProblem : StateProblem {
     imbrex_recurrent_inputs& in = inputs.value;
     in.q = q.tensor(), in.k = k.tensor(), in.v = v.tensor(), in.gate = gate.tensor(), in.beta = beta.tensor();
     in.rates = rates.tensor(), in.gate_bias = gate_bias.tensor(), in.skip = skip.tensor(), in.state = state.tensor();
+    in.z = z.tensor(), in.norm_weight = norm_weight.tensor();
+    in.input = input.tensor(), in.conv_weight = conv_weight.tensor(), in.conv_bias = conv_bias.tensor();
+    in.conv_state = conv_state.tensor();
     outputs.value.out = out.tensor();
     return imbrex_plan_run_recurrent(plan, inputs.make(), outputs.make(), nullptr);
   }
   std::vector<unsigned char> written() const {
     std::vector<unsigned char> all;
     append_written(out, all), append_written(state, all);
+    if (conv_state.given) append_written(conv_state, all);
     return all;
   }
 };
@@ -61,6 +68,12 @@ RecurrentProblem right_recurrent(const StateTarget& target, Random& random) {
   f.delta = flag(), f.sigmoid_beta = f.delta && flag(), f.skip = flag(), f.qk_norm = flag();
   f.scaled_values = f.gate == IMBREX_GATE_SOFTPLUS && !f.channel_gate && flag();
   f.dtype = IMBREX_F32, f.layout = flag(), f.num_drafts = int32_t(random.between(0, 3));
+  f.out_gate = int32_t(random.between(0, 2)), f.out_norm = int32_t(random.between(0, f.out_gate == IMBREX_OUT_GATE_NONE ? 1 : 2));
+  if (f.out_norm != IMBREX_OUT_NORM_NONE) f.norm_groups = random.one_in(2) ? 0 : random.one_in(2) ? 1 : f.num_v_heads;
+  if (random.one_in(3)) {
+    f.conv = int32_t(random.between(IMBREX_CONV_QKV, IMBREX_CONV_VKQ)), f.conv_width = int32_t(random.between(2, 5));
+    f.conv_bias = flag(), f.conv_silu = flag();
+  }
   p.make_step(f.num_drafts, random);
   const auto set = [&](Argument& a, std::vector<int64_t> shape) { set_random(a, kFloat, std::move(shape), target, random); };
   const int64_t tokens = std::max<int64_t>(p.num_tokens() + random.between(0, 2), 1), heads = f.num_v_heads, dim_k = f.head_dim_k,
@@ -70,7 +83,14 @@ RecurrentProblem right_recurrent(const StateTarget& target, Random& random) {
     if (of_channels) shape.push_back(dim_k);
     return shape;
   };
-  set(p.q, {tokens, f.num_k_heads, dim_k}), set(p.k, {tokens, f.num_k_heads, dim_k}), set(p.v, {tokens, heads, dim_v});
+  if (f.conv == IMBREX_CONV_NONE) {
+    set(p.q, {tokens, f.num_k_heads, dim_k}), set(p.k, {tokens, f.num_k_heads, dim_k}), set(p.v, {tokens, heads, dim_v});
+  } else {
+    const int64_t channels = 2 * f.num_k_heads * dim_k + heads * dim_v;
+    set(p.input, {tokens, channels}), set(p.conv_weight, {channels, f.conv_width});
+    if (f.conv_bias != 0) set(p.conv_bias, {channels});
+    set(p.conv_state, {StateProblem::kStateSlots, f.conv_width - 1 + f.num_drafts, channels});
+  }
   if (f.gate != IMBREX_GATE_FIXED) set(p.gate, of_heads(f.channel_gate != 0, {tokens}));
   if (f.delta) set(p.beta, {tokens, heads});
   if (f.gate != IMBREX_GATE_LOG) set(p.rates, of_heads(f.channel_rates != 0, {}));
@@ -78,6 +98,9 @@ RecurrentProblem right_recurrent(const StateTarget& target, Random& random) {
   if (f.skip) set(p.skip, {heads});
   const bool k_first = f.layout == IMBREX_STATE_K_FIRST;
   set(p.state, {StateProblem::kStateSlots, 1 + f.num_drafts, heads, k_first ? dim_k : dim_v, k_first ? dim_v : dim_k});
+  if (f.out_gate != IMBREX_OUT_GATE_NONE) set(p.z, {tokens, heads, dim_v});
+  if (f.out_norm != IMBREX_OUT_NORM_NONE)
+    set(p.norm_weight, random.one_in(2) ? std::vector<int64_t>{dim_v} : std::vector<int64_t>{heads, dim_v});
   set(p.out, {tokens, heads, dim_v});
   return p;
 }
@@ -89,15 +112,16 @@ std::string break_recurrent(BrokenState<RecurrentProblem>& b, const StateTarget&
       b.new_plan = true;
       imbrex_recurrent_fields& f = p.spec.value;
       if (random.one_in(4)) {
-        float* const numbers[] = {&f.gate_min, &f.gate_max, &f.beta_scale, &f.scale};
+        float* const numbers[] = {&f.gate_min, &f.gate_max, &f.beta_scale, &f.scale, &f.norm_eps};
         constexpr float kWrong[] = {-1.f, 0.f, 1e-30f, 3e38f, INFINITY, -INFINITY, NAN};
         float& number = *random.pick(numbers);
         number = random.pick(kWrong);
         return fmt::format("a number of the spec = {}", number);
       }
-      int32_t* const fields[] = {&f.num_k_heads,   &f.num_v_heads, &f.head_dim_k,   &f.head_dim_v,    &f.gate,    &f.channel_gate,
-                                 &f.channel_rates, &f.delta,       &f.sigmoid_beta, &f.scaled_values, &f.qk_norm, &f.skip,
-                                 &f.dtype,         &f.state_dtype, &f.layout,       &f.num_drafts};
+      int32_t* const fields[] = {&f.num_k_heads,   &f.num_v_heads, &f.head_dim_k,   &f.head_dim_v,    &f.gate,     &f.channel_gate,
+                                 &f.channel_rates, &f.delta,       &f.sigmoid_beta, &f.scaled_values, &f.qk_norm,  &f.skip,
+                                 &f.dtype,         &f.state_dtype, &f.layout,       &f.num_drafts,    &f.out_gate, &f.out_norm,
+                                 &f.norm_groups,   &f.conv,        &f.conv_width,   &f.conv_bias,     &f.conv_silu};
       int32_t& field = *random.pick(fields);
       field = wrong_int(random, field);
       return fmt::format("a field of the spec = {}", field);
@@ -117,7 +141,7 @@ std::string break_recurrent(BrokenState<RecurrentProblem>& b, const StateTarget&
       const size_t which = size_t(random.between(0, int64_t(std::size(RecurrentProblem::kArguments)) - 1));
       Argument& a = p.*RecurrentProblem::kArguments[which];
       std::string change;
-      if (!a.given) return a = p.v, fmt::format("{} is given", RecurrentProblem::kNames[which]);
+      if (!a.given) return a = p.out, fmt::format("{} is given", RecurrentProblem::kNames[which]);
       if (!break_argument(a, random, change)) return "";
       return fmt::format("{}: {}", RecurrentProblem::kNames[which], change);
     }
