@@ -4,7 +4,7 @@ A layer is a convolution and, but for LFM2's, a recurrence over its channels. Bo
 """
 import logging
 from importlib import metadata
-from typing import Any, Callable, Dict, Hashable, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Hashable, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -111,35 +111,14 @@ def announce(log: logging.Logger, plans: LayerPlans, layers: str) -> None:
     log.info("imbrex %s: %s: %s", version, layers, "; ".join(parts))
 
 
-class Weights:
-    """What kernels take of a layer's parameters, made again when one of them is another tensor or has changed."""
-
-    def __init__(self) -> None:
-        self._kept: Dict[str, Tuple[Tuple, Tensor]] = {}
-
-    def of(self, name: str, source: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if source.is_inference():  # counts no changes
-            return make(source.detach())
-        state = (source.data_ptr(), source._version, source.dtype, source.shape)
-        kept = self._kept.get(name)
-        if kept is None or kept[0] != state:
-            kept = self._kept[name] = (state, make(source.detach()))
-        return kept[1]
-
-
 def f32(x: Tensor) -> Tensor:
-    """Contiguous, in float32."""
-    return x.to(torch.float32).contiguous()
-
-
-def log_rates(A: Tensor) -> Tensor:
-    """What models keep as A_log, of the A that engines keep: -exp(A_log)."""
-    return (-A.float()).log().contiguous()
+    """Contiguous, in float32. Made of a parameter in each call, since engines change these in place, and graphs see it then."""
+    return x.detach().to(torch.float32).contiguous()
 
 
 def matrix(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of a convolution [dim, 1, width] or [dim, width] as [dim, width]."""
-    return x.reshape(x.shape[0], x.shape[-1]).to(dtype).contiguous()
+    return x.detach().reshape(x.shape[0], x.shape[-1]).to(dtype).contiguous()
 
 
 def tight(x: Tensor) -> Tensor:

@@ -30,11 +30,8 @@ class _Kernel(LinearAttnKernelBase):
     supports_track_state_snapshot = True  # so that SGLang says when it wants one, which is refused
 
     def __init__(self, device: Any) -> None:
-        self._device, self._settings, self._weights = device_text(device), settings(), states.Weights()
+        self._device, self._settings = device_text(device), settings()
         self._of_decode: Dict[Tuple[states.Fields, Limits], Kept] = {}
-
-    def _f32(self, x: Tensor, *shape: int) -> Tensor:
-        return self._weights.of(str(x.data_ptr()), x, states.f32).view(shape)
 
     def _run(
         self, fields: states.Fields, q: Tensor, k: Tensor, v: Tensor, state: Tensor, slots: Tensor, starts: Tensor, **inputs: Optional[Tensor]
@@ -102,7 +99,9 @@ class GdnKernel(_Kernel):
     def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **options) -> Tensor:
         heads = v.shape[2]
         fields = states.delta_fields(*_sizes(k, v, ssm_states))
-        inputs = dict(gate=a.reshape(-1, heads), beta=b.reshape(-1, heads), rates=self._f32(A_log, heads), gate_bias=self._f32(dt_bias, heads))
+        inputs = dict(
+            gate=a.reshape(-1, heads), beta=b.reshape(-1, heads), rates=states.f32(A_log).view(heads), gate_bias=states.f32(dt_bias).view(heads)
+        )
         return self._run(fields, q, k, v, ssm_states, cache_indices, query_start_loc, **inputs)
 
     def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **options) -> Tuple[Tensor, None, None]:
@@ -127,7 +126,10 @@ class KdaKernel(_Kernel):
         _, _, _, _, dtype, state_dtype = _sizes(k, v, ssm_states)
         fields = dict(states.kda_fields(heads, dim, dtype, state_dtype, lower_bound), sigmoid_beta=beta_is_raw)
         inputs = dict(
-            gate=gate.reshape(-1, heads, dim), beta=beta.reshape(-1, heads), rates=self._f32(A_log, heads), gate_bias=self._f32(dt_bias, heads, dim)
+            gate=gate.reshape(-1, heads, dim),
+            beta=beta.reshape(-1, heads),
+            rates=states.f32(A_log).view(heads),
+            gate_bias=states.f32(dt_bias).view(heads, dim),
         )
         return self._run(tuple(fields.items()), q, k, v, ssm_states, cache_indices, query_start_loc, **inputs)
 

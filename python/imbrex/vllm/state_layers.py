@@ -14,6 +14,7 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 
 from .. import _engine_states as states
+from .._state_calls import rates_of
 from ..engines import type_name
 
 Tensor = torch.Tensor
@@ -32,7 +33,6 @@ class _StateLayer:
         if conv_dtype != model:
             raise NotImplementedError(f"imbrex: expected states of convolutions of the model's type {model}, got {conv_dtype}")
         self.kind = states.Kind(conv, recurrence)
-        self._weights = states.Weights()
 
     def _model_type(self) -> str:
         return type_name(self.model_config.dtype)
@@ -58,14 +58,11 @@ class _StateLayer:
         found = metadata.get(self.prefix) if isinstance(metadata, dict) else None
         return None if found is None else found.plans_of(self.kind)
 
-    def _f32(self, name: str, parameter: Tensor) -> Tensor:
-        return self._weights.of(name, parameter, states.f32)
-
     def _conv_weight(self, linear: Any) -> Tensor:
         """[dim, width]. On CPUs vLLM packs some for kernels of its own, and keeps them as they were beside that."""
         source = getattr(linear, "_cpu_unpacked_conv_weight", None)
         source = linear.weight if source is None else source
-        return self._weights.of("conv", source, lambda x: states.matrix(x, self.model_config.dtype))
+        return states.matrix(source, self.model_config.dtype)
 
 
 class Qwen(_StateLayer, QwenGatedDeltaNetAttention):
@@ -84,7 +81,7 @@ class Qwen(_StateLayer, QwenGatedDeltaNetAttention):
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         plans = self._plans()
         if plans is not None:
-            rates, bias = self._f32("rates", self.A_log), self._f32("bias", self.dt_bias)
+            rates, bias = states.f32(self.A_log), states.f32(self.dt_bias)
             states.delta(plans, mixed_qkv, self._conv_weight(self.conv1d), *self.kv_cache, a, b, rates, bias, core_attn_out)
 
 
@@ -103,7 +100,7 @@ class Kimi(_StateLayer, KimiGatedDeltaNetAttention):
         plans = self._plans()
         if plans is None:
             return
-        rates, bias = self._f32("rates", self.A_log).view(-1), self._f32("bias", self.dt_bias).view(-1, self.head_dim)
+        rates, bias = states.f32(self.A_log).view(-1), states.f32(self.dt_bias).view(-1, self.head_dim)
         states.delta(plans, mixed_qkv, self._conv_weight(self.conv1d), *self.kv_cache, g1[0], beta[0], rates, bias, core_attn_out[0])
         core_attn_out.copy_(self.o_norm(core_attn_out, g2))
 
@@ -127,8 +124,8 @@ class Mixer2(_StateLayer, MambaMixer2):
             return
         _, xbc, dt = projected_states.split([self.tped_intermediate_size, self.tped_conv_size, self.tped_dt_size], -1)
         bias = None if self.conv1d.bias is None else self.conv1d.bias.detach()
-        rates = self._weights.of("rates", self.A, states.log_rates)
-        steps = (dt, rates, self._f32("bias", self.dt_bias), self._f32("skip", self.D))
+        rates = rates_of(self.A.detach())
+        steps = (dt, rates, states.f32(self.dt_bias), states.f32(self.D))
         out = output.unflatten(-1, (-1, self.head_dim))
         states.mamba2(plans, xbc, self._conv_weight(self.conv1d), bias, *self.kv_cache, *steps, out)
 
@@ -153,10 +150,10 @@ class Mixer1(_StateLayer, MambaMixer):
         bias = None if self.conv1d.bias is None else self.conv1d.bias.detach()
         x = plans.conv.run(x, self._conv_weight(self.conv1d), conv_state, bias=bias)
         dt, B, C = self._ssm_transform(x)
-        rates = self._weights.of("rates", self.A, states.log_rates)
-        time_bias = None if self.dt_proj.bias is None else self._f32("bias", self.dt_proj.bias)
+        rates = rates_of(self.A.detach())
+        time_bias = None if self.dt_proj.bias is None else states.f32(self.dt_proj.bias)
         keys, queries, values = states.tight(B).unsqueeze(1), states.tight(C).unsqueeze(1), x.unsqueeze(-1)
-        steps = dict(gate=states.tight(dt.transpose(-2, -1)), rates=rates, gate_bias=time_bias, skip=self._f32("skip", self.D))
+        steps = dict(gate=states.tight(dt.transpose(-2, -1)), rates=rates, gate_bias=time_bias, skip=states.f32(self.D))
         y = plans.recurrence.run(queries, keys, values, state[:, None, :, None], **steps).squeeze(-1)
         y = (y.float() * torch.nn.functional.silu(gate.float())).to(y.dtype)
         output[: len(y)] = self.out_proj(y)[0]
