@@ -102,12 +102,13 @@ def rates_of(A: Tensor) -> Tensor:
     Mamba1 has a number for each channel and number of its state, whose logarithms take longer than a token on a CPU: they are kept by content, since
     callers make A again for each call.
     """
-    if A.device.type != "cpu" or A.dim() != 2 or A.numel() < _FEW:
+    if A.device.type != "cpu" or A.dim() != 2 or A.numel() < _FEW or not A.is_contiguous() or A.shape[1] * A.element_size() % 8:
         return (-A.float()).log().contiguous()
-    key = (A.shape, A.dtype, *A[0, :8].tolist())
+    A = A.detach()
+    key, bits = (A.shape, A.dtype, *A[0, :8].tolist()), A.view(torch.int64)  # which are compared faster than floats
     kept = _rates.get(key)
-    if kept is None or not torch.equal(kept[0], A):
-        kept = _rates[key] = (A.detach().clone(), (-A.detach().float()).log().contiguous())
+    if kept is None or not torch.equal(kept[0], bits):
+        kept = _rates[key] = (bits.clone(), (-A.float()).log())
         while len(_rates) > _MOST_RATES:
             _rates.popitem(last=False)
     return kept[1]
