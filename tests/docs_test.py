@@ -16,7 +16,14 @@ SOURCES = ("include", "src", "bench", "examples", "python", "scripts", "tests", 
 SUFFIXES = {".h", ".hpp", ".c", ".cpp", ".inl", ".cu", ".cuh", ".py", ".sh", ".rs", ".txt", ".json", ".cmake", ""}
 FOREIGN_FILES = {"dlpack.h", "config.json"}
 # Options of vLLM, SGLang and pip in pages about them.
-FOREIGN_OPTIONS = {"--additional-config", "--gpu-memory-utilization", "--prefill-attention-backend", "--decode-attention-backend"}
+FOREIGN_OPTIONS = {
+    "--additional-config",
+    "--gpu-memory-utilization",
+    "--prefill-attention-backend",
+    "--decode-attention-backend",
+    "--linear-attn-decode-backend",
+    "--linear-attn-prefill-backend",
+}
 
 
 def without_code_blocks(text):

@@ -3,6 +3,7 @@
 Plans are found again by what they are for, and are not planned again for the batch of the last call. Lengths are on the host.
 """
 import functools
+from collections import OrderedDict
 from typing import Any, Hashable, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -87,6 +88,30 @@ def rows(x: Tensor) -> Tensor:
 
 def f32(x: Optional[Tensor]) -> Optional[Tensor]:
     return None if x is None else x.to(torch.float32).contiguous()
+
+
+_MOST_RATES, _FEW = 128, 4096
+
+# By shape, type and first numbers: what such a tensor was, and its rates. All threads share it, under Python's lock.
+_rates: "OrderedDict[Hashable, Tuple[Tensor, Tensor]]" = OrderedDict()
+
+
+def rates_of(A: Tensor) -> Tensor:
+    """log(-A), which kernels take as models keep it, contiguous in float32.
+
+    Mamba1 has a number for each channel and number of its state, whose logarithms take longer than a token on a CPU: they are kept by content, since
+    callers make A again for each call.
+    """
+    if A.device.type != "cpu" or A.dim() != 2 or A.numel() < _FEW or not A.is_contiguous() or A.shape[1] * A.element_size() % 8:
+        return (-A.float()).log().contiguous()
+    A = A.detach()
+    key, bits = (A.shape, A.dtype, *A[0, :8].tolist()), A.view(torch.int64)  # which are compared faster than floats
+    kept = _rates.get(key)
+    if kept is None or not torch.equal(kept[0], bits):
+        kept = _rates[key] = (bits.clone(), (-A.float()).log())
+        while len(_rates) > _MOST_RATES:
+            _rates.popitem(last=False)
+    return kept[1]
 
 
 def _type_name(x: Tensor) -> str:

@@ -334,3 +334,28 @@ def test_steps_without_softplus(device):
         last = selective_state_update(state, one.u[..., t], one.delta[..., t], one.A, one.B[..., t], one.C[..., t])
     near(last, out[..., -1].double(), 2 * FLOAT)
     near(state, final.double(), 2 * FLOAT)
+
+
+def test_rates_of_many_channels():
+    """They are kept by content: tensors that are made again, that change in place in whatever way, and others that begin alike."""
+    dim, d_state = 512, 16
+
+    def step(A):
+        state, x, dt = torch.randn(1, dim, d_state), torch.randn(1, dim), torch.randn(1, dim)
+        B, C = torch.randn(1, d_state), torch.randn(1, d_state)
+        before = state.clone()
+        out = selective_state_update(state, x, dt, A, B, C, dt_softplus=True)
+        steps = torch.nn.functional.softplus(dt.double())[..., None]
+        after = before.double() * (A.double() * steps).exp() + steps * B.double()[:, None] * x.double()[..., None]
+        near(state, after, FLOAT)
+        near(out, (after * C.double()[:, None]).sum(-1), FLOAT)
+
+    A = -torch.rand(dim, d_state)
+    other = A.clone()
+    other[1:] *= 3
+    for given in (A, A.clone(), other, A.t().contiguous().t(), other):
+        step(given)
+    A.data[5:] *= 2
+    step(A)
+    A[0, 0] = -7
+    step(A)

@@ -37,6 +37,17 @@ GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=4096, mscale=0.707, mscale_all_dim=0.707)
 DEEPSEEK = dict(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=4, moe_layer_freq=1)
 
+# Layers with a state. All experts of the one layer that has some are taken: vLLM asks for one at least. A block of vLLM's prefix cache has at most 256 tokens.
+QWEN3_NEXT = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64, linear_value_head_dim=64, mlp_only_layers=[0, 1, 2])
+EXPERTS = dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=64, shared_expert_intermediate_size=64)
+NEMOTRON_H = dict(mamba_num_heads=4, mamba_head_dim=64, ssm_state_size=64, n_groups=2, layers_block_type=["mamba", "mlp", "attention", "mamba"])
+JAMBA = dict(num_experts=1, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=16, mamba_dt_rank=16)
+
+
+def without(name, given):
+    return {key: value for key, value in given.items() if key != name}
+
+
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**shape()),
     "qwen3": lambda: transformers.Qwen3Config(**shape(q_heads=4, kv_heads=1, head_dim=128)),
@@ -51,6 +62,9 @@ MODELS = {
         num_experts_per_tok=2,
         rope_parameters=YARN,
     ),
+    "qwen3-next": lambda: transformers.Qwen3NextConfig(**shape(q_heads=4), **QWEN3_NEXT, **EXPERTS),
+    "nemotron-h": lambda: transformers.NemotronHConfig(**shape(q_heads=4), **NEMOTRON_H),
+    "jamba": lambda: transformers.JambaConfig(**without("head_dim", shape(q_heads=4)), **JAMBA),
     # Attention is most of its work, so that tokens/s tell something of the backends.
     "speed": lambda: transformers.LlamaConfig(**shape(hidden=512, layers=2, q_heads=32, kv_heads=8, head_dim=128)),
 }
@@ -63,8 +77,16 @@ def fill(model):
     hidden = model.config.hidden_size
     for name, x in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        last = name.split(".")[-1]
         if "sinks" in name:
             mean, std = 1.0, 1.0
+        elif last == "A_log":
+            x.copy_((0.5 + 8 * torch.rand(x.shape, generator=generator)).log())  # some channels forget, others do not
+            continue
+        elif last == "dt_bias" or name.endswith("dt_proj.bias"):
+            mean, std = -2.0, 0.5
+        elif last == "D" or "conv1d.weight" in name:
+            mean, std = 0.0, 0.5
         elif x.dim() == 1 or name.endswith("bias"):
             mean, std = (0.0 if gemma else 1.0, 0.05) if "norm" in name else (0.0, 0.05)
         elif "embed_tokens" in name:

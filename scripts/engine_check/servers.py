@@ -40,11 +40,11 @@ class Variant:
 
 
 class Vllm:
-    """vLLM for CPUs. imbrex stands in for CPU_ATTN where the variable says so."""
+    """vLLM for CPUs. imbrex stands in for CPU_ATTN and for layers with a state where the variables say so."""
 
     variants = [
         Variant("CPU_ATTN", environment={"VLLM_PLUGINS": ""}),
-        Variant("imbrex", environment={"VLLM_PLUGINS": "imbrex", "IMBREX_VLLM_CPU_ATTN": "1"}),
+        Variant("imbrex", environment={"VLLM_PLUGINS": "imbrex", "IMBREX_VLLM_CPU_ATTN": "1", "IMBREX_VLLM_STATES": "1"}),
     ]
     drafts = ["--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2})]
     health = "/health"

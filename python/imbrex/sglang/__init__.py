@@ -41,6 +41,19 @@ def admit_to_gpt_oss(server_args: Any, previous: Callable[[Any], None]) -> None:
         model_hook.attention_backends_of = plain
 
 
+def with_linear_kernels(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
+    """Around the function of SGLang that makes the backend for layers of linear attention: imbrex's kernels where --linear-attn-backend, or that of a phase, names it."""
+    from sglang.srt.runtime_context import get_exec
+
+    mamba = get_exec().mamba
+    if NAME not in (mamba.linear_attn_backend, mamba.linear_attn_decode_backend, mamba.linear_attn_prefill_backend):
+        return original(runner, full_attn_backend)
+    from .linear import in_place
+
+    with in_place():
+        return original(runner, full_attn_backend)
+
+
 def register() -> None:
     """Names imbrex to SGLang's arguments and its registry of attention backends; any number of times. ImportError without SGLang.
 
@@ -49,7 +62,13 @@ def register() -> None:
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-        from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.server_args import (
+            ATTENTION_BACKEND_CHOICES,
+            LINEAR_ATTN_KERNEL_BACKEND_CHOICES,
+            add_attention_backend_choices,
+            add_linear_attn_kernel_backend_choices,
+        )
     except ImportError as error:
         raise ImportError(f"imbrex.sglang.register() needs SGLang {' or '.join(WRITTEN_FOR)}, which cannot be imported: {error}") from error
     if NAME not in ATTENTION_BACKEND_CHOICES:
@@ -57,3 +76,6 @@ def register() -> None:
     if NAME not in ATTENTION_BACKENDS:
         register_resolution_hook("handle_model_specific_adjustments")(admit_to_gpt_oss)
     register_attention_backend(NAME)(_make)
+    if NAME not in LINEAR_ATTN_KERNEL_BACKEND_CHOICES:
+        add_linear_attn_kernel_backend_choices([NAME])
+        HookRegistry.register("sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", with_linear_kernels, HookType.AROUND)

@@ -7,10 +7,11 @@ puts imbrex in its place, and in that of CPU_MLA, which vLLM takes for latent at
 
 import os
 
-__all__ = ["CPU_VARIABLE", "WRITTEN_FOR", "register"]
+__all__ = ["CPU_VARIABLE", "STATES_VARIABLE", "WRITTEN_FOR", "register"]
 
 WRITTEN_FOR = ("0.32.0", "0.33.0")
 CPU_VARIABLE = "IMBREX_VLLM_CPU_ATTN"
+STATES_VARIABLE = "IMBREX_VLLM_STATES"
 
 
 def register() -> None:
@@ -23,10 +24,18 @@ def register() -> None:
     except ImportError as error:
         raise ImportError(f"imbrex.vllm.register() needs vLLM {' or '.join(WRITTEN_FOR)}, which cannot be imported: {error}") from error
     register_backend(AttentionBackendEnum.CUSTOM, "imbrex.vllm.custom.Backend")
-    wanted = os.environ.get(CPU_VARIABLE, "0")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{CPU_VARIABLE}: expected 0 or 1, got {wanted!r}")
-    if wanted == "1":
+    if _is_set(CPU_VARIABLE):
         register_backend(AttentionBackendEnum.CPU_ATTN, "imbrex.vllm.backend.CpuBackend")
         if hasattr(AttentionBackendEnum, "CPU_MLA"):
             register_backend(AttentionBackendEnum.CPU_MLA, "imbrex.vllm.mla.CpuMlaBackend")
+    if _is_set(STATES_VARIABLE):
+        from . import state_layers
+
+        state_layers.register()
+
+
+def _is_set(variable: str) -> bool:
+    wanted = os.environ.get(variable, "0")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{variable}: expected 0 or 1, got {wanted!r}")
+    return wanted == "1"

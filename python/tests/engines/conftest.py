@@ -21,7 +21,7 @@ def _forget(engine):
 
 
 def _engine(name, monkeypatch):
-    for variable in ("IMBREX_ENGINE_CONFIG", "IMBREX_ENGINE_ANY_VERSION", "IMBREX_VLLM_CPU_ATTN", "IMBREX_BACKEND"):
+    for variable in ("IMBREX_ENGINE_CONFIG", "IMBREX_ENGINE_ANY_VERSION", "IMBREX_VLLM_CPU_ATTN", "IMBREX_VLLM_STATES", "IMBREX_BACKEND"):
         monkeypatch.delenv(variable, raising=False)
     _forget(name)
     monkeypatch.syspath_prepend(str(STUBS))

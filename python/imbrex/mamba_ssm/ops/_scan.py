@@ -22,7 +22,7 @@ def rates_of(A: Tensor) -> Tensor:
     """Kernels take the logarithm of -A, as models keep it."""
     if A.is_complex():
         surface.refuse("A", "real numbers", A.dtype, "states are real")
-    return (-A.float()).log().contiguous()
+    return _state_calls.rates_of(A)
 
 
 def gated(out: Tensor, z: Optional[Tensor]) -> Tensor:

@@ -44,6 +44,8 @@ class CacheConfig:
     user_specified_block_size: bool = True
     cache_dtype: str = "auto"
     kv_sharing_fast_prefill: bool = False
+    mamba_cache_mode: str = "none"
+    mamba_block_size: int = 512
     kv_cache_layout: Optional[str] = None  # of the resolved layout, before builders are made
 
 

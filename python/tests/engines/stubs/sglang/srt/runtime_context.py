@@ -5,3 +5,10 @@ _parallel = SimpleNamespace(attn_dcp_size=1)
 
 def get_parallel():
     return _parallel
+
+
+_exec = SimpleNamespace(mamba=SimpleNamespace(linear_attn_backend="triton", linear_attn_decode_backend=None, linear_attn_prefill_backend=None))
+
+
+def get_exec():
+    return _exec

@@ -1,3 +1,7 @@
 ATTENTION_BACKEND_CHOICES = ["triton", "torch_native", "fa3", "flashinfer", "intel_amx"]
 
 add_attention_backend_choices = ATTENTION_BACKEND_CHOICES.extend
+
+LINEAR_ATTN_KERNEL_BACKEND_CHOICES = ["triton", "cutedsl", "flashinfer"]
+
+add_linear_attn_kernel_backend_choices = LINEAR_ATTN_KERNEL_BACKEND_CHOICES.extend

@@ -55,6 +55,15 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
     pass
 
 
+@dataclass(frozen=True)
+class MambaSpec:
+    block_size: int
+    shapes: tuple
+    dtypes: tuple
+    mamba_cache_mode: str = "none"
+    num_speculative_blocks: int = 0
+
+
 def create_kv_cache_views(spec, num_blocks, num_layers, layout, device, poison, padding=0):
     """A logical [B, H, N, C] view for each layer of one allocation in `layout`'s order; `padding` elements lie between pages."""
     shape = (num_layers, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_size + spec.head_size_v)

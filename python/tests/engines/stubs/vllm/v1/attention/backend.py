@@ -80,6 +80,10 @@ class AttentionBackend(ABC):
         return spec
 
     @classmethod
+    def is_ssm(cls):
+        return False
+
+    @classmethod
     def is_mla(cls):
         return False
 

@@ -1,0 +1,127 @@
+"""Layers with a state in vLLM: a backend whose metadata is a step that is planned already. Its layers are in state_layers.py."""
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional
+
+import torch
+import vllm
+from vllm.config import get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+
+from .._engine_states import Kind, LayerPlans, StepPlans, announce
+from ..engines import check_version, device_text, settings, shared_workspace
+from . import WRITTEN_FOR
+
+check_version("vLLM", vllm.__version__, WRITTEN_FOR, least_patch=False)
+
+logger = init_logger("vllm.imbrex")
+
+_NULL_BLOCK = 0  # the block of requests that are not there
+
+
+@dataclass
+class StateMetadata(AttentionMetadata):
+    """A step that the plans of its layers know; those of a step without real requests are None."""
+
+    plans: Optional[StepPlans]
+
+    def plans_of(self, kind: Kind) -> Optional[LayerPlans]:
+        return None if self.plans is None else self.plans[kind]
+
+
+class StateBuilder(AttentionMetadataBuilder[StateMetadata]):
+    """Plans for each kind of layer in a group; vLLM calls build() once a step and, where it replays a graph, before that."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: List[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        given = vllm_config.additional_config
+        self.settings = settings(given.get("imbrex") if isinstance(given, dict) else None)
+        self.device_text = device_text(device)
+        self._refuse_configuration()
+        # The table that says which slot a request has is on the GPU alone, so steps are planned there.
+        self.on_device = self.device_text != "cpu"
+        layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, layer_names)
+        limits = self._limits()
+        self.plans = self._make_plans(layers, **limits)
+        self.decode_plans = self.plans
+        mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+        if mode is not None and mode.separate_routine():
+            # Graphs of decode alone: plans with a token a request launch nothing for prompts.
+            self.decode_plans = self._make_plans(layers, **dict(limits, max_num_tokens=max(limits["max_num_reqs"], self._most_captured())))
+        self._announce(layers)
+
+    def _make_plans(self, layers: Dict[str, Any], **limits: int) -> StepPlans:
+        plans = StepPlans(self.device_text, self.settings, on_device=self.on_device, workspace=shared_workspace(self.device_text), **limits)
+        for layer in layers.values():
+            plans.add(layer.kind)
+        return plans
+
+    def _most_captured(self) -> int:
+        return self.vllm_config.compilation_config.max_cudagraph_capture_size or 0
+
+    def _limits(self) -> Dict[str, int]:
+        scheduler = self.vllm_config.scheduler_config
+        max_num_tokens = max(scheduler.max_num_batched_tokens, self._most_captured())
+        return dict(
+            max_num_reqs=scheduler.max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=max(self.vllm_config.model_config.max_model_len, max_num_tokens),  # warm-up steps have lengths of their own
+        )
+
+    def _refuse_configuration(self) -> None:
+        config = self.vllm_config
+        if config.speculative_config is not None:
+            raise NotImplementedError(
+                "imbrex: expected no speculative decoding with layers that have a state, got some: their drafts are not supported"
+            )
+        if config.parallel_config.use_ubatching:
+            raise NotImplementedError("imbrex: expected one stream for a step, got dual batch overlap, whose halves have their own")
+        if self.settings.on_device == "never" and self.device_text != "cpu":
+            raise ValueError('imbrex: expected on_device "auto" or "always" with layers that have a state on a GPU, got "never"')
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> StateMetadata:
+        cam = common_attn_metadata
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        table = mamba_get_block_table_tensor(cam.block_table_tensor, cam.seq_lens, self.kv_cache_spec, mode)
+        slots = table[: cam.num_reqs, 0].to(torch.int32).contiguous()
+        plans = self.decode_plans if cam.max_query_len == 1 else self.plans
+        if self.on_device:
+            plans.update_on_device(cam.query_start_loc[: cam.num_reqs + 1], cam.seq_lens[: cam.num_reqs], slots, cam.num_actual_tokens)
+            return StateMetadata(plans)
+        if not (slots != _NULL_BLOCK).any():  # a warm-up
+            return StateMetadata(None)
+        plans.update(cam.query_start_loc_cpu[: cam.num_reqs + 1], cam.seq_lens[: cam.num_reqs], slots)
+        return StateMetadata(plans)
+
+    def _announce(self, layers: Dict[str, Any]) -> None:
+        kinds: Dict[Kind, List[str]] = {}
+        for name, layer in layers.items():
+            kinds.setdefault(layer.kind, []).append(name)
+        for kind, names in kinds.items():
+            text = "1 layer" if len(names) == 1 else f"{len(names)} layers"
+            announce(logger, self.plans[kind], f"{text} from {names[0]} on")
+
+
+class StateBackend(AttentionBackend):
+    """What vLLM asks for layers with a state. Their forward() is in the layers."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "IMBREX_STATES"
+
+    @staticmethod
+    def get_impl_cls() -> type:
+        raise NotImplementedError("imbrex: layers with a state have no attention implementation")
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return StateBuilder
+
+    @classmethod
+    def is_ssm(cls) -> bool:
+        return True

@@ -1,0 +1,6 @@
+from sglang.srt.layers.attention.linear.utils import Dispatcher
+
+
+class KDAAttnBackend:
+    def __init__(self, model_runner):
+        self.kernel_dispatcher = Dispatcher(model_runner.linear_attn_backends)

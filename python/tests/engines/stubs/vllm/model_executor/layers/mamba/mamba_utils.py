@@ -1,0 +1,5 @@
+layout = "SD"
+
+
+def is_conv_state_dim_first():
+    return layout == "DS"
