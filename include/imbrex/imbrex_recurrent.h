@@ -26,6 +26,8 @@ typedef struct {
   int32_t dtype, state_dtype; /* imbrex_dtype; IMBREX_BF16, IMBREX_F32 */
   int32_t layout;             /* imbrex_state_layout; IMBREX_STATE_V_FIRST */
   int32_t num_drafts;         /* 0; drafts of a step that a later one may take back */
+  int32_t tree_drafts;        /* 0; 1: drafts of a step may be a tree */
+  int32_t reserved;           /* not read */
 } imbrex_recurrent_fields;
 IMBREX_API void imbrex_recurrent_fields_init(imbrex_recurrent_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_recurrent(const imbrex_recurrent_fields*, imbrex_spec** out);

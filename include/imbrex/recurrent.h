@@ -52,6 +52,9 @@ struct RecurrentSpec {
   DType state_dtype = DType::f32;        // f32, bf16 or f16
   StateLayout layout = StateLayout::v_first;
   int num_drafts = 0;  // how many drafts of a step a later one may take back (Batch::num_drafts), at most 64
+  // Drafts of a step may be a tree (Batch::draft_parents), each computed from the state behind the token that it follows, as its row keeps
+  // it: of fewer bits than a float it is rounded behind each draft, also in a chain.
+  bool tree_drafts = false;
 
   int state_rows() const { return 1 + num_drafts; }
   int64_t state_bytes() const;  // of a slot of one layer
@@ -71,9 +74,9 @@ struct RecurrentInputs {
   TensorView gate_bias;  // f32 [num_v_heads], or [num_v_heads, head_dim_k] with channel_gate; empty: zeros
   TensorView skip;       // f32 [num_v_heads]; with RecurrentSpec::skip alone
   // state_dtype [slots, state_rows, num_v_heads, head_dim_k, head_dim_v], or with head_dim_v in front of head_dim_k; a head's numbers are
-  // contiguous. Read and written by run(). A request reads row accepted_drafts of its slot, and nothing where it has no earlier token; then
-  // it writes rows [0, num_drafts of the request]: row i is the state before the last num_drafts - i tokens. Other rows and slots do not
-  // change.
+  // contiguous. Read and written by run(). A request reads row accepted_drafts of its source slot, and nothing where it has no earlier
+  // token; then it writes rows [0, num_drafts of the request] of its slot: row 0 is the state in front of the first draft, row i that
+  // behind the i-th draft. Other rows and slots do not change.
   TensorView state;
 };
 
@@ -81,10 +84,10 @@ struct RecurrentOutputs {
   TensorView out;  // dtype [>= num_tokens, num_v_heads, head_dim_v], innermost stride 1
 };
 
-// update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
-// requests with tokens have the same slot. Other requests, threads and slots change no bit of a result. How a prompt is cut into steps
-// changes none where the state is f32 and steps end at multiples of RecurrentPlan::step_tokens() of a request's tokens; elsewhere results
-// agree as far as the types of the state allow.
+// update() reads Batch::query_start_loc, seq_lens, state_slots and source_slots, and where there are drafts num_drafts, accepted_drafts and
+// draft_parents. No two requests with tokens have the same slot. Other requests, threads and slots change no bit of a result. How a prompt
+// is cut into steps changes none where the state is f32 and steps end at multiples of RecurrentPlan::step_tokens() of a request's tokens;
+// elsewhere results agree as far as the types of the state allow.
 class RecurrentPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors recurrent.run.*

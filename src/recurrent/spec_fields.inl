@@ -22,6 +22,7 @@ FIELD(spec, dtype, dtype, "dtype", "", "--dtype", "f32, bf16, f16")
 FIELD(spec, state_dtype, state_dtype, "state_dtype", "", "--state-dtype", "f32, bf16, f16")
 FIELD(spec, layout, layout, "layout", "", "--layout", "k_first, v_first")
 FIELD(spec, num_drafts, num_drafts, "num_drafts", "drafts", "--drafts", "drafts of a step at most")
+FIELD(spec, tree_drafts, tree_drafts, "tree_drafts", "drafts", "--tree-drafts", "drafts of a step may be a tree")
 // clang-format on
 #undef SHAPE
 #undef FIELD

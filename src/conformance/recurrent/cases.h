@@ -29,6 +29,7 @@ struct RecurrentCase {
   int padding_tokens = 0;   // rows of tensors after the batch's tokens
   bool float_gates = true;  // gate and beta are f32, else of dtype
   RecurrentValues values = RecurrentValues::plain;
+  bool other_sources = false;  // as in RecurrentRunOptions
   uint64_t seed = 1;
 };
 

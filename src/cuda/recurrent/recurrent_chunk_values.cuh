@@ -82,7 +82,7 @@ DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Su
 #pragma unroll
       for (int j = 0; j < 4; ++j) s.of[i][j] = p.carried_in[carried_at(unit, value, i * 4 + j)];
   } else if (unit.item.first_row >= 0) {
-    load_sums(state_of(p, unit, unit.item.first_row), unit.first_value + value, s);
+    load_sums(unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride, unit.first_value + value, s);
   }
 }
 DEVICE void end_sums(const RecurrentParams& p, const Unit& unit, int value, const Sums& s) {
