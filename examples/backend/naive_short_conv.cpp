@@ -12,7 +12,7 @@ namespace {
 
 struct Request {
   int begin, end;  // of its tokens
-  int slot, first_row, drafts;
+  int slot, source, first_row, drafts;
   bool fresh;  // no tokens have gone before
 };
 
@@ -26,6 +26,7 @@ ConvPlan& plan_of(void* plan) { return *static_cast<ConvPlan*>(plan); }
 void unsupported(void*, const imbrex_short_conv_fields* s, const imbrex_device_properties* device, const imbrex_reasons* reasons) {
   refuse(reasons, device->cuda != 0, "device.type", "cpu", device->cuda);
   refuse(reasons, s->dtype != IMBREX_F32, "short_conv.dtype", "f32", s->dtype);
+  refuse(reasons, s->tree_drafts != 0, "short_conv.tree_drafts", "0", s->tree_drafts);
 }
 
 imbrex_status make_plan(void*, const imbrex_short_conv_fields* spec, const imbrex_device_properties*, const imbrex_plan_options*,
@@ -44,7 +45,8 @@ imbrex_status update(void* plan, const imbrex_batch* b, void*) {
   for (int r = 0; r < b->num_reqs; ++r) {
     const int begin = b->query_start_loc[r], end = b->query_start_loc[r + 1];
     if (begin == end) continue;
-    p.requests.push_back({begin, end, b->state_slots[r], b->accepted_drafts != nullptr ? b->accepted_drafts[r] : 0,
+    const int source = (b->source_slots != nullptr ? b->source_slots : b->state_slots)[r];
+    p.requests.push_back({begin, end, b->state_slots[r], source, b->accepted_drafts != nullptr ? b->accepted_drafts[r] : 0,
                           b->num_drafts != nullptr ? b->num_drafts[r] : 0, b->seq_lens[r] == end - begin});
   }
   return IMBREX_OK;
@@ -59,12 +61,14 @@ imbrex_status run(void* plan, const imbrex_short_conv_inputs* in, const imbrex_s
   const bool gated = p.spec.form == IMBREX_CONV_GATED, silu = p.spec.activation == IMBREX_CONV_SILU;
   std::vector<float> h;  // of the tokens in front of the step, and of its own
   for (const Request& r : p.requests) {
-    float* const state = static_cast<float*>(in->state->data) + r.slot * in->state->strides[0];
+    float* const states = static_cast<float*>(in->state->data);
+    float* const state = states + r.slot * in->state->strides[0];
+    const float* const source = r.fresh ? nullptr : states + r.source * in->state->strides[0];
     const int64_t row = in->state->strides[1];
     const int q_len = r.end - r.begin;
     for (int d = 0; d < dim; ++d) {
       h.clear();
-      for (int i = 0; i < before; ++i) h.push_back(r.fresh ? 0.f : state[(r.first_row + i) * row + d]);
+      for (int i = 0; i < before; ++i) h.push_back(r.fresh ? 0.f : source[(r.first_row + i) * row + d]);
       for (int t = r.begin; t < r.end; ++t)
         h.push_back(element(*in->bcx, t, d) * (gated ? element(*in->bcx, t, 2 * int64_t(dim) + d) : 1.f));
       for (int t = 0; t < q_len; ++t) {

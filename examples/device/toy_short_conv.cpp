@@ -6,19 +6,22 @@ namespace {
 
 // One step, as the device keeps it.
 struct Step {
-  std::vector<int32_t> query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts;
+  std::vector<int32_t> query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts, source_slots, draft_parents;
 
   explicit Step(const imbrex_batch& b)
       : query_start_loc(b.query_start_loc, b.query_start_loc + b.num_reqs + 1),
         seq_lens(b.seq_lens, b.seq_lens + b.num_reqs),
         state_slots(copy_of(b.state_slots, b.num_reqs)),
         num_drafts(copy_of(b.num_drafts, b.num_reqs)),
-        accepted_drafts(copy_of(b.accepted_drafts, b.num_reqs)) {}
+        accepted_drafts(copy_of(b.accepted_drafts, b.num_reqs)),
+        source_slots(copy_of(b.source_slots, b.num_reqs)),
+        draft_parents(copy_of(b.draft_parents, b.query_start_loc[b.num_reqs])) {}
   imbrex_status update(imbrex_plan* plan) const {
     imbrex_batch b;
     imbrex_batch_init(&b, sizeof b);
     b.num_reqs = int32_t(seq_lens.size()), b.query_start_loc = query_start_loc.data(), b.seq_lens = seq_lens.data();
     b.state_slots = or_null(state_slots), b.num_drafts = or_null(num_drafts), b.accepted_drafts = or_null(accepted_drafts);
+    b.source_slots = or_null(source_slots), b.draft_parents = or_null(draft_parents);
     return of_library(imbrex_plan_update(plan, &b, nullptr));
   }
 

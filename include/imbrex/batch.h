@@ -32,9 +32,17 @@ struct Batch {
   std::span<const int32_t> positions;
 
   // For layers that keep a state of each request (short_conv.h): [num_reqs] each, on the host.
-  std::span<const int32_t> state_slots;      // the slot of the request's state; not read for a request without tokens
-  std::span<const int32_t> num_drafts;       // how many of the step's last tokens the next step may take back; empty: none
-  std::span<const int32_t> accepted_drafts;  // how many drafts of the request's step before were kept; empty: none
+  std::span<const int32_t> state_slots;  // the slot of the request's state; not read for a request without tokens
+  std::span<const int32_t> num_drafts;   // how many of the step's last tokens the next step may take back; empty: none
+  // The last draft of the request's step before that was kept, counted from 1: in a chain that is how many were. 0, or empty: none
+  std::span<const int32_t> accepted_drafts;
+  // The slot that a request's state is read from, where it is not state_slots, which alone is written: a state that is kept for others,
+  // say. No other request of the step may write it; any number may read it. Not read for a request without earlier tokens. Empty: its own
+  std::span<const int32_t> source_slots;
+  // [num_tokens], on the host; only for layers with tree_drafts: the token that a draft follows, counted from 0 among the request's tokens
+  // of the step (SGLang: retrieve_parent_token). It is a draft in front of this one, or the last token that is no draft: -1 where all are.
+  // Not read for tokens that are no drafts: each follows the one in front of it. Empty: so do drafts
+  std::span<const int32_t> draft_parents;
 
   int num_reqs() const { return int(seq_lens.size()); }
   int num_tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
@@ -53,6 +61,7 @@ struct DeviceBatch {
   TensorView block_table, kv_indptr, kv_indices, kv_start_loc, slot_mapping, custom_mask;
   TensorView positions;  // i32 [>= max_num_tokens], contiguous, as in Batch. One that is out of range counts as the nearest that is not
   TensorView state_slots, num_drafts, accepted_drafts;  // i32 [num_reqs], contiguous; the last two may be empty, as in Batch
+  TensorView source_slots, draft_parents;  // i32 [num_reqs] and [>= max_num_tokens], contiguous; both may be empty, as in Batch
   int max_num_tokens = 0;  // a bound of query_start_loc.back(), known to the host; 0: PlanLimits::max_num_tokens. The tensors of
                            // write_kv() and run(), and slot_mapping, have this many tokens
 

@@ -83,8 +83,7 @@ typedef struct imbrex_device imbrex_device;
 IMBREX_API imbrex_status imbrex_device_create(const char* text, imbrex_device** out);
 IMBREX_API void imbrex_device_free(imbrex_device*);
 IMBREX_API const char* imbrex_device_str(const imbrex_device*);
-/* How many NVIDIA GPUs this machine has. *why is the reason where there is none, a text that lives until this thread's next call; why may
- * be NULL. */
+/* How many NVIDIA GPUs this machine has. *why, if why is not NULL: the reason of none, a text that lives until this thread's next call */
 IMBREX_API int32_t imbrex_num_cuda_devices(const char** why);
 
 typedef struct {
@@ -151,13 +150,14 @@ typedef enum { IMBREX_CONV_NO_ACTIVATION, IMBREX_CONV_SILU } imbrex_conv_activat
  * what a layer calls is imbrex_plan_run_short_conv(). Functions for one family alone are IMBREX_INVALID (api.family) with another. */
 typedef struct {
   size_t struct_size;
-  int32_t dim;              /* channels */
-  int32_t width;            /* 3; tokens that a sum is over, its own included */
-  int32_t bias;             /* 0; 1: imbrex_short_conv_inputs has one */
-  int32_t dtype;            /* imbrex_dtype; IMBREX_BF16 */
-  int32_t num_drafts;       /* 0; drafts of a step that a later one may take back */
-  int32_t reserved;         /* not read: where the struct of the first version ended with four bytes of padding */
-  int32_t form, activation; /* imbrex_conv_form, imbrex_conv_activation; IMBREX_CONV_GATED, IMBREX_CONV_NO_ACTIVATION */
+  int32_t dim;                     /* channels */
+  int32_t width;                   /* 3; tokens that a sum is over, its own included */
+  int32_t bias;                    /* 0; 1: imbrex_short_conv_inputs has one */
+  int32_t dtype;                   /* imbrex_dtype; IMBREX_BF16 */
+  int32_t num_drafts;              /* 0; drafts of a step that a later one may take back */
+  int32_t reserved;                /* not read: where the struct of the first version ended with four bytes of padding */
+  int32_t form, activation;        /* imbrex_conv_form, imbrex_conv_activation; IMBREX_CONV_GATED, IMBREX_CONV_NO_ACTIVATION */
+  int32_t tree_drafts, reserved_2; /* 0; 1: drafts of a step may be a tree. reserved_2 is not read */
 } imbrex_short_conv_fields;
 IMBREX_API void imbrex_short_conv_fields_init(imbrex_short_conv_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_short_conv(const imbrex_short_conv_fields*, imbrex_spec** out);
@@ -295,8 +295,9 @@ typedef struct {
   /* For layers that keep a state of each request: [num_reqs], host. NULL where not used. */
   const int32_t* state_slots;     /* where the request's state is */
   const int32_t* num_drafts;      /* of the step's tokens, the last so many may be taken back by the next step; NULL: none */
-  const int32_t* accepted_drafts; /* of the drafts of the request's step before, so many were kept; NULL: none */
+  const int32_t* accepted_drafts; /* the last draft of the request's step before that was kept, counted from 1; NULL: none */
   const int32_t* positions;       /* [num_tokens], host: of queries among their request's keys; NULL: aligned at the bottom right */
+  const int32_t *source_slots, *draft_parents; /* [num_reqs], NULL: state_slots; [num_tokens], NULL: chains (batch.h) */
 } imbrex_batch;
 IMBREX_API void imbrex_batch_init(imbrex_batch*, size_t struct_size);
 
@@ -309,6 +310,7 @@ typedef struct {
   const imbrex_tensor *block_table, *kv_indptr, *kv_indices, *kv_start_loc, *slot_mapping, *custom_mask;
   const imbrex_tensor *state_slots, *num_drafts, *accepted_drafts; /* i32 [num_reqs], as in imbrex_batch */
   const imbrex_tensor* positions;                                  /* i32 [>= max_num_tokens], likewise */
+  const imbrex_tensor *source_slots, *draft_parents;               /* i32 [num_reqs], i32 [>= max_num_tokens], likewise */
 } imbrex_device_batch;
 IMBREX_API void imbrex_device_batch_init(imbrex_device_batch*, size_t struct_size);
 
@@ -337,8 +339,7 @@ IMBREX_API imbrex_status imbrex_plan_create(const imbrex_selection*, const imbre
 IMBREX_API imbrex_status imbrex_plan_create_by_phase(const imbrex_selection* prefill, const imbrex_selection* decode,
                                                      const imbrex_plan_options*, int32_t decode_max_q, imbrex_plan** out);
 /* Tells how many bytes of a workspace a plan of this selection with these options will take. Nothing is made, and the device may be one
- * that is only described. Plans that share a workspace take what the largest of them does. 0: the plan keeps its own scratch, or has none.
- */
+ * that is only described. Plans that share a workspace take what the largest of them does. 0: the plan has scratch of its own, or none. */
 IMBREX_API imbrex_status imbrex_selection_workspace_bytes(const imbrex_selection*, const imbrex_plan_options*, int64_t* out);
 IMBREX_API void imbrex_plan_free(imbrex_plan*);
 IMBREX_API const char* imbrex_plan_str(imbrex_plan*); /* "cpu_amx: 264 work items, 12 merges" */
@@ -365,7 +366,7 @@ typedef struct {
   const imbrex_tensor* bcx;    /* [>= num_tokens, 3 * dim]: B, C and x of a token after one another; plain form: [>= num_tokens, dim], x */
   const imbrex_tensor* weight; /* [dim, width] */
   const imbrex_tensor* bias;   /* NULL, or [dim] */
-  const imbrex_tensor* state;  /* [slots, width - 1 + num_drafts, dim]: read and written */
+  const imbrex_tensor* state;  /* [slots, width - 1 + num_drafts, dim]: read and written; tree_drafts: (width - 1) * (1 + num_drafts) */
 } imbrex_short_conv_inputs;
 IMBREX_API void imbrex_short_conv_inputs_init(imbrex_short_conv_inputs*, size_t struct_size);
 typedef struct {
@@ -434,8 +435,7 @@ IMBREX_API imbrex_status imbrex_block_pool_publish(imbrex_block_pool*, int32_t b
  * copies the contents (imbrex_block_copier_copy()). IMBREX_OUT_OF_MEMORY, and nothing changes, when there is none. */
 IMBREX_API imbrex_status imbrex_block_pool_make_writable(imbrex_block_pool*, int32_t block, int32_t* out);
 /* The hash of a full block of tokens and of all blocks before it, whose hash is `parent`; 0 for the first block. It is keyed with random
- * bits of this process, so that no tenant can make two prefixes with one hash; another process has other hashes. 0, which is no hash, on
- * failure. */
+ * bits of this process, so that no tenant can make two prefixes with one hash; another process has other hashes. On failure 0, no hash. */
 IMBREX_API uint64_t imbrex_hash_block(uint64_t parent, const uint64_t* token_ids, int32_t count);
 /* The hash of a block by a key of the caller's, 128 random bits: processes that share the secret have the same hashes. */
 IMBREX_API imbrex_status imbrex_hash_block_with_key(const uint64_t key[2], uint64_t parent, const uint64_t* token_ids, int64_t count,

@@ -37,6 +37,8 @@ typedef struct {
   int32_t conv_width;         /* 4; tokens of the convolution */
   int32_t conv_bias;          /* 0; 1: it has a bias */
   int32_t conv_silu;          /* 1: SiLU follows it */
+  int32_t tree_drafts;        /* 0; 1: drafts of a step may be a tree */
+  int32_t reserved;           /* not read */
 } imbrex_recurrent_fields;
 IMBREX_API void imbrex_recurrent_fields_init(imbrex_recurrent_fields*, size_t struct_size);
 IMBREX_API imbrex_status imbrex_spec_create_recurrent(const imbrex_recurrent_fields*, imbrex_spec** out);

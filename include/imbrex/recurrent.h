@@ -87,9 +87,12 @@ struct RecurrentSpec {
   int conv_width = 4;      // tokens of a sum, its own included: 2 to 8
   bool conv_bias = false;  // RecurrentInputs::conv_bias is added to the sum
   bool conv_silu = true;   // and SiLU follows
+  // Drafts of a step may be a tree (Batch::draft_parents), each computed from the state behind the token that it follows, as its row keeps
+  // it: of fewer bits than a float it is rounded behind each draft, also in a chain.
+  bool tree_drafts = false;
 
   int64_t conv_channels() const { return int64_t(2) * num_k_heads * head_dim_k + int64_t(num_v_heads) * head_dim_v; }
-  int conv_state_rows() const { return conv_width - 1 + num_drafts; }
+  int conv_state_rows() const { return tree_drafts ? (conv_width - 1) * (1 + num_drafts) : conv_width - 1 + num_drafts; }
   bool has_output_stage() const { return out_gate != OutputGate::none || out_norm != OutputNorm::none; }
   int norm_heads() const { return norm_groups > 0 ? num_v_heads / norm_groups : 1; }  // value heads of a group
   int state_rows() const { return 1 + num_drafts; }
@@ -110,9 +113,9 @@ struct RecurrentInputs {
   TensorView gate_bias;  // f32 [num_v_heads], or [num_v_heads, head_dim_k] with channel_gate; empty: zeros
   TensorView skip;       // f32 [num_v_heads]; with RecurrentSpec::skip alone
   // state_dtype [slots, state_rows, num_v_heads, head_dim_k, head_dim_v], or with head_dim_v in front of head_dim_k; a head's numbers are
-  // contiguous. Read and written by run(). A request reads row accepted_drafts of its slot, and nothing where it has no earlier token; then
-  // it writes rows [0, num_drafts of the request]: row i is the state before the last num_drafts - i tokens. Other rows and slots do not
-  // change.
+  // contiguous. Read and written by run(). A request reads row accepted_drafts of its source slot, and nothing where it has no earlier
+  // token; then it writes rows [0, num_drafts of the request] of its slot: row 0 is the state in front of the first draft, row i that
+  // behind the i-th draft. Other rows and slots do not change.
   TensorView state;
   TensorView z;            // dtype [>= num_tokens, num_v_heads, head_dim_v]; with RecurrentSpec::out_gate alone
   TensorView norm_weight;  // dtype or f32 [num_v_heads, head_dim_v], or [head_dim_v] for all heads; with RecurrentSpec::out_norm alone
@@ -128,10 +131,10 @@ struct RecurrentOutputs {
   TensorView out;  // dtype [>= num_tokens, num_v_heads, head_dim_v], innermost stride 1
 };
 
-// update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
-// requests with tokens have the same slot. Other requests, threads and slots change no bit of a result. How a prompt is cut into steps
-// changes none where the state is f32 and steps end at multiples of RecurrentPlan::step_tokens() of a request's tokens; elsewhere results
-// agree as far as the types of the state allow.
+// update() reads Batch::query_start_loc, seq_lens, state_slots and source_slots, and where there are drafts num_drafts, accepted_drafts and
+// draft_parents. No two requests with tokens have the same slot. Other requests, threads and slots change no bit of a result. How a prompt
+// is cut into steps changes none where the state is f32 and steps end at multiples of RecurrentPlan::step_tokens() of a request's tokens;
+// elsewhere results agree as far as the types of the state allow.
 class RecurrentPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors recurrent.run.*

@@ -28,9 +28,10 @@ struct ShortConvSpec {
   int num_drafts = 0;         // how many drafts of a step a later one may take back (Batch::num_drafts), at most 64
   ShortConvForm form = ShortConvForm::gated;
   ShortConvActivation activation = ShortConvActivation::none;  // of the plain form alone
+  bool tree_drafts = false;  // drafts of a step may be a tree (Batch::draft_parents): a sum is over the path to the draft
 
   int input_channels() const { return form == ShortConvForm::gated ? 3 * dim : dim; }
-  int state_rows() const { return width - 1 + num_drafts; }
+  int state_rows() const { return tree_drafts ? (width - 1) * (1 + num_drafts) : width - 1 + num_drafts; }
   int64_t state_bytes() const { return int64_t(state_rows()) * dim * size_of(dtype); }  // of a slot of one layer
   void validate() const;                                                                // Error short_conv.*
   std::string str() const;  // "short_conv d2048 w3 bf16 bias drafts4", "short_conv d8192 w4 bf16 plain silu"
@@ -44,8 +45,10 @@ struct ShortConvInputs {
   TensorView weight;  // dtype [dim, width]; weight[:, width - 1] is of the current token
   TensorView bias;    // dtype [dim], contiguous; only with ShortConvSpec::bias
   // dtype [slots, state_rows, dim], innermost stride 1: h of earlier tokens, oldest first. Read and written by run(). A request reads rows
-  // [accepted_drafts, accepted_drafts + width - 1) of its slot, and nothing where it has no earlier token; then it writes rows
-  // [0, width - 1 + num_drafts). Other rows and slots do not change.
+  // [accepted_drafts, accepted_drafts + width - 1) of its source slot, and nothing where it has no earlier token; then it writes rows
+  // [0, width - 1 + num_drafts of the request) of its slot. With tree_drafts a row is instead width - 1 rows: the i-th of these, from 0 on,
+  // are h of the last tokens on the path to the i-th draft, its own included, and the 0-th those in front of the first draft. Number
+  // accepted_drafts is read, and numbers [0, num_drafts of the request] are written. Other rows and slots do not change.
   TensorView state;
 };
 
@@ -55,11 +58,11 @@ struct ShortConvOutputs {
   TensorView out;
 };
 
-// update() reads Batch::query_start_loc, seq_lens and state_slots, and where there are drafts num_drafts and accepted_drafts. No two
-// requests with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do other requests and
-// threads. update_on_device() reads DeviceBatch::state_slots and the drafts too. There a request whose slot is outside of the state, or
-// which has the slot of another one, is left out of run(), and device_problems() reports it. It is for GPUs: a plan of a CPU, where lengths
-// are on the host anyway, refuses it.
+// update() reads Batch::query_start_loc, seq_lens, state_slots and source_slots, and where there are drafts num_drafts, accepted_drafts and
+// draft_parents. No two requests with tokens have the same slot. How a prompt is cut into steps changes no bit of outputs and state, nor do
+// other requests and threads. update_on_device() reads DeviceBatch::state_slots and the drafts too. There a request whose slot is outside
+// of the state, or which has the slot of another one, is left out of run(), and device_problems() reports it. It is for GPUs: a plan of a
+// CPU, where lengths are on the host anyway, refuses it.
 class ShortConvPlan : public BasicPlan {
  public:
   // Allocates nothing. Errors short_conv.run.*, tensor.*

@@ -50,14 +50,18 @@ class StatePlan:
         *,
         num_drafts: Optional[Array] = None,
         accepted_drafts: Optional[Array] = None,
+        source_slots: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
         stream: Any = None,
     ) -> None:
         """One scheduler step: int32 on the host, query_start_loc [num_reqs + 1], the others [num_reqs].
 
         seq_lens counts this step's tokens too: a request that has no others begins with an empty state, whatever its slot holds. The last
-        num_drafts of a request's tokens may be taken back by its next step, which then says how many were kept: accepted_drafts.
+        num_drafts of a request's tokens may be taken back by its next step, which then says which was the last that was kept, counted from 1: accepted_drafts.
+        A request's state is read from source_slots, where they are given, and written to state_slots. With spec.tree_drafts, draft_parents [num_tokens] has of
+        each draft the token that it follows, counted from 0 among the request's tokens of the step, -1 in front of them; of other tokens it is not read.
         """
-        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts))
+        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts, source_slots, draft_parents))
         self._plan.update(*arrays, stream=stream_address(stream, query_start_loc, self._gpu))
 
     def update_on_device(
@@ -68,6 +72,8 @@ class StatePlan:
         *,
         num_drafts: Optional[Array] = None,
         accepted_drafts: Optional[Array] = None,
+        source_slots: Optional[Array] = None,
+        draft_parents: Optional[Array] = None,
         max_num_tokens: int = 0,
         stream: Any = None,
     ) -> None:
@@ -76,7 +82,7 @@ class StatePlan:
         A request that breaks a rule is left out: device_problems() tells. max_num_tokens: what the host knows of query_start_loc's last entry.
         """
         self._stream = stream_address(stream, query_start_loc)
-        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts))
+        arrays = map(exported, (query_start_loc, seq_lens, state_slots, num_drafts, accepted_drafts, source_slots, draft_parents))
         self._plan.update_on_device(*arrays, max_num_tokens=max_num_tokens, stream=self._stream)
 
     def device_problems(self) -> List[_core.Reason]:

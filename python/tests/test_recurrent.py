@@ -194,6 +194,34 @@ def test_drafts_that_are_taken_back():
     np.testing.assert_allclose(run({name: right[name][2:] for name in PER_TOKEN}), expected[2:], rtol=1e-4, atol=1e-5)
 
 
+def test_trees_of_drafts_and_sources():
+    rng = np.random.default_rng(7)
+    spec = gdn(num_drafts=3, tree_drafts=True)
+    plan = imbrex.RecurrentPlan(spec)
+    parameters = {"rates": rng.standard_normal(4, np.float32), "gate_bias": rng.standard_normal(4, np.float32)}
+    tree = tensors(rng, 5)
+    state = np.zeros((3, *spec.state_shape), np.float32)
+
+    def run(t):
+        return plan.run(t["q"], t["k"], t["v"], state, gate=t["gate"], beta=t["beta"], **parameters)
+
+    # Drafts 1 and 2 follow the token that is certain, draft 3 follows draft 2. It is kept: the next token goes on from it, in two slots.
+    plan.update(int32(0, 4), int32(4), int32(0), num_drafts=int32(3), draft_parents=int32(-1, 0, 0, 2))
+    out = run({name: tree[name][:4] for name in PER_TOKEN})
+    for path in ([0, 1], [0, 2, 3]):
+        expected, _ = gated_delta_net({**{name: tree[name][path] for name in PER_TOKEN}, **parameters})
+        np.testing.assert_allclose(out[path], expected, rtol=1e-4, atol=1e-5)
+    kept = state[0].copy()
+    expected, _ = gated_delta_net({**{name: tree[name][[0, 2, 3, 4]] for name in PER_TOKEN}, **parameters})
+    plan.update(int32(0, 1, 2), int32(4, 4), int32(1, 2), accepted_drafts=int32(3, 3), source_slots=int32(0, 0))
+    out = run({name: tree[name][[4, 4]] for name in PER_TOKEN})
+    np.testing.assert_allclose(out, expected[[3, 3]], rtol=1e-4, atol=1e-5)
+    assert np.array_equal(state[0], kept) and np.array_equal(state[1, 0], state[2, 0])
+    with pytest.raises(imbrex.Error) as error:
+        plan.update(int32(0, 4), int32(4), int32(0), num_drafts=int32(3), draft_parents=int32(-1, 0, 0, 3))
+    assert error.value.code == "batch.draft_parents.range"
+
+
 def test_what_is_refused():
     def code(call):
         with pytest.raises(imbrex.Error) as error:

@@ -105,6 +105,23 @@ def test_drafts_that_are_taken_back():
     np.testing.assert_allclose(out, expected[2:], rtol=1e-5, atol=1e-5)
 
 
+def test_trees_of_drafts_and_sources():
+    rng = np.random.default_rng(8)
+    spec = imbrex.ShortConvSpec(16, dtype="f32", num_drafts=3, tree_drafts=True)
+    plan = imbrex.ShortConvPlan(spec)
+    weight, tokens = rng.standard_normal((16, 3), np.float32), rng.standard_normal((5, 48), np.float32)
+    assert spec.state_rows == 8
+    state = np.zeros((2, spec.state_rows, 16), np.float32)
+    plan.update(int32(0, 4), int32(4), int32(0), num_drafts=int32(3), draft_parents=int32(-1, 0, 0, 2))
+    out = plan.run(tokens[:4], weight, state)
+    for path in ([0, 1], [0, 2, 3]):
+        expected, _ = by_definition(tokens[path], weight, None, np.zeros((2, 16)))
+        np.testing.assert_allclose(out[path], expected, rtol=1e-5, atol=1e-5)
+    plan.update(int32(0, 1), int32(4), int32(1), accepted_drafts=int32(3), source_slots=int32(0))
+    expected, _ = by_definition(tokens[[0, 2, 3, 4]], weight, None, np.zeros((2, 16)))
+    np.testing.assert_allclose(plan.run(tokens[4:], weight, state), expected[3:], rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_refused():
     with pytest.raises(imbrex.Error) as error:
         imbrex.ShortConvSpec(8, width=1)

@@ -14,7 +14,11 @@ class OutsideStatePlan : public OutsidePlan<OfFamily> {
   using OutsidePlan<OfFamily>::OutsidePlan;
 
   void update(const Batch& batch, Stream stream) override {
-    read_batch(this->spec_.num_drafts, this->limits_, batch, this->validate_, spare_);
+    read_batch(StateDrafts(this->spec_), this->limits_, batch, this->validate_, spare_);
+    using Fields = decltype(fields_of(this->spec_));
+    // Both came with one version, before which a backend would read the slots that it writes.
+    check(batch.source_slots.empty() || this->functions_->spec_size > offsetof(Fields, tree_drafts), "backend.source_slots",
+          "expected no source_slots for {}, which was compiled for a version without them", this->functions_->name_text);
     const auto list = [](std::span<const int32_t> of) { return of.empty() ? nullptr : of.data(); };
     const imbrex_batch b{.struct_size = sizeof b,
                          .num_reqs = batch.num_reqs(),
@@ -22,7 +26,9 @@ class OutsideStatePlan : public OutsidePlan<OfFamily> {
                          .seq_lens = batch.seq_lens.data(),
                          .state_slots = list(batch.state_slots),
                          .num_drafts = list(batch.num_drafts),
-                         .accepted_drafts = list(batch.accepted_drafts)};
+                         .accepted_drafts = list(batch.accepted_drafts),
+                         .source_slots = list(batch.source_slots),
+                         .draft_parents = list(batch.draft_parents)};
     this->functions_->must(this->functions_->update(this->plan_, &b, stream), "update");
     std::swap(now_, spare_);
   }

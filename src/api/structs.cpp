@@ -276,7 +276,12 @@ Batch batch_of(const imbrex_batch* pointer) {
   batch.state_slots = of_requests(b.state_slots);
   batch.num_drafts = of_requests(b.num_drafts);
   batch.accepted_drafts = of_requests(b.accepted_drafts);
-  if (b.positions != nullptr && reqs > 0) batch.positions = {b.positions, size_t(std::max(batch.num_tokens(), 0))};
+  batch.source_slots = of_requests(b.source_slots);
+  const auto of_tokens = [&](const int32_t* list) {
+    return list == nullptr || reqs == 0 ? std::span<const int32_t>() : std::span(list, size_t(std::max(batch.num_tokens(), 0)));
+  };
+  batch.positions = of_tokens(b.positions);
+  batch.draft_parents = of_tokens(b.draft_parents);
   take_tables(b, batch);
   return batch;
 }
@@ -291,6 +296,8 @@ DeviceBatch device_batch_of(const imbrex_device_batch* pointer) {
   batch.num_drafts = view_of(b.num_drafts, "num_drafts");
   batch.accepted_drafts = view_of(b.accepted_drafts, "accepted_drafts");
   batch.positions = view_of(b.positions, "positions");
+  batch.source_slots = view_of(b.source_slots, "source_slots");
+  batch.draft_parents = view_of(b.draft_parents, "draft_parents");
   batch.max_num_tokens = b.max_num_tokens;
   return batch;
 }

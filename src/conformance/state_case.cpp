@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <tuple>
 
 namespace imbrex {
 
@@ -11,6 +12,28 @@ int num_tokens(const StateCaseRequests& requests) {
   int count = 0;
   for (const StateCaseRequest& r : requests) count += r.q_len;
   return count;
+}
+
+StateCaseRequests tree_requests() {
+  const auto tree = [](int q_len, int context_len, int accepted, const std::vector<int>& parents) {
+    return StateCaseRequest{
+        .q_len = q_len, .context_len = context_len, .drafts = int(parents.size()), .accepted = accepted, .parents = parents};
+  };
+  return {tree(7, 140, 5, {0, 0, 1, 1, 2, 4}),
+          tree(6, 33, 2, {-1, -1, 0, 1, 0, 4}),
+          tree(5, 0, 0, {0, 0, 0, 1}),
+          tree(6, 0, 0, {-1, 0, -1, 2, 1, 3}),
+          {.q_len = 7, .context_len = 9, .drafts = 6, .accepted = 6},
+          {.q_len = 3, .context_len = 2},
+          tree(9, 5, 1, {2, 3, 4, 2, 2, 6}),
+          {.q_len = 0, .context_len = 12, .accepted = 1},
+          tree(24, 1, 0, {19, 19, 21, 20}),
+          tree(5, 70, 0, {0, 1, 2, 3})};
+}
+
+int StateCaseRequest::parent_of(int token) const {
+  const int draft = token - (q_len - drafts);
+  return draft < 0 || parents.empty() ? token - 1 : parents[size_t(draft)];
 }
 
 std::vector<StateParts> steps_of(const StateCaseRequests& requests, int chunk) {
@@ -21,7 +44,7 @@ std::vector<StateParts> steps_of(const StateCaseRequests& requests, int chunk) {
     for (size_t r = 0; r < requests.size(); ++r) {
       const StateCaseRequest& request = requests[r];
       const int begin = steps.empty() ? 0 : steps.back()[r].end, end = chunk > 0 ? std::min(request.q_len, begin + chunk) : request.q_len;
-      parts.push_back(chunk > 0 ? StatePart{begin, end} : StatePart{begin, end, request.drafts, request.accepted});
+      parts.push_back(chunk > 0 ? StatePart{begin, end} : StatePart{begin, end, request.drafts, request.accepted, request.parents});
       more = more || end < request.q_len;
     }
     steps.push_back(std::move(parts));
@@ -29,32 +52,44 @@ std::vector<StateParts> steps_of(const StateCaseRequests& requests, int chunk) {
   return steps;
 }
 
-StateLists::StateLists(const StateCaseRequests& requests, const StateParts& parts, std::span<const int32_t> slots_of_requests,
-                       Poison poison) {
+StateLists::StateLists(const StateCaseRequests& requests, const StateParts& parts, const StateSlots& of_requests, Poison poison) {
+  bool has_sources = false, has_parents = false;
   for (size_t r = 0; r < parts.size(); ++r) {
     const StatePart& p = parts[r];
+    const bool has_tokens = p.end > p.begin, has_past = requests[r].context_len + p.begin > 0;
     query_start_loc.push_back(query_start_loc.back() + p.end - p.begin);
     seq_lens.push_back(requests[r].context_len + p.end);
-    slots.push_back(p.end > p.begin ? slots_of_requests[r] : poison_index(poison));
+    slots.push_back(has_tokens ? of_requests.written[r] : poison_index(poison));
+    sources.push_back(has_tokens && has_past ? of_requests.read[r] : poison_index(poison));
+    has_sources = has_sources || of_requests.read[r] != of_requests.written[r];
     drafts.push_back(p.drafts);
     accepted.push_back(p.accepted);
+    has_parents = has_parents || !p.parents.empty();
+    const int certain = p.end - p.begin - p.drafts;
+    for (int t = 0; t < p.end - p.begin; ++t)
+      parents.push_back(t < certain ? poison_index(poison) : p.parents.empty() ? t - 1 : p.parents[size_t(t - certain)]);
   }
+  if (!has_sources) sources.clear();
+  if (!has_parents) parents.clear();
 }
 
 Batch StateLists::batch(bool with_drafts) const {
   Batch batch;
   batch.query_start_loc = query_start_loc;
   batch.seq_lens = seq_lens;
-  batch.state_slots = slots;
-  if (with_drafts) batch.num_drafts = drafts, batch.accepted_drafts = accepted;
+  batch.state_slots = slots, batch.source_slots = sources;
+  if (with_drafts) batch.num_drafts = drafts, batch.accepted_drafts = accepted, batch.draft_parents = parents;
   return batch;
 }
 
 DeviceBatch StateLists::device_batch(bool with_drafts) {
-  const auto view = [](std::vector<int32_t>& list) { return TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())}); };
+  const auto view = [](std::vector<int32_t>& list) {
+    return list.empty() ? TensorView{} : TensorView::contiguous(list.data(), DType::i32, {int64_t(list.size())});
+  };
   DeviceBatch batch;
   batch.query_start_loc = view(query_start_loc), batch.seq_lens = view(seq_lens), batch.state_slots = view(slots);
-  if (with_drafts) batch.num_drafts = view(drafts), batch.accepted_drafts = view(accepted);
+  batch.source_slots = view(sources);
+  if (with_drafts) batch.num_drafts = view(drafts), batch.accepted_drafts = view(accepted), batch.draft_parents = view(parents);
   batch.max_num_tokens = std::max(query_start_loc.back(), 1);  // 0 would be: as many as the limits allow
   return batch;
 }
@@ -66,6 +101,21 @@ std::vector<int32_t> shuffled_slots(int64_t num_slots, size_t count, uint64_t se
   for (size_t i = ids.size(); i > 1; --i) std::swap(ids[i - 1], ids[random() % i]);
   ids.resize(count);
   return ids;
+}
+
+StateSlotLists::StateSlotLists(const StateCaseRequests& requests, int64_t num_slots, uint64_t seed, bool others)
+    : written(shuffled_slots(num_slots, requests.size() * 2, seed)) {
+  read.assign(written.begin() + (others ? long(requests.size()) : 0), written.end());
+  written.resize(requests.size()), read.resize(requests.size());
+  const auto past_of = [](const StateCaseRequest& r) { return std::tuple(r.id, r.context_len, r.accepted); };
+  for (size_t r = 0; others && r < requests.size(); ++r)
+    for (size_t other = 0; other < r; ++other)
+      if (past_of(requests[other]) == past_of(requests[r])) read[r] = read[other];
+}
+
+void StateSlotLists::next_step(const StateParts& parts) {
+  for (size_t r = 0; r < parts.size(); ++r)
+    if (parts[r].end > parts[r].begin) read[r] = written[r];
 }
 
 PlanLimits limits_of(const StateCaseRequests& requests) {

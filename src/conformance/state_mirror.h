@@ -33,8 +33,9 @@ class StateMirrorPlan : public Family::Plan {
   }
   void update_on_device(const DeviceBatch& batch, Stream) override {
     DeviceBatch step = batch;
-    TensorView DeviceBatch::*const members[] = {&DeviceBatch::query_start_loc, &DeviceBatch::seq_lens, &DeviceBatch::state_slots,
-                                                &DeviceBatch::num_drafts, &DeviceBatch::accepted_drafts};
+    TensorView DeviceBatch::*const members[] = {&DeviceBatch::query_start_loc, &DeviceBatch::seq_lens,        &DeviceBatch::state_slots,
+                                                &DeviceBatch::num_drafts,      &DeviceBatch::accepted_drafts, &DeviceBatch::source_slots,
+                                                &DeviceBatch::draft_parents};
     static_assert(std::size(members) == std::tuple_size_v<decltype(lists_)>);
     size_t i = 0;
     for (const auto member : members) step.*member = lists_[i++].take(batch.*member, *memory_->stream);
@@ -67,7 +68,7 @@ class StateMirrorPlan : public Family::Plan {
   }
 
   StateMirrorOptions options_;
-  std::array<Mirrored, 5> lists_;
+  std::array<Mirrored, 7> lists_;
   mutable DeviceGraph graph_;
   mutable std::vector<TensorView> captured_;
 };

@@ -123,7 +123,17 @@ struct ChunkTask {
   }
 };
 
-RecurrentItem item_of(const StateRequest& r) { return {r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh}; }
+RecurrentItem item_of(const RecurrentSpec& spec, const StateStep& step, const StateRequest& r) {
+  return {r.begin,
+          r.end,
+          r.slot,
+          r.source,
+          r.first_row,
+          r.drafts,
+          r.fresh,
+          spec.tree_drafts,
+          step.parent_rows.empty() ? nullptr : step.parent_rows.data()};
+}
 
 class RecurrentCpuPlan final : public RecurrentPlan {
  public:
@@ -138,14 +148,14 @@ class RecurrentCpuPlan final : public RecurrentPlan {
   }
 
   void update(const Batch& batch, Stream) override {
-    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_);
+    read_batch(StateDrafts(spec_), options_.limits, batch, options_.validate, spare_);
     // Chunks first, and the longest requests first, so that threads end at about the same time.
     std::ranges::stable_sort(spare_.requests, std::greater(),
                              [&](const StateRequest& r) { return std::pair(is_in_chunks(r), r.end - r.begin); });
     std::swap(now_, spare_);
     in_chunks_ = std::ranges::count_if(now_.requests, [&](const StateRequest& r) { return is_in_chunks(r); });
     in_place_ = std::ranges::all_of(now_.requests, [&](const StateRequest& r) {
-      return is_in_place(spec_.layout == StateLayout::k_first, int(spec_.state_dtype), spec_.head_dim_k, item_of(r));
+      return is_in_place(spec_.layout == StateLayout::k_first, int(spec_.state_dtype), spec_.head_dim_k, item_of(spec_, now_, r));
     });
   }
 
@@ -167,11 +177,11 @@ class RecurrentCpuPlan final : public RecurrentPlan {
                   tasks = first + (int64_t(now_.requests.size()) - in_chunks_) * each;
     const auto run_task = [&](int64_t task, int worker) {
       if (task < first) {
-        run_chunks(params, item_of(now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
+        run_chunks(params, item_of(spec_, now_, now_.requests[size_t(task / each_in_chunks)]), chunks, task % each_in_chunks, worker);
         return;
       }
       task -= first;
-      const RecurrentItem item = item_of(now_.requests[size_t(in_chunks_ + task / each)]);
+      const RecurrentItem item = item_of(spec_, now_, now_.requests[size_t(in_chunks_ + task / each)]);
       const int part = int(task % each);
       if (narrow) {
         kernels_.run_narrow(params, item, part * kNarrowHeads, std::min((part + 1) * kNarrowHeads, spec_.num_v_heads));
@@ -219,7 +229,7 @@ class RecurrentCpuPlan final : public RecurrentPlan {
     run_parallel(tasks > 1 ? options_.threads : ParallelFor{}, work);
   }
 
-  bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(r)) > 0; }
+  bool is_in_chunks(const StateRequest& r) const { return scratch_ && chunked_tokens(int(spec_.state_dtype), item_of(spec_, now_, r)) > 0; }
   void run_chunks(const RecurrentParams& params, const RecurrentItem& item, const ChunkTask& task, int64_t number, int worker) const {
     const int64_t tiles = task.tiles(spec_), shares = task.shares(spec_);
     const int group = spec_.num_v_heads / spec_.num_k_heads, v = int(number % tiles) * task.values, key_head = int(number / tiles / shares),

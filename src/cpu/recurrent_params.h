@@ -40,15 +40,17 @@ struct RecurrentParams {
 // The tokens of a request, as in StateRequest.
 struct RecurrentItem {
   int begin, end;
-  int slot, first_row, drafts;
-  bool fresh;
+  int slot, source, first_row, drafts;
+  bool fresh, tree;        // tree: the layer's drafts may be one
+  const int* parent_rows;  // of the batch's tokens, as in StateStep; null: drafts begin from those in front of them
 };
 
 // Whether an item's state is computed where it lies, since each number is needed once: of one token, of floats with keys innermost, in
-// whole vectors, without rows for drafts.
+// whole vectors, without rows for drafts and another slot to read.
 static inline bool is_in_place(bool k_first, int state_type, int dim_k, const RecurrentItem& item) {
   constexpr int kWidest = 16;  // numbers of a vector
-  return item.end - item.begin == 1 && !k_first && state_type == kF32 && dim_k % kWidest == 0 && item.drafts == 0 && item.first_row == 0;
+  return item.end - item.begin == 1 && !k_first && state_type == kF32 && dim_k % kWidest == 0 && item.drafts == 0 && item.first_row == 0 &&
+         item.source == item.slot;
 }
 
 // How many of an item's tokens come in chunks, where the layer's do: whole ones, and a rest that is long enough. A rest of any length where

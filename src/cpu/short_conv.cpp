@@ -31,8 +31,8 @@ class ShortConvCpuPlan final : public ShortConvPlan {
       : backend_(backend), kernels_(kernels), spec_(spec), options_(options) {}
 
   void update(const Batch& batch, Stream) override {
-    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, spare_.step);
-    cut(spare_);
+    read_batch(StateDrafts(spec_), options_.limits, batch, options_.validate, spare_.step);
+    cut(spec_.tree_drafts, spare_);
     std::swap(now_, spare_);
   }
 
@@ -54,7 +54,9 @@ class ShortConvCpuPlan final : public ShortConvPlan {
                                  .dim = spec_.dim,
                                  .width = spec_.width,
                                  .gated = spec_.form == ShortConvForm::gated,
-                                 .silu = spec_.activation == ShortConvActivation::silu};
+                                 .silu = spec_.activation == ShortConvActivation::silu,
+                                 .tree = spec_.tree_drafts,
+                                 .parent_rows = now_.step.parent_rows.empty() ? nullptr : now_.step.parent_rows.data()};
     const int64_t tiles = (spec_.dim + kShortConvDims - 1) / kShortConvDims, tasks = int64_t(now_.first_item.size() - 1) * tiles;
     std::atomic<int64_t> next{0};
     const auto work = [&](int) {
@@ -78,15 +80,16 @@ class ShortConvCpuPlan final : public ShortConvPlan {
     std::vector<int> first_item{0};  // of each task, and the end
   };
 
-  static void cut(Cut& c) {
+  static void cut(bool tree, Cut& c) {
     c.items.clear();
     c.first_item.assign(1, 0);
     int tokens = 0;
     for (const StateRequest& r : c.step.requests) {
-      for (int begin = r.begin; begin < r.end; begin += kShortConvTokens) {
-        const int end = std::min(begin + kShortConvTokens, r.end);
-        c.items.push_back({begin, end, r.begin, r.end, r.slot, r.first_row, r.drafts, r.fresh});
-        tokens += end - begin;
+      const int request_end = tree ? r.end - r.drafts : r.end;
+      for (int begin = r.begin; begin == r.begin || begin < request_end; begin += kShortConvTokens) {
+        const int end = std::min(begin + kShortConvTokens, request_end);
+        c.items.push_back({begin, end, r.begin, request_end, r.slot, r.source, r.first_row, r.drafts, r.fresh});
+        tokens += end - begin + (tree && begin == r.begin ? r.drafts : 0);
         if (tokens < kTaskTokens) continue;
         c.first_item.push_back(int(c.items.size()));
         tokens = 0;

@@ -14,15 +14,18 @@ struct ShortConvParams {
   long input_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
   int type;  // ElementType
   int dim, width;
-  bool gated;  // rows of the input are B, C and x of a token, otherwise x
-  bool silu;   // of the sums
+  bool gated;              // rows of the input are B, C and x of a token, otherwise x
+  bool silu;               // of the sums
+  bool tree;               // ShortConvSpec::tree_drafts
+  const int* parent_rows;  // of the batch's tokens, as in StateStep; null: drafts begin from those in front of them
 };
 
-// Some tokens of a request. The item that begins it reads the state, and writes it when all is read.
+// Some tokens of a request. The item that begins it reads the state, and writes it when all is read. Where drafts may be a tree, those of
+// the request lie behind its tokens here, and come with that item, which may have no others.
 struct ShortConvItem {
-  int begin, end;                  // tokens of the batch, out of
-  int request_begin, request_end;  // those of the request
-  int slot, first_row, drafts;     // as in StateRequest
+  int begin, end;                       // tokens of the batch, out of
+  int request_begin, request_end;       // those of the request
+  int slot, source, first_row, drafts;  // as in StateRequest
   bool fresh;
 };
 

@@ -323,26 +323,30 @@ std::vector<AttentionSpec> thorough_specs() {
   return specs;
 }
 
+static auto with_tree_drafts(auto spec) { return spec.num_drafts = 4, spec.tree_drafts = true, spec; }
+
 std::vector<ShortConvSpec> covering_short_conv_specs() {
   constexpr ShortConvForm plain = ShortConvForm::plain;
   constexpr ShortConvActivation silu = ShortConvActivation::silu;
-  return {{.width = 3, .dtype = DType::bf16},
-          {.width = 3, .bias = true, .dtype = DType::bf16},
-          {.width = 5, .bias = true, .dtype = DType::bf16},
-          {.width = 8, .bias = true, .dtype = DType::bf16},
-          {.width = 3, .bias = true, .dtype = DType::f16},
-          {.width = 4, .bias = true, .dtype = DType::f16},
-          {.width = 8, .bias = true, .dtype = DType::f16},
-          {.width = 2, .dtype = DType::f32},
-          {.width = 5, .bias = true, .dtype = DType::f32},
-          {.width = 8, .bias = true, .dtype = DType::f32},
-          {.width = 4, .dtype = DType::bf16, .form = plain, .activation = silu},
-          {.width = 4, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
-          {.width = 8, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
-          {.width = 4, .bias = true, .dtype = DType::f16, .form = plain},
-          {.width = 4, .dtype = DType::f32, .form = plain, .activation = silu},
-          {.width = 5, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu},
-          {.width = 8, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu}};
+  std::vector<ShortConvSpec> specs{{.width = 3, .dtype = DType::bf16},
+                                   {.width = 3, .bias = true, .dtype = DType::bf16},
+                                   {.width = 5, .bias = true, .dtype = DType::bf16},
+                                   {.width = 8, .bias = true, .dtype = DType::bf16},
+                                   {.width = 3, .bias = true, .dtype = DType::f16},
+                                   {.width = 4, .bias = true, .dtype = DType::f16},
+                                   {.width = 8, .bias = true, .dtype = DType::f16},
+                                   {.width = 2, .dtype = DType::f32},
+                                   {.width = 5, .bias = true, .dtype = DType::f32},
+                                   {.width = 8, .bias = true, .dtype = DType::f32},
+                                   {.width = 4, .dtype = DType::bf16, .form = plain, .activation = silu},
+                                   {.width = 4, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
+                                   {.width = 8, .bias = true, .dtype = DType::bf16, .form = plain, .activation = silu},
+                                   {.width = 4, .bias = true, .dtype = DType::f16, .form = plain},
+                                   {.width = 4, .dtype = DType::f32, .form = plain, .activation = silu},
+                                   {.width = 5, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu},
+                                   {.width = 8, .bias = true, .dtype = DType::f32, .form = plain, .activation = silu}};
+  for (const size_t of : {0, 3, 11, 13, 16}) specs.push_back(with_tree_drafts(specs[of]));
+  return specs;
 }
 
 std::vector<RecurrentSpec> covering_recurrent_specs() {
@@ -369,6 +373,7 @@ std::vector<RecurrentSpec> covering_recurrent_specs() {
   add(16, 1, DType::bf16, DType::f32, StateLayout::v_first).channel_rates = true;
   add(256, 1, DType::f32, DType::f16, StateLayout::v_first);
   add(100, 1, DType::f16, DType::bf16, StateLayout::v_first);
+  for (const size_t of : {0, 4, 6, 7, 8, 9, 11, 12, 13}) specs.push_back(with_tree_drafts(specs[of]));
   // Gates and norms of outputs: of a head, of more and more of them, and gates alone.
   for (const int heads : {1, 128, 1 << 10, 1 << 13, 1 << 14}) {
     RecurrentSpec& spec = add(16, 1, heads == 128 ? DType::f32 : DType::bf16, DType::f32, StateLayout::v_first);

@@ -13,6 +13,7 @@ struct ShortConvParams {
   long input_stride, weight_dim_stride, weight_tap_stride, state_slot_stride, state_row_stride, out_stride;
   const StateRequest* requests;  // [num_reqs + 1]
   const StateCounts* counts;
+  const int* parent_rows;           // of tokens of the batch, where drafts may be a tree: which rows a draft begins from
   int* broken;                      // [kNumStateRules], as in PlanStateBatchParams; null: nobody asks
   int dim, num_slots, num_tokens;   // num_tokens: that input and out have rows for; a request with others is left out
   int chunks_at_once, most_chunks;  // that the GPU holds, and whose number times tiles fits 31 bits

@@ -7,9 +7,10 @@ namespace imbrex::cuda {
 // A request of the step, in device memory: its tokens are [begin, begin of the next). One that is not there has none.
 struct StateRequest {
   int begin;
-  int slot;       // negative: the request is left out
-  int first_row;  // of the slot, that the state before the step begins at; negative: nothing has gone by
-  int drafts;     // how many of the last tokens may be taken back: what the state's rows are then, a family says
+  int slot;         // that is written; negative: the request is left out
+  int source;       // the slot that is read
+  short first_row;  // of the source, that the state before the step begins at; negative: nothing has gone by
+  short drafts;     // how many of the last tokens may be taken back: what the state's rows are then, a family says
 };
 struct StateCounts {
   int num_tokens, num_reqs, padding[2];
@@ -25,7 +26,10 @@ enum StateRule : int {
   kStateSlotIsOne,
   kStateDraftsFit,
   kStateAcceptedFit,
+  kStateSourceIsOne,
+  kStateParentsFit,
   kStateSlotIsOwn,
+  kStateSourceIsOthers,
   kStateSlotIsThere,
   kNumStateRules
 };
@@ -35,8 +39,11 @@ constexpr int kPlanStateBatchThreads = 256;
 struct PlanStateBatchParams {
   const int *starts, *lengths;           // the caller's query_start_loc [num_reqs + 1] and seq_lens [num_reqs]
   const int *slots, *drafts, *accepted;  // [num_reqs]; the last two null: none
+  const int* sources;                    // [num_reqs]; null: the slots
+  const int* parents;                    // [max_tokens], of trees of drafts; null: each follows the one in front of it
   int num_reqs, max_tokens, min_query_len, max_query_len, max_seq_len, max_drafts;
   StateRequest* requests;
+  int* parent_rows;  // [max_tokens], of layers with trees of drafts: the row that a draft begins from; null: no such layer
   StateCounts* counts;
   int* broken;  // [kNumStateRules]: the last request that broke the rule, plus 1; grows until the host clears it
 };

@@ -10,7 +10,45 @@
 namespace imbrex {
 namespace {
 
-void check_states(int most_drafts, const Batch& batch) {
+int drafts_of(const Batch& batch, int r) { return batch.num_drafts.empty() ? 0 : batch.num_drafts[r]; }
+
+// What a request with tokens has in its lists.
+void check_request(const StateDrafts& of_layer, const Batch& batch, int r) {
+  const int q_len = batch.query_len(r), drafts = drafts_of(batch, r), most = std::min(of_layer.most, q_len);
+  check(batch.state_slots[r] >= 0, "batch.state.slot", "expected a slot of 0 or more for request {}, got {}", r, batch.state_slots[r]);
+  check(drafts >= 0 && drafts <= most, "batch.state.num_drafts", "expected 0 to {} drafts of request {} with {} tokens, got {}", most, r,
+        q_len, drafts);
+  const int accepted = batch.accepted_drafts.empty() ? 0 : batch.accepted_drafts[r];
+  const int kept = batch.context_len(r) == 0 ? 0 : of_layer.most;
+  check(accepted >= 0 && accepted <= kept, "batch.state.accepted_drafts", "expected 0 to {} accepted drafts of request {}, got {}", kept, r,
+        accepted);
+  for (int t = q_len - drafts; !batch.draft_parents.empty() && t < q_len; ++t) {
+    const int parent = batch.draft_parents[batch.query_start_loc[r] + t];
+    check(parent >= q_len - drafts - 1 && parent < t, "batch.draft_parents.range",
+          "expected a parent of {} to {} for token {} of request {}, whose last {} tokens are drafts, got {}", q_len - drafts - 1, t - 1, t,
+          r, drafts, parent);
+  }
+}
+
+// Slots that are written have one owner, and nobody else reads them.
+void check_slots(const Batch& batch) {
+  std::vector<int32_t> slots;
+  for (int r = 0; r < batch.num_reqs(); ++r)
+    if (batch.query_len(r) > 0) slots.push_back(batch.state_slots[r]);
+  std::sort(slots.begin(), slots.end());
+  const auto twice = std::adjacent_find(slots.begin(), slots.end());
+  check(twice == slots.end(), "batch.state.shared", "expected a slot of its own for each request, slot {} has two",
+        twice == slots.end() ? 0 : *twice);
+  for (int r = 0; !batch.source_slots.empty() && r < batch.num_reqs(); ++r) {
+    const int source = batch.source_slots[r];
+    if (batch.query_len(r) == 0 || batch.context_len(r) == 0 || source == batch.state_slots[r]) continue;
+    check(source >= 0, "batch.state.source", "expected a slot of 0 or more that request {} reads, got {}", r, source);
+    check(!std::binary_search(slots.begin(), slots.end(), source), "batch.state.source",
+          "expected a slot that no other request writes, request {} reads slot {}, which one does", r, source);
+  }
+}
+
+void check_states(const StateDrafts& drafts, const Batch& batch) {
   const size_t num_reqs = size_t(batch.num_reqs());
   const auto check_size = [&](std::span<const int32_t> list, const char* name, bool optional) {
     check(list.size() == num_reqs || (optional && list.empty()), "batch.state.size", "{}: expected {} entries, got {}", name, num_reqs,
@@ -19,45 +57,44 @@ void check_states(int most_drafts, const Batch& batch) {
   check_size(batch.state_slots, "state_slots", false);
   check_size(batch.num_drafts, "num_drafts", true);
   check_size(batch.accepted_drafts, "accepted_drafts", true);
-  std::vector<int32_t> slots;
-  for (int r = 0; r < int(num_reqs); ++r) {
-    const int q_len = batch.query_len(r);
-    if (q_len == 0) continue;
-    check(batch.state_slots[r] >= 0, "batch.state.slot", "expected a slot of 0 or more for request {}, got {}", r, batch.state_slots[r]);
-    slots.push_back(batch.state_slots[r]);
-    const int drafts = batch.num_drafts.empty() ? 0 : batch.num_drafts[r], most = std::min(most_drafts, q_len);
-    check(drafts >= 0 && drafts <= most, "batch.state.num_drafts", "expected 0 to {} drafts of request {} with {} tokens, got {}", most, r,
-          q_len, drafts);
-    const int accepted = batch.accepted_drafts.empty() ? 0 : batch.accepted_drafts[r];
-    const int kept = batch.context_len(r) == 0 ? 0 : most_drafts;
-    check(accepted >= 0 && accepted <= kept, "batch.state.accepted_drafts", "expected 0 to {} accepted drafts of request {}, got {}", kept,
-          r, accepted);
-  }
-  std::sort(slots.begin(), slots.end());
-  const auto twice = std::adjacent_find(slots.begin(), slots.end());
-  check(twice == slots.end(), "batch.state.shared", "expected a slot of its own for each request, slot {} has two",
-        twice == slots.end() ? 0 : *twice);
+  check_size(batch.source_slots, "source_slots", true);
+  check(drafts.tree || batch.draft_parents.empty(), "batch.draft_parents.unexpected",
+        "expected none for a layer without tree_drafts, got {}", batch.draft_parents.size());
+  check(batch.draft_parents.empty() || batch.draft_parents.size() >= size_t(batch.num_tokens()), "batch.draft_parents.size",
+        "expected {} entries, got {}", batch.num_tokens(), batch.draft_parents.size());
+  for (int r = 0; r < int(num_reqs); ++r)
+    if (batch.query_len(r) > 0) check_request(drafts, batch, r);
+  check_slots(batch);
 }
 
 }  // namespace
 
-void read_batch(int most_drafts, const PlanLimits& limits, const Batch& batch, bool checked, StateStep& step) {
+void read_batch(const StateDrafts& drafts, const PlanLimits& limits, const Batch& batch, bool checked, StateStep& step) {
   if (checked) {
     check_lengths(batch, limits, true);
-    check_states(most_drafts, batch);
+    check_states(drafts, batch);
   }
   step.requests.clear();
+  step.parent_rows.clear();
   step.num_tokens = batch.num_tokens();
   step.num_slots = 0;
+  if (drafts.tree && !batch.draft_parents.empty()) step.parent_rows.resize(size_t(step.num_tokens));
   for (int r = 0; r < batch.num_reqs(); ++r) {
-    if (batch.query_len(r) == 0) continue;
-    step.requests.push_back({.begin = batch.query_start_loc[r],
-                             .end = batch.query_start_loc[r + 1],
-                             .slot = batch.state_slots[r],
-                             .fresh = batch.context_len(r) == 0,
+    const int begin = batch.query_start_loc[r], q_len = batch.query_len(r), slot = q_len > 0 ? batch.state_slots[r] : 0;
+    if (q_len == 0) continue;
+    const bool fresh = batch.context_len(r) == 0;
+    step.requests.push_back({.begin = begin,
+                             .end = begin + q_len,
+                             .slot = slot,
+                             .source = fresh || batch.source_slots.empty() ? slot : batch.source_slots[r],
+                             .fresh = fresh,
                              .first_row = batch.accepted_drafts.empty() ? 0 : batch.accepted_drafts[r],
-                             .drafts = batch.num_drafts.empty() ? 0 : batch.num_drafts[r]});
-    step.num_slots = std::max(step.num_slots, int64_t(batch.state_slots[r]) + 1);
+                             .drafts = drafts_of(batch, r)});
+    const StateRequest& request = step.requests.back();
+    step.num_slots = std::max(step.num_slots, int64_t(std::max(slot, request.source)) + 1);
+    const int certain = q_len - request.drafts;
+    for (int t = certain; !step.parent_rows.empty() && t < q_len; ++t)
+      step.parent_rows[size_t(begin) + size_t(t)] = batch.draft_parents[begin + t] + 1 - certain;
   }
 }
 

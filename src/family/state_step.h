@@ -11,19 +11,32 @@ namespace imbrex {
 // what its rows are.
 struct StateRequest {
   int begin, end;  // tokens of the batch
-  int slot;
-  bool fresh;     // the request has no earlier tokens: its state is zero, and the slot may hold anything
-  int first_row;  // the row of the slot that the state before the step begins at: how many drafts of the step before were kept
-  int drafts;     // how many of the last tokens may be taken back: row i is to be of the state before the last `drafts` - i tokens
+  int slot;        // that is written
+  int source;      // the slot that is read
+  bool fresh;      // the request has no earlier tokens: its state is zero, and no slot is read
+  int first_row;   // the row of the source that the state before the step begins at: the last draft of the step before that was kept
+  int drafts;      // how many of the last tokens may be taken back: row 0 is to be of the state in front of these, row i behind the i-th
 };
 
 struct StateStep {
   std::vector<StateRequest> requests;
+  // Of layers with trees of drafts: for each token of the batch that is a draft, the row that it begins from, in front of its own. Empty
+  // where no draft begins elsewhere than from the one in front of it.
+  std::vector<int> parent_rows;
   int num_tokens = 0;
   int64_t num_slots = 0;  // that the state has at least: one more than the largest number of a slot, which may be that of an int
 };
 
-// Reads a batch into a step of a layer that has up to most_drafts. Error batch.*; with `checked` false the batch is not checked.
-void read_batch(int most_drafts, const PlanLimits&, const Batch&, bool checked, StateStep&);
+// The drafts that a layer may have.
+struct StateDrafts {
+  int most = 0;
+  bool tree = false;
+  StateDrafts(int most, bool tree) : most(most), tree(tree) {}
+  template <class Spec>
+  explicit StateDrafts(const Spec& spec) : most(spec.num_drafts), tree(spec.tree_drafts) {}
+};
+
+// Reads a batch into a step of a layer. Error batch.*; with `checked` false the batch is not checked.
+void read_batch(const StateDrafts&, const PlanLimits&, const Batch&, bool checked, StateStep&);
 
 }  // namespace imbrex

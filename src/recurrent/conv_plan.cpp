@@ -18,7 +18,7 @@ namespace {
 
 // A step that can be made again: the host's lists, or views of the device's.
 struct KeptStep {
-  std::vector<int32_t> starts, lens, slots, drafts, accepted;
+  std::vector<int32_t> starts, lens, slots, drafts, accepted, sources, parents;
   std::optional<DeviceBatch> on_device;
   int num_tokens = 0;
   int64_t num_slots = 0;
@@ -27,12 +27,14 @@ struct KeptStep {
     const auto copy = [](std::vector<int32_t>& to, auto from) { to.assign(from.begin(), from.end()); };
     copy(starts, b.query_start_loc), copy(lens, b.seq_lens), copy(slots, b.state_slots);
     copy(drafts, b.num_drafts), copy(accepted, b.accepted_drafts);
+    copy(sources, b.source_slots), copy(parents, b.draft_parents);
     on_device.reset();
   }
   void make(ShortConvPlan& plan, Stream stream) const {
     if (on_device) return plan.update_on_device(*on_device, stream);
     Batch b;
     b.query_start_loc = starts, b.seq_lens = lens, b.state_slots = slots, b.num_drafts = drafts, b.accepted_drafts = accepted;
+    b.source_slots = sources, b.draft_parents = parents;
     plan.update(b, stream);
   }
 };
@@ -50,7 +52,7 @@ class ConvRecurrentPlan final : public RecurrentPlan {
 
   void update(const Batch& batch, Stream stream) override {
     StateStep step;
-    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, step);
+    read_batch(StateDrafts(spec_), options_.limits, batch, options_.validate, step);
     check(step.num_tokens <= options_.limits.max_num_tokens, "update.limits", "expected at most {} tokens, got {}",
           options_.limits.max_num_tokens, step.num_tokens);
     KeptStep next;
@@ -138,7 +140,8 @@ ShortConvSpec conv_of(const RecurrentSpec& spec) {
           .dtype = spec.dtype,
           .num_drafts = spec.num_drafts,
           .form = ShortConvForm::plain,
-          .activation = spec.conv_silu ? ShortConvActivation::silu : ShortConvActivation::none};
+          .activation = spec.conv_silu ? ShortConvActivation::silu : ShortConvActivation::none,
+          .tree_drafts = spec.tree_drafts};
 }
 
 RecurrentSpec without_conv(const RecurrentSpec& spec) {

@@ -35,7 +35,7 @@ class RecurrentReference final : public RecurrentPlan {
 
   void update(const Batch& batch, Stream) override {
     StateStep next;
-    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, next);
+    read_batch(StateDrafts(spec_), options_.limits, batch, options_.validate, next);
     step_ = std::move(next);
   }
 
@@ -127,18 +127,24 @@ class RecurrentReference final : public RecurrentPlan {
   void run_head(const StateRequest& r, int head, const RecurrentInputs& in, Row& out) const {
     const int dim_k = spec_.head_dim_k, dim_v = spec_.head_dim_v, k_head = head / (spec_.num_v_heads / spec_.num_k_heads);
     std::vector<Row> s(size_t(dim_k), Row(size_t(dim_v), 0.));
-    const auto for_state = [&](int row, const auto& visit) {
+    const auto for_state = [&](int slot, int row, const auto& visit) {
       for (int k = 0; k < dim_k; ++k)
-        for (int v = 0; v < dim_v; ++v) visit(s[size_t(k)][size_t(v)], state_at(in.state, r.slot, row, head, k, v));
+        for (int v = 0; v < dim_v; ++v) visit(s[size_t(k)][size_t(v)], state_at(in.state, slot, row, head, k, v));
+    };
+    const auto load_row = [&](int slot, int row) {
+      for_state(slot, row, [&](double& x, int64_t at) { x = load_as_double(in.state.data, spec_.state_dtype, at); });
     };
     const auto store_row = [&](int row) {
-      for_state(row, [&](double x, int64_t at) { store_from_double(in.state.data, spec_.state_dtype, at, x); });
+      for_state(r.slot, row, [&](double x, int64_t at) { store_from_double(in.state.data, spec_.state_dtype, at, x); });
+      if (spec_.tree_drafts) load_row(r.slot, row);  // drafts begin from what the rows keep
     };
-    if (!r.fresh) for_state(r.first_row, [&](double& x, int64_t at) { x = load_as_double(in.state.data, spec_.state_dtype, at); });
+    if (!r.fresh) load_row(r.source, r.first_row);
     const double skip = spec_.skip ? get(in.skip, {head}) : 0;
     // What is read of the slot has been read.
     if (r.end - r.begin == r.drafts) store_row(0);
     for (int token = r.begin; token < r.end; ++token) {
+      const int row = token + 1 - (r.end - r.drafts);
+      if (row > 0 && !step_.parent_rows.empty()) load_row(r.slot, step_.parent_rows[size_t(token)]);
       const Row q = key_row(in.q, token, k_head, double(spec_.query_scale())), k = key_row(in.k, token, k_head, 1);
       Row u(size_t(dim_v), 0.), y(size_t(dim_v), 0.);
       for (int v = 0; v < dim_v; ++v) {
@@ -166,7 +172,6 @@ class RecurrentReference final : public RecurrentPlan {
           y[size_t(v)] += q[size_t(i)] * x;
         }
       std::ranges::copy(y, out.begin() + long(place_of(r, token, head)));
-      const int row = token + 1 - (r.end - r.drafts);
       if (row >= 0) store_row(row);
     }
   }

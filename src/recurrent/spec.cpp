@@ -113,6 +113,7 @@ void RecurrentSpec::validate() const {
   check(is_float(dtype), "recurrent.dtype", "expected f32, bf16 or f16, got {}", to_string(dtype));
   check(is_float(state_dtype), "recurrent.state_dtype", "expected a state of f32, bf16 or f16, got {}", to_string(state_dtype));
   check(num_drafts >= 0 && num_drafts <= kMostDrafts, "recurrent.num_drafts", "expected 0 to {} drafts, got {}", kMostDrafts, num_drafts);
+  check(!tree_drafts || num_drafts > 0, "recurrent.tree_drafts", "expected drafts for trees of them, got {}", num_drafts);
 }
 
 std::string RecurrentSpec::str() const {

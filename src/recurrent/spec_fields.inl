@@ -30,6 +30,7 @@ FIELD(spec, conv_width, conv_width, "", "convolution", "--conv-width", "tokens t
 FIELD(spec, conv_bias, conv_bias, "", "convolution", "--conv-bias", "the convolution adds a bias")
 FIELD(spec, conv_silu, conv_silu, "", "convolution", "--conv-silu", "SiLU follows the convolution")
 FIELD(spec, num_drafts, num_drafts, "num_drafts", "drafts", "--drafts", "drafts of a step at most")
+FIELD(spec, tree_drafts, tree_drafts, "tree_drafts", "drafts", "--tree-drafts", "drafts of a step may be a tree")
 // clang-format on
 #undef SHAPE
 #undef FIELD

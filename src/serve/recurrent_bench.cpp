@@ -38,7 +38,7 @@ class RecurrentProblem {
     slots_ = shuffled_slots(int64_t(requests.size()), requests.size(), options.seed);
     fill_states(options.seed);
     const StateParts whole = steps_of(host_.requests, 0).front();
-    lists_ = std::make_unique<StateLists>(host_.requests, whole, slots_, Poison::zero);
+    lists_ = std::make_unique<StateLists>(host_.requests, whole, StateSlots{.read = slots_, .written = slots_}, Poison::zero);
     for (const HostTensor* t : {&host_.rates, &host_.gate_bias, &host_.skip}) parameters_.push_back(copy_of(*t));
     for (int copy = 0; copy < std::max(options.copies, 1); ++copy) {
       copies_.push_back({copy_of(host_.q), copy_of(host_.k), copy_of(host_.v), copy_of(host_.gate), copy_of(host_.beta),

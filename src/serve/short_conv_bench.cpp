@@ -181,7 +181,8 @@ ShortConvWork work_of(const ShortConvSpec& spec, const std::vector<BenchRequest>
     const bool has_past = r.seq_len > r.q_len;
     const int given = spec.input_channels() / spec.dim;  // rows of a token
     work.read_bytes += row * (double(given) * r.q_len + (has_past ? spec.width - 1 : 0));
-    work.written_bytes += row * (r.q_len + spec.width - 1 + (has_past ? std::min(spec.num_drafts, r.q_len - 1) : 0));
+    const int drafts = has_past ? std::min(spec.num_drafts, r.q_len - 1) : 0;
+    work.written_bytes += row * (r.q_len + spec.width - 1 + drafts * (spec.tree_drafts ? spec.width - 1 : 1));
     work.flops += double(r.q_len) * spec.dim * (2.0 * spec.width + (spec.form == ShortConvForm::gated ? 2 : 0));
   }
   return work;

@@ -17,7 +17,7 @@ class Reference final : public ShortConvPlan {
 
   void update(const Batch& batch, Stream) override {
     StateStep next;
-    read_batch(spec_.num_drafts, options_.limits, batch, options_.validate, next);
+    read_batch(StateDrafts(spec_), options_.limits, batch, options_.validate, next);
     step_ = std::move(next);
   }
 
@@ -42,10 +42,9 @@ class Reference final : public ShortConvPlan {
   }
 
   void run_channel(const StateRequest& r, int d, const ShortConvInputs& in, const ShortConvOutputs& out) const {
-    const size_t before = size_t(spec_.width) - 1, tokens = size_t(r.end - r.begin), drafts = size_t(r.drafts);
-    const int64_t state = r.slot * in.state.stride(0) + d, dim = spec_.dim;
-    std::vector<double> h(before + tokens), weight(before + 1), c(tokens, 1.);
-    const std::span<double> mine = std::span(h).subspan(before);  // of the step's tokens
+    const size_t before = size_t(spec_.width) - 1, tokens = size_t(r.end - r.begin), drafts = size_t(r.drafts), certain = tokens - drafts;
+    const int64_t dim = spec_.dim, row = in.state.stride(1);
+    std::vector<double> mine(tokens), weight(before + 1), c(tokens, 1.);
     load_column(in.input, r.begin, d, mine);
     if (spec_.form == ShortConvForm::gated) {
       std::vector<double> x(tokens);
@@ -55,17 +54,28 @@ class Reference final : public ShortConvPlan {
     }
     load_as_doubles(in.weight.data, spec_.dtype, d * in.weight.stride(0), in.weight.stride(1), weight);
     const double bias = spec_.bias ? load_as_double(in.bias.data, spec_.dtype, d * in.bias.stride(0)) : 0.;
+    // h of the last tokens, oldest first, and what it is in front of the first draft and behind each.
+    std::vector<double> window(before);
+    std::vector<std::vector<double>> windows(1 + drafts);
     if (!r.fresh) {
-      const int64_t row = in.state.stride(1);
-      load_as_doubles(in.state.data, spec_.dtype, state + r.first_row * row, row, std::span(h).first(before));
+      const int64_t first = r.first_row * int64_t(spec_.tree_drafts ? before : 1);
+      load_as_doubles(in.state.data, spec_.dtype, r.source * in.state.stride(0) + first * row + d, row, window);
     }
+    windows[0] = window;
     for (size_t t = 0; t < tokens; ++t) {
+      if (t >= certain && !step_.parent_rows.empty()) window = windows[size_t(step_.parent_rows[size_t(r.begin) + t])];
+      window.push_back(mine[t]);
       double sum = bias;
-      for (size_t i = 0; i < weight.size(); ++i) sum += weight[i] * h[t + i];
+      for (size_t i = 0; i < weight.size(); ++i) sum += weight[i] * window[i];
       c[t] *= spec_.activation == ShortConvActivation::silu ? sum / (1 + std::exp(-sum)) : sum;
+      window.erase(window.begin());
+      if (t + 1 >= certain) windows[t + 1 - certain] = window;
     }
     store_from_doubles(out.out.data, spec_.dtype, r.begin * out.out.stride(0) + d * out.out.stride(1), out.out.stride(0), c);
-    store_from_doubles(in.state.data, spec_.dtype, state, in.state.stride(1), std::span(h).subspan(tokens - drafts, before + drafts));
+    // In a chain neighbouring windows share all but a row.
+    const int64_t distance = spec_.tree_drafts ? int64_t(before) : 1;
+    for (size_t i = 0; i <= drafts; ++i)
+      store_from_doubles(in.state.data, spec_.dtype, r.slot * in.state.stride(0) + int64_t(i) * distance * row + d, row, windows[i]);
   }
 
   ShortConvSpec spec_;

@@ -40,6 +40,7 @@ void ShortConvSpec::validate() const {
   check(dim >= 1 && dim <= kMostChannels, "short_conv.dim", "expected 1 to {} channels, got {}", kMostChannels, dim);
   check(width >= 2 && width <= 8, "short_conv.width", "expected 2 to 8 tokens, got {}", width);
   check(num_drafts >= 0 && num_drafts <= 64, "short_conv.num_drafts", "expected 0 to 64 drafts, got {}", num_drafts);
+  check(!tree_drafts || num_drafts > 0, "short_conv.tree_drafts", "expected drafts for trees of them, got {}", num_drafts);
   check(dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16, "short_conv.dtype", "expected f32, bf16 or f16, got {}",
         to_string(dtype));
   check(form <= ShortConvForm::plain, "short_conv.form", "expected gated (0) or plain (1), got {}", int(form));

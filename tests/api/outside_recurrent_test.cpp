@@ -20,7 +20,7 @@ struct OutsideLightning {
 struct LightningPlan {
   OutsideLightning* backend;
   imbrex_recurrent_fields spec;
-  std::vector<int> starts, lens, slots, drafts, accepted;
+  std::vector<int> starts, lens, slots, drafts, accepted, sources, parents;
 };
 
 float& number(const imbrex_tensor& t, int64_t a, int64_t b, int64_t c) {
@@ -39,17 +39,20 @@ imbrex_status run_lightning(void* plan, const imbrex_recurrent_inputs* in, const
     for (int h = 0; begin < end && h < f.num_v_heads; ++h) {
       const int key_head = h / (f.num_v_heads / f.num_k_heads);
       std::vector<double> s(size_t(f.head_dim_k) * size_t(f.head_dim_v));
-      const auto state = [&](int row, auto&& visit) {
+      const auto state = [&](int slot, int row, auto&& visit) {
         const imbrex_tensor& t = *in->state;
-        float* const head = static_cast<float*>(t.data) + p.slots[r] * t.strides[0] + row * t.strides[1] + h * t.strides[2];
+        float* const head = static_cast<float*>(t.data) + slot * t.strides[0] + row * t.strides[1] + h * t.strides[2];
         for (int k = 0; k < f.head_dim_k; ++k)
           for (int v = 0; v < f.head_dim_v; ++v)
             visit(s[size_t(k * f.head_dim_v + v)], head[(k_first ? k : v) * t.strides[3] + (k_first ? v : k) * t.strides[4]]);
       };
       const auto store = [](double x, float& to) { to = float(x); };
-      if (p.lens[r] > end - begin) state(p.accepted[r], [](double& x, float from) { x = from; });
-      if (end - begin == p.drafts[r]) state(0, store);
+      const auto load = [](double& x, float from) { x = from; };
+      if (p.lens[r] > end - begin) state(p.sources[r], p.accepted[r], load);
+      if (end - begin == p.drafts[r]) state(p.slots[r], 0, store);
       for (int t = begin; t < end; ++t) {
+        const int certain = end - begin - p.drafts[r];
+        if (t - begin >= certain && !p.parents.empty()) state(p.slots[r], p.parents[size_t(t)] + 1 - certain, load);
         for (double& x : s) x *= std::exp(-double(static_cast<float*>(in->rates->data)[h]));
         for (int v = 0; v < f.head_dim_v; ++v) {
           double y = 0;
@@ -60,7 +63,7 @@ imbrex_status run_lightning(void* plan, const imbrex_recurrent_inputs* in, const
           }
           number(*out->out, t, h, v) = float(y);
         }
-        if (t + 1 - (end - p.drafts[r]) >= 0) state(t + 1 - (end - p.drafts[r]), store);
+        if (t + 1 - (end - p.drafts[r]) >= 0) state(p.slots[r], t + 1 - (end - p.drafts[r]), store);
       }
     }
   }
@@ -81,7 +84,7 @@ imbrex_recurrent_backend outside_lightning(OutsideLightning& state) {
   b.plan = [](void* context, const imbrex_recurrent_fields* f, const imbrex_device_properties*, const imbrex_plan_options*, void** plan) {
     auto& s = *static_cast<OutsideLightning*>(context);
     if (s.function == "plan") return imbrex_status(IMBREX_OUT_OF_MEMORY);
-    *plan = new LightningPlan{&s, *f, {}, {}, {}, {}, {}}, ++s.plans;
+    *plan = new LightningPlan{&s, *f, {}, {}, {}, {}, {}, {}, {}}, ++s.plans;
     return imbrex_status(IMBREX_OK);
   };
   b.plan_free = [](void* plan) {
@@ -95,6 +98,9 @@ imbrex_recurrent_backend outside_lightning(OutsideLightning& state) {
     const int n = batch->num_reqs;
     p.starts.assign(batch->query_start_loc, batch->query_start_loc + n + 1), p.lens.assign(batch->seq_lens, batch->seq_lens + n);
     p.slots.assign(batch->state_slots, batch->state_slots + n);
+    p.sources = p.slots, p.parents.clear();
+    if (batch->source_slots != nullptr) p.sources.assign(batch->source_slots, batch->source_slots + n);
+    if (batch->draft_parents != nullptr) p.parents.assign(batch->draft_parents, batch->draft_parents + p.starts.back());
     p.drafts.assign(size_t(n), 0), p.accepted.assign(size_t(n), 0);
     if (batch->num_drafts != nullptr) p.drafts.assign(batch->num_drafts, batch->num_drafts + n);
     if (batch->accepted_drafts != nullptr) p.accepted.assign(batch->accepted_drafts, batch->accepted_drafts + n);
@@ -205,6 +211,21 @@ TEST_F(CApiFailingRecurrent, WhatABackendCannotKnowIsRefusedInItsName) {
     const Registered until{"outside_lightning", unregister_recurrent};
     EXPECT_EQ(selection() != nullptr, size == 0);
     EXPECT_TRUE(size == 0 || std::string(imbrex_last_error()).find("num_drafts") != std::string::npos) << imbrex_last_error();
+  }
+  // Nor may a step have sources where the backend was compiled before there were any.
+  backend.spec_size = offsetof(imbrex_recurrent_fields, tree_drafts);
+  {
+    ASSERT_EQ(imbrex_register_recurrent_backend(&backend), IMBREX_OK) << imbrex_last_error();
+    const Registered until{"outside_lightning", unregister_recurrent};
+    RecurrentSpec layer = recurrent_layer("lightning");
+    layer.dtype = DType::f32;
+    const auto chosen_plan = find_backend<RecurrentFamily>("outside_lightning")->plan(layer, probe_cpu(), {});
+    const std::vector<int32_t> starts{0, 1}, lens{4}, slots{0}, sources{1};
+    Batch batch;
+    batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots;
+    EXPECT_NO_THROW(chosen_plan->update(batch));
+    batch.source_slots = sources;
+    EXPECT_EQ(error_code([&] { chosen_plan->update(batch); }), "backend.source_slots");
   }
   const auto code = [&](auto&& change) {
     imbrex_recurrent_backend b = outside_lightning(state);

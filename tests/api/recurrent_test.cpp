@@ -153,6 +153,37 @@ TEST_F(CApiRecurrent, AConvolutionInFrontHasTheBitsOfTheCppInterface) {
   EXPECT_EQ(last_code(), "api.null");
 }
 
+// Nine tokens of two requests, of which the second one's drafts are siblings and its state is read from slot 2.
+TEST_F(CApiRecurrent, TreesAndSourcesArrive) {
+  imbrex_recurrent_fields fields = small_recurrent();
+  fields.tree_drafts = 1;
+  spec = recurrent_of(fields);
+  ASSERT_NE(spec, nullptr) << imbrex_last_error();
+  const PlanHandle plan = plan_for(spec.get());
+  const auto run = [&](RecurrentStep& c, const int32_t* sources, const int32_t* parents) {
+    c.batch.source_slots = sources, c.batch.draft_parents = parents;
+    EXPECT_EQ(imbrex_plan_update(plan.get(), &c.batch, nullptr), IMBREX_OK) << imbrex_last_error();
+    EXPECT_EQ(imbrex_plan_run_recurrent(plan.get(), &c.inputs, &c.outputs, nullptr), IMBREX_OK) << imbrex_last_error();
+  };
+  constexpr size_t kToken = size_t(kValueHeads) * kDimV, kSlot = size_t(1 + kRecurrentDrafts) * kValueHeads * kDimK * kDimV;
+  RecurrentStep chain, tree, moved;
+  const int32_t sources[2] = {77, 2}, siblings[kRecurrentTokens] = {9, 9, 9, 9, 9, 9, 9, 0, 0};  // the first request is new
+  run(chain, nullptr, nullptr), run(tree, nullptr, siblings);
+  std::swap_ranges(moved.state.data.begin() + kSlot, moved.state.data.begin() + 2 * kSlot, moved.state.data.begin() + 2 * kSlot);
+  const std::vector<float> source(moved.state.data.begin() + 2 * kSlot, moved.state.data.begin() + 3 * kSlot);
+  run(moved, sources, siblings);
+  const auto last = [](const RecurrentStep& c) { return std::vector<float>(c.out.data.end() - kToken, c.out.data.end()); };
+  EXPECT_TRUE(std::equal(chain.out.data.begin(), chain.out.data.end() - kToken, tree.out.data.begin()));
+  EXPECT_NE(last(chain), last(tree));
+  EXPECT_EQ(moved.out.data, tree.out.data);
+  EXPECT_TRUE(std::equal(source.begin(), source.end(), moved.state.data.begin() + 2 * kSlot)) << "a source was written";
+  EXPECT_TRUE(std::equal(tree.state.data.begin() + kSlot, tree.state.data.begin() + 2 * kSlot, moved.state.data.begin() + kSlot));
+  const int32_t wrong[kRecurrentTokens] = {0, 0, 0, 0, 0, 0, 0, 0, 2};
+  tree.batch.draft_parents = wrong;
+  EXPECT_EQ(imbrex_plan_update(plan.get(), &tree.batch, nullptr), IMBREX_INVALID);
+  EXPECT_EQ(last_code(), "batch.draft_parents.range");
+}
+
 TEST_F(CApiRecurrent, DefaultsAreThoseOfCpp) {
   imbrex_recurrent_fields fields = init(imbrex_recurrent_fields_init);
   fields.num_k_heads = fields.num_v_heads = fields.head_dim_k = fields.head_dim_v = 8;

@@ -33,6 +33,13 @@ RecurrentCase small_recurrent_case(const char* layer) {
   return c;
 }
 
+RecurrentCase recurrent_case_of_trees() {
+  RecurrentCase c = full_recurrent_case();
+  c.name = "trees", c.spec.num_drafts = kTreeDrafts, c.spec.tree_drafts = true, c.requests = tree_requests();
+  for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+  return c;
+}
+
 RecurrentCaseFile reread_recurrent(const RecurrentCaseFile& file) {
   return std::get<RecurrentCaseFile>(parse_any_case(parse_safetensors(write_safetensors(to_safetensors(file)))));
 }
@@ -43,7 +50,7 @@ std::vector<VerifyRow> recurrent_rows(const RecurrentCaseFile& file) {
 }
 
 TEST(RecurrentCaseFile, RoundTrips) {
-  std::vector<RecurrentCase> cases{full_recurrent_case()};
+  std::vector<RecurrentCase> cases{full_recurrent_case(), recurrent_case_of_trees()};
   for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"}) cases.push_back(small_recurrent_case(layer));
   for (const RecurrentCase& c : cases) {
     SCOPED_TRACE(c.name);
@@ -65,6 +72,7 @@ TEST(RecurrentCaseFile, RoundTrips) {
       EXPECT_EQ(again.inputs.requests[r].context_len, c.requests[r].context_len);
       EXPECT_EQ(again.inputs.requests[r].drafts, c.requests[r].drafts);
       EXPECT_EQ(again.inputs.requests[r].accepted, c.requests[r].accepted);
+      for (int t = 0; t < c.requests[r].q_len; ++t) EXPECT_EQ(again.inputs.requests[r].parent_of(t), c.requests[r].parent_of(t));
     }
     for (const VerifyRow& row : recurrent_rows(again)) EXPECT_TRUE(row.pass()) << row.variant << ": " << row.failure << row.refused;
   }
@@ -166,6 +174,10 @@ TEST(RecurrentCaseFile, RefusesWhatDoesNotFit) {
       {"case_file.drafts", set_i32("num_drafts", 0, 4)},
       {"case_file.drafts", set_i32("accepted_drafts", 2, 1)},  // nothing has gone by
   };
+  Safetensors tree = to_safetensors(make_case_file(recurrent_case_of_trees()));
+  ASSERT_NO_THROW(parse_any_case(tree));
+  set_i32("draft_parents", 3, 3)(tree);  // itself
+  EXPECT_EQ(error_code([&] { parse_any_case(tree); }), "case_file.draft_parents");
   const Safetensors good = to_safetensors(make_case_file(full_recurrent_case()));
   ASSERT_NO_THROW(parse_any_case(good));
   for (const auto& [code, change] : broken) {

@@ -6,6 +6,7 @@
 
 #include "recurrent_targets.h"
 #include "shards.h"
+#include "state_trees.h"
 
 namespace imbrex::test {
 namespace {
@@ -69,7 +70,7 @@ TEST(RecurrentCases, HaveNamesOfTheirOwnAndEveryLayerInBothLayouts) {
   EXPECT_EQ(types.size(), 9u);
   for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"})
     for (const char* layout : {"k_first", "v_first"})
-      for (const char* steps : {"prefill", "decode", "verify", "mixed", "chunked", "history"})
+      for (const char* steps : {"prefill", "decode", "verify", "tree", "mixed", "chunked", "history"})
         EXPECT_TRUE(names.contains(std::string(layer) + "_" + layout + "_" + steps)) << layer << " " << layout << " " << steps;
 }
 
@@ -104,6 +105,19 @@ TEST_P(RecurrentMistakes, AreFound) {
   }
   EXPECT_GE(cases, 5);
   EXPECT_EQ(found, cases) << "cases that found it, of all";
+}
+
+TEST(RecurrentCases, FindTreesThatAreComputedAsChains) {
+  int cases = 0;
+  for (const RecurrentCase& c : recurrent_cases()) {
+    if (!c.spec.tree_drafts || c.values != RecurrentValues::plain) continue;
+    const RecurrentCaseInputs in = make_inputs(c);
+    RecurrentCaseInputs chains = in;
+    chains.requests = without_parents(in.requests);
+    EXPECT_FALSE(judge(expect(in, 0), in, run_case(*find_backend<RecurrentFamily>("reference"), probe_cpu(), chains, {})).pass()) << c.name;
+    ++cases;
+  }
+  EXPECT_GE(cases, 20);
 }
 
 INSTANTIATE_TEST_SUITE_P(

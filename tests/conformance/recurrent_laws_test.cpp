@@ -9,6 +9,7 @@
 #include "expect_error.h"
 #include "recurrent_targets.h"
 #include "state_steps.h"
+#include "state_trees.h"
 
 namespace imbrex::test {
 namespace {
@@ -112,6 +113,63 @@ TEST_P(RecurrentLaws, VerifyIsDecodeTokenByToken) {
       options.steps = {{{0, 4, 3, 1}, {0, 4, 3, 0}}, {{kept + 1, 9, 0, kept}, {kept + 1, 8, 0, kept}}};
       EXPECT_TRUE(same_bits(run(in, options), whole)) << spec.str() << ", " << kept << " drafts kept";
     }
+  }
+}
+
+std::vector<RecurrentSpec> recurrent_tree_specs() {
+  std::vector<RecurrentSpec> specs = recurrent_law_specs();
+  for (size_t i = 0; i < specs.size(); ++i) {
+    specs[i].num_drafts = kTreeDrafts, specs[i].tree_drafts = true;
+    if (i % 2 == 1) specs[i].state_dtype = i % 4 == 1 ? DType::bf16 : DType::f16;
+  }
+  return specs;
+}
+
+// What a draft gives follows from its path alone, and so does what begins from its row.
+TEST_P(RecurrentLaws, ATreeIsItsPaths) {
+  for (const RecurrentSpec& spec : recurrent_tree_specs())
+    for (int accepted = 0; accepted <= kTreeDrafts; ++accepted) {
+      const TreeAndPaths steps(tree_requests(), accepted);
+      const RecurrentCaseInputs tree = law_inputs(spec, steps.tree);
+      RecurrentCaseInputs paths = tree;
+      paths.requests = steps.paths;
+      for (HostTensor* t : {&paths.q, &paths.k, &paths.v, &paths.gate, &paths.beta}) *t = token_rows(*t, steps.tokens);
+      RecurrentRunOptions of_tree, of_paths;
+      of_tree.steps = steps.tree_steps, of_paths.steps = steps.path_steps, of_paths.other_sources = true;
+      const RecurrentRunResult at_once = run(tree, of_tree);
+      RecurrentRunResult one_by_one = run(paths, of_paths), picked = at_once;
+      picked.out = token_rows(at_once.out, size_t(spec.num_v_heads) * size_t(spec.head_dim_v), steps.tokens);
+      EXPECT_TRUE(same_bits(one_by_one, picked)) << spec.str() << ", draft " << accepted << " kept";
+    }
+}
+
+// And where states are floats, they are those of a layer without trees.
+TEST_P(RecurrentLaws, AChainIsATree) {
+  for (RecurrentSpec spec : recurrent_tree_specs()) {
+    const RecurrentRunResult tree = run(law_inputs(spec, with_chains_as_trees(tree_requests())));
+    EXPECT_TRUE(same_bits(run(law_inputs(spec, without_parents(tree_requests()))), tree)) << spec.str();
+    spec.tree_drafts = false;
+    const bool rounds_steps =  // also to floats
+        GetParam().backend->plan(spec, GetParam().device, {.limits = limits_of(tree_requests())})->step_tokens() == 0;
+    if (spec.state_dtype != DType::f32 || rounds_steps) continue;
+    EXPECT_TRUE(same_bits(run(law_inputs(spec, without_parents(tree_requests()))), tree)) << spec.str() << " and with trees";
+  }
+}
+
+// The runner sees to it that slots which are read alone do not change, and that those of new states are not read. Two requests have one
+// past.
+TEST_P(RecurrentLaws, ASourceIsNoOtherState) {
+  for (RecurrentSpec spec : recurrent_law_specs()) {
+    spec.num_drafts = 3;
+    const RecurrentCaseInputs in =
+        law_inputs(spec, {{1, 99}, {70, 0}, {6, 271, 2, 3}, {1, 99, 0, 0, 1}, {130, 5}, {4, 99, 3, 0, 1}, {1, 0}, {0, 9}});
+    RecurrentRunOptions options;
+    options.other_sources = true;
+    EXPECT_TRUE(same_bits(run(in, options), run(in))) << spec.str();
+    options.chunk = 64;
+    RecurrentRunOptions own = options;
+    own.other_sources = false;
+    EXPECT_TRUE(same_bits(run(in, options), run(in, own))) << spec.str() << " in steps";
   }
 }
 

@@ -25,6 +25,13 @@ ShortConvCase full_conv_case() {
   return c;
 }
 
+ShortConvCase conv_case_of_trees() {
+  ShortConvCase c = full_conv_case();
+  c.spec.num_drafts = kTreeDrafts, c.spec.tree_drafts = true, c.requests = tree_requests();
+  for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+  return c;
+}
+
 ShortConvCaseFile reread(const ShortConvCaseFile& file) {
   return std::get<ShortConvCaseFile>(parse_any_case(parse_safetensors(write_safetensors(to_safetensors(file)))));
 }
@@ -34,7 +41,7 @@ TEST(ShortConvCaseFile, RoundTrips) {
   ShortConvCase silu{.name = "silu",
                      .spec = {.dim = 5, .width = 4, .form = ShortConvForm::plain, .activation = ShortConvActivation::silu},
                      .requests = {{3, 0}, {2, 5}}};
-  for (const ShortConvCase& c : {full_conv_case(), plain, silu}) {
+  for (const ShortConvCase& c : {full_conv_case(), plain, silu, conv_case_of_trees()}) {
     const ShortConvCaseFile file = make_case_file(c), again = reread(file);
     EXPECT_EQ(again.inputs.spec, c.spec) << again.inputs.spec.str();
     EXPECT_EQ(again.inputs.input.bytes, file.inputs.input.bytes);
@@ -49,6 +56,7 @@ TEST(ShortConvCaseFile, RoundTrips) {
       EXPECT_EQ(again.inputs.requests[r].context_len, c.requests[r].context_len);
       EXPECT_EQ(again.inputs.requests[r].drafts, c.requests[r].drafts);
       EXPECT_EQ(again.inputs.requests[r].accepted, c.requests[r].accepted);
+      for (int t = 0; t < c.requests[r].q_len; ++t) EXPECT_EQ(again.inputs.requests[r].parent_of(t), c.requests[r].parent_of(t));
     }
   }
 }
@@ -146,6 +154,10 @@ TEST(ShortConvCaseFile, RefusesWhatDoesNotFit) {
       {"case_file.drafts", set_i32("accepted_drafts", 0, 4)},
       {"case_file.drafts", set_i32("accepted_drafts", 2, 1)},  // nothing has gone by
   };
+  Safetensors tree = to_safetensors(make_case_file(conv_case_of_trees()));
+  ASSERT_NO_THROW(parse_any_case(tree));
+  set_i32("draft_parents", 3, 3)(tree);  // itself
+  EXPECT_EQ(error_code([&] { parse_any_case(tree); }), "case_file.draft_parents");
   const Safetensors good = to_safetensors(make_case_file(full_conv_case()));
   ASSERT_NO_THROW(parse_any_case(good));
   for (const auto& [code, change] : broken) {

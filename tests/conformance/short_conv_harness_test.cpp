@@ -13,6 +13,7 @@
 #include "short_conv/step.h"
 #include "short_conv_targets.h"
 #include "slow_state.h"
+#include "state_trees.h"
 
 namespace imbrex::test {
 namespace {
@@ -27,6 +28,7 @@ enum class ConvMistake {
   past_not_read,
   accepted_not_looked_at,
   drafts_not_looked_at,
+  source_not_looked_at,  // the slot that is written is read
   zeros_before_an_item,  // instead of what the item before it has computed
   two_units_off,
   no_activation,
@@ -48,7 +50,7 @@ class FaultyConvPlan final : public ShortConvPlan {
       : spec_(spec), options_(options), mistake_(mistake) {}
 
   void update(const Batch& batch, Stream) override {
-    read_batch(spec_.num_drafts, options_.limits, batch, true, step_);
+    read_batch(StateDrafts(spec_), options_.limits, batch, true, step_);
     items_.clear();
     for (const StateRequest& r : step_.requests)
       for (int begin = r.begin; begin < r.end; begin += kItemTokens) items_.push_back({&r, begin, std::min(begin + kItemTokens, r.end)});
@@ -59,7 +61,7 @@ class FaultyConvPlan final : public ShortConvPlan {
     const auto list = [](const TensorView& t) { return std::span(t.as<const int32_t>(), t.empty() ? 0 : size_t(t.size(0))); };
     Batch batch;
     batch.query_start_loc = list(b.query_start_loc), batch.seq_lens = list(b.seq_lens), batch.state_slots = list(b.state_slots);
-    batch.num_drafts = list(b.num_drafts), batch.accepted_drafts = list(b.accepted_drafts);
+    batch.num_drafts = list(b.num_drafts), batch.accepted_drafts = list(b.accepted_drafts), batch.source_slots = list(b.source_slots);
     update(batch, stream);
   }
 
@@ -100,7 +102,8 @@ class FaultyConvPlan final : public ShortConvPlan {
     if (token < r.begin) {
       if ((r.fresh && mistake_ != ConvMistake::past_of_a_new_request) || mistake_ == ConvMistake::past_not_read) return 0;
       const int first = mistake_ == ConvMistake::accepted_not_looked_at ? 0 : r.first_row;
-      return load(in.state, r.slot * in.state.stride(0) + (first + spec_.width - 1 + token - r.begin) * in.state.stride(1) + d);
+      const int slot = mistake_ == ConvMistake::source_not_looked_at ? r.slot : r.source;
+      return load(in.state, slot * in.state.stride(0) + (first + spec_.width - 1 + token - r.begin) * in.state.stride(1) + d);
     }
     const int64_t row = token * in.input.stride(0);
     if (spec_.form == ShortConvForm::plain) return load(in.input, row + d);
@@ -191,6 +194,7 @@ TEST(ShortConvHarness, PassesWithoutAMistakeAndFindsEachOne) {
       {ConvMistake::past_not_read, "width_8_chunked", "out"},
       {ConvMistake::accepted_not_looked_at, "dtype_bf16_verify", "out"},
       {ConvMistake::drafts_not_looked_at, "dtype_f32_verify", "state"},
+      {ConvMistake::source_not_looked_at, "dtype_f32_verify", "out"},
       {ConvMistake::zeros_before_an_item, "length_17_after_9", "out"},
       {ConvMistake::two_units_off, "dtype_bf16_decode", "out"},
       {ConvMistake::two_units_off, "dtype_f16_decode", "out"},
@@ -212,6 +216,19 @@ TEST(ShortConvHarness, PassesWithoutAMistakeAndFindsEachOne) {
     EXPECT_EQ(failure_of(ConvMistake::none, *c), "") << name;
     EXPECT_TRUE(failure_of(mistake, *c).starts_with(says)) << name << ", mistake " << int(mistake) << ": " << failure_of(mistake, *c);
   }
+}
+
+TEST(ShortConvHarness, FindsTreesThatAreComputedAsChains) {
+  int cases = 0;
+  for (const ShortConvCase& c : short_conv_cases()) {
+    if (!c.spec.tree_drafts || c.spec.dim < 7 || c.values != ShortConvValues::plain) continue;
+    ShortConvCaseInputs chains = inputs_of(c);
+    chains.requests = without_parents(chains.requests);
+    const ShortConvRunResult wrong = run_case(*find_backend<ShortConvFamily>("reference"), probe_cpu(), chains, default_options(c));
+    EXPECT_TRUE(judge(expected_of(c), inputs_of(c), wrong).failure.starts_with("out")) << c.name;
+    ++cases;
+  }
+  EXPECT_GE(cases, 20);
 }
 
 // Why there is a law of its own: where whoever reads a state first is not kept waiting, everything is right by luck.

@@ -11,6 +11,7 @@
 #include "short_conv_targets.h"
 #include "slow_state.h"
 #include "state_steps.h"
+#include "state_trees.h"
 
 namespace imbrex::test {
 namespace {
@@ -186,6 +187,62 @@ TEST_P(ShortConvLaws, DraftsThatAreTakenBackLeaveNoTrace) {
     }
     EXPECT_GT(with_drafts, 20);
     EXPECT_GT(taken_back, 10);
+  }
+}
+
+std::vector<ShortConvSpec> conv_tree_specs() {
+  std::vector<ShortConvSpec> specs = law_specs();
+  for (ShortConvSpec& spec : specs) spec.num_drafts = kTreeDrafts, spec.tree_drafts = true;
+  return specs;
+}
+
+// What a draft gives follows from its path alone, and so does what begins from its rows.
+TEST_P(ShortConvLaws, ATreeIsItsPaths) {
+  for (const ShortConvSpec& spec : conv_tree_specs())
+    for (int accepted = 0; accepted <= kTreeDrafts; ++accepted) {
+      const TreeAndPaths steps(tree_requests(), accepted);
+      const ShortConvCaseInputs tree = make_inputs(steep_case(spec, steps.tree));
+      ShortConvCaseInputs paths = tree;
+      paths.requests = steps.paths, paths.input = token_rows(tree.input, steps.tokens);
+      ShortConvRunOptions of_tree, of_paths;
+      of_tree.steps = steps.tree_steps, of_paths.steps = steps.path_steps, of_paths.other_sources = true;
+      ShortConvRunResult picked = run(tree, of_tree);
+      picked.out = token_rows(picked.out, size_t(spec.dim), steps.tokens);
+      EXPECT_TRUE(same_bits(run(paths, of_paths), picked)) << spec.str() << ", draft " << accepted << " kept";
+    }
+}
+
+TEST_P(ShortConvLaws, AChainIsATree) {
+  for (ShortConvSpec spec : conv_tree_specs()) {
+    const ShortConvRunResult tree = run(make_inputs(steep_case(spec, with_chains_as_trees(tree_requests()))));
+    EXPECT_TRUE(same_bits(run(make_inputs(steep_case(spec, without_parents(tree_requests())))), tree)) << spec.str();
+    // And without trees, where a state has no rows for them.
+    TreeAndPaths steps(without_parents(tree_requests()), 1);
+    ShortConvCaseInputs in = make_inputs(steep_case(spec, steps.tree));
+    ShortConvRunOptions options;
+    options.steps = steps.tree_steps;
+    const ShortConvRunResult whole = run(in, options);
+    spec.tree_drafts = false;
+    EXPECT_EQ(run(make_inputs(steep_case(spec, steps.tree)), options).out, whole.out) << spec.str();
+  }
+}
+
+// The runner sees to it that slots which are read alone do not change, and that those of new states are not read. Two requests have one
+// past.
+TEST_P(ShortConvLaws, ASourceIsNoOtherState) {
+  for (ShortConvSpec spec : law_specs()) {
+    spec.num_drafts = 3;
+    std::vector<ShortConvCaseRequest> requests{{1, 99}, {150, 0}, {6, 271, 2, 3}, {1, 99}, {200, 5}, {4, 99, 3}, {1, 0}, {0, 9}};
+    ShortConvCase c = steep_case(spec, requests);
+    for (const size_t same : {3, 5}) c.requests[same].id = c.requests[0].id;
+    const ShortConvCaseInputs in = make_inputs(c);
+    ShortConvRunOptions options;
+    options.other_sources = true;
+    EXPECT_TRUE(same_bits(run(in, options), run(in))) << spec.str();
+    options.chunk = 64;
+    ShortConvRunOptions own = options;
+    own.other_sources = false;
+    EXPECT_TRUE(same_bits(run(in, options), run(in, own))) << spec.str() << " in steps";
   }
 }
 

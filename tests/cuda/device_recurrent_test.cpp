@@ -128,6 +128,25 @@ TEST_F(DeviceRecurrent, Segments) {
     }
 }
 
+TEST_F(DeviceRecurrent, TreesOfDrafts) {
+  unsigned seed = 350;
+  for (const char* name : {"gdn", "kda", "lightning", "mamba2", "mamba1"})
+    for (const bool on_device : {false, true})
+      for (const auto& [gap, shift] : kGapsAndShifts) {
+        RecurrentSpec spec = layer(name, 7);
+        spec.tree_drafts = true, spec.layout = StateLayout(seed % 2);
+        run({.spec = spec,
+             .gap = gap,
+             .shift = shift,
+             .longest = 20,
+             .steps = 8,
+             .on_device = on_device,
+             .graph = seed % 4 == 0,
+             .seed = seed});
+        ++seed;
+      }
+}
+
 TEST_F(DeviceRecurrent, LengthsOnTheDevice) {
   unsigned seed = 400;
   for (const char* name : {"gdn", "kda", "mamba2", "mamba1"}) run({.spec = layer(name), .steps = 20, .on_device = true, .seed = seed++});

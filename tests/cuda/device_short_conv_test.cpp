@@ -72,6 +72,25 @@ TEST_F(DeviceShortConv, LongRequests) {
            .seed = unsigned(width)});
 }
 
+TEST_F(DeviceShortConv, TreesOfDrafts) {
+  unsigned seed = 30;
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const int width : {2, 3, 4, 8})
+      for (const int64_t gap : {0, 3}) {
+        ConvProblem p{
+            .spec = {.dim = gap == 3 ? 100 : 520, .width = width, .bias = true, .dtype = dtype, .num_drafts = 9, .tree_drafts = true},
+            .gap = gap,
+            .longest = 40,
+            .steps = 10,
+            .on_device = width > 2,
+            .graph = seed % 4 == 0,
+            .seed = seed++};
+        run(p);
+        p.spec.form = ShortConvForm::plain, p.spec.activation = ShortConvActivation::silu;
+        run(p);
+      }
+}
+
 TEST_F(DeviceShortConv, LengthsOnTheDevice) {
   unsigned seed = 50;
   for (const int width : {2, 3, 8})
@@ -335,8 +354,8 @@ TEST_F(DeviceShortConvSpeed, DISABLED_Tunings) {
     Rotation r(*s, spec, work);
     std::vector<StateRequest> requests;
     for (size_t i = 0; i < r.step.lens.size(); ++i)
-      requests.push_back({r.step.starts[i], r.step.slots[i], work.fresh ? -1 : 0, work.drafts});
-    requests.push_back({r.step.tokens(), -1, -1, 0});
+      requests.push_back({r.step.starts[i], r.step.slots[i], r.step.slots[i], short(work.fresh ? -1 : 0), short(work.drafts)});
+    requests.push_back({r.step.tokens(), -1, -1, -1, 0});
     const StateCounts counts_of_step{r.step.tokens(), work.requests, {}};
     const DeviceBuffer list = upload(requests), counts = upload(std::vector{counts_of_step});
     std::printf("%-18s", work.name);

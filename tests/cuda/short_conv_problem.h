@@ -32,7 +32,13 @@ using ConvStep = SlotStep;
 class ConvRequests : public SlotRequests {
  public:
   ConvRequests(const ConvProblem& p, int num_slots)
-      : SlotRequests({.limits = p.limits, .longest = p.longest, .num_drafts = p.spec.num_drafts, .seed = p.seed}, num_slots) {}
+      : SlotRequests({.limits = p.limits,
+                      .longest = p.longest,
+                      .num_drafts = p.spec.num_drafts,
+                      .trees = p.spec.tree_drafts,
+                      .sources = p.seed % 3 == 1,
+                      .seed = p.seed},
+                     num_slots) {}
 };
 
 class ConvBesideReference {
@@ -49,7 +55,7 @@ class ConvBesideReference {
         weight_(*stream_, problem.spec.dtype, {problem.spec.dim, problem.spec.width}, problem.weight_gap, problem.weight_gap),
         bias_(*stream_, problem.spec.dtype, {problem.spec.dim}, 0, problem.weight_gap),
         state_(*stream_, problem.spec.dtype, {kSlots, problem.spec.state_rows(), problem.spec.dim}, problem.gap, problem.shift),
-        lists_(*stream_, problem.limits.max_num_reqs) {
+        lists_(*stream_, problem.limits.max_num_reqs, problem.limits.max_num_tokens) {
     for (Twin* t : {&weight_, &bias_}) t->fill_random(random_), t->upload();
     state_.upload();
     stream_->synchronize();
@@ -121,7 +127,7 @@ class ConvBesideReference {
     lists_.send(step);
     stream_->synchronize();
   }
-  void update_on_device() { plan_->update_on_device(lists_.batch(p_.spec.num_drafts > 0), stream_->get()); }
+  void update_on_device() { plan_->update_on_device(lists_.batch(p_.spec), stream_->get()); }
   static constexpr int kSlots = 17;
 
  private:

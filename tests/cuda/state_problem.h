@@ -70,12 +70,14 @@ class Twin {
 // A step of some requests, each with a slot of its own.
 struct SlotStep {
   std::vector<int32_t> starts{0}, lens, slots, drafts, accepted;
+  std::vector<int32_t> sources = {}, parents = {};  // empty: as in Batch
   int tokens() const { return starts.back(); }
   template <class Spec>
   Batch batch(const Spec& spec) const {
     Batch b;
-    b.query_start_loc = starts, b.seq_lens = lens, b.state_slots = slots;
+    b.query_start_loc = starts, b.seq_lens = lens, b.state_slots = slots, b.source_slots = sources;
     if (spec.num_drafts > 0) b.num_drafts = drafts, b.accepted_drafts = accepted;
+    if (spec.tree_drafts) b.draft_parents = parents;
     return b;
   }
 };
@@ -84,6 +86,8 @@ struct SlotProblem {
   PlanLimits limits;
   int longest = 60;  // tokens of a request in a step
   int num_drafts = 0;
+  bool trees = false;    // of drafts
+  bool sources = false;  // requests may read other slots than they write
   unsigned seed = 1;
 };
 
@@ -98,7 +102,12 @@ class SlotRequests {
     std::shuffle(order.begin(), order.end(), random_);
     const int kind = below(4), count = below(std::min(p_.limits.max_num_reqs, int(order.size())) + 1);
     for (int r = 0; r < count; ++r) {
-      Slot& slot = slots_[size_t(order[size_t(r)])];
+      const bool moves = p_.sources && size_t(count + r) < order.size() && below(2) == 0;
+      // A source that two requests read: neither writes it.
+      if (moves && r > 0 && step.sources.back() >= 0 && step.sources.back() != step.slots.back() && below(3) == 0)
+        order[size_t(r)] = step.sources.back();
+      const int32_t source = order[size_t(r)], written = order[size_t(moves ? count + r : r)];
+      Slot slot = slots_[size_t(source)];
       if (below(5) == 0) slot = {};  // another request gets it
       const int left = p_.limits.max_num_tokens - step.tokens(), most = kind == 0 ? 1 : kind == 1 ? 9 : p_.longest;
       const int q_len = std::min(below(6) == 0 ? 0 : 1 + below(below(2) == 0 ? most : std::min(most, 9)), left);
@@ -106,10 +115,15 @@ class SlotRequests {
       const int accepted = below(slot.drafts + 1), done = slot.done + (q_len > 0 ? accepted : 0);
       step.starts.push_back(step.tokens() + q_len);
       step.lens.push_back(done + q_len);
-      step.slots.push_back(q_len > 0 ? order[size_t(r)] : -7);
+      step.slots.push_back(q_len > 0 ? written : -7);
+      if (p_.sources) step.sources.push_back(q_len > 0 && done > 0 ? source : -3);
+      for (int t = 0; p_.trees && t < q_len; ++t) {
+        const int certain = q_len - drafts;
+        step.parents.push_back(t < certain ? -9 : certain - 1 + below(t - certain + 1));
+      }
       step.drafts.push_back(q_len > 0 ? drafts : 99);
       step.accepted.push_back(q_len == 0 ? -5 : done == 0 ? 0 : accepted);
-      if (q_len > 0) slot = {done + q_len - drafts, drafts};
+      if (q_len > 0) slots_[size_t(written)] = {done + q_len - drafts, drafts};
     }
     return step;
   }
@@ -127,8 +141,9 @@ class SlotRequests {
 // The lists of a step in a device's memory, as many as the limits allow: requests that a step does not have are without tokens.
 class SlotLists {
  public:
-  SlotLists(const DeviceStream& stream, int max_num_reqs) {
-    for (int i = 0; i < 5; ++i) lists_.emplace_back(stream, DType::i32, std::vector<int64_t>{max_num_reqs + (i == 0)});
+  SlotLists(const DeviceStream& stream, int max_num_reqs, int max_num_tokens) {
+    for (int i = 0; i < 6; ++i) lists_.emplace_back(stream, DType::i32, std::vector<int64_t>{max_num_reqs + (i == 0)});
+    lists_.emplace_back(stream, DType::i32, std::vector<int64_t>{max_num_tokens});
   }
   void send(const SlotStep& step) {
     const auto put = [&](size_t list, const std::vector<int32_t>& values, int32_t rest) {
@@ -138,16 +153,20 @@ class SlotLists {
       lists_[list].upload();
     };
     put(0, step.starts, step.tokens()), put(1, step.lens, 0), put(2, step.slots, -1), put(3, step.drafts, -1), put(4, step.accepted, -1);
+    put(5, step.sources.empty() ? step.slots : step.sources, -1);
+    if (!step.parents.empty()) put(6, step.parents, -9);
   }
-  DeviceBatch batch(bool with_drafts) const {
+  template <class Spec>
+  DeviceBatch batch(const Spec& spec) const {
     DeviceBatch batch{.query_start_loc = lists_[0].on_device(), .seq_lens = lists_[1].on_device()};
-    batch.state_slots = lists_[2].on_device();
-    if (with_drafts) batch.num_drafts = lists_[3].on_device(), batch.accepted_drafts = lists_[4].on_device();
+    batch.state_slots = lists_[2].on_device(), batch.source_slots = lists_[5].on_device();
+    if (spec.tree_drafts) batch.draft_parents = lists_[6].on_device();
+    if (spec.num_drafts > 0) batch.num_drafts = lists_[3].on_device(), batch.accepted_drafts = lists_[4].on_device();
     return batch;
   }
 
  private:
-  std::vector<Twin> lists_;  // starts, lens, slots, drafts, accepted
+  std::vector<Twin> lists_;  // starts, lens, slots, drafts, accepted, sources, parents
 };
 
 }  // namespace imbrex::cuda::test

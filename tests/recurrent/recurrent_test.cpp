@@ -87,6 +87,13 @@ TEST(Recurrent, WrongTensorsAreRefused) {
     wrong.state_slots = twice;
     EXPECT_EQ(test::error_code([&] { plan->update(wrong, nullptr); }), "batch.state.shared");
     EXPECT_EQ(run([](auto&, auto&) {}), "nothing thrown") << "the step before stays";
+    std::vector<int32_t> sources{2, 0}, parents{0, 0, 0, 0, 0};
+    wrong.state_slots = slots, wrong.draft_parents = parents;
+    EXPECT_EQ(test::error_code([&] { plan->update(wrong, nullptr); }), "batch.draft_parents.unexpected");
+    batch.source_slots = sources;  // a slot that the state lacks
+    plan->update(batch, nullptr);
+    EXPECT_EQ(run([](auto&, auto&) {}), "recurrent.run.tensor");
+    batch.source_slots = {};
     slots = {1, std::numeric_limits<int32_t>::max()};  // no number of slots fits an int then
     plan->update(batch, nullptr);
     EXPECT_EQ(run([](auto&, auto&) {}), "recurrent.run.tensor");
@@ -147,6 +154,7 @@ TEST(Recurrent, WrongSpecsAreRefused) {
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.dtype = DType::fp8_e4m3; }), "recurrent.dtype");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.state_dtype = DType::i32; }), "recurrent.state_dtype");
   EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.num_drafts = 65; }), "recurrent.num_drafts");
+  EXPECT_EQ(invalid("gdn", [](RecurrentSpec& s) { s.tree_drafts = true; }), "recurrent.tree_drafts");
   for (const char* layer : {"gdn", "kda", "kda_bounded", "lightning", "mamba2", "mamba1"})
     EXPECT_NO_THROW(recurrent_layer(layer).validate());
 }

@@ -73,6 +73,12 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {1, 0}, b.accepted_drafts = l; }), "batch.state.accepted_drafts");  // nothing has gone by
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 3}, b.accepted_drafts = l; }), "batch.state.accepted_drafts");
     EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 2, 1}, b.query_start_loc = l; }), "batch.query_start_loc.monotone");
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0}, b.source_slots = l; }), "batch.state.size");
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {-1, -1}, b.source_slots = l; }), "batch.state.source");
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {-1, 1}, b.source_slots = l; }), "batch.state.source");  // request 0 writes it
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {0, 0, 0, 1, 2}, b.draft_parents = l; }), "batch.draft_parents.unexpected");
+    EXPECT_EQ(refused([](Batch& b, auto& l) { l = {-1, 0}, b.source_slots = l; }), "nothing thrown");  // request 0 is new
+    plan->update(good, nullptr);
 
     Tensor input(spec.dtype, {5, 96}), weight(spec.dtype, {32, 3}), state(spec.dtype, {2, 4, 32}), out(spec.dtype, {5, 32});
     const auto run = [&](auto change) {
@@ -103,9 +109,33 @@ TEST(ShortConv, WhatIsWrongIsRefusedAndTheStepBeforeStays) {
   EXPECT_EQ(invalid({.dim = 8, .width = 9}), "short_conv.width");
   EXPECT_EQ(invalid({.dim = 8, .dtype = DType::fp8_e4m3}), "short_conv.dtype");
   EXPECT_EQ(invalid({.dim = 8, .num_drafts = -1}), "short_conv.num_drafts");
+  EXPECT_EQ(invalid({.dim = 8, .tree_drafts = true}), "short_conv.tree_drafts");
   EXPECT_EQ(invalid({.dim = 8, .form = ShortConvForm(2)}), "short_conv.form");
   EXPECT_EQ(invalid({.dim = 8, .form = ShortConvForm::plain, .activation = ShortConvActivation(2)}), "short_conv.activation");
   EXPECT_EQ(invalid({.dim = 8, .activation = ShortConvActivation::silu}), "short_conv.activation");
+}
+
+// A draft follows one in front of it, or the last token that is no draft.
+TEST(ShortConv, WrongTreesAreRefused) {
+  const ShortConvSpec spec{.dim = 32, .num_drafts = 3, .tree_drafts = true};
+  for (const std::string name : {"cpu_generic", "reference"}) {
+    const auto plan = find_backend<ShortConvFamily>(name)->plan(spec, probe_cpu(), {});
+    const std::vector<int32_t> starts{0, 4, 7}, lens{9, 3}, slots{1, 0}, drafts{2, 3};
+    Batch batch;
+    batch.query_start_loc = starts, batch.seq_lens = lens, batch.state_slots = slots, batch.num_drafts = drafts;
+    const auto update = [&](std::vector<int32_t> parents) {
+      batch.draft_parents = parents;
+      return test::error_code([&] { plan->update(batch, nullptr); });
+    };
+    EXPECT_EQ(update({-9, 77, 1, 1, -1, -1, -1}), "nothing thrown") << "of tokens that are no drafts none is read";
+    EXPECT_EQ(update({0, 0, 1, 2, -1, 0, 1}), "nothing thrown");
+    EXPECT_EQ(update({}), "nothing thrown");
+    EXPECT_EQ(update({0, 0, 1, 2, -1, 0}), "batch.draft_parents.size");
+    EXPECT_EQ(update({0, 0, 0, 2, -1, 0, 1}), "batch.draft_parents.range") << "not the last token that is no draft";
+    EXPECT_EQ(update({0, 0, 1, 3, -1, 0, 1}), "batch.draft_parents.range") << "itself";
+    EXPECT_EQ(update({0, 0, 3, 1, -1, 0, 1}), "batch.draft_parents.range") << "a later one";
+    EXPECT_EQ(update({0, 0, 1, 2, -2, 0, 1}), "batch.draft_parents.range") << "in front of the step";
+  }
 }
 
 // x is the second of three parts of a wider projection, and the outputs go to the third: they share rows, and no memory. Where they are the

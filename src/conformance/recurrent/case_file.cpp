@@ -139,7 +139,7 @@ RecurrentCaseFile parse_recurrent_case(const Safetensors& file) {
   const RecurrentSpec& spec = in.spec;
   const int64_t k_heads = spec.num_k_heads, v_heads = spec.num_v_heads, k = spec.head_dim_k, v = spec.head_dim_v;
   CaseTensors tensors(file);
-  in.requests = take_state_requests(tensors, spec.num_drafts);
+  in.requests = take_state_requests(tensors, StateDrafts(spec));
   const int64_t count = int64_t(in.requests.size()), tokens = num_tokens(in.requests);
   const auto of_tokens = [&](bool wanted, const char* name, bool of_channels) {
     if (!wanted) return HostTensor{};
@@ -191,7 +191,7 @@ Safetensors to_safetensors(const RecurrentCaseFile& c) {
   });
   Safetensors file;
   file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kRecurrentFamilyName}, {"spec", s}}.dump();
-  add_state_requests(file, in.requests, spec.num_drafts);
+  add_state_requests(file, in.requests, StateDrafts(spec));
   for (const auto& [name, t] : {std::pair{"q", &in.q},
                                 {"k", &in.k},
                                 {"v", &in.v},

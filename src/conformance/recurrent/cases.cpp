@@ -18,6 +18,7 @@ struct RecurrentSteps {
   const char* name;
   StateCaseRequests requests;
   int chunk = 0, num_drafts = 0;
+  bool tree_drafts = false;
 };
 
 // Lengths around 16 and 64, which chunked kernels cut at.
@@ -53,20 +54,21 @@ struct RecurrentTable {
     for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
     c.padding_tokens = int(n / 2 % 4);
     c.float_gates = n % 4 != 1;
+    c.other_sources = n % 5 == 2;
     c.seed = n + 1;
     cases.push_back(std::move(c));
     return cases.back();
   }
   RecurrentCase& add(const std::string& name, RecurrentSpec spec, const RecurrentSteps& steps) {
-    spec.num_drafts = steps.num_drafts;
+    spec.num_drafts = steps.num_drafts, spec.tree_drafts = steps.tree_drafts;
     RecurrentCase& c = add(name + "_" + steps.name, spec, steps.requests);
     c.chunk = steps.chunk;
     return c;
   }
 };
 
-void add_recurrent_axes(RecurrentTable& table) {
-  for (const RecurrentSteps& steps : recurrent_steps()) {
+void add_recurrent_axes(RecurrentTable& table, std::span<const RecurrentSteps> all) {
+  for (const RecurrentSteps& steps : all) {
     for (const char* layer : kRecurrentLayers)
       for (const StateLayout layout : {StateLayout::k_first, StateLayout::v_first}) {
         RecurrentSpec spec = recurrent_layer(layer);
@@ -222,10 +224,12 @@ RecurrentSpec recurrent_layer(std::string_view name) {
 std::span<const RecurrentCase> recurrent_cases() {
   static const std::vector<RecurrentCase> all = [] {
     RecurrentTable table;
-    add_recurrent_axes(table);
+    add_recurrent_axes(table, recurrent_steps());
     add_recurrent_shapes(table);
     add_recurrent_lengths(table);
     add_recurrent_outputs(table);
+    const RecurrentSteps trees{"tree", tree_requests(), 0, kTreeDrafts, true};  // behind the others, whose contents depend on their places
+    add_recurrent_axes(table, std::span(&trees, 1));
     return table.cases;
   }();
   return all;

@@ -30,6 +30,7 @@ struct RecurrentCase {
   bool float_gates = true;     // gate, beta and norm_weight are f32, else of dtype
   bool shared_weight = false;  // norm_weight is one for all heads
   RecurrentValues values = RecurrentValues::plain;
+  bool other_sources = false;  // as in RecurrentRunOptions
   uint64_t seed = 1;
 };
 

@@ -43,16 +43,16 @@ class RecurrentRunner {
         in_(in),
         options_(options),
         spec_(in.spec),
-        num_slots_(3 * int64_t(in.requests.size()) + 5),
+        num_slots_(4 * int64_t(in.requests.size()) + 5),
         state_(spec_.state_dtype, num_slots_, spec_.state_rows() * int64_t(spec_.num_v_heads), in.head_numbers(), options.poison,
                options.gaps),
-        slots_(shuffled_slots(num_slots_, in.requests.size(), options.slot_seed)) {
+        slots_(in.requests, num_slots_, options.slot_seed, options.other_sources) {
     int64_t token = 0;
     for (size_t r = 0; r < in.requests.size(); ++r) {
       first_token_.push_back(token);
       token += in.requests[r].q_len;
       for (int row = 0; in.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
-        for_heads(state_, in.state, r, row, [&](const char* mine, char* slot) { std::memcpy(slot, mine, head_bytes()); });
+        for_heads(state_, slots_.read[r], in.state, r, row, [&](const char* mine, char* slot) { std::memcpy(slot, mine, head_bytes()); });
     }
   }
 
@@ -67,12 +67,12 @@ class RecurrentRunner {
   size_t head_bytes() const { return size_t(in_.head_numbers() * size_of(spec_.state_dtype)); }
   size_t row_values() const { return size_t(spec_.num_v_heads) * size_t(spec_.head_dim_v); }
 
-  // Calls visit(bytes of `mine`, bytes of the request's slot) for each head of a row of the state.
+  // Calls visit(bytes of `mine`, bytes of a slot) for each head of a row of the state.
   template <class Tensor>
-  void for_heads(SpreadTensor& slots, Tensor& mine, size_t request, int row, const auto& visit) const {
+  void for_heads(SpreadTensor& slots, int32_t slot, Tensor& mine, size_t request, int row, const auto& visit) const {
     for (int head = 0; head < spec_.num_v_heads; ++head) {
       const size_t at = (request * size_t(spec_.state_rows()) + size_t(row)) * size_t(spec_.num_v_heads) + size_t(head);
-      visit(mine.bytes.data() + at * head_bytes(), slots.at(slots_[request], row * int64_t(spec_.num_v_heads) + head));
+      visit(mine.bytes.data() + at * head_bytes(), slots.at(slot, row * int64_t(spec_.num_v_heads) + head));
     }
   }
   // [slots, state_rows, num_v_heads, two dimensions].
@@ -87,13 +87,17 @@ class RecurrentRunner {
     return t;
   }
 
-  // Rows of the state that the step does not read belong to no request before it, and are poisoned.
+  // Rows of the state that the step does not read belong to no request before it, and are poisoned. Where a request has read another slot
+  // once, that is as it was.
   void poison_unread(const StateParts& parts) {
     for (size_t r = 0; r < parts.size(); ++r) {
       const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
       for (int row = 0; parts[r].end > parts[r].begin && row < spec_.state_rows(); ++row)
-        for (int head = 0; (fresh || row != parts[r].accepted) && head < spec_.num_v_heads; ++head)
-          state_.poison_row(slots_[r], row * int64_t(spec_.num_v_heads) + head, options_.poison);
+        for (int head = 0; head < spec_.num_v_heads; ++head) {
+          const int64_t at = row * int64_t(spec_.num_v_heads) + head;
+          if (fresh || row != parts[r].accepted) state_.poison_row(slots_.read[r], at, options_.poison);
+          if (slots_.read[r] != slots_.written[r]) state_.poison_row(slots_.written[r], at, options_.poison);
+        }
     }
   }
 
@@ -104,7 +108,7 @@ class RecurrentRunner {
   }
 
   void run_step(const StateParts& parts) {
-    StateLists lists(in_.requests, parts, slots_, options_.poison);
+    StateLists lists(in_.requests, parts, slots_.slots(), options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     GivenTensor q("q", in_.q, rows, options_), k("k", in_.k, rows, options_), v("v", in_.v, rows, options_),
         gate("gate", in_.gate, rows, options_), beta("beta", in_.beta, rows, options_), z("z", in_.z, rows, options_);
@@ -134,6 +138,7 @@ class RecurrentRunner {
       if (given->spread.bytes != given->before) result_.violations.push_back(fmt::format("{} was written", given->name));
     take_outputs(parts, out, tokens);
     take_states(parts, state_before);
+    slots_.next_step(parts);
   }
 
   void take_outputs(const StateParts& parts, SpreadTensor& out, int64_t tokens) {
@@ -158,7 +163,7 @@ class RecurrentRunner {
       const size_t row_bytes = head_bytes() * size_t(spec_.num_v_heads), slot_bytes = row_bytes * size_t(spec_.state_rows());
       std::memset(result_.state.bytes.data() + r * slot_bytes, 0, slot_bytes);
       for (int row = 0; row <= parts[r].drafts; ++row)
-        for_heads(state_, result_.state, r, row, [&](char* mine, const char* slot) {
+        for_heads(state_, slots_.written[r], result_.state, r, row, [&](char* mine, const char* slot) {
           std::memcpy(mine, slot, head_bytes());
           std::memcpy(before.data() + (slot - state_.bytes.data()), slot, head_bytes());
         });
@@ -177,7 +182,7 @@ class RecurrentRunner {
   const RecurrentSpec& spec_;
   int64_t num_slots_;
   SpreadTensor state_;
-  std::vector<int32_t> slots_;
+  StateSlotLists slots_;
   std::vector<int64_t> first_token_;
   RecurrentRunResult result_;
 };
@@ -185,7 +190,13 @@ class RecurrentRunner {
 }  // namespace
 
 RecurrentRunOptions default_options(const RecurrentCase& c) {
-  return {.gaps = c.gaps, .padding_tokens = c.padding_tokens, .slot_seed = c.seed, .chunk = c.chunk, .threads = {}, .steps = {}};
+  return {.gaps = c.gaps,
+          .padding_tokens = c.padding_tokens,
+          .slot_seed = c.seed,
+          .chunk = c.chunk,
+          .other_sources = c.other_sources,
+          .threads = {},
+          .steps = {}};
 }
 
 bool same_bits(const RecurrentRunResult& a, const RecurrentRunResult& b) {

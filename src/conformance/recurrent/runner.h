@@ -12,11 +12,12 @@ namespace imbrex {
 struct RecurrentRunOptions {
   Gaps gaps = Gaps::aligned;
   Poison poison = Poison::nan;
-  int padding_tokens = 2;  // rows after the batch's tokens
-  uint64_t slot_seed = 1;  // which slots the requests have
-  int chunk = 0;           // > 0: requests' tokens come in steps of so many, without drafts
-  int rows = 0;            // of q and all other tensors with tokens, at least as many as those and their padding; 0: just so many
-  bool on_device = false;  // update_on_device()
+  int padding_tokens = 2;      // rows after the batch's tokens
+  uint64_t slot_seed = 1;      // which slots the requests have
+  int chunk = 0;               // > 0: requests' tokens come in steps of so many, without drafts
+  int rows = 0;                // of q and all other tensors with tokens, at least as many as those and their padding; 0: just so many
+  bool on_device = false;      // update_on_device()
+  bool other_sources = false;  // requests read what they have of the past from other slots than those that they write
   ParallelFor threads;
   // The steps to run, each with the parts of requests that it computes. Empty: the case, in one step or in chunks.
   std::vector<StateParts> steps;

@@ -65,7 +65,7 @@ ShortConvCaseFile parse_short_conv_case(const Safetensors& file) {
   const ShortConvSpec& spec = in.spec;
   const int64_t dim = spec.dim;
   CaseTensors tensors(file);
-  in.requests = take_state_requests(tensors, spec.num_drafts);
+  in.requests = take_state_requests(tensors, StateDrafts(spec));
   const int64_t count = int64_t(in.requests.size());
   int64_t num_tokens = 0;
   for (const ShortConvCaseRequest& r : in.requests) num_tokens += r.q_len;
@@ -100,7 +100,7 @@ Safetensors to_safetensors(const ShortConvCaseFile& c) {
   });
   Safetensors file;
   file.metadata["imbrex"] = json{{"version", kCaseFileVersion}, {"family", kFamily}, {"spec", s}}.dump();
-  add_state_requests(file, in.requests, spec.num_drafts);
+  add_state_requests(file, in.requests, StateDrafts(spec));
   file.tensors[input_name(spec)] = in.input;
   file.tensors["weight"] = in.weight;
   if (spec.bias) file.tensors["bias"] = in.bias;

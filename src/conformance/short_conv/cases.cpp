@@ -19,6 +19,7 @@ struct ConvSteps {
   const char* name;
   ConvRequests requests;
   int chunk = 0, num_drafts = 0;
+  bool tree_drafts = false;
 };
 
 // Lengths around 64, which CPU kernels cut at, and around multiples of 16 and 128.
@@ -50,20 +51,21 @@ struct ConvTable {
     ShortConvCase c{.name = std::move(name), .spec = spec, .requests = std::move(requests), .gaps = Gaps(n / 3 % 3)};
     for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
     c.padding_tokens = int(n / 2 % 4);
+    c.other_sources = n % 5 == 2;
     c.seed = n + 1;
     cases.push_back(std::move(c));
     return cases.back();
   }
   ShortConvCase& add(const std::string& name, ShortConvSpec spec, const ConvSteps& steps) {
-    spec.num_drafts = steps.num_drafts;
+    spec.num_drafts = steps.num_drafts, spec.tree_drafts = steps.tree_drafts;
     ShortConvCase& c = add(name + "_" + steps.name, spec, steps.requests);
     c.chunk = steps.chunk;
     return c;
   }
 };
 
-void add_axes(ConvTable& table) {
-  for (const ConvSteps& steps : conv_steps()) {
+void add_axes(ConvTable& table, std::span<const ConvSteps> all) {
+  for (const ConvSteps& steps : all) {
     for (const DType dtype : kConvTypes) {
       ShortConvSpec spec = table.next_spec();
       spec.dtype = dtype;
@@ -97,7 +99,7 @@ void add_axes(ConvTable& table) {
 }
 
 // The layers in front of a recurrence: the axes once more for the plain form, without SiLU and with it.
-void add_plain(ConvTable& table) {
+void add_plain(ConvTable& table, std::span<const ConvSteps> all) {
   using enum ShortConvActivation;
   const auto next = [&](ShortConvActivation activation) {
     ShortConvSpec spec = table.next_spec();
@@ -105,7 +107,7 @@ void add_plain(ConvTable& table) {
     return spec;
   };
   const auto name_of = [](ShortConvActivation activation) { return activation == silu ? "silu" : "plain"; };
-  for (const ConvSteps& steps : conv_steps()) {
+  for (const ConvSteps& steps : all) {
     for (const ShortConvActivation activation : {none, silu}) {
       for (const DType dtype : kConvTypes)
         for (const bool bias : {false, true}) {
@@ -136,9 +138,14 @@ void add_plain(ConvTable& table) {
       table.add(fmt::format("silu_dim_{}", dim), spec, steps);
     }
   }
+}
+void add_plain_lengths(ConvTable& table) {
   for (const int q_len : {1, 3, 16, 63, 64, 65, 129, 257})
-    for (const int context : {0, 1, 9})
-      table.add(fmt::format("silu_length_{}_after_{}", q_len, context), next(silu), ConvRequests{{q_len, context}});
+    for (const int context : {0, 1, 9}) {
+      ShortConvSpec spec = table.next_spec();
+      spec.form = ShortConvForm::plain, spec.activation = ShortConvActivation::silu;
+      table.add(fmt::format("silu_length_{}_after_{}", q_len, context), spec, ConvRequests{{q_len, context}});
+    }
 }
 
 void add_lengths(ConvTable& table) {
@@ -185,11 +192,15 @@ int ShortConvCase::num_tokens() const { return imbrex::num_tokens(requests); }
 std::span<const ShortConvCase> short_conv_cases() {
   static const std::vector<ShortConvCase> all = [] {
     ConvTable table;
-    add_axes(table);
+    add_axes(table, conv_steps());
     add_lengths(table);
     add_drafts(table);
     add_many(table);
-    add_plain(table);  // behind the others, whose contents depend on their places
+    add_plain(table, conv_steps());  // behind the others, whose contents depend on their places
+    add_plain_lengths(table);
+    const ConvSteps trees{"tree", tree_requests(), 0, kTreeDrafts, true};
+    add_axes(table, std::span(&trees, 1));
+    add_plain(table, std::span(&trees, 1));
     return table.cases;
   }();
   return all;

@@ -29,6 +29,7 @@ struct ShortConvCase {
   Gaps gaps = Gaps::none;  // of all tensors
   int padding_tokens = 0;  // rows of input and out after the batch's tokens
   ShortConvValues values = ShortConvValues::plain;
+  bool other_sources = false;  // as in ShortConvRunOptions
   uint64_t seed = 1;
 
   int num_tokens() const;

@@ -46,12 +46,13 @@ HostTensor parameters(const ShortConvCase& c, ConvSequence sequence, std::vector
 
 ShortConvCaseInputs::Rows ShortConvCaseInputs::past_rows(size_t request) const {
   const ShortConvCaseRequest& r = requests[request];
-  return r.context_len == 0 ? Rows{0, 0} : Rows{r.accepted, r.accepted + spec.width - 1};
+  const int first = r.accepted * (spec.tree_drafts ? spec.width - 1 : 1);
+  return r.context_len == 0 ? Rows{0, 0} : Rows{first, first + spec.width - 1};
 }
 
 ShortConvCaseInputs::Rows ShortConvCaseInputs::written_rows(size_t request) const {
   const ShortConvCaseRequest& r = requests[request];
-  return {0, r.q_len == 0 ? 0 : spec.width - 1 + r.drafts};
+  return {0, r.q_len == 0 ? 0 : spec.width - 1 + r.drafts * (spec.tree_drafts ? spec.width - 1 : 1)};
 }
 
 ShortConvCaseInputs make_inputs(const ShortConvCase& c) {

@@ -51,11 +51,15 @@ void compute_channel(const ShortConvCaseInputs& in, size_t request, int64_t toke
   load(in.state, (int64_t(request) * spec.state_rows() + gone.begin) * dim + d, dim, std::span(h).first(size_t(gone.end - gone.begin)));
   const double bias = spec.bias ? in.bias.get(d) : 0;
   const Precision precision = precision_of(spec.dtype);
+  // Where in h what a sum is over lies, from the token's own back along its path.
+  const int first = int(before);
+  const auto before_it = [&](int at) { return first + in.requests[request].parent_of(at - first); };
   for (size_t t = 0; t < tokens; ++t) {
     mine[t] = rounded_to(spec.dtype, mine[t] * x[t]);
     double sum = bias, size = std::abs(bias);
-    for (size_t i = 0; i < weight.size(); ++i) {
-      const double term = weight[i] * h[t + i];
+    int of_path = first + int(t);
+    for (size_t i = weight.size(); i-- > 0; of_path = i > 0 ? before_it(of_path) : 0) {
+      const double term = weight[i] * h[size_t(of_path)];
       sum += term;
       size += std::abs(term);
     }

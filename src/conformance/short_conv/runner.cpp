@@ -25,9 +25,10 @@ class ConvRunner {
         in_(in),
         options_(options),
         spec_(in.spec),
-        num_slots_(4 * int64_t(in.requests.size()) + 5),
+        num_slots_(5 * int64_t(in.requests.size()) + 5),
         state_(spec_.dtype, num_slots_, spec_.state_rows(), spec_.dim, options.poison, options.gaps),
-        weight_(spec_.dtype, spec_.dim, 1, spec_.width, options.poison, options.gaps) {
+        weight_(spec_.dtype, spec_.dim, 1, spec_.width, options.poison, options.gaps),
+        slots_(in.requests, num_slots_, options.slot_seed, options.other_sources) {
     int64_t token = 0;
     for (const ShortConvCaseRequest& r : in.requests) {
       first_token_.push_back(token);
@@ -37,7 +38,7 @@ class ConvRunner {
   }
 
   ShortConvRunResult run() {
-    hand_out_slots();
+    fill_slots();
     result_.out.assign(size_t(in_.num_tokens()) * size_t(spec_.dim), 0.f);
     result_.state = in_.state;
     for (const ShortConvParts& parts : options_.steps.empty() ? steps_of(in_.requests, options_.chunk) : options_.steps) run_step(parts);
@@ -51,11 +52,10 @@ class ConvRunner {
     return t.bytes.data() + (request * size_t(spec_.state_rows()) + size_t(row)) * row_bytes();
   }
 
-  void hand_out_slots() {
-    slots_ = shuffled_slots(num_slots_, in_.requests.size(), options_.slot_seed);
-    for (size_t r = 0; r < slots_.size(); ++r)
+  void fill_slots() {
+    for (size_t r = 0; r < in_.requests.size(); ++r)
       for (int row = 0; in_.requests[r].context_len > 0 && row < spec_.state_rows(); ++row)
-        std::memcpy(state_.at(slots_[r], row), state_row(in_.state, r, row), row_bytes());
+        std::memcpy(state_.at(slots_.read[r], row), state_row(in_.state, r, row), row_bytes());
   }
 
   void update(StateLists& lists) {
@@ -64,19 +64,25 @@ class ConvRunner {
     for (const Reason& problem : plan_.device_problems()) result_.violations.push_back(problem.str());
   }
 
-  // Rows of the state that the step does not read belong to no request before it, and are poisoned.
+  // How many rows of the state lie between what two neighbouring drafts leave.
+  int rows_of_draft() const { return spec_.tree_drafts ? spec_.width - 1 : 1; }
+
+  // Rows of the state that the step does not read belong to no request before it, and are poisoned. Where a request has read another slot
+  // once, that is as it was.
   void poison_unread(const ShortConvParts& parts) {
     for (size_t r = 0; r < parts.size(); ++r) {
       if (parts[r].begin == parts[r].end) continue;
       const bool fresh = in_.requests[r].context_len + parts[r].begin == 0;
-      const int first = parts[r].accepted, last = fresh ? first : first + spec_.width - 1;
-      for (int row = 0; row < spec_.state_rows(); ++row)
-        if (row < first || row >= last) state_.poison_row(slots_[r], row, options_.poison);
+      const int first = parts[r].accepted * rows_of_draft(), last = fresh ? first : first + spec_.width - 1;
+      for (int row = 0; row < spec_.state_rows(); ++row) {
+        if (row < first || row >= last) state_.poison_row(slots_.read[r], row, options_.poison);
+        if (slots_.read[r] != slots_.written[r]) state_.poison_row(slots_.written[r], row, options_.poison);
+      }
     }
   }
 
   void run_step(const ShortConvParts& parts) {
-    StateLists lists(in_.requests, parts, slots_, options_.poison);
+    StateLists lists(in_.requests, parts, slots_.slots(), options_.poison);
     const int64_t tokens = lists.query_start_loc.back(), rows = options_.rows > 0 ? options_.rows : tokens + options_.padding_tokens;
     SpreadTensor input(spec_.dtype, rows, 1, spec_.input_channels(), options_.poison, options_.gaps),
         out(spec_.dtype, rows, 1, spec_.dim, options_.poison, options_.gaps);
@@ -103,6 +109,7 @@ class ConvRunner {
     if (std::string written = foreign_write("out", out, options_.poison, tokens); !written.empty())
       result_.violations.push_back(std::move(written));
     take_states(parts, state_before);
+    slots_.next_step(parts);
   }
 
   // The rows that the step was to write go to the result; every other byte must be what it was.
@@ -110,8 +117,8 @@ class ConvRunner {
     for (size_t r = 0; r < parts.size(); ++r) {
       if (parts[r].begin == parts[r].end) continue;
       std::memset(state_row(result_.state, r, 0), 0, row_bytes() * size_t(spec_.state_rows()));
-      for (int row = 0; row < spec_.width - 1 + parts[r].drafts; ++row) {
-        const char* const written = state_.at(slots_[r], row);
+      for (int row = 0; row < spec_.width - 1 + parts[r].drafts * rows_of_draft(); ++row) {
+        const char* const written = state_.at(slots_.written[r], row);
         std::memcpy(state_row(result_.state, r, row), written, row_bytes());
         std::memcpy(before.data() + (written - state_.bytes.data()), written, row_bytes());
       }
@@ -130,7 +137,7 @@ class ConvRunner {
   int64_t num_slots_;
   SpreadTensor state_, weight_;
   std::vector<int64_t> first_token_;
-  std::vector<int32_t> slots_;
+  StateSlotLists slots_;
   ShortConvRunResult result_;
 };
 
@@ -142,6 +149,7 @@ ShortConvRunOptions default_options(const ShortConvCase& c) {
   options.padding_tokens = c.padding_tokens;
   options.slot_seed = c.seed;
   options.chunk = c.chunk;
+  options.other_sources = c.other_sources;
   return options;
 }
 

@@ -131,9 +131,9 @@ struct RecurrentPlace {
   long row_bytes;
   int rows, n;  // rows, and numbers of a row
 };
-inline RecurrentPlace place_of(const RecurrentParams& p, const RecurrentItem& item, int row, int head, int v_begin, int v_end) {
+inline RecurrentPlace place_of(const RecurrentParams& p, int slot, int row, int head, int v_begin, int v_end) {
   const long size = element_size(p.state_type);
-  char* const at = p.state + item.slot * p.state_slot_stride + row * p.state_row_stride + head * p.state_head_stride;
+  char* const at = p.state + slot * p.state_slot_stride + row * p.state_row_stride + head * p.state_head_stride;
   if (p.k_first) return {at + v_begin * size, p.dim_v * size, p.dim_k, v_end - v_begin};
   return {at + v_begin * p.dim_k * size, p.dim_k * size, v_end - v_begin, p.dim_k};
 }
@@ -230,28 +230,43 @@ void step_by_key_of(const RecurrentParams& p, const RecurrentToken& t, int count
   if constexpr (kMost > 1) step_by_key_of<kMost - 1>(p, t, count, values, s);
 }
 
+// Whether a token, which leaves its state in a row, is a draft that does not begin from the row in front.
+inline bool begins_elsewhere(const RecurrentItem& item, int token, int row) {
+  return item.parent_rows != nullptr && row > 0 && item.parent_rows[token] != row - 1;
+}
+// Whether drafts begin from states that have fewer bits than a float.
+inline bool rows_are_rounded(const RecurrentParams& p, const RecurrentItem& item) {
+  return item.tree && item.drafts > 0 && p.state_type != kF32;
+}
+
 void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head, int v_begin, int v_end) {
   RecurrentTile tile;
   RecurrentToken t;
   const int count = v_end - v_begin;
   const long size = element_size(p.type);
-  const RecurrentPlace first = place_of(p, item, item.first_row, head, v_begin, v_end);
+  const RecurrentPlace first = place_of(p, item.source, item.first_row, head, v_begin, v_end);
   // What is computed where it lies is neither loaded first nor stored last.
   const bool in_place = is_in_place(p.k_first, p.state_type, p.dim_k, item);
   const RecurrentRows rows =
       in_place ? RecurrentRows{first.at, first.row_bytes} : RecurrentRows{reinterpret_cast<char*>(tile.by_value), sizeof tile.by_value[0]};
+  const auto load = [&](const RecurrentPlace& place, bool fresh) {
+    p.k_first ? load_tile(p, place, fresh, tile.by_key) : load_tile(p, place, fresh, tile.by_value);
+  };
   const auto store = [&](int row) {
     if (in_place) return;
-    const RecurrentPlace place = place_of(p, item, row, head, v_begin, v_end);
+    const RecurrentPlace place = place_of(p, item.slot, row, head, v_begin, v_end);
     p.k_first ? store_tile(p, place, tile.by_key) : store_tile(p, place, tile.by_value);
+    if (rows_are_rounded(p, item)) load(place, false);
   };
   if (!in_place) {
-    p.k_first ? load_tile(p, first, item.fresh, tile.by_key) : load_tile(p, first, item.fresh, tile.by_value);
+    load(first, item.fresh);
   } else if (item.fresh) {
     __builtin_memset(first.at, 0, (unsigned long)(first.rows * first.row_bytes));
   }
   if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
   for (int token = item.begin; token < item.end; ++token) {
+    const int row = token + 1 - (item.end - item.drafts);
+    if (begins_elsewhere(item, token, row)) load(place_of(p, item.slot, item.parent_rows[token], head, v_begin, v_end), false);
     load_token(p, token, head, t);
     float values[kRecurrentDim], given[kRecurrentDim];
     load_row(p.v + token * p.v_token_stride + head * p.v_head_stride + v_begin * size, size, p.type, count, given);
@@ -261,7 +276,6 @@ void run_recurrent(const RecurrentParams& p, const RecurrentItem& item, int head
       for (int v = 0; v < count; ++v) values[v] += p.skip[head] * given[v];
     store_row(p.out + token * p.out_token_stride + head * p.out_head_stride + v_begin * size, size, p.type, count, values);
     if (p.finish && count == p.dim_v) finish_outputs(p, token, token + 1, head, head + 1);
-    const int row = token + 1 - (item.end - item.drafts);
     if (row >= 0) store(row);
   }
 }
@@ -290,25 +304,34 @@ void run_narrow_recurrent(const RecurrentParams& p, const RecurrentItem& item, i
   NarrowHeads heads;
   const int count = head_end - head_begin, vectors = (p.dim_k + kLanes - 1) / kLanes, head_vectors = (count + kLanes - 1) / kLanes;
   const bool fixed = p.gate_kind == kFixedGate;
+  const auto load = [&](int h, int slot, int row) {
+    load_vectors(place_of(p, slot, row, head_begin + h, 0, 1).at, p.state_type, p.dim_k, heads.s[h]);
+  };
   for (int h = 0; h < count; ++h) {
     const int head = head_begin + h;
     if (item.fresh) {
       for (int i = 0; i < vectors; ++i) heads.s[h][i] = Floats{};
     } else {
-      load_vectors(place_of(p, item, item.first_row, head, 0, 1).at, p.state_type, p.dim_k, heads.s[h]);
+      load(h, item.source, item.first_row);
     }
     load_parameter(p.rates == nullptr ? nullptr : p.rates + head * p.rates_stride, p.channel_rates, p.dim_k, heads.rate[h]);
     for (int i = 0; i < vectors; ++i) heads.rate[h][i] = exp_vector(fixed ? -heads.rate[h][i] : heads.rate[h][i]);
     heads.bias[h] = p.gate_bias == nullptr ? 0.f : p.gate_bias[head * p.bias_stride];
   }
+  const auto load_all = [&](int row) {
+    for (int h = 0; h < count; ++h) load(h, item.slot, row);
+  };
   const auto store = [&](int row) {
     for (int h = 0; h < count; ++h)
-      store_row(place_of(p, item, row, head_begin + h, 0, 1).at, element_size(p.state_type), p.state_type, p.dim_k,
+      store_row(place_of(p, item.slot, row, head_begin + h, 0, 1).at, element_size(p.state_type), p.state_type, p.dim_k,
                 reinterpret_cast<const float*>(heads.s[h]));
+    if (rows_are_rounded(p, item)) load_all(row);
   };
   if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
   Floats q[kKeyVectors], k[kKeyVectors];
   for (int token = item.begin; token < item.end; ++token) {
+    const int row = token + 1 - (item.end - item.drafts);
+    if (begins_elsewhere(item, token, row)) load_all(item.parent_rows[token]);
     HeadNumbers gate = {}, given = {}, out = {};
     load_row(p.v + token * p.v_token_stride + head_begin * p.v_head_stride, p.v_head_stride, p.type, count,
              reinterpret_cast<float*>(given.of));
@@ -345,7 +368,6 @@ void run_narrow_recurrent(const RecurrentParams& p, const RecurrentItem& item, i
     store_row(p.out + token * p.out_token_stride + head_begin * p.out_head_stride, p.out_head_stride, p.type, count,
               reinterpret_cast<const float*>(out.of));
     if (p.finish) finish_outputs(p, token, token + 1, head_begin, head_end);
-    const int row = token + 1 - (item.end - item.drafts);
     if (row >= 0) store(row);
   }
 }

@@ -124,7 +124,8 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
 // The state of a value head between memory and panels.
 template <bool load>
 void move_states(const RecurrentParams& p, const RecurrentItem& item, int head, int v_begin, int v_end, float* states) {
-  const RecurrentPlace place = place_of(p, item, load ? item.first_row : 0, head, v_begin, v_end);
+  const RecurrentPlace place =
+      load ? place_of(p, item.source, item.first_row, head, v_begin, v_end) : place_of(p, item.slot, 0, head, v_begin, v_end);
   const long size = element_size(p.state_type), panel = panel_floats(p);
   if (load)
     for (long i = 0; i < panel * panels_of(v_end - v_begin); ++i) states[i] = 0.f;
@@ -173,7 +174,7 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
       if (p.finish) finish_outputs(p, begin, begin + count, head, head + 1);
     }
   }
-  const RecurrentItem rest{end, item.end, item.slot, 0, 0, false};
+  const RecurrentItem rest{end, item.end, item.slot, item.slot, 0, 0, false, false, nullptr};
   for (int head = head_begin; head < head_end; ++head) {
     move_states<false>(p, item, head, v_begin, v_end, c.states() + (head - head_begin) * of_head);
     for (int v = v_begin; v < v_end && end < item.end; v += kRecurrentValues)

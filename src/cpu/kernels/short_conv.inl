@@ -88,16 +88,61 @@ void run_together(const ShortConvParams& p, const char* input, const char* const
       });
 }
 
+// A token's output. `newest`: where the ring takes the token's h; it becomes the place for the next one's. `next`: the rows that are read
+// soon.
+template <int type, int code>
+inline __attribute__((always_inline)) void run_token(const ShortConvParams& p, int token, const char* next, int dim, int dims, int& newest,
+                                                     ShortConvTile& tile) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const char* const b = p.input + token * p.input_stride + dim * size;
+  char* const out = p.out + token * p.out_stride + dim * size;
+  const Floats* rows[kShortConvWidth];  // oldest first
+  for (int i = 0, row = newest; i < p.width; ++i) rows[i] = tile.h[row = row + 1 == p.width ? 0 : row + 1];
+  Floats* const mine = tile.h[newest];
+  for_vectors<type>(dims, [&](int i, long at, int n) {
+    // Rows of different tokens are memory pages apart, so the processor does not prefetch them.
+    for (int part = 0; part < parts_of(code); ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
+    mine[i] = load_h<type, code>(p, b + at, n);
+    Floats y = tile.bias[i];
+    for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
+    store_vector<type>(output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
+  });
+  newest = newest + 1 == p.width ? 0 : newest + 1;
+}
+
+// Drafts that may be a tree: each begins from the rows of the token that it follows, and leaves its own.
+template <int type, int code>
+__attribute__((noinline)) void run_drafts(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims,
+                                          ShortConvTile& tile) {
+  constexpr long size = type == kF32 ? 4 : 2;
+  const int before = p.width - 1;
+  char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
+  for (int number = 1; number <= item.drafts; ++number) {
+    const int token = item.request_end + number - 1, from = p.parent_rows != nullptr ? p.parent_rows[token] : number - 1;
+    for (int i = 0; i < before; ++i)
+      for_vectors<type>(
+          dims, [&](int v, long at, int n) { tile.h[i][v] = load_vector<type>(state + (from * before + i) * p.state_row_stride + at, n); });
+    int newest = before;
+    run_token<type, code>(p, token, after, dim, dims, newest, tile);
+    for (int i = 0; i < before; ++i)
+      for_vectors<type>(dims, [&](int v, long at, int n) {
+        store_vector<type>(tile.h[1 + i][v], n, state + (number * before + i) * p.state_row_stride + at);
+      });
+  }
+}
+
 template <int type, int code>
 void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* after, int dim, int dims, ShortConvTile& tile) {
   constexpr long size = type == kF32 ? 4 : 2;
   const int before = p.width - 1;
   char* const state = p.state + item.slot * p.state_slot_stride + dim * size;
+  const char* const source =
+      p.state + item.source * p.state_slot_stride + item.first_row * (p.tree ? before : 1) * p.state_row_stride + dim * size;
   const auto row_of = [&](int token) { return p.input + token * p.input_stride + dim * size; };
   // The row of h of a token of the step, or of an earlier token.
   const auto load_row_h = [&](int token, Floats* h) {
     const char* const b = row_of(token < item.request_begin ? item.request_begin : token);
-    const char* const gone = state + (item.first_row + before - (item.request_begin - token)) * p.state_row_stride;
+    const char* const gone = source + (before - (item.request_begin - token)) * p.state_row_stride;
     for_vectors<type>(dims, [&](int i, long at, int n) {
       h[i] = token >= item.request_begin ? load_h<type, code>(p, b + at, n) : item.fresh ? Floats{} : load_vector<type>(gone + at, n);
     });
@@ -113,29 +158,16 @@ void run_item(const ShortConvParams& p, const ShortConvItem& item, const char* a
       newest = (newest + kTogether) % p.width;
     }
   }
-  for (; t < item.end; ++t) {
-    const char *const b = row_of(t), *const next = t + 1 < item.end ? row_of(t + 1) : after;
-    char* const out = p.out + t * p.out_stride + dim * size;
-    const Floats* rows[kShortConvWidth];  // oldest first
-    for (int i = 0, row = newest; i < p.width; ++i) rows[i] = tile.h[row = row + 1 == p.width ? 0 : row + 1];
-    Floats* const mine = tile.h[newest];
-    for_vectors<type>(dims, [&](int i, long at, int n) {
-      // Rows of different tokens are memory pages apart, so the processor does not prefetch them.
-      for (int part = 0; part < parts_of(code); ++part) __builtin_prefetch(next + at + long(part) * p.dim * size);
-      mine[i] = load_h<type, code>(p, b + at, n);
-      Floats y = tile.bias[i];
-      for (int tap = 0; tap < p.width; ++tap) y += tile.taps[tap][i] * rows[tap][i];
-      store_vector<type>(output_of<type, code>(y, b + at + p.dim * size, n), n, out + at);
-    });
-    newest = newest + 1 == p.width ? 0 : newest + 1;
-  }
+  for (; t < item.end; ++t) run_token<type, code>(p, t, t + 1 < item.end ? row_of(t + 1) : after, dim, dims, newest, tile);
   if (item.begin != item.request_begin) return;
   // Row i of the state becomes a later one of the old state, which is not written yet, or h of a token.
-  for (int i = 0; i < before + item.drafts; ++i) {
+  const int drafts = p.tree ? 0 : item.drafts;
+  for (int i = 0; i < before + drafts; ++i) {
     Floats* const h = tile.h[0];
-    load_row_h(item.request_end - item.drafts - before + i, h);
+    load_row_h(item.request_end - drafts - before + i, h);
     for_vectors<type>(dims, [&](int v, long at, int n) { store_vector<type>(h[v], n, state + i * p.state_row_stride + at); });
   }
+  if (p.tree && item.drafts > 0) run_drafts<type, code>(p, item, after, dim, dims, tile);
 }
 
 template <int type, int code>
@@ -152,7 +184,7 @@ void run_items(const ShortConvParams& p, const ShortConvItem* items, int count, 
     tile.bias[i] = p.bias == nullptr ? Floats{} : load_vector<type>(p.bias + dim_begin * size + at, n);
   });
   for (int i = 0; i < count; ++i) {
-    const int after = i + 1 < count ? items[i + 1].begin : items[i].begin;  // the token that is asked for at the end
+    const int after = items[i + 1 < count ? i + 1 : i].begin;  // the token that is asked for at the end
     run_item<type, code>(p, items[i], p.input + after * p.input_stride + dim_begin * size, dim_begin, dims, tile);
   }
 }

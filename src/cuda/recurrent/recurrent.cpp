@@ -43,7 +43,7 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
     const int heads = recurrent_narrow_heads(dim_k);
     return {.key = {"recurrent_narrow.cu",
                     std::string(arch),
-                    {{"kType", int(spec.dtype)}, {"kStateType", int(spec.state_dtype)}, {"kDimK", dim_k}}},
+                    {{"kType", int(spec.dtype)}, {"kStateType", int(spec.state_dtype)}, {"kDimK", dim_k}, {"kTree", spec.tree_drafts}}},
             .aligned = "recurrent_narrow_aligned",
             .unaligned = "recurrent_narrow_unaligned",
             .threads = kRecurrentNarrowThreads,
@@ -59,7 +59,8 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
                    {"kDimV", dim_v},
                    {"kKeysFirst", spec.layout == StateLayout::k_first},
                    {"kChannelGate", spec.channel_gate},
-                   {"kChannelRates", spec.channel_rates}}},
+                   {"kChannelRates", spec.channel_rates},
+                   {"kTree", spec.tree_drafts}}},
           .aligned = "recurrent_aligned",
           .unaligned = "recurrent_unaligned",
           .threads = 32 * warps,

@@ -211,6 +211,9 @@ struct Unit {
   int head, first_value;
   DEVICE bool is_there() const { return item.begin < item.end; }
   DEVICE char* state(const RecurrentParams& p, int row) const { return item.state + row * p.state_row_stride + head * p.state_head_stride; }
+  DEVICE char* source(const RecurrentParams& p) const {
+    return item.source + item.first_row * p.state_row_stride + head * p.state_head_stride;
+  }
 };
 DEVICE Unit unit_at(const RecurrentParams& p, u32 index) {
   const u32 each = u32(p.num_v_heads * kTiles), part = index % each;
@@ -226,7 +229,7 @@ DEVICE Lane lane_place() { return {warp_id() * kWarpValues + lane_id() / kKeyLan
 template <bool aligned>
 DEVICE void load_state(const RecurrentParams& p, const Unit& unit, const Lane& lane, State& s) {
   if (unit.is_there() && unit.item.first_row >= 0) {
-    Places<aligned>::load(unit.state(p, unit.item.first_row), unit.first_value + lane.value, lane.key, s);
+    Places<aligned>::load(unit.source(p), unit.first_value + lane.value, lane.key, s);
   } else {
     s = {};
   }
@@ -238,8 +241,19 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
   const RecurrentItem& item = unit.item;
   const int first = unit.first_value + lane.value;
   const float skip = p.skip != nullptr ? p.skip[unit.head] : 0.f;
+  const auto store = [&](int row) {
+    Places<aligned>::store(unit.state(p, row), first, lane.key, s);
+    if constexpr (kTree && kStateType != kF32) {  // drafts begin from what the rows keep
+#pragma unroll
+      for (auto& of_value : s.of)
+#pragma unroll
+        for (auto& quad : of_value)
+#pragma unroll
+          for (float& x : quad) x = rounded_number<kStateType>(x);
+    }
+  };
   // What is read of the slot has been read.
-  if (item.end - item.begin == item.drafts) Places<aligned>::store(unit.state(p, 0), first, lane.key, s);
+  if (item.end - item.begin == item.drafts) store(0);
 #pragma unroll 1
   for (int begin = item.begin; begin < item.end; begin += kTokens) {
     const int count = min(item.end - begin, kTokens);
@@ -254,6 +268,10 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
     __syncthreads();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
+      const int row = begin + t + 1 - (item.end - item.drafts);
+      if constexpr (kTree) {
+        if (const int parent = parent_row(p, begin + t, row); parent >= 0) Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
+      }
       const float* const given = tokens[t].values + lane.value;
       float y[kValues];
       step_of(p, tokens[t], lane.key, given, s, y);
@@ -263,8 +281,7 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
         char* const to = p.out + (begin + t) * p.out_token_stride + unit.head * p.out_head_stride + long(first) * kSize;
         store_run<kType, aligned && kDimV % kValues == 0>(to, min(kDimV - first, kValues), y);
       }
-      const int row = begin + t + 1 - (item.end - item.drafts);
-      if (row >= 0) Places<aligned>::store(unit.state(p, row), first, lane.key, s);
+      if (row >= 0) store(row);
     }
   }
 }

@@ -110,7 +110,7 @@ DEVICE void begin_sums(const RecurrentParams& p, const Unit& unit, int value, Su
 #pragma unroll
       for (int j = 0; j < 4; ++j) s.of[i][j] = p.carried_in[carried_at(unit, value, i * 4 + j)];
   } else if (unit.segment == 0 && unit.item.first_row >= 0) {
-    load_sums(state_of(p, unit, unit.item.first_row), row, s);
+    load_sums(unit.item.source + unit.item.first_row * p.state_row_stride + unit.head * p.state_head_stride, row, s);
   }
   if (kEnds && unit.segment == 0)
     each_pair_of_rows(s, segment_row(p, unit, segments - 1, row), [](const float* x, float2* at) { *at = {x[0], x[1]}; });

@@ -131,13 +131,21 @@ DEVICE void run_heads(const RecurrentParams& p, const RecurrentItem& item, int f
   };
   const auto store = [&](int row) {
 #pragma unroll
-    for (int j = 0; j < kOfLane; ++j)
+    for (int j = 0; j < kOfLane; ++j) {
       if (mine + j < heads) store_state<aligned>(state_of(row, j), h.states[j]);
+      if constexpr (kTree && kStateType != kF32) {  // drafts begin from what the rows keep
+#pragma unroll
+        for (auto& quad : h.states[j].of)
+#pragma unroll
+          for (float& x : quad) x = rounded_number<kStateType>(x);
+      }
+    }
   };
 #pragma unroll
   for (int j = 0; j < kOfLane; ++j) {
     if (mine + j >= heads) continue;
-    if (item.first_row >= 0) load_state<aligned>(state_of(item.first_row, j), h.states[j]);
+    if (item.first_row >= 0)
+      load_state<aligned>(item.source + item.first_row * p.state_row_stride + (first_head + mine + j) * p.state_head_stride, h.states[j]);
     load_rates(p, first_head + mine + j, h.rates[j]);
   }
   if (item.end - item.begin == item.drafts) store(0);  // what is read of the slot has been read
@@ -156,6 +164,13 @@ DEVICE void run_heads(const RecurrentParams& p, const RecurrentItem& item, int f
     __syncthreads();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
+      const int row = begin + t + 1 - (item.end - item.drafts);
+      if constexpr (kTree) {
+        const int parent = parent_row(p, begin + t, row);
+#pragma unroll
+        for (int j = 0; j < kOfLane; ++j)
+          if (parent >= 0 && mine + j < heads) load_state<aligned>(state_of(parent, j), h.states[j]);
+      }
       const Token& token = tokens[t];
       Keys q, k;
       if (shared) q = take_keys(token.q), k = take_keys(token.k);
@@ -177,7 +192,6 @@ DEVICE void run_heads(const RecurrentParams& p, const RecurrentItem& item, int f
         if (lane_id() % kKeyLanes == 0 && mine + j < heads)
           store_number<kType>(p.out + (begin + t) * p.out_token_stride + head * p.out_head_stride, y);
       }
-      const int row = begin + t + 1 - (item.end - item.drafts);
       if (row >= 0) store(row);
     }
   }
@@ -204,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads, 1)
     recurrent_narrow_aligned(const __grid_constant__ RecurrentParams p) {
   recurrent_narrow<true>(p);
 }
-extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads)
+extern "C" __global__ void __launch_bounds__(kRecurrentNarrowThreads, kTree ? 1 : 0)
     recurrent_narrow_unaligned(const __grid_constant__ RecurrentParams p) {
   recurrent_narrow<false>(p);
 }

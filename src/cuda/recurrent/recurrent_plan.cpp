@@ -42,7 +42,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
           "expected at most {} requests of {}, whose parts have numbers of 31 bits, got {}", INT32_MAX / kernel_.units, spec.str(),
           options.limits.max_num_reqs);
     const CurrentContext current(*context_);
-    lists_ = std::make_unique<StateLists>(context_, device, options, arch_, spec.num_drafts);
+    lists_ = std::make_unique<StateLists>(context_, device, options, arch_, StateDrafts(spec));
     if (chunks_ = chunk_kernels(arch_, spec, device); chunks_ && may_have_chunks(options.limits)) {
       rounds_.emplace(*chunks_, options.limits);
       const auto workspace = gpu::workspace_for(std::make_shared<ContextDevice>(context_), context_->id(), options.workspace);
@@ -194,6 +194,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
   RecurrentParams p = recurrent_params(spec_, in, out);
   p.requests = lists_->requests();
   p.counts = lists_->counts();
+  p.parent_rows = lists_->parent_rows();
   p.broken = lists_->broken();
   p.lists_are_there = lists_->are_there();
   const bool known = !captured && !lists_->on_device();

@@ -25,6 +25,12 @@ DEVICE void store_number(char* p, float x) {
   }
 }
 
+// What is left of a number that is stored.
+template <int type>
+DEVICE float rounded_number(float x) {
+  return type == kBf16 ? unpack_bf16(pack_bf16(x, 0.f)).x : type == kF16 ? unpack_f16(pack_f16(x, 0.f)).x : x;
+}
+
 // Two or four neighbours, of which `count` are there; the others are read as 0, and not written. `whole`: all are there, and aligned to
 // their bytes.
 template <int type, bool whole, int n>
@@ -149,17 +155,23 @@ DEVICE float beta_of(const RecurrentParams& p, float beta) {
 // A request of the step, where it is to be computed; else it has no tokens.
 struct RecurrentItem {
   int begin, end, first_row, drafts;
-  char* state;  // row 0 of the request's slot
+  char *state, *source;  // row 0 of the slots that the request writes and reads
 };
 DEVICE RecurrentItem item_of(const RecurrentParams& p, int index, bool tells) {
   const StateRequest r = p.requests[index];
   const int end = p.requests[index + 1].begin;
   if (r.slot < 0 || r.begin >= end || end > p.num_tokens) return {};
-  if (r.slot >= p.num_slots) {
+  if (max(r.slot, r.source) >= p.num_slots) {
     if (tells && p.broken != nullptr) atomicMax(p.broken + kStateSlotIsThere, index + 1);
     return {};
   }
-  return {r.begin, end, r.first_row, r.drafts, p.state + r.slot * p.state_slot_stride};
+  return {r.begin, end, r.first_row, r.drafts, p.state + r.slot * p.state_slot_stride, p.state + r.source * p.state_slot_stride};
+}
+// The row that a token begins from, whose own state goes to `row`, where that is not the state in front of it; else negative.
+DEVICE int parent_row(const RecurrentParams& p, int token, int row) {
+  if (row <= 0) return -1;
+  const int parent = p.parent_rows[token];
+  return parent == row - 1 ? -1 : parent;
 }
 // Where starts of requests fall, nobody knows which tokens are meant, and no request is computed.
 DEVICE int num_requests(const RecurrentParams& p) { return p.counts->num_tokens > 0 ? p.counts->num_reqs : 0; }
@@ -173,7 +185,7 @@ DEVICE RecurrentItem chunks_of(const RecurrentParams& p, int index) {
 DEVICE RecurrentItem tokens_of(const RecurrentParams& p, int index, bool tells) {
   RecurrentItem item = item_of(p, index, tells);
   const int before = chunked_tokens(p, item.end - item.begin, item.drafts);
-  if (before > 0) item.begin += before, item.first_row = 0;
+  if (before > 0) item.begin += before, item.first_row = 0, item.source = item.state;
   return item;
 }
 

@@ -28,6 +28,7 @@ KernelKey short_conv_key(std::string_view arch, const ShortConvSpec& spec, const
            {"kHasBias", spec.bias},
            {"kGated", spec.form == ShortConvForm::gated},
            {"kSilu", spec.activation == ShortConvActivation::silu},
+           {"kTree", spec.tree_drafts},
            {"kStages", tuning.stages},
            {"kBlocks", tuning.blocks}}};
 }

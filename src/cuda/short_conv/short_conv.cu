@@ -8,7 +8,7 @@
 //
 // Chunks are cut out of the batch without regard to where requests begin. The chunk that has the first token of a request owns its state:
 // it reads it, computes the tokens that depend on it (the first kWidth - 1, even if they are in the next chunk), and writes it. So no other
-// chunk touches the slot, and no chunk waits for another.
+// chunk touches the slot, and no chunk waits for another. Where drafts may be a tree, it computes those too.
 #include "async.cuh"
 #include "convert.cuh"
 #include "cuda/short_conv_params.h"
@@ -20,8 +20,9 @@ constexpr int kBefore = kWidth - 1, kSize = element_bytes(kType), kWarps = kShor
 constexpr int kChannels = kShortConvLaneBytes / kSize;  // of a lane
 constexpr int kTile = 32 * kChannels;                   // channels of a warp
 constexpr int kWordElements = 4 / kSize;
-constexpr int kParts = kGated ? 3 : 1;  // rows of a token: B, C and x, or x
-constexpr int kNever = 0x7fffffff;      // no token
+constexpr int kParts = kGated ? 3 : 1;             // rows of a token: B, C and x, or x
+constexpr int kNever = 0x7fffffff;                 // no token
+constexpr int kRowsOfDraft = kTree ? kBefore : 1;  // of the state, from what a draft leaves to what the next one does
 
 // Bytes of shared memory for a tile of one of a token's rows: in aligned words, one more where the first one begins in front of it.
 template <bool aligned>
@@ -292,7 +293,8 @@ DEVICE void run_tokens(const ShortConvParams& p, Weights& w, const StateRequest&
     if (kept == kNever) {
       h[i] = rows.h(from - kBefore + i);
     } else if (request.first_row >= 0) {
-      h[i] = load<aligned, false>(state + (request.first_row + i) * p.state_row_stride, channels.count);
+      const char* const source = p.state + request.source * p.state_slot_stride + long(channels.first) * kSize;
+      h[i] = load<aligned, false>(source + (request.first_row * kRowsOfDraft + i) * p.state_row_stride, channels.count);
     }
   }
   const auto keep = [&](int token, const Lane& of_token) {
@@ -313,6 +315,30 @@ DEVICE void run_tokens(const ShortConvParams& p, Weights& w, const StateRequest&
   for (int token = max(to, kept); token < end; ++token) keep(token, rows.h(token));
 }
 
+// Drafts [from, end) of a request, which may be a tree: each begins from the rows of the token that it follows, and leaves its own. What
+// the lane reads of them it has written itself.
+template <bool aligned>
+DEVICE void run_drafts(const ShortConvParams& p, Weights& w, Rows<aligned>& rows, char* state, int from, int end,
+                       const Channels& channels) {
+  Lane h[kWidth];
+#pragma unroll 1
+  for (int token = from; token < end; ++token) {
+    const int number = token - from + 1, parent = p.parent_rows[token];
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i)
+      if (number == 1 || parent != number - 1)
+        h[i] = load<aligned, false>(state + (parent * kBefore + i) * p.state_row_stride, channels.count);
+    const Token t = rows.take(token);
+    h[kBefore] = t.h();
+    store<aligned>(p.out + token * p.out_stride + long(channels.first) * kSize, channels.count, output(w, h, t));
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i) {
+      h[i] = h[i + 1];
+      store<aligned>(state + (number * kBefore + i) * p.state_row_stride, channels.count, h[i]);
+    }
+  }
+}
+
 // Tokens [begin, end) of the batch, of which the first is of request `index`.
 template <bool aligned>
 DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, const Channels& channels) {
@@ -326,17 +352,23 @@ DEVICE void run_chunk(const ShortConvParams& p, int index, int begin, int end, c
     if (request_end <= next) continue;
     next = request_end;
     if (request_end > p.num_tokens) break;
-    const bool owns = request.begin >= begin, is_there = request.slot < p.num_slots;
+    const bool owns = request.begin >= begin, is_there = max(request.slot, request.source) < p.num_slots;
+    const int tokens_end = kTree ? request_end - request.drafts : request_end;
     if (owns && !is_there && p.broken != nullptr && channels.first == 0) atomicMax(p.broken + kStateSlotIsThere, index + 1);
     if (request.slot < 0 || !is_there) continue;
-    const int first = min(request.begin + kBefore, request_end);  // that does not depend on the state
-    const int from = owns ? request.begin : max(begin, first), to = owns ? max(min(request_end, end), first) : min(request_end, end);
-    if (from >= to) continue;
+    const int first = min(request.begin + kBefore, tokens_end);  // that does not depend on the state
+    const int from = owns ? request.begin : max(begin, first), to = owns ? max(min(tokens_end, end), first) : min(tokens_end, end);
+    if (from >= to && !(kTree && owns)) continue;
     for (; taken < from; ++taken) rows.take(taken);
     char* const state = p.state + request.slot * p.state_slot_stride + long(channels.first) * kSize;
-    run_tokens<aligned>(p, w, request, rows, state, from, to, request_end, owns ? request_end - request.drafts - kBefore : kNever,
-                        channels);
+    run_tokens<aligned>(p, w, request, rows, state, from, to, tokens_end, owns ? request_end - request.drafts - kBefore : kNever, channels);
     taken = to;
+    if constexpr (kTree) {
+      if (owns && tokens_end < request_end) {
+        run_drafts<aligned>(p, w, rows, state, tokens_end, request_end, channels);
+        taken = request_end;
+      }
+    }
   }
   copy_async_wait<0>();
   if constexpr (!aligned) __syncwarp();  // before a lane that is ahead writes to the places of the next chunk

@@ -26,7 +26,7 @@ class ShortConvCudaPlan final : public ShortConvPlan {
   ShortConvCudaPlan(const ShortConvSpec& spec, const DeviceInfo& device, const PlanOptions& options)
       : spec_(spec), device_(device), options_(options), arch_(arch_of(device)), context_(Context::of_device(device.device.index)) {
     const CurrentContext current(*context_);
-    lists_ = std::make_unique<StateLists>(context_, device, options, arch_, spec.num_drafts);
+    lists_ = std::make_unique<StateLists>(context_, device, options, arch_, StateDrafts(spec));
     if (!options.load_on_demand) load();
   }
 
@@ -88,6 +88,7 @@ void ShortConvCudaPlan::run(const ShortConvInputs& in, const ShortConvOutputs& o
   ShortConvParams p = short_conv_params(spec_, in, out);
   p.requests = lists_->requests();
   p.counts = lists_->counts();
+  p.parent_rows = lists_->parent_rows();
   p.broken = lists_->broken();
   p.chunks_at_once = grid.chunks_at_once;
   p.most_chunks = grid.most_chunks;

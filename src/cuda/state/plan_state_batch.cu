@@ -19,7 +19,11 @@ extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
 extern __shared__ __align__(16) char memory[];
 
 struct Lengths {
-  int begin, end, seq_len, slot, drafts, accepted;
+  int begin, end, seq_len, slot, drafts, accepted, source;
+  // Of a draft: what it follows.
+  DEVICE int parent_of(const PlanStateBatchParams& p, int token) const {
+    return p.parents == nullptr ? token - begin - 1 : p.parents[token];
+  }
 };
 
 DEVICE Lengths lengths_of(const PlanStateBatchParams& p, int r) {
@@ -28,7 +32,8 @@ DEVICE Lengths lengths_of(const PlanStateBatchParams& p, int r) {
           p.lengths[r],
           p.slots[r],
           p.drafts != nullptr ? p.drafts[r] : 0,
-          p.accepted != nullptr ? p.accepted[r] : 0};
+          p.accepted != nullptr ? p.accepted[r] : 0,
+          p.sources != nullptr && p.lengths[r] > p.starts[r + 1] - p.starts[r] ? p.sources[r] : p.slots[r]};
 }
 
 // The first rule that the request breaks; kNumStateRules: none.
@@ -43,32 +48,41 @@ DEVICE int broken_rule(const PlanStateBatchParams& p, int r, const Lengths& q) {
   if (q.slot < 0) return kStateSlotIsOne;
   if (q.drafts < 0 || q.drafts > min(p.max_drafts, q_len)) return kStateDraftsFit;
   if (q.accepted < 0 || q.accepted > (q.seq_len == q_len ? 0 : p.max_drafts)) return kStateAcceptedFit;
+  if (q.source < 0) return kStateSourceIsOne;
+  const int certain = q_len - q.drafts;
+  for (int t = certain; p.parents != nullptr && t < q_len; ++t)
+    if (const int parent = p.parents[q.begin + t]; parent < certain - 1 || parent >= t) return kStateParentsFit;
   return kNumStateRules;
 }
 
-// The slot that a request reads and writes; negative: it has no tokens, or breaks a rule.
+// The slot that a request writes; negative: it has no tokens, or breaks a rule.
 DEVICE int used_slot(const PlanStateBatchParams& p, int r, const Lengths& q) {
   return q.end > q.begin && broken_rule(p, r, q) == kNumStateRules ? q.slot : -1;
 }
 
 // Returns whether another request has claimed the bit of this slot before.
-DEVICE bool is_claimed(int slot) {
+DEVICE bool claim(int slot) {
   const u32 bit = 1u << slot % 32;
   return (atomicOr(reinterpret_cast<u32*>(memory) + slot % kClaims / 32, bit) & bit) != 0;
 }
+DEVICE bool is_claimed(int slot) { return (reinterpret_cast<const u32*>(memory)[slot % kClaims / 32] >> slot % 32 & 1) != 0; }
 
 DEVICE void leave_out(const PlanStateBatchParams& p, int r, StateRule rule) {
   atomicMax(p.broken + rule, r + 1);
   p.requests[r].slot = -1;
 }
 
-// Leaves out a request and all others that have its slot: which of them is meant nobody knows. All lanes of a warp together.
+// Leaves out a request and all others that have its slot: which of them is meant nobody knows. And one that reads a slot which another
+// one writes. All lanes of a warp together.
 DEVICE void leave_out_sharers(const PlanStateBatchParams& p, int r) {
-  const int slot = used_slot(p, r, lengths_of(p, r));
+  const Lengths q = lengths_of(p, r);
+  const int slot = used_slot(p, r, q);
   if (slot < 0) return;
   for (int other = lane_id(); other < p.num_reqs; other += 32) {
-    if (other == r || p.slots[other] != slot || used_slot(p, other, lengths_of(p, other)) != slot) continue;
-    leave_out(p, r, kStateSlotIsOwn), leave_out(p, other, kStateSlotIsOwn);
+    if (other == r || (p.slots[other] != slot && p.slots[other] != q.source)) continue;
+    const int its = used_slot(p, other, lengths_of(p, other));
+    if (its == slot) leave_out(p, r, kStateSlotIsOwn), leave_out(p, other, kStateSlotIsOwn);
+    if (its == q.source && its != slot) leave_out(p, r, kStateSourceIsOthers);
   }
 }
 
@@ -85,11 +99,18 @@ extern "C" __global__ void __launch_bounds__(kPlanStateBatchThreads) plan_state_
     if (rule < kNumStateRules) atomicMax(p.broken + rule, r + 1);
     falls = falls || rule == kStateStartsRise;
     const int slot = used_slot(p, r, q);
-    if (slot >= 0 && is_claimed(slot)) found_claimed |= 1u << r / kPlanStateBatchThreads % 32;
-    p.requests[r] = {q.begin, slot, q.seq_len == q.end - q.begin ? -1 : q.accepted, q.drafts};
-    if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, -1, -1, 0};
+    if (slot >= 0 && claim(slot)) found_claimed |= 1u << r / kPlanStateBatchThreads % 32;
+    p.requests[r] = {q.begin, slot, q.source, short(q.seq_len == q.end - q.begin ? -1 : q.accepted), short(q.drafts)};
+    if (r + 1 == p.num_reqs) p.requests[r + 1] = {q.end, -1, -1, -1, 0};
+    for (int token = q.end - q.drafts; p.parent_rows != nullptr && slot >= 0 && token < q.end; ++token)
+      p.parent_rows[token] = q.parent_of(p, token) + 1 - (q.end - q.begin - q.drafts);
   }
-  falls = named_barrier_any(1, kPlanStateBatchThreads, falls);  // now all requests are written
+  falls = named_barrier_any(1, kPlanStateBatchThreads, falls);  // now all requests are written, and all slots are claimed
+  for (int r = int(threadIdx.x); p.sources != nullptr && r < p.num_reqs; r += kPlanStateBatchThreads) {
+    const Lengths q = lengths_of(p, r);
+    const int slot = used_slot(p, r, q);
+    if (slot >= 0 && q.source != slot && is_claimed(q.source)) found_claimed |= 1u << r / kPlanStateBatchThreads % 32;
+  }
   for (int first = warp_id() * 32, turn = 0; first < p.num_reqs; first += kPlanStateBatchThreads, ++turn) {
     u32 lanes = __ballot_sync(kFullWarp, (found_claimed >> turn % 32 & 1) != 0);
     for (; lanes != 0; lanes &= lanes - 1)

@@ -9,6 +9,7 @@
 
 #include "core/check.h"
 #include "core/tensor_format.h"
+#include "core/tensor_layout.h"
 #include "cuda/driver/open_device.h"
 #include "family/batch_checks.h"
 
@@ -21,7 +22,10 @@ std::vector<gpu::Rule> rules_of(int max_drafts, const PlanLimits& limits) {
       gpu::Rule{"batch.state.slot", "a slot of 0 or more"},
       gpu::Rule{"batch.state.num_drafts", fmt::format("0 to {} drafts, and no more than tokens", max_drafts)},
       gpu::Rule{"batch.state.accepted_drafts", fmt::format("0 to {} accepted drafts, none where nothing has gone by", max_drafts)},
+      gpu::Rule{"batch.state.source", "a slot of 0 or more to read"},
+      gpu::Rule{"batch.draft_parents.range", "a parent in front of each draft, at or behind the last token that is no draft"},
       gpu::Rule{"batch.state.shared", "a slot of its own for each request"},
+      gpu::Rule{"batch.state.source", "a slot to read that no other request writes"},
       gpu::Rule{"batch.state.slot", "a slot of the state that run() was given"}};
   static_assert(gpu::kNumLengthRules + std::tuple_size_v<decltype(own)> == kNumStateRules);
   return gpu::rules_of_lengths(limits, own);
@@ -32,19 +36,20 @@ std::vector<gpu::Rule> rules_of(int max_drafts, const PlanLimits& limits) {
 KernelKey plan_state_batch_key(std::string_view arch) { return {"plan_state_batch.cu", std::string(arch), {}}; }
 
 StateLists::StateLists(const ContextPtr& context, const DeviceInfo& device, const PlanOptions& options, std::string_view arch,
-                       int max_drafts)
-    : device_(device), options_(options), max_drafts_(max_drafts) {
+                       const StateDrafts& drafts)
+    : device_(device), options_(options), drafts_(drafts) {
   check(!options.on_device || !options.balanced, "backend.on_device",
         "expected on_device or balanced, got both: shares of the load are computed on the host");
   ArrayLayout layout;  // in this order, so that a step is one copy
   counts_ = layout.add<StateCounts>(1);
   requests_ = layout.add<StateRequest>(int64_t(options.limits.max_num_reqs) + 1);
+  if (drafts.tree) parent_rows_ = layout.add<int>(options.limits.max_num_tokens);
   const auto open = std::make_shared<ContextDevice>(context);
   memory_ = std::make_unique<PlanArrays>(open, layout);
   if (!options.on_device) return;
   plan_module_ = Module::load(context, plan_state_batch_key(arch));
   plan_kernel_ = plan_module_->kernel("plan_state_batch");
-  broken_ = std::make_unique<gpu::BrokenRules>(open, rules_of(max_drafts, options.limits));
+  broken_ = std::make_unique<gpu::BrokenRules>(open, rules_of(drafts.most, options.limits));
 }
 
 // Checks the slots of a step against the state of a captured graph, as run() does outside of graphs. The numbers of rows are not checked,
@@ -61,12 +66,18 @@ void StateLists::put(const StateStep& step) {
   *memory_->put(counts_, 1) = counts_of(step);
   StateRequest* to = memory_->put(requests_, count + 1);
   for (const imbrex::StateRequest& r : step.requests)
-    *to++ = {.begin = r.begin, .slot = r.slot, .first_row = r.fresh ? -1 : r.first_row, .drafts = r.drafts};
-  *to = {.begin = step.num_tokens, .slot = -1, .first_row = -1, .drafts = 0};
+    *to++ = {
+        .begin = r.begin, .slot = r.slot, .source = r.source, .first_row = short(r.fresh ? -1 : r.first_row), .drafts = short(r.drafts)};
+  *to = {.begin = step.num_tokens, .slot = -1, .source = -1, .first_row = -1, .drafts = 0};
+  if (!drafts_.tree) return;
+  int* const rows = memory_->put(parent_rows_, size_t(step.num_tokens));
+  for (const imbrex::StateRequest& r : step.requests)
+    for (int token = r.begin; token < r.end; ++token)
+      rows[token] = step.parent_rows.empty() ? std::max(token - (r.end - r.drafts), 0) : step.parent_rows[size_t(token)];
 }
 
 void StateLists::update(const Batch& batch, Stream stream) {
-  read_batch(max_drafts_, options_.limits, batch, options_.validate, spare_.step);
+  read_batch(drafts_, options_.limits, batch, options_.validate, spare_.step);
   spare_.on_device = false;
   const CUstream cu = cu_stream(stream);
   check(!is_captured(cu), "update.captured", "expected a stream that captures nothing: update() is not part of a graph");
@@ -86,6 +97,13 @@ void StateLists::update(const Batch& batch, Stream stream) {
   has_step_ = true;
 }
 
+void StateLists::check_parents(const TensorView& t, int64_t num_tokens) const {
+  const bool fits = t.rank == 1 && t.dtype == DType::i32 && t.size(0) >= num_tokens && (t.size(0) <= 1 || t.stride(0) == 1);
+  check(fits, "batch.draft_parents.size", "expected contiguous i32[>= {}], got {}", num_tokens, t);
+  check_layout(t, "draft_parents");
+  check(t.device == device_.device, "update.device", "draft_parents: expected memory of {}, got {}", device_.device, t);
+}
+
 void StateLists::update_on_device(const DeviceBatch& batch, Stream stream) {
   check(plan_module_ != nullptr, "update.on_device", "expected a plan made with PlanOptions::on_device, got one without");
   check_lengths(batch, options_.limits);
@@ -100,18 +118,24 @@ void StateLists::update_on_device(const DeviceBatch& batch, Stream stream) {
     check(reqs == 0 || t->device == device_.device, "update.device", "{}: expected memory of {}, got {}",
           t == &batch.seq_lens ? "seq_lens" : "query_start_loc", device_.device, *t);
   const PlanLimits& limits = options_.limits;
+  check(drafts_.tree || batch.draft_parents.empty(), "batch.draft_parents.unexpected",
+        "expected none for a layer without tree_drafts, got {}", batch.draft_parents);
+  if (!batch.draft_parents.empty()) check_parents(batch.draft_parents, max_tokens(batch, limits));
   const PlanStateBatchParams params{.starts = batch.query_start_loc.as<const int>(),
                                     .lengths = batch.seq_lens.as<const int>(),
                                     .slots = list(batch.state_slots, "state_slots", false),
                                     .drafts = list(batch.num_drafts, "num_drafts", true),
                                     .accepted = list(batch.accepted_drafts, "accepted_drafts", true),
+                                    .sources = list(batch.source_slots, "source_slots", true),
+                                    .parents = batch.draft_parents.as<const int>(),
                                     .num_reqs = int(reqs),
                                     .max_tokens = max_tokens(batch, limits),
                                     .min_query_len = limits.min_query_len,
                                     .max_query_len = limits.max_query_len,
                                     .max_seq_len = limits.max_seq_len,
-                                    .max_drafts = max_drafts_,
+                                    .max_drafts = drafts_.most,
                                     .requests = memory_->device(requests_),
+                                    .parent_rows = parent_rows(),
                                     .counts = memory_->device(counts_),
                                     .broken = broken_->last_requests()};
   plan_kernel_.launch({.threads = kPlanStateBatchThreads}, cu_stream(stream), params);

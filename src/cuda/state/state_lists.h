@@ -22,8 +22,8 @@ KernelKey plan_state_batch_key(std::string_view arch);
 
 class StateLists {
  public:
-  // `max_drafts`: of the layer's spec. Error backend.on_device.
-  StateLists(const ContextPtr&, const DeviceInfo&, const PlanOptions&, std::string_view arch, int max_drafts);
+  // Error backend.on_device.
+  StateLists(const ContextPtr&, const DeviceInfo&, const PlanOptions&, std::string_view arch, const StateDrafts& of_layer);
 
   // As BasicPlan's. The context has to be current.
   void update(const Batch&, Stream);
@@ -37,7 +37,8 @@ class StateLists {
   std::string str(std::string_view plan) const;      // "cuda_sm80 (sm_90a): 5 tokens of 2 requests"
 
   // For kernels.
-  const StateRequest* requests() const { return memory_->device(requests_); }  // [num_reqs + 1]
+  const StateRequest* requests() const { return memory_->device(requests_); }                  // [num_reqs + 1]
+  int* parent_rows() const { return drafts_.tree ? memory_->device(parent_rows_) : nullptr; }  // [max_num_tokens]; null: no trees
   const StateCounts* counts() const { return memory_->device(counts_); }
   int* broken() const { return broken_ != nullptr ? broken_->last_requests() : nullptr; }  // null: nobody asks
   // Copies end before a kernel behind them begins; a kernel that made the lists may not have ended.
@@ -55,13 +56,15 @@ class StateLists {
     bool on_device = false;  // the host knows no more than how many tokens there may be
   };
   void check_captured(const StateStep&) const;
+  void check_parents(const TensorView&, int64_t num_tokens) const;
   void put(const StateStep&);
 
   DeviceInfo device_;
   PlanOptions options_;
-  int max_drafts_;
+  StateDrafts drafts_;
   ArrayOf<StateCounts> counts_;
   ArrayOf<StateRequest> requests_;
+  ArrayOf<int> parent_rows_;  // of layers with trees of drafts
   std::unique_ptr<PlanArrays> memory_;
   std::shared_ptr<const Module> plan_module_;  // null: PlanOptions::on_device was not asked for
   Kernel plan_kernel_;

@@ -8,12 +8,14 @@
 #include "conformance/recurrent/device_mirror.h"
 #include "conformance/recurrent/judge.h"
 #include "conformance/state_steps.h"
+#include "conformance/state_trees.h"
 #include "cuda/fake/recurrent_texts.h"
 
 namespace imbrex::cuda {
 namespace {
 
-using imbrex::test::random_steps, imbrex::test::recurrent_variants, imbrex::test::RecurrentVariant;
+using imbrex::test::random_steps, imbrex::test::recurrent_variants, imbrex::test::RecurrentVariant, imbrex::test::token_rows,
+    imbrex::test::TreeAndPaths;
 
 class RecurrentOnFakeDriver : public testing::Test {
  protected:
@@ -30,8 +32,10 @@ class RecurrentOnFakeDriver : public testing::Test {
       RecurrentCase c{.name = std::string(variant.name) + " " + std::to_string(int(values)),
                       .spec = variant.with_drafts(values == RecurrentValues::forgetful ? 0 : 4),
                       .requests = {{1, 9}, {0, 0}, {12, 0}, {0, 25}, {9, 1}, {1, 0}, {79, 0}, {17, 2}}};
-      if (c.spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{5, 14, 4, 2}, {3, 0, 3, 0}, {2, 7, 1, 4}});
+      if (c.spec.num_drafts > 1) c.requests.insert(c.requests.end(), {{5, 14, 4, 2}, {3, 0, 3, 0}, {2, 7, 1, 4}});
+      if (variant.layer.tree_drafts && c.spec.num_drafts > 1) c.spec = variant.with_drafts(kTreeDrafts), c.requests = tree_requests();
       for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+      c.other_sources = values != RecurrentValues::plain;
       c.gaps = Gaps(cases.size()), c.padding_tokens = 1, c.values = values;
       cases.push_back(std::move(c));
     }
@@ -117,6 +121,29 @@ TEST_F(RecurrentOnFakeDriver, VerifyIsDecodeTokenByToken) {
       EXPECT_TRUE(same_bits(run(in, options), at_once)) << variant.name << ", " << kept << " drafts kept";
     }
   }
+}
+
+TEST_F(RecurrentOnFakeDriver, ATreeIsItsPaths) {
+  int trees = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.layer.tree_drafts) continue;
+    use(variant);
+    for (const int accepted : {0, 2, 5, kTreeDrafts}) {
+      const TreeAndPaths steps(tree_requests(), accepted);
+      RecurrentCaseInputs tree = law_inputs(variant, steps.tree);
+      tree = make_inputs({.name = "tree", .spec = variant.with_drafts(kTreeDrafts), .requests = tree.requests, .seed = 7});
+      RecurrentCaseInputs paths = tree;
+      paths.requests = steps.paths;
+      for (HostTensor* t : {&paths.q, &paths.k, &paths.v, &paths.gate, &paths.beta}) *t = token_rows(*t, steps.tokens);
+      RecurrentRunOptions of_tree, of_paths;
+      of_tree.steps = steps.tree_steps, of_paths.steps = steps.path_steps, of_paths.other_sources = true, of_tree.on_device = accepted == 5;
+      RecurrentRunResult picked = run(tree, of_tree);
+      picked.out = token_rows(picked.out, size_t(tree.spec.num_v_heads) * size_t(tree.spec.head_dim_v), steps.tokens);
+      EXPECT_TRUE(same_bits(run(paths, of_paths), picked)) << variant.name << ", draft " << accepted << " kept";
+      ++trees;
+    }
+  }
+  EXPECT_GE(trees, 12);
 }
 
 // Steps that end at random, of which one graph is captured, in front of all of them.

@@ -21,6 +21,10 @@ TEST_F(RecurrentCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
       {"batch.state.size", [](DeviceBatch& b) { b.num_drafts.sizes[0] = 2; }},
       {"batch.state.size", [](DeviceBatch& b) { b.accepted_drafts.dtype = DType::i64; }},
       {"batch.num_tokens.limit", [](DeviceBatch& b) { b.max_num_tokens = 51; }},
+      {kFine, [](DeviceBatch& b) { b.source_slots = b.state_slots; }},
+      {"batch.state.size", [](DeviceBatch& b) { b.source_slots = b.query_start_loc; }},
+      {"update.device", [](DeviceBatch& b) { b.source_slots = b.state_slots, b.source_slots.device = {}; }},
+      {"batch.draft_parents.unexpected", [](DeviceBatch& b) { b.draft_parents = b.state_slots; }},
   };
   for (const auto& [code, spoil] : refusals) {
     DeviceBatch spoiled = on_device;
@@ -69,7 +73,37 @@ TEST_F(RecurrentCalls, TellWhichRulesWereBroken) {
             }),
             "batch.state.accepted_drafts: something else in request 0");
   EXPECT_EQ(problems([&](DeviceBatch& b) { b.state_slots = list({1, -1, 1}); }), "batch.state.shared: something else in request 2");
+  // The first request is new, and reads no slot.
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.source_slots = list({-9, -9, 0}); }), "");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.source_slots = list({0, 0, -1}); }), "batch.state.source: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.source_slots = list({0, 0, 1}); }), "batch.state.source: something else in request 2");
+  EXPECT_EQ(problems([&](DeviceBatch& b) { b.source_slots = list({0, 0, 2}); }), "batch.state.slot: something else in request 2");
   EXPECT_EQ(problems([](DeviceBatch&) {}), "");
+}
+
+// A draft that follows none of the tokens that it may leaves out its request.
+TEST_F(RecurrentPlans, TellOfWrongTrees) {
+  if (!fake::has_texts()) GTEST_SKIP();
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.layer.tree_drafts) continue;
+    use(variant);
+    RecurrentBesideReference beside(
+        backend, device, {.spec = variant.with_drafts(3), .limits = {.max_num_reqs = 2, .max_num_tokens = 9}, .on_device = true});
+    const auto problems = [&](std::vector<int32_t> parents) {
+      const SlotStep step{
+          .starts = {0, 4, 7}, .lens = {4, 3}, .slots = {1, 0}, .drafts = {2, 3}, .accepted = {0, 0}, .parents = std::move(parents)};
+      beside.begin(step);
+      beside.send(step), beside.update_on_device(), beside.layer();
+      std::string codes;
+      for (const Reason& r : beside.plan().device_problems(beside.stream().get())) codes += r.code + ": " + r.actual;
+      return codes;
+    };
+    EXPECT_EQ(problems({7, 7, 1, 1, -1, -1, 0}), "");
+    EXPECT_EQ(problems({7, 7, 0, 1, -1, -1, 0}), "batch.draft_parents.range: something else in request 0") << "not the last one";
+    EXPECT_EQ(problems({7, 7, 1, 3, -1, -1, 0}), "batch.draft_parents.range: something else in request 0") << "itself";
+    EXPECT_EQ(problems({7, 7, 1, 1, -1, 2, 0}), "batch.draft_parents.range: something else in request 1") << "a later one";
+    EXPECT_EQ(problems({7, 7, 1, 1, -2, -1, 0}), "batch.draft_parents.range: something else in request 1") << "in front of the step";
+  }
 }
 
 // A request that is left out is as if it were not there: nothing of it is written, and the others have the same bits.

@@ -7,6 +7,7 @@
 
 #include "conformance/short_conv/device_mirror.h"
 #include "conformance/short_conv/judge.h"
+#include "conformance/state_trees.h"
 #include "cuda/fake/fake_driver.h"
 #include "cuda/fake/short_conv_texts.h"
 
@@ -49,8 +50,35 @@ TEST_F(ShortConvOnFakeDriver, CasesMatchTheReference) {
       EXPECT_TRUE(judgement.pass()) << c.name << ", from the device: " << judgement.failure;
       ++run;
     }
-    EXPECT_GE(run, 3) << variant.name;
+    EXPECT_GE(run, variant.tree ? 1 : 3) << variant.name;
   }
+}
+
+TEST_F(ShortConvOnFakeDriver, ATreeIsItsPaths) {
+  const auto mirror = device_mirror(backend);
+  int trees = 0;
+  for (const ShortConvVariant& variant : short_conv_variants()) {
+    if (!variant.tree) continue;
+    fake::use_short_conv_text(variant);
+    for (const int dim : {40, 35})
+      for (const int accepted : {0, 2, 5, kTreeDrafts}) {
+        const imbrex::test::TreeAndPaths steps(tree_requests(), accepted);
+        ShortConvCase c{.name = "tree", .spec = variant.spec(dim, kTreeDrafts), .requests = steps.tree, .values = ShortConvValues::steep};
+        for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+        const ShortConvCaseInputs tree = make_inputs(c);
+        ShortConvCaseInputs paths = tree;
+        paths.requests = steps.paths, paths.input = imbrex::test::token_rows(tree.input, steps.tokens);
+        ShortConvRunOptions of_tree, of_paths;
+        of_tree.steps = steps.tree_steps, of_paths.steps = steps.path_steps, of_paths.other_sources = true;
+        of_tree.on_device = accepted == 5;
+        const ShortConvRunResult whole = run_case(*mirror, device, tree, of_tree), parts = run_case(*mirror, device, paths, of_paths);
+        EXPECT_TRUE(whole.violations.empty() && parts.violations.empty());
+        EXPECT_EQ(parts.out, imbrex::test::token_rows(whole.out, size_t(dim), steps.tokens)) << variant.name << ", " << accepted << " kept";
+        EXPECT_EQ(parts.state.bytes, whole.state.bytes) << variant.name << ", draft " << accepted << " kept";
+        ++trees;
+      }
+  }
+  EXPECT_GE(trees, 16);
 }
 
 TEST_F(ShortConvOnFakeDriver, OneGraphForAllSteps) {

@@ -140,6 +140,13 @@ TEST_F(ShortConvCalls, FindSlotsOfSeveralRequests) {
     };
     EXPECT_EQ(left_out(), std::vector<int>{}) << reqs;
     EXPECT_TRUE(p->device_problems().empty());
+    // Slots that others write may not be read, those that nobody writes may.
+    std::vector<int32_t> sources = slots;
+    sources[7] = slots[90], sources[680] = slots[2], sources[100] = sources[101] = 1 << 20;
+    all.source_slots = list(sources);
+    EXPECT_EQ(left_out(), (std::vector<int>{7, 680}));
+    ASSERT_EQ(p->device_problems().at(0).code, "batch.state.source");
+    all.source_slots = {};
     const int last = reqs - 1;
     slots[size_t(last)] = slots[3], slots[4] = slots[260], slots[650] = slots[260];
     all.state_slots = list(slots);

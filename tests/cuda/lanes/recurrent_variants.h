@@ -2,7 +2,7 @@
 // The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
 // that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
 // dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, and what may be behind outputs:
-// those have the texts of a layer without it, and one more.
+// those have the texts of a layer without it, and one more; and drafts that may be a tree.
 #include <optional>
 #include <string>
 #include <vector>
@@ -25,10 +25,10 @@ struct RecurrentVariant {
   std::optional<cuda::OutputKernel> output_kernel() const { return cuda::output_kernel(arch(), layer); }
   // Of its prompts, on a GPU that has multiprocessors for segments.
   std::optional<cuda::ChunkKernels> chunks() const { return cuda::chunk_kernels(arch(), layer, {.num_workers = 132}); }
-  // The layer with so many drafts: the kernel is the same.
+  // The layer with so many drafts, one at least where they may be a tree: the kernel is the same.
   RecurrentSpec with_drafts(int num_drafts) const {
     RecurrentSpec spec = layer;
-    return spec.num_drafts = num_drafts, spec;
+    return spec.num_drafts = layer.tree_drafts && num_drafts == 0 ? 1 : num_drafts, spec;
   }
 };
 
@@ -50,6 +50,10 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   tall.gate = RecurrentGate::sigmoid, tall.gate_min = -5, tall.dtype = tall.state_dtype = DType::f16, tall.layout = StateLayout::k_first;
   RecurrentSpec mamba1{.num_k_heads = 1, .num_v_heads = 24, .head_dim_k = 16, .head_dim_v = 1, .channel_rates = true};
   mamba1.scaled_values = mamba1.skip = true, mamba1.scale = 1;
+  RecurrentSpec tree = gdn, tree_rounded = kda, mamba1_tree = mamba1;
+  for (RecurrentSpec* spec : {&tree, &tree_rounded, &mamba1_tree}) spec->num_drafts = 2, spec->tree_drafts = true;
+  tree.dtype = tree_rounded.dtype = DType::f32, tree_rounded.state_dtype = DType::bf16, mamba1_tree.state_dtype = DType::f16;
+  tree.head_dim_v = 33, tree_rounded.head_dim_k = 40;
   return {{"states_gdn", gdn},
           {"states_gdn_sm80", gdn, 80},
           {"states_kda", kda},
@@ -61,6 +65,9 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
           {"states_mamba2", with_outputs(mamba2, OutputGate::silu, OutputNorm::after_gate, 1), 90, "outputs_mamba2"},
           {"states_odd", with_outputs(odd, OutputGate::none, OutputNorm::before_gate), 90, "outputs_odd"},
           {"states_mamba1", with_outputs(mamba1, OutputGate::silu, OutputNorm::none), 90, "outputs_mamba1"},
+          {"states_tree", tree},
+          {"states_tree_rounded", tree_rounded},
+          {"states_mamba1_tree", mamba1_tree},
           {"states_mamba1", mamba1}};
 }
 

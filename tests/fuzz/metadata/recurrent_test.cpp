@@ -74,7 +74,8 @@ RecurrentProblem right_recurrent(const StateTarget& target, Random& random) {
     f.conv = int32_t(random.between(IMBREX_CONV_QKV, IMBREX_CONV_VKQ)), f.conv_width = int32_t(random.between(2, 5));
     f.conv_bias = flag(), f.conv_silu = flag();
   }
-  p.make_step(f.num_drafts, random);
+  f.tree_drafts = f.num_drafts > 0 && random.one_in(2);
+  p.make_step(f.num_drafts, f.tree_drafts != 0, random);
   const auto set = [&](Argument& a, std::vector<int64_t> shape) { set_random(a, kFloat, std::move(shape), target, random); };
   const int64_t tokens = std::max<int64_t>(p.num_tokens() + random.between(0, 2), 1), heads = f.num_v_heads, dim_k = f.head_dim_k,
                 dim_v = f.head_dim_v;
@@ -118,10 +119,10 @@ std::string break_recurrent(BrokenState<RecurrentProblem>& b, const StateTarget&
         number = random.pick(kWrong);
         return fmt::format("a number of the spec = {}", number);
       }
-      int32_t* const fields[] = {&f.num_k_heads,   &f.num_v_heads, &f.head_dim_k,   &f.head_dim_v,    &f.gate,     &f.channel_gate,
-                                 &f.channel_rates, &f.delta,       &f.sigmoid_beta, &f.scaled_values, &f.qk_norm,  &f.skip,
-                                 &f.dtype,         &f.state_dtype, &f.layout,       &f.num_drafts,    &f.out_gate, &f.out_norm,
-                                 &f.norm_groups,   &f.conv,        &f.conv_width,   &f.conv_bias,     &f.conv_silu};
+      int32_t* const fields[] = {&f.num_k_heads,   &f.num_v_heads, &f.head_dim_k,   &f.head_dim_v,    &f.gate,      &f.channel_gate,
+                                 &f.channel_rates, &f.delta,       &f.sigmoid_beta, &f.scaled_values, &f.qk_norm,   &f.skip,
+                                 &f.dtype,         &f.state_dtype, &f.layout,       &f.num_drafts,    &f.out_gate,  &f.out_norm,
+                                 &f.norm_groups,   &f.conv,        &f.conv_width,   &f.conv_bias,     &f.conv_silu, &f.tree_drafts};
       int32_t& field = *random.pick(fields);
       field = wrong_int(random, field);
       return fmt::format("a field of the spec = {}", field);

@@ -55,12 +55,13 @@ ConvProblem right_conv(const StateTarget& target, Random& random) {
   f.bias = !target.cuda && random.one_in(2), f.dtype = target.cuda ? IMBREX_BF16 : IMBREX_F32, f.num_drafts = int32_t(random.between(0, 3));
   if (!target.cuda && random.one_in(2))
     f.form = IMBREX_CONV_PLAIN, f.activation = random.one_in(2) ? IMBREX_CONV_SILU : IMBREX_CONV_NO_ACTIVATION;
-  p.make_step(f.num_drafts, random);
+  f.tree_drafts = !target.cuda && f.num_drafts > 0 && random.one_in(2);
+  p.make_step(f.num_drafts, f.tree_drafts != 0, random);
   const imbrex_dl_type type = target.cuda ? imbrex_dl_type{4, 16, 1} : kFloat;
   const auto set = [&](Argument& a, std::vector<int64_t> shape) { set_random(a, type, std::move(shape), target, random); };
   const int64_t tokens = std::max<int64_t>(p.num_tokens() + random.between(0, 2), 1), dim = f.dim;
   set(p.bcx, {tokens, (f.form == IMBREX_CONV_GATED ? 3 : 1) * dim}), set(p.weight, {dim, f.width});
-  set(p.state, {StateProblem::kStateSlots, f.width - 1 + f.num_drafts, dim});
+  set(p.state, {StateProblem::kStateSlots, f.tree_drafts != 0 ? (f.width - 1) * (1 + f.num_drafts) : f.width - 1 + f.num_drafts, dim});
   if (f.bias) set(p.bias, {dim});
   set(p.out, {tokens, dim});
   return p;
@@ -73,7 +74,7 @@ std::string break_conv(BrokenState<ConvProblem>& b, const StateTarget& target, R
       if (target.cuda) return "";  // other kernels than those that are there
       b.new_plan = true;
       imbrex_short_conv_fields& f = p.spec.value;
-      int32_t* const fields[] = {&f.dim, &f.width, &f.bias, &f.dtype, &f.num_drafts, &f.form, &f.activation};
+      int32_t* const fields[] = {&f.dim, &f.width, &f.bias, &f.dtype, &f.num_drafts, &f.form, &f.activation, &f.tree_drafts};
       int32_t& field = *random.pick(fields);
       field = wrong_int(random, field);
       return fmt::format("a field of the spec = {}", field);

@@ -5,7 +5,7 @@
 
 namespace imbrex::test {
 
-void StateProblem::make_step(int num_drafts, Random& random) {
+void StateProblem::make_step(int num_drafts, bool tree_drafts, Random& random) {
   options.value = init(imbrex_plan_options_init);
   batch.value = init(imbrex_batch_init);
   options.value.max_num_reqs = 6, options.value.max_num_tokens = 64, options.value.max_seq_len = 1000;
@@ -18,17 +18,22 @@ void StateProblem::make_step(int num_drafts, Random& random) {
     const int q_len = int(random.between(0, 6)), past = random.one_in(2) ? 0 : int(random.between(1, 90));
     starts.values.push_back(starts.values.back() + q_len), lens.values.push_back(past + q_len);
     slots.values.push_back(order[size_t(r)]);
+    sources.values.push_back(random.one_in(2) ? order[size_t(r)] : order[size_t(random.between(reqs, kStateSlots - 1))]);
     drafts.values.push_back(int32_t(random.between(0, std::min(q_len, num_drafts))));
+    for (int t = 0, certain = q_len - drafts.values.back(); t < q_len; ++t)
+      parents.values.push_back(int32_t(random.between(t < certain ? -5 : certain - 1, t < certain ? 5 : t - 1)));
     accepted.values.push_back(past > 0 ? int32_t(random.between(0, num_drafts)) : 0);
   }
   drafts.given = accepted.given = num_drafts > 0;
+  sources.given = random.one_in(2), parents.given = tree_drafts && random.one_in(2);
+  parents.values.resize(size_t(options.value.max_num_tokens), -1);  // longer steps are refused before it is read
   batch.value.num_reqs = reqs;
 }
 
 imbrex_status StateProblem::update(imbrex_plan* plan) {
   imbrex_batch& b = batch.value;
   b.query_start_loc = starts.make(), b.seq_lens = lens.make(), b.state_slots = slots.make();
-  b.num_drafts = drafts.make(), b.accepted_drafts = accepted.make();
+  b.num_drafts = drafts.make(), b.accepted_drafts = accepted.make(), b.source_slots = sources.make(), b.draft_parents = parents.make();
   return imbrex_plan_update(plan, batch.make(), nullptr);
 }
 
@@ -51,12 +56,13 @@ std::string break_requests(StateProblem& p, Random& random) {
   const int32_t reqs = p.batch.value.num_reqs =
       random.one_in(3) ? wrong_int(random, p.batch.value.num_reqs) % 400 : p.batch.value.num_reqs + int32_t(random.between(-1, 1));
   for (const auto list : StateProblem::kLists)  // as long as their number says
-    (p.*list).values.resize(size_t(std::clamp(reqs, 0, 400) + (list == &StateProblem::starts)), (p.*list).values.empty() ? 0 : 1);
+    if (list != &StateProblem::parents)
+      (p.*list).values.resize(size_t(std::clamp(reqs, 0, 400) + (list == &StateProblem::starts)), (p.*list).values.empty() ? 0 : 1);
   return fmt::format("num_reqs = {}", reqs);
 }
 
 std::string break_list(StateProblem& p, Random& random) {
-  const size_t which = size_t(random.between(0, 4));
+  const size_t which = size_t(random.between(0, int64_t(std::size(StateProblem::kLists)) - 1));
   Numbers& list = p.*StateProblem::kLists[which];
   if (random.one_in(8)) return list.given = !list.given, fmt::format("list {} is {}", which, list.given ? "given" : "NULL");
   if (list.values.empty()) return "";

@@ -26,14 +26,15 @@ struct StateProblem {
 
   Struct<imbrex_plan_options> options;
   Struct<imbrex_batch> batch;
-  Numbers starts, lens, slots, drafts, accepted;
+  Numbers starts, lens, slots, drafts, accepted, sources, parents;
   bool update_first = true;
   int runs = 1;
 
-  static constexpr Numbers StateProblem::*kLists[] = {&StateProblem::starts, &StateProblem::lens, &StateProblem::slots,
-                                                      &StateProblem::drafts, &StateProblem::accepted};
+  static constexpr Numbers StateProblem::*kLists[] = {&StateProblem::starts, &StateProblem::lens,     &StateProblem::slots,
+                                                      &StateProblem::drafts, &StateProblem::accepted, &StateProblem::sources,
+                                                      &StateProblem::parents};
 
-  void make_step(int num_drafts, Random&);  // options and a batch without a mistake, of at most 30 tokens
+  void make_step(int num_drafts, bool tree_drafts, Random&);  // options and a batch without a mistake, of at most 30 tokens
   int64_t num_tokens() const { return starts.values.back(); }
   imbrex_status update(imbrex_plan*);
 };
