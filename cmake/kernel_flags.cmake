@@ -33,4 +33,11 @@ if(CMAKE_CXX_FLAGS MATCHES "-fsanitize")
   set_property(SOURCE ${kernel_files} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=null,alignment,object-size,pointer-overflow)
   set_property(SOURCE ${amx_files} APPEND PROPERTY COMPILE_OPTIONS -fno-sanitize=all)
 endif()
+# A kernel writes the rows that its caller names, whatever its instructions are. The sanitizer of threads watches the portable kernels, those of
+# AVX-512 and the emulated AMX kernels; of the same texts for other instructions it has no need.
+if(CMAKE_CXX_FLAGS MATCHES "-fsanitize=thread")
+  set(alike ${kernel_files})
+  list(FILTER alike INCLUDE REGEX "/([a-z_]+_)?(avx2|avx512_bf16|amx)\\.cpp$")
+  set_property(SOURCE ${alike} APPEND PROPERTY COMPILE_OPTIONS -O0 -fno-sanitize=thread)
+endif()
 set_property(SOURCE ${rolled} APPEND PROPERTY COMPILE_DEFINITIONS IMBREX_NO_UNROLL)

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <functional>
 #include <set>
 #include <string>
 #include <utility>
@@ -160,7 +159,7 @@ enum class Form { dense, csr, ragged, masked };
 struct BadBatch {
   const char* code;
   Form form;
-  std::function<void(Step&)> spoil;
+  void (*spoil)(Step&);
 };
 
 // Spoils a host array or a view; the views of `Step` already point at the vectors.

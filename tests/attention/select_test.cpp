@@ -175,7 +175,7 @@ TEST(Select, AliasesNameOurBackends) {
 TEST(Select, EveryFieldHasItsProposal) {
   struct Row {
     const char* proposal;
-    std::function<void(AttentionSpec&)> spoil;
+    void (*spoil)(AttentionSpec&);
     FakeBackend::Refuse refuse;
   };
   const auto unless = [](bool ok) { return ok ? std::vector<Reason>{} : everything({}, {}); };

@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
 #include <set>
 #include <string>
 #include <vector>
@@ -72,7 +71,7 @@ TEST(Spec, TypesFollowTheQueries) {
 }
 
 TEST(Spec, UsualModelsAreValid) {
-  std::vector<std::function<void(AttentionSpec&)>> changes = {
+  std::vector<void (*)(AttentionSpec&)> changes = {
       [](AttentionSpec&) {},
       [](AttentionSpec& s) { s.num_q_heads = 128, s.num_kv_heads = 1, s.head_dim_qk = 576, s.head_dim_v = 512; },
       [](AttentionSpec& s) { s.head_dim_qk = 80, s.head_dim_v = 80, s.block_size = 1; },
@@ -93,7 +92,7 @@ TEST(Spec, UsualModelsAreValid) {
 
 struct BadSpec {
   const char* code;
-  std::function<void(AttentionSpec&)> spoil;
+  void (*spoil)(AttentionSpec&);
 };
 
 const std::vector<BadSpec>& bad_specs() {

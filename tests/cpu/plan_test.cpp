@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
 #include <random>
 #include <string>
 #include <vector>
@@ -95,7 +94,7 @@ TensorView on_gpu(TensorView t) {
 
 struct Refusal {
   const char* code;
-  std::function<void(Step&)> spoil;
+  void (*spoil)(Step&);
 };
 
 TEST(CpuPlan, RunRefusesTensorsThatDoNotFit) {
@@ -202,7 +201,7 @@ TEST(CpuPlan, WriteKvRefusesTensorsThatDoNotFit) {
   };
   struct WriteRefusal {
     const char* code;
-    std::function<void(Call&)> spoil;
+    void (*spoil)(Call&);
   };
   const std::vector<WriteRefusal> refusals = {
       {kFine, [](Call&) {}},

@@ -200,9 +200,9 @@ class GraphAgainstEager {
   // Bytes that are small numbers in every type: the high byte of a 16-bit float, and any fp8, decide the exponent.
   DeviceBuffer fill(DeviceBuffer buffer, unsigned seed) const {
     std::mt19937 random(seed);
-    std::vector<unsigned char> values(buffer.bytes());
-    for (unsigned char& b : values) b = (unsigned char)((random() & 0x8f) | 0x30);
-    copy_to_device(buffer.address(), values.data(), values.size(), stream_.get());
+    std::vector<uint32_t> words((buffer.bytes() + 3) / 4);
+    std::ranges::generate(words, [&] { return uint32_t(random() & 0x8f8f8f8f) | 0x30303030; });
+    copy_to_device(buffer.address(), words.data(), buffer.bytes(), stream_.get());
     stream_.synchronize();
     return buffer;
   }

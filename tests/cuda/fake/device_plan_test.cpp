@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -73,7 +72,7 @@ TEST_F(DevicePlans, HaveToBeAskedFor) {
 }
 
 TEST_F(DevicePlans, RefuseWhatTheHostSees) {
-  const std::pair<const char*, std::function<void(DeviceBatch&)>> refusals[] = {
+  const std::pair<const char*, void (*)(DeviceBatch&)> refusals[] = {
       {kFine, [](DeviceBatch&) {}},
       {kFine, [](DeviceBatch& b) { b.slot_mapping = {}; }},
       {"batch.lengths", [](DeviceBatch& b) { b.query_start_loc.sizes[0] = 3; }},

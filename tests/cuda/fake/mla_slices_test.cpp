@@ -53,6 +53,7 @@ TEST_F(FakeMla, AStepOfAnyLengthComputesInAQuarterOfAGigabyte) {
         fake::use_mla_texts(large);
         const auto workspace = make_workspace(device);
         const PlanOptions chosen{.limits = {.max_num_reqs = 256, .max_num_tokens = tokens, .max_seq_len = 131072, .max_query_len = most},
+                                 .load_on_demand = true,  // nothing is launched
                                  .out_dtype = DType::bf16,
                                  .workspace = workspace};
         const auto p = backend->plan(large, device, chosen);

@@ -1,8 +1,6 @@
 // What a CUDA plan refuses, with the codes of every plan; what it launches for a batch and for a graph. On the fake driver.
 #include <gtest/gtest.h>
 
-#include <functional>
-
 #include "count_allocations.h"
 #include "cuda/driver/memory.h"
 #include "cuda/fake/fake_driver.h"
@@ -79,7 +77,7 @@ class PlanRefusals : public testing::Test {
 };
 
 TEST_F(PlanRefusals, Run) {
-  const std::pair<const char*, std::function<void(Step&)>> refusals[] = {
+  const std::pair<const char*, void (*)(Step&)> refusals[] = {
       {kFine, [](Step&) {}},
       {kFine, [](Step& s) { s.o.lse = {}; }},
       {"run.q", [](Step& s) { s.in.q = {}; }},
@@ -172,7 +170,7 @@ TEST_F(PlanRefusals, VectorsOfHeadsAndTheBiasMustBeOnTheDevice) {
 }
 
 TEST_F(PlanRefusals, WriteKv) {
-  const std::pair<const char*, std::function<void(Step&)>> refusals[] = {
+  const std::pair<const char*, void (*)(Step&)> refusals[] = {
       {kFine, [](Step&) {}},
       {"write_kv.k", [](Step& s) { s.k = on_host(s.k); }},
       {"write_kv.k", [](Step& s) { s.k.sizes[0] = 20; }},

@@ -1,6 +1,5 @@
 // Steps of recurrent layers whose lengths are on the device, on the fake driver: what the host can refuse, and which requests the kernels
 // leave out and report.
-#include <functional>
 
 #include "cuda/fake/recurrent_calls.h"
 #include "expect_error.h"
@@ -12,7 +11,7 @@ using imbrex::test::error_code;
 
 TEST_F(RecurrentCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
   const auto p = plan(spec, {.limits = limits, .on_device = true});
-  const std::pair<const char*, std::function<void(DeviceBatch&)>> refusals[] = {
+  const std::pair<const char*, void (*)(DeviceBatch&)> refusals[] = {
       {kFine, [](DeviceBatch&) {}},
       {kFine, [](DeviceBatch& b) { b.num_drafts = b.accepted_drafts = {}; }},
       {"batch.lengths", [](DeviceBatch& b) { b.query_start_loc.sizes[0] = 3; }},

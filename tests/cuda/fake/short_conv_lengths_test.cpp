@@ -1,7 +1,6 @@
 // Steps of the short convolution whose lengths are on the device, on the fake driver: what the host can refuse, and which requests the
 // kernel leaves out and reports.
 #include <cstring>
-#include <functional>
 
 #include "cuda/fake/short_conv_calls.h"
 #include "expect_error.h"
@@ -13,7 +12,7 @@ using imbrex::test::error_code;
 
 TEST_F(ShortConvCalls, RefuseWhatTheHostSeesOfLengthsOnTheDevice) {
   const auto p = plan(spec, {.limits = limits, .on_device = true});
-  const std::pair<const char*, std::function<void(DeviceBatch&)>> refusals[] = {
+  const std::pair<const char*, void (*)(DeviceBatch&)> refusals[] = {
       {kFine, [](DeviceBatch&) {}},
       {kFine, [](DeviceBatch& b) { b.num_drafts = b.accepted_drafts = {}; }},
       {"batch.lengths", [](DeviceBatch& b) { b.query_start_loc.sizes[0] = 3; }},
