@@ -133,7 +133,7 @@ TEST_P(RecurrentLaws, ATreeIsItsPaths) {
       const RecurrentCaseInputs tree = law_inputs(spec, steps.tree);
       RecurrentCaseInputs paths = tree;
       paths.requests = steps.paths;
-      for (HostTensor* t : {&paths.q, &paths.k, &paths.v, &paths.gate, &paths.beta}) *t = token_rows(*t, steps.tokens);
+      for (HostTensor* t : {&paths.q, &paths.k, &paths.v, &paths.gate, &paths.beta, &paths.z}) *t = token_rows(*t, steps.tokens);
       RecurrentRunOptions of_tree, of_paths;
       of_tree.steps = steps.tree_steps, of_paths.steps = steps.path_steps, of_paths.other_sources = true;
       const RecurrentRunResult at_once = run(tree, of_tree);

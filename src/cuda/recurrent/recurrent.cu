@@ -268,9 +268,9 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
     __syncthreads();
 #pragma unroll 1
     for (int t = 0; t < count; ++t) {
-      const int row = begin + t + 1 - (item.end - item.drafts);
+      const auto row = [&] { return begin + t + 1 - (item.end - item.drafts); };
       if constexpr (kTree) {
-        if (const int parent = parent_row(p, begin + t, row); parent >= 0) Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
+        if (const int parent = parent_row(p, begin + t, row()); parent >= 0) Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
       }
       const float* const given = tokens[t].values + lane.value;
       float y[kValues];
@@ -281,7 +281,7 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
         char* const to = p.out + (begin + t) * p.out_token_stride + unit.head * p.out_head_stride + long(first) * kSize;
         store_run<kType, aligned && kDimV % kValues == 0>(to, min(kDimV - first, kValues), y);
       }
-      if (row >= 0) store(row);
+      if (row() >= 0) store(row());
     }
   }
 }

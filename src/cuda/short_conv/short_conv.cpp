@@ -14,10 +14,11 @@ constexpr int kWarps = kShortConvThreads / 32;
 
 }  // namespace
 
-// Wider sums keep more h and weights in registers. A token of the plain form has one row instead of three: more of them are on their way.
+// Wider sums, and those of trees, keep more in registers. A token of the plain form has one row instead of three: more of them are on their
+// way.
 ShortConvTuning short_conv_tuning(const ShortConvSpec& spec) {
   if (spec.form == ShortConvForm::plain) return {.stages = 8, .blocks = spec.width > 4 ? 3 : 4};
-  return {.stages = 4, .blocks = spec.width > 3 ? 3 : spec.bias ? 4 : 5};
+  return {.stages = 4, .blocks = spec.width > 3 ? 3 : spec.bias || spec.tree_drafts ? 4 : 5};
 }
 
 KernelKey short_conv_key(std::string_view arch, const ShortConvSpec& spec, const ShortConvTuning& tuning) {
