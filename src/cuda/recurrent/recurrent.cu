@@ -270,7 +270,8 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
     for (int t = 0; t < count; ++t) {
       const auto row = [&] { return begin + t + 1 - (item.end - item.drafts); };
       if constexpr (kTree) {
-        if (const int parent = parent_row(p, begin + t, row()); parent >= 0) Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
+        if (const int parent = parent_row(p, begin + t, row()); parent >= 0)
+          Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
       }
       const float* const given = tokens[t].values + lane.value;
       float y[kValues];
