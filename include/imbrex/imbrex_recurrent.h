@@ -60,7 +60,8 @@ typedef struct {
   const imbrex_tensor* input;       /* [>= num_tokens, channels], channels being those of q, k and v; with conv, and so are the others */
   const imbrex_tensor* conv_weight; /* [channels, conv_width] */
   const imbrex_tensor* conv_bias;   /* [channels] */
-  const imbrex_tensor* conv_state;  /* [slots, conv_width - 1 + num_drafts, channels]: read and written */
+  const imbrex_tensor*
+      conv_state; /* [slots, conv_width - 1 + num_drafts, channels], or with tree_drafts (conv_width - 1) * (1 + num_drafts) rows */
 } imbrex_recurrent_inputs;
 IMBREX_API void imbrex_recurrent_inputs_init(imbrex_recurrent_inputs*, size_t struct_size);
 typedef struct {

@@ -90,7 +90,8 @@ RecurrentProblem right_recurrent(const StateTarget& target, Random& random) {
     const int64_t channels = 2 * f.num_k_heads * dim_k + heads * dim_v;
     set(p.input, {tokens, channels}), set(p.conv_weight, {channels, f.conv_width});
     if (f.conv_bias != 0) set(p.conv_bias, {channels});
-    set(p.conv_state, {StateProblem::kStateSlots, f.conv_width - 1 + f.num_drafts, channels});
+    const int64_t rows = f.tree_drafts ? (f.conv_width - 1) * (1 + f.num_drafts) : f.conv_width - 1 + f.num_drafts;
+    set(p.conv_state, {StateProblem::kStateSlots, rows, channels});
   }
   if (f.gate != IMBREX_GATE_FIXED) set(p.gate, of_heads(f.channel_gate != 0, {tokens}));
   if (f.delta) set(p.beta, {tokens, heads});
