@@ -106,7 +106,7 @@ TEST_F(DeviceRecurrent, Segments) {
       RecurrentSpec spec = layer(name, 0);
       spec.head_dim_k = dim, spec.num_k_heads = 1, spec.num_v_heads = 2, spec.layout = StateLayout(seed % 2);
       for (const bool forgets : {false, true}) {
-        const RecurrentValues values = forgets ? RecurrentValues::forgetful : RecurrentValues::plain;
+        const RecurrentValues values = forgets ? RecurrentValues::plain : RecurrentValues::none;
         RecurrentCase c{.name = name, .spec = spec, .requests = {{7000, 5}, {300}, {1, 9}, {6211}}, .values = values, .seed = seed++};
         for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
         const RecurrentCaseInputs in = make_inputs(c);

@@ -184,13 +184,14 @@ int64_t launches_of(std::string_view entry) {
   return std::ranges::count_if(fake::state().launches, [&](const fake::Launch& launch) { return launch.entry == entry; });
 }
 
-// Long requests come in segments, of three chunks and more, with a state in front of them and without one.
+// Long requests come in segments, of three chunks and more, with a state in front of them and without one. What does not decay is still
+// there in the last of them.
 TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
   const ShortSegments short_segments;
   for (const RecurrentVariant& variant : recurrent_variants()) {
     if (!variant.chunks()) continue;
     use(variant);
-    for (const RecurrentValues values : {RecurrentValues::plain, RecurrentValues::extreme}) {
+    for (const RecurrentValues values : {RecurrentValues::none, RecurrentValues::extreme}) {
       RecurrentCase c{.name = variant.name, .spec = variant.layer, .requests = {{150}, {70}, {1, 3}, {200, 9}}, .values = values};
       c.spec.num_v_heads /= c.spec.num_k_heads, c.spec.num_k_heads = 1;
       for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
@@ -200,7 +201,7 @@ TEST_F(RecurrentOnFakeDriver, LongRequestsComeInSegments) {
       EXPECT_EQ(launches_of("recurrent_segments"), 1);
       const RecurrentJudgement judgement = judge(expect(in, 0, true), in, result);
       EXPECT_TRUE(judgement.pass()) << c.name << ": " << judgement.failure;
-      if (values != RecurrentValues::plain) continue;
+      if (values != RecurrentValues::none) continue;
       // The same bits without neighbours.
       c.requests = {c.requests.back()};
       const RecurrentRunResult alone = run(make_inputs(c));
