@@ -63,6 +63,16 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
   return all < 8 ? all : 8;
 }
 
+// recurrent_stream.cu: blocks of a multiprocessor, and bytes of shared memory. A token there has q and k, decays of channels or of all,
+// values and four numbers more; there are two of them, two requests of 16 bytes, three units of 40 and an mbarrier.
+constexpr int recurrent_stream_blocks(int dim_k, int dim_v) { return 16 / recurrent_warps(dim_k, dim_v); }
+constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels) {
+  const int rows = recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k),
+            padded = 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k);
+  const int token = 4 * (2 * padded + (channels ? padded : 4) + rows + 4);
+  return 2 * token + rows * dim_k * state_size + 2 * 16 + 3 * 40 + 8;
+}
+
 // recurrent_narrow.cu: heads of a lane, and of a thread block.
 constexpr int kRecurrentNarrowThreads = 128;
 constexpr int narrow_heads_of_lane(int dim_k) { return recurrent_quads(dim_k) < 2 ? 4 : recurrent_quads(dim_k) < 4 ? 2 : 1; }

@@ -1,10 +1,12 @@
 // Recurrent layers on a GPU: beside the reference over random steps, from lengths on the host and on the device, one by one and in a graph.
 #include <algorithm>
+#include <utility>
 
 #include "conformance/recurrent/cases.h"
 #include "conformance/recurrent/device_mirror.h"
 #include "conformance/recurrent/judge.h"
 #include "cuda/gpu.h"
+#include "cuda/recurrent/recurrent.h"
 #include "cuda/recurrent_problem.h"
 
 namespace imbrex::cuda {
@@ -126,6 +128,40 @@ TEST_F(DeviceRecurrent, Segments) {
         EXPECT_TRUE(std::equal(alone.state.bytes.rbegin(), alone.state.bytes.rend(), together.state.bytes.rbegin())) << spec.str();
       }
     }
+}
+
+// Five blocks that stay take all units in turn, with the bits of a block for each unit; drafts, requests without states and steps in a
+// graph among them. Then a plan's own number of blocks.
+TEST_F(DeviceRecurrent, ManyStatesStream) {
+  unsigned seed = 900;
+  for (const char* name : {"gdn", "kda", "lightning", "mamba2"})
+    for (const auto& [dim_k, dim_v] : {std::pair{128, 128}, {128, 64}, {64, 64}, {256, 256}, {72, 160}, {128, 80}})
+      for (const DType state_dtype : {DType::f32, DType::f16}) {
+        RecurrentSpec spec = layer(name, int(seed % 2) * 3);
+        spec.head_dim_k = dim_k, spec.head_dim_v = dim_v, spec.state_dtype = state_dtype, spec.layout = StateLayout::v_first;
+        RecurrentCase c{.name = name, .spec = spec, .requests = {{1, 9}, {0, 0}, {12}, {1}, {0, 25}, {9, 1}, {79}, {1, 3}, {17, 2}}};
+        if (spec.num_drafts > 0) c.requests.insert(c.requests.end(), {{4, 14, 3, 2}, {3, 0, 3, 0}, {2, 7, 1, 3}});
+        for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+        c.seed = seed++, c.other_sources = true;
+        const RecurrentCaseInputs in = make_inputs(c);
+        const auto mirror = device_mirror(backend);
+        const RecurrentRunOptions options = default_options(c);
+        const RecurrentRunResult expected = run_case(*mirror, device, in, options);
+        const int64_t before = std::exchange(most_stream_blocks, 5);
+        const RecurrentRunResult streamed = run_case(*mirror, device, in, options);
+        const RecurrentRunResult replayed = run_case(*device_mirror(backend, {.in_graph = true}), device, in, options);
+        most_stream_blocks = before;
+        EXPECT_TRUE(streamed.violations.empty()) << streamed.violations.front();
+        EXPECT_TRUE(same_bits(streamed, expected)) << spec.str();
+        EXPECT_TRUE(same_bits(replayed, expected)) << spec.str() << ", in a graph";
+      }
+  RecurrentSpec spec = layer("gdn", 0);
+  spec.num_k_heads = 16, spec.num_v_heads = 32, spec.layout = StateLayout::v_first;
+  RecurrentCase c{.name = "gdn", .spec = spec, .requests = StateCaseRequests(40, {1, 9})};
+  for (size_t r = 0; r < c.requests.size(); ++r) c.requests[r].id = int(r);
+  const RecurrentCaseInputs in = make_inputs(c);
+  const RecurrentJudgement judgement = judge(expect(in, 0, false), in, run_case(*device_mirror(backend), device, in, {}));
+  EXPECT_TRUE(judgement.pass()) << judgement.failure;
 }
 
 TEST_F(DeviceRecurrent, TreesOfDrafts) {

@@ -35,6 +35,17 @@ int most_segments(const DeviceInfo& device, int units, int join_bytes) {
   return most < kLeastSegments ? 1 : most;
 }
 
+std::vector<gpu::Constant> token_constants(const RecurrentSpec& spec) {
+  return {{"kType", int(spec.dtype)},
+          {"kStateType", int(spec.state_dtype)},
+          {"kDimK", spec.head_dim_k},
+          {"kDimV", spec.head_dim_v},
+          {"kKeysFirst", spec.layout == StateLayout::k_first},
+          {"kChannelGate", spec.channel_gate},
+          {"kChannelRates", spec.channel_rates},
+          {"kTree", spec.tree_drafts}};
+}
+
 }  // namespace
 
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spec) {
@@ -51,21 +62,23 @@ RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec& spe
             .units = parts_of(spec.num_v_heads, heads)};
   }
   const int warps = recurrent_warps(dim_k, dim_v), values = warps * recurrent_warp_values(dim_k);
-  return {.key = {"recurrent.cu",
-                  std::string(arch),
-                  {{"kType", int(spec.dtype)},
-                   {"kStateType", int(spec.state_dtype)},
-                   {"kDimK", dim_k},
-                   {"kDimV", dim_v},
-                   {"kKeysFirst", spec.layout == StateLayout::k_first},
-                   {"kChannelGate", spec.channel_gate},
-                   {"kChannelRates", spec.channel_rates},
-                   {"kTree", spec.tree_drafts}}},
+  return {.key = {"recurrent.cu", std::string(arch), token_constants(spec)},
           .aligned = "recurrent_aligned",
           .unaligned = "recurrent_unaligned",
           .threads = 32 * warps,
           .tile = std::min(values, dim_v),
           .units = spec.num_v_heads * parts_of(dim_v, values)};
+}
+
+std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
+  constexpr int kLeastDimK = 64, kLeastWarps = 4;
+  const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, state_size = int(size_of(spec.state_dtype));
+  if (device.sm < 90 || is_narrow(spec) || spec.tree_drafts || spec.layout == StateLayout::k_first) return {};
+  if (dim_k < kLeastDimK || dim_k * state_size % kAlignedBytes != 0 || recurrent_warps(dim_k, dim_v) < kLeastWarps) return {};
+  const int blocks = recurrent_stream_blocks(dim_k, dim_v);
+  const int bytes = recurrent_stream_bytes(dim_k, dim_v, state_size, spec.channel_gate || spec.channel_rates);
+  if (device.max_smem_bytes > 0 && blocks * bytes > device.max_smem_bytes) return {};
+  return StreamKernel{.key = {"recurrent_stream.cu", std::string(arch), token_constants(spec)}, .blocks_together = blocks};
 }
 
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
@@ -170,6 +183,7 @@ ChunkRounds::ChunkRounds(const ChunkKernels& kernels, const PlanLimits& limits) 
 
 std::vector<KernelKey> recurrent_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
   std::vector<KernelKey> keys{recurrent_kernel(arch, spec).key, plan_state_batch_key(arch)};
+  if (const auto stream = stream_kernel(arch, spec, device)) keys.push_back(stream->key);
   if (const auto outputs = output_kernel(arch, spec)) keys.push_back(outputs->key);
   if (const auto chunks = chunk_kernels(arch, spec, device)) {
     keys.push_back(chunks->weights), keys.push_back(chunks->chunks);

@@ -23,6 +23,18 @@ struct RecurrentKernel {
 };
 RecurrentKernel recurrent_kernel(std::string_view arch, const RecurrentSpec&);
 
+// The kernel that does the same where a step has more states than multiprocessors have room for.
+struct StreamKernel {
+  KernelKey key;
+  int blocks_together = 0;  // of a multiprocessor, which stay
+};
+// None before Hopper, for trees of drafts, for states with values innermost or whose rows are no multiples of 16 bytes, and for small
+// heads.
+std::optional<StreamKernel> stream_kernel(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
+
+// Of a launch, in plans that are made from then on. Tests take fewer, so that few units stream.
+inline int64_t most_stream_blocks = INT64_MAX;
+
 // Chunks of a segment at least, in plans that are made from then on. Tests take fewer: the host is slow at computing what a GPU computes.
 inline int least_segment = 32;
 

@@ -36,6 +36,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
         options_(options),
         arch_(arch_of(device)),
         kernel_(recurrent_kernel(arch_, spec)),
+        stream_kernel_(stream_kernel(arch_, spec, device)),
         output_kernel_(output_kernel(arch_, spec)),
         context_(Context::of_device(device.device.index)) {
     check(int64_t(options.limits.max_num_reqs) * kernel_.units <= INT32_MAX, "limits.max_num_reqs",
@@ -86,13 +87,23 @@ class RecurrentCudaPlan final : public RecurrentPlan {
       if (rounds_->most_segments > 1) add(chunks_->ends, "recurrent_chunks"), add(chunks_->segments, "recurrent_segments");
       chunk_modules_ = std::move(modules), chunk_entries_ = std::move(kernels);
     }
+    std::shared_ptr<const Module> stream;
+    Kernel stream_entry;
+    if (may_stream()) stream = Module::load(context_, stream_kernel_->key), stream_entry = stream->kernel("recurrent_stream");
     if (output_kernel_) {
       auto outputs = Module::load(context_, output_kernel_->key);
       std::array kernels{outputs->kernel("recurrent_outputs_unaligned"), outputs->kernel("recurrent_outputs_aligned")};
       output_module_ = std::move(outputs), output_entries_ = std::move(kernels);
     }
+    stream_module_ = std::move(stream), stream_entry_ = std::move(stream_entry);
     module_ = std::move(module), entries_ = std::move(entries);  // a copy of a Kernel could fail
   }
+  // Blocks of the streaming kernel, which stay, and whether the limits allow of more units.
+  int64_t stream_blocks() const {
+    return std::min(int64_t(std::max(device_.num_workers, 1)) * stream_kernel_->blocks_together, most_stream_blocks);
+  }
+  bool may_stream() const { return stream_kernel_ && options_.limits.max_num_reqs * int64_t(kernel_.units) > stream_blocks(); }
+  void launch_tokens(const RecurrentParams&, bool aligned, int64_t num_reqs, bool known, CUstream) const;
   int segments_of_step(const RecurrentParams&, bool known) const;
   void launch_outputs(const RecurrentOutputParams&, bool aligned, int64_t num_tokens, CUstream) const;
   void launch_chunks(const RecurrentParams&, const ChunkMaps&, int64_t num_tokens, int64_t num_reqs, CUstream) const;
@@ -102,6 +113,7 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   PlanOptions options_;
   std::string arch_;
   RecurrentKernel kernel_;
+  std::optional<StreamKernel> stream_kernel_;
   std::optional<OutputKernel> output_kernel_;
   ContextPtr context_;
   std::unique_ptr<StateLists> lists_;
@@ -112,6 +124,8 @@ class RecurrentCudaPlan final : public RecurrentPlan {
   // Made by the first run(), if they are to be loaded on demand.
   mutable std::shared_ptr<const Module> module_;
   mutable std::array<Kernel, 2> entries_;  // for unaligned and for aligned tensors
+  mutable std::shared_ptr<const Module> stream_module_;
+  mutable Kernel stream_entry_;
   mutable std::vector<std::shared_ptr<const Module>> chunk_modules_;
   mutable std::vector<Kernel> chunk_entries_;  // of ChunkKernels: weights, chunks, ends, segments
   mutable std::shared_ptr<const Module> output_module_;
@@ -143,6 +157,17 @@ void RecurrentCudaPlan::launch_outputs(const RecurrentOutputParams& p, bool alig
   const int64_t grid = std::clamp<int64_t>(blocks, 1, int64_t(std::max(device_.num_workers, 1)) * kBlocksTogether);
   output_entries_[aligned ? 1 : 0].launch(
       {.grid_x = unsigned(grid), .threads = unsigned(kRecurrentOutputThreads), .programmatic = device_.sm >= 90}, cu, p);
+}
+
+// For a step of at most so many requests. Where blocks take units in turn and the host does not know how many requests there are, those of
+// the limits would be too many.
+void RecurrentCudaPlan::launch_tokens(const RecurrentParams& p, bool aligned, int64_t num_reqs, bool known, CUstream cu) const {
+  constexpr int64_t kMostBlocks = 1 << 15;
+  const int64_t units = std::max<int64_t>(num_reqs * kernel_.units, 1);
+  const bool streams = aligned && stream_module_ != nullptr && units > stream_blocks();
+  const Kernel& kernel = streams ? stream_entry_ : entries_[aligned ? 1 : 0];
+  const int64_t blocks = streams ? stream_blocks() : known ? units : std::min(units, kMostBlocks);
+  kernel.launch({.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
 }
 
 // For a step of at most so many tokens and requests.
@@ -213,13 +238,7 @@ void RecurrentCudaPlan::run(const RecurrentInputs& in, const RecurrentOutputs& o
       launch_chunks(p, maps, known ? step.num_tokens : options_.limits.max_num_tokens, requests, cu);
     }
   }
-  if (has_tokens) {
-    // Blocks take units in turn: where the host does not know how many requests there are, those of the limits would be too many.
-    constexpr int64_t kMostBlocks = 1 << 15;
-    const int64_t blocks = std::clamp<int64_t>(requests * kernel_.units, 1, known ? INT32_MAX : kMostBlocks);
-    entries_[are_aligned(in, out) ? 1 : 0].launch(
-        {.grid_x = unsigned(blocks), .threads = unsigned(kernel_.threads), .programmatic = device_.sm >= 90}, cu, p);
-  }
+  if (has_tokens) launch_tokens(p, are_aligned(in, out), requests, known, cu);
   if (output_kernel_)
     launch_outputs(output_params(spec_, *output_kernel_, in, out, p), have_aligned_outputs(spec_, in, out),
                    known ? step.num_tokens : options_.limits.max_num_tokens, cu);
@@ -266,6 +285,10 @@ class RecurrentCudaBackend final : public BackendOf<RecurrentFamily> {
     choices.push_back({.requests = chunks ? "others" : "all",
                        .kernel = kernel.aligned,
                        .sizes = {{narrow ? "tile_heads" : "tile_values", kernel.tile}, {"threads", kernel.threads}}});
+    if (const auto stream = stream_kernel(arch_of(device), spec, device))
+      choices.push_back({.requests = "many others",
+                         .kernel = "recurrent_stream",
+                         .sizes = {{"tile_values", kernel.tile}, {"threads", kernel.threads}, {"blocks", stream->blocks_together}}});
     if (const auto outputs = output_kernel(arch_of(device), spec))
       choices.push_back({.requests = "outputs",
                          .kernel = "recurrent_outputs_aligned",

@@ -157,15 +157,18 @@ struct RecurrentItem {
   int begin, end, first_row, drafts;
   char *state, *source;  // row 0 of the slots that the request writes and reads
 };
-DEVICE RecurrentItem item_of(const RecurrentParams& p, int index, bool tells) {
-  const StateRequest r = p.requests[index];
-  const int end = p.requests[index + 1].begin;
+// `end`: where the next request begins.
+DEVICE RecurrentItem item_of(const RecurrentParams& p, const StateRequest& r, int end, int index, bool tells) {
   if (r.slot < 0 || r.begin >= end || end > p.num_tokens) return {};
   if (max(r.slot, r.source) >= p.num_slots) {
     if (tells && p.broken != nullptr) atomicMax(p.broken + kStateSlotIsThere, index + 1);
     return {};
   }
   return {r.begin, end, r.first_row, r.drafts, p.state + r.slot * p.state_slot_stride, p.state + r.source * p.state_slot_stride};
+}
+DEVICE RecurrentItem item_of(const RecurrentParams& p, int index, bool tells) {
+  const StateRequest r = p.requests[index];
+  return item_of(p, r, p.requests[index + 1].begin, index, tells);
 }
 // The row that a token begins from, whose own state goes to `row`, where that is not the state in front of it; else negative.
 DEVICE int parent_row(const RecurrentParams& p, int token, int row) {
@@ -182,11 +185,11 @@ DEVICE RecurrentItem chunks_of(const RecurrentParams& p, int index) {
   item.end = item.begin + chunked_tokens(p, item.end - item.begin, item.drafts);
   return item;
 }
-DEVICE RecurrentItem tokens_of(const RecurrentParams& p, int index, bool tells) {
-  RecurrentItem item = item_of(p, index, tells);
+DEVICE RecurrentItem behind_chunks(const RecurrentParams& p, RecurrentItem item) {
   const int before = chunked_tokens(p, item.end - item.begin, item.drafts);
   if (before > 0) item.begin += before, item.first_row = 0, item.source = item.state;
   return item;
 }
+DEVICE RecurrentItem tokens_of(const RecurrentParams& p, int index, bool tells) { return behind_chunks(p, item_of(p, index, tells)); }
 
 }  // namespace imbrex::cuda

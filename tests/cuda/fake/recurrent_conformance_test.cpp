@@ -17,6 +17,19 @@ namespace {
 using imbrex::test::random_steps, imbrex::test::recurrent_variants, imbrex::test::RecurrentVariant, imbrex::test::token_rows,
     imbrex::test::TreeAndPaths;
 
+int64_t launches_of(std::string_view entry) {
+  return std::ranges::count_if(fake::state().launches, [&](const fake::Launch& launch) { return launch.entry == entry; });
+}
+
+// So many blocks that stay, for plans of a test.
+struct FewBlocks {
+  explicit FewBlocks(int64_t blocks) { most_stream_blocks = blocks; }
+  ~FewBlocks() { most_stream_blocks = before; }
+  FewBlocks(const FewBlocks&) = delete;
+  FewBlocks& operator=(const FewBlocks&) = delete;
+  int64_t before = most_stream_blocks;
+};
+
 class RecurrentOnFakeDriver : public testing::Test {
  protected:
   void SetUp() override {
@@ -171,6 +184,29 @@ TEST_F(RecurrentOnFakeDriver, OneGraphForAllSteps) {
   }
 }
 
+// States come through shared memory where they are more than the blocks that stay, with the bits that they have else.
+TEST_F(RecurrentOnFakeDriver, ManyStatesStream) {
+  int run_through = 0;
+  for (const RecurrentVariant& variant : recurrent_variants()) {
+    if (!variant.stream_kernel()) continue;
+    use(variant);
+    for (const RecurrentCase& c : own_cases(variant)) {
+      const RecurrentCaseInputs in = make_inputs(c);
+      const RecurrentRunResult expected = run(in, default_options(c));
+      for (const int blocks : {1, 3}) {
+        const FewBlocks few(blocks);
+        fake::state().launches.clear();
+        const RecurrentRunResult streamed = run(in, default_options(c));
+        EXPECT_EQ(launches_of("recurrent_stream"), 1) << c.name;
+        EXPECT_TRUE(same_bits(streamed, expected)) << c.name << ", " << blocks << " blocks";
+        if (blocks == 3) expect_right(c);
+        ++run_through;
+      }
+    }
+  }
+  EXPECT_GE(run_through, 12);
+}
+
 // Segments of one chunk, for plans of a test.
 struct ShortSegments {
   ShortSegments() { least_segment = 1; }
@@ -179,10 +215,6 @@ struct ShortSegments {
   ShortSegments& operator=(const ShortSegments&) = delete;
   int before = least_segment;
 };
-
-int64_t launches_of(std::string_view entry) {
-  return std::ranges::count_if(fake::state().launches, [&](const fake::Launch& launch) { return launch.entry == entry; });
-}
 
 // Long requests come in segments, of three chunks and more, with a state in front of them and without one. What does not decay is still
 // there in the last of them.

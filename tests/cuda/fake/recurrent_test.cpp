@@ -256,7 +256,8 @@ TEST_F(RecurrentCalls, LaunchWhatTheyNeed) {
   EXPECT_EQ(launched([](auto& i, auto&) { i.q.strides[0] = int64_t(1) << 39; }), "recurrent_aligned 16");  // too far apart for TMA
   p = plan(spec, {.limits = {.max_num_reqs = 1 << 20, .max_query_len = 15}, .on_device = true});
   p->update_on_device(on_device);
-  EXPECT_EQ(launched(unchanged), "recurrent_aligned 32768");
+  EXPECT_EQ(launched(unchanged), "recurrent_stream 528");  // blocks that stay, four on each of 132 multiprocessors
+  EXPECT_EQ(launched([](auto& i, auto&) { i.state.data = i.state.template as<char>() + 4; }), "recurrent_unaligned 32768");
 }
 
 TEST_F(RecurrentCalls, HoldAGraphToTheTensorsOfItsCapture) {

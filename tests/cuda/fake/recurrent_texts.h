@@ -16,6 +16,10 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
   state().param_sizes = {{kernel.aligned, {sizeof(RecurrentParams)}},
                          {kernel.unaligned, {sizeof(RecurrentParams)}},
                          {"plan_state_batch", {sizeof(PlanStateBatchParams)}}};
+  if (const auto stream = variant.stream_kernel()) {
+    put_into_cache(stream->key);
+    state().param_sizes["recurrent_stream"] = {sizeof(RecurrentParams)};
+  }
   if (const auto outputs = variant.output_kernel()) {
     put_into_cache(outputs->key);
     for (const char* entry : {"recurrent_outputs_aligned", "recurrent_outputs_unaligned"})

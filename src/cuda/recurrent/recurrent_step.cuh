@@ -1,0 +1,319 @@
+#pragma once
+// A thread block's part of a recurrent layer, token by token, for recurrent.cu and recurrent_stream.cu: a value head of a request and some
+// of its values, whose part of the state stays in registers from the first token to the last. A lane has kQuads x 4 key channels of kValues
+// values; kKeyLanes lanes share a value, so that sums over key channels take few shuffles. What a token brings is made once for the block:
+// warps take tokens in turn, or parts of a token that is alone, and leave q, k, decays and values in shared memory.
+#include "recurrent_token.cuh"
+
+namespace imbrex::cuda {
+
+constexpr int kKeyLanes = recurrent_key_lanes(kDimK), kQuads = recurrent_quads(kDimK), kValues = kRecurrentLaneValues;
+constexpr int kPadded = 4 * kKeyLanes * kQuads;  // key channels, with those that are not there
+constexpr int kWarpValues = recurrent_warp_values(kDimK);
+constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
+constexpr int kTiles = (kDimV + kRows - 1) / kRows;
+// That a multiprocessor is to hold: gates of channels take registers, for which only some compilations have enough.
+constexpr int kLeastBlocks = (kChannelGate || kChannelRates) && (kArch != 900 || kDimK > 128) ? 1 : 2;
+constexpr int kTokens = 8;  // whose numbers are in shared memory at a time
+constexpr int kSize = element_bytes(kType), kStateSize = element_bytes(kStateType);
+
+struct Token {
+  float4 q[kPadded / 4], k[kPadded / 4];
+  float4 factors[kChannelGate || kChannelRates ? kPadded / 4 : 1];  // of the state, by key channel; or of all channels
+  float values[kRows];                                              // as they are given
+  float factor, step, beta, padding;
+};
+
+extern __shared__ __align__(16) char memory[];
+
+constexpr bool kOfChannels = kChannelGate || kChannelRates;
+constexpr int kKeysOfLane = (kPadded + 31) / 32, kRowsOfLane = (kRows + 31) / 32;  // 32 apart
+
+// A lane's numbers of a row are 32 apart. Arrays have room for them, or for more.
+template <int n>
+DEVICE void load_keys(const char* row, float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int channel = lane_id() + 32 * i;
+    x[i] = channel < kDimK ? load_number<kType>(row + channel * kSize) : 0.f;
+  }
+}
+template <int n>
+DEVICE void load_q(const RecurrentParams& p, int token, int head, float (&x)[n]) {
+  load_keys(p.q + token * p.q_token_stride + head / p.group * p.q_head_stride, x);
+}
+template <int n>
+DEVICE void load_k(const RecurrentParams& p, int token, int head, float (&x)[n]) {
+  load_keys(p.k + token * p.k_token_stride + head / p.group * p.k_head_stride, x);
+}
+template <int n>
+DEVICE void load_values(const RecurrentParams& p, int token, int head, int first_value, float (&x)[n]) {
+  const char* const row = p.v + token * p.v_token_stride + head * p.v_head_stride;
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i) {
+    const int value = first_value + lane_id() + 32 * i;
+    x[i] = value < kDimV ? load_number<kType>(row + value * kSize) : 0.f;
+  }
+}
+// Gates of channels, from one on; or the one of all channels.
+template <int count, int n>
+DEVICE void load_gates(const RecurrentParams& p, int token, int head, int first_channel, float (&x)[n]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int channel = first_channel + lane_id() + 32 * i;
+    x[i] = load_gate<kChannelGate>(p, token, head, kOfChannels && channel < kDimK ? channel : 0);
+  }
+}
+
+// q or k, times `factor`.
+template <int n>
+DEVICE void put_keys(const RecurrentParams& p, const float (&x)[n], float factor, float4* to) {
+  if (p.qk_norm) {
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) squares = __fmaf_rn(x[i], x[i], squares);
+    factor *= inverse_root(sum_over(squares) + kNormEpsilon);
+  }
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i)
+    if (lane_id() + 32 * i < kPadded) reinterpret_cast<float*>(to)[lane_id() + 32 * i] = x[i] * factor;
+}
+template <int n>
+DEVICE void put_values(const float (&x)[n], Token& t) {
+#pragma unroll
+  for (int i = 0; i < kRowsOfLane; ++i)
+    if (lane_id() + 32 * i < kRows) t.values[lane_id() + 32 * i] = x[i];
+}
+template <int count, int n>
+DEVICE void put_gates(const RecurrentParams& p, const float (&x)[n], float beta, int head, int first_channel, Token& t) {
+  GateNumbers gates[count];
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int channel = first_channel + lane_id() + 32 * i;
+    gates[i] = with_parameters<kChannelGate>(p, x[i], head, kOfChannels && channel < kDimK ? channel : 0);
+  }
+  float step = 1.f;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int channel = first_channel + lane_id() + 32 * i;
+    step = gate_step(p, gates[i]);
+    const float factor = exp_of(log_decay(p, gates[i], step));
+    if (!kOfChannels) t.factor = factor;
+    if (kOfChannels && channel < kPadded) reinterpret_cast<float*>(t.factors)[channel] = factor;
+  }
+  if (lane_id() == 0 && first_channel == 0) t.step = p.scaled_values ? step : 1.f, t.beta = beta_of(p, beta);
+}
+
+// A whole token, of several: all of it is loaded before any is used, since loads behind a store would wait for each other.
+DEVICE void make_token(const RecurrentParams& p, int token, int head, int first_value, Token& t) {
+  constexpr int kGates = kOfChannels ? kKeysOfLane : 1;
+  float q[kKeysOfLane], k[kKeysOfLane], values[kRowsOfLane], gates[kGates];
+  load_q(p, token, head, q), load_k(p, token, head, k), load_gates<kGates>(p, token, head, 0, gates);
+  load_values(p, token, head, first_value, values);
+  const float beta = load_beta(p, token, head);
+  put_keys(p, q, p.scale, t.q), put_keys(p, k, 1.f, t.k), put_values(values, t);
+  put_gates<kGates>(p, gates, beta, head, 0, t);  // most registers are needed for gates
+}
+
+// A token alone is made in parts, a warp each: gates, by channels where there are warps for it, then q, k and values.
+constexpr bool kChannelParts = kOfChannels && kWarps >= kKeysOfLane + 3;
+constexpr int kGateParts = kChannelParts ? kKeysOfLane : 1, kGatesOfPart = kOfChannels && !kChannelParts ? kKeysOfLane : 1;
+constexpr int kPartOfQ = kGateParts, kPartOfK = kPartOfQ + 1, kPartOfValues = kPartOfQ + 2, kParts = kPartOfQ + 3;
+constexpr bool kInParts = kWarps >= kParts;
+
+// A warp's part.
+struct TokenPart {
+  float x[kKeysOfLane < kRowsOfLane ? kRowsOfLane : kKeysOfLane], beta;
+};
+DEVICE void load_part(const RecurrentParams& p, int token, int head, int first_value, TokenPart& part) {
+  const int warp = warp_id();
+  if (warp < kGateParts) load_gates<kGatesOfPart>(p, token, head, 32 * warp, part.x), part.beta = load_beta(p, token, head);
+  if (warp == kPartOfQ) load_q(p, token, head, part.x);
+  if (warp == kPartOfK) load_k(p, token, head, part.x);
+  if (warp == kPartOfValues) load_values(p, token, head, first_value, part.x);
+}
+DEVICE void put_part(const RecurrentParams& p, const TokenPart& part, int head, Token& t) {
+  const int warp = warp_id();
+  if (warp < kGateParts) put_gates<kGatesOfPart>(p, part.x, part.beta, head, 32 * warp, t);
+  if (warp == kPartOfQ) put_keys(p, part.x, p.scale, t.q);
+  if (warp == kPartOfK) put_keys(p, part.x, 1.f, t.k);
+  if (warp == kPartOfValues) put_values(part.x, t);
+}
+
+// A lane's part of a state: values [first, first + kValues), and of each kQuads times four key channels, 4 kKeyLanes apart.
+struct State {
+  float of[kValues][kQuads][4];
+};
+
+template <bool aligned>
+struct Places {
+  static constexpr bool whole = aligned && (kKeysFirst ? kDimV % kValues == 0 : kDimK % 4 == 0);
+  // Calls visit(numbers of the state, where they lie, how many of them are there).
+  template <class Pointer, class Visit>
+  static DEVICE void each(Pointer head, int first, int key_lane, const Visit& visit) {
+    if constexpr (kKeysFirst) {
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int channel = (i * kKeyLanes + key_lane) * 4 + c;
+          visit(i, c, head + (long(channel) * kDimV + first) * kStateSize, channel < kDimK ? min(kDimV - first, kValues) : 0);
+        }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kValues; ++j)
+#pragma unroll
+        for (int i = 0; i < kQuads; ++i) {
+          const int channel = (i * kKeyLanes + key_lane) * 4;
+          visit(j, i, head + (long(first + j) * kDimK + channel) * kStateSize, first + j < kDimV ? min(kDimK - channel, 4) : 0);
+        }
+    }
+  }
+  static DEVICE void load(const char* head, int first, int key_lane, State& s) {
+    each(head, first, key_lane, [&](int a, int b, const char* at, int count) {
+      if constexpr (kKeysFirst) {
+        float x[kValues] = {};
+        if (count > 0) load_run<kStateType, whole>(at, count, x);
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) s.of[j][a][b] = x[j];
+      } else {
+        if (count > 0) {
+          load_run<kStateType, whole>(at, count, s.of[a][b]);
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; ++c) s.of[a][b][c] = 0.f;
+        }
+      }
+    });
+  }
+  static DEVICE void store(char* head, int first, int key_lane, const State& s) {
+    each(head, first, key_lane, [&](int a, int b, char* at, int count) {
+      if (count <= 0) return;
+      if constexpr (kKeysFirst) {
+        float x[kValues];
+#pragma unroll
+        for (int j = 0; j < kValues; ++j) x[j] = s.of[j][a][b];
+        store_run<kStateType, whole>(at, count, x);
+      } else {
+        store_run<kStateType, whole>(at, count, s.of[a][b]);
+      }
+    });
+  }
+};
+
+// Makes each of a lane's sums that of all lanes which share the values.
+DEVICE void sum_keys(float (&x)[kValues]) {
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) x[j] = sum_over<kKeyLanes>(x[j]);
+}
+
+// The step of a token: `y` is what the state gives for q.
+DEVICE void step_of(const RecurrentParams& p, const Token& t, int key_lane, const float* given, State& s, float (&y)[kValues]) {
+  float known[kValues] = {};
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const float4 k = t.k[i * kKeyLanes + key_lane];
+    float4 f = {t.factor, t.factor, t.factor, t.factor};
+    if constexpr (kOfChannels) f = t.factors[i * kKeyLanes + key_lane];
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) {
+      float(&x)[4] = s.of[j][i];
+      x[0] *= f.x, x[1] *= f.y, x[2] *= f.z, x[3] *= f.w;
+      known[j] = __fmaf_rn(x[0], k.x, __fmaf_rn(x[1], k.y, __fmaf_rn(x[2], k.z, __fmaf_rn(x[3], k.w, known[j]))));
+    }
+  }
+  float written[kValues];
+  if (p.delta) sum_keys(known);
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) written[j] = t.beta * (given[j] * t.step - (p.delta ? known[j] : 0.f)), y[j] = 0.f;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const float4 k = t.k[i * kKeyLanes + key_lane], q = t.q[i * kKeyLanes + key_lane];
+#pragma unroll
+    for (int j = 0; j < kValues; ++j) {
+      float(&x)[4] = s.of[j][i];
+      x[0] = __fmaf_rn(k.x, written[j], x[0]), x[1] = __fmaf_rn(k.y, written[j], x[1]);
+      x[2] = __fmaf_rn(k.z, written[j], x[2]), x[3] = __fmaf_rn(k.w, written[j], x[3]);
+      y[j] = __fmaf_rn(x[0], q.x, __fmaf_rn(x[1], q.y, __fmaf_rn(x[2], q.z, __fmaf_rn(x[3], q.w, y[j]))));
+    }
+  }
+  sum_keys(y);
+}
+
+// A part of a request that a thread block computes at a time: some values of a head.
+struct Unit {
+  RecurrentItem item;
+  int head, first_value;
+  DEVICE bool is_there() const { return item.begin < item.end; }
+  DEVICE bool has_state() const { return is_there() && item.first_row >= 0; }
+  DEVICE char* state(const RecurrentParams& p, int row) const { return item.state + row * p.state_row_stride + head * p.state_head_stride; }
+  DEVICE const char* source(const RecurrentParams& p) const {
+    return item.source + item.first_row * p.state_row_stride + head * p.state_head_stride;
+  }
+};
+constexpr u32 units_of_request(const RecurrentParams& p) { return u32(p.num_v_heads * kTiles); }
+
+// The lane's place in a block: the values that it has, counted from the block's first one, and its key channels.
+struct Lane {
+  int value, key;
+};
+DEVICE Lane lane_place() { return {warp_id() * kWarpValues + lane_id() / kKeyLanes * kValues, lane_id() % kKeyLanes}; }
+
+// A token's step and its outputs.
+template <bool aligned>
+DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& lane, int token, const Token& t, float skip, State& s) {
+  const int first = unit.first_value + lane.value;
+  const float* const given = t.values + lane.value;
+  float y[kValues];
+  step_of(p, t, lane.key, given, s, y);
+  if (lane.key != 0 || first >= kDimV) return;
+#pragma unroll
+  for (int j = 0; j < kValues; ++j) y[j] = __fmaf_rn(skip, given[j], y[j]);
+  char* const to = p.out + token * p.out_token_stride + unit.head * p.out_head_stride + long(first) * kSize;
+  store_run<kType, aligned && kDimV % kValues == 0>(to, min(kDimV - first, kValues), y);
+}
+
+// All tokens of a unit, and the rows that they leave. `tokens`: kTokens places in shared memory.
+template <bool aligned>
+DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& lane, float skip, Token* tokens, State& s) {
+  const RecurrentItem& item = unit.item;
+  const int first = unit.first_value + lane.value;
+  const auto store = [&](int row) {
+    Places<aligned>::store(unit.state(p, row), first, lane.key, s);
+    if constexpr (kTree && kStateType != kF32) {  // drafts begin from what the rows keep
+#pragma unroll
+      for (auto& of_value : s.of)
+#pragma unroll
+        for (auto& quad : of_value)
+#pragma unroll
+          for (float& x : quad) x = rounded_number<kStateType>(x);
+    }
+  };
+  // What is read of the slot has been read.
+  if (item.end - item.begin == item.drafts) store(0);
+#pragma unroll 1
+  for (int begin = item.begin; begin < item.end; begin += kTokens) {
+    const int count = min(item.end - begin, kTokens);
+    __syncthreads();  // those that were here have been read
+    if (kInParts && count == 1) {
+      TokenPart part;
+      load_part(p, begin, unit.head, unit.first_value, part);
+      put_part(p, part, unit.head, tokens[0]);
+    } else {
+      for (int t = warp_id(); t < count; t += kWarps) make_token(p, begin + t, unit.head, unit.first_value, tokens[t]);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int t = 0; t < count; ++t) {
+      const auto row = [&] { return begin + t + 1 - (item.end - item.drafts); };
+      if constexpr (kTree) {
+        if (const int parent = parent_row(p, begin + t, row()); parent >= 0)
+          Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
+      }
+      run_token<aligned>(p, unit, lane, begin + t, tokens[t], skip, s);
+      if (row() >= 0) store(row());
+    }
+  }
+}
+
+}  // namespace imbrex::cuda
