@@ -63,14 +63,20 @@ constexpr int recurrent_warps(int dim_k, int dim_v) {
   return all < 8 ? all : 8;
 }
 
-// recurrent_stream.cu: blocks of a multiprocessor, and bytes of shared memory. A token there has q and k, decays of channels or of all,
-// values and four numbers more; there are two of them, two requests of 16 bytes, three units of 40 and an mbarrier.
+// recurrent_stream.cu: blocks of a multiprocessor, states that are on their way to one, two where there is room for them, units that it
+// knows, and bytes of shared memory. A token there has q and k, decays of channels or of all, values and four numbers more; there are two
+// of them, two requests of 16 bytes, units of 40, and mbarriers.
 constexpr int recurrent_stream_blocks(int dim_k, int dim_v) { return 16 / recurrent_warps(dim_k, dim_v); }
+constexpr int recurrent_stream_rows(int dim_k, int dim_v) { return recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k); }
+constexpr int recurrent_stream_ahead(int dim_k, int dim_v, int state_size) {
+  return recurrent_stream_blocks(dim_k, dim_v) * recurrent_stream_rows(dim_k, dim_v) * dim_k * state_size > (64 << 10) ? 1 : 2;
+}
+constexpr int recurrent_stream_units(int ahead) { return ahead + 3; }
 constexpr int recurrent_stream_bytes(int dim_k, int dim_v, int state_size, bool channels) {
-  const int rows = recurrent_warps(dim_k, dim_v) * recurrent_warp_values(dim_k),
-            padded = 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k);
-  const int token = 4 * (2 * padded + (channels ? padded : 4) + rows + 4);
-  return 2 * token + rows * dim_k * state_size + 2 * 16 + 3 * 40 + 8;
+  const int rows = recurrent_stream_rows(dim_k, dim_v), ahead = recurrent_stream_ahead(dim_k, dim_v, state_size);
+  const int keys = 4 * recurrent_key_lanes(dim_k) * recurrent_quads(dim_k), token = 4 * (2 * keys + (channels ? keys : 4) + rows + 4);
+  const int state = rows * dim_k * state_size + recurrent_warps(dim_k, dim_v) * 8;
+  return (2 * token + ahead * state + 2 * 16 + recurrent_stream_units(ahead) * 40 + 15) / 16 * 16;
 }
 
 // recurrent_narrow.cu: heads of a lane, and of a thread block.

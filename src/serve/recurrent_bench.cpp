@@ -49,7 +49,11 @@ class RecurrentProblem {
   }
 
   Batch batch() const { return lists_->batch(false); }
-  PlanLimits limits() const { return limits_of(host_.requests); }
+  PlanLimits limits() const {
+    PlanLimits limits = limits_of(host_.requests);
+    for (const auto& r : host_.requests) limits.max_query_len = std::max(limits.max_query_len, r.q_len);
+    return limits;
+  }
   int64_t copy_bytes() const { return copy_bytes_; }
   int copies() const { return int(copies_.size()); }
   RecurrentInputs inputs(int copy) const {

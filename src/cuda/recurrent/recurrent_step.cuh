@@ -12,21 +12,24 @@ constexpr int kPadded = 4 * kKeyLanes * kQuads;  // key channels, with those tha
 constexpr int kWarpValues = recurrent_warp_values(kDimK);
 constexpr int kWarps = recurrent_warps(kDimK, kDimV), kThreads = 32 * kWarps, kRows = kWarps * kWarpValues;
 constexpr int kTiles = (kDimV + kRows - 1) / kRows;
-// That a multiprocessor is to hold: gates of channels take registers, for which only some compilations have enough.
-constexpr int kLeastBlocks = (kChannelGate || kChannelRates) && (kArch != 900 || kDimK > 128) ? 1 : 2;
+constexpr bool kOfChannels = kChannelGate || kChannelRates;
+// That a multiprocessor is to hold: 16 warps have 128 registers a thread. Some compilations take more: with gates of channels, with trees,
+// and with states of bf16 whose keys are innermost, which many requests do not need (recurrent_stream.cu).
+constexpr bool kFewBlocks = kOfChannels && (kArch != 900 || kDimK > 128 || (kTree && kStateType != kF32));
+constexpr int kMostWarps = !kOfChannels && !kTree && !kKeysFirst && kStateType == kBf16 ? 12 : 16;
+constexpr int kLeastBlocks = kFewBlocks ? 1 : kTree ? 2 : kMostWarps / kWarps;
 constexpr int kTokens = 8;  // whose numbers are in shared memory at a time
 constexpr int kSize = element_bytes(kType), kStateSize = element_bytes(kStateType);
 
 struct Token {
   float4 q[kPadded / 4], k[kPadded / 4];
-  float4 factors[kChannelGate || kChannelRates ? kPadded / 4 : 1];  // of the state, by key channel; or of all channels
-  float values[kRows];                                              // as they are given
+  float4 factors[kOfChannels ? kPadded / 4 : 1];  // of the state, by key channel; or of all channels
+  float values[kRows];                            // as they are given
   float factor, step, beta, padding;
 };
 
 extern __shared__ __align__(16) char memory[];
 
-constexpr bool kOfChannels = kChannelGate || kChannelRates;
 constexpr int kKeysOfLane = (kPadded + 31) / 32, kRowsOfLane = (kRows + 31) / 32;  // 32 apart
 
 // A lane's numbers of a row are 32 apart. Arrays have room for them, or for more.
@@ -55,13 +58,21 @@ DEVICE void load_values(const RecurrentParams& p, int token, int head, int first
     x[i] = value < kDimV ? load_number<kType>(row + value * kSize) : 0.f;
   }
 }
-// Gates of channels, from one on; or the one of all channels.
-template <int count, int n>
-DEVICE void load_gates(const RecurrentParams& p, int token, int head, int first_channel, float (&x)[n]) {
+// Gates of channels, from one on, or the one of all channels; and what a layer has for them.
+template <int count>
+DEVICE void load_gates(const RecurrentParams& p, int token, int head, int first_channel, float (&x)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     const int channel = first_channel + lane_id() + 32 * i;
     x[i] = load_gate<kChannelGate>(p, token, head, kOfChannels && channel < kDimK ? channel : 0);
+  }
+}
+template <int count>
+DEVICE void with_parameters(const RecurrentParams& p, const float (&x)[count], int head, int first_channel, GateNumbers (&gates)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int channel = first_channel + lane_id() + 32 * i;
+    gates[i] = with_parameters<kChannelGate>(p, x[i], head, kOfChannels && channel < kDimK ? channel : 0);
   }
 }
 
@@ -84,14 +95,8 @@ DEVICE void put_values(const float (&x)[n], Token& t) {
   for (int i = 0; i < kRowsOfLane; ++i)
     if (lane_id() + 32 * i < kRows) t.values[lane_id() + 32 * i] = x[i];
 }
-template <int count, int n>
-DEVICE void put_gates(const RecurrentParams& p, const float (&x)[n], float beta, int head, int first_channel, Token& t) {
-  GateNumbers gates[count];
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    const int channel = first_channel + lane_id() + 32 * i;
-    gates[i] = with_parameters<kChannelGate>(p, x[i], head, kOfChannels && channel < kDimK ? channel : 0);
-  }
+template <int count>
+DEVICE void put_gates(const RecurrentParams& p, const GateNumbers (&gates)[count], float beta, int first_channel, Token& t) {
   float step = 1.f;
 #pragma unroll
   for (int i = 0; i < count; ++i) {
@@ -107,34 +112,48 @@ DEVICE void put_gates(const RecurrentParams& p, const float (&x)[n], float beta,
 // A whole token, of several: all of it is loaded before any is used, since loads behind a store would wait for each other.
 DEVICE void make_token(const RecurrentParams& p, int token, int head, int first_value, Token& t) {
   constexpr int kGates = kOfChannels ? kKeysOfLane : 1;
-  float q[kKeysOfLane], k[kKeysOfLane], values[kRowsOfLane], gates[kGates];
-  load_q(p, token, head, q), load_k(p, token, head, k), load_gates<kGates>(p, token, head, 0, gates);
+  float q[kKeysOfLane], k[kKeysOfLane], values[kRowsOfLane], x[kGates];
+  load_q(p, token, head, q), load_k(p, token, head, k), load_gates(p, token, head, 0, x);
   load_values(p, token, head, first_value, values);
   const float beta = load_beta(p, token, head);
-  put_keys(p, q, p.scale, t.q), put_keys(p, k, 1.f, t.k), put_values(values, t);
-  put_gates<kGates>(p, gates, beta, head, 0, t);  // most registers are needed for gates
+  put_values(values, t), put_keys(p, q, p.scale, t.q), put_keys(p, k, 1.f, t.k);
+  GateNumbers gates[kGates];  // for which most registers are needed
+  with_parameters(p, x, head, 0, gates), put_gates(p, gates, beta, 0, t);
 }
 
 // A token alone is made in parts, a warp each: gates, by channels where there are warps for it, then q, k and values.
 constexpr bool kChannelParts = kOfChannels && kWarps >= kKeysOfLane + 3;
 constexpr int kGateParts = kChannelParts ? kKeysOfLane : 1, kGatesOfPart = kOfChannels && !kChannelParts ? kKeysOfLane : 1;
+constexpr int largest(int a, int b, int c) { return a > b ? (a > c ? a : c) : b > c ? b : c; }
 constexpr int kPartOfQ = kGateParts, kPartOfK = kPartOfQ + 1, kPartOfValues = kPartOfQ + 2, kParts = kPartOfQ + 3;
 constexpr bool kInParts = kWarps >= kParts;
 
-// A warp's part.
+// A warp's part: keys or values, or what gates are made of and beta.
 struct TokenPart {
-  float x[kKeysOfLane < kRowsOfLane ? kRowsOfLane : kKeysOfLane], beta;
+  float x[largest(kKeysOfLane, kRowsOfLane, 3 * kGatesOfPart + 1)];
 };
 DEVICE void load_part(const RecurrentParams& p, int token, int head, int first_value, TokenPart& part) {
   const int warp = warp_id();
-  if (warp < kGateParts) load_gates<kGatesOfPart>(p, token, head, 32 * warp, part.x), part.beta = load_beta(p, token, head);
+  if (warp < kGateParts) {
+    float x[kGatesOfPart];
+    GateNumbers gates[kGatesOfPart];
+    load_gates(p, token, head, 32 * warp, x), with_parameters(p, x, head, 32 * warp, gates);
+#pragma unroll
+    for (int i = 0; i < kGatesOfPart; ++i) part.x[3 * i] = gates[i].x, part.x[3 * i + 1] = gates[i].bias, part.x[3 * i + 2] = gates[i].rate;
+    part.x[3 * kGatesOfPart] = load_beta(p, token, head);
+  }
   if (warp == kPartOfQ) load_q(p, token, head, part.x);
   if (warp == kPartOfK) load_k(p, token, head, part.x);
   if (warp == kPartOfValues) load_values(p, token, head, first_value, part.x);
 }
-DEVICE void put_part(const RecurrentParams& p, const TokenPart& part, int head, Token& t) {
+DEVICE void put_part(const RecurrentParams& p, const TokenPart& part, Token& t) {
   const int warp = warp_id();
-  if (warp < kGateParts) put_gates<kGatesOfPart>(p, part.x, part.beta, head, 32 * warp, t);
+  if (warp < kGateParts) {
+    GateNumbers gates[kGatesOfPart];
+#pragma unroll
+    for (int i = 0; i < kGatesOfPart; ++i) gates[i] = {part.x[3 * i], part.x[3 * i + 1], part.x[3 * i + 2]};
+    put_gates(p, gates, part.x[3 * kGatesOfPart], 32 * warp, t);
+  }
   if (warp == kPartOfQ) put_keys(p, part.x, p.scale, t.q);
   if (warp == kPartOfK) put_keys(p, part.x, 1.f, t.k);
   if (warp == kPartOfValues) put_values(part.x, t);
@@ -261,12 +280,13 @@ DEVICE Lane lane_place() { return {warp_id() * kWarpValues + lane_id() / kKeyLan
 
 // A token's step and its outputs.
 template <bool aligned>
-DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& lane, int token, const Token& t, float skip, State& s) {
+DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& lane, int token, const Token& t, State& s) {
   const int first = unit.first_value + lane.value;
   const float* const given = t.values + lane.value;
   float y[kValues];
   step_of(p, t, lane.key, given, s, y);
   if (lane.key != 0 || first >= kDimV) return;
+  const float skip = p.skip != nullptr ? p.skip[unit.head] : 0.f;
 #pragma unroll
   for (int j = 0; j < kValues; ++j) y[j] = __fmaf_rn(skip, given[j], y[j]);
   char* const to = p.out + token * p.out_token_stride + unit.head * p.out_head_stride + long(first) * kSize;
@@ -275,11 +295,10 @@ DEVICE void run_token(const RecurrentParams& p, const Unit& unit, const Lane& la
 
 // All tokens of a unit, and the rows that they leave. `tokens`: kTokens places in shared memory.
 template <bool aligned>
-DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& lane, float skip, Token* tokens, State& s) {
+DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& lane, Token* tokens, State& s) {
   const RecurrentItem& item = unit.item;
-  const int first = unit.first_value + lane.value;
   const auto store = [&](int row) {
-    Places<aligned>::store(unit.state(p, row), first, lane.key, s);
+    Places<aligned>::store(unit.state(p, row), unit.first_value + lane.value, lane.key, s);
     if constexpr (kTree && kStateType != kF32) {  // drafts begin from what the rows keep
 #pragma unroll
       for (auto& of_value : s.of)
@@ -298,7 +317,7 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
     if (kInParts && count == 1) {
       TokenPart part;
       load_part(p, begin, unit.head, unit.first_value, part);
-      put_part(p, part, unit.head, tokens[0]);
+      put_part(p, part, tokens[0]);
     } else {
       for (int t = warp_id(); t < count; t += kWarps) make_token(p, begin + t, unit.head, unit.first_value, tokens[t]);
     }
@@ -308,9 +327,9 @@ DEVICE void run_tokens(const RecurrentParams& p, const Unit& unit, const Lane& l
       const auto row = [&] { return begin + t + 1 - (item.end - item.drafts); };
       if constexpr (kTree) {
         if (const int parent = parent_row(p, begin + t, row()); parent >= 0)
-          Places<aligned>::load(unit.state(p, parent), first, lane.key, s);
+          Places<aligned>::load(unit.state(p, parent), unit.first_value + lane.value, lane.key, s);
       }
-      run_token<aligned>(p, unit, lane, begin + t, tokens[t], skip, s);
+      run_token<aligned>(p, unit, lane, begin + t, tokens[t], s);
       if (row() >= 0) store(row());
     }
   }
