@@ -14,7 +14,7 @@ foreach(pair IN ITEMS "avx2;avx2_flags" "avx512;avx512_flags" "avx512_bf16;avx51
     set_source_files_properties(${files} PROPERTIES COMPILE_OPTIONS "${${flags}};${kernel_warnings};-O3;-fno-exceptions;-fno-math-errno")
   endif()
 endforeach()
-set(amx_files ${kernels}/amx.cpp ${kernels}/head_products_amx.cpp)
+set(amx_files ${kernels}/amx.cpp ${kernels}/head_products_amx.cpp ${kernels}/recurrent_amx.cpp)
 set_property(SOURCE ${amx_files} APPEND PROPERTY COMPILE_OPTIONS -mamx-tile -mamx-bf16)
 file(GLOB generic_files CONFIGURE_DEPENDS ${kernels}/generic.cpp ${kernels}/*_generic.cpp)
 # Conversions choose between results of additions and multiplications; if these might trap, they would stay behind branches and loops

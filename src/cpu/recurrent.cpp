@@ -24,7 +24,8 @@
 namespace imbrex {
 namespace cpu {
 
-extern const RecurrentKernels recurrent_generic, recurrent_avx2, recurrent_avx512, recurrent_avx512_bf16;
+extern const RecurrentKernels recurrent_generic, recurrent_avx2, recurrent_avx512, recurrent_avx512_bf16, recurrent_amx_emulated,
+    recurrent_amx;
 
 namespace {
 
@@ -290,9 +291,10 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
  private:
   const RecurrentKernels& kernels(const RecurrentSpec& spec, CpuIsa isa) const {
     if constexpr (kX86) {
-      if (needs_ == CpuIsa::avx512 && isa >= CpuIsa::avx512_bf16 && spec.dtype == DType::bf16 && has_chunks(spec) &&
-          !has_channel_decays(spec))
-        return recurrent_avx512_bf16;
+      if (needs_ == CpuIsa::avx512 && spec.dtype == DType::bf16 && has_chunks(spec)) {
+        if (isa >= CpuIsa::amx_emulated) return isa >= CpuIsa::amx ? recurrent_amx : recurrent_amx_emulated;
+        if (isa >= CpuIsa::avx512_bf16 && !has_channel_decays(spec)) return recurrent_avx512_bf16;
+      }
       if (needs_ == CpuIsa::avx512) return recurrent_avx512;
       if (isa >= CpuIsa::avx2) return recurrent_avx2;
     }
@@ -308,7 +310,8 @@ class RecurrentCpuBackend final : public BackendOf<RecurrentFamily> {
 
 const BackendOf<RecurrentFamily>& cpu_avx512_recurrent() {
   static const cpu::RecurrentCpuBackend backend(
-      "cpu_avx512", "decode token by token, prompts in chunks of 64 tokens, vectors of 16 (AVX-512)", CpuIsa::avx512);
+      "cpu_avx512", "decode token by token, prompts in chunks of 64 tokens, vectors of 16 (AVX-512), tiles of bf16 where there are (AMX)",
+      CpuIsa::avx512);
   return backend;
 }
 const BackendOf<RecurrentFamily>& cpu_generic_recurrent() {

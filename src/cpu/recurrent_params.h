@@ -76,7 +76,7 @@ struct RecurrentKernels {
   // The gate and the norm of outputs of tokens [token_begin, token_end), which lie where they belong, for value heads [head_begin,
   // head_end): whole groups of the norm.
   void (*finish)(const RecurrentParams&, int token_begin, int token_end, int head_begin, int head_end);
-  bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be; not for decays of channels
+  bool rounded;  // factors of products in chunks are rounded to bf16, which keys, queries and values have to be
 };
 
 }  // namespace imbrex::cpu

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <map>
 #include <string>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "conformance/recurrent/judge.h"
+#include "core/cpu_features.h"
 #include "expect_error.h"
 #include "recurrent/spec_fields.h"
 #include "spec_table.h"
@@ -25,10 +27,10 @@ TEST(Recurrent, CasesAreAsExactAsFloats) {
     const RecurrentCase& c = recurrent_cases()[i];
     const RecurrentCaseInputs inputs = make_inputs(c);
     const RecurrentExpected expected = expect(inputs, c.chunk), of_products = expect(inputs, c.chunk, true);
-    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16})
+    for (const CpuIsa isa : {CpuIsa::generic, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx_emulated, CpuIsa::amx})
       for (const BackendOf<RecurrentFamily>* backend : backends<RecurrentFamily>()) {
         DeviceInfo device = probe_cpu();
-        if (isa > device.isa) continue;
+        if (!cpu_features().missing(isa).empty()) continue;
         device.isa = isa;
         if (!backend->unsupported(c.spec, device).empty()) continue;
         const bool products = backend->plan(c.spec, device, {.limits = limits_of(c.requests)})->rounded_products();
@@ -39,6 +41,70 @@ TEST(Recurrent, CasesAreAsExactAsFloats) {
       }
   }
   EXPECT_GE(run, 30);
+}
+
+// Of tensors of bf16 prompts are products of bf16 where the CPU has these: in AMX tiles also with decays of channels.
+TEST(Recurrent, PromptsTakeTheBestProducts) {
+  const BackendOf<RecurrentFamily>& backend = *find_backend<RecurrentFamily>("cpu_avx512");
+  RecurrentSpec gdn = recurrent_layer("gdn"), kda = recurrent_layer("kda"), floats = gdn, mamba1 = recurrent_layer("mamba1");
+  floats.dtype = DType::f32;
+  DeviceInfo device = probe_cpu();
+  const auto kernels = [&](CpuIsa isa) {
+    device.isa = isa;
+    std::string text;
+    for (const RecurrentSpec& spec : {gdn, kda, floats, mamba1}) {
+      const KernelChoice choice = backend.kernel_choices(spec, device).front();
+      text += choice.requests + " " + choice.kernel + ", ";
+    }
+    return text;
+  };
+  EXPECT_EQ(kernels(CpuIsa::avx512), "prompts avx512, prompts avx512, prompts avx512, all avx512, ");
+  EXPECT_EQ(kernels(CpuIsa::avx512_bf16), "prompts avx512_bf16, prompts avx512, prompts avx512, all avx512, ");
+  EXPECT_EQ(kernels(CpuIsa::amx_emulated), "prompts amx_emulated, prompts amx_emulated, prompts avx512, all avx512, ");
+  EXPECT_EQ(kernels(CpuIsa::amx), "prompts amx, prompts amx, prompts avx512, all avx512, ");
+}
+
+// Root of mean squares of what results lack, as a share of what is expected.
+struct RecurrentErrors {
+  double out = 0, state = 0;
+};
+RecurrentErrors errors_of(const RecurrentSpec& spec, CpuIsa isa) {
+  const RecurrentCaseInputs in = make_inputs({.name = "errors", .spec = spec, .requests = {{300, 5}}});
+  DeviceInfo device = probe_cpu();
+  device.isa = isa;
+  const RecurrentRunResult result = run_case(*find_backend<RecurrentFamily>("cpu_avx512"), device, in, {});
+  const RecurrentExpected expected = expect(in, 0);
+  const auto share = [](const std::vector<double>& of, const auto& got) {
+    double errors = 0, all = 0;
+    for (size_t i = 0; i < of.size(); ++i) {
+      if (std::isnan(of[i])) continue;
+      const double error = got(i) - of[i];
+      errors += error * error, all += of[i] * of[i];
+    }
+    return std::sqrt(errors / all);
+  };
+  return {share(expected.out, [&](size_t i) { return double(result.out[i]); }),
+          share(expected.state, [&](size_t i) { return result.state.get(int64_t(i)); })};
+}
+
+// Tiles round what vdpbf16ps rounds and nothing else: factors that are no numbers of bf16 are sums of several. With decays of channels that
+// is a state and what is written to it; without the delta rule no number of a state is rounded.
+TEST(Recurrent, TilesAreAsExactAsVectors) {
+  for (const CpuIsa isa : {CpuIsa::amx_emulated, CpuIsa::amx}) {
+    if (!cpu_features().missing(isa).empty()) continue;
+    for (const char* layer : {"gdn", "lightning", "mamba2", "kda", "kda_bounded"}) {
+      RecurrentSpec spec = recurrent_layer(layer);
+      spec.state_dtype = DType::f32;
+      for (const bool delta : {spec.delta, false}) {
+        spec.delta = delta, spec.sigmoid_beta = delta && spec.sigmoid_beta, spec.beta_scale = delta ? spec.beta_scale : 1;
+        const RecurrentErrors tiles = errors_of(spec, isa), vectors = errors_of(spec, CpuIsa::avx512_bf16);
+        constexpr double kRounded = 2e-3, kParts = 5e-6;
+        const bool channels = spec.channel_gate;  // whose products are of floats in vectors
+        EXPECT_LT(tiles.out, channels ? kRounded : 1.03 * vectors.out) << spec.str();
+        EXPECT_LT(tiles.state, channels ? (delta ? kRounded : kParts) : 1.2 * vectors.state) << spec.str();
+      }
+    }
+  }
 }
 
 TEST(Recurrent, WrongTensorsAreRefused) {

@@ -9,8 +9,12 @@
 namespace imbrex::cpu {
 
 extern const RecurrentKernels recurrent_avx2;
-const RecurrentKernels recurrent_avx2 = {
-    "avx2",         run_recurrent, run_narrow_recurrent, run_recurrent_chunks<FloatProducts>, chunk_scratch_bytes<FloatProducts>,
-    finish_outputs, false};
+const RecurrentKernels recurrent_avx2 = {"avx2",
+                                         run_recurrent,
+                                         run_narrow_recurrent,
+                                         run_recurrent_chunks<ChunkScratch<FloatProducts>>,
+                                         chunk_scratch_bytes<FloatProducts>,
+                                         finish_outputs,
+                                         false};
 
 }  // namespace imbrex::cpu

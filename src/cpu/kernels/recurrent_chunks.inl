@@ -20,6 +20,37 @@ struct ChunkPanel {
   int begin, count, head, first, values;  // tokens, and the panel's values
   float* state;
 };
+
+// Values of tokens [t, t + there) of the chunk, zeros behind them.
+[[gnu::always_inline]] inline void load_values(const RecurrentParams& p, const ChunkPanel& panel, int t, int there,
+                                               float (&to)[kRows][kColumns]) {
+  const long size = element_size(p.type);
+  for (int r = 0; r < kRows; ++r) {
+    const int n = r < there ? panel.values : 0;
+    if (n > 0) {
+      const char* const v = p.v + (panel.begin + t + r) * p.v_token_stride + panel.head * p.v_head_stride + panel.first * size;
+      load_row(v, size, p.type, n, to[r]);
+    }
+    for (int i = n; i < kColumns; ++i) to[r][i] = 0.f;
+  }
+}
+// What kRows tokens write, of X less what all tokens in front of them have written.
+[[gnu::always_inline]] inline void substitute(Sums& x, const ChunkWeights& w, int t) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kRows - 1; ++j)
+#pragma GCC unroll 8
+    for (int r = j + 1; r < kRows; ++r) x.of[r][0] += x.of[j][0] * w.a[t + r][t + j], x.of[r][1] += x.of[j][1] * w.a[t + r][t + j];
+}
+// Adds what kRows tokens write to their outputs. No product with a later one is made: what is no number there does not reach earlier ones.
+[[gnu::always_inline]] inline void add_own(Sums& y, const ChunkWeights& w, int t, const float (*u)[kColumns]) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kRows; ++j) {
+    const Floats first = load_floats(u[j], kLanes), second = load_floats(u[j] + kLanes, kLanes);
+#pragma GCC unroll 8
+    for (int r = j; r < kRows; ++r) y.of[r][0] += first * w.p[t + r][t + j], y.of[r][1] += second * w.p[t + r][t + j];
+  }
+}
+
 template <class Products>
 void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<Products>& c) {
   typedef typename Products::Word Word;
@@ -42,14 +73,7 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
   for (int t = 0; t < rows; t += kRows) {
     const int there = panel.count - t < kRows ? panel.count - t : kRows;
     float given[kRows][kColumns], out[kRows][kColumns];
-    for (int r = 0; r < kRows; ++r) {
-      const int n = r < there ? panel.values : 0;
-      if (n > 0) {
-        const char* const v = p.v + (panel.begin + t + r) * p.v_token_stride + panel.head * p.v_head_stride + panel.first * size;
-        load_row(v, size, p.type, n, given[r]);
-      }
-      for (int i = n; i < kColumns; ++i) given[r][i] = 0.f;
-    }
+    load_values(p, panel, t, there, given);
     Sums x = {};
     if (p.delta) add_products<Products, kPitch, 1, kColumns>(x, c.k[t], state, words);
 #pragma GCC unroll 8
@@ -60,10 +84,7 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
       }
     if (p.delta) {
       add_products<FloatProducts, kTokenPitch, 1, kColumns>(x, w.a[t], c.u[0], t);
-#pragma GCC unroll 8
-      for (int j = 0; j < kRows - 1; ++j)
-#pragma GCC unroll 8
-        for (int r = j + 1; r < kRows; ++r) x.of[r][0] += x.of[j][0] * w.a[t + r][t + j], x.of[r][1] += x.of[j][1] * w.a[t + r][t + j];
+      substitute(x, w, t);
     }
     store_sums(x, c.u[t]);
     Sums y = {};
@@ -75,13 +96,7 @@ void run_panel(const RecurrentParams& p, const ChunkPanel& panel, ChunkScratch<P
         if (p.skip != nullptr) y.of[r][i] += load_floats(given[r] + i * kLanes, kLanes) * skip;
       }
     add_products<FloatProducts, kTokenPitch, 1, kColumns>(y, w.p[t], c.u[0], t);
-    // Of the tile's own tokens no product with a later one is made: what is no number there does not reach earlier ones.
-#pragma GCC unroll 8
-    for (int j = 0; j < kRows; ++j) {
-      const Floats first = load_floats(c.u[t + j], kLanes), second = load_floats(c.u[t + j] + kLanes, kLanes);
-#pragma GCC unroll 8
-      for (int r = j; r < kRows; ++r) y.of[r][0] += first * w.p[t + r][t + j], y.of[r][1] += second * w.p[t + r][t + j];
-    }
+    add_own(y, w, t, c.u + t);
     store_sums(y, out[0]);
     for (int r = 0; r < there; ++r) {
       char* const to = p.out + (panel.begin + t + r) * p.out_token_stride + panel.head * p.out_head_stride + panel.first * size;
@@ -145,10 +160,11 @@ void move_states(const RecurrentParams& p, const RecurrentItem& item, int head, 
   }
 }
 
-template <class Products>
+// The scratch says which products are made.
+template <class Scratch>
 void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, int head_begin, int head_end, int v_begin, int v_end,
                           char* scratch) {
-  ChunkScratch<Products>& c = *reinterpret_cast<ChunkScratch<Products>*>(scratch);
+  Scratch& c = *reinterpret_cast<Scratch*>(scratch);
   const int panels = panels_of(v_end - v_begin), end = item.begin + chunked_tokens(p.state_type, item);
   const long of_panel = panel_floats(p), of_head = panels * of_panel, size = element_size(p.type);
   for (int head = head_begin; head < head_end; ++head)
@@ -162,7 +178,7 @@ void run_recurrent_chunks(const RecurrentParams& p, const RecurrentItem& item, i
     for (int head = head_begin; head < head_end; ++head) {
       prefetch_rows(p.v + begin * p.v_token_stride + head * p.v_head_stride + v_begin * size, p.v_token_stride, count,
                     (v_end - v_begin) * size);
-      if constexpr (Products::kNumbers == 1) {
+      if constexpr (Scratch::kChannelDecays) {
         has_channel_decays(p) ? make_channel_weights(p, begin, count, head, c) : make_weights(p, begin, count, head, c);
       } else {
         make_weights(p, begin, count, head, c);

@@ -92,6 +92,7 @@ template <class Products>
 struct ChunkScratch {
   typedef typename Products::Word Word;
   static constexpr int kNumbers = Products::kNumbers;
+  static constexpr bool kChannelDecays = kNumbers == 1;  // whether chunks may have decays of channels
   Word k[kRecurrentChunk][kKeyPitch / kNumbers], q[kRecurrentChunk][kKeyPitch / kNumbers];
   Word channels[kRecurrentDim / kNumbers][kTokenPitch];  // k, columns for rows
   // Of pairs alone: a panel of the state in pairs of key channels, and with the delta rule what tokens write and their keys in pairs of
@@ -126,27 +127,33 @@ inline void prefetch_rows(const char* p, long stride, int count, long bytes) {
     for (long i = 0; i < bytes; i += kLine) __builtin_prefetch(p + t * stride + i, 0, 2);
 }
 
+// Row t: the key and the query of a token, of which `there` numbers are read, zeros from there to `dim`.
+template <class Products>
+[[gnu::always_inline]] inline void load_key_and_query(const RecurrentParams& p, int token, int there, int dim, int key_head, int t,
+                                                      ChunkScratch<Products>& c) {
+  const char *const k = p.k + token * p.k_token_stride + key_head * p.k_head_stride, *const q = p.q + token * p.q_token_stride +
+                                                                                                key_head * p.q_head_stride;
+  Products::load_key(k, p.type, there, dim, c.k[t]);
+  Products::load_key(q, p.type, there, dim, c.q[t]);
+  float norms[2] = {1.f, 1.f};
+  if (p.qk_norm && there > 0) {
+    for (int i = 0; i < 2; ++i) {
+      Floats row[kKeyVectors], squares = {};
+      load_vectors(i == 0 ? k : q, p.type, p.dim_k, row);
+      for (int v = 0; v * kLanes < p.dim_k; ++v) squares += row[v] * row[v];
+      norms[i] = 1.f / __builtin_sqrtf(sum_of(squares) + 1e-6f);
+    }
+  }
+  c.k_norms[t] = norms[0], c.q_norms[t] = norms[1] * p.scale;
+}
+
 // Keys and queries of a key head, and their products with keys up to their own.
 template <class Products>
 void load_chunk(const RecurrentParams& p, int begin, int count, int key_head, ChunkScratch<Products>& c) {
   const int rows = rounded_up(count, kRows), columns = rounded_up(count, kColumns), dim = rounded_up(p.dim_k, kRows),
             words = dim / Products::kNumbers;
   for (int t = 0; t < columns; ++t) {
-    const int token = begin + t, there = t < count ? p.dim_k : 0;  // nothing is read behind the last token
-    const char *const k = p.k + token * p.k_token_stride + key_head * p.k_head_stride, *const q = p.q + token * p.q_token_stride +
-                                                                                                  key_head * p.q_head_stride;
-    Products::load_key(k, p.type, there, dim, c.k[t]);
-    Products::load_key(q, p.type, there, dim, c.q[t]);
-    float norms[2] = {1.f, 1.f};
-    if (p.qk_norm && there > 0) {
-      for (int i = 0; i < 2; ++i) {
-        Floats row[kKeyVectors], squares = {};
-        load_vectors(i == 0 ? k : q, p.type, p.dim_k, row);
-        for (int v = 0; v * kLanes < p.dim_k; ++v) squares += row[v] * row[v];
-        norms[i] = 1.f / __builtin_sqrtf(sum_of(squares) + 1e-6f);
-      }
-    }
-    c.k_norms[t] = norms[0], c.q_norms[t] = norms[1] * p.scale;
+    load_key_and_query(p, begin + t, t < count ? p.dim_k : 0, dim, key_head, t, c);  // nothing is read behind the last token
     for (int w = 0; w < words; ++w) c.channels[w][t] = c.k[t][w];
   }
   if constexpr (Products::kNumbers == 2) {

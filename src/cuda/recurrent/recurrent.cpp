@@ -27,10 +27,16 @@ bool is_one_row(const RecurrentSpec& spec, const RecurrentInputs& in, const Recu
   return weights_too && (in.z.empty() || are_one_row(spec, in.z)) && are_one_row(spec, out.out);
 }
 
+// Bytes of shared memory that a thread block may have. What is compiled in advance is for an architecture, of which no device is there.
+int smem_of(int sm, const DeviceInfo& device) {
+  constexpr int kKiB = 1024, kLarge = 227 * kKiB, kAmpere = 163 * kKiB, kSmall = 99 * kKiB;
+  const int all = sm == 86 || sm == 89 || sm >= 120 ? kSmall : sm < 90 ? kAmpere : kLarge;
+  return device.max_smem_bytes > 0 ? std::min(device.max_smem_bytes, all) : all;
+}
+
 // With more segments than multiprocessors for them, and with fewer than three, the work that they add is more than what they save.
-int most_segments(const DeviceInfo& device, int units, int join_bytes) {
+int most_segments(const DeviceInfo& device, int units) {
   constexpr int kMost = 8;
-  if (device.max_smem_bytes > 0 && join_bytes > device.max_smem_bytes) return 1;
   const int most = std::min(kMost, device.num_workers / units);
   return most < kLeastSegments ? 1 : most;
 }
@@ -86,12 +92,15 @@ std::optional<StreamKernel> stream_kernel(std::string_view arch, const Recurrent
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec& spec, const DeviceInfo& device) {
   constexpr int kTile = kRecurrentTileValues;
   const bool sm90 = arch == "sm_90a", channels = spec.channel_gate;
-  const int blocks_together = channels ? 1 : 2;
+  const int blocks_together = channels && sm90 ? 1 : 2;
   const int dim_k = spec.head_dim_k, dim_v = spec.head_dim_v, group = spec.num_v_heads / spec.num_k_heads;
-  if ((channels && !sm90) || spec.channel_rates || spec.dtype == DType::f32) return {};
+  if (spec.channel_rates || spec.dtype == DType::f32) return {};
   if ((dim_k != 64 && dim_k != 128) || dim_v % kTile != 0) return {};
-  if (device.max_smem_bytes > 0 && kRecurrentChunkStages * recurrent_stage_bytes(dim_k, spec.delta, channels, sm90) > device.max_smem_bytes)
-    return {};
+  const int sm = arch_number(arch) / 10, room = smem_of(sm, device);
+  // Chunks in shared memory: two for Hopper; else one where two have no room, or would leave none for a second thread block.
+  const int stage_bytes = recurrent_stage_bytes(dim_k, spec.delta, channels, sm90);
+  const int stages = sm90 || (!channels && kRecurrentChunkStages * stage_bytes <= room) ? kRecurrentChunkStages : 1;
+  if (stages * stage_bytes > room || (channels && recurrent_channel_weights_smem(dim_k, sm) > room)) return {};
   const gpu::Constant type{"kType", int(spec.dtype)}, state_type{"kStateType", int(spec.state_dtype)}, keys{"kDimK", dim_k},
       delta{"kDelta", spec.delta}, gate{"kChannelGate", channels};
   const int shared_heads =
@@ -109,21 +118,23 @@ std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const Recurrent
     k.weights_entry = "recurrent_channel_weights", k.weights_threads = recurrent_channel_threads(dim_k), k.weights_units = spec.num_v_heads;
   }
   const auto chunks = [&](bool ends) {
-    return KernelKey{sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
-                     std::string(arch),
-                     {type,
-                      state_type,
-                      keys,
-                      delta,
-                      gate,
-                      {"kDimV", dim_v},
-                      {"kKeysFirst", spec.layout == StateLayout::k_first},
-                      {"kSkip", spec.skip},
-                      {"kBlocksTogether", blocks_together},
-                      {"kEnds", ends}}};
+    KernelKey key{sm90 ? "recurrent_chunks_sm90.cu" : "recurrent_chunks.cu",
+                  std::string(arch),
+                  {type,
+                   state_type,
+                   keys,
+                   delta,
+                   gate,
+                   {"kDimV", dim_v},
+                   {"kKeysFirst", spec.layout == StateLayout::k_first},
+                   {"kSkip", spec.skip},
+                   {"kBlocksTogether", blocks_together},
+                   {"kEnds", ends}}};
+    if (!sm90) key.config.push_back({"kStages", stages});
+    return key;
   };
   k.chunks = chunks(false);
-  k.most_segments = most_segments(device, k.units, recurrent_join_bytes(dim_k, spec.delta));
+  if (recurrent_join_bytes(dim_k, spec.delta) <= room) k.most_segments = most_segments(device, k.units);
   k.least_segment = least_segment;
   if (k.most_segments > 1) {
     k.ends = chunks(true);

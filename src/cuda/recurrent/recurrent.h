@@ -57,7 +57,7 @@ struct ChunkKernels {
   int64_t segment_bytes = 0;
 };
 // None for a spec or a device that they are not for: rates of channels, types of more than 16 bits, other dimensions of keys than 64 and
-// 128 and of values than multiples of 64, or little shared memory; and for other architectures than sm_90a heads with gates of channels.
+// 128 and of values than multiples of 64, or little shared memory.
 std::optional<ChunkKernels> chunk_kernels(std::string_view arch, const RecurrentSpec&, const DeviceInfo&);
 // The kernel that gates and norms outputs. None for a spec without such a stage.
 struct OutputKernel {

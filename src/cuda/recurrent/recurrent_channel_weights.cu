@@ -25,11 +25,14 @@ constexpr float kLeastLog = -200.f, kSteep = kType == kBf16 ? -100.f : 0.f;
 //   decays since row 32;
 //   keys with what they have left behind their 16 rows, up to row 47; rows 48 to 63 are rows 0 to 15 behind row 32;
 //   and keys, queries and keys with the sums in the middle of their 16 rows.
-// They begin at so many bytes.
+// They begin at so many bytes. Where there is memory for five, the last ones take the place of those which are left behind 16 rows, once
+// products of these are there.
+constexpr int kNumTiles = recurrent_channel_tiles(kArch / 10);
+constexpr bool kFiveTiles = kNumTiles == 5;
 constexpr u32 kTileBytes = kChunk * kDimK * kSize, kKeys = 0, kQueries = kTileBytes, kLeft = 2 * kTileBytes, kKeysOfMiddle = 3 * kTileBytes,
-              kQueriesOfMiddle = 4 * kTileBytes, kLeftOfMiddle = 5 * kTileBytes, kBeyond = (kChunk - 16) * 128;
+              kQueriesOfMiddle = 4 * kTileBytes, kLeftOfMiddle = (kFiveTiles ? 2 : 5) * kTileBytes, kBeyond = (kChunk - 16) * 128;
 struct SharedStorage {
-  char tiles[6 * kTileBytes];
+  char tiles[kNumTiles * kTileBytes];
   union {
     float squares[kParts][kEights][2 * kRows];  // sums of squares of keys, and of queries
     char blocks[kTriangleBytes];                // of A and D
@@ -46,7 +49,10 @@ struct SharedStorage {
   char* weights;
   ChunkTokens tokens;
 };
+// That a multiprocessor has memory for.
+constexpr int kBlocksTogether = kFiveTiles && kDimK == 128 ? 1 : 2;
 extern "C" __device__ const unsigned smem_bytes = sizeof(SharedStorage);
+static_assert(smem_bytes <= recurrent_channel_weights_smem(kDimK, kArch / 10));
 extern __shared__ __align__(128) char memory[];
 
 DEVICE SharedStorage& shared_storage() { return *reinterpret_cast<SharedStorage*>(memory); }
@@ -196,9 +202,9 @@ DEVICE u32 pack(const float2& x) { return pack(x.x, x.y); }
 DEVICE float2& pair_at(float* p) { return *reinterpret_cast<float2*>(p); }
 
 // 8 tokens' rows of all tiles, and those of memory's, of their keys and queries, which lie in the middle's. `lower`: they are the lower
-// half of their 16 tokens.
+// half of their 16 tokens. `left_of_middle` has what goes to that tile, where it has no place yet.
 template <bool lower>
-DEVICE void store_tiles(SharedStorage& s, const Part& part, const Logs& logs, char* weights) {
+DEVICE void store_tiles(SharedStorage& s, const Part& part, const Logs& logs, char* weights, u32 (&left_of_middle)[kRows]) {
   const int eight = part.eight, block = eight / 2, channel = part.channel();
   // e^ of sums over the tokens in front of the 8 and behind them, and over the other half of their 16 tokens.
   float2 before = {0.f, 0.f}, after = {0.f, 0.f};
@@ -223,7 +229,8 @@ DEVICE void store_tiles(SharedStorage& s, const Part& part, const Logs& logs, ch
     float2 k = key * forward, q = query * forward, left = key * exp2_of(rest);
     if constexpr (kDelta) store_shared(tiles + kKeysOfMiddle, pack(lower ? k : key * back));
     store_shared(tiles + kQueriesOfMiddle, pack(lower ? q : query * back));
-    store_shared(tiles + kLeftOfMiddle, pack(lower ? key * back : left));
+    left_of_middle[row] = pack(lower ? key * back : left);
+    if constexpr (!kFiveTiles) store_shared(tiles + kLeftOfMiddle, left_of_middle[row]);
     store(WeightsLayout::known, k * before), store(WeightsLayout::asked, q * before), store(WeightsLayout::written, left * after);
     if constexpr (lower) {
       k = k * other, q = q * other;
@@ -285,21 +292,21 @@ DEVICE void store_half(int row, int column, int half, const float (&x)[4], char*
   }
 }
 
-// What a warp has of A or of P, as one of `kWarps / 2`.
-template <bool queries>
+// What a warp has of A or of P, as one of `kWarps / 2`: on the diagonal, and below it.
+template <bool queries, bool diagonal, bool below>
 DEVICE void make_products(int warp, char* weights, SharedStorage& s) {
   constexpr int kMakers = kWarps / 2, kDiagonals = 2 * kBlocks / kMakers, kBelow = (kBlocks * (kBlocks - 1) + kMakers - 1) / kMakers;
   // Of a block below the diagonal, four bits each: its row and column, and where the tiles have these.
   constexpr u32 kRowOf = 0x332321, kColumnOf = 0x010210, kFirstOf = 0x002321, kSecondOf = 0x313210;
 #pragma unroll
-  for (int i = 0; i < kDiagonals; ++i) {
+  for (int i = 0; i < (diagonal ? kDiagonals : 0); ++i) {
     const int number = warp + kMakers * i, block = number / 2;
     float x[4] = {};
     multiply_rows(x, tile_at(queries ? kQueriesOfMiddle : kKeysOfMiddle), 16 * block, tile_at(kLeftOfMiddle), 8 * number);
     store_half<queries>(block, block, number % 2, x, weights, s);
   }
 #pragma unroll
-  for (int i = 0; i < kBelow; ++i) {
+  for (int i = 0; i < (below ? kBelow : 0); ++i) {
     const int number = warp + kMakers * i, half = number % 2, shift = 4 * (number / 2);
     if (number >= kBlocks * (kBlocks - 1)) continue;
     float x[4] = {};
@@ -357,7 +364,7 @@ DEVICE void sum_steep(const RecurrentParams& p, int head, const Part& part, char
 }
 
 // All that is made of a warp's tokens and channels.
-DEVICE void make_tiles(const RecurrentParams& p, int head, const Part& part, SharedStorage& s) {
+DEVICE void make_tiles(const RecurrentParams& p, int head, const Part& part, SharedStorage& s, u32 (&left_of_middle)[kRows]) {
   copy_tokens(part, kKeysOfMiddle, p.k + key_head_of(p, head) * p.k_head_stride, p.k_token_stride);
   copy_tokens(part, kQueriesOfMiddle, p.q + key_head_of(p, head) * p.q_head_stride, p.q_token_stride);
   copy_async_commit();
@@ -373,10 +380,12 @@ DEVICE void make_tiles(const RecurrentParams& p, int head, const Part& part, Sha
   __syncthreads();
   if (part.number == 0 && lane_id() < kRows)
     make_numbers(p, head, part, s, *reinterpret_cast<ChunkNumbers*>(s.weights + WeightsLayout::numbers));
-  part.eight % 2 != 0 ? store_tiles<true>(s, part, logs, s.weights) : store_tiles<false>(s, part, logs, s.weights);
+  part.eight % 2 != 0 ? store_tiles<true>(s, part, logs, s.weights, left_of_middle)
+                      : store_tiles<false>(s, part, logs, s.weights, left_of_middle);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weights(const __grid_constant__ RecurrentParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether)
+    recurrent_channel_weights(const __grid_constant__ RecurrentParams p) {
   griddep_wait();
   SharedStorage& s = shared_storage();
   const u32 heads = u32(p.num_v_heads), first = blockIdx.x / heads;
@@ -384,11 +393,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) recurrent_channel_weig
   const ChunkTokens tokens = tokens_of_chunk(p, chunk);
   if (tokens.count > 0) {
     if (threadIdx.x == 0) s.weights = weights_at(p, chunk, head), s.tokens = tokens;
-    make_tiles(p, head, part_of(warp_id(), tokens), s);
+    u32 left_of_middle[kRows];
+    make_tiles(p, head, part_of(warp_id(), tokens), s, left_of_middle);
     __syncthreads();
     const int warp = warp_id();
-    if (kDelta && warp < kWarps / 2) make_products<false>(warp, s.weights, s);
-    if (warp >= kWarps / 2) make_products<true>(warp - kWarps / 2, s.weights, s);
+    if constexpr (kFiveTiles) {
+      if (kDelta && warp < kWarps / 2) make_products<false, false, true>(warp, s.weights, s);
+      if (warp >= kWarps / 2) make_products<true, false, true>(warp - kWarps / 2, s.weights, s);
+      __syncthreads();
+      const Part part = part_of(warp, s.tokens);
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) store_shared(tile_at(kLeftOfMiddle) + part.place(row), left_of_middle[row]);
+      __syncthreads();
+    }
+    if (kDelta && warp < kWarps / 2) make_products<false, true, !kFiveTiles>(warp, s.weights, s);
+    if (warp >= kWarps / 2) make_products<true, true, !kFiveTiles>(warp - kWarps / 2, s.weights, s);
     __syncthreads();
     bool steep = false;
 #pragma unroll

@@ -9,7 +9,6 @@ constexpr int kTileValues = kRecurrentTileValues, kTiles = kDimV / kTileValues; 
 // With kEnds only states at ends of segments are computed, and what segments do to a state, for which a head has so many blocks more: what
 // a unit vector becomes, as a value that no token changes, is a row of that; without the delta rule one of ones is enough.
 constexpr int kMoreTiles = kDelta ? kDimK / kTileValues : 1, kUnits = kTiles + (kEnds ? kMoreTiles : 0);
-constexpr int kStages = kRecurrentChunkStages;
 static_assert(kTileValues == 64 && kDimV % kTileValues == 0);
 
 // Of shared memory, what a chunk takes. Matrices begin where the swizzle of 128 bytes does.

@@ -1,5 +1,4 @@
-// Prompts of recurrent layers whose heads have one decay, in chunks of 64 tokens, docs/kernels/recurrent.md; launched by
-// cuda/recurrent/recurrent_plan.cpp.
+// Prompts of recurrent layers in chunks of 64 tokens, docs/kernels/recurrent.md; launched by cuda/recurrent/recurrent_plan.cpp.
 //
 // Within a chunk all is products of matrices. With G the sum of the logarithms of decays up to and with a token, n the factors of norms,
 // and A[i][j] = beta_i n_i n_j (k_i . k_j) e^(G_i - G_j) below the diagonal, what tokens write is U = T X with T = (1 + A)^-1 and X_i =
@@ -8,7 +7,10 @@
 //   S = e^G_last S + sum over j of n_j e^(G_last - G_j) k_j U_j^T
 // T and P do not depend on the state: recurrent_weights.cu makes them for many chunks at once. What is left goes from chunk to chunk. A
 // thread block has a value head of a request and kTileValues of its values, 16 for each of its warps, which do not depend on each other:
-// S^T of these is in registers, and all else in shared memory, to which the warps copy the next chunk before they compute one.
+// S^T of these is in registers, and all else in shared memory. Where it has places for two chunks, the warps copy the next one before they
+// compute one; where it has one place, they copy each part as soon as nobody reads the one before it.
+//
+// Where channels have decays of their own, keys and queries come with these from recurrent_channel_weights.cu.
 //
 // recurrent_chunks_sm90.cu is the same with other products.
 #include "recurrent_chunk_values.cuh"
@@ -18,28 +20,50 @@ namespace imbrex::cuda {
 constexpr int kThreads = kRecurrentChunkThreads;
 static_assert(kThreads / 32 * kWarpValues == kTileValues);
 constexpr int kCopiesTogether = kArch >= 900 ? 64 : 1;  // addresses of many take registers, which are short where no matrices can be stored
+constexpr bool kOnePlace = kStages == 1;
+static_assert(kOnePlace || (kStages == 2 && !kChannelGate));
 extern "C" __device__ const unsigned smem_bytes = kStages * Stage::bytes;
 
 // --- copies
 
-DEVICE void copy_weights(u32 to, const char* weights) {
+DEVICE void copy_bytes(u32 to, const char* from, int bytes) {
 #pragma unroll 1
-  for (int i = int(threadIdx.x) * 16; i < WeightsLayout::bytes; i += kThreads * 16) copy_async<16>(to + u32(i), weights + i);
+  for (int i = int(threadIdx.x) * 16; i < bytes; i += kThreads * 16) copy_async<16>(to + u32(i), from + i);
 }
-DEVICE void copy_next(const RecurrentParams& p, ChunkCursor& ahead, int number) {
+DEVICE Stage stage_of(int number) { return stage_at(number % kStages); }
+DEVICE int tokens_of(const ChunkCursor& ahead) { return min(ahead.unit.end - ahead.begin, kChunk); }
+
+// What of a chunk only products with the state read: queries and, where channels have decays of their own, keys.
+DEVICE void copy_asked(const RecurrentParams& p, const ChunkCursor& ahead, int number) {
+  if (ahead.is_there()) {
+    const Stage stage = stage_of(number);
+    if constexpr (kChannelGate) {
+      const char* const weights = ahead.weights(p);
+      if constexpr (kDelta) copy_bytes(stage.k(), weights + WeightsLayout::known, Stage::keys);
+      if constexpr (!kEnds) copy_bytes(stage.q(), weights + WeightsLayout::asked, Stage::keys);
+    } else if constexpr (!kEnds) {
+      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.q(), p.q + ahead.begin * p.q_token_stride + ahead.key_head(p) * p.q_head_stride,
+                                                      p.q_token_stride, tokens_of(ahead));
+    }
+  }
+  copy_async_commit();
+}
+// The rest of it, and on to the next one.
+DEVICE void copy_rest(const RecurrentParams& p, ChunkCursor& ahead, int number) {
   if (ahead.is_there()) {
     const Unit& unit = ahead.unit;
-    const int begin = ahead.begin, key_head = ahead.key_head(p), count = min(unit.item.end - begin, kChunk);
-    const Stage stage = stage_at(number % kStages);
-    copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.k(), p.k + begin * p.k_token_stride + key_head * p.k_head_stride,
-                                                    p.k_token_stride, count);
-    if constexpr (!kEnds)
-      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.q(), p.q + begin * p.q_token_stride + key_head * p.q_head_stride,
-                                                      p.q_token_stride, count);
+    const int begin = ahead.begin, count = tokens_of(ahead);
+    const Stage stage = stage_of(number);
+    const char* const weights = ahead.weights(p);
+    if constexpr (kChannelGate)
+      copy_bytes(stage.written(), weights + WeightsLayout::written, Stage::keys);
+    else
+      copy_rows<kDimK / 8, kThreads, kCopiesTogether>(stage.k(), p.k + begin * p.k_token_stride + ahead.key_head(p) * p.k_head_stride,
+                                                      p.k_token_stride, count);
     if (!unit.is_transition())
       copy_rows<kTileValues / 8, kThreads, kCopiesTogether>(
           stage.v(), p.v + begin * p.v_token_stride + unit.head * p.v_head_stride + unit.first_value * kSize, p.v_token_stride, count);
-    copy_weights(stage.t(), ahead.weights(p));
+    copy_bytes(stage.t(), weights, kChannelGate ? WeightsLayout::known : WeightsLayout::bytes);
     ahead.next(p);
   }
   copy_async_commit();
@@ -93,7 +117,7 @@ DEVICE void multiply_written(const Factor& u, const Stage& stage, Sums& s) {
 #pragma unroll
     for (int c = 0; c < kDimK / 16; ++c) {
       u32 b[4];
-      load_matrix_transposed(b, place_in(stage.k(), 16 * block + lane_id() % 16, 2 * c + lane_id() / 16));
+      load_matrix_transposed(b, place_in(stage.written(), 16 * block + lane_id() % 16, 2 * c + lane_id() / 16));
       multiply(s.of[2 * c], u.of[block], b[0], b[1]), multiply(s.of[2 * c + 1], u.of[block], b[2], b[3]);
     }
   }
@@ -104,20 +128,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
   const int value = warp_id() * kWarpValues;
   int number = 0;
   ChunkCursor ahead(p);
-  copy_next(p, ahead, 0);
+  copy_asked(p, ahead, 0), copy_rest(p, ahead, 0);
   for (Unit unit(p); unit.is_there(); unit.next(p)) {
     Sums s;
     begin_sums(p, unit, value, s);
     const float skip = kSkip ? p.skip[unit.head] : 0.f;
 #pragma unroll 1
     for (int begin = unit.begin; begin < unit.end; begin += kChunk, ++number) {
-      copy_async_wait<0>();
-      __syncthreads();  // the chunk is there, and all warps have computed the one before it
-      copy_next(p, ahead, number + 1);
-      const Stage stage = stage_at(number % kStages);
+      copy_async_wait<kOnePlace && kChannelGate ? 1 : 0>();
+      __syncthreads();  // what the state multiplies is there, and of two places the rest too; all warps have computed the chunk before it
+      if constexpr (!kOnePlace) copy_asked(p, ahead, number + 1), copy_rest(p, ahead, number + 1);
+      const Stage stage = stage_of(number);
       const ChunkNumbers& n = numbers_at(number % kStages);
       Columns u, y;  // u: what the state gives for k, then X, then U
       multiply_state(s, stage, u, y);
+      if constexpr (kOnePlace) {
+        copy_async_wait<0>();
+        __syncthreads();  // the rest is there, and all warps have read what the next chunk's takes the place of
+        copy_asked(p, ahead, number + 1);
+      }
       const Factor v = unit.is_transition() ? Factor{} : load_values(stage, value);
       take_values(v, n, u);
       if constexpr (!kEnds) begin_outputs(stage, value, n, skip, y);
@@ -127,6 +156,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksTogether) recurren
       decay_sums(s, number % kStages);
       multiply_written(factor_of(u), stage, s);
       if constexpr (!kEnds) store_outputs(p, unit, begin, stage, value, y);
+      if constexpr (kOnePlace) {
+        __syncthreads();  // all warps have read the rest
+        copy_rest(p, ahead, number + 1);
+      }
     }
     end_sums(p, unit, value, s);
   }

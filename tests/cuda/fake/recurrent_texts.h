@@ -26,7 +26,8 @@ inline void use_recurrent_text(const imbrex::test::RecurrentVariant& variant) {
       state().param_sizes[entry] = {sizeof(RecurrentOutputParams)};
   }
   if (const auto chunks = variant.chunks()) {
-    for (const KernelKey& key : {chunks->weights, chunks->chunks, chunks->ends, chunks->segments}) put_into_cache(key);
+    for (const KernelKey& key : {chunks->weights, chunks->chunks}) put_into_cache(key);
+    if (chunks->most_segments > 1) put_into_cache(chunks->ends), put_into_cache(chunks->segments);
     std::vector<size_t>& sizes = state().param_sizes["recurrent_chunks"];
     state().param_sizes[chunks->weights_entry] = state().param_sizes["recurrent_segments"] = sizes = {sizeof(RecurrentParams)};
     if (chunks->maps) sizes.insert(sizes.end(), 3, sizeof(CUtensorMap));

@@ -1,8 +1,8 @@
 #pragma once
 // The specialisations of recurrent.cu and recurrent_narrow.cu, and of the kernels of chunks, whose text runs on the host, each with a layer
 // that it serves: both layouts, decays of heads and of channels, types of tensors and of states, 8 and 16 lanes that share a value,
-// dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, and what may be behind outputs:
-// those have the texts of a layer without it, and one more; and drafts that may be a tree.
+// dimensions that fill no vector, heads that share a thread block, products of a warpgroup and of a warp, shared memory for two chunks and
+// for one, and what may be behind outputs: those have the texts of a layer without it, and one more; and drafts that may be a tree.
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,7 +16,7 @@ struct RecurrentVariant {
   RecurrentSpec layer;
   int sm = 90;
   const char* outputs = "";  // the specialisation of recurrent_outputs.cu
-  const char* arch() const { return sm == 90 ? "sm_90a" : "sm_80"; }
+  std::string arch() const { return sm == 90 ? "sm_90a" : "sm_" + std::to_string(sm); }
   bool runs_tokens(const RecurrentSpec& spec) const { return cuda::recurrent_kernel(arch(), spec).key == key(); }
   bool runs(const RecurrentSpec& spec) const {
     return cuda::recurrent_kernels(arch(), spec, {}) == cuda::recurrent_kernels(arch(), layer, {});
@@ -43,6 +43,8 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   gdn.qk_norm = true;
   RecurrentSpec kda = gdn;
   kda.num_v_heads = 2, kda.channel_gate = true, kda.layout = StateLayout::k_first;
+  RecurrentSpec gdn_wide = gdn, kda_wide = kda;
+  gdn_wide.head_dim_k = kda_wide.head_dim_k = 128, gdn_wide.dtype = DType::f16;
   RecurrentSpec mamba2{.num_k_heads = 1, .num_v_heads = 3, .head_dim_k = 64, .head_dim_v = 64, .scaled_values = true, .skip = true};
   mamba2.dtype = DType::f16, mamba2.state_dtype = DType::bf16, mamba2.scale = 1;
   RecurrentSpec odd{.num_k_heads = 3, .num_v_heads = 3, .head_dim_k = 33, .head_dim_v = 31, .channel_rates = true, .delta = true};
@@ -57,7 +59,9 @@ inline std::vector<RecurrentVariant> recurrent_variants() {
   tree.head_dim_v = 33, tree_rounded.head_dim_k = 40;
   return {{"states_gdn", gdn},
           {"states_gdn_sm80", gdn, 80},
+          {"states_gdn_sm86", gdn_wide, 86},
           {"states_kda", kda},
+          {"states_kda_sm80", kda_wide, 80},
           {"states_mamba2", mamba2},
           {"states_odd", odd},
           {"states_tall", tall},

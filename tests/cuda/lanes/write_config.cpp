@@ -23,7 +23,8 @@ int main(int argc, char** argv) {
     if (const auto outputs = v.output_kernel()) write(v.outputs, outputs->key);
     if (const auto chunks = v.chunks()) {
       write(std::string("weights_") + v.name, chunks->weights), write(std::string("chunks_") + v.name, chunks->chunks);
-      write(std::string("ends_") + v.name, chunks->ends), write(std::string("segments_") + v.name, chunks->segments);
+      if (chunks->most_segments > 1)
+        write(std::string("ends_") + v.name, chunks->ends), write(std::string("segments_") + v.name, chunks->segments);
     }
   }
   const imbrex::test::RecurrentVariant wide = imbrex::test::wide_outputs_variant();
