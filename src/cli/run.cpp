@@ -17,6 +17,7 @@ namespace {
 struct RunArguments {
   std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
   int64_t num_requests = 0;
+  int shrink = 1;
   serve::ReplayOptions replay;
   bool no_prefix_sharing = false, no_ceilings = false, quiet = false;
 };
@@ -48,6 +49,7 @@ int run_trace(RunArguments& o) {
   const ModelSpec model = load_model(o.model);
   serve::Trace trace = serve::read_trace(o.trace);
   if (o.num_requests > 0 && o.num_requests < int64_t(trace.requests.size())) trace.requests.resize(size_t(o.num_requests));
+  serve::shrink(trace, o.shrink);
 
   serve::ReportContext context{IMBREX_VERSION, command_line(), utc_now(), {}};
   if (!o.no_ceilings) context.ceilings = serve::ceilings_of(device, r.num_threads, 1.5);
@@ -76,8 +78,10 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_option("--model", o->model, "Preset name, config.json, or a folder with one")->required();
   sub->add_option("--trace", o->trace, "Mooncake JSONL, Azure CSV, or plain CSV/JSONL of arrival, input, output")->required();
   sub->add_option("--num-requests", o->num_requests, "Only the first N requests (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--shrink", o->shrink, "Divide all lengths of the trace, and its blocks of prefixes, by N")->capture_default_str();
   sub->add_option("--device", r.device, "Where to run: cpu, cuda:0, or a device of a plug-in")->capture_default_str();
   sub->add_option("--layers", r.num_layers, "Only the model's first N layers (0: all)")->check(CLI::NonNegativeNumber);
+  sub->add_option("--layers-of-kind", r.layers_of_kind, "Of these, the first N of each kind (0: all)")->check(CLI::NonNegativeNumber);
   sub->add_option("--max-num-batched-tokens", r.max_num_batched_tokens, "Query tokens of a step at most")->capture_default_str();
   sub->add_option("--max-num-seqs", r.max_num_seqs, "Requests of a step at most")->capture_default_str();
   sub->add_option("--block-size", r.block_size, "Tokens in a cache block (page)")->capture_default_str();
@@ -115,7 +119,9 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model llama-3.1-8b --trace azure.csv --device cuda:0 --pacing saturate --verify 0.1% --report out.html\n"
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
       "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
-      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n\n"
+      "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n"
+      "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2 --verify "
+      "0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }

@@ -30,7 +30,8 @@ struct ReplayProgress {
 };
 
 struct ReplayOptions {
-  int num_layers = 0;  // the model's first layers, as it counts them; 0: all
+  int num_layers = 0;      // the model's first layers, as it counts them; 0: all
+  int layers_of_kind = 0;  // of these, the first so many of each kind; 0: all
   uint64_t seed = 1;
   int max_num_batched_tokens = 2048;
   int max_num_seqs = 128;

@@ -64,6 +64,7 @@ const char* to_string(Pacing pacing) {
 
 void check_options(const ReplayOptions& o) {
   check(o.num_layers >= 0, "replay.num_layers", "num_layers must be >= 0, is {}", o.num_layers);
+  check(o.layers_of_kind >= 0, "replay.num_layers", "layers_of_kind must be >= 0, is {}", o.layers_of_kind);
   check(o.max_num_batched_tokens >= 1 && o.max_num_batched_tokens <= 1 << 20, "replay.max_num_batched_tokens",
         "max_num_batched_tokens must be in [1, {}], is {}", 1 << 20, o.max_num_batched_tokens);
   check(o.max_num_seqs >= 1 && o.max_num_seqs <= 1 << 16, "replay.max_num_seqs", "max_num_seqs must be in [1, {}], is {}", 1 << 16,
@@ -105,6 +106,17 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
     part.num_layers = options.num_layers;
     check(!part.layers.empty(), "replay.num_layers.model", "the first {} layers of {} have neither a cache nor a state", part.num_layers,
           model.name);
+  }
+  if (options.layers_of_kind > 0) {
+    std::vector<int> kept;
+    for (const ModelSpec::Kind& kind : part.kinds())
+      kept.insert(kept.end(), kind.layers.begin(),
+                  kind.layers.begin() + std::min<int64_t>(options.layers_of_kind, std::ssize(kind.layers)));
+    std::ranges::sort(kept);
+    std::vector<ModelLayer> layers;
+    for (const int i : kept) layers.push_back(part.layers[size_t(i)]);
+    part.num_layers = int(part.numbers_of(kept).size());
+    part.layers = std::move(layers);
   }
 
   const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };

@@ -15,16 +15,19 @@ namespace {
 constexpr int kTensorShare = 4;  // a window's tensors take at most one part in so many of a GPU's memory
 
 // Offsets of the pieces that a state is copied in, so that many threads have some: as many as halve it evenly.
-DeviceTensor piece_starts(const GroupCache& cache, const DeviceStream& stream) {
+std::vector<DeviceTensor> piece_starts(const GroupCache& cache, const DeviceStream& stream) {
   const auto* const states = std::get_if<StateAllocation>(&cache);
-  if (states == nullptr) return {};
-  constexpr int64_t kPiece = 1024;  // elements
-  const int64_t elements = states->all().size(2);
-  int64_t pieces = 1;
-  while (elements % (2 * pieces) == 0 && elements / pieces > kPiece) pieces *= 2;
-  std::vector<int32_t> starts;
-  for (int64_t i = 0; i < pieces; ++i) starts.push_back(int32_t(i * (elements / pieces)));
-  return stream.copy_of(TensorView::contiguous(starts.data(), DType::i32, {pieces}));
+  std::vector<DeviceTensor> all;
+  for (size_t part = 0; states != nullptr && part < states->num_parts(); ++part) {
+    constexpr int64_t kPiece = 1024;  // elements
+    const int64_t elements = states->all(part).size(2);
+    int64_t pieces = 1;
+    while (elements % (2 * pieces) == 0 && elements / pieces > kPiece) pieces *= 2;
+    std::vector<int32_t> starts;
+    for (int64_t i = 0; i < pieces; ++i) starts.push_back(int32_t(i * (elements / pieces)));
+    all.push_back(stream.copy_of(TensorView::contiguous(starts.data(), DType::i32, {pieces})));
+  }
+  return all;
 }
 
 }  // namespace
@@ -132,12 +135,14 @@ void StepRunner::copy_states(std::span<const StateCopy> copies) {
     const auto* const states = std::get_if<StateAllocation>(&caches_[g]);
     if (states == nullptr) continue;
     const size_t from = mark();
-    for (int64_t layer = 0; layer < states->all().size(0); ++layer) {
-      const TensorView slots = states->layer(int(layer));
-      for (const StateCopy& copy : copies) {
-        const TensorView to = slots.select(0, copy.to), &pieces = piece_starts_[g].view;
-        stream_->gather(slots.select(0, copy.from), pieces,
-                        TensorView::contiguous(to.data, to.dtype, {pieces.size(0), to.size(0) / pieces.size(0)}, to.device));
+    for (size_t part = 0; part < states->num_parts(); ++part) {
+      for (int64_t layer = 0; layer < states->all(part).size(0); ++layer) {
+        const TensorView slots = states->layer(int(layer), part);
+        for (const StateCopy& copy : copies) {
+          const TensorView to = slots.select(0, copy.to), &pieces = piece_starts_[g][part].view;
+          stream_->gather(slots.select(0, copy.from), pieces,
+                          TensorView::contiguous(to.data, to.dtype, {pieces.size(0), to.size(0) / pieces.size(0)}, to.device));
+        }
       }
     }
     spans_.push_back({kind_of_cache_[g], from, mark(), &KindTimes::run_s});
@@ -288,12 +293,16 @@ std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wa
 }
 
 std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot) const {
-  const TensorView state = kind_of(layer).state_of(layers_[size_t(layer)].of_kind, out_row, slot);
+  const std::vector<TensorView> parts = kind_of(layer).states_of(layers_[size_t(layer)].of_kind, out_row, slot);
+  const auto bytes_of = [](const TensorView& t) { return t.num_elements() * size_of(t.dtype); };
   std::vector<char> copy;
-  if (state.empty()) return copy;
-  copy.resize(size_t(state.num_elements() * size_of(state.dtype)));
-  stream_->download(copy.data(), state.data, int64_t(copy.size()));
-  stream_->synchronize();
+  for (const TensorView& part : parts) copy.resize(copy.size() + size_t(bytes_of(part)));
+  int64_t at = 0;
+  for (const TensorView& part : parts) {
+    stream_->download(copy.data() + at, part.data, bytes_of(part));
+    at += bytes_of(part);
+  }
+  if (!parts.empty()) stream_->synchronize();
   return copy;
 }
 

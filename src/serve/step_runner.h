@@ -54,7 +54,7 @@ class StepRunner {
   void run(int first, int end);                                          // writes keys and values, and runs the layers
   // Outputs of those layers, [out_length] a row; `wanted` is sorted by layer. They stay until the next call.
   std::span<const uint16_t* const> fetch(std::span<const WantedRow> wanted);
-  // A copy of what a target checks of the state in a slot; empty where it checks none.
+  // A copy of what a target checks of the state in a slot, part by part; empty where it checks none.
   std::vector<char> fetch_state(int layer, int out_row, int slot) const;
   std::vector<KindTimes> take_times();  // by kind, since the last call
 
@@ -94,10 +94,10 @@ class StepRunner {
   std::vector<std::unique_ptr<LayerKind>> kinds_;
   std::vector<Layer> layers_;
   std::vector<GroupCache> caches_;
-  std::vector<size_t> kind_of_cache_;       // that the group's first layer is of
-  std::vector<DeviceTensor> piece_starts_;  // i32 [pieces], of a state of one layer; empty for groups of pages
-  DeviceTensor pool_;                       // Synthetic::pool
-  std::array<LayerRows, kMostParts> in_;
+  std::vector<size_t> kind_of_cache_;                    // that the group's first layer is of
+  std::vector<std::vector<DeviceTensor>> piece_starts_;  // i32 [pieces], of each part of a state of one layer; none for groups of pages
+  DeviceTensor pool_;                                    // Synthetic::pool
+  std::array<LayerRows, kMostInputs> in_;
   LayerRows out_;
   int window_ = 1, first_ = 0;  // of the layers that in_ and out_ have now
   int64_t num_tokens_ = 0;      // of the step
