@@ -15,7 +15,8 @@ namespace imbrex::cli {
 namespace {
 
 struct RunArguments {
-  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", report, json, pacing = "arrival";
+  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", verify_last = "0", report, json,
+                            pacing = "arrival";
   int64_t num_requests = 0;
   int shrink = 1;
   serve::ReplayOptions replay;
@@ -44,6 +45,7 @@ int run_trace(RunArguments& o) {
   r.kv_dtype = parse_dtype(o.kv_dtype);
   r.prefix_sharing = !o.no_prefix_sharing;
   r.verify_fraction = parse_fraction(o.verify);
+  r.verify_last = parse_fraction(o.verify_last);
   r.pacing = o.pacing == "saturate" ? serve::Pacing::saturate : serve::Pacing::arrival;
   if (!o.kv_memory.empty()) r.kv_bytes = parse_size(o.kv_memory);
   const ModelSpec model = load_model(o.model);
@@ -103,6 +105,7 @@ void add_run(CLI::App& app, Action& action) {
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
   sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
   sub->add_option("--verify", o->verify, "Share of outputs that the reference backend recomputes, such as 1%");
+  sub->add_option("--verify-last", o->verify_last, "Share of requests whose last output and final state are recomputed in each layer");
   sub->add_option(
          "--seed", r.seed,
          "Same seed, same bits: whatever the batch size (but for layers of MLA, and a GPU's recurrent ones) and the number of threads")

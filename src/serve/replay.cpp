@@ -41,7 +41,7 @@ class Replay {
     if (!note.empty()) result_.notes.push_back(note);
     if (!on_cpu) result_.notes.push_back("times of the device are its own clock's; KV writes are counted as attention");
     result_.model_layers = model.num_layers;
-    if (options.verify_fraction > 0) {
+    if (options.verify_fraction > 0 || options.verify_last > 0) {
       for (const ModelSpec::Kind& kind : model_.kinds()) Verifier::check_spec(kind.spec);
       verifier_ = std::make_unique<Verifier>(synthetic_, options.seed, trace.prefix_block, options.kv_dtype, parallel_);
     }
@@ -203,12 +203,14 @@ void Replay::check_layers(int first, int end) {
     if (!verifier_) continue;
     for (const Row& row : tokens_) {
       const uint64_t h = hash_numbers(options_.seed, kSampleTag, uint64_t(row.request), uint64_t(row.position), uint64_t(layer));
-      if (double(h >> 11) * 0x1p-53 >= options_.verify_fraction) continue;
+      const TraceRequest& of = trace_.requests[size_t(row.request)];
+      const bool is_last = row.position + 2 == of.input_length + of.output_length;  // nothing is computed from the last output token
+      if (double(h >> 11) * 0x1p-53 >= std::max(options_.verify_fraction, is_last ? options_.verify_last : 0)) continue;
       const int out_row = int(mix_bits(h) % uint64_t(out_rows));
       sampled.push_back(wanted_.size());
       wanted_.push_back({layer, row.token, out_row});
       samples_.push_back({.request = row.request,
-                          .trace = &trace_.requests[size_t(row.request)],
+                          .trace = &of,
                           .position = row.position,
                           .layer = layer,
                           .name = model_.layers[size_t(layer)].name,

@@ -54,6 +54,7 @@ struct ReplayOptions {
   bool validate = true;  // PlanOptions::validate
 
   double verify_fraction = 0;   // of (computed token, layer) pairs; in each, one kv head with its q heads is recomputed, or all channels
+  double verify_last = 0;       // likewise, of (request, layer) pairs: the last output of the request, with its final state
   double time_limit_s = 0;      // wall time after which the replay stops between two steps; 0: none
   int max_series_points = 512;  // steps are merged until the time series has no more points than this
   double progress_interval_s = 0.2;

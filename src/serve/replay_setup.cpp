@@ -82,6 +82,7 @@ void check_options(const ReplayOptions& o) {
   check(o.num_threads >= 0, "replay.num_threads", "num_threads must be >= 0, is {}", o.num_threads);
   check(o.verify_fraction >= 0 && o.verify_fraction <= 1, "replay.verify_fraction", "verify_fraction must be in [0, 1], is {}",
         o.verify_fraction);
+  check(o.verify_last >= 0 && o.verify_last <= 1, "replay.verify_fraction", "verify_last must be in [0, 1], is {}", o.verify_last);
   check(std::isfinite(o.time_limit_s) && o.time_limit_s >= 0, "replay.time_limit_s", "time_limit_s must be >= 0, is {}", o.time_limit_s);
   check(o.max_series_points >= 2, "replay.max_series_points", "max_series_points must be >= 2, is {}", o.max_series_points);
 }

@@ -134,7 +134,7 @@ TEST_F(Cli, SelectExplainsRecurrentLayers) {
 // Few layers of each kind of a published model, states beside pages.
 TEST_F(Cli, RunReplaysRecurrentLayers) {
   const Ran ran = run("run --model nemotron-3-nano-30b-a3b --layers 6 --trace " IMBREX_DATA
-                      "/sample_trace.jsonl --num-requests 1 --verify 1% --kv-memory 256MiB --no-ceilings --json " +
+                      "/sample_trace.jsonl --num-requests 1 --verify 0.2% --verify-last 100% --kv-memory 256MiB --no-ceilings --json " +
                       path("r.json"));
   EXPECT_EQ(ran.code, 0) << ran.err;
   for (const char* part : {"6 of 52 layers", "state slots", "3  recurrent q8 v64 k128 v64", " conv_vkq conv_bias ", "all within the bound",

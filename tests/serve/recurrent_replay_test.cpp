@@ -169,6 +169,20 @@ TEST(RecurrentReplay, VerificationNoticesWrongFinalStates) {
   unregister_backend<RecurrentFamily>("mistaken");
 }
 
+// Of few outputs, those behind which nothing follows.
+TEST(RecurrentReplay, FinalStatesAreVerifiedAlone) {
+  const Trace trace = tree_trace(9, 16, 60, 8, 1);
+  const ModelSpec model = tiny_recurrent_model({"gdn", "attention"});
+  ReplayOptions options = small_options();
+  options.verify_fraction = 0, options.verify_last = 1;
+  const ReplayResult r = replay(model, trace, options);
+  const int heads = RecurrentTarget::heads_of(recurrent(model, 0));
+  EXPECT_EQ(r.verified_states, 9 * heads);
+  EXPECT_EQ(r.verified_outputs, 9 * (heads + std::get<AttentionSpec>(model.layers[1].spec).group_size()));
+  options.verify_last = 2;
+  EXPECT_EQ(test::error_code([&] { replay(model, trace, options); }), "replay.verify_fraction");
+}
+
 // States of fewer bits are rounded behind each step, which the bound has room for.
 TEST(RecurrentReplay, StatesOfFewerBits) {
   const auto half = [](RecurrentSpec& spec) { spec.state_dtype = DType::bf16; };
