@@ -184,8 +184,8 @@ void Scheduler::release_cache(Request& r) {
     table.blocks.clear();
     table.first_held = table.published = 0;
   }
-  if (slots_) slots_->release(r.slot);
-  r.slot.clear();
+  if (slots_) slots_->release(r.slot), slots_->release(r.source);
+  r.slot.clear(), r.source.clear();
 }
 
 void Scheduler::preempt_newest() {
@@ -256,10 +256,9 @@ void Scheduler::write_plan(StepPlan& out) {
       group.block_table.assign(max_seqs * size_t(out.stride), 0);
     }
   }
-  out.state_copies = std::move(copies_);
-  copies_.clear();
   out.query_start_loc.assign(1, 0);
-  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots}) array->clear();
+  for (auto* array : {&out.seq_lens, &out.request_ids, &out.first_positions, &out.fresh_from, &out.state_slots, &out.source_slots})
+    array->clear();
   out.makes_token.clear();
   for (StepPlan::Group& group : out.groups) group.slot_mapping.clear();
 
@@ -275,7 +274,9 @@ void Scheduler::write_plan(StepPlan& out) {
       out.first_positions.push_back(r.computed);
       out.fresh_from.push_back(r.ever_computed);
       out.makes_token.push_back(end == r.num_tokens());
+      const std::vector<int32_t>& source = r.source.empty() ? r.slot : r.source;
       out.state_slots.insert(out.state_slots.end(), r.slot.begin(), r.slot.end());
+      out.source_slots.insert(out.source_slots.end(), source.begin(), source.end());
       for (size_t g = 0; g < groups_.size(); ++g) {
         StepPlan::Group& group = out.groups[size_t(groups_[g].index)];
         const std::vector<int32_t>& blocks = r.tables[g].blocks;
@@ -293,8 +294,6 @@ void Scheduler::write_plan(StepPlan& out) {
 void Scheduler::finish_step(double now) {
   imbrex::check(in_step_, "scheduler.step.order", "finish_step needs a step under way");
   in_step_ = false;
-  if (!sources_.empty()) slots_->release(sources_);
-  sources_.clear();
   for (auto& request : running_) {
     Request& r = *request;
     if (r.scheduled == 0) continue;
@@ -303,6 +302,8 @@ void Scheduler::finish_step(double now) {
     r.computed += r.scheduled;
     r.scheduled = 0;
     r.ever_computed = std::max(r.ever_computed, r.computed);
+    if (slots_) slots_->release(r.source);
+    r.source.clear();
     publish_blocks(r);
     keep_state(r);
     if (r.remaining() > 0) continue;
@@ -324,12 +325,13 @@ void Scheduler::check() const {
     refs.emplace_back(size_t(group.pool.num_blocks()), 0);
   }
   if (slots_) slots_->check();
-  std::vector<int> owners(slots_ ? size_t(slots_->num_blocks()) : 0, 0);
+  std::vector<int> owners(slots_ ? size_t(slots_->num_blocks()) : 0, 0), readers = owners;
   int64_t stamp = -1;
   for (const auto& r : running_) {
     imbrex::check(r->slot.size() == (slots_ ? 1u : 0u), "scheduler.invariant", "request {} must have {} state slots, has {}", r->record.id,
                   slots_ ? 1 : 0, r->slot.size());
     for (const int32_t slot : r->slot) ++owners[size_t(slot)];
+    for (const int32_t slot : r->source) ++readers[size_t(slot)];
     imbrex::check(r->stamp > stamp, "scheduler.invariant", "admissions must be in order: expected more than {}, is {}", stamp, r->stamp);
     stamp = r->stamp;
     for (size_t g = 0; g < groups_.size(); ++g) {
@@ -341,9 +343,8 @@ void Scheduler::check() const {
     }
   }
   for (size_t s = 0; s < owners.size(); ++s) {
-    const auto copied = std::count(sources_.begin(), sources_.end(), int32_t(s));  // from it, in the step under way
-    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] + copied && owners[s] + (copied > 0) <= 1, "scheduler.invariant",
-                  "state slot {} must have {} references, of one owner at most, has {}", s, owners[s] + copied,
+    imbrex::check(slots_->ref_count(int32_t(s)) == owners[s] + readers[s] && owners[s] + (readers[s] > 0) <= 1, "scheduler.invariant",
+                  "state slot {} must have {} references, of one owner or of requests that read it, has {}", s, owners[s] + readers[s],
                   slots_->ref_count(int32_t(s)));
   }
   for (size_t g = 0; g < groups_.size(); ++g) {

@@ -45,6 +45,7 @@ struct Scheduler::Request {
   std::vector<BlockHash> hashes;  // of full blocks, as far as they were needed
   std::vector<Table> tables;      // per group of pages
   std::vector<int32_t> slot;      // of its states: one while it runs, where the model keeps some
+  std::vector<int32_t> source;    // the slot that its next step reads instead: of a state that is kept; none: its own
 
   int num_tokens() const { return trace->input_length + generated; }
   int remaining() const { return num_tokens() - computed; }

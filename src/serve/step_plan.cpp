@@ -25,6 +25,7 @@ Batch StepPlan::batch(int group) const {
   batch.seq_lens = seq_lens;
   if (g.block_table.empty()) {
     batch.state_slots = state_slots;
+    batch.source_slots = source_slots;
     return batch;
   }
   batch.block_table = TensorView::contiguous(const_cast<int32_t*>(g.block_table.data()), DType::i32, {num_reqs(), stride});

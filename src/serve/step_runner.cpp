@@ -14,22 +14,6 @@ namespace {
 
 constexpr int kTensorShare = 4;  // a window's tensors take at most one part in so many of a GPU's memory
 
-// Offsets of the pieces that a state is copied in, so that many threads have some: as many as halve it evenly.
-std::vector<DeviceTensor> piece_starts(const GroupCache& cache, const DeviceStream& stream) {
-  const auto* const states = std::get_if<StateAllocation>(&cache);
-  std::vector<DeviceTensor> all;
-  for (size_t part = 0; states != nullptr && part < states->num_parts(); ++part) {
-    constexpr int64_t kPiece = 1024;  // elements
-    const int64_t elements = states->all(part).size(2);
-    int64_t pieces = 1;
-    while (elements % (2 * pieces) == 0 && elements / pieces > kPiece) pieces *= 2;
-    std::vector<int32_t> starts;
-    for (int64_t i = 0; i < pieces; ++i) starts.push_back(int32_t(i * (elements / pieces)));
-    all.push_back(stream.copy_of(TensorView::contiguous(starts.data(), DType::i32, {pieces})));
-  }
-  return all;
-}
-
 }  // namespace
 
 std::vector<RowGroup> group_rows(std::span<const WantedRow> wanted, const std::function<int64_t(const WantedRow&)>& row_start,
@@ -113,8 +97,6 @@ void StepRunner::allocate(const ModelSpec& model, const CacheSizes& sizes) {
       return make_cache(spec, int(group.layers.size()), sizes.places(group, g), *stream_, threads_);
     };
     caches_.push_back(std::visit(make, kind_of(group.layers.front()).spec()));
-    kind_of_cache_.push_back(layers_[size_t(group.layers.front())].kind);
-    piece_starts_.push_back(piece_starts(caches_.back(), *stream_));
     for (size_t i = 0; i < group.layers.size(); ++i) {
       const Layer& layer = layers_[size_t(group.layers[i])];
       kinds_[layer.kind]->place_cache(layer.of_kind, caches_.back(), int(i));
@@ -126,27 +108,6 @@ int StepRunner::step_tokens() const {
   int all = 1;
   for (const auto& kind : kinds_) all = std::lcm(all, std::max(kind->step_tokens(), 1));
   return all;
-}
-
-// The time is that of the group's first kind of layer.
-void StepRunner::copy_states(std::span<const StateCopy> copies) {
-  if (copies.empty()) return;
-  for (size_t g = 0; g < caches_.size(); ++g) {
-    const auto* const states = std::get_if<StateAllocation>(&caches_[g]);
-    if (states == nullptr) continue;
-    const size_t from = mark();
-    for (size_t part = 0; part < states->num_parts(); ++part) {
-      for (int64_t layer = 0; layer < states->all(part).size(0); ++layer) {
-        const TensorView slots = states->layer(int(layer), part);
-        for (const StateCopy& copy : copies) {
-          const TensorView to = slots.select(0, copy.to), &pieces = piece_starts_[g][part].view;
-          stream_->gather(slots.select(0, copy.from), pieces,
-                          TensorView::contiguous(to.data, to.dtype, {pieces.size(0), to.size(0) / pieces.size(0)}, to.device));
-        }
-      }
-    }
-    spans_.push_back({kind_of_cache_[g], from, mark(), &KindTimes::run_s});
-  }
 }
 
 TensorView StepRunner::rows(const LayerRows& of, int layer, std::initializer_list<int64_t> sizes) const {
@@ -197,7 +158,6 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
 }
 
 void StepRunner::update(const StepPlan& step) {
-  copy_states(step.state_copies);
   decode_ = stream_->asynchronous() && step.num_tokens() == step.num_reqs();
   size_t from = mark();
   for (size_t i = 0; i < kinds_.size(); ++i) {
