@@ -15,8 +15,8 @@ namespace imbrex::cli {
 namespace {
 
 struct RunArguments {
-  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", verify_last = "0", report, json,
-                            pacing = "arrival";
+  std::string model, trace, q_dtype = "bf16", kv_dtype = "bf16", kv_memory, verify = "0", verify_last = "0", spec_acceptance = "70%",
+                            report, json, pacing = "arrival";
   int64_t num_requests = 0;
   int shrink = 1;
   serve::ReplayOptions replay;
@@ -46,6 +46,7 @@ int run_trace(RunArguments& o) {
   r.prefix_sharing = !o.no_prefix_sharing;
   r.verify_fraction = parse_fraction(o.verify);
   r.verify_last = parse_fraction(o.verify_last);
+  r.drafts.acceptance = parse_fraction(o.spec_acceptance);
   r.pacing = o.pacing == "saturate" ? serve::Pacing::saturate : serve::Pacing::arrival;
   if (!o.kv_memory.empty()) r.kv_bytes = parse_size(o.kv_memory);
   const ModelSpec model = load_model(o.model);
@@ -101,6 +102,10 @@ void add_run(CLI::App& app, Action& action) {
       ->check(CLI::IsMember({"arrival", "saturate"}))
       ->capture_default_str();
   sub->add_option("--rate-scale", r.rate_scale, "2: requests come twice as fast")->check(CLI::PositiveNumber)->capture_default_str();
+  sub->add_option("--spec-tokens", r.drafts.tokens, "Speculative decoding: N drafts behind each token (0: none)")
+      ->check(CLI::Range(0, serve::kMostDrafts));
+  sub->add_flag("--spec-tree", r.drafts.tree, "Drafts are a tree instead of a chain, of models whose layers all keep states");
+  sub->add_option("--spec-acceptance", o->spec_acceptance, "Chance of a draft to be kept behind one that is")->capture_default_str();
   sub->add_flag("--no-prefix-sharing", o->no_prefix_sharing, "Do not look for shared prefixes, and keep no states behind them");
   sub->add_flag("--skip-too-long", r.skip_too_long, "Leave out requests that the cache could never hold, instead of an error");
   sub->add_option("--time-limit", r.time_limit_s, "Stop after so many seconds (0: never)")->check(CLI::NonNegativeNumber);
@@ -123,8 +128,8 @@ void add_run(CLI::App& app, Action& action) {
       "  imbrex run --model gemma-2-9b --trace trace.jsonl --pacing saturate --backend cpu_avx512 --json out.json\n"
       "  imbrex run --model lfm2-1.2b --trace trace.jsonl --verify 1%\n"
       "  imbrex run --model qwen3-next-80b-a3b --trace trace.jsonl --layers 4 --verify 0.1%\n"
-      "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2 --verify "
-      "0.1%\n\n"
+      "  imbrex run --model nemotron-3-nano-30b-a3b --trace mooncake.jsonl --num-requests 200 --shrink 16 --layers-of-kind 2\n"
+      "  imbrex run --model falcon-mamba-7b --trace trace.jsonl --layers 2 --spec-tokens 6 --spec-tree --verify 0.1%\n\n"
       "Exit code 1 when a verified output differs from the reference.");
   sub->callback([o, &action] { action = [o] { return run_trace(*o); }; });
 }

@@ -65,7 +65,8 @@ class LayerKind {
 
   virtual VerifyTarget target(size_t layer, int out_row) const = 0;
   // What that target computes again of the state in a slot, in contiguous parts; none where it checks none.
-  virtual std::vector<TensorView> states_of(size_t /*layer*/, int /*out_row*/, int /*slot*/) const { return {}; }
+  // `row`: behind which draft of the step, counted from 1; 0: in front of the first.
+  virtual std::vector<TensorView> states_of(size_t /*layer*/, int /*out_row*/, int /*slot*/, int /*row*/) const { return {}; }
   ReplayKind report() const;  // what runs and why, with the plan of the last step
 
  protected:

@@ -88,13 +88,14 @@ class RecurrentLayers final : public KindOf<RecurrentFamily> {
   }
 
   // The heads' state, and of each row of the convolution the stretches of channels that make their q, k and v.
-  std::vector<TensorView> states_of(size_t layer, int out_row, int slot) const override {
+  std::vector<TensorView> states_of(size_t layer, int out_row, int slot, int row) const override {
     const auto& [state, conv] = std::tie(layers_[layer].inputs.state, layers_[layer].inputs.conv_state);
     const int heads = RecurrentTarget::heads_of(spec());
-    std::vector<TensorView> parts{state.select(0, slot).select(0, 0).slice(0, int64_t(out_row) * heads, int64_t(out_row + 1) * heads)};
-    for (int row = 0; !conv.empty() && row < spec().conv_width - 1; ++row)
+    std::vector<TensorView> parts{state.select(0, slot).select(0, row).slice(0, int64_t(out_row) * heads, int64_t(out_row + 1) * heads)};
+    const int kept = spec().conv_width - 1, first = row * (spec().tree_drafts ? kept : 1);
+    for (int of_conv = first; !conv.empty() && of_conv < first + kept; ++of_conv)
       for (const ConvStretch& stretch : conv_stretches(spec(), out_row * heads, heads))
-        parts.push_back(conv.select(0, slot).select(0, row).slice(0, stretch.first, stretch.first + stretch.count));
+        parts.push_back(conv.select(0, slot).select(0, of_conv).slice(0, stretch.first, stretch.first + stretch.count));
     return parts;
   }
 

@@ -8,6 +8,7 @@
 
 #include "imbrex/model.h"
 #include "imbrex/select.h"
+#include "serve/drafts.h"
 #include "serve/percentiles.h"
 #include "serve/trace.h"
 
@@ -37,6 +38,7 @@ struct ReplayOptions {
   int max_num_seqs = 128;
   bool prefix_sharing = true;  // of models that keep states where the trace has prefixes
   Pacing pacing = Pacing::arrival;
+  DraftOptions drafts;      // speculative decoding; trees only where no layer has pages: their masks are not made
   double rate_scale = 1.0;  // with Pacing::arrival: 2 means that requests come twice as fast
   double fixed_step_s = 0;  // > 0: every step takes this long on the replay's clock (for repeatable schedules); 0: measured
 
@@ -143,16 +145,17 @@ struct ReplayResult {
   std::string stopped;    // why not: "time limit", "cancelled"
   int64_t requests = 0, finished_requests = 0, skipped_requests = 0;
   int64_t steps = 0, preemptions = 0;
-  int64_t prompt_tokens = 0;      // of admitted requests
-  int64_t prefix_hit_tokens = 0;  // of those, found in the cache at first admission
-  int64_t prefill_tokens = 0;     // computed in chunks, recomputation included
-  int64_t decode_tokens = 0;      // computed one a step
-  int64_t recomputed_tokens = 0;  // computed again after a preemption
-  int64_t output_tokens = 0;      // made
-  int64_t kept_states = 0;        // copies that were made of states behind prefixes
-  double wall_s = 0;              // of the whole replay
-  double clock_s = 0;             // the replay's clock at the end; idle time included
-  double idle_s = 0;              // clock time without anything to do
+  int64_t prompt_tokens = 0;            // of admitted requests
+  int64_t prefix_hit_tokens = 0;        // of those, found in the cache at first admission
+  int64_t prefill_tokens = 0;           // computed in chunks, recomputation included
+  int64_t decode_tokens = 0;            // computed one a step
+  int64_t recomputed_tokens = 0;        // computed again after a preemption
+  int64_t output_tokens = 0;            // made
+  int64_t kept_states = 0;              // behind prefixes, for requests that begin alike
+  int64_t drafts = 0, kept_drafts = 0;  // made, and kept as tokens
+  double wall_s = 0;                    // of the whole replay
+  double clock_s = 0;                   // the replay's clock at the end; idle time included
+  double idle_s = 0;                    // clock time without anything to do
   ReplayTimes times;
   double prefix_hit_rate() const { return prompt_tokens > 0 ? double(prefix_hit_tokens) / double(prompt_tokens) : 0; }
   double busy_s() const { return clock_s - idle_s; }

@@ -69,6 +69,11 @@ void check_options(const ReplayOptions& o) {
         "max_num_batched_tokens must be in [1, {}], is {}", 1 << 20, o.max_num_batched_tokens);
   check(o.max_num_seqs >= 1 && o.max_num_seqs <= 1 << 16, "replay.max_num_seqs", "max_num_seqs must be in [1, {}], is {}", 1 << 16,
         o.max_num_seqs);
+  check(o.drafts.tokens >= 0 && o.drafts.tokens <= kMostDrafts, "replay.drafts", "drafts.tokens must be in [0, {}], is {}", kMostDrafts,
+        o.drafts.tokens);
+  check(o.drafts.acceptance >= 0 && o.drafts.acceptance <= 1, "replay.drafts", "drafts.acceptance must be in [0, 1], is {}",
+        o.drafts.acceptance);
+  check(!o.drafts.tree || o.drafts.tokens > 0, "replay.drafts", "expected drafts for trees of them, got {}", o.drafts.tokens);
   check(std::isfinite(o.rate_scale) && o.rate_scale > 0, "replay.rate_scale", "rate_scale must be positive, is {}", o.rate_scale);
   check(std::isfinite(o.fixed_step_s) && o.fixed_step_s >= 0, "replay.fixed_step_s", "fixed_step_s must be >= 0, is {}", o.fixed_step_s);
   check(o.kv_bytes >= 0, "replay.kv_bytes", "kv_bytes must be >= 0, is {}", o.kv_bytes);
@@ -118,6 +123,15 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
     for (const int i : kept) layers.push_back(part.layers[size_t(i)]);
     part.num_layers = int(part.numbers_of(kept).size());
     part.layers = std::move(layers);
+  }
+
+  for (ModelLayer& layer : part.layers) {
+    const bool pages = paged_attention(layer.spec).has_value();
+    check(!pages || !options.drafts.tree, "replay.drafts.tree", "{}: expected layers with states alone for trees of drafts, {} has pages",
+          part.name, layer.name);
+    const auto set = [&](auto& spec) { spec.num_drafts = options.drafts.tokens, spec.tree_drafts = options.drafts.tree; };
+    if (auto* const recurrent = std::get_if<RecurrentSpec>(&layer.spec)) set(*recurrent);
+    if (auto* const conv = std::get_if<ShortConvSpec>(&layer.spec)) set(*conv);
   }
 
   const auto attends = [](const ModelLayer& layer) { return std::holds_alternative<AttentionSpec>(layer.spec); };

@@ -29,7 +29,8 @@ struct SchedulerOptions {
   int num_slots = 0;            // of states, for models that keep some
   int prefix_block = 0;         // Trace::prefix_block
   bool prefix_sharing = true;
-  int state_unit = 0;  // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
+  int state_unit = 0;   // states of prefixes are kept at multiples of so many tokens, a multiple of block_size; with prefix_sharing
+  DraftOptions drafts;  // of requests that make tokens; trees need a model whose layers all keep states
   uint64_t seed = 1;
 };
 
@@ -49,7 +50,8 @@ struct SchedulerStats {
   int64_t recomputed_tokens = 0;                     // computed again after a preemption
   int64_t resumed_hit_tokens = 0;                    // found in the cache after a preemption, so not computed again
   int64_t output_tokens = 0;
-  int64_t kept_states = 0;  // that later requests may begin from
+  int64_t drafts = 0, kept_drafts = 0;  // made, and of these those that became tokens: of decode_tokens
+  int64_t kept_states = 0;              // that later requests may begin from
 };
 
 class Scheduler {
@@ -88,6 +90,7 @@ class Scheduler {
   void take_slot(Request&, int hit);
   int last_kept(const Request&) const;
   int next_tokens(const Request&, int budget) const;
+  void add_drafts(Request&, int budget) const;
   bool reserve(Request&, int tokens);
   bool admit(Request&, int budget);
   void preempt_newest();

@@ -104,7 +104,8 @@ void Scheduler::publish_blocks(Request& r) {
 
 // Keeps the request's state where others may need it: in its slot, which the next step reads and does not write.
 void Scheduler::keep_state(Request& r) {
-  if (!slots_ || !options_.prefix_sharing || r.computed == 0 || (r.computed != r.branch && r.computed != last_kept(r))) return;
+  if (!slots_ || !options_.prefix_sharing || r.computed == 0 || r.accepted > 0 || (r.computed != r.branch && r.computed != last_kept(r)))
+    return;
   const BlockHash& hash = r.hashes[size_t(r.computed / block_size_ - 1)];
   std::vector<int32_t> next;
   if (slots_->peek(std::span(&hash, 1)) == 1 || !slots_->allocate(1, next)) return;

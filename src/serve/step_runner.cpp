@@ -34,7 +34,7 @@ StepRunner::StepRunner(const ModelSpec& model, const DeviceInfo& device, const R
     : synthetic_(synthetic), threads_(threads), stream_(open_stream(device, threads)), workspace_(make_workspace(device)) {
   const auto pool = synthetic.pool();
   pool_ = stream_->copy_of(TensorView::contiguous(const_cast<uint16_t*>(pool.data()), DType::bf16, {int64_t(pool.size())}));
-  graph_tokens_ = std::min(options.max_num_seqs, options.max_num_batched_tokens);
+  graph_tokens_ = std::min(options.max_num_seqs * (1 + options.drafts.tokens), options.max_num_batched_tokens);
   make_kinds(model, device, options, max_seq_len);
   make_tensors(options);
 }
@@ -43,7 +43,7 @@ void StepRunner::make_kinds(const ModelSpec& model, const DeviceInfo& device, co
   PlanOptions plan_options;
   plan_options.limits = {.max_num_reqs = options.max_num_seqs,
                          .max_num_tokens = options.max_num_batched_tokens,
-                         .max_seq_len = max_seq_len,
+                         .max_seq_len = max_seq_len + options.drafts.tokens,  // a tree may have more than the request has tokens
                          .shared_prompts = options.prefix_sharing};
   plan_options.threads = threads_;
   plan_options.validate = options.validate;
@@ -57,7 +57,7 @@ void StepRunner::make_kinds(const ModelSpec& model, const DeviceInfo& device, co
                   .decode_plan = plan_options,
                   .has_decode_plan = stream_->asynchronous()};
   setup.decode_plan.limits.max_num_tokens = int(graph_tokens_);
-  setup.decode_plan.limits.max_query_len = 1;
+  setup.decode_plan.limits.max_query_len = 1 + options.drafts.tokens;
   layers_.resize(model.layers.size());
   for (const ModelSpec::Kind& kind : model.kinds()) {
     for (size_t i = 0; i < kind.layers.size(); ++i) layers_[size_t(kind.layers[i])] = {.kind = kinds_.size(), .of_kind = i, .graph = {}};
@@ -158,7 +158,7 @@ void StepRunner::make_tokens(int first, int end, std::span<const uint64_t> keys)
 }
 
 void StepRunner::update(const StepPlan& step) {
-  decode_ = stream_->asynchronous() && step.num_tokens() == step.num_reqs();
+  decode_ = stream_->asynchronous() && step.decodes_only();
   size_t from = mark();
   for (size_t i = 0; i < kinds_.size(); ++i) {
     kinds_[i]->update(step.batch(kinds_[i]->group()), decode_);
@@ -252,8 +252,8 @@ std::span<const uint16_t* const> StepRunner::fetch(std::span<const WantedRow> wa
   return fetched_;
 }
 
-std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot) const {
-  const std::vector<TensorView> parts = kind_of(layer).states_of(layers_[size_t(layer)].of_kind, out_row, slot);
+std::vector<char> StepRunner::fetch_state(int layer, int out_row, int slot, int row) const {
+  const std::vector<TensorView> parts = kind_of(layer).states_of(layers_[size_t(layer)].of_kind, out_row, slot, row);
   const auto bytes_of = [](const TensorView& t) { return t.num_elements() * size_of(t.dtype); };
   std::vector<char> copy;
   for (const TensorView& part : parts) copy.resize(copy.size() + size_t(bytes_of(part)));

@@ -55,8 +55,8 @@ class StepRunner {
   // Outputs of those layers, [out_length] a row; `wanted` is sorted by layer. They stay until the next call.
   std::span<const uint16_t* const> fetch(std::span<const WantedRow> wanted);
   // A copy of what a target checks of the state in a slot, part by part; empty where it checks none.
-  std::vector<char> fetch_state(int layer, int out_row, int slot) const;
-  std::vector<KindTimes> take_times();  // by kind, since the last call
+  std::vector<char> fetch_state(int layer, int out_row, int slot, int row) const;  // row: behind which draft; 0: behind none
+  std::vector<KindTimes> take_times();                                             // by kind, since the last call
 
   const std::vector<GroupCache>& caches() const { return caches_; }  // by cache group
   std::vector<ReplayKind> reports() const;                           // by kind: what runs and why

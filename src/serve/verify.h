@@ -42,7 +42,9 @@ using VerifyTarget = std::variant<AttentionTarget, ShortConvTarget, MlaTarget, R
 struct VerifySample {
   int request = 0;  // for messages and token identities
   const TraceRequest* trace = nullptr;
-  int position = 0;       // of the token
+  int position = 0;  // of the token
+  // The token_key of the last tokens of its path, the token's own last, where these are drafts: they stand for those of the request.
+  std::vector<uint64_t> drafts = {};
   int layer = 0;          // index into ModelSpec::layers: what synthesis depends on
   std::string_view name;  // of that layer
   VerifyTarget target;

@@ -11,7 +11,7 @@
 
 namespace imbrex::serve {
 
-enum class StateMistake : uint8_t { none, forgets, shares, stale, spoils };
+enum class StateMistake : uint8_t { none, forgets, shares, stale, spoils, chains, forgets_drafts };
 
 template <class Family, class Inputs, class Outputs>
 struct MistakenStates final : BackendOf<Family> {
@@ -23,7 +23,7 @@ struct MistakenStates final : BackendOf<Family> {
     std::unique_ptr<Plan> inner;
     StateMistake mistake = StateMistake::none;
     int steps = 0;
-    std::vector<int32_t> seq_lens, slots, sources;
+    std::vector<int32_t> seq_lens, slots, sources, accepted;
     void update(const Batch& batch, Stream stream) override {
       Batch changed = batch;
       seq_lens.assign(batch.seq_lens.begin(), batch.seq_lens.end());
@@ -36,6 +36,9 @@ struct MistakenStates final : BackendOf<Family> {
       } else if (mistake == StateMistake::stale) {
         for (int r = 0; r < batch.num_reqs(); ++r) seq_lens[size_t(r)] = batch.seq_lens[size_t(r)] + 1;  // a new one reads what was left
       }
+      if (mistake == StateMistake::chains) changed.draft_parents = {};
+      accepted.assign(batch.accepted_drafts.size(), 0);
+      if (mistake == StateMistake::forgets_drafts) changed.accepted_drafts = accepted;
       changed.seq_lens = seq_lens;
       changed.state_slots = slots;
       changed.source_slots = sources;
