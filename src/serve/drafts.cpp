@@ -21,9 +21,10 @@ Drafts make_drafts(const DraftOptions& options, int count, int depth, uint64_t k
     std::vector<int> next;
     for (int i = at + 1; i < count; ++i)
       if (drafts.parents[size_t(i)] == at) next.push_back(i);
-    const double chance = double(hash_numbers(key, kAccept, uint64_t(at + 1)) >> 11) * 0x1p-53;
+    const uint64_t behind = drafts.kept.size();  // paths have a draft of each length
+    const double chance = double(hash_numbers(key, kAccept, behind) >> 11) * 0x1p-53;
     if (next.empty() || chance >= options.acceptance) return drafts;
-    at = next[hash_numbers(key, kChild, uint64_t(at + 1)) % next.size()];
+    at = next[hash_numbers(key, kChild, behind) % next.size()];
     drafts.kept.push_back(at);
   }
 }

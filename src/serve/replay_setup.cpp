@@ -120,6 +120,7 @@ ModelSpec deploy_model(const ModelSpec& model, const ReplayOptions& options, con
                   kind.layers.begin() + std::min<int64_t>(options.layers_of_kind, std::ssize(kind.layers)));
     std::ranges::sort(kept);
     std::vector<ModelLayer> layers;
+    layers.reserve(kept.size());
     for (const int i : kept) layers.push_back(part.layers[size_t(i)]);
     part.num_layers = int(part.numbers_of(kept).size());
     part.layers = std::move(layers);
